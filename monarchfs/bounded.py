@@ -1,0 +1,94 @@
+"""Calls that may never return, made in a child process so that the caller goes on.
+
+A system call on a hung file system sleeps uninterruptibly; neither a signal nor a thread helps the
+process that made it. So a child makes it, and one that does not answer in time is killed and
+never waited for: it goes when the file system lets it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+from monarchfs.types import MonarchError, OperationError, UsageError
+
+_REPLY_BYTES = 1 << 16
+_MOST_DESCRIPTORS = 8
+
+Answer = tuple[Any, Sequence[int]]
+"""What a call returns: something JSON can carry, and descriptors."""
+
+
+def bounded_call(
+    call: Callable[[], Answer], *, timeout: float, overdue: str, keep: Sequence[int] = ()
+) -> Answer:
+    """Runs ``call`` in a child and returns its answer, the descriptors being ours then.
+
+    The child holds no descriptor of this process but those in ``keep``; 0 to 2 lead to /dev/null
+    there. A MonarchError of ``call`` is raised here, and OperationError(``overdue``) after
+    ``timeout`` seconds. For processes of one thread, because it forks.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        pid = os.fork()
+        if pid == 0:
+            _answer_and_exit(call, theirs, keep)
+        theirs.close()
+        ours.settimeout(max(timeout, 0.001))
+        try:
+            reply, descriptors, _, _ = socket.recv_fds(
+                ours, _REPLY_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+        except TimeoutError:
+            os.kill(pid, signal.SIGKILL)
+            raise OperationError(overdue) from None
+        except BaseException:
+            os.kill(pid, signal.SIGKILL)
+            raise
+        os.waitpid(pid, 0)
+    if not reply:
+        raise OperationError(f"{overdue} (the process that asked was killed)")
+    answer = json.loads(reply)
+    if "usage" in answer:
+        raise UsageError(answer["usage"])
+    if "error" in answer:
+        raise OperationError(answer["error"])
+    return answer["result"], descriptors
+
+
+def _answer_and_exit(
+    call: Callable[[], Answer], channel: socket.socket, keep: Sequence[int]
+) -> None:
+    try:
+        _leave_parent_behind({channel.fileno(), *keep})
+        descriptors: Sequence[int] = ()
+        try:
+            result, descriptors = call()
+            reply = {"result": result}
+        except UsageError as error:
+            reply = {"usage": str(error)}
+        except MonarchError as error:
+            reply = {"error": str(error)}
+        except Exception as error:  # noqa: BLE001 - raised again in the parent, as text
+            reply = {"error": f"unexpected {error!r}"}
+        socket.send_fds(channel, [json.dumps(reply).encode()], descriptors)
+    finally:
+        os._exit(0)
+
+
+def _leave_parent_behind(keep: Set[int]) -> None:
+    """A stuck child must hold none of its parent's locks, sockets or output pipes."""
+    for wanted in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(wanted, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    # By name, because the limit of descriptors can be in the billions.
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in keep:
+            os.closerange(number, number + 1)

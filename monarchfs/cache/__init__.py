@@ -1,0 +1,1 @@
+"""Replicas: where they are, who uses them, how one comes to be and goes."""

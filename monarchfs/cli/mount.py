@@ -1,0 +1,65 @@
+"""``monarchfs mount``: from words to settings, then into the background or not."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from monarchfs.config.places import default_places, resolve_user
+from monarchfs.config.settings import Settings, from_file, from_flags, from_mount_options, merge
+from monarchfs.config.values import parse_path
+from monarchfs.supervisor.daemon import run_in_background
+from monarchfs.supervisor.start import mount_and_supervise, path_is_remote
+
+_FLAGS = (
+    *("tier", "state_dir", "prefetch", "freshness", "evict", "user"),
+    *("foreground", "log_file", "log_level"),
+)
+_PARENT_GRACE_SECONDS = 5.0
+"""How much longer the parent waits than the daemon itself would: it takes things back first."""
+
+
+def mount_command(
+    arguments: argparse.Namespace,
+    environ: Mapping[str, str],
+    worker_command: Sequence[str] | None = None,
+) -> int:
+    """Returns 0 once the mount answers, or after it is gone with ``--foreground``.
+
+    Raises UsageError or OperationError. ``worker_command`` replaces the worker in tests.
+    """
+    settings = settings_from(arguments)
+    source, mountpoint = parse_path(arguments.source), parse_path(arguments.mountpoint)
+    user = resolve_user(settings.user, environ)
+    places = default_places(os.geteuid(), environ, path_is_remote)
+    run = partial(
+        mount_and_supervise,
+        settings,
+        source,
+        mountpoint,
+        user,
+        places,
+        worker_command=worker_command,
+    )
+    if settings.foreground:
+        os.chdir("/")
+        return run(report=lambda: None)
+    timeout = settings.start_timeout_seconds + _PARENT_GRACE_SECONDS
+    run_in_background(
+        lambda report: run(report=report),
+        timeout=timeout,
+        overdue=f"the mount of {source} on {mountpoint} did not come about within {timeout:g} s:"
+        " check the file systems of both",
+    )
+    return 0
+
+
+def settings_from(arguments: argparse.Namespace) -> Settings:
+    """Defaults, then the file, then ``-o``, then flags."""
+    return merge(
+        from_file(parse_path(arguments.config)) if arguments.config is not None else {},
+        from_mount_options(arguments.options or ()),
+        from_flags({name: getattr(arguments, name) for name in _FLAGS}),
+    )

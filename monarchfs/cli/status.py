@@ -1,0 +1,108 @@
+"""``monarchfs status``: what mounts do, for people and for programs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from monarchfs.config.places import runtime_dirs_to_search
+from monarchfs.config.values import parse_path
+from monarchfs.control import request
+from monarchfs.supervisor.recover import Found, find_all, find_one
+from monarchfs.types import OperationError
+
+_ANSWER_SECONDS = 5.0
+_LABELS = {
+    "files": "files",
+    "source_io": "source",
+    "served": "served",
+    "prefetch": "prefetch",
+    "worker": "worker",
+}
+
+
+def status_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Prints one mount, or all; 1 if the mount that was asked for is not there or not well."""
+    search = partial(runtime_dirs_to_search, os.geteuid(), environ)
+    if arguments.mountpoint is None:
+        reports = [report_of(found) for found in find_all(search)]
+        if arguments.json:
+            print(json.dumps({"mounts": reports}))
+        else:
+            print("\n\n".join(map(format_report, reports)) or "nothing is mounted")
+        return 0
+    path = parse_path(arguments.mountpoint)
+    found = find_one(path, search)
+    if found is None:
+        raise OperationError(f"{path} is not a monarchfs mount: see monarchfs status for those")
+    report = report_of(found)
+    print(json.dumps(report) if arguments.json else format_report(report))
+    return int(report.get("state") in ("dead", "silent"))
+
+
+def report_of(found: Found) -> dict[str, Any]:
+    """What the mount says about itself; of one that says nothing, why. Takes 5 seconds at most."""
+    silent = {"source": found.source, "mountpoint": found.mountpoint}
+    if found.mount is None and not found.supervisor_alive:
+        return {**silent, "state": "dead", "error": "not mounted any more, its daemon is dead"}
+    if not found.supervisor_alive or found.registered is None:
+        remedy = f"clear it with monarchfs umount {found.mountpoint}"
+        return {**silent, "state": "dead", "error": f"its daemon is dead: {remedy}"}
+    try:
+        return request(found.registered.socket_path, {"command": "status"}, _ANSWER_SECONDS)
+    except OperationError as error:
+        return {**silent, "state": "silent", "error": str(error)}
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """A report as plain text, one subject a line."""
+    return "\n".join(_lines(report))
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes in powers of 1024, as ``--tier`` takes it."""
+    for unit in ("", "K", "M", "G", "T"):
+        if count < 1024:
+            return (
+                f"{count:.0f}{unit or ' bytes'}"
+                if count >= 10 or not unit
+                else f"{count:.1f}{unit}"
+            )
+        count /= 1024
+    return f"{count:.1f}P"
+
+
+def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{_printable(report.get('source', '?'))} on {_printable(report.get('mountpoint', '?'))}"
+    state = [str(report[key]) for key in ("state", "data_path", "error") if report.get(key)]
+    yield _line("state", ", ".join(state))
+    for tier in report.get("tiers", ()):
+        used, capacity = tier.get("used_bytes", 0), tier.get("capacity_bytes", 0)
+        share = f" ({100 * used / capacity:.0f}%)" if capacity else ""
+        yield _line(
+            "tier",
+            f"{_printable(tier.get('path', '?'))}: {format_bytes(used)} of"
+            f" {format_bytes(capacity)}{share}, {tier.get('files', 0)} files",
+        )
+    for key, label in _LABELS.items():
+        values = report.get(key)
+        if isinstance(values, Mapping):
+            yield _line(label, ", ".join(_value(name, value) for name, value in values.items()))
+
+
+def _value(name: str, value: object) -> str:
+    if name.endswith("_bytes") and isinstance(value, (int, float)):
+        return f"{name.removesuffix('_bytes').replace('_', ' ')} {format_bytes(value)}"
+    return f"{name.replace('_', ' ')} {'-' if value is None else value}"
+
+
+def _line(label: str, text: str) -> str:
+    return f"  {label:<9} {text}"
+
+
+def _printable(value: object) -> str:
+    return str(value).encode(errors="backslashreplace").decode()

@@ -1,0 +1,115 @@
+"""The frozen description of one mount, as the supervisor and the worker share it.
+
+Paths are ``str`` with surrogateescape, so that any bytes survive; JSON keeps them, because lone
+surrogates are escaped there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from monarchfs.types import FreshnessMode, TierSize
+
+
+class PrefetchMode(Enum):
+    """What is copied without being asked for: nothing, opened files, all, or a list's files."""
+
+    NONE = "none"
+    ACCESS = "access"
+    ALL = "all"
+    FILE = "file"
+
+
+class EvictPolicy(Enum):
+    """What happens when a tier is full: ``keep`` what is there."""
+
+    KEEP = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class Freshness:
+    """``ttl_seconds`` counts in mode TTL only."""
+
+    mode: FreshnessMode = FreshnessMode.TTL
+    ttl_seconds: float = 60.0
+
+
+DEFAULT_FRESHNESS = Freshness()
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """A tier as the user named it: the dataset's own directory lies below ``path``."""
+
+    path: str
+    size: TierSize
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """Whom the worker runs as. ``groups`` are the supplementary groups."""
+
+    name: str
+    uid: int
+    gid: int
+    groups: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One mount. All paths are absolute; ``source`` and ``mountpoint`` have no symbolic links.
+
+    ``dataset_id`` names the dataset's directory inside each tier. ``runtime_dir`` holds the
+    control socket. ``source_deadline_seconds`` is how long a revalidation may take before what is
+    known is served instead (freshness ``ttl``). ``reserve_percent`` of each tier's file system is
+    never used. ``prefetch_list`` is set in mode FILE only.
+    """
+
+    source: str
+    mountpoint: str
+    tiers: tuple[TierSpec, ...]
+    state_dir: str
+    runtime_dir: str
+    dataset_id: str
+    user: User
+    prefetch: PrefetchMode = PrefetchMode.ACCESS
+    prefetch_list: str | None = None
+    freshness: Freshness = DEFAULT_FRESHNESS
+    evict: EvictPolicy = EvictPolicy.KEEP
+    allow_other: bool = False
+    foreground: bool = False
+    log_file: str | None = None
+    log_level: str = "info"
+    copy_workers: int = 4
+    source_threads: int = 64
+    local_threads: int = 8
+    source_deadline_seconds: float = 2.0
+    start_timeout_seconds: float = 30.0
+    reserve_percent: float = 10.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), default=_enum_value)
+
+    @classmethod
+    def from_json(cls, text: str) -> Config:
+        """The Config that `to_json` wrote; raises KeyError, TypeError or ValueError otherwise."""
+        fields: dict[str, Any] = json.loads(text)
+        fields["tiers"] = tuple(
+            TierSpec(tier["path"], TierSize(**tier["size"])) for tier in fields["tiers"]
+        )
+        user = fields["user"]
+        fields["user"] = User(user["name"], user["uid"], user["gid"], tuple(user["groups"]))
+        freshness = fields["freshness"]
+        fields["freshness"] = Freshness(FreshnessMode(freshness["mode"]), freshness["ttl_seconds"])
+        fields["prefetch"] = PrefetchMode(fields["prefetch"])
+        fields["evict"] = EvictPolicy(fields["evict"])
+        return cls(**fields)
+
+
+def _enum_value(value: object) -> object:
+    if isinstance(value, Enum):
+        return value.value
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")

@@ -1,0 +1,160 @@
+"""Where things lie by default, and whom a mount is for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pwd
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from monarchfs.config.model import Config, TierSpec, User
+from monarchfs.config.settings import Settings
+from monarchfs.types import TierSize, UsageError
+
+ROOT_CACHE_DIR = "/var/cache/monarchfs"
+ROOT_RUNTIME_DIR = "/run/monarchfs"
+DEFAULT_TIER_SIZE = TierSize(percent=50.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Default directories of whoever runs the command."""
+
+    cache_dir: str
+    runtime_dir: str
+
+
+def default_places(
+    uid: int, environ: Mapping[str, str], is_network: Callable[[str], bool]
+) -> Places:
+    """Where ``uid`` keeps caches and sockets. ``is_network`` tells whether a path (which need not
+    exist yet) lies on a network file system, as homes on a cluster do."""
+    if _owns_the_system(uid):
+        return Places(ROOT_CACHE_DIR, ROOT_RUNTIME_DIR)
+    temporary = os.path.join(_absolute(environ.get("TMPDIR")) or "/tmp", f"monarchfs-{uid}")
+    home = _absolute(environ.get("HOME")) or _home_of(uid)
+    cache_home = _absolute(environ.get("XDG_CACHE_HOME")) or (home and os.path.join(home, ".cache"))
+    cache_dir = temporary
+    if cache_home and _may_create_in(cache_home) and not is_network(cache_home):
+        cache_dir = os.path.join(cache_home, "monarchfs")
+    return Places(cache_dir, runtime_dir_of(uid, environ))
+
+
+def runtime_dir_of(uid: int, environ: Mapping[str, str]) -> str:
+    """Where a supervisor that runs as ``uid`` keeps its control socket."""
+    if _owns_the_system(uid):
+        return ROOT_RUNTIME_DIR
+    runtime = _absolute(environ.get("XDG_RUNTIME_DIR"))
+    if runtime and os.path.isdir(runtime):
+        return os.path.join(runtime, "monarchfs")
+    return f"/tmp/monarchfs-{uid}/run"
+
+
+def runtime_dirs_to_search(uid: int, environ: Mapping[str, str], mount_uids: set[int]) -> list[str]:
+    """Where the control socket of a mount that ``uid`` may manage can be; ``mount_uids`` are the
+    owners of the mounts there are. Another user's $XDG_RUNTIME_DIR is where pam_systemd puts it."""
+    dirs = [runtime_dir_of(uid, environ), ROOT_RUNTIME_DIR]
+    for owner in sorted(mount_uids if uid == 0 else {uid}):
+        if owner != 0:
+            dirs += [f"/run/user/{owner}/monarchfs", f"/tmp/monarchfs-{owner}/run"]
+    return list(dict.fromkeys(dirs))
+
+
+def dataset_id(source: str, uid: int) -> str:
+    """A stable short name for what ``uid`` sees of ``source``."""
+    return hashlib.sha256(os.fsencode(source) + b"\0%d" % uid).hexdigest()[:16]
+
+
+def resolve_user(name: str | None, environ: Mapping[str, str]) -> User:
+    """Whom the worker runs as: ``name``, else the user behind sudo, else who runs this.
+
+    Raises UsageError for an unknown user, and for another user's name where this is not root.
+    """
+    euid = os.geteuid()
+    if name is not None:
+        entry = _passwd_entry(name)
+        if euid != 0 and entry.pw_uid != euid:
+            raise UsageError(f"only root can mount for another user: leave out --user {name}")
+    elif euid == 0 and environ.get("SUDO_UID", "").isdecimal():
+        entry = _passwd_entry(environ["SUDO_UID"])
+    else:
+        return _current_user()
+    if entry.pw_uid == euid:
+        return _current_user()
+    groups = tuple(os.getgrouplist(entry.pw_name, entry.pw_gid))
+    return User(entry.pw_name, entry.pw_uid, entry.pw_gid, groups)
+
+
+def build_config(
+    settings: Settings, *, source: str, mountpoint: str, user: User, places: Places
+) -> Config:
+    """The frozen description of mounting ``source`` (resolved) on ``mountpoint`` (resolved)."""
+    identity = dataset_id(source, user.uid)
+    prefetch, prefetch_list = settings.prefetch
+    return Config(
+        source=source,
+        mountpoint=mountpoint,
+        tiers=settings.tier or (TierSpec(places.cache_dir, DEFAULT_TIER_SIZE),),
+        state_dir=settings.state_dir or os.path.join(places.cache_dir, "state", identity),
+        runtime_dir=places.runtime_dir,
+        dataset_id=identity,
+        user=user,
+        prefetch=prefetch,
+        prefetch_list=prefetch_list,
+        freshness=settings.freshness,
+        evict=settings.evict,
+        allow_other=settings.allow_other,
+        foreground=settings.foreground,
+        log_file=settings.log_file,
+        log_level=settings.log_level,
+        copy_workers=settings.copy_workers,
+        source_threads=settings.source_threads,
+        local_threads=settings.local_threads,
+        source_deadline_seconds=settings.source_deadline_seconds,
+        start_timeout_seconds=settings.start_timeout_seconds,
+        reserve_percent=settings.reserve_percent,
+    )
+
+
+def _owns_the_system(uid: int) -> bool:
+    # Root of a user namespace is an ordinary user outside of it.
+    return uid == 0 and os.access(os.path.dirname(ROOT_RUNTIME_DIR), os.W_OK)
+
+
+def _current_user() -> User:
+    uid = os.geteuid()
+    try:
+        name = pwd.getpwuid(uid).pw_name
+    except KeyError:  # a container's arbitrary uid
+        name = str(uid)
+    return User(name, uid, os.getegid(), tuple(os.getgroups()))
+
+
+def _passwd_entry(name: str) -> pwd.struct_passwd:
+    try:
+        return pwd.getpwnam(name)
+    except KeyError:
+        pass
+    try:
+        return pwd.getpwuid(int(name))
+    except (KeyError, ValueError, OverflowError):
+        raise UsageError(f"there is no user '{name}': give the name of an existing one") from None
+
+
+def _home_of(uid: int) -> str | None:
+    try:
+        return _absolute(pwd.getpwuid(uid).pw_dir)
+    except KeyError:
+        return None
+
+
+def _absolute(path: str | None) -> str | None:
+    return path if path and os.path.isabs(path) else None
+
+
+def _may_create_in(path: str) -> bool:
+    """Whether this process could create ``path`` or entries in it."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)

@@ -1,0 +1,184 @@
+"""One parser for each kind of value; each raises UsageError with one line that names the remedy.
+
+Values come as text from the command line and from mount options, and as TOML's own types from a
+file; a parser takes both.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+
+from monarchfs.config.model import (
+    EvictPolicy,
+    Freshness,
+    PrefetchMode,
+    TierSpec,
+)
+from monarchfs.types import FreshnessMode, TierSize, UsageError
+
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>%|(?:[KMGTP](?:i?B)?)|B)?", re.I)
+_EXPONENT = {"": 0, "B": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+_LARGEST_SIZE = 1 << 63
+_TRUE = frozenset({"", "1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def parse_size(value: object) -> TierSize:
+    """``500M``, ``16GiB``, ``1.5T`` (powers of 1024), plain bytes, or ``80%``."""
+    text = _text(value).strip()
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise UsageError(f"'{text}' is not a size: write it like 500M, 16G, 1.5T or 80%")
+    number, unit = match["number"], (match["unit"] or "").upper()
+    if unit == "%":
+        percent = float(number)
+        if not 0 < percent <= 100:
+            raise UsageError(f"'{text}' is not a share: it must be above 0% and at most 100%")
+        return TierSize(percent=percent)
+    scale = 1 << 10 * _EXPONENT[unit[:1]]
+    size = int(number) * scale if number.isdigit() else int(float(number) * scale)
+    if not 0 < size < _LARGEST_SIZE:
+        raise UsageError(f"'{text}' is not a size that a tier can have: write it like 500M or 16G")
+    return TierSize(bytes=size)
+
+
+def parse_tier(value: object) -> TierSpec:
+    """``PATH=SIZE``; the last ``=`` divides, because a path may hold one."""
+    text = _text(value)
+    path, equals, size = text.rpartition("=")
+    if not equals or not path:
+        raise UsageError(f"tier '{text}' has no size: write it as PATH=SIZE, as in /scratch=500G")
+    try:
+        return TierSpec(os.path.abspath(path), parse_size(size))
+    except UsageError as error:
+        raise UsageError(f"tier {path}: {error}") from None
+
+
+def parse_tiers(value: object) -> tuple[TierSpec, ...]:
+    """A list of ``PATH=SIZE``, or one of them; fastest first."""
+    texts = value if isinstance(value, (list, tuple)) else [value]
+    tiers = tuple(parse_tier(text) for text in texts)
+    if not tiers:
+        raise UsageError("the list of tiers is empty: name at least one as PATH=SIZE")
+    paths = [tier.path for tier in tiers]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise UsageError(f"tier {path} is named twice: name each directory once")
+    return tiers
+
+
+def parse_freshness(value: object) -> Freshness:
+    """``immutable``, ``open`` or ``ttl=SECONDS``."""
+    text = _text(value).strip()
+    mode, equals, seconds = text.partition("=")
+    if not equals and mode in (FreshnessMode.IMMUTABLE.value, FreshnessMode.OPEN.value):
+        return Freshness(FreshnessMode(mode))
+    if mode == FreshnessMode.TTL.value:
+        return Freshness(FreshnessMode.TTL, parse_seconds(seconds) if equals else 60.0)
+    raise UsageError(f"freshness '{text}' is not known: use immutable, ttl=SECONDS or open")
+
+
+def parse_prefetch(value: object) -> tuple[PrefetchMode, str | None]:
+    """``none``, ``access``, ``all``, or the path of a list, which is made absolute."""
+    text = _text(value)
+    if text in ("none", "access", "all"):
+        return PrefetchMode(text), None
+    if not text:
+        raise UsageError("prefetch has no value: use none, access, all or the path of a list")
+    return PrefetchMode.FILE, os.path.abspath(text)
+
+
+def parse_evict(value: object) -> EvictPolicy:
+    text = _text(value)
+    try:
+        return EvictPolicy(text)
+    except ValueError:
+        known = ", ".join(policy.value for policy in EvictPolicy)
+        raise UsageError(f"eviction policy '{text}' is not known: use {known}") from None
+
+
+def parse_log_level(value: object) -> str:
+    text = _text(value).lower()
+    if text not in LOG_LEVELS:
+        raise UsageError(f"log level '{text}' is not known: use {', '.join(LOG_LEVELS)}")
+    return text
+
+
+def parse_path(value: object) -> str:
+    text = _text(value)
+    if not text or "\0" in text:
+        raise UsageError(
+            "a path is empty or holds a NUL byte: give the path of a file or directory"
+        )
+    return os.path.abspath(text)
+
+
+def parse_name(value: object) -> str:
+    text = _text(value).strip()
+    if not text:
+        raise UsageError("the user's name is empty: give a name or a number")
+    return text
+
+
+def parse_count(value: object) -> int:
+    """A whole number from 1 to 4096."""
+    text = _text(value).strip()
+    if not text.isdecimal() or not 1 <= int(text) <= 4096:
+        raise UsageError(f"'{text}' is not a count: use a whole number from 1 to 4096")
+    return int(text)
+
+
+def parse_seconds(value: object) -> float:
+    """A number of seconds, 0 or more."""
+    seconds = _number(value)
+    if seconds is None or seconds < 0:
+        raise UsageError(f"'{_text(value)}' is not a time: use a number of seconds, as in 60")
+    return seconds
+
+
+def parse_timeout(value: object) -> float:
+    """A number of seconds above 0."""
+    seconds = parse_seconds(value)
+    if seconds == 0:
+        raise UsageError("a time limit of 0 seconds cannot be kept: use 1 or more")
+    return seconds
+
+
+def parse_percent(value: object) -> float:
+    """A share from 0 to below 100, with or without ``%``."""
+    share = _number(_text(value).strip().removesuffix("%"))
+    if share is None or not 0 <= share < 100:
+        raise UsageError(f"'{_text(value)}' is not a share: use a number from 0 to 99, as in 10")
+    return share
+
+
+def parse_flag(value: object) -> bool:
+    """A switch; named without a value it is on."""
+    if isinstance(value, bool):
+        return value
+    text = _text(value).strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise UsageError(f"'{text}' is neither yes nor no: use true or false")
+
+
+def _number(value: object) -> float | None:
+    try:
+        number = float(_text(value).strip())
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _text(value: object) -> str:
+    # A TOML boolean is an int to Python; as a number or a path it is a mistake.
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return repr(value)
+    raise UsageError(f"{value!r} is not a value that fits here: use text or a number")

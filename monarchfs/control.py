@@ -1,0 +1,233 @@
+"""The control socket: one JSON object a line, one request and one reply a connection.
+
+A request is ``{"command": ..., ...}``; a reply is ``{"ok": true, "result": {...}}`` or
+``{"ok": false, "error": "one line"}``. The supervisor listens and answers ``umount`` itself; other
+commands reach the worker, together with the connection. Who may connect is decided by the socket's
+mode (0600, the mount's user) and by SO_PEERCRED.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import stat
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from monarchfs.types import OperationError
+
+MOST_REQUEST_BYTES = 64 << 10
+MOST_REPLY_BYTES = 16 << 20
+_UCRED = struct.Struct("=iII")
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a supervisor writes beside its socket.
+
+    ``mountpoint`` means something in ``mount_namespace`` only (the inode number, namespaces(7)).
+    ``start_ticks`` is when the supervisor's process began (field 22 of proc_pid_stat(5)): with it
+    a process number says for certain who is meant.
+    """
+
+    mountpoint: str
+    mount_namespace: int
+    source: str
+    uid: int
+    supervisor_pid: int
+    start_ticks: int
+    state_dir: str
+    started_ns: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A registration that was found; ``stem`` is its path without ``.json`` or ``.sock``, and
+    ``owner_uid`` is who wrote it: whoever the supervisor runs as."""
+
+    stem: str
+    owner_uid: int
+    entry: Registration
+
+    @property
+    def socket_path(self) -> str:
+        return self.stem + ".sock"
+
+
+def own_mount_namespace() -> int:
+    """The inode number of this process's mount namespace."""
+    return os.stat("/proc/self/ns/mnt").st_ino
+
+
+def registration_stem(runtime_dir: str, mountpoint: str) -> str:
+    """Where the socket and the registration of ``mountpoint`` are, without their suffix.
+
+    Jobs with mount namespaces of their own may share the directory and the mount point's name.
+    """
+    name = os.fsencode(mountpoint) + b"\0%d" % own_mount_namespace()
+    digest = hashlib.sha256(name).hexdigest()
+    return os.path.join(runtime_dir, digest[:24])
+
+
+def encode_message(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def encode_result(result: Mapping[str, Any]) -> bytes:
+    """The reply of a command that worked."""
+    return encode_message({"ok": True, "result": result})
+
+
+def encode_error(error: str) -> bytes:
+    """The reply of a command that failed; ``error`` is one line."""
+    return encode_message({"ok": False, "error": error})
+
+
+def decode_message(line: bytes) -> dict[str, Any]:
+    """The object on one line. Raises ValueError for anything else."""
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError("a message must be a JSON object")
+    return message
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The effective uid of whoever connected or listens (SO_PEERCRED, unix(7))."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    return int(_UCRED.unpack(packed)[1])
+
+
+def short_socket_path(directory_fd: int, path: str) -> str:
+    """A name for the socket ``path`` in an open directory that fits into sun_path (108 bytes)."""
+    return f"/proc/self/fd/{directory_fd}/{os.path.basename(path)}"
+
+
+class Connection:
+    """A client's connection to the supervisor of one mount; a context manager."""
+
+    def __init__(self, socket_path: str, timeout: float) -> None:
+        """Connects within ``timeout`` seconds; raises OperationError if nobody listens."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(timeout)
+        try:
+            directory = os.open(os.path.dirname(socket_path), os.O_PATH | os.O_DIRECTORY)
+            try:
+                self._socket.connect(short_socket_path(directory, socket_path))
+            finally:
+                os.close(directory)
+        except OSError as error:
+            self._socket.close()
+            raise OperationError(
+                f"the mount's daemon does not answer on {socket_path}: {error.strerror or error}"
+            ) from None
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    @property
+    def peer_uid(self) -> int:
+        return peer_uid(self._socket)
+
+    def request(self, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        """The result of one command, within ``timeout`` seconds; OperationError otherwise."""
+        deadline = time.monotonic() + timeout
+        try:
+            self._socket.settimeout(timeout)
+            self._socket.sendall(encode_message(message))
+            reply = decode_message(self._read_line(deadline))
+        except TimeoutError:
+            raise OperationError(
+                f"the mount's daemon did not answer within {timeout:g} s"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise OperationError(f"the mount's daemon gave no answer: {error}") from None
+        if reply.get("ok") is True and isinstance(reply.get("result"), dict):
+            return dict(reply["result"])
+        raise OperationError(str(reply.get("error", "the mount's daemon refused without a reason")))
+
+    def wait_closed(self, timeout: float) -> bool:
+        """Waits until the other side is gone; whether it went within ``timeout`` seconds."""
+        self._socket.settimeout(max(timeout, 0.001))
+        try:
+            while self._socket.recv(1 << 16):
+                pass
+        except TimeoutError:
+            return False
+        except OSError:
+            pass  # reset by a peer that died: gone as well
+        return True
+
+    def _read_line(self, deadline: float) -> bytes:
+        received = bytearray()
+        while not received.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
+            part = self._socket.recv(1 << 16)
+            if not part:
+                raise ValueError("the connection was closed")
+            received += part
+            if len(received) > MOST_REPLY_BYTES:
+                raise ValueError("the reply is too long")
+        return bytes(received)
+
+
+def request(socket_path: str, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """The result of one command sent to the daemon behind ``socket_path``.
+
+    Raises OperationError if nobody listens, if there is no answer within ``timeout`` seconds, or
+    with the daemon's own words if it refuses.
+    """
+    with Connection(socket_path, timeout) as connection:
+        return connection.request(message, timeout)
+
+
+def find_mounts(runtime_dirs: Iterable[str]) -> list[Registered]:
+    """All registrations in ``runtime_dirs`` that can be read, also of daemons that are gone.
+
+    Those of other users count for their own mounts only, because anybody can write into /tmp.
+    """
+    found = []
+    for directory in runtime_dirs:
+        try:
+            names = sorted(os.listdir(directory))
+            owner = os.lstat(directory)
+        except OSError:
+            continue
+        if not stat.S_ISDIR(owner.st_mode) or owner.st_mode & 0o022:
+            continue
+        for name in names:
+            if name.endswith(".json"):
+                registered = _read_registration(os.path.join(directory, name))
+                if registered is not None and registered.owner_uid == owner.st_uid:
+                    found.append(registered)
+    return found
+
+
+def _read_registration(path: str) -> Registered | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            owner_uid = os.fstat(file.fileno()).st_uid
+            content = decode_message(file.read(MOST_REQUEST_BYTES))
+    except (OSError, ValueError):
+        return None
+    for field in fields(Registration):
+        if type(content.get(field.name)).__name__ != field.type:
+            return None
+    entry = Registration(**{field.name: content[field.name] for field in fields(Registration)})
+    if owner_uid not in (0, entry.uid):
+        return None
+    return Registered(path.removesuffix(".json"), owner_uid, entry)

@@ -1,0 +1,1 @@
+"""What a file system of a mirrored directory means, whatever it is mounted with."""

@@ -1,0 +1,6 @@
+from collections.abc import Callable
+
+NO_ATTRIBUTES: int
+
+def current() -> tuple[int, int, int]: ...
+def set_interrupt_handler(handler: Callable[[int], None] | None) -> None: ...

@@ -1,0 +1,271 @@
+"""pyfuse3's requests, answered by ``monarchfs.fs``. No decisions here.
+
+Each handler first tries the method that cannot wait; only where the source has to be asked is the
+request registered as one that waits, so that its process can be killed meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import pyfuse3
+from pyfuse3 import FileHandleT, FileNameT, InodeT, RequestContext, XAttrNameT
+
+from monarchfs.fs.files import FileHandle, Files
+from monarchfs.fs.tree import Entry, Missing, Tree
+from monarchfs.fs.xattrs import Xattrs
+from monarchfs.fuse.handles import Handles
+from monarchfs.fuse.interrupts import Interrupts
+from monarchfs.metrics import Metrics
+from monarchfs.types import Data, Dirent, Node
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+READDIR_BATCH = 128
+"""Entries fetched from the index at a time; a reply of 4 KiB takes about 20."""
+
+
+def answers(handler: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Map what a handler raises to an errno for the kernel.
+
+    An unknown exception is a bug: it is logged with its traceback and becomes EIO, because pyfuse3
+    would end the session and with it the mount.
+    """
+
+    @wraps(handler)
+    async def answer(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await handler(*args, **kwargs)
+        except OSError as exc:
+            raise pyfuse3.FUSEError(exc.errno or errno.EIO) from exc
+        except pyfuse3.FUSEError:
+            raise
+        except Exception as exc:
+            log.exception("%s failed", handler.__name__)
+            raise pyfuse3.FUSEError(errno.EIO) from exc
+
+    return answer
+
+
+class Adapter(pyfuse3.Operations):
+    """The handlers of one session."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        files: Files,
+        xattrs: Xattrs,
+        interrupts: Interrupts,
+        metrics: Metrics,
+        current_request: Callable[[], tuple[int, int]],
+        no_attributes: int | None,
+    ) -> None:
+        """``current_request`` tells (unique, pid) of the request that was received last;
+        ``no_attributes`` is the mark for directory entries without attributes, None where the C
+        part is missing."""
+        super().__init__()
+        self._tree = tree
+        self._files = files
+        self._xattrs = xattrs
+        self._interrupts = interrupts
+        self._metrics = metrics
+        self._current_request = current_request
+        self._no_attributes = no_attributes
+        self._handles: Handles[FileHandle] = Handles()
+        self._directories: Handles[int] = Handles()
+
+    def init(self) -> None:
+        """Called by libfuse for FUSE_INIT; the supervisor answers that."""
+
+    async def _waiting(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run ``work``; EINTR if the process that waits for it is killed.
+
+        To be called before the handler's first checkpoint: until then the request that was
+        received last is the handler's own.
+        """
+        with self._interrupts.guard(*self._current_request()):
+            return await work()
+        raise pyfuse3.FUSEError(errno.EINTR)
+
+    # -- names and attributes
+
+    @answers
+    async def lookup(
+        self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        found = self._tree.known_lookup(parent_inode, name)
+        if found is None:
+            found = await self._waiting(lambda: self._tree.lookup(parent_inode, name))
+        if isinstance(found, Missing):
+            return _negative(found.timeout)
+        return _attributes(found)
+
+    @answers
+    async def getattr(self, inode: InodeT, ctx: RequestContext) -> pyfuse3.EntryAttributes:
+        found = self._tree.known_attributes(inode)
+        if found is None:
+            found = await self._waiting(lambda: self._tree.attributes(inode))
+        return _attributes(found)
+
+    @answers
+    async def readlink(self, inode: InodeT, ctx: RequestContext) -> bytes:
+        target = self._tree.known_target(inode)
+        if target is None:
+            target = await self._waiting(lambda: self._tree.target(inode))
+        return target
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        """Nothing depends on what the kernel remembers: numbers live as long as the index."""
+
+    # -- directories
+
+    @answers
+    async def opendir(self, inode: InodeT, ctx: RequestContext) -> int:
+        await self._waiting(lambda: self._tree.open_directory(inode))
+        return self._directories.add(inode)
+
+    @answers
+    async def readdir(self, fh: FileHandleT, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        ino = self._directories.get(fh)
+        cookie = start_id
+        while batch := self._tree.entries(ino, cookie, READDIR_BATCH):
+            for dirent, node, entry_timeout, attr_timeout in batch:
+                entry = await self._dirent(ino, dirent, node, entry_timeout, attr_timeout)
+                if entry is None:
+                    continue
+                if not pyfuse3.readdir_reply(token, dirent.name, entry, dirent.cookie):
+                    return
+                cookie = dirent.cookie
+            if len(batch) < READDIR_BATCH:
+                return
+
+    async def _dirent(
+        self, ino: int, dirent: Dirent, node: Node | None, entry_timeout: float, attr_timeout: float
+    ) -> pyfuse3.EntryAttributes | None:
+        if node is not None:
+            return _attributes(Entry(node, entry_timeout, attr_timeout))
+        if self._no_attributes is None and dirent.name not in (b".", b".."):
+            found = await self._tree.lookup(ino, dirent.name)
+            return None if isinstance(found, Missing) else _attributes(found)
+        entry = pyfuse3.EntryAttributes()
+        entry.st_ino = InodeT(dirent.ino)
+        entry.st_mode = pyfuse3.ModeT(dirent.type << 12)
+        if self._no_attributes is not None:
+            entry.generation = self._no_attributes
+        return entry
+
+    @answers
+    async def releasedir(self, fh: FileHandleT) -> None:
+        self._directories.pop(fh)
+
+    @answers
+    async def fsyncdir(self, fh: FileHandleT, datasync: bool) -> None:
+        """Nothing is ever dirty."""
+
+    # -- files
+
+    @answers
+    async def open(self, inode: InodeT, flags: int, ctx: RequestContext) -> pyfuse3.FileInfo:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        handle = await self._waiting(lambda: self._files.open(inode))
+        # An inode number is one version: what the kernel has of it in its page cache stays good.
+        return pyfuse3.FileInfo(fh=FileHandleT(self._handles.add(handle)), keep_cache=True)
+
+    @answers
+    async def read(self, fh: FileHandleT, off: int, size: int) -> Data:  # type: ignore[override]
+        handle = self._handles.get(fh)
+        data = handle.known_read(off, size)
+        if data is None:
+            data = await self._waiting(lambda: handle.read(off, size, self._files))
+        self._metrics.relayed_bytes += len(data)
+        return data
+
+    @answers
+    async def flush(self, fh: FileHandleT) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # the kernel does not ask again
+
+    @answers
+    async def release(self, fh: FileHandleT) -> None:
+        handle = self._handles.pop(fh)
+        if handle is not None:
+            handle.release()
+
+    # -- the rest
+
+    @answers
+    async def statfs(self, ctx: RequestContext) -> pyfuse3.StatvfsData:
+        result = await self._waiting(self._tree.statfs)
+        data = pyfuse3.StatvfsData()
+        for field in STATFS_FIELDS:
+            setattr(data, field, getattr(result, field))
+        return data
+
+    @answers
+    async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
+        value = self._xattrs.known(inode, name)
+        if value is None:
+            value = await self._waiting(lambda: self._xattrs.get(inode, name))
+        return value
+
+    @answers
+    async def listxattr(self, inode: InodeT, ctx: RequestContext) -> list[bytes]:
+        return await self._waiting(lambda: self._xattrs.list(inode))
+
+    @answers
+    async def access(self, inode: InodeT, mode: int, ctx: RequestContext) -> bool:
+        allowed = self._xattrs.known_access(inode, mode)
+        if allowed is None:
+            allowed = await self._waiting(lambda: self._xattrs.access(inode, mode))
+        return allowed
+
+
+STATFS_FIELDS = (
+    "f_bsize",
+    "f_frsize",
+    "f_blocks",
+    "f_bfree",
+    "f_bavail",
+    "f_files",
+    "f_ffree",
+    "f_favail",
+    "f_namemax",
+)
+
+
+def _negative(timeout: float) -> pyfuse3.EntryAttributes:
+    """Node id 0 lets the kernel remember that there is no such name."""
+    entry = pyfuse3.EntryAttributes()
+    entry.st_ino = InodeT(0)
+    entry.entry_timeout = timeout
+    return entry
+
+
+def _attributes(found: Entry) -> pyfuse3.EntryAttributes:
+    node, entry_timeout, attr_timeout = found
+    stat = node.stat
+    assert stat is not None
+    entry = pyfuse3.EntryAttributes()
+    entry.st_ino = InodeT(node.ino)
+    entry.entry_timeout = entry_timeout
+    entry.attr_timeout = attr_timeout
+    entry.st_mode = pyfuse3.ModeT(stat.mode)
+    entry.st_nlink = stat.nlink
+    entry.st_uid = stat.uid
+    entry.st_gid = stat.gid
+    entry.st_rdev = stat.rdev
+    entry.st_size = stat.size
+    entry.st_blocks = stat.blocks
+    entry.st_blksize = stat.blksize
+    entry.st_atime_ns = stat.atime_ns
+    entry.st_mtime_ns = stat.mtime_ns
+    entry.st_ctime_ns = stat.ctime_ns
+    return entry

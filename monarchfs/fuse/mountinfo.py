@@ -1,0 +1,159 @@
+"""What is mounted where, from proc_pid_mountinfo(5), without touching any file system."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+
+MONARCHFS = "fuse.monarchfs"
+"""The file system type under which the kernel shows our mounts."""
+
+_OCTAL = re.compile(rb"\\([0-7]{3})")
+_NETWORK = frozenset(
+    (
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ncpfs", "afs", "coda", "9p", "autofs"),
+        *("lustre", "gpfs", "ceph", "glusterfs", "beegfs", "beegfs_nodev", "wekafs", "panfs"),
+        *("pvfs2", "orangefs", "ocfs2", "gfs2", "acfs", "fuse", "virtiofs"),
+    )
+)
+_LOCAL_FUSE = frozenset(("fuseblk", "fuse.fuse-overlayfs", "fuse.ntfs-3g", "fuse.exfat"))
+
+
+class Mount(NamedTuple):
+    """One line of mountinfo. ``major`` and ``minor`` are st_dev of the files in it; the minor
+    number of a FUSE mount is also the name of its connection in /sys/fs/fuse/connections."""
+
+    mount_id: int
+    parent_id: int
+    major: int
+    minor: int
+    root: str
+    mountpoint: str
+    options: str
+    fstype: str
+    source: str
+    super_options: str
+
+    @property
+    def user_id(self) -> int | None:
+        """Whose FUSE mount it is; None for other file systems."""
+        match = re.search(r"(?:^|,)user_id=(\d+)", self.super_options)
+        return int(match[1]) if match else None
+
+
+def parse_mountinfo(content: bytes) -> list[Mount]:
+    """The mounts of a mountinfo file; of those on one directory, the topmost comes last."""
+    return [_parse_line(line) for line in content.split(b"\n") if line]
+
+
+def read_mountinfo() -> list[Mount]:
+    """The mounts of this process's mount namespace."""
+    with open("/proc/self/mountinfo", "rb") as file:
+        return parse_mountinfo(file.read())
+
+
+def find_mount(mountpoint: str, mounts: list[Mount] | None = None) -> Mount | None:
+    """The topmost mount on ``mountpoint`` (absolute, without symbolic links), if there is one."""
+    for mount in reversed(read_mountinfo() if mounts is None else mounts):
+        if mount.mountpoint == mountpoint:
+            return mount
+    return None
+
+
+def mount_of(path: str, mounts: list[Mount] | None = None) -> Mount | None:
+    """The mount that holds ``path``. Asks the file system (stat), so it can hang there.
+
+    By st_dev where mountinfo has it; some file systems (btrfs) report other numbers there, then by
+    the longest mount point above.
+    """
+    mounts = read_mountinfo() if mounts is None else mounts
+    device = os.stat(path).st_dev
+    same = [m for m in mounts if (m.major, m.minor) == (os.major(device), os.minor(device))]
+    return _longest_above(os.path.realpath(path), same or mounts)
+
+
+def is_network_type(fstype: str) -> bool:
+    """Whether files of that type are (or may well be) kept on another machine.
+
+    FUSE says nothing about where its files are: what is not known to be local counts as remote.
+    """
+    return fstype in _NETWORK or (fstype.startswith("fuse.") and fstype not in _LOCAL_FUSE)
+
+
+def is_network_filesystem(path: str) -> bool:
+    """Whether ``path``, or the nearest existing directory above it, is on a network file system."""
+    while not os.path.exists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    mount = mount_of(path)
+    return mount is not None and is_network_type(mount.fstype)
+
+
+def resolve_mountpoint(path: str, mounts: list[Mount] | None = None) -> str:
+    """``path`` (absolute) without symbolic links and dots, as mountinfo would name it.
+
+    Never asks a file system about its own root directory, because the daemon behind a mount point
+    may hang or be dead. Components that do not exist stay as they are.
+    """
+    mounts = read_mountinfo() if mounts is None else mounts
+    known = {mount.mountpoint for mount in mounts}
+    literal = os.path.normpath(path)
+    if literal in known:
+        return literal
+    resolved, remaining, links = "/", path.split("/"), 0
+    while remaining:
+        name = remaining.pop(0)
+        if name in ("", "."):
+            continue
+        if name == "..":
+            resolved = os.path.dirname(resolved)
+            continue
+        candidate = os.path.join(resolved, name)
+        target = None if candidate in known else _link_target(candidate)
+        links += target is not None
+        if target is None or links > 40:
+            resolved = candidate
+            continue
+        remaining[:0] = target.split("/")
+        resolved = "/" if target.startswith("/") else resolved
+    return resolved
+
+
+def _link_target(path: str) -> str | None:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return None
+
+
+def _longest_above(path: str, mounts: list[Mount]) -> Mount | None:
+    best: Mount | None = None
+    for mount in mounts:
+        inside = path == mount.mountpoint or path.startswith(mount.mountpoint.rstrip("/") + "/")
+        if inside and (best is None or len(mount.mountpoint) >= len(best.mountpoint)):
+            best = mount
+    return best
+
+
+def _parse_line(line: bytes) -> Mount:
+    # The optional fields between the options and the hyphen vary in number.
+    left, _, right = line.partition(b" - ")
+    mount_id, parent_id, device, root, mountpoint, options, *_ = left.split(b" ")
+    fstype, source, super_options = (*right.split(b" ", 2), b"")[:3]
+    major, _, minor = device.partition(b":")
+    return Mount(
+        int(mount_id),
+        int(parent_id),
+        int(major),
+        int(minor),
+        _text(root),
+        _text(mountpoint),
+        _text(options),
+        _text(fstype),
+        _text(source),
+        _text(super_options),
+    )
+
+
+def _text(field: bytes) -> str:
+    return os.fsdecode(_OCTAL.sub(lambda match: bytes([int(match[1], 8)]), field))

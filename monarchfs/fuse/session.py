@@ -1,0 +1,86 @@
+"""The FUSE session: taking over a mounted descriptor, and the loop over its requests.
+
+The supervisor mounts, reads FUSE_INIT from the kernel and answers it with libfuse's reply, amended
+(``monarchfs.fuse.protocol``). To get that reply, libfuse is first given one end of a socket pair
+as its device; when INIT went through, the real descriptor takes that place.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import trio
+
+
+def _load_hooks() -> ModuleType | None:
+    """The C part, with its symbols in the global scope: this must come before pyfuse3."""
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
+    try:
+        from monarchfs.fuse import _session
+    except ImportError:
+        return None
+    finally:
+        sys.setdlopenflags(flags)
+    return _session
+
+
+if "pyfuse3" in sys.modules:
+    raise ImportError("monarchfs.fuse.session must be imported before pyfuse3")
+hooks = _load_hooks()
+
+import pyfuse3  # noqa: E402
+
+MAX_TASKS = 10_000
+"""So many requests may wait for a source that hangs before the mount stops taking new ones."""
+
+
+def current_request() -> tuple[int, int]:
+    """(unique, pid) of the request received last; zeros where the C part is missing."""
+    if hooks is None:
+        return 0, 0
+    unique, _opcode, pid = hooks.current()
+    return unique, pid
+
+
+def on_interrupt(handler: Callable[[int], None]) -> bool:
+    """Have FUSE_INTERRUPT reported; False where the C part is missing."""
+    if hooks is None:
+        return False
+    hooks.set_interrupt_handler(handler)
+    return True
+
+
+def no_attributes_mark() -> int | None:
+    return None if hooks is None else hooks.NO_ATTRIBUTES
+
+
+class Session:
+    """One libfuse session in this process (pyfuse3 knows only one).
+
+    Constant: ``init_fd``, libfuse's idea of its device from beginning to end; ``fuse_fd``, the
+    mounted descriptor, which replaces what is behind ``init_fd``.
+    """
+
+    def __init__(self, operations: pyfuse3.Operations, init_fd: int, fuse_fd: int) -> None:
+        self._init_fd = init_fd
+        self._fuse_fd = fuse_fd
+        self._handed_over = False
+        pyfuse3.init(operations, f"/dev/fd/{init_fd}", set())
+
+    def hand_over(self) -> None:
+        """FUSE_INIT is answered: take the real descriptor. No checkpoint."""
+        # First wake and unregister, while the old descriptor is still what epoll knows.
+        trio.lowlevel.notify_closing(self._init_fd)
+        os.dup2(self._fuse_fd, self._init_fd, inheritable=False)
+        self._handed_over = True
+
+    async def serve(self) -> None:
+        """Answer requests until the file system is unmounted."""
+        while not self._handed_over:
+            await pyfuse3.main(min_tasks=1, max_tasks=1)
+            await trio.lowlevel.checkpoint()
+        await pyfuse3.main(min_tasks=4, max_tasks=MAX_TASKS)

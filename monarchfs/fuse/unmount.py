@@ -1,0 +1,191 @@
+"""Unmounting within a time limit, whatever the daemon and the mount's users are doing.
+
+The mount point is never looked at (stat would hang with a hung daemon): what is mounted is read
+from mountinfo, and umount2(2) is called in a child that can be left behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import time
+from enum import Enum
+
+from monarchfs.bounded import Answer, bounded_call
+from monarchfs.fuse.mount import SYSTEM_PATH, fusermount_path
+from monarchfs.fuse.mountinfo import Mount, find_mount, read_mountinfo
+from monarchfs.types import OperationError
+
+CONNECTIONS = "/sys/fs/fuse/connections"
+MNT_FORCE, MNT_DETACH, UMOUNT_NOFOLLOW = 1, 2, 8
+_CALL_SECONDS = 2.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+_LAZY_GRACE = 0.3
+
+
+class Unmounted(Enum):
+    """How far an unmount had to go."""
+
+    NOT_MOUNTED = "nothing was mounted"
+    CLEAN = "unmounted"
+    LAZY = "unmounted while in use"
+    ABORTED = "unmounted by force"
+    FAILED = "still mounted"
+
+
+class Unmount:
+    """An attempt to unmount what is on ``mountpoint``, in steps, so that a loop can do other
+    things meanwhile: polite while it is busy, from shortly before ``deadline`` (time.monotonic)
+    lazy, and then the connection is aborted if it still lives.
+
+    Constant: mountpoint, the mount's identity. Changing: deadline, outcome.
+    """
+
+    def __init__(self, mountpoint: str, deadline: float, connection: int | None = None) -> None:
+        """``connection`` says which of the mounts on ``mountpoint`` is meant; the topmost one
+        otherwise. Only FUSE mounts are ever unmounted."""
+        self.mountpoint = mountpoint
+        self.deadline = deadline
+        self.outcome: Unmounted | None = None
+        self.next_step = time.monotonic()
+        self._pause = _FIRST_PAUSE
+        self._detached_at: float | None = None
+        self._mount = _fuse_mount(mountpoint, connection)
+        if self._mount is None:
+            self.outcome = Unmounted.NOT_MOUNTED
+
+    def step(self) -> Unmounted | None:
+        """Goes one step further (at ``next_step`` or later, time.monotonic); the outcome once there
+        is one. Blocks for about 2 seconds at most, and only where the kernel does."""
+        if self.outcome is None:
+            self.outcome = self._detached() if self._detached_at else self._attached()
+            self._pause = min(self._pause * 1.5, _LONGEST_PAUSE)
+            self.next_step = min(time.monotonic() + self._pause, self._lazy_from)
+            if self._detached_at:
+                self.next_step = time.monotonic() + _FIRST_PAUSE
+        return self.outcome
+
+    @property
+    def _lazy_from(self) -> float:
+        return self.deadline - 2 * _LAZY_GRACE
+
+    def _attached(self) -> Unmounted | None:
+        assert self._mount is not None
+        patient = time.monotonic() < self._lazy_from
+        if self._is_on_top():
+            unmount_call(
+                self.mountpoint, lazy=not patient, force=not patient and not _has_fusectl()
+            )
+        if not self._is_mounted():
+            self._detached_at = time.monotonic()
+            return Unmounted.CLEAN if patient else None
+        if patient:
+            return None
+        abort_connection(self._mount.minor)
+        return Unmounted.FAILED if self._is_mounted() else Unmounted.ABORTED
+
+    def _detached(self) -> Unmounted | None:
+        assert self._mount is not None
+        assert self._detached_at is not None
+        if not connection_lives(self._mount.minor):
+            return Unmounted.LAZY
+        if time.monotonic() < self._detached_at + _LAZY_GRACE:
+            return None
+        abort_connection(self._mount.minor)
+        return Unmounted.ABORTED
+
+    def _is_mounted(self) -> bool:
+        assert self._mount is not None
+        return any(mount.mount_id == self._mount.mount_id for mount in read_mountinfo())
+
+    def _is_on_top(self) -> bool:
+        """Whether unmounting the mount point would meet this mount and not a later one on it."""
+        assert self._mount is not None
+        top = find_mount(self.mountpoint)
+        return top is not None and top.mount_id == self._mount.mount_id
+
+
+def unmount_bounded(mountpoint: str, deadline: float, connection: int | None = None) -> Unmounted:
+    """Unmounts ``mountpoint`` (absolute, resolved) by ``deadline`` (time.monotonic), see `Unmount`.
+
+    Idempotent. Blocks until then at most, give or take the 2 seconds that a stuck system call is
+    waited for.
+    """
+    attempt = Unmount(mountpoint, deadline, connection)
+    while attempt.step() is None:
+        time.sleep(max(0.0, attempt.next_step - time.monotonic()))
+    assert attempt.outcome is not None
+    return attempt.outcome
+
+
+def unmount_call(mountpoint: str, *, lazy: bool = False, force: bool = False) -> int:
+    """One umount2(2) as root, else one run of fusermount3; returns errno, 0 if it is done.
+
+    ETIMEDOUT stands for a call that does not come back. ``force`` aborts the connection (as root;
+    fuse_umount_begin in fs/fuse/inode.c).
+    """
+    if os.geteuid() != 0:
+        return _fusermount_call(mountpoint, lazy)
+    flags = UMOUNT_NOFOLLOW | (MNT_DETACH if lazy else 0) | (MNT_FORCE if force else 0)
+
+    def call() -> Answer:
+        import ctypes  # only here, because loading it is slow
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        failed = libc.umount2(os.fsencode(mountpoint), flags)
+        return (ctypes.get_errno() if failed else 0), ()
+
+    try:
+        code, _ = bounded_call(call, timeout=_CALL_SECONDS, overdue="umount")
+    except OperationError:
+        return errno.ETIMEDOUT
+    return int(code)
+
+
+def connection_lives(connection: int) -> bool:
+    """Whether the kernel still has the connection; False where that cannot be seen."""
+    return os.path.isdir(f"{CONNECTIONS}/{connection}")
+
+
+def abort_connection(connection: int) -> bool:
+    """Makes every request of the connection fail with ECONNABORTED; whether that was possible.
+
+    The file belongs to the mount's user (fs/fuse/control.c).
+    """
+    try:
+        with open(f"{CONNECTIONS}/{connection}/abort", "wb", buffering=0) as file:
+            file.write(b"1")
+    except OSError:
+        return False
+    return True
+
+
+def _fuse_mount(mountpoint: str, connection: int | None) -> Mount | None:
+    mounts = [mount for mount in read_mountinfo() if mount.mountpoint == mountpoint]
+    if connection is None:
+        mounts = mounts[-1:]
+    else:
+        mounts = [mount for mount in mounts if mount.minor == connection]
+    return mounts[-1] if mounts and mounts[-1].fstype.startswith("fuse") else None
+
+
+def _has_fusectl() -> bool:
+    return any(mount.fstype == "fusectl" for mount in read_mountinfo())
+
+
+def _fusermount_call(mountpoint: str, lazy: bool) -> int:
+    command = [fusermount_path(), "-u", "-q", *(["-z"] if lazy else []), "--", mountpoint]
+    process = subprocess.Popen(
+        command,
+        env={"PATH": SYSTEM_PATH, "LANG": "C"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+    )
+    try:
+        return errno.EBUSY if process.wait(_CALL_SECONDS) else 0
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return errno.ETIMEDOUT

@@ -1,0 +1,260 @@
+"""How the index's records are laid out: keys, values and schema version, packed with ``struct``.
+
+All keys are big-endian, so that LMDB's order of bytes is the order of numbers; all values are
+little-endian without padding. A change of any layout here raises ``SCHEMA_VERSION``.
+
+Databases (LMDB's named databases, one environment):
+
+===========  =======================  =========================================================
+name         key                      value
+===========  =======================  =========================================================
+meta         a word, see ``META_*``   see ``META_*``
+nodes        ino                      ``NODE``, name, target, and ``WIDE`` where needed
+by_source    device, source ino       ino: the newest number of that source file
+names        parent, name             cookie
+entries      parent, cookie           ``ENTRY``, name
+listings     ino                      ``LISTING``
+replicas     ino                      ``REPLICA``, the bitmap compressed
+xattrs       ino, name of the xattr   ``XATTR``, value
+===========  =======================  =========================================================
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+from monarchfs.types import (
+    Dirent,
+    FileType,
+    Listing,
+    Node,
+    Replica,
+    ReplicaState,
+    SourceStat,
+    SourceVersion,
+)
+
+FORMAT = b"monarchfs index"
+SCHEMA_VERSION = 1
+
+DATABASES = (
+    b"meta",
+    b"nodes",
+    b"by_source",
+    b"names",
+    b"entries",
+    b"listings",
+    b"replicas",
+    b"xattrs",
+)
+
+# Rows of the meta database.
+META_FORMAT = b"format"  # FORMAT: says that the environment is ours
+META_SCHEMA = b"schema"  # ID: SCHEMA_VERSION
+META_SOURCE = b"source"  # the identity of the mirrored source, as the opener named it (UTF-8)
+META_NEXT = b"next"  # ID: the lowest number not given out yet, for inodes, cookies and sequences
+META_TIER = b"tier"  # + TIER_KEY: TOTALS, the sums over the replicas of one tier
+META_USER = b"user:"  # + a caller's key: a caller's value
+
+FIRST_ID = 16
+"""The lowest number given out. 1 is the root's inode; 1 and 2 are the cookies of "." and ".."."""
+
+ID = struct.Struct(">Q")
+ID_PAIR = struct.Struct(">QQ")
+TIER_KEY = struct.Struct(">H")
+
+TOTALS = struct.Struct(
+    "<"
+    "Q"  # replicas in state RESIDENT
+    "Q"  # replicas in state PARTIAL
+    "Q"  # allocated_bytes of both
+)
+
+NODE = struct.Struct(
+    "<"
+    "Q"  # parent: an inode number, the root's own for the root
+    "q"  # fetched_ns
+    "B"  # flags: _OUTDATED, _WIDE
+    "B"  # length of the name that follows (0 for the root)
+    # SourceStat, in its order:
+    "Q"  # device (0 on the source's own file system)
+    "Q"  # ino
+    "Q"  # size
+    "q"  # mtime_ns, its low 64 bits where _WIDE is set
+    "q"  # ctime_ns, likewise
+    "q"  # atime_ns, likewise
+    "I"  # mode
+    "I"  # nlink
+    "I"  # uid
+    "I"  # gid
+    "Q"  # rdev
+    "Q"  # blocks
+    "I"  # blksize
+)
+PLACE = struct.Struct("<QqBB")
+"""The first four fields of NODE."""
+WIDE = struct.Struct(
+    "<"
+    "i"  # the bits of mtime_ns above the low 64
+    "i"  # of ctime_ns
+    "i"  # of atime_ns
+)
+FLAGS_OFFSET = 16
+"""Where the flags byte of NODE is."""
+_OUTDATED = 1
+_WIDE = 2  # a time outside the years 1678 to 2262 does not fit 64 bits: WIDE ends the record
+
+ENTRY = struct.Struct(
+    "<"
+    "B"  # type: a FileType
+    "Q"  # ino
+    "q"  # checked_ns
+    "Q"  # seen: compared with the sequence of a listing, which removes what it did not see
+)
+
+_TIMES = "qI"  # whole seconds and nanoseconds: any time of any file system
+LISTING = struct.Struct(
+    "<"
+    f"{_TIMES}"  # mtime_ns
+    f"{_TIMES}"  # ctime_ns
+    "q"  # fetched_ns
+)
+REPLICA = struct.Struct(
+    "<"
+    "B"  # durable: 0 or 1 (first, so that it can be set without decoding the rest)
+    "H"  # tier
+    "B"  # state: a ReplicaState
+    "Q"  # version: device
+    "Q"  # ino
+    "Q"  # size
+    f"{_TIMES}"  # mtime_ns
+    f"{_TIMES}"  # ctime_ns
+    "Q"  # allocated_bytes
+    "q"  # created_ns
+    "I"  # chunk_bytes, 0 for a resident replica
+)
+XATTR = struct.Struct(
+    "<i"  # 0: the value follows; else the errno that the source answered
+)
+
+FILE_TYPES = {int(t): t for t in FileType}
+"""FileType of its number, several times faster than calling the enum."""
+
+_SECOND = 1_000_000_000
+_STATES = {int(s): s for s in ReplicaState}
+
+
+def pack_node(node: Node) -> bytes:
+    try:
+        head = NODE.pack(
+            node.parent, node.fetched_ns, int(node.outdated), len(node.name), *node.stat
+        )
+    except struct.error:
+        return _pack_wide_node(node)
+    return head + node.name + node.target
+
+
+def _pack_wide_node(node: Node) -> bytes:
+    times = (node.stat.mtime_ns, node.stat.ctime_ns, node.stat.atime_ns)
+    low = [((t + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63) for t in times]
+    stat = node.stat._replace(mtime_ns=low[0], ctime_ns=low[1], atime_ns=low[2])
+    flags = int(node.outdated) | _WIDE
+    head = NODE.pack(node.parent, node.fetched_ns, flags, len(node.name), *stat)
+    high = [(t - part) >> 64 for t, part in zip(times, low, strict=True)]
+    return head + node.name + node.target + WIDE.pack(*high)
+
+
+def unpack_node(ino: int, value: bytes) -> Node:
+    fields = NODE.unpack_from(value)
+    parent, fetched_ns, flags, name_length = fields[:4]
+    stat = SourceStat._make(fields[4:])
+    name_end = NODE.size + name_length
+    target = value[name_end:]
+    if flags & _WIDE:
+        mtime, ctime, atime = WIDE.unpack(target[-WIDE.size :])
+        target = target[: -WIDE.size]
+        stat = stat._replace(
+            mtime_ns=stat.mtime_ns + (mtime << 64),
+            ctime_ns=stat.ctime_ns + (ctime << 64),
+            atime_ns=stat.atime_ns + (atime << 64),
+        )
+    name = value[NODE.size : name_end]
+    return Node(ino, stat, parent, name, fetched_ns, bool(flags & _OUTDATED), target)
+
+
+def outdated_node(value: bytes) -> bytes:
+    """The same record with ``outdated`` set."""
+    flags = value[FLAGS_OFFSET] | _OUTDATED
+    return b"%b%c%b" % (value[:FLAGS_OFFSET], flags, value[FLAGS_OFFSET + 1 :])
+
+
+def pack_entry(type_: int, ino: int, checked_ns: int, seen: int, name: bytes) -> bytes:
+    return ENTRY.pack(type_, ino, checked_ns, seen) + name
+
+
+def unpack_dirent(cookie: int, value: bytes) -> Dirent:
+    type_, ino, checked_ns, _ = ENTRY.unpack_from(value)
+    return Dirent(cookie, value[ENTRY.size :], FILE_TYPES[type_], ino, checked_ns)
+
+
+def pack_listing(listing: Listing) -> bytes:
+    mtime, ctime = divmod(listing.mtime_ns, _SECOND), divmod(listing.ctime_ns, _SECOND)
+    return LISTING.pack(*mtime, *ctime, listing.fetched_ns)
+
+
+def unpack_listing(value: bytes) -> Listing:
+    mtime, mtime_part, ctime, ctime_part, fetched_ns = LISTING.unpack(value)
+    return Listing(mtime * _SECOND + mtime_part, ctime * _SECOND + ctime_part, fetched_ns)
+
+
+def pack_replica(replica: Replica) -> bytes:
+    version = replica.version
+    head = REPLICA.pack(
+        replica.durable,
+        replica.tier,
+        replica.state,
+        version.device,
+        version.ino,
+        version.size,
+        *divmod(version.mtime_ns, _SECOND),
+        *divmod(version.ctime_ns, _SECOND),
+        replica.allocated_bytes,
+        replica.created_ns,
+        replica.chunk_bytes,
+    )
+    # Level 1: a bitmap is long runs, and the event loop waits.
+    return head + zlib.compress(replica.present, 1) if replica.present else head
+
+
+def unpack_replica(value: bytes) -> Replica:
+    durable, tier, state, *fields = REPLICA.unpack_from(value)
+    device, ino, size, mtime, mtime_part, ctime, ctime_part, *rest = fields
+    allocated_bytes, created_ns, chunk_bytes = rest
+    packed = value[REPLICA.size :]
+    return Replica(
+        tier=tier,
+        state=_STATES[state],
+        version=SourceVersion(
+            device, ino, size, mtime * _SECOND + mtime_part, ctime * _SECOND + ctime_part
+        ),
+        allocated_bytes=allocated_bytes,
+        durable=bool(durable),
+        created_ns=created_ns,
+        chunk_bytes=chunk_bytes,
+        present=zlib.decompress(packed) if packed else b"",
+    )
+
+
+def durable_replica(value: bytes) -> bytes:
+    """The same record with ``durable`` set."""
+    return b"\x01" + value[1:]
+
+
+def pack_xattr(answer: bytes | int) -> bytes:
+    return XATTR.pack(answer) if isinstance(answer, int) else XATTR.pack(0) + answer
+
+
+def unpack_xattr(value: bytes) -> bytes | int:
+    (errno,) = XATTR.unpack_from(value)
+    return int(errno) if errno else value[XATTR.size :]

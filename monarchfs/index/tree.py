@@ -1,0 +1,225 @@
+"""Nodes and names: which inode number stands for which version of which source file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from monarchfs.index.records import (
+    FILE_TYPES,
+    ID,
+    ID_PAIR,
+    NODE,
+    PLACE,
+    outdated_node,
+    pack_entry,
+    pack_node,
+    unpack_dirent,
+    unpack_node,
+)
+from monarchfs.index.tables import Tables
+from monarchfs.types import (
+    ROOT_INO,
+    Dirent,
+    DirRef,
+    IndexUnusable,
+    Node,
+    SourceStat,
+)
+
+
+class Tree(Tables):
+    """What was found in the source, by name and by number.
+
+    A number is given out in the transaction that records what it stands for, and is never given
+    out again. Regular files, symlinks and special files get a new number with each version; a
+    directory keeps its number for as long as its identity in the source.
+    """
+
+    # Reading.
+
+    def node(self, ino: int) -> Node | None:
+        """What ``ino`` stands for; None if it was never found (also: known from a listing only)."""
+        value = self._get(self._db.nodes, ID.pack(ino))
+        return None if value is None else unpack_node(ino, value)
+
+    def count_nodes(self) -> int:
+        """How many nodes are recorded, outdated ones included."""
+        reader = self._reader or self._begin_read()
+        return int(reader.stat(self._db.nodes)["entries"])
+
+    def dirent(self, parent: int, name: bytes) -> Dirent | None:
+        key = ID.pack(parent)
+        cookie = self._get(self._db.names, key + name)
+        if cookie is None:
+            return None
+        value = self._get(self._db.entries, key + cookie)
+        return unpack_dirent(int.from_bytes(cookie, "big"), value)
+
+    def dirref(self, ino: int) -> DirRef | None:
+        """The directory ``ino`` as the source knows it, None if a node on its way is not recorded.
+
+        The path is where it was last found; whoever opens it compares the source's inode number.
+        Costs about a microsecond per component.
+        """
+        value = self._get(self._db.nodes, ID.pack(ino))
+        if value is None:
+            return None
+        source_ino = NODE.unpack_from(value)[5]
+        names: list[bytes] = []
+        climbed: set[int] = set()
+        while ino != ROOT_INO:
+            if value is None or ino in climbed:
+                # A directory that was moved below its own former descendant, half seen.
+                return None
+            climbed.add(ino)
+            ino, _, _, length = PLACE.unpack_from(value)
+            names.append(value[NODE.size : NODE.size + length])
+            value = self._get(self._db.nodes, ID.pack(ino))
+        names.reverse()
+        return DirRef(b"/".join(names), source_ino)
+
+    # Recording what the source said.
+
+    def record_root(self, stat: SourceStat, now_ns: int) -> Node:
+        """The root of the source, under number 1.
+
+        Raises IndexUnusable if the index knows another directory as its root: whatever is below
+        is not what this source holds.
+        """
+        return self._write(lambda txn: self._root(txn, stat, now_ns))
+
+    def _root(self, txn: Any, stat: SourceStat, now_ns: int) -> Node:
+        value = txn.get(ID.pack(ROOT_INO), None, self._db.nodes)
+        if value is not None:
+            known = unpack_node(ROOT_INO, value)
+            if _identity(known.stat) != _identity(stat):
+                raise IndexUnusable("the index is of another source: its root is another directory")
+            return self._refresh(txn, known, stat, now_ns)
+        txn.put(ID_PAIR.pack(stat.device, stat.ino), ID.pack(ROOT_INO), db=self._db.by_source)
+        return self._put_node(txn, Node(ROOT_INO, stat, ROOT_INO, b"", now_ns, False, b""))
+
+    def record_found(
+        self, parent: int, name: bytes, stat: SourceStat, target: bytes, now_ns: int
+    ) -> Node:
+        """``name`` was found in ``parent`` with these attributes (``target``: of a symlink).
+
+        One transaction. The version that was known keeps its number, also under another name (a
+        hard link, a rename); another version gets a new one, and the node of the old is outdated.
+        """
+        return self._write(lambda txn: self._found(txn, parent, name, stat, target, now_ns))
+
+    def _found(
+        self, txn: Any, parent: int, name: bytes, stat: SourceStat, target: bytes, now_ns: int
+    ) -> Node:
+        source_key = ID_PAIR.pack(stat.device, stat.ino)
+        number = txn.get(source_key, None, self._db.by_source)
+        value = None if number is None else txn.get(number, None, self._db.nodes)
+        if value is not None:
+            known = unpack_node(int.from_bytes(number, "big"), value)
+            if _stands_for(known, stat):
+                self._forget_changed_xattrs(txn, known, stat)
+            else:
+                txn.put(number, outdated_node(value), db=self._db.nodes)
+                number = None
+        if number is None:
+            number = ID.pack(self._new_ids(txn))
+            txn.put(source_key, number, db=self._db.by_source)
+        ino = int.from_bytes(number, "big")
+        # The source's root may be mounted below itself again; the root stays where it is.
+        place = (ROOT_INO, b"") if ino == ROOT_INO else (parent, name)
+        node = self._put_node(txn, Node(ino, stat, *place, now_ns, False, target))
+        # Seen as of the last number given out, so by every listing under way: none removes it.
+        seen = self._next_id - 1
+        type_ = FILE_TYPES[stat.mode >> 12 & 15]
+        self._put_name(txn, parent, name, type_, ino, now_ns, seen)
+        return node
+
+    def record_attributes(self, ino: int, stat: SourceStat, now_ns: int) -> Node:
+        """The source was asked about the file behind ``ino`` itself.
+
+        Returns the node with the new attributes, or, where the source holds another version now,
+        the node as it was, outdated. Raises LookupError if ``ino`` is not recorded.
+        """
+        return self._write(lambda txn: self._attributes(txn, ino, stat, now_ns))
+
+    def _attributes(self, txn: Any, ino: int, stat: SourceStat, now_ns: int) -> Node:
+        value = txn.get(ID.pack(ino), None, self._db.nodes)
+        if value is None:
+            raise LookupError(f"inode {ino} is not in the index")
+        node = unpack_node(ino, value)
+        if _stands_for(node, stat):
+            return self._refresh(txn, node, stat, now_ns)
+        return self._put_node(txn, node._replace(outdated=True))
+
+    def mark_outdated(self, ino: int) -> None:
+        """The source no longer holds the version that ``ino`` stands for. Unknown ones pass."""
+        self._write(lambda txn: self._outdate(txn, ID.pack(ino)))
+
+    def _outdate(self, txn: Any, key: bytes) -> None:
+        value = txn.get(key, None, self._db.nodes)
+        if value is not None:
+            txn.put(key, outdated_node(value), db=self._db.nodes)
+
+    def record_missing(self, parent: int, name: bytes) -> None:
+        """There is no ``name`` in ``parent``. What it stood for may live on under another name."""
+        self._write(lambda txn: self._remove_name(txn, parent, name))
+
+    # Within a transaction.
+
+    def _put_node(self, txn: Any, node: Node) -> Node:
+        txn.put(ID.pack(node.ino), pack_node(node), db=self._db.nodes)
+        return node
+
+    def _refresh(self, txn: Any, node: Node, stat: SourceStat, now_ns: int) -> Node:
+        self._forget_changed_xattrs(txn, node, stat)
+        return self._put_node(txn, node._replace(stat=stat, fetched_ns=now_ns))
+
+    def _forget_changed_xattrs(self, txn: Any, node: Node, stat: SourceStat) -> None:
+        """Setting an xattr changes ctime: of anything but a directory, that is a new number."""
+        if node.stat.ctime_ns != stat.ctime_ns:
+            prefix = ID.pack(node.ino)
+            for key in _keys(txn.cursor(self._db.xattrs), prefix):
+                txn.delete(key, db=self._db.xattrs)
+
+    def _put_name(
+        self,
+        txn: Any,
+        parent: int,
+        name: bytes,
+        type_: int,
+        ino: int,
+        checked_ns: int,
+        seen: int,
+    ) -> None:
+        """Make ``name`` stand for ``ino``, with the cookie it has or a new one."""
+        key = ID.pack(parent)
+        cookie = txn.get(key + name, None, self._db.names)
+        if cookie is None:
+            cookie = ID.pack(self._new_ids(txn))
+            txn.put(key + name, cookie, db=self._db.names)
+        value = pack_entry(type_, ino, checked_ns, seen, name)
+        txn.put(key + cookie, value, db=self._db.entries)
+
+    def _remove_name(self, txn: Any, parent: int, name: bytes) -> None:
+        key = ID.pack(parent)
+        cookie = txn.pop(key + name, self._db.names)
+        if cookie is not None:
+            txn.delete(key + cookie, db=self._db.entries)
+
+
+def _identity(stat: SourceStat) -> tuple[int, int]:
+    return stat.device, stat.ino
+
+
+def _stands_for(node: Node, stat: SourceStat) -> bool:
+    """Whether the node's number goes on standing for what has these attributes now."""
+    if node.stat.is_directory:
+        return stat.is_directory and _identity(node.stat) == _identity(stat)
+    return not stat.is_directory and node.stat.version == stat.version
+
+
+def _keys(cursor: Any, prefix: bytes) -> Iterator[bytes]:
+    """The keys with a prefix; each may be deleted from the table once it was yielded."""
+    while cursor.set_range(prefix) and (key := cursor.key()).startswith(prefix):
+        yield key

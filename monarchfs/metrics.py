@@ -1,0 +1,35 @@
+"""Every count that the worker keeps, with its unit and meaning, in one place.
+
+Plain integers, changed on the event loop only: counting an open must not cost more than an
+addition. What the source layer counts about itself is in ``monarchfs.source``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+def _count(unit: str, meaning: str) -> int:
+    value: int = field(default=0, metadata={"unit": unit, "help": meaning})
+    return value
+
+
+@dataclass(slots=True)
+class Metrics:
+    """What happened since this worker started."""
+
+    local_opens: int = _count("opens", "Files opened whose replica was complete")
+    source_opens: int = _count("opens", "Files opened that had to ask the source")
+    local_file_bytes: int = _count("bytes", "Sizes of the files counted by local_opens")
+    source_file_bytes: int = _count("bytes", "Sizes of the files counted by source_opens")
+    relayed_bytes: int = _count("bytes", "Bytes handed to the kernel in answers to READ")
+    stale_answers: int = _count(
+        "answers", "Answers from known metadata because the source did not answer in time"
+    )
+    interrupted_requests: int = _count("requests", "Requests given up because their process died")
+    copies_completed: int = _count("files", "Replicas that became complete")
+    copies_failed: int = _count("files", "Copies given up after an error")
+    copies_outdated: int = _count("files", "Copies thrown away because the source changed")
+    copies_refused: int = _count("files", "Files not copied for want of room")
+    tier_errors: int = _count("errors", "Errors of tiers that were routed around")
+    replicas_lost: int = _count("files", "Replicas found missing or damaged, and dropped")

@@ -1,0 +1,293 @@
+"""Copies files into the tiers: which next, how many at once, in what portions.
+
+A *slot* is one background fetch under way. There are ``copy_workers`` of them; a fetch that hangs
+in the source lends its slot after a second, so that one storage target that does not answer does
+not stop the rest. Readers never wait for a slot: what they need is fetched at once, on the
+source's demand lane.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import trio
+
+from monarchfs.cache.cache import Cache
+from monarchfs.metrics import Metrics
+from monarchfs.prefetch.fill import CHUNK_BYTES, Fetch, Fill, State
+from monarchfs.prefetch.queue import CopyQueue, Priority
+from monarchfs.source.flights import Flights
+from monarchfs.source.source import Source
+from monarchfs.types import DirRef, Lane, Node, SourceChanged
+
+log = logging.getLogger(__name__)
+
+STUCK_SECONDS = 1.0
+MAX_LENT = 64
+MIN_UNIT_BYTES = 2 * CHUNK_BYTES
+MAX_UNIT_BYTES = 8 << 20
+SHORT_SECONDS, LONG_SECONDS = 0.015, 0.060
+"""A background fetch should take about this long: a reader may have to wait for one."""
+
+DEFER_SECONDS = 0.02
+"""While readers wait for the source, a background fetch is put off by this much at most."""
+
+RETRY_SECONDS = (1.0, 5.0, 25.0)
+"""When a copy that failed in the source is tried again."""
+
+TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EMFILE, errno.ENOTCONN}
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    started: float
+    lent: bool = False
+
+
+class Copier:
+    """All files that are read from the source or copied. Runs on the event loop.
+
+    Constant: its parts, ``keeps`` (whether anything is copied at all). Changing: ``files``, by
+    inode number, which are open or being copied; ``queue``; ``background``, the files whose chunks
+    the slots take, in order.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        cache: Cache,
+        metrics: Metrics,
+        nursery: trio.Nursery,
+        *,
+        copy_workers: int,
+        keeps: bool,
+    ) -> None:
+        self.files: dict[int, Fill] = {}
+        self.queue = CopyQueue()
+        self.background: list[Fill] = []
+        self.keeps = keeps
+        self.unit_bytes = 1 << 20
+        self._source = source
+        self._cache = cache
+        self._metrics = metrics
+        self._nursery = nursery
+        self._flights: Flights = Flights(nursery)
+        self._copy_workers = copy_workers
+        self._slots: set[_Slot] = set()
+        self._lent = 0
+        self._wake = trio.Event()
+        self._shrunk = trio.Event()
+        self._attempts: dict[int, int] = {}
+
+    # -- for readers
+
+    async def open(self, node: Node, lane: Lane = Lane.DEMAND) -> Fill:
+        """The file behind a node that is not resident; its ``handles`` go up by one.
+
+        Asks the source for a descriptor, and so for permission, unless the file is open already.
+        Raises the source's OSError, or SourceChanged where it holds another version now.
+        """
+        fill = self.files.get(node.ino)
+        if fill is None:
+            fill = await self._flights.fly(node.ino, lambda: self._open_file(node, lane))
+            if self.files.get(node.ino) is not fill:  # it was let go before we came to run
+                return await self.open(node, lane)
+        fill.handles += 1
+        return fill
+
+    async def _open_file(self, node: Node, lane: Lane) -> Fill:
+        fill = self._new_fill(node)
+        fill.handles += 1  # so that it stays until those who wait have theirs
+        try:
+            await fill.open_source(lane)
+        except BaseException:
+            fill.handles -= 1
+            fill.settle()
+            raise
+        self.files[node.ino] = fill
+        self._nursery.start_soon(self._let_go, fill)
+        return fill
+
+    async def _let_go(self, fill: Fill) -> None:
+        await trio.lowlevel.checkpoint()
+        fill.release()
+
+    def _new_fill(self, node: Node) -> Fill:
+        return Fill(
+            node,
+            lambda: self._where(node),
+            self._source,
+            self._cache,
+            self._metrics,
+            self._nursery,
+            self._forget,
+            self._poke,
+        )
+
+    def _where(self, node: Node) -> tuple[DirRef, bytes]:
+        current = self._cache.index.node(node.ino) or node
+        directory = self._cache.index.dirref(current.parent)
+        if directory is None:
+            raise OSError(errno.ESTALE, "its directory is not known any more")
+        return directory, current.name
+
+    def _forget(self, fill: Fill) -> None:
+        if self.files.get(fill.node.ino) is fill:
+            del self.files[fill.node.ino]
+
+    def opened(self, ino: int) -> None:
+        """A file was opened: it is wanted before anything that was only scanned."""
+        self.want(ino, Priority.OPENED)
+
+    def unfinished(self, ino: int) -> Fill | None:
+        return self.files.get(ino)
+
+    async def put_aside_all(self) -> None:
+        """Record what is partly copied, before the end. Nothing may be reading any more."""
+        for fill in list(self.files.values()):
+            await fill.put_aside()
+
+    # -- for those who want files copied
+
+    def want(self, ino: int, priority: Priority) -> None:
+        """Copy the file some time, unless nothing is to be copied or it is there already."""
+        if self.keeps and self.queue.push(ino, priority):
+            self._wake.set()
+
+    async def queue_below(self, count: int) -> None:
+        """Wait until fewer than ``count`` files wait to be copied. A checkpoint in any case."""
+        await trio.lowlevel.checkpoint()
+        while len(self.queue) >= count:
+            self._shrunk = trio.Event()
+            await self._shrunk.wait()
+
+    def _poke(self) -> None:
+        self._wake.set()
+
+    @property
+    def active(self) -> int:
+        return len(self.background)
+
+    async def run(self) -> None:
+        """Copy for ever."""
+        self._nursery.start_soon(self._lend_slots)
+        while True:
+            while len(self._slots) - self._lent >= self._copy_workers:
+                await self._sleep()
+            await self._give_way()
+            work = self._next_work()
+            if work is None:
+                await self._sleep()
+                continue
+            slot = _Slot(trio.current_time())
+            self._slots.add(slot)
+            self._nursery.start_soon(self._in_slot, slot, work)
+
+    async def _sleep(self) -> None:
+        self._wake = trio.Event()
+        await self._wake.wait()
+
+    async def _give_way(self) -> None:
+        if self._source.demand_waiting:
+            await trio.sleep(DEFER_SECONDS)
+
+    def _next_work(self) -> Callable[[], Awaitable[None]] | None:
+        for fill in list(self.background):
+            fetch = fill.claim_next(self.unit_bytes)
+            if fetch is not None:
+                return lambda fill=fill, fetch=fetch: self._fetch(fill, fetch)  # type: ignore[misc]
+            if fill.state is not State.FILLING or fill.full or fill.chunks.complete:
+                self._leave_background(fill)
+        while (job := self.queue.pop()) is not None:
+            ino, priority = job
+            self._shrunk.set()
+            if (node := self._copyable(ino)) is not None:
+                return lambda: self._begin(node, priority)
+        return None
+
+    def _copyable(self, ino: int) -> Node | None:
+        fill = self.files.get(ino)
+        if fill is not None and (fill.in_background or fill.state is State.RESIDENT):
+            return None
+        node = self._cache.index.node(ino)
+        if node is None or node.outdated or node.stat is None or not node.stat.is_regular:
+            return None
+        return None if self._cache.resident(ino) else node
+
+    async def _in_slot(self, slot: _Slot, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        finally:
+            self._slots.discard(slot)
+            if slot.lent:
+                self._lent -= 1
+            self._wake.set()
+
+    async def _begin(self, node: Node, priority: Priority) -> None:
+        """Open a file for copying and fetch its first portion."""
+        try:
+            fill = await self.open(node, Lane.BACKGROUND)
+        except SourceChanged:
+            self._cache.index.mark_outdated(node.ino)
+            return
+        except OSError as exc:
+            self._failed(node, exc, priority)
+            return
+        if not fill.in_background and fill.start_filling():
+            fill.in_background = True
+            self.background.append(fill)
+            self._wake.set()
+        fill.release()
+        fetch = fill.claim_next(self.unit_bytes) if fill.in_background else None
+        if fetch is not None:
+            await self._fetch(fill, fetch)
+
+    async def _fetch(self, fill: Fill, fetch: Fetch) -> None:
+        started = trio.current_time()
+        await fill.fetch(fetch, Lane.BACKGROUND)
+        if fetch.error is not None:
+            self._leave_background(fill)
+            self._failed(fill.node, fetch.error, Priority.SCANNED)
+        elif fetch.end - fetch.start >= self.unit_bytes:
+            self._adapt(trio.current_time() - started)
+
+    def _adapt(self, seconds: float) -> None:
+        if seconds < SHORT_SECONDS:
+            self.unit_bytes = min(self.unit_bytes * 2, MAX_UNIT_BYTES)
+        elif seconds > LONG_SECONDS:
+            self.unit_bytes = max(self.unit_bytes // 2, MIN_UNIT_BYTES)
+
+    def _leave_background(self, fill: Fill) -> None:
+        if fill.in_background:
+            fill.in_background = False
+            self.background.remove(fill)
+            self._attempts.pop(fill.node.ino, None)
+            fill.settle()
+
+    def _failed(self, node: Node, exc: OSError, priority: Priority) -> None:
+        attempt = self._attempts.get(node.ino, 0)
+        self._cache.explain(node.ino, f"copying failed: {exc.strerror}")
+        if exc.errno not in TRANSIENT or attempt >= len(RETRY_SECONDS):
+            self._attempts.pop(node.ino, None)
+            self._metrics.copies_failed += 1
+            log.warning("inode %d is not copied: %s", node.ino, exc)
+            return
+        self._attempts[node.ino] = attempt + 1
+        self._nursery.start_soon(self._again, node.ino, priority, RETRY_SECONDS[attempt])
+
+    async def _again(self, ino: int, priority: Priority, seconds: float) -> None:
+        await trio.sleep(seconds)
+        self.want(ino, priority)
+
+    async def _lend_slots(self) -> None:
+        while True:
+            await trio.sleep(STUCK_SECONDS / 2)
+            before = trio.current_time() - STUCK_SECONDS
+            for slot in self._slots:
+                if not slot.lent and slot.started < before and self._lent < MAX_LENT:
+                    slot.lent = True
+                    self._lent += 1
+                    self._wake.set()

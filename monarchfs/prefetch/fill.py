@@ -1,0 +1,457 @@
+"""A file that is read from the source, and on its way into a tier if there is room for it.
+
+The way of a read: chunks that are local come from the part file; chunks that somebody fetches are
+waited for; the rest is claimed and fetched, and answered from the fetched bytes before they are
+written. So a byte is asked from the source once, however many readers want it. Where there is no
+room for a chunk, exactly the bytes that were asked for are read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import trio
+
+from monarchfs.cache.cache import Cache, OpenReplica, Reservation
+from monarchfs.metrics import Metrics
+from monarchfs.prefetch.chunks import CLAIMED, PRESENT, ChunkMap
+from monarchfs.source.source import Source
+from monarchfs.types import Data, DirRef, Lane, Node, SourceChanged
+
+log = logging.getLogger(__name__)
+
+WHOLE_BYTES = 1 << 20
+"""Files up to this size are fetched in one read and written in one go."""
+
+CHUNK_BYTES = 128 << 10
+
+
+def chunk_bytes_for(size: int) -> int:
+    """128 KiB, the kernel's usual readahead; 256 KiB where the map would be large otherwise."""
+    return CHUNK_BYTES if size < 64 << 30 else 2 * CHUNK_BYTES
+
+
+class State(Enum):
+    FILLING = auto()
+    """There is a reservation: what is fetched is kept."""
+    DIRECT = auto()
+    """Nothing is kept: each read goes to the source as it is."""
+    RESIDENT = auto()
+    """The replica is complete."""
+
+
+@dataclass(eq=False, slots=True)
+class Fetch:
+    """One read of the source under way. ``data`` and ``error`` are set before ``done``."""
+
+    chunks: ChunkMap
+    first: int
+    last: int
+    start: int
+    end: int
+    done: trio.Event
+    data: bytes | None = None
+    error: OSError | None = None
+
+
+class Fill:
+    """Constant: node, version, chunks' geometry. Changing: the rest, on the event loop only.
+
+    It lives while it has handles, fetches under way (``busy``), or a place in the copier's
+    background list; then ``settle`` puts it to rest and calls ``forget``.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        where: Callable[[], tuple[DirRef, bytes]],
+        source: Source,
+        cache: Cache,
+        metrics: Metrics,
+        nursery: trio.Nursery,
+        forget: Callable[[Fill], None],
+        poke: Callable[[], None],
+    ) -> None:
+        """``where`` tells its place in the source; ``forget`` is called once it is settled, and
+        ``poke`` when a file in the background may have become another's turn."""
+        assert node.stat is not None
+        self.node = node
+        self.version = node.stat.version
+        self.size = node.stat.size
+        self.state = State.DIRECT
+        self.handles = 0
+        self.in_background = False
+        self.full = False
+        self.cursor = 0
+        self.source_fd = -1
+        self.reservation: Reservation | None = None
+        self.replica: OpenReplica | None = None
+        self.busy = 0
+        self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
+        self._where = where
+        self._source = source
+        self._cache = cache
+        self._metrics = metrics
+        self._nursery = nursery
+        self._forget = forget
+        self._poke = poke
+        self._fetches: list[Fetch] = []
+        self._finishing = False
+        self._part_users = 0
+        self._part_unused = trio.Event()
+        self._opening = trio.Lock()
+
+    @property
+    def filling(self) -> bool:
+        return self.state is State.FILLING
+
+    def start_filling(self) -> bool:
+        """Ask for room; False where there is none and reads stay direct. No checkpoint."""
+        if self.state is not State.DIRECT:
+            return True
+        if self.reservation is not None:
+            return False  # an earlier one is still being given back
+        record = self._cache.state(self.node.ino)
+        reservation = self._cache.reserve(self.node)
+        if reservation is None:
+            return False
+        if record is not None and record.present:
+            self.chunks = ChunkMap(self.size, record.chunk_bytes, record.present)
+        self.reservation = reservation
+        self.full = False
+        self._finishing = False
+        self.state = State.FILLING
+        if self.chunks.complete:  # an empty file, or one whose last step was missing
+            self._begin_finish()
+        return True
+
+    # -- reading
+
+    async def read(self, offset: int, size: int) -> Data:
+        """The bytes at ``offset``, fewer only at the end of the file.
+
+        Raises OSError with the source's errno; trouble with the tier is routed around.
+        """
+        end = min(offset + size, self.size)
+        if offset >= end:
+            return b""
+        self.busy += 1
+        try:
+            if self.state is State.FILLING:
+                self._demand(offset, end)
+            piece = await self._piece(offset, end)
+            if offset + len(piece) == end:
+                return piece
+            out = bytearray(piece)
+            while piece and offset + len(out) < end:
+                piece = await self._piece(offset + len(out), end)
+                out += piece
+            return bytes(out)
+        finally:
+            self._leave()
+
+    def _demand(self, offset: int, end: int) -> None:
+        """Claim what is missing of [offset, end) and fetch it now. No checkpoint."""
+        chunks = self.chunks
+        first, last = chunks.chunk_of(offset), chunks.chunk_of(end - 1) + 1
+        self.cursor = last
+        if self.size <= WHOLE_BYTES:
+            first, last = 0, chunks.count
+        for run in list(chunks.missing_runs(first, last)):
+            if fetch := self._claim(*run):
+                self._nursery.start_soon(self.fetch, fetch, Lane.DEMAND)
+
+    def _claim(self, first: int, last: int) -> Fetch | None:
+        """Take a run of missing chunks; None where there is no room for it."""
+        assert self.reservation is not None
+        start, end = self.chunks.span(first, last)
+        if not self._cache.grow(self.reservation, end - start):
+            self.full = True
+            return None
+        self.chunks.claim(first, last)
+        fetch = Fetch(self.chunks, first, last, start, end, trio.Event())
+        self._fetches.append(fetch)
+        self.busy += 1
+        return fetch
+
+    def claim_next(self, unit_bytes: int) -> Fetch | None:
+        """The next run to be copied in the background, or None where there is none to claim."""
+        if self.state is not State.FILLING or self.full or self._finishing:
+            return None
+        unit = max(1, max(unit_bytes, min(self.size, WHOLE_BYTES)) // self.chunks.chunk_bytes)
+        run = self.chunks.next_missing(self.cursor, unit)
+        return None if run is None else self._claim(*run)
+
+    async def _piece(self, offset: int, end: int) -> Data:
+        """At least one byte of [offset, end), from its start; none where the source has no more."""
+        if self.state is State.RESIDENT and self.replica is not None:
+            return await self._read_replica(self.replica, offset, end)
+        if self.state is State.FILLING:
+            chunk, last = self.chunks.chunk_of(offset), self.chunks.chunk_of(end - 1) + 1
+            state = self.chunks.state(chunk)
+            stop = min(end, self.chunks.span(chunk, self.chunks.run_end(chunk, last))[1])
+            if state == PRESENT:
+                if (piece := await self._read_part(offset, stop)) is not None:
+                    return piece
+            elif state == CLAIMED:
+                if (piece := await self._await_fetch(offset, end)) is not None:
+                    return piece
+                return await self._piece(offset, end)
+            else:
+                return await self._read_source(offset, stop)
+        return await self._read_source(offset, end)
+
+    async def _await_fetch(self, offset: int, end: int) -> Data | None:
+        fetch = next(f for f in self._fetches if f.start <= offset < f.end)
+        await fetch.done.wait()
+        if fetch.error is not None:
+            raise OSError(fetch.error.errno, fetch.error.strerror)
+        if fetch.data is None:
+            return None  # the source changed: what is wanted now is what it has now
+        stop = min(end, fetch.end) - fetch.start
+        if offset == fetch.start and stop == len(fetch.data):
+            return fetch.data
+        return memoryview(fetch.data)[offset - fetch.start : stop]
+
+    async def _read_part(self, offset: int, end: int) -> Data | None:
+        assert self.reservation is not None
+        try:
+            data = self._cache.read_part_nowait(self.reservation, offset, end - offset)
+            if data is None:
+                with self._using_part() as reservation:
+                    data = await self._cache.read_part(reservation, offset, end - offset)
+        except OSError as exc:
+            self._tier_failed(exc, "its copy could not be read")
+            return None
+        return data
+
+    async def _read_replica(self, replica: OpenReplica, offset: int, end: int) -> Data:
+        try:
+            data = replica.read_nowait(offset, end - offset)
+            if data is None:
+                data = await trio.to_thread.run_sync(
+                    replica.read, offset, end - offset, limiter=self._cache.local
+                )
+        except OSError as exc:
+            self._cache.failed_read(replica, exc)
+            self.state = State.DIRECT
+            return await self._read_source(offset, end)
+        return data
+
+    async def _read_source(self, offset: int, end: int) -> Data:
+        """Exactly these bytes, from the source as it is. Raises its OSError."""
+        fetch = Fetch(self.chunks, 0, 0, offset, end, trio.Event())
+        self.busy += 1
+        # In a task of its own: a reader that is killed goes at once, but the descriptor must stay
+        # until the thread is done with it.
+        self._nursery.start_soon(self._fetch_direct, fetch)
+        await fetch.done.wait()
+        if fetch.error is not None:
+            raise OSError(fetch.error.errno, fetch.error.strerror)
+        if fetch.data is None:
+            raise SourceChanged(f"inode {self.node.ino}")
+        return fetch.data
+
+    async def _fetch_direct(self, fetch: Fetch) -> None:
+        try:
+            fd = await self.open_source(Lane.DEMAND)
+            size = fetch.end - fetch.start
+            fetch.data, version = await self._source.read(fd, fetch.start, size, Lane.DEMAND)
+            if version != self.version:
+                self._cache.index.mark_outdated(self.node.ino)
+        except OSError as exc:
+            fetch.error = exc
+        except SourceChanged:
+            self._cache.index.mark_outdated(self.node.ino)
+        finally:
+            fetch.done.set()
+            self._leave()
+
+    # -- fetching
+
+    async def fetch(self, fetch: Fetch, lane: Lane) -> None:
+        """Carry out a claimed fetch: source, then readers, then tier. Raises nothing."""
+        try:
+            data = await self._fetch_source(fetch, lane)
+            if data is not None and self.state is State.FILLING:
+                await self._keep(fetch, data)
+        finally:
+            self._fetches.remove(fetch)
+            if fetch.chunks.state(fetch.first) == CLAIMED:
+                fetch.chunks.release(fetch.first, fetch.last)
+            fetch.done.set()
+            self._leave()
+
+    async def _fetch_source(self, fetch: Fetch, lane: Lane) -> bytes | None:
+        try:
+            fd = await self.open_source(lane)
+            data, version = await self._source.read(fd, fetch.start, fetch.end - fetch.start, lane)
+        except OSError as exc:
+            fetch.error = exc
+            return None
+        except SourceChanged:
+            self._changed()
+            return None
+        if version != self.version or len(data) != fetch.end - fetch.start:
+            self._changed()
+            return None
+        fetch.data = data
+        fetch.done.set()
+        return data
+
+    async def _keep(self, fetch: Fetch, data: bytes) -> None:
+        assert self.reservation is not None
+        whole = fetch.start == 0 and fetch.end == self.size and self.reservation.fd < 0
+        try:
+            with self._using_part() as reservation:
+                if whole and reservation.whole:
+                    await self._cache.write_all(reservation, data)
+                    fetch.chunks.arrive(fetch.first, fetch.last)
+                    self._become_resident()
+                    return
+                await self._cache.write(reservation, fetch.start, data)
+        except OSError as exc:
+            self._tier_failed(exc, "copying failed")
+            return
+        fetch.chunks.arrive(fetch.first, fetch.last)
+        if self.state is State.FILLING and self.chunks.complete:
+            self._begin_finish()
+
+    async def open_source(self, lane: Lane) -> int:
+        """The source's descriptor. Raises its OSError, or SourceChanged for another version."""
+        if self.source_fd < 0:
+            async with self._opening:
+                if self.source_fd < 0:
+                    fd, stat = await self._source.open(*self._where(), lane)
+                    if stat.version != self.version:
+                        self._source.close_soon(fd)
+                        raise SourceChanged(f"inode {self.node.ino}")
+                    self.source_fd = fd
+        return self.source_fd
+
+    def _changed(self) -> None:
+        if self.state is State.FILLING:
+            self._metrics.copies_outdated += 1
+            self._cache.index.mark_outdated(self.node.ino)
+            self.give_up("it changed in the source while it was copied")
+
+    # -- the end of it
+
+    def give_up(self, reason: str) -> None:
+        """Keep nothing; open handles read the source directly from now on."""
+        if self.state is State.FILLING:
+            self._stop_filling(lambda reservation: self._cache.abandon(reservation, reason))
+
+    def _tier_failed(self, exc: OSError, what: str) -> None:
+        assert self.reservation is not None
+        self._cache.tier_failed(self.reservation, exc)
+        if self.state is State.FILLING:
+            self._metrics.copies_failed += 1
+            self.give_up(f"{what}: {exc.strerror}")
+
+    def _stop_filling(self, end: Callable[[Reservation], Awaitable[None]]) -> None:
+        """Read directly, and end the reservation once its part is not in use. No checkpoint."""
+        self.state = State.DIRECT
+        self._nursery.start_soon(self._end_reservation, end)
+
+    async def _end_reservation(self, end: Callable[[Reservation], Awaitable[None]]) -> None:
+        assert self.reservation is not None
+        await self._until_part_unused()
+        await end(self.reservation)
+        self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
+        self.reservation = None
+        self.settle()
+
+    def _begin_finish(self) -> None:
+        if not self._finishing:
+            self._finishing = True
+            self.busy += 1
+            self._nursery.start_soon(self._finish)
+
+    async def _finish(self) -> None:
+        """Every chunk is in the part file: make it the replica."""
+        reservation = self.reservation
+        assert reservation is not None
+        try:
+            if self.size == 0:
+                await self._cache.write_all(reservation, b"")
+            else:
+                await self._cache.finish(reservation)
+            self._become_resident()
+            await self._until_part_unused()
+            reservation.close()
+        except OSError as exc:
+            self._tier_failed(exc, "copying failed")
+        finally:
+            self._leave()
+
+    def _become_resident(self) -> None:
+        """The index says so already. No checkpoint."""
+        self.replica = self._cache.acquire(self.node)
+        self.state = State.RESIDENT if self.replica is not None else State.DIRECT
+        if self.state is State.DIRECT:
+            self.reservation = None
+
+    @contextmanager
+    def _using_part(self) -> Iterator[Reservation]:
+        """The part file's descriptor stays open inside."""
+        assert self.reservation is not None
+        self._part_users += 1
+        try:
+            yield self.reservation
+        finally:
+            self._part_users -= 1
+            if not self._part_users:
+                self._part_unused.set()
+
+    async def _until_part_unused(self) -> None:
+        while self._part_users:
+            self._part_unused = trio.Event()
+            await self._part_unused.wait()
+
+    def release(self) -> None:
+        """A handle is closed."""
+        self.handles -= 1
+        self.settle()
+
+    def _leave(self) -> None:
+        self.busy -= 1
+        if self.in_background:
+            self._poke()
+        self.settle()
+
+    def settle(self) -> None:
+        """Put everything down where nobody needs it any more. No checkpoint."""
+        if self.handles or self.busy or self.in_background:
+            return
+        if self.state is State.FILLING:
+            self._stop_filling(self._put_aside)
+            return
+        if self.state is State.DIRECT and self.reservation is not None:
+            return  # its end is under way and comes back here
+        self._forget(self)
+        fd, self.source_fd = self.source_fd, -1
+        if fd >= 0:
+            self._source.close_soon(fd)
+        replica, self.replica = self.replica, None
+        if replica is not None:
+            self._cache.release(replica)
+
+    async def put_aside(self) -> None:
+        """At the end of the mount, when no task of the copier runs any more."""
+        if self.state is State.FILLING and self.reservation is not None:
+            self.state = State.DIRECT
+            await self._put_aside(self.reservation)
+
+    async def _put_aside(self, reservation: Reservation) -> None:
+        if self.chunks.present_count:
+            try:
+                await self._cache.rest(reservation, self.chunks.chunk_bytes, self.chunks.saved())
+                return
+            except OSError as exc:
+                self._cache.tier_failed(reservation, exc)
+        await self._cache.abandon(reservation, "not copied yet")

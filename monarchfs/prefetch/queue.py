@@ -1,0 +1,52 @@
+"""The order in which files are copied. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from enum import IntEnum
+
+
+class Priority(IntEnum):
+    """Who wants a file copied; smaller goes first."""
+
+    OPENED = 0
+    HINTED = 1
+    LISTED = 2
+    SCANNED = 3
+
+
+class CopyQueue:
+    """Inode numbers by priority, first come first served within one; each is in it once.
+
+    A file that is wanted again at a higher priority moves up.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Priority, int, int]] = []
+        self._best: dict[int, Priority] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._best)
+
+    def push(self, ino: int, priority: Priority) -> bool:
+        """True if this changed anything."""
+        known = self._best.get(ino)
+        if known is not None and known <= priority:
+            return False
+        self._best[ino] = priority
+        self._count += 1
+        heapq.heappush(self._heap, (priority, self._count, ino))
+        return True
+
+    def pop(self) -> tuple[int, Priority] | None:
+        while self._heap:
+            priority, _order, ino = heapq.heappop(self._heap)
+            if self._best.get(ino) == priority:
+                del self._best[ino]
+                return ino, priority
+        return None
+
+    def discard(self, ino: int) -> None:
+        """Nobody wants it any more."""
+        self._best.pop(ino, None)

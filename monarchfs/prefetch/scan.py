@@ -1,0 +1,128 @@
+"""Finding files to copy ahead of the job: the whole tree, or a list of paths."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+import trio
+
+from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.queue import Priority
+from monarchfs.types import ROOT_INO, Dirent, FileType, Lane, Node
+
+log = logging.getLogger(__name__)
+
+QUEUE_LIMIT = 50_000
+"""The scan waits while so many files wait to be copied: the queue must not hold the whole tree."""
+
+BATCH = 256
+LOOKUPS_AT_ONCE = 8
+
+
+class MirrorTree(Protocol):
+    """The part of ``monarchfs.fs.tree.Tree`` that is used here."""
+
+    async def open_directory(self, ino: int, lane: Lane) -> None: ...
+
+    def entries(
+        self, ino: int, after_cookie: int, limit: int
+    ) -> list[tuple[Dirent, Node | None, float, float]]: ...
+
+    async def find(self, parent: int, name: bytes, lane: Lane) -> Node | None: ...
+
+
+class Scan:
+    """Walks the mirror in the background. Changing: ``known_files``, ``running``."""
+
+    def __init__(self, tree: MirrorTree, copier: Copier) -> None:
+        self._tree = tree
+        self._copier = copier
+        self.running = False
+        self.failed = 0
+
+    async def everything(self) -> None:
+        """Want every regular file, directory by directory in the order of their listings."""
+        self.running = True
+        directories = deque([ROOT_INO])
+        while directories:
+            ino = directories.popleft()
+            try:
+                await self._tree.open_directory(ino, Lane.BACKGROUND)
+            except OSError as exc:
+                self._skip(f"directory inode {ino}", exc)
+                continue
+            directories.extend(await self._scan_directory(ino))
+        self.running = False
+
+    async def listed(self, paths: Iterable[bytes]) -> None:
+        """Want these files in this order; paths are relative to the mount's root."""
+        self.running = True
+        for path in paths:
+            await self._copier.queue_below(QUEUE_LIMIT)
+            try:
+                node = await self._walk(path)
+            except OSError as exc:
+                self._skip(repr(path), exc)
+                continue
+            if node is None or node.stat is None or not node.stat.is_regular:
+                self._skip(repr(path), OSError(errno.ENOENT, "no such file"))
+                continue
+            self._copier.want(node.ino, Priority.LISTED)
+        self.running = False
+
+    async def _walk(self, path: bytes) -> Node | None:
+        ino, node = ROOT_INO, None
+        for name in path.split(b"/"):
+            if name in (b"", b"."):
+                continue
+            node = await self._tree.find(ino, name, Lane.BACKGROUND)
+            if node is None:
+                return None
+            ino = node.ino
+        return node
+
+    async def _scan_directory(self, ino: int) -> list[int]:
+        directories: list[int] = []
+        cookie = 0
+        while batch := self._tree.entries(ino, cookie, BATCH):
+            cookie = batch[-1][0].cookie
+            await self._copier.queue_below(QUEUE_LIMIT)
+            names = [d.name for d, _n, _e, _a in batch if d.type in WANTED]
+            names = [n for n in names if n not in (b".", b"..")]
+            nodes = await self._find_all(ino, names)
+            for name in names:
+                node = nodes.get(name)
+                if node is None or node.stat is None:
+                    continue
+                if node.stat.is_directory:
+                    directories.append(node.ino)
+                elif node.stat.is_regular:
+                    self._copier.want(node.ino, Priority.SCANNED)
+        return directories
+
+    async def _find_all(self, ino: int, names: list[bytes]) -> dict[bytes, Node | None]:
+        found: dict[bytes, Node | None] = {}
+        waiting = iter(names)
+
+        async def find_next() -> None:
+            for name in waiting:
+                try:
+                    found[name] = await self._tree.find(ino, name, Lane.BACKGROUND)
+                except OSError as exc:
+                    self._skip(repr(name), exc)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(min(LOOKUPS_AT_ONCE, len(names))):
+                nursery.start_soon(find_next)
+        return found
+
+    def _skip(self, what: str, exc: OSError) -> None:
+        self.failed += 1
+        log.warning("not prefetched: %s: %s", what, exc.strerror)
+
+
+WANTED = (FileType.DIRECTORY, FileType.REGULAR, FileType.UNKNOWN)

@@ -1,0 +1,41 @@
+"""What a process that serves a hostile world should not be able to do."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+
+PR_CAPBSET_DROP = 24
+PR_SET_NO_NEW_PRIVS = 38
+CAP_DAC_READ_SEARCH = 2
+CAP_LAST = 63
+CAPABILITY_VERSION_3 = 0x20080522
+
+
+def drop_capabilities() -> None:
+    """Keep no privilege that reading does not need, for this process and all it starts.
+
+    A worker of an ordinary user has none anyway. One that runs as root keeps CAP_DAC_READ_SEARCH
+    (capabilities(7)): it mirrors files of any owner. Raises OSError.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
+    if os.geteuid() != 0:
+        return
+    keep = 1 << CAP_DAC_READ_SEARCH
+    header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
+    effective = permitted = keep & _permitted()
+    data = struct.pack("=6I", effective, permitted, 0, 0, 0, 0)
+    if libc.capset(header, data) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def _permitted() -> int:
+    """The lower 32 permitted capabilities (proc_pid_status(5), CapPrm)."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        for line in status:
+            if line.startswith("CapPrm:"):
+                return int(line.split()[1], 16) & 0xFFFFFFFF
+    return 0

@@ -1,0 +1,204 @@
+"""Descriptors of the source's directories, found component by component and kept for a while.
+
+No path of the source is ever given to the kernel whole: each directory is opened relative to the
+one above it with O_NOFOLLOW, so that no symbolic link is followed, nothing above the root is
+reached, and a path may be longer than PATH_MAX (path_resolution(7)). The descriptors are O_PATH:
+opening one needs no permission to read the directory, and closing one sends nothing to a server.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import OrderedDict
+from types import TracebackType
+
+from monarchfs.types import DirRef, SourceChanged
+
+_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+# What openat(2) says of a component that is not there any more, or is no directory any more: a
+# symbolic link gives ENOTDIR (O_DIRECTORY is looked at first) or, on older kernels, ELOOP.
+_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
+
+
+def check_name(name: bytes) -> None:
+    """Raise OSError EINVAL unless ``name`` can be one entry of a directory.
+
+    Names usually come from the kernel and are good; those of a hint file or of the control socket
+    may be anything.
+    """
+    if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
+        raise OSError(errno.EINVAL, "Not a name of a directory entry", name)
+
+
+class DirHandle:
+    """An open directory; ``with handle as fd`` uses it and releases it.
+
+    ``fd``, ``ino``, ``path`` and ``owner`` are constant. ``users`` and ``dropped`` change, under
+    the owner's lock: a dropped handle is in no table any more and is closed when its last user
+    leaves.
+    """
+
+    __slots__ = ("dropped", "fd", "ino", "owner", "path", "users")
+
+    def __init__(self, owner: DirHandles, path: bytes, fd: int, ino: int) -> None:
+        self.owner = owner
+        self.path = path
+        self.fd = fd
+        self.ino = ino
+        self.users = 1
+        self.dropped = False
+
+    def __enter__(self) -> int:
+        return self.fd
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # A server that lost the directory says ESTALE to this descriptor for ever.
+        stale = isinstance(error, OSError) and error.errno == errno.ESTALE
+        self.owner.release(self, drop=stale)
+
+
+class DirHandles:
+    """The least recently used cache of directory descriptors. Thread-safe.
+
+    Constant: the root's handle (the caller owns its descriptor) and the limit. Changing, under the
+    lock: the table path -> handle. No system call but close(2) of O_PATH descriptors happens under
+    the lock, so that a hung source never holds it. At most ``limit`` handles are kept; more
+    descriptors than that are open only while they are in use.
+    """
+
+    def __init__(self, root_fd: int, limit: int = 512) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._handles: OrderedDict[bytes, DirHandle] = OrderedDict()
+        self._root = DirHandle(self, b"", root_fd, os.fstat(root_fd).st_ino)
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def acquire(self, ref: DirRef) -> DirHandle:
+        """The directory that ``ref`` means, to be used as ``with``. Blocks.
+
+        A cached descriptor goes on meaning the directory it was opened for, even after that was
+        moved or removed in the source. Raises SourceChanged if the directory found at the path has
+        another inode number than ``ref``, is none any more, or is gone; OSError for everything
+        else that openat(2) may say (EACCES, EIO, ...), and EINVAL for a path with ``..`` and the
+        like.
+        """
+        path = ref.path
+        with self._lock:
+            handle = self._handles.get(path) if path else self._root
+            if handle is not None and handle.ino == ref.ino:
+                handle.users += 1
+                if path:
+                    self._handles.move_to_end(path)
+                return handle
+        if not path:
+            raise _changed(ref)
+        start = self._nearest(path)
+        if start is not self._root:
+            try:
+                return self._walk(ref, start)
+            except SourceChanged:
+                # Perhaps the ancestor we started from is the one that was replaced.
+                start = self._root
+        return self._walk(ref, start)
+
+    def release(self, handle: DirHandle, *, drop: bool = False) -> None:
+        """End one use; ``drop`` also takes the handle out of the cache."""
+        with self._lock:
+            if drop and self._handles.get(handle.path) is handle:
+                del self._handles[handle.path]
+                handle.dropped = True
+            handle.users -= 1
+            _close_if_unused(handle)
+
+    def forget(self, path: bytes) -> None:
+        """Drop the handles of ``path`` and of everything below it (``b""``: all)."""
+        below = path + b"/"
+        with self._lock:
+            for known in list(self._handles):
+                if not path or known == path or known.startswith(below):
+                    self._drop(self._handles.pop(known))
+
+    def close(self) -> None:
+        """Close what is not in use, and what is as soon as it is not. The root is the caller's."""
+        self.forget(b"")
+
+    def _nearest(self, path: bytes) -> DirHandle:
+        """The handle of the nearest known ancestor. (The root's is never counted or dropped.)"""
+        with self._lock:
+            while True:
+                path = path.rpartition(b"/")[0]
+                if not path:
+                    return self._root
+                handle = self._handles.get(path)
+                if handle is not None:
+                    handle.users += 1
+                    return handle
+
+    def _walk(self, ref: DirRef, start: DirHandle) -> DirHandle:
+        """Open ``ref`` from ``start`` downwards, keeping each directory on the way.
+
+        ``start`` comes with one use, which this function ends (the root's is not counted).
+        """
+        parent = start
+        skip = len(start.path) + 1 if start.path else 0
+        try:
+            for name in ref.path[skip:].split(b"/"):
+                check_name(name)
+                child = self._open(ref, parent, name)
+                if parent is not self._root:
+                    self.release(parent)
+                parent = child
+            if parent.ino != ref.ino:
+                raise _changed(ref)
+        except BaseException:
+            if parent is not self._root:
+                self.release(parent)
+            raise
+        return parent
+
+    def _open(self, ref: DirRef, parent: DirHandle, name: bytes) -> DirHandle:
+        try:
+            fd = os.open(name, _FLAGS, dir_fd=parent.fd)
+        except OSError as error:
+            if error.errno in _GONE:
+                raise _changed(ref) from error
+            raise
+        try:
+            ino = os.fstat(fd).st_ino
+        except BaseException:
+            os.close(fd)
+            raise
+        path = parent.path + b"/" + name if parent.path else name
+        handle = DirHandle(self, path, fd, ino)
+        with self._lock:
+            replaced = self._handles.pop(path, None)
+            if replaced is not None:
+                self._drop(replaced)
+            self._handles[path] = handle
+            if len(self._handles) > self._limit:
+                self._drop(self._handles.popitem(last=False)[1])
+        return handle
+
+    @staticmethod
+    def _drop(handle: DirHandle) -> None:
+        handle.dropped = True
+        _close_if_unused(handle)
+
+
+def _close_if_unused(handle: DirHandle) -> None:
+    if handle.dropped and handle.users == 0:
+        os.close(handle.fd)
+
+
+def _changed(ref: DirRef) -> SourceChanged:
+    return SourceChanged(f"{os.fsdecode(ref.path)!r} is not the directory with inode {ref.ino} now")

@@ -1,0 +1,282 @@
+"""The blocking functions on the source, for threads.
+
+Everything is relative to one directory descriptor, which the caller opened before a mount could
+cover the source's path. No symbolic link is followed and the root is never left (see ``dirs``).
+Functions raise OSError with the source's errno, and SourceChanged where the directory that a DirRef
+means is not at its path any more. Any of them may block for as long as the source does.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat as stat_module
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
+
+from monarchfs.source.dirs import DirHandles, check_name
+from monarchfs.types import DirRef, FileType, SourceChanged, SourceStat, SourceVersion
+
+# Not O_NOATIME: sites purge their scratch file systems by access time.
+# O_NONBLOCK: should the file have become a FIFO meanwhile, opening it must not wait for a writer.
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_LINK_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class SourceEntry(NamedTuple):
+    """One name of a directory. ``type`` is UNKNOWN where the source would not say.
+
+    ``ino`` is d_ino and ``device`` the directory's: both are st_ino and st_dev of the entry except
+    where another file system is mounted on it (readdir(3)).
+    """
+
+    name: bytes
+    type: FileType
+    ino: int
+    device: int
+
+
+Found = tuple[SourceStat, bytes]
+FoundEach = list[Found | OSError]
+AttributeNames = list[bytes]
+Batch = list[SourceEntry]
+Batches = Generator[Batch, None, None]
+
+
+class PosixSource:
+    """The source below ``root_fd``, which stays the caller's. Thread-safe.
+
+    All fields are constant (the cache of directories has its own lock). ``root`` is the DirRef of
+    the root.
+    """
+
+    def __init__(self, root_fd: int, max_directories: int = 512) -> None:
+        st = os.fstat(root_fd)
+        self.root = DirRef(b"", st.st_ino)
+        self._root_fd = root_fd
+        self._root_device = st.st_dev
+        self._dirs = DirHandles(root_fd, max_directories)
+
+    def shutdown(self) -> None:
+        """Close the cached directories; those in use as soon as they are not."""
+        self._dirs.close()
+
+    def forget(self, path: bytes) -> None:
+        """Drop the descriptors of a directory and of all below it. Does not block."""
+        self._dirs.forget(path)
+
+    def stat(self, directory: DirRef, name: bytes) -> SourceStat:
+        """lstat(2) of an entry, or of the directory itself where ``name`` is empty."""
+        with self._dirs.acquire(directory) as fd:
+            if name:
+                check_name(name)
+                st = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            else:
+                st = os.fstat(fd)
+        return SourceStat.of(st, self._root_device)
+
+    def readlink(self, directory: DirRef, name: bytes) -> bytes:
+        check_name(name)
+        with self._dirs.acquire(directory) as fd:
+            return os.readlink(name, dir_fd=fd)
+
+    def found(self, directory: DirRef, name: bytes) -> Found:
+        """The attributes of an entry and, of a symbolic link, its target (else ``b""``).
+
+        Both are of the same inode: the link is opened, and asked through its descriptor
+        (readlink(2) with an empty path).
+        """
+        check_name(name)
+        with self._dirs.acquire(directory) as dir_fd:
+            st = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+            if not stat_module.S_ISLNK(st.st_mode):
+                return SourceStat.of(st, self._root_device), b""
+            fd = os.open(name, _LINK_FLAGS, dir_fd=dir_fd)
+            try:
+                st = os.fstat(fd)
+                is_link = stat_module.S_ISLNK(st.st_mode)
+                target = os.readlink(b"", dir_fd=fd) if is_link else b""
+            finally:
+                os.close(fd)
+        return SourceStat.of(st, self._root_device), target
+
+    def found_each(self, directory: DirRef, names: Sequence[bytes]) -> FoundEach:
+        """``found`` of each name, in order, for a scan: one thread's errand instead of many.
+
+        An OSError stands where ``found`` would have raised it; SourceChanged is raised.
+        """
+        results: FoundEach = []
+        for name in names:
+            try:
+                results.append(self.found(directory, name))
+            except OSError as error:
+                results.append(error.with_traceback(None))
+        return results
+
+    def open(self, directory: DirRef, name: bytes) -> tuple[int, SourceStat]:
+        """Open a regular file for reading; the caller closes the descriptor.
+
+        Raises OSError ELOOP for a symbolic link, EISDIR for a directory and ENXIO for anything else
+        that is not a regular file.
+        """
+        check_name(name)
+        with self._dirs.acquire(directory) as dir_fd:
+            fd = _open_file(name, dir_fd)
+        try:
+            st = os.fstat(fd)
+            if stat_module.S_ISDIR(st.st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+            if not stat_module.S_ISREG(st.st_mode):
+                raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), name)
+            # Lustre's reads honour O_NONBLOCK: one that meets a conflicting lock fails with EAGAIN.
+            os.set_blocking(fd, True)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd, SourceStat.of(st, self._root_device)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor from ``open``; a network file system may tell its server."""
+        os.close(fd)
+
+    def list(self, directory: DirRef, batch: int) -> Batches:
+        """All entries but ``.`` and ``..``, in the directory's order, ``batch`` at a time.
+
+        Costs no stat(2) for regular files, directories and links of a source that tells types
+        (d_type); other entries are asked for one by one. Nothing is opened before the first batch
+        is taken; a caller that stops early closes the iterator.
+        """
+        with self._dirs.acquire(directory) as path_fd:
+            # The descriptor in hand, not its path, and not ".", which needs search permission that
+            # readdir(3) does not (proc(5), /proc/pid/fd: opening it opens the same file again).
+            fd = os.open(_proc_path(path_fd, b""), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            device = self._device(os.fstat(fd))
+            entries: Batch = []
+            with os.scandir(fd) as scan:
+                for entry in scan:
+                    kind = _type_of(entry)
+                    if kind is None:
+                        continue
+                    entries.append(
+                        SourceEntry(os.fsencode(entry.name), kind, entry.inode(), device)
+                    )
+                    if len(entries) >= batch:
+                        yield entries
+                        entries = []
+            if entries:
+                yield entries
+        finally:
+            os.close(fd)
+
+    def read(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
+        """``size`` bytes (fewer only at the end of the file), and the version seen *after* them.
+
+        Bytes that were read while the version was V before and is V now are V's.
+        """
+        data = os.pread(fd, size, offset)
+        st = os.fstat(fd)
+        if len(data) < size and offset + len(data) < st.st_size:
+            data, st = _read_on(fd, offset, size, data)
+        return data, SourceVersion(
+            self._device(st), st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
+        )
+
+    def read_whole(
+        self, directory: DirRef, name: bytes, version: SourceVersion
+    ) -> tuple[bytes, SourceVersion]:
+        """All of a small file, opened and closed in one errand, and the version seen after that.
+
+        Raises SourceChanged, and reads nothing, unless it is ``version`` before.
+        """
+        fd, st = self.open(directory, name)
+        try:
+            if st.version != version:
+                raise SourceChanged(f"{os.fsdecode(name)!r} is another version now")
+            return self.read(fd, 0, version.size)
+        finally:
+            self.close(fd)
+
+    def getxattr(self, directory: DirRef, name: bytes, attribute: bytes) -> bytes:
+        """Of an entry (not followed), or of the directory itself where ``name`` is empty."""
+        with self._dirs.acquire(directory) as fd:
+            return os.getxattr(_proc_path(fd, name), attribute, follow_symlinks=not name)
+
+    def listxattr(self, directory: DirRef, name: bytes) -> AttributeNames:
+        """As ``getxattr``."""
+        with self._dirs.acquire(directory) as fd:
+            names = os.listxattr(_proc_path(fd, name), follow_symlinks=not name)
+        return [os.fsencode(attribute) for attribute in names]
+
+    def access(self, directory: DirRef, name: bytes, mask: int) -> bool:
+        """Whether the source lets this process (its effective ids) do what ``mask`` asks.
+
+        The source decides, with its ACLs, where the C library knows faccessat2(2) (glibc 2.33 on
+        Linux 5.8); older ones compute it from the mode. Raises what lstat(2) raises.
+        """
+        with self._dirs.acquire(directory) as fd:
+            if not name:
+                allowed = os.access(_proc_path(fd, b""), mask, effective_ids=True)
+            else:
+                check_name(name)
+                allowed = os.access(
+                    name, mask, dir_fd=fd, effective_ids=True, follow_symlinks=False
+                )
+            if not allowed and name:
+                # os.access says "no" to every errno: let a missing file or a failing source show.
+                os.stat(name, dir_fd=fd, follow_symlinks=False)
+        return allowed
+
+    def statvfs(self) -> os.statvfs_result:
+        return os.fstatvfs(self._root_fd)
+
+    def _device(self, st: os.stat_result) -> int:
+        return 0 if st.st_dev == self._root_device else st.st_dev
+
+
+def _open_file(name: bytes, dir_fd: int) -> int:
+    try:
+        return os.open(name, _OPEN_FLAGS, dir_fd=dir_fd)
+    except BlockingIOError:
+        # Someone holds a lease on it (fcntl(2), F_SETLEASE): wait, as any other reader would.
+        if not stat_module.S_ISREG(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode):
+            raise
+        return os.open(name, _OPEN_FLAGS & ~os.O_NONBLOCK, dir_fd=dir_fd)
+
+
+def _proc_path(dir_fd: int, name: bytes) -> bytes:
+    """A path for the calls that take no directory descriptor; files need not be readable."""
+    if not name:
+        return b"/proc/self/fd/%d" % dir_fd
+    check_name(name)
+    return b"/proc/self/fd/%d/%s" % (dir_fd, name)
+
+
+def _read_on(fd: int, offset: int, size: int, data: bytes) -> tuple[bytes, os.stat_result]:
+    """Go on after a short read that was not the end of the file."""
+    parts = [data]
+    have = len(data)
+    while have < size:
+        data = os.pread(fd, size - have, offset + have)
+        if not data:
+            break
+        parts.append(data)
+        have += len(data)
+    return b"".join(parts), os.fstat(fd)
+
+
+def _type_of(entry: os.DirEntry[str]) -> FileType | None:
+    """The entry's type; None if it vanished meanwhile. A DirEntry asks at most once (lstat)."""
+    try:
+        if entry.is_file(follow_symlinks=False):
+            return FileType.REGULAR
+        if entry.is_dir(follow_symlinks=False):
+            return FileType.DIRECTORY
+        if entry.is_symlink():
+            return FileType.SYMLINK
+        return FileType.of_mode(entry.stat(follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return None
+    except PermissionError:
+        # A directory that may be read but not searched: its names are all there is to know.
+        return FileType.UNKNOWN

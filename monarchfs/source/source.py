@@ -1,0 +1,263 @@
+"""The asynchronous facade: each blocking function of the source, in a thread of its lane."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import trio
+from trio import to_thread
+
+from monarchfs.source.lanes import Call, LaneThreads, SourceCounters, in_thread, lend
+from monarchfs.source.posix import AttributeNames, Batch, Batches, Found, FoundEach, PosixSource
+from monarchfs.types import DirRef, Lane, SourceChanged, SourceStat, SourceVersion
+
+T = TypeVar("T")
+ReadResult = tuple[bytes, SourceVersion]
+
+# Errors that answer the question asked. Others (EIO, ESTALE, ETIMEDOUT, ...) mean trouble.
+_ANSWERS = frozenset(
+    {
+        errno.EACCES,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENODATA,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.ENXIO,
+        errno.EOPNOTSUPP,
+        errno.EPERM,
+        errno.ERANGE,
+    }
+)
+
+
+class Source:
+    """The source, for one trio run. The functions' contracts are those of PosixSource.
+
+    A cancelled caller leaves at once; its call goes on in its thread, keeps its slot, and what it
+    opens is closed. ``DEMAND`` and ``BACKGROUND`` calls never wait for each other's slots.
+    ``watch`` must run for stuck calls to lend theirs: at most ``max_stuck`` slots in all, demand
+    first.
+
+    Constant: all but ``counters``. ``demand`` and ``background`` are the lanes, to be looked at.
+    """
+
+    def __init__(
+        self,
+        posix: PosixSource,
+        *,
+        demand_threads: int = 64,
+        background_threads: int = 8,
+        stuck_seconds: float = 1.0,
+        max_stuck: int = 512,
+        deadline: float = 5.0,
+    ) -> None:
+        """``deadline`` (seconds) is what ``responding`` goes by. Call it inside the trio run."""
+        self.counters = SourceCounters()
+        self.root = posix.root
+        self._posix = posix
+        self.demand = LaneThreads(Lane.DEMAND, demand_threads)
+        self.background = LaneThreads(Lane.BACKGROUND, background_threads)
+        self._stuck_seconds = stuck_seconds
+        self._max_stuck = max_stuck
+        self._deadline = deadline
+        self._token = trio.lowlevel.current_trio_token()
+        self._count_late: dict[Lane, Callable[[ReadResult], None]] = {
+            lane: partial(self._count_from_thread, lane) for lane in Lane
+        }
+
+    async def watch(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Lend the slots of stuck calls, and take them back; runs until it is cancelled."""
+        task_status.started()
+        while True:
+            self.counters.stuck = lend(
+                (self.demand, self.background), self._stuck_seconds, self._max_stuck
+            )
+            await trio.sleep(self._stuck_seconds / 4)
+
+    @property
+    def responding(self) -> bool:
+        """False while the source seems to hang: not worth waiting for with each request anew.
+
+        True unless a DEMAND call has been out for longer than the deadline and none came back
+        within that time. Whoever asks nothing of a source that is not responding never learns that
+        it does again: go on asking, without waiting for it.
+        """
+        return not self.demand.hangs(self._deadline)
+
+    @property
+    def demand_waiting(self) -> bool:
+        """Whether a DEMAND call is in the source now, those that hang left out."""
+        return self.demand.moving(self._stuck_seconds)
+
+    def forget(self, path: bytes) -> None:
+        """Drop what is cached about a directory and all below it. Does not block."""
+        self._posix.forget(path)
+
+    def shutdown(self) -> None:
+        """Close the cached directories. Does not block."""
+        self._posix.shutdown()
+
+    async def stat(self, directory: DirRef, name: bytes, lane: Lane) -> SourceStat:
+        return await self._call(lane, self._posix.stat, (directory, name))
+
+    async def readlink(self, directory: DirRef, name: bytes, lane: Lane) -> bytes:
+        return await self._call(lane, self._posix.readlink, (directory, name))
+
+    async def found(self, directory: DirRef, name: bytes, lane: Lane) -> Found:
+        return await self._call(lane, self._posix.found, (directory, name))
+
+    async def found_each(self, directory: DirRef, names: Sequence[bytes], lane: Lane) -> FoundEach:
+        """Counts as one operation per name. Some dozens of names at a time: it holds one slot."""
+        self.counters.operations += len(names) - 1
+        return await self._call(lane, self._posix.found_each, (directory, names))
+
+    async def open(self, directory: DirRef, name: bytes, lane: Lane) -> tuple[int, SourceStat]:
+        return await self._call(lane, self._posix.open, (directory, name), _close_opened)
+
+    async def close(self, fd: int, lane: Lane) -> None:
+        """Close ``fd``; if cancelled, it is closed all the same."""
+        await self._call(lane, self._posix.close, (fd,), None, partial(self._posix.close, fd))
+
+    def close_soon(self, fd: int) -> None:
+        """Close ``fd`` without waiting, for clean-up: no slot, no counting. Does not block."""
+        in_thread(partial(self._posix.close, fd))
+
+    def list(self, directory: DirRef, lane: Lane, batch: int = 1000) -> SourceListing:
+        """``async with source.list(...) as batches: async for entries in batches: ...``"""
+        return SourceListing(partial(self._next_batch, lane), self._posix.list(directory, batch))
+
+    async def read(self, fd: int, offset: int, size: int, lane: Lane) -> ReadResult:
+        """As PosixSource.read. After a cancelled read ``fd`` may be closed at once: the thread may
+        then read something else under that number, but nobody sees it.
+        """
+        return await self._counted_read(lane, self._posix.read, (fd, offset, size))
+
+    async def read_whole(
+        self, directory: DirRef, name: bytes, version: SourceVersion, lane: Lane
+    ) -> bytes:
+        """All of a small file; raises SourceChanged unless it is ``version`` before and after."""
+        args = (directory, name, version)
+        data, after = await self._counted_read(lane, self._posix.read_whole, args)
+        if after != version or len(data) != version.size:
+            raise SourceChanged(f"{os.fsdecode(name)!r} changed while it was read")
+        return data
+
+    async def getxattr(self, directory: DirRef, name: bytes, attribute: bytes, lane: Lane) -> bytes:
+        return await self._call(lane, self._posix.getxattr, (directory, name, attribute))
+
+    async def listxattr(self, directory: DirRef, name: bytes, lane: Lane) -> AttributeNames:
+        return await self._call(lane, self._posix.listxattr, (directory, name))
+
+    async def access(self, directory: DirRef, name: bytes, mask: int, lane: Lane) -> bool:
+        return await self._call(lane, self._posix.access, (directory, name, mask))
+
+    async def statvfs(self, lane: Lane) -> os.statvfs_result:
+        return await self._call(lane, self._posix.statvfs, ())
+
+    async def _call(
+        self,
+        lane: Lane,
+        fn: Callable[..., T],
+        args: tuple[Any, ...],
+        dispose: Callable[[T], object] | None = None,
+        skipped: Callable[[], object] | None = None,
+    ) -> T:
+        threads = self.demand if lane is Lane.DEMAND else self.background
+        counters = self.counters
+        counters.operations += 1
+        call = Call(threads, fn, args, dispose, skipped)
+        try:
+            result = await to_thread.run_sync(call, abandon_on_cancel=True, limiter=threads.limiter)
+        except trio.Cancelled:
+            call.abandon()
+            raise
+        except OSError as error:
+            if error.errno not in _ANSWERS:
+                counters.errors += 1
+            raise
+        finally:
+            counters.seconds += call.seconds
+        return cast(T, result)
+
+    async def _next_batch(self, lane: Lane, batches: Batches) -> Batch:
+        """The next batch, empty at the end; closes ``batches`` if cancelled."""
+
+        def close(_: object = None) -> None:
+            batches.close()
+
+        return await self._call(lane, next, (batches, []), close, close)
+
+    async def _counted_read(
+        self, lane: Lane, fn: Callable[..., ReadResult], args: tuple[Any, ...]
+    ) -> ReadResult:
+        result = await self._call(lane, fn, args, self._count_late[lane])
+        self._count_read(lane, result)
+        return result
+
+    def _count_read(self, lane: Lane, result: ReadResult) -> None:
+        size = len(result[0])
+        self.counters.read_bytes += size
+        if lane is Lane.DEMAND:
+            self.counters.demand_read_bytes += size
+        else:
+            self.counters.prefetch_read_bytes += size
+
+    def _count_from_thread(self, lane: Lane, result: ReadResult) -> None:
+        """Count a read that nobody waited for to the end: the source served it all the same."""
+        try:
+            self._token.run_sync_soon(self._count_read, lane, result)
+        except trio.RunFinishedError:
+            return  # and with it whoever could have asked for the number
+
+
+class SourceListing:
+    """A directory being listed: ``async with`` closes it, ``async for`` gives its batches.
+
+    ``_batches`` is the iterator while this object has to close it; None once it is exhausted or a
+    thread that may still be using it will.
+    """
+
+    def __init__(self, fetch: Callable[[Batches], Awaitable[Batch]], batches: Batches) -> None:
+        self._fetch = fetch
+        self._batches: Batches | None = batches
+
+    async def __aenter__(self) -> SourceListing:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Closing a directory may tell a server, and there may be no time to wait for that.
+        if self._batches is not None:
+            in_thread(self._batches.close)
+            self._batches = None
+
+    def __aiter__(self) -> SourceListing:
+        return self
+
+    async def __anext__(self) -> Batch:
+        batches = self._batches
+        if batches is None:
+            raise StopAsyncIteration
+        # Until the batch is here, the iterator is the thread's.
+        self._batches = None
+        batch = await self._fetch(batches)
+        if not batch:
+            raise StopAsyncIteration
+        self._batches = batches
+        return batch
+
+
+def _close_opened(opened: tuple[int, SourceStat]) -> None:
+    os.close(opened[0])

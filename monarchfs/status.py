@@ -1,0 +1,65 @@
+"""The worker's answer to ``status``: the keys that the command line promises, and how they are
+counted (docs/STATUS.md)."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from monarchfs.prefetch.fill import State
+
+if TYPE_CHECKING:
+    from monarchfs.worker import Worker
+
+
+def status(worker: Worker) -> dict[str, Any]:
+    """One JSON-able object. Costs a statvfs a tier; never asks the source."""
+    counters = worker.source.counters
+    metrics = worker.metrics
+    totals = worker.index.tier_totals().values()
+    filling = sum(1 for fill in worker.copier.files.values() if fill.state is State.FILLING)
+    return {
+        "source": worker.config.source,
+        "mountpoint": worker.config.mountpoint,
+        "state": "serving" if worker.source.responding else "source not responding",
+        "data_path": "relay",
+        "freshness": worker.config.freshness.mode.value,
+        "tiers": worker.cache.usage(),
+        "files": {
+            "known": worker.index.count_nodes(),
+            "resident": sum(resident for resident, _partial, _bytes in totals),
+            "partial": sum(partial for _resident, partial, _bytes in totals),
+            "copying": filling,
+        },
+        "source_io": {
+            "read_bytes": counters.read_bytes,
+            "demand_read_bytes": counters.demand_read_bytes,
+            "prefetch_read_bytes": counters.prefetch_read_bytes,
+            "operations": counters.operations,
+            "errors": counters.errors,
+            "stuck": counters.stuck,
+            "responding": worker.source.responding,
+        },
+        "served": {
+            "local_opens": metrics.local_opens,
+            "source_opens": metrics.source_opens,
+            "local_file_bytes": metrics.local_file_bytes,
+            "source_file_bytes": metrics.source_file_bytes,
+            "relayed_bytes": metrics.relayed_bytes,
+            "stale_answers": metrics.stale_answers,
+        },
+        "prefetch": {
+            "queued": len(worker.copier.queue),
+            "active": worker.copier.active,
+            "scanning": worker.scan.running,
+            "completed": metrics.copies_completed,
+            "failed": metrics.copies_failed,
+            "refused": metrics.copies_refused,
+            "outdated": metrics.copies_outdated,
+        },
+        "requests": {
+            "waiting": worker.interrupts.waiting,
+            "interrupted": metrics.interrupted_requests,
+        },
+        "worker": {"pid": os.getpid(), "restarts": 0},
+    }

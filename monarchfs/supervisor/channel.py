@@ -1,0 +1,56 @@
+"""Messages between supervisor and worker: JSON objects and descriptors over SOCK_SEQPACKET."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_MESSAGE_BYTES = 256 << 10
+_MOST_DESCRIPTORS = 4
+
+
+class Channel:
+    """The supervisor's end. Never blocks longer than the timeout that is given; what a worker
+    says is not trusted to be well-formed, and descriptors from it are closed."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        # A request that came with a connection can be 64 KiB of text.
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MESSAGE_BYTES)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> bool:
+        """Whether the message could be sent at once: not to a worker that is dead or stuck."""
+        self._socket.setblocking(False)
+        try:
+            socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
+        except OSError:
+            return False
+        return True
+
+    def receive(self, timeout: float) -> dict[str, Any] | None:
+        """The next message; None if the worker closed its end. Raises TimeoutError, or ValueError
+        for what is no message."""
+        self._socket.settimeout(max(timeout, 0.001))
+        try:
+            content, descriptors, _, _ = socket.recv_fds(
+                self._socket, _MESSAGE_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionResetError:
+            return None
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if not content:
+            return None
+        message = json.loads(content)
+        if not isinstance(message, dict):
+            raise ValueError("a worker's message must be a JSON object")
+        return message
+
+    def close(self) -> None:
+        self._socket.close()

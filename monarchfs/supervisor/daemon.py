@@ -1,0 +1,111 @@
+"""Running the supervisor in the background: the parent stays until the mount answers or fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+
+from monarchfs.types import MonarchError, OperationError, UsageError
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[], None]
+"""Called once by the supervisor when the mount answers."""
+
+_GONE_SECONDS = 5.0
+
+
+def run_in_background(run: Callable[[Report], int], *, timeout: float, overdue: str) -> None:
+    """Runs ``run(report)`` in a daemon; returns when it has called ``report``.
+
+    Raises what ``run`` raised before, if that is a MonarchError. After ``timeout`` seconds the
+    daemon is killed, not waited for (it may hang in the kernel), and OperationError(``overdue``)
+    raised. For processes of one thread, because it forks.
+    """
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        _become_daemon(run, writing)
+    os.close(writing)
+    try:
+        message = _read_until(reading, time.monotonic() + timeout)
+    except TimeoutError:
+        os.kill(pid, signal.SIGKILL)
+        raise OperationError(overdue) from None
+    except KeyboardInterrupt:
+        os.kill(pid, signal.SIGTERM)
+        _wait(pid)
+        raise OperationError("interrupted: nothing was mounted") from None
+    finally:
+        os.close(reading)
+    if message == {"ok": True}:
+        return
+    _wait(pid)
+    if "usage" in message:
+        raise UsageError(message["usage"])
+    raise OperationError(message.get("error", "the daemon was killed while it started"))
+
+
+def _become_daemon(run: Callable[[Report], int], pipe: int) -> None:
+    """The child's life. Never returns."""
+    code = 1
+    try:
+        os.setsid()
+        os.chdir("/")
+        # The caller's descriptors (a lock of a batch script, say) must not live as long as we do.
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2 and number != pipe:
+                os.closerange(number, number + 1)
+        code = run(lambda: _report(pipe))
+    except UsageError as error:
+        _tell(pipe, {"usage": str(error)})
+    except (MonarchError, OSError) as error:
+        _tell(pipe, {"error": str(error)})
+    except Exception as error:
+        log.exception("unexpected error")
+        _tell(pipe, {"error": f"unexpected {error!r}"})
+    finally:
+        os._exit(code)
+
+
+def _report(pipe: int) -> None:
+    """Lets go of the terminal, then tells the parent; in that order, so that a caller who waits
+    for the end of our output is not kept waiting."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    os.close(null)
+    _tell(pipe, {"ok": True})
+    os.close(pipe)
+
+
+def _tell(pipe: int, message: dict[str, object]) -> None:
+    try:
+        os.write(pipe, json.dumps(message).encode())
+    except OSError as error:
+        # The parent is gone, or was told already.
+        log.error("cannot report %s: %s", message, error.strerror)
+
+
+def _read_until(pipe: int, deadline: float) -> dict[str, str | bool] | dict[str, str]:
+    content = b""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    while poll.poll(max(0, (deadline - time.monotonic()) * 1000)):
+        part = os.read(pipe, 1 << 16)
+        content += part
+        if not part:
+            return dict(json.loads(content)) if content else {}
+    raise TimeoutError
+
+
+def _wait(pid: int) -> None:
+    """Waits for the daemon's end, which is near; not for long, because it may hang."""
+    deadline = time.monotonic() + _GONE_SECONDS
+    while time.monotonic() < deadline and os.waitpid(pid, os.WNOHANG) == (0, 0):
+        time.sleep(0.01)

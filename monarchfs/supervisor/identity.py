@@ -1,0 +1,46 @@
+"""Acting as the mount's user, so that the file system decides what that user may do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from monarchfs.config import User
+
+
+def is_self(user: User) -> bool:
+    """Whether this process has the user's identity already."""
+    return (os.geteuid(), os.getegid()) == (user.uid, user.gid)
+
+
+@contextmanager
+def acting_as(user: User) -> Iterator[None]:
+    """The effective identity of ``user``, without root's capabilities, inside the block.
+
+    Of the whole process; for processes of one thread. Leaves things as they are if this process
+    is ``user`` (in a user namespace setgroups(2) would fail).
+    """
+    if is_self(user):
+        yield
+        return
+    uid, gid, groups = os.geteuid(), os.getegid(), os.getgroups()
+    # The groups first: without uid 0 they cannot be changed any more.
+    os.setgroups(user.groups)
+    try:
+        os.setegid(user.gid)
+        os.seteuid(user.uid)
+        yield
+    finally:
+        os.seteuid(uid)
+        os.setegid(gid)
+        os.setgroups(groups)
+
+
+def become(user: User) -> None:
+    """The identity of ``user`` for good; for a child process."""
+    if is_self(user):
+        return
+    os.setgroups(user.groups)
+    os.setresgid(user.gid, user.gid, user.gid)
+    os.setresuid(user.uid, user.uid, user.uid)

@@ -1,0 +1,247 @@
+"""Starting a worker and speaking with it until it serves.
+
+The worker is told everything by a JSON document in a memory file and by inherited descriptors; it
+gets a clean environment and, where this process is root, the identity of the mount's user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import site
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import monarchfs
+from monarchfs.config import Config
+from monarchfs.fuse.mount import SYSTEM_PATH
+from monarchfs.fuse.protocol import ProtocolError, amend_init_reply
+from monarchfs.supervisor.channel import Channel
+from monarchfs.supervisor.identity import is_self
+from monarchfs.types import OperationError
+
+_LARGEST_INIT = 1 << 18
+"""What is read from /dev/fuse at once: the kernel wants room for a full request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """What a worker inherits; ``tiers`` are the dataset's directories in the order of the tiers."""
+
+    fuse: int
+    source: int
+    state: int
+    tiers: tuple[int, ...]
+
+
+def default_worker_command() -> tuple[str, ...]:
+    """How the worker is started: isolated from the user's environment variables and directory.
+
+    A package that was installed with ``pip --user`` is found without isolation only; the working
+    directory is ``/`` then.
+    """
+    ours = os.path.realpath(os.path.dirname(monarchfs.__file__))
+    user_site = os.path.realpath(site.getusersitepackages())
+    isolation = "-E" if ours.startswith(user_site + "/") else "-I"
+    return (sys.executable, isolation, "-X", "utf8", "-m", "monarchfs.worker")
+
+
+class Worker:
+    """A worker's process, the channel to it, and the socket on which its libfuse gets FUSE_INIT."""
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: Channel, init: socket.socket):
+        self.process = process
+        self.channel = channel
+        self.init = init
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def is_gone(self) -> bool:
+        """Whether it ended, or at least all of it that does not hang in the kernel."""
+        if self.process.poll() is not None:
+            return True
+        # The first thread is a zombie while others cannot die yet (proc_pid_stat(5), field 3).
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                return file.read().rpartition(b") ")[2][:1] in (b"Z", b"X")
+        except FileNotFoundError:
+            return True
+
+    def wait_gone(self, timeout: float) -> bool:
+        """Waits at most ``timeout`` seconds; whether it is gone."""
+        deadline = time.monotonic() + timeout
+        while not self.is_gone():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            try:
+                self.process.wait(min(left, 0.05))
+            except subprocess.TimeoutExpired:
+                continue
+        return True
+
+    def end(self) -> None:
+        """Tells it to stop; kills it after a second; leaves behind what cannot die in another."""
+        self.channel.send({"do": "stop"})
+        if not self.wait_gone(1.0):
+            self.process.kill()
+            self.wait_gone(1.0)
+        self.channel.close()
+        self.init.close()
+
+    def describe_end(self) -> str:
+        """How it ended, for a log line."""
+        code = self.process.poll()
+        if code is None:
+            return "was killed and hangs in the kernel"
+        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def start_worker(
+    config: Config, command: Sequence[str], descriptors: Descriptors, mount_ns: int, stderr: int
+) -> Worker:
+    """Starts a worker for the mount; raises OperationError if its program cannot be run."""
+    our_init, their_init = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    our_channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    bootstrap: dict[str, Any] = {
+        "config": config.to_json(),
+        "fds": {
+            "fuse": descriptors.fuse,
+            "init": their_init.fileno(),
+            "channel": their_channel.fileno(),
+            "source": descriptors.source,
+            "state": descriptors.state,
+            "tiers": list(descriptors.tiers),
+        },
+        "mount_ns": mount_ns,
+    }
+    memory = os.memfd_create("monarchfs-bootstrap")
+    try:
+        os.write(memory, json.dumps(bootstrap).encode())
+        os.lseek(memory, 0, os.SEEK_SET)
+        process = _spawn(
+            [*command, "--bootstrap-fd", str(memory)],
+            config,
+            [
+                *(descriptors.fuse, descriptors.source, descriptors.state, *descriptors.tiers),
+                *(their_init.fileno(), their_channel.fileno(), memory),
+            ],
+            stderr,
+        )
+    except BaseException:
+        our_init.close()
+        our_channel.close()
+        raise
+    finally:
+        os.close(memory)
+        their_init.close()
+        their_channel.close()
+    return Worker(process, Channel(our_channel), our_init)
+
+
+def read_init_request(fuse: int, deadline: float) -> bytes:
+    """The kernel's FUSE_INIT, the first thing that a new connection sends."""
+    _wait_readable(fuse, deadline, "the kernel sent no FUSE_INIT: check dmesg")
+    try:
+        return os.read(fuse, _LARGEST_INIT)
+    except OSError as error:
+        raise OperationError(f"cannot read from /dev/fuse: {error.strerror}") from None
+
+
+def negotiate(worker: Worker, request: bytes, *, posix_acl: bool, deadline: float) -> bytes:
+    """Gives FUSE_INIT to the worker's libfuse; its reply, amended, for the kernel.
+
+    Raises OperationError if the worker fails or says nothing sensible before ``deadline``.
+    """
+    try:
+        worker.init.send(request)
+    except OSError as error:
+        raise OperationError(f"the worker is gone: {error.strerror}") from None
+    poll = select.poll()
+    poll.register(worker.init, select.POLLIN)
+    poll.register(worker.channel, select.POLLIN)
+    while True:
+        ready = dict(poll.poll(_milliseconds_until(deadline)))
+        if not ready:
+            raise OperationError("the worker did not answer FUSE_INIT in time")
+        # The worker's last words come over the channel, so they are read first.
+        if worker.channel.fileno() in ready:
+            _expect_alive(worker, deadline)
+        elif reply := worker.init.recv(_LARGEST_INIT):
+            break
+        else:
+            poll.unregister(worker.init)
+    try:
+        return amend_init_reply(request, reply, posix_acl=posix_acl)
+    except ProtocolError as error:
+        raise OperationError(f"FUSE_INIT failed: {error}") from None
+
+
+def await_ready(worker: Worker, deadline: float) -> None:
+    """Tells the worker that FUSE_INIT is through and waits until it serves; or OperationError."""
+    worker.channel.send({"do": "serve"})
+    while not _expect_alive(worker, deadline):
+        pass
+
+
+def _expect_alive(worker: Worker, deadline: float) -> bool:
+    """One message of a worker that is starting; whether it says that it serves."""
+    try:
+        message = worker.channel.receive(deadline - time.monotonic())
+    except TimeoutError:
+        raise OperationError("the worker did not become ready in time") from None
+    except ValueError as error:
+        raise OperationError(f"the worker speaks nonsense: {error}") from None
+    if message is None:
+        worker.wait_gone(1.0)
+        raise OperationError(f"the worker {worker.describe_end()} while it started")
+    if message.get("event") == "failed":
+        raise OperationError(str(message.get("error", "the worker failed without a reason")))
+    return message.get("event") == "ready"
+
+
+def _spawn(
+    command: list[str], config: Config, inherited: list[int], stderr: int
+) -> subprocess.Popen[bytes]:
+    user = config.user
+    identity: dict[str, Any] = {}
+    if not is_self(user):
+        identity = {"user": user.uid, "group": user.gid, "extra_groups": list(user.groups)}
+    try:
+        return subprocess.Popen(
+            command,
+            env={"PATH": SYSTEM_PATH, "LANG": "C.UTF-8"},
+            cwd="/",
+            pass_fds=inherited,
+            stdin=subprocess.DEVNULL,
+            stdout=stderr,
+            stderr=stderr,
+            # Ctrl-C at a terminal is for the supervisor alone.
+            start_new_session=True,
+            **identity,
+        )
+    except PermissionError:
+        raise OperationError(
+            f"{user.name} may not run {command[0]}: install monarchfs where every user can read it"
+        ) from None
+    except OSError as error:
+        raise OperationError(f"cannot run {command[0]}: {error.strerror}") from None
+
+
+def _wait_readable(descriptor: int, deadline: float, overdue: str) -> None:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    if not poll.poll(_milliseconds_until(deadline)):
+        raise OperationError(overdue)
+
+
+def _milliseconds_until(deadline: float) -> int:
+    return max(0, int((deadline - time.monotonic()) * 1000))

@@ -1,0 +1,116 @@
+"""What mounts there are, and how to be rid of one whose supervisor does not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from monarchfs.control import Registered, find_mounts, own_mount_namespace
+from monarchfs.fuse.mountinfo import (
+    MONARCHFS,
+    Mount,
+    find_mount,
+    read_mountinfo,
+    resolve_mountpoint,
+)
+from monarchfs.fuse.unmount import Unmounted, unmount_bounded
+from monarchfs.supervisor.registration import remove_registration, start_ticks
+
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A mount of ours: in the mount table, registered, or both as it should be."""
+
+    mountpoint: str
+    source: str
+    mount: Mount | None
+    registered: Registered | None
+
+    @property
+    def supervisor_alive(self) -> bool:
+        return self.registered is not None and supervisor_lives(self.registered)
+
+
+def find_all(search: Callable[[set[int]], Iterable[str]]) -> list[Found]:
+    """All mounts of ours in this mount namespace; ``search`` names the runtime directories to look
+    into, given whose mounts there are."""
+    mounts = [mount for mount in read_mountinfo() if mount.fstype == MONARCHFS]
+    owners = {mount.user_id for mount in mounts if mount.user_id is not None}
+    namespace = own_mount_namespace()
+    registrations = [
+        registered
+        for registered in find_mounts(search(owners))
+        if registered.entry.mount_namespace == namespace
+    ]
+    found = []
+    for mount in {mount.mountpoint: mount for mount in mounts}.values():
+        match = _registration_of(mount, registrations)
+        if match is not None:
+            registrations.remove(match)
+        found.append(Found(mount.mountpoint, mount.source, mount, match))
+    for registered in registrations:
+        entry = registered.entry
+        found.append(Found(entry.mountpoint, entry.source, None, registered))
+    return sorted(found, key=lambda one: one.mountpoint)
+
+
+def find_one(path: str, search: Callable[[set[int]], Iterable[str]]) -> Found | None:
+    """The mount of ours on ``path`` (absolute), without looking at what is mounted there."""
+    resolved = resolve_mountpoint(path)
+    return next((one for one in find_all(search) if one.mountpoint == resolved), None)
+
+
+def find_others_mount(path: str) -> str | None:
+    """The type of the file system mounted on ``path``; None if nothing is, or if it is ours."""
+    mount = find_mount(resolve_mountpoint(path))
+    return mount.fstype if mount is not None and mount.fstype != MONARCHFS else None
+
+
+def supervisor_lives(registered: Registered) -> bool:
+    """Whether the registered supervisor is still the process of that number."""
+    entry = registered.entry
+    return start_ticks(entry.supervisor_pid) == entry.start_ticks
+
+
+def remove_by_force(found: Found, deadline: float) -> bool:
+    """Unmounts without the supervisor's help by ``deadline`` (time.monotonic), kills the supervisor
+    if it is still there, and removes the registration; whether the mount is gone. Idempotent."""
+    outcome = Unmounted.NOT_MOUNTED
+    if found.mount is not None:
+        outcome = unmount_bounded(found.mountpoint, deadline, found.mount.minor)
+    if found.registered is not None:
+        if supervisor_lives(found.registered):
+            _kill(found.registered)
+        try:
+            remove_registration(found.registered.stem)
+        except PermissionError:
+            pass  # root's to remove; the next mount there replaces it
+    return outcome is not Unmounted.FAILED
+
+
+def _registration_of(mount: Mount, registrations: list[Registered]) -> Registered | None:
+    """The registration of a mount; its owner's word counts, or root's."""
+    for registered in registrations:
+        same = registered.entry.mountpoint == mount.mountpoint
+        if same and registered.owner_uid in (0, mount.user_id):
+            return registered
+    return None
+
+
+def _kill(registered: Registered) -> None:
+    """Kills a supervisor, if it belongs to who registered it, and waits a moment for its end."""
+    pid = registered.entry.supervisor_pid
+    try:
+        if os.stat(f"/proc/{pid}").st_uid != registered.owner_uid:
+            return
+        os.kill(pid, signal.SIGKILL)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return
+    deadline = time.monotonic() + 1
+    while supervisor_lives(registered) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,144 @@
+"""The mount's entry in the runtime directory: a control socket and a description beside it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from contextlib import ExitStack
+
+from monarchfs.config import Config
+from monarchfs.control import Registration, own_mount_namespace, registration_stem
+from monarchfs.types import OperationError, UsageError
+
+_BACKLOG = 64
+
+
+def check_runtime_dir(path: str) -> None:
+    """Raises UsageError if others could put sockets into ``path``, as far as it exists yet."""
+    for directory in (os.path.dirname(path), path):
+        try:
+            _refuse_unsafe(directory, os.lstat(directory))
+        except FileNotFoundError:
+            continue
+
+
+def open_runtime_dir(path: str, undo: ExitStack) -> None:
+    """Makes the runtime directory (and the one above it) where it is missing."""
+    mode = 0o755 if os.geteuid() == 0 else 0o700
+    for directory in (os.path.dirname(path), path):
+        try:
+            os.mkdir(directory, mode)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise OperationError(
+                f"cannot make {directory} for the control socket: {error.strerror}"
+            ) from None
+        undo.callback(_remove_directory, directory)
+    check_runtime_dir(path)
+
+
+class ControlSocket:
+    """The listening socket and its registration; removed by `close`."""
+
+    def __init__(self, config: Config, state_dir: str, started_ns: int) -> None:
+        self.stem = registration_stem(config.runtime_dir, config.mountpoint)
+        self.registration = Registration(
+            mountpoint=config.mountpoint,
+            mount_namespace=own_mount_namespace(),
+            source=config.source,
+            uid=config.user.uid,
+            supervisor_pid=os.getpid(),
+            start_ticks=start_ticks(os.getpid()) or 0,
+            state_dir=state_dir,
+            started_ns=started_ns,
+        )
+        self._runtime_dir = config.runtime_dir
+        self._inode = 0
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listen(config.user.uid, config.user.gid)
+            self._register()
+        except OSError as error:
+            self.close()
+            raise OperationError(
+                f"cannot make the control socket in {config.runtime_dir}: {error.strerror}"
+            ) from None
+
+    def close(self) -> None:
+        """Stops listening and removes both files, unless a later mount replaced them."""
+        self.listener.close()
+        path = self.stem + ".sock"
+        try:
+            if os.lstat(path).st_ino == self._inode:
+                os.unlink(path)
+                os.unlink(self.stem + ".json")
+        except FileNotFoundError:
+            pass
+
+    def _listen(self, uid: int, gid: int) -> None:
+        path = self.stem + ".sock"
+        remove_registration(self.stem)
+        # Through the directory's descriptor, because sun_path holds 108 bytes only.
+        directory = os.open(self._runtime_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        before = os.umask(0o177)
+        try:
+            self.listener.bind(f"/proc/self/fd/{directory}/{os.path.basename(path)}")
+        finally:
+            os.umask(before)
+            os.close(directory)
+        self._inode = os.lstat(path).st_ino
+        if os.geteuid() != uid:
+            os.chown(path, uid, gid, follow_symlinks=False)
+        self.listener.listen(_BACKLOG)
+        self.listener.setblocking(False)
+
+    def _register(self) -> None:
+        path = self.stem + ".json"
+        descriptor = os.open(
+            path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
+        )
+        with open(descriptor, "w") as file:
+            # Readable for the mount's user also where the umask is strict.
+            os.fchmod(descriptor, 0o644)
+            file.write(self.registration.to_json())
+        os.rename(path + ".new", path)
+
+
+def remove_registration(stem: str) -> None:
+    """Removes the files of a registration, as far as they are there."""
+    for suffix in (".sock", ".json"):
+        try:
+            os.unlink(stem + suffix)
+        except FileNotFoundError:
+            pass
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process began, in clock ticks since boot (proc_pid_stat(5), field 22); None if there
+    is no such process, or if it is dead and only not waited for."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b") ")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _refuse_unsafe(path: str, st: os.stat_result) -> None:
+    # A sticky directory of root's, such as /tmp, keeps our entries safe from others.
+    open_to_others = st.st_mode & 0o022 and not st.st_mode & stat.S_ISVTX
+    own = st.st_uid == os.geteuid() or st.st_uid == 0
+    if not stat.S_ISDIR(st.st_mode) or not own or open_to_others:
+        raise UsageError(
+            f"{path} is not a directory that only you can change: remove it, or set"
+            " XDG_RUNTIME_DIR to one"
+        )
+
+
+def _remove_directory(path: str) -> None:
+    try:
+        os.rmdir(path)
+    except OSError:
+        return  # another mount uses it by now

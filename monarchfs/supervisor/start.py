@@ -1,0 +1,257 @@
+"""Mounting, from what the user asked for to a file system that answers.
+
+Everything that can be wrong is looked at before anything is made; what was made is taken back in
+reverse order if a later step fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from monarchfs.config import Config, PrefetchMode, User
+from monarchfs.config.places import Places, build_config
+from monarchfs.config.settings import Settings
+from monarchfs.fuse.mount import check_device, mount
+from monarchfs.fuse.mountinfo import find_mount, is_network_filesystem
+from monarchfs.fuse.unmount import unmount_bounded
+from monarchfs.supervisor.identity import acting_as
+from monarchfs.supervisor.launch import (
+    Descriptors,
+    Worker,
+    await_ready,
+    default_worker_command,
+    negotiate,
+    read_init_request,
+    start_worker,
+)
+from monarchfs.supervisor.logs import check_log_file, log_as_daemon, log_to_stderr
+from monarchfs.supervisor.probe import Mountpoint, Source, probe_mountpoint, probe_source
+from monarchfs.supervisor.registration import (
+    ControlSocket,
+    check_runtime_dir,
+    open_runtime_dir,
+)
+from monarchfs.supervisor.storage import (
+    WORKER_LOG,
+    check_storage,
+    last_log_line,
+    open_log,
+    open_state_dir,
+    open_tiers,
+)
+from monarchfs.supervisor.supervise import Supervisor
+from monarchfs.types import OperationError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
+
+
+def mount_and_supervise(
+    settings: Settings,
+    source: str,
+    mountpoint: str,
+    user: User,
+    places: Places,
+    *,
+    report: Callable[[], None],
+    worker_command: Sequence[str] | None = None,
+) -> int:
+    """Mounts ``source`` on ``mountpoint`` (absolute paths), calls ``report`` when the mount answers
+    and supervises it until it is gone; the process's exit code.
+
+    Raises UsageError or OperationError, having taken everything back, if it does not come about
+    within ``settings.start_timeout_seconds``.
+    """
+    deadline = time.monotonic() + settings.start_timeout_seconds
+    log_to_stderr(settings.log_level)
+    with ExitStack() as undo:
+        with _interruptible():
+            supervisor = _start(
+                settings,
+                source,
+                mountpoint,
+                user,
+                places,
+                worker_command or default_worker_command(),
+                deadline,
+                undo,
+            )
+            supervisor.catch_signals()
+            report()
+        # From here on the supervisor itself puts things back, and what it keeps (the state
+        # directory, the tiers) stays for the next mount.
+        undo.pop_all()
+    log.info("serving %s on %s", supervisor.config.source, supervisor.config.mountpoint)
+    return supervisor.run()
+
+
+def path_is_remote(path: str) -> bool:
+    """Whether ``path``, which need not exist, lies on a network file system."""
+    return is_network_filesystem(path)
+
+
+def _start(
+    settings: Settings,
+    source: str,
+    mountpoint: str,
+    user: User,
+    places: Places,
+    command: Sequence[str],
+    deadline: float,
+    undo: ExitStack,
+) -> Supervisor:
+    check_device()
+    check_runtime_dir(places.runtime_dir)
+    if settings.log_file is not None:
+        check_log_file(settings.log_file)
+    where = probe_mountpoint(mountpoint, _left(deadline))
+    what = probe_source(source, user, _left(deadline))
+    undo.callback(os.close, what.descriptor)
+    _check_overlap(what, where)
+    config = build_config(
+        settings, source=what.path, mountpoint=where.path, user=user, places=places
+    )
+    _check_prefetch_list(config)
+    check_storage(config, what, where, places.cache_dir, _left(deadline))
+
+    open_runtime_dir(config.runtime_dir, undo)
+    state_dir, lock = open_state_dir(config, undo)
+    tiers = open_tiers(config, undo)
+    fuse, connection = _mount(config, undo)
+    mount_ns = time.time_ns()
+    request = read_init_request(fuse, deadline)
+    descriptors = Descriptors(fuse, what.descriptor, state_dir, tuple(tiers))
+    worker = _start_worker(config, command, descriptors, mount_ns, undo)
+    try:
+        reply = negotiate(worker, request, posix_acl=config.allow_other, deadline=deadline)
+        os.write(fuse, reply)
+        await_ready(worker, deadline)
+    except (OperationError, OSError) as error:
+        # An OSError is the kernel's refusal of the reply.
+        raise OperationError(_with_last_words(str(error), config, state_dir)) from None
+    control_socket = ControlSocket(config, config.state_dir, mount_ns)
+    undo.callback(control_socket.close)
+    if not config.foreground:
+        log_as_daemon(config, state_dir)
+    return Supervisor(
+        config,
+        worker,
+        control_socket,
+        fuse=fuse,
+        connection=connection,
+        init_request=request,
+        release_lock=lambda: os.close(lock),
+    )
+
+
+def _check_overlap(source: Source, mountpoint: Mountpoint) -> None:
+    if mountpoint.identity == source.identity:
+        return
+    if source.identity in mountpoint.lineage:
+        raise UsageError(
+            f"mount point {mountpoint.path} lies inside the source {source.path}: mount on the"
+            " source itself, or outside of it"
+        )
+    if mountpoint.identity in source.lineage:
+        raise UsageError(
+            f"mount point {mountpoint.path} would hide the source {source.path}, which lies inside"
+            " it: mount on the source itself, or outside of it"
+        )
+
+
+def _check_prefetch_list(config: Config) -> None:
+    if config.prefetch is not PrefetchMode.FILE:
+        return
+    assert config.prefetch_list is not None
+    with acting_as(config.user):
+        try:
+            with open(config.prefetch_list, "rb") as file:
+                file.read(1)
+        except OSError as error:
+            raise UsageError(
+                f"prefetch list {config.prefetch_list} cannot be read by {config.user.name}:"
+                f" {error.strerror}: use none, access, all or the path of a readable list"
+            ) from None
+
+
+def _mount(config: Config, undo: ExitStack) -> tuple[int, int]:
+    """The descriptor of /dev/fuse and the number of the connection."""
+    fuse = mount(
+        source=config.source,
+        mountpoint=config.mountpoint,
+        uid=config.user.uid,
+        gid=config.user.gid,
+        allow_other=config.allow_other,
+    )
+    undo.callback(os.close, fuse)
+    mounted = find_mount(config.mountpoint)
+    if mounted is None:
+        raise OperationError(f"{config.mountpoint} was unmounted by somebody else: mount again")
+    undo.callback(_take_back_mount, config.mountpoint, mounted.minor)
+    return fuse, mounted.minor
+
+
+def _take_back_mount(mountpoint: str, connection: int) -> None:
+    unmount_bounded(mountpoint, time.monotonic() + 1, connection)
+
+
+def _start_worker(
+    config: Config,
+    command: Sequence[str],
+    descriptors: Descriptors,
+    mount_ns: int,
+    undo: ExitStack,
+) -> Worker:
+    if config.foreground:
+        worker = start_worker(config, command, descriptors, mount_ns, sys.stderr.fileno())
+    else:
+        stderr = open_log(descriptors.state, WORKER_LOG, config.user, truncate=True)
+        try:
+            worker = start_worker(config, command, descriptors, mount_ns, stderr)
+        finally:
+            os.close(stderr)
+    undo.callback(worker.end)
+    return worker
+
+
+def _with_last_words(error: str, config: Config, state_dir: int) -> str:
+    words = "" if config.foreground else last_log_line(state_dir, WORKER_LOG, config.user)
+    return f"cannot serve {config.source}: {error}" + (
+        f" (its last words: {words})" if words else ""
+    )
+
+
+def _left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())
+
+
+class _Interrupted(OperationError):
+    """A signal came while the mount was being made."""
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Signals end the start in the orderly way, instead of the process."""
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        raise _Interrupted(f"interrupted by {signal.Signals(number).name}: nothing was mounted")
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, interrupt)
+    try:
+        yield
+    except BaseException:
+        # Not again while things are being taken back.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        raise

@@ -1,0 +1,329 @@
+"""The state directory and the tiers' directories: checked, made, opened, locked, and taken back.
+
+Checks come first and change nothing. What is made is noted in an ExitStack, which takes it back if
+the mount does not come about: only directories that were made here, and only while they are empty.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import pwd
+import stat
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from monarchfs.bounded import Answer, bounded_call
+from monarchfs.config import Config, User
+from monarchfs.fuse.mountinfo import is_network_filesystem, mount_of
+from monarchfs.supervisor.identity import acting_as
+from monarchfs.supervisor.probe import Mountpoint, Source, lineage
+from monarchfs.types import OperationError, UsageError
+
+LOCK = "lock"
+WORKER_LOG = "worker.log"
+SUPERVISOR_LOG = "supervisor.log"
+_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """A directory that the user named (or left to the default), for messages and checks; the
+    dataset's own lies ``below`` it."""
+
+    what: str
+    option: str
+    path: str
+    below: str
+
+    @property
+    def own(self) -> str:
+        return os.path.join(self.path, self.below) if self.below else self.path
+
+
+def check_storage(
+    config: Config, source: Source, mountpoint: Mountpoint, cache_dir: str, timeout: float
+) -> None:
+    """Raises UsageError for a tier or a state directory that cannot serve. Changes nothing.
+
+    ``cache_dir`` is the default place, in which missing parents will be made.
+    """
+
+    directories = [
+        Directory(f"tier {tier.path}", "--tier", tier.path, config.dataset_id)
+        for tier in config.tiers
+    ]
+    state = f"state directory {config.state_dir}"
+    directories.append(Directory(state, "--state-dir", config.state_dir, ""))
+
+    def call() -> Answer:
+        for directory in directories:
+            existing = _check_exists(directory, cache_dir)
+            _check_apart(directory, existing, source, mountpoint)
+            _check_local(directory, existing)
+            _check_own(directory, config.user)
+            _check_writable(directory)
+        return None, ()
+
+    paths = ", ".join([tier.path for tier in config.tiers] + [config.state_dir])
+    bounded_call(
+        call,
+        timeout=timeout,
+        overdue=f"one of {paths} did not answer within {timeout:g} s: use another disk",
+    )
+
+
+def open_state_dir(config: Config, undo: ExitStack) -> tuple[int, int]:
+    """Makes and opens the state directory and takes its lock: both descriptors.
+
+    The lock is held until the second is closed. Raises UsageError, naming the other mount, if
+    another supervisor holds it.
+    """
+    _make_parents(os.path.dirname(config.state_dir), undo)
+    descriptor = _open_own(config.state_dir, "--state-dir", config.user, undo)
+    undo.callback(os.close, descriptor)
+    lock = _lock(config, descriptor)
+    undo.callback(os.close, lock)
+    undo.callback(_clear_if_unused, descriptor)
+    return descriptor, lock
+
+
+def open_tiers(config: Config, undo: ExitStack) -> list[int]:
+    """Makes and opens the dataset's directory in each tier, in the order of the tiers."""
+    descriptors = []
+    for tier in config.tiers:
+        _make_parents(tier.path, undo)
+        path = os.path.join(tier.path, config.dataset_id)
+        descriptors.append(_open_own(path, "--tier", config.user, undo))
+        undo.callback(os.close, descriptors[-1])
+    return descriptors
+
+
+def open_log(state_dir: int, name: str, user: User, *, truncate: bool) -> int:
+    """A file in the state directory for appending; as the user, who owns the directory and could
+    have put a symbolic link there."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    with acting_as(user):
+        return os.open(name, flags | (os.O_TRUNC if truncate else 0), 0o600, dir_fd=state_dir)
+
+
+def last_log_line(state_dir: int, name: str, user: User) -> str:
+    """The last line of a log, for an error message; empty if there is none."""
+    with acting_as(user):
+        try:
+            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=state_dir)
+        except OSError:
+            return ""
+    with open(descriptor, "rb") as file:
+        file.seek(max(0, os.fstat(descriptor).st_size - 4096))
+        lines = file.read(4096).decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _check_exists(directory: Directory, cache_dir: str) -> str:
+    """The directory, or the one above in which it can be made."""
+    what, option, path = directory.what, directory.option, directory.path
+    existing = _nearest(path)
+    if not os.path.isdir(existing):
+        raise UsageError(f"{what}: {existing} is not a directory: name another {option}")
+    parent = os.path.dirname(path)
+    in_default = path == cache_dir or path.startswith(cache_dir + "/")
+    if existing not in (path, parent) and not in_default:
+        raise UsageError(f"{what}: {parent} does not exist: create it, or name another {option}")
+    owner = os.stat(existing).st_uid
+    if existing == cache_dir and owner not in (0, os.geteuid()):
+        raise UsageError(f"{what} belongs to {_user_name(owner)}: name another {option}")
+    return existing
+
+
+def _check_apart(
+    directory: Directory, existing: str, source: Source, mountpoint: Mountpoint
+) -> None:
+    what, option = directory.what, directory.option
+    try:
+        descriptor = os.open(existing, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UsageError(f"{what}: {error.strerror}: name another {option}") from None
+    above = lineage(descriptor)
+    os.close(descriptor)
+    if source.identity in above:
+        raise UsageError(f"{what} lies inside the source {source.path}: name another {option}")
+    if mountpoint.identity in above:
+        raise UsageError(
+            f"{what} lies inside the mount point {mountpoint.path}: name another {option}"
+        )
+    holds_source = existing == directory.path and above[0] in source.lineage
+    if option == "--tier" and holds_source:
+        raise UsageError(
+            f"the source {source.path} lies inside {what}: name a directory beside it with {option}"
+        )
+
+
+def _check_local(directory: Directory, existing: str) -> None:
+    if is_network_filesystem(existing):
+        mount = mount_of(existing)
+        kind = mount.fstype if mount else "unknown"
+        raise UsageError(
+            f"{directory.what} is on a network file system ({kind}): name a directory on a local"
+            f" disk with {directory.option}"
+        )
+
+
+def _check_own(directory: Directory, user: User) -> None:
+    """A directory of the dataset that is there already must be the user's own."""
+    try:
+        st = os.lstat(directory.own)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(
+            f"{directory.what}: {error.strerror}: name another {directory.option}"
+        ) from None
+    _refuse_foreign(st, directory.own, directory.option, user)
+
+
+def _check_writable(directory: Directory) -> None:
+    existing = _nearest(directory.own)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UsageError(
+            f"{directory.what}: {existing} is not writable: name another {directory.option}, or"
+            " have it made writable"
+        )
+
+
+def _nearest(path: str) -> str:
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def _refuse_foreign(st: os.stat_result, path: str, option: str, user: User) -> None:
+    if not stat.S_ISDIR(st.st_mode):
+        raise UsageError(f"{path} is not a directory: remove it, or name another {option}")
+    if st.st_uid != user.uid:
+        raise UsageError(
+            f"{path} belongs to {_user_name(st.st_uid)}, not to {user.name}: name another {option}"
+        )
+    if st.st_mode & 0o022:
+        raise UsageError(
+            f"{path} can be written by others: chmod 700 {path}, or name another {option}"
+        )
+
+
+def _make_parents(path: str, undo: ExitStack) -> None:
+    """Makes ``path`` and what is missing above it (`_check_exists` limits how much that is)."""
+    missing = []
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    mode = 0o755 if os.geteuid() == 0 else 0o700
+    for directory in reversed(missing):
+        _try("make", directory, partial(os.mkdir, directory, mode))
+        undo.callback(_remove_if_empty, directory)
+
+
+def _open_own(path: str, option: str, user: User, undo: ExitStack) -> int:
+    """Opens the directory ``path``, made with mode 0700 for ``user`` if it is missing."""
+    created = not os.path.lexists(path)
+    if created:
+        _try("make", path, partial(os.mkdir, path, 0o700))
+        undo.callback(_remove_if_empty, path)
+    descriptor: int = _try("open", path, partial(os.open, path, _OPEN_DIRECTORY))
+    try:
+        if created and os.fstat(descriptor).st_uid == os.geteuid() != user.uid:
+            os.fchown(descriptor, user.uid, user.gid)
+        _refuse_foreign(os.fstat(descriptor), path, option, user)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _try(verb: str, path: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except OSError as error:
+        raise OperationError(
+            f"cannot {verb} {path}: {error.strerror}: name another directory"
+        ) from None
+
+
+def _lock(config: Config, state_dir: int) -> int:
+    """The locked file that says which mount uses the state directory."""
+    while True:
+        with acting_as(config.user):
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            lock: int = _try(
+                "lock",
+                os.path.join(config.state_dir, LOCK),
+                partial(os.open, LOCK, flags, 0o600, dir_fd=state_dir),
+            )
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(lock)
+            os.close(lock)
+            raise UsageError(
+                f"state directory {config.state_dir} is in use by {holder}, or name another"
+                " --state-dir"
+            ) from None
+        # A supervisor that gives up removes the file: then a new one is locked by somebody else.
+        if _still_named(lock, state_dir):
+            break
+        os.close(lock)
+    description = {"mountpoint": config.mountpoint, "source": config.source, "pid": os.getpid()}
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, json.dumps(description).encode() + b"\n", 0)
+    return lock
+
+
+def _still_named(lock: int, state_dir: int) -> bool:
+    try:
+        st = os.stat(LOCK, dir_fd=state_dir, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(st, os.fstat(lock))
+
+
+def _holder(lock: int) -> str:
+    try:
+        description = json.loads(os.pread(lock, 1 << 16, 0))
+        mountpoint, source = description["mountpoint"], description["source"]
+    except (ValueError, KeyError, TypeError):
+        return "another mount: unmount that first"
+    return (
+        f"the mount of {source} on {mountpoint}: unmount that first with"
+        f" monarchfs umount {mountpoint}"
+    )
+
+
+def _clear_if_unused(state_dir: int) -> None:
+    """Removes what the supervisor itself put into the state directory, if that is all there is."""
+    ours = {LOCK, WORKER_LOG, SUPERVISOR_LOG}
+    names = set(os.listdir(state_dir))
+    if names <= ours:
+        for name in names:
+            os.unlink(name, dir_fd=state_dir)
+
+
+def _remove_if_empty(path: str) -> None:
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            log.warning("cannot remove %s: %s", path, error.strerror)
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

@@ -1,0 +1,240 @@
+"""Words shared by all modules: identities, versions, places, and domain errors.
+
+Imports nothing of the package. Times are nanoseconds since the epoch, sizes are bytes; names and
+paths of files are ``bytes``, because the kernel promises nothing about their encoding.
+"""
+
+from __future__ import annotations
+
+import os
+import stat as stat_module
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
+ROOT_INO = 1
+"""The inode number of the mount's root, fixed by FUSE (FUSE_ROOT_ID in linux/fuse.h)."""
+
+
+Data = bytes | bytearray | memoryview
+"""Bytes of a file, in whatever holds them without another copy."""
+
+
+class FileType(IntEnum):
+    """The d_type values of readdir(3)."""
+
+    UNKNOWN = 0
+    FIFO = 1
+    CHARACTER = 2
+    DIRECTORY = 4
+    BLOCK = 6
+    REGULAR = 8
+    SYMLINK = 10
+    SOCKET = 12
+
+    @classmethod
+    def of_mode(cls, mode: int) -> FileType:
+        return cls(stat_module.S_IFMT(mode) >> 12)
+
+
+class SourceVersion(NamedTuple):
+    """What proves that two readings of a source file saw the same bytes.
+
+    ``device`` is 0 on the file system of the source's root and st_dev on file systems mounted
+    below it: st_dev of the source itself changes with every mount of it.
+    """
+
+    device: int
+    ino: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class SourceStat(NamedTuple):
+    """The attributes of one file of the source, as stat(2) gives them (``blocks`` of 512 bytes)."""
+
+    device: int
+    ino: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    atime_ns: int
+    mode: int
+    nlink: int
+    uid: int
+    gid: int
+    rdev: int
+    blocks: int
+    blksize: int
+
+    @property
+    def version(self) -> SourceVersion:
+        return SourceVersion(self.device, self.ino, self.size, self.mtime_ns, self.ctime_ns)
+
+    @property
+    def is_directory(self) -> bool:
+        return stat_module.S_ISDIR(self.mode)
+
+    @property
+    def is_regular(self) -> bool:
+        return stat_module.S_ISREG(self.mode)
+
+    @property
+    def is_symlink(self) -> bool:
+        return stat_module.S_ISLNK(self.mode)
+
+    @classmethod
+    def of(cls, st: os.stat_result, root_device: int) -> SourceStat:
+        """Of a stat result, where ``root_device`` is st_dev of the source's root."""
+        return cls(
+            0 if st.st_dev == root_device else st.st_dev,
+            st.st_ino,
+            st.st_size,
+            st.st_mtime_ns,
+            st.st_ctime_ns,
+            st.st_atime_ns,
+            st.st_mode,
+            st.st_nlink,
+            st.st_uid,
+            st.st_gid,
+            st.st_rdev,
+            st.st_blocks,
+            st.st_blksize,
+        )
+
+
+class Node(NamedTuple):
+    """An inode number of the mount and what it stands for.
+
+    Of a regular file, symlink or special file it stands for *one version*; a directory keeps its
+    number while its contents change. ``parent`` and ``name`` are one place where it was found (a
+    hard link has others). ``fetched_ns`` is when the source was last asked for the attributes.
+    ``outdated`` is set once the source was seen to hold another version. ``target`` is a symbolic
+    link's.
+    """
+
+    ino: int
+    stat: SourceStat
+    parent: int
+    name: bytes
+    fetched_ns: int
+    outdated: bool
+    target: bytes
+
+
+class Dirent(NamedTuple):
+    """One name in a directory of the mount.
+
+    ``cookie`` is the readdir offset *of* this entry: it never changes while the name exists and is
+    never used again, so that a listing can go on from it in another process. ``checked_ns`` is when
+    the source was last asked about this very name.
+    """
+
+    cookie: int
+    name: bytes
+    type: FileType
+    ino: int
+    checked_ns: int
+
+
+class Listing(NamedTuple):
+    """A directory's entries are all in the index, as of the directory's times then."""
+
+    mtime_ns: int
+    ctime_ns: int
+    fetched_ns: int
+
+
+class DirRef(NamedTuple):
+    """A directory of the source: its path relative to the root (``b""`` is the root) and its
+    st_ino, by which whoever opens it can tell that it is still the same one."""
+
+    path: bytes
+    ino: int
+
+
+class ReplicaState(IntEnum):
+    PARTIAL = 1
+    RESIDENT = 2
+
+
+class Replica(NamedTuple):
+    """A local copy of one version of a file, as the index records it.
+
+    ``allocated_bytes`` are the blocks it occupies in its tier. ``durable`` says that its data were
+    synced before this record was, so that it counts after a reboot. ``chunk_bytes`` and ``present``
+    (one byte a chunk, 1 where it is there) describe a partial replica; both are 0 and empty for a
+    resident one.
+    """
+
+    tier: int
+    state: ReplicaState
+    version: SourceVersion
+    allocated_bytes: int
+    durable: bool
+    created_ns: int
+    chunk_bytes: int = 0
+    present: bytes = b""
+
+
+class Space(NamedTuple):
+    """A file system's room, from statvfs(3): what an unprivileged process may use."""
+
+    total_bytes: int
+    free_bytes: int
+    total_inodes: int
+    free_inodes: int
+
+
+class Lane(Enum):
+    """Who waits for an operation: a reader (``DEMAND``) or nobody yet (``BACKGROUND``)."""
+
+    DEMAND = "demand"
+    BACKGROUND = "background"
+
+
+@dataclass(frozen=True, slots=True)
+class TierSize:
+    """A tier's capacity: bytes, or percent of the file system it lies on (exactly one is set)."""
+
+    bytes: int | None = None
+    percent: float | None = None
+
+    def resolve(self, total_bytes: int) -> int:
+        if self.bytes is not None:
+            return self.bytes
+        assert self.percent is not None
+        return int(total_bytes * self.percent / 100)
+
+
+class FreshnessMode(Enum):
+    """When the source is asked again about what is already known."""
+
+    IMMUTABLE = "immutable"
+    TTL = "ttl"
+    OPEN = "open"
+
+
+class MonarchError(Exception):
+    """Base of the errors that this package raises for others to handle."""
+
+
+class UsageError(MonarchError):
+    """The user asked for something that cannot be; the message names it and the remedy (exit 2)."""
+
+
+class OperationError(MonarchError):
+    """Something failed at run time; the message names it and the remedy (exit 1)."""
+
+
+class SourceChanged(MonarchError):
+    """The source holds another version of a file than the one that was asked for."""
+
+
+class IndexUnusable(MonarchError):
+    """The index cannot be read: damaged, foreign or written by a newer version."""
+
+
+class IndexWriteError(MonarchError):
+    """The index could not be written (a full disk, say); nothing was changed by the call."""

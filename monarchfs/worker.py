@@ -1,0 +1,313 @@
+"""The worker: one trio run with the FUSE session, the copier and the control connections.
+
+Started by the supervisor as ``python -I -m monarchfs.worker --bootstrap-fd N``, as the mount's
+user. N holds a JSON object: the configuration, and the numbers of the descriptors it inherits. See
+docs/ARCHITECTURE.md for the conversation on the channel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+# The session comes before anything that imports pyfuse3.
+from monarchfs.fuse import session as fuse_session  # isort: skip
+from monarchfs import control
+from monarchfs.cache.cache import Cache
+from monarchfs.config.model import Config, PrefetchMode
+from monarchfs.fs.files import Files
+from monarchfs.fs.freshness import NS, Freshness
+from monarchfs.fs.tree import Tree
+from monarchfs.fs.xattrs import Xattrs
+from monarchfs.fuse.adapter import Adapter
+from monarchfs.fuse.interrupts import Interrupts
+from monarchfs.index.index import Index
+from monarchfs.metrics import Metrics
+from monarchfs.placement.placement import Placement
+from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.scan import Scan
+from monarchfs.privileges import drop_capabilities
+from monarchfs.source.posix import PosixSource
+from monarchfs.source.source import Source
+from monarchfs.status import status
+from monarchfs.store.tier import Tier
+from monarchfs.types import MonarchError
+
+log = logging.getLogger(__name__)
+
+BACKGROUND_EXTRA = 8
+"""Background threads for scanning, beside those that copy."""
+
+CHANNEL_BYTES = 1 << 17
+SHUTDOWN_SYNC_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """What the supervisor hands over."""
+
+    config: Config
+    mount_ns: int
+    fuse_fd: int
+    init_fd: int
+    channel_fd: int
+    source_fd: int
+    state_fd: int
+    tier_fds: tuple[int, ...]
+
+    @classmethod
+    def read(cls, fd: int) -> Bootstrap:
+        with open(fd, "rb") as file:
+            message = json.loads(file.read())
+        fds = message["fds"]
+        return cls(
+            Config.from_json(json.dumps(message["config"]))
+            if isinstance(message["config"], dict)
+            else Config.from_json(message["config"]),
+            message["mount_ns"],
+            fds["fuse"],
+            fds["init"],
+            fds["channel"],
+            fds["source"],
+            fds["state"],
+            tuple(fds["tiers"]),
+        )
+
+
+class Channel:
+    """The worker's end of the channel to the supervisor: one JSON object a message."""
+
+    def __init__(self, fd: int) -> None:
+        self._plain = socket.socket(fileno=fd)
+        self._socket = trio.socket.from_stdlib_socket(self._plain)
+
+    async def send(self, message: dict[str, Any]) -> None:
+        await self._socket.send(json.dumps(message).encode())
+
+    async def receive(self) -> tuple[dict[str, Any], list[int]] | None:
+        """A message and the descriptors that came with it; None when the supervisor is gone."""
+        await trio.lowlevel.wait_readable(self._plain)
+        data, fds, _flags, _address = socket.recv_fds(
+            self._plain, CHANNEL_BYTES, 4, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        )
+        return (json.loads(data), fds) if data else None
+
+
+class Worker:
+    """The composition root. Constant: its parts, each of which owns what it opens."""
+
+    def __init__(self, bootstrap: Bootstrap, channel: Channel, nursery: trio.Nursery) -> None:
+        config = bootstrap.config
+        self.config = config
+        self._channel = channel
+        self._nursery = nursery
+        self.metrics = Metrics()
+        self.index = Index.open(f"/proc/self/fd/{bootstrap.state_fd}", source_id=config.dataset_id)
+        posix = PosixSource(bootstrap.source_fd)
+        self.source = Source(
+            posix,
+            demand_threads=config.source_threads,
+            background_threads=config.copy_workers + BACKGROUND_EXTRA,
+            deadline=config.source_deadline_seconds,
+        )
+        tiers = [
+            Tier(fd, spec.path, self._tier_id(spec.path))
+            for spec, fd in zip(config.tiers, bootstrap.tier_fds, strict=True)
+        ]
+        self.cache = Cache(
+            self.index,
+            tiers,
+            [spec.size for spec in config.tiers],
+            Placement([tier.id for tier in tiers], reserve_percent=config.reserve_percent),
+            self.metrics,
+            trio.CapacityLimiter(config.local_threads),
+        )
+        self.copier = Copier(
+            self.source,
+            self.cache,
+            self.metrics,
+            nursery,
+            copy_workers=config.copy_workers,
+            keeps=config.prefetch is not PrefetchMode.NONE,
+        )
+        freshness = Freshness(
+            config.freshness.mode, int(config.freshness.ttl_seconds * NS), bootstrap.mount_ns
+        )
+        self.tree = Tree(
+            self.index,
+            self.source,
+            freshness,
+            self.metrics,
+            nursery,
+            deadline=config.source_deadline_seconds,
+        )
+        self.files = Files(self.tree, self.cache, self.copier, self.metrics)
+        self.xattrs = Xattrs(self.tree, self.files, self.source)
+        self.scan = Scan(self.tree, self.copier)
+        self.interrupts = Interrupts(self.metrics)
+        self.session = fuse_session.Session(
+            Adapter(
+                self.tree,
+                self.files,
+                self.xattrs,
+                self.interrupts,
+                self.metrics,
+                fuse_session.current_request,
+                fuse_session.no_attributes_mark(),
+            ),
+            bootstrap.init_fd,
+            bootstrap.fuse_fd,
+        )
+        if not fuse_session.on_interrupt(self.interrupts.on_interrupt):
+            log.warning("the C part is missing: waiting processes cannot be killed")
+
+    def _tier_id(self, path: str) -> int:
+        """A tier's number follows its path: the order on the command line may change."""
+        key = b"tier:" + os.fsencode(path)
+        known = self.index.meta_get(key)
+        if known is not None:
+            return int(known)
+        number = int(self.index.meta_get(b"tiers") or b"0") + 1
+        self.index.meta_put(b"tiers", b"%d" % number)
+        self.index.meta_put(key, b"%d" % number)
+        return number
+
+    async def start(self) -> None:
+        """Everything that must be so before the first request. Raises OSError, MonarchError."""
+        boot_id = _boot_id()
+        known_boot = self.index.meta_get(b"boot_id")
+        self.cache.load(rebooted=known_boot is not None and known_boot != boot_id)
+        self.index.meta_put(b"boot_id", boot_id)
+        await self.tree.load_root()
+
+    async def listen(self) -> None:
+        """Do what the supervisor says until it says stop or is gone."""
+        while True:
+            received = await self._channel.receive()
+            if received is None:
+                log.warning("the supervisor is gone")
+                break
+            message, fds = received
+            match message.get("do"):
+                case "serve":
+                    self.session.hand_over()
+                    self._nursery.start_soon(self._begin_background)
+                    await self._channel.send({"event": "ready"})
+                case "client":
+                    self._nursery.start_soon(self._client, message["request"], fds)
+                case "stop":
+                    break
+                case unknown:
+                    log.warning("unknown message from the supervisor: %r", unknown)
+        self._nursery.cancel_scope.cancel()
+
+    async def _begin_background(self) -> None:
+        config = self.config
+        self._nursery.start_soon(self.copier.run)
+        self._nursery.start_soon(self.cache.sync_loop)
+        if config.prefetch is PrefetchMode.ALL:
+            self._nursery.start_soon(self.scan.everything)
+        elif config.prefetch is PrefetchMode.FILE and config.prefetch_list is not None:
+            paths = await trio.to_thread.run_sync(_read_list, config)
+            self._nursery.start_soon(self.scan.listed, paths)
+
+    async def _client(self, request: dict[str, Any], fds: list[int]) -> None:
+        """Answer one control connection. The supervisor has checked who it is."""
+        (fd,) = fds
+        with trio.socket.from_stdlib_socket(socket.socket(fileno=fd)) as connection:
+            if request.get("command") == "status":
+                answer = control.encode_result(status(self))
+            else:
+                answer = control.encode_error(f"unknown command {request.get('command')!r}")
+            with suppress(OSError):  # the client may be gone
+                await trio.SocketStream(connection).send_all(answer)
+
+    async def close(self) -> None:
+        """Keep what was copied, within a bounded time."""
+        with trio.CancelScope(shield=True), trio.move_on_after(SHUTDOWN_SYNC_SECONDS):
+            await self.copier.put_aside_all()
+            await self.cache.sync()
+        self.cache.close()
+        self.index.close()
+
+
+def _boot_id() -> bytes:
+    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        return file.read().strip()
+
+
+def _read_list(config: Config) -> list[bytes]:
+    """The paths of a prefetch list, one a line: relative to the mount, or absolute below the mount
+    point or the source."""
+    assert config.prefetch_list is not None
+    roots = [os.fsencode(root).rstrip(b"/") + b"/" for root in (config.mountpoint, config.source)]
+    paths = []
+    with open(config.prefetch_list, "rb") as file:
+        for line in file:
+            path = line.rstrip(b"\n")
+            for root in roots:
+                if path.startswith(root):
+                    path = path[len(root) :]
+                    break
+            if path:
+                paths.append(path)
+    return paths
+
+
+async def run(bootstrap: Bootstrap) -> int:
+    """Serve until the file system is unmounted (0) or something failed (1)."""
+    channel = Channel(bootstrap.channel_fd)
+    worker: Worker | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            try:
+                worker = Worker(bootstrap, channel, nursery)
+                await nursery.start(worker.source.watch)
+                nursery.start_soon(worker.interrupts.watch)
+                await worker.start()
+            except (OSError, MonarchError) as exc:
+                await channel.send({"event": "failed", "error": str(exc)})
+                return 1
+            nursery.start_soon(worker.listen)
+            await worker.session.serve()
+            log.info("unmounted")
+            nursery.cancel_scope.cancel()
+    finally:
+        if worker is not None:
+            await worker.close()
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="monarchfs.worker")
+    parser.add_argument("--bootstrap-fd", type=int, required=True)
+    bootstrap = Bootstrap.read(parser.parse_args(arguments).bootstrap_fd)
+    # The supervisor decides where standard error goes.
+    logging.basicConfig(
+        level=bootstrap.config.log_level.upper(),
+        format="%(asctime)s worker %(levelname)s %(message)s",
+    )
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the foreground is the supervisor's
+    drop_capabilities()
+    code = trio.run(run, bootstrap)
+    logging.shutdown()
+    sys.stderr.flush()
+    # A thread that hangs in the source would keep the interpreter from ending.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""A worker without a file system: it speaks the bootstrap, the channel and raw FUSE.
+
+    python -I fake_worker.py MODE --bootstrap-fd K
+
+MODE is ``serve``; ``hang`` (ready, but answers no FUSE request but the first getattr); ``fail``
+(says so); ``crash`` (ends with a line on stderr); ``silent`` (never ready). Only the standard
+library, so that any user's interpreter can run it.
+"""
+
+import errno
+import json
+import os
+import select
+import socket
+import stat
+import struct
+import sys
+
+OUT_HEADER = struct.Struct("=IiQ")
+IN_HEADER = struct.Struct("=IIQQIIIHH")
+ATTR = struct.Struct("=6Q10I")
+GETATTR, FORGET, STATFS, OPENDIR, INTERRUPT, BATCH_FORGET, RELEASEDIR = 3, 2, 17, 27, 36, 42, 29
+READDIR, READDIRPLUS = 28, 44
+
+
+def init_reply(request: bytes) -> bytes:
+    """What libfuse 3.14 answers, more or less: little is asked for."""
+    unique = IN_HEADER.unpack_from(request)[2]
+    body = struct.pack(
+        "=IIIIHHIIHHII6I", 7, 38, 131072, 1 << 0 | 1 << 12 | 1 << 13 | 1 << 14, 12, 9, 131072, 1, 32,
+        0, 0, 0, *(0,) * 6,
+    )  # fmt: skip
+    return OUT_HEADER.pack(OUT_HEADER.size + len(body), 0, unique) + body
+
+
+def reply_to(request: bytes) -> bytes | None:
+    _, opcode, unique, ino, *_ = IN_HEADER.unpack_from(request)
+    if opcode in (FORGET, BATCH_FORGET, INTERRUPT):
+        return None
+    body, error = b"", 0
+    if opcode == GETATTR and ino == 1:
+        attr = ATTR.pack(1, 0, 0, 0, 0, 0, 0, 0, 0, stat.S_IFDIR | 0o755, 2, 0, 0, 0, 4096, 0)
+        body = struct.pack("=QII", 0, 0, 0) + attr
+    elif opcode == OPENDIR:
+        body = struct.pack("=QII", 1, 0, 0)
+    elif opcode == STATFS:
+        body = struct.pack("=5Q4I6I", 1, 1, 1, 1, 1, 4096, 255, 4096, *(0,) * 7)
+    elif opcode not in (READDIR, READDIRPLUS, RELEASEDIR):
+        error = -errno.ENOENT
+    return OUT_HEADER.pack(OUT_HEADER.size + len(body), error, unique) + body
+
+
+def answer_client(connection: int, message: dict) -> None:
+    with socket.socket(fileno=connection) as client:
+        client.settimeout(5)
+        result = {
+            "state": "serving",
+            "worker": {"pid": os.getpid(), "restarts": 0},
+            "uid": os.getuid(),
+            "groups": os.getgroups(),
+            "environment": sorted(os.environ),
+            "request": message["request"],
+        }
+        client.sendall(json.dumps({"ok": True, "result": result}).encode() + b"\n")
+
+
+def serve(mode: str, fuse: int, channel: socket.socket) -> int:
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    poll.register(fuse, select.POLLIN)
+    while True:
+        for ready, _ in poll.poll():
+            if ready == channel.fileno():
+                content, descriptors, _, _ = socket.recv_fds(channel, 1 << 18, 4)
+                if not content:
+                    return 4
+                message = json.loads(content)
+                if message["do"] == "stop":
+                    return 0
+                if message["do"] == "client":
+                    answer_client(descriptors[0], message)
+                continue
+            try:
+                request = os.read(fuse, 1 << 21)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                return 0 if error.errno == errno.ENODEV else 5
+            reply = reply_to(request)
+            if reply is not None and mode != "hang":
+                os.write(fuse, reply)
+
+
+def main() -> int:
+    mode = sys.argv[1]
+    with open(int(sys.argv[sys.argv.index("--bootstrap-fd") + 1]), "rb") as file:
+        bootstrap = json.load(file)
+    fds = bootstrap["fds"]
+    init = socket.socket(fileno=fds["init"])
+    channel = socket.socket(fileno=fds["channel"])
+    if mode == "crash":
+        print("this worker is broken", file=sys.stderr)
+        return 3
+    if mode == "fail":
+        channel.send(b'{"event": "failed", "error": "the index is on fire"}')
+        return 1
+    with open(os.open("index", os.O_CREAT | os.O_WRONLY, 0o600, dir_fd=fds["state"]), "wb") as file:
+        file.write(b"made by the worker")
+    for descriptor in (fds["source"], fds["state"], *fds["tiers"]):
+        os.listdir(descriptor)
+    init.send(init_reply(init.recv(1 << 18)))
+    told = json.loads(channel.recv(1 << 16))
+    assert told == {"do": "serve"}, told
+    if mode == "silent":
+        channel.recv(1)
+        return 0
+    channel.send(b'{"event": "ready"}')
+    return serve(mode, fds["fuse"], channel)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

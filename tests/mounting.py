@@ -1,0 +1,260 @@
+"""Real mounts for tests: starting, asking, ending, and seeing that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MONARCHFS = [sys.executable, "-m", "monarchfs.cli.main"]
+WAIT_SECONDS = 30.0
+
+requires_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+requires_fuse = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="needs /dev/fuse")
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = WAIT_SECONDS) -> Any:
+    """The first true value of ``condition``; fails the test after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {seconds:g} s in vain for: {what}")
+        time.sleep(0.01)
+    return value
+
+
+def fuse_mounts(below: str) -> list[str]:
+    """Mount points of FUSE file systems at or below a path."""
+    found = []
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mountinfo:
+        for line in mountinfo:
+            left, _, right = line.partition(" - ")
+            point = left.split()[4]
+            if right.startswith("fuse") and (point + "/").startswith(below.rstrip("/") + "/"):
+                found.append(point)
+    return found
+
+
+def processes_about(text: str) -> list[int]:
+    """Processes of ours whose command line mentions ``text``, zombies left out."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal() or int(entry) == os.getpid():
+            continue
+        try:
+            command = Path("/proc", entry, "cmdline").read_bytes()
+        except OSError:
+            continue
+        if text.encode() in command:
+            found.append(int(entry))
+    return found
+
+
+@dataclass
+class Mount:
+    """One monarchfs mount of a test."""
+
+    source: Path
+    path: Path
+    user: str | None = None
+
+    def status(self) -> dict[str, Any]:
+        done = run("status", str(self.path), "--json", user=self.user)
+        assert done.returncode == 0, done.stderr
+        result: dict[str, Any] = json.loads(done.stdout)
+        return result
+
+    def worker_pid(self) -> int:
+        return int(self.status()["worker"]["pid"])
+
+    def wait_idle(self) -> dict[str, Any]:
+        """Until nothing is being copied or waits to be; the status then."""
+
+        def idle() -> dict[str, Any] | None:
+            now = self.status()
+            prefetch, files = now["prefetch"], now["files"]
+            busy = prefetch["queued"] or prefetch["active"] or prefetch["scanning"]
+            return None if busy or files["copying"] else now
+
+        result: dict[str, Any] = wait_for(idle, "copying to end")
+        return result
+
+    def umount(self, timeout: float = 20) -> subprocess.CompletedProcess[str]:
+        return run("umount", str(self.path), "--timeout", str(timeout), user=self.user)
+
+
+def as_user(user: str | None, command: list[str]) -> list[str]:
+    if user is None:
+        return command
+    entry = pwd.getpwnam(user)
+    return ["setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", "--clear-groups"] + (
+        command
+    )
+
+
+def run(
+    *arguments: str, user: str | None = None, timeout: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """One monarchfs command."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SUDO_", "XDG_"))}
+    return subprocess.run(
+        as_user(user, [*MONARCHFS, *arguments]),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd="/",
+        env=environment,
+        check=False,
+    )
+
+
+@dataclass
+class FaultySource:
+    """A running ``bench.faultfs``: ``backing`` is the real directory, ``path`` the mount."""
+
+    backing: Path
+    path: Path
+    process: subprocess.Popen[str]
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def faults(self, **faults: Any) -> None:
+        """``delay`` seconds, ``fail`` {"OP PATH": errno}, ``hang`` ["OP PATH"]; none: healthy."""
+        self._ask({"do": "faults", **faults})
+
+    def counts(self, *, reset: bool = False) -> dict[str, Any]:
+        return self._ask({"do": "counts", "reset": reset})
+
+    def data_operations(self) -> int:
+        return sum(self.counts()["operations"].values())
+
+
+@dataclass
+class Bench:
+    """A directory for one test, with what was started in it."""
+
+    path: Path
+    mounts: list[Mount] = field(default_factory=list)
+    faulty: list[FaultySource] = field(default_factory=list)
+
+    def mount(
+        self,
+        source: Path,
+        *options: str,
+        tier: str = "1G",
+        tiers: list[str] | None = None,
+        point: Path | None = None,
+        user: str | None = None,
+    ) -> Mount:
+        """Mount ``source``; fails the test with the command's own words where that fails."""
+        number = len(self.mounts)
+        mountpoint = point or self.path / f"mnt{number}"
+        mountpoint.mkdir(exist_ok=True)
+        if user is not None:
+            os.chown(mountpoint, pwd.getpwnam(user).pw_uid, -1)
+        tiers = tiers if tiers is not None else [f"{self.path}/tier={tier}"]
+        arguments = ["mount", str(source), str(mountpoint), "--state-dir", f"{self.path}/state"]
+        for spec in tiers:
+            arguments += ["--tier", spec]
+        done = run(*arguments, "--log-file", f"{self.path}/log", *options, user=user)
+        assert done.returncode == 0, f"mount failed: {done.stderr}\n{self.log()}"
+        mount = Mount(source, mountpoint, user)
+        self.mounts.append(mount)
+        return mount
+
+    def log(self) -> str:
+        texts = [p.read_text(errors="replace") for p in (self.path / "log",) if p.exists()]
+        worker_log = self.path / "state" / "worker.log"
+        if worker_log.exists():
+            texts.append(worker_log.read_text(errors="replace"))
+        return "\n".join(texts)
+
+    def faulty_source(self, backing: Path) -> FaultySource:
+        point = self.path / f"source{len(self.faulty)}"
+        point.mkdir()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.faultfs", str(backing), str(point)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+        )
+        source = FaultySource(backing, point, process)
+        self.faulty.append(source)
+        assert process.stdout is not None
+        process.stdout.readline()
+        wait_for(lambda: fuse_mounts(str(point)), "the faulty source to be mounted")
+        return source
+
+    def close(self) -> list[str]:
+        """End everything; what had to be forced is returned as complaints."""
+        complaints = []
+        for source in self.faulty:
+            if source.process.poll() is None:
+                source.faults()
+        for mount in self.mounts:
+            done = mount.umount()
+            if done.returncode != 0:
+                complaints.append(f"umount {mount.path}: {done.stderr.strip()}")
+        left = [p for p in processes_about(str(self.path)) if p not in self._faulty_pids()]
+        deadline = time.monotonic() + 5
+        while left and time.monotonic() < deadline:
+            time.sleep(0.02)
+            left = [p for p in processes_about(str(self.path)) if p not in self._faulty_pids()]
+        for pid in left:
+            complaints.append(f"process {pid} was left behind")
+            os.kill(pid, signal.SIGKILL)
+        for source in self.faulty:
+            subprocess.run(["umount", "-l", str(source.path)], check=False, capture_output=True)
+            assert source.process.stdin is not None
+            source.process.stdin.close()
+            source.process.wait(10)
+            assert source.process.stdout is not None
+            source.process.stdout.close()
+        for point in fuse_mounts(str(self.path)):
+            complaints.append(f"{point} was left mounted")
+            subprocess.run(["umount", "-l", point], check=False, capture_output=True)
+        return complaints
+
+    def _faulty_pids(self) -> set[int]:
+        return {source.process.pid for source in self.faulty}
+
+
+@contextmanager
+def bench() -> Iterator[Bench]:
+    """A Bench in a directory that any user may enter; fails the test if something is left."""
+    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
+    path.chmod(0o755)
+    work = Bench(path)
+    try:
+        yield work
+    except BaseException:
+        print(work.log())
+        work.close()
+        raise
+    else:
+        complaints = work.close()
+        assert not complaints, complaints
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,88 @@
+"""Who may import whom, as docs/ARCHITECTURE.md says."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import monarchfs
+
+PACKAGE = Path(monarchfs.__file__).parent
+
+BOTTOM = {"types"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "types": set(),
+    "bounded": {"types"},
+    "metrics": set(),
+    "config": {"types"},
+    "placement": {"types"},
+    "index": {"types"},
+    "source": {"types"},
+    "store": {"types"},
+    "cache": {"types", "placement", "index", "store", "metrics"},
+    "prefetch": {"types", "cache", "source", "metrics"},
+    "fs": {"types", "cache", "source", "index", "metrics"},
+    "fuse": {"types", "fs", "metrics", "bounded"},
+    "privileges": set(),
+    "logs": {"types"},
+    "control": {"types", "config"},
+    "status": {"types", "worker", "prefetch"},
+    "worker": {
+        *("types", "config", "metrics", "placement", "index", "source", "store", "cache"),
+        *("prefetch", "fs", "fuse", "privileges", "logs", "control", "status"),
+    },
+    "supervisor": {"types", "config", "control", "fuse", "bounded", "logs"},
+    "cli": {"types", "config", "control", "supervisor", "fuse", "bounded", "logs"},
+}
+"""``fuse`` below ``supervisor`` and ``cli`` means its mount parts, see the last test."""
+
+MOUNT_PARTS = {"mount", "mountinfo", "protocol", "unmount"}
+ONLY_USER = {"lmdb": "index", "pyfuse3": "fuse"}
+
+
+def imports() -> list[tuple[str, str, str]]:
+    """(our unit, its file, the full name it imports), for all of the package."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative = path.relative_to(PACKAGE)
+        unit = relative.parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                assert node.level == 0, f"{relative}: relative import"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            found += [(unit, str(relative), name) for name in names]
+    return found
+
+
+IMPORTS = imports()
+
+
+@pytest.mark.parametrize("unit", sorted({unit for unit, _f, _n in IMPORTS}))
+def test_a_module_imports_only_what_it_may(unit: str) -> None:
+    if unit == "__init__":
+        return
+    for user, file, name in IMPORTS:
+        if user == unit and name.startswith("monarchfs."):
+            imported = name.split(".")[1]
+            allowed = MAY_IMPORT[unit] | {unit, "__version__"}
+            assert imported in allowed, f"{file} imports {name}"
+
+
+@pytest.mark.parametrize("library", sorted(ONLY_USER))
+def test_a_library_has_one_user(library: str) -> None:
+    users = {unit for unit, _f, name in IMPORTS if name.split(".")[0] == library}
+    assert users == {ONLY_USER[library]}
+
+
+def test_the_supervisor_and_the_command_line_stay_light() -> None:
+    for unit, file, name in IMPORTS:
+        if unit in ("supervisor", "cli", "control", "config", "bounded"):
+            assert name.split(".")[0] not in ("trio", "pyfuse3", "lmdb"), f"{file}: {name}"
+            if name.startswith("monarchfs.fuse."):
+                assert name.split(".")[2] in MOUNT_PARTS, f"{file}: {name}"

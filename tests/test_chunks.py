@@ -1,0 +1,122 @@
+"""The chunk map against a plain model, and the copy queue."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT, ChunkMap
+from monarchfs.prefetch.queue import CopyQueue, Priority
+
+SIZE, CHUNK = 1000, 64
+
+
+class ChunkMapMachine(RuleBasedStateMachine):
+    """Claims are disjoint, and every byte is claimed, arrived or missing."""
+
+    claims = Bundle("claims")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = ChunkMap(SIZE, CHUNK)
+        self.model = [MISSING] * self.map.count
+
+    @rule(target=claims, cursor=st.integers(0, 20), most=st.integers(1, 8))
+    def claim_next(self, cursor: int, most: int) -> tuple[int, int] | None:
+        run = self.map.next_missing(cursor, most)
+        if run is None:
+            assert MISSING not in self.model
+            return None
+        first, last = run
+        assert 0 < last - first <= most
+        assert first // most == (last - 1) // most, "a run crosses an aligned boundary"
+        self._claim(first, last)
+        return run
+
+    @rule(target=claims, a=st.integers(0, 15), b=st.integers(0, 16))
+    def claim_range(self, a: int, b: int) -> tuple[int, int] | None:
+        runs = list(self.map.missing_runs(a, min(b, self.map.count)))
+        wanted = [c for c in range(a, min(b, self.map.count)) if self.model[c] == MISSING]
+        assert [c for first, last in runs for c in range(first, last)] == wanted
+        if not runs:
+            return None
+        self._claim(*runs[0])
+        return runs[0]
+
+    def _claim(self, first: int, last: int) -> None:
+        assert self.model[first:last] == [MISSING] * (last - first)
+        self.map.claim(first, last)
+        self.model[first:last] = [CLAIMED] * (last - first)
+
+    @rule(run=consumes(claims))
+    def arrive(self, run: tuple[int, int] | None) -> None:
+        if run:
+            self.map.arrive(*run)
+            self.model[run[0] : run[1]] = [PRESENT] * (run[1] - run[0])
+
+    @rule(run=consumes(claims))
+    def release(self, run: tuple[int, int] | None) -> None:
+        if run:
+            self.map.release(*run)
+            self.model[run[0] : run[1]] = [MISSING] * (run[1] - run[0])
+
+    @rule()
+    def save_and_load(self) -> None:
+        again = ChunkMap(SIZE, CHUNK, self.map.saved())
+        again.check_invariants()
+        expected = [PRESENT if s == PRESENT else MISSING for s in self.model]
+        assert [again.state(c) for c in range(again.count)] == expected
+
+    @invariant()
+    def agrees(self) -> None:
+        self.map.check_invariants()
+        assert [self.map.state(c) for c in range(self.map.count)] == self.model
+        assert self.map.complete == all(s == PRESENT for s in self.model)
+
+
+TestChunkMap = ChunkMapMachine.TestCase
+
+
+def test_a_saved_map_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="chunks recorded"):
+        ChunkMap(SIZE, CHUNK, b"\1" * 3)
+
+
+def test_an_empty_file_is_complete() -> None:
+    assert ChunkMap(0, CHUNK).complete
+    assert ChunkMap(0, CHUNK).next_missing(0, 4) is None
+
+
+def test_the_last_chunk_ends_with_the_file() -> None:
+    assert ChunkMap(SIZE, CHUNK).span(15, 16) == (960, 1000)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(list(Priority)))))
+def test_the_queue_gives_each_file_once_by_best_priority(jobs: list[tuple[int, Priority]]) -> None:
+    queue = CopyQueue()
+    best: dict[int, Priority] = {}
+    for ino, priority in jobs:
+        changed = queue.push(ino, priority)
+        assert changed == (ino not in best or priority < best[ino])
+        best[ino] = min(priority, best.get(ino, priority))
+    assert len(queue) == len(best)
+    popped = []
+    while (job := queue.pop()) is not None:
+        popped.append(job)
+    assert dict(popped) == best
+    assert len(popped) == len(best)
+    assert [p for _i, p in popped] == sorted(p for _i, p in popped)
+
+
+def test_within_a_priority_it_is_first_come_first_served() -> None:
+    queue = CopyQueue()
+    for ino in (5, 3, 9):
+        queue.push(ino, Priority.SCANNED)
+    queue.push(9, Priority.OPENED)
+    assert [queue.pop() for _ in range(3)] == [
+        (9, Priority.OPENED),
+        (5, Priority.SCANNED),
+        (3, Priority.SCANNED),
+    ]

@@ -1,0 +1,280 @@
+"""A reader cannot tell the mount from the source."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from tests import trees
+from tests.mounting import Bench, Mount, requires_fuse, requires_root, wait_for
+
+pytestmark = [requires_root, requires_fuse]
+
+
+@pytest.fixture
+def source(work: Bench) -> Path:
+    path = work.path / "source"
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=60", "open"])
+def test_a_strange_tree_looks_the_same_cold_and_warm(
+    work: Bench, source: Path, freshness: str
+) -> None:
+    trees.strange_tree(source)
+    mount = work.mount(source, "--freshness", freshness)
+    assert trees.differences(source, mount.path) == []
+    mount.wait_idle()
+    drop_caches()
+    assert trees.differences(source, mount.path) == []
+
+
+def drop_caches() -> None:
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def test_names_that_do_not_exist(work: Bench, source: Path) -> None:
+    (source / "file").touch()
+    mount = work.mount(source)
+    for name, error in (("no", errno.ENOENT), ("file/x", errno.ENOTDIR), ("z" * 256, 36)):
+        with pytest.raises(OSError) as raised:
+            os.stat(mount.path / name)
+        assert raised.value.errno == error
+
+
+def test_a_directory_of_100000_names_is_listed_without_a_stat_each(
+    work: Bench, source: Path
+) -> None:
+    backing = work.path / "backing"
+    (backing / "big").mkdir(parents=True)
+    for number in range(100_000):
+        os.close(os.open(backing / "big" / f"{number:06d}", os.O_CREAT | os.O_WRONLY))
+    mount = work.mount(backing)
+    before = mount.status()["source_io"]["operations"]
+    names = os.listdir(mount.path / "big")
+    assert sorted(names) == [f"{number:06d}" for number in range(100_000)]
+    assert mount.status()["source_io"]["operations"] - before < 1000
+    with os.scandir(mount.path / "big") as entries:
+        some = [entry for entry in entries if entry.name.endswith("777")]
+    assert all(entry.is_file(follow_symlinks=False) for entry in some)
+    assert all(os.lstat(entry.path).st_ino == entry.inode() for entry in some)
+
+
+def test_a_listing_goes_on_after_names_came_and_went(work: Bench, source: Path) -> None:
+    for number in range(2000):
+        (source / f"n{number:05d}").touch()
+    mount = work.mount(source, "--freshness", "ttl=0.01")
+    with os.scandir(mount.path) as entries:
+        seen = [next(entries).name for _ in range(100)]
+        for name in seen[:50]:
+            (source / name).unlink()
+        (source / "a new one").touch()
+        os.listdir(mount.path)
+        seen += [entry.name for entry in entries]
+    assert len(seen) == len(set(seen))
+    assert {f"n{number:05d}" for number in range(2000)} <= set(seen)
+
+
+WRITES: dict[str, Callable[[Path], object]] = {
+    "open for writing": lambda p: (p / "f").open("ab"),
+    "create": lambda p: (p / "new").open("xb"),
+    "truncate": lambda p: os.truncate(p / "f", 0),
+    "mkdir": lambda p: (p / "d").mkdir(),
+    "unlink": lambda p: (p / "f").unlink(),
+    "rmdir": lambda p: (p / "dir").rmdir(),
+    "rename": lambda p: (p / "f").rename(p / "g"),
+    "link": lambda p: os.link(p / "f", p / "g"),
+    "symlink": lambda p: (p / "g").symlink_to("f"),
+    "chmod": lambda p: (p / "f").chmod(0o600),
+    "chown": lambda p: os.chown(p / "f", 0, 0),
+    "utime": lambda p: os.utime(p / "f", (1, 1)),
+    "setxattr": lambda p: os.setxattr(p / "f", "user.x", b"1"),
+    "removexattr": lambda p: os.removexattr(p / "f", "user.x"),
+    "mkfifo": lambda p: os.mkfifo(p / "fifo"),
+    "access for writing": lambda p: _access_for_writing(p / "f"),
+}
+
+
+def _access_for_writing(path: Path) -> None:
+    if not os.access(path, os.W_OK):
+        raise OSError(errno.EROFS, "as access(2) says")
+
+
+def test_every_write_answers_erofs(work: Bench, source: Path) -> None:
+    (source / "f").write_bytes(b"x")
+    (source / "dir").mkdir()
+    mount = work.mount(source)
+    for what, write in WRITES.items():
+        with pytest.raises(OSError) as raised:
+            write(mount.path)
+        assert raised.value.errno == errno.EROFS, what
+    assert (source / "f").read_bytes() == b"x"
+
+
+@pytest.fixture
+def one_file(work: Bench, source: Path) -> tuple[Mount, bytes]:
+    data = trees.random_bytes((5 << 20) + 777, 3)
+    (source / "data").write_bytes(data)
+    return work.mount(source), data
+
+
+def ways_to_read(path: Path, data: bytes) -> None:
+    """All the ways in which a program reads a file, each against what it must see."""
+    size = len(data)
+    with path.open("rb") as file:
+        fd = file.fileno()
+        rng = random.Random(5)
+        for _ in range(50):
+            offset, length = rng.randrange(size), rng.randrange(1, 300_000)
+            assert os.pread(fd, length, offset) == data[offset : offset + length]
+        assert os.pread(fd, 10, size) == b""
+        assert os.pread(fd, 10, size - 3) == data[-3:]
+        parts = [bytearray(1000), bytearray(70_000), bytearray(5)]
+        os.lseek(fd, 4321, os.SEEK_SET)
+        assert os.readv(fd, parts) == 71_005
+        assert b"".join(parts) == data[4321 : 4321 + 71_005]
+        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapped:
+            assert mapped[:] == data
+        with mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as mapped:
+            assert mapped[size // 2 : size // 2 + 9999] == data[size // 2 : size // 2 + 9999]
+        assert os.lseek(fd, 0, os.SEEK_END) == size
+        assert os.lseek(fd, 0, os.SEEK_HOLE) == size
+        reader, writer = os.pipe()
+        try:
+            assert os.sendfile(writer, fd, 100, 4096) == 4096
+            assert os.read(reader, 4096) == data[100:4196]
+        finally:
+            os.close(reader)
+            os.close(writer)
+    direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        with mmap.mmap(-1, 1 << 20) as buffer:
+            assert os.preadv(direct, [buffer], 4096) == 1 << 20
+            assert buffer[:] == data[4096 : 4096 + (1 << 20)]
+    finally:
+        os.close(direct)
+
+
+def test_every_way_to_read_uncached_and_resident(one_file: tuple[Mount, bytes]) -> None:
+    mount, data = one_file
+    ways_to_read(mount.path / "data", data)
+    mount.wait_idle()
+    assert os.getxattr(mount.path / "data", "user.monarchfs.state") == b"resident"
+    drop_caches()
+    ways_to_read(mount.path / "data", data)
+
+
+def test_locks(one_file: tuple[Mount, bytes]) -> None:
+    mount, _data = one_file
+    holds = (
+        "import fcntl,sys,os; f=open(sys.argv[1],'rb'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    path = mount.path / "data"
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", holds, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as holder,
+        path.open("rb") as file,
+    ):
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        assert holder.stdin is not None
+        holder.stdin.close()
+
+
+def test_hdf5_and_numpy_read_as_they_do_from_disk(work: Bench, source: Path) -> None:
+    array = np.random.default_rng(1).integers(0, 255, (300, 100, 100), dtype=np.uint8)
+    np.save(source / "a.npy", array)
+    with h5py.File(source / "a.h5", "w") as file:
+        file.create_dataset("x", data=array, chunks=(10, 100, 100), compression="gzip")
+    mount = work.mount(source)
+    assert (np.load(mount.path / "a.npy", mmap_mode="r") == array).all()
+    with h5py.File(mount.path / "a.h5", "r") as file:
+        assert (file["x"][:] == array).all()
+
+
+def _read_at_random(path: str, data_path: str, seed: int) -> None:
+    data = Path(data_path).read_bytes()
+    rng = random.Random(seed)
+    with open(path, "rb") as file:
+        for _ in range(200):
+            offset = rng.randrange(len(data))
+            assert os.pread(file.fileno(), 65_536, offset) == data[offset : offset + 65_536]
+
+
+def test_several_processes_read_one_file_while_it_is_copied(work: Bench, source: Path) -> None:
+    (source / "data").write_bytes(trees.random_bytes(20 << 20, 9))
+    mount = work.mount(source)
+    context = multiprocessing.get_context("spawn")
+    arguments = (str(mount.path / "data"), str(source / "data"))
+    readers = [context.Process(target=_read_at_random, args=(*arguments, n)) for n in range(4)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    assert [reader.exitcode for reader in readers] == [0, 0, 0, 0]
+
+
+def test_statfs_is_the_sources(work: Bench, source: Path) -> None:
+    mount = work.mount(source)
+    here, there = os.statvfs(source), os.statvfs(mount.path)
+    assert (there.f_blocks, there.f_frsize, there.f_namemax) == (
+        here.f_blocks,
+        here.f_frsize,
+        here.f_namemax,
+    )
+
+
+def test_mounting_over_the_source_itself(work: Bench, source: Path) -> None:
+    contents = trees.dataset(source, files=10)
+    mount = work.mount(source, point=source)
+    for path, data in contents.items():
+        assert (source / path).read_bytes() == data
+    mount.wait_idle()
+    assert mount.status()["files"]["resident"] == len(contents)
+    mount.umount()
+    assert {p: (source / p).read_bytes() for p in contents} == contents
+
+
+def test_own_attributes_tell_the_state(work: Bench, source: Path) -> None:
+    (source / "a").write_bytes(b"1" * 5000)
+    mount = work.mount(source)
+    path = mount.path / "a"
+    assert os.getxattr(path, "user.monarchfs.state") == b"remote"
+    assert os.getxattr(path, "user.monarchfs.reason") == b"not opened yet"
+    path.read_bytes()
+    wait_for(lambda: os.getxattr(path, "user.monarchfs.state") == b"resident", "the copy")
+    assert os.getxattr(path, "user.monarchfs.tier") == os.fsencode(work.path / "tier")
+    with pytest.raises(OSError, match="No data available"):
+        os.getxattr(path, "user.monarchfs.reason")
+    assert os.listxattr(path) == []
+
+
+def test_a_file_system_mounted_inside_the_source(work: Bench, source: Path) -> None:
+    inner = source / "inner"
+    inner.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(inner)], check=True)
+    try:
+        (inner / "file").write_bytes(b"from another file system")
+        mount = work.mount(source)
+        assert (mount.path / "inner" / "file").read_bytes() == b"from another file system"
+        assert mount.umount().returncode == 0
+    finally:
+        subprocess.run(["umount", str(inner)], check=True)
