@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from monarchfs.prefetch.fill import State
-
 if TYPE_CHECKING:
     from monarchfs.worker import Worker
 
@@ -17,7 +15,7 @@ def status(worker: Worker) -> dict[str, Any]:
     counters = worker.source.counters
     metrics = worker.metrics
     totals = worker.index.tier_totals().values()
-    filling = sum(1 for fill in worker.copier.files.values() if fill.state is State.FILLING)
+    filling = sum(1 for fill in worker.copier.files.values() if fill.filling)
     return {
         "source": worker.config.source,
         "mountpoint": worker.config.mountpoint,

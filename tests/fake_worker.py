@@ -27,7 +27,7 @@ def init_reply(request: bytes) -> bytes:
     """What libfuse 3.14 answers, more or less: little is asked for."""
     unique = IN_HEADER.unpack_from(request)[2]
     body = struct.pack(
-        "=IIIIHHIIHHII6I", 7, 38, 131072, 1 << 0 | 1 << 12 | 1 << 13 | 1 << 14, 12, 9, 131072, 1, 32,
+        "=IIIIHHIIHHII6I", 7, 38, 131072, 1 << 0 | 7 << 12, 12, 9, 131072, 1, 32,
         0, 0, 0, *(0,) * 6,
     )  # fmt: skip
     return OUT_HEADER.pack(OUT_HEADER.size + len(body), 0, unique) + body
@@ -50,7 +50,7 @@ def reply_to(request: bytes) -> bytes | None:
     return OUT_HEADER.pack(OUT_HEADER.size + len(body), error, unique) + body
 
 
-def answer_client(connection: int, message: dict) -> None:
+def answer_client(connection: int, message: dict[str, object]) -> None:
     with socket.socket(fileno=connection) as client:
         client.settimeout(5)
         result = {

@@ -89,12 +89,12 @@ class OpenReplica:
 class Reservation:
     """Room for one replica that is being filled, and the part file's descriptor.
 
-    Constant: everything but ``fd``, which the first write opens. Who holds a reservation ends it
-    with exactly one of ``finish``, ``write_all``, ``rest``, ``abandon``, when no write or read of
-    ``fd`` is under way.
+    Constant: everything but ``fd``, which the first write opens, and ``written`` bytes. Who holds
+    a reservation ends it with exactly one of ``finish``, ``write_all``, ``rest``, ``abandon``, when
+    no write or read of ``fd`` is under way.
     """
 
-    __slots__ = ("fd", "lock", "node", "tier", "version", "whole")
+    __slots__ = ("fd", "lock", "node", "tier", "version", "whole", "written")
 
     def __init__(self, node: Node, version: SourceVersion, tier: Tier, whole: bool) -> None:
         self.node = node
@@ -102,6 +102,7 @@ class Reservation:
         self.tier = tier
         self.whole = whole
         self.fd = -1
+        self.written = 0
         self.lock = trio.Lock()
 
     def close(self) -> None:
@@ -130,6 +131,7 @@ class Cache:
         self.tiers = {tier.id: tier for tier in tiers}
         self.local = local
         self._sizes = {tier.id: size for tier, size in zip(tiers, sizes, strict=True)}
+        self._written = {tier.id: 0 for tier in tiers}
         self._placement = placement
         self._metrics = metrics
         self._open: dict[int, OpenReplica] = {}
@@ -157,6 +159,7 @@ class Cache:
                 self.index.drop_replica(ino)
                 if (tier := self.tiers.get(replica.tier)) is not None:
                     self._unlink(tier, replica)
+        self._look_at_tiers()
         for tier_id, (resident, partial, allocated) in self.index.tier_totals().items():
             self._handle(Loaded(tier_id, resident + partial, allocated))
         for tier in self.tiers.values():
@@ -247,7 +250,8 @@ class Cache:
         if record is None:
             return
         self.index.drop_replica(ino)
-        self._handle(Dropped(ino, record.tier, record.allocated_bytes))
+        if record.tier in self.tiers:
+            self._handle(Dropped(ino, record.tier, record.allocated_bytes))
         self.explain(ino, reason)
         if (tier := self.tiers.get(record.tier)) is not None:
             self._unlink(tier, record)
@@ -275,7 +279,7 @@ class Cache:
             return Reservation(node, node.stat.version, self.tiers[action.tier], action.whole)
         assert isinstance(action, Refuse)
         self._metrics.copies_refused += 1
-        self.explain(node.ino, f"{action.reason.value} ({action.missing_bytes} bytes short)")
+        self.explain(node.ino, f"{action.reason.value}: {action.missing_bytes} bytes short")
         return None
 
     def _resume(self, node: Node, record: Replica) -> Reservation | None:
@@ -311,6 +315,8 @@ class Cache:
         await trio.to_thread.run_sync(
             reservation.tier.write, reservation.fd, offset, data, limiter=self.local
         )
+        reservation.written += len(data)
+        self._written[reservation.tier.id] += len(data)
 
     async def finish(self, reservation: Reservation) -> None:
         """All bytes are there: make the part a resident replica. Raises OSError of the tier.
@@ -356,7 +362,7 @@ class Cache:
                 created_ns=time.time_ns(),
             ),
         )
-        self._handle(Stored(ino, allocated))
+        self._end(reservation, Stored(ino, allocated))
         self._metrics.copies_completed += 1
         self.reasons.pop(ino, None)
         self._unsynced[reservation.tier.id].append(ino)
@@ -384,7 +390,7 @@ class Cache:
                 present=present,
             ),
         )
-        self._handle(Kept(ino, allocated))
+        self._end(reservation, Kept(ino, allocated))
 
     async def abandon(self, reservation: Reservation, reason: str) -> None:
         """Give a copy up: its part goes, its room is free again."""
@@ -401,7 +407,12 @@ class Cache:
         except OSError as exc:
             self._tier_trouble(reservation.tier, "removing a part", exc)
         finally:
-            self._handle(Abandoned(ino))
+            self._end(reservation, Abandoned(ino))
+
+    def _end(self, reservation: Reservation, event: Event) -> None:
+        self._written[reservation.tier.id] -= reservation.written
+        reservation.written = 0
+        self._handle(event)
 
     def tier_failed(self, reservation: Reservation, exc: OSError) -> None:
         """Count and log what a copier ran into."""
@@ -437,8 +448,8 @@ class Cache:
         totals = self.index.tier_totals()
         result: list[dict[str, object]] = []
         for tier in self.tiers.values():
-            resident, partial, _allocated = totals.get(tier.id, (0, 0, 0))
             used, capacity = self._placement.usage(tier.id)
+            resident, partial, _allocated = totals.get(tier.id, (0, 0, 0))
             result.append(
                 {
                     "path": tier.path,
@@ -461,7 +472,7 @@ class Cache:
                 self._tier_trouble(tier, "looking at", exc)
                 continue
             capacity = self._sizes[tier.id].resolve(space.total_bytes)
-            self._handle(TierSeen(tier.id, capacity, space))
+            self._handle(TierSeen(tier.id, capacity, space, self._written[tier.id]))
 
     def _handle(self, event: Event) -> list[Action]:
         return self._placement.handle(event)

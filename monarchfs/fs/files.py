@@ -21,6 +21,9 @@ class Unfinished(Protocol):
     @property
     def filling(self) -> bool: ...
 
+    @property
+    def partial(self) -> bool: ...
+
     def start_filling(self) -> bool: ...
 
     async def read(self, offset: int, size: int) -> Data: ...
@@ -146,7 +149,8 @@ class Files:
         unfinished = self._copies.unfinished(ino)
         if unfinished is not None and unfinished.filling:
             return "copying"
-        return "partial" if record is not None else "remote"
+        local = record is not None or (unfinished is not None and unfinished.partial)
+        return "partial" if local else "remote"
 
     def tier(self, ino: int) -> str | None:
         """The path of the tier that has a replica, whole or partial."""

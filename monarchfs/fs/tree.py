@@ -138,6 +138,32 @@ class Tree:
         found = await self.lookup(parent, name, lane)
         return None if isinstance(found, Missing) else found.node
 
+    async def find_each(self, parent: int, names: list[bytes], lane: Lane) -> list[Node | None]:
+        """``find`` for many names of a directory, with one call of the source for all that are
+        not known. Raises OSError if the directory cannot be used; None for a name that fails."""
+        found: dict[bytes, Node | None] = {}
+        unknown = []
+        for name in names:
+            known = self.known_lookup(parent, name)
+            if known is None:
+                unknown.append(name)
+            else:
+                found[name] = None if isinstance(known, Missing) else known.node
+        if unknown:
+            directory = self._directory(parent)
+            asked_ns = time.time_ns()
+            try:
+                answers = await self._source.found_each(directory, unknown, lane)
+            except SourceChanged as exc:
+                self._distrust(parent)
+                raise OSError(errno.ESTALE, "its directory was replaced") from exc
+            for name, answer in zip(unknown, answers, strict=True):
+                if isinstance(answer, OSError):
+                    found[name] = None
+                else:
+                    found[name] = self.index.record_found(parent, name, *answer, asked_ns)
+        return [found[name] for name in names]
+
     async def attributes(self, ino: int) -> Entry:
         if (known := self.known_attributes(ino)) is not None:
             return known

@@ -11,6 +11,7 @@ from monarchfs.index.records import (
     ID,
     ID_PAIR,
     META_NEXT,
+    node_type,
     outdated_node,
     pack_entry,
     pack_listing,
@@ -94,7 +95,6 @@ class Listings(Tree):
             number = get(source_key, None, by_source)
             cookie = get(prefix + name, None, names)
             seen = sequence
-            agrees = False
             if cookie is None:
                 cookie = pack(next_id)
                 next_id += 1
@@ -104,11 +104,9 @@ class Listings(Tree):
                     get(prefix + cookie, None, entries)
                 )
                 seen = max(known_seen, sequence)
-                if pack(known_ino) == number:
-                    if type_ == FileType.UNKNOWN:
-                        type_ = FILE_TYPES[known_type]
-                    agrees = type_ == known_type
-            if number is not None and not agrees and self._contradicts(txn, number, type_):
+                if type_ == FileType.UNKNOWN and pack(known_ino) == number:
+                    type_ = FILE_TYPES[known_type]
+            if number is not None and self._contradicts(txn, number, type_):
                 number = None
             if number is None:
                 number = pack(next_id)
@@ -127,7 +125,7 @@ class Listings(Tree):
         value = txn.get(ino_bytes, None, self._db.nodes)
         if value is None or type_ == FileType.UNKNOWN:
             return False
-        if FileType.of_mode(unpack_node(0, value).stat.mode) == type_:
+        if node_type(value) == type_:
             return False
         txn.put(ino_bytes, outdated_node(value), db=self._db.nodes)
         return True

@@ -56,6 +56,7 @@ META_SOURCE = b"source"  # the identity of the mirrored source, as the opener na
 META_NEXT = b"next"  # ID: the lowest number not given out yet, for inodes, cookies and sequences
 META_TIER = b"tier"  # + TIER_KEY: TOTALS, the sums over the replicas of one tier
 META_USER = b"user:"  # + a caller's key: a caller's value
+META_LONG = b"long:"  # + the SHA-256 of a caller's key that is too long: likewise
 
 FIRST_ID = 16
 """The lowest number given out. 1 is the root's inode; 1 and 2 are the cookies of "." and ".."."""
@@ -100,8 +101,9 @@ WIDE = struct.Struct(
     "i"  # of ctime_ns
     "i"  # of atime_ns
 )
-FLAGS_OFFSET = 16
-"""Where the flags byte of NODE is."""
+_FLAGS_OFFSET = struct.calcsize("<Qq")
+_MODE = struct.Struct("<I")
+_MODE_OFFSET = struct.calcsize("<QqBBQQQqqq")
 _OUTDATED = 1
 _WIDE = 2  # a time outside the years 1678 to 2262 does not fit 64 bits: WIDE ends the record
 
@@ -183,10 +185,15 @@ def unpack_node(ino: int, value: bytes) -> Node:
     return Node(ino, stat, parent, name, fetched_ns, bool(flags & _OUTDATED), target)
 
 
+def node_type(value: bytes) -> int:
+    """The FileType, as a number, of a packed node."""
+    return int(_MODE.unpack_from(value, _MODE_OFFSET)[0]) >> 12
+
+
 def outdated_node(value: bytes) -> bytes:
     """The same record with ``outdated`` set."""
-    flags = value[FLAGS_OFFSET] | _OUTDATED
-    return b"%b%c%b" % (value[:FLAGS_OFFSET], flags, value[FLAGS_OFFSET + 1 :])
+    flags = value[_FLAGS_OFFSET] | _OUTDATED
+    return b"%b%c%b" % (value[:_FLAGS_OFFSET], flags, value[_FLAGS_OFFSET + 1 :])
 
 
 def pack_entry(type_: int, ino: int, checked_ns: int, seen: int, name: bytes) -> bytes:

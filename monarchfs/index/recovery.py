@@ -86,7 +86,7 @@ def _boot_id() -> str:
 def check_in_child(directory: str, *, deadline_seconds: float = CHECK_SECONDS) -> bool:
     """Walk the index of the state directory ``directory`` in a child process: is it sound?
 
-    Blocks for about a second per 300,000 files, at most ``deadline_seconds`` (then: False).
+    Blocks for about a second per 150,000 files, at most ``deadline_seconds`` (then: False).
     Raises OSError where the directory or the child cannot be opened.
     """
     # The caller may know the directory only by /proc/self/fd/N, which is another one in the child.

@@ -8,6 +8,7 @@ table would let the corpse of a killed process pin old pages for as long as it c
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import threading
 from collections.abc import Callable
@@ -26,6 +27,8 @@ DATA_FILE = "data.mdb"
 
 MAP_BYTES = 1 << 30
 """Address space mapped at first; doubled whenever it is full. Costs neither memory nor disk."""
+
+_USER_KEY_BYTES = 400
 
 _DAMAGE = (
     lmdb.InvalidError,
@@ -143,13 +146,13 @@ class Tables:
     # Small values of callers.
 
     def meta_get(self, key: bytes) -> bytes | None:
-        value: bytes | None = self._get(self._db.meta, records.META_USER + key)
+        value: bytes | None = self._get(self._db.meta, _user_key(key))
         return value
 
     def meta_put(self, key: bytes, value: bytes) -> None:
-        """Keep ``value`` under ``key`` (at most 500 bytes)."""
+        """Keep ``value`` (at most a few kilobytes) under ``key`` (of any length)."""
         meta = self._db.meta
-        self._write(lambda txn: txn.put(records.META_USER + key, value, db=meta))
+        self._write(lambda txn: txn.put(_user_key(key), value, db=meta))
 
     # Durability.
 
@@ -224,6 +227,13 @@ def open_environment(path: str, source_id: str, map_bytes: int) -> tuple[Any, Da
         _close(env)
         raise
     return env, databases, next_id
+
+
+def _user_key(key: bytes) -> bytes:
+    # LMDB's keys end at 511 bytes; a path may be longer.
+    if len(key) <= _USER_KEY_BYTES:
+        return records.META_USER + key
+    return records.META_LONG + hashlib.sha256(key).digest()
 
 
 def _close(env: Any) -> None:

@@ -12,6 +12,7 @@ import errno
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -19,9 +20,8 @@ from monarchfs.cache.cache import Cache
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.fill import CHUNK_BYTES, Fetch, Fill, State
 from monarchfs.prefetch.queue import CopyQueue, Priority
-from monarchfs.source.flights import Flights
 from monarchfs.source.source import Source
-from monarchfs.types import DirRef, Lane, Node, SourceChanged
+from monarchfs.types import DirRef, Lane, Node
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,6 @@ class Copier:
         self._cache = cache
         self._metrics = metrics
         self._nursery = nursery
-        self._flights: Flights = Flights(nursery)
         self._copy_workers = copy_workers
         self._slots: set[_Slot] = set()
         self._lent = 0
@@ -87,33 +86,24 @@ class Copier:
     async def open(self, node: Node, lane: Lane = Lane.DEMAND) -> Fill:
         """The file behind a node that is not resident; its ``handles`` go up by one.
 
-        Asks the source for a descriptor, and so for permission, unless the file is open already.
+        Asks the source for a descriptor, and so for permission, unless that was done already.
         Raises the source's OSError, or SourceChanged where it holds another version now.
         """
+        fill = self._file(node)
+        fill.handles += 1
+        try:
+            if not fill.verified:
+                await fill.open_source(lane)
+        except BaseException:
+            fill.release()
+            raise
+        return fill
+
+    def _file(self, node: Node) -> Fill:
         fill = self.files.get(node.ino)
         if fill is None:
-            fill = await self._flights.fly(node.ino, lambda: self._open_file(node, lane))
-            if self.files.get(node.ino) is not fill:  # it was let go before we came to run
-                return await self.open(node, lane)
-        fill.handles += 1
+            fill = self.files[node.ino] = self._new_fill(node)
         return fill
-
-    async def _open_file(self, node: Node, lane: Lane) -> Fill:
-        fill = self._new_fill(node)
-        fill.handles += 1  # so that it stays until those who wait have theirs
-        try:
-            await fill.open_source(lane)
-        except BaseException:
-            fill.handles -= 1
-            fill.settle()
-            raise
-        self.files[node.ino] = fill
-        self._nursery.start_soon(self._let_go, fill)
-        return fill
-
-    async def _let_go(self, fill: Fill) -> None:
-        await trio.lowlevel.checkpoint()
-        fill.release()
 
     def _new_fill(self, node: Node) -> Fill:
         return Fill(
@@ -198,14 +188,13 @@ class Copier:
         for fill in list(self.background):
             fetch = fill.claim_next(self.unit_bytes)
             if fetch is not None:
-                return lambda fill=fill, fetch=fetch: self._fetch(fill, fetch)  # type: ignore[misc]
+                return partial(self._fetch, fill, fetch)
             if fill.state is not State.FILLING or fill.full or fill.chunks.complete:
                 self._leave_background(fill)
         while (job := self.queue.pop()) is not None:
-            ino, priority = job
             self._shrunk.set()
-            if (node := self._copyable(ino)) is not None:
-                return lambda: self._begin(node, priority)
+            if (node := self._copyable(job[0])) is not None:
+                return partial(self._begin, node)
         return None
 
     def _copyable(self, ino: int) -> Node | None:
@@ -226,22 +215,17 @@ class Copier:
                 self._lent -= 1
             self._wake.set()
 
-    async def _begin(self, node: Node, priority: Priority) -> None:
-        """Open a file for copying and fetch its first portion."""
-        try:
-            fill = await self.open(node, Lane.BACKGROUND)
-        except SourceChanged:
-            self._cache.index.mark_outdated(node.ino)
-            return
-        except OSError as exc:
-            self._failed(node, exc, priority)
-            return
+    async def _begin(self, node: Node) -> None:
+        """Ask for room and fetch the first portion."""
+        fill = self._file(node)
+        fetch = None
+        # No checkpoint: a file in ``files`` without a use would be forgotten by nobody.
         if not fill.in_background and fill.start_filling():
             fill.in_background = True
             self.background.append(fill)
             self._wake.set()
-        fill.release()
-        fetch = fill.claim_next(self.unit_bytes) if fill.in_background else None
+            fetch = fill.claim_next(self.unit_bytes)
+        fill.settle()
         if fetch is not None:
             await self._fetch(fill, fetch)
 
@@ -250,7 +234,7 @@ class Copier:
         await fill.fetch(fetch, Lane.BACKGROUND)
         if fetch.error is not None:
             self._leave_background(fill)
-            self._failed(fill.node, fetch.error, Priority.SCANNED)
+            self._failed(fill.node, fetch.error)
         elif fetch.end - fetch.start >= self.unit_bytes:
             self._adapt(trio.current_time() - started)
 
@@ -267,7 +251,7 @@ class Copier:
             self._attempts.pop(fill.node.ino, None)
             fill.settle()
 
-    def _failed(self, node: Node, exc: OSError, priority: Priority) -> None:
+    def _failed(self, node: Node, exc: OSError) -> None:
         attempt = self._attempts.get(node.ino, 0)
         self._cache.explain(node.ino, f"copying failed: {exc.strerror}")
         if exc.errno not in TRANSIENT or attempt >= len(RETRY_SECONDS):
@@ -276,11 +260,11 @@ class Copier:
             log.warning("inode %d is not copied: %s", node.ino, exc)
             return
         self._attempts[node.ino] = attempt + 1
-        self._nursery.start_soon(self._again, node.ino, priority, RETRY_SECONDS[attempt])
+        self._nursery.start_soon(self._again, node.ino, RETRY_SECONDS[attempt])
 
-    async def _again(self, ino: int, priority: Priority, seconds: float) -> None:
+    async def _again(self, ino: int, seconds: float) -> None:
         await trio.sleep(seconds)
-        self.want(ino, priority)
+        self.want(ino, Priority.SCANNED)
 
     async def _lend_slots(self) -> None:
         while True:

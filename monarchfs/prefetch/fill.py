@@ -88,6 +88,7 @@ class Fill:
         self.full = False
         self.cursor = 0
         self.source_fd = -1
+        self.verified = False
         self.reservation: Reservation | None = None
         self.replica: OpenReplica | None = None
         self.busy = 0
@@ -107,7 +108,13 @@ class Fill:
 
     @property
     def filling(self) -> bool:
-        return self.state is State.FILLING
+        """Whether it is being copied, or is about to be: there is room for more of it."""
+        return self.state is State.FILLING and not self.full
+
+    @property
+    def partial(self) -> bool:
+        """Whether some of it is local."""
+        return self.state is State.FILLING and self.chunks.present_count > 0
 
     def start_filling(self) -> bool:
         """Ask for room; False where there is none and reads stay direct. No checkpoint."""
@@ -288,8 +295,13 @@ class Fill:
 
     async def _fetch_source(self, fetch: Fetch, lane: Lane) -> bytes | None:
         try:
-            fd = await self.open_source(lane)
-            data, version = await self._source.read(fd, fetch.start, fetch.end - fetch.start, lane)
+            if self.source_fd < 0 and lane is Lane.BACKGROUND and self.size <= WHOLE_BYTES:
+                data = await self._source.read_whole(*self._where(), self.version, lane)
+                version = self.version
+            else:
+                fd = await self.open_source(lane)
+                size = fetch.end - fetch.start
+                data, version = await self._source.read(fd, fetch.start, size, lane)
         except OSError as exc:
             fetch.error = exc
             return None
@@ -299,6 +311,7 @@ class Fill:
         if version != self.version or len(data) != fetch.end - fetch.start:
             self._changed()
             return None
+        self.verified = True
         fetch.data = data
         fetch.done.set()
         return data
@@ -331,6 +344,7 @@ class Fill:
                         self._source.close_soon(fd)
                         raise SourceChanged(f"inode {self.node.ino}")
                     self.source_fd = fd
+                    self.verified = True
         return self.source_fd
 
     def _changed(self) -> None:
@@ -378,6 +392,8 @@ class Fill:
         assert reservation is not None
         try:
             if self.size == 0:
+                if not await self._may_read():
+                    return
                 await self._cache.write_all(reservation, b"")
             else:
                 await self._cache.finish(reservation)
@@ -388,6 +404,19 @@ class Fill:
             self._tier_failed(exc, "copying failed")
         finally:
             self._leave()
+
+    async def _may_read(self) -> bool:
+        """Whether the source lets us open an empty file, for which no read asks."""
+        try:
+            await self.open_source(Lane.BACKGROUND)
+        except SourceChanged:
+            self._changed()
+        except OSError as exc:
+            self._metrics.copies_failed += 1
+            self.give_up(f"copying failed: {exc.strerror}")
+        else:
+            return True
+        return False
 
     def _become_resident(self) -> None:
         """The index says so already. No checkpoint."""

@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-import trio
-
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.queue import Priority
 from monarchfs.types import ROOT_INO, Dirent, FileType, Lane, Node
@@ -20,7 +18,6 @@ QUEUE_LIMIT = 50_000
 """The scan waits while so many files wait to be copied: the queue must not hold the whole tree."""
 
 BATCH = 256
-LOOKUPS_AT_ONCE = 8
 
 
 class MirrorTree(Protocol):
@@ -33,6 +30,8 @@ class MirrorTree(Protocol):
     ) -> list[tuple[Dirent, Node | None, float, float]]: ...
 
     async def find(self, parent: int, name: bytes, lane: Lane) -> Node | None: ...
+
+    async def find_each(self, parent: int, names: list[bytes], lane: Lane) -> list[Node | None]: ...
 
 
 class Scan:
@@ -91,11 +90,14 @@ class Scan:
         while batch := self._tree.entries(ino, cookie, BATCH):
             cookie = batch[-1][0].cookie
             await self._copier.queue_below(QUEUE_LIMIT)
-            names = [d.name for d, _n, _e, _a in batch if d.type in WANTED]
-            names = [n for n in names if n not in (b".", b"..")]
-            nodes = await self._find_all(ino, names)
-            for name in names:
-                node = nodes.get(name)
+            names = [dirent.name for dirent, *_rest in batch if dirent.type in WANTED]
+            names = [name for name in names if name not in (b".", b"..")]
+            try:
+                nodes = await self._tree.find_each(ino, names, Lane.BACKGROUND)
+            except OSError as exc:
+                self._skip(f"directory inode {ino}", exc)
+                break
+            for node in nodes:
                 if node is None or node.stat is None:
                     continue
                 if node.stat.is_directory:
@@ -103,22 +105,6 @@ class Scan:
                 elif node.stat.is_regular:
                     self._copier.want(node.ino, Priority.SCANNED)
         return directories
-
-    async def _find_all(self, ino: int, names: list[bytes]) -> dict[bytes, Node | None]:
-        found: dict[bytes, Node | None] = {}
-        waiting = iter(names)
-
-        async def find_next() -> None:
-            for name in waiting:
-                try:
-                    found[name] = await self._tree.find(ino, name, Lane.BACKGROUND)
-                except OSError as exc:
-                    self._skip(repr(name), exc)
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(min(LOOKUPS_AT_ONCE, len(names))):
-                nursery.start_soon(find_next)
-        return found
 
     def _skip(self, what: str, exc: OSError) -> None:
         self.failed += 1

@@ -1,0 +1,74 @@
+# make setup | demo | test | check | bench | clean
+# Variables: PYTHON (which one makes the virtual environment), ARGS (passed to demo, test, bench)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+# To build and to mount; then what the tests compare with and look through.
+PACKAGES := gcc libc6-dev libfuse3-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
+	bindfs attr acl strace procps
+
+.PHONY: help setup packages demo test check bench clean
+
+help:
+	@sed -n '1,2s/^# //p' Makefile
+
+setup: $(STAMP)
+	@:
+
+$(STAMP): Makefile pyproject.toml setup.py monarchfs/fuse/_session.c
+	@$(MAKE) --no-print-directory packages
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON) is older than Python 3.10: give another one as PYTHON=..." >&2; exit 1; }
+	@echo "installing into $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,demo]'
+	@$(BIN)/python -c 'import monarchfs.fuse._session' || \
+		{ echo "the C part was not built: see pip install --verbose --editable ." >&2; exit 1; }
+	@touch $@
+
+# Only asks for root where something is missing.
+packages:
+	@command -v dpkg-query >/dev/null || { \
+		echo "not a Debian system: these are its names for what is needed: $(PACKAGES)"; exit 0; }; \
+	missing=; \
+	for name in $(PACKAGES); do \
+		dpkg-query -W -f='$${db:Status-Abbrev}' $$name 2>/dev/null | grep -q '^.i' || \
+			missing="$$missing $$name"; \
+	done; \
+	test -n "$$missing" || exit 0; \
+	as_root=; \
+	if [ "$$(id -u)" != 0 ]; then \
+		command -v sudo >/dev/null || { \
+			echo "please have root run: apt-get install$$missing" >&2; exit 1; }; \
+		as_root=sudo; \
+	fi; \
+	echo "installing Debian packages:$$missing"; \
+	log=$$(mktemp) && \
+	{ $$as_root apt-get -qq update && \
+		$$as_root env DEBIAN_FRONTEND=noninteractive \
+			apt-get -qq -y --no-install-recommends install$$missing; } >$$log 2>&1 || \
+		{ cat $$log >&2; rm -f $$log; exit 1; }; \
+	rm -f $$log
+
+demo: $(STAMP)
+	@$(BIN)/python -m bench.demo $(ARGS)
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+bench: $(STAMP)
+	@$(BIN)/python -m bench.run $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+		bench/results monarchfs/fuse/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,249 @@
+"""What the demo and the measurements share: a slow source, a mount, readers, and no traces left."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.pool import Pool
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MONARCHFS = (sys.executable, "-m", "monarchfs.cli.main")
+MIB = 1 << 20
+
+
+class Unusable(Exception):
+    """This cannot run here; the message names what is missing and the remedy."""
+
+
+def check_fuse() -> None:
+    """Raises Unusable where this user cannot mount."""
+    if not os.path.exists("/dev/fuse"):
+        raise Unusable("/dev/fuse is missing: modprobe fuse, or give the container that device")
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        raise Unusable("this user may not open /dev/fuse: run as root, or chmod 666 /dev/fuse")
+    if os.geteuid() != 0 and shutil.which("fusermount3") is None:
+        raise Unusable("fusermount3 is missing: apt-get install fuse3")
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def workplace(name: str, parent: str | None = None) -> Iterator[Path]:
+    """A directory that is gone afterwards, also after SIGTERM, SIGHUP or Ctrl-C."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    path = Path(tempfile.mkdtemp(prefix=f"monarchfs-{name}-", dir=parent))
+    path.chmod(0o755)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+@contextmanager
+def memory_place() -> Iterator[Path]:
+    """A directory on tmpfs, gone afterwards; on disk where there is no /dev/shm."""
+    parent = "/dev/shm" if os.path.ismount("/dev/shm") else None
+    with workplace("memory", parent) as path:
+        yield path
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    """Until ``condition`` is true; TimeoutError after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {seconds:g} s in vain for {what}")
+        time.sleep(0.005)
+
+
+class Source:
+    """A directory seen through ``bench.faultfs``, as a context manager.
+
+    ``backing`` is the real directory, ``path`` where it is seen.
+    """
+
+    def __init__(self, backing: Path, path: Path) -> None:
+        self.backing = backing
+        self.path = path
+
+    def __enter__(self) -> Source:
+        self.path.mkdir(exist_ok=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.faultfs", str(self.backing), str(self.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            # Ctrl-C is for the program that measures; this one ends when that closes its input.
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise Unusable("the slow source could not be mounted: see the error above")
+        wait_for(lambda: os.path.ismount(self.path), "the source to be mounted")
+        return self
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def faults(self, **faults: Any) -> None:
+        """``delay`` (seconds), ``rate`` (bytes a second), ``hang``, ``fail``; none: healthy."""
+        self._ask({"do": "faults", **faults})
+
+    def take_counts(self) -> tuple[int, int]:
+        """Bytes read and operations since the last call."""
+        counts = self._ask({"do": "counts", "reset": True})
+        return counts["read_bytes"], sum(counts["operations"].values())
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._process.stdin is not None
+        if self._process.poll() is None:
+            self.faults()
+        detach(self.path)
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def detach(path: Path) -> None:
+    """Unmounts a FUSE mount of ours lazily; it may be gone already."""
+    command = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount3", "-u", "-z", "-q"]
+    subprocess.run([*command, str(path)], check=False, capture_output=True)
+
+
+class Mount:
+    """``monarchfs mount`` and ``umount`` as a context manager. ``place`` is a directory of its
+    own: the mount point, the state and the log lie there, and the tier unless one is given."""
+
+    def __init__(
+        self, source: Path, place: Path, *options: str, tier: Path | None = None, size: str = "8G"
+    ) -> None:
+        self.source = source
+        self.place = place
+        self.path = place / "mnt"
+        self.tier = tier or place / "tier"
+        self._size = size
+        self._options = options
+
+    def __enter__(self) -> Mount:
+        self.place.mkdir()
+        self.path.mkdir()
+        command = ["mount", str(self.source), str(self.path), "--tier", f"{self.tier}={self._size}"]
+        # Under sudo the mount would be for the user behind it, and closed to this process.
+        whose = ["--user", "root"] if os.geteuid() == 0 else []
+        places = ["--state-dir", str(self.place / "state"), "--log-file", str(self.place / "log")]
+        try:
+            monarchfs(*command, *places, *whose, *self._options)
+        except Unusable:
+            print(self.log(), file=sys.stderr)
+            raise
+        return self
+
+    def status(self) -> dict[str, Any]:
+        result: dict[str, Any] = json.loads(monarchfs("status", str(self.path), "--json"))
+        return result
+
+    def wait_idle(self, seconds: float = 120.0) -> dict[str, Any]:
+        """Until nothing is being copied; the status then."""
+        found: dict[str, Any] = {}
+
+        def idle() -> bool:
+            found.update(self.status())
+            prefetch = found["prefetch"]
+            busy = prefetch["queued"] or prefetch["active"] or prefetch["scanning"]
+            return not busy and not found["files"]["copying"]
+
+        wait_for(idle, "the copies to end", seconds)
+        return found
+
+    def umount(self) -> float:
+        """Seconds that it took."""
+        started = time.perf_counter()
+        monarchfs("umount", str(self.path), "--timeout", "20")
+        return time.perf_counter() - started
+
+    def log(self) -> str:
+        """What supervisor and worker had to say."""
+        files = (self.place / "log", self.place / "state" / "worker.log")
+        return "".join(file.read_text(errors="replace") for file in files if file.exists())
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None and kind is not KeyboardInterrupt:
+            print(self.log(), file=sys.stderr)
+        self.umount()
+
+
+def monarchfs(*arguments: str) -> str:
+    """Runs one command of the program; its output. Raises Unusable with its own words."""
+    done = subprocess.run(
+        [*MONARCHFS, *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        # An interrupt must not stop an unmount that cleans up.
+        start_new_session=True,
+    )
+    if done.returncode != 0:
+        raise Unusable(f"monarchfs {arguments[0]} failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def drop_caches() -> None:
+    """Empties the kernel's caches of pages, names and attributes. Needs root."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def forget_pages(fd: int) -> None:
+    """Drops the open file's pages from the page cache: what is read next comes from below it."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The parent's handler was not inherited: the pool ends readers with SIGTERM.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def reader_processes(count: int) -> Iterator[Pool]:
+    """``count`` processes that have started, like the workers of a data loader."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(count, _leave_interrupts_to_the_parent) as pool:
+        pool.map(time.sleep, [0.05] * count * 2)
+        yield pool

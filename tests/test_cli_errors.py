@@ -1,0 +1,318 @@
+"""Bad input: one line that names the thing and the remedy, the right exit code, nothing left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from monarchfs.cli.main import build_parser, main
+from monarchfs.fuse import mount as mount_module
+from monarchfs.types import OperationError
+from tests.faking import NOBODY, Area, area, device_mode
+from tests.mounting import requires_fuse, requires_root
+
+pytestmark = [requires_root, requires_fuse]
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def root_area(place: Path) -> Iterator[Area]:
+    with area(place, None) as opened:
+        yield opened
+
+
+@pytest.fixture
+def users_area(place: Path) -> Iterator[Area]:
+    with device_mode(0o666), area(place, NOBODY) as opened:
+        yield opened
+
+
+def assert_refused(
+    work: Area, arguments: list[str], code: int, *words: str, mode: str = "serve"
+) -> None:
+    before = work.files()
+    done = work.run(*arguments, mode=mode)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("monarchfs: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.endswith("\n")
+    for word in words:
+        assert word in done.stderr
+    work.assert_nothing_runs()
+    assert work.files() == before
+
+
+def with_storage(work: Area, *arguments: str) -> list[str]:
+    return ["mount", *arguments, *work.storage]
+
+
+def make_file(work: Area, name: str) -> None:
+    (work.path / name).write_bytes(b"")
+
+
+Prepare = Callable[[Area], None]
+
+
+def nothing(work: Area) -> None:
+    pass
+
+
+def loop(work: Area) -> None:
+    (work.path / "loop").symlink_to("loop")
+
+
+def inside_source(work: Area) -> None:
+    (work.path / "src" / "inner").mkdir()
+
+
+def link_into_source(work: Area) -> None:
+    (work.path / "link").symlink_to("src")
+
+
+def foreign_state(work: Area) -> None:
+    (work.path / "state").mkdir()
+    shutil.chown(work.path / "state", NOBODY)
+
+
+def shared_state(work: Area) -> None:
+    (work.path / "state").mkdir()
+    (work.path / "state").chmod(0o777)
+
+
+def state_is_a_link(work: Area) -> None:
+    (work.path / "elsewhere").mkdir()
+    (work.path / "state").symlink_to("elsewhere")
+
+
+def a_file(work: Area) -> None:
+    make_file(work, "file")
+
+
+def private_source(work: Area) -> None:
+    (work.path / "src").chmod(0o700)
+
+
+BAD_PLACES = [
+    pytest.param(nothing, ["nosuch", "mnt"], 2, ["nosuch", "does not exist"], id="no source"),
+    pytest.param(a_file, ["file", "mnt"], 2, ["file is not a directory"], id="source a file"),
+    pytest.param(loop, ["loop", "mnt"], 2, ["loop of symbolic links"], id="source a loop"),
+    pytest.param(
+        private_source,
+        ["src", "mnt", "--user", NOBODY],
+        1,
+        ["cannot be read by nobody"],
+        id="source unreadable",
+    ),
+    pytest.param(nothing, ["src", "nomnt"], 2, ["nomnt", "mkdir"], id="no mount point"),
+    pytest.param(a_file, ["src", "file"], 2, ["file is not a directory"], id="mount point a file"),
+    pytest.param(inside_source, ["src", "src/inner"], 2, ["inside the source"], id="mount inside"),
+    pytest.param(inside_source, ["src/inner", "src"], 2, ["hide the source"], id="source inside"),
+]
+
+
+@pytest.mark.parametrize(("prepare", "arguments", "code", "words"), BAD_PLACES)
+def test_source_and_mount_point(
+    root_area: Area, prepare: Prepare, arguments: list[str], code: int, words: list[str]
+) -> None:
+    prepare(root_area)
+    assert_refused(root_area, with_storage(root_area, *arguments), code, *words)
+
+
+BAD_STORAGE = [
+    pytest.param(nothing, ["--tier", "tier=0G"], ["tier", "0G"], id="size 0"),
+    pytest.param(nothing, ["--tier", "tier=101%"], ["101%", "at most 100%"], id="share above 100"),
+    pytest.param(nothing, ["--tier", "tier=-5G"], ["-5G", "500M"], id="size negative"),
+    pytest.param(nothing, ["--tier", "tier"], ["PATH=SIZE"], id="no size"),
+    pytest.param(nothing, ["--tier", "t=1G", "--tier", "t=2G"], ["twice"], id="tier twice"),
+    pytest.param(nothing, ["--tier", "no/such/dir=1G"], ["does not exist"], id="tier too deep"),
+    pytest.param(a_file, ["--tier", "file=1G"], ["not a directory"], id="tier a file"),
+    pytest.param(a_file, ["--tier", "file/t=1G"], ["not a directory"], id="tier below a file"),
+    pytest.param(nothing, ["--tier", "src/t=1G"], ["inside the source"], id="tier in source"),
+    pytest.param(
+        link_into_source, ["--tier", "link/t=1G"], ["inside the source"], id="tier through a link"
+    ),
+    pytest.param(nothing, ["--tier", ".=1G"], ["the source", "inside tier"], id="source in tier"),
+    pytest.param(nothing, ["--tier", "mnt/t=1G"], ["inside the mount point"], id="tier in mount"),
+    pytest.param(nothing, ["--tier", "/proc/t=1G"], ["/proc"], id="tier cannot be made"),
+    pytest.param(nothing, ["--state-dir", "src/s"], ["inside the source"], id="state in source"),
+    pytest.param(foreign_state, [], ["belongs to nobody", "--state-dir"], id="state of another"),
+    pytest.param(shared_state, [], ["written by others"], id="state open to others"),
+    pytest.param(state_is_a_link, [], ["not a directory"], id="state a link"),
+]
+
+
+@pytest.mark.parametrize(("prepare", "arguments", "words"), BAD_STORAGE)
+def test_storage(root_area: Area, prepare: Prepare, arguments: list[str], words: list[str]) -> None:
+    prepare(root_area)
+    command = ["mount", "src", "mnt", *arguments]
+    if "--tier" not in arguments:
+        command += ["--tier", "tier=10M"]
+    if "--state-dir" not in arguments:
+        command += ["--state-dir", "state"]
+    # A directory that only the kernel refuses to make is found out late: exit 1.
+    code = 1 if "/proc/t=1G" in arguments else 2
+    assert_refused(root_area, command, code, *words)
+
+
+BAD_WORDS = [
+    pytest.param(["mount"], ["required"], id="no arguments"),
+    pytest.param(["mount", "src"], ["MOUNTPOINT"], id="no mount point"),
+    pytest.param([], ["COMMAND"], id="no command"),
+    pytest.param(["format"], ["format"], id="unknown command"),
+    pytest.param(["mount", "src", "mnt", "--colour"], ["--colour"], id="unknown flag"),
+    pytest.param(["mount", "src", "mnt", "-o", "colour=red"], ["colour=red"], id="unknown option"),
+    pytest.param(["mount", "src", "mnt", "-o", "ro,rw"], ["read-only"], id="rw"),
+    pytest.param(["mount", "src", "mnt", "--user", "nosuch"], ["nosuch"], id="unknown user"),
+    pytest.param(["mount", "src", "mnt", "--freshness", "soon"], ["soon"], id="freshness"),
+    pytest.param(["mount", "src", "mnt", "--freshness", "ttl=x"], ["seconds"], id="ttl"),
+    pytest.param(["mount", "src", "mnt", "--evict", "lru"], ["lru", "keep"], id="eviction"),
+    pytest.param(["mount", "src", "mnt", "--log-level", "loud"], ["loud"], id="log level"),
+    pytest.param(["mount", "src", "mnt", "--config", "no.toml"], ["no.toml"], id="no config"),
+    pytest.param(["mount", "src", "mnt", "--log-file", "no/dir/log"], ["no/dir/log"], id="log"),
+    pytest.param(["mount", "", "mnt"], ["empty"], id="empty source"),
+    pytest.param(["umount"], ["MOUNTPOINT"], id="umount what"),
+    pytest.param(["umount", "mnt", "--timeout", "0"], ["0 seconds"], id="no time"),
+    pytest.param(["umount", "mnt", "--timeout", "soon"], ["soon"], id="nonsense time"),
+    pytest.param(["umount", "/proc"], ["type proc", "use umount"], id="umount of another kind"),
+    pytest.param(["status", "--yaml"], ["--yaml"], id="status flag"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD_WORDS)
+def test_words(root_area: Area, arguments: list[str], words: list[str]) -> None:
+    assert_refused(root_area, arguments, 2, *words)
+
+
+@pytest.mark.parametrize("value", ["nolist", "src/../nolist"])
+def test_a_missing_prefetch_list(root_area: Area, value: str) -> None:
+    arguments = with_storage(root_area, "src", "mnt", "--prefetch", value)
+    assert_refused(root_area, arguments, 2, "nolist", "No such file", "access")
+
+
+def test_status_of_nothing(root_area: Area) -> None:
+    assert_refused(root_area, ["status", "mnt"], 1, "not a monarchfs mount")
+
+
+WORKER_FAILURES = [
+    pytest.param("fail", ["the index is on fire"], id="says why"),
+    pytest.param("crash", ["exit code 3", "this worker is broken"], id="crashes"),
+    pytest.param("silent", ["did not become ready"], id="says nothing"),
+]
+
+
+@pytest.mark.parametrize(("mode", "words"), WORKER_FAILURES)
+def test_a_worker_that_does_not_start(root_area: Area, mode: str, words: list[str]) -> None:
+    # What the worker put into its state directory stays, so it is there beforehand.
+    (root_area.path / "state").mkdir(mode=0o700)
+    for name in ("index", "lock", "worker.log"):
+        make_file(root_area, f"state/{name}")
+    arguments = with_storage(root_area, "src", "mnt", "-o", "start_timeout_seconds=2")
+    assert_refused(root_area, arguments, 1, "cannot serve", *words, mode=mode)
+
+
+def test_a_fresh_state_directory_is_taken_back(root_area: Area) -> None:
+    arguments = with_storage(root_area, "src", "mnt")
+    assert_refused(root_area, arguments, 1, "on fire", mode="fail")
+    assert not (root_area.path / "state").exists()
+
+
+def test_a_program_that_the_user_may_not_run(root_area: Area) -> None:
+    private = root_area.path / "private"
+    private.mkdir(mode=0o700)
+    python = private / "python3"
+    python.symlink_to(sys.executable)
+    root_area.python = str(python)
+    arguments = with_storage(root_area, "src", "mnt", "--user", NOBODY)
+    assert_refused(root_area, arguments, 1, "nobody may not run", str(python))
+
+
+def test_a_user_needs_the_device(place: Path) -> None:
+    with device_mode(0o600), area(place, NOBODY) as work:
+        assert_refused(work, with_storage(work, "src", "mnt"), 1, "/dev/fuse", "0666")
+
+
+def test_a_user_cannot_mount_for_another(users_area: Area) -> None:
+    arguments = with_storage(users_area, "src", "mnt", "--user", "root")
+    assert_refused(users_area, arguments, 2, "only root")
+
+
+def test_a_users_tier_must_be_writable(users_area: Area) -> None:
+    arguments = ["mount", "src", "mnt", "--tier", "/usr/share/t=1G", "--state-dir", "state"]
+    assert_refused(users_area, arguments, 2, "/usr/share", "not writable")
+
+
+def test_a_user_mounts_only_on_own_directories(users_area: Area) -> None:
+    os.chown(users_area.path / "mnt", 0, 0)
+    assert_refused(users_area, with_storage(users_area, "src", "mnt"), 1, "mnt", "of your own")
+
+
+def test_a_user_needs_leave_for_allow_other(users_area: Area) -> None:
+    with open("/etc/fuse.conf") as file:
+        if any(line.strip() == "user_allow_other" for line in file):
+            pytest.skip("user_allow_other is set here")
+    arguments = with_storage(users_area, "src", "mnt", "-o", "allow_other")
+    assert_refused(users_area, arguments, 1, "allow_other is not allowed", "/etc/fuse.conf")
+
+
+def test_a_runtime_directory_open_to_others(users_area: Area) -> None:
+    (users_area.path / "run" / "monarchfs").mkdir()
+    (users_area.path / "run" / "monarchfs").chmod(0o777)
+    arguments = with_storage(users_area, "src", "mnt")
+    assert_refused(users_area, arguments, 2, "run/monarchfs", "XDG_RUNTIME_DIR")
+
+
+def test_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(OperationError, match="modprobe fuse"):
+        mount_module.check_device(str(tmp_path / "fuse"))
+    (tmp_path / "fuse").write_bytes(b"")
+    with pytest.raises(OperationError, match="is not a device"):
+        mount_module.check_device(str(tmp_path / "fuse"))
+    monkeypatch.setattr(mount_module, "SYSTEM_PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(OperationError, match="install the package fuse3"):
+        mount_module.check_device("/dev/null")
+
+
+def test_bytes_that_are_no_text_do_not_break_the_line(root_area: Area) -> None:
+    done = subprocess.run(
+        [*map(os.fsencode, root_area.command("mount")), b"no\xff\nsuch", b"mnt"],
+        capture_output=True,
+        cwd=root_area.path,
+        env=root_area.environment,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.count(b"\n") == 1
+    assert b"does not exist" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["mount", "umount", "status"])
+def test_every_command_has_help_with_examples(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        build_parser().parse_args([command, "--help"])
+    assert exited.value.code == 0
+    text = capsys.readouterr().out
+    assert f"examples:\n  monarchfs {command}" in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["--version"])
+    assert exited.value.code == 0
+    assert capsys.readouterr().out.startswith("monarchfs ")

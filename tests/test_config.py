@@ -1,0 +1,328 @@
+"""Sizes, layers of settings, defaults, and the JSON between supervisor and worker."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pwd
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarchfs.cli.main import build_parser
+from monarchfs.cli.mount import settings_from
+from monarchfs.config import (
+    Config,
+    Freshness,
+    FreshnessMode,
+    PrefetchMode,
+    TierSpec,
+    User,
+)
+from monarchfs.config import places as places_module
+from monarchfs.config.places import (
+    Places,
+    build_config,
+    dataset_id,
+    default_places,
+    resolve_user,
+    runtime_dirs_to_search,
+)
+from monarchfs.config.settings import (
+    PARSERS,
+    Settings,
+    from_file,
+    from_mount_options,
+    merge,
+    split_options,
+)
+from monarchfs.config.values import parse_percent, parse_size, parse_tier
+from monarchfs.types import TierSize, UsageError
+
+ALICE = User("alice", 1000, 1000, (1000, 27))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("4096", 4096),
+        ("500M", 500 << 20),
+        ("16G", 16 << 30),
+        ("16GiB", 16 << 30),
+        ("16gb", 16 << 30),
+        ("1.5T", 3 << 39),
+        ("0.5K", 512),
+        ("2P", 2 << 50),
+        (" 1M ", 1 << 20),
+        (1 << 30, 1 << 30),
+    ],
+)
+def test_sizes_are_powers_of_1024(text: object, size: int) -> None:
+    assert parse_size(text) == TierSize(bytes=size)
+
+
+@pytest.mark.parametrize(("text", "percent"), [("80%", 80.0), ("0.5%", 0.5), ("100%", 100.0)])
+def test_sizes_can_be_a_share(text: str, percent: float) -> None:
+    assert parse_size(text) == TierSize(percent=percent)
+
+
+NONSENSE_SIZES = [
+    *("", "0", "0G", "0%", "-5G", "101%", "1000%", "G", "%", "12X", "1,5G", "1e3", "nan", "inf"),
+    *("1 G", "0x10", "5%G", "99999P", "\u0661G", True, None, [1]),
+]
+
+
+@pytest.mark.parametrize("text", NONSENSE_SIZES)
+def test_nonsense_sizes_are_refused_in_one_line(text: object) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_size(text)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "write it like" in message or "must be" in message or "use text" in message
+
+
+def test_a_tiers_path_may_hold_equals_signs() -> None:
+    assert parse_tier("/a=b/c=1M") == TierSpec("/a=b/c", TierSize(bytes=1 << 20))
+
+
+@pytest.mark.parametrize("text", ["", "/scratch", "=1G", "/scratch=", "/scratch=lots"])
+def test_a_tier_needs_path_and_size(text: str) -> None:
+    with pytest.raises(UsageError, match="tier"):
+        parse_tier(text)
+
+
+@pytest.mark.parametrize("text", ["100", "-1", "many", "nan"])
+def test_the_reserve_is_below_100_percent(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_percent(text)
+
+
+def test_options_are_divided_at_commas_that_are_not_escaped() -> None:
+    assert split_options(r"ro,tier=/a\,b\\c=1G,,x-y") == ["ro", r"tier=/a,b\c=1G", "x-y"]
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    return build_parser().parse_args(["mount", "/src", "/mnt", *arguments])
+
+
+def test_later_layers_win(tmp_path: Path) -> None:
+    file = tmp_path / "monarchfs.toml"
+    file.write_text(
+        'tier = ["/one=1G", "/two=2G"]\nfreshness = "open"\ncopy-workers = 2\n'
+        'log_level = "debug"\nlocal_threads = 3\n'
+    )
+    settings = settings_from(
+        parse(
+            [
+                *("--config", str(file), "-o", "tier=/opt=5G,freshness=ttl=5,copy_workers=9"),
+                *("-o", "tier=/opt2=6G,allow_other", "--freshness", "immutable"),
+            ]
+        )
+    )
+    assert settings == Settings(
+        tier=(
+            TierSpec("/opt", TierSize(bytes=5 << 30)),
+            TierSpec("/opt2", TierSize(bytes=6 << 30)),
+        ),
+        freshness=Freshness(FreshnessMode.IMMUTABLE),
+        copy_workers=9,
+        log_level="debug",
+        local_threads=3,
+        allow_other=True,
+    )
+
+
+def test_without_options_all_is_default() -> None:
+    assert settings_from(parse([])) == Settings()
+    assert Settings().freshness == Freshness(FreshnessMode.TTL, 60.0)
+    assert Settings().prefetch == (PrefetchMode.ACCESS, None)
+
+
+def test_every_key_is_a_setting_and_the_other_way_round() -> None:
+    assert set(PARSERS) == set(Settings.__dataclass_fields__)
+
+
+def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = settings_from(
+        parse(["--tier", "t=1G", "--state-dir", "s", "--prefetch", "list", "--log-file", "../log"])
+    )
+    assert settings.tier == (TierSpec(f"{tmp_path}/t", TierSize(bytes=1 << 30)),)
+    assert settings.state_dir == f"{tmp_path}/s"
+    assert settings.prefetch == (PrefetchMode.FILE, f"{tmp_path}/list")
+    assert settings.log_file == f"{tmp_path.parent}/log"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("ro", "nosuid", "nodev", "noatime", "nodiratime", "relatime", "noexec", "exec", "auto"),
+        *("noauto", "nofail", "_netdev", "user", "users", "comment=me", "x-systemd.automount"),
+        "defaults",
+    ],
+)
+def test_generic_mount_options_change_nothing(option: str) -> None:
+    assert merge(from_mount_options([option])) == Settings()
+
+
+@pytest.mark.parametrize(
+    "option", ["rw", "suid", "dev", "fsname=x", "remount", "colour=red", "tier", "freshness", "%"]
+)
+def test_impossible_mount_options_are_refused(option: str) -> None:
+    with pytest.raises(UsageError, match="mount option") as caught:
+        from_mount_options([f"ro,{option}"])
+    assert "\n" not in str(caught.value)
+
+
+def test_user_with_a_value_is_ours_not_fstabs() -> None:
+    assert merge(from_mount_options(["user=alice"])).user == "alice"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "tier = 5G",
+        'colour = "red"',
+        'tier = "/scratch"',
+        "tier = []",
+        "tier = [5]",
+        "allow_other = 3",
+        "copy_workers = 0",
+        "copy_workers = true",
+        "source_deadline_seconds = -1",
+        "start_timeout_seconds = 0",
+        'prefetch = ""',
+        'log_level = "loud"',
+        'evict = "lru"',
+        'tier = ["/a=1G", "/a=2G"]',
+        "[table]\nx = 1",
+    ],
+)
+def test_a_bad_file_is_named_in_one_line(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=r"configuration .*bad\.toml") as caught:
+        from_file(str(file))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no\.toml.*No such file"):
+        from_file(str(tmp_path / "no.toml"))
+
+
+paths = st.binary(min_size=1, max_size=40).map(
+    lambda raw: "/" + os.fsdecode(raw.replace(b"\0", b"x"))
+)
+sizes = st.one_of(
+    st.builds(TierSize, bytes=st.integers(1, 1 << 60)),
+    st.builds(TierSize, percent=st.floats(0.1, 100)),
+)
+configs = st.builds(
+    Config,
+    source=paths,
+    mountpoint=paths,
+    tiers=st.lists(st.builds(TierSpec, paths, sizes), min_size=1, max_size=3).map(tuple),
+    state_dir=paths,
+    runtime_dir=paths,
+    dataset_id=st.just("0123456789abcdef"),
+    user=st.builds(
+        User,
+        st.text(max_size=8),
+        st.integers(0, 2**32 - 2),
+        st.integers(0, 2**32 - 2),
+        st.lists(st.integers(0, 2**32 - 2)).map(tuple),
+    ),
+    prefetch=st.sampled_from(PrefetchMode),
+    prefetch_list=st.none() | paths,
+    freshness=st.builds(Freshness, st.sampled_from(FreshnessMode), st.floats(0, 1e6)),
+    allow_other=st.booleans(),
+    log_file=st.none() | paths,
+)
+
+
+@given(configs)
+def test_a_config_survives_json(config: Config) -> None:
+    text = config.to_json()
+    assert Config.from_json(text.encode("ascii").decode()) == config
+
+
+def test_the_default_tier_and_state_follow_the_places() -> None:
+    config = build_config(
+        Settings(),
+        source="/lustre/data",
+        mountpoint="/mnt",
+        user=ALICE,
+        places=Places("/cache", "/run/x"),
+    )
+    identity = dataset_id("/lustre/data", 1000)
+    assert config.tiers == (TierSpec("/cache", TierSize(percent=50.0)),)
+    assert config.state_dir == f"/cache/state/{identity}"
+    assert (config.dataset_id, config.runtime_dir) == (identity, "/run/x")
+
+
+def test_a_datasets_name_depends_on_source_and_user() -> None:
+    names = {dataset_id(*key) for key in (("/a", 0), ("/a", 1), ("/b", 0), ("/a\udcff", 0))}
+    assert len(names) == 4
+    assert dataset_id("/a", 0) == dataset_id("/a", 0)
+
+
+def test_a_users_cache_is_local(tmp_path: Path) -> None:
+    environ = {"HOME": str(tmp_path), "TMPDIR": "/var/tmp", "XDG_RUNTIME_DIR": str(tmp_path)}
+    local = default_places(1000, environ, is_network=lambda path: False)
+    assert local == Places(f"{tmp_path}/.cache/monarchfs", f"{tmp_path}/monarchfs")
+    remote = default_places(1000, environ, is_network=lambda path: path.startswith(str(tmp_path)))
+    assert remote.cache_dir == "/var/tmp/monarchfs-1000"
+    bare = default_places(4242, {"HOME": "/nonexistent/home"}, is_network=lambda path: True)
+    assert bare == Places("/tmp/monarchfs-4242", "/tmp/monarchfs-4242/run")
+
+
+def test_xdg_cache_home_comes_before_home(tmp_path: Path) -> None:
+    environ = {"HOME": "/somewhere", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert default_places(1000, environ, lambda path: False).cache_dir == (
+        f"{tmp_path}/cache/monarchfs"
+    )
+
+
+def test_roots_places_are_the_systems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(places_module, "ROOT_RUNTIME_DIR", f"{tmp_path}/monarchfs")
+    assert default_places(0, {"HOME": "/root"}, lambda path: True) == Places(
+        "/var/cache/monarchfs", f"{tmp_path}/monarchfs"
+    )
+
+
+def test_root_looks_where_users_keep_their_sockets() -> None:
+    dirs = runtime_dirs_to_search(0, {}, {0, 1000})
+    assert {"/run/monarchfs", "/run/user/1000/monarchfs", "/tmp/monarchfs-1000/run"} <= set(dirs)
+    assert "/run/user/1001/monarchfs" not in runtime_dirs_to_search(1000, {}, {1001})
+
+
+def test_the_user_behind_sudo_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = pwd.getpwnam("nobody")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    for user in (
+        resolve_user(None, {"SUDO_UID": str(nobody.pw_uid)}),
+        resolve_user("nobody", {}),
+        resolve_user(str(nobody.pw_uid), {}),
+    ):
+        assert (user.name, user.uid, user.gid) == ("nobody", nobody.pw_uid, nobody.pw_gid)
+        assert nobody.pw_gid in user.groups
+    assert resolve_user(None, {}).uid == 0
+    assert resolve_user(None, {"SUDO_UID": "junk"}).uid == 0
+
+
+def test_only_root_mounts_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1234567)
+    with pytest.raises(UsageError, match="only root"):
+        resolve_user("root", {})
+    assert resolve_user(None, {"SUDO_UID": "0"}).uid == 1234567
+
+
+@pytest.mark.parametrize("name", ["no-such-user", "4294967294", "-1", "99999999999999999999"])
+def test_an_unknown_user_is_named(name: str) -> None:
+    with pytest.raises(UsageError, match="there is no user"):
+        resolve_user(name, {})

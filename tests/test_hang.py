@@ -1,0 +1,257 @@
+"""A source that hangs stalls only what needs it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import trees
+from tests.mounting import Bench, FaultySource, Mount, requires_fuse, requires_root, wait_for
+
+pytestmark = [requires_root, requires_fuse]
+
+READER = "import sys; [open(path, 'rb').read() for path in sys.argv[1:]]"
+STATTER = "import os, sys; os.stat(sys.argv[1])"
+
+
+class Readers:
+    """Processes that will wait; killed at the end whatever happens."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, code: str, *arguments: object) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        self.processes.append(process)
+        return process
+
+    def threads(self, count: int, path: Path) -> subprocess.Popen[bytes]:
+        """One process with many threads that each open a file ``path``N."""
+        code = (
+            "import sys, threading\n"
+            "def read(n):\n"
+            "    try: open(f'{sys.argv[1]}{n}', 'rb').read()\n"
+            "    except OSError: pass\n"
+            "threading.stack_size(65536)\n"
+            f"ts = [threading.Thread(target=read, args=(n,)) for n in range({count})]\n"
+            "[t.start() for t in ts]; [t.join() for t in ts]\n"
+        )
+        return self.start(code, path)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(10)
+
+
+@pytest.fixture
+def readers() -> Readers:
+    return Readers()
+
+
+@pytest.fixture
+def source(work: Bench, readers: Readers, request: pytest.FixtureRequest) -> FaultySource:
+    backing = work.path / "backing"
+    backing.mkdir()
+    source = work.faulty_source(backing)
+
+    def end() -> None:
+        if source.process.poll() is None:
+            source.faults()
+        readers.close()
+
+    request.addfinalizer(end)
+    return source
+
+
+def fill(source: FaultySource, resident: int, cold: int) -> dict[str, bytes]:
+    contents = {f"r{n}": trees.random_bytes(100_000, n) for n in range(resident)}
+    for name, data in contents.items():
+        (source.backing / name).write_bytes(data)
+    for n in range(cold):
+        (source.backing / f"c{n}").write_bytes(b"cold")
+    return contents
+
+
+def read_resident(mount: Mount, contents: dict[str, bytes]) -> None:
+    for name, data in contents.items():
+        assert (mount.path / name).read_bytes() == data
+
+
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=1"])
+def test_what_is_local_is_served_while_hundreds_wait(
+    work: Bench, source: FaultySource, readers: Readers, freshness: str
+) -> None:
+    contents = fill(source, 20, 500)
+    mount = work.mount(source.path, "--freshness", freshness, "-o", "source_deadline_seconds=0.5")
+    read_resident(mount, contents)
+    names = sorted(os.listdir(mount.path))
+    mount.wait_idle()
+    source.faults(hang=["* *"])
+    readers.threads(500, mount.path / "c")
+    wait_for(lambda: mount.status()["requests"]["waiting"] >= 450, "requests to wait")
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+    time.sleep(1.1 if freshness != "immutable" else 0)  # past the promise: the answers are stale
+    started = time.monotonic()
+    read_resident(mount, contents)
+    assert time.monotonic() - started < 5, "resident reads were held up"
+    assert sorted(os.listdir(mount.path)) == names
+    for name, data in contents.items():
+        assert os.stat(mount.path / name).st_size == len(data)
+    if freshness != "immutable":
+        assert mount.status()["served"]["stale_answers"] > 0
+    assert mount.umount(timeout=5).returncode == 0
+
+
+@pytest.mark.parametrize("operation", ["lookup", "open", "read", "readdir"])
+def test_a_waiting_process_dies_at_once(
+    work: Bench, source: FaultySource, readers: Readers, operation: str
+) -> None:
+    fill(source, 0, 1)
+    (source.backing / "d").mkdir()
+    mount = work.mount(source.path)
+    source.faults(hang=[f"{operation} *"])
+    code = "import os, sys; os.listdir(sys.argv[1])" if operation == "readdir" else READER
+    reader = readers.start(code, mount.path / ("d" if operation == "readdir" else "c0"))
+    wait_for(lambda: source.counts()["operations"].get(operation), "the source to be asked")
+    wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "the request to wait")
+    started = time.monotonic()
+    reader.send_signal(signal.SIGKILL)
+    assert reader.wait(5) == -signal.SIGKILL
+    assert time.monotonic() - started < 1
+    wait_for(lambda: mount.status()["requests"]["waiting"] == 0, "the request to be given up")
+    source.faults()
+    assert (mount.path / "c0").read_bytes() == b"cold"
+
+
+def test_a_signal_that_does_not_kill_does_not_disturb(
+    work: Bench, source: FaultySource, readers: Readers
+) -> None:
+    fill(source, 0, 1)
+    mount = work.mount(source.path)
+    source.faults(hang=["read *"])
+    code = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+        "signal.siginterrupt(signal.SIGUSR1, True)\n"
+        "sys.exit(0 if open(sys.argv[1], 'rb', buffering=0).read() == b'cold' else 1)\n"
+    )
+    reader = readers.start(code, mount.path / "c0")
+    wait_for(lambda: mount.status()["requests"]["waiting"] >= 1, "the request to wait")
+    for _ in range(3):
+        reader.send_signal(signal.SIGUSR1)
+    wait_for(lambda: mount.status()["requests"]["waiting"] >= 1, "the request to go on waiting")
+    source.faults()
+    assert reader.wait(10) == 0
+
+
+def test_a_process_that_was_signalled_before_can_still_be_killed(
+    work: Bench, source: FaultySource, readers: Readers
+) -> None:
+    fill(source, 0, 1)
+    mount = work.mount(source.path)
+    source.faults(hang=["open *"])
+    code = f"import signal; signal.signal(signal.SIGUSR1, lambda *_: None); {READER}"
+    reader = readers.start(code, mount.path / "c0")
+    wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "the request to wait")
+    reader.send_signal(signal.SIGUSR1)
+    state = Path(f"/proc/{reader.pid}/stat")
+    wait_for(lambda: state.read_text().rpartition(") ")[2][0] == "D", "the reader to be in D state")
+    reader.kill()
+    assert reader.wait(5) == -signal.SIGKILL
+
+
+def test_one_hung_file_does_not_stop_the_others(
+    work: Bench, source: FaultySource, readers: Readers
+) -> None:
+    contents = fill(source, 60, 6)
+    mount = work.mount(source.path, "--freshness", "immutable")
+    hung = [f"c{n}" for n in range(6)]
+    source.faults(hang=[f"* {name}" for name in hung])
+    for name in hung:
+        readers.start(READER, mount.path / name)
+    wait_for(lambda: mount.status()["requests"]["waiting"] >= 6, "the readers to hang")
+    read_resident(mount, contents)
+    wait_for(
+        lambda: mount.status()["files"]["resident"] == len(contents),
+        "the other files to be copied",
+    )
+
+
+def test_umount_returns_in_time_and_leaves_only_what_is_stuck(
+    work: Bench, source: FaultySource, readers: Readers
+) -> None:
+    fill(source, 0, 50)
+    mount = work.mount(source.path)
+    (mount.path / "c0").read_bytes()
+    worker = mount.worker_pid()
+    source.faults(hang=["* *"])
+    reader = readers.threads(40, mount.path / "c")
+    wait_for(lambda: mount.status()["requests"]["waiting"] >= 30, "the readers to wait")
+    started = time.monotonic()
+    done = mount.umount(timeout=4)
+    assert time.monotonic() - started < 8
+    assert done.returncode == 0, done.stderr
+    assert not os.path.ismount(mount.path)
+    reader.wait(5)
+    source.faults()
+    wait_for(
+        lambda: (
+            not Path(f"/proc/{worker}/cmdline").exists()
+            or not Path(f"/proc/{worker}/cmdline").read_bytes()
+        ),
+        "the worker to go when the source lets it",
+    )
+
+
+def test_mounting_a_source_that_hangs_fails_in_time(work: Bench, source: FaultySource) -> None:
+    from tests.mounting import run
+
+    source.faults(hang=["* *"])
+    point = work.path / "mnt"
+    point.mkdir()
+    started = time.monotonic()
+    done = run(
+        *("mount", str(source.path), str(point), "--tier", f"{work.path}/tier=1G"),
+        *("--state-dir", f"{work.path}/state", "-o", "start_timeout_seconds=2"),
+    )
+    assert time.monotonic() - started < 10
+    assert done.returncode == 1
+    assert str(source.path) in done.stderr
+    assert done.stderr.count("\n") == 1
+    source.faults()
+    assert os.listdir(point) == []
+
+
+def test_with_open_freshness_an_open_waits_for_the_source(
+    work: Bench, source: FaultySource, readers: Readers
+) -> None:
+    contents = fill(source, 1, 0)
+    mount = work.mount(source.path, "--freshness", "open", "-o", "source_deadline_seconds=0.2")
+    read_resident(mount, contents)
+    mount.wait_idle()
+    source.faults(hang=["* *"])
+    reader = readers.start(READER, mount.path / "r0")
+    wait_for(lambda: mount.status()["requests"]["waiting"] >= 1, "the open to wait")
+    time.sleep(0.5)
+    assert reader.poll() is None
+    source.faults()
+    assert reader.wait(10) == 0
+
+
+def test_errors_while_hanging_are_not_invented(work: Bench, source: FaultySource) -> None:
+    fill(source, 0, 1)
+    mount = work.mount(source.path)
+    source.faults(fail={"lookup c0": errno.EIO})
+    with pytest.raises(OSError, match="Input/output error"):
+        os.stat(mount.path / "c0")
+    source.faults()
+    assert os.stat(mount.path / "c0").st_size == 4

@@ -1,0 +1,204 @@
+"""mountinfo, names of mount points, and calls that may hang."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from monarchfs.bounded import Answer, bounded_call
+from monarchfs.fuse.mount import mount
+from monarchfs.fuse.mountinfo import (
+    Mount,
+    find_mount,
+    is_network_filesystem,
+    is_network_type,
+    mount_of,
+    parse_mountinfo,
+    read_mountinfo,
+    resolve_mountpoint,
+)
+from monarchfs.fuse.unmount import Unmount, Unmounted, unmount_bounded
+from monarchfs.types import OperationError, UsageError
+from tests.mounting import fuse_mounts, requires_fuse, requires_root
+
+SAMPLE = (
+    b"22 27 0:21 / /proc rw,relatime - proc proc rw\n"
+    b"27 1 254:0 / / rw,relatime shared:1 master:2 - ext4 /dev/vda rw,discard\n"
+    b"42 27 0:300 / /mnt/a\\040b\\134c\\011\xff ro,nosuid - fuse.monarchfs /d\\040s,x\\012"
+    b" ro,user_id=1000,group_id=1000,allow_other\n"
+    b"43 42 0:301 / /mnt/a\\040b\\134c\\011\xff ro - nfs4 server:/x rw\n"
+    b"44 27 0:40 / /run rw - tmpfs \n"
+)
+
+
+def test_mountinfo_is_taken_apart() -> None:
+    mounts = parse_mountinfo(SAMPLE)
+    assert [mount.mount_id for mount in mounts] == [22, 27, 42, 43, 44]
+    ours = mounts[2]
+    assert ours == Mount(
+        42,
+        27,
+        0,
+        300,
+        "/",
+        "/mnt/a b\\c\t\udcff",
+        "ro,nosuid",
+        "fuse.monarchfs",
+        "/d s,x\n",
+        "ro,user_id=1000,group_id=1000,allow_other",
+    )
+    assert ours.user_id == 1000
+    assert mounts[1].user_id is None
+
+
+def test_the_topmost_mount_is_found() -> None:
+    mounts = parse_mountinfo(SAMPLE)
+    found = find_mount("/mnt/a b\\c\t\udcff", mounts)
+    assert found is not None
+    assert found.fstype == "nfs4"
+    assert find_mount("/mnt", mounts) is None
+
+
+@pytest.mark.parametrize(
+    "fstype",
+    [
+        *("nfs", "nfs4", "lustre", "gpfs", "cifs", "smb3", "ceph", "beegfs", "wekafs", "pvfs2"),
+        *("orangefs", "afs", "9p", "glusterfs", "autofs", "fuse", "fuse.sshfs", "fuse.monarchfs"),
+    ],
+)
+def test_network_file_systems(fstype: str) -> None:
+    assert is_network_type(fstype)
+
+
+@pytest.mark.parametrize("fstype", ["ext4", "xfs", "tmpfs", "btrfs", "overlay", "fuseblk", "zfs"])
+def test_local_file_systems(fstype: str) -> None:
+    assert not is_network_type(fstype)
+
+
+def test_the_file_system_of_a_path() -> None:
+    found = mount_of("/proc/self")
+    assert found is not None
+    assert (found.mountpoint, found.fstype) == ("/proc", "proc")
+    assert not is_network_filesystem("/proc/no/such/thing")
+
+
+def test_names_of_mount_points_are_resolved(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "absolute").symlink_to(tmp_path / "link")
+    (tmp_path / "loop").symlink_to("loop")
+    base = os.path.realpath(tmp_path)
+    assert resolve_mountpoint(f"{tmp_path}/absolute/../real/./x//y/") == f"{base}/real/x/y"
+    assert resolve_mountpoint(f"{tmp_path}/absolute/x") == f"{base}/real/x"
+    assert resolve_mountpoint(f"{tmp_path}/loop").startswith(base)
+    assert resolve_mountpoint("/") == "/"
+
+
+def test_a_mount_point_is_never_asked(tmp_path: Path) -> None:
+    """A name that is in the mount table is not followed, though a symbolic link is there."""
+    base = os.path.realpath(tmp_path)
+    (tmp_path / "link").symlink_to("/")
+    fake = Mount(1, 1, 0, 1, "/", f"{base}/link", "ro", "fuse.monarchfs", "/s", "ro")
+    mounts = [*read_mountinfo(), fake]
+    assert resolve_mountpoint(f"{base}/link", mounts) == f"{base}/link"
+    assert resolve_mountpoint(f"{base}/x/../link/in", mounts) == f"{base}/link/in"
+
+
+def test_a_bounded_call_answers_with_descriptors(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+
+    def call() -> Answer:
+        return {"pid": os.getpid()}, [os.open(tmp_path / "file", os.O_RDONLY)]
+
+    result, descriptors = bounded_call(call, timeout=10, overdue="late")
+    assert result["pid"] != os.getpid()
+    with open(descriptors[0], "rb") as file:
+        assert file.read() == b"content"
+        assert not os.get_inheritable(file.fileno())
+
+
+def test_a_bounded_calls_errors_arrive() -> None:
+    def refuse() -> Answer:
+        raise UsageError("wrong")
+
+    def fail() -> Answer:
+        raise OperationError("broken")
+
+    def surprise() -> Answer:
+        raise ZeroDivisionError("x")
+
+    def die() -> Answer:
+        os._exit(9)
+
+    with pytest.raises(UsageError, match=r"^wrong$"):
+        bounded_call(refuse, timeout=10, overdue="late")
+    with pytest.raises(OperationError, match=r"^broken$"):
+        bounded_call(fail, timeout=10, overdue="late")
+    with pytest.raises(OperationError, match="ZeroDivisionError"):
+        bounded_call(surprise, timeout=10, overdue="late")
+    with pytest.raises(OperationError, match="killed"):
+        bounded_call(die, timeout=10, overdue="late")
+
+
+def test_a_bounded_call_that_hangs_is_left() -> None:
+    reading, writing = os.pipe()
+    ours, theirs = socket.socketpair()
+    started = time.monotonic()
+
+    def hang() -> Answer:
+        # The child keeps `reading` alone of what the parent has open.
+        assert not os.path.exists(f"/proc/self/fd/{ours.fileno()}")
+        os.read(reading, 1)
+        return None, ()
+
+    with ours, theirs, pytest.raises(OperationError, match=r"^late$"):
+        bounded_call(hang, timeout=0.2, overdue="late", keep=[reading])
+    assert 0.2 <= time.monotonic() - started < 5
+    os.close(reading)
+    os.close(writing)
+
+
+@requires_root
+@requires_fuse
+def test_a_mount_whose_daemon_is_dead_is_unmounted(tmp_path: Path) -> None:
+    source = "/data, with\\odd na\nme"
+    device = mount(source=source, mountpoint=str(tmp_path), uid=0, gid=0, allow_other=False)
+    assert not os.get_inheritable(device)
+    assert not os.get_blocking(device)
+    mounted = find_mount(str(tmp_path))
+    assert mounted is not None
+    assert (mounted.source, mounted.fstype) == (source, "fuse.monarchfs")
+    assert {"ro", "nosuid", "nodev"} <= set(mounted.options.split(","))
+    assert "default_permissions" not in mounted.super_options
+    os.close(device)
+    assert unmount_bounded(str(tmp_path), time.monotonic() + 5) is Unmounted.CLEAN
+    assert unmount_bounded(str(tmp_path), time.monotonic() + 5) is Unmounted.NOT_MOUNTED
+    assert fuse_mounts(str(tmp_path)) == []
+
+
+@requires_root
+@requires_fuse
+def test_only_the_mount_that_is_meant_is_unmounted(tmp_path: Path) -> None:
+    devices = [
+        mount(source=name, mountpoint=str(tmp_path), uid=0, gid=0, allow_other=True)
+        for name in ("below", "above")
+    ]
+    below, above = [m for m in read_mountinfo() if m.mountpoint == str(tmp_path)]
+    assert "default_permissions" in above.super_options
+    attempt = Unmount(str(tmp_path), time.monotonic() + 5, below.minor)
+    assert attempt.step() is None
+    assert find_mount(str(tmp_path)) == above
+    assert unmount_bounded(str(tmp_path), time.monotonic() + 5) is Unmounted.CLEAN
+    while attempt.step() is None:
+        time.sleep(0.01)
+    assert attempt.outcome is Unmounted.CLEAN
+    for device in devices:
+        os.close(device)
+
+
+def test_other_file_systems_are_left_alone() -> None:
+    assert unmount_bounded("/proc", time.monotonic() + 1) is Unmounted.NOT_MOUNTED

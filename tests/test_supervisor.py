@@ -1,0 +1,435 @@
+"""The supervisor's life around a fake worker: mounting, asking, dying, unmounting."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs import control
+from monarchfs.fuse.mountinfo import find_mount
+from tests.faking import NOBODY, Area, area, device_mode
+from tests.mounting import fuse_mounts, processes_about, requires_fuse, requires_root, wait_for
+
+pytestmark = [requires_root, requires_fuse]
+
+
+@pytest.fixture(params=[None, NOBODY], ids=["root", "user"])
+def work(request: pytest.FixtureRequest) -> Iterator[Area]:
+    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
+    try:
+        with device_mode(0o666), area(path, request.param) as opened:
+            yield opened
+    finally:
+        shutil.rmtree(path)
+
+
+@pytest.fixture
+def root_work() -> Iterator[Area]:
+    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
+    try:
+        with area(path, None) as opened:
+            yield opened
+    finally:
+        shutil.rmtree(path)
+
+
+def registered(work: Area) -> control.Registered:
+    runtime_dir = "/run/monarchfs" if work.user is None else f"{work.path}/run/monarchfs"
+    (found,) = [
+        one
+        for one in control.find_mounts([runtime_dir])
+        if one.entry.mountpoint.startswith(f"{work.path}/")
+    ]
+    return found
+
+
+def status(work: Area, name: str = "mnt") -> dict[str, Any]:
+    done = work.run("status", name, "--json")
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] in (b"Z", b"X")
+    except FileNotFoundError:
+        return True
+
+
+def assert_unmounted(work: Area) -> None:
+    work.assert_nothing_runs()
+    assert list(work.path.glob("run/monarchfs/*")) == []
+    if Path("/run/monarchfs").is_dir():
+        texts = [p.read_text() for p in Path("/run/monarchfs").glob("*.json")]
+        assert not any(str(work.path) in text for text in texts)
+
+
+def umount(work: Area, *options: str, name: str = "mnt") -> float:
+    """Unmounts; how many seconds that took."""
+    started = time.monotonic()
+    done = work.run("umount", name, *options)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    return time.monotonic() - started
+
+
+def as_owner(work: Area, *command: str) -> subprocess.Popen[bytes]:
+    """A process of the mount's user; unless allow_other, nobody else may enter."""
+    owner = None if work.user is None else pwd.getpwnam(work.user)
+    identity: dict[str, Any] = {}
+    if owner is not None:
+        identity = {"user": owner.pw_uid, "group": owner.pw_gid, "extra_groups": []}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/", **identity
+    )
+
+
+def test_a_mount_from_start_to_end(work: Area) -> None:
+    work.mount("--prefetch", "none")
+    mounted = find_mount(f"{work.path}/mnt")
+    assert mounted is not None
+    assert (mounted.fstype, mounted.source) == ("fuse.monarchfs", f"{work.path}/src")
+    assert {"ro", "nosuid", "nodev"} <= set(mounted.options.split(","))
+    assert "allow_other" not in mounted.super_options
+    report = status(work)
+    assert report["state"] == "serving"
+    assert report["environment"] == ["LANG", "PATH"]
+    assert report["request"] == {"command": "status"}
+    assert as_owner(work, "stat", f"{work.path}/mnt").wait(10) == 0
+    assert umount(work) < 5
+    assert_unmounted(work)
+    done = work.run("umount", "mnt")
+    assert (done.returncode, done.stdout) == (0, f"{work.path}/mnt is not mounted\n")
+
+
+def test_what_is_made_belongs_to_the_user_alone(work: Area) -> None:
+    work.mount()
+    uid = os.geteuid() if work.user is None else pwd.getpwnam(work.user).pw_uid
+    (dataset,) = (work.path / "tier").iterdir()
+    for directory in (dataset, work.path / "state"):
+        st = directory.stat()
+        assert (st.st_uid, st.st_mode & 0o777) == (uid, 0o700)
+    st = os.stat(registered(work).socket_path)
+    assert (st.st_uid, st.st_mode & 0o777) == (uid, 0o600)
+    assert json.loads((work.path / "state" / "lock").read_text())["mountpoint"] == (
+        f"{work.path}/mnt"
+    )
+    umount(work)
+    # What is cached stays for the next mount, and does not stand in its way.
+    work.mount()
+    umount(work)
+    assert_unmounted(work)
+
+
+def test_root_mounts_for_a_user(root_work: Area) -> None:
+    work, nobody = root_work, pwd.getpwnam(NOBODY)
+    work.mount("--user", NOBODY)
+    report = status(work)
+    assert report["uid"] == nobody.pw_uid
+    assert set(report["groups"]) <= set(os.getgrouplist(NOBODY, nobody.pw_gid))
+    (dataset,) = (work.path / "tier").iterdir()
+    assert dataset.stat().st_uid == nobody.pw_uid
+    assert (work.path / "tier").stat().st_uid == 0
+    mounted = find_mount(f"{work.path}/mnt")
+    assert mounted is not None
+    assert mounted.user_id == nobody.pw_uid
+    # The user asks and unmounts by the socket, without root.
+    user_of_mount = Area(work.path, NOBODY, work.python)
+    with device_mode(0o666):
+        assert status(user_of_mount)["uid"] == nobody.pw_uid
+        umount(user_of_mount)
+    assert_unmounted(work)
+
+
+def test_allow_other_lets_the_kernel_decide(root_work: Area) -> None:
+    root_work.mount("-o", "allow_other", "--user", NOBODY)
+    mounted = find_mount(f"{root_work.path}/mnt")
+    assert mounted is not None
+    assert {"allow_other", "default_permissions"} <= set(mounted.super_options.split(","))
+    os.stat(root_work.path / "mnt")
+    umount(root_work)
+
+
+def test_over_the_source_itself(work: Area) -> None:
+    done = work.run("mount", "src", "src", *work.storage)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert fuse_mounts(str(work.path)) == [f"{work.path}/src"]
+    umount(work, name="src")
+    assert_unmounted(work)
+
+
+def test_a_mount_point_through_a_link(work: Area) -> None:
+    (work.path / "link").symlink_to("mnt")
+    done = work.run("mount", "src", "link", *work.storage)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert status(work, "link")["state"] == "serving"
+    umount(work, name="link")
+    assert_unmounted(work)
+
+
+def test_a_second_mount_on_the_same_place_is_refused(work: Area) -> None:
+    work.mount()
+    done = work.run("mount", "src", "mnt", *work.storage)
+    assert done.returncode == 2
+    assert "already a monarchfs mount" in done.stderr
+    assert "monarchfs umount" in done.stderr
+    umount(work)
+
+
+def test_a_second_mount_with_the_same_state_is_refused(work: Area) -> None:
+    work.mount()
+    (work.path / "other").mkdir()
+    if work.user is not None:
+        shutil.chown(work.path / "other", work.user)
+    done = work.run("mount", "src", "other", *work.storage)
+    assert done.returncode == 2
+    assert f"monarchfs umount {work.path}/mnt" in done.stderr
+    assert done.stderr.count("\n") == 1
+    umount(work)
+    assert (work.path / "state" / "index").exists()
+
+
+def test_a_tier_in_a_fuse_mount_is_refused(root_work: Area) -> None:
+    root_work.mount()
+    (root_work.path / "other").mkdir()
+    (root_work.path / "src2").mkdir()
+    done = root_work.run(
+        *("mount", "src2", "other", "--tier", "mnt=1G"),
+        *("--state-dir", f"{root_work.path}/state2"),
+    )
+    assert done.returncode == 2
+    assert "network file system (fuse.monarchfs)" in done.stderr
+    umount(root_work)
+
+
+def test_status_of_all_mounts(work: Area) -> None:
+    work.mount()
+    done = work.run("status", "--json")
+    mounts = json.loads(done.stdout)["mounts"]
+    assert "serving" in [one["state"] for one in mounts]
+    done = work.run("status", "mnt")
+    assert "state     serving" in done.stdout
+    umount(work)
+
+
+def test_umount_of_a_busy_mount_keeps_to_its_time(work: Area) -> None:
+    work.mount()
+    user = as_owner(
+        work,
+        "sh",
+        "-c",
+        f"cd {work.path}/mnt && echo in && exec sleep 60",
+    )
+    assert user.stdout is not None
+    assert user.stdout.readline() == b"in\n"
+    assert 1 < umount(work, "--timeout", "3") < 5
+    assert_unmounted(work)
+    user.kill()
+    user.communicate()
+
+
+def test_umount_waits_for_those_who_leave_in_time(work: Area) -> None:
+    work.mount()
+    user = as_owner(work, "sh", "-c", f"cd {work.path}/mnt && echo in && read line")
+    assert user.stdout is not None
+    assert user.stdout.readline() == b"in\n"
+    user.kill()
+    user.communicate()
+    assert umount(work, "--timeout", "20") < 10
+    assert_unmounted(work)
+
+
+def test_umount_while_nothing_is_answered(work: Area) -> None:
+    """Processes that wait for the file system get an error, and nobody is left waiting."""
+    work.mount(mode="hang")
+    reader = as_owner(work, "stat", f"{work.path}/mnt/name")
+    wait_for(lambda: b"request_wait" in Path(f"/proc/{reader.pid}/wchan").read_bytes(), "the wait")
+    assert umount(work, "--timeout", "3") < 5
+    assert reader.wait(10) != 0
+    reader.communicate()
+    assert_unmounted(work)
+
+
+def test_unmounted_by_somebody_else(work: Area) -> None:
+    work.mount()
+    supervisor = registered(work).entry.supervisor_pid
+    command = ["umount"] if work.user is None else ["fusermount3", "-u"]
+    assert as_owner(work, *command, f"{work.path}/mnt").wait(10) == 0
+    wait_for(lambda: is_gone(supervisor), "the supervisor to notice", 10)
+    assert_unmounted(work)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_unmounts(root_work: Area, number: signal.Signals) -> None:
+    root_work.mount()
+    supervisor = registered(root_work).entry.supervisor_pid
+    os.kill(supervisor, number)
+    wait_for(lambda: is_gone(supervisor), "the supervisor to end", 10)
+    assert_unmounted(root_work)
+
+
+def test_a_dead_worker_leaves_no_hanging_mount(work: Area) -> None:
+    work.mount()
+    supervisor, worker = registered(work).entry.supervisor_pid, status(work)["worker"]["pid"]
+    os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: is_gone(supervisor), "the supervisor to give up", 10)
+    assert_unmounted(work)
+    assert "was killed by signal 9" in (work.path / "state" / "supervisor.log").read_text()
+
+
+def test_a_dead_supervisor_is_reported_and_cleared(work: Area) -> None:
+    work.mount()
+    os.kill(registered(work).entry.supervisor_pid, signal.SIGKILL)
+    wait_for(lambda: not work.workers(), "the worker to follow", 10)
+    done = work.run("status", "mnt", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["state"] == "dead"
+    assert work.run("mount", "src", "mnt", *work.storage).returncode == 2
+    umount(work)
+    assert_unmounted(work)
+
+
+def test_a_stopped_supervisor_does_not_stop_umount(work: Area) -> None:
+    work.mount()
+    os.kill(registered(work).entry.supervisor_pid, signal.SIGSTOP)
+    assert umount(work, "--timeout", "3") < 6
+    assert_unmounted(work)
+
+
+def test_in_the_foreground(work: Area) -> None:
+    process = subprocess.Popen(
+        work.command("mount", "src", "mnt", *work.storage, "-f"),
+        cwd=work.path,
+        env=work.environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: fuse_mounts(str(work.path)), "the mount")
+    assert process.stderr is not None
+    assert process.stderr.readline() == (f"monarchfs: serving {work.path}/src on {work.path}/mnt\n")
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=15)
+    assert process.returncode == 0
+    assert "SIGINT: unmounting" in rest
+    assert_unmounted(work)
+
+
+def test_a_signal_during_the_start_takes_everything_back(root_work: Area) -> None:
+    before = root_work.files()
+    process = subprocess.Popen(
+        root_work.command("mount", "src", "mnt", *root_work.storage, "-f", mode="silent"),
+        cwd=root_work.path,
+        env=root_work.environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: (root_work.path / "state" / "index").exists(), "the worker")
+    process.terminate()
+    _, complaint = process.communicate(timeout=15)
+    assert process.returncode == 1
+    assert "interrupted by SIGTERM" in complaint
+    root_work.assert_nothing_runs()
+    # The index is the worker's, so its directory stays.
+    left = {os.path.relpath(path, root_work.path) for path in root_work.files() - before}
+    assert left == {"state", "state/index", "state/lock"}
+
+
+def test_a_hanging_source_is_named_in_time(root_work: Area) -> None:
+    work = root_work
+    (work.path / "hung").mkdir()
+    done = work.run(
+        *("mount", "src", "hung", "--tier", f"{work.path}/tier0=1M"),
+        *("--state-dir", f"{work.path}/state0"),
+        mode="hang",
+    )
+    assert done.returncode == 0, done.stderr
+    before = work.files()
+    started = time.monotonic()
+    done = work.run("mount", "hung", "mnt", *work.storage, "-o", "start_timeout_seconds=1.5")
+    assert time.monotonic() - started < 6
+    assert done.returncode == 1
+    assert "hung did not answer within" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert work.files() == before
+    umount(work, "--timeout", "2", name="hung")
+    assert_unmounted(work)
+
+
+def test_a_dead_mount_point_gets_a_remedy(root_work: Area) -> None:
+    helper = subprocess.run(
+        [
+            *(root_work.python, "-I", "-c"),
+            "import ctypes, os, sys\n"
+            "device = os.open('/dev/fuse', os.O_RDWR)\n"
+            "options = f'fd={device},rootmode=40000,user_id=0,group_id=0'.encode()\n"
+            "sys.exit(ctypes.CDLL(None).mount(b'x', sys.argv[1].encode(), b'fuse.other', 7,"
+            " options))",
+            f"{root_work.path}/mnt",
+        ],
+        check=False,
+    )
+    assert helper.returncode == 0
+    done = root_work.run("mount", "src", "mnt", *root_work.storage)
+    assert done.returncode == 1
+    assert "daemon is dead" in done.stderr
+    assert f"umount -l {root_work.path}/mnt" in done.stderr
+    subprocess.run(["umount", f"{root_work.path}/mnt"], check=True)
+
+
+def ask(path: str, content: bytes) -> dict[str, Any]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(10)
+        client.connect(path)
+        client.sendall(content)
+        with client.makefile("rb") as replies:
+            answer: dict[str, Any] = json.loads(replies.readline())
+            return answer
+
+
+def test_nonsense_on_the_control_socket(root_work: Area) -> None:
+    root_work.mount()
+    path = registered(root_work).socket_path
+    for content, words in (
+        (b"status\n", "not valid"),
+        (b"[1]\n", "not valid"),
+        (b'{"command": "umount", "timeout": "soon"}\n', "not valid"),
+        (b"x" * (65 << 10), "too long"),
+        (b'{"command"', "in time"),
+    ):
+        answer = ask(path, content)
+        assert answer["ok"] is False
+        assert words in answer["error"]
+    assert status(root_work)["state"] == "serving"
+    assert umount(root_work) < 5
+
+
+def test_a_socket_of_another_user_is_closed_to_us(root_work: Area) -> None:
+    root_work.mount()
+    nobody = Area(root_work.path, NOBODY, root_work.python)
+    done = nobody.run("umount", "mnt")
+    assert done.returncode == 1
+    assert "belongs to another user" in done.stderr
+    done = nobody.run("status", "mnt")
+    assert done.returncode == 1
+    assert processes_about(str(root_work.path))
+    umount(root_work)
+
+
+def test_the_log_file(root_work: Area) -> None:
+    root_work.mount("--log-file", "log", "--log-level", "info")
+    umount(root_work)
+    text = (root_work.path / "log").read_text()
+    assert f"serving {root_work.path}/src on {root_work.path}/mnt" in text
+    assert "unmounted" in text
