@@ -1,7 +1,8 @@
 # make setup | demo | test | check | bench | clean
 # Variables: PYTHON (which one makes the virtual environment), ARGS (passed to demo, test, bench)
 
-PYTHON ?= python3
+# The system's own first: every user may run it, and mounts are tested as an ordinary user too.
+PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

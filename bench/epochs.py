@@ -10,7 +10,7 @@ from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.harness import MIB, Mount, Source, forget_pages, reader_processes
+from bench.harness import MIB, Mount, Source, forget_pages, reader_processes, write_random
 from bench.report import Result
 
 DATASET_BYTES = 2 << 30
@@ -33,11 +33,8 @@ def generate(root: Path) -> list[File]:
     left = DATASET_BYTES
     while left:
         size = min(left, int(SMALLEST * (LARGEST / SMALLEST) ** rng.random()))
-        path = root / f"{len(files) % 16:02d}" / f"{len(files):05d}.bin"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = rng.randbytes(size)
-        path.write_bytes(data)
-        files.append(File(str(path.relative_to(root)), zlib.crc32(data)))
+        path = f"{len(files) % 16:02d}/{len(files):05d}.bin"
+        files.append(File(path, write_random(root / path, size, rng)))
         left -= size
     return files
 

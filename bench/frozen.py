@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.harness import MIB, Mount, Source, forget_pages, memory_place, wait_for
+from bench.harness import MIB, Mount, Source, forget_pages, memory_place, wait_for, write_random
 from bench.report import Result
 
 WAITING = 500
@@ -101,10 +101,9 @@ def kill_a_reader(mount: Mount, path: Path) -> float:
 
 def generate(root: Path) -> None:
     rng = random.Random(1)
-    (root / "small").mkdir(parents=True)
     for number in range(SMALL_FILES):
-        (root / "small" / str(number)).write_bytes(rng.randbytes(SMALL_BYTES))
-    (root / "large").write_bytes(rng.randbytes(LARGE_BYTES))
+        write_random(root / "small" / str(number), SMALL_BYTES, rng)
+    write_random(root / "large", LARGE_BYTES, rng)
     for folder in range(ROUNDS + 1):
         (root / f"remote{folder}").mkdir()
         for number in range(WAITING):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.pool import Pool
@@ -60,6 +62,18 @@ def memory_place() -> Iterator[Path]:
     parent = "/dev/shm" if os.path.ismount("/dev/shm") else None
     with workplace("memory", parent) as path:
         yield path
+
+
+def write_random(path: Path, size: int, rng: random.Random) -> int:
+    """Writes ``size`` bytes that no file system can shrink; their CRC-32."""
+    checksum = 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for start in range(0, size, MIB):
+            block = rng.randbytes(min(MIB, size - start))
+            checksum = zlib.crc32(block, checksum)
+            file.write(block)
+    return checksum
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:

@@ -19,23 +19,24 @@ from bench.harness import (
     forget_pages,
     memory_place,
     wait_for,
+    write_random,
 )
 from bench.report import Result
 
 ROUNDS = 7
 LARGE_BYTES = 512 * MIB
 SMALL_FILES, SMALL_BYTES = 1500, 110_000
-MEASURES = ("large file, MB/s", "small files, files/s", "large file, cached", "small files, cached")
+MEASURES = (
+    *(("large file", "MB/s"), ("small files", "1/s")),
+    *(("large file, page cache", "MB/s"), ("small files, page cache", "1/s")),
+)
 
 
 def generate(root: Path) -> None:
     rng = random.Random(1)
-    (root / "small").mkdir(parents=True)
     for number in range(SMALL_FILES):
-        (root / "small" / f"{number:05d}.jpg").write_bytes(rng.randbytes(SMALL_BYTES))
-    with open(root / "large", "wb") as file:
-        for _ in range(LARGE_BYTES // MIB):
-            file.write(rng.randbytes(MIB))
+        write_random(root / "small" / f"{number:05d}.jpg", SMALL_BYTES, rng)
+    write_random(root / "large", LARGE_BYTES, rng)
 
 
 def read_large(root: Path) -> float:
@@ -133,12 +134,12 @@ def run(place: Path) -> Result:
             for name in order:
                 found[name].append(measure(systems[name], 10 * number))
             order.reverse()
-    for index, what in enumerate(MEASURES):
+    for index, (what, unit) in enumerate(MEASURES):
         direct = [values[index] for values in found["direct"]]
         for name in systems:
             if name != "direct":
                 values = [values[index] for values in found[name]]
-                result.compare(f"{what}: {name}", what.rpartition(" ")[2][:7], values, direct)
+                result.compare(f"{what}: {name}", unit, values, direct)
     missing = {"bindfs", "rclone"} - set(systems)
     result.notes = [
         "data, replicas and rclone's cache on tmpfs, so that the disk is no part of it; direct is"
@@ -152,7 +153,7 @@ def run(place: Path) -> Result:
             if os.geteuid() == 0
             else "the files' pages were dropped (root would drop names and attributes too)"
         )
-        + "; 'cached' is the same read once more, pages in the kernel's cache",
+        + "; 'page cache' is the same read once more, pages in the kernel's cache",
         *(f"{name} is not installed" for name in sorted(missing)),
     ]
     return result

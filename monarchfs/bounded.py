@@ -40,9 +40,7 @@ def bounded_call(
         theirs.close()
         ours.settimeout(max(timeout, 0.001))
         try:
-            reply, descriptors, _, _ = socket.recv_fds(
-                ours, _REPLY_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
+            reply, descriptors, _, _ = socket.recv_fds(ours, _REPLY_BYTES, _MOST_DESCRIPTORS)
         except TimeoutError:
             os.kill(pid, signal.SIGKILL)
             raise OperationError(overdue) from None
@@ -50,6 +48,9 @@ def bounded_call(
             os.kill(pid, signal.SIGKILL)
             raise
         os.waitpid(pid, 0)
+    # Not by MSG_CMSG_CLOEXEC, because socket.recv_fds ignores flags in many releases of Python.
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
     if not reply:
         raise OperationError(f"{overdue} (the process that asked was killed)")
     answer = json.loads(reply)

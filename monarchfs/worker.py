@@ -101,6 +101,8 @@ class Channel:
         data, fds, _flags, _address = socket.recv_fds(
             self._plain, CHANNEL_BYTES, 4, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
         )
+        for fd in fds:  # recv_fds of older Pythons does not pass MSG_CMSG_CLOEXEC on
+            os.set_inheritable(fd, False)
         return (json.loads(data), fds) if data else None
 
 

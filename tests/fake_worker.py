@@ -19,7 +19,16 @@ import sys
 OUT_HEADER = struct.Struct("=IiQ")
 IN_HEADER = struct.Struct("=IIQQIIIHH")
 ATTR = struct.Struct("=6Q10I")
-GETATTR, FORGET, STATFS, OPENDIR, INTERRUPT, BATCH_FORGET, RELEASEDIR = 3, 2, 17, 27, 36, 42, 29
+LOOKUP, GETATTR, FORGET, STATFS, OPENDIR, INTERRUPT, BATCH_FORGET, RELEASEDIR = (
+    1,
+    3,
+    2,
+    17,
+    27,
+    36,
+    42,
+    29,
+)
 READDIR, READDIRPLUS = 28, 44
 
 
@@ -46,7 +55,7 @@ def reply_to(request: bytes) -> bytes | None:
     elif opcode == STATFS:
         body = struct.pack("=5Q4I6I", 1, 1, 1, 1, 1, 4096, 255, 4096, *(0,) * 7)
     elif opcode not in (READDIR, READDIRPLUS, RELEASEDIR):
-        error = -errno.ENOENT
+        error = -errno.ENOENT if opcode == LOOKUP else -errno.ENOSYS
     return OUT_HEADER.pack(OUT_HEADER.size + len(body), error, unique) + body
 
 

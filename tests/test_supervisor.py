@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 
 from monarchfs import control
 from monarchfs.fuse.mountinfo import find_mount
-from tests.faking import NOBODY, Area, area, device_mode
+from tests.faking import NOBODY, Area, area, device_mode, interpreter_for
 from tests.mounting import fuse_mounts, processes_about, requires_fuse, requires_root, wait_for
 
 pytestmark = [requires_root, requires_fuse]
@@ -85,15 +86,32 @@ def umount(work: Area, *options: str, name: str = "mnt") -> float:
     return time.monotonic() - started
 
 
-def as_owner(work: Area, *command: str) -> subprocess.Popen[bytes]:
+def start_as_owner(work: Area, *command: str) -> subprocess.Popen[bytes]:
     """A process of the mount's user; unless allow_other, nobody else may enter."""
-    owner = None if work.user is None else pwd.getpwnam(work.user)
     identity: dict[str, Any] = {}
-    if owner is not None:
+    if work.user is not None:
+        owner = pwd.getpwnam(work.user)
         identity = {"user": owner.pw_uid, "group": owner.pw_gid, "extra_groups": []}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/", **identity
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/", **identity
     )
+
+
+def run_as_owner(work: Area, *command: str) -> int:
+    with start_as_owner(work, *command) as process:
+        process.communicate(timeout=20)
+        return process.returncode
+
+
+@contextmanager
+def somebody_inside(work: Area) -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose working directory is the mount."""
+    script = f"cd {work.path}/mnt && echo in && read line"
+    with start_as_owner(work, "sh", "-c", script) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"in\n"
+        yield process
+        process.kill()
 
 
 def test_a_mount_from_start_to_end(work: Area) -> None:
@@ -107,7 +125,7 @@ def test_a_mount_from_start_to_end(work: Area) -> None:
     assert report["state"] == "serving"
     assert report["environment"] == ["LANG", "PATH"]
     assert report["request"] == {"command": "status"}
-    assert as_owner(work, "stat", f"{work.path}/mnt").wait(10) == 0
+    assert run_as_owner(work, "stat", f"{work.path}/mnt") == 0
     assert umount(work) < 5
     assert_unmounted(work)
     done = work.run("umount", "mnt")
@@ -135,6 +153,7 @@ def test_what_is_made_belongs_to_the_user_alone(work: Area) -> None:
 
 def test_root_mounts_for_a_user(root_work: Area) -> None:
     work, nobody = root_work, pwd.getpwnam(NOBODY)
+    work.python = interpreter_for(NOBODY)
     work.mount("--user", NOBODY)
     report = status(work)
     assert report["uid"] == nobody.pw_uid
@@ -154,6 +173,7 @@ def test_root_mounts_for_a_user(root_work: Area) -> None:
 
 
 def test_allow_other_lets_the_kernel_decide(root_work: Area) -> None:
+    root_work.python = interpreter_for(NOBODY)
     root_work.mount("-o", "allow_other", "--user", NOBODY)
     mounted = find_mount(f"{root_work.path}/mnt")
     assert mounted is not None
@@ -226,39 +246,35 @@ def test_status_of_all_mounts(work: Area) -> None:
 
 def test_umount_of_a_busy_mount_keeps_to_its_time(work: Area) -> None:
     work.mount()
-    user = as_owner(
-        work,
-        "sh",
-        "-c",
-        f"cd {work.path}/mnt && echo in && exec sleep 60",
-    )
-    assert user.stdout is not None
-    assert user.stdout.readline() == b"in\n"
-    assert 1 < umount(work, "--timeout", "3") < 5
+    with somebody_inside(work):
+        assert 1 < umount(work, "--timeout", "6") < 7
+        assert fuse_mounts(str(work.path)) == []
     assert_unmounted(work)
-    user.kill()
-    user.communicate()
 
 
 def test_umount_waits_for_those_who_leave_in_time(work: Area) -> None:
     work.mount()
-    user = as_owner(work, "sh", "-c", f"cd {work.path}/mnt && echo in && read line")
-    assert user.stdout is not None
-    assert user.stdout.readline() == b"in\n"
-    user.kill()
-    user.communicate()
-    assert umount(work, "--timeout", "20") < 10
+    supervisor = registered(work).entry.supervisor_pid
+    with somebody_inside(work) as process:
+        asked = subprocess.Popen(work.command("umount", "mnt"), cwd=work.path, env=work.environment)
+        log = work.path / "state" / "supervisor.log"
+        wait_for(lambda: "asked to unmount" in log.read_text(), "the supervisor to be asked")
+        assert fuse_mounts(str(work.path)) == [f"{work.path}/mnt"]
+        process.kill()
+        assert asked.wait(10) == 0
+    assert is_gone(supervisor)
+    assert "mnt: unmounted\n" in log.read_text()
     assert_unmounted(work)
 
 
 def test_umount_while_nothing_is_answered(work: Area) -> None:
     """Processes that wait for the file system get an error, and nobody is left waiting."""
     work.mount(mode="hang")
-    reader = as_owner(work, "stat", f"{work.path}/mnt/name")
-    wait_for(lambda: b"request_wait" in Path(f"/proc/{reader.pid}/wchan").read_bytes(), "the wait")
-    assert umount(work, "--timeout", "3") < 5
-    assert reader.wait(10) != 0
-    reader.communicate()
+    with start_as_owner(work, "stat", f"{work.path}/mnt/name") as reader:
+        wchan = Path(f"/proc/{reader.pid}/wchan")
+        wait_for(lambda: b"request_wait" in wchan.read_bytes(), "the reader to wait")
+        assert umount(work, "--timeout", "3") < 5
+        assert reader.wait(10) != 0
     assert_unmounted(work)
 
 
@@ -266,7 +282,7 @@ def test_unmounted_by_somebody_else(work: Area) -> None:
     work.mount()
     supervisor = registered(work).entry.supervisor_pid
     command = ["umount"] if work.user is None else ["fusermount3", "-u"]
-    assert as_owner(work, *command, f"{work.path}/mnt").wait(10) == 0
+    assert run_as_owner(work, *command, f"{work.path}/mnt") == 0
     wait_for(lambda: is_gone(supervisor), "the supervisor to notice", 10)
     assert_unmounted(work)
 
@@ -417,7 +433,7 @@ def test_nonsense_on_the_control_socket(root_work: Area) -> None:
 
 def test_a_socket_of_another_user_is_closed_to_us(root_work: Area) -> None:
     root_work.mount()
-    nobody = Area(root_work.path, NOBODY, root_work.python)
+    nobody = Area(root_work.path, NOBODY, interpreter_for(NOBODY))
     done = nobody.run("umount", "mnt")
     assert done.returncode == 1
     assert "belongs to another user" in done.stderr
@@ -433,3 +449,26 @@ def test_the_log_file(root_work: Area) -> None:
     text = (root_work.path / "log").read_text()
     assert f"serving {root_work.path}/src on {root_work.path}/mnt" in text
     assert "unmounted" in text
+
+
+def test_a_mount_without_a_registration(root_work: Area) -> None:
+    root_work.mount()
+    found = registered(root_work)
+    for suffix in (".sock", ".json"):
+        os.unlink(found.stem + suffix)
+    done = root_work.run("status", "mnt", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["state"] == "unknown"
+    umount(root_work)
+    assert_unmounted(root_work)
+
+
+def test_a_registration_without_a_mount_is_cleared(root_work: Area) -> None:
+    root_work.mount()
+    found = registered(root_work)
+    os.kill(found.entry.supervisor_pid, signal.SIGKILL)
+    subprocess.run(["umount", "-l", f"{root_work.path}/mnt"], check=True)
+    wait_for(lambda: is_gone(found.entry.supervisor_pid), "the supervisor to die")
+    assert root_work.run("status", "mnt").returncode == 1
+    assert not os.path.lexists(found.stem + ".json")
+    assert_unmounted(root_work)

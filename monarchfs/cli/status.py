@@ -41,16 +41,17 @@ def status_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         raise OperationError(f"{path} is not a monarchfs mount: see monarchfs status for those")
     report = report_of(found)
     print(json.dumps(report) if arguments.json else format_report(report))
-    return int(report.get("state") in ("dead", "silent"))
+    return int(report.get("state") in ("dead", "unknown", "silent"))
 
 
 def report_of(found: Found) -> dict[str, Any]:
     """What the mount says about itself; of one that says nothing, why. Takes 5 seconds at most."""
     silent = {"source": found.source, "mountpoint": found.mountpoint}
-    if found.mount is None and not found.supervisor_alive:
-        return {**silent, "state": "dead", "error": "not mounted any more, its daemon is dead"}
-    if not found.supervisor_alive or found.registered is None:
-        remedy = f"clear it with monarchfs umount {found.mountpoint}"
+    remedy = f"clear it with monarchfs umount {found.mountpoint}"
+    if found.registered is None:
+        # Another container's, perhaps, or one whose runtime directory was emptied.
+        return {**silent, "state": "unknown", "error": f"no daemon is known for it: {remedy}"}
+    if not found.supervisor_alive:
         return {**silent, "state": "dead", "error": f"its daemon is dead: {remedy}"}
     try:
         return request(found.registered.socket_path, {"command": "status"}, _ANSWER_SECONDS)

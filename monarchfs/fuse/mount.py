@@ -7,7 +7,6 @@ source; the mount point is looked up by the kernel.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import socket
@@ -154,11 +153,11 @@ def _mount_as_user(source: str, mountpoint: str, allow_other: bool) -> int:
             ) from None
         if process.returncode != 0:
             raise OperationError(_explain(mountpoint, os.fsdecode(complaint)))
-        _, descriptors, _, _ = socket.recv_fds(ours, 16, 1, socket.MSG_CMSG_CLOEXEC)
+        _, descriptors, _, _ = socket.recv_fds(ours, 16, 1)
     if len(descriptors) != 1:
         raise OperationError(f"cannot mount on {mountpoint}: {FUSERMOUNT} sent no descriptor")
-    flags = fcntl.fcntl(descriptors[0], fcntl.F_GETFL)
-    fcntl.fcntl(descriptors[0], fcntl.F_SETFL, flags | os.O_NONBLOCK)
+    os.set_inheritable(descriptors[0], False)
+    os.set_blocking(descriptors[0], False)
     return descriptors[0]
 
 

@@ -80,7 +80,9 @@ class Session:
 
     async def serve(self) -> None:
         """Answer requests until the file system is unmounted."""
+        # The hand-over ends the task that waits for the old descriptor just then, if there is one,
+        # and the loop with it if that was the only one; others go on with the new descriptor.
         while not self._handed_over:
-            await pyfuse3.main(min_tasks=1, max_tasks=1)
+            await pyfuse3.main(min_tasks=4, max_tasks=MAX_TASKS)
             await trio.lowlevel.checkpoint()
-        await pyfuse3.main(min_tasks=4, max_tasks=MAX_TASKS)
+        await pyfuse3.main(min_tasks=4, max_tasks=MAX_TASKS)  # at once where it was unmounted

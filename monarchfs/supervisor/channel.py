@@ -39,7 +39,7 @@ class Channel:
         self._socket.settimeout(max(timeout, 0.001))
         try:
             content, descriptors, _, _ = socket.recv_fds(
-                self._socket, _MESSAGE_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                self._socket, _MESSAGE_BYTES, _MOST_DESCRIPTORS
             )
         except ConnectionResetError:
             return None

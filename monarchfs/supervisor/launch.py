@@ -6,6 +6,7 @@ gets a clean environment and, where this process is root, the identity of the mo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -161,23 +162,23 @@ def negotiate(worker: Worker, request: bytes, *, posix_acl: bool, deadline: floa
 
     Raises OperationError if the worker fails or says nothing sensible before ``deadline``.
     """
-    try:
-        worker.init.send(request)
-    except OSError as error:
-        raise OperationError(f"the worker is gone: {error.strerror}") from None
     poll = select.poll()
     poll.register(worker.init, select.POLLIN)
     poll.register(worker.channel, select.POLLIN)
-    while True:
+    reply = b""
+    # A socket that fails means that the worker is gone; why, the channel and its end tell.
+    with contextlib.suppress(ConnectionError):
+        worker.init.send(request)
+    while not reply:
         ready = dict(poll.poll(_milliseconds_until(deadline)))
         if not ready:
             raise OperationError("the worker did not answer FUSE_INIT in time")
-        # The worker's last words come over the channel, so they are read first.
         if worker.channel.fileno() in ready:
             _expect_alive(worker, deadline)
-        elif reply := worker.init.recv(_LARGEST_INIT):
-            break
-        else:
+            continue
+        with contextlib.suppress(ConnectionError):
+            reply = worker.init.recv(_LARGEST_INIT)
+        if not reply:
             poll.unregister(worker.init)
     try:
         return amend_init_reply(request, reply, posix_acl=posix_acl)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from monarchfs.control import Registered, find_mounts, own_mount_namespace
+from monarchfs.control import Connection, Registered, find_mounts, own_mount_namespace
 from monarchfs.fuse.mountinfo import (
     MONARCHFS,
     Mount,
@@ -18,8 +18,10 @@ from monarchfs.fuse.mountinfo import (
 )
 from monarchfs.fuse.unmount import Unmounted, unmount_bounded
 from monarchfs.supervisor.registration import remove_registration, start_ticks
+from monarchfs.types import OperationError
 
 _POLL_SECONDS = 0.02
+_CONNECT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Found:
 
 def find_all(search: Callable[[set[int]], Iterable[str]]) -> list[Found]:
     """All mounts of ours in this mount namespace; ``search`` names the runtime directories to look
-    into, given whose mounts there are."""
+    into, given whose mounts there are. Registrations of what is gone altogether are removed."""
     mounts = [mount for mount in read_mountinfo() if mount.fstype == MONARCHFS]
     owners = {mount.user_id for mount in mounts if mount.user_id is not None}
     namespace = own_mount_namespace()
@@ -55,6 +57,9 @@ def find_all(search: Callable[[set[int]], Iterable[str]]) -> list[Found]:
         found.append(Found(mount.mountpoint, mount.source, mount, match))
     for registered in registrations:
         entry = registered.entry
+        if not supervisor_lives(registered):
+            _forget(registered)
+            continue
         found.append(Found(entry.mountpoint, entry.source, None, registered))
     return sorted(found, key=lambda one: one.mountpoint)
 
@@ -73,8 +78,11 @@ def find_others_mount(path: str) -> str | None:
 
 def supervisor_lives(registered: Registered) -> bool:
     """Whether the registered supervisor is still the process of that number."""
-    entry = registered.entry
-    return start_ticks(entry.supervisor_pid) == entry.start_ticks
+    ticks = start_ticks(registered.entry.supervisor_pid)
+    if ticks is None and registered.owner_uid != os.geteuid():
+        # Where /proc hides the processes of others (hidepid), its socket tells.
+        return _listens(registered)
+    return ticks == registered.entry.start_ticks
 
 
 def remove_by_force(found: Found, deadline: float) -> bool:
@@ -86,10 +94,7 @@ def remove_by_force(found: Found, deadline: float) -> bool:
     if found.registered is not None:
         if supervisor_lives(found.registered):
             _kill(found.registered)
-        try:
-            remove_registration(found.registered.stem)
-        except PermissionError:
-            pass  # root's to remove; the next mount there replaces it
+        _forget(found.registered)
     return outcome is not Unmounted.FAILED
 
 
@@ -100,6 +105,21 @@ def _registration_of(mount: Mount, registrations: list[Registered]) -> Registere
         if same and registered.owner_uid in (0, mount.user_id):
             return registered
     return None
+
+
+def _listens(registered: Registered) -> bool:
+    try:
+        with Connection(registered.socket_path, _CONNECT_SECONDS):
+            return True
+    except OperationError:
+        return False
+
+
+def _forget(registered: Registered) -> None:
+    try:
+        remove_registration(registered.stem)
+    except PermissionError:
+        pass  # root's to remove; the next mount there replaces it
 
 
 def _kill(registered: Registered) -> None:

@@ -182,6 +182,7 @@ class Supervisor:
             command = request.get("command")
             if command == "umount":
                 timeout = float(request.get("timeout", _DEFAULT_UMOUNT_SECONDS))
+                log.info("asked to unmount %s within %g s", self.config.mountpoint, timeout)
                 self._waiting_for_unmount.append(connection)
                 self._begin_unmount(max(timeout - _WORKER_END_SECONDS, timeout / 2))
                 return
