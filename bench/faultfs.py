@@ -4,14 +4,14 @@ demand, and counts what is asked of it.
 Run as ``python -m bench.faultfs DIRECTORY MOUNTPOINT``. It answers JSON lines on standard input
 with a JSON line on standard output:
 
-    {"do": "faults", "delay": SECONDS, "rate": BYTES_PER_SECOND, "fail": {"OP PATH": ERRNO},
-     "hang": ["OP PATH"]}
+    {"do": "faults", "delay": SECONDS, "delayed": [OP], "rate": BYTES_PER_SECOND,
+     "fail": {"OP PATH": ERRNO}, "hang": ["OP PATH"]}
     {"do": "counts", "reset": BOOL} -> {"operations": {"read": 3, ...}, "read_bytes": 17}
 
 OP is one of lookup, getattr, readdir, open, read, xattr, or ``*`` for all; PATH is relative to the
-root, or ``*``. ``delay`` is what each operation takes, however many there are at once; ``rate`` is
-shared by all reads. What a message leaves out is off. Reads are not cached by the kernel, so that
-each one is seen and counted as it was made.
+root, or ``*``. ``delay`` is what each operation takes, of those in ``delayed`` (left out: of all),
+however many there are at once; ``rate`` is shared by all reads. What a message leaves out is off.
+Reads are not cached by the kernel, so that each one is seen and counted as it was made.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class FaultFS(pyfuse3.Operations):
         self.counts: Counter[str] = Counter()
         self.read_bytes = 0
         self.delay = 0.0
+        self.delayed: set[str] | None = None
         self.rate = 0.0
         self.busy_until = 0.0
         self.fail: dict[str, int] = {}
@@ -64,6 +65,7 @@ class FaultFS(pyfuse3.Operations):
 
     def set_faults(self, message: dict[str, Any]) -> None:
         self.delay = message.get("delay", 0.0)
+        self.delayed = set(message["delayed"]) if "delayed" in message else None
         self.rate = message.get("rate", 0.0)
         self.fail = message.get("fail", {})
         self.hang = set(message.get("hang", []))
@@ -77,7 +79,7 @@ class FaultFS(pyfuse3.Operations):
         keys = [f"{o} {p}" for o in (op, "*") for p in (name, "*")]
         while any(key in self.hang for key in keys):
             await self.changed.wait()
-        if self.delay:
+        if self.delay and (self.delayed is None or op in self.delayed):
             await trio.sleep(self.delay)
         for key in keys:
             if key in self.fail:

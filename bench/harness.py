@@ -121,7 +121,8 @@ class Source:
         return answer
 
     def faults(self, **faults: Any) -> None:
-        """``delay`` (seconds), ``rate`` (bytes a second), ``hang``, ``fail``; none: healthy."""
+        """``delay`` (seconds), ``delayed`` (operations), ``rate`` (bytes a second), ``hang``,
+        ``fail``, as `bench.faultfs` has them; none: healthy."""
         self._ask({"do": "faults", **faults})
 
     def take_counts(self) -> tuple[int, int]:
@@ -198,10 +199,10 @@ class Mount:
         wait_for(idle, "the copies to end", seconds)
         return found
 
-    def umount(self) -> float:
+    def umount(self, timeout: float = 20.0) -> float:
         """Seconds that it took."""
         started = time.perf_counter()
-        monarchfs("umount", str(self.path), "--timeout", "20")
+        monarchfs("umount", str(self.path), "--timeout", f"{timeout:g}")
         return time.perf_counter() - started
 
     def log(self) -> str:

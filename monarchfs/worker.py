@@ -32,7 +32,7 @@ from monarchfs.fs.tree import Tree
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter
 from monarchfs.fuse.interrupts import Interrupts
-from monarchfs.index.index import Index
+from monarchfs.index import Index, set_aside
 from monarchfs.metrics import Metrics
 from monarchfs.placement.placement import Placement
 from monarchfs.prefetch.copier import Copier
@@ -42,7 +42,7 @@ from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.status import status
 from monarchfs.store.tier import Tier
-from monarchfs.types import MonarchError
+from monarchfs.types import ROOT_INO, IndexUnusable, MonarchError
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +115,10 @@ class Worker:
         self._channel = channel
         self._nursery = nursery
         self.metrics = Metrics()
-        self.index = Index.open(f"/proc/self/fd/{bootstrap.state_fd}", source_id=config.dataset_id)
+        self._state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
         posix = PosixSource(bootstrap.source_fd)
+        self._root_ino = posix.root.ino
+        self.index = self._open_index()
         self.source = Source(
             posix,
             demand_threads=config.source_threads,
@@ -174,6 +176,27 @@ class Worker:
         if not fuse_session.on_interrupt(self.interrupts.on_interrupt):
             log.warning("the C part is missing: waiting processes cannot be killed")
 
+    def _open_index(self) -> Index:
+        """The index; one that cannot be used is set aside and a new one made."""
+        try:
+            return self._open_index_of_root()
+        except IndexUnusable as exc:
+            aside = set_aside(self._state_dir)
+            log.warning("%s: kept as %s, starting with an empty one", exc, aside)
+            return self._open_index_of_root()
+
+    def _open_index_of_root(self) -> Index:
+        # A commit that a killed process made is in the page cache, whole: that index is sound.
+        index = Index.open(self._state_dir, source_id=self.config.dataset_id, trust_after_kill=True)
+        try:
+            known = index.node(ROOT_INO)
+            if known is not None and known.stat is not None and known.stat.ino != self._root_ino:
+                raise IndexUnusable("the index is of another source: its root is another directory")
+        except IndexUnusable:
+            index.close(clean=False)
+            raise
+        return index
+
     def _tier_id(self, path: str) -> int:
         """A tier's number follows its path: the order on the command line may change."""
         key = b"tier:" + os.fsencode(path)
@@ -189,6 +212,9 @@ class Worker:
         """Everything that must be so before the first request. Raises OSError, MonarchError."""
         boot_id = _boot_id()
         known_boot = self.index.meta_get(b"boot_id")
+        if known_boot is None:
+            # A new index knows no replica: what lies in the tiers would be room that nobody counts.
+            await trio.to_thread.run_sync(self.cache.clean_tiers)
         self.cache.load(rebooted=known_boot is not None and known_boot != boot_id)
         self.index.meta_put(b"boot_id", boot_id)
         await self.tree.load_root()

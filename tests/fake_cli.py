@@ -16,7 +16,5 @@ if __name__ == "__main__":
     from monarchfs.cli import main, mount
 
     worker = (sys.executable, "-I", str(HERE / "fake_worker.py"), sys.argv[1])
-    mount.mount_command = functools.partial(
-        mount.mount_command, worker_command=worker
-    )
+    mount.mount_command = functools.partial(mount.mount_command, worker_command=worker)
     sys.exit(main.main(sys.argv[2:]))

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 MONARCHFS = [sys.executable, "-m", "monarchfs.cli.main"]
 WAIT_SECONDS = 30.0
+WATCHDOG_SECONDS = 90.0
 
 requires_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 requires_fuse = pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="needs /dev/fuse")
@@ -237,6 +239,11 @@ class Bench:
             subprocess.run(["umount", "-l", point], check=False, capture_output=True)
         return complaints
 
+    def break_up(self) -> None:
+        """A test hangs in the kernel, where nothing reaches it: kill what it waits for."""
+        for pid in processes_about(str(self.path)):
+            os.kill(pid, signal.SIGKILL)
+
     def _faulty_pids(self) -> set[int]:
         return {source.process.pid for source in self.faulty}
 
@@ -247,6 +254,8 @@ def bench() -> Iterator[Bench]:
     path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
     path.chmod(0o755)
     work = Bench(path)
+    watchdog = threading.Timer(WATCHDOG_SECONDS, work.break_up)
+    watchdog.start()
     try:
         yield work
     except BaseException:
@@ -257,4 +266,6 @@ def bench() -> Iterator[Bench]:
         complaints = work.close()
         assert not complaints, complaints
     finally:
+        watchdog.cancel()
+        watchdog.join()
         shutil.rmtree(path, ignore_errors=True)

@@ -168,6 +168,17 @@ class Cache:
             except OSError as exc:
                 self._tier_trouble(tier, "cleaning", exc)
 
+    def clean_tiers(self) -> None:
+        """Remove all replicas, for an index that knows none. Blocks, longer the more there are."""
+        for tier in self.tiers.values():
+            try:
+                removed = tier.clean_replicas(()) + tier.clean_parts(())
+            except OSError as exc:
+                self._tier_trouble(tier, "cleaning", exc)
+            else:
+                if removed:
+                    log.info("tier %s: removed %d unknown replicas", tier.path, len(removed))
+
     def close(self) -> None:
         """Close what is open. Replicas stay."""
         for replica in self._open.values():
