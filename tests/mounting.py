@@ -103,9 +103,8 @@ def as_user(user: str | None, command: list[str]) -> list[str]:
     if user is None:
         return command
     entry = pwd.getpwnam(user)
-    return ["setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", "--clear-groups"] + (
-        command
-    )
+    identity = [f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", "--clear-groups"]
+    return ["setpriv", *identity, *command]
 
 
 def run(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,18 +59,15 @@ def readers() -> Readers:
 
 
 @pytest.fixture
-def source(work: Bench, readers: Readers, request: pytest.FixtureRequest) -> FaultySource:
+def source(work: Bench, readers: Readers) -> Iterator[FaultySource]:
     backing = work.path / "backing"
     backing.mkdir()
     source = work.faulty_source(backing)
 
-    def end() -> None:
-        if source.process.poll() is None:
-            source.faults()
-        readers.close()
-
-    request.addfinalizer(end)
-    return source
+    yield source
+    if source.process.poll() is None:
+        source.faults()
+    readers.close()
 
 
 def fill(source: FaultySource, resident: int, cold: int) -> dict[str, bytes]:

@@ -49,10 +49,10 @@ def drop_caches() -> None:
 def test_names_that_do_not_exist(work: Bench, source: Path) -> None:
     (source / "file").touch()
     mount = work.mount(source)
-    for name, error in (("no", errno.ENOENT), ("file/x", errno.ENOTDIR), ("z" * 256, 36)):
-        with pytest.raises(OSError) as raised:
+    too_long = ("z" * 256, errno.ENAMETOOLONG)
+    for name, error in (("no", errno.ENOENT), ("file/x", errno.ENOTDIR), too_long):
+        with pytest.raises(OSError, match=os.strerror(error)):
             os.stat(mount.path / name)
-        assert raised.value.errno == error
 
 
 def test_a_directory_of_100000_names_is_listed_without_a_stat_each(
@@ -110,7 +110,7 @@ WRITES: dict[str, Callable[[Path], object]] = {
 
 def _access_for_writing(path: Path) -> None:
     if not os.access(path, os.W_OK):
-        raise OSError(errno.EROFS, "as access(2) says")
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
 def test_every_write_answers_erofs(work: Bench, source: Path) -> None:
@@ -118,9 +118,9 @@ def test_every_write_answers_erofs(work: Bench, source: Path) -> None:
     (source / "dir").mkdir()
     mount = work.mount(source)
     for what, write in WRITES.items():
-        with pytest.raises(OSError) as raised:
+        with pytest.raises(OSError, match=os.strerror(errno.EROFS)):
             write(mount.path)
-        assert raised.value.errno == errno.EROFS, what
+            print(f"{what} was allowed")
     assert (source / "f").read_bytes() == b"x"
 
 

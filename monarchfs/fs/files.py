@@ -112,6 +112,16 @@ class Files:
         self._copies = copies
         self._metrics = metrics
 
+    def known_open(self, ino: int) -> FileHandle | None:
+        """``open`` where nobody has to be asked: a fresh inode with a complete replica."""
+        node = self._tree.known_node(ino)
+        replica = None if node is None else self._cache.acquire(node)
+        if replica is None:
+            return None
+        self._metrics.local_opens += 1
+        self._metrics.local_file_bytes += replica.size
+        return FileHandle(ino, self._cache, replica, None)
+
     async def open(self, ino: int) -> FileHandle:
         """Raises OSError with the source's errno; ESTALE for an outdated inode."""
         node = await self._tree.revalidated(ino)

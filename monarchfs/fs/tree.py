@@ -110,6 +110,13 @@ class Tree:
             return None
         return self._entry(node, node.fetched_ns, now)
 
+    def known_node(self, ino: int) -> Node | None:
+        """The node, if it may be opened without asking the source about it."""
+        node = self.index.node(ino)
+        if node is None or node.outdated:
+            return None
+        return node if self._freshness.fresh(node.fetched_ns, time.time_ns()) else None
+
     def known_target(self, ino: int) -> bytes | None:
         """A symbolic link's; a link that points elsewhere later is another inode."""
         node = self.index.node(ino)

@@ -176,7 +176,9 @@ class Adapter(pyfuse3.Operations):
     async def open(self, inode: InodeT, flags: int, ctx: RequestContext) -> pyfuse3.FileInfo:
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        handle = await self._waiting(lambda: self._files.open(inode))
+        handle = self._files.known_open(inode)
+        if handle is None:
+            handle = await self._waiting(lambda: self._files.open(inode))
         # An inode number is one version: what the kernel has of it in its page cache stays good.
         return pyfuse3.FileInfo(fh=FileHandleT(self._handles.add(handle)), keep_cache=True)
 
