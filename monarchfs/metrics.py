@@ -31,5 +31,8 @@ class Metrics:
     copies_failed: int = _count("files", "Copies given up after an error")
     copies_outdated: int = _count("files", "Copies thrown away because the source changed")
     copies_refused: int = _count("files", "Files not copied for want of room")
+    chunks_dropped: int = _count(
+        "chunks", "Fetched chunks that were not kept because the tiers were too far behind"
+    )
     tier_errors: int = _count("errors", "Errors of tiers that were routed around")
     replicas_lost: int = _count("files", "Replicas found missing or damaged, and dropped")

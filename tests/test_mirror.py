@@ -117,10 +117,9 @@ def test_every_write_answers_erofs(work: Bench, source: Path) -> None:
     (source / "f").write_bytes(b"x")
     (source / "dir").mkdir()
     mount = work.mount(source)
-    for what, write in WRITES.items():
+    for write in WRITES.values():
         with pytest.raises(OSError, match=os.strerror(errno.EROFS)):
             write(mount.path)
-            print(f"{what} was allowed")
     assert (source / "f").read_bytes() == b"x"
 
 

@@ -18,10 +18,13 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 import trio
 
+from monarchfs.cache.replicas import OpenReplica, Reservation
 from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
 from monarchfs.placement.events import (
@@ -44,7 +47,7 @@ from monarchfs.placement.placement import Placement
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.read import read_full, read_nowait
 from monarchfs.store.tier import Tier, replica_name
-from monarchfs.types import Data, Node, Replica, ReplicaState, SourceVersion, TierSize
+from monarchfs.types import Data, Node, Replica, ReplicaState, TierSize
 
 log = logging.getLogger(__name__)
 
@@ -56,60 +59,10 @@ REASONS_KEPT = 10_000
 
 SYNC_INTERVAL_SECONDS = 30.0
 
+MOST_UNWRITTEN_BYTES = 256 << 20
+"""So much of the source may wait in memory for a slow tier; more is not kept."""
 
-class OpenReplica:
-    """A complete replica with its descriptor, shared by all handles of its inode.
-
-    Constant: everything but ``uses``.
-    """
-
-    __slots__ = ("fd", "in_memory", "ino", "size", "tier", "uses")
-
-    def __init__(self, ino: int, fd: int, size: int, tier: int, in_memory: bool) -> None:
-        self.ino = ino
-        self.fd = fd
-        self.size = size
-        self.tier = tier
-        self.in_memory = in_memory
-        self.uses = 0
-
-    def read_nowait(self, offset: int, size: int) -> Data | None:
-        """The bytes at ``offset``, fewer only at the end of the file; None where the disk would
-        have to be waited for. Raises OSError on a tier that fails."""
-        size = min(size, self.size - offset)
-        if size <= 0:
-            return b""
-        return read_nowait(self.fd, offset, size, memory_backed=self.in_memory)
-
-    def read(self, offset: int, size: int) -> bytes:
-        """The same, waiting; for a thread."""
-        return read_full(self.fd, offset, max(0, min(size, self.size - offset)))
-
-
-class Reservation:
-    """Room for one replica that is being filled, and the part file's descriptor.
-
-    Constant: everything but ``fd``, which the first write opens, and ``written`` bytes. Who holds
-    a reservation ends it with exactly one of ``finish``, ``write_all``, ``rest``, ``abandon``, when
-    no write or read of ``fd`` is under way.
-    """
-
-    __slots__ = ("fd", "lock", "node", "tier", "version", "whole", "written")
-
-    def __init__(self, node: Node, version: SourceVersion, tier: Tier, whole: bool) -> None:
-        self.node = node
-        self.version = version
-        self.tier = tier
-        self.whole = whole
-        self.fd = -1
-        self.written = 0
-        self.lock = trio.Lock()
-
-    def close(self) -> None:
-        """Close the part's descriptor, if it is open."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+T = TypeVar("T")
 
 
 class Cache:
@@ -137,6 +90,7 @@ class Cache:
         self._open: dict[int, OpenReplica] = {}
         self._seen_at = -1.0
         self._unsynced: dict[int, list[int]] = {tier.id: [] for tier in tiers}
+        self._unwritten_bytes = 0
         self._doomed: set[int] = set()
         self.reasons: OrderedDict[int, str] = OrderedDict()
 
@@ -317,15 +271,12 @@ class Cache:
 
     async def write(self, reservation: Reservation, offset: int, data: bytes) -> None:
         """Put bytes of the source into the part file. Raises OSError of the tier."""
-        if reservation.fd < 0:
-            async with reservation.lock:
-                if reservation.fd < 0:
-                    reservation.fd = await trio.to_thread.run_sync(
-                        _new_part, reservation, limiter=self.local
-                    )
-        await trio.to_thread.run_sync(
-            reservation.tier.write, reservation.fd, offset, data, limiter=self.local
-        )
+        with reservation.using(), self._unwritten(len(data)):
+            if reservation.fd < 0:
+                async with reservation.lock:
+                    if reservation.fd < 0:
+                        reservation.fd = await self._in_thread(reservation.new_part)
+            await self._in_thread(reservation.tier.write, reservation.fd, offset, data)
         reservation.written += len(data)
         self._written[reservation.tier.id] += len(data)
 
@@ -334,30 +285,45 @@ class Cache:
 
         The part's descriptor stays open for those who still read it: ``Reservation.close``.
         """
-        fd = reservation.fd
-        allocated = await trio.to_thread.run_sync(
-            reservation.tier.finish_part, fd, reservation.version, limiter=self.local
+        allocated = await self._in_thread(
+            reservation.tier.finish_part, reservation.fd, reservation.version
         )
         self._commit(reservation, allocated)
 
+    async def write_all(self, reservation: Reservation, data: bytes) -> None:
+        """``write`` and ``finish`` of a whole file in one step."""
+        with self._unwritten(len(data)):
+            allocated = await self._in_thread(
+                reservation.tier.write_whole, reservation.version, data
+            )
+        self._commit(reservation, allocated)
+
+    @property
+    def backlogged(self) -> bool:
+        """Whether the tiers are so far behind that bytes must not wait for them any more."""
+        return self._unwritten_bytes > MOST_UNWRITTEN_BYTES
+
+    @contextmanager
+    def _unwritten(self, size: int) -> Iterator[None]:
+        self._unwritten_bytes += size
+        try:
+            yield
+        finally:
+            self._unwritten_bytes -= size
+
+    async def _in_thread(self, fn: Callable[..., T], *args: object) -> T:
+        return await trio.to_thread.run_sync(fn, *args, limiter=self.local)
+
     async def read_part(self, reservation: Reservation, offset: int, size: int) -> bytes:
         """Bytes that were written already. Raises OSError of the tier."""
-        return await trio.to_thread.run_sync(
-            read_full, reservation.fd, offset, size, limiter=self.local
-        )
+        with reservation.using():
+            return await self._in_thread(read_full, reservation.fd, offset, size)
 
     def read_part_nowait(self, reservation: Reservation, offset: int, size: int) -> Data | None:
         """The same, or None where the disk would have to be waited for."""
         return read_nowait(
             reservation.fd, offset, size, memory_backed=reservation.tier.memory_backed
         )
-
-    async def write_all(self, reservation: Reservation, data: bytes) -> None:
-        """``write`` and ``finish`` of a whole file in one step."""
-        allocated = await trio.to_thread.run_sync(
-            reservation.tier.write_whole, reservation.version, data, limiter=self.local
-        )
-        self._commit(reservation, allocated)
 
     def _commit(self, reservation: Reservation, allocated: int) -> None:
         # No checkpoint between the index commit and the books.
@@ -384,10 +350,8 @@ class Cache:
         ``present`` has one byte a chunk, 1 where the chunk was written.
         """
         ino = reservation.node.ino
-        allocated = await trio.to_thread.run_sync(
-            reservation.tier.allocated, reservation.fd, limiter=self.local
-        )
-        reservation.close()
+        allocated = await self._in_thread(reservation.tier.allocated, reservation.fd)
+        await reservation.close()
         self.index.put_replica(
             ino,
             Replica(
@@ -406,15 +370,11 @@ class Cache:
     async def abandon(self, reservation: Reservation, reason: str) -> None:
         """Give a copy up: its part goes, its room is free again."""
         ino = reservation.node.ino
-        created = reservation.fd >= 0 or self.index.replica(ino) is not None
-        reservation.close()
+        await reservation.close()
         self.index.drop_replica(ino)
         self.explain(ino, reason)
         try:
-            if created:
-                await trio.to_thread.run_sync(
-                    reservation.tier.remove_part, reservation.version, limiter=self.local
-                )
+            await self._in_thread(reservation.tier.remove_part, reservation.version)
         except OSError as exc:
             self._tier_trouble(reservation.tier, "removing a part", exc)
         finally:
@@ -500,13 +460,3 @@ class Cache:
     def _tier_trouble(self, tier: Tier, doing: str, exc: OSError) -> None:
         self._metrics.tier_errors += 1
         log.warning("tier %s: %s: %s", tier.path, doing, exc)
-
-
-def _new_part(reservation: Reservation) -> int:
-    """In a thread: an empty part; one that a crash left and no record knows is removed first."""
-    tier, version = reservation.tier, reservation.version
-    try:
-        return tier.create_part(version, version.size)
-    except FileExistsError:
-        tier.remove_part(version)
-        return tier.create_part(version, version.size)

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import trio
 
-from monarchfs.cache.cache import Cache, OpenReplica
+from monarchfs.cache.cache import Cache
+from monarchfs.cache.replicas import OpenReplica
 from monarchfs.fs.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.types import Data, Node, ReplicaState, SourceChanged

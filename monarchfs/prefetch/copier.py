@@ -18,7 +18,8 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.metrics import Metrics
-from monarchfs.prefetch.fill import CHUNK_BYTES, Fetch, Fill, State
+from monarchfs.prefetch.fetch import CHUNK_BYTES, Fetch, State
+from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.source.source import Source
 from monarchfs.types import DirRef, Lane, Node

@@ -9,53 +9,19 @@ room for a chunk, exactly the bytes that were asked for are read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Awaitable, Callable
 
 import trio
 
-from monarchfs.cache.cache import Cache, OpenReplica, Reservation
+from monarchfs.cache.cache import Cache
+from monarchfs.cache.replicas import OpenReplica, Reservation
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.chunks import CLAIMED, PRESENT, ChunkMap
+from monarchfs.prefetch.fetch import WHOLE_BYTES, Fetch, State, chunk_bytes_for
 from monarchfs.source.source import Source
 from monarchfs.types import Data, DirRef, Lane, Node, SourceChanged
 
 log = logging.getLogger(__name__)
-
-WHOLE_BYTES = 1 << 20
-"""Files up to this size are fetched in one read and written in one go."""
-
-CHUNK_BYTES = 128 << 10
-
-
-def chunk_bytes_for(size: int) -> int:
-    """128 KiB, the kernel's usual readahead; 256 KiB where the map would be large otherwise."""
-    return CHUNK_BYTES if size < 64 << 30 else 2 * CHUNK_BYTES
-
-
-class State(Enum):
-    FILLING = auto()
-    """There is a reservation: what is fetched is kept."""
-    DIRECT = auto()
-    """Nothing is kept: each read goes to the source as it is."""
-    RESIDENT = auto()
-    """The replica is complete."""
-
-
-@dataclass(eq=False, slots=True)
-class Fetch:
-    """One read of the source under way. ``data`` and ``error`` are set before ``done``."""
-
-    chunks: ChunkMap
-    first: int
-    last: int
-    start: int
-    end: int
-    done: trio.Event
-    data: bytes | None = None
-    error: OSError | None = None
 
 
 class Fill:
@@ -102,8 +68,6 @@ class Fill:
         self._poke = poke
         self._fetches: list[Fetch] = []
         self._finishing = False
-        self._part_users = 0
-        self._part_unused = trio.Event()
         self._opening = trio.Lock()
 
     @property
@@ -225,14 +189,14 @@ class Fill:
         return memoryview(fetch.data)[offset - fetch.start : stop]
 
     async def _read_part(self, offset: int, end: int) -> Data | None:
-        assert self.reservation is not None
+        reservation = self.reservation
+        assert reservation is not None
         try:
-            data = self._cache.read_part_nowait(self.reservation, offset, end - offset)
+            data = self._cache.read_part_nowait(reservation, offset, end - offset)
             if data is None:
-                with self._using_part() as reservation:
-                    data = await self._cache.read_part(reservation, offset, end - offset)
+                data = await self._cache.read_part(reservation, offset, end - offset)
         except OSError as exc:
-            self._tier_failed(exc, "its copy could not be read")
+            self._tier_failed(reservation, exc, "its copy could not be read")
             return None
         return data
 
@@ -284,7 +248,7 @@ class Fill:
         """Carry out a claimed fetch: source, then readers, then tier. Raises nothing."""
         try:
             data = await self._fetch_source(fetch, lane)
-            if data is not None and self.state is State.FILLING:
+            if data is not None and self._keeps(fetch, lane):
                 await self._keep(fetch, data)
         finally:
             self._fetches.remove(fetch)
@@ -316,19 +280,28 @@ class Fill:
         fetch.done.set()
         return data
 
+    def _keeps(self, fetch: Fetch, lane: Lane) -> bool:
+        if self.state is not State.FILLING or fetch.chunks is not self.chunks:
+            return False
+        if lane is Lane.DEMAND and self._cache.backlogged:
+            # A slow tier must not slow the readers: these bytes are fetched again some time.
+            self._metrics.chunks_dropped += fetch.last - fetch.first
+            return False
+        return True
+
     async def _keep(self, fetch: Fetch, data: bytes) -> None:
-        assert self.reservation is not None
-        whole = fetch.start == 0 and fetch.end == self.size and self.reservation.fd < 0
+        reservation = self.reservation
+        assert reservation is not None
+        whole = fetch.start == 0 and fetch.end == self.size and reservation.fd < 0
         try:
-            with self._using_part() as reservation:
-                if whole and reservation.whole:
-                    await self._cache.write_all(reservation, data)
-                    fetch.chunks.arrive(fetch.first, fetch.last)
-                    self._become_resident()
-                    return
-                await self._cache.write(reservation, fetch.start, data)
+            if whole and reservation.whole:
+                await self._cache.write_all(reservation, data)
+                fetch.chunks.arrive(fetch.first, fetch.last)
+                self._become_resident()
+                return
+            await self._cache.write(reservation, fetch.start, data)
         except OSError as exc:
-            self._tier_failed(exc, "copying failed")
+            self._tier_failed(reservation, exc, "copying failed")
             return
         fetch.chunks.arrive(fetch.first, fetch.last)
         if self.state is State.FILLING and self.chunks.complete:
@@ -360,21 +333,19 @@ class Fill:
         if self.state is State.FILLING:
             self._stop_filling(lambda reservation: self._cache.abandon(reservation, reason))
 
-    def _tier_failed(self, exc: OSError, what: str) -> None:
-        assert self.reservation is not None
-        self._cache.tier_failed(self.reservation, exc)
+    def _tier_failed(self, reservation: Reservation, exc: OSError, what: str) -> None:
+        self._cache.tier_failed(reservation, exc)
         if self.state is State.FILLING:
             self._metrics.copies_failed += 1
             self.give_up(f"{what}: {exc.strerror}")
 
     def _stop_filling(self, end: Callable[[Reservation], Awaitable[None]]) -> None:
-        """Read directly, and end the reservation once its part is not in use. No checkpoint."""
+        """Read directly from now on, and end the reservation. No checkpoint."""
         self.state = State.DIRECT
         self._nursery.start_soon(self._end_reservation, end)
 
     async def _end_reservation(self, end: Callable[[Reservation], Awaitable[None]]) -> None:
         assert self.reservation is not None
-        await self._until_part_unused()
         await end(self.reservation)
         self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
         self.reservation = None
@@ -398,10 +369,9 @@ class Fill:
             else:
                 await self._cache.finish(reservation)
             self._become_resident()
-            await self._until_part_unused()
-            reservation.close()
+            await reservation.close()
         except OSError as exc:
-            self._tier_failed(exc, "copying failed")
+            self._tier_failed(reservation, exc, "copying failed")
         finally:
             self._leave()
 
@@ -422,25 +392,7 @@ class Fill:
         """The index says so already. No checkpoint."""
         self.replica = self._cache.acquire(self.node)
         self.state = State.RESIDENT if self.replica is not None else State.DIRECT
-        if self.state is State.DIRECT:
-            self.reservation = None
-
-    @contextmanager
-    def _using_part(self) -> Iterator[Reservation]:
-        """The part file's descriptor stays open inside."""
-        assert self.reservation is not None
-        self._part_users += 1
-        try:
-            yield self.reservation
-        finally:
-            self._part_users -= 1
-            if not self._part_users:
-                self._part_unused.set()
-
-    async def _until_part_unused(self) -> None:
-        while self._part_users:
-            self._part_unused = trio.Event()
-            await self._part_unused.wait()
+        self.reservation = None
 
     def release(self) -> None:
         """A handle is closed."""

@@ -1,0 +1,43 @@
+"""One read of the source on behalf of a file, and the sizes in which that is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import trio
+
+from monarchfs.prefetch.chunks import ChunkMap
+
+WHOLE_BYTES = 1 << 20
+"""Files up to this size are fetched in one read and written in one go."""
+
+CHUNK_BYTES = 128 << 10
+
+
+def chunk_bytes_for(size: int) -> int:
+    """128 KiB, the kernel's usual readahead; 256 KiB where the map would be large otherwise."""
+    return CHUNK_BYTES if size < 64 << 30 else 2 * CHUNK_BYTES
+
+
+class State(Enum):
+    FILLING = auto()
+    """There is a reservation: what is fetched is kept."""
+    DIRECT = auto()
+    """Nothing is kept: each read goes to the source as it is."""
+    RESIDENT = auto()
+    """The replica is complete."""
+
+
+@dataclass(eq=False, slots=True)
+class Fetch:
+    """One read of the source under way. ``data`` and ``error`` are set before ``done``."""
+
+    chunks: ChunkMap
+    first: int
+    last: int
+    start: int
+    end: int
+    done: trio.Event
+    data: bytes | None = None
+    error: OSError | None = None
