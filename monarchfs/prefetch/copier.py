@@ -34,7 +34,8 @@ SHORT_SECONDS, LONG_SECONDS = 0.015, 0.060
 """A background fetch should take about this long: a reader may have to wait for one."""
 
 DEFER_SECONDS = 0.02
-"""While readers wait for the source, a background fetch is put off by this much at most."""
+"""While readers wait for the source, the fetches of files that nobody has open are put off by
+this much."""
 
 RETRY_SECONDS = (1.0, 5.0, 25.0)
 """When a copy that failed in the source is tried again."""
@@ -168,7 +169,9 @@ class Copier:
         while True:
             while len(self._slots) - self._lent >= self._copy_workers:
                 await self._sleep()
-            await self._give_way()
+            # Before anything is claimed: a reader must not wait for what is put off.
+            if self._source.demand_waiting and not any(fill.handles for fill in self.background):
+                await trio.sleep(DEFER_SECONDS)
             work = self._next_work()
             if work is None:
                 await self._sleep()
@@ -180,10 +183,6 @@ class Copier:
     async def _sleep(self) -> None:
         self._wake = trio.Event()
         await self._wake.wait()
-
-    async def _give_way(self) -> None:
-        if self._source.demand_waiting:
-            await trio.sleep(DEFER_SECONDS)
 
     def _next_work(self) -> Callable[[], Awaitable[None]] | None:
         for fill in list(self.background):

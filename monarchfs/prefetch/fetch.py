@@ -12,6 +12,10 @@ from monarchfs.prefetch.chunks import ChunkMap
 WHOLE_BYTES = 1 << 20
 """Files up to this size are fetched in one read and written in one go."""
 
+MOST_AHEAD_BYTES = 4 << 20
+"""A sequential reader's data are fetched so far ahead of it: one read of the source per megabyte
+or so, however small the kernel's own readahead is."""
+
 CHUNK_BYTES = 128 << 10
 
 

@@ -17,7 +17,8 @@ from monarchfs.cache.cache import Cache
 from monarchfs.cache.replicas import OpenReplica, Reservation
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.chunks import CLAIMED, PRESENT, ChunkMap
-from monarchfs.prefetch.fetch import WHOLE_BYTES, Fetch, State, chunk_bytes_for
+from monarchfs.prefetch.fetch import MOST_AHEAD_BYTES, WHOLE_BYTES, Fetch, State, chunk_bytes_for
+from monarchfs.prefetch.readahead import Readahead
 from monarchfs.source.source import Source
 from monarchfs.types import Data, DirRef, Lane, Node, SourceChanged
 
@@ -67,6 +68,7 @@ class Fill:
         self._forget = forget
         self._poke = poke
         self._fetches: list[Fetch] = []
+        self._ahead = Readahead(MOST_AHEAD_BYTES // self.chunks.chunk_bytes)
         self._finishing = False
         self._opening = trio.Lock()
 
@@ -129,10 +131,16 @@ class Fill:
         """Claim what is missing of [offset, end) and fetch it now. No checkpoint."""
         chunks = self.chunks
         first, last = chunks.chunk_of(offset), chunks.chunk_of(end - 1) + 1
-        self.cursor = last
         if self.size <= WHOLE_BYTES:
             first, last = 0, chunks.count
-        for run in list(chunks.missing_runs(first, last)):
+        self._fetch_now(first, last)
+        stop = self._ahead.advance(first, last)
+        self.cursor = last
+        # Apart from what is asked for, which is then answered as soon as it is there.
+        self._fetch_now(last, min(stop, chunks.count))
+
+    def _fetch_now(self, first: int, last: int) -> None:
+        for run in list(self.chunks.missing_runs(first, last)):
             if fetch := self._claim(*run):
                 self._nursery.start_soon(self.fetch, fetch, Lane.DEMAND)
 

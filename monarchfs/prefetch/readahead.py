@@ -1,0 +1,38 @@
+"""How far ahead of a reader its file is fetched. Pure; in chunks."""
+
+from __future__ import annotations
+
+
+class Readahead:
+    """A window that doubles while reads are sequential and closes when they are not.
+
+    Constant: ``most``, the largest window. Changing: the window, where the last read ended, and up
+    to where was fetched ahead.
+    """
+
+    __slots__ = ("_end", "_fetched", "_window", "most")
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._end = 0
+        self._window = 0
+        self._fetched = 0
+
+    def advance(self, first: int, last: int) -> int:
+        """A read of chunks [first, last): up to which chunk to fetch now (``last``: no further).
+
+        The kernel may ask for a sequential reader's pages a little out of order, and for parts of
+        a chunk: a read counts as sequential if it touches the chunk where the last one ended, or
+        is inside the window.
+        """
+        if not first <= self._end <= last and not self._end <= first <= self._fetched:
+            self._window = 0
+            self._fetched = 0
+        elif last > self._end:
+            self._window = min(max(2 * (last - first), 2 * self._window), self.most)
+        self._end = max(last, self._end) if self._window else last
+        # In portions of half a window, not a chunk with every read.
+        if self._window and self._end + self._window // 2 >= self._fetched:
+            self._fetched = self._end + self._window
+            return self._fetched
+        return last
