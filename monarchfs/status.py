@@ -1,5 +1,5 @@
 """The worker's answer to ``status``: the keys that the command line promises, and how they are
-counted (docs/STATUS.md)."""
+counted (docs/USAGE.md)."""
 
 from __future__ import annotations
 

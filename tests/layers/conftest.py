@@ -1,0 +1,58 @@
+"""Asynchronous tests, each in its own trio run; nothing is left open after any test."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from tests.layers.mirror import Area
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that takes ``clock`` runs by it."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    trio.run(partial(pyfuncitem.obj, **arguments), clock=arguments.get("clock"))
+    return True
+
+
+@pytest.fixture
+def clock() -> trio.testing.MockClock:
+    """It stands still until the test moves it."""
+    return trio.testing.MockClock()
+
+
+@pytest.fixture
+def area(tmp_path: Path) -> Area:
+    return Area(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_open() -> Iterator[None]:
+    before = descriptors()
+    yield
+    end = time.monotonic() + 5
+    while (left := descriptors() - before) and time.monotonic() < end:
+        time.sleep(0.002)  # threads close what belongs to the source
+    assert not left
+
+
+def descriptors() -> set[tuple[str, str]]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
+        except FileNotFoundError:
+            continue  # the one that lists them
+    return found

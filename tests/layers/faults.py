@@ -1,0 +1,201 @@
+"""A source and a tier that fail, or wait, when a test says so."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import trio
+
+from monarchfs.source.posix import Found, FoundEach, PosixSource
+from monarchfs.store.tier import Tier
+from monarchfs.types import Data, DirRef, SourceStat, SourceVersion, Space
+
+
+class Gate:
+    """Where threads wait until the test, on the event loop, lets them go."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+        self._token = trio.lowlevel.current_trio_token()
+        self._lock = threading.Lock()
+        self._waiting: list[threading.Event] = []
+        self._is_open = False
+        self._arrival = trio.Event()
+
+    def meet(self) -> None:
+        """For the threads."""
+        with self._lock:
+            if self._is_open:
+                return
+            event = threading.Event()
+            self._waiting.append(event)
+        self._token.run_sync_soon(self._tell)
+        assert event.wait(60), "the test never opened the gate"
+
+    def _tell(self) -> None:
+        self._arrival.set()
+        self._arrival = trio.Event()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    async def arrived(self, count: int = 1) -> None:
+        """Until so many wait here."""
+        while len(self._waiting) < count:
+            await self._arrival.wait()
+
+    def release(self, which: int = 0) -> None:
+        """Let one go."""
+        with self._lock:
+            event = self._waiting.pop(which)
+        self.passed += 1
+        event.set()
+
+    def open(self) -> None:
+        """Let all go, now and later."""
+        with self._lock:
+            self._is_open = True
+        while self._waiting:
+            self.release()
+
+
+class Faults:
+    """What is to happen before the calls of an object, by the name of the call."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}
+        self._hooks: dict[str, list[Callable[[], object]]] = {}
+        self._gates: list[Gate] = []
+
+    def meet(self, call: str) -> None:
+        self.calls[call] = self.calls.get(call, 0) + 1
+        for hook in list(self._hooks.get(call, ())):
+            hook()
+
+    def before(self, call: str, hook: Callable[[], object]) -> None:
+        self._hooks.setdefault(call, []).append(hook)
+
+    def fail(self, call: str, code: int, *, after: int = 0, times: int = 1 << 30) -> None:
+        """Raise OSError from the next ``times`` calls after the next ``after``."""
+        first = self.calls.get(call, 0) + after + 1
+
+        def hook() -> None:
+            if first <= self.calls[call] < first + times:
+                raise OSError(code, os.strerror(code))
+
+        self.before(call, hook)
+
+    def gate(self, *calls: str) -> Gate:
+        gate = Gate()
+        self._gates.append(gate)
+        for call in calls:
+            self.before(call, gate.meet)
+        return gate
+
+    def end(self) -> None:
+        """No faults any more, and nobody waits."""
+        self._hooks.clear()
+        for gate in self._gates:
+            gate.open()
+
+
+class Read(NamedTuple):
+    """Bytes that the source handed out, of the file with this st_ino."""
+
+    ino: int
+    offset: int
+    size: int
+
+
+class FaultySource(PosixSource):
+    """``reads`` has every read of a file that the source answered."""
+
+    def __init__(self, root_fd: int) -> None:
+        super().__init__(root_fd)
+        self.faults = Faults()
+        self.reads: list[Read] = []
+
+    def found(self, directory: DirRef, name: bytes) -> Found:
+        self.faults.meet("found")
+        return super().found(directory, name)
+
+    def found_each(self, directory: DirRef, names: object) -> FoundEach:
+        self.faults.meet("found_each")
+        return super().found_each(directory, names)  # type: ignore[arg-type]
+
+    def stat(self, directory: DirRef, name: bytes) -> SourceStat:
+        self.faults.meet("stat")
+        return super().stat(directory, name)
+
+    def open(self, directory: DirRef, name: bytes) -> tuple[int, SourceStat]:
+        self.faults.meet("open")
+        return super().open(directory, name)
+
+    def getxattr(self, directory: DirRef, name: bytes, attribute: bytes) -> bytes:
+        self.faults.meet("getxattr")
+        return super().getxattr(directory, name, attribute)
+
+    def access(self, directory: DirRef, name: bytes, mask: int) -> bool:
+        self.faults.meet("access")
+        return super().access(directory, name, mask)
+
+    def statvfs(self) -> os.statvfs_result:
+        self.faults.meet("statvfs")
+        return super().statvfs()
+
+    def read(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
+        self.faults.meet("read")
+        data, version = super().read(fd, offset, size)
+        self.reads.append(Read(version.ino, offset, len(data)))
+        self.faults.meet("after_read")
+        return data, version
+
+
+class FaultyTier(Tier):
+    def __init__(self, dir_fd: int, path: str, tier_id: int) -> None:
+        self.faults = Faults()
+        super().__init__(dir_fd, path, tier_id)
+
+    def write_whole(self, version: SourceVersion, data: Data) -> int:
+        self.faults.meet("write_whole")
+        return super().write_whole(version, data)
+
+    def create_part(self, version: SourceVersion, size: int) -> int:
+        self.faults.meet("create_part")
+        return super().create_part(version, size)
+
+    def open_part(self, version: SourceVersion) -> int:
+        self.faults.meet("open_part")
+        return super().open_part(version)
+
+    def open_replica(self, version: SourceVersion, size: int) -> int:
+        self.faults.meet("open_replica")
+        return super().open_replica(version, size)
+
+    def write(self, fd: int, offset: int, data: Data) -> None:
+        self.faults.meet("write")
+        super().write(fd, offset, data)
+
+    def finish_part(self, fd: int, version: SourceVersion) -> int:
+        self.faults.meet("finish_part")
+        return super().finish_part(fd, version)
+
+    def allocated(self, fd: int) -> int:
+        self.faults.meet("allocated")
+        return super().allocated(fd)
+
+    def remove_part(self, version: SourceVersion) -> None:
+        self.faults.meet("remove_part")
+        super().remove_part(version)
+
+    def space(self) -> Space:
+        self.faults.meet("space")
+        return super().space()
+
+    def sync(self) -> None:
+        self.faults.meet("sync")
+        super().sync()

@@ -1,0 +1,285 @@
+"""The layers below FUSE, composed as the worker composes them, over directories of a test."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+
+import trio
+
+from monarchfs.cache.cache import Cache
+from monarchfs.fs.files import FileHandle, Files
+from monarchfs.fs.freshness import NS, Freshness
+from monarchfs.fs.tree import Missing, Tree
+from monarchfs.fs.xattrs import Xattrs
+from monarchfs.index import Index
+from monarchfs.metrics import Metrics
+from monarchfs.placement.placement import Placement
+from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.fetch import State
+from monarchfs.source.source import Source
+from monarchfs.store.tier import replica_name
+from monarchfs.types import (
+    ROOT_INO,
+    Data,
+    FreshnessMode,
+    Lane,
+    Node,
+    Replica,
+    ReplicaState,
+    TierSize,
+)
+from tests.layers.faults import FaultySource, FaultyTier
+
+KIB, MIB = 1 << 10, 1 << 20
+ALL_ROOM = 1 << 30
+
+
+def content(size: int, seed: int = 1) -> bytes:
+    """Bytes that differ from each other at each place, and are no zeros."""
+    block = bytes((i * 7 + i // 251 + seed * 31) % 255 + 1 for i in range(4099))
+    return (block * (size // len(block) + 1))[:size]
+
+
+class Area:
+    """The directories of a test: the source, the state, the tiers. They outlive the mounts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.source = path / "source"
+        self.state = path / "state"
+        for directory in (self.source, self.state):
+            directory.mkdir()
+
+    def tier(self, number: int) -> Path:
+        path = self.path / f"tier{number}"
+        path.mkdir(exist_ok=True)
+        return path
+
+    def write(self, name: str, data: bytes) -> bytes:
+        path = self.source / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return data
+
+    @asynccontextmanager
+    async def mount(
+        self,
+        tiers: Sequence[int] = (ALL_ROOM,),
+        *,
+        keeps: bool = True,
+        copies: bool = True,
+        mode: FreshnessMode = FreshnessMode.IMMUTABLE,
+        ttl: float = 60.0,
+        deadline: float = 5.0,
+        copy_workers: int = 2,
+        rebooted: bool = False,
+        partial_min_bytes: int = 2 * MIB,
+    ) -> AsyncIterator[Mirror]:
+        """``tiers`` are capacities in bytes; ``keeps`` is False for ``--prefetch none``, and
+        without ``copies`` nothing is copied that nobody reads."""
+        with ExitStack() as stack:
+            root_fd = os.open(self.source, os.O_PATH | os.O_DIRECTORY)
+            stack.callback(os.close, root_fd)
+            index = Index.open(str(self.state), source_id="test", trust_after_kill=True)
+            stack.callback(index.close)
+            opened = []
+            for number in range(1, len(tiers) + 1):
+                path = self.tier(number)
+                fd = os.open(path, os.O_PATH | os.O_DIRECTORY)
+                tier = FaultyTier(fd, str(path), number)
+                os.close(fd)
+                stack.callback(tier.close)
+                opened.append(tier)
+            async with trio.open_nursery() as nursery:
+                posix = FaultySource(root_fd)
+                stack.callback(posix.shutdown)
+                placement = Placement(
+                    [tier.id for tier in opened], partial_min_bytes=partial_min_bytes
+                )
+                sizes = [TierSize(bytes=capacity) for capacity in tiers]
+                freshness = Freshness(mode, int(ttl * NS), time.time_ns())
+                mirror = Mirror(
+                    self, index, posix, opened, sizes, placement, freshness, nursery,
+                    keeps=keeps, deadline=deadline, copy_workers=copy_workers,
+                )  # fmt: skip
+                stack.callback(mirror.cache.close)
+                await nursery.start(mirror.source.watch)
+                mirror.cache.load(rebooted=rebooted)
+                await mirror.tree.load_root()
+                if copies:
+                    mirror.start_copying()
+                try:
+                    yield mirror
+                finally:
+                    mirror.end_faults()
+                    nursery.cancel_scope.cancel()
+            with trio.CancelScope(shield=True):
+                await mirror.copier.put_aside_all()
+                await mirror.cache.sync()
+            mirror.check_books()
+
+
+class Mirror:
+    """One mount. ``posix`` and ``tiers`` are where faults are put in."""
+
+    def __init__(
+        self,
+        area: Area,
+        index: Index,
+        posix: FaultySource,
+        tiers: Sequence[FaultyTier],
+        sizes: Sequence[TierSize],
+        placement: Placement,
+        freshness: Freshness,
+        nursery: trio.Nursery,
+        *,
+        keeps: bool,
+        deadline: float,
+        copy_workers: int,
+    ) -> None:
+        self.area = area
+        self.index = index
+        self.posix = posix
+        self.tiers = tiers
+        self.placement = placement
+        self.nursery = nursery
+        self.metrics = Metrics()
+        self.source = Source(
+            posix, background_threads=copy_workers + 8, stuck_seconds=0.25, deadline=deadline
+        )
+        self.local = trio.CapacityLimiter(8)
+        self.cache = Cache(index, tiers, sizes, placement, self.metrics, self.local)
+        self.copier = Copier(
+            self.source, self.cache, self.metrics, nursery, copy_workers=copy_workers, keeps=keeps
+        )
+        self.tree = Tree(index, self.source, freshness, self.metrics, nursery, deadline=deadline)
+        self.files = Files(self.tree, self.cache, self.copier, self.metrics)
+        self.xattrs = Xattrs(self.tree, self.files, self.source)
+        self._copying = False
+
+    def start_copying(self) -> None:
+        self._copying = True
+        self.nursery.start_soon(self.copier.run)
+
+    def end_faults(self) -> None:
+        self.posix.faults.end()
+        for tier in self.tiers:
+            tier.faults.end()
+
+    @property
+    def tier(self) -> FaultyTier:
+        return self.tiers[0]
+
+    # -- what the kernel would do
+
+    async def node(self, path: str) -> Node:
+        ino = ROOT_INO
+        for name in path.encode().split(b"/"):
+            found = await self.tree.lookup(ino, name)
+            assert not isinstance(found, Missing), path
+            ino = found.node.ino
+        return found.node
+
+    async def ino(self, path: str) -> int:
+        return (await self.node(path)).ino
+
+    async def open(self, path: str) -> FileHandle:
+        return await self.open_ino(await self.ino(path))
+
+    async def open_ino(self, ino: int) -> FileHandle:
+        return self.files.known_open(ino) or await self.files.open(ino)
+
+    async def read(self, handle: FileHandle, offset: int, size: int) -> bytes:
+        data: Data | None = handle.known_read(offset, size)
+        if data is None:
+            data = await handle.read(offset, size, self.files)
+        return bytes(data)
+
+    async def read_file(self, path: str, step: int = 1 << 30) -> bytes:
+        """Open, read to the end, close."""
+        handle = await self.open(path)
+        try:
+            data = b""
+            while piece := await self.read(handle, len(data), step):
+                data += piece
+            return data
+        finally:
+            handle.release()
+
+    async def copied(self, path: str) -> int:
+        """Read a file and wait until all of it is there."""
+        data = await self.read_file(path)
+        await self.idle()
+        assert self.files.state(await self.ino(path)) == "resident"
+        assert data == (self.area.source / path).read_bytes()
+        self.posix.reads.clear()
+        return await self.ino(path)
+
+    # -- what is looked at afterwards
+
+    def bytes_read(self, path: str) -> int:
+        """That the source handed out."""
+        ino = (self.area.source / path).stat().st_ino
+        return sum(read.size for read in self.posix.reads if read.ino == ino)
+
+    def record(self, ino: int) -> Replica | None:
+        return self.index.replica(ino)
+
+    def _is_idle(self) -> bool:
+        copier = self.copier
+        if copier._slots or copier.background or (self._copying and len(copier.queue)):
+            return False
+        if self.source.demand.running or self.source.background.running:
+            return False
+        return not self.local.borrowed_tokens and not any(
+            fill.busy or (fill.reservation is not None and fill.state is not State.FILLING)
+            for fill in copier.files.values()
+        )
+
+    async def idle(self) -> None:
+        """Until nothing is under way any more. What hangs must be let go before."""
+        await until(self._is_idle, "nothing to be under way")
+
+    async def settled(self) -> None:
+        """With all handles closed: nothing is held any more, and the books are right."""
+        await self.idle()
+        assert self.copier.files == {}
+        assert self.cache._open == {}
+        assert self.cache._unwritten_bytes == 0
+        for ledger in self.placement._ledgers.values():
+            assert (ledger.reserved_bytes, ledger.copies) == (0, 0)
+        self.check_books()
+
+    def check_books(self) -> None:
+        """What is recorded is what lies in the tiers."""
+        self.cache.check_invariants()
+        for tier in self.tiers:
+            path = Path(tier.path)
+            records = [r for _ino, r in self.index.replicas() if r.tier == tier.id]
+            parts = {replica_name(r.version) for r in records if r.state is ReplicaState.PARTIAL}
+            whole = {replica_name(r.version) for r in records if r.state is ReplicaState.RESIDENT}
+            assert {file.name for file in (path / "parts").iterdir()} == parts
+            assert {file.name for file in path.glob("??/*")} == whole
+            blocks = sum(f.stat().st_blocks for f in path.rglob("*") if f.is_file()) * 512
+            assert self.placement.usage(tier.id)[0] == blocks
+            totals = self.index.tier_totals().get(tier.id, (0, 0, 0))
+            assert totals == (len(whole), len(parts), blocks)
+
+    async def want(self, path: str, priority: int = 3) -> None:
+        from monarchfs.prefetch.queue import Priority
+
+        node = await self.tree.find(ROOT_INO, path.encode(), Lane.BACKGROUND)
+        assert node is not None
+        self.copier.want(node.ino, Priority(priority))
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for what threads do; by threads, because the clock may stand still."""
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, f"waited for {what}"
+        await trio.to_thread.run_sync(time.sleep, 0.0005)

@@ -1,0 +1,137 @@
+"""Whatever is read in whatever order, the bytes are the file's and come from the source once."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import trio
+import trio.testing
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from monarchfs.fs.files import FileHandle
+from monarchfs.placement import placement
+from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content
+
+SIZES = (0, 1, 4097, 128 * KIB, 128 * KIB + 1, 1 * MIB, 1 * MIB + 1, 3 * MIB + 77)
+CONTENTS = [content(size, seed) for seed, size in enumerate(SIZES)]
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("open"), st.integers(0, len(SIZES) - 1)),
+        st.tuples(
+            st.just("read"),
+            st.integers(0, 9),
+            st.floats(0, 1),
+            st.sampled_from([1, 4 * KIB, 128 * KIB, 300_000, 2 * MIB]),
+        ),
+        st.tuples(st.just("close"), st.integers(0, 9)),
+        st.tuples(st.just("source"), st.integers(0, 9)),
+        st.tuples(st.just("tier"), st.integers(0, 9)),
+    ),
+    max_size=40,
+)
+
+
+@dataclass
+class Opened:
+    handle: FileHandle
+    file: int
+    reads: int = 0
+    closed: bool = False
+
+    def close_if_done(self) -> None:
+        """The kernel releases a handle after the last of its reads."""
+        if self.closed and not self.reads:
+            self.handle.release()
+
+
+async def take_steps(mirror: Mirror, steps: list[tuple[object, ...]]) -> None:
+    """One after the other, while reads go on beside them; then close what is open."""
+    source_gate = mirror.posix.faults.gate("read")
+    tier_gate = mirror.tier.faults.gate("write", "write_whole")
+    opened: list[Opened] = []
+
+    async def read(of: Opened, offset: int, size: int) -> None:
+        data = await mirror.read(of.handle, offset, size)
+        assert data == CONTENTS[of.file][offset : offset + size]
+        of.reads -= 1
+        of.close_if_done()
+
+    def choose(which: int) -> Opened | None:
+        left = [one for one in opened if not one.closed]
+        return left[which % len(left)] if left else None
+
+    async with trio.open_nursery() as nursery:
+        for step in steps:
+            match step:
+                case "open", int(file):
+                    opened.append(Opened(await mirror.open(f"f{file}"), file))
+                case "read", int(which), float(where), int(size):
+                    if one := choose(which):
+                        one.reads += 1
+                        nursery.start_soon(read, one, int(where * SIZES[one.file]), size)
+                case "close", int(which):
+                    if one := choose(which):
+                        one.closed = True
+                        one.close_if_done()
+                case "source", int(which):
+                    if source_gate.waiting:
+                        source_gate.release(which % source_gate.waiting)
+                case "tier", int(which):
+                    if tier_gate.waiting:
+                        tier_gate.release(which % tier_gate.waiting)
+            await trio.testing.wait_all_tasks_blocked()
+        source_gate.open()
+        tier_gate.open()
+        while one := choose(0):
+            one.closed = True
+            one.close_if_done()
+    await mirror.settled()
+
+
+def run_steps(steps: list[tuple[object, ...]], room: int, *, keeps: bool, copies: bool) -> None:
+    async def main(area: Area) -> None:
+        for number, data in enumerate(CONTENTS):
+            area.write(f"f{number}", data)
+        async with area.mount([room], keeps=keeps, copies=copies) as mirror:
+            await take_steps(mirror, steps)
+            if room == ALL_ROOM and keeps:
+                assert_read_once(mirror)
+            assert mirror.metrics.copies_failed == 0
+        # What was put aside is taken up where it was left.
+        async with area.mount([room], keeps=keeps) as again:
+            read = {number: again_read for number, again_read in enumerate(await all_of(again))}
+            assert read == dict(enumerate(CONTENTS))
+            await again.settled()
+
+    async def all_of(mirror: Mirror) -> list[bytes]:
+        return [await mirror.read_file(f"f{number}") for number in range(len(SIZES))]
+
+    with tempfile.TemporaryDirectory() as directory:
+        trio.run(main, Area(Path(directory)))
+
+
+def assert_read_once(mirror: Mirror) -> None:
+    covered: dict[int, list[tuple[int, int]]] = {}
+    for read in mirror.posix.reads:
+        covered.setdefault(read.ino, []).append((read.offset, read.offset + read.size))
+    for ranges in covered.values():
+        ranges.sort()
+        assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+
+
+@settings(deadline=None, max_examples=600, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    steps=STEPS,
+    room=st.sampled_from([ALL_ROOM, 2 * MIB, 100 * KIB]),
+    keeps=st.booleans(),
+    copies=st.booleans(),
+)
+def test_any_order_of_events(
+    steps: list[tuple[object, ...]], room: int, keeps: bool, copies: bool
+) -> None:
+    with mock.patch.object(placement, "PARTIAL_ROOM_BYTES", 256 * KIB):
+        run_steps(steps, room, keeps=keeps, copies=copies)
