@@ -20,10 +20,12 @@ help:
 setup: $(STAMP)
 	@:
 
+# A bare root (debootstrap) has no /etc/mtab, without which fusermount3 unmounts nothing.
 $(STAMP): Makefile pyproject.toml setup.py monarchfs/fuse/_session.c
 	@$(MAKE) --no-print-directory packages
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "$(PYTHON) is older than Python 3.10: give another one as PYTHON=..." >&2; exit 1; }
+	@test -e /etc/mtab || test "$$(id -u)" != 0 || ln -s ../proc/self/mounts /etc/mtab
 	@echo "installing into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,demo]'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import struct
 
 PR_CAPBSET_DROP = 24
@@ -30,6 +31,15 @@ def drop_capabilities() -> None:
     data = struct.pack("=6I", effective, permitted, 0, 0, 0, 0)
     if libc.capset(header, data) != 0:
         raise OSError(ctypes.get_errno(), "capset")
+
+
+def raise_descriptor_limit() -> None:
+    """As many open files as this process may have: each open file of the mount needs one or two.
+
+    The soft limit is low for the sake of programs that use select(2) (getrlimit(2)).
+    """
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _permitted() -> int:

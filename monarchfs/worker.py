@@ -37,7 +37,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.placement.placement import Placement
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.scan import Scan
-from monarchfs.privileges import drop_capabilities
+from monarchfs.privileges import drop_capabilities, raise_descriptor_limit
 from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.status import status
@@ -329,6 +329,7 @@ def main(arguments: list[str] | None = None) -> None:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the foreground is the supervisor's
     drop_capabilities()
+    raise_descriptor_limit()
     code = trio.run(run, bootstrap)
     logging.shutdown()
     sys.stderr.flush()

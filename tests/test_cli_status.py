@@ -36,7 +36,7 @@ def test_a_report_for_people() -> None:
         "  tier      /scratch: 0 bytes of 0 bytes, 0 files",
         "  files     known 10, resident 3, partial 1",
         "  source    read 5.0M, demand read 1 bytes, prefetch read 1.5K, operations 7",
-        "  served    local opens 2, local file 100G",
+        "  served    local opens 2, local files 100G",
         "  prefetch  queued 4, active 1, failed 0",
         "  worker    pid -, restarts 0",
     ]

@@ -10,7 +10,7 @@ import trio
 
 from monarchfs.store.read import read_full, read_nowait
 from monarchfs.store.tier import Tier
-from monarchfs.types import Data, Node, SourceVersion
+from monarchfs.types import Data, Node, Replica, SourceVersion
 
 
 class OpenReplica:
@@ -45,18 +45,42 @@ class OpenReplica:
 class Reservation:
     """Room for one replica that is being filled, and the part file's descriptor.
 
-    Constant: everything but ``fd``, which the first write opens, and ``written`` bytes. Who holds
-    a reservation ends it with exactly one of ``finish``, ``write_all``, ``rest``, ``abandon``.
+    Constant: all but ``fd``, which the first write opens, ``written`` bytes, ``given_up``. ``whole``
+    says that there is room for all of it; ``resumed`` is the record of what is in the part file
+    already. ``given_up`` is set once its end is ``abandon``. Who holds a reservation ends it with exactly one of ``finish``, ``write_all``,
+    ``rest``, ``cancel``, ``abandon``.
     """
 
-    __slots__ = ("_unused", "_users", "fd", "lock", "node", "tier", "version", "whole", "written")
+    __slots__ = (
+        "_unused",
+        "_users",
+        "fd",
+        "given_up",
+        "lock",
+        "node",
+        "resumed",
+        "tier",
+        "version",
+        "whole",
+        "written",
+    )
 
-    def __init__(self, node: Node, version: SourceVersion, tier: Tier, whole: bool) -> None:
+    def __init__(
+        self,
+        node: Node,
+        version: SourceVersion,
+        tier: Tier,
+        *,
+        whole: bool,
+        resumed: Replica | None = None,
+    ) -> None:
         self.node = node
         self.version = version
         self.tier = tier
         self.whole = whole
+        self.resumed = resumed
         self.fd = -1
+        self.given_up = False
         self.written = 0
         self.lock = trio.Lock()
         self._users = 0
@@ -78,15 +102,28 @@ class Reservation:
         while self._users:
             self._unused = trio.Event()
             await self._unused.wait()
+        self.close_now()
+
+    def close_now(self) -> None:
+        """The same, where nobody uses it."""
+        assert not self._users
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
     def new_part(self) -> int:
-        """An empty part file, open; one that a crash left and no record knows is removed first.
+        """An empty part file, open; one that was left behind and no record knows is removed first.
         For a thread. Raises OSError of the tier."""
         try:
             return self.tier.create_part(self.version, self.version.size)
         except FileExistsError:
             self.tier.remove_part(self.version)
             return self.tier.create_part(self.version, self.version.size)
+
+    def write_whole(self, data: bytes) -> int:
+        """All of the replica at once; returns its allocated bytes. As ``new_part``."""
+        try:
+            return self.tier.write_whole(self.version, data)
+        except FileExistsError:
+            self.tier.remove_part(self.version)
+            return self.tier.write_whole(self.version, data)

@@ -96,8 +96,11 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _value(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        value = "yes" if value else "no"
     if name.endswith("_bytes") and isinstance(value, (int, float)):
-        return f"{name.removesuffix('_bytes').replace('_', ' ')} {format_bytes(value)}"
+        what = name.removesuffix("_bytes").replace("_", " ").replace("file", "files")
+        return f"{what} {format_bytes(value)}"
     return f"{name.replace('_', ' ')} {'-' if value is None else value}"
 
 

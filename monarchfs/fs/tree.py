@@ -20,7 +20,16 @@ from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
 from monarchfs.source.flights import Flights
 from monarchfs.source.source import Source
-from monarchfs.types import ROOT_INO, Dirent, DirRef, FileType, Lane, Node, SourceChanged
+from monarchfs.types import (
+    ROOT_INO,
+    Dirent,
+    DirRef,
+    FileType,
+    IndexWriteError,
+    Lane,
+    Node,
+    SourceChanged,
+)
 
 log = logging.getLogger(__name__)
 
@@ -226,13 +235,20 @@ class Tree:
         even_open: bool = False,
     ) -> T:
         """Fetch from the source, once for all who want the same; what is known instead where it
-        does not answer in time and the mount's promise allows that."""
+        does not answer in time, or the answer cannot be recorded, and the mount's promise allows
+        that. Raises OSError."""
         if fallback is None or not (self._freshness.serves_stale or even_open):
-            return await self._flights.fly(key, fetch)
+            try:
+                return await self._flights.fly(key, fetch)
+            except IndexWriteError as exc:
+                raise OSError(errno.EIO, f"what was found cannot be recorded: {exc}") from exc
         # A source that is known to hang is asked all the same (the answer, when it comes, is for
         # the next one), but nobody waits for it again.
         with trio.move_on_after(self._deadline if self._source.responding else 0.001):
-            return await self._flights.fly(key, fetch)
+            try:
+                return await self._flights.fly(key, fetch)
+            except IndexWriteError as exc:
+                log.warning("what was found cannot be recorded: %s", exc)
         self._metrics.stale_answers += 1
         return fallback
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from bisect import insort
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.prefetch.fetch import CHUNK_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.queue import CopyQueue, Priority
+from monarchfs.prefetch.remote import RemoteFile
 from monarchfs.source.source import Source
 from monarchfs.types import DirRef, Lane, Node
 
@@ -94,8 +96,8 @@ class Copier:
         fill = self._file(node)
         fill.handles += 1
         try:
-            if not fill.verified:
-                await fill.open_source(lane)
+            if not fill.remote.verified:
+                await fill.remote.open(lane)
         except BaseException:
             fill.release()
             raise
@@ -108,15 +110,9 @@ class Copier:
         return fill
 
     def _new_fill(self, node: Node) -> Fill:
+        remote = RemoteFile(node.stat.version, lambda: self._where(node), self._source)
         return Fill(
-            node,
-            lambda: self._where(node),
-            self._source,
-            self._cache,
-            self._metrics,
-            self._nursery,
-            self._forget,
-            self._poke,
+            node, remote, self._cache, self._metrics, self._nursery, self._forget, self._poke
         )
 
     def _where(self, node: Node) -> tuple[DirRef, bytes]:
@@ -146,8 +142,19 @@ class Copier:
 
     def want(self, ino: int, priority: Priority) -> None:
         """Copy the file some time, unless nothing is to be copied or it is there already."""
-        if self.keeps and self.queue.push(ino, priority):
+        if not self.keeps:
+            return
+        fill = self.files.get(ino)
+        if fill is not None and fill.in_background:
+            if priority < fill.priority:
+                self.background.remove(fill)
+                self._insert(fill, priority)
+        elif self.queue.push(ino, priority):
             self._wake.set()
+
+    def _insert(self, fill: Fill, priority: Priority) -> None:
+        fill.priority = priority
+        insort(self.background, fill, key=lambda fill: fill.priority)
 
     async def queue_below(self, count: int) -> None:
         """Wait until fewer than ``count`` files wait to be copied. A checkpoint in any case."""
@@ -167,7 +174,8 @@ class Copier:
         """Copy for ever."""
         self._nursery.start_soon(self._lend_slots)
         while True:
-            while len(self._slots) - self._lent >= self._copy_workers:
+            # A slow tier must not collect what it cannot take in memory.
+            while len(self._slots) - self._lent >= self._copy_workers or self._cache.backlogged:
                 await self._sleep()
             # Before anything is claimed: a reader must not wait for what is put off.
             if self._source.demand_waiting and not any(fill.handles for fill in self.background):
@@ -186,15 +194,22 @@ class Copier:
 
     def _next_work(self) -> Callable[[], Awaitable[None]] | None:
         for fill in list(self.background):
+            if (work := self._next_file(fill.priority)) is not None:
+                return work
             fetch = fill.claim_next(self.unit_bytes)
             if fetch is not None:
                 return partial(self._fetch, fill, fetch)
             if fill.state is not State.FILLING or fill.full or fill.chunks.complete:
+                self._attempts.pop(fill.node.ino, None)
                 self._leave_background(fill)
-        while (job := self.queue.pop()) is not None:
+        return self._next_file(Priority.NOBODY)
+
+    def _next_file(self, before: Priority) -> Callable[[], Awaitable[None]] | None:
+        """Begin with a file that goes before those of a priority."""
+        while self.queue.first < before and (job := self.queue.pop()) is not None:
             self._shrunk.set()
             if (node := self._copyable(job[0])) is not None:
-                return partial(self._begin, node)
+                return partial(self._begin, node, job[1])
         return None
 
     def _copyable(self, ino: int) -> Node | None:
@@ -215,14 +230,14 @@ class Copier:
                 self._lent -= 1
             self._wake.set()
 
-    async def _begin(self, node: Node) -> None:
+    async def _begin(self, node: Node, priority: Priority) -> None:
         """Ask for room and fetch the first portion."""
         fill = self._file(node)
         fetch = None
         # No checkpoint: a file in ``files`` without a use would be forgotten by nobody.
         if not fill.in_background and fill.start_filling():
             fill.in_background = True
-            self.background.append(fill)
+            self._insert(fill, priority)
             self._wake.set()
             fetch = fill.claim_next(self.unit_bytes)
         fill.settle()
@@ -232,10 +247,11 @@ class Copier:
     async def _fetch(self, fill: Fill, fetch: Fetch) -> None:
         started = trio.current_time()
         await fill.fetch(fetch, Lane.BACKGROUND)
-        if fetch.error is not None:
+        if fetch.error is not None and fill.in_background:
+            # The first of its fetches to fail speaks for those that are under way beside it.
             self._leave_background(fill)
-            self._failed(fill.node, fetch.error)
-        elif fetch.end - fetch.start >= self.unit_bytes:
+            self._failed(fill, fetch.error)
+        elif fetch.error is None and fetch.end - fetch.start >= self.unit_bytes:
             self._adapt(trio.current_time() - started)
 
     def _adapt(self, seconds: float) -> None:
@@ -248,10 +264,10 @@ class Copier:
         if fill.in_background:
             fill.in_background = False
             self.background.remove(fill)
-            self._attempts.pop(fill.node.ino, None)
             fill.settle()
 
-    def _failed(self, node: Node, exc: OSError) -> None:
+    def _failed(self, fill: Fill, exc: OSError) -> None:
+        node = fill.node
         attempt = self._attempts.get(node.ino, 0)
         self._cache.explain(node.ino, f"copying failed: {exc.strerror}")
         if exc.errno not in TRANSIENT or attempt >= len(RETRY_SECONDS):
@@ -260,11 +276,11 @@ class Copier:
             log.warning("inode %d is not copied: %s", node.ino, exc)
             return
         self._attempts[node.ino] = attempt + 1
-        self._nursery.start_soon(self._again, node.ino, RETRY_SECONDS[attempt])
+        self._nursery.start_soon(self._again, node.ino, fill.priority, RETRY_SECONDS[attempt])
 
-    async def _again(self, ino: int, seconds: float) -> None:
+    async def _again(self, ino: int, priority: Priority, seconds: float) -> None:
         await trio.sleep(seconds)
-        self.want(ino, Priority.SCANNED)
+        self.want(ino, priority)
 
     async def _lend_slots(self) -> None:
         while True:

@@ -9,7 +9,7 @@ room for a chunk, exactly the bytes that were asked for are read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import trio
 
@@ -18,15 +18,16 @@ from monarchfs.cache.replicas import OpenReplica, Reservation
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.chunks import CLAIMED, PRESENT, ChunkMap
 from monarchfs.prefetch.fetch import MOST_AHEAD_BYTES, WHOLE_BYTES, Fetch, State, chunk_bytes_for
+from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.readahead import Readahead
-from monarchfs.source.source import Source
-from monarchfs.types import Data, DirRef, Lane, Node, SourceChanged
+from monarchfs.prefetch.remote import RemoteFile
+from monarchfs.types import Data, Lane, Node, SourceChanged
 
 log = logging.getLogger(__name__)
 
 
 class Fill:
-    """Constant: node, version, chunks' geometry. Changing: the rest, on the event loop only.
+    """Constant: ``node``, ``remote``, ``size``. Changing: the rest, on the event loop only.
 
     It lives while it has handles, fetches under way (``busy``), or a place in the copier's
     background list; then ``settle`` puts it to rest and calls ``forget``.
@@ -35,33 +36,29 @@ class Fill:
     def __init__(
         self,
         node: Node,
-        where: Callable[[], tuple[DirRef, bytes]],
-        source: Source,
+        remote: RemoteFile,
         cache: Cache,
         metrics: Metrics,
         nursery: trio.Nursery,
         forget: Callable[[Fill], None],
         poke: Callable[[], None],
     ) -> None:
-        """``where`` tells its place in the source; ``forget`` is called once it is settled, and
-        ``poke`` when a file in the background may have become another's turn."""
-        assert node.stat is not None
+        """``forget`` is called once it is settled, and ``poke`` when a fetch or a copy has
+        ended: it may be another file's turn in the background."""
         self.node = node
-        self.version = node.stat.version
+        self.remote = remote
         self.size = node.stat.size
         self.state = State.DIRECT
         self.handles = 0
         self.in_background = False
+        self.priority = Priority.NOBODY
         self.full = False
         self.cursor = 0
-        self.source_fd = -1
-        self.verified = False
         self.reservation: Reservation | None = None
         self.replica: OpenReplica | None = None
         self.busy = 0
+        self._acquired: list[OpenReplica] = []
         self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
-        self._where = where
-        self._source = source
         self._cache = cache
         self._metrics = metrics
         self._nursery = nursery
@@ -70,7 +67,6 @@ class Fill:
         self._fetches: list[Fetch] = []
         self._ahead = Readahead(MOST_AHEAD_BYTES // self.chunks.chunk_bytes)
         self._finishing = False
-        self._opening = trio.Lock()
 
     @property
     def filling(self) -> bool:
@@ -88,12 +84,11 @@ class Fill:
             return True
         if self.reservation is not None:
             return False  # an earlier one is still being given back
-        record = self._cache.state(self.node.ino)
         reservation = self._cache.reserve(self.node)
         if reservation is None:
             return False
-        if record is not None and record.present:
-            self.chunks = ChunkMap(self.size, record.chunk_bytes, record.present)
+        if (resumed := reservation.resumed) is not None:
+            self.chunks = ChunkMap(self.size, resumed.chunk_bytes, resumed.present)
         self.reservation = reservation
         self.full = False
         self._finishing = False
@@ -167,7 +162,7 @@ class Fill:
 
     async def _piece(self, offset: int, end: int) -> Data:
         """At least one byte of [offset, end), from its start; none where the source has no more."""
-        if self.state is State.RESIDENT and self.replica is not None:
+        if self.replica is not None:
             return await self._read_replica(self.replica, offset, end)
         if self.state is State.FILLING:
             chunk, last = self.chunks.chunk_of(offset), self.chunks.chunk_of(end - 1) + 1
@@ -217,38 +212,21 @@ class Fill:
                 )
         except OSError as exc:
             self._cache.failed_read(replica, exc)
-            self.state = State.DIRECT
+            if self.replica is replica:
+                self.replica, self.state = None, State.DIRECT
             return await self._read_source(offset, end)
         return data
 
     async def _read_source(self, offset: int, end: int) -> Data:
-        """Exactly these bytes, from the source as it is. Raises its OSError."""
-        fetch = Fetch(self.chunks, 0, 0, offset, end, trio.Event())
-        self.busy += 1
-        # In a task of its own: a reader that is killed goes at once, but the descriptor must stay
-        # until the thread is done with it.
-        self._nursery.start_soon(self._fetch_direct, fetch)
-        await fetch.done.wait()
-        if fetch.error is not None:
-            raise OSError(fetch.error.errno, fetch.error.strerror)
-        if fetch.data is None:
-            raise SourceChanged(f"inode {self.node.ino}")
-        return fetch.data
-
-    async def _fetch_direct(self, fetch: Fetch) -> None:
+        """Exactly these bytes, from the source as it is. Raises its OSError, SourceChanged."""
         try:
-            fd = await self.open_source(Lane.DEMAND)
-            size = fetch.end - fetch.start
-            fetch.data, version = await self._source.read(fd, fetch.start, size, Lane.DEMAND)
-            if version != self.version:
-                self._cache.index.mark_outdated(self.node.ino)
-        except OSError as exc:
-            fetch.error = exc
+            data, same = await self.remote.read(offset, end, Lane.DEMAND)
         except SourceChanged:
-            self._cache.index.mark_outdated(self.node.ino)
-        finally:
-            fetch.done.set()
-            self._leave()
+            self._cache.outdated(self.node)
+            raise
+        if not same:
+            self._cache.outdated(self.node)
+        return data
 
     # -- fetching
 
@@ -264,29 +242,18 @@ class Fill:
                 fetch.chunks.release(fetch.first, fetch.last)
             fetch.done.set()
             self._leave()
+            self._poke()
 
     async def _fetch_source(self, fetch: Fetch, lane: Lane) -> bytes | None:
         try:
-            if self.source_fd < 0 and lane is Lane.BACKGROUND and self.size <= WHOLE_BYTES:
-                data = await self._source.read_whole(*self._where(), self.version, lane)
-                version = self.version
-            else:
-                fd = await self.open_source(lane)
-                size = fetch.end - fetch.start
-                data, version = await self._source.read(fd, fetch.start, size, lane)
+            fetch.data = await self.remote.fetch(fetch.start, fetch.end, lane)
         except OSError as exc:
             fetch.error = exc
-            return None
         except SourceChanged:
             self._changed()
-            return None
-        if version != self.version or len(data) != fetch.end - fetch.start:
-            self._changed()
-            return None
-        self.verified = True
-        fetch.data = data
-        fetch.done.set()
-        return data
+        else:
+            fetch.done.set()
+        return fetch.data
 
     def _keeps(self, fetch: Fetch, lane: Lane) -> bool:
         if self.state is not State.FILLING or fetch.chunks is not self.chunks:
@@ -303,9 +270,10 @@ class Fill:
         whole = fetch.start == 0 and fetch.end == self.size and reservation.fd < 0
         try:
             if whole and reservation.whole:
-                await self._cache.write_all(reservation, data)
+                stored = await self._cache.write_all(reservation, data)
                 fetch.chunks.arrive(fetch.first, fetch.last)
-                self._become_resident()
+                if stored:
+                    self._become_resident()
                 return
             await self._cache.write(reservation, fetch.start, data)
         except OSError as exc:
@@ -315,49 +283,40 @@ class Fill:
         if self.state is State.FILLING and self.chunks.complete:
             self._begin_finish()
 
-    async def open_source(self, lane: Lane) -> int:
-        """The source's descriptor. Raises its OSError, or SourceChanged for another version."""
-        if self.source_fd < 0:
-            async with self._opening:
-                if self.source_fd < 0:
-                    fd, stat = await self._source.open(*self._where(), lane)
-                    if stat.version != self.version:
-                        self._source.close_soon(fd)
-                        raise SourceChanged(f"inode {self.node.ino}")
-                    self.source_fd = fd
-                    self.verified = True
-        return self.source_fd
-
     def _changed(self) -> None:
         if self.state is State.FILLING:
             self._metrics.copies_outdated += 1
-            self._cache.index.mark_outdated(self.node.ino)
+            self._cache.outdated(self.node)
             self.give_up("it changed in the source while it was copied")
 
     # -- the end of it
 
     def give_up(self, reason: str) -> None:
-        """Keep nothing; open handles read the source directly from now on."""
+        """Keep nothing; open handles read the source directly from now on. No checkpoint."""
         if self.state is State.FILLING:
-            self._stop_filling(lambda reservation: self._cache.abandon(reservation, reason))
+            self.state = State.DIRECT
+            self._nursery.start_soon(self._abandon, reason)
+
+    async def _abandon(self, reason: str) -> None:
+        assert self.reservation is not None
+        # Also when the mount ends: it waits for this tier's threads alone, as that would anyway.
+        with trio.CancelScope(shield=True):
+            await self._cache.abandon(self.reservation, reason)
+        self._reset()
+        self.settle()
+        self._poke()
+
+    def _reset(self) -> None:
+        """There is no reservation any more, and nothing local."""
+        self.state = State.DIRECT
+        self.reservation = None
+        self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
 
     def _tier_failed(self, reservation: Reservation, exc: OSError, what: str) -> None:
         self._cache.tier_failed(reservation, exc)
         if self.state is State.FILLING:
             self._metrics.copies_failed += 1
             self.give_up(f"{what}: {exc.strerror}")
-
-    def _stop_filling(self, end: Callable[[Reservation], Awaitable[None]]) -> None:
-        """Read directly from now on, and end the reservation. No checkpoint."""
-        self.state = State.DIRECT
-        self._nursery.start_soon(self._end_reservation, end)
-
-    async def _end_reservation(self, end: Callable[[Reservation], Awaitable[None]]) -> None:
-        assert self.reservation is not None
-        await end(self.reservation)
-        self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
-        self.reservation = None
-        self.settle()
 
     def _begin_finish(self) -> None:
         if not self._finishing:
@@ -373,11 +332,12 @@ class Fill:
             if self.size == 0:
                 if not await self._may_read():
                     return
-                await self._cache.write_all(reservation, b"")
+                stored = await self._cache.write_all(reservation, b"")
             else:
-                await self._cache.finish(reservation)
-            self._become_resident()
-            await reservation.close()
+                stored = await self._cache.finish(reservation)
+            if stored:
+                self._become_resident()
+                await reservation.close()
         except OSError as exc:
             self._tier_failed(reservation, exc, "copying failed")
         finally:
@@ -386,7 +346,7 @@ class Fill:
     async def _may_read(self) -> bool:
         """Whether the source lets us open an empty file, for which no read asks."""
         try:
-            await self.open_source(Lane.BACKGROUND)
+            await self.remote.open(Lane.BACKGROUND)
         except SourceChanged:
             self._changed()
         except OSError as exc:
@@ -398,9 +358,11 @@ class Fill:
 
     def _become_resident(self) -> None:
         """The index says so already. No checkpoint."""
-        self.replica = self._cache.acquire(self.node)
-        self.state = State.RESIDENT if self.replica is not None else State.DIRECT
         self.reservation = None
+        self.state = State.DIRECT
+        if (replica := self._cache.acquire(self.node)) is not None:
+            self.replica, self.state = replica, State.RESIDENT
+            self._acquired.append(replica)
 
     def release(self) -> None:
         """A handle is closed."""
@@ -409,38 +371,43 @@ class Fill:
 
     def _leave(self) -> None:
         self.busy -= 1
-        if self.in_background:
-            self._poke()
         self.settle()
 
     def settle(self) -> None:
         """Put everything down where nobody needs it any more. No checkpoint."""
         if self.handles or self.busy or self.in_background:
             return
-        if self.state is State.FILLING:
-            self._stop_filling(self._put_aside)
-            return
+        if self.state is State.FILLING and not self._rest():
+            self.give_up("its copy could not be put aside")
         if self.state is State.DIRECT and self.reservation is not None:
             return  # its end is under way and comes back here
         self._forget(self)
-        fd, self.source_fd = self.source_fd, -1
-        if fd >= 0:
-            self._source.close_soon(fd)
-        replica, self.replica = self.replica, None
-        if replica is not None:
-            self._cache.release(replica)
+        self.remote.close_soon()
+        self.replica = None
+        while self._acquired:
+            # More than one where the tier failed a reader, who may still have been reading it.
+            self._cache.release(self._acquired.pop())
+
+    def _rest(self) -> bool:
+        """Record what is local, and end the reservation; False where that fails. No checkpoint."""
+        reservation = self.reservation
+        assert reservation is not None
+        if reservation.fd < 0:
+            self._cache.cancel(reservation)
+        else:
+            try:
+                chunks = self.chunks
+                self._cache.rest(reservation, chunks.chunk_bytes, chunks.saved())
+            except OSError as exc:
+                self._cache.tier_failed(reservation, exc)
+                return False
+        self._reset()
+        return True
 
     async def put_aside(self) -> None:
         """At the end of the mount, when no task of the copier runs any more."""
-        if self.state is State.FILLING and self.reservation is not None:
-            self.state = State.DIRECT
-            await self._put_aside(self.reservation)
-
-    async def _put_aside(self, reservation: Reservation) -> None:
-        if self.chunks.present_count:
-            try:
-                await self._cache.rest(reservation, self.chunks.chunk_bytes, self.chunks.saved())
-                return
-            except OSError as exc:
-                self._cache.tier_failed(reservation, exc)
-        await self._cache.abandon(reservation, "not copied yet")
+        if self.state is State.FILLING and not self._rest():
+            assert self.reservation is not None
+            await self._cache.abandon(self.reservation, "its copy could not be put aside")
+            self._reset()
+        self.remote.close_soon()

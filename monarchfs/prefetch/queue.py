@@ -13,6 +13,8 @@ class Priority(IntEnum):
     HINTED = 1
     LISTED = 2
     SCANNED = 3
+    NOBODY = 4
+    """After all the others; never in a queue."""
 
 
 class CopyQueue:
@@ -38,6 +40,14 @@ class CopyQueue:
         self._count += 1
         heapq.heappush(self._heap, (priority, self._count, ino))
         return True
+
+    @property
+    def first(self) -> Priority:
+        """The priority of the file whose turn it is, NOBODY if there is none."""
+        heap = self._heap
+        while heap and self._best.get(heap[0][2]) != heap[0][0]:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else Priority.NOBODY
 
     def pop(self) -> tuple[int, Priority] | None:
         while self._heap:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.queue import Priority
-from monarchfs.types import ROOT_INO, Dirent, FileType, Lane, Node
+from monarchfs.types import ROOT_INO, Dirent, FileType, IndexWriteError, Lane, Node
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Scan:
             ino = directories.popleft()
             try:
                 await self._tree.open_directory(ino, Lane.BACKGROUND)
-            except OSError as exc:
+            except (OSError, IndexWriteError) as exc:
                 self._skip(f"directory inode {ino}", exc)
                 continue
             directories.extend(await self._scan_directory(ino))
@@ -64,7 +64,7 @@ class Scan:
             await self._copier.queue_below(QUEUE_LIMIT)
             try:
                 node = await self._walk(path)
-            except OSError as exc:
+            except (OSError, IndexWriteError) as exc:
                 self._skip(repr(path), exc)
                 continue
             if node is None or node.stat is None or not node.stat.is_regular:
@@ -94,7 +94,7 @@ class Scan:
             names = [name for name in names if name not in (b".", b"..")]
             try:
                 nodes = await self._tree.find_each(ino, names, Lane.BACKGROUND)
-            except OSError as exc:
+            except (OSError, IndexWriteError) as exc:
                 self._skip(f"directory inode {ino}", exc)
                 break
             for node in nodes:
@@ -106,9 +106,9 @@ class Scan:
                     self._copier.want(node.ino, Priority.SCANNED)
         return directories
 
-    def _skip(self, what: str, exc: OSError) -> None:
+    def _skip(self, what: str, exc: Exception) -> None:
         self.failed += 1
-        log.warning("not prefetched: %s: %s", what, exc.strerror)
+        log.warning("not prefetched: %s: %s", what, exc)
 
 
 WANTED = (FileType.DIRECTORY, FileType.REGULAR, FileType.UNKNOWN)

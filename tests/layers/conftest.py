@@ -23,7 +23,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
-    trio.run(partial(pyfuncitem.obj, **arguments), clock=arguments.get("clock"))
+    clock = arguments.get("clock")
+    assert clock is None or isinstance(clock, trio.testing.MockClock)
+    trio.run(partial(pyfuncitem.obj, **arguments), clock=clock)
     return True
 
 

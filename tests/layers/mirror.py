@@ -20,6 +20,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.placement.placement import Placement
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.fetch import State
+from monarchfs.prefetch.queue import Priority
 from monarchfs.source.source import Source
 from monarchfs.store.tier import replica_name
 from monarchfs.types import (
@@ -177,12 +178,14 @@ class Mirror:
     # -- what the kernel would do
 
     async def node(self, path: str) -> Node:
-        ino = ROOT_INO
+        node = self.index.node(ROOT_INO)
         for name in path.encode().split(b"/"):
-            found = await self.tree.lookup(ino, name)
+            assert node is not None
+            found = await self.tree.lookup(node.ino, name)
             assert not isinstance(found, Missing), path
-            ino = found.node.ino
-        return found.node
+            node = found.node
+        assert node is not None
+        return node
 
     async def ino(self, path: str) -> int:
         return (await self.node(path)).ino
@@ -269,9 +272,7 @@ class Mirror:
             totals = self.index.tier_totals().get(tier.id, (0, 0, 0))
             assert totals == (len(whole), len(parts), blocks)
 
-    async def want(self, path: str, priority: int = 3) -> None:
-        from monarchfs.prefetch.queue import Priority
-
+    async def want(self, path: str, priority: int = Priority.SCANNED) -> None:
         node = await self.tree.find(ROOT_INO, path.encode(), Lane.BACKGROUND)
         assert node is not None
         self.copier.want(node.ino, Priority(priority))

@@ -1,0 +1,71 @@
+"""A file of the source, opened when that is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+
+from monarchfs.source.source import Source
+from monarchfs.types import DirRef, Lane, SourceChanged, SourceVersion
+
+
+class RemoteFile:
+    """One version of a file, by the place where it was found.
+
+    Constant: ``version``. Changing: the descriptor (-1 before ``open``); ``verified``, whether the
+    source was seen to hold this version and to let us read it.
+    """
+
+    def __init__(
+        self,
+        version: SourceVersion,
+        where: Callable[[], tuple[DirRef, bytes]],
+        source: Source,
+    ) -> None:
+        """``where`` tells its place; it raises OSError where that is not known any more."""
+        self.version = version
+        self.verified = False
+        self._where = where
+        self._source = source
+        self._fd = -1
+        self._opening = trio.Lock()
+
+    async def open(self, lane: Lane) -> int:
+        """The descriptor. Raises the source's OSError, or SourceChanged for another version."""
+        if self._fd < 0:
+            async with self._opening:
+                if self._fd < 0:
+                    fd, stat = await self._source.open(*self._where(), lane)
+                    if stat.version != self.version:
+                        self._source.close_soon(fd)
+                        raise SourceChanged("another version is at its place")
+                    self._fd = fd
+                    self.verified = True
+        return self._fd
+
+    async def read(self, start: int, end: int, lane: Lane) -> tuple[bytes, bool]:
+        """The bytes [start, end), fewer at the end of the file, and whether it was (and still is)
+        this version that was read. Raises as ``open``."""
+        fd = await self.open(lane)
+        data, version = await self._source.read(fd, start, end - start, lane)
+        return data, version == self.version
+
+    async def fetch(self, start: int, end: int, lane: Lane) -> bytes:
+        """Exactly these bytes of this version. Raises the source's OSError, or SourceChanged."""
+        whole = start == 0 and end == self.version.size
+        if whole and self._fd < 0 and lane is Lane.BACKGROUND:
+            # One errand of one thread instead of three: nobody holds the file open.
+            data = await self._source.read_whole(*self._where(), self.version, lane)
+        else:
+            data, same = await self.read(start, end, lane)
+            if not same or len(data) != end - start:
+                raise SourceChanged("it changed while it was read")
+        self.verified = True
+        return data
+
+    def close_soon(self) -> None:
+        """Close the descriptor, if there is one; nobody may be reading."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._source.close_soon(fd)

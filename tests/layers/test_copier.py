@@ -1,0 +1,371 @@
+"""What is copied next, how many at once, and what a source that hangs holds up."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import trio
+import trio.testing
+
+from monarchfs.prefetch import copier
+from monarchfs.prefetch.queue import CopyQueue, Priority
+from monarchfs.prefetch.scan import Scan
+from monarchfs.types import IndexWriteError
+from tests.layers.mirror import MIB, Area, Mirror, content, until
+
+
+def files(area: Area, count: int, size: int = 10_000) -> list[str]:
+    names = [f"f{number}" for number in range(count)]
+    for number, name in enumerate(names):
+        area.write(name, content(size, number))
+    return names
+
+
+async def order(mirror: Mirror) -> list[str]:
+    """In which the source was read, by the names of the files."""
+    names = {path.stat().st_ino: path.name for path in mirror.area.source.iterdir()}
+    seen = dict.fromkeys(names[read.ino] for read in mirror.posix.reads)
+    return list(seen)
+
+
+async def test_wanted_files_are_copied_in_the_order_of_their_priorities(area: Area) -> None:
+    names = files(area, 6)
+    wants = dict(zip(names, (3, 2, 0, 3, 1, 0), strict=True))
+    async with area.mount(copy_workers=1, copies=False) as mirror:
+        for name, priority in wants.items():
+            await mirror.want(name, priority)
+        mirror.start_copying()
+        await mirror.settled()
+        assert await order(mirror) == ["f2", "f5", "f4", "f1", "f0", "f3"]
+        assert mirror.metrics.copies_completed == 6
+        assert mirror.source.counters.demand_read_bytes == 0
+
+
+async def test_an_opened_file_does_not_wait_for_a_large_one_that_was_scanned(area: Area) -> None:
+    area.write("scanned", content(8 * MIB, 1))
+    area.write("opened", content(2 * MIB, 2))
+    async with area.mount(copy_workers=1) as mirror:
+        gate = mirror.posix.faults.gate("read")
+        await mirror.want("scanned")
+        await gate.arrived()
+        handle = await mirror.open("opened")
+        gate.open()
+        await until(lambda: mirror.files.state(handle.ino) == "resident", "the opened file")
+        handle.release()
+        await mirror.settled()
+        reads = mirror.posix.reads
+        opened = (area.source / "opened").stat().st_ino
+        last = max(number for number, read in enumerate(reads) if read.ino == opened)
+        assert sum(read.size for read in reads[:last]) < 6 * MIB
+
+
+async def test_a_scanned_file_that_is_opened_goes_before_one_that_is_listed(area: Area) -> None:
+    for name in ("scanned", "listed"):
+        area.write(name, content(6 * MIB))
+    async with area.mount(copy_workers=1) as mirror:
+        gate = mirror.posix.faults.gate("read")
+        await mirror.want("scanned")
+        await gate.arrived()
+        mirror.copier.opened(await mirror.ino("scanned"))
+        await mirror.want("listed", Priority.LISTED)
+        gate.open()
+        await mirror.settled()
+        inos = [read.ino for read in mirror.posix.reads]
+        assert inos == sorted(inos, key=[(area.source / "scanned").stat().st_ino].count)[::-1]
+
+
+async def test_a_file_is_not_copied_twice_whoever_wants_it(area: Area) -> None:
+    (name,) = files(area, 1, 2 * MIB)
+    async with area.mount() as mirror:
+        gate = mirror.posix.faults.gate("read")
+        for priority in (3, 0, 2, 1):
+            await mirror.want(name, priority)
+            await gate.arrived()
+        handle = await mirror.open(name)
+        gate.open()
+        await mirror.idle()
+        await mirror.want(name)
+        await mirror.idle()
+        handle.release()
+        await mirror.settled()
+        assert mirror.bytes_read(name) == 2 * MIB
+        assert mirror.metrics.copies_completed == 1
+
+
+async def test_with_prefetch_none_nothing_is_copied(area: Area) -> None:
+    (name,) = files(area, 1, 2 * MIB)
+    async with area.mount(keeps=False) as mirror:
+        await mirror.want(name, 0)
+        assert await mirror.read_file(name) == content(2 * MIB, 0)
+        assert mirror.files.reason(await mirror.ino(name)) == "no copying"
+        await mirror.settled()
+        assert mirror.metrics.copies_completed == 0
+
+
+# A source that hangs. The clock is moved by hand, the threads are real.
+
+
+async def test_no_more_than_the_slots_are_in_the_source(area: Area) -> None:
+    names = files(area, 8)
+    async with area.mount(copy_workers=3) as mirror:
+        gate = mirror.posix.faults.gate("read")
+        for name in names:
+            await mirror.want(name)
+        await gate.arrived(3)
+        await trio.testing.wait_all_tasks_blocked()
+        assert gate.waiting == 3
+        gate.open()
+        await mirror.settled()
+
+
+async def test_a_call_that_hangs_lends_its_slot(area: Area, clock: trio.testing.MockClock) -> None:
+    names = files(area, 8)
+    async with area.mount(copy_workers=2) as mirror:
+        gate = mirror.posix.faults.gate("read")
+        for name in names:
+            await mirror.want(name)
+        for lent in (0, 2, 4):
+            await gate.arrived(2 + lent)
+            await trio.testing.wait_all_tasks_blocked()
+            assert gate.waiting == 2 + lent
+            for _ in range(4):
+                clock.jump(copier.STUCK_SECONDS / 2)
+                await trio.testing.wait_all_tasks_blocked()
+        gate.open()
+        await mirror.settled()
+        assert mirror.copier._lent == 0
+        assert mirror.metrics.copies_completed == 8
+
+
+async def test_so_many_are_lent_and_no_more(
+    area: Area, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier, "MAX_LENT", 3)
+    names = files(area, 8)
+    async with area.mount(copy_workers=2) as mirror:
+        gate = mirror.posix.faults.gate("read")
+        for name in names:
+            await mirror.want(name)
+        for _ in range(20):
+            clock.jump(copier.STUCK_SECONDS / 2)
+            await trio.testing.wait_all_tasks_blocked()
+        await gate.arrived(5)
+        assert gate.waiting == 5
+        gate.open()
+        await mirror.settled()
+
+
+async def test_a_reader_waits_for_no_slot(area: Area) -> None:
+    """Also not for a file whose turn in the background will come some time."""
+    names = files(area, 8)
+    async with area.mount(copy_workers=2) as mirror:
+        hanging = {(area.source / name).stat().st_ino for name in names[:2]}
+        gate = mirror.posix.faults.gate("hang")
+        real = mirror.posix.read
+
+        def read(fd: int, offset: int, size: int) -> object:
+            if os.fstat(fd).st_ino in hanging:
+                mirror.posix.faults.meet("hang")
+            return real(fd, offset, size)
+
+        mirror.posix.read = read  # type: ignore[assignment,method-assign]
+        for name in names:
+            await mirror.want(name)
+        await gate.arrived(2)
+        for number in range(2, 8):
+            assert await mirror.read_file(names[number]) == content(10_000, number)
+        assert gate.waiting == 2
+        gate.open()
+        await mirror.settled()
+
+
+async def test_a_read_ahead_of_the_copy_pulls_what_it_needs_forward(area: Area) -> None:
+    (name,) = files(area, 1, 16 * MIB)
+    data = content(16 * MIB, 0)
+    async with area.mount(copy_workers=1) as mirror:
+        gate = mirror.posix.faults.gate("read")
+        handle = await mirror.open(name)
+        await gate.arrived()  # the copy has begun at the start of the file
+        results = []
+
+        async def read() -> None:
+            results.append(await mirror.read(handle, 9 * MIB, 5000))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await gate.arrived(2)
+            gate.release(1)
+            await until(lambda: bool(results), "the read")
+        assert results == [data[9 * MIB : 9 * MIB + 5000]]
+        assert len(mirror.posix.reads) == 1
+        gate.open()
+        handle.release()
+        await mirror.settled()
+        assert mirror.bytes_read(name) == len(data)
+
+
+# Errors that pass.
+
+
+async def let_pass(mirror: Mirror, clock: trio.testing.MockClock, seconds: float) -> None:
+    clock.jump(seconds)
+    await trio.testing.wait_all_tasks_blocked()
+    await mirror.idle()
+
+
+@pytest.mark.parametrize("size", [10_000, 3 * MIB])
+async def test_what_fails_is_tried_again_after_a_while(
+    area: Area, clock: trio.testing.MockClock, size: int
+) -> None:
+    (name,) = files(area, 1, size)
+    async with area.mount(copy_workers=1) as mirror:
+        mirror.posix.faults.fail("read", errno.EIO, times=2)
+        await mirror.want(name)
+        await mirror.settled()
+        assert mirror.posix.faults.calls["read"] == 1
+        assert mirror.files.reason(await mirror.ino(name)) == "copying failed: Input/output error"
+        await let_pass(mirror, clock, copier.RETRY_SECONDS[0] + 0.01)
+        assert mirror.posix.faults.calls["read"] == 2
+        await let_pass(mirror, clock, copier.RETRY_SECONDS[0] + 0.01)
+        assert mirror.posix.faults.calls["read"] == 2, "the second time it waits longer"
+        await let_pass(mirror, clock, copier.RETRY_SECONDS[1])
+        await mirror.settled()
+        assert mirror.files.state(await mirror.ino(name)) == "resident"
+        assert mirror.metrics.copies_failed == 0
+        assert mirror.bytes_read(name) == size
+
+
+async def test_what_goes_on_failing_is_given_up(area: Area, clock: trio.testing.MockClock) -> None:
+    """Counted once, though several reads of it fail at the same time."""
+    (name,) = files(area, 1, 16 * MIB)
+    async with area.mount(copy_workers=4) as mirror:
+        mirror.copier.unit_bytes = 1 * MIB
+        gate = mirror.posix.faults.gate("read")
+        mirror.posix.faults.fail("read", errno.EIO)
+        await mirror.want(name)
+        await gate.arrived(4)
+        gate.open()
+        await mirror.settled()
+        for seconds in copier.RETRY_SECONDS:
+            assert mirror.metrics.copies_failed == 0
+            await let_pass(mirror, clock, seconds + 0.01)
+        assert mirror.metrics.copies_failed == 1
+        calls = mirror.posix.faults.calls["read"]
+        await let_pass(mirror, clock, 1000)
+        assert mirror.posix.faults.calls["read"] == calls
+        await mirror.settled()
+
+
+async def test_what_stays_that_way_is_not_tried_again(
+    area: Area, clock: trio.testing.MockClock
+) -> None:
+    (name,) = files(area, 1)
+    async with area.mount() as mirror:
+        mirror.posix.faults.fail("open", errno.EACCES)
+        await mirror.want(name)
+        await mirror.settled()
+        assert mirror.metrics.copies_failed == 1
+        await let_pass(mirror, clock, 1000)
+        assert mirror.posix.faults.calls["open"] == 1
+
+
+# The scan.
+
+
+async def test_the_scan_wants_every_regular_file_and_nothing_else(area: Area) -> None:
+    wanted = {"a", "d/b", "d/e/c", "d/empty"}
+    for name in wanted:
+        area.write(name, content(1000 if "empty" not in name else 0))
+    (area.source / "link").symlink_to("a")
+    (area.source / "broken").symlink_to("nowhere")
+    os.mkfifo(area.source / "fifo")
+    async with area.mount() as mirror:
+        scan = Scan(mirror.tree, mirror.copier)
+        await scan.everything()
+        await mirror.settled()
+        assert scan.failed == 0
+        assert not scan.running
+        for name in wanted:
+            assert mirror.files.state(await mirror.ino(name)) == "resident", name
+        assert mirror.metrics.copies_completed == len(wanted)
+
+
+async def test_a_directory_that_cannot_be_scanned_stops_nothing(area: Area) -> None:
+    for name in ("a", "d/b", "e/c"):
+        area.write(name, content(1000))
+    async with area.mount() as mirror:
+        mirror.posix.faults.fail("found_each", errno.EIO, after=1, times=1)
+        scan = Scan(mirror.tree, mirror.copier)
+        await scan.everything()
+        await mirror.settled()
+        assert scan.failed == 1
+        assert mirror.metrics.copies_completed == 2
+
+
+@pytest.mark.parametrize("all_of_it", [True, False])
+async def test_an_index_that_cannot_be_written_stops_no_scan(
+    area: Area, monkeypatch: pytest.MonkeyPatch, all_of_it: bool
+) -> None:
+    area.write("d/a", content(1000))
+    async with area.mount() as mirror:
+        scan = Scan(mirror.tree, mirror.copier)
+
+        def full(*_: object) -> None:
+            raise IndexWriteError("the disk is full")
+
+        for call in ("record_found", "begin_listing"):
+            with monkeypatch.context() as patch:
+                patch.setattr(mirror.index, call, full)
+                await (scan.everything() if all_of_it else scan.listed([b"d/a"]))
+        assert scan.failed == (2 if all_of_it else 1)
+        await mirror.settled()
+
+
+async def test_a_list_is_wanted_in_its_order_as_far_as_it_exists(area: Area) -> None:
+    files(area, 5)
+    (area.source / "d").mkdir()
+    paths = [b"f3", b"nothing", b"f1", b"d", b"d/x", b"./f4", b"f3"]
+    async with area.mount(copies=False, copy_workers=1) as mirror:
+        scan = Scan(mirror.tree, mirror.copier)
+        await scan.listed(paths)
+        assert scan.failed == 3
+        mirror.start_copying()
+        await mirror.settled()
+        assert await order(mirror) == ["f3", "f1", "f4"]
+        assert mirror.metrics.copies_completed == 3
+
+
+async def test_the_scan_waits_while_the_queue_is_long(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monarchfs.prefetch.scan.QUEUE_LIMIT", 4)
+    monkeypatch.setattr("monarchfs.prefetch.scan.BATCH", 3)
+    files(area, 20)
+    async with area.mount(copy_workers=1) as mirror:
+        gate = mirror.posix.faults.gate("read")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(Scan(mirror.tree, mirror.copier).everything)
+            await gate.arrived()
+            await until(lambda: len(mirror.copier.queue) >= 4, "the queue")
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(mirror.copier.queue) < 4 + 3
+            gate.open()
+        await mirror.settled()
+        assert mirror.metrics.copies_completed == 20
+
+
+def test_the_queue_says_whose_turn_it_is() -> None:
+    queue = CopyQueue()
+    turns = [queue.first]
+    queue.push(1, Priority.SCANNED)
+    queue.push(2, Priority.LISTED)
+    queue.push(2, Priority.OPENED)
+    turns.append(queue.first)
+    assert queue.pop() == (2, Priority.OPENED)
+    turns.append(queue.first)
+    queue.discard(1)
+    turns.append(queue.first)
+    assert turns == [Priority.NOBODY, Priority.OPENED, Priority.SCANNED, Priority.NOBODY]
+    assert queue.pop() is None

@@ -1,0 +1,348 @@
+"""Only the source's own errors reach a reader, and no two versions are ever mixed in a replica."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from monarchfs.fs.tree import Missing
+from monarchfs.prefetch.queue import Priority
+from monarchfs.types import ROOT_INO, FreshnessMode, Lane
+from tests.layers.mirror import KIB, MIB, Area, Mirror, content
+
+SMALL, LARGE, OTHER = content(50_000, 1), content(3 * MIB + 5, 2), content(3 * MIB + 5, 3)
+
+
+@pytest.fixture
+def files(area: Area) -> Area:
+    area.write("small", SMALL)
+    area.write("large", LARGE)
+    return area
+
+
+async def test_all_who_wait_get_the_sources_error_and_the_next_reads_on(files: Area) -> None:
+    async with files.mount(copies=False) as mirror:
+        handles = [await mirror.open("large") for _ in range(3)]
+        gate = mirror.posix.faults.gate("read")
+        mirror.posix.faults.fail("read", errno.EIO, times=1)
+        errors = []
+
+        async def read(number: int) -> None:
+            with pytest.raises(OSError, match="Input/output") as raised:
+                await mirror.read(handles[number], 2 * MIB + number, 1000)
+            errors.append(raised.value.errno)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(3):
+                nursery.start_soon(read, number)
+            await gate.arrived()
+            await trio.testing.wait_all_tasks_blocked()
+            assert gate.waiting == 1, "one read of the source for all three"
+            gate.open()
+        assert errors == [errno.EIO] * 3
+        assert await mirror.read(handles[0], 7, 1000) == LARGE[7:1007]
+        assert mirror.metrics.tier_errors == 0
+        for handle in handles:
+            handle.release()
+        await mirror.settled()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_no_permission(files: Area, keeps: bool) -> None:
+    async with files.mount(keeps=keeps) as mirror:
+        mirror.posix.faults.fail("open", errno.EACCES)
+        for _ in range(2):
+            with pytest.raises(PermissionError):
+                await mirror.open("small")
+        await mirror.settled()
+        mirror.posix.faults.end()
+        assert await mirror.read_file("small") == SMALL
+        await mirror.settled()
+
+
+async def test_a_file_that_may_not_be_read_is_not_copied(files: Area) -> None:
+    async with files.mount() as mirror:
+        files.write("empty", b"")
+        mirror.posix.faults.fail("open", errno.EACCES)
+        for name in ("small", "large", "empty"):
+            await mirror.want(name)
+            await mirror.settled()
+            assert "Permission denied" in (mirror.files.reason(await mirror.ino(name)) or "")
+        assert mirror.metrics.copies_failed == 3
+
+
+def replace(path: Path) -> None:
+    (path.parent / "new").write_bytes(OTHER)
+    (path.parent / "new").rename(path)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, 1 * MIB + 7)
+
+
+def grow(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def rewrite(path: Path) -> None:
+    """In place, with the times put back as far as that goes."""
+    st = path.stat()
+    with path.open("r+b") as file:
+        file.write(OTHER)
+    os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
+
+
+CHANGES = [replace, truncate, grow, rewrite]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_file_that_changes_while_it_is_copied(
+    files: Area, change: Callable[[Path], None]
+) -> None:
+    path = files.source / "large"
+    async with files.mount() as mirror:
+        ino = await mirror.ino("large")
+        gate = mirror.posix.faults.gate("read")
+        await mirror.want("large")
+        await gate.arrived(1)
+        gate.release()
+        await gate.arrived(1)  # something of the old version is there
+        change(path)
+        gate.open()
+        await mirror.settled()
+        assert mirror.metrics.copies_outdated == 1
+        assert mirror.metrics.copies_completed == 0
+        assert mirror.files.state(ino) == "remote"
+        node = mirror.index.node(ino)
+        assert node is not None
+        assert node.outdated
+        with pytest.raises(OSError, match="another version") as raised:
+            await mirror.open_ino(ino)
+        assert raised.value.errno == errno.ESTALE
+        # The kernel looks the name up again, and opens what it finds.
+        new = await mirror.copied("large")
+        assert new != ino
+        assert await mirror.read_file("large") == path.read_bytes()
+        await mirror.settled()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_file_that_changes_while_it_is_read(
+    files: Area, change: Callable[[Path], None]
+) -> None:
+    """An open file goes on as it would in the source itself."""
+    path = files.source / "large"
+    async with files.mount() as mirror:
+        gate = mirror.posix.faults.gate("read")
+        handle = await mirror.open("large")
+        with path.open("rb", buffering=0) as direct:
+            change(path)
+            gate.open()
+            for offset in (0, 2 * MIB, 1 * MIB - 5, 3 * MIB):
+                expected = os.pread(direct.fileno(), 100_000, offset)
+                assert (
+                    await mirror.read(handle, offset, 100_000)
+                    == expected[: max(0, len(LARGE) - offset)]
+                )
+        await mirror.idle()
+        assert mirror.metrics.copies_outdated == 1
+        assert mirror.files.state(handle.ino) == "remote"
+        handle.release()
+        assert await mirror.read_file("large") == path.read_bytes()
+        await mirror.settled()
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+async def test_a_file_that_was_replaced_before_its_copy_began(files: Area, name: str) -> None:
+    async with files.mount() as mirror:
+        ino = await mirror.ino(name)
+        replace(files.source / name)
+        mirror.copier.want(ino, Priority.SCANNED)
+        await mirror.settled()
+        assert mirror.metrics.copies_outdated == 1
+        assert mirror.bytes_read(name) == 0
+        assert await mirror.ino(name) != ino
+
+
+async def test_a_file_that_was_replaced_before_it_is_opened(files: Area) -> None:
+    async with files.mount() as mirror:
+        ino = await mirror.ino("large")
+        replace(files.source / "large")
+        with pytest.raises(OSError, match="another version") as raised:
+            await mirror.open_ino(ino)
+        assert raised.value.errno == errno.ESTALE
+        assert await mirror.read_file("large") == OTHER
+        await mirror.settled()
+
+
+async def test_a_file_that_was_deleted_while_open(files: Area) -> None:
+    async with files.mount(copies=False, mode=FreshnessMode.OPEN) as mirror:
+        handle = await mirror.open("large")
+        assert await mirror.read(handle, 0, 10) == LARGE[:10]
+        (files.source / "large").unlink()
+        assert await mirror.read(handle, 2 * MIB, 1000) == LARGE[2 * MIB : 2 * MIB + 1000]
+        assert isinstance(await mirror.tree.lookup(ROOT_INO, b"large"), Missing)
+        with pytest.raises(OSError, match="another version") as raised:
+            await mirror.open_ino(handle.ino)
+        assert raised.value.errno == errno.ESTALE
+        assert await mirror.read(handle, 5, 10) == LARGE[5:15]
+        handle.release()
+        await mirror.settled()
+
+
+async def test_a_resident_file_outlives_the_source(files: Area) -> None:
+    async with files.mount() as mirror:
+        await mirror.copied("large")
+        mirror.posix.faults.fail("open", errno.EIO)
+        mirror.posix.faults.fail("read", errno.EIO)
+        mirror.posix.faults.fail("found", errno.EIO)
+        assert await mirror.read_file("large", 100_000) == LARGE
+        await mirror.settled()
+        assert mirror.metrics.source_opens == 1
+
+
+async def test_an_error_of_the_source_that_passes_spoils_no_copy(files: Area) -> None:
+    """Of a file somebody reads, which goes on where it was."""
+    async with files.mount(copies=False) as mirror:
+        handle = await mirror.open("large")
+        await mirror.read(handle, 0, 1000)
+        await mirror.idle()
+        mirror.posix.faults.fail("read", errno.EIO, times=1)
+        with pytest.raises(OSError, match="Input/output"):
+            await mirror.read(handle, 2 * MIB + 300 * KIB, 1000)
+        await mirror.idle()
+        mirror.start_copying()
+        mirror.copier.opened(handle.ino)
+        await mirror.idle()
+        assert mirror.files.state(handle.ino) == "resident"
+        assert mirror.bytes_read("large") == len(LARGE)
+        handle.release()
+        await mirror.settled()
+
+
+# Readers that are killed.
+
+
+async def killed(mirror: Mirror, work: Callable[[], object], started: Callable[[], object]) -> None:
+    """Run ``work`` and cancel it once ``started`` is over."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(work)  # type: ignore[arg-type]
+        await started()  # type: ignore[misc]
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_a_reader_that_is_killed_goes_at_once_and_disturbs_nobody(
+    files: Area, keeps: bool
+) -> None:
+    async with files.mount(copies=False, keeps=keeps) as mirror:
+        gate = mirror.posix.faults.gate("read")
+        first, second = await mirror.open("large"), await mirror.open("large")
+        results: list[bytes] = []
+
+        async def read(which: int) -> None:
+            results.append(await mirror.read((first, second)[which], 100, 5000))
+
+        async with trio.open_nursery() as other:
+            await killed(mirror, lambda: read(0), gate.arrived)
+            first.release()  # while its read is still in the source
+            other.start_soon(read, 1)
+            await trio.testing.wait_all_tasks_blocked()
+            assert results == []
+            gate.open()
+        assert results == [LARGE[100:5100]]
+        second.release()
+        await mirror.settled()
+        if keeps:
+            assert mirror.bytes_read("large") <= 128 * KIB * 3
+            assert mirror.files.state(first.ino) == "partial"
+
+
+async def test_what_a_killed_reader_asked_for_is_kept(files: Area) -> None:
+    async with files.mount(copies=False) as mirror:
+        gate = mirror.posix.faults.gate("read")
+        handle = await mirror.open("large")
+        await killed(mirror, lambda: mirror.read(handle, 0, 1000), gate.arrived)
+        handle.release()
+        gate.open()
+        await mirror.settled()
+        assert mirror.files.state(handle.ino) == "partial"
+        read = mirror.bytes_read("large")
+        assert await mirror.read_file("large", 100_000) == LARGE
+        await mirror.settled()
+        assert mirror.bytes_read("large") == len(LARGE) > read
+
+
+async def test_an_open_that_is_killed_leaves_nothing(files: Area) -> None:
+    async with files.mount() as mirror:
+        gate = mirror.posix.faults.gate("open")
+        ino = await mirror.ino("large")
+        await killed(mirror, lambda: mirror.open_ino(ino), gate.arrived)
+        assert mirror.copier.files == {}
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mirror.read_file, "large")
+            await gate.arrived(2)
+            gate.open()
+        await mirror.settled()
+
+
+async def test_of_two_who_open_the_killed_one_does_not_take_the_other_along(files: Area) -> None:
+    async with files.mount() as mirror:
+        gate = mirror.posix.faults.gate("open")
+        ino = await mirror.ino("large")
+        async with trio.open_nursery() as nursery:
+
+            async def open_and_read() -> None:
+                handle = await mirror.open_ino(ino)
+                assert await mirror.read(handle, 0, 10) == LARGE[:10]
+                handle.release()
+
+            async def then_the_other() -> None:
+                await gate.arrived()
+                nursery.start_soon(open_and_read)
+
+            await killed(mirror, lambda: mirror.open_ino(ino), then_the_other)
+            gate.open()
+        await mirror.settled()
+
+
+async def test_a_handle_that_moves_to_the_source_when_it_is_killed(files: Area) -> None:
+    async with files.mount() as mirror:
+        await mirror.copied("large")
+        handle = await mirror.open("large")
+        gate = mirror.posix.faults.gate("open")
+
+        async def broken_read() -> None:
+            os.close(handle._replica.fd)  # type: ignore[union-attr]
+            handle._replica.fd = os.open("/", os.O_RDONLY)  # type: ignore[union-attr]
+            await mirror.read(handle, 0, 10)
+
+        await killed(mirror, broken_read, gate.arrived)
+        gate.open()
+        assert await mirror.read(handle, 0, 10) == LARGE[:10]
+        handle.release()
+        await mirror.settled()
+
+
+async def test_a_place_that_is_not_known_any_more(files: Area) -> None:
+    files.write("d/file", SMALL)
+    async with files.mount() as mirror:
+        node = await mirror.node("d/file")
+        (files.source / "d").rename(files.source / "e")
+        (files.source / "d").mkdir()
+        mirror.source.forget(b"d")  # else its descriptor goes on meaning what it was opened for
+        with pytest.raises(OSError, match="another version") as raised:
+            await mirror.open_ino(node.ino)
+        assert raised.value.errno == errno.ESTALE
+        found = await mirror.tree.find_each(ROOT_INO, [b"e"], Lane.DEMAND)
+        assert found[0] is not None
+        assert await mirror.read_file("e/file") == SMALL
+        await mirror.settled()
