@@ -13,7 +13,7 @@ from monarchfs.cache.replicas import OpenReplica
 from monarchfs.placement.events import Loaded
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.tier import replica_name
-from monarchfs.types import Node, Replica, ReplicaState
+from monarchfs.types import Data, Node, Replica, ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,15 @@ class Cache(Filling):
         os.close(replica.fd)
         if (reason := self._doomed.pop(replica.ino, None)) is not None:
             self.drop(replica.ino, reason)
+
+    async def read(self, replica: OpenReplica, offset: int, size: int) -> Data:
+        """``OpenReplica.read`` in a thread, which keeps the descriptor open until it is done.
+        Raises OSError of the tier."""
+        replica.uses += 1
+        try:
+            return await self._in_thread(replica.read, offset, size)
+        finally:
+            self.release(replica)
 
     def failed_read(self, replica: OpenReplica, exc: OSError) -> None:
         """A tier failed under a reader, who goes to the source: the replica is not used again."""

@@ -45,10 +45,10 @@ class OpenReplica:
 class Reservation:
     """Room for one replica that is being filled, and the part file's descriptor.
 
-    Constant: all but ``fd``, which the first write opens, ``written`` bytes, ``given_up``. ``whole``
-    says that there is room for all of it; ``resumed`` is the record of what is in the part file
-    already. ``given_up`` is set once its end is ``abandon``. Who holds a reservation ends it with exactly one of ``finish``, ``write_all``,
-    ``rest``, ``cancel``, ``abandon``.
+    Constant: ``whole`` says that there is room for all of it, ``resumed`` is the record of what is
+    in the part file already. Changing: ``fd``, which the first write opens, ``written`` bytes, and
+    ``given_up``, set once its end is ``abandon``. Who holds a reservation ends it with exactly one
+    of ``finish``, ``write_all``, ``rest``, ``cancel``, ``abandon``.
     """
 
     __slots__ = (

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 from typing import Protocol
 
-import trio
-
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.fs.tree import Tree
@@ -71,26 +69,25 @@ class FileHandle:
 
     async def read(self, offset: int, size: int, files: Files) -> Data:
         """The bytes at ``offset``. Raises OSError with the source's errno."""
-        if self._replica is not None:
+        replica = self._replica
+        if replica is not None:
             try:
-                return await trio.to_thread.run_sync(
-                    self._replica.read, offset, size, limiter=self._cache.local
-                )
+                return await self._cache.read(replica, offset, size)
             except OSError as exc:
-                await self._leave_replica(exc, files)
+                await self._leave_replica(replica, exc, files)
         assert self._unfinished is not None
         try:
             return await self._unfinished.read(offset, size)
         except SourceChanged as exc:
             raise OSError(errno.ESTALE, "the file was replaced in the source") from exc
 
-    async def _leave_replica(self, exc: OSError, files: Files) -> None:
+    async def _leave_replica(self, replica: OpenReplica, exc: OSError, files: Files) -> None:
         """A tier failed under this handle: the source serves it from now on."""
-        replica = self._replica
-        assert replica is not None
         self._cache.failed_read(replica, exc)
+        if self._replica is not replica:
+            return  # another read of this handle was faster
         unfinished = await files.open_unfinished(self.ino)
-        if self._replica is None:  # another read of this handle was faster
+        if self._replica is not replica:
             unfinished.release()
             return
         self._replica, self._unfinished = None, unfinished

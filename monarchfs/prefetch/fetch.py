@@ -8,6 +8,7 @@ from enum import Enum, auto
 import trio
 
 from monarchfs.prefetch.chunks import ChunkMap
+from monarchfs.types import Data
 
 WHOLE_BYTES = 1 << 20
 """Files up to this size are fetched in one read and written in one go."""
@@ -45,3 +46,16 @@ class Fetch:
     done: trio.Event
     data: bytes | None = None
     error: OSError | None = None
+
+    async def piece(self, offset: int, end: int) -> Data | None:
+        """What it brings of [offset, end), which begins in it; None where the source has another
+        version. Raises the source's OSError."""
+        await self.done.wait()
+        if self.error is not None:
+            raise OSError(self.error.errno, self.error.strerror)
+        if self.data is None:
+            return None
+        stop = min(end, self.end) - self.start
+        if offset == self.start and stop == len(self.data):
+            return self.data
+        return memoryview(self.data)[offset - self.start : stop]

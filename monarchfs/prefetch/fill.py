@@ -172,24 +172,13 @@ class Fill:
                 if (piece := await self._read_part(offset, stop)) is not None:
                     return piece
             elif state == CLAIMED:
-                if (piece := await self._await_fetch(offset, end)) is not None:
+                fetch = next(f for f in self._fetches if f.start <= offset < f.end)
+                if (piece := await fetch.piece(offset, end)) is not None:
                     return piece
-                return await self._piece(offset, end)
+                return await self._piece(offset, end)  # as the source is now
             else:
                 return await self._read_source(offset, stop)
         return await self._read_source(offset, end)
-
-    async def _await_fetch(self, offset: int, end: int) -> Data | None:
-        fetch = next(f for f in self._fetches if f.start <= offset < f.end)
-        await fetch.done.wait()
-        if fetch.error is not None:
-            raise OSError(fetch.error.errno, fetch.error.strerror)
-        if fetch.data is None:
-            return None  # the source changed: what is wanted now is what it has now
-        stop = min(end, fetch.end) - fetch.start
-        if offset == fetch.start and stop == len(fetch.data):
-            return fetch.data
-        return memoryview(fetch.data)[offset - fetch.start : stop]
 
     async def _read_part(self, offset: int, end: int) -> Data | None:
         reservation = self.reservation
@@ -207,9 +196,7 @@ class Fill:
         try:
             data = replica.read_nowait(offset, end - offset)
             if data is None:
-                data = await trio.to_thread.run_sync(
-                    replica.read, offset, end - offset, limiter=self._cache.local
-                )
+                data = await self._cache.read(replica, offset, end - offset)
         except OSError as exc:
             self._cache.failed_read(replica, exc)
             if self.replica is replica:
@@ -307,7 +294,7 @@ class Fill:
         self._poke()
 
     def _reset(self) -> None:
-        """There is no reservation any more, and nothing local."""
+        """There is no reservation any more, and no part file."""
         self.state = State.DIRECT
         self.reservation = None
         self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
@@ -358,8 +345,7 @@ class Fill:
 
     def _become_resident(self) -> None:
         """The index says so already. No checkpoint."""
-        self.reservation = None
-        self.state = State.DIRECT
+        self._reset()
         if (replica := self._cache.acquire(self.node)) is not None:
             self.replica, self.state = replica, State.RESIDENT
             self._acquired.append(replica)

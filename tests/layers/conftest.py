@@ -13,7 +13,8 @@ import pytest
 import trio
 import trio.testing
 
-from tests.layers.mirror import Area
+from tests.layers.asking import Hours
+from tests.layers.mirror import Area, content
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -36,8 +37,24 @@ def clock() -> trio.testing.MockClock:
 
 
 @pytest.fixture
+def hours(monkeypatch: pytest.MonkeyPatch) -> Hours:
+    made = Hours()
+    monkeypatch.setattr(time, "time_ns", made.time_ns)
+    return made
+
+
+@pytest.fixture
 def area(tmp_path: Path) -> Area:
     return Area(tmp_path)
+
+
+@pytest.fixture
+def files(area: Area) -> Area:
+    """A few small files, for tests that do not bring their own."""
+    area.write("a", content(10))
+    area.write("d/b", content(20))
+    area.write("d/c", content(30))
+    return area
 
 
 @pytest.fixture(autouse=True)

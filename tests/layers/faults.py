@@ -162,6 +162,7 @@ class FaultyTier(Tier):
 
     def write_whole(self, version: SourceVersion, data: Data) -> int:
         self.faults.meet("write_whole")
+        self.faults.meet("after_write")
         return super().write_whole(version, data)
 
     def create_part(self, version: SourceVersion, size: int) -> int:
@@ -179,6 +180,7 @@ class FaultyTier(Tier):
     def write(self, fd: int, offset: int, data: Data) -> None:
         self.faults.meet("write")
         super().write(fd, offset, data)
+        self.faults.meet("after_write")
 
     def finish_part(self, fd: int, version: SourceVersion) -> int:
         self.faults.meet("finish_part")

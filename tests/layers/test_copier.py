@@ -210,6 +210,8 @@ async def test_a_read_ahead_of_the_copy_pulls_what_it_needs_forward(area: Area) 
 
 
 async def let_pass(mirror: Mirror, clock: trio.testing.MockClock, seconds: float) -> None:
+    # Whoever is about to sleep must have begun to, or sleeps from the later time on.
+    await trio.testing.wait_all_tasks_blocked()
     clock.jump(seconds)
     await trio.testing.wait_all_tasks_blocked()
     await mirror.idle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import tempfile
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content
 
 SIZES = (0, 1, 4097, 128 * KIB, 128 * KIB + 1, 1 * MIB, 1 * MIB + 1, 3 * MIB + 77)
 CONTENTS = [content(size, seed) for seed, size in enumerate(SIZES)]
+SOURCE_ERROR = errno.ETIMEDOUT
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("open"), st.integers(0, len(SIZES) - 1)),
@@ -31,6 +33,8 @@ STEPS = st.lists(
         st.tuples(st.just("close"), st.integers(0, 9)),
         st.tuples(st.just("source"), st.integers(0, 9)),
         st.tuples(st.just("tier"), st.integers(0, 9)),
+        st.tuples(st.just("kill"), st.integers(0, 9)),
+        st.tuples(st.just("fail"), st.sampled_from(["source", "tier"])),
     ),
     max_size=40,
 )
@@ -54,10 +58,18 @@ async def take_steps(mirror: Mirror, steps: list[tuple[object, ...]]) -> None:
     source_gate = mirror.posix.faults.gate("read")
     tier_gate = mirror.tier.faults.gate("write", "write_whole")
     opened: list[Opened] = []
+    scopes: list[trio.CancelScope] = []
 
     async def read(of: Opened, offset: int, size: int) -> None:
-        data = await mirror.read(of.handle, offset, size)
-        assert data == CONTENTS[of.file][offset : offset + size]
+        with trio.CancelScope() as scope:
+            scopes.append(scope)
+            try:
+                data = await mirror.read(of.handle, offset, size)
+            except OSError as exc:
+                if exc.errno != SOURCE_ERROR or ("fail", "source") not in steps:
+                    raise
+            else:
+                assert data == CONTENTS[of.file][offset : offset + size]
         of.reads -= 1
         of.close_if_done()
 
@@ -84,6 +96,14 @@ async def take_steps(mirror: Mirror, steps: list[tuple[object, ...]]) -> None:
                 case "tier", int(which):
                     if tier_gate.waiting:
                         tier_gate.release(which % tier_gate.waiting)
+                case "kill", int(which):
+                    if scopes:
+                        scopes.pop(which % len(scopes)).cancel()
+                case "fail", "source":
+                    mirror.posix.faults.fail("after_read", SOURCE_ERROR, times=1)
+                case "fail", "tier":
+                    for call in ("after_write", "finish_part"):
+                        mirror.tier.faults.fail(call, errno.EIO, times=1)
             await trio.testing.wait_all_tasks_blocked()
         source_gate.open()
         tier_gate.open()
@@ -99,9 +119,10 @@ def run_steps(steps: list[tuple[object, ...]], room: int, *, keeps: bool, copies
             area.write(f"f{number}", data)
         async with area.mount([room], keeps=keeps, copies=copies) as mirror:
             await take_steps(mirror, steps)
-            if room == ALL_ROOM and keeps:
+            if room == ALL_ROOM and keeps and not any(step[0] == "fail" for step in steps):
                 assert_read_once(mirror)
-            assert mirror.metrics.copies_failed == 0
+            if ("fail", "tier") not in steps:
+                assert mirror.metrics.tier_errors == 0
         # What was put aside is taken up where it was left.
         async with area.mount([room], keeps=keeps) as again:
             assert await all_of(again) == CONTENTS
@@ -123,7 +144,7 @@ def assert_read_once(mirror: Mirror) -> None:
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     steps=STEPS,
     room=st.sampled_from([ALL_ROOM, 2 * MIB, 100 * KIB]),

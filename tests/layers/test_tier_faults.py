@@ -11,7 +11,6 @@ import trio
 import trio.testing
 
 from monarchfs.cache import filling
-from monarchfs.prefetch.fetch import CHUNK_BYTES
 from monarchfs.store.tier import replica_name
 from monarchfs.types import IndexWriteError, Node, Replica
 from tests.layers.mirror import ALL_ROOM, MIB, Area, Mirror, content, until
@@ -204,8 +203,8 @@ async def test_a_replica_that_fails_under_a_file_that_was_copied_while_open(file
     async with files.mount() as mirror:
         handle = await mirror.open("large")
         await mirror.read(handle, 0, 10)
+        await until(lambda: mirror.files.state(handle.ino) == "resident", "the copy")
         await mirror.idle()
-        assert mirror.files.state(handle.ino) == "resident"
         cannot_be_read(mirror.tier.path)
         for _ in range(2):
             assert await mirror.read(handle, 77, 300_000) == LARGE[77:300_077]
@@ -213,8 +212,8 @@ async def test_a_replica_that_fails_under_a_file_that_was_copied_while_open(file
         assert mirror.files.state(handle.ino) == "remote"
         # The next who opens it gets another copy made, in which the first one shares.
         second = await mirror.open("large")
+        await until(lambda: mirror.files.state(handle.ino) == "resident", "the copy")
         await mirror.idle()
-        assert mirror.files.state(handle.ino) == "resident"
         mirror.posix.reads.clear()
         assert await mirror.read(handle, 0, 100_000) == LARGE[:100_000]
         assert mirror.posix.reads == []
@@ -226,10 +225,10 @@ async def test_a_replica_that_fails_under_a_file_that_was_copied_while_open(file
 async def test_a_part_that_cannot_be_read(files: Area) -> None:
     async with files.mount(copies=False) as mirror:
         handle = await mirror.open("large")
-        assert await mirror.read(handle, 0, 10) == LARGE[:10]
+        assert await mirror.read(handle, 2 * MIB, 10) == LARGE[2 * MIB : 2 * MIB + 10]
         await mirror.idle()
         cannot_be_read(mirror.tier.path)
-        assert await mirror.read(handle, 20, CHUNK_BYTES) == LARGE[20 : 20 + CHUNK_BYTES]
+        assert await mirror.read(handle, 2 * MIB + 5, 900) == LARGE[2 * MIB + 5 : 2 * MIB + 905]
         await mirror.idle()
         assert mirror.metrics.tier_errors == 1
         assert mirror.metrics.copies_failed == 1

@@ -1,0 +1,51 @@
+"""How the tests of the tree ask for names and count what the source was asked."""
+
+from __future__ import annotations
+
+import time
+
+from monarchfs.fs.tree import Entry
+from monarchfs.types import FreshnessMode
+from tests.layers.mirror import Mirror
+
+IMMUTABLE, TTL, OPEN = FreshnessMode.IMMUTABLE, FreshnessMode.TTL, FreshnessMode.OPEN
+METADATA = ("found", "found_each", "stat")
+
+
+class Hours:
+    """time.time_ns() as it was, and as much later as a test says."""
+
+    def __init__(self) -> None:
+        self._later = 0
+        self._real = time.time_ns
+
+    def pass_by(self, seconds: float) -> None:
+        self._later += int(seconds * 1e9)
+
+    def time_ns(self) -> int:
+        return self._real() + self._later
+
+
+def asked(mirror: Mirror) -> int:
+    """How often the source was asked for metadata since this was called last."""
+    calls = mirror.posix.faults.calls
+    return sum(calls.pop(call, 0) for call in METADATA)
+
+
+async def entry(mirror: Mirror, parent: int, name: bytes) -> Entry:
+    found = await mirror.tree.lookup(parent, name)
+    assert isinstance(found, Entry)
+    return found
+
+
+async def names(mirror: Mirror, ino: int) -> dict[bytes, int]:
+    """The directory's names and cookies, as opendir and readdir give them."""
+    await mirror.tree.open_directory(ino)
+    cookies, after = {}, 0
+    while batch := mirror.tree.entries(ino, after, 3):
+        for dirent, _node, _entry_timeout, _attr_timeout in batch:
+            assert dirent.cookie > after
+            cookies[dirent.name] = after = dirent.cookie
+    assert list(cookies)[:2] == [b".", b".."]
+    del cookies[b"."], cookies[b".."]
+    return cookies
