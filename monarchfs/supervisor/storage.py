@@ -116,7 +116,10 @@ def open_log(state_dir: int, name: str, user: User, *, truncate: bool) -> int:
 
 
 def last_log_line(state_dir: int, name: str, user: User) -> str:
-    """The last line of a log, for an error message; empty if there is none."""
+    """The last line of a log that names an error, else the last; empty if there is none.
+
+    A traceback of an exception group ends with a frame drawn around it, which says nothing.
+    """
     with acting_as(user):
         try:
             descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=state_dir)
@@ -124,8 +127,9 @@ def last_log_line(state_dir: int, name: str, user: User) -> str:
             return ""
     with open(descriptor, "rb") as file:
         file.seek(max(0, os.fstat(descriptor).st_size - 4096))
-        lines = file.read(4096).decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        text = file.read(4096).decode(errors="replace")
+    lines = [line for raw in reversed(text.split("\n")) if (line := raw.strip(" |+-"))]
+    return next((line for line in lines if "Error: " in line), lines[0] if lines else "")
 
 
 def _check_exists(directory: Directory, cache_dir: str) -> str:
