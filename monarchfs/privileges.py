@@ -7,10 +7,8 @@ import os
 import resource
 import struct
 
-PR_CAPBSET_DROP = 24
 PR_SET_NO_NEW_PRIVS = 38
 CAP_DAC_READ_SEARCH = 2
-CAP_LAST = 63
 CAPABILITY_VERSION_3 = 0x20080522
 
 

@@ -72,9 +72,7 @@ class Bootstrap:
             message = json.loads(file.read())
         fds = message["fds"]
         return cls(
-            Config.from_json(json.dumps(message["config"]))
-            if isinstance(message["config"], dict)
-            else Config.from_json(message["config"]),
+            Config.from_json(message["config"]),
             message["mount_ns"],
             fds["fuse"],
             fds["init"],

@@ -11,8 +11,6 @@ from monarchfs.fs.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.types import Data, Node, ReplicaState, SourceChanged
 
-FILE_STATES = ("resident", "partial", "copying", "remote")
-
 
 class Unfinished(Protocol):
     """A file that is not resident (yet)."""
@@ -150,7 +148,7 @@ class Files:
             raise OSError(errno.ESTALE, "the source has another version") from exc
 
     def state(self, ino: int) -> str:
-        """One of FILE_STATES."""
+        """One of resident, partial, copying, remote."""
         record = self._cache.state(ino)
         if record is not None and record.state is ReplicaState.RESIDENT:
             return "resident"

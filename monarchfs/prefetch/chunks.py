@@ -34,10 +34,6 @@ class ChunkMap:
     def complete(self) -> bool:
         return self.present_count == self.count
 
-    @property
-    def untouched(self) -> bool:
-        return self._state.count(MISSING) == self.count
-
     def saved(self) -> bytes:
         """One byte a chunk: 1 where it is present. What is claimed only does not count."""
         return bytes(self._state).replace(CLAIMED, MISSING).replace(PRESENT, CLAIMED)
