@@ -10,6 +10,7 @@ import os
 import stat as stat_module
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from hashlib import blake2b
 from typing import NamedTuple
 
 ROOT_INO = 1
@@ -49,6 +50,26 @@ class SourceVersion(NamedTuple):
     size: int
     mtime_ns: int
     ctime_ns: int
+
+    @property
+    def replica_name(self) -> bytes:
+        """What a replica of this version is named after: 16 bytes, the same in every release.
+
+        Of decimal text rather than fixed fields: a time in nanoseconds need not fit in 64 bits.
+        """
+        return blake2b(b"%d %d %d %d %d" % self, digest_size=16).digest()
+
+    def settled(self, now_ns: int) -> bool:
+        """Whether a write after ``now_ns`` would show as another version.
+
+        A file that was changed within the tick of its file system's clock that is passing at
+        ``now_ns`` may be changed again without a trace (git calls that racy). A tick is taken to
+        be a second where the time of change has no fraction of one, else 20 ms (the kernel's are
+        at most 10 ms: current_time in fs/inode.c). A time more than a minute ahead says that the
+        source's clock is not ours, and nothing else.
+        """
+        tick_ns = 1_000_000_000 if self.ctime_ns % 1_000_000_000 == 0 else 20_000_000
+        return not now_ns - tick_ns <= self.ctime_ns < now_ns + 60_000_000_000
 
 
 class SourceStat(NamedTuple):
@@ -157,25 +178,52 @@ class DirRef(NamedTuple):
 class ReplicaState(IntEnum):
     PARTIAL = 1
     RESIDENT = 2
+    FOUND = 3
+    """A complete replica that lies in a tier, and no known file of the source is its: an earlier
+    index knew. Its number stands for nothing else."""
 
 
 class Replica(NamedTuple):
     """A local copy of one version of a file, as the index records it.
 
-    ``allocated_bytes`` are the blocks it occupies in its tier. ``durable`` says that its data were
-    synced before this record was, so that it counts after a reboot. ``chunk_bytes`` and ``present``
-    (one byte a chunk, 1 where it is there) describe a partial replica; both are 0 and empty for a
-    resident one.
+    ``name`` is its version's ``replica_name``, ``size`` the file's. ``allocated_bytes`` are the
+    blocks it occupies in its tier. ``durable`` says that its data were synced before this record
+    was, so that it counts after a reboot. ``checksum`` (64 bits, see ``store.checksum``) is a
+    complete replica's. ``chunk_bytes``, ``present`` (one byte a chunk, 1 where it is there) and
+    ``digests`` (8 bytes a block, see ``store.checksum``) describe a partial replica; they are 0 and
+    empty for others.
     """
 
     tier: int
     state: ReplicaState
-    version: SourceVersion
+    name: bytes
+    size: int
     allocated_bytes: int
     durable: bool
     created_ns: int
+    checksum: int = 0
     chunk_bytes: int = 0
     present: bytes = b""
+    digests: bytes = b""
+
+
+class TierFile(NamedTuple):
+    """A file that lies in a tier under a replica's name. ``synced``: its data reached the disk."""
+
+    name: bytes
+    checksum: int
+    size: int
+    allocated_bytes: int
+    synced: bool
+
+
+class TierTotals(NamedTuple):
+    """The replicas of one tier: how many in which state, and the blocks of all of them."""
+
+    resident: int = 0
+    partial: int = 0
+    found: int = 0
+    allocated_bytes: int = 0
 
 
 class Space(NamedTuple):

@@ -1,6 +1,21 @@
 """What is known of the source and of the local copies: the only user of lmdb."""
 
 from monarchfs.index.index import Index
-from monarchfs.index.recovery import LastClose, check_in_child, last_close, set_aside
+from monarchfs.index.recovery import (
+    LastClose,
+    check_in_child,
+    last_close,
+    mark_suspect,
+    problems,
+    set_aside,
+)
 
-__all__ = ["Index", "LastClose", "check_in_child", "last_close", "set_aside"]
+__all__ = [
+    "Index",
+    "LastClose",
+    "check_in_child",
+    "last_close",
+    "mark_suspect",
+    "problems",
+    "set_aside",
+]

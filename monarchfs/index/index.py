@@ -6,27 +6,35 @@ death of this process, and once ``sync`` has returned also that of the machine.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
-from monarchfs.index import recovery
+from monarchfs.index import disk, recovery
+from monarchfs.index.disk import DATA_FILE
+from monarchfs.index.environment import MAP_BYTES, Databases, open_environment
 from monarchfs.index.listings import Listings
+from monarchfs.index.machine import Machine
 from monarchfs.index.recovery import INDEX_DIRECTORY, LastClose
-from monarchfs.index.replicas import Replicas
-from monarchfs.index.tables import MAP_BYTES, Databases, open_environment
-from monarchfs.types import IndexUnusable
+from monarchfs.index.xattrs import Xattrs
+from monarchfs.types import IndexUnusable, IndexWriteError
 
 
-class Index(Listings, Replicas):
+class Index(Listings, Machine, Xattrs):
     """The open index. All calls but ``sync`` come from one thread at a time.
 
     Calls take microseconds, except where they say otherwise. Writing calls raise IndexWriteError
-    (then nothing was changed), reading ones IndexUnusable.
+    (then nothing was changed), reading ones IndexUnusable. A disk that is full or fails does not
+    make writing calls raise, but freezes the index, see ``frozen``.
     """
 
-    def __init__(self, directory: str, env: Any, databases: Databases, next_id: int) -> None:
-        super().__init__(env, databases, next_id)
+    def __init__(
+        self, directory: str, env: Any, databases: Databases, next_id: int, source_id: str
+    ) -> None:
+        super().__init__(env, databases, next_id, source_id)
         self._directory = directory
+        self._load_replicas()
+        self._count_pins()
 
     @classmethod
     def open(
@@ -41,38 +49,92 @@ class Index(Listings, Replicas):
 
         ``source_id`` names the mirrored source; an index of another one is refused. Blocks for the
         disk, and, if the index was not closed cleanly, for ``recovery.check_in_child``.
-        ``trust_after_kill`` leaves that check out where only the process died, not the machine.
-        Call ``recovery.set_aside`` and this again to go on with an empty index.
+        ``trust_after_kill`` leaves that check out where only the process died, not the machine;
+        not if ``recovery.mark_suspect`` was called. Call ``recovery.set_aside`` and this again to
+        go on with an empty index. An index that exists on a disk that is full, fails or is
+        read-only is opened frozen.
 
         Raises IndexUnusable (damaged, foreign, or of another schema version), IndexWriteError
-        (the disk is full or fails), OSError.
+        (it cannot be opened, or moved to memory), OSError.
         """
         left = recovery.last_close(directory)
-        suspicious = left is LastClose.CRASHED or (
-            left is LastClose.KILLED and not trust_after_kill
+        suspicious = (
+            left is LastClose.CRASHED
+            or (left is LastClose.KILLED and not trust_after_kill)
+            or recovery.is_suspect(directory)
         )
         path = Path(directory, INDEX_DIRECTORY)
-        if suspicious and not recovery.check_in_child(directory):
+        if suspicious and left is not LastClose.NEW and not recovery.check_in_child(directory):
             raise IndexUnusable(f"the index in {path} is damaged")
+        recovery.forget_suspicion(directory)
         try:
             path.mkdir(mode=0o700, exist_ok=True)
         except FileExistsError as error:
             raise IndexUnusable(f"{path} is not a directory") from error
-        environment = open_environment(str(path), source_id, map_bytes)
-        index = cls(directory, *environment)
+        index = cls._open_environment(directory, str(path), source_id, map_bytes)
         try:
             # Before anything is written that a crash could tear.
             recovery.mark_open(directory)
-        except OSError:
-            index._close_environment(sync=False)
-            raise
+            index._keep_headroom()
+        except OSError as error:
+            index._freeze_at_start(error)
+        if (
+            index.frozen is not None
+            or left in (LastClose.KILLED, LastClose.CRASHED)
+            or recovery.has_set_aside(directory)
+        ):
+            index._skip_numbers()
         return index
+
+    @classmethod
+    def _open_environment(cls, directory: str, path: str, source_id: str, map_bytes: int) -> Index:
+        try:
+            return cls(directory, *open_environment(path, source_id, map_bytes), source_id)
+        except IndexWriteError as error:
+            why = disk.trouble(error.__cause__)
+            if why is None:
+                raise
+            return cls._open_copy(directory, path, source_id, map_bytes, why)
+
+    @classmethod
+    def _open_copy(
+        cls, directory: str, path: str, source_id: str, map_bytes: int, why: str
+    ) -> Index:
+        """Of an index on a read-only disk, which LMDB does not open for writing."""
+
+        def fill(to: int) -> None:
+            data = os.open(os.path.join(path, DATA_FILE), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                disk.copy_data(data, to)
+            finally:
+                os.close(data)
+
+        try:
+            with disk.memory_copy(fill) as copy:
+                index = cls(directory, *open_environment(copy, source_id, map_bytes), source_id)
+        except OSError as error:
+            raise IndexWriteError(f"the index in {path} cannot be opened: {why}") from error
+        index._frozen = f"the index cannot be written: {why}"
+        return index
+
+    def _freeze_at_start(self, error: OSError) -> None:
+        """The disk does not even take the mark that the index is open: nothing may be written."""
+        if self._frozen is not None:
+            return
+        try:
+            why = disk.trouble(error)
+            if why is None:
+                raise error
+            self._freeze(why)
+        except (OSError, IndexWriteError):
+            self._close_environment(sync=False)
+            raise
 
     def close(self, *, clean: bool = True) -> None:
         """Close it; idempotent. ``clean`` syncs it and spares the next opener the check.
 
-        Blocks for the disk, and for a ``sync`` of another thread. Raises IndexWriteError, OSError;
-        it is closed all the same.
+        A frozen index is never marked as closed cleanly. Blocks for the disk, and for a ``sync``
+        of another thread. Raises IndexWriteError, OSError; it is closed all the same.
         """
-        if self._close_environment(sync=clean) and clean:
+        if self._close_environment(sync=clean) and clean and self._frozen is None:
             recovery.mark_closed(self._directory)

@@ -12,7 +12,6 @@ from monarchfs.index.records import (
     ID_PAIR,
     META_NEXT,
     node_type,
-    outdated_node,
     pack_entry,
     pack_listing,
     unpack_dirent,
@@ -95,6 +94,7 @@ class Listings(Tree):
             number = get(source_key, None, by_source)
             cookie = get(prefix + name, None, names)
             seen = sequence
+            known = None
             if cookie is None:
                 cookie = pack(next_id)
                 next_id += 1
@@ -103,31 +103,34 @@ class Listings(Tree):
                 known_type, known_ino, _, known_seen = ENTRY.unpack_from(
                     get(prefix + cookie, None, entries)
                 )
+                known = pack(known_ino)
                 seen = max(known_seen, sequence)
-                if type_ == FileType.UNKNOWN and pack(known_ino) == number:
+                if type_ == FileType.UNKNOWN and known == number:
                     type_ = FILE_TYPES[known_type]
-            if number is not None and self._contradicts(txn, number, type_):
+            if number is not None and self._contradicts(txn, number, type_, now_ns):
                 number = None
             if number is None:
                 number = pack(next_id)
                 next_id += 1
                 put(source_key, number, db=by_source)
+            if known is not None:
+                self._move_pin_of_name(txn, parent, name, known, number)
             ino = int.from_bytes(number, "big")
             put(prefix + cookie, pack_entry(type_, ino, now_ns, seen, name), db=entries)
         put(META_NEXT, pack(next_id), db=self._db.meta)
         self._next_id = next_id
 
-    def _contradicts(self, txn: Any, ino_bytes: bytes, type_: FileType) -> bool:
+    def _contradicts(self, txn: Any, key: bytes, type_: FileType, now_ns: int) -> bool:
         """Whether the number is recorded for a file of another type; it is outdated then.
 
         The source has given the inode of a deleted file to another one.
         """
-        value = txn.get(ino_bytes, None, self._db.nodes)
+        value = txn.get(key, None, self._db.nodes)
         if value is None or type_ == FileType.UNKNOWN:
             return False
         if node_type(value) == type_:
             return False
-        txn.put(ino_bytes, outdated_node(value), db=self._db.nodes)
+        self._outdate(txn, key, value, now_ns)
         return True
 
     def finish_listing(

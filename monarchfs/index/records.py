@@ -14,8 +14,13 @@ by_source    device, source ino       ino: the newest number of that source file
 names        parent, name             cookie
 entries      parent, cookie           ``ENTRY``, name
 listings     ino                      ``LISTING``
-replicas     ino                      ``REPLICA``, the bitmap compressed
+replicas     ino                      ``REPLICA``, the bitmap compressed, the digests
 xattrs       ino, name of the xattr   ``XATTR``, value
+files        ``PLACE_KEY``            ino: whose replica the file of that name in that tier is
+journal      ``PLACE_KEY``            ino: the file may lie in the tier though no record says so
+stale        ino                      ``STALE``: since when the node is outdated
+outdated     tier, ino                nothing: a replica that is found, or its node outdated
+pins         ino                      nothing
 ===========  =======================  =========================================================
 """
 
@@ -23,6 +28,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from typing import NamedTuple
 
 from monarchfs.types import (
     Dirent,
@@ -32,11 +38,10 @@ from monarchfs.types import (
     Replica,
     ReplicaState,
     SourceStat,
-    SourceVersion,
 )
 
 FORMAT = b"monarchfs index"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 DATABASES = (
     b"meta",
@@ -47,6 +52,11 @@ DATABASES = (
     b"listings",
     b"replicas",
     b"xattrs",
+    b"files",
+    b"journal",
+    b"stale",
+    b"outdated",
+    b"pins",
 )
 
 # Rows of the meta database.
@@ -55,6 +65,10 @@ META_SCHEMA = b"schema"  # ID: SCHEMA_VERSION
 META_SOURCE = b"source"  # the identity of the mirrored source, as the opener named it (UTF-8)
 META_NEXT = b"next"  # ID: the lowest number not given out yet, for inodes, cookies and sequences
 META_TIER = b"tier"  # + TIER_KEY: TOTALS, the sums over the replicas of one tier
+META_PATH = b"path"  # + TIER_KEY: the path of the tier with that number
+META_BOOT_ID = b"boot_id"  # the kernel's name of the boot in which the index was last open
+META_BOOT = b"boot"  # BOOT: that boot's number; each boot seen has a higher one
+META_SWEPT = b"swept"  # BOOT: the boot for which lost replicas were looked for, to the end
 META_USER = b"user:"  # + a caller's key: a caller's value
 META_LONG = b"long:"  # + the SHA-256 of a caller's key that is too long: likewise
 
@@ -64,12 +78,18 @@ FIRST_ID = 16
 ID = struct.Struct(">Q")
 ID_PAIR = struct.Struct(">QQ")
 TIER_KEY = struct.Struct(">H")
+PLACE_KEY = struct.Struct(">H16s")
+"""Where a replica's file lies: tier, name."""
+TIER_INO = struct.Struct(">HQ")
+BOOT = struct.Struct("<I")
+STALE = struct.Struct("<q")
 
 TOTALS = struct.Struct(
     "<"
     "Q"  # replicas in state RESIDENT
     "Q"  # replicas in state PARTIAL
-    "Q"  # allocated_bytes of both
+    "Q"  # replicas in state FOUND
+    "Q"  # allocated_bytes of all
 )
 
 NODE = struct.Struct(
@@ -104,6 +124,8 @@ WIDE = struct.Struct(
 _FLAGS_OFFSET = struct.calcsize("<Qq")
 _MODE = struct.Struct("<I")
 _MODE_OFFSET = struct.calcsize("<QqBBQQQqqq")
+_IDENTITY = struct.Struct("<QQ")
+_IDENTITY_OFFSET = PLACE.size
 _OUTDATED = 1
 _WIDE = 2  # a time outside the years 1678 to 2262 does not fit 64 bits: WIDE ends the record
 
@@ -125,17 +147,18 @@ LISTING = struct.Struct(
 REPLICA = struct.Struct(
     "<"
     "B"  # durable: 0 or 1 (first, so that it can be set without decoding the rest)
+    "I"  # boot: the number of the boot in which it was recorded
     "H"  # tier
     "B"  # state: a ReplicaState
-    "Q"  # version: device
-    "Q"  # ino
+    "16s"  # name
     "Q"  # size
-    f"{_TIMES}"  # mtime_ns
-    f"{_TIMES}"  # ctime_ns
     "Q"  # allocated_bytes
+    "Q"  # checksum
     "q"  # created_ns
-    "I"  # chunk_bytes, 0 for a resident replica
+    "I"  # chunk_bytes, 0 for a complete replica
+    "I"  # length of the compressed bitmap that follows; the digests follow that
 )
+_BOOT_END = 1 + BOOT.size
 XATTR = struct.Struct(
     "<i"  # 0: the value follows; else the errno that the source answered
 )
@@ -190,6 +213,17 @@ def node_type(value: bytes) -> int:
     return int(_MODE.unpack_from(value, _MODE_OFFSET)[0]) >> 12
 
 
+def node_identity(value: bytes) -> tuple[int, int]:
+    """The device and number in the source of a packed node."""
+    device, ino = _IDENTITY.unpack_from(value, _IDENTITY_OFFSET)
+    return device, ino
+
+
+def node_outdated(value: bytes) -> bool:
+    """Whether a packed node has ``outdated`` set."""
+    return value[_FLAGS_OFFSET] & _OUTDATED != 0
+
+
 def outdated_node(value: bytes) -> bytes:
     """The same record with ``outdated`` set."""
     flags = value[_FLAGS_OFFSET] | _OUTDATED
@@ -215,42 +249,70 @@ def unpack_listing(value: bytes) -> Listing:
     return Listing(mtime * _SECOND + mtime_part, ctime * _SECOND + ctime_part, fetched_ns)
 
 
-def pack_replica(replica: Replica) -> bytes:
-    version = replica.version
+def pack_replica(replica: Replica, boot: int) -> bytes:
+    # Level 1: a bitmap is long runs, and the event loop waits. Digests do not compress.
+    present = zlib.compress(replica.present, 1) if replica.present else b""
     head = REPLICA.pack(
         replica.durable,
+        boot,
         replica.tier,
         replica.state,
-        version.device,
-        version.ino,
-        version.size,
-        *divmod(version.mtime_ns, _SECOND),
-        *divmod(version.ctime_ns, _SECOND),
+        replica.name,
+        replica.size,
         replica.allocated_bytes,
+        replica.checksum,
         replica.created_ns,
         replica.chunk_bytes,
+        len(present),
     )
-    # Level 1: a bitmap is long runs, and the event loop waits.
-    return head + zlib.compress(replica.present, 1) if replica.present else head
+    return head + present + replica.digests if replica.chunk_bytes else head
 
 
 def unpack_replica(value: bytes) -> Replica:
-    durable, tier, state, *fields = REPLICA.unpack_from(value)
-    device, ino, size, mtime, mtime_part, ctime, ctime_part, *rest = fields
-    allocated_bytes, created_ns, chunk_bytes = rest
-    packed = value[REPLICA.size :]
-    return Replica(
-        tier=tier,
-        state=_STATES[state],
-        version=SourceVersion(
-            device, ino, size, mtime * _SECOND + mtime_part, ctime * _SECOND + ctime_part
-        ),
-        allocated_bytes=allocated_bytes,
-        durable=bool(durable),
-        created_ns=created_ns,
-        chunk_bytes=chunk_bytes,
-        present=zlib.decompress(packed) if packed else b"",
+    durable, _, tier, state, name, size, allocated, checksum, created_ns, chunk_bytes, length = (
+        REPLICA.unpack_from(value)
     )
+    if not chunk_bytes:
+        return Replica(
+            tier, _STATES[state], name, size, allocated, bool(durable), created_ns, checksum
+        )
+    present_end = REPLICA.size + length
+    return Replica(
+        tier,
+        _STATES[state],
+        name,
+        size,
+        allocated,
+        bool(durable),
+        created_ns,
+        checksum,
+        chunk_bytes,
+        zlib.decompress(value[REPLICA.size : present_end]) if length else b"",
+        value[present_end:],
+    )
+
+
+class ReplicaHead(NamedTuple):
+    """What the books need of a packed replica, without its bitmap and digests."""
+
+    tier: int
+    state: int
+    name: bytes
+    allocated_bytes: int
+
+    @property
+    def place(self) -> bytes:
+        return PLACE_KEY.pack(self.tier, self.name)
+
+
+def replica_head(value: bytes) -> ReplicaHead:
+    _, _, tier, state, name, _, allocated, *_ = REPLICA.unpack_from(value)
+    return ReplicaHead(tier, state, name, allocated)
+
+
+def replica_counts(value: bytes, boot: bytes) -> bool:
+    """Whether a packed replica is durable or of the boot with this packed number."""
+    return value[0] == 1 or value[1:_BOOT_END] == boot
 
 
 def durable_replica(value: bytes) -> bytes:

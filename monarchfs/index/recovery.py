@@ -2,24 +2,38 @@
 
 LMDB maps its file and follows the page numbers in it: opening a truncated or damaged one can end
 the process with SIGBUS, SIGSEGV or abort(3). So the index directory carries a mark of how it was
-last closed, and an index without the mark of a clean close is walked in a child process first.
+last closed, and an index without the mark of a clean close is walked in a child process first; so
+is one that a process may have died of, whatever its mark says (``mark_suspect``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import re
+import signal
+import stat
 import subprocess
 import sys
 from enum import Enum
 from pathlib import Path
 
-from monarchfs.index.tables import DATA_FILE
+from monarchfs.index.disk import DATA_FILE
+
+log = logging.getLogger(__name__)
 
 INDEX_DIRECTORY = "index"
 _MARK = "mark"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-CHECK_SECONDS = 120.0
+_SUSPECT = "suspect"
+_ASIDE = re.compile(re.escape(INDEX_DIRECTORY) + r"\.bad-([1-9][0-9]{0,8})\Z")
+_ASIDE_KEPT = 2
+_OURS = frozenset({DATA_FILE, _MARK, f"{_MARK}.new"})
+
+CHECK_SECONDS = 20.0
+PROBLEMS_SECONDS = 600.0
 
 
 class LastClose(Enum):
@@ -83,43 +97,127 @@ def _boot_id() -> str:
     return _BOOT_ID.read_text("ascii").strip()
 
 
-def check_in_child(directory: str, *, deadline_seconds: float = CHECK_SECONDS) -> bool:
-    """Walk the index of the state directory ``directory`` in a child process: is it sound?
+def mark_suspect(directory: str) -> None:
+    """Have the index checked before it is opened again, however it was closed.
 
-    Blocks for about a second per 150,000 files, at most ``deadline_seconds`` (then: False).
+    For when the process that had it open died of SIGSEGV, SIGBUS or SIGABRT. Raises OSError.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    os.close(os.open(Path(directory, _SUSPECT), flags, 0o600))
+
+
+def is_suspect(directory: str) -> bool:
+    return os.path.lexists(Path(directory, _SUSPECT))
+
+
+def forget_suspicion(directory: str) -> None:
+    """The index was checked, or set aside. Best effort: else it is checked once more."""
+    with contextlib.suppress(OSError):
+        os.unlink(Path(directory, _SUSPECT))
+
+
+def check_in_child(directory: str, *, deadline_seconds: float = CHECK_SECONDS) -> bool:
+    """Walk the index of the state directory ``directory`` in a child process: can it be read?
+
+    Blocks for about two seconds per million files, at most ``deadline_seconds`` (then: False).
     Raises OSError where the directory or the child cannot be opened.
     """
+    try:
+        return _run_check(directory, [], subprocess.DEVNULL, deadline_seconds).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def problems(directory: str, *, deadline_seconds: float = PROBLEMS_SECONDS) -> list[str]:
+    """What is wrong with the index of the state directory: lines for people, none if it is sound.
+
+    Every record is decoded and held against the others, in a child process: about 30 seconds per
+    million files. The index must not be open for writing. Raises OSError as ``check_in_child``.
+    """
+    try:
+        done = _run_check(directory, ["--deep"], subprocess.PIPE, deadline_seconds)
+    except subprocess.TimeoutExpired:
+        return [f"the check of the index did not end within {deadline_seconds:.0f} seconds"]
+    lines = done.stdout.decode("utf-8", "backslashreplace").splitlines()
+    if done.returncode < 0:
+        lines.append(f"reading the index ended in {signal.Signals(-done.returncode).name}")
+    elif done.returncode != 0 and not lines:
+        lines.append(f"the check of the index ended with exit code {done.returncode}")
+    return lines
+
+
+def _run_check(
+    directory: str, options: list[str], output: int, deadline_seconds: float
+) -> subprocess.CompletedProcess[bytes]:
     # The caller may know the directory only by /proc/self/fd/N, which is another one in the child.
     descriptor = os.open(Path(directory, INDEX_DIRECTORY), os.O_PATH | os.O_DIRECTORY)
+    path = f"/proc/self/fd/{descriptor}"
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-m", "monarchfs.index.check", f"/proc/self/fd/{descriptor}"],
+        return subprocess.run(
+            [sys.executable, "-I", "-m", "monarchfs.index.check", *options, path],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=output,
             stderr=subprocess.DEVNULL,
             cwd="/",
             pass_fds=(descriptor,),
             timeout=deadline_seconds,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return False
     finally:
         os.close(descriptor)
-    return done.returncode == 0
 
 
 def set_aside(directory: str) -> str | None:
     """Rename the index to ``index.bad-<n>`` and return that path, or None if there is none.
 
-    ``n`` is the lowest that is free, from 1 on. The index must not be open. Raises OSError.
+    ``n`` is above all others there; of those the newest is kept, and older ones are removed where
+    they are directories that hold nothing but an index. The index must not be open. Raises OSError.
     """
     index = Path(directory, INDEX_DIRECTORY)
+    forget_suspicion(directory)
     if not os.path.lexists(index):
         return None
-    n = 1
+    numbers = _aside_numbers(directory)
+    n = max(numbers, default=0) + 1
+    aside = Path(directory, f"{INDEX_DIRECTORY}.bad-{n}")
     # No race between the look and the rename: the caller holds the state directory's lock.
-    while os.path.lexists(aside := Path(directory, f"{INDEX_DIRECTORY}.bad-{n}")):
-        n += 1
     index.rename(aside)
+    for old in sorted(numbers)[: -(_ASIDE_KEPT - 1)]:
+        _remove_aside(directory, f"{INDEX_DIRECTORY}.bad-{old}")
     return str(aside)
+
+
+def has_set_aside(directory: str) -> bool:
+    """Whether there is an index that was set aside. Raises OSError."""
+    return bool(_aside_numbers(directory))
+
+
+def _aside_numbers(directory: str) -> list[int]:
+    return [int(match[1]) for name in os.listdir(directory) if (match := _ASIDE.match(name))]
+
+
+def _remove_aside(directory: str, name: str) -> None:
+    """Remove an index, never what a symbolic link leads to or a file of somebody else.
+
+    Best effort: one that stays is looked at again when the next is set aside.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(name, flags, dir_fd=parent)
+        try:
+            files = os.listdir(descriptor)
+            if not _OURS.issuperset(files) or not all(
+                stat.S_ISREG(os.stat(f, dir_fd=descriptor, follow_symlinks=False).st_mode)
+                for f in files
+            ):
+                return
+            for file in files:
+                os.unlink(file, dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
+        os.rmdir(name, dir_fd=parent)
+    except OSError as error:
+        log.warning("%s/%s could not be removed: %s", directory, name, error.strerror)
+    finally:
+        os.close(parent)

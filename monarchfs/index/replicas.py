@@ -1,114 +1,338 @@
-"""Replicas, and the totals of each tier kept in step with them; extended attributes."""
+"""Replicas: whose is which file in which tier, which files no record knows of, and the totals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from monarchfs.index.records import (
+    BOOT,
     ID,
+    META_BOOT,
+    META_SWEPT,
     META_TIER,
+    PLACE_KEY,
+    TIER_INO,
     TIER_KEY,
     TOTALS,
     durable_replica,
+    node_outdated,
     pack_replica,
-    pack_xattr,
+    replica_counts,
+    replica_head,
     unpack_replica,
-    unpack_xattr,
 )
 from monarchfs.index.tables import Tables
-from monarchfs.types import Replica, ReplicaState
+from monarchfs.types import Replica, ReplicaState, TierFile, TierTotals
+
+_COLUMN: dict[int, int] = {
+    ReplicaState.RESIDENT: 0,
+    ReplicaState.PARTIAL: 1,
+    ReplicaState.FOUND: 2,
+}
+"""Where TOTALS counts replicas in a state."""
 
 _BATCH = 256
+_SWEEP = 512
 
 
 class Replicas(Tables):
-    """Which local copies there are."""
+    """Which local copies there are.
+
+    A record *counts* if it is durable or of the current boot; others are lost: their files may
+    have their size and not their data. At any moment every file that this program has in a tier
+    is some record's, or in the journal; or the index it was recorded in is gone.
+
+    Changing: ``_boot`` (the number of the boot, packed as in records), ``_tiers`` (those that ever
+    held a replica), ``_swept_to`` (where ``lost_in_reboot`` goes on; None once it is through).
+    """
+
+    _boot: bytes
+    _tiers: set[int]
+    _swept_to: bytes | None
+
+    def _load_replicas(self) -> None:
+        """To be called once, when the index was opened."""
+        self._boot = self._get(self._db.meta, META_BOOT) or BOOT.pack(0)
+        rows = self._rows(self._db.meta, META_TIER, META_TIER, 1 << 16)
+        self._tiers = {TIER_KEY.unpack(key[len(META_TIER) :])[0] for key, _ in rows}
+        swept = self._get(self._db.meta, META_SWEPT) or BOOT.pack(0)
+        self._swept_to = None if swept == self._boot else b""
+
+    # Reading.
 
     def replica(self, ino: int) -> Replica | None:
+        """The replica of ``ino``, if there is one that counts."""
         value = self._get(self._db.replicas, ID.pack(ino))
-        return None if value is None else unpack_replica(value)
+        if value is None or not replica_counts(value, self._boot):
+            return None
+        return unpack_replica(value)
 
     def replicas(self) -> Iterator[tuple[int, Replica]]:
-        """All of them, by rising inode number. They may be changed meanwhile: what was not
+        """All that count, by rising inode number. They may be changed meanwhile: what was not
         reached yet is then seen as it is when reached."""
         start = b""
         while rows := self._rows(self._db.replicas, start, b"", _BATCH):
             for key, value in rows:
-                yield int.from_bytes(key, "big"), unpack_replica(value)
+                if replica_counts(value, self._boot):
+                    yield int.from_bytes(key, "big"), unpack_replica(value)
             start = rows[-1][0] + b"\0"
 
-    def put_replica(self, ino: int, replica: Replica) -> None:
+    def names(self, tier: int, prefix: bytes, after: bytes, limit: int) -> list[tuple[bytes, int]]:
+        """At most ``limit`` names of replicas in ``tier`` that count, each with its inode number.
+
+        By rising name, of those that begin with ``prefix`` and come after ``after``; fewer than
+        ``limit`` are the last ones. About 2 us each.
+        """
+        tier_key = TIER_KEY.pack(tier)
+        prefix = tier_key + prefix
+        start = max(prefix, tier_key + after + b"\0") if after else prefix
+        found: list[tuple[bytes, int]] = []
+        while len(found) < limit:
+            wanted = limit - len(found)
+            rows = self._rows(self._db.files, start, prefix, wanted)
+            found += [
+                (key[TIER_KEY.size :], int.from_bytes(ino, "big"))
+                for key, ino in rows
+                if replica_counts(self._get(self._db.replicas, ino), self._boot)
+            ]
+            if len(rows) < wanted:
+                break
+            start = rows[-1][0] + b"\0"
+        return found
+
+    def owner(self, tier: int, name: bytes) -> int | None:
+        """Whose replica the file ``name`` in ``tier`` is; None if it is nobody's that counts."""
+        ino = self._get(self._db.files, PLACE_KEY.pack(tier, name))
+        if ino is None or not replica_counts(self._get(self._db.replicas, ino), self._boot):
+            return None
+        return int.from_bytes(ino, "big")
+
+    def outdated_replicas(self, tier: int, limit: int) -> list[int]:
+        """At most ``limit`` numbers whose replicas in ``tier`` nobody will ask for: those in state
+        FOUND, and those of versions that the source no longer has."""
+        prefix = TIER_KEY.pack(tier)
+        found: list[int] = []
+        start = prefix
+        while len(found) < limit:
+            wanted = limit - len(found)
+            rows = self._rows(self._db.outdated, start, prefix, wanted)
+            for key, _ in rows:
+                value = self._get(self._db.replicas, key[TIER_KEY.size :])
+                if replica_counts(value, self._boot):
+                    found.append(TIER_INO.unpack(key)[1])
+            if len(rows) < wanted:
+                break
+            start = rows[-1][0] + b"\0"
+        return found
+
+    def tier_totals(self) -> dict[int, TierTotals]:
+        """Of each tier that holds any replica. Lost ones are in it until they are dropped: their
+        files lie there."""
+        totals = {}
+        for key, value in self._rows(self._db.meta, META_TIER, META_TIER, 1 << 16):
+            of_tier = TierTotals(*TOTALS.unpack(value))
+            if of_tier.resident or of_tier.partial or of_tier.found:
+                totals[TIER_KEY.unpack(key[len(META_TIER) :])[0]] = of_tier
+        return totals
+
+    def journal(self) -> list[tuple[int, bytes]]:
+        """Tier and name of every file that may lie there although no record says so: copies that
+        were begun, and removals, each without its end."""
+        rows = self._rows(self._db.journal, b"", b"", self._count_rows(self._db.journal))
+        return [PLACE_KEY.unpack(key) for key, _ in rows]
+
+    # Writing. All raise IndexWriteError where the index is frozen, but file_gone.
+
+    def begin_copy(self, ino: int, tier: int, name: bytes) -> None:
+        """A file of this name may lie in the tier from now on, until ``put_replica`` records it or
+        ``file_gone`` says that it does not."""
+        place = PLACE_KEY.pack(tier, name)
+        self._write(lambda txn: txn.put(place, ID.pack(ino), db=self._db.journal), of_tiers=True)
+
+    def file_gone(self, tier: int, name: bytes) -> None:
+        """No file of this name, complete or not, lies in the tier that is not a record's."""
+        place = PLACE_KEY.pack(tier, name)
+        self._write(lambda txn: txn.delete(place, db=self._db.journal))
+
+    def put_replica(self, ino: int, replica: Replica, in_flight: bool = False) -> None:
         """Record a replica in place of the one that was recorded, and the totals of both tiers.
 
-        A bitmap of a million chunks takes a few milliseconds.
+        What ``begin_copy`` journalled of it is ended, unless it is ``in_flight``: still written
+        to, so that after a crash the file is not as recorded. The file of the replica that was
+        recorded, if it is another one, is journalled. A file that is recorded for another number
+        (two of one version) becomes this one's, and that other record goes.
+
+        A bitmap of a million chunks takes a few milliseconds, as do digests of 100 GB.
         """
-        value = pack_replica(replica)
-        self._write(lambda txn: self._replace(txn, ino, replica, value))
+
+        def put(txn: Any) -> None:
+            self._put(txn, ID.pack(ino), replica)
+            if not in_flight:
+                place = PLACE_KEY.pack(replica.tier, replica.name)
+                txn.delete(place, db=self._db.journal)
+
+        self._write(put, of_tiers=True)
 
     def drop_replica(self, ino: int) -> None:
-        """Forget it. One that is not recorded passes."""
-        self._write(lambda txn: self._replace(txn, ino, None, b""))
+        """Forget it, also one that is lost; its file is in the journal until ``file_gone``.
+
+        One that is not recorded passes. Where this raises, the record stays: so must the file.
+        """
+        key = ID.pack(ino)
+        self._write(lambda txn: self._forget(txn, key, lies_there=True), of_tiers=True)
 
     def mark_durable(self, inos: Iterable[int]) -> None:
-        """Their data are on the disk as their records say. Those not recorded pass.
+        """Their data are on the disk as their records say. Those not recorded, and lost ones, pass.
 
         One transaction. The records must not have changed since the data were synced.
         """
         keys = [ID.pack(ino) for ino in inos]
-        self._write(lambda txn: self._set_durable(txn, keys))
 
-    def _set_durable(self, txn: Any, keys: list[bytes]) -> None:
-        for key in keys:
-            value = txn.get(key, None, self._db.replicas)
-            if value is not None:
-                txn.put(key, durable_replica(value), db=self._db.replicas)
+        def mark(txn: Any) -> None:
+            for key in keys:
+                value = txn.get(key, None, self._db.replicas)
+                if value is not None and not value[0] and replica_counts(value, self._boot):
+                    txn.put(key, durable_replica(value), db=self._db.replicas)
 
-    def tier_totals(self) -> dict[int, tuple[int, int, int]]:
-        """Of each tier that holds any: resident files, partial files, allocated bytes of both."""
-        totals = {}
-        for key, value in self._rows(self._db.meta, META_TIER, META_TIER, 1 << 16):
-            resident, partial, allocated = TOTALS.unpack(value)
-            if resident or partial:
-                (tier,) = TIER_KEY.unpack(key[len(META_TIER) :])
-                totals[tier] = (resident, partial, allocated)
-        return totals
+        self._write(mark, of_tiers=True)
 
-    def _replace(self, txn: Any, ino: int, replica: Replica | None, value: bytes) -> None:
-        key = ID.pack(ino)
-        old = txn.get(key, None, self._db.replicas)
-        if old is not None:
-            self._count(txn, unpack_replica(old), -1)
-        if replica is not None:
-            self._count(txn, replica, 1)
-            txn.put(key, value, db=self._db.replicas)
-        elif old is not None:
-            txn.delete(key, db=self._db.replicas)
+    def record_found_files(self, tier: int, files: Sequence[TierFile]) -> list[int]:
+        """Record complete files that lie in ``tier`` as replicas in state FOUND, each under a new
+        number, durable if it is synced; returns the numbers.
 
-    def _count(self, txn: Any, replica: Replica, sign: int) -> None:
-        key = META_TIER + TIER_KEY.pack(replica.tier)
-        resident, partial, allocated = TOTALS.unpack(
-            txn.get(key, bytes(TOTALS.size), self._db.meta)
-        )
-        if replica.state is ReplicaState.RESIDENT:
-            resident += sign
-        else:
-            partial += sign
-        allocated += sign * replica.allocated_bytes
-        txn.put(key, TOTALS.pack(resident, partial, allocated), db=self._db.meta)
-
-    # Extended attributes of the source.
-
-    def xattr(self, ino: int, name: bytes) -> bytes | int | None:
-        """The value, or the errno that the source answered, or None if it was never asked.
-
-        The name ``b""`` is free for the list of names. A directory's are forgotten when its ctime
-        changes (setting one changes it); of anything else the next version is another number.
+        Files that a record or the journal knows are left out. One transaction, about 10 us a file.
+        A file that is not synced must have been written in this boot: only then are its data sure
+        to be there.
         """
-        value = self._get(self._db.xattrs, ID.pack(ino) + name)
-        return None if value is None else unpack_xattr(value)
 
-    def put_xattr(self, ino: int, name: bytes, answer: bytes | int) -> None:
-        """Remember a value, or an errno (a positive number)."""
-        key, value = ID.pack(ino) + name, pack_xattr(answer)
-        self._write(lambda txn: txn.put(key, value, db=self._db.xattrs))
+        def record(txn: Any) -> list[int]:
+            places = [(file, PLACE_KEY.pack(tier, file.name)) for file in files]
+            new = [
+                file
+                for file, place in places
+                if txn.get(place, None, self._db.files) is None
+                and txn.get(place, None, self._db.journal) is None
+            ]
+            if not new:
+                return []
+            first = self._new_ids(txn, len(new))
+            for ino, file in enumerate(new, first):
+                replica = Replica(
+                    tier=tier,
+                    state=ReplicaState.FOUND,
+                    name=file.name,
+                    size=file.size,
+                    allocated_bytes=file.allocated_bytes,
+                    durable=file.synced,
+                    created_ns=0,
+                    checksum=file.checksum,
+                )
+                self._put(txn, ID.pack(ino), replica)
+            return list(range(first, first + len(new)))
+
+        return self._write(record, of_tiers=True)
+
+    def claim(self, ino: int, name: bytes, size: int) -> Replica | None:
+        """Make a complete replica that nobody uses the RESIDENT one of ``ino``, and return it.
+
+        It has that name and size, in whatever tier, and is in state FOUND or belongs to an
+        outdated number; that number then has none. None where there is no such one that counts, or
+        ``ino`` has a replica. Costs a look-up per tier, and a transaction where one may be there.
+        """
+        self._refuse_if_frozen()
+        places = [PLACE_KEY.pack(tier, name) for tier in sorted(self._tiers)]
+        if all(self._get(self._db.files, place) is None for place in places):
+            return None
+        return self._write(lambda txn: self._claim(txn, ID.pack(ino), places, size), of_tiers=True)
+
+    def _claim(self, txn: Any, key: bytes, places: list[bytes], size: int) -> Replica | None:
+        own = txn.get(key, None, self._db.replicas)
+        if own is not None and replica_counts(own, self._boot):
+            return None
+        for place in places:
+            owner = txn.get(place, None, self._db.files)
+            if owner is None:
+                continue
+            value = txn.get(owner, None, self._db.replicas)
+            if not replica_counts(value, self._boot):
+                continue
+            replica = unpack_replica(value)
+            if replica.size == size and self._is_free(txn, owner, replica.state):
+                claimed = replica._replace(state=ReplicaState.RESIDENT)
+                self._put(txn, key, claimed)
+                return claimed
+        return None
+
+    def _is_free(self, txn: Any, owner: bytes, state: ReplicaState) -> bool:
+        if state is ReplicaState.RESIDENT:
+            node = txn.get(owner, None, self._db.nodes)
+            return node is not None and node_outdated(node)
+        return state is ReplicaState.FOUND
+
+    # Reboots.
+
+    def lost_in_reboot(self, limit: int) -> list[tuple[int, Replica]]:
+        """At most ``limit`` records that do not count any more, to be dropped; empty at the end.
+
+        Each call goes on where the last one ended. Costs nothing but after a reboot; the first
+        time after one, all records are walked (about 0.3 s a million, in as many calls as there
+        are ``limit`` lost ones). One that could not be dropped comes again after the next reboot.
+        """
+        lost: list[tuple[int, Replica]] = []
+        while self._swept_to is not None and len(lost) < limit:
+            rows = self._rows(self._db.replicas, self._swept_to, b"", _SWEEP)
+            if not rows:
+                if lost:
+                    # The end is recorded only once the caller is through with these, too.
+                    break
+                self._write(lambda txn: txn.put(META_SWEPT, self._boot, db=self._db.meta))
+                self._swept_to = None
+                break
+            boot = self._boot
+            for key, value in rows:
+                if not value[0] and not replica_counts(value, boot):
+                    lost.append((int.from_bytes(key, "big"), unpack_replica(value)))
+                    if len(lost) == limit:
+                        break
+            self._swept_to = key + b"\0"
+        return lost
+
+    # Within a transaction.
+
+    def _put(self, txn: Any, key: bytes, replica: Replica) -> None:
+        place = PLACE_KEY.pack(replica.tier, replica.name)
+        owner = txn.get(place, None, self._db.files)
+        if owner != key:
+            if owner is not None:
+                self._forget(txn, owner, lies_there=False)
+            self._forget(txn, key, lies_there=True)
+        else:
+            self._forget(txn, key, lies_there=False)
+        self._count(txn, replica.tier, replica.state, 1, replica.allocated_bytes)
+        (boot,) = BOOT.unpack(self._boot)
+        txn.put(key, pack_replica(replica, boot), db=self._db.replicas)
+        txn.put(place, key, db=self._db.files)
+        node = txn.get(key, None, self._db.nodes)
+        if replica.state is ReplicaState.FOUND or (node is not None and node_outdated(node)):
+            txn.put(TIER_KEY.pack(replica.tier) + key, b"", db=self._db.outdated)
+
+    def _forget(self, txn: Any, key: bytes, *, lies_there: bool) -> None:
+        """Remove a record, if there is one; ``lies_there``: its file may stay without one."""
+        value = txn.pop(key, self._db.replicas)
+        if value is None:
+            return
+        head = replica_head(value)
+        self._count(txn, head.tier, head.state, -1, -head.allocated_bytes)
+        txn.delete(head.place, db=self._db.files)
+        txn.delete(TIER_KEY.pack(head.tier) + key, db=self._db.outdated)
+        if lies_there:
+            txn.put(head.place, key, db=self._db.journal)
+
+    def _count(self, txn: Any, tier: int, state: int, number: int, allocated: int) -> None:
+        self._tiers.add(tier)
+        key = META_TIER + TIER_KEY.pack(tier)
+        totals = list(TOTALS.unpack(txn.get(key, bytes(TOTALS.size), self._db.meta)))
+        totals[_COLUMN[state]] += number
+        totals[3] += allocated
+        txn.put(key, TOTALS.pack(*totals), db=self._db.meta)

@@ -1,4 +1,4 @@
-"""The LMDB environment of the index: opening it, transactions, growth, numbers, syncing.
+"""The open LMDB environment of the index: transactions, growth, numbers, syncing, failing disks.
 
 Two processes never have it open at once (the state directory's lock sees to that) and one thread
 does all reading and writing, so the environment is opened without LMDB's own lock file: a reader
@@ -7,71 +7,64 @@ table would let the corpse of a killed process pin old pages for as long as it c
 
 from __future__ import annotations
 
-import errno
 import hashlib
+import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import lmdb
 
-from monarchfs.index import records
-from monarchfs.index.records import DATABASES, FIRST_ID, FORMAT, ID, SCHEMA_VERSION
+from monarchfs.index import disk, records
+from monarchfs.index.disk import DATA_FILE, Headroom
+from monarchfs.index.environment import Databases, open_environment
+from monarchfs.index.records import ID
 from monarchfs.types import IndexUnusable, IndexWriteError
 
 T = TypeVar("T")
 
-DATA_FILE = "data.mdb"
-"""The name that LMDB gives to the file of an environment."""
-
-MAP_BYTES = 1 << 30
-"""Address space mapped at first; doubled whenever it is full. Costs neither memory nor disk."""
+log = logging.getLogger(__name__)
 
 _USER_KEY_BYTES = 400
 
-_DAMAGE = (
-    lmdb.InvalidError,
-    lmdb.CorruptedError,
-    lmdb.PageNotFoundError,
-    lmdb.PanicError,
-    lmdb.VersionMismatchError,
-    lmdb.IncompatibleError,
-    lmdb.NotFoundError,
-)
-
-
-class Databases(NamedTuple):
-    """The handles of LMDB's named databases, in the order of ``records.DATABASES``."""
-
-    meta: Any
-    nodes: Any
-    by_source: Any
-    names: Any
-    entries: Any
-    listings: Any
-    replicas: Any
-    xattrs: Any
+_COMMITS_PER_LOOK = 64
+"""Commits between two looks at the headroom: a batch of names is some 100 KB, 64 are 6 MB."""
 
 
 class Tables:
     """The open environment, and what every kind of record needs of it.
 
-    Constant: ``_env``, ``_db``, ``_data`` (the data file, to sync it). Changing: ``_next_id``
-    (never below what a committed record uses), ``_reader``.
+    Changing: ``_env``, ``_db`` and ``_data`` (the data file, to sync it), once, when the disk
+    fails; ``_next_id`` (never below what a committed record uses); ``_reader``.
 
     A read transaction stays open between reads (a read then costs half) and is ended before every
     write: LMDB may reuse a page only once no reader can see it.
     """
 
-    def __init__(self, env: Any, databases: Databases, next_id: int) -> None:
+    def __init__(self, env: Any, databases: Databases, next_id: int, source_id: str) -> None:
         self._env = env
-        self._data = os.open(os.path.join(env.path(), DATA_FILE), os.O_RDONLY)
+        self._data = os.open(os.path.join(env.path(), DATA_FILE), os.O_RDWR | os.O_CLOEXEC)
+        self._headroom = Headroom(self._data)
         self._db = databases
         self._next_id = next_id
+        self._source_id = source_id
         self._reader: Any = None
+        self._commits = 0
+        self._frozen: str | None = None
+        self._retired: list[int] = []
         self._closing = threading.Lock()
         self._is_open = True
+
+    @property
+    def frozen(self) -> str | None:
+        """Why nothing can be recorded on the disk any more, or None.
+
+        The disk below the index is full, fails or became read-only. The index then lives in
+        memory, until it is closed: what the source said is recorded and read as ever. What would
+        let the index on the disk say something untrue about the tiers raises IndexWriteError.
+        """
+        return self._frozen
 
     # Transactions.
 
@@ -108,22 +101,44 @@ class Tables:
             raise IndexUnusable(f"reading the index failed: {error}") from error
         return rows
 
-    def _write(self, work: Callable[[Any], T]) -> T:
+    def _count_rows(self, table: Any) -> int:
+        try:
+            return int((self._reader or self._begin_read()).stat(table)["entries"])
+        except lmdb.Error as error:
+            raise IndexUnusable(f"reading the index failed: {error}") from error
+
+    def _write(self, work: Callable[[Any], T], *, of_tiers: bool = False) -> T:
         """Run ``work`` in a write transaction and commit it, unsynced.
 
-        ``work`` runs again from the start when the map was full; so it must have no effect but on
-        the transaction (and ``_next_id``, where a gap does no harm). Raises IndexWriteError, and
-        then nothing was changed.
+        ``work`` runs again from the start when the map was full or the index moved to memory; so
+        it must have no effect but on the transaction (and ``_next_id``, where a gap does no harm),
+        and take its tables from ``_db`` itself. ``of_tiers``: it says what lies in the tiers, and
+        so must not be where the index is frozen. Raises IndexWriteError, and then nothing was
+        changed.
         """
         self._end_read()
         while True:
+            if of_tiers:
+                self._refuse_if_frozen()
             try:
                 with self._env.begin(write=True) as txn:
-                    return work(txn)
+                    done = work(txn)
+                break
             except lmdb.MapFullError:
                 self._grow()
             except lmdb.Error as error:
-                raise IndexWriteError(f"writing the index failed: {error}") from error
+                why = disk.trouble(error)
+                if why is None or self._frozen is not None:
+                    raise IndexWriteError(f"writing the index failed: {error}") from error
+                self._freeze(why)
+        self._commits += 1
+        if self._commits % _COMMITS_PER_LOOK == 0:
+            self._keep_headroom()
+        return done
+
+    def _refuse_if_frozen(self) -> None:
+        if self._frozen is not None:
+            raise IndexWriteError(self._frozen)
 
     def _grow(self) -> None:
         # No transaction is open here, as set_mapsize demands.
@@ -131,6 +146,42 @@ class Tables:
             self._env.set_mapsize(self._env.info()["map_size"] * 2)
         except lmdb.Error as error:
             raise IndexWriteError(f"the index cannot grow: {error}") from error
+
+    # The disk.
+
+    def _keep_headroom(self) -> None:
+        if self._frozen is None:
+            used = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+            self._headroom.keep(used)
+
+    def _freeze(self, why: str) -> None:
+        """Go on in memory. Blocks while the index is copied: about a second per gigabyte.
+
+        Raises IndexWriteError, and then all is as before.
+        """
+        self._end_read()
+        old_env, old_data = self._env, self._data
+        try:
+            with disk.memory_copy(
+                lambda to: disk.copy_environment(old_env, old_data, to)
+            ) as directory:
+                map_bytes = old_env.info()["map_size"]
+                env, databases, _ = open_environment(directory, self._source_id, map_bytes)
+                try:
+                    data = os.open(os.path.join(directory, DATA_FILE), os.O_RDWR | os.O_CLOEXEC)
+                except OSError:
+                    env.close()
+                    raise
+        except (OSError, IndexUnusable) as error:
+            raise IndexWriteError(
+                f"writing the index failed ({why}), and so did moving it to memory: {error}"
+            ) from error
+        self._env, self._db, self._data = env, databases, data
+        # A sync of another thread may be using it.
+        self._retired.append(old_data)
+        old_env.close()
+        self._frozen = f"the index cannot be written any more: {why}"
+        log.warning("%s; it goes on in memory", self._frozen)
 
     def _new_ids(self, txn: Any, count: int = 1) -> int:
         """The first of ``count`` numbers that were never given out before.
@@ -151,8 +202,7 @@ class Tables:
 
     def meta_put(self, key: bytes, value: bytes) -> None:
         """Keep ``value`` (at most a few kilobytes) under ``key`` (of any length)."""
-        meta = self._db.meta
-        self._write(lambda txn: txn.put(_user_key(key), value, db=meta))
+        self._write(lambda txn: txn.put(_user_key(key), value, db=self._db.meta))
 
     # Durability.
 
@@ -160,10 +210,12 @@ class Tables:
         """Make everything committed so far durable.
 
         Blocks for the disk: call it from a thread other than the one that reads and writes, which
-        may go on meanwhile. A no-op once the index is closed. Raises IndexWriteError.
+        may go on meanwhile. A no-op once the index is closed. Raises IndexWriteError, also where
+        the index is frozen.
         """
         with self._closing:
             if self._is_open:
+                self._refuse_if_frozen()
                 self._sync_data()
 
     def _sync_data(self) -> None:
@@ -183,50 +235,13 @@ class Tables:
             self._end_read()
             self._env.close()
             try:
-                if sync:
+                if sync and self._frozen is None:
+                    self._headroom.release()
                     self._sync_data()
             finally:
-                os.close(self._data)
+                for fd in (self._data, *self._retired):
+                    os.close(fd)
             return True
-
-
-def open_environment(path: str, source_id: str, map_bytes: int) -> tuple[Any, Databases, int]:
-    """The environment in the directory ``path``, made there if it is empty; its handles; next id.
-
-    Raises IndexUnusable where it is damaged, foreign or newer, IndexWriteError where the disk or
-    permissions forbid.
-    """
-    env: Any = None
-    try:
-        env = lmdb.open(
-            path,
-            map_size=map_bytes,
-            mode=0o600,
-            max_dbs=len(DATABASES),
-            # No writemap: writing to a mapped file on a full disk is SIGBUS, not an error.
-            sync=False,
-            readahead=False,
-            lock=False,
-            max_spare_txns=1,
-        )
-        if _is_empty(env):
-            databases, next_id = _create(env, source_id)
-        else:
-            databases, next_id = _recognise(env, source_id)
-    except _DAMAGE as error:
-        _close(env)
-        raise IndexUnusable(f"the index in {path} is damaged: {error}") from error
-    except lmdb.Error as error:
-        _close(env)
-        if getattr(error, "code", None) == errno.EACCES:
-            detail = os.strerror(errno.EACCES)
-        else:
-            detail = str(error)
-        raise IndexWriteError(f"the index in {path} cannot be opened: {detail}") from error
-    except IndexUnusable:
-        _close(env)
-        raise
-    return env, databases, next_id
 
 
 def _user_key(key: bytes) -> bytes:
@@ -234,58 +249,3 @@ def _user_key(key: bytes) -> bytes:
     if len(key) <= _USER_KEY_BYTES:
         return records.META_USER + key
     return records.META_LONG + hashlib.sha256(key).digest()
-
-
-def _close(env: Any) -> None:
-    if env is not None:
-        env.close()
-
-
-def _is_empty(env: Any) -> bool:
-    with env.begin() as txn:
-        return bool(txn.stat()["entries"] == 0)
-
-
-def _create(env: Any, source_id: str) -> tuple[Databases, int]:
-    # One transaction: a process killed here leaves an empty environment, which is made anew.
-    with env.begin(write=True) as txn:
-        databases = Databases(*(env.open_db(name, txn=txn) for name in DATABASES))
-        meta = databases.meta
-        txn.put(records.META_FORMAT, FORMAT, db=meta)
-        txn.put(records.META_SCHEMA, ID.pack(SCHEMA_VERSION), db=meta)
-        txn.put(records.META_SOURCE, _source_bytes(source_id), db=meta)
-        txn.put(records.META_NEXT, ID.pack(FIRST_ID), db=meta)
-    return databases, FIRST_ID
-
-
-def _recognise(env: Any, source_id: str) -> tuple[Databases, int]:
-    """The handles and counter of an existing index, or IndexUnusable; writes nothing."""
-    try:
-        meta = env.open_db(b"meta", create=False)
-    except (lmdb.NotFoundError, lmdb.IncompatibleError) as error:
-        raise IndexUnusable("the index directory holds a database that is not ours") from error
-    with env.begin(db=meta) as txn:
-        if txn.get(records.META_FORMAT) != FORMAT:
-            raise IndexUnusable("the index directory holds a database that is not ours")
-        schema = _number(txn.get(records.META_SCHEMA))
-        if schema != SCHEMA_VERSION:
-            raise IndexUnusable(
-                f"the index has schema version {schema}; this program reads {SCHEMA_VERSION}"
-            )
-        recorded = txn.get(records.META_SOURCE, b"")
-        if recorded != _source_bytes(source_id):
-            other = recorded.decode("utf-8", "backslashreplace")
-            raise IndexUnusable(f"the index is of another source: {other!r}, not {source_id!r}")
-        next_id = _number(txn.get(records.META_NEXT))
-    others = (env.open_db(name, create=False) for name in DATABASES[1:])
-    return Databases(meta, *others), next_id
-
-
-def _number(value: bytes | None) -> int:
-    if value is None or len(value) != ID.size:
-        raise IndexUnusable("the index is damaged: a number is missing in its meta database")
-    return int.from_bytes(value, "big")
-
-
-def _source_bytes(source_id: str) -> bytes:
-    return source_id.encode("utf-8", "surrogateescape")

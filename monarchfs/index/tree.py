@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
+from monarchfs.index.outdated import Outdated
 from monarchfs.index.records import (
+    ENTRY,
     FILE_TYPES,
     ID,
     ID_PAIR,
     NODE,
     PLACE,
-    outdated_node,
     pack_entry,
     pack_node,
     unpack_dirent,
     unpack_node,
 )
-from monarchfs.index.tables import Tables
 from monarchfs.types import (
     ROOT_INO,
     Dirent,
@@ -28,7 +27,7 @@ from monarchfs.types import (
 )
 
 
-class Tree(Tables):
+class Tree(Outdated):
     """What was found in the source, by name and by number.
 
     A number is given out in the transaction that records what it stands for, and is never given
@@ -45,8 +44,7 @@ class Tree(Tables):
 
     def count_nodes(self) -> int:
         """How many nodes are recorded, outdated ones included."""
-        reader = self._reader or self._begin_read()
-        return int(reader.stat(self._db.nodes)["entries"])
+        return self._count_rows(self._db.nodes)
 
     def dirent(self, parent: int, name: bytes) -> Dirent | None:
         key = ID.pack(parent)
@@ -105,7 +103,8 @@ class Tree(Tables):
         """``name`` was found in ``parent`` with these attributes (``target``: of a symlink).
 
         One transaction. The version that was known keeps its number, also under another name (a
-        hard link, a rename); another version gets a new one, and the node of the old is outdated.
+        hard link, a rename); another version gets a new one, and the node of the old is outdated. A
+        pin goes to the new number, of a changed file as of a name that stands for another file.
         """
         return self._write(lambda txn: self._found(txn, parent, name, stat, target, now_ns))
 
@@ -115,16 +114,21 @@ class Tree(Tables):
         source_key = ID_PAIR.pack(stat.device, stat.ino)
         number = txn.get(source_key, None, self._db.by_source)
         value = None if number is None else txn.get(number, None, self._db.nodes)
+        changed = None
         if value is not None:
             known = unpack_node(int.from_bytes(number, "big"), value)
             if _stands_for(known, stat):
                 self._forget_changed_xattrs(txn, known, stat)
+                if known.outdated:
+                    self._revive(txn, number)
             else:
-                txn.put(number, outdated_node(value), db=self._db.nodes)
-                number = None
+                self._outdate(txn, number, value, now_ns)
+                changed, number = number, None
         if number is None:
             number = ID.pack(self._new_ids(txn))
             txn.put(source_key, number, db=self._db.by_source)
+            if changed is not None:
+                self._move_pin(txn, changed, number)
         ino = int.from_bytes(number, "big")
         # The source's root may be mounted below itself again; the root stays where it is.
         place = (ROOT_INO, b"") if ino == ROOT_INO else (parent, name)
@@ -150,16 +154,8 @@ class Tree(Tables):
         node = unpack_node(ino, value)
         if _stands_for(node, stat):
             return self._refresh(txn, node, stat, now_ns)
-        return self._put_node(txn, node._replace(outdated=True))
-
-    def mark_outdated(self, ino: int) -> None:
-        """The source no longer holds the version that ``ino`` stands for. Unknown ones pass."""
-        self._write(lambda txn: self._outdate(txn, ID.pack(ino)))
-
-    def _outdate(self, txn: Any, key: bytes) -> None:
-        value = txn.get(key, None, self._db.nodes)
-        if value is not None:
-            txn.put(key, outdated_node(value), db=self._db.nodes)
+        self._outdate(txn, ID.pack(ino), value, now_ns)
+        return node._replace(outdated=True)
 
     def record_missing(self, parent: int, name: bytes) -> None:
         """There is no ``name`` in ``parent``. What it stood for may live on under another name."""
@@ -172,15 +168,14 @@ class Tree(Tables):
         return node
 
     def _refresh(self, txn: Any, node: Node, stat: SourceStat, now_ns: int) -> Node:
+        # It stays outdated where it was: only a look-up by name says that the version is back.
         self._forget_changed_xattrs(txn, node, stat)
         return self._put_node(txn, node._replace(stat=stat, fetched_ns=now_ns))
 
     def _forget_changed_xattrs(self, txn: Any, node: Node, stat: SourceStat) -> None:
         """Setting an xattr changes ctime: of anything but a directory, that is a new number."""
         if node.stat.ctime_ns != stat.ctime_ns:
-            prefix = ID.pack(node.ino)
-            for key in _keys(txn.cursor(self._db.xattrs), prefix):
-                txn.delete(key, db=self._db.xattrs)
+            self._forget_xattrs(txn, ID.pack(node.ino))
 
     def _put_name(
         self,
@@ -198,6 +193,9 @@ class Tree(Tables):
         if cookie is None:
             cookie = ID.pack(self._new_ids(txn))
             txn.put(key + name, cookie, db=self._db.names)
+        elif self._pin_count:
+            _, old, _, _ = ENTRY.unpack_from(txn.get(key + cookie, None, self._db.entries))
+            self._move_pin_of_name(txn, parent, name, ID.pack(old), ID.pack(ino))
         value = pack_entry(type_, ino, checked_ns, seen, name)
         txn.put(key + cookie, value, db=self._db.entries)
 
@@ -217,9 +215,3 @@ def _stands_for(node: Node, stat: SourceStat) -> bool:
     if node.stat.is_directory:
         return stat.is_directory and _identity(node.stat) == _identity(stat)
     return not stat.is_directory and node.stat.version == stat.version
-
-
-def _keys(cursor: Any, prefix: bytes) -> Iterator[bytes]:
-    """The keys with a prefix; each may be deleted from the table once it was yielded."""
-    while cursor.set_range(prefix) and (key := cursor.key()).startswith(prefix):
-        yield key

@@ -1,0 +1,69 @@
+"""What the index remembers of the machine: its boots, and the paths of the tiers."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from monarchfs.index.records import (
+    BOOT,
+    META_BOOT,
+    META_BOOT_ID,
+    META_PATH,
+    TIER_KEY,
+)
+from monarchfs.index.replicas import Replicas
+
+_NUMBER_NS = 64
+"""Numbers are taken to be given out at most once in so many nanoseconds (a commit takes 5000)."""
+
+
+class Machine(Replicas):
+    """Boots and tiers."""
+
+    def begin_boot(self, boot_id: bytes) -> bool:
+        """To be called once after the index was opened, with the kernel's boot_id.
+
+        Whether the machine was restarted since the last call on this index: then replicas that are
+        not durable do not count any more.
+        """
+        known = self._get(self._db.meta, META_BOOT_ID)
+        if known == boot_id:
+            return False
+        boot = BOOT.pack(BOOT.unpack(self._boot)[0] + 1)
+
+        def begin(txn: Any) -> None:
+            txn.put(META_BOOT_ID, boot_id, db=self._db.meta)
+            txn.put(META_BOOT, boot, db=self._db.meta)
+
+        self._write(begin)
+        self._boot = boot
+        self._swept_to = b""
+        return known is not None
+
+    def tier_number(self, path: str) -> int:
+        """The number of the tier at ``path``, the same for the life of the index. From 1 on."""
+        for number, known in self.tier_paths().items():
+            if known == path:
+                return number
+        number = max(self.tier_paths(), default=0) + 1
+        key = META_PATH + TIER_KEY.pack(number)
+        self._write(lambda txn: txn.put(key, os.fsencode(path), db=self._db.meta))
+        return number
+
+    def tier_paths(self) -> dict[int, str]:
+        """The paths of all tiers that ever had a number."""
+        rows = self._rows(self._db.meta, META_PATH, META_PATH, 1 << 16)
+        return {
+            TIER_KEY.unpack(key[len(META_PATH) :])[0]: os.fsdecode(value) for key, value in rows
+        }
+
+    def _skip_numbers(self) -> None:
+        """Never give out again what an earlier process may have given out without a record.
+
+        A mount, and so the kernel, may know numbers from an index that was frozen, or was set
+        aside. Each process starts so far above the recorded number as the boot is old, and gives
+        out fewer than that until the next one starts.
+        """
+        self._next_id += time.clock_gettime_ns(time.CLOCK_BOOTTIME) // _NUMBER_NS

@@ -1,0 +1,24 @@
+"""Extended attributes of the source."""
+
+from __future__ import annotations
+
+from monarchfs.index.records import ID, pack_xattr, unpack_xattr
+from monarchfs.index.tables import Tables
+
+
+class Xattrs(Tables):
+    """What the source answered when it was asked for extended attributes."""
+
+    def xattr(self, ino: int, name: bytes) -> bytes | int | None:
+        """The value, or the errno that the source answered, or None if it was never asked.
+
+        The name ``b""`` is free for the list of names. A directory's are forgotten when its ctime
+        changes (setting one changes it); of anything else the next version is another number.
+        """
+        value = self._get(self._db.xattrs, ID.pack(ino) + name)
+        return None if value is None else unpack_xattr(value)
+
+    def put_xattr(self, ino: int, name: bytes, answer: bytes | int) -> None:
+        """Remember a value, or an errno (a positive number)."""
+        key, value = ID.pack(ino) + name, pack_xattr(answer)
+        self._write(lambda txn: txn.put(key, value, db=self._db.xattrs))

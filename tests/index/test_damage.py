@@ -1,0 +1,286 @@
+"""Indexes that cannot be used, and writers that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from monarchfs.index import (
+    Index,
+    LastClose,
+    check_in_child,
+    last_close,
+    mark_suspect,
+    problems,
+    records,
+    set_aside,
+)
+from monarchfs.types import ROOT_INO, IndexUnusable
+from tests.index.tools import (
+    DIRECTORY,
+    NOW,
+    ROOT_SOURCE_INO,
+    open_index,
+    replica,
+    source_stat,
+    tier_file,
+)
+
+
+def test_an_index_of_another_source_is_refused(tmp_path: Path) -> None:
+    open_index(tmp_path).close()
+    with pytest.raises(IndexUnusable, match=r"another source: 'lustre:/data', not 'other'"):
+        Index.open(str(tmp_path), source_id="other")
+    open_index(tmp_path).close()
+
+
+def environment(tmp_path: Path) -> lmdb.Environment:
+    (tmp_path / "index").mkdir(exist_ok=True)
+    return lmdb.open(str(tmp_path / "index"), max_dbs=16, lock=False)
+
+
+@pytest.mark.parametrize("database", [None, b"meta", b"other"])
+def test_a_database_of_another_program_is_refused(tmp_path: Path, database: bytes | None) -> None:
+    env = environment(tmp_path)
+    handle = None if database is None else env.open_db(database)
+    with env.begin(write=True) as txn:
+        txn.put(b"meta", b"theirs", db=handle)
+    env.close()
+    before = (tmp_path / "index" / "data.mdb").read_bytes()
+    with pytest.raises(IndexUnusable, match="not ours"):
+        open_index(tmp_path)
+    assert (tmp_path / "index" / "data.mdb").read_bytes() == before
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    open_index(tmp_path).close()
+    env = environment(tmp_path)
+    with env.begin(write=True) as txn:
+        newer = records.ID.pack(records.SCHEMA_VERSION + 1)
+        txn.put(records.META_SCHEMA, newer, db=env.open_db(b"meta", txn=txn))
+    env.close()
+    with pytest.raises(IndexUnusable, match="schema version 3"):
+        open_index(tmp_path)
+
+
+def test_a_file_in_place_of_the_index_is_refused_and_can_be_set_aside(tmp_path: Path) -> None:
+    (tmp_path / "index").write_text("x")
+    with pytest.raises(IndexUnusable, match="not a directory"):
+        open_index(tmp_path)
+    assert set_aside(str(tmp_path)) == str(tmp_path / "index.bad-1")
+    open_index(tmp_path).close()
+
+
+def test_setting_aside_keeps_the_two_newest(tmp_path: Path) -> None:
+    assert set_aside(str(tmp_path)) is None
+    for n in range(1, 5):
+        open_index(tmp_path).close()
+        mark_suspect(str(tmp_path))
+        assert set_aside(str(tmp_path)) == str(tmp_path / f"index.bad-{n}")
+    assert sorted(os.listdir(tmp_path)) == ["index.bad-3", "index.bad-4"]
+
+
+def test_setting_aside_removes_nothing_that_is_not_an_index(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "data.mdb").write_text("x")
+    (tmp_path / "index.bad-1").symlink_to(elsewhere)
+    (tmp_path / "index.bad-2").write_text("x")
+    for n, file in ((3, "theirs"), (4, "data.mdb/deeper")):
+        (tmp_path / f"index.bad-{n}" / file).parent.mkdir(parents=True)
+        (tmp_path / f"index.bad-{n}" / file).write_text("x")
+    (tmp_path / "index.bad-5").mkdir()
+    (tmp_path / "index.bad-5" / "mark").symlink_to(elsewhere / "data.mdb")
+    (tmp_path / "index.bad-06").mkdir()
+    before = sorted(os.listdir(tmp_path))
+    added = ["index.bad-6", "index.bad-7", "index.bad-8"]
+    for name in added:
+        open_index(tmp_path).close()
+        assert set_aside(str(tmp_path)) == str(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, *added[1:]])
+    assert (elsewhere / "data.mdb").read_text() == "x"
+    assert os.listdir(tmp_path / "index.bad-5") == ["mark"]
+
+
+def filled(directory: Path) -> Path:
+    index = open_index(directory)
+    index.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    for i in range(500):
+        node = index.record_found(ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
+        index.put_replica(node.ino, replica(i))
+    index.close()
+    return directory / "index" / "data.mdb"
+
+
+@pytest.mark.parametrize("kept_bytes", [1, 4096, 8192, 40_000, 100_000])
+def test_a_truncated_index_is_found_out_in_the_child(tmp_path: Path, kept_bytes: int) -> None:
+    data = filled(tmp_path)
+    assert data.stat().st_size > 100_000
+    os.truncate(data, kept_bytes)
+    with pytest.raises(IndexUnusable, match="damaged"):
+        open_index(tmp_path)
+    assert set_aside(str(tmp_path)) is not None
+    open_index(tmp_path).close()
+
+
+def test_an_index_of_garbage_is_found_out_in_the_child(tmp_path: Path) -> None:
+    data = filled(tmp_path)
+    data.write_bytes(os.urandom(data.stat().st_size))
+    with pytest.raises(IndexUnusable, match="damaged"):
+        open_index(tmp_path)
+
+
+def test_pages_of_garbage_never_pass_as_sound_records(tmp_path: Path) -> None:
+    data = filled(tmp_path)
+    good = data.read_bytes()
+    pages = len(good) // 4096
+    rejected = 0
+    for page in range(2, pages, 7):
+        data.write_bytes(good[: page * 4096] + b"\xa5" * 4096 + good[(page + 1) * 4096 :])
+        if check_in_child(str(tmp_path)):
+            # Only a page that nothing refers to may be garbage: all records are still there.
+            index = open_index(tmp_path)
+            assert len(index.entries(ROOT_INO, 0, 1000)) == 500
+            index.close(clean=False)
+        else:
+            rejected += 1
+    assert rejected > 0
+
+
+def full(directory: Path) -> None:
+    """An index with rows in every table, and nothing wrong with it."""
+    index = open_index(directory)
+    index.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    inos = [
+        index.record_found(ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW).ino
+        for i in range(10)
+    ]
+    for i, ino in enumerate(inos):
+        index.put_replica(ino, replica(i))
+    index.mark_outdated(inos[3])
+    index.begin_copy(inos[4], 1, replica(99).name)
+    index.record_found_files(2, [tier_file(50)])
+    index.put_xattr(inos[0], b"user.a", b"1")
+    index.pin(inos[5])
+    for _ in index.finish_listing(ROOT_INO, 0, NOW, NOW, NOW):
+        pass
+    index.close()
+    assert problems(str(directory)) == []
+
+
+# What is done to one row of a table, and what the deep check says to it.
+CONTRADICTIONS = {
+    b"names": (None, "entry without its name"),
+    b"entries": (None, "name without its entry"),
+    b"replicas": (None, "belongs to a replica that is not recorded"),
+    b"files": (None, "not recorded as its own"),
+    b"stale": (None, "not since when"),
+    b"outdated": (None, "among those that go first"),
+    b"nodes": (None, "a time of becoming outdated"),
+    b"meta": (records.ID.pack(17), "never given out"),
+    b"pins": (b"", "pinned, but was never given out"),
+}
+
+
+@pytest.mark.parametrize("table", CONTRADICTIONS)
+def test_records_that_contradict_each_other_are_found_out(tmp_path: Path, table: bytes) -> None:
+    full(tmp_path)
+    value, expected = CONTRADICTIONS[table]
+    env = lmdb.open(str(tmp_path / "index"), max_dbs=16, lock=False)
+    with env.begin(write=True) as txn:
+        handle = env.open_db(table, txn=txn)
+        cursor = txn.cursor(handle)
+        assert cursor.first()
+        if table == b"nodes":
+            stale = txn.cursor(env.open_db(b"stale", txn=txn))
+            assert stale.first()
+            assert cursor.set_key(stale.key())
+        if value is None:
+            assert cursor.delete()
+        else:
+            key = b"next" if table == b"meta" else records.ID.pack(5_000)
+            txn.put(key, value, db=handle)
+    env.close()
+    # The quick check only reads; the deep one compares.
+    assert check_in_child(str(tmp_path))
+    lines = problems(str(tmp_path))
+    assert any(expected in line for line in lines), lines
+
+
+def test_totals_that_are_not_the_sums_are_found_out(tmp_path: Path) -> None:
+    full(tmp_path)
+    env = lmdb.open(str(tmp_path / "index"), max_dbs=16, lock=False)
+    with env.begin(write=True) as txn:
+        key = records.META_TIER + records.TIER_KEY.pack(0)
+        txn.put(key, records.TOTALS.pack(1, 2, 3, 4), db=env.open_db(b"meta", txn=txn))
+    env.close()
+    assert problems(str(tmp_path)) == ["the totals of the tiers are not the sums of their replicas"]
+
+
+def test_keys_of_a_wrong_length_are_found_out_by_the_quick_check(tmp_path: Path) -> None:
+    full(tmp_path)
+    env = lmdb.open(str(tmp_path / "index"), max_dbs=16, lock=False)
+    with env.begin(write=True) as txn:
+        txn.put(b"short", b"", db=env.open_db(b"pins", txn=txn))
+    env.close()
+    assert not check_in_child(str(tmp_path))
+    assert problems(str(tmp_path)) == ["table pins has keys of a wrong length"]
+
+
+def test_the_check_has_an_end(tmp_path: Path) -> None:
+    full(tmp_path)
+    assert not check_in_child(str(tmp_path), deadline_seconds=0.001)
+    (line,) = problems(str(tmp_path), deadline_seconds=0.001)
+    assert "did not end" in line
+
+
+def test_problems_of_a_damaged_page_are_said_not_raised(tmp_path: Path) -> None:
+    data = filled(tmp_path)
+    os.truncate(data, 40_000)
+    assert problems(str(tmp_path)) != []
+
+
+WRITER = """
+import sys
+from monarchfs.index import Index
+from monarchfs.types import SourceStat, Replica, ReplicaState
+index = Index.open(sys.argv[1], source_id="lustre:/data")
+i = int(sys.argv[2])
+while True:
+    stat = SourceStat(0, 10 + i % 300, i, i, i, i, 0o100644, 1, 0, 0, 0, 0, 4096)
+    node = index.record_found(1, b"%d" % (i % 300), stat, b"", i)
+    name = stat.version.replica_name
+    index.begin_copy(node.ino, i % 3, name)
+    index.put_replica(node.ino, Replica(i % 3, ReplicaState.RESIDENT, name, i, i, False, i, i))
+    print(node.ino, flush=True)
+    i += 1
+"""
+
+
+def test_a_killed_writer_leaves_all_that_it_told_of(tmp_path: Path) -> None:
+    highest = 0
+    for round_ in range(5):
+        child = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(round_ * 1_000_000)],
+            stdout=subprocess.PIPE,
+        )
+        assert child.stdout is not None
+        told = [int(child.stdout.readline()) for _ in range(200 + 331 * round_)]
+        child.send_signal(signal.SIGKILL)
+        told += [int(line) for line in child.stdout.read().splitlines(True) if line.endswith(b"\n")]
+        child.wait()
+        child.stdout.close()
+        assert told[0] > highest
+        highest = max(told)
+        assert last_close(str(tmp_path)) is LastClose.KILLED
+        # The whole of it is checked: names, numbers, totals.
+        assert problems(str(tmp_path)) == []
+        index = open_index(tmp_path)
+        assert all(index.node(ino) is not None for ino in told)
+        index.close(clean=round_ % 2 == 0)

@@ -1,0 +1,111 @@
+"""Directory listings."""
+
+from __future__ import annotations
+
+from monarchfs.index import Index
+from monarchfs.types import ROOT_INO, FileType, Listing
+from tests.index.tools import DIRECTORY, NOW, add_listing, names_in, source_stat
+
+
+def test_a_listing_gives_numbers_without_nodes_until_names_are_found(index: Index) -> None:
+    add_listing(index, ROOT_INO, (b"b", 11), (b"a", 10))
+    assert index.listing(ROOT_INO) == Listing(NOW, NOW, NOW)
+    (b, no_node), (a, _) = index.entries(ROOT_INO, 2, 10)
+    assert (b.name, a.name, no_node) == (b"b", b"a", None)
+    assert index.node(b.ino) is None
+    found = index.record_found(ROOT_INO, b"b", source_stat(11), b"", NOW)
+    assert found.ino == b.ino
+    assert index.entries(ROOT_INO, 2, 10) == [(b, found), (a, None)]
+
+
+def test_entries_go_on_after_a_cookie(index: Index) -> None:
+    add_listing(index, ROOT_INO, *((b"%d" % i, 10 + i) for i in range(10)))
+    first = index.entries(ROOT_INO, 2, 4)
+    rest = index.entries(ROOT_INO, first[-1][0].cookie, 100)
+    assert [d.name for d, _ in first + rest] == [b"%d" % i for i in range(10)]
+    assert index.entries(ROOT_INO, rest[-1][0].cookie, 100) == []
+    assert index.entries(ROOT_INO, 0, 0) == []
+
+
+def test_a_second_listing_removes_what_is_gone_and_keeps_the_rest(index: Index) -> None:
+    add_listing(index, ROOT_INO, (b"a", 10), (b"b", 11), (b"c", 12))
+    before = {d.name: d for d, _ in index.entries(ROOT_INO, 2, 10)}
+    add_listing(index, ROOT_INO, (b"c", 12), (b"d", 13), (b"b", 99))
+    after = {d.name: d for d, _ in index.entries(ROOT_INO, 2, 10)}
+    assert set(after) == {b"b", b"c", b"d"}
+    assert after[b"c"] == before[b"c"]
+    assert after[b"b"].cookie == before[b"b"].cookie
+    assert after[b"b"].ino != before[b"b"].ino
+    assert index.dirent(ROOT_INO, b"a") is None
+
+
+def test_a_name_found_while_a_listing_runs_outlives_it(index: Index) -> None:
+    index.record_found(ROOT_INO, b"before", source_stat(10), b"", NOW)
+    sequence = index.begin_listing(ROOT_INO)
+    index.record_found(ROOT_INO, b"meanwhile", source_stat(11), b"", NOW)
+    index.add_entries(ROOT_INO, sequence, [(b"seen", FileType.REGULAR, 12, 0)], NOW)
+    for _ in index.finish_listing(ROOT_INO, sequence, NOW, NOW, NOW):
+        pass
+    assert names_in(index, ROOT_INO) == [b"meanwhile", b"seen"]
+
+
+def test_two_listings_at_once_remove_only_what_neither_saw(index: Index) -> None:
+    add_listing(index, ROOT_INO, (b"a", 10), (b"gone", 11))
+    first, second = index.begin_listing(ROOT_INO), index.begin_listing(ROOT_INO)
+    a = [(b"a", FileType.REGULAR, 10, 0)]
+    index.add_entries(ROOT_INO, second, a, NOW)
+    index.add_entries(ROOT_INO, first, a, NOW)
+    for sequence in (second, first):
+        for _ in index.finish_listing(ROOT_INO, sequence, NOW, NOW, NOW):
+            pass
+    assert names_in(index, ROOT_INO) == [b"a"]
+
+
+def test_finishing_a_long_listing_goes_in_steps_and_may_be_left_off(index: Index) -> None:
+    add_listing(index, ROOT_INO, *((b"%d" % i, 100 + i) for i in range(2000)))
+    sequence = index.begin_listing(ROOT_INO)
+    steps = index.finish_listing(ROOT_INO, sequence, NOW + 1, NOW + 1, NOW + 1)
+    next(steps)
+    assert 0 < len(index.entries(ROOT_INO, 2, 3000)) < 2000
+    assert index.listing(ROOT_INO) == Listing(NOW, NOW, NOW)
+    assert len(list(steps)) >= 2
+    assert index.entries(ROOT_INO, 2, 10) == []
+    assert index.listing(ROOT_INO) == Listing(NOW + 1, NOW + 1, NOW + 1)
+
+
+def test_a_directory_of_unknown_types_keeps_the_types_that_are_known(index: Index) -> None:
+    index.record_found(ROOT_INO, b"d", source_stat(20, mode=DIRECTORY), b"", NOW)
+    sequence = index.begin_listing(ROOT_INO)
+    index.add_entries(
+        ROOT_INO,
+        sequence,
+        [(b"d", FileType.UNKNOWN, 20, 0), (b"e", FileType.UNKNOWN, 21, 0)],
+        NOW,
+    )
+    types = {d.name: d.type for d, _ in index.entries(ROOT_INO, 2, 10)}
+    assert types == {b"d": FileType.DIRECTORY, b"e": FileType.UNKNOWN}
+
+
+def test_a_listed_type_that_contradicts_the_node_is_another_file(index: Index) -> None:
+    node = index.record_found(ROOT_INO, b"d", source_stat(20, mode=DIRECTORY), b"", NOW)
+    add_listing(index, ROOT_INO, (b"d", 20))
+    dirent = index.dirent(ROOT_INO, b"d")
+    assert dirent is not None
+    assert (dirent.type, index.node(dirent.ino)) == (FileType.REGULAR, None)
+    assert index.node(node.ino) == node._replace(outdated=True)
+
+
+def test_a_dropped_listing_leaves_the_names(index: Index) -> None:
+    add_listing(index, ROOT_INO, (b"a", 10))
+    index.drop_listing(ROOT_INO)
+    index.drop_listing(ROOT_INO)
+    assert index.listing(ROOT_INO) is None
+    assert names_in(index, ROOT_INO) == [b"a"]
+
+
+def test_a_name_of_the_other_directory_is_not_listed(index: Index) -> None:
+    add_listing(index, 300, (b"a", 10))
+    add_listing(index, 301, (b"b", 11))
+    add_listing(index, 300, (b"c", 12))
+    assert names_in(index, 300) == [b"c"]
+    assert names_in(index, 301) == [b"b"]

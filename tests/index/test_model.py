@@ -1,0 +1,383 @@
+"""The index against a model, across reopening, kills and reboots."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from monarchfs.index import check_in_child, problems
+from monarchfs.types import (
+    ROOT_INO,
+    FileType,
+    Listing,
+    Node,
+    Replica,
+    ReplicaState,
+    SourceStat,
+    TierTotals,
+)
+from tests.index.tools import (
+    DIRECTORY,
+    FILE,
+    NOW,
+    ROOT_SOURCE_INO,
+    name_of,
+    open_index,
+    replica,
+    source_stat,
+    tier_file,
+)
+
+PARENTS = st.sampled_from([ROOT_INO, 1000, 1001])
+NAMES = st.sampled_from([b"a", b"b", b"\xff\xfe", b"z" * 255])
+SOURCE_INOS = st.integers(10, 14)
+VERSIONS = st.integers(0, 2)
+MODES = st.sampled_from([FILE, DIRECTORY])
+INOS = st.integers(16, 24)
+"""Numbers that the first names, cookies and listings get: some stand for something, some not."""
+TIERS = st.integers(0, 1)
+COPIES = st.integers(0, 4)
+
+Place = tuple[int, bytes]
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """The index does what dictionaries would, and no number ever stands for two things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp(prefix="monarchfs-index-"))
+        self.index = open_index(self.directory)
+        self.nodes: dict[int, Node] = {}
+        self.by_source: dict[int, int] = {}
+        self.names: dict[tuple[int, bytes], tuple[int, FileType, int]] = {}
+        self.cookies: dict[tuple[int, bytes], int] = {}
+        # With each, the boot it was recorded in.
+        self.replicas: dict[int, tuple[Replica, int]] = {}
+        self.journal: set[Place] = set()
+        self.stale: dict[int, int] = {}
+        self.pins: set[int] = set()
+        self.boot = 0
+        self.given: set[int] = set()
+        self.index.begin_boot(b"boot 0")
+
+    @initialize()
+    def root(self) -> None:
+        root = source_stat(ROOT_SOURCE_INO, mode=DIRECTORY)
+        self.nodes[ROOT_INO] = self.index.record_root(root, NOW)
+
+    def new(self, number: int) -> None:
+        assert number >= 16
+        assert number not in self.given
+        self.given.add(number)
+
+    def name_now(self, parent: int, name: bytes, type_: FileType, ino: int, now: int) -> None:
+        dirent = self.index.dirent(parent, name)
+        assert dirent is not None
+        if (parent, name) not in self.cookies:
+            self.new(dirent.cookie)
+        self.cookies[parent, name] = dirent.cookie
+        before = self.names.get((parent, name))
+        if before is not None and before[0] in self.pins and before[0] != ino:
+            old = self.nodes.get(before[0])
+            if old is None or (old.parent, old.name) == (parent, name):
+                self.pins.remove(before[0])
+                self.pins.add(ino)
+        self.names[parent, name] = (ino, type_, now)
+
+    def outdate(self, ino: int, now: int) -> None:
+        if not self.nodes[ino].outdated:
+            self.nodes[ino] = self.nodes[ino]._replace(outdated=True)
+            self.stale[ino] = now
+
+    @rule(parent=PARENTS, name=NAMES, ino=SOURCE_INOS, version=VERSIONS, mode=MODES, now=VERSIONS)
+    def found(self, parent: int, name: bytes, ino: int, version: int, mode: int, now: int) -> None:
+        wanted = source_stat(ino, mode=mode, version=version)
+        node = self.index.record_found(parent, name, wanted, b"", now)
+        number = self.by_source.get(ino)
+        known = None if number is None else self.nodes.get(number)
+        if known is not None and not self.same(known.stat, wanted):
+            self.outdate(known.ino, now)
+            number = None
+            if known.ino in self.pins:
+                self.pins.remove(known.ino)
+                self.pins.add(node.ino)
+        if number is None:
+            self.new(node.ino)
+        else:
+            assert node.ino == number
+        assert node == Node(node.ino, wanted, parent, name, now, False, b"")
+        self.nodes[node.ino] = node
+        self.stale.pop(node.ino, None)
+        self.by_source[ino] = node.ino
+        self.name_now(parent, name, FileType.of_mode(mode), node.ino, now)
+
+    @staticmethod
+    def same(known: SourceStat, now: SourceStat) -> bool:
+        if known.is_directory or now.is_directory:
+            return known.is_directory and now.is_directory
+        return known.version == now.version
+
+    @rule(number=st.integers(1, 60), version=VERSIONS, mode=MODES, now=VERSIONS)
+    def attributes(self, number: int, version: int, mode: int, now: int) -> None:
+        known = self.nodes.get(number)
+        if known is None or number == ROOT_INO:
+            return
+        wanted = source_stat(known.stat.ino, mode=mode, version=version)
+        if self.same(known.stat, wanted):
+            expected = known._replace(stat=wanted, fetched_ns=now)
+        else:
+            self.outdate(number, now)
+            expected = known._replace(outdated=True)
+        assert self.index.record_attributes(number, wanted, now) == expected
+        self.nodes[number] = expected
+
+    @rule(parent=PARENTS, name=NAMES)
+    def missing(self, parent: int, name: bytes) -> None:
+        self.index.record_missing(parent, name)
+        self.names.pop((parent, name), None)
+        self.cookies.pop((parent, name), None)
+
+    @rule(
+        parent=PARENTS,
+        found=st.dictionaries(NAMES, st.tuples(SOURCE_INOS, MODES)),
+        now=VERSIONS,
+    )
+    def listed(self, parent: int, found: dict[bytes, tuple[int, int]], now: int) -> None:
+        sequence = self.index.begin_listing(parent)
+        self.new(sequence)
+        for name, (ino, mode) in found.items():
+            type_ = FileType.of_mode(mode)
+            self.index.add_entries(parent, sequence, [(name, type_, ino, 0)], now)
+            number = self.by_source.get(ino)
+            known = None if number is None else self.nodes.get(number)
+            if known is not None and FileType.of_mode(known.stat.mode) != type_:
+                self.outdate(known.ino, now)
+                number = None
+            dirent = self.index.dirent(parent, name)
+            assert dirent is not None
+            if number is None:
+                self.new(dirent.ino)
+                self.by_source[ino] = number = dirent.ino
+            self.name_now(parent, name, type_, number, now)
+        for _ in self.index.finish_listing(parent, sequence, now, now, now):
+            pass
+        assert self.index.listing(parent) == Listing(now, now, now)
+        for key in [k for k in self.names if k[0] == parent and k[1] not in found]:
+            del self.names[key], self.cookies[key]
+
+    @rule(number=INOS, now=VERSIONS)
+    def mark_outdated(self, number: int, now: int) -> None:
+        self.index.mark_outdated(number, now)
+        if number in self.nodes:
+            self.outdate(number, now)
+
+    @rule(before=st.integers(0, 3))
+    def purge(self, before: int) -> None:
+        gone = [i for i, ns in self.stale.items() if ns < before and i not in self.replicas]
+        purged = 0
+        # A call may stop where the last one began.
+        for _ in range(2):
+            purged += self.index.purge_outdated(before, 1000)
+        assert purged == len(gone)
+        for ino in gone:
+            node = self.nodes.pop(ino)
+            if self.by_source.get(node.stat.ino) == ino:
+                del self.by_source[node.stat.ino]
+            del self.stale[ino]
+            self.pins.discard(ino)
+
+    # Pins.
+
+    @rule(ino=INOS)
+    def pin(self, ino: int) -> None:
+        if ino in self.given:
+            self.index.pin(ino)
+            self.pins.add(ino)
+
+    @rule(ino=INOS)
+    def unpin(self, ino: int) -> None:
+        self.index.unpin(ino)
+        self.pins.discard(ino)
+
+    # Replicas.
+
+    def counts(self, ino: int) -> bool:
+        record, boot = self.replicas[ino]
+        return record.durable or boot == self.boot
+
+    def owner(self, tier: int, name: bytes) -> int | None:
+        for ino, (record, _) in self.replicas.items():
+            if (record.tier, record.name) == (tier, name):
+                return ino
+        return None
+
+    def put(self, ino: int, record: Replica) -> None:
+        owner = self.owner(record.tier, record.name)
+        if owner is not None:
+            del self.replicas[owner]
+        if ino in self.replicas:
+            old = self.replicas[ino][0]
+            self.journal.add((old.tier, old.name))
+        self.replicas[ino] = (record, self.boot)
+
+    @rule(tier=TIERS, copy=COPIES)
+    def begin_copy(self, tier: int, copy: int) -> None:
+        self.index.begin_copy(16, tier, name_of(copy))
+        self.journal.add((tier, name_of(copy)))
+
+    @rule(tier=TIERS, copy=COPIES)
+    def file_gone(self, tier: int, copy: int) -> None:
+        self.index.file_gone(tier, name_of(copy))
+        self.journal.discard((tier, name_of(copy)))
+
+    @rule(ino=INOS, tier=TIERS, copy=COPIES, size=st.integers(0, 10**12), in_flight=st.booleans())
+    def put_replica(self, ino: int, tier: int, copy: int, size: int, in_flight: bool) -> None:
+        state = ReplicaState.PARTIAL if size % 2 else ReplicaState.RESIDENT
+        record = replica(copy, tier, size, state)
+        self.index.put_replica(ino, record, in_flight)
+        self.put(ino, record)
+        if not in_flight:
+            self.journal.discard((tier, name_of(copy)))
+
+    @rule(ino=INOS)
+    def drop_replica(self, ino: int) -> None:
+        self.index.drop_replica(ino)
+        if ino in self.replicas:
+            record, _ = self.replicas.pop(ino)
+            self.journal.add((record.tier, record.name))
+
+    @rule(inos=st.sets(INOS))
+    def mark_durable(self, inos: set[int]) -> None:
+        self.index.mark_durable(inos)
+        for ino in inos & set(self.replicas):
+            record, boot = self.replicas[ino]
+            if self.counts(ino):
+                self.replicas[ino] = (record._replace(durable=True), boot)
+
+    @rule(tier=TIERS, copies=st.sets(COPIES), synced=st.booleans())
+    def found_files(self, tier: int, copies: set[int], synced: bool) -> None:
+        files = [tier_file(copy, synced=synced) for copy in sorted(copies)]
+        numbers = iter(self.index.record_found_files(tier, files))
+        for copy, file in zip(sorted(copies), files, strict=True):
+            known = (tier, file.name) in self.journal or self.owner(tier, file.name) is not None
+            if not known:
+                ino = next(numbers)
+                self.new(ino)
+                record = replica(copy, tier, 4096, ReplicaState.FOUND)
+                self.put(ino, record._replace(durable=synced, created_ns=0))
+        assert list(numbers) == []
+
+    @rule(ino=INOS, copy=COPIES)
+    def claim(self, ino: int, copy: int) -> None:
+        expected = None
+        if ino not in self.replicas or not self.counts(ino):
+            for tier in (1, 0):
+                owner = self.owner(tier, name_of(copy))
+                if owner is None or not self.counts(owner):
+                    continue
+                record, _ = self.replicas[owner]
+                outdated = owner in self.nodes and self.nodes[owner].outdated
+                if record.state is ReplicaState.FOUND or (
+                    record.state is ReplicaState.RESIDENT and outdated
+                ):
+                    expected = record._replace(state=ReplicaState.RESIDENT)
+        assert self.index.claim(ino, name_of(copy), 100) == expected
+        if expected is not None:
+            self.put(ino, expected)
+
+    @rule(limit=st.integers(1, 3))
+    def drop_lost(self, limit: int) -> None:
+        lost = {}
+        while batch := self.index.lost_in_reboot(limit):
+            assert len(batch) <= limit
+            for ino, record in batch:
+                lost[ino] = record
+                self.drop_replica(ino)
+        assert not any(not self.counts(ino) for ino in self.replicas)
+        for record in lost.values():
+            assert not record.durable
+
+    @rule(clean=st.booleans(), reboots=st.booleans())
+    def reopen(self, clean: bool, reboots: bool) -> None:
+        self.index.close(clean=clean)
+        self.index = open_index(self.directory, trust=True)
+        self.boot += reboots
+        assert self.index.begin_boot(b"boot %d" % self.boot) == reboots
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.index.count_nodes() == len(self.nodes)
+        for ino, node in self.nodes.items():
+            assert self.index.node(ino) == node
+        seen = {}
+        for parent in (ROOT_INO, 1000, 1001):
+            entries = self.index.entries(parent, 2, 100)
+            cookies = [dirent.cookie for dirent, _ in entries]
+            assert cookies == sorted(cookies)
+            for dirent, listed in entries:
+                assert self.index.dirent(parent, dirent.name) == dirent
+                assert listed == self.nodes.get(dirent.ino)
+                assert self.cookies[parent, dirent.name] == dirent.cookie
+                seen[parent, dirent.name] = (dirent.ino, dirent.type, dirent.checked_ns)
+        assert seen == self.names
+        self.replicas_agree()
+        assert self.index.pins() == sorted(self.pins)
+        for ino in self.nodes:
+            assert self.index.pinned(ino) == self.expected_pin(ino)
+
+    def replicas_agree(self) -> None:
+        counting = {i: record for i, (record, _) in self.replicas.items() if self.counts(i)}
+        assert dict(self.index.replicas()) == counting
+        for ino in self.replicas:
+            assert self.index.replica(ino) == counting.get(ino)
+        assert set(self.index.journal()) == self.journal
+        totals: dict[int, TierTotals] = {}
+        for record, _ in self.replicas.values():
+            state = record.state
+            known = totals.get(record.tier, TierTotals())
+            totals[record.tier] = TierTotals(
+                known.resident + (state is ReplicaState.RESIDENT),
+                known.partial + (state is ReplicaState.PARTIAL),
+                known.found + (state is ReplicaState.FOUND),
+                known.allocated_bytes + record.allocated_bytes,
+            )
+        assert self.index.tier_totals() == totals
+        for tier in (0, 1):
+            of_tier = {i: record for i, record in counting.items() if record.tier == tier}
+            names = sorted((record.name, ino) for ino, record in of_tier.items())
+            assert self.index.names(tier, b"", b"", 100) == names
+            goes = [
+                ino
+                for ino, record in sorted(of_tier.items())
+                if record.state is ReplicaState.FOUND
+                or (ino in self.nodes and self.nodes[ino].outdated)
+            ]
+            assert self.index.outdated_replicas(tier, 100) == goes
+
+    def expected_pin(self, ino: int) -> bool:
+        climbed = set()
+        while ino not in climbed:
+            if ino in self.pins:
+                return True
+            climbed.add(ino)
+            if ino == ROOT_INO or ino not in self.nodes:
+                return False
+            ino = self.nodes[ino].parent
+        return False
+
+    def teardown(self) -> None:
+        self.index.close()
+        sound, lines = check_in_child(str(self.directory)), problems(str(self.directory))
+        shutil.rmtree(self.directory)
+        assert sound
+        assert lines == []
+
+
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

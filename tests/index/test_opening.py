@@ -1,0 +1,216 @@
+"""Opening, closing, growing, syncing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from monarchfs.index import Index, LastClose, last_close, mark_suspect, set_aside
+from monarchfs.types import ROOT_INO, IndexUnusable, IndexWriteError, TierTotals
+from tests.index.tools import NOW, open_index, replica, source_stat
+
+
+def test_everything_is_there_after_reopening(tmp_path: Path) -> None:
+    index = open_index(tmp_path)
+    assert last_close(str(tmp_path)) is LastClose.KILLED
+    node = index.record_found(ROOT_INO, b"a", source_stat(10), b"", NOW)
+    index.put_replica(node.ino, replica(1))
+    index.close()
+    index.close()
+    assert last_close(str(tmp_path)) is LastClose.CLEAN
+    index = open_index(tmp_path)
+    assert index.node(node.ino) == node
+    assert index.replica(node.ino) == replica(1)
+    assert index.tier_totals() == {0: TierTotals(1, 0, 0, 4096)}
+    later = index.record_found(ROOT_INO, b"b", source_stat(11), b"", NOW)
+    assert later.ino > node.ino + 1
+    index.close()
+
+
+def test_an_unclean_close_asks_for_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert last_close(str(tmp_path)) is LastClose.NEW
+    index = open_index(tmp_path)
+    index.close(clean=False)
+    assert last_close(str(tmp_path)) is LastClose.KILLED
+    checked = []
+
+    def check(directory: str) -> bool:
+        checked.append(directory)
+        return len(checked) > 1
+
+    monkeypatch.setattr("monarchfs.index.recovery.check_in_child", check)
+    with pytest.raises(IndexUnusable, match="damaged"):
+        open_index(tmp_path)
+    Index.open(str(tmp_path), source_id="lustre:/data", trust_after_kill=True).close(clean=False)
+    assert len(checked) == 1
+    open_index(tmp_path).close(clean=True)
+    assert len(checked) == 2
+    open_index(tmp_path).close()
+    assert len(checked) == 2
+
+
+def test_after_a_reboot_an_open_index_counts_as_crashed(tmp_path: Path) -> None:
+    open_index(tmp_path).close(clean=False)
+    (tmp_path / "index" / "mark").write_text("open 00000000-0000-0000-0000-000000000000")
+    assert last_close(str(tmp_path)) is LastClose.CRASHED
+    (tmp_path / "index" / "mark").unlink()
+    assert last_close(str(tmp_path)) is LastClose.CRASHED
+    open_index(tmp_path).close()
+    assert last_close(str(tmp_path)) is LastClose.CLEAN
+
+
+def test_a_data_file_changed_behind_a_clean_mark_is_suspicious(tmp_path: Path) -> None:
+    open_index(tmp_path).close()
+    data = tmp_path / "index" / "data.mdb"
+    os.truncate(data, data.stat().st_size - 4096)
+    assert last_close(str(tmp_path)) is LastClose.CRASHED
+
+
+def test_the_directory_may_be_known_by_descriptor_only(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        by_descriptor = Path(f"/proc/self/fd/{descriptor}")
+        open_index(by_descriptor).close(clean=False)
+        # Checked in a child, which has another descriptor table.
+        index = open_index(by_descriptor)
+        index.close()
+        assert last_close(str(by_descriptor)) is LastClose.CLEAN
+    finally:
+        os.close(descriptor)
+
+
+def test_the_map_grows_by_itself(tmp_path: Path) -> None:
+    index = open_index(tmp_path, map_bytes=1 << 18)
+    for i in range(3000):
+        index.record_found(ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
+        assert index.dirent(ROOT_INO, b"%d" % i) is not None
+    index.close()
+    assert (tmp_path / "index" / "data.mdb").stat().st_size > 1 << 19
+    # A map smaller than the file is no obstacle either.
+    index = open_index(tmp_path, map_bytes=1 << 18)
+    inos = {node.ino for _, node in index.entries(ROOT_INO, 0, 4000) if node is not None}
+    assert len(inos) == 3000
+    index.record_found(ROOT_INO, b"new", source_stat(9999), b"", NOW)
+    index.close()
+
+
+def test_pages_are_used_again(tmp_path: Path) -> None:
+    index = open_index(tmp_path)
+    for i in range(3000):
+        index.meta_put(b"key", b"%d" % i)
+        index.meta_get(b"key")
+    index.close()
+    assert (tmp_path / "index" / "data.mdb").stat().st_size < 256 * 1024
+
+
+def test_sync_from_another_thread_while_writing(tmp_path: Path) -> None:
+    index = open_index(tmp_path, map_bytes=1 << 18)
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def sync() -> None:
+        try:
+            while not stop.is_set():
+                index.sync()
+        except IndexWriteError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=sync)
+    thread.start()
+    for i in range(2000):
+        index.record_found(ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
+    index.close()
+    stop.set()
+    thread.join()
+    assert failures == []
+    index = open_index(tmp_path)
+    assert len(index.entries(ROOT_INO, 0, 3000)) == 2000
+    index.close()
+
+
+def test_small_values_are_kept(index: Index) -> None:
+    assert index.meta_get(b"boot") is None
+    index.meta_put(b"boot", b"id")
+    index.meta_put(b"schema", b"mine")
+    assert (index.meta_get(b"boot"), index.meta_get(b"schema")) == (b"id", b"mine")
+    index.meta_put(b"tier:" + b"p" * 4096, b"1")
+    index.meta_put(b"tier:" + b"p" * 4095, b"2")
+    assert index.meta_get(b"tier:" + b"p" * 4096) == b"1"
+
+
+def test_a_suspect_index_is_checked_however_it_was_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [False, True, True]
+    monkeypatch.setattr("monarchfs.index.recovery.check_in_child", lambda _: answers.pop(0))
+    open_index(tmp_path, trust=True).close()
+    mark_suspect(str(tmp_path))
+    with pytest.raises(IndexUnusable, match="damaged"):
+        open_index(tmp_path, trust=True)
+    # Not forgotten before it passed.
+    assert (tmp_path / "suspect").exists()
+    open_index(tmp_path, trust=True).close(clean=False)
+    assert os.listdir(tmp_path) == ["index"]
+    mark_suspect(str(tmp_path))
+    open_index(tmp_path, trust=True).close()
+    assert answers == []
+    open_index(tmp_path, trust=True).close()
+
+
+def test_suspicion_is_no_way_out_of_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "suspect").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic"):
+        mark_suspect(str(tmp_path))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_numbers_leap_where_a_mount_may_know_some_that_are_not_recorded(tmp_path: Path) -> None:
+    def found(name: bytes) -> int:
+        index = open_index(tmp_path, trust=True)
+        ino = index.record_found(ROOT_INO, name, source_stat(len(name)), b"", NOW).ino
+        index.close(clean=name != b"bb")
+        return ino
+
+    first, second = found(b"a"), found(b"bb")
+    assert first == 16
+    assert second < 30
+    assert found(b"ccc") > second + 1_000_000
+    set_aside(str(tmp_path))
+    assert found(b"d") > 1_000_000
+
+
+def test_room_is_kept_ahead_of_the_file(tmp_path: Path) -> None:
+    index = open_index(tmp_path)
+    data = tmp_path / "index" / "data.mdb"
+
+    def ahead() -> int:
+        return data.stat().st_blocks * 512 - data.stat().st_size
+
+    if ahead() < 1 << 20:
+        pytest.skip("the file system cannot allocate beyond the end of a file")
+    value = bytes(1 << 17)
+    for i in range(1024):
+        index.put_xattr(20 + i, b"user.big", value)
+        assert ahead() >= 16 << 20
+    assert data.stat().st_size > 128 << 20
+    index.close()
+    assert ahead() < 1 << 20
+
+
+def test_boots_and_tiers_are_remembered(tmp_path: Path) -> None:
+    index = open_index(tmp_path)
+    assert index.begin_boot(b"one") is False
+    assert index.tier_number("/b") == 1
+    assert index.tier_number("/a\udcff" + "x" * 4000) == 2
+    assert index.tier_number("/b") == 1
+    index.close()
+    index = open_index(tmp_path)
+    assert index.begin_boot(b"one") is False
+    assert index.begin_boot(b"two") is True
+    assert index.begin_boot(b"one") is True
+    assert index.tier_paths() == {1: "/b", 2: "/a\udcff" + "x" * 4000}
+    assert index.tier_number("/c") == 3
+    index.close()

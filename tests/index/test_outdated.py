@@ -1,0 +1,173 @@
+"""Pins, and the end of outdated nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from monarchfs.index import Index
+from monarchfs.types import ROOT_INO, FileType, Node
+from tests.index.tools import (
+    DIRECTORY,
+    NOW,
+    add_listing,
+    names_in,
+    open_index,
+    replica,
+    source_stat,
+)
+
+
+def found(index: Index, name: bytes, ino: int, version: int = 0, parent: int = ROOT_INO) -> Node:
+    return index.record_found(parent, name, source_stat(ino, version=version), b"", NOW + version)
+
+
+def found_directory(index: Index, name: bytes, ino: int, parent: int = ROOT_INO) -> Node:
+    return index.record_found(parent, name, source_stat(ino, mode=DIRECTORY), b"", NOW)
+
+
+# Pins.
+
+
+def test_a_pin_holds_all_below_a_directory(index: Index) -> None:
+    outer = found_directory(index, b"o", 20)
+    inner = found_directory(index, b"i", 21, outer.ino)
+    file = found(index, b"f", 10, parent=inner.ino)
+    beside = found(index, b"g", 11)
+    assert not index.pinned(file.ino)
+    index.pin(outer.ino)
+    index.pin(outer.ino)
+    assert [index.pinned(n.ino) for n in (outer, inner, file, beside)] == [True, True, True, False]
+    assert index.pins() == [outer.ino]
+    index.pin(file.ino)
+    index.unpin(outer.ino)
+    index.unpin(outer.ino)
+    assert [index.pinned(n.ino) for n in (outer, inner, file)] == [False, False, True]
+    assert not index.pinned(9999)
+    index.pin(ROOT_INO)
+    assert index.pinned(beside.ino)
+
+
+def test_pins_are_there_after_reopening(tmp_path: Path) -> None:
+    index = open_index(tmp_path)
+    index.pin(20)
+    index.close(clean=False)
+    index = open_index(tmp_path)
+    assert (index.pinned(20), index.pins()) == (True, [20])
+    index.close()
+
+
+def test_a_circle_of_directories_ends_the_climb(index: Index) -> None:
+    outer = found_directory(index, b"o", 41)
+    inner = found_directory(index, b"i", 42, outer.ino)
+    found_directory(index, b"o", 41, inner.ino)
+    index.pin(found(index, b"pinned", 10).ino)
+    assert not index.pinned(inner.ino)
+
+
+def test_a_pin_goes_with_the_file_to_its_next_version(index: Index) -> None:
+    old = found(index, b"a", 10)
+    index.pin(old.ino)
+    new = found(index, b"a", 10, version=1)
+    assert index.pins() == [new.ino]
+    # Also where the change was noticed under the file's other name.
+    newer = found(index, b"b", 10, version=2)
+    assert index.pins() == [newer.ino]
+
+
+@pytest.mark.parametrize("how", ["found", "listed"])
+def test_a_pin_goes_with_the_name_to_another_file(index: Index, how: str) -> None:
+    old = found(index, b"a", 10)
+    index.pin(old.ino)
+    if how == "found":
+        found(index, b"a", 11)
+    else:
+        add_listing(index, ROOT_INO, (b"a", 11))
+    dirent = index.dirent(ROOT_INO, b"a")
+    assert dirent is not None
+    assert index.pins() == [dirent.ino] != [old.ino]
+
+
+def test_a_renamed_file_keeps_its_pin(index: Index) -> None:
+    pinned = found(index, b"a", 10)
+    index.pin(pinned.ino)
+    assert found(index, b"c", 10).ino == pinned.ino
+    found(index, b"a", 11)
+    assert index.pins() == [pinned.ino]
+
+
+# Purging.
+
+
+def test_only_old_outdated_nodes_without_replicas_are_purged(index: Index) -> None:
+    good, held, late, gone = (found(index, b"%d" % i, 10 + i) for i in range(4))
+    index.put_replica(held.ino, replica(1))
+    index.put_xattr(gone.ino, b"user.a", b"1")
+    index.pin(gone.ino)
+    index.mark_outdated(held.ino, NOW)
+    index.mark_outdated(late.ino, NOW + 5)
+    index.mark_outdated(gone.ino, NOW)
+    # Outdated since the first time.
+    index.mark_outdated(gone.ino, NOW + 9)
+    assert index.purge_outdated(NOW, 10) == 0
+    assert index.purge_outdated(NOW + 5, 10) == 1
+    assert index.node(gone.ino) is None
+    assert index.xattr(gone.ino, b"user.a") is None
+    assert not index.pinned(gone.ino)
+    assert [index.node(n.ino) is None for n in (good, held, late)] == [False] * 3
+    index.drop_replica(held.ino)
+    assert index.purge_outdated(NOW + 5, 10) == 1
+    assert index.count_nodes() == 3
+
+
+@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize("how", ["found", "listed", "untyped"])
+def test_a_purged_number_never_stands_for_anything_again(
+    index: Index, how: str, version: int
+) -> None:
+    old = found(index, b"a", 10)
+    index.mark_outdated(old.ino, NOW)
+    assert index.purge_outdated(NOW + 1, 10) == 1
+    dirent = index.dirent(ROOT_INO, b"a")
+    assert dirent is not None
+    assert (dirent.ino, index.node(dirent.ino)) == (old.ino, None)
+    if how != "found":
+        sequence = index.begin_listing(ROOT_INO)
+        type_ = FileType.REGULAR if how == "listed" else FileType.UNKNOWN
+        index.add_entries(ROOT_INO, sequence, [(b"a", type_, 10, 0)], NOW)
+        listed = index.dirent(ROOT_INO, b"a")
+        assert listed is not None
+        assert listed.ino != old.ino
+    new = found(index, b"a", 10, version)
+    assert new.ino != old.ino
+    assert index.node(old.ino) is None
+
+
+def test_the_number_that_came_after_a_purged_one_stays(index: Index) -> None:
+    old = found(index, b"a", 10)
+    new = found(index, b"a", 10, version=1)
+    assert index.purge_outdated(NOW + 2, 10) == 1
+    assert index.node(old.ino) is None
+    assert found(index, b"a", 10, version=1).ino == new.ino
+
+
+def test_a_purged_directory_takes_its_names_along_in_steps(index: Index) -> None:
+    directory = found_directory(index, b"d", 20)
+    add_listing(index, directory.ino, *((b"%d" % i, 100 + i) for i in range(50)))
+    index.mark_outdated(directory.ino, NOW)
+    assert index.purge_outdated(NOW + 1, 20) == 0
+    assert len(names_in(index, directory.ino)) == 30
+    assert sum(index.purge_outdated(NOW + 1, 20) for _ in range(4)) == 1
+    assert index.entries(directory.ino, 0, 100) == []
+    assert index.listing(directory.ino) is None
+
+
+def test_purging_gets_to_the_end_past_those_that_stay(index: Index) -> None:
+    nodes = [found(index, b"%d" % i, 10 + i) for i in range(200)]
+    for i, node in enumerate(nodes):
+        index.mark_outdated(node.ino, NOW + (0 if i >= 180 else 10))
+    purged = [index.purge_outdated(NOW + 5, 3) for _ in range(40)]
+    assert max(purged) == 3
+    assert sum(purged) == 20
+    assert index.count_nodes() == 181

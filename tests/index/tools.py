@@ -1,0 +1,77 @@
+"""What the tests of the index share."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from monarchfs.index import Index
+from monarchfs.types import (
+    FileType,
+    Replica,
+    ReplicaState,
+    SourceStat,
+    SourceVersion,
+    TierFile,
+)
+
+NOW = 1_700_000_000_000_000_000
+ROOT_SOURCE_INO = 2
+FILE = stat.S_IFREG | 0o640
+DIRECTORY = stat.S_IFDIR | 0o755
+
+
+def source_stat(ino: int, *, mode: int = FILE, version: int = 0, device: int = 0) -> SourceStat:
+    return SourceStat(
+        device, ino, 1000 + version, NOW + version, NOW + version, NOW, mode, 1, 7, 8, 0, 2, 4096
+    )
+
+
+def name_of(number: int) -> bytes:
+    return SourceVersion(0, number, 100, NOW, NOW).replica_name
+
+
+def replica(
+    number: int, tier: int = 0, allocated: int = 4096, state: ReplicaState = ReplicaState.RESIDENT
+) -> Replica:
+    """The ``number``-th replica: its name differs from those of the others."""
+    whole = Replica(tier, state, name_of(number), 100, allocated, False, NOW, 2**64 - 1 - number)
+    if state is not ReplicaState.PARTIAL:
+        return whole
+    return whole._replace(
+        checksum=0, chunk_bytes=65536, present=b"\1\0\1" * 40, digests=bytes(range(8)) * 60
+    )
+
+
+def tier_file(number: int, *, synced: bool = True, allocated: int = 4096) -> TierFile:
+    return TierFile(name_of(number), 2**64 - 1 - number, 100, allocated, synced)
+
+
+def open_index(directory: Path, map_bytes: int = 1 << 30, *, trust: bool = False) -> Index:
+    return Index.open(
+        str(directory), source_id="lustre:/data", map_bytes=map_bytes, trust_after_kill=trust
+    )
+
+
+def add_listing(index: Index, parent: int, *names: tuple[bytes, int]) -> None:
+    sequence = index.begin_listing(parent)
+    index.add_entries(parent, sequence, [(n, FileType.REGULAR, i, 0) for n, i in names], NOW)
+    for _ in index.finish_listing(parent, sequence, NOW, NOW, NOW):
+        pass
+
+
+def names_in(index: Index, parent: int) -> list[bytes]:
+    return [dirent.name for dirent, _ in index.entries(parent, 2, 1000)]
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="monarchfs-index-"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
