@@ -1,35 +1,64 @@
-"""Tiers on real directories: layout, what a replica must be, and every way to run out of room."""
+"""Tiers on real directories: layout, what a replica must be, parts, and vanishing."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from monarchfs.store import ReplicaLost, Tier, read_full, read_nowait, replica_name
+from monarchfs.store import ReplicaLost, Tier, read_full
+from monarchfs.store.checksum import checksum, combine, digests
 from monarchfs.types import SourceVersion
-from tests.store.tools import KIB, files_below, needs_root, open_tier, version
+from tests.store.tools import (
+    BLOCK,
+    KIB,
+    NAME,
+    PLANTED,
+    content,
+    files_below,
+    mode_of,
+    name_of,
+    open_tier,
+    plant,
+    whole,
+)
+
+GOOD = checksum(b"good")
+
+
+def reopen(tier: Tier, path: Path) -> bool:
+    fd = os.open(path, os.O_PATH | os.O_DIRECTORY)
+    try:
+        return tier.reopen(fd)
+    finally:
+        os.close(fd)
+
 
 # Names
 
 
-def test_names_never_change() -> None:
+def test_names_never_change(path: Path, tier: Tier) -> None:
     # Of another release, these would be lost replicas.
-    assert replica_name(SourceVersion(0, 1, 2, 3, 4)) == "86769ea8ad65d5a0819dd5029c740dad"
-    assert replica_name(version(10)) == "aa896427ac85317bfe31c17da071bee1"
+    name = SourceVersion(0, 1, 2, 3, 4).replica_name
+    assert name.hex() == "86769ea8ad65d5a0819dd5029c740dad"
+    tier.write_whole(name, b"abc")
+    os.close(tier.create_part(name, 1))
+    assert files_below(path) == {
+        f"86/86769ea8ad65d5a0819dd5029c740dad.{checksum(b'abc'):016x}",
+        "parts/86769ea8ad65d5a0819dd5029c740dad",
+    }
     # ext4 and XFS have times whose nanoseconds do not fit in 64 bits.
-    assert replica_name(SourceVersion(2**64 - 1, 2**64 - 1, 2**63, 2**70, -(2**70)))
+    assert SourceVersion(2**64 - 1, 2**64 - 1, 2**63, 2**70, -(2**70)).replica_name
 
 
 def test_each_field_of_the_version_is_in_the_name() -> None:
     base = SourceVersion(1, 1, 1, 1, 1)
     others = [base._replace(**{field: 2}) for field in SourceVersion._fields]
     shifted = [SourceVersion(1, 11, 1, 1, 1), SourceVersion(11, 1, 1, 1, 1)]
-    assert len({replica_name(each) for each in [base, *others, *shifted]}) == 8
+    assert len({each.replica_name for each in [base, *others, *shifted]}) == 8
 
 
 # Complete replicas
@@ -37,152 +66,194 @@ def test_each_field_of_the_version_is_in_the_name() -> None:
 
 def test_a_whole_replica_is_written_opened_and_removed(path: Path, tier: Tier) -> None:
     data = os.urandom(10_000)
-    name = replica_name(version(10_000))
-    assert tier.write_whole(version(10_000), data) == 12 * KIB
-    assert files_below(path) == {f"{name[:2]}/{name}"}
-    assert os.lstat(path / name[:2] / name).st_mode & 0o777 == 0o600
-    assert os.lstat(path / name[:2]).st_mode & 0o777 == 0o700
+    assert tier.write_whole(NAME, data) == (12 * KIB, checksum(data))
+    assert files_below(path) == {whole(data)}
+    assert mode_of(path / whole(data)) == 0o600
+    assert mode_of(path / "ab") == 0o700
 
-    fd = tier.open_replica(version(10_000), 10_000)
+    fd = tier.open_replica(NAME, checksum(data), 10_000)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.write(fd, b"x")
     assert not os.get_inheritable(fd)
     assert read_full(fd, 0, 10_000) == data
     assert tier.allocated(fd) == 12 * KIB
     os.close(fd)
+    with pytest.raises(ReplicaLost):
+        tier.open_replica(NAME, checksum(data) ^ 1, 10_000)
 
-    tier.remove(version(10_000))
-    tier.remove(version(10_000))
+    tier.remove(NAME, checksum(data) ^ 1)
+    assert files_below(path) == {whole(data)}
+    tier.remove(NAME, checksum(data))
+    tier.remove(NAME, checksum(data))
     assert files_below(path) == set()
     with pytest.raises(ReplicaLost):
-        tier.open_replica(version(10_000), 10_000)
+        tier.open_replica(NAME, checksum(data), 10_000)
 
 
 @pytest.mark.parametrize("data", [b"", bytearray(b"abc"), memoryview(b"xabcx")[1:4]])
 def test_whole_replicas_of_any_buffer(tier: Tier, data: bytes) -> None:
-    tier.write_whole(version(len(data)), data)
-    fd = tier.open_replica(version(len(data)), len(data))
-    assert read_full(fd, 0, len(data)) == bytes(data)
+    tier.write_whole(NAME, data)
+    assert content(tier, bytes(data)) == bytes(data)
+
+
+def test_writing_again_replaces(path: Path, tier: Tier) -> None:
+    tier.write_whole(NAME, b"good")
+    tier.mark_synced([(NAME, GOOD)])
+    place = path / whole(b"good")
+    first = os.lstat(place).st_ino
+    fd = tier.open_replica(NAME, GOOD, 4)
+    tier.write_whole(NAME, b"good")
+    assert os.lstat(place).st_ino != first
+    assert mode_of(place) == 0o600  # its data are not on the disk yet
+    assert read_full(fd, 0, 4) == b"good"
     os.close(fd)
 
 
-def test_writing_again_replaces(tier: Tier) -> None:
-    tier.write_whole(version(3), b"old")
-    fd = tier.open_replica(version(3), 3)
-    tier.write_whole(version(3), b"new")
-    assert read_full(fd, 0, 3) == b"old"
-    os.close(fd)
-    fd = tier.open_replica(version(3), 3)
-    assert read_full(fd, 0, 3) == b"new"
-    os.close(fd)
+def test_replicas_of_other_content_lie_beside_each_other(path: Path, tier: Tier) -> None:
+    tier.write_whole(NAME, b"good")
+    tier.write_whole(NAME, b"evil")
+    assert files_below(path) == {whole(b"good"), whole(b"evil")}
+    assert content(tier, b"good") == b"good"
+    assert content(tier, b"evil") == b"evil"
 
 
-@pytest.mark.parametrize("planted", ["symlink", "fifo", "directory", "wrong size", "socket"])
+@pytest.mark.parametrize("planted", [*PLANTED, "wrong size"])
 def test_what_is_not_the_replica_is_refused(
     path: Path, tmp_path: Path, tier: Tier, planted: str
 ) -> None:
-    name = replica_name(version(4))
-    tier.write_whole(version(4), b"good")
-    place = path / name[:2] / name
+    tier.write_whole(NAME, b"good")
+    place = path / whole(b"good")
     place.unlink()
-    (tmp_path / "elsewhere").write_bytes(b"evil")
-    if planted == "symlink":
-        place.symlink_to(tmp_path / "elsewhere")
-    elif planted == "fifo":
-        os.mkfifo(place)
-    elif planted == "directory":
-        place.mkdir()
-    elif planted == "socket":
-        os.mknod(place, 0o140600)
-    else:
+    (tmp_path / "elsewhere").write_bytes(b"good")
+    if planted == "wrong size":
         place.write_bytes(b"longer")
+    else:
+        plant(place, planted, tmp_path / "elsewhere")
     with pytest.raises(ReplicaLost) as error:
-        tier.open_replica(version(4), 4)
+        tier.open_replica(NAME, GOOD, 4)
     assert error.value.errno == errno.ESTALE
-    assert name in str(error.value)
+    assert place.name in str(error.value)
 
 
-@needs_root
-def test_a_file_of_another_user_is_refused(path: Path, tier: Tier) -> None:
-    name = replica_name(version(4))
-    tier.write_whole(version(4), b"good")
-    os.chown(path / name[:2] / name, 65534, 65534)
-    with pytest.raises(ReplicaLost, match="Belongs to user 65534"):
-        tier.open_replica(version(4), 4)
-
-
-@pytest.mark.parametrize("directory", ["fan-out", "parts"])
-def test_planted_directories_are_not_followed(
-    path: Path, tmp_path: Path, tier: Tier, directory: str
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_is_not_ours_stays(
+    path: Path, tmp_path: Path, tier: Tier, planted: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    name = replica_name(version(4))
-    place = path / (name[:2] if directory == "fan-out" else "parts")
-    shutil.rmtree(place, ignore_errors=True)
-    place.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(NotADirectoryError):
-        tier.write_whole(version(4), b"good")
-    if directory == "fan-out":
-        with pytest.raises(ReplicaLost):
-            tier.open_replica(version(4), 4)
-    assert files_below(tmp_path / "elsewhere") == set()
-    assert files_below(path / "parts") == set()
+    (tmp_path / "elsewhere").write_bytes(b"good")
+    (path / "ab").mkdir()
+    for place in (path / whole(b"good"), path / "parts" / NAME.hex()):
+        plant(place, planted, tmp_path / "elsewhere")
+    before = {file: os.lstat(file) for file in path.rglob("*") if file.name != "ab"}
+    for _ in range(2):
+        tier.remove(NAME, GOOD)
+        tier.remove_part(NAME)
+        tier.discard(NAME)
+        tier.mark_synced([(NAME, GOOD)])
+    with pytest.raises(FileExistsError):
+        tier.create_part(NAME, 4)
+    with pytest.raises(FileExistsError):
+        tier.write_whole(NAME, b"good")
+    after = {file: os.lstat(file) for file in path.rglob("*") if file.name != "ab"}
+    assert {file: (st.st_ino, st.st_mode) for file, st in after.items()} == {
+        file: (st.st_ino, st.st_mode) for file, st in before.items()
+    }
+    assert (tmp_path / "elsewhere").read_bytes() == b"good"
+    assert mode_of(tmp_path / "elsewhere") != 0o400
+    assert sorted(record.getMessage() for record in caplog.records) == sorted(
+        f"{place} is not ours and stays as it is"
+        for place in (path / whole(b"good"), path / "parts" / NAME.hex())
+    )
+    assert tier.files(0xAB) == tier.parts() == []
 
 
-def test_directories_that_were_cleaned_away_are_made_again(path: Path, tier: Tier) -> None:
-    tier.write_whole(version(4), b"good")
-    for directory in path.iterdir():
-        shutil.rmtree(directory)
-    with pytest.raises(ReplicaLost):
-        tier.open_replica(version(4), 4)
-    tier.write_whole(version(4), b"good")
-    os.close(tier.open_replica(version(4), 4))
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_replica_does_not_replace_what_is_not_ours(
+    path: Path, tmp_path: Path, tier: Tier, planted: str
+) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"evil")
+    (path / "ab").mkdir()
+    place = path / whole(b"good")
+    plant(place, planted, tmp_path / "elsewhere")
+    before = os.lstat(place)
+    with pytest.raises(FileExistsError):
+        tier.write_whole(NAME, b"good")
+    assert os.lstat(place).st_ino == before.st_ino
+    assert list((path / "parts").iterdir()) == []
 
-    shutil.rmtree(path)
-    with pytest.raises(FileNotFoundError):
-        tier.write_whole(version(4), b"good")
+    fd = tier.create_part(NAME, 4)
+    tier.write(fd, 0, b"good")
+    with pytest.raises(FileExistsError):
+        tier.finish_part(fd, NAME, GOOD)
+    os.close(fd)
+    assert os.lstat(place).st_ino == before.st_ino
 
 
 # Parts
 
 
 def test_a_part_is_sparse_filled_and_finished(path: Path, tier: Tier) -> None:
-    size = 1_000_000
+    size = 7 * BLOCK + 1000
+    middle = 4 * BLOCK
     data = os.urandom(size)
-    wanted = version(size)
-    fd = tier.create_part(wanted, size)
+    fd = tier.create_part(NAME, size)
     assert tier.allocated(fd) == 0
-    assert files_below(path) == {f"parts/{replica_name(wanted)}"}
+    assert files_below(path) == {f"parts/{NAME.hex()}"}
     with pytest.raises(FileExistsError):
-        tier.create_part(wanted, size)
+        tier.create_part(NAME, size)
     with pytest.raises(FileExistsError):
-        tier.write_whole(wanted, data)
-    tier.write(fd, 500_000, data[500_000:])
+        tier.write_whole(NAME, data)
+    last = tier.write(fd, middle, data[middle:])
+    assert last == digests(data[middle:])
     os.close(fd)
 
-    fd = tier.open_part(wanted)
-    assert 500_000 <= tier.allocated(fd) < 600_000
-    assert read_full(fd, 500_000, 500_000) == data[500_000:]
-    tier.write(fd, 0, memoryview(data)[:500_000])
+    fd = tier.open_part(NAME, size)
+    assert 3 * BLOCK <= tier.allocated(fd) < 4 * BLOCK
+    assert read_full(fd, middle, size - middle) == data[middle:]
+    first = tier.write(fd, 0, memoryview(data)[:middle])
+    assert combine(first + last) == checksum(data)
     tier.sync()
-    assert tier.finish_part(fd, wanted) == tier.allocated(fd) >= size
+    assert tier.finish_part(fd, NAME, checksum(data)) == tier.allocated(fd) >= size
     os.close(fd)
-    name = replica_name(wanted)
-    assert files_below(path) == {f"{name[:2]}/{name}"}
-    fd = tier.open_replica(wanted, size)
+    assert files_below(path) == {whole(data)}
+    fd = tier.open_replica(NAME, checksum(data), size)
     assert read_full(fd, 0, size) == data
     os.close(fd)
     with pytest.raises(ReplicaLost):
-        tier.open_part(wanted)
+        tier.open_part(NAME, size)
 
 
 def test_a_part_of_another_size_is_refused(tier: Tier) -> None:
-    os.close(tier.create_part(version(100), 99))
+    os.close(tier.create_part(NAME, 99))
     with pytest.raises(ReplicaLost, match="Has 99 bytes instead of 100"):
-        tier.open_part(version(100))
-    tier.remove_part(version(100))
-    tier.remove_part(version(100))
-    os.close(tier.create_part(version(100), 100))
+        tier.open_part(NAME, 100)
+    tier.remove_part(NAME)
+    tier.remove_part(NAME)
+    os.close(tier.create_part(NAME, 100))
+
+
+def test_only_the_file_that_was_written_is_finished(path: Path, tier: Tier) -> None:
+    fd = tier.create_part(NAME, 4)
+    tier.write(fd, 0, b"good")
+    (path / "parts" / NAME.hex()).unlink()
+    with pytest.raises(ReplicaLost):
+        tier.finish_part(fd, NAME, GOOD)
+    other = tier.create_part(NAME, 4)
+    with pytest.raises(ReplicaLost, match="Not the file that was written"):
+        tier.finish_part(fd, NAME, GOOD)
+    os.close(fd)
+    os.close(other)
+    assert files_below(path) == {f"parts/{NAME.hex()}"}
+
+
+@pytest.mark.parametrize(
+    ("offset", "size"), [(1, BLOCK), (0, BLOCK - 1), (BLOCK, BLOCK + 1), (4 * KIB, 4 * KIB)]
+)
+def test_only_whole_blocks_have_digests(tier: Tier, offset: int, size: int) -> None:
+    fd = tier.create_part(NAME, 3 * BLOCK)
+    with pytest.raises(ValueError, match="not whole blocks"):
+        tier.write(fd, offset, bytes(size))
+    assert tier.write(fd, BLOCK, b"") == b""
+    os.close(fd)
 
 
 @pytest.mark.parametrize(
@@ -197,141 +268,130 @@ def test_chunks_of_zeros_stay_holes(tier: Tier, pattern: str, allocated_chunks: 
         "s": b"\0" * (chunk // 2) + b"\1" + b"\0" * (chunk // 2 - 1),
     }
     data = b"".join(kinds[kind] for kind in pattern) + bytes(100)
-    wanted = version(3 * 4096 + len(data))
-    fd = tier.create_part(wanted, wanted.size)
-    tier.write(fd, 3 * 4096, data)
-    assert read_full(fd, 0, wanted.size) == bytes(3 * 4096) + data
+    fd = tier.create_part(NAME, BLOCK + len(data))
+    assert tier.write(fd, BLOCK, data) == digests(data)
+    assert read_full(fd, 0, BLOCK + len(data)) == bytes(BLOCK) + data
     os.fsync(fd)
-    # The chunks are those of the buffer, not of the file, so a block more at either end.
     slack = 2 * 4 * KIB
     assert allocated_chunks * chunk <= tier.allocated(fd) <= allocated_chunks * chunk + slack
+    total = combine(digests(bytes(BLOCK)) + digests(data))
+    tier.finish_part(fd, NAME, total)
     os.close(fd)
+    assert tier.verify(NAME, total, BLOCK + len(data))
 
 
 def test_writes_go_on_after_short_ones(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom(10_000)
     real_pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, view, at: real_pwrite(fd, view[:777], at))
-    tier.write_whole(version(10_000), data)
-    fd = tier.open_replica(version(10_000), 10_000)
-    assert read_full(fd, 0, 10_000) == data
-    os.close(fd)
+    tier.write_whole(NAME, data)
+    assert content(tier, data) == data
 
 
-# Room and trouble
+# Directories that are not what they were
 
 
-@needs_root
-def test_no_room_leaves_nothing_behind(small: Path) -> None:
-    tier = open_tier(small)
-    data = os.urandom(700 * KIB)
-    assert tier.write_whole(version(len(data), 1), data) == len(data)
-    with pytest.raises(OSError, match="No space left") as error:
-        tier.write_whole(version(len(data), 2), data)
-    assert error.value.errno == errno.ENOSPC
-    name = replica_name(version(len(data), 1))
-    assert files_below(small) == {f"{name[:2]}/{name}"}
-
-    part = version(len(data), 3)
-    fd = tier.create_part(part, len(data))
-    with pytest.raises(OSError, match="No space left"):
-        tier.write(fd, 0, data)
-    os.close(fd)
-    tier.remove_part(part)
-    space = tier.space()
-    assert space.total_bytes == 1024 * KIB
-    assert space.free_bytes == 324 * KIB
-    assert space.total_inodes == 64
-    assert space.free_inodes == 64 - 4  # the root, parts, a fan-out directory, a replica
+def test_a_planted_fan_out_directory_is_not_followed(path: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    tier = open_tier(path)
+    tier.write_whole(NAME, b"good")
     tier.close()
-
-
-@needs_root
-def test_no_inodes_leaves_nothing_behind(small: Path) -> None:
-    tier = open_tier(small)
-    stored = 0
-    while tier.space().free_inodes >= 2:  # a replica may need a fan-out directory as well
-        tier.write_whole(version(1, stored), b"x")
-        stored += 1
-    for number in range(tier.space().free_inodes):
-        (small / f"filler {number}").touch()
-    before = files_below(small)
-    with pytest.raises(OSError, match="No space left"):
-        tier.write_whole(version(1, stored), b"x")
-    assert stored > 20
-    assert files_below(small) == before
-    tier.close()
-
-
-@needs_root
-def test_a_read_only_tier_serves_and_refuses(small: Path) -> None:
-    tier = open_tier(small)
-    tier.write_whole(version(4), b"good")
-    tier.close()
-    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
-    tier = open_tier(small)
-    fd = tier.open_replica(version(4), 4)
-    assert read_nowait(fd, 0, 4, memory_backed=tier.memory_backed) == b"good"
-    os.close(fd)
-    for write in (
-        lambda: tier.write_whole(version(5), b"other"),
-        lambda: tier.create_part(version(5), 5),
-        lambda: tier.remove(version(4)),
-    ):
-        with pytest.raises(OSError, match="Read-only") as error:
-            write()
-        assert error.value.errno == errno.EROFS
+    (path / "ab").rename(elsewhere)
+    (path / "ab").symlink_to(elsewhere)
+    tier = open_tier(path)
+    with pytest.raises(NotADirectoryError):
+        tier.write_whole(name_of(9), b"good")
     with pytest.raises(ReplicaLost):
-        tier.open_replica(version(5), 5)
+        tier.open_replica(NAME, GOOD, 4)
+    with pytest.raises(ReplicaLost):
+        tier.verify(NAME, GOOD, 4)
+    tier.mark_synced([(NAME, GOOD)])
+    tier.remove(NAME, GOOD)
+    tier.discard(NAME)
+    assert tier.files(0xAB) == []
     tier.close()
+    good = elsewhere / Path(whole(b"good")).name
+    assert list(elsewhere.iterdir()) == [good]
+    assert mode_of(good) == 0o600
+    assert (path / "ab").is_symlink()
+    assert list((path / "parts").iterdir()) == []
 
 
-@needs_root
-def test_memory_is_known_as_such(small: Path, tmp_path: Path) -> None:
-    tier = open_tier(small)
-    assert tier.memory_backed
-    tier.sync()
-    tier.close()
-    disk = subprocess.run(
-        ["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True
-    )
+def test_a_planted_directory_of_parts_is_not_followed(path: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    tier = open_tier(path)
+    os.close(tier.create_part(NAME, 4))
+    (path / "parts").rename(elsewhere)
+    (elsewhere / ".probe-0").touch()
     (tmp_path / "other").mkdir()
-    tier = open_tier(tmp_path / "other")
-    assert tier.memory_backed == (disk.stdout.strip() in ("tmpfs", "ramfs"))
+    (tmp_path / "other" / "parts").symlink_to(elsewhere)
+    with pytest.raises(NotADirectoryError):
+        open_tier(tmp_path / "other")
+    assert reopen(tier, tmp_path / "other")
+    for use in (
+        lambda: tier.write_whole(NAME, b"good"),
+        lambda: tier.create_part(name_of(9), 4),
+        tier.probe,
+    ):
+        with pytest.raises(NotADirectoryError):
+            use()
+    with pytest.raises(ReplicaLost):
+        tier.open_part(NAME, 4)
+    tier.remove_part(NAME)
+    tier.discard(NAME)
+    assert tier.parts() == []
     tier.close()
+    assert files_below(elsewhere) == {NAME.hex(), ".probe-0"}
+    assert (tmp_path / "other" / "parts").is_symlink()
 
 
-def test_sync_reports_the_error(path: Path) -> None:
-    closed = open_tier(path)
-    closed.sync()
-    closed.close()
-    with pytest.raises(OSError, match="Bad file descriptor") as error:
-        closed.sync()
-    assert error.value.errno == errno.EBADF
+def test_directories_that_were_cleaned_away_are_made_again(path: Path, tier: Tier) -> None:
+    tier.write_whole(NAME, b"good")
+    for directory in path.iterdir():
+        shutil.rmtree(directory)
+    with pytest.raises(ReplicaLost):
+        tier.open_replica(NAME, GOOD, 4)
+    tier.write_whole(NAME, b"good")
+    assert content(tier, b"good") == b"good"
+    tier.probe()
+
+    shutil.rmtree(path)
+    with pytest.raises(FileNotFoundError):
+        tier.write_whole(NAME, b"good")
+    with pytest.raises(FileNotFoundError):
+        tier.probe()
+    tier.remove(NAME, GOOD)
+    assert tier.files(0xAB) == tier.parts() == []
 
 
-def test_cleaning_removes_leftovers_and_nothing_foreign(
-    path: Path, tmp_path: Path, tier: Tier
-) -> None:
-    kept, lost = replica_name(version(1, 1)), replica_name(version(1, 2))
-    for ino in (1, 2):
-        os.close(tier.create_part(version(1, ino), 1))
-    for ino in (11, 12):
-        tier.write_whole(version(1, ino), b"x")
-    (tmp_path / "outside").write_text("precious")
-    (path / "parts" / "notes.txt").touch()
-    (path / "parts" / ("A" * 32)).touch()
-    (path / "parts" / ("a" * 33)).touch()
-    (path / "parts" / ("a" * 32)).symlink_to(tmp_path / "outside")
-    (path / "parts" / ("b" * 32)).mkdir()
-    (path / "zz").mkdir()
-    (path / "zz" / ("c" * 32)).touch()
-    before = files_below(path)
+def test_a_tier_goes_on_in_another_directory(path: Path, tmp_path: Path, tier: Tier) -> None:
+    tier.write_whole(NAME, b"good")
+    fd = tier.open_replica(NAME, GOOD, 4)
+    before = len(os.listdir("/proc/self/fd"))
+    assert not reopen(tier, path)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert content(tier, b"good") == b"good"
 
-    assert tier.clean_parts({kept}) == [lost]
-    assert files_below(path) == before - {f"parts/{lost}"}
-    extra = replica_name(version(1, 12))
-    assert tier.clean_replicas({replica_name(version(1, 11))}) == [extra]
-    assert files_below(path) == before - {f"parts/{lost}", f"{extra[:2]}/{extra}"}
-    assert (path / "parts" / ("b" * 32)).is_dir()
-    assert (tmp_path / "outside").read_text() == "precious"
+    path.rename(tmp_path / "before")
+    path.mkdir()
+    assert content(tier, b"good") == b"good"
+    assert reopen(tier, path)
+    assert not reopen(tier, path)
+    assert read_full(fd, 0, 4) == b"good"  # what is open stays so
+    os.close(fd)
+    with pytest.raises(ReplicaLost):
+        tier.open_replica(NAME, GOOD, 4)
+    tier.probe()
+    tier.write_whole(NAME, b"more")
+    tier.sync()
+    assert files_below(path) == {whole(b"more")}
+    assert files_below(tmp_path / "before") == {whole(b"good")}
+
+
+def test_a_directory_that_cannot_be_opened_changes_nothing(path: Path, tier: Tier) -> None:
+    tier.write_whole(NAME, b"good")
+    fd = os.open(path / whole(b"good"), os.O_RDONLY)
+    with pytest.raises(NotADirectoryError):
+        tier.reopen(fd)
+    os.close(fd)
+    assert content(tier, b"good") == b"good"

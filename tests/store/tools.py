@@ -8,15 +8,34 @@ from pathlib import Path
 import pytest
 
 from monarchfs.store import Tier
-from monarchfs.types import SourceVersion
+from monarchfs.store.checksum import checksum
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 KIB = 1024
+BLOCK = 128 * KIB
 
 
-def version(size: int, ino: int = 7) -> SourceVersion:
-    return SourceVersion(0, ino, size, 1_700_000_000_123_456_789, -5)
+def name_of(number: int) -> bytes:
+    """Names of the same fan-out directory ("ab"), rising."""
+    return b"\xab" + number.to_bytes(15, "big")
+
+
+NAME = name_of(7)
+
+
+def whole(data: bytes, name: bytes = NAME) -> str:
+    """Where the complete replica of ``data`` lies, below the tier's directory."""
+    return f"{name.hex()[:2]}/{name.hex()}.{checksum(data):016x}"
+
+
+def content(tier: Tier, data: bytes, name: bytes = NAME) -> bytes:
+    """What the complete replica that was written with ``data`` holds."""
+    fd = tier.open_replica(name, checksum(data), len(data))
+    try:
+        return os.pread(fd, len(data) + 1, 0)
+    finally:
+        os.close(fd)
 
 
 def open_tier(path: Path) -> Tier:
@@ -29,3 +48,32 @@ def open_tier(path: Path) -> Tier:
 
 def files_below(path: Path) -> set[str]:
     return {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
+
+
+def mode_of(path: Path) -> int:
+    return os.lstat(path).st_mode & 0o777
+
+
+def plant(place: Path, kind: str, elsewhere: Path) -> None:
+    """Put something that is not a replica at ``place``; ``elsewhere`` is what a link leads to."""
+    if kind == "symlink":
+        place.symlink_to(elsewhere)
+    elif kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "directory":
+        place.mkdir()
+    elif kind == "socket":
+        os.mknod(place, 0o140600)
+    else:
+        assert kind == "foreign"
+        place.write_bytes(b"good")
+        os.chown(place, 65534, 65534)
+
+
+PLANTED = [
+    "symlink",
+    "fifo",
+    "directory",
+    "socket",
+    pytest.param("foreign", marks=needs_root),
+]

@@ -1,0 +1,32 @@
+"""Where a tier's directory is by now: its disk may have come back, or something removed it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from monarchfs.store import files as on_disk
+from monarchfs.store.tier import Tier
+
+
+def find_again(tier: Tier) -> bool:
+    """Go on in what lies under the path of the tier's directory; whether it is another one.
+
+    Makes the directory if it is gone. Raises OSError; PermissionError for one that is not ours, or
+    that others may write to.
+    """
+    if tier.directory is None:
+        return False
+    try:
+        fd = os.open(tier.directory, on_disk.DIRECTORY)
+    except FileNotFoundError:
+        os.mkdir(tier.directory, 0o700)
+        fd = os.open(tier.directory, on_disk.DIRECTORY)
+    try:
+        st = os.fstat(fd)
+        if st.st_uid != os.geteuid() or stat.S_IMODE(st.st_mode) & 0o022:
+            raise PermissionError(errno.EACCES, "Belongs to others now", tier.directory)
+        return tier.reopen(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,83 @@
+"""Reading all of a replica again, without throwing what is useful out of the page cache."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+
+from monarchfs.store.checksum import combine, digests
+from monarchfs.store.errors import ReplicaLost
+
+READ_BYTES = 1024 * 1024
+
+
+def stored_checksum(
+    fd: int, size: int, paced: Callable[[int], None], *, memory_backed: bool, name: str
+) -> int:
+    """The checksum of the ``size`` bytes that lie in the file ``fd`` (``name`` is for the error).
+
+    From the disk if its file system can read past the page cache. Otherwise as any reader, and the
+    file's pages are dropped afterwards, also those that were cached before (there is no telling).
+    Changes the descriptor's flags. Blocks, also in ``paced``, which is called with the number of
+    bytes before each reading. Raises ReplicaLost if the file ends before, OSError if it cannot be
+    read, and what ``paced`` raises.
+    """
+    # O_DIRECT wants memory, offset and length aligned to the device's blocks: whole pages of a map.
+    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    view = memoryview(mmap.mmap(-1, min(max(pages, mmap.PAGESIZE), READ_BYTES)))
+    found = []
+    _try_direct(fd)
+    try:
+        for start in range(0, size, READ_BYTES):
+            wanted = min(READ_BYTES, size - start)
+            have = 0
+            while have < wanted:
+                paced(wanted - have)
+                count = _read(fd, view[have:], start + have)
+                if count == 0:
+                    raise ReplicaLost(name, f"Ends at {start + have} instead of {size}")
+                have += count
+            found.append(digests(view[:wanted]))
+            _drop_pages(fd, start, wanted, memory_backed)
+    finally:
+        _drop_pages(fd, 0, 0, memory_backed)  # those of a reading that failed midway
+    return combine(b"".join(found))
+
+
+def _drop_pages(fd: int, offset: int, length: int, memory_backed: bool) -> None:
+    if not memory_backed and not _is_direct(fd):
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+def _read(fd: int, view: memoryview, offset: int) -> int:
+    try:
+        return os.preadv(fd, (view,), offset)
+    except OSError as error:
+        # Refused only now, or after a short read, from whose end nothing is aligned.
+        if error.errno != errno.EINVAL or not _is_direct(fd):
+            raise
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+    _read_nothing_ahead(fd)
+    return os.preadv(fd, (view,), offset)
+
+
+def _try_direct(fd: int) -> None:
+    """EINVAL: the file system has no such reads (tmpfs before Linux 6.6, for instance)."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        _read_nothing_ahead(fd)
+
+
+def _read_nothing_ahead(fd: int) -> None:
+    """A page that is still on its way from the disk cannot be dropped."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+
+def _is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)

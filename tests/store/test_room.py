@@ -1,0 +1,109 @@
+"""Tiers that have no room, cannot be written, or lie in memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from monarchfs.store import ReplicaLost, read_nowait
+from monarchfs.store.checksum import checksum
+from tests.store.tools import BLOCK, KIB, NAME, files_below, name_of, needs_root, open_tier, whole
+
+
+@needs_root
+def test_no_room_leaves_nothing_behind(small: Path) -> None:
+    tier = open_tier(small)
+    data = os.urandom(5 * BLOCK)
+    assert tier.write_whole(name_of(1), data) == (len(data), checksum(data))
+    with pytest.raises(OSError, match="No space left") as error:
+        tier.write_whole(name_of(2), data)
+    assert error.value.errno == errno.ENOSPC
+    assert files_below(small) == {whole(data, name_of(1))}
+
+    fd = tier.create_part(name_of(3), len(data))
+    with pytest.raises(OSError, match="No space left"):
+        tier.write(fd, 0, data)
+    os.close(fd)
+    with pytest.raises(OSError, match="No space left"):
+        tier.probe()
+    tier.remove_part(name_of(3))
+    space = tier.space()
+    assert space.total_bytes == 1024 * KIB
+    assert space.free_bytes == 1024 * KIB - 5 * BLOCK
+    assert space.total_inodes == 64
+    assert space.free_inodes == 64 - 4  # the root, parts, a fan-out directory, a replica
+    tier.close()
+
+
+@needs_root
+def test_no_inodes_leaves_nothing_behind(small: Path) -> None:
+    tier = open_tier(small)
+    stored = 0
+    while tier.space().free_inodes >= 2:  # a replica may need a fan-out directory as well
+        tier.write_whole(bytes([stored]) * 16, b"x")
+        stored += 1
+    for number in range(tier.space().free_inodes):
+        (small / f"filler {number}").touch()
+    before = files_below(small)
+    with pytest.raises(OSError, match="No space left"):
+        tier.write_whole(bytes([stored]) * 16, b"x")
+    assert stored > 20
+    assert files_below(small) == before
+    tier.close()
+
+
+@needs_root
+def test_a_read_only_tier_serves_and_refuses(small: Path) -> None:
+    tier = open_tier(small)
+    _, total = tier.write_whole(NAME, b"good")
+    tier.close()
+    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+    tier = open_tier(small)
+    fd = tier.open_replica(NAME, total, 4)
+    assert read_nowait(fd, 0, 4, memory_backed=tier.memory_backed) == b"good"
+    os.close(fd)
+    assert tier.verify(NAME, total, 4)
+    for write in (
+        lambda: tier.write_whole(name_of(5), b"other"),
+        lambda: tier.create_part(name_of(5), 5),
+        lambda: tier.remove(NAME, total),
+        lambda: tier.discard(NAME),
+        lambda: tier.mark_synced([(NAME, total)]),
+        tier.probe,
+    ):
+        with pytest.raises(OSError, match="Read-only") as error:
+            write()
+        assert error.value.errno == errno.EROFS
+    with pytest.raises(ReplicaLost):
+        tier.open_replica(name_of(5), total, 5)
+    assert [file.name for file in tier.files(0xAB)] == [NAME]
+    tier.close()
+
+
+@needs_root
+def test_memory_is_known_as_such(small: Path, tmp_path: Path) -> None:
+    tier = open_tier(small)
+    assert tier.memory_backed
+    tier.sync()
+    disk = subprocess.run(
+        ["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True
+    )
+    (tmp_path / "other").mkdir()
+    fd = os.open(tmp_path / "other", os.O_RDONLY)
+    assert tier.reopen(fd)
+    os.close(fd)
+    assert tier.memory_backed == (disk.stdout.strip() in ("tmpfs", "ramfs"))
+    tier.close()
+
+
+def test_sync_reports_the_error(path: Path) -> None:
+    closed = open_tier(path)
+    closed.sync()
+    closed.close()
+    with pytest.raises(OSError, match="Bad file descriptor") as error:
+        closed.sync()
+    assert error.value.errno == errno.EBADF

@@ -1,0 +1,351 @@
+"""How much memory may be used, from trees of files as the kernel shows them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from monarchfs.memory import (
+    UNLIMITED,
+    Headroom,
+    Hierarchy,
+    MemoryProbe,
+    hierarchy_of,
+    levels,
+    machine_memory,
+    parse_groups,
+    parse_mountinfo,
+    parse_number,
+    parse_stat,
+)
+
+MIB = 1024 * 1024
+V1_UNLIMITED = 9223372036854771712
+MACHINE = Headroom(8000 * MIB, 16000 * MIB, "machine")
+
+V2_MOUNT = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
+V1_MOUNT = "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
+HYBRID_MOUNT = "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw"
+OTHER_MOUNTS = """\
+23 1 254:0 / / rw,relatime - ext4 /dev/root rw
+31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
+32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu,cpuacct
+garbage
+34 31 0:31"""
+
+
+class Tree:
+    """A root directory with the files of /proc and /sys that the probe reads."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.write("proc/self/mountinfo", OTHER_MOUNTS)
+        self.write("proc/self/cgroup", "")
+
+    def write(self, path: str, text: str) -> None:
+        place = self.root / path.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text + "\n")
+
+    def mounts(self, *lines: str) -> None:
+        self.write("proc/self/mountinfo", "\n".join([OTHER_MOUNTS, *lines]))
+
+    def groups(self, *lines: str) -> None:
+        self.write("proc/self/cgroup", "\n".join(lines))
+
+    def v2(self, group: str, limit: str, current: int = 0, **stat: int) -> None:
+        directory = f"sys/fs/cgroup{group}"
+        self.write(f"{directory}/memory.max", limit)
+        self.write(f"{directory}/memory.current", str(current))
+        self.stat(directory, stat)
+
+    def v1(self, group: str, limit: int, usage: int = 0, **stat: int) -> None:
+        directory = f"sys/fs/cgroup/memory{group}"
+        self.write(f"{directory}/memory.limit_in_bytes", str(limit))
+        self.write(f"{directory}/memory.usage_in_bytes", str(usage))
+        self.stat(directory, stat)
+
+    def stat(self, directory: str, stat: dict[str, int]) -> None:
+        self.write(f"{directory}/memory.stat", "\n".join(f"{k} {v}" for k, v in stat.items()))
+
+    def read(self) -> Headroom:
+        return MemoryProbe(str(self.root), lambda: (8000 * MIB, 16000 * MIB)).read()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+def test_without_groups_the_machine_limits(tree: Tree, tmp_path: Path) -> None:
+    assert tree.read() == MACHINE
+    assert MemoryProbe(str(tmp_path / "nothing"), lambda: (5, 7)).read() == (5, 7, "machine")
+
+
+@pytest.mark.parametrize("error", [OSError(), ValueError(), KeyError("MemTotal"), RuntimeError()])
+def test_a_machine_that_does_not_tell(tree: Tree, error: Exception) -> None:
+    def fails() -> tuple[int, int]:
+        raise error
+
+    probe = MemoryProbe(str(tree.root), fails)
+    assert probe.read() == (UNLIMITED, UNLIMITED, "nothing known")
+    assert MemoryProbe(str(tree.root / "nothing"), fails).read().available_bytes == UNLIMITED
+
+
+# Version 2
+
+
+def test_a_limit_less_what_cannot_be_reclaimed(tree: Tree) -> None:
+    tree.mounts(V2_MOUNT.format(root="/"))
+    tree.groups("0::/job/step")
+    tree.v2(
+        "/job/step",
+        str(1000 * MIB),
+        900 * MIB,
+        anon=500 * MIB,
+        file=400 * MIB,
+        shmem=150 * MIB,
+        inactive_anon=640 * MIB,
+        active_file=50 * MIB,
+        inactive_file=200 * MIB,
+    )
+    # 250 of 900 are pages of files; those of a tmpfs are not, whatever "file" says.
+    assert tree.read() == (350 * MIB, 1000 * MIB, "cgroup /job/step")
+
+
+def test_the_tightest_of_nested_limits_wins(tree: Tree) -> None:
+    tree.mounts(V2_MOUNT.format(root="/"))
+    tree.groups("0::/a/b/c")
+    tree.v2("/a/b/c", "max", 100 * MIB)
+    tree.v2("/a/b", str(1000 * MIB), 100 * MIB)
+    tree.v2("/a", str(2000 * MIB), 1500 * MIB, inactive_file=100 * MIB)
+    tree.v2("", str(5000 * MIB), 1600 * MIB)
+    tree.v2("/other", str(MIB), MIB)
+    assert tree.read() == (600 * MIB, 2000 * MIB, "cgroup /a")
+    tree.v2("/a", "max", 1500 * MIB)
+    assert tree.read() == (900 * MIB, 1000 * MIB, "cgroup /a/b")
+    tree.v2("/a/b", str(20_000 * MIB), 100 * MIB)
+    assert tree.read() == (3400 * MIB, 5000 * MIB, "cgroup /")
+    tree.v2("", "max")
+    assert tree.read() == MACHINE
+
+
+def test_the_group_is_asked_for_each_time(tree: Tree) -> None:
+    tree.mounts(V2_MOUNT.format(root="/"))
+    tree.v2("/a", str(10 * MIB))
+    tree.v2("/b", str(20 * MIB))
+    probe = MemoryProbe(str(tree.root), lambda: (8000 * MIB, 16000 * MIB))
+    for group, limit in (("/a", 10), ("/b", 20), ("/c", None), ("/b (deleted)", None)):
+        tree.groups(f"0::{group}")
+        assert probe.read() == ((limit * MIB, limit * MIB, f"cgroup {group}") if limit else MACHINE)
+
+
+def test_there_is_never_less_than_nothing(tree: Tree) -> None:
+    tree.mounts(V2_MOUNT.format(root="/"))
+    tree.groups("0::/a")
+    tree.v2("/a", str(10 * MIB), 30 * MIB)
+    assert tree.read() == (0, 10 * MIB, "cgroup /a")
+    # The files are not read at one moment.
+    tree.v2("/a", str(10 * MIB), 3 * MIB, inactive_file=5 * MIB)
+    assert tree.read() == (10 * MIB, 10 * MIB, "cgroup /a")
+    tree.v2("/a", "0", MIB)
+    assert tree.read() == (0, 0, "cgroup /a")
+
+
+def test_a_container_sees_its_group_as_the_root(tree: Tree) -> None:
+    tree.mounts(V2_MOUNT.format(root="/"))
+    tree.groups("0::/")
+    tree.v2("", str(100 * MIB), 40 * MIB)
+    assert tree.read() == (60 * MIB, 100 * MIB, "cgroup /")
+
+
+@pytest.mark.parametrize("group", ["/docker/1234", "/docker/1234/inner", "/", "/../other", "/x"])
+def test_a_container_that_sees_its_group_by_its_full_path(tree: Tree, group: str) -> None:
+    tree.mounts(V2_MOUNT.format(root="/docker/1234"))
+    tree.groups(f"0::{group}")
+    tree.v2("", str(100 * MIB), 40 * MIB)
+    tree.v2("/inner", str(90 * MIB), 40 * MIB)
+    if group.endswith("/inner"):
+        assert tree.read() == (50 * MIB, 90 * MIB, "cgroup /docker/1234/inner")
+    else:
+        assert tree.read() == (60 * MIB, 100 * MIB, "cgroup /docker/1234")
+
+
+# Version 1
+
+
+def test_version_1_counts_the_groups_below(tree: Tree) -> None:
+    tree.mounts(V1_MOUNT.format(root="/"), HYBRID_MOUNT)
+    tree.groups("9:name=systemd:/", "4:memory:/job/step", "3:cpu,cpuacct:/elsewhere", "0::/user")
+    tree.v1("/job/step", V1_UNLIMITED, 900 * MIB)
+    tree.v1(
+        "/job",
+        1000 * MIB,
+        900 * MIB,
+        inactive_file=1 * MIB,
+        active_file=1 * MIB,
+        shmem=300 * MIB,
+        total_inactive_file=100 * MIB,
+        total_active_file=50 * MIB,
+        total_shmem=300 * MIB,
+    )
+    tree.v1("", V1_UNLIMITED, 5000 * MIB)
+    assert tree.read() == (250 * MIB, 1000 * MIB, "cgroup /job")
+
+
+def test_no_limit_in_version_1_is_none(tree: Tree) -> None:
+    def fails() -> tuple[int, int]:
+        raise OSError
+
+    tree.mounts(V1_MOUNT.format(root="/"))
+    tree.groups("4:memory:/job")
+    tree.v1("/job", V1_UNLIMITED, 900 * MIB)
+    assert MemoryProbe(str(tree.root), fails).read().limited_by == "nothing known"
+
+
+def test_a_controller_mounted_with_others(tree: Tree) -> None:
+    mount = "35 31 0:32 / /cg/both\\040of rw - cgroup cgroup rw,cpu,memory"
+    tree.mounts(mount)
+    tree.groups("4:cpu,memory:/job")
+    tree.write("cg/both of/job/memory.limit_in_bytes", str(10 * MIB))
+    tree.write("cg/both of/job/memory.usage_in_bytes", str(4 * MIB))
+    assert tree.read() == (6 * MIB, 10 * MIB, "cgroup /job")
+
+
+def test_both_versions_limit_where_both_have_limits(tree: Tree) -> None:
+    tree.mounts(V1_MOUNT.format(root="/"), V2_MOUNT.format(root="/"))
+    tree.groups("4:memory:/one", "0::/two")
+    tree.v1("/one", 100 * MIB)
+    tree.v2("/two", str(200 * MIB))
+    assert tree.read() == (100 * MIB, 100 * MIB, "cgroup /one")
+    tree.v1("/one", 300 * MIB)
+    assert tree.read() == (200 * MIB, 200 * MIB, "cgroup /two")
+
+
+# Garbage
+
+
+@pytest.mark.parametrize("text", ["", "garbage", "-5", "1e9", "12 MiB", "9" * 30, "\u0663"])
+def test_what_is_no_limit(tree: Tree, text: str) -> None:
+    tree.mounts(V2_MOUNT.format(root="/"))
+    tree.groups("0::/a")
+    tree.v2("/a", text, 5 * MIB)
+    assert tree.read() == MACHINE
+    tree.v2("/a", str(10 * MIB), 5 * MIB)
+    tree.write("sys/fs/cgroup/a/memory.current", text)
+    assert tree.read() == MACHINE
+
+
+def test_a_missing_account_reclaims_nothing(tree: Tree) -> None:
+    tree.mounts(V2_MOUNT.format(root="/"))
+    tree.groups("0::/a")
+    tree.v2("/a", str(10 * MIB), 6 * MIB, inactive_file=5 * MIB)
+    (tree.root / "sys/fs/cgroup/a/memory.stat").write_bytes(b"\xff\0\ninactive_file\nactive_file x")
+    assert tree.read().available_bytes == 4 * MIB
+    (tree.root / "sys/fs/cgroup/a/memory.stat").unlink()
+    assert tree.read().available_bytes == 4 * MIB
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "0", "0:", "0::", "0::relative", "x::/a", "4:memory", "::::", "0::/\0", "0::/\ud8ff"],
+)
+def test_groups_that_make_no_sense(tree: Tree, line: str) -> None:
+    tree.mounts(V1_MOUNT.format(root="/"), V2_MOUNT.format(root="/"))
+    text = line.encode("utf-8", "surrogatepass")
+    (tree.root / "proc/self/cgroup").write_bytes(text + b"\n")
+    assert tree.read() == MACHINE
+
+
+# The parts
+
+
+def test_parsing() -> None:
+    mounts = [OTHER_MOUNTS, V1_MOUNT.format(root="/a\\134b"), V2_MOUNT.format(root="/")]
+    assert parse_mountinfo("\n".join(mounts).encode()) == [
+        Hierarchy(1, b"/a\\b", b"/sys/fs/cgroup/memory"),
+        Hierarchy(2, b"/", b"/sys/fs/cgroup"),
+    ]
+    assert parse_groups(b"4:memory:/a:b\n1:cpu:/c\n0::/d\n") == {1: b"/a:b", 2: b"/d"}
+    assert parse_number(b" 12\n") == 12
+    assert parse_stat(b"a 1\nb 2\nab 4\na_b 8\n", frozenset({b"a", b"b"})) == 3
+    assert list(levels(b"/a/b", b"/")) == [b"/a/b", b"/a", b""]
+    assert list(levels(b"/a/b", b"/a")) == [b"/b", b""]
+    assert list(levels(b"/ab", b"/a")) == [b""]
+    assert list(levels(b"/", b"/")) == [b""]
+
+
+def test_the_mount_that_shows_most_is_taken() -> None:
+    inner, whole, other = (Hierarchy(2, root, b"/m") for root in (b"/a/b", b"/", b"/x"))
+    older = Hierarchy(1, b"/", b"/m")
+    assert hierarchy_of([inner, older, whole, other], 2, b"/a/b/c") == whole
+    assert hierarchy_of([inner, other], 2, b"/a/b/c") == inner
+    assert hierarchy_of([other], 2, b"/a") == other
+    assert hierarchy_of([older], 2, b"/a") is None
+
+
+# For real
+
+
+def test_this_machine() -> None:
+    total = psutil.virtual_memory().total
+    available, of_machine = machine_memory()
+    assert 0 < available < of_machine == total
+    room = MemoryProbe().read()
+    assert 0 <= room.available_bytes <= room.limit_bytes
+    assert room.available_bytes < total
+    assert room.limited_by == "machine" or room.limited_by.startswith("cgroup /")
+
+
+def own_v2_parent() -> Path:
+    """A group of this machine that children with memory limits may be made in, or skip."""
+    hierarchies = parse_mountinfo(Path("/proc/self/mountinfo").read_bytes())
+    group = parse_groups(Path("/proc/self/cgroup").read_bytes()).get(2)
+    hierarchy = hierarchy_of(hierarchies, 2, group) if group is not None else None
+    if group is None or hierarchy is None:
+        pytest.skip("no cgroups of version 2 here")
+    # Beside our own group: one that holds processes may not hand out controllers.
+    mine = os.fsdecode(hierarchy.mount_point + next(levels(group, hierarchy.root)))
+    parent = Path(mine) if group == hierarchy.root else Path(mine).parent
+    if "memory" not in (parent / "cgroup.subtree_control").read_text().split():
+        pytest.skip("version 2 does not have the memory controller here")
+    if not os.access(parent / "cgroup.procs", os.W_OK):
+        pytest.skip("cgroups are not writable here")
+    return parent
+
+
+@pytest.fixture
+def limited() -> Iterator[Callable[[], str]]:
+    """Runs a program that prints its own room, in a group of 256 MiB."""
+    group = own_v2_parent() / f"monarchfs-test-{os.getpid()}"
+    group.mkdir()
+    program = (
+        "import os, sys\n"
+        "open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
+        "from monarchfs.memory import MemoryProbe\n"
+        "print(*MemoryProbe().read())\n"
+    )
+
+    def run() -> str:
+        (group / "memory.max").write_text(str(256 * MIB))
+        command = [sys.executable, "-c", program, str(group)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    try:
+        yield run
+    finally:
+        group.rmdir()
+
+
+def test_a_real_group(limited: Callable[[], str]) -> None:
+    available, limit, by, name = limited().split()
+    assert by == "cgroup"
+    assert "monarchfs-test-" in name
+    assert int(limit) == 256 * MIB
+    assert 128 * MIB < int(available) <= 256 * MIB
