@@ -1,13 +1,23 @@
-"""Pure decisions about where replicas go."""
+"""Pure decisions about where replicas go, and which of them go."""
 
+from monarchfs.placement.books import Books
 from monarchfs.placement.events import (
     Abandoned,
+    Accessed,
     Action,
     Dropped,
     Event,
+    Evict,
+    Evicted,
+    EvictionFailed,
+    EvictionReason,
     Grant,
     Kept,
+    Known,
     Loaded,
+    Move,
+    Moved,
+    MoveFailed,
     Place,
     RefusalReason,
     Refuse,
@@ -19,17 +29,30 @@ from monarchfs.placement.events import (
     TierSeen,
     Wanted,
 )
-from monarchfs.placement.placement import Eviction, Placement
+from monarchfs.placement.ledger import Accounts
+from monarchfs.placement.placement import Placement
+from monarchfs.placement.policies import Eviction
 
 __all__ = [
     "Abandoned",
+    "Accessed",
+    "Accounts",
     "Action",
+    "Books",
     "Dropped",
     "Event",
+    "Evict",
+    "Evicted",
     "Eviction",
+    "EvictionFailed",
+    "EvictionReason",
     "Grant",
     "Kept",
+    "Known",
     "Loaded",
+    "Move",
+    "MoveFailed",
+    "Moved",
     "Place",
     "Placement",
     "RefusalReason",

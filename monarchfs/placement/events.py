@@ -15,24 +15,31 @@ from monarchfs.types import Space
 class TierSeen:
     """A tier's capacity and the room on its file system, as just read.
 
-    A tier takes nothing before the first; sent again from time to time: room that others (or
-    dropped replicas) gave back counts from then on. ``written_bytes`` is what the copies in
-    progress on this tier had written before ``space`` was read; 0 is safe but wasteful, because
-    those bytes are then missing twice: as no longer free, and as still reserved. Nothing may be
-    reported as stored between the reading of ``space`` and this event.
+    A tier takes nothing before the first; sent again from time to time: room that others gave back
+    counts from then on. ``written_bytes`` is what the copies (and moves) in progress on this tier
+    had written before ``space`` was read; to say too little is safe but wasteful, because those
+    bytes are then missing twice: as no longer free, and as still reserved. Nothing may be reported
+    as stored or evicted between the reading of ``space`` and this event. A file that was unlinked
+    and is not reported yet counts as free twice, until the next of these events.
+
+    Where the promises of capacity and of room for others do not hold any more, it is answered by
+    ``Evict``; with ``demote``, while little is missing, by ``Move`` to a slower tier where there is
+    room.
     """
 
     tier: int
     capacity_bytes: int
     space: Space
     written_bytes: int = 0
+    demote: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The replicas that the tier held when it was mounted, in place of what was known of it.
+    """The replicas that the tier held when it was mounted, in place of what was known of it: those
+    with a record, in all states. What is leaving stays leaving.
 
-    Sent before any copy to this tier starts.
+    Sent while no copy to this tier, and no move from or to it, is in progress.
     """
 
     tier: int
@@ -42,7 +49,8 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class TierLost:
-    """The tier cannot be used: nothing is placed there. What it holds stays counted."""
+    """The tier cannot be used: nothing is placed there and nothing evicted. What it holds, and what
+    is leaving it, stays counted."""
 
     tier: int
     reason: str
@@ -60,15 +68,18 @@ class TierBack:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A file that has no replica should get one. Answered by ``Place`` or ``Refuse``."""
+    """A file that has no replica should get one. Answered by ``Evict``..., ``Place``, or by
+    ``Refuse``. ``evicts``: others may go for it (somebody opened it, or asked for it)."""
 
     ino: int
     size_bytes: int
+    evicts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RoomWanted:
-    """A partial replica in progress wants to grow. Answered by ``Grant`` or ``Refuse``."""
+    """A partial replica in progress wants to grow. Answered by ``Evict``..., ``Grant``, or by
+    ``Refuse``."""
 
     ino: int
     size_bytes: int
@@ -92,11 +103,13 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A partial replica at rest, of ``allocated_bytes``, goes on being filled."""
+    """A partial replica at rest, of ``allocated_bytes``, goes on being filled; ``evicts`` as in
+    ``Wanted``. Not one that is being moved: that must have failed before."""
 
     ino: int
     tier: int
     allocated_bytes: int
+    evicts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +124,69 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A replica of ``allocated_bytes`` was removed: one at rest, or what a copy resumed from."""
+    """The record of a replica of ``allocated_bytes`` is gone, and its file about to be removed: of
+    one at rest, or of what a copy resumed from. Ended by ``Evicted`` or ``EvictionFailed``."""
 
     ino: int
     tier: int
     allocated_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """The file of an evicted, dropped or moved replica is removed.
+
+    ``tier`` matters only where files of the inode are leaving several tiers; without it the one
+    that began to leave first is meant.
+    """
+
+    ino: int
+    tier: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionFailed:
+    """It could not be removed, or its record could not: it stays, and counts as a replica."""
+
+    ino: int
+    tier: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The tier has a replica that an earlier mount left. Without it the policy hears of that
+    replica when it is accessed. May come at any time, also late."""
+
+    ino: int
+    tier: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accessed:
+    """A replica was opened. Said of every one where the policy tracks accesses, else at least of
+    complete ones outside the fastest tier. Answered by nothing, or ``Evict``, ``Move``."""
+
+    ino: int
+    tier: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The replica lies in the tier where it was to go, and its record says so. It occupies
+    ``allocated_bytes`` there; the file in the old tier is about to be removed, which ``Evicted`` or
+    ``EvictionFailed`` ends. May be answered by the ``Move`` of another one, for which it made room.
+    """
+
+    ino: int
+    allocated_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoveFailed:
+    """The replica stays where it was (or was dropped); what was written elsewhere is removed. May
+    be answered by ``Evict``."""
+
+    ino: int
 
 
 Event = (
@@ -130,6 +201,12 @@ Event = (
     | Resumed
     | Abandoned
     | Dropped
+    | Evicted
+    | EvictionFailed
+    | Known
+    | Accessed
+    | Moved
+    | MoveFailed
 )
 
 # Actions.
@@ -149,7 +226,11 @@ class RefusalReason(Enum):
 @dataclass(frozen=True, slots=True)
 class Place:
     """Copy the file to this tier: all of it (``reserved_bytes`` are set aside), or only parts,
-    each with room asked for by ``RoomWanted``."""
+    each with room asked for by ``RoomWanted``.
+
+    What is leaving the tier counts as room: nothing may be written, and no file made, before
+    enough of it is gone (``Placement.writable_bytes``). The same file may be among it.
+    """
 
     ino: int
     tier: int
@@ -175,4 +256,39 @@ class Grant:
     size_bytes: int
 
 
-Action = Place | Refuse | Grant
+class EvictionReason(Enum):
+    """Why a replica is evicted (for users too)."""
+
+    OUTDATED = "outdated"
+    """The source does not have that version any more, or nobody knows whose it is."""
+    POLICY = "evicted for another file"
+    PRESSURE = "evicted because its tier has less room"
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Drop the record and remove the file, which counts as leaving from now on. ``Dropped`` is not
+    reported; ``Evicted`` or ``EvictionFailed`` ends it."""
+
+    ino: int
+    tier: int
+    allocated_bytes: int
+    reason: EvictionReason
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy the replica from ``tier`` to the tier ``to``, where ``reserved_bytes`` are set aside,
+    then change its record. ``Moved`` or ``MoveFailed`` ends it.
+
+    Readers keep using it meanwhile; it is not evicted. It is to fail where the file may come to
+    need more than ``reserved_bytes`` (its own file system compresses).
+    """
+
+    ino: int
+    tier: int
+    to: int
+    reserved_bytes: int
+
+
+Action = Place | Refuse | Grant | Evict | Move

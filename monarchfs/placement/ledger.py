@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from monarchfs.types import Space
 
@@ -20,22 +21,40 @@ def reservation(size_bytes: int) -> int:
     return (blocks + 1 + size_bytes // _EXTENT_TREE_BYTES) * BLOCK_BYTES
 
 
+class Accounts(NamedTuple):
+    """What is known of a tier's room. The replicas occupy ``used_bytes`` (not counting what is
+    leaving); the capacity is 0 until the tier was seen."""
+
+    capacity_bytes: int
+    used_bytes: int
+    leaving_bytes: int
+    reserved_bytes: int
+    files: int
+    leaving_files: int
+
+
 @dataclass(slots=True)
 class Ledger:
     """One tier's accounts.
 
     ``used_bytes`` and ``files`` are replicas, at rest or resumed. ``reserved_bytes`` is what copies
-    in progress may still add, ``copies`` how many of them add a file. ``free_bytes`` and
-    ``free_inodes`` are the file system's, as if no copy in progress had written anything: seen,
-    lowered by what is stored since, and raised only by seeing them again. ``kept_free_bytes`` and
-    ``kept_free_inodes`` stay free for others.
+    in progress (and replicas that move here) may still add, ``copies`` how many of them add a file.
+    ``leaving_bytes`` and ``leaving_files`` are still on the disk, but have no record any more and
+    are being removed. ``departing_bytes``, part of ``used_bytes``, are replicas that move away.
+
+    ``free_bytes`` and ``free_inodes`` are the file system's, as if no copy in progress had written
+    anything and all that leaves were gone: seen, lowered by what is stored since and raised by what
+    begins to leave. ``kept_free_bytes`` and ``kept_free_inodes`` stay free for others.
     """
 
     capacity_bytes: int = 0
     used_bytes: int = 0
     reserved_bytes: int = 0
+    leaving_bytes: int = 0
+    departing_bytes: int = 0
     files: int = 0
     copies: int = 0
+    leaving_files: int = 0
     free_bytes: int = 0
     free_inodes: int = 0
     kept_free_bytes: int = 0
@@ -52,25 +71,107 @@ class Ledger:
     ) -> None:
         self.seen = True
         self.capacity_bytes = capacity_bytes
-        self.free_bytes = space.free_bytes + written_bytes
+        self.free_bytes = space.free_bytes + written_bytes + self.leaving_bytes
         self.kept_free_bytes = int(space.total_bytes * reserve_percent / 100)
-        self.free_inodes = space.free_inodes
+        self.free_inodes = space.free_inodes + self.leaving_files
         self.kept_free_inodes = int(space.total_inodes * reserve_percent / 100)
         if space.total_inodes == 0:
             # Some file systems (btrfs) make inodes as they need them and report none.
             self.free_inodes = 1 << 62
 
+    @property
+    def accounts(self) -> Accounts:
+        return Accounts(
+            self.capacity_bytes,
+            self.used_bytes,
+            self.leaving_bytes,
+            self.reserved_bytes,
+            self.files,
+            self.leaving_files,
+        )
+
     def room_bytes(self) -> int:
-        """How much more may be reserved; negative where others have eaten into what was kept."""
+        """How much more may be reserved; negative where a promise cannot be kept as things are."""
         in_capacity = self.capacity_bytes - self.used_bytes
         in_file_system = self.free_bytes - self.kept_free_bytes
         return min(in_capacity, in_file_system) - self.reserved_bytes
 
-    def has_inode(self) -> bool:
-        return self.free_inodes - self.kept_free_inodes - self.copies > 0
+    def room_inodes(self) -> int:
+        """How many more files may be made; may be negative."""
+        return self.free_inodes - self.kept_free_inodes - self.copies
+
+    def takes(self, need_bytes: int) -> bool:
+        """Whether one more file of that reservation fits."""
+        return self.room_bytes() >= need_bytes and self.room_inodes() > 0
+
+    def excess_bytes(self) -> int:
+        """How much has to go, beyond what is going already, for the promises to hold.
+
+        What copies may still add counts against the capacity only. Of the file system's free bytes
+        an unknown part of it is missing already, because it was written a moment ago: to evict
+        for that would be to evict for nothing. Others' files show all the same.
+        """
+        in_capacity = self.used_bytes + self.reserved_bytes - self.capacity_bytes
+        in_file_system = self.kept_free_bytes - self.free_bytes
+        return max(in_capacity, in_file_system) - self.departing_bytes
+
+    def excess_files(self) -> int:
+        """The same for inodes."""
+        return self.kept_free_inodes - self.free_inodes
+
+    def writable_bytes(self, written_bytes: int) -> int:
+        """How much of what is reserved may be written before more of what leaves is gone, where
+        the copies in progress have written ``written_bytes``."""
+        if self.leaving_files and self.room_inodes() < self.leaving_files:
+            return 0
+        in_capacity = self.capacity_bytes - self.used_bytes
+        in_file_system = self.free_bytes - self.kept_free_bytes
+        return max(0, min(in_capacity, in_file_system) - self.leaving_bytes - written_bytes)
+
+    def leave(self, allocated_bytes: int) -> None:
+        """A replica at rest is about to be removed."""
+        self.used_bytes -= allocated_bytes
+        self.files -= 1
+        self.leaving_bytes += allocated_bytes
+        self.leaving_files += 1
+        self.free_bytes += allocated_bytes
+        self.free_inodes += 1
+
+    def gone(self, allocated_bytes: int) -> None:
+        """What was leaving is removed."""
+        self.leaving_bytes -= allocated_bytes
+        self.leaving_files -= 1
+
+    def stay(self, allocated_bytes: int) -> None:
+        """What was leaving could not be removed."""
+        self.gone(allocated_bytes)
+        self.used_bytes += allocated_bytes
+        self.files += 1
+        self.free_bytes -= allocated_bytes
+        self.free_inodes -= 1
+
+    def reserve(self, reserved_bytes: int) -> None:
+        """A file is about to be made, of that many bytes at most."""
+        self.reserved_bytes += reserved_bytes
+        self.copies += 1
+
+    def release(self, reserved_bytes: int) -> None:
+        """That file was not made, or is removed again."""
+        self.reserved_bytes -= reserved_bytes
+        self.copies -= 1
+
+    def store(self, reserved_bytes: int, allocated_bytes: int) -> None:
+        """That file is at rest."""
+        self.release(reserved_bytes)
+        self.used_bytes += allocated_bytes
+        self.files += 1
+        self.free_bytes -= allocated_bytes
+        self.free_inodes -= 1
 
     def check_invariants(self) -> None:
-        assert self.used_bytes >= 0, self
+        assert self.used_bytes >= self.departing_bytes >= 0, self
         assert self.reserved_bytes >= 0, self
+        assert self.leaving_bytes >= 0, self
         assert self.files >= 0, self
         assert self.copies >= 0, self
+        assert self.leaving_files >= 0, self

@@ -1,25 +1,40 @@
-"""Which tier a file is copied to: events in, actions out, no clock and no I/O.
+"""Which tier a file is copied to, and what goes for it: events in, actions out, no clock, no I/O.
 
-The rule: a whole file goes to the fastest tier that has room for it. A large file that fits
-nowhere goes, in part, where there is most room. What does not fit is refused without holding up
-the next, which may be smaller. Nothing is evicted: inside a job, filling and keeping is the best
-there is, because each epoch reads every file once in an order that says nothing of the next.
+The rule: a whole file goes to the fastest tier that has room for it. Where none has, outdated
+replicas go; then, if somebody opened the file, those that the policy names: all in one tier, the
+slowest where that is enough, and only if it is enough. The default policy names none: inside a job,
+filling and keeping is the best there is, because each epoch reads every file once in an order that
+says nothing of the next. What does not fit is refused without holding up the next file, which may
+be smaller.
+
+A large file that fits nowhere is kept in part, where there is most room. It pushes out replicas
+that are still of use only as long as it holds no more than a quarter of its tier, whole or in part:
+one pass over a file larger than the tier must not empty it.
+
+Capacity, and the room kept for others, are promises: where one shrinks, replicas go under every
+policy, outdated ones first. What is opened moves up where there is room (``promotion``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 
+from monarchfs.placement.books import Books
 from monarchfs.placement.events import (
     Abandoned,
+    Accessed,
     Action,
     Dropped,
     Event,
+    Evicted,
+    EvictionFailed,
     Grant,
     Kept,
+    Known,
     Loaded,
+    Moved,
+    MoveFailed,
     Place,
     RefusalReason,
     Refuse,
@@ -31,7 +46,11 @@ from monarchfs.placement.events import (
     TierSeen,
     Wanted,
 )
-from monarchfs.placement.ledger import Ledger, reservation
+from monarchfs.placement.ledger import Accounts, Ledger, reservation
+from monarchfs.placement.policies import Eviction, make_policy
+from monarchfs.placement.shifting import Shifting
+from monarchfs.placement.traffic import Traffic
+from monarchfs.placement.victims import Budget, Victims
 
 PARTIAL_MIN_BYTES = 64 << 20
 """A smaller file is placed whole or not at all."""
@@ -39,128 +58,189 @@ PARTIAL_MIN_BYTES = 64 << 20
 PARTIAL_ROOM_BYTES = 16 << 20
 """A tier with less room takes no partial replica: it would hold next to nothing."""
 
+LARGE_SHARE = 4
+"""A file of ``partial_min_bytes`` or more pushes others out of one part in so many of a tier."""
+
 RESERVE_PERCENT = 10.0
-
-
-class Eviction(Enum):
-    """What is done when a file fits nowhere."""
-
-    KEEP = "keep"
-    """Nothing: what is there stays."""
 
 
 @dataclass(slots=True)
 class _Copy:
     """A copy in progress. A resumed one had ``base_bytes``, counted as used, before; every one may
-    add ``reserved_bytes``."""
+    add ``reserved_bytes``. ``evicts``: others may go for it."""
 
     tier: int
     resumed: bool
     base_bytes: int
     reserved_bytes: int
+    evicts: bool
 
 
 class Placement:
     """Decides where replicas go, and keeps the tiers' accounts.
 
-    Constant: the tiers, the options. Changing, in ``handle`` only: the ledgers, the copies in
-    progress. ``handle`` raises ValueError for an event that contradicts earlier ones (a programming
-    error), and changes nothing then.
+    Constant: the tiers, the options, the books. Changing, in ``handle`` only: the ledgers, the
+    copies in progress, what is leaving and moving, the policy. ``handle`` raises ValueError for an
+    event that contradicts earlier ones (a programming error), and changes nothing then.
     """
 
     def __init__(
         self,
         tiers: Iterable[int],
+        books: Books,
         *,
         eviction: Eviction = Eviction.KEEP,
         partial_min_bytes: int = PARTIAL_MIN_BYTES,
         reserve_percent: float = RESERVE_PERCENT,
     ) -> None:
         """``tiers`` are their numbers, fastest first. None takes anything before it was seen."""
-        self._eviction = eviction
         self._partial_min_bytes = partial_min_bytes
         self._reserve_percent = reserve_percent
         self._ledgers = {tier: Ledger() for tier in tiers}
-        self._usable: list[tuple[int, Ledger]] = []
         self._copies: dict[int, _Copy] = {}
+        self._policy = make_policy(eviction)
+        self._traffic = Traffic(self._ledgers, self._policy)
+        self._victims = Victims(books, self._policy, self._traffic.busy)
+        self._shifting = Shifting(self._ledgers, self._policy, self._traffic, self._victims)
+        self._usable: list[tuple[int, Ledger]] = []
+
+    @property
+    def tracks(self) -> bool:
+        """Whether ``Accessed`` is wanted for every open, and ``Known`` for every replica."""
+        return self._policy.tracks
 
     def handle(self, event: Event) -> list[Action]:
         match event:
-            case Wanted(ino, size_bytes):
-                return self._place(ino, size_bytes)
+            case Accessed(ino, tier):
+                self._ledger(tier)
+                return self._shifting.accessed(ino, tier)
+            case Wanted(ino, size_bytes, evicts):
+                return self._place(ino, size_bytes, evicts)
             case RoomWanted(ino, size_bytes):
                 return self._grow(ino, size_bytes)
             case Stored(ino, allocated_bytes) | Kept(ino, allocated_bytes):
-                return self._come_to_rest(ino, allocated_bytes)
+                self._come_to_rest(ino, allocated_bytes)
             case Abandoned(ino):
-                return self._abandon(ino)
-            case Resumed(ino, tier, allocated_bytes):
-                return self._resume(ino, tier, allocated_bytes)
+                self._abandon(ino)
+            case Resumed():
+                self._resume(event)
             case Dropped(ino, tier, allocated_bytes):
-                return self._drop(ino, tier, allocated_bytes)
+                self._drop(ino, tier, allocated_bytes)
+            case Evicted(ino, at):
+                self._traffic.gone(ino, at)
+            case EvictionFailed(ino, at):
+                self._traffic.stays(ino, at)
+            case Known(ino, tier):
+                self._ledger(tier)
+                self._policy.known(tier, ino)
+            case Moved(ino, allocated_bytes):
+                return self._shifting.moved(ino, allocated_bytes)
+            case MoveFailed(ino):
+                return self._shifting.failed(ino)
             case TierSeen():
                 return self._see(event)
             case Loaded(tier, files, allocated_bytes):
-                return self._load(tier, files, allocated_bytes)
+                self._load(tier, files, allocated_bytes)
             case TierLost(tier, reason):
-                return self._set_lost(tier, reason)
+                self._set_lost(tier, reason)
             case TierBack(tier):
-                return self._set_lost(tier, None)
+                self._set_lost(tier, None)
+        return []
 
     def usage(self, tier: int) -> tuple[int, int]:
-        """The bytes that the tier's replicas occupy, and its capacity (0 until it was seen)."""
+        """The bytes that the tier's replicas occupy, with those that are being removed, and its
+        capacity (0 until it was seen)."""
         ledger = self._ledger(tier)
-        return ledger.used_bytes, ledger.capacity_bytes
+        return ledger.used_bytes + ledger.leaving_bytes, ledger.capacity_bytes
+
+    def accounts(self, tier: int) -> Accounts:
+        return self._ledger(tier).accounts
+
+    def writable_bytes(self, tier: int, written_bytes: int) -> int:
+        """How much of what is reserved in the tier may be written now, where all copies and moves
+        in progress there have written ``written_bytes``; 0 also says that no file may be made.
+
+        The rest has to wait for what is leaving. Where nothing is, it was promised in vain (the
+        capacity shrank, say), and waiting is of no use. Inodes that others take after a copy was
+        placed are made up for by the next ``TierSeen`` only.
+        """
+        return self._ledger(tier).writable_bytes(written_bytes)
 
     def check_invariants(self) -> None:
-        """That the accounts agree with the copies in progress; for tests."""
+        """That the accounts agree with copies, moves and what is leaving; for tests."""
+        self._traffic.check_invariants()
         for tier, ledger in self._ledgers.items():
             ledger.check_invariants()
             copies = [copy for copy in self._copies.values() if copy.tier == tier]
-            assert ledger.reserved_bytes == sum(copy.reserved_bytes for copy in copies)
-            assert ledger.copies == sum(not copy.resumed for copy in copies)
+            moved_bytes, moves = self._traffic.reserved(tier)
+            copied_bytes = sum(copy.reserved_bytes for copy in copies)
+            assert ledger.reserved_bytes == copied_bytes + moved_bytes
+            assert ledger.copies == sum(not copy.resumed for copy in copies) + moves
             assert ledger.used_bytes >= sum(copy.base_bytes for copy in copies)
             assert ledger.files >= sum(copy.resumed for copy in copies)
         assert all(copy.tier in self._ledgers for copy in self._copies.values())
         usable = [(tier, ledger) for tier, ledger in self._ledgers.items() if ledger.usable]
         assert self._usable == usable
 
-    # Files.
+    # Room for copies.
 
-    def _place(self, ino: int, size_bytes: int) -> list[Action]:
+    def _place(self, ino: int, size_bytes: int, evicts: bool) -> list[Action]:
         if ino in self._copies:
             raise ValueError(f"inode {ino} is being copied already")
         need = reservation(size_bytes)
         for tier, ledger in self._usable:
-            if ledger.room_bytes() >= need and ledger.has_inode():
-                self._copies[ino] = _Copy(tier, False, 0, need)
-                ledger.reserved_bytes += need
-                ledger.copies += 1
-                return [Place(ino, tier, need, True)]
-        return self._place_part(ino, size_bytes) or self._make_room(ino, need)
+            if ledger.takes(need):
+                return self._start(ino, tier, need, True, evicts)
+        budget = Budget()
+        large = size_bytes >= self._partial_min_bytes
+        at, actions = self._free_somewhere(need, large, evicts, budget)
+        if at is not None:
+            return actions + self._start(ino, at, need, True, evicts)
+        if large:
+            at = self._roomiest()
+            if at is None:
+                at, actions = self._free_somewhere(PARTIAL_ROOM_BYTES, True, evicts, budget)
+            if at is not None:
+                return actions + self._start(ino, at, 0, False, evicts)
+        return [self._refusal(ino, need)]
 
-    def _place_part(self, ino: int, size_bytes: int) -> list[Action]:
-        """Place the file in part where there is most room; nothing if it is no file for that."""
-        takers = [(tier, ledger) for tier, ledger in self._usable if ledger.has_inode()]
-        if size_bytes < self._partial_min_bytes or not takers:
-            return []
-        tier, ledger = max(takers, key=lambda taker: taker[1].room_bytes())
-        if ledger.room_bytes() < PARTIAL_ROOM_BYTES:
-            return []
-        self._copies[ino] = _Copy(tier, False, 0, 0)
-        ledger.copies += 1
-        return [Place(ino, tier, 0, False)]
+    def _start(
+        self, ino: int, tier: int, reserved_bytes: int, whole: bool, evicts: bool
+    ) -> list[Action]:
+        self._copies[ino] = _Copy(tier, False, 0, reserved_bytes, evicts)
+        self._ledgers[tier].reserve(reserved_bytes)
+        return [Place(ino, tier, reserved_bytes, whole)]
 
-    def _make_room(self, ino: int, need: int) -> list[Action]:
-        """What else can be done for a file that fits nowhere."""
-        match self._eviction:
-            case Eviction.KEEP:
-                return [self._refusal(ino, need)]
+    def _roomiest(self) -> int | None:
+        """Where there is most room for a part; None where there is next to nothing."""
+        takers = [item for item in self._usable if item[1].takes(PARTIAL_ROOM_BYTES)]
+        return max(takers, key=lambda taker: taker[1].room_bytes())[0] if takers else None
+
+    def _free_somewhere(
+        self, need: int, large: bool, evicts: bool, budget: Budget
+    ) -> tuple[int | None, list[Action]]:
+        """Make room for one more file in one tier; None where that cannot be done."""
+        for live in (False, True) if evicts and self._policy.tracks else (False,):
+            for tier, ledger in reversed(self._usable):
+                if live and large and need > ledger.capacity_bytes // LARGE_SHARE:
+                    continue
+                actions = self._free(tier, need, 1, live, budget)
+                if actions is not None:
+                    return tier, actions
+        return None, []
+
+    def _free(
+        self, tier: int, need: int, files: int, live: bool, budget: Budget
+    ) -> list[Action] | None:
+        victims = self._victims.enough(tier, self._ledgers[tier], need, files, live, budget)
+        if victims is None:
+            return None
+        return [self._traffic.evict(tier, victim) for victim in victims]
 
     def _refusal(self, ino: int, need: int) -> Refuse:
         if not self._usable:
             return Refuse(ino, RefusalReason.NO_TIER, 0)
-        rooms = [ledger.room_bytes() for _, ledger in self._usable if ledger.has_inode()]
+        rooms = [ledger.room_bytes() for _, ledger in self._usable if ledger.room_inodes() > 0]
         if not rooms:
             return Refuse(ino, RefusalReason.NO_INODES, 0)
         return Refuse(ino, RefusalReason.NO_ROOM, need - max(rooms))
@@ -172,63 +252,71 @@ class Placement:
             return [Refuse(ino, RefusalReason.NO_TIER, 0)]
         need = reservation(size_bytes)
         missing = need - ledger.room_bytes()
+        actions: list[Action] | None = []
         if missing > 0:
+            held = copy.base_bytes + copy.reserved_bytes + need
+            live = copy.evicts and held <= ledger.capacity_bytes // LARGE_SHARE
+            actions = self._free(copy.tier, need, 0, live, Budget())
+        if actions is None:
             return [Refuse(ino, RefusalReason.NO_ROOM, missing)]
         copy.reserved_bytes += need
         ledger.reserved_bytes += need
-        return [Grant(ino, size_bytes)]
+        return [*actions, Grant(ino, size_bytes)]
 
-    def _resume(self, ino: int, tier: int, allocated_bytes: int) -> list[Action]:
+    # Copies in progress, and replicas at rest.
+
+    def _resume(self, event: Resumed) -> None:
+        ino, tier = event.ino, event.tier
         ledger = self._ledger(tier)
         if ino in self._copies:
             raise ValueError(f"inode {ino} is being copied already")
+        if self._traffic.moving(ino) is not None:
+            raise ValueError(f"inode {ino} is being moved")
         resumed = [copy for copy in self._copies.values() if copy.tier == tier and copy.resumed]
         at_rest_bytes = ledger.used_bytes - sum(copy.base_bytes for copy in resumed)
-        if allocated_bytes > at_rest_bytes or ledger.files <= len(resumed):
+        if event.allocated_bytes > at_rest_bytes or ledger.files <= len(resumed):
             raise ValueError(f"tier {tier} holds no such replica of inode {ino}")
-        self._copies[ino] = _Copy(tier, True, allocated_bytes, 0)
-        return []
+        self._copies[ino] = _Copy(tier, True, event.allocated_bytes, 0, event.evicts)
+        self._policy.removed(tier, ino)
 
-    def _come_to_rest(self, ino: int, allocated_bytes: int) -> list[Action]:
+    def _come_to_rest(self, ino: int, allocated_bytes: int) -> None:
         copy = self._copy(ino)
         ledger = self._ledgers[copy.tier]
-        ledger.reserved_bytes -= copy.reserved_bytes
-        added_bytes = allocated_bytes - copy.base_bytes
-        ledger.used_bytes += added_bytes
-        ledger.free_bytes -= added_bytes
-        if not copy.resumed:
-            ledger.copies -= 1
-            ledger.files += 1
-            ledger.free_inodes -= 1
+        if copy.resumed:
+            added_bytes = allocated_bytes - copy.base_bytes
+            ledger.reserved_bytes -= copy.reserved_bytes
+            ledger.used_bytes += added_bytes
+            ledger.free_bytes -= added_bytes
+        else:
+            ledger.store(copy.reserved_bytes, allocated_bytes)
         del self._copies[ino]
-        return []
+        self._policy.added(copy.tier, ino)
 
-    def _abandon(self, ino: int) -> list[Action]:
+    def _abandon(self, ino: int) -> None:
         copy = self._copies.pop(ino, None)
-        if copy is not None:
-            ledger = self._ledgers[copy.tier]
+        if copy is None:
+            return
+        ledger = self._ledgers[copy.tier]
+        if copy.resumed:
+            # What was given back to the file system counts once it is seen.
             ledger.reserved_bytes -= copy.reserved_bytes
             ledger.used_bytes -= copy.base_bytes
-            if copy.resumed:
-                ledger.files -= 1
-            else:
-                ledger.copies -= 1
-        return []
+            ledger.files -= 1
+        else:
+            ledger.release(copy.reserved_bytes)
 
-    def _drop(self, ino: int, tier: int, allocated_bytes: int) -> list[Action]:
+    def _drop(self, ino: int, tier: int, allocated_bytes: int) -> None:
         ledger = self._ledger(tier)
         if allocated_bytes > ledger.used_bytes or not ledger.files:
             raise ValueError(f"tier {tier} holds no such replica of inode {ino}")
         copy = self._copies.get(ino)
         if copy is not None and copy.resumed and copy.tier == tier:
-            # What it was resumed from is gone; what the copy adds is a replica of its own.
+            # What it was resumed from goes; what the copy adds is a replica of its own.
             copy.resumed = False
             copy.base_bytes = 0
             ledger.copies += 1
-        # free_bytes stays: what was given back counts once it is seen.
-        ledger.used_bytes -= allocated_bytes
-        ledger.files -= 1
-        return []
+        self._traffic.dropped(ino, tier)
+        self._traffic.leave(ino, tier, allocated_bytes)
 
     def _copy(self, ino: int) -> _Copy:
         try:
@@ -248,20 +336,19 @@ class Placement:
         ledger = self._ledger(seen.tier)
         ledger.see(seen.capacity_bytes, seen.space, seen.written_bytes, self._reserve_percent)
         self._find_usable()
-        return []
+        return self._shifting.relieve(seen.tier, seen.demote)
 
-    def _load(self, tier: int, files: int, allocated_bytes: int) -> list[Action]:
+    def _load(self, tier: int, files: int, allocated_bytes: int) -> None:
         ledger = self._ledger(tier)
-        if any(copy.tier == tier for copy in self._copies.values()):
+        busy = any(copy.tier == tier for copy in self._copies.values())
+        if busy or self._traffic.touches(tier):
             raise ValueError(f"copies to tier {tier} are in progress")
         ledger.files = files
         ledger.used_bytes = allocated_bytes
-        return []
 
-    def _set_lost(self, tier: int, reason: str | None) -> list[Action]:
+    def _set_lost(self, tier: int, reason: str | None) -> None:
         self._ledger(tier).lost_reason = reason
         self._find_usable()
-        return []
 
     def _find_usable(self) -> None:
         self._usable = [item for item in self._ledgers.items() if item[1].usable]

@@ -1,0 +1,353 @@
+"""Which replica is the next to go: eviction policies behind one interface, pure and in memory.
+
+A tracked replica costs ``Sieve`` about 24 bytes and ``Lru`` about 32 where inode numbers lie close
+together, as those of one dataset do; up to 400 more where only one number in 64 has a replica.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from enum import Enum
+from typing import Protocol
+
+VISITED_STEPS = 10_000
+"""So many visited replicas are passed over to find a victim: a millisecond's work. Where all that
+many were visited, the mark says nothing, and the next one is taken as it is."""
+
+
+class Policy(Protocol):
+    """Orders the replicas of each tier by how cold they are.
+
+    It is told of every replica that it may name (where ``tracks``), and names some that are gone:
+    whoever asks checks. No method raises for a replica that is not known, or known already.
+    """
+
+    tracks: bool
+    """Whether it wants to hear of anything."""
+
+    def added(self, tier: int, ino: int) -> None:
+        """A replica was stored: the hottest from now on, unless it is known."""
+
+    def known(self, tier: int, ino: int) -> None:
+        """A replica is there from before: the coldest from now on, unless it is known."""
+
+    def accessed(self, tier: int, ino: int) -> None:
+        """It was opened. One that is not known is added."""
+
+    def removed(self, tier: int, ino: int) -> None:
+        """It is gone, or about to go."""
+
+    def moved(self, ino: int, tier: int, to: int) -> None:
+        """It is in the tier ``to`` now."""
+
+    def last_access(self, tier: int, ino: int) -> int:
+        """A number that is higher the later its last access (or arrival) was; 0 where that was
+        before this mount, or the policy does not order by it."""
+
+    def victims(self, tier: int) -> Iterator[int]:
+        """The tier's replicas, coldest first, each once.
+
+        The consumer may stop at any time. A replica that was not ``removed`` when the next one is
+        asked for was spared: it stays tracked, behind those not looked at yet. Nothing else may be
+        told in between.
+        """
+
+
+class Eviction(Enum):
+    """What is done when a file that somebody opened fits nowhere."""
+
+    KEEP = "keep"
+    """Nothing: what is there stays."""
+    LRU = "lru"
+    """The replica that was opened least recently goes."""
+    SIEVE = "sieve"
+    """The oldest replica that was not opened since it was last looked at goes (SIEVE, Zhang et al.,
+    NSDI'24): better than LRU where most files are opened once."""
+
+
+def make_policy(eviction: Eviction) -> Policy:
+    match eviction:
+        case Eviction.KEEP:
+            return Keep()
+        case Eviction.LRU:
+            return Lru()
+        case Eviction.SIEVE:
+            return Sieve()
+
+
+class Keep:
+    """Names nobody."""
+
+    tracks = False
+
+    def added(self, tier: int, ino: int) -> None:
+        pass
+
+    def known(self, tier: int, ino: int) -> None:
+        pass
+
+    def accessed(self, tier: int, ino: int) -> None:
+        pass
+
+    def removed(self, tier: int, ino: int) -> None:
+        pass
+
+    def moved(self, ino: int, tier: int, to: int) -> None:
+        pass
+
+    def last_access(self, tier: int, ino: int) -> int:
+        return 0
+
+    def victims(self, tier: int) -> Iterator[int]:
+        return iter(())
+
+
+class Lru:
+    """Least recently used first. Changing: a clock that ticks with each access, and per tier a
+    queue and the time of each replica's last access.
+
+    The queue has the order of the last accesses, but for replicas that were spared or moved: those
+    count as the hottest in it, and keep their time.
+    """
+
+    tracks = True
+
+    def __init__(self) -> None:
+        self._clock = 0
+        self._tiers: dict[int, _TimedQueue] = {}
+
+    def added(self, tier: int, ino: int) -> None:
+        queue = self._queue(tier)
+        if not queue.find(ino):
+            self._clock += 1
+            queue.times[queue.push_newest(ino)] = self._clock
+
+    def known(self, tier: int, ino: int) -> None:
+        queue = self._queue(tier)
+        if not queue.find(ino):
+            queue.times[queue.push_oldest(ino)] = 0
+
+    def accessed(self, tier: int, ino: int) -> None:
+        queue = self._queue(tier)
+        slot = queue.find(ino)
+        if slot:
+            queue.to_newest(slot)
+        else:
+            slot = queue.push_newest(ino)
+        self._clock += 1
+        queue.times[slot] = self._clock
+
+    def removed(self, tier: int, ino: int) -> None:
+        queue = self._queue(tier)
+        slot = queue.find(ino)
+        if slot:
+            queue.remove(slot)
+
+    def moved(self, ino: int, tier: int, to: int) -> None:
+        accessed_at = self.last_access(tier, ino)
+        self.removed(tier, ino)
+        queue = self._queue(to)
+        if not queue.find(ino):
+            queue.times[queue.push_newest(ino)] = accessed_at
+
+    def last_access(self, tier: int, ino: int) -> int:
+        queue = self._queue(tier)
+        slot = queue.find(ino)
+        return queue.times[slot] if slot else 0
+
+    def victims(self, tier: int) -> Iterator[int]:
+        queue = self._queue(tier)
+        for _ in range(len(queue)):
+            slot = queue.oldest
+            if not slot:
+                return
+            ino = queue.inos[slot]
+            yield ino
+            if queue.find(ino) == slot:
+                queue.to_newest(slot)
+
+    def _queue(self, tier: int) -> _TimedQueue:
+        queue = self._tiers.get(tier)
+        if queue is None:
+            queue = self._tiers[tier] = _TimedQueue()
+        return queue
+
+
+class Sieve:
+    """SIEVE. Changing, per tier: a queue in order of arrival, a mark on those that were accessed
+    since, and a hand, which moves from the oldest to the newest and stays where it was.
+
+    Those that are passed over lose their mark; the first one without goes.
+    """
+
+    tracks = True
+
+    def __init__(self) -> None:
+        self._tiers: dict[int, _SieveQueue] = {}
+
+    def added(self, tier: int, ino: int) -> None:
+        queue = self._queue(tier)
+        if not queue.find(ino):
+            queue.visited[queue.push_newest(ino)] = 0
+
+    def known(self, tier: int, ino: int) -> None:
+        queue = self._queue(tier)
+        if not queue.find(ino):
+            queue.visited[queue.push_oldest(ino)] = 0
+
+    def accessed(self, tier: int, ino: int) -> None:
+        queue = self._queue(tier)
+        slot = queue.find(ino)
+        if slot:
+            queue.visited[slot] = 1
+        else:
+            queue.visited[queue.push_newest(ino)] = 0
+
+    def removed(self, tier: int, ino: int) -> None:
+        queue = self._queue(tier)
+        slot = queue.find(ino)
+        if slot:
+            if queue.hand == slot:
+                queue.hand = queue.newer[slot]
+            queue.remove(slot)
+
+    def moved(self, ino: int, tier: int, to: int) -> None:
+        self.removed(tier, ino)
+        self.added(to, ino)
+
+    def last_access(self, tier: int, ino: int) -> int:
+        return 0
+
+    def victims(self, tier: int) -> Iterator[int]:
+        queue = self._queue(tier)
+        steps = VISITED_STEPS
+        for _ in range(len(queue)):
+            slot = queue.hand or queue.oldest
+            while queue.visited[slot] and steps:
+                steps -= 1
+                queue.visited[slot] = 0
+                slot = queue.newer[slot] or queue.oldest
+            if not slot:
+                return
+            queue.hand = slot
+            yield queue.inos[slot]
+            if queue.hand == slot:
+                # Spared because it is in use: as good as visited.
+                queue.visited[slot] = 1
+                queue.hand = queue.newer[slot]
+
+    def _queue(self, tier: int) -> _SieveQueue:
+        queue = self._tiers.get(tier)
+        if queue is None:
+            queue = self._tiers[tier] = _SieveQueue()
+        return queue
+
+
+_PAGE_BITS = 6
+_PAGE = 1 << _PAGE_BITS
+
+
+class _Queue:
+    """Inode numbers in a row, found by number in constant time.
+
+    A doubly linked list in arrays instead of objects, which would cost ten times the memory. Slot 0
+    is the end on both sides: ``newer[0]`` is the oldest, ``older[0]`` the newest. Unused slots are
+    chained by ``newer``. Numbers are found through pages of 64: they are given out one after
+    another.
+    """
+
+    def __init__(self) -> None:
+        self.inos = array("q", [0])
+        self.newer = array("i", [0])
+        self.older = array("i", [0])
+        self._pages: dict[int, array[int]] = {}
+        self._unused = 0
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def oldest(self) -> int:
+        return self.newer[0]
+
+    def find(self, ino: int) -> int:
+        """Its slot, 0 if it is not here."""
+        page = self._pages.get(ino >> _PAGE_BITS)
+        return page[ino & _PAGE - 1] if page is not None else 0
+
+    def push_newest(self, ino: int) -> int:
+        """Its new slot; it must not be here."""
+        slot = self._new_slot(ino)
+        self._link(slot, self.older[0], 0)
+        return slot
+
+    def push_oldest(self, ino: int) -> int:
+        """The same at the other end."""
+        slot = self._new_slot(ino)
+        self._link(slot, 0, self.newer[0])
+        return slot
+
+    def to_newest(self, slot: int) -> None:
+        self._unlink(slot)
+        self._link(slot, self.older[0], 0)
+
+    def remove(self, slot: int) -> None:
+        self._unlink(slot)
+        ino = self.inos[slot]
+        self._pages[ino >> _PAGE_BITS][ino & _PAGE - 1] = 0
+        self.newer[slot] = self._unused
+        self._unused = slot
+        self._length -= 1
+
+    def _link(self, slot: int, older: int, newer: int) -> None:
+        self.older[slot] = older
+        self.newer[slot] = newer
+        self.newer[older] = slot
+        self.older[newer] = slot
+
+    def _unlink(self, slot: int) -> None:
+        older, newer = self.older[slot], self.newer[slot]
+        self.newer[older] = newer
+        self.older[newer] = older
+
+    def _new_slot(self, ino: int) -> int:
+        slot = self._unused
+        if slot:
+            self._unused = self.newer[slot]
+            self.inos[slot] = ino
+        else:
+            slot = len(self.inos)
+            self.inos.append(ino)
+            self.newer.append(0)
+            self.older.append(0)
+            self._grow()
+        page = self._pages.get(ino >> _PAGE_BITS)
+        if page is None:
+            page = self._pages[ino >> _PAGE_BITS] = array("i", bytes(4 * _PAGE))
+        page[ino & _PAGE - 1] = slot
+        self._length += 1
+        return slot
+
+    def _grow(self) -> None:
+        """There is one slot more."""
+
+
+class _TimedQueue(_Queue):
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = array("q", [0])
+
+    def _grow(self) -> None:
+        self.times.append(0)
+
+
+class _SieveQueue(_Queue):
+    def __init__(self) -> None:
+        super().__init__()
+        self.visited = bytearray(1)
+        self.hand = 0
+
+    def _grow(self) -> None:
+        self.visited.append(0)

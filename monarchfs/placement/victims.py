@@ -1,0 +1,121 @@
+"""Which replicas go: looking for those that may, in the order in which they should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import NamedTuple
+
+from monarchfs.placement.books import Books
+from monarchfs.placement.events import EvictionReason
+from monarchfs.placement.ledger import Ledger
+from monarchfs.placement.policies import Policy
+
+MOST_EXAMINED = 1_000
+"""So many replicas are looked at for one event, which keeps the event loop for about 2 ms."""
+
+
+class Budget:
+    """How many replicas may still be looked at for the event."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, left: int = MOST_EXAMINED) -> None:
+        self.left = left
+
+
+class Victim(NamedTuple):
+    ino: int
+    allocated_bytes: int
+    reason: EvictionReason
+
+
+class Victims:
+    """Finds victims; takes none. Changing: nothing but the policy's order, see there."""
+
+    def __init__(self, books: Books, policy: Policy, busy: Callable[[int, int], bool]) -> None:
+        """``busy`` tells whether a replica (inode, tier) is leaving or moving already."""
+        self._books = books
+        self._policy = policy
+        self._busy = busy
+
+    def enough(
+        self, tier: int, ledger: Ledger, need_bytes: int, files: int, live: bool, budget: Budget
+    ) -> list[Victim] | None:
+        """Without whom ``need_bytes`` in ``files`` new files would fit; None if there are not
+        enough of them. ``live``: also replicas that may be opened again, by the policy."""
+        bytes_short = need_bytes - ledger.room_bytes()
+        files_short = files - ledger.room_inodes() if files else 0
+        if bytes_short > ledger.used_bytes - ledger.departing_bytes or files_short > ledger.files:
+            return None
+        found: list[Victim] = []
+        sources = [(EvictionReason.OUTDATED, self._books.outdated(tier))]
+        if live and self._policy.tracks:
+            sources.append((EvictionReason.POLICY, self._policy.victims(tier)))
+        for victim in self._candidates(tier, sources, budget):
+            if files_short <= 0 and not victim.allocated_bytes:
+                continue
+            found.append(victim)
+            bytes_short -= victim.allocated_bytes
+            files_short -= 1
+            if bytes_short <= 0 and files_short <= 0:
+                return found
+        return None
+
+    def for_pressure(self, tier: int, budget: Budget) -> Iterator[Victim]:
+        """All that may go where the tier has to shrink, whatever the policy."""
+        # Opened one after the other: whoever stops early asked the books for no more than that.
+        names = chain(self._policy.victims(tier), _later(lambda: self._books.any(tier)))
+        sources: list[tuple[EvictionReason, Iterable[int]]] = [
+            (EvictionReason.OUTDATED, self._books.outdated(tier)),
+            (EvictionReason.PRESSURE, names),
+        ]
+        return self._candidates(tier, sources, budget)
+
+    def outdated(self, tier: int, budget: Budget) -> Iterator[Victim]:
+        """The outdated replicas that may go."""
+        sources = [(EvictionReason.OUTDATED, self._books.outdated(tier))]
+        return self._candidates(tier, sources, budget)
+
+    def coldest(self, tier: int, budget: Budget) -> Victim | None:
+        """The coldest replica that may go, by the policy."""
+        sources = [(EvictionReason.POLICY, self._policy.victims(tier))]
+        return next(self._candidates(tier, sources, budget), None)
+
+    def allocated_bytes(self, ino: int, tier: int) -> int | None:
+        """Of the replica of ``ino`` at rest in the tier; None where there is none."""
+        return self._books.allocated_bytes(ino, tier)
+
+    def may_go(self, ino: int, tier: int) -> int | None:
+        """The bytes of a replica that may go; None if it may not, or is not there."""
+        allocated_bytes = self._books.allocated_bytes(ino, tier)
+        if allocated_bytes is None:
+            # The policy heard of it too late, or too early.
+            self._policy.removed(tier, ino)
+            return None
+        if self._busy(ino, tier) or not self._books.evictable(ino):
+            return None
+        return allocated_bytes
+
+    def _candidates(
+        self,
+        tier: int,
+        sources: Iterable[tuple[EvictionReason, Iterable[int]]],
+        budget: Budget,
+    ) -> Iterator[Victim]:
+        seen: set[int] = set()
+        for reason, inos in sources:
+            for ino in inos:
+                if not budget.left:
+                    return
+                budget.left -= 1
+                if ino in seen:
+                    continue
+                seen.add(ino)
+                allocated_bytes = self.may_go(ino, tier)
+                if allocated_bytes is not None:
+                    yield Victim(ino, allocated_bytes, reason)
+
+
+def _later(iterable: Callable[[], Iterable[int]]) -> Iterator[int]:
+    yield from iterable()

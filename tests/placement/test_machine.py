@@ -1,0 +1,555 @@
+"""Any sequence of events, beside a model of the disks: what lies there never breaks a promise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from monarchfs.placement import (
+    Abandoned,
+    Accessed,
+    Action,
+    Dropped,
+    Event,
+    Evict,
+    Evicted,
+    Eviction,
+    EvictionFailed,
+    EvictionReason,
+    Grant,
+    Kept,
+    Known,
+    Loaded,
+    Move,
+    Moved,
+    MoveFailed,
+    Place,
+    Placement,
+    RefusalReason,
+    Refuse,
+    Resumed,
+    RoomWanted,
+    Stored,
+    TierBack,
+    TierLost,
+    TierSeen,
+    Wanted,
+)
+from monarchfs.placement.ledger import reservation
+from monarchfs.types import Space
+from tests.placement.tools import BLOCK, MIB, placed
+
+TIERS = st.integers(0, 2)
+SIZES = st.integers(0, 60).map(lambda n: n * MIB + n)
+SMALL = st.integers(0, 20).map(lambda n: n * MIB + n)
+PICK = st.integers(0, 1_000_000)
+
+FILE_SYSTEM = Space(200 * MIB, 200 * MIB, 60, 60)
+RESERVE_BYTES, RESERVE_INODES = 20 * MIB, 6
+CAPACITIES = [40 * MIB, 120 * MIB, 1000 * MIB]
+LARGE = 32 * MIB
+
+
+@dataclass
+class Copy:
+    tier: int
+    granted: int
+    base: int = 0
+    resumed: bool = False
+    created: bool = False
+    written: int = 0
+
+
+@dataclass
+class Moving:
+    tier: int
+    to: int
+    allocated: int
+    granted: int
+    dropped: bool = False
+
+
+@dataclass
+class Leaving:
+    ino: int
+    tier: int
+    allocated: int
+    recorded: bool
+    """Evicted: the record may come back. Dropped or moved: it is gone."""
+
+
+class PlacementMachine(RuleBasedStateMachine):
+    """Does what the cache would do. It is the books, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next_ino = 16
+        self.capacity = list(CAPACITIES)
+        self.others = [(0, 0)] * 3
+        self.rest: dict[int, tuple[int, int]] = {}  # ino: tier, allocated
+        self.copies: dict[int, Copy] = {}
+        self.moves: dict[int, Moving] = {}
+        self.leaving: list[Leaving] = []
+        self.stuck: list[Leaving] = []
+        self.open: set[int] = set()
+        self.stale: set[int] = set()
+        self.lost: set[int] = set()
+        self.evictees: list[Leaving] = []
+
+    @initialize(
+        loaded=st.lists(st.tuples(TIERS, st.integers(0, 8 * MIB)), max_size=6),
+        eviction=st.sampled_from(Eviction),
+    )
+    def mount(self, loaded: list[tuple[int, int]], eviction: Eviction) -> None:
+        self.eviction = eviction
+        self.placement = Placement(
+            range(3), self, eviction=eviction, partial_min_bytes=LARGE, reserve_percent=10
+        )
+        for tier, allocated in loaded:
+            self.rest[self.next_ino] = (tier, allocated)
+            self.next_ino += 1
+        for tier in range(3):
+            held = [allocated for at, allocated in self.rest.values() if at == tier]
+            assert self.placement.handle(Loaded(tier, len(held), sum(held))) == []
+            assert self.see(tier) == []
+
+    # The books.
+
+    def allocated_bytes(self, ino: int, tier: int) -> int | None:
+        at, allocated = self.rest.get(ino, (None, 0))
+        return allocated if at == tier else None
+
+    def evictable(self, ino: int) -> bool:
+        return ino not in self.open
+
+    def outdated(self, tier: int) -> Iterable[int]:
+        return [ino for ino in self.any(tier) if ino in self.stale]
+
+    def any(self, tier: int) -> Iterable[int]:
+        return [ino for ino, (at, _) in self.rest.items() if at == tier]
+
+    # The disks.
+
+    def on_tier(self, tier: int) -> tuple[int, int]:
+        """Bytes and files that are really there."""
+        sizes = [allocated for at, allocated in self.rest.values() if at == tier]
+        sizes += [item.allocated for item in self.leaving + self.stuck if item.tier == tier]
+        sizes += [c.written + c.base for c in self.copies.values() if c.tier == tier and c.created]
+        return sum(sizes), len(sizes)
+
+    def written(self, tier: int) -> int:
+        return sum(copy.written for copy in self.copies.values() if copy.tier == tier)
+
+    def may_write(self, tier: int, size: int) -> bool:
+        """As the cache asks: nothing is written that would not fit beside what is leaving."""
+        return size <= self.placement.writable_bytes(tier, self.written(tier)) > 0
+
+    def check_written(self, tier: int) -> None:
+        used, files = self.on_tier(tier)
+        assert used <= self.capacity[tier]
+        other_bytes, other_files = self.others[tier]
+        assert FILE_SYSTEM.free_bytes - used - other_bytes >= RESERVE_BYTES
+        if other_files:
+            # Others may have taken the inode that was free when a copy in progress was placed.
+            files -= sum(copy.tier == tier for copy in self.copies.values())
+        assert FILE_SYSTEM.free_inodes - files - other_files >= RESERVE_INODES
+
+    # Carrying out.
+
+    def see(self, tier: int, demote: bool = False) -> list[Action]:
+        used, files = self.on_tier(tier)
+        other_bytes, other_files = self.others[tier]
+        space = FILE_SYSTEM._replace(
+            free_bytes=FILE_SYSTEM.free_bytes - used - other_bytes,
+            free_inodes=FILE_SYSTEM.free_inodes - files - other_files,
+        )
+        seen = TierSeen(tier, self.capacity[tier], space, self.written(tier), demote)
+        return self.carry_out(self.placement.handle(seen), {EvictionReason.PRESSURE})
+
+    def handle(self, event: Event, *reasons: EvictionReason) -> list[Action]:
+        return self.carry_out(self.placement.handle(event), set(reasons))
+
+    def carry_out(self, actions: list[Action], reasons: set[EvictionReason]) -> list[Action]:
+        """The evictions and moves among them, in the order given; returns the others."""
+        answers: list[Action] = []
+        evictions = [action for action in actions if isinstance(action, Evict)]
+        for eviction in evictions:
+            self.check_eviction(eviction, reasons)
+        for action in actions:
+            match action:
+                case Evict(ino, tier, allocated):
+                    assert self.rest.pop(ino) == (tier, allocated)
+                    self.leaving.append(Leaving(ino, tier, allocated, True))
+                case Move(ino, tier, to, reserved):
+                    at, allocated = self.rest[ino]
+                    assert at == tier
+                    assert ino not in self.moves
+                    assert tier not in self.lost
+                    assert to not in self.lost
+                    assert reserved == reservation(allocated)
+                    self.moves[ino] = Moving(tier, to, allocated, reserved)
+                case _:
+                    answers.append(action)
+        assert len(self.moves) <= 2
+        for eviction in evictions:
+            if eviction.reason is not EvictionReason.OUTDATED:
+                # Whatever outdated one is left could not go.
+                for ino in self.outdated(eviction.tier):
+                    tier, allocated = self.rest[ino]
+                    busy = ino in self.moves or self.is_leaving(ino, tier)
+                    assert ino in self.open or busy or not allocated
+        return answers
+
+    def is_leaving(self, ino: int, tier: int) -> bool:
+        return any(item.ino == ino and item.tier == tier for item in self.leaving)
+
+    def check_eviction(self, action: Evict, reasons: set[EvictionReason]) -> None:
+        assert action.tier not in self.lost
+        assert action.ino not in self.open
+        assert action.ino not in self.copies
+        assert action.ino not in self.moves
+        if action.reason is EvictionReason.OUTDATED:
+            assert action.ino in self.stale
+        else:
+            assert action.reason in reasons
+            assert action.reason is EvictionReason.PRESSURE or self.eviction is not Eviction.KEEP
+
+    def pick(self, items: Iterable[int], pick: int) -> int | None:
+        choices = sorted(items)
+        return choices[pick % len(choices)] if choices else None
+
+    # Files.
+
+    @rule(size=SIZES, evicts=st.booleans(), again=PICK)
+    def wanted(self, size: int, evicts: bool, again: int) -> None:
+        ino = self.next_ino
+        gone = {item.ino for item in self.leaving} - set(self.rest) - set(self.copies)
+        if again % 2 and gone:
+            # One whose file is still being removed.
+            ino = self.pick(gone, again) or 0
+        else:
+            self.next_ino += 1
+        reasons = [EvictionReason.POLICY] if evicts else []
+        actions = self.placement.handle(Wanted(ino, size, evicts))
+        assert not any(isinstance(action, Move) for action in actions)
+        gone_bytes = [action.allocated_bytes for action in actions if isinstance(action, Evict)]
+        (action,) = self.carry_out(actions, set(reasons))
+        match action:
+            case Place(placed_ino, tier, reserved, whole):
+                assert placed_ino == ino
+                assert tier not in self.lost
+                assert reserved == (reservation(size) if whole else 0)
+                assert whole or size >= LARGE
+                assert all(a.tier == tier for a in actions if isinstance(a, Evict))
+                self.copies[ino] = Copy(tier, reserved)
+                if gone_bytes:
+                    # The last one was needed: for its bytes, or for an inode.
+                    ledger = self.placement._ledgers[tier]
+                    room = ledger.room_bytes() + (0 if whole else -16 * MIB)
+                    assert room < gone_bytes[-1] or ledger.room_inodes() <= 0
+            case Refuse(refused, reason, missing):
+                assert refused == ino
+                assert not gone_bytes
+                assert (missing > 0) == (reason is RefusalReason.NO_ROOM)
+                assert (reason is RefusalReason.NO_TIER) == (len(self.lost) == 3)
+            case _:
+                raise AssertionError(action)
+
+    @rule(sizes=st.lists(SMALL, min_size=3, max_size=12))
+    def filled(self, sizes: list[int]) -> None:
+        """Files are opened and copied one after the other, and what goes for them is gone at once,
+        so that there is something at rest most of the time."""
+        for size in sizes:
+            ino = self.next_ino
+            self.wanted(size=size, evicts=True, again=0)
+            for item in list(self.leaving):
+                self.evicted(pick=self.leaving.index(item), named=True)
+            copy = self.copies.get(ino)
+            if copy is not None and self.may_write(copy.tier, copy.granted):
+                copy.created = True
+                copy.written = copy.granted
+                self.check_written(copy.tier)
+                del self.copies[ino]
+                self.rest[ino] = (copy.tier, copy.written)
+                assert self.handle(Stored(ino, copy.written)) == []
+
+    @rule(pick=PICK, size=SIZES)
+    def room_wanted(self, pick: int, size: int) -> None:
+        ino = self.pick(self.copies, pick)
+        if ino is not None:
+            (action,) = self.handle(RoomWanted(ino, size), EvictionReason.POLICY)
+            if isinstance(action, Grant):
+                assert action == Grant(ino, size)
+                self.copies[ino].granted += reservation(size)
+            else:
+                assert isinstance(action, Refuse)
+                assert action.ino == ino
+
+    @rule(pick=PICK, share=st.floats(0, 1))
+    def copied(self, pick: int, share: float) -> None:
+        """The copier fills what was granted, up to a share of it."""
+        ino = self.pick(self.copies, pick)
+        if ino is None:
+            return
+        copy = self.copies[ino]
+        more = max(0, int(copy.granted * share) - copy.written)
+        if self.may_write(copy.tier, more):
+            copy.created = True
+            copy.written += more
+            self.check_written(copy.tier)
+
+    @rule(pick=PICK, event=st.sampled_from([Stored, Kept]))
+    def comes_to_rest(self, pick: int, event: type[Stored] | type[Kept]) -> None:
+        ino = self.pick((ino for ino, copy in self.copies.items() if copy.created), pick)
+        if ino is not None:
+            copy = self.copies.pop(ino)
+            allocated = copy.base + copy.written
+            self.rest[ino] = (copy.tier, allocated)
+            assert self.handle(event(ino, allocated)) == []
+
+    @rule(pick=PICK)
+    def abandoned(self, pick: int) -> None:
+        ino = self.pick(self.copies, pick)
+        if ino is not None:
+            del self.copies[ino]
+            assert self.handle(Abandoned(ino)) == []
+
+    @rule(pick=PICK, evicts=st.booleans())
+    def resumed(self, pick: int, evicts: bool) -> None:
+        ino = self.pick(set(self.rest) - set(self.moves), pick)
+        if ino is not None:
+            tier, allocated = self.rest.pop(ino)
+            assert self.handle(Resumed(ino, tier, allocated, evicts)) == []
+            self.copies[ino] = Copy(tier, 0, allocated, resumed=True, created=True)
+
+    @rule(pick=PICK)
+    def dropped(self, pick: int) -> None:
+        ino = self.pick(self.rest, pick)
+        if ino is not None:
+            tier, allocated = self.rest.pop(ino)
+            self.leaving.append(Leaving(ino, tier, allocated, False))
+            if ino in self.moves:
+                self.moves[ino].dropped = True
+            assert self.handle(Dropped(ino, tier, allocated)) == []
+
+    @rule(pick=PICK)
+    def dropped_while_resumed(self, pick: int) -> None:
+        ino = self.pick((ino for ino, copy in self.copies.items() if copy.resumed), pick)
+        if ino is not None:
+            copy = self.copies[ino]
+            self.leaving.append(Leaving(ino, copy.tier, copy.base, False))
+            assert self.handle(Dropped(ino, copy.tier, copy.base)) == []
+            # Another file from then on: nothing of the copy is in it.
+            copy.base, copy.resumed, copy.created = 0, False, copy.written > 0
+
+    # What leaves.
+
+    @precondition(lambda self: self.leaving)
+    @rule(pick=PICK, named=st.booleans())
+    def evicted(self, pick: int, named: bool) -> None:
+        item = self.leaving[pick % len(self.leaving)]
+        first = next(other for other in self.leaving if other.ino == item.ino)
+        if not named:
+            item = first
+        else:
+            item = next(o for o in self.leaving if o.ino == item.ino and o.tier == item.tier)
+        self.leaving.remove(item)
+        assert self.handle(Evicted(item.ino, item.tier if named else None)) == []
+
+    @precondition(lambda self: self.leaving)
+    @rule(pick=PICK)
+    def eviction_failed(self, pick: int) -> None:
+        item = self.leaving[pick % len(self.leaving)]
+        item = next(o for o in self.leaving if o.ino == item.ino and o.tier == item.tier)
+        self.leaving.remove(item)
+        if item.recorded and item.ino not in self.rest and item.ino not in self.copies:
+            self.rest[item.ino] = (item.tier, item.allocated)
+        else:
+            self.stuck.append(item)
+        assert self.handle(EvictionFailed(item.ino, item.tier)) == []
+
+    @precondition(lambda self: self.stuck)
+    @rule()
+    def tried_again(self) -> None:
+        for item in self.stuck:
+            if item.ino not in self.copies:
+                self.stuck.remove(item)
+                item.recorded = False
+                self.leaving.append(item)
+                assert self.handle(Dropped(item.ino, item.tier, item.allocated)) == []
+                return
+
+    # What moves.
+
+    @rule(picks=st.lists(PICK, min_size=1, max_size=8), late=st.integers(0, 5))
+    def accessed(self, picks: list[int], late: int) -> None:
+        reasons = [EvictionReason.POLICY] if self.eviction is Eviction.LRU else []
+        for pick in picks:
+            ino = self.pick(self.rest, pick)
+            if ino is not None:
+                # Now and then the replica is elsewhere by now.
+                tier = (self.rest[ino][0] + (late == 0)) % 3
+                assert self.handle(Accessed(ino, tier), *reasons) == []
+
+    @rule(pick=PICK, tier=TIERS)
+    def known(self, pick: int, tier: int) -> None:
+        ino = self.pick(self.rest, pick)
+        if ino is not None:
+            assert self.handle(Known(ino, tier)) == []
+
+    @rule(pick=PICK, share=st.floats(0, 1))
+    def moved(self, pick: int, share: float) -> None:
+        ino = self.pick((ino for ino, move in self.moves.items() if not move.dropped), pick)
+        if ino is None:
+            return
+        move = self.moves[ino]
+        allocated = int(move.granted * share)
+        if self.may_write(move.to, allocated):
+            del self.moves[ino]
+            self.rest[ino] = (move.to, allocated)
+            self.leaving.append(Leaving(ino, move.tier, move.allocated, False))
+            self.check_written(move.to)
+            assert self.handle(Moved(ino, allocated)) == []
+
+    @rule(pick=PICK)
+    def move_failed(self, pick: int) -> None:
+        ino = self.pick(self.moves, pick)
+        if ino is not None:
+            del self.moves[ino]
+            assert self.handle(MoveFailed(ino), EvictionReason.PRESSURE) == []
+
+    # Around.
+
+    @rule(pick=PICK)
+    def opened(self, pick: int) -> None:
+        ino = self.pick(self.rest, pick)
+        if ino is not None:
+            self.open.add(ino)
+
+    @precondition(lambda self: self.open)
+    @rule(pick=PICK)
+    def closed(self, pick: int) -> None:
+        self.open.discard(self.pick(self.open, pick) or 0)
+
+    @rule(pick=PICK)
+    def outdated_now(self, pick: int) -> None:
+        ino = self.pick(self.rest, pick)
+        if ino is not None:
+            self.stale.add(ino)
+
+    @rule(tier=TIERS)
+    def seen(self, tier: int) -> None:
+        assert self.see(tier) == []
+
+    @rule(tier=TIERS, percent=st.integers(0, 100), demote=st.booleans())
+    def resized(self, tier: int, percent: int, demote: bool) -> None:
+        self.capacity[tier] = CAPACITIES[tier] * percent // 100
+        assert self.see(tier, demote) == []
+        self.check_relieved(tier)
+
+    @rule(tier=TIERS, others=st.tuples(st.integers(0, 100 * MIB), st.integers(0, 50)))
+    def crowded(self, tier: int, others: tuple[int, int]) -> None:
+        """Others' files come and go."""
+        self.others[tier] = others
+        assert self.see(tier) == []
+        self.check_relieved(tier)
+
+    def check_relieved(self, tier: int) -> None:
+        """Unless nothing more could go, the promises hold once everything is where it goes to."""
+        if tier in self.lost:
+            return
+        staying = [
+            (ino, allocated)
+            for ino, (at, allocated) in self.rest.items()
+            if at == tier and ino not in self.moves
+        ]
+        if any(
+            ino not in self.open and not self.is_leaving(ino, tier) and allocated
+            for ino, allocated in staying
+        ):
+            sizes = [allocated for _, allocated in staying]
+            sizes += [item.allocated for item in self.stuck if item.tier == tier]
+            copies = [copy for copy in self.copies.values() if copy.tier == tier]
+            sizes += [copy.base for copy in copies]
+            granted = sum(copy.granted for copy in copies)
+            granted += sum(move.granted for move in self.moves.values() if move.to == tier)
+            assert sum(sizes) + granted <= self.capacity[tier]
+            # What the copies wrote had its room when it was granted.
+            other_bytes, other_files = self.others[tier]
+            assert FILE_SYSTEM.free_bytes - sum(sizes) - other_bytes >= RESERVE_BYTES
+            _, files = self.on_tier(tier)
+            files -= sum(item.tier == tier for item in self.leaving)
+            assert FILE_SYSTEM.free_inodes - files - other_files >= RESERVE_INODES
+
+    @rule(tier=TIERS, lose=st.integers(0, 3))
+    def lost_or_back(self, tier: int, lose: int) -> None:
+        if lose:
+            tier = self.pick(self.lost, tier) or 0
+        if tier in self.lost:
+            self.lost.discard(tier)
+            assert self.handle(TierBack(tier)) == []
+        elif not lose:
+            self.lost.add(tier)
+            assert self.handle(TierLost(tier, "gone")) == []
+
+    @invariant()
+    def accounts_are_true(self) -> None:
+        if not hasattr(self, "placement"):
+            return
+        self.placement.check_invariants()
+        for tier in range(3):
+            accounts = self.placement.accounts(tier)
+            rest = [allocated for at, allocated in self.rest.values() if at == tier]
+            rest += [item.allocated for item in self.stuck if item.tier == tier]
+            rest += [c.base for c in self.copies.values() if c.tier == tier and c.resumed]
+            leaving = [item.allocated for item in self.leaving if item.tier == tier]
+            assert (accounts.used_bytes, accounts.files) == (sum(rest), len(rest))
+            assert (accounts.leaving_bytes, accounts.leaving_files) == (sum(leaving), len(leaving))
+            assert self.placement.usage(tier)[0] == sum(rest) + sum(leaving)
+
+    def teardown(self) -> None:
+        """Once everything is gone, every tier takes what it took at first."""
+        if not hasattr(self, "placement"):
+            return
+        for ino in list(self.moves):
+            del self.moves[ino]
+            self.handle(MoveFailed(ino), EvictionReason.PRESSURE)
+        for ino in list(self.copies):
+            self.placement.handle(Abandoned(ino))
+        self.copies.clear()
+        for ino, (tier, allocated) in self.rest.items():
+            self.placement.handle(Dropped(ino, tier, allocated))
+            self.placement.handle(Evicted(ino, tier))
+        self.rest.clear()
+        for item in self.stuck:
+            self.placement.handle(Dropped(item.ino, item.tier, item.allocated))
+        for item in self.leaving + self.stuck:
+            self.placement.handle(Evicted(item.ino, item.tier))
+        self.leaving.clear()
+        self.stuck.clear()
+        self.capacity = list(CAPACITIES)
+        self.others = [(0, 0)] * 3
+        for tier in range(3):
+            self.placement.handle(TierLost(tier, "not its turn"))
+        for tier in range(3):
+            assert self.placement.accounts(tier)[1:] == (0, 0, 0, 0, 0)
+            self.placement.handle(TierBack(tier))
+            assert self.see(tier) == []
+            (action,) = self.placement.handle(Wanted(tier, 40 * MIB - BLOCK))
+            assert action == placed(tier, tier, 40 * MIB - BLOCK)
+            self.placement.handle(TierLost(tier, "full"))
+        self.placement.check_invariants()
+
+
+TestPlacementMachine = PlacementMachine.TestCase
+TestPlacementMachine.settings = settings(
+    max_examples=200,
+    stateful_step_count=50,
+    deadline=None,
+    # To say which parts matter takes minutes, and says little of so long a story.
+    phases=[phase for phase in Phase if phase is not Phase.explain],
+)

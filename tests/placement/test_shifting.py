@@ -1,0 +1,319 @@
+"""What moves between tiers, and what goes where a tier has to shrink, as lists of actions."""
+
+from __future__ import annotations
+
+import pytest
+
+from monarchfs.placement import (
+    Abandoned,
+    Accessed,
+    Dropped,
+    Evict,
+    Evicted,
+    Eviction,
+    EvictionReason,
+    Loaded,
+    Move,
+    MoveFailed,
+    Resumed,
+    TierBack,
+    TierLost,
+    TierSeen,
+    Wanted,
+)
+from monarchfs.placement.ledger import reservation
+from monarchfs.types import Space
+from tests.placement.tools import BLOCK, GIB, MIB, ROOMY, Node, evicted
+
+OUTDATED, POLICY = EvictionReason.OUTDATED, EvictionReason.POLICY
+PRESSURE = EvictionReason.PRESSURE
+
+
+def full_node(eviction: Eviction, *more: int) -> Node:
+    """Ten replicas, 20 to 29, of ten blocks each fill the first tier."""
+    node = Node(100 * BLOCK, *(blocks * BLOCK for blocks in more), eviction=eviction)
+    for ino in range(20, 30):
+        node.store(ino, 10)
+    return node
+
+
+def move(ino: int, tier: int, to: int, blocks: int) -> Move:
+    return Move(ino, tier, to, reservation(blocks * BLOCK))
+
+
+# Pressure.
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+def test_a_tier_that_shrinks_gives_up_as_much_as_is_missing(eviction: Eviction) -> None:
+    node = full_node(eviction)
+    assert node.shrink(100) == []
+    assert node.shrink(75) == [Evict(ino, 0, 10 * BLOCK, PRESSURE) for ino in (20, 21, 22)]
+    # What is leaving is not missing again.
+    assert node.shrink(75) == []
+    assert evicted(node.shrink(65)) == [23]
+    node.run(*(Evicted(ino) for ino in (20, 21, 22, 23)))
+    assert node.shrink(65) == []
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+def test_outdated_ones_go_first_and_open_ones_stay(eviction: Eviction) -> None:
+    node = full_node(eviction)
+    node.books.stale |= {28, 29}
+    node.books.open |= {20, 28}
+    assert node.shrink(85) == [
+        Evict(29, 0, 10 * BLOCK, OUTDATED),
+        Evict(21, 0, 10 * BLOCK, PRESSURE),
+    ]
+    assert evicted(node.shrink(0)) == [*range(22, 28)]
+    assert node.shrink(0) == []
+
+
+def test_what_the_policy_does_not_know_goes_too() -> None:
+    node = Node(100 * BLOCK, eviction=Eviction.LRU)
+    node.load(0, {20: 30, 21: 30})
+    node.store(22, 40)
+    assert evicted(node.shrink(40)) == [22, 20]
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+def test_others_files_push_replicas_out_of_the_last_part(eviction: Eviction) -> None:
+    node = full_node(eviction)
+
+    def seen(free: int, written: int = 0) -> list[int]:
+        space = Space(1000 * BLOCK, free * BLOCK, 0, 0)
+        return evicted(node.run(TierSeen(0, 100 * BLOCK, space, written * BLOCK)))
+
+    assert seen(100) == []
+    assert seen(85) == [20, 21]
+    # They are not gone yet.
+    assert seen(85) == []
+    node.run(Evicted(20), Evicted(21))
+    assert seen(105) == []
+    # Nothing goes for what a copy has written a moment ago.
+    node.run(Wanted(50, 4 * BLOCK))
+    assert seen(101) == []
+    assert seen(98, written=4) == []
+    assert seen(94, written=4) == [22]
+
+
+def test_others_files_take_inodes_too() -> None:
+    node = full_node(Eviction.KEEP)
+    inodes = Space(GIB, GIB, 1000, 98)
+    assert evicted(node.run(TierSeen(0, 100 * BLOCK, inodes))) == [20, 21]
+    assert node.run(TierSeen(0, 100 * BLOCK, inodes)) == []
+
+
+def test_reserved_room_counts_and_nothing_at_rest_means_nothing_to_do() -> None:
+    node = full_node(Eviction.KEEP)
+    node.gone(node.shrink(60))
+    node.shrink(100)
+    node.run(Wanted(50, 39 * BLOCK))
+    assert evicted(node.shrink(90)) == [24]
+    empty = Node(100 * BLOCK)
+    empty.run(Wanted(50, 39 * BLOCK))
+    assert empty.shrink(10) == []
+    assert empty.placement.writable_bytes(0, 0) == 10 * BLOCK
+
+
+def test_a_lost_tier_is_left_alone_until_it_is_back() -> None:
+    node = full_node(Eviction.LRU)
+    node.run(TierLost(0, "gone"))
+    assert node.shrink(50) == []
+    assert node.run(TierBack(0)) == []
+    assert len(evicted(node.shrink(50))) == 5
+
+
+# Demotion.
+
+
+def test_under_pressure_replicas_move_down_where_there_is_room() -> None:
+    node = full_node(Eviction.LRU, 5, 1000)
+    node.books.stale.add(29)
+    (out, down) = node.shrink(85, demote=True)
+    assert out == Evict(29, 0, 10 * BLOCK, OUTDATED)
+    assert down == move(20, 0, 2, 10)
+    assert node.shrink(85, demote=True) == []
+    assert node.moved(down) == []
+    assert node.shrink(85, demote=True) == []
+    assert node.placement.accounts(2).used_bytes == 10 * BLOCK
+    # 29 is leaving still.
+    assert node.placement.usage(0)[0] == 90 * BLOCK
+
+
+def test_more_than_may_move_is_evicted() -> None:
+    node = full_node(Eviction.LRU, 1000)
+    assert node.shrink(82, demote=True) == [move(20, 0, 1, 10), move(21, 0, 1, 10)]
+    assert node.shrink(75, demote=True) == [Evict(22, 0, 10 * BLOCK, PRESSURE)]
+
+
+def test_without_room_below_or_in_great_need_replicas_do_not_move() -> None:
+    node = full_node(Eviction.LRU, 5)
+    assert node.shrink(80, demote=True) == [Evict(ino, 0, 10 * BLOCK, PRESSURE) for ino in (20, 21)]
+    node = full_node(Eviction.LRU, 1000)
+    assert evicted(node.shrink(75, demote=False)) == [20, 21, 22]
+    node = full_node(Eviction.LRU, 1000)
+    assert evicted(node.shrink(70, demote=True)) == [20, 21, 22]
+
+
+def test_a_demotion_that_fails_ends_in_eviction_if_the_need_is_still_there() -> None:
+    node = full_node(Eviction.KEEP, 1000)
+    node.shrink(85, demote=True)
+    assert node.run(MoveFailed(20)) == [Evict(20, 0, 10 * BLOCK, PRESSURE)]
+    node.run(TierSeen(0, 100 * BLOCK, ROOMY))
+    assert node.run(MoveFailed(21)) == []
+    assert node.placement.accounts(1)[1:4] == (0, 0, 0)
+
+
+def test_a_replica_that_is_dropped_while_it_moves_leaves_once() -> None:
+    node = full_node(Eviction.LRU, 1000)
+    node.shrink(90, demote=True)
+    with pytest.raises(ValueError, match="being moved"):
+        node.run(Resumed(20, 0, 10 * BLOCK))
+    with pytest.raises(ValueError, match="in progress"):
+        node.run(Loaded(1, 0, 0))
+    del node.books.replicas[20]
+    node.run(Dropped(20, 0, 10 * BLOCK))
+    assert node.placement.accounts(0).leaving_bytes == 10 * BLOCK
+    node.run(MoveFailed(20), Evicted(20))
+    assert node.placement.usage(0)[0] == 90 * BLOCK
+    assert node.placement.accounts(1)[1:4] == (0, 0, 0)
+
+
+# Promotion.
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+def test_what_is_opened_moves_up_where_there_is_room(eviction: Eviction) -> None:
+    node = full_node(eviction, 50, 1000)
+    node.store(40, 40)
+    node.store(41, 40)
+    assert node.run(Accessed(41, 2), Accessed(40, 1), Accessed(25, 0)) == []
+    node.gone(node.shrink(50))
+    node.shrink(100)
+    (action,) = node.run(Accessed(41, 2))
+    assert action == move(41, 2, 0, 40)
+    # It is on its way.
+    assert node.run(Accessed(41, 2)) == []
+    assert node.placement.usage(2)[0] == 40 * BLOCK
+    node.moved(action)
+    assert node.placement.usage(2)[0] == 0
+    assert node.placement.usage(0)[0] == 90 * BLOCK
+
+
+def test_what_moves_up_is_not_evicted_meanwhile() -> None:
+    node = full_node(Eviction.LRU, 40)
+    node.store(40, 40)
+    node.gone(node.shrink(50))
+    node.shrink(100)
+    assert node.run(Accessed(40, 1)) == [move(40, 1, 0, 40)]
+    assert node.shrink(0, tier=1) == []
+    node.run(MoveFailed(40))
+    assert evicted(node.shrink(0, tier=1)) == [40]
+
+
+def test_no_more_than_two_move_at_a_time() -> None:
+    node = full_node(Eviction.KEEP, 1000)
+    for ino in (40, 41, 42):
+        node.store(ino, 10)
+    node.gone(node.shrink(0))
+    node.shrink(100)
+    actions = node.run(*(Accessed(ino, 1) for ino in (40, 41, 42)))
+    assert actions == [move(40, 1, 0, 10), move(41, 1, 0, 10)]
+    node.run(MoveFailed(40))
+    assert node.run(Accessed(42, 1)) == [move(42, 1, 0, 10)]
+
+
+def test_nothing_moves_from_or_to_a_lost_tier() -> None:
+    node = full_node(Eviction.KEEP, 1000)
+    node.store(40, 10)
+    node.gone(node.shrink(0))
+    node.shrink(100)
+    for tier in (0, 1):
+        node.run(TierLost(tier, "gone"))
+        assert node.run(Accessed(40, 1)) == []
+        node.run(TierBack(tier))
+    assert node.run(Accessed(40, 1)) == [move(40, 1, 0, 10)]
+
+
+def swapping_node(slow_blocks: int) -> Node:
+    node = full_node(Eviction.LRU, slow_blocks)
+    node.store(40, 10)
+    node.run(*(Accessed(ino, 0) for ino in range(21, 30)))
+    # A move reserves a block more than the replica occupies.
+    node.shrink(101)
+    return node
+
+
+def test_with_lru_a_hotter_replica_takes_the_place_of_the_coldest() -> None:
+    node = swapping_node(1000)
+    # 20 was not opened since 40 was stored.
+    (down,) = node.run(Accessed(40, 1))
+    assert down == move(20, 0, 1, 10)
+    assert node.run(Accessed(40, 1)) == []
+    (up,) = node.moved(down)
+    assert up == Move(40, 1, 0, 11 * BLOCK)
+
+
+def test_without_room_below_the_coldest_goes() -> None:
+    node = swapping_node(10)
+    node.books.replicas[20] = (0, 11 * BLOCK)
+    node.shrink(102)
+    assert node.run(Accessed(40, 1)) == [Evict(20, 0, 11 * BLOCK, POLICY), move(40, 1, 0, 10)]
+
+
+def test_outdated_replicas_make_way_before_others() -> None:
+    node = swapping_node(1000)
+    node.books.stale.add(25)
+    node.books.replicas[25] = (0, 11 * BLOCK)
+    node.shrink(100)
+    assert node.run(Accessed(40, 1)) == [Evict(25, 0, 11 * BLOCK, OUTDATED), move(40, 1, 0, 10)]
+
+
+def test_outdated_replicas_that_are_not_enough_go_together_with_the_coldest() -> None:
+    node = full_node(Eviction.LRU, 1000)
+    node.store(40, 15)
+    node.run(*(Accessed(ino, 0) for ino in range(22, 30)))
+    node.books.stale.add(20)
+    assert node.run(Accessed(40, 1)) == []
+    node.books.stale = {25}
+    assert node.run(Accessed(40, 1)) == [
+        Evict(25, 0, 10 * BLOCK, OUTDATED),
+        Evict(20, 0, 10 * BLOCK, POLICY),
+        move(40, 1, 0, 15),
+    ]
+
+
+def test_what_was_not_opened_twice_does_not_change_places() -> None:
+    node = swapping_node(1000)
+    node.run(Accessed(20, 0))
+    assert node.run(Accessed(40, 1)) == []
+    sieve = full_node(Eviction.SIEVE, 1000)
+    sieve.store(40, 10)
+    assert sieve.run(Accessed(40, 1), Accessed(40, 1)) == []
+
+
+def test_replicas_whose_sizes_do_not_allow_it_do_not_change_places() -> None:
+    node = full_node(Eviction.LRU, 1000)
+    node.store(40, 20)
+    node.run(*(Accessed(ino, 0) for ino in range(21, 30)))
+    assert node.run(Accessed(40, 1)) == []
+
+
+def test_what_made_room_for_another_that_is_gone_by_then_is_all_that_moves() -> None:
+    node = swapping_node(1000)
+    (down,) = node.run(Accessed(40, 1))
+    del node.books.replicas[40]
+    node.run(Dropped(40, 1, 10 * BLOCK))
+    assert node.moved(down) == []
+
+
+def test_a_move_takes_the_room_that_it_reserves() -> None:
+    node = Node(10 * MIB, 100 * MIB)
+    node.load(1, {40: 1024})
+    assert node.run(Accessed(40, 1)) == [Move(40, 1, 0, 4 * MIB + BLOCK)]
+    assert node.placement.accounts(0).reserved_bytes == 4 * MIB + BLOCK
+    node.run(Wanted(50, 5 * MIB))
+    assert node.placement.accounts(0).reserved_bytes == 9 * MIB + 2 * BLOCK
+    node.run(Abandoned(50), MoveFailed(40))
+    assert node.placement.accounts(0).reserved_bytes == 0

@@ -1,0 +1,138 @@
+"""A placement over imagined tiers, and the books of what lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from monarchfs.placement import (
+    Action,
+    Event,
+    Evict,
+    Evicted,
+    Eviction,
+    Kept,
+    Loaded,
+    Move,
+    Moved,
+    Place,
+    Placement,
+    Stored,
+    TierSeen,
+    Wanted,
+)
+from monarchfs.placement.ledger import reservation
+from monarchfs.types import Space
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+BLOCK = 4 * KIB
+
+ROOMY = Space(1000 * GIB, 1000 * GIB, 1_000_000, 1_000_000)
+
+
+class FakeBooks:
+    """What the index would say."""
+
+    def __init__(self) -> None:
+        self.replicas: dict[int, tuple[int, int]] = {}  # ino: tier, allocated
+        self.open: set[int] = set()
+        self.stale: set[int] = set()
+        self.asked = 0
+
+    def allocated_bytes(self, ino: int, tier: int) -> int | None:
+        self.asked += 1
+        at, allocated = self.replicas.get(ino, (None, 0))
+        return allocated if at == tier else None
+
+    def evictable(self, ino: int) -> bool:
+        return ino not in self.open
+
+    def outdated(self, tier: int) -> Iterable[int]:
+        return [ino for ino in self.any(tier) if ino in self.stale]
+
+    def any(self, tier: int) -> Iterable[int]:
+        return [ino for ino, (at, _) in self.replicas.items() if at == tier]
+
+
+def placement_of(*capacities: int) -> Placement:
+    """Tiers 0, 1, ... of these capacities on file systems with plenty of room."""
+    placement = Placement(range(len(capacities)), FakeBooks())
+    for tier, capacity in enumerate(capacities):
+        placement.handle(TierSeen(tier, capacity, ROOMY))
+    return placement
+
+
+def run(placement: Placement, *events: Event) -> list[Action]:
+    actions = []
+    for event in events:
+        actions += placement.handle(event)
+        placement.check_invariants()
+    return actions
+
+
+def placed(ino: int, tier: int, size: int) -> Place:
+    return Place(ino, tier, reservation(size), True)
+
+
+class Node:
+    """A placement whose actions are carried out at once in the books, but for what is leaving or
+    moving: that ends when it is told to."""
+
+    def __init__(
+        self, *capacities: int, eviction: Eviction = Eviction.KEEP, reserve_percent: float = 10.0
+    ) -> None:
+        self.books = FakeBooks()
+        self.capacities = capacities
+        self.placement = Placement(
+            range(len(capacities)), self.books, eviction=eviction, reserve_percent=reserve_percent
+        )
+        for tier, capacity in enumerate(capacities):
+            self.run(TierSeen(tier, capacity, ROOMY))
+
+    def run(self, *events: Event) -> list[Action]:
+        actions = []
+        for event in events:
+            if isinstance(event, Stored | Kept):
+                tier = self.placement._copies[event.ino].tier
+                self.books.replicas[event.ino] = (tier, event.allocated_bytes)
+            done = run(self.placement, event)
+            for action in done:
+                if isinstance(action, Evict):
+                    assert self.books.replicas.pop(action.ino) == (
+                        action.tier,
+                        action.allocated_bytes,
+                    )
+            actions += done
+        return actions
+
+    def store(self, ino: int, blocks: int) -> list[Action]:
+        """Somebody opens a file, which is copied, and the removals for it are done."""
+        actions = self.run(Wanted(ino, (blocks - 1) * BLOCK, True))
+        if isinstance(actions[-1], Place):
+            self.gone(actions)
+            self.run(Stored(ino, blocks * BLOCK))
+        return actions
+
+    def gone(self, actions: list[Action]) -> None:
+        self.run(*(Evicted(action.ino) for action in actions if isinstance(action, Evict)))
+
+    def moved(self, move: Action) -> list[Action]:
+        """A move is done, and the old file removed."""
+        assert isinstance(move, Move)
+        _, allocated = self.books.replicas[move.ino]
+        self.books.replicas[move.ino] = (move.to, allocated)
+        actions = self.run(Moved(move.ino, allocated))
+        self.run(Evicted(move.ino))
+        return actions
+
+    def load(self, tier: int, sizes: dict[int, int]) -> None:
+        """Replicas (of so many blocks) that an earlier mount left."""
+        for ino, blocks in sizes.items():
+            self.books.replicas[ino] = (tier, blocks * BLOCK)
+        self.run(Loaded(tier, len(sizes), sum(sizes.values()) * BLOCK))
+
+    def shrink(self, blocks: int, tier: int = 0, *, demote: bool = False) -> list[Action]:
+        return self.run(TierSeen(tier, blocks * BLOCK, ROOMY, 0, demote))
+
+
+def evicted(actions: list[Action]) -> list[int]:
+    return [action.ino for action in actions if isinstance(action, Evict)]
