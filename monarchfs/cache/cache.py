@@ -8,14 +8,22 @@ from __future__ import annotations
 import logging
 import os
 
+import trio
+
 from monarchfs.cache.filling import OUT_OF_DESCRIPTORS, Filling
 from monarchfs.cache.replicas import OpenReplica
-from monarchfs.placement.events import Loaded
+from monarchfs.cache.scrub import Scrub
+from monarchfs.cache.stocktaking import Stocktaking
+from monarchfs.cache.tiers import Hold
+from monarchfs.placement.events import Accessed, Known, Loaded
 from monarchfs.store.errors import ReplicaLost
-from monarchfs.store.tier import replica_name
-from monarchfs.types import Data, Node, Replica, ReplicaState
+from monarchfs.store.tier import Tier
+from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState, TierTotals
 
 log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 1.0
+PURGE_BATCH = 256
 
 
 class Cache(Filling):
@@ -23,46 +31,60 @@ class Cache(Filling):
 
     # -- start and end
 
-    def load(self, *, rebooted: bool) -> None:
-        """Take over what an earlier mount left. After a reboot only synced replicas count."""
+    def load(self, boot_id: bytes) -> None:
+        """Take over what an earlier mount left; ``boot_id`` tells whether the machine was restarted
+        since. Takes no longer the more there is: what has to be looked at is so in the background.
+        """
+        rebooted = self.index.begin_boot(boot_id)
+        stock = self._stock = Stocktaking(
+            self.index, self._tiers, self._handle, self._metrics, self._in_thread
+        )
+        stock.recover()
         totals = self.index.tier_totals()
-        parts: dict[int, set[str]] = {tier_id: set() for tier_id in self.tiers}
-        whole: dict[int, set[str]] = {tier_id: set() for tier_id in self.tiers}
-        # The records are walked only where that can tell something: a mount must not take longer
-        # the more it has cached.
-        if rebooted or any(n[1] for n in totals.values()) or totals.keys() - self.tiers.keys():
-            lost = []
-            for ino, replica in self.index.replicas():
-                if replica.tier not in self.tiers or (rebooted and not replica.durable):
-                    lost.append((ino, replica))
-                elif replica.state is ReplicaState.PARTIAL:
-                    parts[replica.tier].add(replica_name(replica.version))
-                elif rebooted:
-                    whole[replica.tier].add(replica_name(replica.version))
-            for ino, replica in lost:
-                self.index.drop_replica(ino)
-                self._tiers.unlink(replica)
+        for tier in self.tiers.values():
+            held = totals.get(tier.id, TierTotals())
+            files = held.resident + held.partial + held.found
+            self._handle(Loaded(tier.id, files, held.allocated_bytes))
+            try:
+                needed = stock.needed(tier, rebooted=rebooted)
+            except OSError as exc:
+                self._tiers.failed(tier, "looking at what it holds", exc)
+                needed = True
+            if needed:
+                self._begin_stock(tier)
         self._tiers.look()
-        for tier_id, (resident, partial, allocated) in self.index.tier_totals().items():
-            self._handle(Loaded(tier_id, resident + partial, allocated))
-        for tier in self.tiers.values():
-            try:
-                tier.clean_parts(parts[tier.id])
-                if rebooted:  # a rename may have reached the disk where its record did not
-                    tier.clean_replicas(whole[tier.id])
-            except OSError as exc:
-                self._tiers.trouble(tier, "cleaning", exc)
+        self._tracks = self.placement.tracks or len(self.tiers) > 1
+        if self.placement.tracks:
+            self._nursery.start_soon(self._tell_known)
 
-    def clean_tiers(self) -> None:
-        """Remove all replicas, for an index that knows none. Blocks, longer the more there are."""
-        for tier in self.tiers.values():
-            try:
-                removed = tier.clean_replicas(()) + tier.clean_parts(())
-            except OSError as exc:
-                self._tiers.trouble(tier, "cleaning", exc)
-            else:
-                if removed:
-                    log.info("tier %s: removed %d unknown replicas", tier.path, len(removed))
+    def _begin_stock(self, tier: Tier) -> None:
+        self._taking.add(tier.id)
+        self._stock.suspect(tier)
+        self._nursery.start_soon(self._take_stock, tier)
+
+    async def _take_stock(self, tier: Tier) -> None:
+        try:
+            await self._stock.take(tier)
+        except (OSError, IndexWriteError) as exc:
+            # It stays out of use: what it holds is not known.
+            self._tiers.hold(tier.id, Hold.STOCK, f"what it holds could not be looked at: {exc}")
+            log.warning("tier %s: %s", tier.path, exc)
+        finally:
+            self._taking.discard(tier.id)
+            self.room_appeared()
+
+    @property
+    def taking_stock(self) -> bool:
+        """Whether a tier takes nothing only because what it holds is still being looked at."""
+        return bool(self._taking)
+
+    async def _tell_known(self) -> None:
+        """Tell the policy of what an earlier mount left."""
+        for count, (ino, record) in enumerate(self.index.replicas()):
+            if record.tier in self.tiers:
+                self._handle(Known(ino, record.tier))
+            if count % 256 == 0:
+                await trio.lowlevel.checkpoint()
 
     def close(self) -> None:
         """Close what is open. Replicas stay."""
@@ -72,22 +94,24 @@ class Cache(Filling):
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the books are wrong; for tests."""
-        self._placement.check_invariants()
+        self.placement.check_invariants()
         assert all(replica.uses > 0 for replica in self._open.values())
 
     # -- reading
 
-    def resident(self, ino: int) -> bool:
-        if ino in self._open:
+    def resident(self, node: Node) -> bool:
+        """Whether there is a complete replica; one that an earlier index left is taken over."""
+        if node.ino in self._open:
             return True
-        record = self.index.replica(ino)
+        record = self.claim(node)
         return record is not None and record.state is ReplicaState.RESIDENT
 
-    def acquire(self, node: Node) -> OpenReplica | None:
-        """The complete replica of ``node``, open, or None. Each needs a ``release``."""
+    def acquire(self, node: Node, *, accessed: bool = True) -> OpenReplica | None:
+        """The complete replica of ``node``, open, or None. Each needs a ``release``. Not
+        ``accessed``: it has just been copied, and nobody opened it for that."""
         replica = self._open.get(node.ino)
         if replica is None:
-            record = self.index.replica(node.ino)
+            record = self.claim(node)
             if record is None or record.state is not ReplicaState.RESIDENT:
                 return None
             replica = self._open_replica(node, record)
@@ -95,6 +119,8 @@ class Cache(Filling):
                 return None
             self._open[node.ino] = replica
         replica.uses += 1
+        if self._tracks and accessed:
+            self._handle(Accessed(node.ino, replica.tier))
         return replica
 
     def release(self, replica: OpenReplica) -> None:
@@ -104,8 +130,8 @@ class Cache(Filling):
         if self._open.get(replica.ino) is replica:
             del self._open[replica.ino]
         os.close(replica.fd)
-        if (reason := self._doomed.pop(replica.ino, None)) is not None:
-            self.drop(replica.ino, reason)
+        for then in replica.then:
+            then()
 
     async def read(self, replica: OpenReplica, offset: int, size: int) -> Data:
         """``OpenReplica.read`` in a thread, which keeps the descriptor open until it is done.
@@ -118,31 +144,62 @@ class Cache(Filling):
 
     def failed_read(self, replica: OpenReplica, exc: OSError) -> None:
         """A tier failed under a reader, who goes to the source: the replica is not used again."""
-        self._tiers.trouble(self.tiers[replica.tier], "reading", exc)
+        if replica.bad:
+            return  # that is known, and the tier is not to blame
+        self._tiers.failed(self.tiers[replica.tier], "reading", exc, reading=True)
         # Others who read it may have said so already; what is recorded now may be a new one.
         if self._open.get(replica.ino) is replica:
-            del self._open[replica.ino]
             self.drop(replica.ino, f"the replica could not be read: {exc.strerror}")
 
     def _open_replica(self, node: Node, record: Replica) -> OpenReplica | None:
         tier = self.tiers.get(record.tier)
-        if tier is None:
+        if tier is None or not self._tiers.readable(tier.id):
             return None
         try:
-            fd = tier.open_replica(record.version, record.version.size)
+            fd = tier.open_replica(record.name, record.checksum, record.size)
         except ReplicaLost as exc:
             log.warning("replica of inode %d is gone, reading the source: %s", node.ino, exc)
             self._metrics.replicas_lost += 1
             self.drop(node.ino, "its replica was lost")
             return None
         except OSError as exc:
-            self._tiers.trouble(tier, "opening", exc)
+            self._tiers.failed(tier, "opening", exc, reading=True)
             if exc.errno not in OUT_OF_DESCRIPTORS:
                 self.drop(node.ino, f"its replica could not be opened: {exc.strerror}")
             return None
-        return OpenReplica(node.ino, fd, record.version.size, tier.id, tier.memory_backed)
+        return OpenReplica(node.ino, fd, record.size, tier.id, tier.memory_backed)
+
+    # -- what people ask for
+
+    def pin(self, ino: int) -> None:
+        """Never evict the replica of ``ino``, or those below it if it is a directory. Raises
+        IndexWriteError."""
+        self.index.pin(ino)
+
+    def unpin(self, ino: int) -> None:
+        """Raises IndexWriteError."""
+        self.index.unpin(ino)
+
+    def evict(self, ino: int) -> bool:
+        """Remove the replica of ``ino``, unless it is open, pinned or being copied; whether it
+        was."""
+        return self._books.evictable(ino) and self.drop(ino, "evicted by hand")
 
     # -- upkeep
+
+    async def watch(self) -> None:
+        """See to the tiers, for ever: their room, those out of service, what is to be removed."""
+        while True:
+            await trio.sleep(WATCH_SECONDS)
+            await self.look_after()
+
+    async def look_after(self) -> None:
+        """``watch``, once."""
+        self._tiers.look()
+        for tier in await self._tiers.probe(self._in_thread):
+            if tier.id not in self._taking:
+                self._begin_stock(tier)
+        self._removals.retry(self._busy.values())
 
     async def sync_loop(self) -> None:
         """Make replicas durable in groups, for ever."""
@@ -152,20 +209,35 @@ class Cache(Filling):
         """Make everything durable that is stored by now."""
         await self._durability.sync()
 
+    async def purge(self, before_ns: int) -> None:
+        """Forget versions that were outdated before then: before this mount, so that no kernel
+        asks for them."""
+        try:
+            while self.index.purge_outdated(before_ns, PURGE_BATCH):
+                await trio.lowlevel.checkpoint()
+        except IndexWriteError as exc:
+            log.warning("outdated inodes stay recorded: %s", exc)
+
+    async def scrub(self, rate: int) -> None:
+        """Read replicas again at ``rate`` bytes a second, for ever; drop those that are corrupt."""
+        await Scrub(self.index, self._tiers, self, self._metrics, rate).run()
+
     def usage(self) -> list[dict[str, object]]:
         """One dict a tier, with the keys of ``status --json``."""
         self._tiers.look()
         totals = self.index.tier_totals()
         result: list[dict[str, object]] = []
         for tier in self.tiers.values():
-            used, capacity = self._placement.usage(tier.id)
-            resident, partial, _allocated = totals.get(tier.id, (0, 0, 0))
+            used, capacity = self.placement.usage(tier.id)
+            held = totals.get(tier.id, TierTotals())
             result.append(
                 {
                     "path": tier.path,
                     "capacity_bytes": capacity,
                     "used_bytes": used,
-                    "files": resident + partial,
+                    "files": held.resident + held.partial + held.found,
+                    "unclaimed": held.found,
+                    "out_of_service": self._tiers.out_of_service(tier.id),
                 }
             )
         return result

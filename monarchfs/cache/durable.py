@@ -8,27 +8,30 @@ import trio
 
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
-from monarchfs.types import IndexWriteError
+from monarchfs.types import IndexWriteError, Replica
 
 log = logging.getLogger(__name__)
 
 SYNC_INTERVAL_SECONDS = 30.0
 
+Group = dict[int, tuple[bytes, int]]
+"""Replicas by inode number (in the order of their coming): name and checksum."""
+
 
 class Durability:
-    """Changing: the inodes of each tier whose replicas were stored since they were last synced
-    (dicts for their order), and the group being synced now."""
+    """Changing: the replicas of each tier that were stored since it was last synced, and the group
+    being synced now."""
 
     def __init__(self, index: Index, tiers: Tiers) -> None:
         self._index = index
         self._tiers = tiers
-        self._unsynced: dict[int, dict[int, None]] = {tier_id: {} for tier_id in tiers.by_id}
-        self._syncing: dict[int, None] = {}
+        self._unsynced: dict[int, Group] = {tier_id: {} for tier_id in tiers.by_id}
+        self._syncing: Group = {}
 
-    def stored(self, ino: int, tier_id: int) -> None:
+    def stored(self, ino: int, replica: Replica) -> None:
         """A complete replica was recorded. What a tmpfs holds is gone after a reboot anyway."""
-        if not self._tiers.by_id[tier_id].memory_backed:
-            self._unsynced[tier_id][ino] = None
+        if not self._tiers.by_id[replica.tier].memory_backed:
+            self._unsynced[replica.tier][ino] = replica.name, replica.checksum
 
     def dropped(self, ino: int, tier_id: int) -> None:
         """Its record is gone: what is recorded for this inode next was not synced."""
@@ -58,10 +61,13 @@ class Durability:
         tier = self._tiers.by_id[tier_id]
         try:
             await trio.to_thread.run_sync(tier.sync, abandon_on_cancel=True)
+            # The files themselves say it too, for an index that has to be made anew.
+            files = list(self._syncing.values())
+            await trio.to_thread.run_sync(tier.mark_synced, files, abandon_on_cancel=True)
             self._index.mark_durable(self._syncing)
             self._syncing = {}
         except OSError as exc:
-            self._tiers.trouble(tier, "syncing", exc)
+            self._tiers.failed(tier, "syncing", exc)
         except IndexWriteError as exc:
             log.warning("replicas are not durable: %s", exc)
         finally:

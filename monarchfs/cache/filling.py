@@ -1,28 +1,24 @@
 """How a replica comes to be, in the order that makes a crash harmless at every point:
 
-1. ``reserve``: placement sets room aside (memory only).
+1. ``reserve``: placement sets room aside, and the index journals that a file may come to lie there.
 2. The copier writes a part file (``store``), chunk by chunk, or a small file in one go.
 3. The part is renamed to its final name.
-4. The index commit makes it resident. A crash before this leaves a file that no record knows:
-   a part is removed by the next mount, a renamed one is replaced by the next copy.
+4. The index commit makes it resident and ends the journal's entry. A crash before this leaves a
+   file that the journal names: the next mount removes it.
 """
 
 from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
-import trio
-
-from monarchfs.cache.records import Records
+from monarchfs.cache.moves import Moves
 from monarchfs.cache.replicas import Reservation
-from monarchfs.index.index import Index
-from monarchfs.metrics import Metrics
 from monarchfs.placement.events import (
     Abandoned,
+    Dropped,
     Event,
     Grant,
     Kept,
@@ -33,10 +29,9 @@ from monarchfs.placement.events import (
     Stored,
     Wanted,
 )
-from monarchfs.placement.placement import Placement
+from monarchfs.store.checksum import combine
 from monarchfs.store.read import read_full, read_nowait
-from monarchfs.store.tier import Tier
-from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState, TierSize
+from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState
 
 MOST_UNWRITTEN_BYTES = 256 << 20
 """So much of the source may wait in memory for a slow tier; more is not kept."""
@@ -44,57 +39,76 @@ MOST_UNWRITTEN_BYTES = 256 << 20
 OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 """What open(2) says of this process or this node, not of the file."""
 
-T = TypeVar("T")
 
-
-class Filling(Records):
+class Filling(Moves):
     """The part of the cache that copies use. Changing: how much waits for the tiers."""
 
-    def __init__(
-        self,
-        index: Index,
-        tiers: Sequence[Tier],
-        sizes: Sequence[TierSize],
-        placement: Placement,
-        metrics: Metrics,
-        local: trio.CapacityLimiter,
-    ) -> None:
-        super().__init__(index, tiers, sizes, placement, metrics, local)
-        self._unwritten_bytes = 0
+    _unwritten_bytes = 0
 
     # -- room
 
-    def reserve(self, node: Node) -> Reservation | None:
-        """Room for a replica of ``node``; None (and a reason) where there is none. A partial
-        replica is taken up again."""
-        self._tiers.look()
+    def claim(self, node: Node) -> Replica | None:
+        """The record of the node's replica; also one that an earlier index, or an earlier number
+        of the same version, left in a tier."""
         record = self.index.replica(node.ino)
-        if record is not None and record.tier in self.tiers:
-            if record.state is ReplicaState.RESIDENT:
-                return None  # out of reach for the moment; a second one would be counted twice
+        if record is None and node.stat.is_regular:
             try:
-                return self._resume(node, record)
-            except OSError as exc:
-                self._tiers.trouble(self.tiers[record.tier], "opening a part", exc)
-                if exc.errno not in OUT_OF_DESCRIPTORS:
-                    self.drop(node.ino, "its part was lost")
-            if self.index.replica(node.ino) is not None:
+                record = self.index.claim(node.ino, node.stat.version.replica_name, node.stat.size)
+            except IndexWriteError:
                 return None
-        (action,) = self._handle(Wanted(node.ino, node.stat.size))
+            if record is not None:
+                self._metrics.replicas_adopted += 1
+        return record
+
+    def reserve(self, node: Node, *, evicts: bool = True) -> Reservation | None:
+        """Room for a replica of ``node``; None (and a reason) where there is none. A partial
+        replica is taken up again. ``evicts``: somebody reads it, so that others may have to go."""
+        self._tiers.look()
+        ino = node.ino
+        if ino in self._busy:
+            return None
+        record = self.claim(node)
+        if record is not None and record.tier in self.tiers:
+            if record.state is not ReplicaState.PARTIAL:
+                return None  # out of reach for the moment; a second one would be counted twice
+            if (reason := self._tiers.out_of_service(record.tier)) is not None:
+                self.explain(ino, f"tier {self.tiers[record.tier].path}: {reason}")
+                return None
+            try:
+                return self._resume(node, record, evicts)
+            except OSError as exc:
+                self._tiers.failed(self.tiers[record.tier], "opening a part", exc, reading=True)
+                if exc.errno in OUT_OF_DESCRIPTORS or not self.drop(ino, "its part was lost"):
+                    return None
+        (action,) = self._handle(Wanted(ino, node.stat.size, evicts))
         if isinstance(action, Place):
-            tier = self.tiers[action.tier]
-            return Reservation(node, node.stat.version, tier, whole=action.whole)
+            return self._place(node, action)
         assert isinstance(action, Refuse)
         self._metrics.copies_refused += 1
-        self.explain(node.ino, f"{action.reason.value}: {action.missing_bytes} bytes short")
+        self.explain(ino, f"{action.reason.value}: {action.missing_bytes} bytes short")
         return None
 
-    def _resume(self, node: Node, record: Replica) -> Reservation:
+    def _place(self, node: Node, action: Place) -> Reservation | None:
+        tier = self.tiers[action.tier]
+        name = node.stat.version.replica_name
+        try:
+            self.index.begin_copy(node.ino, tier.id, name)
+        except IndexWriteError as exc:
+            self._handle(Abandoned(node.ino))
+            self.explain(node.ino, str(exc))
+            return None
+        self._busy[node.ino] = name
+        after = self._removals.pending(tier.id)
+        return Reservation(node, name, tier, whole=action.whole, after=after)
+
+    def _resume(self, node: Node, record: Replica, evicts: bool) -> Reservation:
         """Raises OSError of the tier, ReplicaLost among them."""
         tier = self.tiers[record.tier]
-        reservation = Reservation(node, record.version, tier, whole=False, resumed=record)
-        reservation.fd = tier.open_part(record.version)
-        self._handle(Resumed(node.ino, record.tier, record.allocated_bytes))
+        after = self._removals.pending(tier.id)
+        reservation = Reservation(node, record.name, tier, whole=False, after=after, resumed=record)
+        reservation.fd = tier.open_part(record.name, record.size)
+        self._handle(Resumed(node.ino, record.tier, record.allocated_bytes, evicts))
+        self._busy[node.ino] = record.name
         return reservation
 
     def grow(self, reservation: Reservation, size: int) -> bool:
@@ -103,7 +117,10 @@ class Filling(Records):
             return True
         self._tiers.look()
         (action,) = self._handle(RoomWanted(reservation.node.ino, size))
-        return isinstance(action, Grant)
+        if not isinstance(action, Grant):
+            return False
+        reservation.after += self._removals.pending(reservation.tier.id)
+        return True
 
     @property
     def backlogged(self) -> bool:
@@ -123,11 +140,14 @@ class Filling(Records):
     async def write(self, reservation: Reservation, offset: int, data: bytes) -> None:
         """Put bytes of the source into the part file. Raises OSError of the tier."""
         with reservation.using(), self._unwritten(len(data)):
+            if reservation.after:
+                await reservation.room()
             if reservation.fd < 0:
                 async with reservation.lock:
                     if reservation.fd < 0:
                         reservation.fd = await self._in_thread(reservation.new_part)
-            await self._in_thread(reservation.tier.write, reservation.fd, offset, data)
+            digests = await self._in_thread(reservation.tier.write, reservation.fd, offset, data)
+        reservation.put_digests(offset, digests)
         reservation.written += len(data)
         self._tiers.written[reservation.tier.id] += len(data)
 
@@ -150,35 +170,38 @@ class Filling(Records):
 
         The part's descriptor stays open for those who still read it: ``Reservation.close``.
         """
+        checksum = combine(reservation.digests)
         with reservation.using():
             allocated = await self._in_thread(
-                reservation.tier.finish_part, reservation.fd, reservation.version
+                reservation.tier.finish_part, reservation.fd, reservation.name, checksum
             )
-            return self._commit(reservation, allocated)
+            return await self._commit(reservation, allocated, checksum)
 
     async def write_all(self, reservation: Reservation, data: bytes) -> bool:
         """``write`` and ``finish`` of a whole file in one step."""
         with reservation.using(), self._unwritten(len(data)):
-            allocated = await self._in_thread(reservation.write_whole, data)
-            return self._commit(reservation, allocated)
+            if reservation.after:
+                await reservation.room()
+            allocated, checksum = await self._in_thread(reservation.write_whole, data)
+            return await self._commit(reservation, allocated, checksum)
 
-    def _commit(self, reservation: Reservation, allocated: int) -> bool:
-        # No checkpoint between the index commit and the books.
+    async def _commit(self, reservation: Reservation, allocated: int, checksum: int) -> bool:
         ino = reservation.node.ino
-        replica = _replica(reservation, ReplicaState.RESIDENT, allocated)
-        if reservation.given_up:
-            self._tiers.unlink(replica)
-            return False
+        replica = _replica(reservation, ReplicaState.RESIDENT, allocated, checksum=checksum)
         try:
-            self._put(ino, replica)
+            if not reservation.given_up:
+                # No checkpoint between the index commit and the books.
+                self._put(ino, replica)
+                self._end(reservation, Stored(ino, allocated))
+                self._metrics.copies_completed += 1
+                self.reasons.pop(ino, None)
+                self._durability.stored(ino, replica)
+                return True
         except OSError:
-            self._tiers.unlink(replica)
+            await self._in_thread(reservation.tier.discard, reservation.name)
             raise
-        self._end(reservation, Stored(ino, allocated))
-        self._metrics.copies_completed += 1
-        self.reasons.pop(ino, None)
-        self._durability.stored(ino, reservation.tier.id)
-        return True
+        await self._in_thread(reservation.tier.discard, reservation.name)
+        return False
 
     def rest(self, reservation: Reservation, chunk_bytes: int, present: bytes) -> None:
         """Put an unfinished copy aside: what is there is recorded, for this mount and later ones.
@@ -186,62 +209,84 @@ class Filling(Records):
         ``present`` has one byte a chunk, 1 where the chunk was written. Nobody may be using the
         part. Raises OSError where this cannot be done: then the copy is still to be abandoned.
         """
+        allocated = self._record_part(reservation, chunk_bytes, present, in_flight=False)
+        self._end(reservation, Kept(reservation.node.ino, allocated))
+        reservation.close_now()
+
+    def checkpoint(self, reservation: Reservation, chunk_bytes: int, present: bytes) -> None:
+        """Record what is there of a copy that goes on, so that a crash does not cost it."""
+        self._record_part(reservation, chunk_bytes, present, in_flight=True)
+
+    def _record_part(
+        self, reservation: Reservation, chunk_bytes: int, present: bytes, *, in_flight: bool
+    ) -> int:
         # Without a thread, so that whoever opens the file next finds it at rest: fstat(2) of an
         # open file of a local file system asks no disk.
         allocated = reservation.tier.allocated(reservation.fd)
-        ino = reservation.node.ino
-        replica = _replica(reservation, ReplicaState.PARTIAL, allocated)
-        self._put(ino, replica._replace(chunk_bytes=chunk_bytes, present=present))
-        self._end(reservation, Kept(ino, allocated))
-        reservation.close_now()
+        replica = _replica(reservation, ReplicaState.PARTIAL, allocated)._replace(
+            chunk_bytes=chunk_bytes, present=present, digests=bytes(reservation.digests)
+        )
+        self._put(reservation.node.ino, replica, in_flight=in_flight)
+        return allocated
 
     def cancel(self, reservation: Reservation) -> None:
         """Give back the room of a copy that has no part file yet."""
         assert reservation.fd < 0
+        self._removals.gone(reservation.tier.id, reservation.name)
         self._end(reservation, Abandoned(reservation.node.ino))
 
     async def abandon(self, reservation: Reservation, reason: str) -> None:
-        """Give a copy up: its part goes, its room is free again."""
+        """Give a copy up: its part goes, its room is free again once it is gone."""
         ino = reservation.node.ino
         self.explain(ino, reason)
         reservation.given_up = True
+        allocated = self._allocated(reservation)
         await reservation.close()
         record = self.index.replica(ino)
         if record is not None and not self._forget(ino, record):
             self._end(reservation, Kept(ino, record.allocated_bytes))
             return
+        part = _replica(reservation, ReplicaState.PARTIAL, allocated)
+        self._end(reservation, Kept(ino, allocated))
+        self._handle(Dropped(ino, part.tier, allocated))
+        await self._removals.finish(ino, part)
+
+    def _allocated(self, reservation: Reservation) -> int:
+        if reservation.fd < 0:
+            return 0
         try:
-            await self._in_thread(reservation.tier.remove_part, reservation.version)
-        except OSError as exc:
-            self._tiers.trouble(reservation.tier, "removing a part", exc)
-        finally:
-            self._end(reservation, Abandoned(ino))
+            return reservation.tier.allocated(reservation.fd)
+        except OSError:  # this is the end of a copy whose tier failed, which was said
+            return reservation.written
 
     def tier_failed(self, reservation: Reservation, exc: OSError) -> None:
         """Count and log what a copier ran into."""
-        self._tiers.trouble(reservation.tier, "copying", exc)
+        self._tiers.failed(reservation.tier, "copying", exc)
 
-    def _put(self, ino: int, replica: Replica) -> None:
+    def _put(self, ino: int, replica: Replica, *, in_flight: bool = False) -> None:
         try:
-            self.index.put_replica(ino, replica)
+            self.index.put_replica(ino, replica, in_flight=in_flight)
         except IndexWriteError as exc:
-            raise OSError(errno.EIO, str(exc)) from exc
+            # An error of the index says nothing of the tier.
+            raise OSError(errno.EBUSY, str(exc)) from exc
 
     def _end(self, reservation: Reservation, event: Event) -> None:
         self._tiers.written[reservation.tier.id] -= reservation.written
         reservation.written = 0
+        self._busy.pop(reservation.node.ino, None)
         self._handle(event)
 
-    async def _in_thread(self, fn: Callable[..., T], *args: object) -> T:
-        return await trio.to_thread.run_sync(fn, *args, limiter=self.local)
 
-
-def _replica(reservation: Reservation, state: ReplicaState, allocated: int) -> Replica:
+def _replica(
+    reservation: Reservation, state: ReplicaState, allocated: int, *, checksum: int = 0
+) -> Replica:
     return Replica(
         reservation.tier.id,
         state,
-        reservation.version,
+        reservation.name,
+        reservation.size,
         allocated,
         durable=False,
         created_ns=time.time_ns(),
+        checksum=checksum,
     )

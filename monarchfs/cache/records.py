@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import trio
 
+from monarchfs.cache.books import RecordBooks
 from monarchfs.cache.durable import Durability
+from monarchfs.cache.removals import Removals
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
+from monarchfs.memory import Headroom, MemoryProbe
 from monarchfs.metrics import Metrics
-from monarchfs.placement.events import Action, Dropped, Event
+from monarchfs.placement.events import (
+    Abandoned,
+    Action,
+    Dropped,
+    Event,
+    Evict,
+    EvictionFailed,
+    EvictionReason,
+    Move,
+    Place,
+    RefusalReason,
+    Refuse,
+)
 from monarchfs.placement.placement import Placement
+from monarchfs.placement.policies import Eviction
 from monarchfs.store.tier import Tier
 from monarchfs.types import IndexWriteError, Node, Replica, TierSize
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 REASONS_KEPT = 10_000
 """So many reasons why a file is not resident are remembered for ``user.monarchfs.reason``."""
@@ -28,7 +47,7 @@ class Records:
     """The part of the cache that filling and reading share.
 
     Constant: ``index``, ``tiers`` by their numbers, ``local``. Changing: ``reasons``, the replicas
-    that are open by inode, and which of those go at their last release.
+    that are open by inode, the inodes (and names) of replicas that are being copied or moved.
     """
 
     def __init__(
@@ -36,21 +55,53 @@ class Records:
         index: Index,
         tiers: Sequence[Tier],
         sizes: Sequence[TierSize],
-        placement: Placement,
         metrics: Metrics,
         local: trio.CapacityLimiter,
+        nursery: trio.Nursery,
+        *,
+        eviction: Eviction = Eviction.KEEP,
+        reserve_percent: float = 10.0,
+        partial_min_bytes: int = 64 << 20,
+        headroom: Callable[[], Headroom] | None = None,
     ) -> None:
-        """``local`` limits the threads that read and write tiers, apart from the source's."""
+        """``local`` limits the threads that read and write tiers, apart from the source's;
+        ``headroom`` says how much memory is left for tiers in memory."""
         self.index = index
         self.local = local
         self.reasons: OrderedDict[int, str] = OrderedDict()
-        self._tiers = Tiers(tiers, sizes, placement, metrics)
+        self.noticed: Callable[[int], None] = self._mark_outdated
+        """Called with an inode number whose version the source was seen not to have any more."""
+        self.room_appeared: Callable[[], None] = _nobody_waits
+        """Called when files that found no tier may find one now."""
+        self.forget_pages: Callable[[int], None] = _forget_no_pages
+        """Called with an inode number of which the kernel may have read wrong bytes."""
+        self._open: dict[int, OpenReplica] = {}
+        self._busy: dict[int, bytes] = {}
+        self._taking: set[int] = set()
+        self._tracks = False
+        self._books = RecordBooks(index, self._open, self._busy)
+        self.placement = Placement(
+            [tier.id for tier in tiers],
+            self._books,
+            eviction=eviction,
+            partial_min_bytes=partial_min_bytes,
+            reserve_percent=reserve_percent,
+        )
+        self._metrics = metrics
+        self._nursery = nursery
+        self._tiers = Tiers(
+            tiers,
+            sizes,
+            index,
+            self.placement,
+            self._handle,
+            metrics,
+            headroom or MemoryProbe().read,
+            reserve_percent,
+        )
         self.tiers = self._tiers.by_id
         self._durability = Durability(index, self._tiers)
-        self._placement = placement
-        self._metrics = metrics
-        self._open: dict[int, OpenReplica] = {}
-        self._doomed: dict[int, str] = {}
+        self._removals = Removals(index, self._tiers, self._handle, self._in_thread, nursery)
 
     def state(self, ino: int) -> Replica | None:
         return self.index.replica(ino)
@@ -64,23 +115,30 @@ class Records:
 
     def outdated(self, node: Node) -> None:
         """The source was seen to hold another version than the node stands for."""
-        try:
-            self.index.mark_outdated(node.ino)
-        except IndexWriteError as exc:
-            log.warning("inode %d is not marked as outdated: %s", node.ino, exc)
+        self.noticed(node.ino)
 
-    def drop(self, ino: int, reason: str) -> None:
-        """Forget and remove the replica of ``ino``; one that is open goes at its last release."""
-        if ino in self._open:
-            self._doomed[ino] = reason
-            return
+    def _mark_outdated(self, ino: int) -> None:
+        try:
+            self.index.mark_outdated(ino)
+        except IndexWriteError as exc:
+            log.warning("inode %d is not marked as outdated: %s", ino, exc)
+
+    # -- replicas that go
+
+    def drop(self, ino: int, reason: str) -> bool:
+        """Forget and remove the replica of ``ino``: nobody opens it any more, and who has it open
+        keeps it. False where there is none, or it cannot be forgotten."""
         record = self.index.replica(ino)
-        if record is None or not self._forget(ino, record):
-            return
-        if record.tier in self.tiers:
-            self._handle(Dropped(ino, record.tier, record.allocated_bytes))
+        if record is None or ino in self._busy or not self._forget(ino, record):
+            return False
         self.explain(ino, reason)
-        self._tiers.unlink(record)
+        if record.tier not in self.tiers:
+            return True
+        opened = self._open.pop(ino, None)
+        if opened is None:
+            self._handle(Dropped(ino, record.tier, record.allocated_bytes))
+        self._removals.start(ino, record, opened)
+        return True
 
     def _forget(self, ino: int, record: Replica) -> bool:
         """Remove a record; False where the index cannot be written: it then stays, and counts."""
@@ -92,5 +150,53 @@ class Records:
         self._durability.dropped(ino, record.tier)
         return True
 
+    # -- placement's answers
+
     def _handle(self, event: Event) -> list[Action]:
-        return self._placement.handle(event)
+        """Tell placement; carry out what goes and what moves, and return the other answers."""
+        actions = self.placement.handle(event)
+        if not actions:
+            return actions
+        answers: list[Action] = []
+        evicted = True
+        for action in actions:
+            if isinstance(action, Evict):
+                evicted = self._evict(action) and evicted
+            elif isinstance(action, Move):
+                self._begin_move(action)
+            elif isinstance(action, Place) and not evicted:
+                self._handle(Abandoned(action.ino))
+                answers.append(Refuse(action.ino, RefusalReason.NO_ROOM, 0))
+            else:
+                answers.append(action)
+        return answers
+
+    def _evict(self, action: Evict) -> bool:
+        record = self.index.replica(action.ino)
+        if record is None or not self._forget(action.ino, record):
+            self._handle(EvictionFailed(action.ino, action.tier))
+            return False
+        match action.reason:
+            case EvictionReason.OUTDATED:
+                self._metrics.evictions_outdated += 1
+            case EvictionReason.POLICY:
+                self._metrics.evictions_policy += 1
+            case EvictionReason.PRESSURE:
+                self._metrics.evictions_pressure += 1
+        self.explain(action.ino, f"evicted: {action.reason.value}")
+        self._removals.start(action.ino, record)
+        return True
+
+    def _begin_move(self, action: Move) -> None:
+        raise NotImplementedError
+
+    async def _in_thread(self, fn: Callable[..., T], *args: object) -> T:
+        return await trio.to_thread.run_sync(fn, *args, limiter=self.local)
+
+
+def _nobody_waits() -> None:
+    """Where nothing is copied."""
+
+
+def _forget_no_pages(ino: int) -> None:
+    """Where no kernel is asking."""

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import trio
 
+from monarchfs.store.checksum import BLOCK_BYTES, DIGEST_BYTES
 from monarchfs.store.read import read_full, read_nowait
 from monarchfs.store.tier import Tier
-from monarchfs.types import Data, Node, Replica, SourceVersion
+from monarchfs.types import Data, Node, Replica
+
+if TYPE_CHECKING:
+    from monarchfs.cache.removals import Removal
 
 
 class OpenReplica:
     """A complete replica with its descriptor, shared by all handles of its inode.
 
-    Constant: everything but ``uses``.
+    Constant: all but these. Changing: ``uses``; ``bad``, set once its bytes were found to be wrong:
+    nobody reads it any more; ``then``, what is to be done once it is closed.
     """
 
-    __slots__ = ("fd", "in_memory", "ino", "size", "tier", "uses")
+    __slots__ = ("bad", "fd", "in_memory", "ino", "size", "then", "tier", "uses")
 
     def __init__(self, ino: int, fd: int, size: int, tier: int, in_memory: bool) -> None:
         self.ino = ino
@@ -28,10 +35,14 @@ class OpenReplica:
         self.tier = tier
         self.in_memory = in_memory
         self.uses = 0
+        self.bad = False
+        self.then: list[Callable[[], object]] = []
 
     def read_nowait(self, offset: int, size: int) -> Data | None:
         """The bytes at ``offset``, fewer only at the end of the file; None where the disk would
         have to be waited for. Raises OSError on a tier that fails."""
+        if self.bad:
+            raise OSError(errno.EIO, "the replica is corrupt")
         size = min(size, self.size - offset)
         if size <= 0:
             return b""
@@ -39,6 +50,8 @@ class OpenReplica:
 
     def read(self, offset: int, size: int) -> bytes:
         """The same, waiting; for a thread."""
+        if self.bad:
+            raise OSError(errno.EIO, "the replica is corrupt")
         return read_full(self.fd, offset, max(0, min(size, self.size - offset)))
 
 
@@ -46,21 +59,24 @@ class Reservation:
     """Room for one replica that is being filled, and the part file's descriptor.
 
     Constant: ``whole`` says that there is room for all of it, ``resumed`` is the record of what is
-    in the part file already. Changing: ``fd``, which the first write opens, ``written`` bytes, and
-    ``given_up``, set once its end is ``abandon``. Who holds a reservation ends it with exactly one
-    of ``finish``, ``write_all``, ``rest``, ``cancel``, ``abandon``.
+    in the part file already. Changing: ``fd``, which the first write opens, ``written`` bytes,
+    ``after``, the removals that make the room, and ``given_up``, set once its end is ``abandon``.
+    Who holds a reservation ends it with exactly one of ``finish``, ``write_all``, ``rest``,
+    ``cancel``, ``abandon``.
     """
 
     __slots__ = (
+        "_digests",
         "_unused",
         "_users",
+        "after",
         "fd",
         "given_up",
         "lock",
+        "name",
         "node",
         "resumed",
         "tier",
-        "version",
         "whole",
         "written",
     )
@@ -68,23 +84,52 @@ class Reservation:
     def __init__(
         self,
         node: Node,
-        version: SourceVersion,
+        name: bytes,
         tier: Tier,
         *,
         whole: bool,
+        after: list[Removal],
         resumed: Replica | None = None,
     ) -> None:
         self.node = node
-        self.version = version
+        self.name = name
         self.tier = tier
         self.whole = whole
+        self.after = after
         self.resumed = resumed
         self.fd = -1
         self.given_up = False
         self.written = 0
         self.lock = trio.Lock()
+        self._digests = bytearray(resumed.digests) if resumed is not None else None
         self._users = 0
         self._unused = trio.Event()
+
+    @property
+    def size(self) -> int:
+        return self.node.stat.size
+
+    @property
+    def digests(self) -> bytearray:
+        """The digests of all blocks; zeros for those that were not written."""
+        if self._digests is None:
+            self._digests = bytearray(-(-self.size // BLOCK_BYTES) * DIGEST_BYTES)
+        return self._digests
+
+    def put_digests(self, offset: int, digests: bytes) -> None:
+        """Of the blocks from ``offset`` on, a multiple of the block size."""
+        start = offset // BLOCK_BYTES * DIGEST_BYTES
+        self.digests[start : start + len(digests)] = digests
+
+    async def room(self) -> None:
+        """Wait until what had to go for it is gone. Raises OSError where that failed."""
+        while self.after:
+            removal = self.after[-1]
+            await removal.done.wait()
+            if removal.failed:
+                raise OSError(errno.EBUSY, "its room was not given back")
+            if self.after and self.after[-1] is removal:
+                self.after.pop()
 
     @contextmanager
     def using(self) -> Iterator[None]:
@@ -115,15 +160,15 @@ class Reservation:
         """An empty part file, open; one that was left behind and no record knows is removed first.
         For a thread. Raises OSError of the tier."""
         try:
-            return self.tier.create_part(self.version, self.version.size)
+            return self.tier.create_part(self.name, self.size)
         except FileExistsError:
-            self.tier.remove_part(self.version)
-            return self.tier.create_part(self.version, self.version.size)
+            self.tier.remove_part(self.name)
+            return self.tier.create_part(self.name, self.size)
 
-    def write_whole(self, data: bytes) -> int:
-        """All of the replica at once; returns its allocated bytes. As ``new_part``."""
+    def write_whole(self, data: bytes) -> tuple[int, int]:
+        """All of the replica at once; returns its allocated bytes and checksum. As ``new_part``."""
         try:
-            return self.tier.write_whole(self.version, data)
+            return self.tier.write_whole(self.name, data)
         except FileExistsError:
-            self.tier.remove_part(self.version)
-            return self.tier.write_whole(self.version, data)
+            self.tier.remove_part(self.name)
+            return self.tier.write_whole(self.name, data)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from enum import Enum
+from typing import Any
 
 import trio
 
+from monarchfs.cache.health import Health
+from monarchfs.index.index import Index
+from monarchfs.memory import Headroom
 from monarchfs.metrics import Metrics
-from monarchfs.placement.events import TierBack, TierLost, TierSeen
+from monarchfs.placement.events import Action, Event, TierBack, TierLost, TierSeen
 from monarchfs.placement.placement import Placement
+from monarchfs.store.place import find_again
 from monarchfs.store.tier import Tier
-from monarchfs.types import Replica, ReplicaState, TierSize
+from monarchfs.types import Space, TierSize
 
 log = logging.getLogger(__name__)
 
@@ -19,24 +25,50 @@ SPACE_MAX_AGE_SECONDS = 0.25
 """Others fill the tier's file system too: placement decides on a statvfs no older than this."""
 
 
+class Hold(Enum):
+    """Why a tier takes nothing."""
+
+    SPACE = "space"
+    """It does not say how much room it has."""
+    HEALTH = "health"
+    """Something failed; it is probed."""
+    STOCK = "stock"
+    """What it holds is being compared with the index."""
+    INDEX = "index"
+    """The index cannot be written: what is copied could not be recorded."""
+
+
 class Tiers:
     """Constant: ``by_id``, the sizes. Changing: ``written``, the bytes that the copies in progress
-    have put into each tier; when the tiers were looked at; which of them did not answer then."""
+    have put into each tier; when the tiers were looked at; why which of them take nothing."""
 
     def __init__(
         self,
         tiers: Sequence[Tier],
         sizes: Sequence[TierSize],
+        index: Index,
         placement: Placement,
+        handle: Callable[[Event], list[Action]],
         metrics: Metrics,
+        headroom: Callable[[], Headroom],
+        reserve_percent: float,
     ) -> None:
+        """``handle`` tells placement and carries out what it answers; ``headroom`` is asked for
+        tiers in memory."""
         self.by_id = {tier.id: tier for tier in tiers}
         self.written = dict.fromkeys(self.by_id, 0)
         self._sizes = {tier.id: size for tier, size in zip(tiers, sizes, strict=True)}
+        self._index = index
         self._placement = placement
+        self._handle = handle
         self._metrics = metrics
+        self._headroom = headroom
+        self._reserve_percent = reserve_percent
         self._seen_at = -SPACE_MAX_AGE_SECONDS
-        self._lost: set[int] = set()
+        self._health = {tier_id: Health() for tier_id in self.by_id}
+        self._holds: dict[int, dict[Hold, str]] = {tier_id: {} for tier_id in self.by_id}
+
+    # -- room
 
     def look(self) -> None:
         """Tell placement how much room there is. A tier that does not say gets nothing more."""
@@ -44,35 +76,91 @@ class Tiers:
         if now - self._seen_at < SPACE_MAX_AGE_SECONDS:
             return
         self._seen_at = now
+        frozen = self._index.frozen
         for tier in self.by_id.values():
+            if frozen is not None:
+                self.hold(tier.id, Hold.INDEX, frozen)
             try:
                 space = tier.space()
             except OSError as exc:
-                if tier.id not in self._lost:
-                    self._lost.add(tier.id)
-                    self.trouble(tier, "nothing is placed there, its room is unknown", exc)
-                    self._placement.handle(TierLost(tier.id, str(exc)))
+                if Hold.SPACE not in self._holds[tier.id]:
+                    self.failed(tier, "asking for its room", exc)
+                    self.hold(tier.id, Hold.SPACE, f"its room is unknown: {exc.strerror}")
                 continue
-            if tier.id in self._lost:
-                self._lost.discard(tier.id)
-                self._placement.handle(TierBack(tier.id))
-            capacity = self._sizes[tier.id].resolve(space.total_bytes)
-            self._placement.handle(TierSeen(tier.id, capacity, space, self.written[tier.id]))
+            self.let_go(tier.id, Hold.SPACE)
+            self._see(tier, space)
 
-    def unlink(self, record: Replica) -> None:
-        """Remove the file of a record that was dropped. One of an unknown tier passes."""
-        tier = self.by_id.get(record.tier)
-        if tier is None:
-            return
-        try:
-            if record.state is ReplicaState.RESIDENT:
-                tier.remove(record.version)
-            else:
-                tier.remove_part(record.version)
-        except OSError as exc:
-            self.trouble(tier, "removing", exc)
+    def _see(self, tier: Tier, space: Space) -> None:
+        capacity = self._sizes[tier.id].resolve(space.total_bytes)
+        written = self.written[tier.id]
+        pressed = False
+        if tier.memory_backed:
+            # What is free is free for this tier too, but for what shall stay free for others.
+            headroom = self._headroom()
+            spare = headroom.available_bytes - headroom.limit_bytes * self._reserve_percent / 100
+            allowed = max(0, int(self._placement.usage(tier.id)[0] + written + spare))
+            pressed = allowed < capacity
+            capacity = min(capacity, allowed)
+        self._handle(TierSeen(tier.id, capacity, space, written, demote=pressed))
 
-    def trouble(self, tier: Tier, doing: str, exc: OSError) -> None:
-        """Count and log what was routed around."""
+    def configured_bytes(self, tier: Tier) -> int | None:
+        """The capacity that was asked for, if that is a number of bytes."""
+        return self._sizes[tier.id].bytes
+
+    # -- health
+
+    def failed(self, tier: Tier, doing: str, exc: OSError, *, reading: bool = False) -> None:
+        """Count and log what was routed around; most errors take the tier out of service."""
         self._metrics.tier_errors += 1
         log.warning("tier %s: %s: %s", tier.path, doing, exc)
+        health = self._health[tier.id]
+        if health.failed(trio.current_time(), exc, reading=reading):
+            assert health.reason is not None
+            log.warning("tier %s is out of service: %s", tier.path, health.reason)
+            self.hold(tier.id, Hold.HEALTH, health.reason)
+
+    def readable(self, tier_id: int) -> bool:
+        """Whether what the tier holds is served: nothing is lost while it is not."""
+        return self._health[tier_id].readable
+
+    async def probe(self, in_thread: Callable[..., Awaitable[Any]]) -> list[Tier]:
+        """Try the tiers whose time has come; those whose directory is another one now."""
+        replaced = []
+        for tier in self.by_id.values():
+            health = self._health[tier.id]
+            if not health.probe_due(trio.current_time()):
+                continue
+            error: OSError | None = None
+            try:
+                if await in_thread(find_again, tier):
+                    replaced.append(tier)
+                await in_thread(tier.probe)
+            except OSError as exc:
+                error = exc
+            if health.probed(trio.current_time(), error):
+                log.info("tier %s is back in service", tier.path)
+                self._seen_at = -SPACE_MAX_AGE_SECONDS
+                self.let_go(tier.id, Hold.HEALTH)
+                self.look()
+            elif health.reason is not None:
+                self.hold(tier.id, Hold.HEALTH, health.reason)
+        return replaced
+
+    # -- whether it takes anything
+
+    def hold(self, tier_id: int, kind: Hold, reason: str) -> None:
+        """Nothing is placed in the tier until it is let go."""
+        holds = self._holds[tier_id]
+        known = holds.get(kind)
+        holds[kind] = reason
+        if known != reason:
+            self._handle(TierLost(tier_id, reason))
+
+    def let_go(self, tier_id: int, kind: Hold) -> None:
+        holds = self._holds[tier_id]
+        if holds.pop(kind, None) is not None and not holds:
+            self._handle(TierBack(tier_id))
+
+    def out_of_service(self, tier_id: int) -> str | None:
+        """Why the tier takes nothing, for people; None where it does."""
+        return "; ".join(self._holds[tier_id].values()) or None

@@ -19,6 +19,7 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.metrics import Metrics
+from monarchfs.prefetch.copy import Copy
 from monarchfs.prefetch.fetch import CHUNK_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.queue import CopyQueue, Priority
@@ -41,6 +42,14 @@ this much."""
 
 RETRY_SECONDS = (1.0, 5.0, 25.0)
 """When a copy that failed in the source is tried again."""
+
+YOUNG_SECONDS = 1.1
+"""When a file that was changed just before is looked at again."""
+
+CHECKPOINT_SECONDS = 30.0
+CHECKPOINT_MIN_BYTES = 64 << 20
+"""A crash costs a smaller file's copy all it had; of a larger one, what the last half minute
+brought."""
 
 TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EMFILE, errno.ENOTCONN}
 
@@ -68,12 +77,15 @@ class Copier:
         *,
         copy_workers: int,
         keeps: bool,
+        trusts_times: bool = True,
     ) -> None:
+        """``trusts_times``: the source does not change while it is mounted."""
         self.files: dict[int, Fill] = {}
         self.queue = CopyQueue()
         self.background: list[Fill] = []
         self.keeps = keeps
         self.unit_bytes = 1 << 20
+        self._trusts_times = trusts_times
         self._source = source
         self._cache = cache
         self._metrics = metrics
@@ -84,6 +96,7 @@ class Copier:
         self._wake = trio.Event()
         self._shrunk = trio.Event()
         self._attempts: dict[int, int] = {}
+        cache.room_appeared = self._poke
 
     # -- for readers
 
@@ -112,7 +125,14 @@ class Copier:
     def _new_fill(self, node: Node) -> Fill:
         remote = RemoteFile(node.stat.version, lambda: self._where(node), self._source)
         return Fill(
-            node, remote, self._cache, self._metrics, self._nursery, self._forget, self._poke
+            node,
+            remote,
+            self._cache,
+            self._metrics,
+            self._nursery,
+            self._forget,
+            self._poke,
+            trusts_times=self._trusts_times,
         )
 
     def _where(self, node: Node) -> tuple[DirRef, bytes]:
@@ -122,7 +142,7 @@ class Copier:
             raise OSError(errno.ESTALE, "its directory is not known any more")
         return directory, current.name
 
-    def _forget(self, fill: Fill) -> None:
+    def _forget(self, fill: Copy) -> None:
         if self.files.get(fill.node.ino) is fill:
             del self.files[fill.node.ino]
 
@@ -173,6 +193,7 @@ class Copier:
     async def run(self) -> None:
         """Copy for ever."""
         self._nursery.start_soon(self._lend_slots)
+        self._nursery.start_soon(self._checkpoints)
         while True:
             # A slow tier must not collect what it cannot take in memory.
             while len(self._slots) - self._lent >= self._copy_workers or self._cache.backlogged:
@@ -206,6 +227,8 @@ class Copier:
 
     def _next_file(self, before: Priority) -> Callable[[], Awaitable[None]] | None:
         """Begin with a file that goes before those of a priority."""
+        if self._cache.taking_stock:
+            return None  # they would find no room where there may be some in a moment
         while self.queue.first < before and (job := self.queue.pop()) is not None:
             self._shrunk.set()
             if (node := self._copyable(job[0])) is not None:
@@ -219,7 +242,7 @@ class Copier:
         node = self._cache.index.node(ino)
         if node is None or node.outdated or node.stat is None or not node.stat.is_regular:
             return None
-        return None if self._cache.resident(ino) else node
+        return None if self._cache.resident(node) else node
 
     async def _in_slot(self, slot: _Slot, work: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -235,11 +258,14 @@ class Copier:
         fill = self._file(node)
         fetch = None
         # No checkpoint: a file in ``files`` without a use would be forgotten by nobody.
-        if not fill.in_background and fill.start_filling():
+        evicts = priority <= Priority.HINTED
+        if not fill.in_background and fill.start_filling(evicts=evicts):
             fill.in_background = True
             self._insert(fill, priority)
             self._wake.set()
             fetch = fill.claim_next(self.unit_bytes)
+        elif not fill.settled:
+            self._nursery.start_soon(self._again, node.ino, priority, YOUNG_SECONDS)
         fill.settle()
         if fetch is not None:
             await self._fetch(fill, fetch)
@@ -281,6 +307,18 @@ class Copier:
     async def _again(self, ino: int, priority: Priority, seconds: float) -> None:
         await trio.sleep(seconds)
         self.want(ino, priority)
+
+    async def _checkpoints(self) -> None:
+        while True:
+            await trio.sleep(CHECKPOINT_SECONDS)
+            for fill in list(self.files.values()):
+                if fill.size >= CHECKPOINT_MIN_BYTES:
+                    try:
+                        fill.checkpoint()
+                    except OSError as exc:
+                        log.warning(
+                            "inode %d: its progress is not recorded: %s", fill.node.ino, exc
+                        )
 
     async def _lend_slots(self) -> None:
         while True:

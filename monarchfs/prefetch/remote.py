@@ -44,12 +44,17 @@ class RemoteFile:
                     self.verified = True
         return self._fd
 
-    async def read(self, start: int, end: int, lane: Lane) -> tuple[bytes, bool]:
-        """The bytes [start, end), fewer at the end of the file, and whether it was (and still is)
-        this version that was read. Raises as ``open``."""
+    async def read(self, start: int, end: int, lane: Lane) -> tuple[bytes, SourceVersion]:
+        """The bytes [start, end), fewer at the end of the file, and the version that was read,
+        unless another was there before. Raises as ``open``."""
         fd = await self.open(lane)
-        data, version = await self._source.read(fd, start, end - start, lane)
-        return data, version == self.version
+        return await self._source.read(fd, start, end - start, lane)
+
+    async def current(self, lane: Lane) -> SourceVersion:
+        """The version that the descriptor has now. Raises as ``open``."""
+        fd = await self.open(lane)
+        _data, version = await self._source.read(fd, 0, 0, lane)
+        return version
 
     async def fetch(self, start: int, end: int, lane: Lane) -> bytes:
         """Exactly these bytes of this version. Raises the source's OSError, or SourceChanged."""
@@ -58,8 +63,8 @@ class RemoteFile:
             # One errand of one thread instead of three: nobody holds the file open.
             data = await self._source.read_whole(*self._where(), self.version, lane)
         else:
-            data, same = await self.read(start, end, lane)
-            if not same or len(data) != end - start:
+            data, version = await self.read(start, end, lane)
+            if version != self.version or len(data) != end - start:
                 raise SourceChanged("it changed while it was read")
         self.verified = True
         return data

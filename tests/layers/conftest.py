@@ -13,6 +13,7 @@ import pytest
 import trio
 import trio.testing
 
+from monarchfs.cache import health
 from tests.layers.asking import Hours
 from tests.layers.mirror import Area, content
 
@@ -55,6 +56,13 @@ def files(area: Area) -> Area:
     area.write("d/b", content(20))
     area.write("d/c", content(30))
     return area
+
+
+@pytest.fixture(autouse=True)
+def probes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that failed is probed whenever the cache is looked after, not seconds later."""
+    monkeypatch.setattr(health, "FIRST_PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(health, "LAST_PROBE_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)

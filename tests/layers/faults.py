@@ -158,41 +158,53 @@ class FaultySource(PosixSource):
 class FaultyTier(Tier):
     def __init__(self, dir_fd: int, path: str, tier_id: int) -> None:
         self.faults = Faults()
-        super().__init__(dir_fd, path, tier_id)
+        super().__init__(dir_fd, path, tier_id, directory=path)
 
-    def write_whole(self, version: SourceVersion, data: Data) -> int:
+    def write_whole(self, name: bytes, data: Data) -> tuple[int, int]:
         self.faults.meet("write_whole")
         self.faults.meet("after_write")
-        return super().write_whole(version, data)
+        return super().write_whole(name, data)
 
-    def create_part(self, version: SourceVersion, size: int) -> int:
+    def create_part(self, name: bytes, size: int) -> int:
         self.faults.meet("create_part")
-        return super().create_part(version, size)
+        return super().create_part(name, size)
 
-    def open_part(self, version: SourceVersion) -> int:
+    def open_part(self, name: bytes, size: int) -> int:
         self.faults.meet("open_part")
-        return super().open_part(version)
+        return super().open_part(name, size)
 
-    def open_replica(self, version: SourceVersion, size: int) -> int:
+    def open_replica(self, name: bytes, checksum: int, size: int) -> int:
         self.faults.meet("open_replica")
-        return super().open_replica(version, size)
+        return super().open_replica(name, checksum, size)
 
-    def write(self, fd: int, offset: int, data: Data) -> None:
+    def write(self, fd: int, offset: int, data: Data) -> bytes:
         self.faults.meet("write")
-        super().write(fd, offset, data)
+        digests = super().write(fd, offset, data)
         self.faults.meet("after_write")
+        return digests
 
-    def finish_part(self, fd: int, version: SourceVersion) -> int:
+    def finish_part(self, fd: int, name: bytes, checksum: int) -> int:
         self.faults.meet("finish_part")
-        return super().finish_part(fd, version)
+        allocated = super().finish_part(fd, name, checksum)
+        self.faults.meet("after_finish")
+        return allocated
 
     def allocated(self, fd: int) -> int:
         self.faults.meet("allocated")
         return super().allocated(fd)
 
-    def remove_part(self, version: SourceVersion) -> None:
+    def remove(self, name: bytes, checksum: int) -> None:
+        self.faults.meet("remove")
+        super().remove(name, checksum)
+        self.faults.meet("after_remove")
+
+    def remove_part(self, name: bytes) -> None:
         self.faults.meet("remove_part")
-        super().remove_part(version)
+        super().remove_part(name)
+
+    def probe(self) -> None:
+        self.faults.meet("probe")
+        super().probe()
 
     def space(self) -> Space:
         self.faults.meet("space")

@@ -12,7 +12,6 @@ import trio.testing
 from monarchfs.cache.replicas import Reservation
 from monarchfs.placement import placement
 from monarchfs.prefetch.fetch import CHUNK_BYTES
-from monarchfs.store.tier import replica_name
 from monarchfs.types import IndexWriteError, ReplicaState
 from tests.layers.mirror import KIB, MIB, Area, Mirror, content
 
@@ -233,34 +232,39 @@ async def test_a_reboot_costs_what_was_not_synced(area: Area) -> None:
         for name in late:
             await mirror.copied(name)
         stop_marking(mirror)
-    async with area.mount(rebooted=True) as again:
+    async with area.mount(boot_id=b"second boot") as again:
+        await again.idle()
         again.check_books()
         states = {name: again.files.state(await again.ino(name)) for name in synced + late}
         assert states == {"f0": "resident", "f1": "resident", "f2": "remote", "f3": "remote"}
         for name in late:
             await again.copied(name)
         await again.settled()
-    async with area.mount(rebooted=True) as third:
+    async with area.mount(boot_id=b"third boot") as third:
+        await third.idle()
         assert third.files.state(await third.ino("f2")) == "resident"
 
 
 async def test_a_reboot_costs_parts(files: Area) -> None:
     async with files.mount(copies=False) as mirror:
         await read_at(mirror, 3 * MIB)
-    async with files.mount(rebooted=True) as again:
+    async with files.mount(boot_id=b"second boot") as again:
+        await again.idle()
         again.check_books()
         assert again.files.state(await again.ino("large")) == "remote"
 
 
 async def test_what_no_record_knows_is_removed(files: Area) -> None:
     """A crash left a part, and, of a machine that went down, a file whose record was lost."""
-    async with files.mount() as mirror:
+    async with files.mount(sound=False) as mirror:
         ino = await mirror.copied("large")
-        version = (await mirror.node("large")).stat.version
+        record = mirror.record(ino)
+        assert record is not None
         mirror.index.drop_replica(ino)
-        (Path(mirror.tier.path) / "parts" / replica_name(version)).write_bytes(b"left over")
-        mirror.check_books = lambda: None  # type: ignore[method-assign]
-    async with files.mount(rebooted=True) as again:
+        mirror.index.file_gone(record.tier, record.name)
+        (Path(mirror.tier.path) / "parts" / record.name.hex()).write_bytes(b"left over")
+    async with files.mount(boot_id=b"second boot") as again:
+        await again.idle()
         again.check_books()
         await again.copied("large")
 
@@ -272,6 +276,7 @@ async def test_a_sync_that_fails_or_is_cancelled_is_made_up_for(area: Area) -> N
         mirror.tier.faults.fail("sync", errno.EIO, times=1)
         await mirror.cache.sync()
         assert not any(durable(mirror, ino) for ino in inos)
+        await mirror.mend()
         inos.append(await mirror.copied("f1"))
         gate = mirror.tier.faults.gate("sync")
         async with trio.open_nursery() as nursery:
@@ -340,11 +345,16 @@ async def test_what_a_tmpfs_holds_is_never_durable(area: Area) -> None:
         assert mirror.tier.faults.calls.get("sync", 0) == 0
 
 
-async def test_tiers_that_are_not_given_any_more_hold_nothing(area: Area) -> None:
+async def test_a_file_of_a_tier_that_is_not_given_is_copied_again(area: Area) -> None:
+    """The replica in the other tier goes once that is given again."""
     sizes(area, 2)
     async with area.mount([64 * KIB, 1 * MIB]) as mirror:
         for name in ("f0", "f1"):
             await mirror.copied(name)
-    async with area.mount([64 * KIB]) as again:
-        assert all(r.tier == 1 for _ino, r in again.index.replicas())
+    async with area.mount([1 * MIB]) as again:
+        await again.copied("f1")
         await again.settled()
+    async with area.mount([1 * MIB, 1 * MIB]) as third:
+        await third.idle()
+        assert third.index.journal() == []
+        await third.settled()

@@ -11,7 +11,6 @@ import trio
 import trio.testing
 
 from monarchfs.cache import filling
-from monarchfs.store.tier import replica_name
 from monarchfs.types import IndexWriteError, Node, Replica
 from tests.layers.mirror import ALL_ROOM, MIB, Area, Mirror, content, until
 
@@ -26,8 +25,10 @@ def files(area: Area) -> Area:
 
 
 def replica_path(mirror: Mirror, node: Node) -> Path:
-    name = replica_name(node.stat.version)
-    return Path(mirror.tier.path, name[:2], name)
+    record = mirror.record(node.ino)
+    assert record is not None
+    name = record.name.hex()
+    return Path(mirror.tier.path, name[:2], f"{name}.{record.checksum:016x}")
 
 
 def parts(mirror: Mirror) -> list[Path]:
@@ -75,44 +76,54 @@ async def test_a_copy_that_cannot_be_written(
         ino = await mirror.ino(name)
         assert mirror.files.state(ino) == "remote"
         assert os.strerror(code) in (mirror.files.reason(ino) or "")
+        # Out of service: nobody else runs into it, and nothing is read twice.
+        errors = mirror.metrics.tier_errors
+        assert await mirror.read_file(name, 300_000) == data
+        assert mirror.metrics.tier_errors == errors
+        assert "no tier" in (mirror.files.reason(ino) or "")
         # The tier is well again: the next one who opens the file gets it copied.
-        mirror.tier.faults.end()
+        await mirror.mend()
         await mirror.copied(name)
         assert mirror.metrics.copies_failed == 1
 
 
 async def test_a_part_that_cannot_be_removed_is_removed_by_the_next_mount(files: Area) -> None:
-    async with files.mount() as mirror:
+    async with files.mount(sound=False) as mirror:
         mirror.tier.faults.fail("write", errno.EIO, after=2)
         mirror.tier.faults.fail("remove_part", errno.EIO)
         assert await mirror.read_file("large", 100_000) == LARGE
         await mirror.idle()
         assert mirror.copier.files == {}
         assert len(parts(mirror)) == 1
-        mirror.tier.faults.end()
-        # Nor is it in the way of the next copy.
+        assert mirror.placement.usage(mirror.tier.id)[0] > 0, "it counts while it lies there"
+    async with files.mount() as mirror:
+        assert parts(mirror) == []
         await mirror.copied("large")
 
 
 async def test_a_small_file_whose_part_is_in_the_way(files: Area) -> None:
     async with files.mount() as mirror:
         node = await mirror.node("small")
-        os.close(mirror.tier.create_part(node.stat.version, 7))
+        os.close(mirror.tier.create_part(node.stat.version.replica_name, 7))
         await mirror.copied("small")
         await mirror.settled()
         assert mirror.metrics.tier_errors == 0
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
-async def test_a_replica_that_cannot_be_opened_is_replaced(files: Area, code: int) -> None:
-    async with files.mount() as mirror:
+async def test_a_replica_that_cannot_be_opened_is_dropped(files: Area, code: int) -> None:
+    async with files.mount(copies=False) as mirror:
+        mirror.start_copying()
         ino = await mirror.copied("large")
         mirror.tier.faults.fail("open_replica", code, times=1)
         assert await mirror.read_file("large") == LARGE
         await mirror.settled()
         assert mirror.metrics.tier_errors == 1
-        assert mirror.files.state(ino) == "resident"
+        # A disk that fails takes nothing new, not even the same file, before it was probed.
+        assert mirror.files.state(ino) == ("remote" if code == errno.EIO else "resident")
         assert mirror.bytes_read("large") == len(LARGE)
+        await mirror.mend()
+        await mirror.copied("large")
 
 
 async def test_no_descriptors_left_is_not_the_replicas_fault(files: Area) -> None:
@@ -148,9 +159,14 @@ async def test_a_replica_that_is_not_there_any_more(files: Area, damage: str) ->
         await mirror.idle()
         assert mirror.metrics.replicas_lost == 1
         assert mirror.bytes_read("large") == len(LARGE)
-        if damage == "directory":
+        if damage in ("directory", "link"):
+            # What is not ours is not touched, even if it is in the way.
             assert mirror.files.state(ino) == "remote"
-            path.rmdir()
+            assert path in list(path.parent.iterdir())
+            if damage == "directory":
+                path.rmdir()
+            else:
+                path.unlink()
             await mirror.copied("large")
         await mirror.settled()
         assert mirror.files.state(ino) == "resident"
@@ -358,7 +374,7 @@ async def test_a_tier_whose_room_is_unknown_takes_nothing_until_it_is(
         assert mirror.metrics.tier_errors == 1, "once, not with every file"
         assert mirror.metrics.copies_refused > 0
         assert "no tier" in (mirror.files.reason(await mirror.ino("large")) or "")
-        mirror.tier.faults.end()
+        await mirror.mend()
         await mirror.copied("large")
 
 
@@ -380,7 +396,7 @@ async def test_an_index_that_cannot_be_written(
     async with files.mount() as mirror:
         ino = await mirror.ino(name)
 
-        def full(ino: int, replica: Replica) -> None:
+        def full(ino: int, replica: Replica, *, in_flight: bool = False) -> None:
             raise IndexWriteError("the disk is full")
 
         with monkeypatch.context() as patch:

@@ -1,0 +1,132 @@
+"""Files of dropped records, on their way out.
+
+Unlinking a large file takes the disk a while: it is done in threads, and what the file occupies
+counts until it is gone. A crash in between is harmless: the index journals each file before its
+record goes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Container
+from functools import partial
+from typing import Any
+
+import trio
+
+from monarchfs.cache.replicas import OpenReplica
+from monarchfs.cache.tiers import Tiers
+from monarchfs.index.index import Index
+from monarchfs.placement.events import Action, Dropped, Event, Evicted, EvictionFailed
+from monarchfs.types import IndexWriteError, Replica, ReplicaState
+
+log = logging.getLogger(__name__)
+
+
+class Removal:
+    """One file on its way out. ``failed`` is set before ``done``."""
+
+    __slots__ = ("done", "failed")
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.failed = False
+
+
+class Removals:
+    """Changing: what is under way by tier and inode, and what could not be removed yet."""
+
+    def __init__(
+        self,
+        index: Index,
+        tiers: Tiers,
+        handle: Callable[[Event], list[Action]],
+        in_thread: Callable[..., Awaitable[Any]],
+        nursery: trio.Nursery,
+    ) -> None:
+        self._index = index
+        self._tiers = tiers
+        self._handle = handle
+        self._in_thread = in_thread
+        self._nursery = nursery
+        self._pending: dict[int, set[Removal]] = {tier_id: set() for tier_id in tiers.by_id}
+        self._stuck: list[tuple[int, Replica]] = []
+
+    def pending(self, tier_id: int) -> list[Removal]:
+        """What new writes to the tier have to wait for: its room is counted as theirs already."""
+        return list(self._pending[tier_id])
+
+    @property
+    def count(self) -> int:
+        return sum(len(pending) for pending in self._pending.values())
+
+    def start(self, ino: int, record: Replica, opened: OpenReplica | None = None) -> None:
+        """Remove the file of a dropped record; placement knows that it is leaving.
+
+        ``opened``: somebody still reads it. The blocks of an unlinked file are not free before it
+        is closed; placement hears then that they are.
+        """
+        removal = Removal()
+        self._pending[record.tier].add(removal)
+        self._nursery.start_soon(self._remove, ino, record, removal, opened)
+
+    async def finish(self, ino: int, record: Replica) -> None:
+        """The same, until it is done; also when the mount ends."""
+        removal = Removal()
+        self._pending[record.tier].add(removal)
+        await self._remove(ino, record, removal, None)
+
+    async def _remove(
+        self, ino: int, record: Replica, removal: Removal, opened: OpenReplica | None
+    ) -> None:
+        tier = self._tiers.by_id[record.tier]
+        try:
+            with trio.CancelScope(shield=True):
+                if record.state is ReplicaState.PARTIAL:
+                    await self._in_thread(tier.remove_part, record.name)
+                else:
+                    await self._in_thread(tier.remove, record.name, record.checksum)
+        except OSError as exc:
+            self._tiers.failed(tier, "removing a replica", exc)
+            removal.failed = True
+            self._stuck.append((ino, record))
+            if opened is None:
+                self._handle(EvictionFailed(ino, record.tier))
+        else:
+            self.gone(record.tier, record.name)
+            if opened is None:
+                self._handle(Evicted(ino, record.tier))
+            elif opened.uses:
+                opened.then.append(partial(self._given_back, ino, record))
+            else:
+                self._given_back(ino, record)
+        finally:
+            self._pending[record.tier].discard(removal)
+            removal.done.set()
+
+    def _given_back(self, ino: int, record: Replica) -> None:
+        self._handle(Dropped(ino, record.tier, record.allocated_bytes))
+        self._handle(Evicted(ino, record.tier))
+
+    def gone(self, tier_id: int, name: bytes) -> None:
+        """No file of that name is in the tier any more."""
+        try:
+            self._index.file_gone(tier_id, name)
+        except IndexWriteError as exc:
+            # The next mount looks for it once more.
+            log.warning("the journal keeps an entry of a file that is gone: %s", exc)
+
+    def retry(self, busy: Container[bytes]) -> None:
+        """Try again what could not be removed from tiers that are in service by now, but what has
+        one of the names ``busy``: it is being copied anew."""
+        again = [item for item in self._stuck if not self._tiers.out_of_service(item[1].tier)]
+        for ino, record in again:
+            if record.name in busy:
+                continue
+            self._stuck.remove((ino, record))
+            if self._index.owner(record.tier, record.name) is not None:
+                # A new replica of the same version took the place of the file.
+                self._given_back(ino, record)
+            else:
+                self._handle(Dropped(ino, record.tier, record.allocated_bytes))
+                self.start(ino, record)

@@ -1,0 +1,98 @@
+"""Reading replicas again in the background, to find bytes that a disk has lost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import trio
+
+from monarchfs.cache.moves import Moves
+from monarchfs.cache.tiers import Tiers
+from monarchfs.index.index import Index
+from monarchfs.metrics import Metrics
+from monarchfs.store.errors import ReplicaLost
+from monarchfs.store.tier import Tier
+from monarchfs.types import Replica, ReplicaState
+
+log = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 60.0
+"""Between two rounds over everything."""
+
+
+class Stopped(Exception):
+    """The mount ends."""
+
+
+class Scrub:
+    """Compares all complete replicas with their checksums, for ever, at a limited rate.
+
+    Constant: its parts, ``rate`` in bytes a second. Changing: ``checked_bytes``.
+    """
+
+    def __init__(
+        self, index: Index, tiers: Tiers, cache: Moves, metrics: Metrics, rate: int
+    ) -> None:
+        self.rate = rate
+        self._index = index
+        self._tiers = tiers
+        self._cache = cache
+        self._metrics = metrics
+        self._stopping = False
+
+    async def run(self) -> None:
+        try:
+            while True:
+                for tier in self._tiers.by_id.values():
+                    await self.round(tier)
+                await trio.sleep(PAUSE_SECONDS)
+        finally:
+            self._stopping = True
+
+    async def round(self, tier: Tier) -> None:
+        """Each replica of a tier once, in the order of their names."""
+        after = b""
+        while rows := self._index.names(tier.id, b"", after, 64):
+            after = rows[-1][0]
+            for _name, ino in rows:
+                record = self._index.replica(ino)
+                if record is not None and record.state is not ReplicaState.PARTIAL:
+                    await self._check(tier, ino, record)
+
+    async def _check(self, tier: Tier, ino: int, record: Replica) -> None:
+        if not self._tiers.readable(tier.id):
+            await trio.sleep(PAUSE_SECONDS)
+            return
+        try:
+            sound = await trio.to_thread.run_sync(
+                tier.verify,
+                record.name,
+                record.checksum,
+                record.size,
+                self._pacer(),
+                abandon_on_cancel=True,
+            )
+        except ReplicaLost:
+            sound = False
+        except Stopped:
+            return
+        except OSError as exc:
+            self._tiers.failed(tier, "scrubbing", exc, reading=True)
+            return
+        self._metrics.scrubbed_bytes += record.size
+        # It may have gone, or have moved, meanwhile.
+        if not sound and self._index.replica(ino) == record:
+            log.warning("tier %s: replica of inode %d is corrupt: dropped", tier.path, ino)
+            self._cache.corrupt(ino)
+
+    def _pacer(self) -> Callable[[int], None]:
+        """Sleeps in the thread that reads, so that the rate is kept."""
+
+        def paced(size: int) -> None:
+            if self._stopping:
+                raise Stopped
+            time.sleep(size / self.rate)
+
+        return paced

@@ -1,0 +1,216 @@
+"""Comparing what lies in a tier with what the index says, while the mount serves.
+
+Done where the books may be wrong: a new index, a reboot, a tier whose directory is another one than
+before. Until then the tier takes nothing, because what is not counted could make it overflow; what
+is recorded is served meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import trio
+
+from monarchfs.cache.stock import (
+    Ambiguous,
+    Finding,
+    Missing,
+    NotSynced,
+    Orphan,
+    Row,
+    WrongBlocks,
+    WrongChecksumName,
+    WrongSize,
+    compare,
+    compare_parts,
+)
+from monarchfs.cache.tiers import Hold, Tiers
+from monarchfs.index.index import Index
+from monarchfs.metrics import Metrics
+from monarchfs.placement.events import Action, Event, Loaded
+from monarchfs.store.errors import ReplicaLost
+from monarchfs.store.tier import Tier
+from monarchfs.types import IndexWriteError, ReplicaState, TierFile, TierTotals
+
+log = logging.getLogger(__name__)
+
+FAN_OUTS = 256
+LOST_BATCH = 256
+SAMPLED = 8
+
+_RIGHT = b"right"
+
+
+class Stocktaking:
+    """Constant: its parts."""
+
+    def __init__(
+        self,
+        index: Index,
+        tiers: Tiers,
+        handle: Callable[[Event], list[Action]],
+        metrics: Metrics,
+        in_thread: Callable[..., Awaitable[Any]],
+    ) -> None:
+        self._index = index
+        self._tiers = tiers
+        self._handle = handle
+        self._metrics = metrics
+        self._in_thread = in_thread
+
+    def recover(self) -> None:
+        """End what a crash interrupted: the files of copies and removals that were under way.
+
+        Blocks for the disk; there are as many as were under way. At the start of a mount.
+        """
+        for tier_id, name in self._index.journal():
+            tier = self._tiers.by_id.get(tier_id)
+            if tier is None:
+                continue
+            try:
+                if not self._kept_part(tier, name):
+                    tier.discard(name)
+                self._index.file_gone(tier_id, name)
+            except OSError as exc:
+                self._tiers.failed(tier, "removing what a crash left", exc)
+            except IndexWriteError as exc:
+                log.warning("the journal keeps an entry: %s", exc)
+
+    def _kept_part(self, tier: Tier, name: bytes) -> bool:
+        """Whether the file is a part whose progress was recorded; its blocks are counted anew."""
+        ino = self._index.owner(tier.id, name)
+        record = None if ino is None else self._index.replica(ino)
+        if ino is None or record is None or record.state is not ReplicaState.PARTIAL:
+            return False
+        part = next((part for part in tier.parts() if part.name == name), None)
+        if part is None:
+            self._index.drop_replica(ino)
+            return False
+        self._index.put_replica(ino, record._replace(allocated_bytes=part.allocated_bytes))
+        return True
+
+    def needed(self, tier: Tier, *, rebooted: bool) -> bool:
+        """Whether the books of a tier may be wrong. Blocks for the disk, as short as an empty tier
+        takes. Raises OSError of the tier, IndexWriteError."""
+        right = not rebooted and self._index.meta_get(_mark(tier)) == _RIGHT
+        if right and not self._was_cleaned(tier):
+            return False
+        known = self._index.tier_totals().get(tier.id, TierTotals())
+        if any(known) or tier.parts() or any(tier.files(n) for n in range(FAN_OUTS)):
+            return True
+        self._index.meta_put(_mark(tier), _RIGHT)
+        return False
+
+    def _was_cleaned(self, tier: Tier) -> bool:
+        """Whether something removed what the tier held (what cleans a node after a job, say).
+
+        Looks at a few, which stand for all: names are hashes. Raises OSError of the tier.
+        """
+        for _name, ino in self._index.names(tier.id, b"", b"", SAMPLED):
+            record = self._index.replica(ino)
+            if record is None:
+                continue
+            try:
+                if record.state is ReplicaState.PARTIAL:
+                    fd = tier.open_part(record.name, record.size)
+                else:
+                    fd = tier.open_replica(record.name, record.checksum, record.size)
+            except ReplicaLost as exc:
+                log.warning("tier %s: what it held is not there: %s", tier.path, exc)
+                return True
+            os.close(fd)
+        return False
+
+    async def take(self, tier: Tier) -> None:
+        """Put the books of a tier right. Raises OSError of the tier, IndexWriteError."""
+        self._tiers.hold(tier.id, Hold.STOCK, "what it holds is being looked at")
+        await self._drop_lost()
+        partial: list[Row] = []
+        for fan_out in range(FAN_OUTS):
+            files = await self._in_thread(tier.files, fan_out)
+            rows = self._rows(tier, bytes([fan_out]))
+            partial += [row for row in rows if row[2].state is ReplicaState.PARTIAL]
+            await self._mend(tier, compare(rows, files))
+            await trio.lowlevel.checkpoint()
+        findings = compare_parts(partial, await self._in_thread(tier.parts))
+        for finding in findings:
+            if isinstance(finding, Orphan):
+                await self._in_thread(tier.remove_part, finding.file.name)
+        await self._mend(tier, [f for f in findings if not isinstance(f, Orphan)])
+        self._load(tier)
+        self._index.meta_put(_mark(tier), _RIGHT)
+        self._tiers.let_go(tier.id, Hold.STOCK)
+
+    def suspect(self, tier: Tier) -> None:
+        """The books of the tier are not to be trusted, also by the next mount."""
+        self._tiers.hold(tier.id, Hold.STOCK, "what it holds is to be looked at")
+        try:
+            self._index.meta_put(_mark(tier), b"")
+        except IndexWriteError as exc:
+            log.warning("tier %s is not marked as suspect: %s", tier.path, exc)
+
+    async def _drop_lost(self) -> None:
+        """Forget what a reboot took: replicas whose data were never synced."""
+        while lost := self._index.lost_in_reboot(LOST_BATCH):
+            for ino, record in lost:
+                self._index.drop_replica(ino)
+                if (tier := self._tiers.by_id.get(record.tier)) is not None:
+                    await self._in_thread(tier.discard, record.name)
+                self._index.file_gone(record.tier, record.name)
+            self._metrics.replicas_lost += len(lost)
+            await trio.lowlevel.checkpoint()
+
+    def _rows(self, tier: Tier, prefix: bytes) -> list[Row]:
+        """The records of a fan-out directory, without the maps of what is there of partial ones."""
+        rows: list[Row] = []
+        after = b""
+        while names := self._index.names(tier.id, prefix, after, 1024):
+            for name, ino in names:
+                record = self._index.replica(ino)
+                if record is not None:
+                    rows.append((name, ino, record._replace(present=b"", digests=b"")))
+            after = names[-1][0]
+        return rows
+
+    async def _mend(self, tier: Tier, findings: list[Finding]) -> None:
+        journal = {name for tier_id, name in self._index.journal() if tier_id == tier.id}
+        orphans: list[TierFile] = []
+        for finding in findings:
+            match finding:
+                case Orphan(file=file):
+                    if file.name not in journal:
+                        orphans.append(file)
+                case Missing(ino=ino, replica=replica) | WrongSize(ino=ino, replica=replica):
+                    self._metrics.replicas_lost += 1
+                    self._index.drop_replica(ino)
+                    await self._in_thread(tier.discard, replica.name)
+                    self._index.file_gone(tier.id, replica.name)
+                case WrongChecksumName(file=file) | Ambiguous(file=file):
+                    await self._in_thread(tier.remove, file.name, file.checksum)
+                case WrongBlocks(ino=ino, allocated_bytes=allocated):
+                    if (record := self._index.replica(ino)) is not None:
+                        self._index.put_replica(ino, record._replace(allocated_bytes=allocated))
+                case NotSynced():
+                    pass  # a note for fsck: what the record says was done, the mode came later
+        await self._adopt(tier, orphans)
+
+    async def _adopt(self, tier: Tier, orphans: list[TierFile]) -> None:
+        """Count complete files that no record knows: whoever opens their version has them."""
+        proven = [file for file in orphans if file.synced or tier.memory_backed]
+        for file in orphans:
+            # Without a record nobody knows whether a reboot came before its data reached the disk.
+            if file not in proven:
+                await self._in_thread(tier.remove, file.name, file.checksum)
+        self._index.record_found_files(tier.id, proven)
+
+    def _load(self, tier: Tier) -> None:
+        totals = self._index.tier_totals().get(tier.id, TierTotals())
+        files = totals.resident + totals.partial + totals.found
+        self._handle(Loaded(tier.id, files, totals.allocated_bytes))
+
+
+def _mark(tier: Tier) -> bytes:
+    return b"stock:%d" % tier.id

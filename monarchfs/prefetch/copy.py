@@ -1,0 +1,265 @@
+"""A file's way into a tier: from the reservation to the complete replica, or to its end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import trio
+
+from monarchfs.cache.cache import Cache
+from monarchfs.cache.replicas import OpenReplica, Reservation
+from monarchfs.metrics import Metrics
+from monarchfs.prefetch.chunks import ChunkMap
+from monarchfs.prefetch.fetch import State, chunk_bytes_for
+from monarchfs.prefetch.queue import Priority
+from monarchfs.prefetch.remote import RemoteFile
+from monarchfs.types import Lane, Node, SourceChanged, SourceVersion
+
+log = logging.getLogger(__name__)
+
+
+class Copy:
+    """What ``Fill`` is apart from reading: its place in a tier.
+
+    Constant: ``node``, ``remote``, ``size``. Changing: the rest, on the event loop only.
+
+    It lives while it has handles, fetches under way (``busy``), or a place in the copier's
+    background list; then ``settle`` puts it to rest and calls ``forget``.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        remote: RemoteFile,
+        cache: Cache,
+        metrics: Metrics,
+        nursery: trio.Nursery,
+        forget: Callable[[Copy], None],
+        poke: Callable[[], None],
+        *,
+        trusts_times: bool,
+    ) -> None:
+        """``forget`` is called once it is settled, and ``poke`` when a fetch or a copy has
+        ended: it may be another file's turn in the background. ``trusts_times``: the source does
+        not change, so that a file that has just been written may be copied."""
+        self.node = node
+        self.remote = remote
+        self.size = node.stat.size
+        self.state = State.DIRECT
+        self.handles = 0
+        self.in_background = False
+        self.priority = Priority.NOBODY
+        self.full = False
+        self.cursor = 0
+        self.reservation: Reservation | None = None
+        self.replica: OpenReplica | None = None
+        self.busy = 0
+        self._acquired: list[OpenReplica] = []
+        self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
+        self._cache = cache
+        self._metrics = metrics
+        self._nursery = nursery
+        self._forget = forget
+        self._poke = poke
+        self._trusts_times = trusts_times
+        self._changes = 0
+        self._seen = node.stat.version
+        self._finishing = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether bytes that are read from now on can be told from those of a later version."""
+        return self._trusts_times or self.node.stat.version.settled(time.time_ns())
+
+    @property
+    def filling(self) -> bool:
+        """Whether it is being copied, or is about to be: there is room for more of it."""
+        return self.state is State.FILLING and not self.full
+
+    @property
+    def partial(self) -> bool:
+        """Whether some of it is local."""
+        return self.state is State.FILLING and self.chunks.present_count > 0
+
+    def start_filling(self, *, evicts: bool = True) -> bool:
+        """Ask for room; False where there is none and reads stay direct. No checkpoint.
+
+        ``evicts``: somebody reads it, so that other files may have to go.
+        """
+        if self.state is not State.DIRECT:
+            return True
+        if self.reservation is not None or not self.settled:
+            return False  # an earlier one is still being given back, or it is too young
+        reservation = self._cache.reserve(self.node, evicts=evicts)
+        if reservation is None:
+            return False
+        if (resumed := reservation.resumed) is not None:
+            self.chunks = ChunkMap(self.size, resumed.chunk_bytes, resumed.present)
+        self.reservation = reservation
+        self.full = False
+        self._finishing = False
+        self.state = State.FILLING
+        if self.chunks.complete:  # an empty file, or one whose last step was missing
+            self._begin_finish()
+        return True
+
+    def checkpoint(self) -> None:
+        """Record how far a large copy has come. No checkpoint of trio's. Raises OSError."""
+        reservation = self.reservation
+        if (
+            self.state is State.FILLING
+            and reservation is not None
+            and reservation.fd >= 0
+            and not self._finishing
+            and not reservation.given_up
+        ):
+            chunks = self.chunks
+            self._cache.checkpoint(reservation, chunks.chunk_bytes, chunks.saved())
+
+    # -- the end of it
+
+    def _saw(self, version: SourceVersion) -> None:
+        """The source was read, and had this version then: once for each, what is known is wrong."""
+        if version != self._seen:
+            self._seen = version
+            self._changed()
+
+    def outdated(self) -> None:
+        """The source holds another version: unless all of this one is local, nothing that is may
+        be served any more, and reads show the source as it is. No checkpoint."""
+        if self.state is not State.RESIDENT:
+            self._changed()
+
+    def _changed(self) -> None:
+        """The source has another version now: what was read of this one is not mixed with it."""
+        self._changes += 1
+        self._cache.outdated(self.node)
+        if self.state is State.FILLING:
+            self._metrics.copies_outdated += 1
+            self.give_up("it changed in the source while it was copied")
+
+    def give_up(self, reason: str) -> None:
+        """Keep nothing; open handles read the source directly from now on. No checkpoint."""
+        if self.state is State.FILLING:
+            assert self.reservation is not None
+            self.reservation.given_up = True  # at once: its last step may be under way
+            self.state = State.DIRECT
+            self._nursery.start_soon(self._abandon, reason)
+
+    async def _abandon(self, reason: str) -> None:
+        assert self.reservation is not None
+        # Also when the mount ends: it waits for this tier's threads alone, as that would anyway.
+        with trio.CancelScope(shield=True):
+            await self._cache.abandon(self.reservation, reason)
+        self._reset()
+        self.settle()
+        self._poke()
+
+    def _reset(self) -> None:
+        """There is no reservation any more, and no part file."""
+        self.state = State.DIRECT
+        self.reservation = None
+        self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
+
+    def _tier_failed(self, reservation: Reservation, exc: OSError, what: str) -> None:
+        self._cache.tier_failed(reservation, exc)
+        if self.state is State.FILLING:
+            self._metrics.copies_failed += 1
+            self.give_up(f"{what}: {exc.strerror}")
+
+    def _begin_finish(self) -> None:
+        if not self._finishing:
+            self._finishing = True
+            self.busy += 1
+            self._nursery.start_soon(self._finish)
+
+    async def _finish(self) -> None:
+        """Every chunk is in the part file: make it the replica."""
+        reservation = self.reservation
+        assert reservation is not None
+        try:
+            if self.size == 0:
+                if not await self._may_read():
+                    return
+                stored = await self._cache.write_all(reservation, b"")
+            else:
+                stored = await self._cache.finish(reservation)
+            if stored:
+                self._become_resident()
+                await reservation.close()
+        except OSError as exc:
+            self._tier_failed(reservation, exc, "copying failed")
+        finally:
+            self._leave()
+
+    async def _may_read(self) -> bool:
+        """Whether the source lets us open an empty file, for which no read asks."""
+        try:
+            await self.remote.open(Lane.BACKGROUND)
+        except SourceChanged:
+            self._changed()
+        except OSError as exc:
+            self._metrics.copies_failed += 1
+            self.give_up(f"copying failed: {exc.strerror}")
+        else:
+            return True
+        return False
+
+    def _become_resident(self) -> None:
+        """The index says so already. No checkpoint."""
+        self._reset()
+        if not self.handles and self.busy <= 1:
+            return  # nobody reads it: the file need not be opened
+        if (replica := self._cache.acquire(self.node, accessed=False)) is not None:
+            self.replica, self.state = replica, State.RESIDENT
+            self._acquired.append(replica)
+
+    def release(self) -> None:
+        """A handle is closed."""
+        self.handles -= 1
+        self.settle()
+
+    def _leave(self) -> None:
+        self.busy -= 1
+        self.settle()
+
+    def settle(self) -> None:
+        """Put everything down where nobody needs it any more. No checkpoint."""
+        if self.handles or self.busy or self.in_background:
+            return
+        if self.state is State.FILLING and not self._rest():
+            self.give_up("its copy could not be put aside")
+        if self.state is State.DIRECT and self.reservation is not None:
+            return  # its end is under way and comes back here
+        self._forget(self)
+        self.remote.close_soon()
+        self.replica = None
+        while self._acquired:
+            # More than one where the tier failed a reader, who may still have been reading it.
+            self._cache.release(self._acquired.pop())
+
+    def _rest(self) -> bool:
+        """Record what is local, and end the reservation; False where that fails. No checkpoint."""
+        reservation = self.reservation
+        assert reservation is not None
+        if reservation.fd < 0:
+            self._cache.cancel(reservation)
+        else:
+            try:
+                chunks = self.chunks
+                self._cache.rest(reservation, chunks.chunk_bytes, chunks.saved())
+            except OSError as exc:
+                self._cache.tier_failed(reservation, exc)
+                return False
+        self._reset()
+        return True
+
+    async def put_aside(self) -> None:
+        """At the end of the mount, when no task of the copier runs any more."""
+        if self.state is State.FILLING and not self._rest():
+            assert self.reservation is not None
+            await self._cache.abandon(self.reservation, "its copy could not be put aside")
+            self._reset()
+        self.remote.close_soon()
