@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import errno
+import time
+from collections import OrderedDict
 from typing import Protocol
 
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.replicas import OpenReplica
-from monarchfs.fs.tree import Tree
+from monarchfs.fs.kernel import Kernel, NoKernel
+from monarchfs.fs.tree import Entry, Tree
 from monarchfs.metrics import Metrics
-from monarchfs.types import Data, Node, ReplicaState, SourceChanged
+from monarchfs.types import Data, Node, ReplicaState, SourceChanged, SourceVersion
+
+YOUNG_KEPT = 10_000
+"""Inodes of which is remembered that they were opened in the tick of their last change."""
 
 
 class Unfinished(Protocol):
@@ -24,6 +30,13 @@ class Unfinished(Protocol):
     def start_filling(self) -> bool: ...
 
     async def read(self, offset: int, size: int) -> Data: ...
+
+    async def current(self) -> SourceVersion:
+        """What the source has now under the descriptor that is read. Raises as ``read``."""
+
+    def outdated(self) -> None:
+        """The source holds another version: unless all of this one is local, nothing that is may
+        be served any more, and reads show the source as it is. No checkpoint."""
 
     def release(self) -> None: ...
 
@@ -42,15 +55,22 @@ class Copies(Protocol):
 
 
 class FileHandle:
-    """One open of one file. Constant: ino. Changing: where its bytes come from."""
+    """One open of one file. Constant: ino, and ``keep_cache``, whether what the kernel has of it
+    in its page cache may be kept. Changing: where its bytes come from."""
 
-    __slots__ = ("_cache", "_replica", "_unfinished", "ino")
+    __slots__ = ("_files", "_replica", "_unfinished", "ino", "keep_cache")
 
     def __init__(
-        self, ino: int, cache: Cache, replica: OpenReplica | None, unfinished: Unfinished | None
+        self,
+        ino: int,
+        files: Files,
+        replica: OpenReplica | None,
+        unfinished: Unfinished | None,
+        keep_cache: bool,
     ) -> None:
         self.ino = ino
-        self._cache = cache
+        self.keep_cache = keep_cache
+        self._files = files
         self._replica = replica
         self._unfinished = unfinished
 
@@ -70,7 +90,7 @@ class FileHandle:
         replica = self._replica
         if replica is not None:
             try:
-                return await self._cache.read(replica, offset, size)
+                return await files.cache.read(replica, offset, size)
             except OSError as exc:
                 await self._leave_replica(replica, exc, files)
         assert self._unfinished is not None
@@ -81,7 +101,7 @@ class FileHandle:
 
     async def _leave_replica(self, replica: OpenReplica, exc: OSError, files: Files) -> None:
         """A tier failed under this handle: the source serves it from now on."""
-        self._cache.failed_read(replica, exc)
+        files.cache.failed_read(replica, exc)
         if self._replica is not replica:
             return  # another read of this handle was faster
         unfinished = await files.open_unfinished(self.ino)
@@ -89,53 +109,101 @@ class FileHandle:
             unfinished.release()
             return
         self._replica, self._unfinished = None, unfinished
-        self._cache.release(replica)
+        files.cache.release(replica)
 
     def release(self) -> None:
         if self._replica is not None:
-            self._cache.release(self._replica)
+            self._files.cache.release(self._replica)
         if self._unfinished is not None:
             self._unfinished.release()
         self._replica = self._unfinished = None
+        self._files.closed(self)
 
 
 class Files:
-    """Opens files of one mount."""
+    """Opens files of one mount, and has descriptors show what they may when files change.
 
-    def __init__(self, tree: Tree, cache: Cache, copies: Copies, metrics: Metrics) -> None:
+    Constant: its parts. Changing: how often each inode is open; ``_young``, the inodes that were
+    opened in the tick of their last change, with that time (what the kernel has read of them may be
+    older than the file, and no version tells); ``_young_ns``, the times of those that were too many
+    to remember.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        cache: Cache,
+        copies: Copies,
+        metrics: Metrics,
+        kernel: Kernel | None = None,
+    ) -> None:
+        self.cache = cache
         self._tree = tree
-        self._cache = cache
         self._copies = copies
         self._metrics = metrics
+        self._kernel: Kernel = NoKernel() if kernel is None else kernel
+        self._opens: dict[int, int] = {}
+        self._young: OrderedDict[int, int] = OrderedDict()
+        self._young_ns: tuple[int, int] | None = None
+        tree.on_outdated = self._outdated
 
     def known_open(self, ino: int) -> FileHandle | None:
         """``open`` where nobody has to be asked: a fresh inode with a complete replica."""
         node = self._tree.known_node(ino)
-        replica = None if node is None else self._cache.acquire(node)
-        if replica is None:
+        replica = None if node is None else self.cache.acquire(node)
+        if node is None or replica is None:
             return None
-        self._metrics.local_opens += 1
-        self._metrics.local_file_bytes += replica.size
-        return FileHandle(ino, self._cache, replica, None)
+        return self._handle(node, replica, None)
 
     async def open(self, ino: int) -> FileHandle:
         """Raises OSError with the source's errno; ESTALE for an outdated inode."""
         node = await self._tree.revalidated(ino)
-        assert node.stat is not None
         if not node.stat.is_regular:
             raise OSError(errno.ENXIO, "not a regular file")
-        replica = self._cache.acquire(node)
+        replica = self.cache.acquire(node)
         if replica is not None:
-            self._metrics.local_opens += 1
-            self._metrics.local_file_bytes += node.stat.size
-            return FileHandle(ino, self._cache, replica, None)
+            return self._handle(node, replica, None)
         unfinished = await self.open_unfinished(ino)
-        self._metrics.source_opens += 1
-        self._metrics.source_file_bytes += node.stat.size
         if self._copies.keeps:
             unfinished.start_filling()
             self._copies.opened(ino)
-        return FileHandle(ino, self._cache, None, unfinished)
+        return self._handle(node, None, unfinished)
+
+    def _handle(
+        self, node: Node, replica: OpenReplica | None, unfinished: Unfinished | None
+    ) -> FileHandle:
+        if replica is not None:
+            self._metrics.local_opens += 1
+            self._metrics.local_file_bytes += node.stat.size
+        else:
+            self._metrics.source_opens += 1
+            self._metrics.source_file_bytes += node.stat.size
+        self._opens[node.ino] = self._opens.get(node.ino, 0) + 1
+        return FileHandle(node.ino, self, replica, unfinished, self._keeps_pages(node))
+
+    def _keeps_pages(self, node: Node) -> bool:
+        """Whether what the kernel has read of this inode before is as good as what it would read
+        now. An inode number is one version; but see ``SourceVersion.settled``."""
+        freshness, ctime_ns = self._tree.freshness, node.stat.ctime_ns
+        if freshness.settled(ctime_ns, time.time_ns()):
+            forgotten = self._young_ns
+            return self._young.pop(node.ino, None) is None and (
+                forgotten is None or not forgotten[0] <= ctime_ns <= forgotten[1]
+            )
+        self._young[node.ino] = ctime_ns
+        if len(self._young) > YOUNG_KEPT:
+            old_ns = self._young.popitem(last=False)[1]
+            first, last = self._young_ns or (old_ns, old_ns)
+            self._young_ns = min(first, old_ns), max(last, old_ns)
+        return False
+
+    def closed(self, handle: FileHandle) -> None:
+        """For handles: one is released."""
+        left = self._opens[handle.ino] - 1
+        if left:
+            self._opens[handle.ino] = left
+        else:
+            del self._opens[handle.ino]
 
     async def open_unfinished(self, ino: int) -> Unfinished:
         node = self._tree.index.node(ino)
@@ -144,12 +212,64 @@ class Files:
         try:
             return await self._copies.open(node)
         except SourceChanged as exc:
-            self._tree.index.mark_outdated(ino)
+            self.noticed(ino)
             raise OSError(errno.ESTALE, "the source has another version") from exc
+
+    # -- changes in the source
+
+    def noticed(self, ino: int) -> None:
+        """The source was seen to hold another version than ``ino`` stands for, by whoever reads it.
+        No checkpoint; raises nothing.
+
+        An open whose version is all local keeps it. What others get from now on is read from the
+        source as it is, so what the kernel has read of it before must go.
+        """
+        self._tree.mark_outdated(ino)
+        self._drop_pages(ino)
+
+    def _outdated(self, ino: int) -> None:
+        """The tree found that out."""
+        if (unfinished := self._copies.unfinished(ino)) is not None:
+            unfinished.outdated()
+        self._drop_pages(ino)
+
+    def _drop_pages(self, ino: int) -> None:
+        self._kernel.invalidate_inode(ino, attributes_only=self.state(ino) == "resident")
+
+    def known_attributes(self, ino: int) -> Entry | None:
+        """As the tree's, but of what is outdated."""
+        known = self._tree.known_attributes(ino)
+        return None if known is not None and known.node.outdated else known
+
+    async def attributes(self, ino: int) -> Entry:
+        """What fstat(2) shows. Raises OSError with the source's errno; ESTALE where nobody has
+        ``ino`` open and it is outdated: the kernel then looks the name up again (fs/stat.c)."""
+        node = self._tree.index.node(ino)
+        try:
+            found = await self._tree.attributes(ino)
+        except OSError as exc:
+            # The directory it was found in is not there any more. The file is.
+            if exc.errno != errno.ESTALE or node is None or ino not in self._opens:
+                raise
+            found = Entry(node._replace(outdated=True), 0.0, 0.0)
+        node = found.node
+        if not node.outdated:
+            return found
+        if ino not in self._opens:
+            if node.stat.is_directory:
+                return found
+            raise OSError(errno.ESTALE, "the source has another version")
+        unfinished = self._copies.unfinished(ino)
+        if unfinished is None or self.state(ino) == "resident":
+            return Entry(node, 0.0, 0.0)
+        try:
+            return await self._tree.attributes_of_open(node, unfinished.current)
+        except SourceChanged:
+            return Entry(node, 0.0, 0.0)
 
     def state(self, ino: int) -> str:
         """One of resident, partial, copying, remote."""
-        record = self._cache.state(ino)
+        record = self.cache.state(ino)
         if record is not None and record.state is ReplicaState.RESIDENT:
             return "resident"
         unfinished = self._copies.unfinished(ino)
@@ -160,10 +280,10 @@ class Files:
 
     def tier(self, ino: int) -> str | None:
         """The path of the tier that has a replica, whole or partial."""
-        record = self._cache.state(ino)
-        if record is None or record.tier not in self._cache.tiers:
+        record = self.cache.state(ino)
+        if record is None or record.tier not in self.cache.tiers:
             return None
-        return self._cache.tiers[record.tier].path
+        return self.cache.tiers[record.tier].path
 
     def reason(self, ino: int) -> str | None:
         """Why a file is not resident; None where it is."""
@@ -172,6 +292,4 @@ class Files:
             return None
         if state == "copying":
             return "it is being copied"
-        return self._cache.reasons.get(
-            ino, "not opened yet" if self._copies.keeps else "no copying"
-        )
+        return self.cache.reasons.get(ino, "not opened yet" if self._copies.keeps else "no copying")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from monarchfs.types import FreshnessMode
+from monarchfs.types import FreshnessMode, Listing, Node, SourceVersion
 
 NS = 1_000_000_000
 
@@ -16,6 +16,19 @@ UNANSWERED_SECONDS = 1.0
 
 OPEN_ATTRIBUTES_SECONDS = 1.0
 """With ``open``, attributes may be this old for fstat(2): every path walk and open asks anyway."""
+
+UNSETTLED_SECONDS = 0.05
+"""The kernel asks again after this long about what may have changed since without a trace."""
+
+SURELY_SETTLED_NS = 2 * NS
+"""Longer than any tick of ``SourceVersion.settled``."""
+
+
+def settled(ctime_ns: int, now_ns: int) -> bool:
+    """``SourceVersion.settled``, quicker for most."""
+    if 0 <= ctime_ns < now_ns - SURELY_SETTLED_NS:
+        return True
+    return SourceVersion(0, 0, 0, 0, ctime_ns).settled(now_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +45,11 @@ class Freshness:
         """Whether known metadata are served when the source does not answer."""
         return self.mode is not FreshnessMode.OPEN
 
+    @property
+    def trusts_times(self) -> bool:
+        """Whether a version that was seen in the tick of its last change is believed for good."""
+        return self.mode is FreshnessMode.IMMUTABLE
+
     def fresh(self, checked_ns: int, now_ns: int) -> bool:
         """Whether a name or attributes last asked for at ``checked_ns`` need no asking now."""
         if checked_ns < self.mount_ns:
@@ -44,11 +62,35 @@ class Freshness:
             case FreshnessMode.OPEN:
                 return False
 
-    def fresh_attributes(self, checked_ns: int, now_ns: int) -> bool:
+    def fresh_node(self, node: Node, now_ns: int) -> bool:
+        """``fresh`` of a node's attributes, outdated or not."""
+        return self.fresh(node.fetched_ns, now_ns) and self._holds(
+            node.stat.ctime_ns, node.fetched_ns, now_ns
+        )
+
+    def fresh_attributes(self, node: Node, now_ns: int) -> bool:
         """The same for getattr of an inode that a path walk has found already."""
         if self.mode is FreshnessMode.OPEN:
-            return 0 <= now_ns - checked_ns < OPEN_ATTRIBUTES_SECONDS * NS
-        return self.fresh(checked_ns, now_ns)
+            age_ns = now_ns - node.fetched_ns
+            return 0 <= age_ns < OPEN_ATTRIBUTES_SECONDS * NS and self._holds(
+                node.stat.ctime_ns, node.fetched_ns, now_ns
+            )
+        return self.fresh_node(node, now_ns)
+
+    def fresh_listing(self, listing: Listing, confirmed_ns: int, now_ns: int) -> bool:
+        """``fresh`` of a listing that the directory's times confirmed at ``confirmed_ns``."""
+        return self.fresh(confirmed_ns, now_ns) and self._holds(
+            listing.ctime_ns, listing.fetched_ns, now_ns
+        )
+
+    def settled(self, ctime_ns: int, now_ns: int) -> bool:
+        """Whether what was read by ``now_ns`` is told from what comes later by its times, or is
+        believed whatever they are."""
+        return self.trusts_times or settled(ctime_ns, now_ns)
+
+    def _holds(self, ctime_ns: int, seen_ns: int, now_ns: int) -> bool:
+        """What was seen in the tick of its last change is believed for that tick only."""
+        return self.settled(ctime_ns, seen_ns) or not self.settled(ctime_ns, now_ns)
 
     def timeouts(self, checked_ns: int, now_ns: int) -> tuple[float, float]:
         """Seconds for which the kernel may keep (the name, the attributes)."""
@@ -61,3 +103,10 @@ class Freshness:
                 return left, left
             case FreshnessMode.OPEN:
                 return 0.0, OPEN_ATTRIBUTES_SECONDS
+
+    def node_timeouts(self, node: Node, checked_ns: int, now_ns: int) -> tuple[float, float]:
+        """The same for a node, which may have been changed just before it was asked about."""
+        name, attributes = self.timeouts(checked_ns, now_ns)
+        if not self.settled(node.stat.ctime_ns, node.fetched_ns):
+            return min(name, UNSETTLED_SECONDS), min(attributes, UNSETTLED_SECONDS)
+        return name, attributes

@@ -110,9 +110,9 @@ class Adapter(pyfuse3.Operations):
 
     @answers
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> pyfuse3.EntryAttributes:
-        found = self._tree.known_attributes(inode)
+        found = self._files.known_attributes(inode)
         if found is None:
-            found = await self._waiting(lambda: self._tree.attributes(inode))
+            found = await self._waiting(lambda: self._files.attributes(inode))
         return _attributes(found)
 
     @answers
@@ -179,8 +179,8 @@ class Adapter(pyfuse3.Operations):
         handle = self._files.known_open(inode)
         if handle is None:
             handle = await self._waiting(lambda: self._files.open(inode))
-        # An inode number is one version: what the kernel has of it in its page cache stays good.
-        return pyfuse3.FileInfo(fh=FileHandleT(self._handles.add(handle)), keep_cache=True)
+        number = FileHandleT(self._handles.add(handle))
+        return pyfuse3.FileInfo(fh=number, keep_cache=handle.keep_cache)
 
     @answers
     async def read(self, fh: FileHandleT, off: int, size: int) -> Data:  # type: ignore[override]

@@ -7,6 +7,7 @@ as its device; when INIT went through, the real descriptor takes that place.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -56,6 +57,32 @@ def on_interrupt(handler: Callable[[int], None]) -> bool:
 
 def no_attributes_mark() -> int | None:
     return None if hooks is None else hooks.NO_ATTRIBUTES
+
+
+def invalidate_inode(ino: int, attributes_only: bool) -> None:
+    """Have the kernel forget the attributes of an inode and, unless ``attributes_only``, its pages.
+
+    Blocks until pages that are being read have been answered, so call it in a thread (pyfuse3's
+    invalidate_inode lets other threads run). An inode that the kernel does not know passes; raises
+    OSError for the rest, ENOTCONN after the end of the mount included.
+    """
+    try:
+        pyfuse3.invalidate_inode(pyfuse3.InodeT(ino), attributes_only)
+    except OSError as exc:
+        if exc.errno != errno.ENOENT:
+            raise
+
+
+def invalidate_entry(parent: int, name: bytes) -> None:
+    """Have the kernel forget what a name stands for, or that there is none.
+
+    Blocks until nobody looks up, or lists, in that directory; otherwise as ``invalidate_inode``.
+    """
+    try:
+        pyfuse3.invalidate_entry(pyfuse3.InodeT(parent), pyfuse3.FileNameT(name))
+    except OSError as exc:
+        if exc.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
 
 
 class Session:

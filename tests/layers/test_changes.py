@@ -46,6 +46,7 @@ async def test_an_open_that_finds_out(files: Area, hours: Hours) -> None:
 
 async def test_hard_links_share_a_number(files: Area) -> None:
     os.link(files.source / "a", files.source / "d/link")
+    await files.settled()
     async with files.mount(mode=OPEN) as mirror:
         first = await mirror.node("a")
         second = await mirror.node("d/link")

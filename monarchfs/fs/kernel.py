@@ -1,0 +1,33 @@
+"""What the kernel remembers of this mount, as far as it can be told to forget it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Kernel(Protocol):
+    """Takes what the kernel is to forget. What it does not know (any more) passes."""
+
+    def invalidate_inode(self, ino: int, *, attributes_only: bool = False) -> None:
+        """Forget the attributes of an inode and, unless ``attributes_only``, its pages, mapped
+        ones too. Done soon, by somebody else: never blocks."""
+
+    def invalidate_entry(self, parent: int, name: bytes) -> None:
+        """Forget what ``name`` stands for, or that it stands for nothing. Never blocks."""
+
+    async def room(self) -> None:
+        """Wait until not too much of that is still to be done. Never to be called by a request:
+        the kernel may be waiting for its answer to do it."""
+
+
+class NoKernel:
+    """Where nobody remembers anything: the file system is not mounted."""
+
+    def invalidate_inode(self, ino: int, *, attributes_only: bool = False) -> None:
+        """As Kernel."""
+
+    def invalidate_entry(self, parent: int, name: bytes) -> None:
+        """As Kernel."""
+
+    async def room(self) -> None:
+        """As Kernel."""

@@ -1,0 +1,392 @@
+"""Names and attributes: answered from the index where that is fresh, else from the source."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+import trio
+
+from monarchfs.fs.asking import Asking
+from monarchfs.fs.freshness import UNANSWERED_SECONDS, Freshness, settled
+from monarchfs.index.index import Index
+from monarchfs.metrics import Metrics
+from monarchfs.source.source import Source
+from monarchfs.types import (
+    ROOT_INO,
+    Dirent,
+    DirRef,
+    IndexWriteError,
+    Lane,
+    Node,
+    SourceChanged,
+    SourceStat,
+    SourceVersion,
+)
+
+log = logging.getLogger(__name__)
+
+CONFIRMED_KEPT = 100_000
+"""Listings of which is remembered that they were confirmed; more are confirmed again."""
+
+
+class Entry(NamedTuple):
+    """A node for the kernel, with the seconds that it may keep the name and the attributes."""
+
+    node: Node
+    entry_timeout: float
+    attr_timeout: float
+
+
+class Missing(NamedTuple):
+    """A name that does not exist, and the seconds for which that may be believed."""
+
+    timeout: float
+
+
+class Names:
+    """What the names of one mount stand for, and the attributes of that.
+
+    Constant: its parts. ``on_outdated`` is told of every inode number that was found to stand for
+    what the source does not hold any more; ``denied``, the directories in which the kernel may
+    remember missing names that no listing tells of, is for ``Refresh``.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        source: Source,
+        freshness: Freshness,
+        metrics: Metrics,
+        nursery: trio.Nursery,
+        *,
+        deadline: float,
+    ) -> None:
+        """``deadline`` is how many seconds a revalidation waits for a source that does not answer,
+        where something is known that can be served instead."""
+        self.index = index
+        self.freshness = freshness
+        self.on_outdated: Callable[[int], None] = lambda ino: None
+        self.denied: set[int] = set()
+        self._source = source
+        self._asking = Asking(source, freshness, metrics, nursery, deadline)
+        self._confirmed: dict[int, tuple[int, int]] = {}
+
+    async def load_root(self) -> None:
+        """Know the root before the kernel asks. Raises OSError where the source does not say."""
+        if self.index.node(ROOT_INO) is None:
+            await self._fetch_node(ROOT_INO)
+        else:
+            await self.attributes(ROOT_INO)
+
+    # -- answers from what is known
+
+    def known_lookup(self, parent: int, name: bytes) -> Entry | Missing | None:
+        now = time.time_ns()
+        dirent = self.index.dirent(parent, name)
+        if dirent is None:
+            confirmed_ns = self._listed(parent, now)
+            if confirmed_ns is None:
+                return None
+            return Missing(self.freshness.timeouts(confirmed_ns, now)[0])
+        if not self.freshness.fresh(dirent.checked_ns, now):
+            return None
+        node = self.index.node(dirent.ino)
+        if node is None or node.outdated or not self.freshness.fresh_node(node, now):
+            return None
+        return self._entry(node, min(dirent.checked_ns, node.fetched_ns), now)
+
+    def known_attributes(self, ino: int) -> Entry | None:
+        now = time.time_ns()
+        node = self.index.node(ino)
+        if node is None:
+            return None
+        if node.outdated:
+            # Only an open file can still be asked about: it keeps what it was opened as.
+            return Entry(node, 0.0, 0.0)
+        if not self.freshness.fresh_attributes(node, now):
+            return None
+        return self._entry(node, node.fetched_ns, now)
+
+    def known_node(self, ino: int) -> Node | None:
+        """The node, if it may be opened without asking the source about it."""
+        node = self.index.node(ino)
+        if node is None or node.outdated:
+            return None
+        return node if self.freshness.fresh_node(node, time.time_ns()) else None
+
+    def known_target(self, ino: int) -> bytes | None:
+        """A symbolic link's; a link that points elsewhere later is another inode."""
+        node = self.index.node(ino)
+        return node.target if node is not None and node.target else None
+
+    def _entry(self, node: Node, checked_ns: int, now_ns: int) -> Entry:
+        return Entry(node, *self.freshness.node_timeouts(node, checked_ns, now_ns))
+
+    # -- answers that may need the source
+
+    async def lookup(self, parent: int, name: bytes, lane: Lane = Lane.DEMAND) -> Entry | Missing:
+        if (known := self.known_lookup(parent, name)) is not None:
+            return known
+        fallback: Entry | Missing | None = None
+        dirent = self.index.dirent(parent, name)
+        if dirent is None:
+            if self.index.listing(parent) is not None:
+                fallback = Missing(UNANSWERED_SECONDS)
+        else:
+            node = self.index.node(dirent.ino)
+            if node is not None and not node.outdated:
+                fallback = Entry(node, UNANSWERED_SECONDS, UNANSWERED_SECONDS)
+        fetch = self._fetch_absent if isinstance(fallback, Missing) else self._fetch_name
+        return await self._asking.ask(
+            ("name", parent, name), lambda: fetch(parent, name, lane), fallback
+        )
+
+    async def find(self, parent: int, name: bytes, lane: Lane) -> Node | None:
+        """``lookup`` for those who are not the kernel; None for a name that does not exist."""
+        found = await self.lookup(parent, name, lane)
+        return None if isinstance(found, Missing) else found.node
+
+    async def find_each(self, parent: int, names: list[bytes], lane: Lane) -> list[Node | None]:
+        """``find`` for many names of a directory, with one call of the source for all that are
+        not known. Raises OSError if the directory cannot be used; None for a name that fails."""
+        found: dict[bytes, Node | None] = {}
+        unknown = []
+        for name in names:
+            known = self.known_lookup(parent, name)
+            if known is None:
+                unknown.append(name)
+            else:
+                found[name] = None if isinstance(known, Missing) else known.node
+        if unknown:
+            answers = await self.ask_each(parent, unknown, lane)
+            for name, answer in zip(unknown, answers, strict=True):
+                found[name] = None if isinstance(answer, OSError) else answer
+        return [found[name] for name in names]
+
+    async def ask_each(
+        self, parent: int, names: list[bytes], lane: Lane
+    ) -> list[Node | OSError | None]:
+        """Ask the source about each name, whatever is known, with one call for all, and record the
+        answers: None for a name that is not there. Raises OSError if the directory cannot be
+        used, and IndexWriteError."""
+        directory = self._directory(parent)
+        asked_ns = time.time_ns()
+        try:
+            answers = await self._source.found_each(directory, names, lane)
+        except SourceChanged as exc:
+            self._distrust(parent)
+            raise OSError(errno.ESTALE, "its directory was replaced") from exc
+        found: list[Node | OSError | None] = []
+        for name, answer in zip(names, answers, strict=True):
+            if isinstance(answer, (FileNotFoundError, NotADirectoryError)):
+                self._missing(parent, name)
+                found.append(None)
+            elif isinstance(answer, OSError):
+                found.append(answer)
+            else:
+                found.append(self._found(parent, name, *answer, asked_ns))
+        return found
+
+    async def refresh_root(self) -> None:
+        """Ask for the root's attributes, whatever is known."""
+        await self._fetch_node(ROOT_INO)
+
+    async def attributes(self, ino: int) -> Entry:
+        if (known := self.known_attributes(ino)) is not None:
+            return known
+        node = self.index.node(ino)
+        if node is None:
+            raise OSError(errno.ESTALE, "unknown inode")
+        fallback = Entry(node, UNANSWERED_SECONDS, UNANSWERED_SECONDS)
+        return await self._asking.ask(("node", ino), lambda: self._fetch_node(ino), fallback)
+
+    async def attributes_of_open(
+        self, node: Node, current: Callable[[], Awaitable[SourceVersion]]
+    ) -> Entry:
+        """Those of a file that is open and has no place in the source that is known, or whose
+        bytes are read from the source as it is: what ``current`` tells of it. Never kept."""
+
+        async def ask() -> Entry:
+            version = await current()
+            times = {"mtime_ns": version.mtime_ns, "ctime_ns": version.ctime_ns}
+            stat = node.stat._replace(size=version.size, **times)
+            return Entry(node._replace(stat=stat), 0.0, 0.0)
+
+        return await self._asking.ask(("open", node.ino), ask, Entry(node, 0.0, 0.0))
+
+    async def revalidated(self, ino: int) -> Node:
+        """The node as ``open`` needs it: fresh by the mount's promise.
+
+        Raises OSError ESTALE where the source has another version by now: the kernel then looks
+        the name up again (fs/namei.c, LOOKUP_REVAL) and finds the new inode.
+        """
+        node = self.index.node(ino)
+        if node is not None and not node.outdated:
+            if self.freshness.fresh_node(node, time.time_ns()):
+                return node
+            await self._asking.ask(
+                ("node", ino),
+                lambda: self._fetch_node(ino),
+                Entry(node, UNANSWERED_SECONDS, UNANSWERED_SECONDS),
+            )
+            node = self.index.node(ino)
+        if node is None or node.outdated:
+            raise OSError(errno.ESTALE, "the source has another version")
+        return node
+
+    async def target(self, ino: int) -> bytes:
+        if (known := self.known_target(ino)) is not None:
+            return known
+        directory, name = self.place(ino)
+        return await self._source.readlink(directory, name, Lane.DEMAND)
+
+    async def _fetch_name(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:
+        directory = self._directory(parent)
+        asked_ns = time.time_ns()
+        try:
+            stat, target = await self._source.found(directory, name, lane)
+        except (FileNotFoundError, NotADirectoryError):
+            self._missing(parent, name)
+            if self.freshness.trusts_times and self.index.listing(parent) is None:
+                self.denied.add(parent)
+            return Missing(self.freshness.timeouts(asked_ns, time.time_ns())[0])
+        except SourceChanged as exc:
+            self._distrust(parent)
+            raise OSError(errno.ESTALE, "its directory was replaced") from exc
+        # ``asked_ns``, not the time of the answer: the promise counts from when it was true.
+        node = self._found(parent, name, stat, target, asked_ns)
+        return self._entry(node, asked_ns, time.time_ns())
+
+    async def _fetch_absent(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:
+        """A name that an old listing does not have: where the directory's times are what they were,
+        that answers for all such names at once."""
+        if self.freshness.serves_stale and await self._asking.fly(
+            ("confirm", parent), lambda: self._confirm_listing(parent, lane)
+        ):
+            known = self.known_lookup(parent, name)
+            if known is not None:
+                return known
+        return await self._fetch_name(parent, name, lane)
+
+    async def _fetch_node(self, ino: int) -> Entry:
+        """Ask about an inode by the place where it was found last."""
+        asked_ns = time.time_ns()
+        if ino == ROOT_INO:
+            stat = await self._source.stat(self._source.root, b"", Lane.DEMAND)
+            return self._entry(self.index.record_root(stat, asked_ns), asked_ns, time.time_ns())
+        node = self.index.node(ino)
+        if node is None:
+            raise OSError(errno.ESTALE, "unknown inode")
+        # Through the name, so that a file that was replaced is found out.
+        found = await self._asking.fly(
+            ("name", node.parent, node.name),
+            lambda: self._fetch_name(node.parent, node.name, Lane.DEMAND),
+        )
+        if isinstance(found, Missing) or found.node.ino != ino:
+            self.outdate(ino)
+            return Entry(node._replace(outdated=True), 0.0, 0.0)
+        return found
+
+    # -- recording what the source said
+
+    def _found(
+        self, parent: int, name: bytes, stat: SourceStat, target: bytes, asked_ns: int
+    ) -> Node:
+        """Record an answer; the version that the name stood for is outdated by another one."""
+        before = self.index.dirent(parent, name)
+        node = self.index.record_found(parent, name, stat, target, asked_ns)
+        if before is not None and before.ino != node.ino:
+            self.replaced(parent, name, before)
+        return node
+
+    def _missing(self, parent: int, name: bytes) -> None:
+        before = self.index.dirent(parent, name)
+        self.index.record_missing(parent, name)
+        if before is not None:
+            self.replaced(parent, name, before)
+
+    def replaced(self, parent: int, name: bytes, before: Dirent) -> None:
+        """``name`` stands for something else now, or for nothing: what it stood for is outdated,
+        unless that is a directory, or was found at another place since."""
+        node = self.index.node(before.ino)
+        if node is None or node.stat.is_directory:
+            return
+        if node.outdated:
+            self.on_outdated(node.ino)
+        elif (node.parent, node.name) == (parent, name):
+            self.outdate(node.ino)
+
+    def outdate(self, ino: int) -> None:
+        """The source no longer holds what ``ino`` stands for. Raises nothing."""
+        self.mark_outdated(ino)
+        self.on_outdated(ino)
+
+    def mark_outdated(self, ino: int) -> None:
+        """``outdate`` by one who tells those who have to know. Raises nothing."""
+        try:
+            self.index.mark_outdated(ino)
+        except IndexWriteError as exc:
+            log.warning("inode %d is not marked as outdated: %s", ino, exc)
+
+    def _distrust(self, ino: int) -> None:
+        """The directory, or one above it, is not where it was: ask about each again."""
+        while ino != ROOT_INO:
+            self.index.mark_outdated(ino)
+            node = self.index.node(ino)
+            if node is None:
+                return
+            ino = node.parent
+
+    # -- places and listings
+
+    def _directory(self, ino: int) -> DirRef:
+        directory = self.index.dirref(ino)
+        if directory is None:
+            raise OSError(errno.ESTALE, "the directory is not known any more")
+        return directory
+
+    def place(self, ino: int) -> tuple[DirRef, bytes]:
+        """Where the source has an inode. Raises OSError ESTALE where that is not known."""
+        node = self.index.node(ino)
+        if node is None:
+            raise OSError(errno.ESTALE, "unknown inode")
+        if node.stat.is_directory:
+            return self._directory(ino), b""
+        return self._directory(node.parent), node.name
+
+    def _listed(self, ino: int, now_ns: int) -> int | None:
+        """When the listing was last seen to hold, if that need not be asked now."""
+        listing = self.index.listing(ino)
+        if listing is None:
+            return None
+        of_ns, confirmed_ns = self._confirmed.get(ino, (0, 0))
+        if of_ns != listing.fetched_ns:
+            confirmed_ns = listing.fetched_ns
+        fresh = self.freshness.fresh_listing(listing, confirmed_ns, now_ns)
+        return confirmed_ns if fresh else None
+
+    async def _confirm_listing(self, ino: int, lane: Lane) -> bool:
+        """Whether the directory's times say that its listing still holds: one stat. Raises OSError.
+
+        A change in the tick in which the directory was last changed before it was listed would not
+        show in its times: such a listing is confirmed by nothing.
+        """
+        listing = self.index.listing(ino)
+        if listing is None or not settled(listing.ctime_ns, listing.fetched_ns):
+            return False
+        asked_ns = time.time_ns()
+        try:
+            stat = await self._source.stat(self._directory(ino), b"", lane)
+        except SourceChanged as exc:
+            self._distrust(ino)
+            raise OSError(errno.ESTALE, "the directory was replaced") from exc
+        if (stat.mtime_ns, stat.ctime_ns) != (listing.mtime_ns, listing.ctime_ns):
+            return False
+        while len(self._confirmed) >= CONFIRMED_KEPT:
+            del self._confirmed[next(iter(self._confirmed))]
+        self._confirmed[ino] = (listing.fetched_ns, asked_ns)
+        return True

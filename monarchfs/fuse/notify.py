@@ -1,0 +1,98 @@
+"""Telling the kernel what to forget, in threads.
+
+The kernel takes locks for that which a request of ours may hold until it is answered: to drop a
+page it waits until that has been read (invalidate_inode_pages2), to drop a name until nobody looks
+up or lists in its directory (fuse_reverse_inval_entry). So it is never done on the event loop, and
+never waited for by a request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+
+import trio
+
+log = logging.getLogger(__name__)
+
+THREADS = 8
+"""More than one because each may have to wait for a source that hangs."""
+
+MOST_WAITING = 1000
+"""From how many on those wait who are not requests."""
+
+
+class Notifier:
+    """The ``Kernel`` of ``monarchfs.fs.kernel``. On the event loop.
+
+    Constant: what it calls. Changing: what is still to be done, each thing once; ``failed``, how
+    often the kernel refused.
+    """
+
+    def __init__(
+        self,
+        invalidate_inode: Callable[[int, bool], None],
+        invalidate_entry: Callable[[int, bytes], None],
+    ) -> None:
+        """Both block, and raise OSError but for what the kernel does not know."""
+        self._invalidate_inode = invalidate_inode
+        self._invalidate_entry = invalidate_entry
+        self._limiter = trio.CapacityLimiter(THREADS)
+        self._waiting: OrderedDict[int | tuple[int, bytes], bool] = OrderedDict()
+        self._news = trio.Event()
+        self._taken = trio.Event()
+        self.failed = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def invalidate_inode(self, ino: int, *, attributes_only: bool = False) -> None:
+        """Forget its attributes and, unless ``attributes_only``, its pages. Does not block."""
+        self._put(ino, attributes_only and self._waiting.get(ino, True))
+
+    def invalidate_entry(self, parent: int, name: bytes) -> None:
+        """Forget what a name stands for. Does not block."""
+        self._put((parent, name), False)
+
+    async def room(self) -> None:
+        """Wait until not too much is waiting; a checkpoint in any case."""
+        await trio.lowlevel.checkpoint()
+        while len(self._waiting) >= MOST_WAITING:
+            if self._taken.is_set():
+                self._taken = trio.Event()
+            await self._taken.wait()
+
+    def _put(self, what: int | tuple[int, bytes], attributes_only: bool) -> None:
+        self._waiting[what] = attributes_only
+        self._news.set()
+
+    async def run(self) -> None:
+        """Tell the kernel, for ever. To be started once the session has the mounted descriptor."""
+        async with trio.open_nursery() as nursery:
+            for _ in range(THREADS):
+                nursery.start_soon(self._tell)
+
+    async def _tell(self) -> None:
+        while True:
+            while not self._waiting:
+                if self._news.is_set():
+                    self._news = trio.Event()
+                await self._news.wait()
+            what, attributes_only = self._waiting.popitem(last=False)
+            self._taken.set()
+            try:
+                # A thread that hangs must not keep the mount from ending.
+                await trio.to_thread.run_sync(
+                    self._call, what, attributes_only, abandon_on_cancel=True, limiter=self._limiter
+                )
+            except OSError as exc:
+                self.failed += 1
+                log.warning("the kernel does not forget %r: %s", what, exc)
+
+    def _call(self, what: int | tuple[int, bytes], attributes_only: bool) -> None:
+        if isinstance(what, int):
+            self._invalidate_inode(what, attributes_only)
+        else:
+            self._invalidate_entry(*what)

@@ -1,0 +1,374 @@
+"""Files that change in the source: what an open, an open file and a new open show, in each mode."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+from monarchfs.fs import files as files_module
+from monarchfs.fs.freshness import UNSETTLED_SECONDS
+from monarchfs.fs.tree import Missing
+from monarchfs.types import ROOT_INO, FreshnessMode
+from tests.layers.asking import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names
+from tests.layers.mirror import MIB, Area, Mirror, content, until
+
+MODES = [IMMUTABLE, TTL, OPEN]
+OLD, NEW = content(3 * MIB, 1), content(3 * MIB, 2)
+
+
+def in_place(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(NEW)
+
+
+def replaced(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(NEW)
+    other.rename(path)
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, MIB // 2 + 7)
+
+
+def grown(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def deleted(path: Path) -> None:
+    path.unlink()
+
+
+def moved(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+CHANGES = [in_place, replaced, truncated, grown, deleted, moved]
+STILL_READABLE = [change for change in CHANGES if change not in (deleted, moved)]
+
+
+async def settle(path: Path) -> None:
+    """Until another change of the file would show in its times."""
+
+    def is_settled() -> bool:
+        return path.stat().st_ctime_ns < time.time_ns() - 25_000_000
+
+    await until(is_settled, "the clock to tick")
+
+
+async def show(mirror: Mirror, handle: files_module.FileHandle) -> bytes:
+    """What read(2) gives of an open file, by the kernel's rule that nothing is read beyond the size
+    that getattr tells."""
+    size = (await mirror.files.attributes(handle.ino)).node.stat.size
+    data = b""
+    while len(data) < size:
+        piece = await mirror.read(handle, len(data), min(1 << 20, size - len(data)))
+        assert piece, "zeros would be made of it"
+        data += piece
+    return data
+
+
+def pass_promise(hours: Hours, mode: FreshnessMode) -> None:
+    if mode is TTL:
+        hours.pass_by(61)
+
+
+@pytest.mark.parametrize("mode", [TTL, OPEN])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("local", ["remote", "partial", "resident"])
+async def test_a_new_open_shows_what_the_source_has(
+    area: Area, hours: Hours, mode: FreshnessMode, change: Callable[[Path], None], local: str
+) -> None:
+    path = area.source / "f"
+    area.write("f", OLD)
+    await settle(path)
+    async with area.mount(mode=mode, ttl=60, copies=local == "resident") as mirror:
+        old = await mirror.ino("f")
+        if local == "resident":
+            await mirror.copied("f")
+        elif local == "partial":
+            handle = await mirror.open("f")
+            assert await mirror.read(handle, MIB, 100) == OLD[MIB : MIB + 100]
+            await mirror.idle()
+            handle.release()
+        change(path)
+        pass_promise(hours, mode)
+        if change in (deleted, moved):
+            assert isinstance(await mirror.tree.lookup(ROOT_INO, b"f"), Missing)
+            with pytest.raises(OSError, match="another version"):
+                await mirror.files.open(old)
+        else:
+            assert await mirror.ino("f") != old
+            assert await mirror.read_file("f") == path.read_bytes()
+            await mirror.idle()
+            assert await mirror.read_file("f") == path.read_bytes()
+        assert old in mirror.kernel.pages + mirror.kernel.attributes
+        await mirror.settled()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", CHANGES)
+async def test_what_is_wholly_local_and_open_stays_one_version(
+    area: Area, hours: Hours, mode: FreshnessMode, change: Callable[[Path], None]
+) -> None:
+    area.write("f", OLD)
+    await settle(area.source / "f")
+    async with area.mount(mode=mode, ttl=60) as mirror:
+        await mirror.copied("f")
+        handle = await mirror.open("f")
+        change(area.source / "f")
+        pass_promise(hours, mode)
+        await mirror.tree.lookup(ROOT_INO, b"f")
+        assert await show(mirror, handle) == OLD
+        assert handle.ino not in mirror.kernel.pages, "they are of the same version"
+        handle.release()
+        await mirror.settled()
+
+
+@pytest.mark.parametrize("mode", [TTL, OPEN])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("who", ["the tree", "a read", "fstat"])
+async def test_what_is_open_and_partly_local_shows_the_source_as_it_is(
+    area: Area, hours: Hours, mode: FreshnessMode, change: Callable[[Path], None], who: str
+) -> None:
+    area.write("f", OLD)
+    await settle(area.source / "f")
+    async with area.mount(mode=mode, ttl=60, copies=False) as mirror:
+        handle = await mirror.open("f")
+        assert await mirror.read(handle, MIB, 100_000) == OLD[MIB : MIB + 100_000]
+        await mirror.idle()
+        assert mirror.files.state(handle.ino) == "copying", "some of it is there"
+        with (area.source / "f").open("rb") as direct:
+            change(area.source / "f")
+            pass_promise(hours, mode)
+            hours.pass_by(1.5)
+            if who == "the tree":
+                await mirror.tree.lookup(ROOT_INO, b"f")
+            elif who == "a read":
+                await mirror.read(handle, 2 * MIB, 100)
+            assert await show(mirror, handle) == direct.read()
+        assert handle.ino in mirror.kernel.pages
+        # Once for what was noticed, not once for each read.
+        told = len(mirror.kernel.pages)
+        await mirror.read(handle, 0, 4096)
+        assert len(mirror.kernel.pages) == told
+        handle.release()
+        await mirror.settled()
+
+
+async def test_a_read_under_way_is_answered_from_one_version(area: Area) -> None:
+    area.write("f", OLD)
+    async with area.mount(mode=IMMUTABLE, copies=False) as mirror:
+        handle = await mirror.open("f")
+        await mirror.read(handle, 0, 128 << 10)
+        await mirror.idle()
+        gate = mirror.posix.faults.gate("after_read")
+        got: list[bytes] = []
+
+        async def read() -> None:
+            got.append(await mirror.read(handle, 0, 3 * MIB))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await gate.arrived()
+            in_place(area.source / "f")
+            mirror.files.noticed(handle.ino)
+            unfinished = mirror.copier.unfinished(handle.ino)
+            assert unfinished is not None
+            unfinished.outdated()
+            gate.open()
+        assert got[0] in (OLD, NEW)
+        assert await mirror.read(handle, 0, 3 * MIB) == NEW
+        handle.release()
+        await mirror.settled()
+
+
+async def test_an_outdated_inode_that_nobody_has_open_is_looked_up_again(area: Area) -> None:
+    area.write("f", b"old")
+    async with area.mount(mode=IMMUTABLE) as mirror:
+        old = await mirror.ino("f")
+        assert mirror.files.known_attributes(old) is not None
+        mirror.files.noticed(old)
+        assert mirror.files.known_attributes(old) is None
+        with pytest.raises(OSError, match="another version") as raised:
+            await mirror.files.attributes(old)
+        assert raised.value.errno == errno.ESTALE
+
+
+@pytest.mark.parametrize("mode", [TTL, OPEN])
+async def test_fstat_below_a_directory_that_was_moved(
+    area: Area, hours: Hours, mode: FreshnessMode
+) -> None:
+    area.write("d/f", OLD)
+    async with area.mount(mode=mode, ttl=60) as mirror:
+        handle = await mirror.open("d/f")
+        (area.source / "d").rename(area.source / "away")
+        mirror.source.forget(b"")
+        hours.pass_by(61)
+        assert (await mirror.files.attributes(handle.ino)).node.stat.size == len(OLD)
+        assert await show(mirror, handle) == OLD
+        handle.release()
+        assert await mirror.read_file("away/f") == OLD
+        await mirror.settled()
+
+
+@pytest.mark.parametrize("mode", [TTL, OPEN])
+async def test_directories_that_changed_places(
+    files: Area, hours: Hours, mode: FreshnessMode
+) -> None:
+    files.write("e/b", b"of e")
+    async with files.mount(mode=mode, ttl=60) as mirror:
+        d, e = await mirror.ino("d"), await mirror.ino("e")
+        assert set(await names(mirror, d)) == {b"b", b"c"}
+        (files.source / "d").rename(files.source / "x")
+        (files.source / "e").rename(files.source / "d")
+        (files.source / "x").rename(files.source / "e")
+        # Who has it open goes on in the one it opened.
+        assert {e[0].name for e in mirror.tree.entries(d, 2, 9)} == {b"b", b"c"}
+        hours.pass_by(61)
+        assert await mirror.read_file("d/b") == b"of e"
+        assert await mirror.read_file("e/b") == content(20)
+        assert (await mirror.ino("d"), await mirror.ino("e")) == (e, d)
+        await mirror.settled()
+
+
+# The tick of a change.
+
+
+@pytest.mark.parametrize("mode", [TTL, OPEN])
+async def test_what_was_just_written_is_believed_for_a_tick(
+    area: Area, hours: Hours, mode: FreshnessMode
+) -> None:
+    async with area.mount(mode=mode, ttl=60) as mirror:
+        area.write("f", b"1")
+        found = await entry(mirror, ROOT_INO, b"f")
+        assert found.entry_timeout <= UNSETTLED_SECONDS
+        assert found.attr_timeout <= UNSETTLED_SECONDS
+        hours.pass_by(0.5)
+        assert mirror.tree.known_lookup(ROOT_INO, b"f") is None
+        assert mirror.tree.known_attributes(found.node.ino) is None
+        assert mirror.tree.known_node(found.node.ino) is None
+        again = await entry(mirror, ROOT_INO, b"f")
+        assert again.node.ino == found.node.ino
+        assert again.attr_timeout > UNSETTLED_SECONDS
+        assert (mirror.tree.known_lookup(ROOT_INO, b"f") is None) == (mode is OPEN)
+
+
+async def test_immutable_believes_the_times(area: Area, hours: Hours) -> None:
+    area.write("f", b"1")
+    async with area.mount(mode=IMMUTABLE) as mirror:
+        handle = await mirror.open("f")
+        assert handle.keep_cache
+        handle.release()
+        hours.pass_by(0.5)
+        assert mirror.tree.known_lookup(ROOT_INO, b"f") is not None
+
+
+@pytest.mark.parametrize("mode", [TTL, OPEN])
+async def test_pages_from_the_tick_of_a_change_are_not_kept(
+    area: Area, hours: Hours, mode: FreshnessMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "YOUNG_KEPT", 2)
+    async with area.mount(mode=mode, ttl=60) as mirror:
+
+        async def keeps(name: str) -> bool:
+            handle = await mirror.open(name)
+            handle.release()
+            return handle.keep_cache
+
+        for name in ("f", "g", "h"):
+            area.write(name, b"1")
+            assert not await keeps(name)
+        hours.pass_by(0.5)
+        assert [await keeps(name) for name in ("g", "h")] == [False, False]
+        assert [await keeps(name) for name in ("g", "h")] == [True, True]
+        # More than can be remembered: never kept, rather than once too often.
+        assert [await keeps("f"), await keeps("f")] == [False, False]
+        area.write("late", b"1")
+        hours.pass_by(61)
+        assert await keeps("late")
+
+
+# Listings.
+
+
+@pytest.mark.parametrize("mode", [TTL, OPEN])
+async def test_an_old_listing_is_confirmed_by_one_stat(
+    files: Area, hours: Hours, mode: FreshnessMode
+) -> None:
+    await settle(files.source / "d")
+    async with files.mount(mode=mode, ttl=60) as mirror:
+        d = await mirror.ino("d")
+        first = await names(mirror, d)
+        for _ in range(3):
+            hours.pass_by(61)
+            lists = mirror.index.listing(d)
+            asked(mirror)
+            assert await names(mirror, d) == first
+            assert asked(mirror) == 1
+            assert mirror.index.listing(d) == lists, "it was not read again"
+        files.write("d/new", b"")
+        hours.pass_by(61)
+        assert set(await names(mirror, d)) == {*first, b"new"}
+
+
+@pytest.mark.parametrize("mode", [TTL, OPEN])
+async def test_a_listing_from_the_tick_of_a_change_is_not_confirmed(
+    files: Area, mode: FreshnessMode
+) -> None:
+    async with files.mount(mode=mode, ttl=60) as mirror:
+        for number in range(5):
+            files.write(f"e{number}/early", b"")
+            ino = await mirror.ino(f"e{number}")
+            assert set(await names(mirror, ino)) == {b"early"}
+            files.write(f"e{number}/late", b"")
+            await settle(files.source / f"e{number}")
+            # Long before the promise of ttl is over.
+            assert set(await names(mirror, ino)) == {b"early", b"late"}
+
+
+async def test_absent_names_are_confirmed_together(files: Area, hours: Hours) -> None:
+    await settle(files.source / "d")
+    async with files.mount(mode=TTL, ttl=60) as mirror:
+        d = await mirror.ino("d")
+        await names(mirror, d)
+        hours.pass_by(61)
+        asked(mirror)
+        for number in range(10):
+            assert isinstance(await mirror.tree.lookup(d, b"no%d" % number), Missing)
+        assert asked(mirror) == 1
+        files.write("d/no3", b"now")
+        hours.pass_by(61)
+        assert (await entry(mirror, d, b"no3")).node.stat.size == 3
+        assert isinstance(await mirror.tree.lookup(d, b"no4"), Missing)
+
+
+async def test_an_open_is_not_answered_by_what_was_asked_before(files: Area) -> None:
+    """``open`` means that the source is asked after the open has begun."""
+    async with files.mount(mode=OPEN) as mirror:
+        old = await mirror.ino("a")
+        gate = mirror.posix.faults.gate("found")
+        seen: list[int] = []
+
+        async def look_up() -> None:
+            seen.append((await entry(mirror, ROOT_INO, b"a")).node.ino)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(look_up)
+            await gate.arrived()
+            await trio.testing.wait_all_tasks_blocked()
+            for _ in range(3):
+                nursery.start_soon(look_up)
+            await trio.testing.wait_all_tasks_blocked()
+            asked(mirror)
+            gate.open()
+        assert asked(mirror) == 1, "the second three share one question"
+        assert seen == [old] * 6

@@ -1,0 +1,215 @@
+"""Asking the source again on demand, whatever the mount promises."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+
+import pytest
+import trio
+import trio.testing
+
+from monarchfs.fs import refresh as refresh_module
+from monarchfs.fs.refresh import Refresh, RefreshResult
+from monarchfs.fs.tree import Missing
+from monarchfs.types import ROOT_INO, FreshnessMode, OperationError
+from tests.layers.asking import IMMUTABLE, OPEN, TTL, entry, names
+from tests.layers.mirror import Area, Mirror, content
+
+MODES = [IMMUTABLE, TTL, OPEN]
+
+
+async def refresh(mirror: Mirror, path: str = "") -> RefreshResult:
+    mirror.kernel.clear()
+    return await Refresh(mirror.tree, mirror.kernel).run([n.encode() for n in path.split("/") if n])
+
+
+async def know_all(mirror: Mirror, ino: int = ROOT_INO) -> None:
+    for name in await names(mirror, ino):
+        node = (await entry(mirror, ino, name)).node
+        if node.stat.is_directory:
+            await know_all(mirror, node.ino)
+
+
+def counts(result: RefreshResult) -> tuple[int, int, int, int]:
+    return result.changed, result.appeared, result.gone, result.failed
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_what_changed_is_shown_at_once(files: Area, mode: FreshnessMode) -> None:
+    for name in ("gone", "retargeted", "e/deep", "same"):
+        files.write(name, b"old")
+    (files.source / "link").symlink_to("a")
+    async with files.mount(mode=mode, ttl=3600) as mirror:
+        await know_all(mirror)
+        before = {name: await mirror.ino(name) for name in ("a", "same", "gone", "link", "d", "e")}
+        assert counts(await refresh(mirror)) == (0, 0, 0, 0)
+        assert mirror.kernel.entries == []
+        assert mirror.kernel.pages == []
+        files.write("a", b"in place")
+        (files.source / "gone").unlink()
+        (files.source / "link").unlink()
+        (files.source / "link").symlink_to("elsewhere")
+        files.write("new", b"new")
+        files.write("e/deep", b"deep")
+        os.chmod(files.source / "e", 0o700)
+        result = await refresh(mirror)
+        # a, link, e/deep have other versions; e has other attributes; the link is a new file.
+        assert counts(result) == (4, 1, 1, 0)
+        assert result.error == ""
+        e = before["e"]
+        assert set(mirror.kernel.entries) == {
+            *((ROOT_INO, name) for name in (b"a", b"gone", b"link", b"new")),
+            (e, b"deep"),
+        }
+        assert {ROOT_INO, e} <= set(mirror.kernel.attributes)
+        assert {before["a"], before["gone"]} <= set(mirror.kernel.pages)
+        assert before["same"] not in mirror.kernel.pages
+        assert await mirror.ino("same") == before["same"]
+        assert await mirror.ino("e") == e
+        assert await mirror.read_file("a") == b"in place"
+        assert await mirror.read_file("new") == b"new"
+        assert await mirror.read_file("e/deep") == b"deep"
+        assert mirror.tree.known_target(await mirror.ino("link")) == b"elsewhere"
+        assert isinstance(await mirror.tree.lookup(ROOT_INO, b"gone"), Missing)
+        await mirror.settled()
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_directories_that_changed_places(files: Area, mode: FreshnessMode) -> None:
+    files.write("e/b", b"of e")
+    async with files.mount(mode=mode, ttl=3600) as mirror:
+        await know_all(mirror)
+        d, e = await mirror.ino("d"), await mirror.ino("e")
+        (files.source / "d").rename(files.source / "x")
+        (files.source / "e").rename(files.source / "d")
+        (files.source / "x").rename(files.source / "e")
+        await refresh(mirror)
+        assert {(ROOT_INO, b"d"), (ROOT_INO, b"e")} <= set(mirror.kernel.entries)
+        assert (await mirror.ino("d"), await mirror.ino("e")) == (e, d)
+        assert await mirror.read_file("d/b") == b"of e"
+        assert await mirror.read_file("e/c") == content(30)
+        await mirror.settled()
+
+
+async def test_only_what_is_below_the_path(files: Area) -> None:
+    async with files.mount(mode=IMMUTABLE) as mirror:
+        await know_all(mirror)
+        for name in ("a", "d/b", "d/c"):
+            files.write(name, b"another")
+        assert counts(await refresh(mirror, "d/b")) == (1, 0, 0, 0)
+        assert counts(await refresh(mirror, "d")) == (1, 0, 0, 0)
+        assert await mirror.read_file("d/c") == b"another"
+        assert (await mirror.node("a")).stat.size == 10
+        assert counts(await refresh(mirror)) == (1, 0, 0, 0)
+
+
+async def test_a_path_that_is_new_or_gone(files: Area) -> None:
+    async with files.mount(mode=IMMUTABLE) as mirror:
+        d = await mirror.ino("d")
+        assert isinstance(await mirror.tree.lookup(d, b"late"), Missing)
+        with pytest.raises(OperationError, match="cannot refresh 'd/late': No such file"):
+            await refresh(mirror, "d/late")
+        files.write("d/late", b"late")
+        # Its directory has another time.
+        assert counts(await refresh(mirror, "d/late")) == (1, 1, 0, 0)
+        assert (d, b"late") in mirror.kernel.entries
+        assert await mirror.read_file("d/late") == b"late"
+        (files.source / "d/late").unlink()
+        assert counts(await refresh(mirror, "d/late")) == (1, 0, 1, 0)
+        with pytest.raises(OperationError, match="Not a directory"):
+            await refresh(mirror, "a/below")
+
+
+async def test_a_missing_name_that_only_the_kernel_remembers(files: Area) -> None:
+    """No listing was ever asked for: the directory is listed, because somebody was told of a name
+    that it is not there, and would believe that for a year."""
+    async with files.mount(mode=IMMUTABLE) as mirror:
+        d = await mirror.ino("d")
+        assert isinstance(await mirror.tree.lookup(d, b"late"), Missing)
+        files.write("d/late", b"late")
+        await refresh(mirror)
+        assert (d, b"late") in mirror.kernel.entries
+
+
+async def test_a_source_that_does_not_answer(
+    files: Area, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with files.mount(mode=IMMUTABLE) as mirror:
+        await know_all(mirror)
+        await mirror.idle()
+        gate = mirror.posix.faults.gate("found_each")
+        errors: list[OperationError] = []
+
+        async def run() -> None:
+            try:
+                await refresh(mirror)
+            except OperationError as exc:
+                errors.append(exc)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run)
+            await gate.arrived()
+            clock.jump(refresh_module.SILENCE_SECONDS + 1)
+        assert "the source does not answer: '/'" in str(errors[0])
+        gate.open()
+        assert (await mirror.node("a")).stat.size == 10
+        await mirror.idle()
+        assert counts(await refresh(mirror)) == (0, 0, 0, 0)
+
+
+async def test_a_directory_that_was_moved_is_the_same(files: Area) -> None:
+    async with files.mount(mode=IMMUTABLE) as mirror:
+        await know_all(mirror)
+        d = await mirror.ino("d")
+        mirror.source.forget(b"")
+        (files.source / "d").rename(files.source / "z")
+        assert counts(await refresh(mirror)) == (1, 1, 1, 0)
+        assert await mirror.ino("z") == d
+        assert await mirror.read_file("z/b") == content(20)
+        await mirror.settled()
+
+
+async def test_what_fails_does_not_stop_the_rest(files: Area) -> None:
+    files.write("e/f", b"1")
+    async with files.mount(mode=IMMUTABLE) as mirror:
+        await know_all(mirror)
+        for name in ("a", "d/b", "e/f"):
+            files.write(name, b"another")
+        # Of the root's attributes, its listing, and those of the two directories.
+        mirror.posix.faults.fail("stat", errno.EIO, after=2, times=1)
+        result = await refresh(mirror)
+        assert counts(result) == (2, 0, 0, 1)
+        assert result.error in ("'/d': Input/output error", "'/e': Input/output error")
+
+
+async def test_a_large_directory_holds_up_nobody(area: Area) -> None:
+    for number in range(3000):
+        area.write(f"d/{number:05}", b"")
+    async with area.mount(mode=IMMUTABLE) as mirror:
+        await know_all(mirror)
+        for number in range(0, 3000, 3):
+            (area.source / f"d/{number:05}").unlink()
+            area.write(f"d/new{number}", b"")
+        seen = []
+        longest = 0.0
+
+        async def watch() -> None:
+            nonlocal longest
+            while True:
+                before = time.thread_time()
+                await trio.lowlevel.checkpoint()
+                longest = max(longest, time.thread_time() - before)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            result = await Refresh(mirror.tree, mirror.kernel).run(
+                (), lambda result: seen.append(result.checked)
+            )
+            nursery.cancel_scope.cancel()
+        assert (result.appeared, result.gone, result.failed) == (1000, 1000, 0)
+        assert seen == sorted(seen)
+        assert len(seen) > 40
+        assert longest < 0.05, "of this thread's own time"
+        assert mirror.kernel.pauses > 30
