@@ -4,6 +4,13 @@ A request is ``{"command": ..., ...}``; a reply is ``{"ok": true, "result": {...
 ``{"ok": false, "error": "one line"}``. The supervisor listens and answers ``umount`` itself; other
 commands reach the worker, together with the connection. Who may connect is decided by the socket's
 mode (0600, the mount's user) and by SO_PEERCRED.
+
+``refresh``, ``pin``, ``unpin`` and ``evict`` carry ``"paths": [...]``, relative to the mount's root
+(``""`` is the root), with bytes that are no text as lone surrogates (os.fsencode undoes that). They
+may take as long as they need: before its reply the worker then writes lines
+``{"progress": {...}}``, one every PROGRESS_SECONDS at least, also while the source hangs. Who asked
+gives up after SILENCE_SECONDS without a line. A client that closes the connection wants no more:
+the next line then fails with EPIPE, and the worker ends the command.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -23,6 +30,8 @@ from monarchfs.types import OperationError
 
 MOST_REQUEST_BYTES = 64 << 10
 MOST_REPLY_BYTES = 16 << 20
+PROGRESS_SECONDS = 5.0
+SILENCE_SECONDS = 60.0
 _UCRED = struct.Struct("=iII")
 
 
@@ -86,6 +95,11 @@ def encode_result(result: Mapping[str, Any]) -> bytes:
     return encode_message({"ok": True, "result": result})
 
 
+def encode_progress(progress: Mapping[str, Any]) -> bytes:
+    """How far a long command has come, before its reply."""
+    return encode_message({"progress": progress})
+
+
 def encode_error(error: str) -> bytes:
     """The reply of a command that failed; ``error`` is one line."""
     return encode_message({"ok": False, "error": error})
@@ -116,6 +130,7 @@ class Connection:
     def __init__(self, socket_path: str, timeout: float) -> None:
         """Connects within ``timeout`` seconds; raises OperationError if nobody listens."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._received = bytearray()
         self._socket.settimeout(timeout)
         try:
             directory = os.open(os.path.dirname(socket_path), os.O_PATH | os.O_DIRECTORY)
@@ -141,11 +156,29 @@ class Connection:
 
     def request(self, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """The result of one command, within ``timeout`` seconds; OperationError otherwise."""
+        return self._ask(message, timeout, None)
+
+    def long_request(
+        self, message: Mapping[str, Any], progress: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any]:
+        """The same for a command that takes its time: ``progress`` is called with what the daemon
+        says of it meanwhile; OperationError after SILENCE_SECONDS without a word."""
+        return self._ask(message, SILENCE_SECONDS, progress)
+
+    def _ask(
+        self,
+        message: Mapping[str, Any],
+        timeout: float,
+        progress: Callable[[dict[str, Any]], None] | None,
+    ) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
         try:
             self._socket.settimeout(timeout)
             self._socket.sendall(encode_message(message))
             reply = decode_message(self._read_line(deadline))
+            while progress is not None and isinstance(reply.get("progress"), dict):
+                progress(reply["progress"])
+                reply = decode_message(self._read_line(time.monotonic() + timeout))
         except TimeoutError:
             raise OperationError(
                 f"the mount's daemon did not answer within {timeout:g} s"
@@ -169,8 +202,9 @@ class Connection:
         return True
 
     def _read_line(self, deadline: float) -> bytes:
-        received = bytearray()
-        while not received.endswith(b"\n"):
+        received = self._received
+        part = bytes(received)
+        while b"\n" not in part:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
@@ -181,7 +215,9 @@ class Connection:
             received += part
             if len(received) > MOST_REPLY_BYTES:
                 raise ValueError("the reply is too long")
-        return bytes(received)
+        line, _, rest = bytes(received).partition(b"\n")
+        self._received = bytearray(rest)
+        return line
 
 
 def request(socket_path: str, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:

@@ -25,8 +25,8 @@ def status(worker: Worker) -> dict[str, Any]:
         "tiers": worker.cache.usage(),
         "files": {
             "known": worker.index.count_nodes(),
-            "resident": sum(resident for resident, _partial, _bytes in totals),
-            "partial": sum(partial for _resident, partial, _bytes in totals),
+            "resident": sum(tier.resident for tier in totals),
+            "partial": sum(tier.partial for tier in totals),
             "copying": filling,
         },
         "source_io": {
@@ -55,6 +55,19 @@ def status(worker: Worker) -> dict[str, Any]:
             "refused": metrics.copies_refused,
             "outdated": metrics.copies_outdated,
         },
+        "evictions": {
+            "outdated": metrics.evictions_outdated,
+            "policy": metrics.evictions_policy,
+            "pressure": metrics.evictions_pressure,
+        },
+        "replicas": {
+            "lost": metrics.replicas_lost,
+            "corrupt": metrics.replicas_corrupt,
+            "adopted": metrics.replicas_adopted,
+            "moved": metrics.replicas_moved,
+            "scrubbed_bytes": metrics.scrubbed_bytes,
+        },
+        "index": {"frozen": worker.index.frozen},
         "requests": {
             "waiting": worker.interrupts.waiting,
             "interrupted": metrics.interrupted_requests,

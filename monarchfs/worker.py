@@ -25,16 +25,19 @@ import trio
 from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs import control
 from monarchfs.cache.cache import Cache
+from monarchfs.commands import Commands
 from monarchfs.config.model import Config, PrefetchMode
 from monarchfs.fs.files import Files
 from monarchfs.fs.freshness import NS, Freshness
+from monarchfs.fs.refresh import Refresh
 from monarchfs.fs.tree import Tree
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter
 from monarchfs.fuse.interrupts import Interrupts
+from monarchfs.fuse.notify import Notifier
 from monarchfs.index import Index, set_aside
 from monarchfs.metrics import Metrics
-from monarchfs.placement.placement import Placement
+from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.scan import Scan
 from monarchfs.privileges import drop_capabilities, raise_descriptor_limit
@@ -42,7 +45,7 @@ from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.status import status
 from monarchfs.store.tier import Tier
-from monarchfs.types import ROOT_INO, IndexUnusable, MonarchError
+from monarchfs.types import ROOT_INO, FreshnessMode, IndexUnusable, MonarchError
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +113,7 @@ class Worker:
     def __init__(self, bootstrap: Bootstrap, channel: Channel, nursery: trio.Nursery) -> None:
         config = bootstrap.config
         self.config = config
+        self._mount_ns = bootstrap.mount_ns
         self._channel = channel
         self._nursery = nursery
         self.metrics = Metrics()
@@ -124,16 +128,23 @@ class Worker:
             deadline=config.source_deadline_seconds,
         )
         tiers = [
-            Tier(fd, spec.path, self._tier_id(spec.path))
+            Tier(
+                fd,
+                spec.path,
+                self.index.tier_number(spec.path),
+                directory=os.path.join(spec.path, config.dataset_id),
+            )
             for spec, fd in zip(config.tiers, bootstrap.tier_fds, strict=True)
         ]
         self.cache = Cache(
             self.index,
             tiers,
             [spec.size for spec in config.tiers],
-            Placement([tier.id for tier in tiers], reserve_percent=config.reserve_percent),
             self.metrics,
             trio.CapacityLimiter(config.local_threads),
+            nursery,
+            eviction=Eviction(config.evict.value),
+            reserve_percent=config.reserve_percent,
         )
         self.copier = Copier(
             self.source,
@@ -142,6 +153,7 @@ class Worker:
             nursery,
             copy_workers=config.copy_workers,
             keeps=config.prefetch is not PrefetchMode.NONE,
+            trusts_times=config.freshness.mode is FreshnessMode.IMMUTABLE,
         )
         freshness = Freshness(
             config.freshness.mode, int(config.freshness.ttl_seconds * NS), bootstrap.mount_ns
@@ -154,7 +166,11 @@ class Worker:
             nursery,
             deadline=config.source_deadline_seconds,
         )
-        self.files = Files(self.tree, self.cache, self.copier, self.metrics)
+        self.kernel = Notifier(fuse_session.invalidate_inode, fuse_session.invalidate_entry)
+        self.files = Files(self.tree, self.cache, self.copier, self.metrics, self.kernel)
+        self.cache.noticed = self.files.noticed
+        self.cache.forget_pages = self.kernel.invalidate_inode
+        self.commands = Commands(self.tree, self.cache, Refresh(self.tree, self.kernel))
         self.xattrs = Xattrs(self.tree, self.files, self.source)
         self.scan = Scan(self.tree, self.copier)
         self.interrupts = Interrupts(self.metrics)
@@ -195,26 +211,9 @@ class Worker:
             raise
         return index
 
-    def _tier_id(self, path: str) -> int:
-        """A tier's number follows its path: the order on the command line may change."""
-        key = b"tier:" + os.fsencode(path)
-        known = self.index.meta_get(key)
-        if known is not None:
-            return int(known)
-        number = int(self.index.meta_get(b"tiers") or b"0") + 1
-        self.index.meta_put(b"tiers", b"%d" % number)
-        self.index.meta_put(key, b"%d" % number)
-        return number
-
     async def start(self) -> None:
         """Everything that must be so before the first request. Raises OSError, MonarchError."""
-        boot_id = _boot_id()
-        known_boot = self.index.meta_get(b"boot_id")
-        if known_boot is None:
-            # A new index knows no replica: what lies in the tiers would be room that nobody counts.
-            await trio.to_thread.run_sync(self.cache.clean_tiers)
-        self.cache.load(rebooted=known_boot is not None and known_boot != boot_id)
-        self.index.meta_put(b"boot_id", boot_id)
+        self.cache.load(_boot_id())
         await self.tree.load_root()
 
     async def listen(self) -> None:
@@ -240,8 +239,13 @@ class Worker:
 
     async def _begin_background(self) -> None:
         config = self.config
+        self._nursery.start_soon(self.kernel.run)
         self._nursery.start_soon(self.copier.run)
+        self._nursery.start_soon(self.cache.watch)
         self._nursery.start_soon(self.cache.sync_loop)
+        self._nursery.start_soon(self.cache.purge, self._mount_ns)
+        if config.scrub_bytes_per_second:
+            self._nursery.start_soon(self.cache.scrub, config.scrub_bytes_per_second)
         if config.prefetch is PrefetchMode.ALL:
             self._nursery.start_soon(self.scan.everything)
         elif config.prefetch is PrefetchMode.FILE and config.prefetch_list is not None:
@@ -252,10 +256,14 @@ class Worker:
         """Answer one control connection. The supervisor has checked who it is."""
         (fd,) = fds
         with trio.socket.from_stdlib_socket(socket.socket(fileno=fd)) as connection:
-            if request.get("command") == "status":
+            command = request.get("command")
+            if self.commands.knows(command):
+                await self.commands.answer(request, trio.SocketStream(connection))
+                return
+            if command == "status":
                 answer = control.encode_result(status(self))
             else:
-                answer = control.encode_error(f"unknown command {request.get('command')!r}")
+                answer = control.encode_error(f"unknown command {command!r}")
             with suppress(OSError):  # the client may be gone
                 await trio.SocketStream(connection).send_all(answer)
 

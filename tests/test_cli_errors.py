@@ -179,7 +179,11 @@ BAD_WORDS = [
     pytest.param(["mount", "src", "mnt", "--user", "nosuch"], ["nosuch"], id="unknown user"),
     pytest.param(["mount", "src", "mnt", "--freshness", "soon"], ["soon"], id="freshness"),
     pytest.param(["mount", "src", "mnt", "--freshness", "ttl=x"], ["seconds"], id="ttl"),
-    pytest.param(["mount", "src", "mnt", "--evict", "lru"], ["lru", "keep"], id="eviction"),
+    pytest.param(
+        ["mount", "src", "mnt", "--evict", "mru"], ["mru", "keep, lru, sieve"], id="eviction"
+    ),
+    pytest.param(["mount", "src", "mnt", "--scrub", "fast"], ["fast", "20M"], id="scrub"),
+    pytest.param(["mount", "src", "mnt", "-o", "scrub"], ["scrub=VALUE"], id="scrub option"),
     pytest.param(["mount", "src", "mnt", "--log-level", "loud"], ["loud"], id="log level"),
     pytest.param(["mount", "src", "mnt", "--config", "no.toml"], ["no.toml"], id="no config"),
     pytest.param(["mount", "src", "mnt", "--log-file", "no/dir/log"], ["no/dir/log"], id="log"),
@@ -189,6 +193,12 @@ BAD_WORDS = [
     pytest.param(["umount", "mnt", "--timeout", "soon"], ["soon"], id="nonsense time"),
     pytest.param(["umount", "/proc"], ["type proc", "use umount"], id="umount of another kind"),
     pytest.param(["status", "--yaml"], ["--yaml"], id="status flag"),
+    pytest.param(["pin", "mnt"], ["PATH"], id="pin what"),
+    pytest.param(["unpin"], ["MOUNTPOINT"], id="unpin where"),
+    pytest.param(["refresh"], ["MOUNTPOINT"], id="refresh where"),
+    pytest.param(["fsck"], ["STATE_DIR"], id="fsck what"),
+    pytest.param(["fsck", "nosuch"], ["nosuch", "No such file"], id="fsck of nothing"),
+    pytest.param(["fsck", "src"], ["src", "no cache"], id="fsck of something else"),
 ]
 
 
@@ -203,8 +213,9 @@ def test_a_missing_prefetch_list(root_area: Area, value: str) -> None:
     assert_refused(root_area, arguments, 2, "nolist", "No such file", "access")
 
 
-def test_status_of_nothing(root_area: Area) -> None:
-    assert_refused(root_area, ["status", "mnt"], 1, "not a monarchfs mount")
+@pytest.mark.parametrize("command", ["status", "refresh", "evict"])
+def test_asking_nothing(root_area: Area, command: str) -> None:
+    assert_refused(root_area, [command, "mnt"], 1, "not a monarchfs mount")
 
 
 WORKER_FAILURES = [
@@ -300,7 +311,10 @@ def test_bytes_that_are_no_text_do_not_break_the_line(root_area: Area) -> None:
     assert b"does not exist" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["mount", "umount", "status"])
+COMMANDS = ["mount", "umount", "status", "refresh", "pin", "unpin", "evict", "fsck"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_examples(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

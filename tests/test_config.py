@@ -16,6 +16,7 @@ from monarchfs.cli.main import build_parser
 from monarchfs.cli.mount import settings_from
 from monarchfs.config import (
     Config,
+    EvictPolicy,
     Freshness,
     FreshnessMode,
     PrefetchMode,
@@ -39,7 +40,7 @@ from monarchfs.config.settings import (
     merge,
     split_options,
 )
-from monarchfs.config.values import parse_percent, parse_size, parse_tier
+from monarchfs.config.values import parse_percent, parse_rate, parse_size, parse_tier
 from monarchfs.types import TierSize, UsageError
 
 ALICE = User("alice", 1000, 1000, (1000, 27))
@@ -101,6 +102,20 @@ def test_the_reserve_is_below_100_percent(text: str) -> None:
         parse_percent(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("20M", 20 << 20), ("1.5G/s", 3 << 29), (4096, 4096), ("0", 0), (0, 0), ("off", 0)],
+)
+def test_rates_are_bytes_per_second(text: object, rate: int) -> None:
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "fast", "5%", "-1", "0M", "0.1", "99999P", "nan", None, True])
+def test_nonsense_rates_are_refused(text: object) -> None:
+    with pytest.raises(UsageError):
+        parse_rate(text)
+
+
 def test_options_are_divided_at_commas_that_are_not_escaped() -> None:
     assert split_options(r"ro,tier=/a\,b\\c=1G,,x-y") == ["ro", r"tier=/a,b\c=1G", "x-y"]
 
@@ -134,6 +149,20 @@ def test_later_layers_win(tmp_path: Path) -> None:
         local_threads=3,
         allow_other=True,
     )
+
+
+@pytest.mark.parametrize("policy", EvictPolicy)
+def test_eviction_and_scrubbing_from_everywhere(tmp_path: Path, policy: EvictPolicy) -> None:
+    file = tmp_path / "monarchfs.toml"
+    file.write_text(f'evict = "{policy.value}"\nscrub = "20M"\n')
+    wanted = Settings(evict=policy, scrub=20 << 20)
+    assert settings_from(parse(["--config", str(file)])) == wanted
+    assert settings_from(parse(["-o", f"evict={policy.value},scrub=20M"])) == wanted
+    assert settings_from(parse(["--evict", policy.value, "--scrub", "20M"])) == wanted
+    config = build_config(
+        wanted, source="/s", mountpoint="/m", user=ALICE, places=Places("/cache", "/run/x")
+    )
+    assert (config.evict, config.scrub_bytes_per_second) == (policy, 20 << 20)
 
 
 def test_without_options_all_is_default() -> None:
@@ -197,7 +226,9 @@ def test_user_with_a_value_is_ours_not_fstabs() -> None:
         "start_timeout_seconds = 0",
         'prefetch = ""',
         'log_level = "loud"',
-        'evict = "lru"',
+        'evict = "mru"',
+        'scrub = "fast"',
+        "scrub = true",
         'tier = ["/a=1G", "/a=2G"]',
         "[table]\nx = 1",
     ],
@@ -240,6 +271,8 @@ configs = st.builds(
     prefetch=st.sampled_from(PrefetchMode),
     prefetch_list=st.none() | paths,
     freshness=st.builds(Freshness, st.sampled_from(FreshnessMode), st.floats(0, 1e6)),
+    evict=st.sampled_from(EvictPolicy),
+    scrub_bytes_per_second=st.integers(0, 1 << 60),
     allow_other=st.booleans(),
     log_file=st.none() | paths,
 )

@@ -215,6 +215,7 @@ def test_a_second_mount_with_the_same_state_is_refused(work: Area) -> None:
         shutil.chown(work.path / "other", work.user)
     done = work.run("mount", "src", "other", *work.storage)
     assert done.returncode == 2
+    assert f"is in use by the mount of {work.path}/src on {work.path}/mnt: " in done.stderr
     assert f"monarchfs umount {work.path}/mnt" in done.stderr
     assert done.stderr.count("\n") == 1
     umount(work)
@@ -303,6 +304,143 @@ def test_a_dead_worker_leaves_no_hanging_mount(work: Area) -> None:
     wait_for(lambda: is_gone(supervisor), "the supervisor to give up", 10)
     assert_unmounted(work)
     assert "was killed by signal 9" in (work.path / "state" / "supervisor.log").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT])
+def test_a_worker_that_crashed_makes_the_index_suspect(work: Area, number: signal.Signals) -> None:
+    work.mount()
+    supervisor, worker = registered(work).entry.supervisor_pid, status(work)["worker"]["pid"]
+    suspect = work.path / "state" / "suspect"
+    assert not suspect.exists()
+    os.kill(worker, number)
+    wait_for(lambda: is_gone(supervisor), "the supervisor to give up", 10)
+    assert_unmounted(work)
+    st = suspect.lstat()
+    owner = os.geteuid() if work.user is None else pwd.getpwnam(work.user).pw_uid
+    assert (st.st_uid, st.st_mode & 0o777, st.st_size) == (owner, 0o600, 0)
+
+
+def test_a_suspect_index_of_another_user_is_marked_as_that_user(root_work: Area) -> None:
+    """A link that the user planted there leads nowhere."""
+    work, nobody = root_work, pwd.getpwnam(NOBODY)
+    work.python = interpreter_for(NOBODY)
+    work.mount("--user", NOBODY)
+    supervisor, worker = registered(work).entry.supervisor_pid, status(work)["worker"]["pid"]
+    target = work.path / "target"
+    target.write_text("of root")
+    (work.path / "state" / "suspect").symlink_to(target)
+    os.kill(worker, signal.SIGSEGV)
+    wait_for(lambda: is_gone(supervisor), "the supervisor to give up", 10)
+    assert target.read_text() == "of root"
+    log = (work.path / "state" / "supervisor.log").read_text()
+    assert "cannot mark the index as suspect" in log
+    (work.path / "state" / "suspect").unlink()
+    work.mount("--user", NOBODY)
+    supervisor, worker = registered(work).entry.supervisor_pid, status(work)["worker"]["pid"]
+    os.kill(worker, signal.SIGSEGV)
+    wait_for(lambda: is_gone(supervisor), "the supervisor to give up", 10)
+    assert (work.path / "state" / "suspect").lstat().st_uid == nobody.pw_uid
+    assert_unmounted(work)
+
+
+def test_a_killed_worker_says_nothing_about_the_index(root_work: Area) -> None:
+    root_work.mount()
+    supervisor = registered(root_work).entry.supervisor_pid
+    os.kill(status(root_work)["worker"]["pid"], signal.SIGKILL)
+    wait_for(lambda: is_gone(supervisor), "the supervisor to give up", 10)
+    assert not (root_work.path / "state" / "suspect").exists()
+    assert_unmounted(root_work)
+
+
+CRASHING_WORKER = """
+import json, os, signal, socket, sys
+
+sys.path.insert(0, {tests!r})
+sys.dont_write_bytecode = True
+import fake_worker
+
+with open({starts!r}, "a") as file:
+    file.write("x")
+    start = file.tell()
+if start > {times}:
+    sys.argv.insert(1, "serve")
+    sys.exit(fake_worker.main())
+with open(int(sys.argv[-1]), "rb") as bootstrap:
+    fds = json.load(bootstrap)["fds"]
+if {stage!r} == "after INIT":
+    init, channel = socket.socket(fileno=fds["init"]), socket.socket(fileno=fds["channel"])
+    init.send(fake_worker.init_reply(init.recv(1 << 18)))
+    channel.recv(1 << 16)
+os.kill(os.getpid(), signal.SIGSEGV)
+"""
+CLI = """
+import functools, sys
+
+sys.path.insert(0, {repository!r})
+from monarchfs.cli import main, mount
+
+worker = (sys.executable, "-I", {worker!r})
+mount.mount_command = functools.partial(mount.mount_command, worker_command=worker)
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+def mount_with_crashes(
+    work: Area, stage: str, times: int
+) -> tuple[subprocess.CompletedProcess[str], int]:
+    """Mounts with a worker that dies of SIGSEGV so often; and how often one was started."""
+    tests = Path(__file__).parent
+    worker, cli, starts = (work.path / name for name in ("worker.py", "cli.py", "starts"))
+    worker.write_text(
+        CRASHING_WORKER.format(tests=str(tests), starts=str(starts), times=times, stage=stage)
+    )
+    cli.write_text(CLI.format(repository=str(tests.parent), worker=str(worker)))
+    done = subprocess.run(
+        [work.python, "-I", str(cli), "mount", "src", "mnt", *work.storage],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd=work.path,
+        env=work.environment,
+        check=False,
+    )
+    return done, starts.stat().st_size
+
+
+@pytest.mark.parametrize("stage", ["before INIT", "after INIT"])
+def test_a_worker_that_crashes_at_the_start_gets_a_successor(root_work: Area, stage: str) -> None:
+    done, starts = mount_with_crashes(root_work, stage, 1)
+    assert (done.returncode, starts) == (0, 2), done.stderr
+    assert "starting another one" in done.stderr
+    assert (root_work.path / "state" / "suspect").exists()
+    assert status(root_work)["state"] == "serving"
+    assert run_as_owner(root_work, "stat", f"{root_work.path}/mnt") == 0
+    umount(root_work)
+    assert_unmounted(root_work)
+
+
+@pytest.mark.parametrize("stage", ["before INIT", "after INIT"])
+def test_two_that_crash_are_enough(root_work: Area, stage: str) -> None:
+    (root_work.path / "state").mkdir(mode=0o700)
+    (root_work.path / "state" / "index").mkdir()
+    done, starts = mount_with_crashes(root_work, stage, 5)
+    assert (done.returncode, starts) == (1, 2)
+    assert "was killed by signal 11 while it started" in done.stderr.splitlines()[-1]
+    assert (root_work.path / "state" / "suspect").exists()
+    root_work.assert_nothing_runs()
+
+
+def test_fsck_of_a_cache_in_use_names_the_mount(work: Area) -> None:
+    work.mount()
+    done = work.run("fsck", "state", "--repair")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"monarchfs: state directory {work.path}/state is in use by the mount of {work.path}/src"
+        f" on {work.path}/mnt: unmount that first with monarchfs umount {work.path}/mnt\n"
+    )
+    assert status(work)["state"] == "serving"
+    umount(work)
+    assert_unmounted(work)
 
 
 def test_a_dead_supervisor_is_reported_and_cleared(work: Area) -> None:

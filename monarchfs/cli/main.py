@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from monarchfs import __version__
 from monarchfs.types import MonarchError, UsageError
@@ -21,6 +21,7 @@ examples:
   monarchfs mount /lustre/imagenet /mnt/imagenet --tier /dev/shm=16G --tier /scratch=80%
   monarchfs mount /lustre/imagenet /lustre/imagenet --freshness immutable --prefetch all
   monarchfs mount /lustre/shards ~/shards --prefetch ~/order.txt --log-file ~/monarchfs.log
+  monarchfs mount /lustre/corpus /mnt/corpus --tier /scratch=2T --evict sieve --scrub 20M
   sudo monarchfs mount /lustre/imagenet /mnt/imagenet --user alice -o allow_other
 
 Sizes are powers of 1024 (500M, 16G, 1.5T) or a share of the file system (80%). Without --tier,
@@ -38,6 +39,40 @@ examples:
   monarchfs status
   monarchfs status /mnt/imagenet
   monarchfs status /mnt/imagenet --json"""
+
+_REFRESH_EXAMPLES = """\
+examples:
+  monarchfs refresh /mnt/imagenet
+  monarchfs refresh /mnt/imagenet train/n01440764 /mnt/imagenet/labels.txt --json
+
+Asks the source again, whatever --freshness says, for all names and attributes below each PATH that
+the mount knows; without PATH, for all of them. Takes as long as the source needs."""
+_PIN_EXAMPLES = """\
+examples:
+  monarchfs pin /mnt/imagenet val
+  monarchfs pin /mnt/imagenet /mnt/imagenet/labels.txt --json
+
+What is pinned, a file or all below a directory, is not evicted. It is copied when it is opened, as
+anything else."""
+_UNPIN_EXAMPLES = """\
+examples:
+  monarchfs unpin /mnt/imagenet val"""
+_EVICT_EXAMPLES = """\
+examples:
+  monarchfs evict /mnt/imagenet
+  monarchfs evict /mnt/imagenet train/n01440764
+
+Removes the local copies of what lies at or below each PATH; without PATH, all of them. What is open
+or pinned stays."""
+_FSCK_EXAMPLES = """\
+examples:
+  monarchfs fsck /var/cache/monarchfs/state/0123456789abcdef
+  monarchfs fsck ~/.cache/monarchfs/state/0123456789abcdef --repair
+  monarchfs fsck STATE_DIR --checksum --json
+
+Compares the index of a mount that is not mounted with what lies in its tiers. Exit code: 0 if all
+is well or was repaired, 1 if not. The source is not needed, and nothing of it is at stake: what is
+not there is read from it again."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,6 +98,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_mount(commands)
     _add_umount(commands)
     _add_status(commands)
+    _add_ask(commands, "refresh", "look at the source again, now", _REFRESH_EXAMPLES, "*")
+    _add_ask(commands, "pin", "keep the copies of files or directories", _PIN_EXAMPLES, "+")
+    _add_ask(commands, "unpin", "no longer keep them", _UNPIN_EXAMPLES, "+")
+    _add_ask(commands, "evict", "remove local copies", _EVICT_EXAMPLES, "*")
+    _add_fsck(commands)
     return parser
 
 
@@ -101,6 +141,14 @@ def _command(name: str) -> Command:
             from monarchfs.cli.status import status_command
 
             return status_command
+        case "refresh" | "pin" | "unpin" | "evict":
+            from monarchfs.cli.ask import ask_command
+
+            return ask_command
+        case "fsck":
+            from monarchfs.cli.fsck import fsck_command
+
+            return fsck_command
         case _:
             raise UsageError(f"there is no command '{name}': see monarchfs --help")
 
@@ -140,7 +188,18 @@ def _add_mount(commands: _Commands) -> None:
         help="when the source is asked again: immutable (never), ttl=SECONDS (default 60) or open"
         " (at every open)",
     )
-    option("--evict", metavar="POLICY", help="what happens when a tier is full: keep (the default)")
+    option(
+        "--evict",
+        metavar="POLICY",
+        help="what happens when a tier is full: keep what is there (the default), or make room for"
+        " opened files by lru or sieve",
+    )
+    option(
+        "--scrub",
+        metavar="RATE",
+        help="read all copies again and again to find damaged ones, at RATE bytes per second, as"
+        " 20M (default: off)",
+    )
     option("--user", metavar="USER", help="whose mount it is (root only; default: who ran sudo)")
     option(
         "-o", dest="options", metavar="OPT,...", action="append", help="mount options, as in fstab"
@@ -167,6 +226,26 @@ def _add_status(commands: _Commands) -> None:
         "mountpoint", metavar="MOUNTPOINT", nargs="?", help="one mount (default: all of them)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_ask(
+    commands: _Commands, name: str, summary: str, examples: str, how_many: Literal["*", "+"]
+) -> None:
+    parser = _add_command(commands, name, summary, examples)
+    parser.add_argument("mountpoint", metavar="MOUNTPOINT")
+    parser.add_argument(
+        "path", metavar="PATH", nargs=how_many, help="absolute, or relative to the mount point"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_fsck(commands: _Commands) -> None:
+    parser = _add_command(commands, "fsck", "check a cache that is not mounted", _FSCK_EXAMPLES)
+    parser.add_argument("state_dir", metavar="STATE_DIR", help="what --state-dir of mount names")
+    flag = parser.add_argument
+    flag("--repair", action="store_true", help="put right what is wrong")
+    flag("--checksum", action="store_true", help="read every complete copy and check its bytes")
+    flag("--json", action="store_true", help="one JSON object, for programs")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from monarchfs.supervisor.daemon import run_in_background
 from monarchfs.supervisor.start import mount_and_supervise, path_is_remote
 
 _FLAGS = (
-    *("tier", "state_dir", "prefetch", "freshness", "evict", "user"),
+    *("tier", "state_dir", "prefetch", "freshness", "evict", "scrub", "user"),
     *("foreground", "log_file", "log_level"),
 )
 _PARENT_GRACE_SECONDS = 5.0

@@ -21,6 +21,8 @@ _LABELS = {
     "source_io": "source",
     "served": "served",
     "prefetch": "prefetch",
+    "evictions": "evictions",
+    "replicas": "replicas",
     "worker": "worker",
 }
 
@@ -89,6 +91,10 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
             f"{_printable(tier.get('path', '?'))}: {format_bytes(used)} of"
             f" {format_bytes(capacity)}{share}, {tier.get('files', 0)} files",
         )
+        if tier.get("out_of_service"):
+            yield _line("", f"takes nothing: {_printable(tier['out_of_service'])}")
+    if (report.get("index") or {}).get("frozen"):
+        yield _line("index", f"nothing new is recorded: {_printable(report['index']['frozen'])}")
     for key, label in _LABELS.items():
         values = report.get(key)
         if isinstance(values, Mapping):

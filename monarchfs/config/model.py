@@ -24,9 +24,12 @@ class PrefetchMode(Enum):
 
 
 class EvictPolicy(Enum):
-    """What happens when a tier is full: ``keep`` what is there."""
+    """What happens when a tier is full: ``keep`` what is there, or make room for what is opened:
+    by throwing out what was opened least recently, or what SIEVE finds cold."""
 
     KEEP = "keep"
+    LRU = "lru"
+    SIEVE = "sieve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,8 @@ class Config:
     ``dataset_id`` names the dataset's directory inside each tier. ``runtime_dir`` holds the
     control socket. ``source_deadline_seconds`` is how long a revalidation may take before what is
     known is served instead (freshness ``ttl``). ``reserve_percent`` of each tier's file system is
-    never used. ``prefetch_list`` is set in mode FILE only.
+    never used. ``prefetch_list`` is set in mode FILE only. ``scrub_bytes_per_second`` is how fast
+    the replicas are read again and compared with their checksums, 0 for not at all.
     """
 
     source: str
@@ -89,6 +93,7 @@ class Config:
     source_deadline_seconds: float = 2.0
     start_timeout_seconds: float = 30.0
     reserve_percent: float = 10.0
+    scrub_bytes_per_second: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=_enum_value)

@@ -114,6 +114,7 @@ def build_config(
         source_deadline_seconds=settings.source_deadline_seconds,
         start_timeout_seconds=settings.start_timeout_seconds,
         reserve_percent=settings.reserve_percent,
+        scrub_bytes_per_second=settings.scrub,
     )
 
 

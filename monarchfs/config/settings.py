@@ -44,6 +44,7 @@ class Settings:
     source_deadline_seconds: float = 2.0
     start_timeout_seconds: float = 30.0
     reserve_percent: float = 10.0
+    scrub: int = 0
 
 
 PARSERS: Mapping[str, Callable[[object], object]] = {
@@ -63,6 +64,7 @@ PARSERS: Mapping[str, Callable[[object], object]] = {
     "source_deadline_seconds": values.parse_seconds,
     "start_timeout_seconds": values.parse_timeout,
     "reserve_percent": values.parse_percent,
+    "scrub": values.parse_rate,
 }
 
 # What mount(8), fstab and systemd put into a list of options without meaning the file system.

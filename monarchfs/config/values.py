@@ -38,8 +38,7 @@ def parse_size(value: object) -> TierSize:
         if not 0 < percent <= 100:
             raise UsageError(f"'{text}' is not a share: it must be above 0% and at most 100%")
         return TierSize(percent=percent)
-    scale = 1 << 10 * _EXPONENT[unit[:1]]
-    size = int(number) * scale if number.isdigit() else int(float(number) * scale)
+    size = _bytes_of(match)
     if not 0 < size < _LARGEST_SIZE:
         raise UsageError(f"'{text}' is not a size that a tier can have: write it like 500M or 16G")
     return TierSize(bytes=size)
@@ -155,6 +154,20 @@ def parse_percent(value: object) -> float:
     return share
 
 
+def parse_rate(value: object) -> int:
+    """Bytes per second, as ``20M`` (powers of 1024); 0 for ``0`` or ``off``."""
+    text = _text(value).strip().lower().removesuffix("/s")
+    if text in ("0", "off", "none"):
+        return 0
+    match = _SIZE.fullmatch(text)
+    rate = 0 if match is None or match["unit"] == "%" else _bytes_of(match)
+    if not 0 < rate < _LARGEST_SIZE:
+        raise UsageError(
+            f"'{_text(value)}' is not a rate: write it like 20M (bytes per second), or off"
+        )
+    return rate
+
+
 def parse_flag(value: object) -> bool:
     """A switch; named without a value it is on."""
     if isinstance(value, bool):
@@ -165,6 +178,12 @@ def parse_flag(value: object) -> bool:
     if text in _FALSE:
         return False
     raise UsageError(f"'{text}' is neither yes nor no: use true or false")
+
+
+def _bytes_of(match: re.Match[str]) -> int:
+    number, unit = match["number"], (match["unit"] or "").upper()
+    scale = 1 << 10 * _EXPONENT[unit[:1]]
+    return int(number) * scale if number.isdigit() else int(float(number) * scale)
 
 
 def _number(value: object) -> float | None:

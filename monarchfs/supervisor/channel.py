@@ -26,8 +26,8 @@ class Channel:
 
     def send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> bool:
         """Whether the message could be sent at once: not to a worker that is dead or stuck."""
-        self._socket.setblocking(False)
         try:
+            self._socket.setblocking(False)
             socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
         except OSError:
             return False

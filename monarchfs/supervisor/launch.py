@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import site
 import socket
 import subprocess
@@ -27,6 +28,8 @@ from monarchfs.supervisor.channel import Channel
 from monarchfs.supervisor.identity import is_self
 from monarchfs.types import OperationError
 
+_CRASHES = frozenset({-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT})
+
 _LARGEST_INIT = 1 << 18
 """What is read from /dev/fuse at once: the kernel wants room for a full request."""
 
@@ -42,7 +45,12 @@ class Descriptors:
 
 
 def default_worker_command() -> tuple[str, ...]:
-    """How the worker is started: isolated from the user's environment variables and directory.
+    """How the worker is started."""
+    return module_command("monarchfs.worker")
+
+
+def module_command(module: str) -> tuple[str, ...]:
+    """How a module of ours is run: isolated from the user's environment variables and directory.
 
     A package that was installed with ``pip --user`` is found without isolation only; the working
     directory is ``/`` then.
@@ -50,7 +58,7 @@ def default_worker_command() -> tuple[str, ...]:
     ours = os.path.realpath(os.path.dirname(monarchfs.__file__))
     user_site = os.path.realpath(site.getusersitepackages())
     isolation = "-E" if ours.startswith(user_site + "/") else "-I"
-    return (sys.executable, isolation, "-X", "utf8", "-m", "monarchfs.worker")
+    return (sys.executable, isolation, "-X", "utf8", "-m", module)
 
 
 class Worker:
@@ -89,8 +97,14 @@ class Worker:
                 continue
         return True
 
+    @property
+    def crashed(self) -> bool:
+        """Whether it died as a process does whose mapped file is damaged: LMDB maps the index."""
+        return self.process.poll() in _CRASHES
+
     def end(self) -> None:
-        """Tells it to stop; kills it after a second; leaves behind what cannot die in another."""
+        """Tells it to stop; kills it after a second; leaves behind what cannot die in another.
+        Idempotent."""
         self.channel.send({"do": "stop"})
         if not self.wait_gone(1.0):
             self.process.kill()

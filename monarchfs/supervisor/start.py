@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ from monarchfs.supervisor.storage import (
     WORKER_LOG,
     check_storage,
     last_log_line,
+    mark_suspect,
     open_log,
     open_state_dir,
     open_tiers,
@@ -131,14 +133,13 @@ def _start(
     mount_ns = time.time_ns()
     request = read_init_request(fuse, deadline)
     descriptors = Descriptors(fuse, what.descriptor, state_dir, tuple(tiers))
-    worker = _start_worker(config, command, descriptors, mount_ns, undo)
+    start = partial(_serving_worker, config, command, descriptors, mount_ns, request, deadline)
     try:
-        reply = negotiate(worker, request, posix_acl=config.allow_other, deadline=deadline)
-        os.write(fuse, reply)
-        await_ready(worker, deadline)
-    except (OperationError, OSError) as error:
-        # An OSError is the kernel's refusal of the reply.
-        raise OperationError(_with_last_words(str(error), config, state_dir)) from None
+        worker = start(undo)
+    except _Crashed as crash:
+        # It may have been the index that killed it. The next one checks that, and can do without.
+        log.warning("%s: starting another one", crash)
+        worker = start(undo, init_answered=crash.init_answered)
     control_socket = ControlSocket(config, config.state_dir, mount_ns)
     undo.callback(control_socket.close)
     if not config.foreground:
@@ -150,6 +151,7 @@ def _start(
         fuse=fuse,
         connection=connection,
         init_request=request,
+        mark_suspect=partial(mark_suspect, state_dir, config.user),
         release_lock=lambda: os.close(lock),
     )
 
@@ -203,6 +205,48 @@ def _mount(config: Config, undo: ExitStack) -> tuple[int, int]:
 
 def _take_back_mount(mountpoint: str, connection: int) -> None:
     unmount_bounded(mountpoint, time.monotonic() + 1, connection)
+
+
+class _Crashed(OperationError):
+    """A worker died of a signal that a damaged index causes, before it was ready."""
+
+    def __init__(self, message: str, *, init_answered: bool) -> None:
+        super().__init__(message)
+        self.init_answered = init_answered
+
+
+def _serving_worker(
+    config: Config,
+    command: Sequence[str],
+    descriptors: Descriptors,
+    mount_ns: int,
+    request: bytes,
+    deadline: float,
+    undo: ExitStack,
+    *,
+    init_answered: bool = False,
+) -> Worker:
+    """A worker that serves; ``undo`` ends it. Raises _Crashed or another OperationError.
+
+    With ``init_answered`` the kernel has its answer to FUSE_INIT from an earlier worker, of the
+    same program, and waits for no other.
+    """
+    worker = _start_worker(config, command, descriptors, mount_ns, undo)
+    try:
+        reply = negotiate(worker, request, posix_acl=config.allow_other, deadline=deadline)
+        if not init_answered:
+            os.write(descriptors.fuse, reply)
+            init_answered = True
+        await_ready(worker, deadline)
+    except (OperationError, OSError) as error:
+        # An OSError is the kernel's refusal of the reply.
+        message = _with_last_words(str(error), config, descriptors.state)
+        if worker.crashed:
+            mark_suspect(descriptors.state, config.user)
+            worker.end()
+            raise _Crashed(message, init_answered=init_answered) from None
+        raise OperationError(message) from None
+    return worker
 
 
 def _start_worker(

@@ -7,8 +7,6 @@ the mount does not come about: only directories that were made here, and only wh
 from __future__ import annotations
 
 import errno
-import fcntl
-import json
 import logging
 import os
 import pwd
@@ -23,12 +21,15 @@ from monarchfs.bounded import Answer, bounded_call
 from monarchfs.config import Config, User
 from monarchfs.fuse.mountinfo import is_network_filesystem, mount_of
 from monarchfs.supervisor.identity import acting_as
+from monarchfs.supervisor.lock import LOCK, Holder, InUse, take_lock, write_holder
 from monarchfs.supervisor.probe import Mountpoint, Source, lineage
 from monarchfs.types import OperationError, UsageError
 
-LOCK = "lock"
 WORKER_LOG = "worker.log"
 SUPERVISOR_LOG = "supervisor.log"
+SUSPECT = "suspect"
+"""Says that the index may be damaged; ``index.recovery`` knows it by the same name."""
+
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 log = logging.getLogger(__name__)
@@ -113,6 +114,17 @@ def open_log(state_dir: int, name: str, user: User, *, truncate: bool) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     with acting_as(user):
         return os.open(name, flags | (os.O_TRUNC if truncate else 0), 0o600, dir_fd=state_dir)
+
+
+def mark_suspect(state_dir: int, user: User) -> None:
+    """Leaves word that a worker died as LMDB does of a damaged index: who opens it next checks it
+    first. Written as the user; trouble with it is logged."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with acting_as(user):
+            os.close(os.open(SUSPECT, flags, 0o600, dir_fd=state_dir))
+    except OSError as error:
+        log.error("cannot mark the index as suspect: %s", error.strerror)
 
 
 def last_log_line(state_dir: int, name: str, user: User) -> str:
@@ -261,57 +273,32 @@ def _try(verb: str, path: str, call: Callable[[], Any]) -> Any:
 
 
 def _lock(config: Config, state_dir: int) -> int:
-    """The locked file that says which mount uses the state directory."""
-    while True:
-        with acting_as(config.user):
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            lock: int = _try(
-                "lock",
-                os.path.join(config.state_dir, LOCK),
-                partial(os.open, LOCK, flags, 0o600, dir_fd=state_dir),
-            )
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _holder(lock)
-            os.close(lock)
-            raise UsageError(
-                f"state directory {config.state_dir} is in use by {holder}, or name another"
-                " --state-dir"
-            ) from None
-        # A supervisor that gives up removes the file: then a new one is locked by somebody else.
-        if _still_named(lock, state_dir):
-            break
-        os.close(lock)
-    description = {"mountpoint": config.mountpoint, "source": config.source, "pid": os.getpid()}
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, json.dumps(description).encode() + b"\n", 0)
-    return lock
-
-
-def _still_named(lock: int, state_dir: int) -> bool:
     try:
-        st = os.stat(LOCK, dir_fd=state_dir, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(st, os.fstat(lock))
-
-
-def _holder(lock: int) -> str:
-    try:
-        description = json.loads(os.pread(lock, 1 << 16, 0))
-        mountpoint, source = description["mountpoint"], description["source"]
-    except (ValueError, KeyError, TypeError):
-        return "another mount: unmount that first"
-    return (
-        f"the mount of {source} on {mountpoint}: unmount that first with"
-        f" monarchfs umount {mountpoint}"
+        lock: int = _try(
+            "lock",
+            os.path.join(config.state_dir, LOCK),
+            partial(take_lock, state_dir, config.user),
+        )
+    except InUse as error:
+        raise UsageError(
+            f"state directory {config.state_dir} is in use by {error}, or name another --state-dir"
+        ) from None
+    write_holder(
+        lock,
+        Holder(
+            pid=os.getpid(),
+            mountpoint=config.mountpoint,
+            source=config.source,
+            dataset_id=config.dataset_id,
+            tiers=tuple(tier.path for tier in config.tiers),
+        ),
     )
+    return lock
 
 
 def _clear_if_unused(state_dir: int) -> None:
     """Removes what the supervisor itself put into the state directory, if that is all there is."""
-    ours = {LOCK, WORKER_LOG, SUPERVISOR_LOG}
+    ours = {LOCK, SUSPECT, WORKER_LOG, SUPERVISOR_LOG}
     names = set(os.listdir(state_dir))
     if names <= ours:
         for name in names:

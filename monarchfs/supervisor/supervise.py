@@ -59,6 +59,7 @@ class Supervisor:
         fuse: int,
         connection: int,
         init_request: bytes,
+        mark_suspect: Callable[[], None],
         release_lock: Callable[[], None],
     ) -> None:
         self.config = config
@@ -68,6 +69,7 @@ class Supervisor:
         self.connection = connection
         # A worker that takes this one's place answers the same FUSE_INIT to its own libfuse.
         self.init_request = init_request
+        self._mark_suspect = mark_suspect
         self._release_lock = release_lock
         self._clients: dict[int, Client] = {}
         self._waiting_for_unmount: list[socket.socket] = []
@@ -242,6 +244,8 @@ class Supervisor:
     def _on_worker_gone(self) -> None:
         """A worker may end when the mount has; otherwise its users must get errors, not hang."""
         self._worker_serves = False
+        if self.worker.crashed:
+            self._mark_suspect()
         if self._unmount is None and self._connection_is_dead():
             self._exit_code = 0
         elif self._unmount is None:
@@ -258,6 +262,8 @@ class Supervisor:
         """Order matters to a caller who mounts again at once: the lock is free, and the socket
         gone, before the reply says that it is done."""
         self.worker.end()
+        if self.worker.crashed:  # perhaps only now, while it closed
+            self._mark_suspect()
         abort_connection(self.connection)
         os.close(self.fuse)
         self.control_socket.close()

@@ -1,0 +1,120 @@
+"""``monarchfs refresh``, ``pin``, ``unpin`` and ``evict``: ask a mount's worker about paths."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from monarchfs.cli.progress import Progress
+from monarchfs.cli.status import format_bytes
+from monarchfs.config.places import runtime_dirs_to_search
+from monarchfs.config.values import parse_path
+from monarchfs.control import Connection
+from monarchfs.supervisor.recover import find_one
+from monarchfs.types import OperationError, UsageError
+
+_CONNECT_SECONDS = 5.0
+_BATCH_BYTES = 32 << 10
+"""Of paths in one request, which may have 64 KiB (``control.MOST_REQUEST_BYTES``)."""
+
+_DONE = {"pin": "pinned", "unpin": "unpinned", "evict": "evicted"}
+
+
+def ask_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Has the worker do what ``arguments.command`` says to each path, or to all of the mount, and
+    prints what came of it; 1 if some of it could not be done. Raises UsageError or OperationError.
+    """
+    command = arguments.command
+    typed = parse_path(arguments.mountpoint)
+    found = find_one(typed, partial(runtime_dirs_to_search, os.geteuid(), environ))
+    if found is None:
+        raise OperationError(f"{typed} is not a monarchfs mount: see monarchfs status for those")
+    if found.registered is None or not found.supervisor_alive:
+        raise OperationError(
+            f"the daemon of {found.mountpoint} is gone: clear the mount with"
+            f" monarchfs umount {found.mountpoint}"
+        )
+    paths = [below(path, (typed, found.mountpoint)) for path in arguments.path] or [""]
+    total: dict[str, Any] = {}
+    with Progress() as progress:
+
+        def show(so_far: Mapping[str, Any]) -> None:
+            progress.show(f"{command}: {_counts(add(total, so_far))}")
+
+        for batch in batches(paths):
+            with Connection(found.registered.socket_path, _CONNECT_SECONDS) as connection:
+                if connection.peer_uid not in (0, found.registered.owner_uid):
+                    raise OperationError(f"the daemon of {found.mountpoint} is not who it says")
+                result = connection.long_request({"command": command, "paths": batch}, show)
+            total = add(total, result)
+    print(json.dumps(total) if arguments.json else describe(command, total))
+    failed = total.get("failed", 0)
+    if failed and not arguments.json:
+        reason = total.get("error") or f"see the log of {found.mountpoint}"
+        raise OperationError(f"{failed} of them failed: {reason}")
+    return int(bool(failed))
+
+
+def below(path: str, mountpoints: Sequence[str]) -> str:
+    """``path``, absolute below one of the names of the mount point or relative to it, as the worker
+    takes it: relative to the mount's root, which is ``""``. Raises UsageError."""
+    if not path or "\0" in path:
+        raise UsageError("a path is empty or holds a NUL byte: name a file or directory")
+    if os.path.isabs(path):
+        plain = "/" + os.path.normpath(path).lstrip("/")
+        for mountpoint in mountpoints:
+            if plain == mountpoint:
+                return ""
+            if plain.startswith(mountpoint + "/"):
+                return plain[len(mountpoint) + 1 :]
+    else:
+        plain = os.path.normpath(path)
+        if plain != ".." and not plain.startswith("../"):
+            return "" if plain == "." else plain
+    raise UsageError(f"{path} is not below {mountpoints[0]}: name what lies inside the mount")
+
+
+def batches(paths: Sequence[str]) -> Iterator[list[str]]:
+    """The paths in groups that fit into one request each."""
+    batch: list[str] = []
+    size = 0
+    for path in paths:
+        needed = len(json.dumps(path)) + 2
+        if batch and size + needed > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(path)
+        size += needed
+    yield batch
+
+
+def add(total: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+    """Both results as one: counts are added; of anything else (an error, say) the first that says
+    something is kept."""
+    both = dict(total)
+    for key, value in result.items():
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        both[key] = both.get(key, 0) + value if is_count else both.get(key) or value
+    return both
+
+
+def describe(command: str, result: Mapping[str, Any]) -> str:
+    """The result as one line for people."""
+    if command == "refresh":
+        return _counts(result)
+    files, size = result.get("files", 0), result.get("bytes", 0)
+    text = f"{_DONE[command]} {files} {'file' if files == 1 else 'files'}, {format_bytes(size)}"
+    kept = result.get("kept", 0)
+    return text + (f", kept {kept} that are open or pinned" if kept else "")
+
+
+def _counts(result: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{key} {format_bytes(value) if key == 'bytes' else value}"
+        for key, value in result.items()
+        if isinstance(value, int)
+    )

@@ -1,0 +1,102 @@
+"""The lock on a state directory: one mount, or one ``fsck``, at a time.
+
+The file also says who had it last, for messages, and where that one's replicas lie, for ``fsck``
+where the index itself cannot be asked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+
+from monarchfs.config import User
+from monarchfs.supervisor.identity import acting_as
+from monarchfs.types import MonarchError
+
+LOCK = "lock"
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a state directory, or did last. ``tiers`` are paths; the dataset's own directory
+    below each is called ``dataset_id``. ``checking`` says that ``fsck`` holds it, process ``pid``,
+    and the rest is what it found."""
+
+    pid: int
+    mountpoint: str
+    source: str
+    dataset_id: str
+    tiers: tuple[str, ...]
+    checking: bool = False
+
+    def __str__(self) -> str:
+        if self.checking:
+            return f"monarchfs fsck (process {self.pid}): wait for its end"
+        return (
+            f"the mount of {self.source} on {self.mountpoint}: unmount that first with"
+            f" monarchfs umount {self.mountpoint}"
+        )
+
+
+class InUse(MonarchError):
+    """Somebody else holds the lock; the text says who, and how to change that."""
+
+
+def take_lock(state_dir: int, user: User) -> int:
+    """The descriptor of the lock's file in an open state directory, locked until it is closed.
+
+    Opened as ``user``, who owns the directory and could have put a symbolic link there. Raises
+    InUse, or OSError.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        with acting_as(user):
+            lock = os.open(LOCK, flags, 0o600, dir_fd=state_dir)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A supervisor that gives up removes the file: a new one is locked by somebody else.
+            if _still_named(lock, state_dir):
+                return lock
+        except BlockingIOError:
+            holder = read_holder(lock)
+            os.close(lock)
+            raise InUse(str(holder or "another mount: unmount that first")) from None
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def read_holder(lock: int) -> Holder | None:
+    """What the lock's file says; None if it does not make sense. Not to be believed blindly: it is
+    the user's file."""
+    try:
+        content = json.loads(os.pread(lock, _MOST_BYTES, 0))
+        holder = Holder(
+            pid=int(content["pid"]),
+            mountpoint=str(content["mountpoint"]),
+            source=str(content["source"]),
+            dataset_id=str(content.get("dataset_id", "")),
+            tiers=tuple(str(path) for path in content.get("tiers", ())),
+            checking=bool(content.get("checking", False)),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return holder
+
+
+def write_holder(lock: int, holder: Holder) -> None:
+    """Says who holds the lock. Raises OSError."""
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, json.dumps(asdict(holder)).encode() + b"\n", 0)
+
+
+def _still_named(lock: int, state_dir: int) -> bool:
+    try:
+        st = os.stat(LOCK, dir_fd=state_dir, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(st, os.fstat(lock))

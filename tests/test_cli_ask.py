@@ -1,0 +1,293 @@
+"""``monarchfs refresh``, ``pin``, ``unpin``, ``evict``: the question, and what answers become."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs import control
+from monarchfs.cli import ask
+from monarchfs.cli.ask import add, ask_command, batches, below, describe
+from monarchfs.cli.main import build_parser
+from monarchfs.cli.progress import bar
+from monarchfs.supervisor.recover import Found
+from monarchfs.types import OperationError, UsageError
+from tests.faking import Area, area
+from tests.mounting import requires_fuse, requires_root
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("a/b", "a/b"),
+        ("./a//b/", "a/b"),
+        (".", ""),
+        ("a/../b", "b"),
+        ("..a", "..a"),
+        ("/mnt/data", ""),
+        ("/mnt/data/", ""),
+        ("/mnt/data/x y", "x y"),
+        ("//mnt/data/a", "a"),
+        ("/link/a", "a"),
+        ("/mnt/other/../data/a", "a"),
+        ("\udcff", "\udcff"),
+    ],
+)
+def test_paths_are_relative_to_the_mount(path: str, expected: str) -> None:
+    assert below(path, ("/link", "/mnt/data")) == expected
+
+
+@pytest.mark.parametrize("path", ["", "..", "../x", "a/../..", "/mnt", "/mnt/database", "/", "a\0"])
+def test_paths_outside_are_refused(path: str) -> None:
+    with pytest.raises(UsageError):
+        below(path, ("/mnt/data",))
+
+
+def test_many_paths_go_in_several_requests() -> None:
+    paths = [f"\udcff{number}" * 100 for number in range(1000)]
+    groups = list(batches(paths))
+    assert [path for group in groups for path in group] == paths
+    assert len(groups) > 1
+    for group in groups:
+        message = control.encode_message({"command": "refresh", "paths": group})
+        assert len(message) <= control.MOST_REQUEST_BYTES
+    assert list(batches([""])) == [[""]]
+
+
+def test_results_add_up() -> None:
+    total = add(add({}, {"files": 1, "bytes": 5, "error": ""}), {"files": 2, "error": "first"})
+    assert add(total, {"error": "second"}) == {"files": 3, "bytes": 5, "error": "first"}
+
+
+@pytest.mark.parametrize(
+    ("command", "result", "line"),
+    [
+        (
+            "refresh",
+            {"checked": 9, "changed": 2, "appeared": 1, "gone": 0},
+            "checked 9, changed 2, appeared 1, gone 0",
+        ),
+        ("pin", {"files": 1, "bytes": 1536}, "pinned 1 file, 1.5K"),
+        ("unpin", {"files": 0, "bytes": 0}, "unpinned 0 files, 0 bytes"),
+        ("evict", {"files": 2, "bytes": 5 << 20}, "evicted 2 files, 5.0M"),
+        (
+            "evict",
+            {"files": 2, "bytes": 0, "kept": 3},
+            "evicted 2 files, 0 bytes, kept 3 that are open or pinned",
+        ),
+    ],
+)
+def test_for_people(command: str, result: dict[str, Any], line: str) -> None:
+    assert describe(command, result) == line
+
+
+def test_a_bar() -> None:
+    assert bar(0, 10, 4) == "[----]   0%"
+    assert bar(5, 10, 4) == "[##--]  50%"
+    assert bar(30, 10, 4) == "[####] 100%"
+    assert bar(0, 0, 4) == "[####] 100%"
+
+
+# Against a daemon that says what the test wants.
+
+Serve = Callable[[socket.socket], None]
+
+
+class Daemon:
+    """Listens; every connection is handed to ``serve`` after its request was read."""
+
+    def __init__(self, path: Path, serve: Serve) -> None:
+        self.path = str(path / "daemon.sock")
+        self.requests: list[dict[str, Any]] = []
+        self._serve = serve
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.path)
+        self._listener.listen(1)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection, connection.makefile("rb") as lines:
+                line = lines.readline()
+                if line:
+                    self.requests.append(control.decode_message(line))
+                    self._serve(connection)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def daemon(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Serve], Daemon]]:
+    running: list[Daemon] = []
+
+    def start(serve: Serve) -> Daemon:
+        one = Daemon(place, serve)
+        running.append(one)
+        registration = control.Registration("/mnt", 0, "/src", 0, os.getpid(), 0, "/state", 0)
+        registered = control.Registered(one.path.removesuffix(".sock"), os.geteuid(), registration)
+        found = Found("/mnt", "/src", None, registered)
+        monkeypatch.setattr(ask, "find_one", lambda path, search: found)
+        monkeypatch.setattr(Found, "supervisor_alive", True)
+        return one
+
+    yield start
+    for one in running:
+        one.close()
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    return build_parser().parse_args(arguments)
+
+
+def test_progress_comes_before_the_result(
+    daemon: Callable[[Serve], Daemon], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def serve(connection: socket.socket) -> None:
+        result = {"checked": 3, "changed": 0, "appeared": 0, "gone": 0}
+        # Two lines at once, and one in pieces.
+        connection.sendall(control.encode_progress({"checked": 1}) * 2)
+        last = control.encode_progress({"checked": 2}) + control.encode_result(result)
+        connection.sendall(last[:20])
+        connection.sendall(last[20:])
+
+    one = daemon(serve)
+    assert ask_command(parse("refresh", "/mnt", "/mnt/a", "b"), {}) == 0
+    assert one.requests == [{"command": "refresh", "paths": ["a", "b"]}]
+    captured = capsys.readouterr()
+    assert captured.out == "checked 3, changed 0, appeared 0, gone 0\n"
+    assert captured.err == "", "no terminal, no progress"
+
+
+def test_progress_is_passed_on(daemon: Callable[[Serve], Daemon]) -> None:
+    def serve(connection: socket.socket) -> None:
+        for count in range(3):
+            connection.sendall(control.encode_progress({"checked": count}))
+        connection.sendall(control.encode_result({"checked": 3}))
+
+    seen: list[dict[str, Any]] = []
+    with control.Connection(daemon(serve).path, 5) as connection:
+        assert connection.long_request({"command": "refresh"}, seen.append) == {"checked": 3}
+    assert seen == [{"checked": count} for count in range(3)]
+
+
+def test_without_paths_it_is_all_of_the_mount(
+    daemon: Callable[[Serve], Daemon], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = daemon(
+        lambda connection: connection.sendall(control.encode_result({"files": 4, "bytes": 9}))
+    )
+    assert ask_command(parse("evict", "/mnt", "--json"), {}) == 0
+    assert one.requests == [{"command": "evict", "paths": [""]}]
+    assert json.loads(capsys.readouterr().out) == {"files": 4, "bytes": 9}
+
+
+def test_requests_of_many_paths_are_added_up(
+    daemon: Callable[[Serve], Daemon], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = daemon(
+        lambda connection: connection.sendall(control.encode_result({"files": 4, "bytes": 9}))
+    )
+    assert ask_command(parse("pin", "/mnt", *(f"{n}" * 200 for n in range(300)), "--json"), {}) == 0
+    assert len(one.requests) > 1
+    assert json.loads(capsys.readouterr().out)["files"] == 4 * len(one.requests)
+
+
+def test_what_failed_is_an_error(
+    daemon: Callable[[Serve], Daemon], capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon(
+        lambda connection: connection.sendall(
+            control.encode_result({"checked": 4, "failed": 2, "error": "a: Input/output error"})
+        )
+    )
+    with pytest.raises(OperationError, match="2 of them failed: a: Input/output error"):
+        ask_command(parse("refresh", "/mnt"), {})
+    assert ask_command(parse("refresh", "/mnt", "--json"), {}) == 1
+    assert capsys.readouterr().out.count('"failed": 2') == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (control.encode_error("the source does not answer"), "the source does not answer"),
+        (control.encode_progress({"checked": 1}), "the connection was closed"),
+        (b"", "the connection was closed"),
+        (b"junk\n", "gave no answer"),
+        (control.encode_message({"progress": 5}), "without a reason"),
+    ],
+)
+def test_other_ends(daemon: Callable[[Serve], Daemon], reply: bytes, words: str) -> None:
+    daemon(lambda connection: connection.sendall(reply))
+    with pytest.raises(OperationError, match=words):
+        ask_command(parse("refresh", "/mnt"), {})
+
+
+def test_silence_ends_it(
+    daemon: Callable[[Serve], Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "SILENCE_SECONDS", 0.2)
+
+    def serve(connection: socket.socket) -> None:
+        connection.sendall(control.encode_progress({"checked": 1}))
+        connection.recv(1)  # until the client gives up
+
+    daemon(serve)
+    with pytest.raises(OperationError, match=r"within 0\.2 s"):
+        ask_command(parse("refresh", "/mnt"), {})
+
+
+def test_not_a_mount(tmp_path: Path) -> None:
+    for command in ("refresh", "evict"):
+        with pytest.raises(OperationError, match="is not a monarchfs mount"):
+            ask_command(parse(command, str(tmp_path)), {})
+
+
+# Against a supervisor, with a worker that repeats what it is asked.
+
+
+@pytest.fixture
+def work(place: Path) -> Iterator[Area]:
+    with area(place, None) as opened:
+        yield opened
+
+
+@requires_root
+@requires_fuse
+def test_the_worker_is_asked(work: Area) -> None:
+    work.mount()
+    for command in ("refresh", "pin", "unpin", "evict"):
+        done = work.run(command, "mnt", "a", f"{work.path}/mnt/b", "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        asked = json.loads(done.stdout)["request"]
+        assert asked == {"command": command, "paths": ["a", "b"]}
+    done = work.run("pin", "mnt", "../x")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "is not below" in done.stderr
+    assert work.run("umount", "mnt").returncode == 0
+    done = work.run("refresh", "mnt")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)

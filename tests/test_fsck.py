@@ -1,0 +1,784 @@
+"""``monarchfs fsck``: each thing that can be wrong is found, put right, and gone afterwards."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pwd
+import shutil
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs.cli.main import main
+from monarchfs.config import User
+from monarchfs.index import Index
+from monarchfs.store.tier import Tier
+from monarchfs.supervisor.lock import Holder, InUse, read_holder, take_lock, write_holder
+from monarchfs.types import ROOT_INO, Replica, ReplicaState, SourceStat
+from tests.faking import NOBODY, interpreter_for
+from tests.mounting import as_user, requires_root, wait_for
+
+DATASET = "0123456789abcdef"
+NOW = 1_700_000_000_000_000_000
+ME = User("me", os.geteuid(), os.getegid(), tuple(os.getgroups()))
+SIZE = 5000
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+
+
+def source_stat(ino: int, mode: int = stat.S_IFREG | 0o644, size: int = SIZE) -> SourceStat:
+    return SourceStat(0, ino, size, NOW, NOW, NOW, mode, 1, 0, 0, 0, 8, 4096)
+
+
+def content(number: int) -> bytes:
+    return (b"%d " % number) * SIZE
+
+
+@dataclass
+class Cache:
+    """A state directory and a tier, as a mount leaves them."""
+
+    path: Path
+
+    @property
+    def state(self) -> Path:
+        return self.path / "state"
+
+    @property
+    def dataset(self) -> Path:
+        return self.path / "tier" / DATASET
+
+    def make(self) -> None:
+        self.state.mkdir(mode=0o700)
+        self.dataset.mkdir(parents=True, mode=0o700)
+        with self.locked() as lock:
+            write_holder(lock, self.holder)
+
+    @property
+    def holder(self) -> Holder:
+        return Holder(1, "/mnt/data", "/lustre/data", DATASET, (f"{self.path}/tier",))
+
+    @contextmanager
+    def locked(self) -> Iterator[int]:
+        with ExitStack() as cleanup:
+            state = os.open(self.state, os.O_RDONLY | os.O_DIRECTORY)
+            cleanup.callback(os.close, state)
+            lock = take_lock(state, ME)
+            cleanup.callback(os.close, lock)
+            yield lock
+
+    @contextmanager
+    def open(self, boot: bytes = BOOT_ID) -> Iterator[tuple[Index, Tier]]:
+        index = Index.open(str(self.state), source_id=DATASET, trust_after_kill=True)
+        tier = None
+        try:
+            index.begin_boot(boot)
+            directory = os.open(self.dataset, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                tier = Tier(directory, f"{self.path}/tier", index.tier_number(f"{self.path}/tier"))
+            finally:
+                os.close(directory)
+            yield index, tier
+        finally:
+            if tier is not None:
+                tier.close()
+            index.close()
+
+    def fill(
+        self,
+        count: int,
+        *,
+        synced: bool = True,
+        boot: bytes = BOOT_ID,
+        names: bytes = b"f%d",
+    ) -> None:
+        """``count`` resident files below ``dir`` in the source."""
+        with self.open(boot) as (index, tier):
+            index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
+            parent = index.record_found(
+                ROOT_INO, b"dir", source_stat(3, stat.S_IFDIR | 0o755), b"", NOW
+            )
+            for number in range(count):
+                data = content(number)[:SIZE]
+                node = index.record_found(
+                    parent.ino, names % number, source_stat(100 + number), b"", NOW
+                )
+                name = node.stat.version.replica_name
+                index.begin_copy(node.ino, tier.id, name)
+                allocated, total = tier.write_whole(name, data)
+                index.put_replica(
+                    node.ino,
+                    Replica(
+                        tier.id, ReplicaState.RESIDENT, name, SIZE, allocated, False, NOW, total
+                    ),
+                )
+            if synced:
+                self.mark_synced(index, tier)
+
+    def mark_synced(self, index: Index, tier: Tier) -> None:
+        tier.sync()
+        records = list(index.replicas())
+        index.mark_durable(ino for ino, _ in records)
+        tier.mark_synced((record.name, record.checksum) for _, record in records)
+
+    def resident(self) -> list[tuple[int, Replica]]:
+        with self.open() as (index, _tier):
+            return list(index.replicas())
+
+    def files(self) -> list[Path]:
+        """The complete replicas."""
+        return sorted(self.dataset.glob("??/*"))
+
+    def everything(self) -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in self.dataset.rglob("*") if path.is_file()}
+
+
+@dataclass
+class Outcome:
+    code: int
+    report: dict[str, Any]
+
+
+Fsck = Callable[..., Outcome]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    made = Cache(tmp_path)
+    made.make()
+    return made
+
+
+@pytest.fixture
+def fsck(cache: Cache, capfd: pytest.CaptureFixture[str]) -> Fsck:
+    def run(*options: str) -> Outcome:
+        capfd.readouterr()
+        code = main(["fsck", str(cache.state), "--json", *options])
+        captured = capfd.readouterr()
+        assert captured.err == ""
+        return Outcome(code, json.loads(captured.out))
+
+    return run
+
+
+def test_nothing_is_wrong(cache: Cache, fsck: Fsck, capfd: pytest.CaptureFixture[str]) -> None:
+    cache.fill(5)
+    before = cache.everything()
+    allocated = sum(record.allocated_bytes for _, record in cache.resident())
+    for options in ((), ("--checksum",), ("--repair",), ("--repair", "--checksum")):
+        done = fsck(*options)
+        assert done.code == 0
+        read = 5 if "--checksum" in options else 0
+        assert done.report == {
+            "state_dir": str(cache.state),
+            "index": "clean",
+            "tiers": [
+                {
+                    "path": f"{cache.path}/tier",
+                    "present": True,
+                    "files": 5,
+                    "resident": 5,
+                    "partial": 0,
+                    "found": 0,
+                    "allocated_bytes": allocated,
+                }
+            ],
+            "checked_files": read,
+            "checked_bytes": read * SIZE,
+            "findings": {},
+            "repaired": 0,
+            "clean": True,
+        }
+    assert cache.everything() == before
+    assert main(["fsck", str(cache.state)]) == 0
+    assert capfd.readouterr().out.splitlines() == [
+        f"tier {cache.path}/tier: 5 files, 40K",
+        f"{cache.state}: nothing wrong",
+    ]
+
+
+# Each changes a cache of five files, and says what is found by a look.
+Damage = Callable[[Cache], None]
+
+
+def orphan(cache: Cache) -> None:
+    with cache.open() as (_index, tier):
+        _, total = tier.write_whole(b"o" * 16, b"of an index that is gone")
+        tier.sync()
+        tier.mark_synced([(b"o" * 16, total)])
+
+
+def orphan_not_synced(cache: Cache) -> None:
+    with cache.open() as (_index, tier):
+        tier.write_whole(b"o" * 16, b"of an index that is gone")
+
+
+def ambiguous(cache: Cache) -> None:
+    with cache.open() as (_index, tier):
+        tier.write_whole(b"o" * 16, b"one")
+        tier.write_whole(b"o" * 16, b"two")
+
+
+def orphan_part(cache: Cache) -> None:
+    with cache.open() as (_index, tier):
+        os.close(tier.create_part(b"p" * 16, 1 << 20))
+
+
+def extra_file(cache: Cache) -> None:
+    (_, record) = cache.resident()[0]
+    with cache.open() as (_index, tier):
+        tier.write_whole(record.name, b"another copy of that version")
+
+
+def missing(cache: Cache) -> None:
+    cache.files()[2].unlink()
+
+
+def missing_directory(cache: Cache) -> None:
+    shutil.rmtree(cache.files()[2].parent)
+
+
+def wrong_size(cache: Cache) -> None:
+    cache.files()[2].chmod(0o600)
+    os.truncate(cache.files()[2], SIZE - 1)
+    cache.files()[2].chmod(0o400)
+
+
+def interrupted(cache: Cache) -> None:
+    with cache.open() as (index, tier):
+        index.begin_copy(12345, tier.id, b"i" * 16)
+        fd = tier.create_part(b"i" * 16, 1 << 20)
+        tier.write(fd, 0, b"x" * (128 << 10))
+        os.close(fd)
+
+
+def interrupted_removal(cache: Cache) -> None:
+    ((ino, _), *_) = cache.resident()
+    with cache.open() as (index, _tier):
+        index.drop_replica(ino)
+
+
+def partial(cache: Cache, size: int = 1 << 20) -> tuple[int, Replica]:
+    """A replica in part, whose second half is there."""
+    with cache.open() as (index, tier):
+        node = index.record_found(ROOT_INO, b"big", source_stat(50, size=size), b"", NOW)
+        name = node.stat.version.replica_name
+        fd = tier.create_part(name, size)
+        digests = bytes(8 * 4) + tier.write(fd, 512 << 10, b"y" * (512 << 10))
+        record = Replica(
+            *(tier.id, ReplicaState.PARTIAL, name, size, tier.allocated(fd), True, NOW, 0),
+            *(128 << 10, bytes(4) + b"\1" * 4, digests),
+        )
+        os.close(fd)
+        index.put_replica(node.ino, record)
+        return node.ino, record
+
+
+def missing_part(cache: Cache) -> None:
+    partial(cache)
+    (part,) = (cache.dataset / "parts").iterdir()
+    part.unlink()
+
+
+def short_part(cache: Cache) -> None:
+    partial(cache)
+    (part,) = (cache.dataset / "parts").iterdir()
+    os.truncate(part, 1000)
+
+
+def finished_part(cache: Cache) -> None:
+    """A crash between the rename and the record."""
+    partial(cache)
+    (part,) = (cache.dataset / "parts").iterdir()
+    (cache.dataset / part.name[:2]).mkdir(exist_ok=True)
+    part.rename(cache.dataset / part.name[:2] / f"{part.name}.{7:016x}")
+
+
+DAMAGES = [
+    pytest.param(orphan, {"orphan": 1}, 6, id="orphan"),
+    pytest.param(orphan_not_synced, {"orphan": 1}, 6, id="orphan, not synced"),
+    pytest.param(ambiguous, {"ambiguous": 2}, 5, id="ambiguous"),
+    pytest.param(orphan_part, {"orphan_part": 1}, 5, id="orphan part"),
+    pytest.param(extra_file, {"extra_file": 1}, 5, id="extra file"),
+    pytest.param(missing, {"missing": 1}, 4, id="missing"),
+    pytest.param(missing_directory, {"missing": 1}, 4, id="missing directory"),
+    pytest.param(wrong_size, {"wrong_size": 1}, 4, id="wrong size"),
+    pytest.param(interrupted, {"interrupted": 1, "orphan_part": 1}, 5, id="interrupted"),
+    pytest.param(interrupted_removal, {"interrupted": 1, "orphan": 1}, 4, id="removal"),
+    pytest.param(missing_part, {"missing": 1}, 5, id="missing part"),
+    pytest.param(short_part, {"wrong_size": 1}, 5, id="short part"),
+    pytest.param(finished_part, {"extra_file": 1, "missing": 1}, 5, id="finished part"),
+]
+
+
+@pytest.mark.parametrize(("damage", "findings", "left"), DAMAGES)
+def test_damage_is_found_and_put_right(
+    cache: Cache, fsck: Fsck, damage: Damage, findings: dict[str, int], left: int
+) -> None:
+    cache.fill(5)
+    damage(cache)
+    before = cache.everything()
+    looked = fsck()
+    assert (looked.code, looked.report["findings"]) == (1, findings)
+    assert (looked.report["repaired"], looked.report["clean"]) == (0, False)
+    assert cache.everything() == before, "a look must not change anything"
+    repaired = fsck("--repair")
+    assert repaired.code == 0
+    # What a crash interrupted is cleared by the journal, and no orphan any more.
+    assert sum(repaired.report["findings"].values()) == repaired.report["repaired"] > 0
+    assert repaired.report["tiers"][0]["files"] == left
+    again = fsck("--checksum")
+    assert (again.code, again.report["findings"]) == (0, {})
+    assert again.report["checked_files"] == left
+    assert_exact(cache)
+
+
+def assert_exact(cache: Cache) -> None:
+    """Every file has a record, every record its file, and the totals are what lies there."""
+    with cache.open() as (index, tier):
+        files = {file.name: file for xx in range(256) for file in tier.files(xx)}
+        parts = {file.name: file for file in tier.parts()}
+        known = {record.name: record for _, record in index.replicas()}
+        assert known.keys() == files.keys() | parts.keys()
+        assert index.journal() == []
+        both = {**files, **parts}
+        assert {n: r.allocated_bytes for n, r in known.items()} == {
+            name: file.allocated_bytes for name, file in both.items()
+        }
+        if known:
+            totals = index.tier_totals()[tier.id]
+            assert totals.allocated_bytes == sum(f.allocated_bytes for f in both.values())
+
+
+def test_bytes_are_looked_at_only_if_asked_to(cache: Cache, fsck: Fsck) -> None:
+    cache.fill(5)
+    victim = cache.files()[3]
+    spoil(victim)
+    assert fsck().code == 0
+    looked = fsck("--checksum")
+    assert (looked.code, looked.report["findings"]) == (1, {"corrupt": 1})
+    assert looked.report["checked_bytes"] == 5 * SIZE
+    assert victim.exists()
+    assert fsck("--checksum", "--repair").code == 0
+    assert not victim.exists()
+    assert len(cache.resident()) == 4
+    assert fsck("--checksum").report["findings"] == {}
+    assert_exact(cache)
+
+
+def spoil(path: Path) -> None:
+    """Other bytes, and nothing else that could be noticed."""
+    st = path.stat()
+    path.chmod(0o600)
+    with open(path, "r+b") as file:
+        file.seek(1000)
+        file.write(b"\xff")
+    path.chmod(st.st_mode & 0o777)
+
+
+def test_an_orphan_that_was_not_synced_must_prove_itself(cache: Cache, fsck: Fsck) -> None:
+    cache.fill(1)
+    orphan_not_synced(cache)
+    (path,) = [path for path in cache.files() if path.name.startswith("6f6f")]
+    with open(path, "r+b") as file:
+        file.write(bytes(10))
+    assert fsck().report["findings"] == {"orphan": 1}
+    done = fsck("--repair")
+    assert (done.code, done.report["findings"]) == (0, {"corrupt": 1})
+    assert not path.exists()
+    assert_exact(cache)
+
+
+def test_one_that_proved_itself_is_synced_then(cache: Cache, fsck: Fsck) -> None:
+    cache.fill(1)
+    orphan_not_synced(cache)
+    assert fsck("--repair").code == 0
+    (found,) = [r for _, r in cache.resident() if r.state is ReplicaState.FOUND]
+    assert found.durable
+    assert {path.stat().st_mode & 0o777 for path in cache.files()} == {0o400}
+
+
+def test_what_is_only_noted(cache: Cache, fsck: Fsck) -> None:
+    cache.fill(3)
+    cache.files()[0].chmod(0o600)
+    (_, (ino, record), _) = cache.resident()
+    with cache.open() as (index, _tier):
+        index.put_replica(ino, record._replace(allocated_bytes=1 << 20))
+    noted = fsck()
+    assert (noted.code, noted.report["clean"]) == (0, True)
+    assert noted.report["findings"] == {"not_synced": 1, "wrong_blocks": 1}
+    assert fsck("--repair").report["repaired"] == 2
+    assert fsck().report["findings"] == {}
+    assert_exact(cache)
+
+
+def test_the_map_of_a_part_survives_a_repair(cache: Cache, fsck: Fsck) -> None:
+    cache.fill(1)
+    ino, record = partial(cache)
+    with cache.open() as (index, _tier):
+        index.put_replica(ino, record._replace(allocated_bytes=1))
+    assert fsck("--repair").report["findings"] == {"wrong_blocks": 1}
+    with cache.open() as (index, _tier):
+        assert index.replica(ino) == record
+    assert fsck("--checksum").report["findings"] == {}
+
+
+def test_after_a_reboot(cache: Cache, fsck: Fsck) -> None:
+    """What was never synced may have its size and not its data; what was marked as synced, though
+    its record does not say so, is as good as any."""
+    cache.fill(4, synced=False, boot=b"an earlier boot")
+    good, bad, marked, _ = cache.files()
+    spoil(bad)
+    marked.chmod(0o400)
+    done = fsck("--repair")
+    assert done.code == 0
+    assert done.report["findings"] == {"lost_in_reboot": 4, "orphan": 3, "corrupt": 1}
+    assert (good.exists(), bad.exists(), marked.exists()) == (True, False, True)
+    assert [record.state for _, record in cache.resident()] == [ReplicaState.FOUND] * 3
+    assert fsck("--checksum").report["findings"] == {}
+    assert_exact(cache)
+
+
+def scribble(data: Path) -> None:
+    with open(data, "r+b") as file:
+        for page in range(2, data.stat().st_size // 4096, 2):
+            file.seek(page * 4096)
+            file.write(b"\xa5" * 4096)
+
+
+def cut(data: Path) -> None:
+    os.truncate(data, 3 * 4096)
+
+
+@pytest.mark.parametrize("damage", [scribble, cut])
+def test_an_index_that_cannot_be_read(
+    cache: Cache, fsck: Fsck, damage: Callable[[Path], None]
+) -> None:
+    cache.fill(20)
+    damage(cache.state / "index" / "data.mdb")
+    before = cache.everything()
+    looked = fsck()
+    assert (looked.code, looked.report["index"]) == (1, "damaged")
+    assert looked.report["findings"] == {"index_damaged": 1}
+    assert looked.report["tiers"][0]["files"] == 20
+    repaired = fsck("--repair")
+    assert (repaired.code, repaired.report["index"]) == (0, "damaged")
+    assert repaired.report["findings"] == {"index_damaged": 1, "orphan": 20}
+    assert (cache.state / "index.bad-1").is_dir()
+    assert cache.everything() == before
+    assert_claimed_by_name(cache, 20)
+    again = fsck("--repair")
+    assert (again.code, again.report["index"]) == (0, "clean")
+    assert again.report["findings"] == {"index_set_aside": 1}
+    assert not (cache.state / "index.bad-1").exists()
+    assert_exact(cache)
+
+
+def assert_claimed_by_name(cache: Cache, count: int) -> None:
+    """The next mount gets its replicas back, without the source."""
+    with cache.open() as (index, _tier):
+        index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
+        for number in range(count):
+            node = index.record_found(
+                ROOT_INO, b"f%d" % number, source_stat(100 + number), b"", NOW
+            )
+            claimed = index.claim(node.ino, node.stat.version.replica_name, SIZE)
+            assert claimed is not None
+            assert claimed.durable
+
+
+def test_an_index_that_is_not_there(cache: Cache, fsck: Fsck) -> None:
+    cache.fill(3)
+    shutil.rmtree(cache.state / "index")
+    looked = fsck()
+    assert (looked.code, looked.report["index"]) == (1, "missing")
+    assert not (cache.state / "index").exists()
+    repaired = fsck("--repair")
+    assert (repaired.code, repaired.report["tiers"][0]["found"]) == (0, 3)
+    assert fsck().report["findings"] == {}
+
+
+def test_an_index_of_another_source(cache: Cache, fsck: Fsck) -> None:
+    cache.fill(2)
+    other = Index.open(str(cache.path), source_id="another")
+    other.close()
+    shutil.rmtree(cache.state / "index")
+    (cache.path / "index").rename(cache.state / "index")
+    assert fsck().report["findings"] == {"index_foreign": 1}
+    assert fsck("--repair").report["findings"] == {"index_foreign": 1, "orphan": 2}
+    assert fsck().report["index"] == "clean"
+
+
+def test_a_suspect_index_is_cleared_of_suspicion(cache: Cache, fsck: Fsck) -> None:
+    cache.fill(2)
+    (cache.state / "suspect").touch()
+    assert fsck().code == 0
+    assert not (cache.state / "suspect").exists()
+
+
+def test_what_is_not_ours_is_left_alone(cache: Cache, fsck: Fsck) -> None:
+    cache.fill(2)
+    directory = cache.files()[0].parent
+    outside = cache.path / "outside"
+    outside.mkdir()
+    (outside / "data.mdb").write_text("somebody's")
+    name = f"{directory.name}{'0' * 30}.{'0' * 16}"
+    (directory / name).symlink_to(outside / "data.mdb")
+    (directory / "README").write_text("by hand")
+    os.mkfifo(directory / f"{directory.name}{'1' * 30}.{'0' * 16}")
+    (cache.dataset / "parts" / ("2" * 32)).mkdir()
+    (cache.state / "index.bad-1").symlink_to(outside)
+    (cache.state / "index.bad-2").mkdir()
+    (cache.state / "index.bad-2" / "mine").write_text("by hand")
+    before = sorted(map(str, cache.path.rglob("*")))
+    done = fsck("--repair")
+    assert (done.code, done.report["findings"]) == (0, {"index_set_aside": 2})
+    assert done.report["repaired"] == 0
+    assert sorted(map(str, cache.path.rglob("*"))) == before
+    assert (outside / "data.mdb").read_text() == "somebody's"
+
+
+@requires_root
+def test_a_file_of_somebody_else_is_left_alone(cache: Cache, fsck: Fsck) -> None:
+    cache.fill(2)
+    directory = cache.files()[0].parent
+    planted = directory / f"{directory.name}{'0' * 30}.{'0' * 16}"
+    planted.write_text("by nobody")
+    shutil.chown(planted, NOBODY)
+    assert fsck("--repair").report["findings"] == {}
+    assert planted.exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--repair",)])
+def test_a_tier_that_is_not_there(cache: Cache, fsck: Fsck, options: tuple[str, ...]) -> None:
+    cache.fill(3)
+    cache.dataset.rename(cache.path / "elsewhere")
+    done = fsck(*options)
+    assert (done.code, done.report["findings"]) == (1, {"tier_gone": 1})
+    assert (done.report["tiers"][0]["present"], done.report["tiers"][0]["files"]) == (False, 3)
+    (cache.path / "elsewhere").rename(cache.dataset)
+    assert fsck("--checksum").report["findings"] == {}
+
+
+def test_a_tier_behind_a_link_is_not_there(cache: Cache, fsck: Fsck) -> None:
+    cache.fill(3)
+    cache.dataset.rename(cache.path / "elsewhere")
+    cache.dataset.symlink_to(cache.path / "elsewhere")
+    assert fsck("--repair").report["findings"] == {"tier_gone": 1}
+
+
+def test_a_tier_that_was_never_used_is_not_missed(cache: Cache, fsck: Fsck) -> None:
+    cache.fill(1)
+    with cache.open() as (index, _tier):
+        index.tier_number("/no/such/tier")
+    done = fsck("--repair")
+    assert (done.code, done.report["findings"]) == (0, {})
+    assert [tier["present"] for tier in done.report["tiers"]] == [True, False]
+
+
+def test_for_people(cache: Cache, capfd: pytest.CaptureFixture[str]) -> None:
+    cache.fill(130)
+    for path in cache.files()[:120]:
+        path.unlink()
+    assert main(["fsck", str(cache.state)]) == 1
+    captured = capfd.readouterr()
+    assert captured.err == ""
+    *findings, rest, tier, summary = captured.out.splitlines()
+    assert len(findings) == 100
+    assert all(line.startswith("missing: dir/f") for line in findings)
+    assert all(line.endswith(": its copy is not there") for line in findings)
+    assert rest == "missing: and 20 more"
+    assert tier.startswith(f"tier {cache.path}/tier: 130 files, ")
+    assert summary == (f"{cache.state}: 120 found (missing 120), 0 put right: run it with --repair")
+    assert main(["fsck", str(cache.state), "--repair"]) == 0
+    repaired = capfd.readouterr().out
+    assert "its copy is not there: forgotten\n" in repaired
+    assert repaired.endswith("120 found (missing 120), 120 put right\n")
+
+
+def test_a_name_cannot_command_the_terminal(
+    cache: Cache, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with cache.open() as (index, tier):
+        index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
+        node = index.record_found(ROOT_INO, b"a\n\x1b[2J\xff", source_stat(9), b"", NOW)
+        record = Replica(tier.id, ReplicaState.RESIDENT, b"n" * 16, 1, 0, True, NOW, 1)
+        index.put_replica(node.ino, record)
+    assert main(["fsck", str(cache.state)]) == 1
+    first = capfd.readouterr().out.splitlines()[0]
+    assert first == r"missing: a\n\x1b[2J\xff: its copy is not there"
+
+
+# Who may, and when.
+
+
+def assert_refused(cache: Cache, capfd: pytest.CaptureFixture[str], code: int, *words: str) -> None:
+    assert main(["fsck", str(cache.state), "--repair"]) == code
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("monarchfs: ")
+    assert captured.err.count("\n") == 1
+    for word in words:
+        assert word in captured.err
+
+
+def test_a_cache_in_use_is_refused(cache: Cache, capfd: pytest.CaptureFixture[str]) -> None:
+    with cache.locked():
+        assert_refused(
+            *(cache, capfd, 1, "is in use by the mount of /lustre/data on /mnt/data"),
+            "monarchfs umount /mnt/data",
+        )
+
+
+def test_who_comes_while_it_is_checked_is_told(cache: Cache) -> None:
+    with cache.locked() as lock:
+        write_holder(lock, Holder(77, "/mnt", "/src", DATASET, (), checking=True))
+        with pytest.raises(InUse, match=r"monarchfs fsck \(process 77\)"), cache.locked():
+            pass
+
+
+def test_the_lock_says_what_it_said_before(cache: Cache, fsck: Fsck) -> None:
+    cache.fill(1)
+    fsck()
+    with cache.locked() as lock:
+        assert read_holder(lock) == cache.holder
+
+
+def test_a_lock_that_says_nothing(cache: Cache, capfd: pytest.CaptureFixture[str]) -> None:
+    cache.fill(1)
+    for text in ("", "{}", "[1]", "junk", '{"pid": 1, "mountpoint": "", "source": "", "tiers": 3}'):
+        (cache.state / "lock").write_text(text)
+        assert_refused(cache, capfd, 1, "does not say", "mount it once")
+
+
+def test_what_is_no_cache(cache: Cache, capfd: pytest.CaptureFixture[str]) -> None:
+    (cache.state / "lock").unlink()
+    assert_refused(cache, capfd, 2, "holds no cache")
+    assert list(cache.state.iterdir()) == []
+    cache.state.rmdir()
+    assert_refused(cache, capfd, 2, "No such file")
+    cache.state.write_text("")
+    assert_refused(cache, capfd, 2, "Not a directory")
+    cache.state.unlink()
+    cache.state.symlink_to(cache.path)
+    assert_refused(cache, capfd, 2, "--state-dir")
+
+
+def test_a_cache_that_others_can_change(cache: Cache, capfd: pytest.CaptureFixture[str]) -> None:
+    cache.state.chmod(0o777)
+    assert_refused(cache, capfd, 1, "can be written by others")
+
+
+@pytest.fixture
+def open_cache() -> Iterator[Cache]:
+    """Below a directory that everybody may enter."""
+    interpreter_for(NOBODY)
+    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
+    path.chmod(0o755)
+    made = Cache(path)
+    made.make()
+    made.fill(3)
+    yield made
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def users_cache(open_cache: Cache) -> Cache:
+    owner = pwd.getpwnam(NOBODY)
+    for top in (open_cache.state, open_cache.dataset):
+        for entry in (top, *top.rglob("*")):
+            os.chown(entry, owner.pw_uid, owner.pw_gid)
+    return open_cache
+
+
+@requires_root
+def test_root_checks_as_the_owner(users_cache: Cache, capfd: pytest.CaptureFixture[str]) -> None:
+    private = users_cache.path / "private"
+    private.write_text("of root")
+    private.chmod(0o600)
+    victim = users_cache.files()[0]
+    kept = victim.read_bytes()
+    victim.unlink()
+    os.link(private, victim)  # as its user could, of a file of theirs
+    assert main(["fsck", str(users_cache.state), "--repair", "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["findings"] == {"missing": 1}
+    assert private.read_text() == "of root"
+    assert kept not in users_cache.everything().values()
+    nobody = pwd.getpwnam(NOBODY).pw_uid
+    for directory in (users_cache.state, users_cache.dataset):
+        owners = {p.lstat().st_uid for p in directory.rglob("*") if p != victim}
+        assert owners == {nobody}
+    assert main(["fsck", str(users_cache.state), "--checksum"]) == 0
+
+
+@requires_root
+def test_a_user_cannot_check_anothers(open_cache: Cache) -> None:
+    open_cache.state.chmod(0o755)
+    command = [sys.executable, "-m", "monarchfs.cli.main", "fsck", str(open_cache.state)]
+    done = subprocess.run(
+        as_user(NOBODY, command), capture_output=True, text=True, cwd="/", check=False
+    )
+    assert done.returncode == 1
+    assert "belongs to" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_interrupted_in_the_middle(cache: Cache, fsck: Fsck) -> None:
+    """Ctrl-C reaches the command, which ends the check in order; what was done stays done."""
+    # Names that take much room when they are printed: more than the pipe holds, which nobody reads.
+    cache.fill(300, names=b"\1" * 240 + b"%d")
+    for path in cache.files():
+        path.unlink()
+    command = [sys.executable, "-m", "monarchfs.cli.main", "fsck", str(cache.state), "--repair"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pipe = process.stdout.fileno()
+        size = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+
+        def is_full() -> bool:
+            (waiting,) = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))
+            return bool(waiting > size - 8192)
+
+        wait_for(is_full, "the command to be held up")
+        process.send_signal(signal.SIGINT)
+        _, complaint = process.communicate(timeout=20)
+    assert (process.returncode, complaint) == (1, b"monarchfs: interrupted\n")
+    with cache.locked() as held:
+        assert read_holder(held) == cache.holder
+    left = fsck("--repair")
+    assert left.code == 0
+    assert left.report["findings"]["missing"] < 300
+    assert fsck().report["findings"] == {}
+    assert_exact(cache)
+
+
+def test_a_bar_on_a_terminal_and_nothing_of_it_in_the_output(cache: Cache) -> None:
+    cache.fill(1)
+    terminal, end = os.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "monarchfs.cli.main", "fsck", str(cache.state), "--json"],
+            stdout=subprocess.PIPE,
+            stderr=end,
+            check=False,
+        )
+        shown = os.read(terminal, 1 << 16).decode()
+    finally:
+        os.close(end)
+        os.close(terminal)
+    assert json.loads(done.stdout)["clean"]
+    assert "[------------------------]   0% checking the index" in shown
+    assert shown.endswith("\r\033[K"), "the line is taken away at the end"
