@@ -1,0 +1,257 @@
+"""A mount that lives in a thread of its own, so that a test can do one thing after another with it,
+and that can be left as a process leaves that is killed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import trio
+import trio.testing
+
+from monarchfs.fs.files import FileHandle
+from monarchfs.fs.tree import Missing
+from monarchfs.index.recovery import set_aside
+from monarchfs.types import ROOT_INO, IndexUnusable, IndexWriteError, Node
+from tests.layers.faults import FaultyTier, Gate
+from tests.layers.mirror import Area, Mirror, until
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TIER_CALLS = (
+    *("write_whole", "create_part", "open_part", "open_replica", "write", "finish_part"),
+    *("mark_synced", "remove", "remove_part", "discard", "probe", "reopen", "sync"),
+)
+
+
+class Runner:
+    """One mount and its trio run. All methods are for the test's thread."""
+
+    def __init__(self, area: Area, **options: Any) -> None:
+        self.violations: list[str] = []
+        self.gates: list[Gate] = []
+        self._area = area
+        self._options = options
+        self._error: BaseException | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self._ready.wait()
+        self._raise_error()
+
+    def _run(self) -> None:
+        try:
+            trio.run(self._main)
+        except BaseException as exc:  # noqa: BLE001 - it is raised in the test's thread
+            self._error = exc
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._end = trio.Event()
+        self._token = trio.lowlevel.current_trio_token()
+        async with self._mounted() as mirror:
+            self.mirror = mirror
+            self._watch_evictions()
+            self._ready.set()
+            await self._end.wait()
+
+    def _mounted(self) -> Any:
+        return self._area.mount(sound=False, **self._options)
+
+    def _watch_evictions(self) -> None:
+        cache = self.mirror.cache
+        evict = cache._evict
+
+        def watched(action: Any) -> bool:
+            if action.ino in cache._open:
+                self.violations.append(f"inode {action.ino} was evicted while it was open")
+            if cache.index.pinned(action.ino):
+                self.violations.append(f"inode {action.ino} was evicted while it was pinned")
+            return bool(evict(action))
+
+        cache._evict = watched
+
+    def do(self, fn: Callable[..., Awaitable[T]], *args: object) -> T:
+        """Run it on the event loop, and wait for it."""
+
+        async def bounded() -> T:
+            with trio.fail_after(20):
+                return await fn(*args)
+
+        try:
+            return trio.from_thread.run(bounded, trio_token=self._token)
+        except (trio.RunFinishedError, trio.Cancelled):
+            raise self._end_of_run() from None
+
+    def do_now(self, fn: Callable[..., T], *args: object) -> T:
+        """The same for what does not wait."""
+        try:
+            return trio.from_thread.run_sync(fn, *args, trio_token=self._token)
+        except trio.RunFinishedError:
+            raise self._end_of_run() from None
+
+    def _end_of_run(self) -> BaseException:
+        self._thread.join()
+        return self._error or AssertionError("the mount has ended")
+
+    def quiet(self) -> None:
+        """Until nothing moves any more but what waits at gates."""
+        self.do(self._quiet)
+
+    async def _quiet(self) -> None:
+        mirror = self.mirror
+        while True:
+            await until(self._threads_wait, "the threads to rest")
+            await trio.testing.wait_all_tasks_blocked(0.0005)
+            if self._threads_wait() and (self.waiting or mirror._is_idle()):
+                return
+
+    def _raise_error(self) -> None:
+        """What the thread could not begin with."""
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+
+    def _threads_wait(self) -> bool:
+        source = self.mirror.source
+        running = len(source.demand.running) + len(source.background.running)
+        return bool(self.mirror.local.borrowed_tokens + running == self.waiting)
+
+    @property
+    def waiting(self) -> int:
+        return sum(gate.waiting for gate in self.gates)
+
+    def hold(self, call: str, most: int = 2) -> None:
+        """The next calls of the tiers by that name wait, until the faults are ended."""
+
+        def hold() -> None:
+            for tier in self.mirror.tiers:
+                gate = Gate()
+                self.gates.append(gate)
+                tier.faults._gates.append(gate)
+
+                def meet(gate: Gate = gate) -> None:
+                    if gate.waiting < most:
+                        gate.meet()
+
+                tier.faults.before(call, meet)
+
+        self.do_now(hold)
+
+    def end_faults(self) -> None:
+        self.do_now(self.mirror.end_faults)
+        self.gates.clear()
+        self.quiet()
+
+    # -- the end
+
+    def unmount(self) -> None:
+        self.do_now(self._end.set)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def give_up(self) -> None:
+        """After a failure, which is what is to be reported."""
+        if self._thread.is_alive():
+            with suppress(trio.RunFinishedError):
+                trio.from_thread.run_sync(self._end.set, trio_token=self._token)
+        self._thread.join()
+
+    def kill(self, handles: Sequence[FileHandle]) -> None:
+        """Leave the directories as they are at this moment: nothing that the mount does from now
+        on reaches them, and what its threads are doing comes to its end."""
+
+        def die() -> None:
+            self._die()
+            for handle in handles:
+                handle.release()
+
+        self.do_now(die)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _die(self) -> None:
+        mirror = self.mirror
+        for tier in mirror.tiers:
+            for call in TIER_CALLS:
+                setattr(tier, call, _dead_tier)
+        mirror.index._write = _dead_index
+        mirror.index.sync = _dead_index
+
+        async def without_close() -> None:
+            mirror.index.close(clean=False)
+
+        mirror.cache.sync = without_close
+        self._end.set()
+
+
+def _dead_tier(*args: object, **kwargs: object) -> NoReturn:
+    raise OSError(errno.EIO, "the process is dead")
+
+
+def _dead_index(*args: object, **kwargs: object) -> NoReturn:
+    raise IndexWriteError("the process is dead")
+
+
+def mounted(area: Area, **options: Any) -> Runner:
+    """A mount; an index that cannot be used is set aside, as the worker does."""
+    try:
+        return Runner(area, **options)
+    except IndexUnusable:
+        set_aside(str(area.state))
+    return Runner(area, **options)
+
+
+# -- what the kernel would do
+
+
+async def walk(mirror: Mirror, path: str) -> Node | None:
+    """The node at a path, None where there is none. Raises OSError."""
+    node = mirror.index.node(ROOT_INO)
+    for name in path.encode().split(b"/") if path else ():
+        assert node is not None
+        found = await mirror.tree.lookup(node.ino, name)
+        if isinstance(found, Missing):
+            return None
+        node = found.node
+    return node
+
+
+async def retried(fn: Callable[..., Awaitable[T]], *args: object) -> T:
+    """ESTALE once: the kernel then walks the path again (fs/namei.c, LOOKUP_REVAL)."""
+    try:
+        return await fn(*args)
+    except OSError as exc:
+        if exc.errno != errno.ESTALE:
+            raise
+    return await fn(*args)
+
+
+async def open_path(mirror: Mirror, path: str) -> FileHandle | None:
+    node = await walk(mirror, path)
+    if node is None or not node.stat.is_regular:
+        return None
+    return await mirror.open_ino(node.ino)
+
+
+def allocated_bytes(directory: Path) -> int:
+    """Of all files below."""
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            if path.is_file():
+                total += path.stat().st_blocks * 512
+    return total
+
+
+__all__ = ["FaultyTier", "Runner", "allocated_bytes", "mounted", "open_path", "retried", "walk"]

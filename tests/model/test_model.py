@@ -1,0 +1,758 @@
+"""Everything below FUSE against a plain model of the source, under edits, faults and crashes.
+
+``MONARCHFS_MODEL_EXAMPLES`` asks for so many random examples instead of the few fixed ones.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import trio
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from monarchfs.cache import health, replicas
+from monarchfs.cache import tiers as cache_tiers
+from monarchfs.cache.scrub import Scrub
+from monarchfs.fs.files import FileHandle
+from monarchfs.index.recovery import set_aside
+from monarchfs.memory import Headroom
+from monarchfs.placement import placement
+from monarchfs.placement.policies import Eviction
+from monarchfs.prefetch import fill
+from monarchfs.prefetch.queue import Priority
+from monarchfs.store import read
+from monarchfs.types import FileType, FreshnessMode, Node
+from tests.layers.asking import Hours, names
+from tests.layers.conftest import descriptors
+from tests.layers.mirror import KIB, MIB, Area, Mirror
+from tests.model.history import EditedSource, File, Name, attributes
+from tests.model.mounts import Runner, allocated_bytes, mounted, open_path, retried, walk
+
+EXAMPLES = int(os.environ.get("MONARCHFS_MODEL_EXAMPLES", "0"))
+TTL_SECONDS = 60.0
+
+SIZES = st.sampled_from(
+    [0, 1, 4096, 70_000, 128 * KIB, 128 * KIB + 1, 300_000, 400_000, 520_000, 900_000]
+)
+OFFSETS = st.sampled_from([0, 1, 4095, 65_000, 128 * KIB - 1, 128 * KIB, 260_000, 500_000, 899_999])
+LENGTHS = st.sampled_from([1, 4096, 100_000, 128 * KIB, 300_000, MIB])
+WHICH = st.integers(0, 11)
+NAMES = st.sampled_from(["a", "b", "c", "e"])
+TIER_FAULTS = (
+    *("write_whole", "create_part", "write", "finish_part", "open_replica", "open_part"),
+    *("remove", "remove_part", "sync", "space", "read"),
+)
+HELD = (
+    *("create_part", "write", "after_write", "finish_part", "after_finish", "remove"),
+    *("after_remove", "write_whole", "remove_part"),
+)
+CODES = st.sampled_from([errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+ABSENT = (errno.ENOENT, errno.ENOTDIR)
+
+steps = 0
+
+
+class Opened:
+    """A handle, what it opened, and the file behind it."""
+
+    def __init__(self, handle: FileHandle, content: bytes, file: File | None) -> None:
+        self.handle = handle
+        self.content = content
+        self.file = file
+
+
+class Model(RuleBasedStateMachine):
+    """See the rules. ``mount`` is None while nothing is mounted."""
+
+    directory: Path
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = ExitStack()
+        self.before = descriptors()
+        self.hours = Hours()
+        patch = mock.patch.object
+        for patched in (
+            patch(time, "time_ns", self.hours.time_ns),
+            patch(health, "FIRST_PROBE_SECONDS", 0.0),
+            patch(health, "LAST_PROBE_SECONDS", 0.0),
+            patch(cache_tiers, "SPACE_MAX_AGE_SECONDS", 0.0),
+            patch(fill, "WHOLE_BYTES", 200 * KIB),
+            patch(placement, "PARTIAL_ROOM_BYTES", 256 * KIB),
+            patch(replicas, "read_nowait", self.failing(read.read_nowait)),
+            patch(replicas, "read_full", self.failing(read.read_full)),
+        ):
+            self.stack.enter_context(patched)
+        self.directory.mkdir()
+        self.area = Area(self.directory)
+        self.source = EditedSource(self.area.source, self.hours)
+        self.mount: Runner | None = None
+        self.handles: list[Opened] = []
+        self.boot = 0
+        self.mount_ns = 0
+        self.reading_fails = False
+        self.source_fails = False
+        self.available = 1 << 34
+        self.synced_index: bytes | None = None
+        self.mode = FreshnessMode.IMMUTABLE
+        self.options: dict[str, Any] = {}
+        self.capacities: list[int] = []
+
+    def failing(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            if self.reading_fails:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return fn(*args, **kwargs)
+
+        return read
+
+    @initialize(
+        mode=st.sampled_from(FreshnessMode),
+        eviction=st.sampled_from(Eviction),
+        capacities=st.lists(
+            st.sampled_from([300_000, MIB, 2 * MIB, 64 * MIB]), min_size=1, max_size=2
+        ),
+        in_memory=st.booleans(),
+        files=st.lists(st.tuples(NAMES, SIZES), max_size=5),
+        keeps=st.sampled_from([True, True, True, False]),
+    )
+    def begin(
+        self,
+        mode: FreshnessMode,
+        eviction: Eviction,
+        capacities: list[int],
+        in_memory: bool,
+        files: list[tuple[str, int]],
+        keeps: bool,
+    ) -> None:
+        for name in ("x", "y", "x/z"):
+            (self.area.source / name).mkdir()
+        self.source.edited()
+        for at, (name, size) in enumerate(files):
+            path = ["", "x/", "y/", "x/z/"][at % 4] + name
+            if not self.source.exists(path):
+                self.source.create(path, size)
+        self.source.edited()
+        self.mode = mode
+        self.in_memory = in_memory
+        self.stack.enter_context(
+            mock.patch("monarchfs.store.tier.on_disk.is_in_memory", return_value=in_memory)
+        )
+        self.capacities = capacities
+        self.options = {
+            "tiers": capacities,
+            "eviction": eviction,
+            "mode": mode,
+            "ttl": TTL_SECONDS,
+            "partial_min_bytes": 256 * KIB,
+            "headroom": lambda: Headroom(self.available, 1 << 30, "the test"),
+            "keeps": keeps,
+        }
+        self.come_up()
+
+    # -- mounts
+
+    @property
+    def at(self) -> Runner:
+        assert self.mount is not None
+        return self.mount
+
+    @property
+    def mirror(self) -> Mirror:
+        mirror: Mirror = self.at.mirror
+        return mirror
+
+    def come_up(self) -> None:
+        self.mount_ns = time.time_ns()
+        self.mount = mounted(self.area, boot_id=b"boot %d" % self.boot, **self.options)
+        self.at.quiet()
+
+    def close_handles(self) -> None:
+        for opened in self.handles:
+            self.at.do_now(opened.handle.release)
+        self.handles.clear()
+
+    def end_faults(self) -> None:
+        self.reading_fails = self.source_fails = False
+        self.at.end_faults()
+
+    @precondition(lambda self: self.mount is not None)
+    @rule(below=st.booleans())
+    def unmount(self, below: bool) -> None:
+        """As the worker does: readers have gone."""
+        self.close_handles()
+        self.reading_fails = self.source_fails = False
+        mount, self.mount = self.at, None
+        mount.unmount()
+
+    @precondition(lambda self: self.mount is not None)
+    @rule()
+    def kill(self) -> None:
+        handles, self.handles = self.handles, []
+        self.reading_fails = self.source_fails = False
+        mount, self.mount = self.at, None
+        mount.kill([opened.handle for opened in handles])
+
+    @precondition(lambda self: self.mount is None)
+    @rule(
+        old_index=st.booleans(),
+        fates=st.lists(st.sampled_from(["kept", "zeroed", "gone"]), min_size=1, max_size=7),
+    )
+    def reboot(self, old_index: bool, fates: list[str]) -> None:
+        """What was not synced has another fate for each file."""
+        self.boot += 1
+        at = 0
+        for number in range(1, len(self.capacities) + 1):
+            tier = self.area.tier(number)
+            if self.in_memory:
+                shutil.rmtree(tier)
+                continue
+            for path in sorted(path for path in tier.rglob("*") if path.is_file()):
+                if path.stat().st_mode & 0o777 == 0o400:
+                    continue
+                fate = fates[at % len(fates)]
+                at += 1
+                if fate == "zeroed":
+                    size = path.stat().st_size
+                    path.write_bytes(bytes(size))
+                elif fate == "gone":
+                    path.unlink()
+        data = self.area.state / "index/data.mdb"
+        if old_index and self.synced_index is not None and data.exists():
+            data.write_bytes(self.synced_index)
+
+    @precondition(lambda self: self.mount is None)
+    @rule(how=st.sampled_from(["deleted", "cut", "aside"]))
+    def lose_index(self, how: str) -> None:
+        data = self.area.state / "index/data.mdb"
+        if not data.exists():
+            return
+        if how == "deleted":
+            shutil.rmtree(self.area.state / "index")
+        elif how == "cut" and (self.area.state / "index/mark").read_text().startswith("clean"):
+            os.truncate(data, data.stat().st_size // 2)
+        else:
+            set_aside(str(self.area.state))
+        self.synced_index = None
+
+    @precondition(lambda self: self.mount is None)
+    @rule(which=WHICH)
+    def wipe_tier(self, which: int) -> None:
+        shutil.rmtree(self.area.tier(1 + which % len(self.capacities)))
+
+    @precondition(lambda self: self.mount is None)
+    @rule()
+    def remount(self) -> None:
+        self.come_up()
+
+    # -- reading
+
+    def since(self) -> int:
+        """What was true before then is not to be believed any more."""
+        if self.mode is FreshnessMode.TTL:
+            return time.time_ns() - int(TTL_SECONDS * 1e9)
+        return self.source.now.start_ns
+
+    def candidates(self, path: str, since_ns: int) -> set[Name | None]:
+        """What the path may lead to, each step as it was at some time since then."""
+        snapshots = self.source.within(since_ns)
+        found: set[Name | None] = {Name(self.area.source.stat().st_ino, FileType.DIRECTORY)}
+        for name in path.split("/") if path else ():
+            found = {
+                snapshot.directories.get(parent.ino, {}).get(name) if parent is not None else None
+                for parent in found
+                for snapshot in snapshots
+            }
+        return found
+
+    def check_node(self, path: str, node: Node | None, since_ns: int) -> None:
+        candidates = self.candidates(path, since_ns)
+        if node is None:
+            assert None in candidates, f"{path} is there"
+            return
+        assert Name(node.stat.ino, FileType.of_mode(node.stat.mode)) in candidates, (path, node)
+        assert attributes(node.stat) in self.attributes_of(node.stat.ino, since_ns), (path, node)
+
+    def attributes_of(self, ino: int, since_ns: int) -> list[Any]:
+        snapshots = self.source.within(since_ns)
+        return [attributes(s.stats[ino]) for s in snapshots if ino in s.stats]
+
+    def open(self, path: str) -> Opened | None:
+        """As the kernel; None where that failed and may have."""
+        since_ns = self.since()
+        try:
+            handle = self.at.do(retried, open_path, self.mirror, path)
+        except OSError as exc:
+            if exc.errno in ABSENT:
+                assert None in self.candidates(path, since_ns), (path, exc)
+            else:
+                assert self.source_fails, (path, exc)
+            return None
+        if handle is None:
+            candidates = self.candidates(path, since_ns)
+            assert any(c is None or c.type is not FileType.REGULAR for c in candidates), path
+            return None
+        node = self.at.do_now(self.mirror.index.node, handle.ino)
+        assert node is not None
+        stat = node.stat
+        candidates = self.candidates(path, since_ns)
+        assert Name(stat.ino, FileType.REGULAR) in candidates, (path, stat)
+        assert stat.version in [a[0] for a in self.attributes_of(stat.ino, since_ns)], (path, stat)
+        return Opened(handle, self.source.versions[stat.version], self.source.files.get(stat.ino))
+
+    def check_read(self, opened: Opened, offset: int, size: int) -> bytes | None:
+        try:
+            data = self.at.do(self.mirror.read, opened.handle, offset, size)
+        except OSError as exc:
+            outdated = opened.file is None or opened.file.content != opened.content
+            if exc.errno in (errno.ESTALE, *ABSENT):
+                # Nothing of it is local, and its place has another file.
+                node = self.at.do_now(lambda: self.mirror.index.node(opened.handle.ino))
+                assert outdated or self.source_fails or self.moved(node), exc
+            else:
+                assert self.source_fails, exc
+            return None
+        self.compare(opened, offset, size, data)
+        return data
+
+    def moved(self, node: Node | None) -> bool:
+        """Whether the version of the node is not in the source any more, or has another place."""
+        return node is None or all(
+            stat.version != node.stat.version for stat in self.source.now.stats.values()
+        )
+
+    def compare(self, opened: Opened, offset: int, size: int, data: bytes) -> None:
+        end = min(offset + size, len(opened.content))
+        allowed = [opened.content[offset:end]]
+        if opened.file is not None:
+            allowed.append(opened.file.content[offset:end])
+        assert data in allowed, (
+            f"{offset}+{size}: {len(data)} bytes, {data[:4].hex()}..{data[-4:].hex()}, not "
+            + " or ".join(f"{len(a)} {a[:4].hex()}..{a[-4:].hex()}" for a in allowed)
+        )
+
+    def pick(self, which: int, paths: list[str]) -> str | None:
+        return paths[which % len(paths)] if paths else None
+
+    @precondition(lambda self: self.mount is not None)
+    @rule(which=WHICH, step=st.sampled_from([MIB, 128 * KIB, 50_000]), rest=st.booleans())
+    def read_file(self, which: int, step: int, rest: bool) -> None:
+        path = self.pick(which, self.source.file_paths())
+        if path is None or (opened := self.open(path)) is None:
+            return
+        offset = 0
+        while data := self.check_read(opened, offset, step):
+            offset += len(data)
+        self.at.do_now(opened.handle.release)
+        if rest:
+            self.at.quiet()
+
+    @precondition(lambda self: self.mount is not None)
+    @rule(which=WHICH)
+    def open_file(self, which: int) -> None:
+        path = self.pick(which, self.source.file_paths())
+        if path is not None and (opened := self.open(path)) is not None:
+            self.handles.append(opened)
+            self.at.quiet()
+
+    @precondition(lambda self: bool(self.handles))
+    @rule(which=WHICH, offset=OFFSETS, size=LENGTHS, rest=st.booleans())
+    def read_handle(self, which: int, offset: int, size: int, rest: bool) -> None:
+        self.check_read(self.handles[which % len(self.handles)], offset, size)
+        if rest:
+            self.at.quiet()
+
+    @precondition(lambda self: bool(self.handles))
+    @rule(which=WHICH)
+    def close_file(self, which: int) -> None:
+        opened = self.handles.pop(which % len(self.handles))
+        self.at.do_now(opened.handle.release)
+        self.at.quiet()
+
+    @precondition(lambda self: bool(self.handles))
+    @rule(reads=st.lists(st.tuples(WHICH, OFFSETS, LENGTHS), min_size=2, max_size=5))
+    def read_at_once(self, reads: list[tuple[int, int, int]]) -> None:
+        chosen = [(self.handles[which % len(self.handles)], at, size) for which, at, size in reads]
+        results: list[tuple[Opened, int, int, bytes]] = []
+
+        async def read(opened: Opened, offset: int, size: int) -> None:
+            try:
+                data = await self.mirror.read(opened.handle, offset, size)
+            except OSError:
+                return  # the other rules look at what may fail
+            results.append((opened, offset, size, data))
+
+        async def all_of_them() -> None:
+            async with trio.open_nursery() as nursery:
+                for opened, offset, size in chosen:
+                    nursery.start_soon(read, opened, offset, size)
+
+        self.at.do(all_of_them)
+        for opened, offset, size, data in results:
+            self.compare(opened, offset, size, data)
+        self.at.quiet()
+
+    @precondition(lambda self: self.mount is not None)
+    @rule()
+    def look_at_names(self) -> None:
+        """Every directory's names and every name's attributes, as scandir and lstat have them."""
+        if self.source_fails:
+            return
+        for path in ["", *self.source.directory_paths()]:
+            self.look_at_directory(path)
+
+    def look_at_directory(self, path: str) -> None:
+        since_ns = self.since()
+        mirror = self.mirror
+
+        async def listed() -> tuple[Node | None, dict[bytes, int]]:
+            node = await walk(mirror, path)
+            if node is None or not node.stat.is_directory:
+                return node, {}
+            return node, await names(mirror, node.ino)
+
+        node, found = self.at.do(retried, listed)
+        if path:
+            self.check_node(path, node, since_ns)
+        if node is None or not node.stat.is_directory:
+            return
+        held = [s.directories.get(node.stat.ino, {}) for s in self.source.within(since_ns)]
+        for name in {name for names_then in held for name in names_then} | {
+            os.fsdecode(name) for name in found
+        }:
+            is_there = [name in names_then for names_then in held]
+            assert any(is_there) if name.encode() in found else not all(is_there), (path, name)
+        for name_bytes in found:
+            below = f"{path}/{os.fsdecode(name_bytes)}" if path else os.fsdecode(name_bytes)
+            child = self.at.do(retried, walk, mirror, below)
+            self.check_node(below, child, since_ns)
+            if child is not None and child.stat.is_symlink:
+                target = self.at.do(mirror.tree.target, child.ino)
+                contents = [s.contents.get(child.stat.ino) for s in self.source.within(since_ns)]
+                assert target in contents, (below, target)
+
+    # -- what the cache is told
+
+    @precondition(lambda self: self.mount is not None)
+    @rule(which=WHICH)
+    def drop(self, which: int) -> None:
+        replicas = self.at.do_now(lambda: [ino for ino, _ in self.mirror.index.replicas()])
+        if replicas:
+            ino = replicas[which % len(replicas)]
+            self.at.do_now(self.mirror.cache.drop, ino, "the test says so")
+            self.at.quiet()
+
+    @precondition(lambda self: self.mount is not None and not self.source_fails)
+    @rule(which=WHICH, directory=st.booleans(), pin=st.booleans())
+    def pin(self, which: int, directory: bool, pin: bool) -> None:
+        paths = self.source.directory_paths() if directory else self.source.file_paths()
+        path = self.pick(which, paths)
+        if path is None:
+            return
+        node = self.at.do(retried, walk, self.mirror, path)
+        if node is not None:
+            cache = self.mirror.cache
+            self.at.do_now(cache.pin if pin else cache.unpin, node.ino)
+
+    @precondition(lambda self: self.mount is not None and not self.source_fails)
+    @rule(which=WHICH)
+    def want(self, which: int) -> None:
+        path = self.pick(which, self.source.file_paths())
+        node = None if path is None else self.at.do(retried, walk, self.mirror, path)
+        if node is not None and node.stat.is_regular:
+            self.at.do_now(self.mirror.copier.want, node.ino, Priority.SCANNED)
+            self.at.quiet()
+
+    @precondition(lambda self: self.mount is not None)
+    @rule()
+    def sync(self) -> None:
+        if self.at.waiting:
+            return
+        self.at.do(self.mirror.cache.sync)
+        # What is committed but not synced may reach the disk as well.
+        data = self.area.state / "index/data.mdb"
+        self.synced_index = self.at.do_now(data.read_bytes)
+
+    @precondition(lambda self: self.mount is not None)
+    @rule()
+    def look_after(self) -> None:
+        if not self.at.waiting:
+            self.at.do(self.mirror.cache.look_after)
+            self.at.quiet()
+
+    @precondition(lambda self: self.mount is not None)
+    @rule()
+    def purge(self) -> None:
+        self.at.do(self.mirror.cache.purge, self.mount_ns)
+
+    @precondition(lambda self: self.mount is not None)
+    @rule(available=st.sampled_from([1 << 34, (1 << 30) // 10 - MIB, (1 << 30) // 10 - 200_000]))
+    def press(self, available: int) -> None:
+        self.available = available
+        if not self.at.waiting:
+            self.at.do(self.mirror.cache.look_after)
+            self.at.quiet()
+
+    @precondition(lambda self: self.mount is not None and self.mode is FreshnessMode.TTL)
+    @rule(seconds=st.sampled_from([1.0, 40.0, 61.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.hours.pass_by(seconds)
+
+    # -- faults
+
+    @precondition(lambda self: self.mount is not None)
+    @rule(
+        call=st.sampled_from(TIER_FAULTS), code=CODES, which=WHICH, times=st.sampled_from([1, 99])
+    )
+    def tier_fails(self, call: str, code: int, which: int, times: int) -> None:
+        if call == "read":
+            self.reading_fails = True
+            return
+        faults = self.mirror.tiers[which % len(self.mirror.tiers)].faults
+        self.at.do_now(lambda: faults.fail(call, code, times=times))
+
+    @precondition(lambda self: self.mount is not None)
+    @rule(call=st.sampled_from(HELD))
+    def hold(self, call: str) -> None:
+        self.at.hold(call)
+
+    @precondition(lambda self: self.mount is not None)
+    @rule(call=st.sampled_from(["read", "open", "found", "stat"]), times=st.sampled_from([1, 3]))
+    def source_errs(self, call: str, times: int) -> None:
+        self.source_fails = True
+        self.at.do_now(lambda: self.mirror.posix.faults.fail(call, errno.EIO, times=times))
+
+    @precondition(lambda self: self.mount is not None)
+    @rule()
+    def mend(self) -> None:
+        self.end_faults()
+        self.at.do(self.mirror.mend)
+        self.at.quiet()
+
+    # -- edits
+
+    def may_edit(self) -> bool:
+        return self.mount is None or self.mode is not FreshnessMode.IMMUTABLE
+
+    @precondition(may_edit)
+    @rule(which=WHICH, offset=st.sampled_from([0, 0, 70_000, 200_000]))
+    def overwrite(self, which: int, offset: int) -> None:
+        path = self.pick(which, self.source.file_paths())
+        if path is not None:
+            self.source.overwrite(path, offset)
+            self.source.edited()
+
+    @precondition(may_edit)
+    @rule(which=WHICH, size=SIZES, grow=st.booleans())
+    def resize(self, which: int, size: int, grow: bool) -> None:
+        path = self.pick(which, self.source.file_paths())
+        if path is None:
+            return
+        if grow and size:
+            self.source.append(path, size)
+        else:
+            self.source.truncate(path, size)
+        self.source.edited()
+
+    @precondition(may_edit)
+    @rule(which=WHICH, size=SIZES)
+    def replace(self, which: int, size: int) -> None:
+        path = self.pick(which, self.source.file_paths())
+        if path is not None:
+            self.source.replace(path, size)
+            self.source.edited()
+
+    @precondition(may_edit)
+    @rule(which=WHICH, name=NAMES, size=SIZES, kind=st.sampled_from("ffffdls"))
+    def create(self, which: int, name: str, size: int, kind: str) -> None:
+        directory = self.pick(which, ["", *(f"{path}/" for path in self.source.directory_paths())])
+        path = f"{directory}{name}"
+        if self.source.exists(path) or path.count("/") > 3 or len(self.source.now.stats) > 14:
+            return
+        target = self.area.source / path
+        if kind == "f":
+            self.source.create(path, size)
+        elif kind == "d":
+            target.mkdir()
+        elif kind == "s":
+            target.symlink_to(f"to {size}")
+        elif (other := self.pick(which, self.source.file_paths())) is not None:
+            os.link(self.area.source / other, target)
+        self.source.edited()
+
+    @precondition(may_edit)
+    @rule(which=WHICH, link=st.booleans())
+    def delete(self, which: int, link: bool) -> None:
+        paths = self.source.link_paths() if link else self.source.file_paths()
+        path = self.pick(which, paths)
+        if path is not None:
+            (self.area.source / path).unlink()
+            self.source.edited()
+
+    @precondition(may_edit)
+    @rule(which=WHICH)
+    def remove_directory(self, which: int) -> None:
+        path = self.pick(which, self.source.directory_paths())
+        if path is not None:
+            shutil.rmtree(self.area.source / path)
+            self.source.edited()
+
+    @precondition(may_edit)
+    @rule(which=WHICH, to=WHICH, name=NAMES, directory=st.booleans())
+    def rename(self, which: int, to: int, name: str, directory: bool) -> None:
+        directories = self.source.directory_paths()
+        path = self.pick(which, directories if directory else self.source.file_paths())
+        if path is None:
+            return
+        parent = self.pick(to, ["", *(f"{at}/" for at in directories)])
+        target = f"{parent}{name}"
+        if target == path or target.startswith(f"{path}/") or path.startswith(f"{target}/"):
+            return
+        if self.source.exists(target) and (directory or target not in self.source.file_paths()):
+            return
+        (self.area.source / path).rename(self.area.source / target)
+        self.source.edited()
+
+    @precondition(may_edit)
+    @rule(which=WHICH, other=WHICH)
+    def swap_directories(self, which: int, other: int) -> None:
+        directories = self.source.directory_paths()
+        first, second = self.pick(which, directories), self.pick(other, directories)
+        if first is None or second is None or first == second:
+            return
+        if not first.startswith(f"{second}/") and not second.startswith(f"{first}/"):
+            self.source.swap(first, second)
+            self.source.edited()
+
+    @precondition(may_edit)
+    @rule(which=WHICH, mode=st.sampled_from([0o644, 0o600, 0o755]))
+    def chmod(self, which: int, mode: int) -> None:
+        path = self.pick(which, self.source.file_paths())
+        if path is not None:
+            (self.area.source / path).chmod(mode)
+            self.source.edited()
+
+    @precondition(lambda self: self.mount is not None and self.mode is FreshnessMode.OPEN)
+    @rule(which=WHICH, times=st.integers(1, 3))
+    def race(self, which: int, times: int) -> None:
+        """Written and read again and again within a tick, by the clock as it is."""
+        path = self.pick(which, self.source.file_paths())
+        if path is None or self.source_fails:
+            return
+        with self.now_as_it_is():
+            for _ in range(times):
+                self.source.overwrite(path)
+                self.source.edited(settled=False)
+                opened = self.open(path)
+                assert opened is not None
+                opened.content = opened.file.content if opened.file is not None else b""
+                offset = 0
+                while data := self.check_read(opened, offset, MIB):
+                    offset += len(data)
+                assert offset == len(opened.content)
+                self.at.do_now(opened.handle.release)
+        self.source.edited()
+
+    @contextmanager
+    def now_as_it_is(self) -> Iterator[None]:
+        later, self.hours._later = self.hours._later, 0
+        try:
+            yield
+        finally:
+            self.hours._later = later
+
+    # -- what always holds
+
+    @invariant()
+    def promises(self) -> None:
+        """Capacities are kept, and what is needed stays."""
+        global steps
+        steps += 1
+        for number, capacity in enumerate(self.capacities, 1):
+            used = allocated_bytes(self.area.path / f"tier{number}")
+            assert used <= capacity, f"tier {number}: {used} of {capacity} bytes"
+        if self.mount is not None:
+            assert self.mount.violations == []
+
+    def teardown(self) -> None:
+        try:
+            if self.capacities:
+                self.end()
+        finally:
+            if self.mount is not None:
+                self.mount.give_up()
+            self.stack.close()
+            shutil.rmtree(self.directory)
+        deadline = time.monotonic() + 5
+        while (left := descriptors() - self.before) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert not left
+
+    def end(self) -> None:
+        if self.mount is None:
+            self.come_up()
+        self.end_faults()
+        self.available = 1 << 34
+        self.close_handles()
+        self.at.do(self.mirror.mend)
+        self.at.quiet()
+        self.look_at_names()
+        for number, _path in enumerate(self.source.file_paths()):
+            self.read_file(number, MIB, True)
+        self.at.do(self.settled)
+        mount, self.mount = self.at, None
+        mount.unmount()
+        self.come_up()
+        self.at.do(self.settled)
+
+    async def settled(self) -> None:
+        mirror = self.mirror
+        await mirror.cache.look_after()
+        await mirror.settled()
+        assert mirror.index.journal() == []
+        for tier in mirror.tiers:
+            await Scrub(
+                mirror.index, mirror.cache._tiers, mirror.cache, mirror.metrics, 1 << 40
+            ).round(tier)
+        assert mirror.metrics.replicas_corrupt == 0
+
+
+def test_the_model(tmp_path: Path) -> None:
+    number = count()
+
+    def machine() -> Model:
+        Model.directory = tmp_path / str(next(number))
+        return Model()
+
+    run_state_machine_as_test(
+        machine,  # type: ignore[arg-type]  # any callable will do, its documentation says
+        settings=settings(
+            max_examples=EXAMPLES or 40,
+            stateful_step_count=50 if EXAMPLES else 30,
+            derandomize=not EXAMPLES,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            phases=[Phase.generate] if EXAMPLES else [Phase.generate, Phase.shrink],
+        ),
+    )
+    print(f"{steps} steps")
