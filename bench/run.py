@@ -1,8 +1,10 @@
-"""``make bench``: the measurements of this release, all or those named.
+"""``make bench``: the measurements of this release, the shorter ones or those named.
 
-    python -m bench.run [epochs] [hdf5] [frozen] [relay] [mirror] [--output DIR] [--temp DIR]
+    python -m bench.run [epochs] [hdf5] [frozen] [relay] [mirror] [capacity] [--output DIR]
+    python -m bench.run kill | million
 
-Each takes a few minutes at most and up to 6 GiB below --temp, and leaves nothing but its results.
+Each takes a few minutes at most and up to 6 GiB below --temp, and leaves nothing but its results;
+those of the second line take up to half an hour and run only by name.
 Every speed is compared with the same work done in the same run.
 """
 
@@ -24,7 +26,11 @@ MEASUREMENTS = {
     "frozen": "bench.frozen",
     "relay": "bench.relay",
     "mirror": "bench.mirror",
+    "capacity": "bench.capacity",
+    "kill": "bench.kill",
+    "million": "bench.million",
 }
+LONG = {"kill", "million"}
 
 
 def measure(name: str, temp: str | None) -> Result:
@@ -52,7 +58,7 @@ def main() -> int:
     results: list[Result] = []
     try:
         check_fuse()
-        for name in arguments.names or MEASUREMENTS:
+        for name in arguments.names or [name for name in MEASUREMENTS if name not in LONG]:
             print(f"{name} ...", flush=True)
             results.append(measure(name, arguments.temp))
             print_result(results[-1])
