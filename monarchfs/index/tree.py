@@ -117,7 +117,7 @@ class Tree(Outdated):
         changed = None
         if value is not None:
             known = unpack_node(int.from_bytes(number, "big"), value)
-            if _stands_for(known, stat):
+            if _stands_for(known, stat) and known.target == target:
                 self._forget_changed_xattrs(txn, known, stat)
                 if known.outdated:
                     self._revive(txn, number)

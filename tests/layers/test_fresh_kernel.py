@@ -10,6 +10,7 @@ import trio.testing
 
 from monarchfs.fuse import notify
 from monarchfs.fuse.notify import Notifier
+from tests.layers.mirror import until
 
 
 class Told:
@@ -43,8 +44,10 @@ async def test_each_thing_once_and_pages_before_attributes() -> None:
     notifier.invalidate_inode(13)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(notifier.run)
-        while len(told.inodes) < 2 or not told.entries or not notifier.failed:
-            await trio.sleep(0.001)
+        await until(
+            lambda: len(told.inodes) == 2 and bool(told.entries) and bool(notifier.failed),
+            "the kernel to be told",
+        )
         nursery.cancel_scope.cancel()
     assert sorted(told.inodes) == [(2, True), (3, False)]
     assert told.entries == [(1, b"name")]
@@ -74,8 +77,7 @@ async def test_a_kernel_that_has_to_wait_holds_up_who_can_and_nobody_else() -> N
         told.blocks.set()
         with trio.fail_after(10):
             await passed.wait()
-            while len(told.inodes) < count:
-                await trio.sleep(0.001)
+            await until(lambda: len(told.inodes) == count, "the kernel to be told")
         nursery.cancel_scope.cancel()
 
 

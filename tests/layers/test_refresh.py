@@ -48,10 +48,11 @@ async def test_what_changed_is_shown_at_once(files: Area, mode: FreshnessMode) -
         assert mirror.kernel.entries == []
         assert mirror.kernel.pages == []
         files.write("a", b"in place")
-        (files.source / "gone").unlink()
-        (files.source / "link").unlink()
-        (files.source / "link").symlink_to("elsewhere")
+        # What is new is made first: a file system may give it the number of one that is gone.
         files.write("new", b"new")
+        (files.source / "other").symlink_to("elsewhere")
+        (files.source / "other").rename(files.source / "link")
+        (files.source / "gone").unlink()
         files.write("e/deep", b"deep")
         os.chmod(files.source / "e", 0o700)
         result = await refresh(mirror)

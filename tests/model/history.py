@@ -59,6 +59,7 @@ class EditedSource:
         self.root = root
         self.files: dict[int, File] = {}
         self.versions: dict[SourceVersion, bytes] = {}
+        self.files_of: dict[SourceVersion, File] = {}
         self._hours = hours
         self._seed = 0
         self._device = root.stat().st_dev
@@ -115,6 +116,7 @@ class EditedSource:
                 snapshot.contents[st.ino] = os.fsencode(os.readlink(path))
             elif st.is_regular:
                 data = self.files[st.ino].content
+                self.files_of[st.version] = self.files[st.ino]
                 snapshot.contents[st.ino] = self.versions[st.version] = data
 
         look(self.root)

@@ -131,7 +131,7 @@ class Model(RuleBasedStateMachine):
             st.sampled_from([300_000, MIB, 2 * MIB, 64 * MIB]), min_size=1, max_size=2
         ),
         in_memory=st.booleans(),
-        files=st.lists(st.tuples(NAMES, SIZES), max_size=5),
+        files=st.lists(st.tuples(NAMES, SIZES), min_size=2, max_size=6),
         keeps=st.sampled_from([True, True, True, False]),
     )
     def begin(
@@ -195,27 +195,34 @@ class Model(RuleBasedStateMachine):
         self.at.end_faults()
 
     @precondition(lambda self: self.mount is not None)
-    @rule(below=st.booleans())
-    def unmount(self, below: bool) -> None:
-        """As the worker does: readers have gone."""
-        self.close_handles()
-        self.reading_fails = self.source_fails = False
-        mount, self.mount = self.at, None
-        mount.unmount()
-
-    @precondition(lambda self: self.mount is not None)
-    @rule()
-    def kill(self) -> None:
+    @rule(killed=st.booleans())
+    def leave(self, killed: bool) -> None:
+        """Unmount as the worker does, when readers have gone; or die."""
+        if not killed:
+            self.close_handles()
         handles, self.handles = self.handles, []
         self.reading_fails = self.source_fails = False
         mount, self.mount = self.at, None
-        mount.kill([opened.handle for opened in handles])
+        if killed:
+            mount.kill([opened.handle for opened in handles])
+        else:
+            mount.unmount()
 
     @precondition(lambda self: self.mount is None)
     @rule(
+        kind=st.sampled_from(["reboot", "reboot", "lost", "deleted", "cut", "wiped"]),
+        which=WHICH,
         old_index=st.booleans(),
         fates=st.lists(st.sampled_from(["kept", "zeroed", "gone"]), min_size=1, max_size=7),
     )
+    def damage(self, kind: str, which: int, old_index: bool, fates: list[str]) -> None:
+        if kind == "reboot":
+            self.reboot(old_index, fates)
+        elif kind == "wiped":
+            shutil.rmtree(self.area.tier(1 + which % len(self.capacities)))
+        else:
+            self.lose_index(kind)
+
     def reboot(self, old_index: bool, fates: list[str]) -> None:
         """What was not synced has another fate for each file."""
         self.boot += 1
@@ -232,15 +239,14 @@ class Model(RuleBasedStateMachine):
                 at += 1
                 if fate == "zeroed":
                     size = path.stat().st_size
-                    path.write_bytes(bytes(size))
+                    os.truncate(path, 0)
+                    os.truncate(path, size)
                 elif fate == "gone":
                     path.unlink()
         data = self.area.state / "index/data.mdb"
         if old_index and self.synced_index is not None and data.exists():
             data.write_bytes(self.synced_index)
 
-    @precondition(lambda self: self.mount is None)
-    @rule(how=st.sampled_from(["deleted", "cut", "aside"]))
     def lose_index(self, how: str) -> None:
         data = self.area.state / "index/data.mdb"
         if not data.exists():
@@ -254,14 +260,11 @@ class Model(RuleBasedStateMachine):
         self.synced_index = None
 
     @precondition(lambda self: self.mount is None)
-    @rule(which=WHICH)
-    def wipe_tier(self, which: int) -> None:
-        shutil.rmtree(self.area.tier(1 + which % len(self.capacities)))
-
-    @precondition(lambda self: self.mount is None)
     @rule()
     def remount(self) -> None:
         self.come_up()
+
+    remount_soon = remount
 
     # -- reading
 
@@ -316,7 +319,9 @@ class Model(RuleBasedStateMachine):
         candidates = self.candidates(path, since_ns)
         assert Name(stat.ino, FileType.REGULAR) in candidates, (path, stat)
         assert stat.version in [a[0] for a in self.attributes_of(stat.ino, since_ns)], (path, stat)
-        return Opened(handle, self.source.versions[stat.version], self.source.files.get(stat.ino))
+        return Opened(
+            handle, self.source.versions[stat.version], self.source.files_of[stat.version]
+        )
 
     def check_read(self, opened: Opened, offset: int, size: int) -> bytes | None:
         try:
@@ -343,7 +348,8 @@ class Model(RuleBasedStateMachine):
         end = min(offset + size, len(opened.content))
         allowed = [opened.content[offset:end]]
         if opened.file is not None:
-            allowed.append(opened.file.content[offset:end])
+            # As its source is by now, which may have grown.
+            allowed += [opened.file.content[offset:e] for e in (end, offset + size)]
         assert data in allowed, (
             f"{offset}+{size}: {len(data)} bytes, {data[:4].hex()}..{data[-4:].hex()}, not "
             + " or ".join(f"{len(a)} {a[:4].hex()}..{a[-4:].hex()}" for a in allowed)
@@ -355,6 +361,9 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.mount is not None)
     @rule(which=WHICH, step=st.sampled_from([MIB, 128 * KIB, 50_000]), rest=st.booleans())
     def read_file(self, which: int, step: int, rest: bool) -> None:
+        self.read_one(which, step, rest)
+
+    def read_one(self, which: int, step: int, rest: bool) -> None:
         path = self.pick(which, self.source.file_paths())
         if path is None or (opened := self.open(path)) is None:
             return
@@ -365,6 +374,15 @@ class Model(RuleBasedStateMachine):
         if rest:
             self.at.quiet()
 
+    read_file_again = read_file
+
+    @precondition(lambda self: self.mount is not None)
+    @rule(first=WHICH)
+    def read_all(self, first: int) -> None:
+        """An epoch."""
+        for number in range(len(self.source.file_paths())):
+            self.read_one(first + number, MIB, True)
+
     @precondition(lambda self: self.mount is not None)
     @rule(which=WHICH)
     def open_file(self, which: int) -> None:
@@ -373,23 +391,29 @@ class Model(RuleBasedStateMachine):
             self.handles.append(opened)
             self.at.quiet()
 
-    @precondition(lambda self: bool(self.handles))
+    @precondition(lambda self: self.mount is not None)
     @rule(which=WHICH, offset=OFFSETS, size=LENGTHS, rest=st.booleans())
     def read_handle(self, which: int, offset: int, size: int, rest: bool) -> None:
+        if not self.handles:
+            return  # no precondition: whether an open worked may depend on time
         self.check_read(self.handles[which % len(self.handles)], offset, size)
         if rest:
             self.at.quiet()
 
-    @precondition(lambda self: bool(self.handles))
+    @precondition(lambda self: self.mount is not None)
     @rule(which=WHICH)
     def close_file(self, which: int) -> None:
+        if not self.handles:
+            return  # no precondition: whether an open worked may depend on time
         opened = self.handles.pop(which % len(self.handles))
         self.at.do_now(opened.handle.release)
         self.at.quiet()
 
-    @precondition(lambda self: bool(self.handles))
+    @precondition(lambda self: self.mount is not None)
     @rule(reads=st.lists(st.tuples(WHICH, OFFSETS, LENGTHS), min_size=2, max_size=5))
     def read_at_once(self, reads: list[tuple[int, int, int]]) -> None:
+        if not self.handles:
+            return  # no precondition: whether an open worked may depend on time
         chosen = [(self.handles[which % len(self.handles)], at, size) for which, at, size in reads]
         results: list[tuple[Opened, int, int, bytes]] = []
 
@@ -553,42 +577,54 @@ class Model(RuleBasedStateMachine):
         return self.mount is None or self.mode is not FreshnessMode.IMMUTABLE
 
     @precondition(may_edit)
-    @rule(which=WHICH, offset=st.sampled_from([0, 0, 70_000, 200_000]))
-    def overwrite(self, which: int, offset: int) -> None:
-        path = self.pick(which, self.source.file_paths())
-        if path is not None:
-            self.source.overwrite(path, offset)
-            self.source.edited()
-
-    @precondition(may_edit)
-    @rule(which=WHICH, size=SIZES, grow=st.booleans())
-    def resize(self, which: int, size: int, grow: bool) -> None:
-        path = self.pick(which, self.source.file_paths())
-        if path is None:
+    @rule(
+        kind=st.sampled_from(["overwrite", "grow", "truncate", "replace", "delete", "chmod"]),
+        which=WHICH,
+        size=SIZES,
+        offset=st.sampled_from([0, 0, 70_000, 200_000]),
+    )
+    def edit(self, kind: str, which: int, size: int, offset: int) -> None:
+        paths = self.source.file_paths()
+        if not paths:
             return
-        if grow and size:
-            self.source.append(path, size)
-        else:
-            self.source.truncate(path, size)
+        path = paths[which % len(paths)]
+        match kind:
+            case "overwrite":
+                self.source.overwrite(path, offset)
+            case "grow":
+                self.source.append(path, max(size, 1))
+            case "truncate":
+                self.source.truncate(path, size)
+            case "replace":
+                self.source.replace(path, size)
+            case "delete":
+                (self.area.source / path).unlink()
+            case "chmod":
+                (self.area.source / path).chmod(0o640 if size % 2 else 0o600)
         self.source.edited()
 
     @precondition(may_edit)
-    @rule(which=WHICH, size=SIZES)
-    def replace(self, which: int, size: int) -> None:
-        path = self.pick(which, self.source.file_paths())
-        if path is not None:
-            self.source.replace(path, size)
-            self.source.edited()
-
-    @precondition(may_edit)
-    @rule(which=WHICH, name=NAMES, size=SIZES, kind=st.sampled_from("ffffdls"))
-    def create(self, which: int, name: str, size: int, kind: str) -> None:
-        directory = self.pick(which, ["", *(f"{path}/" for path in self.source.directory_paths())])
-        path = f"{directory}{name}"
-        if self.source.exists(path) or path.count("/") > 3 or len(self.source.now.stats) > 14:
-            return
+    @rule(
+        kind=st.sampled_from("ffffdlst"),
+        which=WHICH,
+        name=NAMES,
+        size=SIZES,
+    )
+    def create(self, kind: str, which: int, name: str, size: int) -> None:
+        directories = ["", *(f"{path}/" for path in self.source.directory_paths())]
+        path = directories[which % len(directories)] + name
         target = self.area.source / path
-        if kind == "f":
+        if kind == "t":
+            # A symbolic link that leads elsewhere from now on.
+            links = self.source.link_paths()
+            if not links:
+                return
+            target = self.area.source / links[which % len(links)]
+            target.unlink()
+            target.symlink_to(f"again to {size}")
+        elif self.source.exists(path) or path.count("/") > 3 or len(self.source.now.stats) > 14:
+            return
+        elif kind == "f":
             self.source.create(path, size)
         elif kind == "d":
             target.mkdir()
@@ -599,56 +635,36 @@ class Model(RuleBasedStateMachine):
         self.source.edited()
 
     @precondition(may_edit)
-    @rule(which=WHICH, link=st.booleans())
-    def delete(self, which: int, link: bool) -> None:
-        paths = self.source.link_paths() if link else self.source.file_paths()
-        path = self.pick(which, paths)
-        if path is not None:
-            (self.area.source / path).unlink()
-            self.source.edited()
-
-    @precondition(may_edit)
-    @rule(which=WHICH)
-    def remove_directory(self, which: int) -> None:
-        path = self.pick(which, self.source.directory_paths())
-        if path is not None:
+    @rule(
+        kind=st.sampled_from(["rename", "rename", "move", "swap", "remove"]),
+        which=WHICH,
+        to=WHICH,
+        name=NAMES,
+    )
+    def rearrange(self, kind: str, which: int, to: int, name: str) -> None:
+        """Rename a file or a directory, have two directories change places, remove one."""
+        directories = self.source.directory_paths()
+        paths = self.source.file_paths() if kind == "rename" else directories
+        if not paths:
+            return
+        path = paths[which % len(paths)]
+        if kind == "remove":
             shutil.rmtree(self.area.source / path)
-            self.source.edited()
-
-    @precondition(may_edit)
-    @rule(which=WHICH, to=WHICH, name=NAMES, directory=st.booleans())
-    def rename(self, which: int, to: int, name: str, directory: bool) -> None:
-        directories = self.source.directory_paths()
-        path = self.pick(which, directories if directory else self.source.file_paths())
-        if path is None:
-            return
-        parent = self.pick(to, ["", *(f"{at}/" for at in directories)])
-        target = f"{parent}{name}"
-        if target == path or target.startswith(f"{path}/") or path.startswith(f"{target}/"):
-            return
-        if self.source.exists(target) and (directory or target not in self.source.file_paths()):
-            return
-        (self.area.source / path).rename(self.area.source / target)
+        elif kind == "swap":
+            other = directories[to % len(directories)]
+            if other == path or other.startswith(f"{path}/") or path.startswith(f"{other}/"):
+                return
+            self.source.swap(path, other)
+        else:
+            parents = ["", *(f"{directory}/" for directory in directories)]
+            target = parents[to % len(parents)] + name
+            if target == path or target.startswith(f"{path}/") or path.startswith(f"{target}/"):
+                return
+            files = self.source.file_paths()
+            if self.source.exists(target) and (kind == "move" or target not in files):
+                return
+            (self.area.source / path).rename(self.area.source / target)
         self.source.edited()
-
-    @precondition(may_edit)
-    @rule(which=WHICH, other=WHICH)
-    def swap_directories(self, which: int, other: int) -> None:
-        directories = self.source.directory_paths()
-        first, second = self.pick(which, directories), self.pick(other, directories)
-        if first is None or second is None or first == second:
-            return
-        if not first.startswith(f"{second}/") and not second.startswith(f"{first}/"):
-            self.source.swap(first, second)
-            self.source.edited()
-
-    @precondition(may_edit)
-    @rule(which=WHICH, mode=st.sampled_from([0o644, 0o600, 0o755]))
-    def chmod(self, which: int, mode: int) -> None:
-        path = self.pick(which, self.source.file_paths())
-        if path is not None:
-            (self.area.source / path).chmod(mode)
-            self.source.edited()
 
     @precondition(lambda self: self.mount is not None and self.mode is FreshnessMode.OPEN)
     @rule(which=WHICH, times=st.integers(1, 3))
@@ -716,7 +732,7 @@ class Model(RuleBasedStateMachine):
         self.at.quiet()
         self.look_at_names()
         for number, _path in enumerate(self.source.file_paths()):
-            self.read_file(number, MIB, True)
+            self.read_one(number, MIB, True)
         self.at.do(self.settled)
         mount, self.mount = self.at, None
         mount.unmount()
