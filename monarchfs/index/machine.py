@@ -66,4 +66,6 @@ class Machine(Replicas):
         aside. Each process starts so far above the recorded number as the boot is old, and gives
         out fewer than that until the next one starts.
         """
-        self._next_id += time.clock_gettime_ns(time.CLOCK_BOOTTIME) // _NUMBER_NS
+        leap = time.clock_gettime_ns(time.CLOCK_BOOTTIME) // _NUMBER_NS
+        # Recorded at once: what is recorded next is dated by it, and no later index may begin below.
+        self._write(lambda txn: self._new_ids(txn, leap))

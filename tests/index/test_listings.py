@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from monarchfs.index import Index
 from monarchfs.types import ROOT_INO, FileType, Listing
-from tests.index.tools import DIRECTORY, NOW, add_listing, names_in, source_stat
+from tests.index.tools import DIRECTORY, NOW, add_listing, names_in, open_index, source_stat
 
 
 def test_a_listing_gives_numbers_without_nodes_until_names_are_found(index: Index) -> None:
@@ -109,3 +111,18 @@ def test_a_name_of_the_other_directory_is_not_listed(index: Index) -> None:
     add_listing(index, 300, (b"c", 12))
     assert names_in(index, 300) == [b"c"]
     assert names_in(index, 301) == [b"b"]
+
+
+def test_a_name_seen_after_a_crash_is_removed_by_a_later_listing(tmp_path: Path) -> None:
+    """Numbers leap after a crash, and names are dated by them: the leap is recorded with it."""
+    index = open_index(tmp_path)
+    add_listing(index, ROOT_INO, (b"a", 10), (b"b", 11))
+    index.record_found(ROOT_INO, b"a", source_stat(10), b"", NOW)
+    index.close(clean=False)
+    index = open_index(tmp_path, trust=True)
+    index.record_found(ROOT_INO, b"a", source_stat(10), b"", NOW)
+    index.close()
+    index = open_index(tmp_path)
+    add_listing(index, ROOT_INO, (b"b", 11))
+    assert names_in(index, ROOT_INO) == [b"b"]
+    index.close()
