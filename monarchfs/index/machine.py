@@ -67,5 +67,5 @@ class Machine(Replicas):
         out fewer than that until the next one starts.
         """
         leap = time.clock_gettime_ns(time.CLOCK_BOOTTIME) // _NUMBER_NS
-        # Recorded at once: what is recorded next is dated by it, and no later index may begin below.
+        # Recorded at once: what is recorded next is dated by it.
         self._write(lambda txn: self._new_ids(txn, leap))
