@@ -33,7 +33,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.placement.events import Action, Event, Loaded
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.tier import Tier
-from monarchfs.types import IndexWriteError, ReplicaState, TierFile, TierTotals
+from monarchfs.types import IndexWriteError, Replica, ReplicaState, TierFile, TierTotals
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class Stocktaking:
         self._handle = handle
         self._metrics = metrics
         self._in_thread = in_thread
+        self._dropping = trio.Lock()
 
     def recover(self) -> None:
         """End what a crash interrupted: the files of copies and removals that were under way.
@@ -154,14 +155,29 @@ class Stocktaking:
 
     async def _drop_lost(self) -> None:
         """Forget what a reboot took: replicas whose data were never synced."""
-        while lost := self._index.lost_in_reboot(LOST_BATCH):
-            for ino, record in lost:
-                self._index.drop_replica(ino)
-                if (tier := self._tiers.by_id.get(record.tier)) is not None:
-                    await self._in_thread(tier.discard, record.name)
-                self._index.file_gone(record.tier, record.name)
-            self._metrics.replicas_lost += len(lost)
-            await trio.lowlevel.checkpoint()
+        # One tier's stocktaking drops those of all: the others are not to count before it did.
+        async with self._dropping:
+            while lost := self._index.lost_in_reboot(LOST_BATCH):
+                for ino, record in lost:
+                    await self._drop(ino, record)
+                self._metrics.replicas_lost += len(lost)
+                await trio.lowlevel.checkpoint()
+
+    async def _drop(self, ino: int, record: Replica) -> None:
+        now = self._index.replica(ino)
+        if now is None:
+            self._index.drop_replica(ino)
+        elif (now.tier, now.name) == (record.tier, record.name):
+            return  # copied anew meanwhile
+        tier = self._tiers.by_id.get(record.tier)
+        if tier is not None:
+            try:
+                await self._in_thread(tier.discard, record.name)
+            except OSError as exc:
+                # The journal keeps it for the next mount. Not the tier of this stock, perhaps.
+                self._tiers.failed(tier, "removing what a reboot took", exc)
+                return
+        self._index.file_gone(record.tier, record.name)
 
     def _rows(self, tier: Tier, prefix: bytes) -> list[Row]:
         """The records of a fan-out directory, without the maps of what is there of partial ones."""

@@ -74,6 +74,7 @@ class Names:
         self._source = source
         self._asking = Asking(source, freshness, metrics, nursery, deadline)
         self._confirmed: dict[int, tuple[int, int]] = {}
+        self._moved_ns = 0
 
     async def load_root(self) -> None:
         """Know the root before the kernel asks. Raises OSError where the source does not say."""
@@ -96,6 +97,8 @@ class Names:
             return None
         node = self.index.node(dirent.ino)
         if node is None or node.outdated or not self.freshness.fresh_node(node, now):
+            return None
+        if dirent.checked_ns < self._moved_ns and node.stat.is_directory:
             return None
         return self._entry(node, min(dirent.checked_ns, node.fetched_ns), now)
 
@@ -333,7 +336,9 @@ class Names:
             log.warning("inode %d is not marked as outdated: %s", ino, exc)
 
     def _distrust(self, ino: int) -> None:
-        """The directory, or one above it, is not where it was: ask about each again."""
+        """The directory, or one above it, is not where it was: ask about each again, and about all
+        names of directories: whoever came here by another way is to find his at the next try."""
+        self._moved_ns = time.time_ns()
         while ino != ROOT_INO:
             self.index.mark_outdated(ino)
             node = self.index.node(ino)

@@ -1,14 +1,15 @@
 """Walk an index: ``python -I -m monarchfs.index.check [--deep] INDEX_DIRECTORY``.
 
 Exits 0 if it is sound, 1 with lines on stdout if not; LMDB may also end the process by a signal.
-Reads only. Without ``--deep``: every page can be read, every table has as many rows as it says,
-and their keys and values have the right lengths. With it: every record can be decoded, and they
-agree with each other. An environment of another program or of another schema version is only
-walked; that it is not ours is for the opener to say.
+Writes nothing. Without ``--deep``: every page can be read, also those of the list of free pages;
+every table has as many rows as it says, and their keys and values have the right lengths. With it:
+every record can be decoded, and they agree with each other. An environment of another program or of
+another schema version is only walked; that it is not ours is for the opener to say.
 """
 
 from __future__ import annotations
 
+import errno
 import resource
 import struct
 import sys
@@ -34,6 +35,9 @@ from monarchfs.index.records import (
 )
 
 MAX_LINES = 100
+
+_TAKEN_BYTES = 16 << 20
+"""More than lies together in one piece among the free pages: LMDB then reads the whole list."""
 
 _DAMAGE = (lmdb.Error, struct.error, zlib.error, LookupError, ValueError, TypeError)
 """What decoding a damaged record may raise."""
@@ -79,6 +83,25 @@ def check(path: str, *, deep: bool) -> Iterator[str]:
         # Records of a table that cannot be walked say nothing.
         if deep and sound:
             yield from inconsistencies(txn, tables)
+    env.close()
+    _walk_free_pages(path)
+
+
+def _walk_free_pages(path: str) -> None:
+    """Let LMDB look for room as a write does, the only way to the list of free pages; give it up.
+
+    The list is read from when something is written, not before (``mdb_page_alloc`` in mdb.c).
+    """
+    try:
+        env = lmdb.open(path, create=False, lock=False, sync=False, readahead=False, map_size=0)
+    except lmdb.Error as error:
+        if getattr(error, "code", None) in (errno.EROFS, errno.EACCES):
+            return  # nothing will be written to it
+        raise
+    env.set_mapsize(env.info()["map_size"] + 2 * _TAKEN_BYTES)
+    with env.begin(write=True) as txn:
+        txn.put(b"room", bytes(_TAKEN_BYTES))
+        txn.abort()
 
 
 def _walk(txn: Any, name: bytes, table: Any) -> Iterator[str]:

@@ -317,8 +317,16 @@ class Mirror:
             found = sum(r.state is ReplicaState.FOUND for r in records)
             assert {file.name for file in (path / "parts").iterdir()} == parts
             assert {file.name for file in path.glob("??/*")} == whole
-            blocks = sum(f.stat().st_blocks for f in path.rglob("*") if f.is_file()) * 512
-            assert self.placement.usage(tier.id)[0] == blocks
+            occupied = {f.name: f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file()}
+            recorded = {
+                r.name.hex()
+                if r.state is ReplicaState.PARTIAL
+                else f"{r.name.hex()}.{r.checksum:016x}": r.allocated_bytes
+                for r in records
+            }
+            assert recorded == occupied
+            blocks = sum(occupied.values())
+            assert self.placement.usage(tier.id)[0] == blocks, (occupied, tier.id)
             totals = self.index.tier_totals().get(tier.id, TierTotals())
             assert totals == (len(whole) - found, len(parts), found, blocks)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from monarchfs.index import set_aside
+from monarchfs.store.tier import Tier
 from monarchfs.types import ReplicaState
-from tests.layers.mirror import ALL_ROOM, MIB, Area, Mirror, content
+from tests.layers.faults import FaultyTier, Gate
+from tests.layers.mirror import ALL_ROOM, MIB, Area, Mirror, content, until
 
 SMALL, LARGE = content(50_000, 1), content(3 * MIB + 5, 2)
 
@@ -236,4 +240,56 @@ async def test_parts_at_rest_are_left_where_the_tier_is_looked_at(files: Area) -
         assert await mirror.read(handle, MIB, 1000) == LARGE[MIB : MIB + 1000]
         assert mirror.posix.reads == []
         handle.release()
+        await mirror.settled()
+
+
+async def test_no_tier_counts_what_another_ones_stocktaking_is_about_to_drop(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records that a reboot ended are dropped for all tiers at once."""
+    async with files.mount([100_000, ALL_ROOM]) as mirror:
+        monkeypatch.setattr(FaultyTier, "mark_synced", lambda *_: os.stat("/there is no such file"))
+        await mirror.copied("small")
+        await mirror.copied("large")
+        await mirror.copied("other")
+        assert {record.tier for _ino, record in mirror.index.replicas()} == {1, 2}
+    gate = Gate()
+
+    def slow(tier: FaultyTier, name: bytes) -> None:
+        gate.meet()
+        Tier.discard(tier, name)
+
+    monkeypatch.setattr(FaultyTier, "discard", slow)
+    async with files.mount([100_000, ALL_ROOM], boot_id=b"second boot") as mirror:
+        await gate.arrived()
+        # The other tier's stocktaking waits: nothing can be awaited but that it had the time.
+        end = time.monotonic() + 0.2
+        await until(lambda: time.monotonic() > end or len(mirror.cache._taking) < 2, "the other")
+        gate.open()
+        await mirror.settled()
+        assert [mirror.placement.usage(tier.id)[0] for tier in mirror.tiers] == [0, 0]
+
+
+async def test_a_tier_is_counted_although_another_one_does_not_give_up_what_a_reboot_took(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with files.mount([100_000, ALL_ROOM]) as mirror:
+        monkeypatch.setattr(FaultyTier, "mark_synced", lambda *_: os.stat("/there is no such file"))
+        await mirror.copied("small")
+        await mirror.copied("large")
+
+    def failing(tier: FaultyTier, name: bytes) -> None:
+        if tier.id == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        Tier.discard(tier, name)
+
+    monkeypatch.setattr(FaultyTier, "discard", failing)
+    async with files.mount([100_000, ALL_ROOM], boot_id=b"second boot", sound=False) as mirror:
+        await mirror.idle()
+        assert mirror.cache._tiers.out_of_service(1)
+        assert mirror.placement.usage(2)[0] == 0
+        await mirror.copied("large")
+    monkeypatch.undo()
+    async with files.mount([100_000, ALL_ROOM], boot_id=b"second boot") as mirror:
+        await mirror.copied("small")
         await mirror.settled()

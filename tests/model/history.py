@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat as stat_module
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -61,6 +60,7 @@ class EditedSource:
         self.versions: dict[SourceVersion, bytes] = {}
         self.files_of: dict[SourceVersion, File] = {}
         self._hours = hours
+        self._states: dict[SourceVersion, object] = {}
         self._seed = 0
         self._device = root.stat().st_dev
         self.snapshots = [self._look()]
@@ -104,6 +104,8 @@ class EditedSource:
         snapshot = Snapshot(time.time_ns())
 
         def look(path: Path) -> None:
+            version, state = self._state(path)
+            self._states[version] = state
             st = SourceStat.of(path.lstat(), self._device)
             snapshot.stats[st.ino] = st
             if st.is_directory:
@@ -134,12 +136,12 @@ class EditedSource:
     def edited(self, *, settled: bool = True) -> None:
         """To be called after each edit."""
         if settled:
-            before = self.now.stats
             for path in (self.root, *self.root.rglob("*")):
-                st = path.lstat()
-                known = before.get(st.st_ino)
-                if known is not None and self._changed_unseen(known, st):
-                    self._touch(path)
+                version, state = self._state(path)
+                # An edit left the version as it was before, or came back to it, within a tick.
+                if self._states.get(version, state) != state:
+                    now = time.time_ns()
+                    os.utime(path, ns=(now, now), follow_symlinks=False)
         self.now.end_ns = time.time_ns()
         if settled:
             self._hours.pass_by(TICKS_SECONDS)
@@ -147,26 +149,14 @@ class EditedSource:
         snapshot.start_ns = self.now.end_ns
         self.snapshots.append(snapshot)
 
-    def _changed_unseen(self, known: SourceStat, st: os.stat_result) -> bool:
-        """Whether an edit left the version, because it came within a tick of the one before."""
-        if SourceStat.of(st, self._device).version != known.version:
-            return False
-        if stat_module.S_ISDIR(st.st_mode):
-            names = {child.name for child in self._path_of(known.ino).iterdir()}
-            return names != self.now.directories[known.ino].keys()
-        if stat_module.S_ISREG(st.st_mode):
-            data = self.files.get(st.st_ino)
-            return data is None or data.content != self.now.contents[known.ino]
-        return False
-
-    def _path_of(self, ino: int) -> Path:
-        paths = (self.root, *self.root.rglob("*"))
-        return next(path for path in paths if path.lstat().st_ino == ino)
-
-    @staticmethod
-    def _touch(path: Path) -> None:
-        now = time.time_ns()
-        os.utime(path, ns=(now, now), follow_symlinks=False)
+    def _state(self, path: Path) -> tuple[SourceVersion, object]:
+        """A version, and what it is to stand for alone."""
+        st = SourceStat.of(path.lstat(), self._device)
+        if st.is_directory:
+            return st.version, {child.name: child.lstat().st_ino for child in path.iterdir()}
+        if st.is_symlink:
+            return st.version, os.readlink(path)
+        return st.version, self.files[st.ino].content if st.ino in self.files else None
 
     def create(self, path: str, size: int) -> None:
         target = self.root / path

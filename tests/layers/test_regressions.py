@@ -1,0 +1,59 @@
+"""What the random walks of ``tests/model`` found, step by step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from monarchfs.types import FreshnessMode
+from tests.layers.asking import Hours
+from tests.layers.mirror import Area, content
+from tests.model.mounts import open_path, retried, walk
+
+
+async def test_directories_that_moved_twice_are_found_at_the_second_try(
+    area: Area, hours: Hours
+) -> None:
+    """The way to a file was known from before two moves, one of its directories by another name:
+    asking again along that name alone left the rest of the way as it was."""
+    source = area.source
+    area.write("x/z/a", content(10, 1))
+    area.write("y/a", content(20, 2))
+    area.write("w/z/a", content(30, 3))
+    async with area.mount(mode=FreshnessMode.TTL, ttl=60) as mirror:
+        await walk(mirror, "x/z")
+        swap(source / "x/z", source / "y")
+        hours.pass_by(1)
+        assert await walk(mirror, "y") is not None
+        swap(source / "y", source / "x/z")
+        swap(source / "x", source / "w")
+        hours.pass_by(1)
+        mirror.source.forget(b"")
+        handle = await retried(open_path, mirror, "x/z/a")
+        assert handle is not None
+        assert await mirror.read(handle, 0, 100) == content(30, 3)
+        handle.release()
+        await mirror.settled()
+
+
+async def test_a_tier_that_was_cleaned_between_two_mounts_is_empty(area: Area) -> None:
+    """What an epilogue script removes went on occupying the tier's capacity in the books."""
+    for name in "ab":
+        area.write(name, content(200_000))
+    async with area.mount([300_000]) as mirror:
+        await mirror.copied("a")
+    shutil.rmtree(area.tier(1))
+    async with area.mount([300_000]) as mirror:
+        await mirror.idle()
+        mirror.check_books()
+        assert mirror.placement.usage(1)[0] == 0
+        await mirror.copied("b")
+        await mirror.settled()
+
+
+def swap(first: Path, second: Path) -> None:
+    """Two directories change places."""
+    staged = first.parent / "staged"
+    first.rename(staged)
+    second.rename(first)
+    staged.rename(second)
