@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import trio
 
 from monarchfs.source.source import Source
 from monarchfs.types import DirRef, Lane, SourceChanged, SourceVersion
+
+_NO_FILE = {errno.EISDIR, errno.ELOOP, errno.ENXIO}
+"""What PosixSource answers where something else than a regular file lies."""
+
+
+@contextmanager
+def _what_lies_there() -> Iterator[None]:
+    """The version is of a regular file: what has become something else has changed."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno in _NO_FILE:
+            raise SourceChanged("it is no file any more") from exc
+        raise
 
 
 class RemoteFile:
@@ -36,7 +52,8 @@ class RemoteFile:
         if self._fd < 0:
             async with self._opening:
                 if self._fd < 0:
-                    fd, stat = await self._source.open(*self._where(), lane)
+                    with _what_lies_there():
+                        fd, stat = await self._source.open(*self._where(), lane)
                     if stat.version != self.version:
                         self._source.close_soon(fd)
                         raise SourceChanged("another version is at its place")
@@ -61,7 +78,8 @@ class RemoteFile:
         whole = start == 0 and end == self.version.size
         if whole and self._fd < 0 and lane is Lane.BACKGROUND:
             # One errand of one thread instead of three: nobody holds the file open.
-            data = await self._source.read_whole(*self._where(), self.version, lane)
+            with _what_lies_there():
+                data = await self._source.read_whole(*self._where(), self.version, lane)
         else:
             data, version = await self.read(start, end, lane)
             if version != self.version or len(data) != end - start:

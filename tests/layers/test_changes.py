@@ -116,6 +116,26 @@ async def test_a_file_where_a_directory_was(files: Area) -> None:
         await mirror.settled()
 
 
+@pytest.mark.parametrize("kind", ["directory", "link", "pipe"])
+async def test_where_a_file_was_is_something_else(files: Area, kind: str) -> None:
+    """Not EISDIR or ELOOP for a file: the kernel asks for the name again, and finds what it is."""
+    async with files.mount(mode=TTL, copies=False) as mirror:
+        node = await mirror.node("d/b")
+        path = files.source / "d/b"
+        path.unlink()
+        match kind:
+            case "directory":
+                path.mkdir()
+            case "link":
+                path.symlink_to("c")
+            case "pipe":
+                os.mkfifo(path)
+        with pytest.raises(OSError, match="another version") as raised:
+            await mirror.files.open(node.ino)
+        assert raised.value.errno == errno.ESTALE
+        assert not (await mirror.node("d/b")).stat.is_regular
+
+
 async def test_links_are_answered_from_what_is_known(files: Area) -> None:
     (files.source / "link").symlink_to("d/b")
     async with files.mount(mode=OPEN) as mirror:
