@@ -129,7 +129,8 @@ def idle(status: dict[str, Any]) -> bool:
 
 def index_bytes(state: Path) -> int:
     """What the index occupies on the disk."""
-    return (state / "index" / "data.mdb").stat().st_blocks * 512
+    # Not its blocks: some are allocated ahead of it.
+    return (state / "index" / "data.mdb").stat().st_size
 
 
 def worker_pid(mount: Mount) -> int:
