@@ -19,6 +19,7 @@ from monarchfs.types import (
     ROOT_INO,
     Dirent,
     DirRef,
+    FreshnessMode,
     IndexWriteError,
     Lane,
     Node,
@@ -98,7 +99,9 @@ class Names:
         node = self.index.node(dirent.ino)
         if node is None or node.outdated or not self.freshness.fresh_node(node, now):
             return None
-        if dirent.checked_ns < self._moved_ns and node.stat.is_directory:
+        if dirent.checked_ns < self._moved_ns and (
+            node.stat.is_directory or self.freshness.mode is not FreshnessMode.IMMUTABLE
+        ):
             return None
         return self._entry(node, min(dirent.checked_ns, node.fetched_ns), now)
 
@@ -337,7 +340,9 @@ class Names:
 
     def _distrust(self, ino: int) -> None:
         """The directory, or one above it, is not where it was: ask about each again, and about all
-        names of directories: whoever came here by another way is to find his at the next try."""
+        names: whoever came here by another way is to find his at the next try, the only one that
+        the kernel makes (fs/namei.c). Where the dataset was said not to change, about those of
+        directories alone."""
         self._moved_ns = time.time_ns()
         while ino != ROOT_INO:
             self.index.mark_outdated(ino)

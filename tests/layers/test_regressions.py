@@ -57,3 +57,26 @@ def swap(first: Path, second: Path) -> None:
     first.rename(staged)
     second.rename(first)
     staged.rename(second)
+
+
+async def test_a_file_in_a_directory_that_moved_is_found_at_the_second_try(
+    area: Area, hours: Hours
+) -> None:
+    """Its directory was found at the second try only, and what lay in it before with it."""
+    source = area.source
+    area.write("x/c", content(10, 1))
+    area.write("x/e", content(20, 2))
+    area.write("y/e", content(30, 3))
+    async with area.mount(mode=FreshnessMode.TTL, ttl=60) as mirror:
+        for path in ("x/c", "x/e", "y/e"):
+            assert await walk(mirror, path) is not None
+        (source / "x/e").unlink()
+        (source / "x/c").rename(source / "y/e")
+        (source / "y").rename(source / "x/e")
+        hours.pass_by(1)
+        mirror.source.forget(b"")
+        handle = await retried(open_path, mirror, "x/e/e")
+        assert handle is not None
+        assert await mirror.read(handle, 0, 100) == content(10, 1)
+        handle.release()
+        await mirror.settled()
