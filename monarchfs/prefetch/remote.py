@@ -11,18 +11,19 @@ import trio
 from monarchfs.source.source import Source
 from monarchfs.types import DirRef, Lane, SourceChanged, SourceVersion
 
-_NO_FILE = {errno.EISDIR, errno.ELOOP, errno.ENXIO}
-"""What PosixSource answers where something else than a regular file lies."""
+_NOT_THERE = {errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO}
+"""What PosixSource answers where nothing lies, or something else than a regular file."""
 
 
 @contextmanager
 def _what_lies_there() -> Iterator[None]:
-    """The version is of a regular file: what has become something else has changed."""
+    """Of a file that is known: it may lie elsewhere by now, and another one where it is asked for.
+    Whoever looks the name up again will see."""
     try:
         yield
     except OSError as exc:
-        if exc.errno in _NO_FILE:
-            raise SourceChanged("it is no file any more") from exc
+        if exc.errno in _NOT_THERE:
+            raise SourceChanged("it is not there any more") from exc
         raise
 
 

@@ -81,3 +81,24 @@ async def test_a_file_in_a_directory_that_moved_is_found_at_the_second_try(
         assert await mirror.read(handle, 0, 100) == content(10, 1)
         handle.release()
         await mirror.settled()
+
+
+async def test_a_file_that_came_back_to_its_first_name_is_there(area: Area, hours: Hours) -> None:
+    """It was looked for at the last name it was seen by, and not to be there was the answer."""
+    source = area.source
+    area.write("x/c", content(10, 1))
+    area.write("y/e", content(20, 2))
+    hours.pass_by(2)
+    async with area.mount(mode=FreshnessMode.TTL, ttl=60, keeps=False) as mirror:
+        assert await walk(mirror, "x/c") is not None
+        (source / "x/c").rename(source / "y/d")
+        (source / "y/e").rename(source / "x/c")
+        assert await walk(mirror, "y/d") is not None
+        hours.pass_by(1)
+        (source / "y/d").rename(source / "x/c")
+        hours.pass_by(1)
+        handle = await retried(open_path, mirror, "x/c")
+        assert handle is not None
+        assert await mirror.read(handle, 0, 100) == content(10, 1)
+        handle.release()
+        await mirror.settled()
