@@ -91,7 +91,7 @@ async def test_a_file_that_was_moved_and_listed_is_found(area: Area, hours: Hour
     async with area.mount(mode=FreshnessMode.TTL, ttl=60, keeps=False) as mirror:
         assert await walk(mirror, "y/c") is not None
         (area.source / "y/c").rename(area.source / "x/c")
-        assert await names(mirror, (await mirror.node("x")).ino) == [b"c"]
+        assert set(await names(mirror, (await mirror.node("x")).ino)) == {b"c"}
         handle = await retried(open_path, mirror, "x/c")
         assert handle is not None
         assert await mirror.read(handle, 0, 100) == content(20, 2)
