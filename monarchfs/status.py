@@ -21,6 +21,7 @@ def status(worker: Worker) -> dict[str, Any]:
         "mountpoint": worker.config.mountpoint,
         "state": "serving" if worker.source.responding else "source not responding",
         "data_path": "relay",
+        "metrics_port": worker.config.metrics_port,
         "freshness": worker.config.freshness.mode.value,
         "tiers": worker.cache.usage(),
         "files": {
@@ -59,6 +60,7 @@ def status(worker: Worker) -> dict[str, Any]:
             "outdated": metrics.evictions_outdated,
             "policy": metrics.evictions_policy,
             "pressure": metrics.evictions_pressure,
+            "manual": metrics.evictions_manual,
         },
         "replicas": {
             "lost": metrics.replicas_lost,
@@ -72,5 +74,5 @@ def status(worker: Worker) -> dict[str, Any]:
             "waiting": worker.interrupts.waiting,
             "interrupted": metrics.interrupted_requests,
         },
-        "worker": {"pid": os.getpid(), "restarts": 0},
+        "worker": {"pid": os.getpid(), "restarts": worker.restarts},
     }

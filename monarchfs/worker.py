@@ -17,7 +17,7 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -47,6 +47,9 @@ from monarchfs.status import status
 from monarchfs.store.tier import Tier
 from monarchfs.types import ROOT_INO, FreshnessMode, IndexUnusable, MonarchError
 
+if TYPE_CHECKING:
+    from monarchfs.exporter.run import Exporter
+
 log = logging.getLogger(__name__)
 
 BACKGROUND_EXTRA = 8
@@ -68,6 +71,8 @@ class Bootstrap:
     source_fd: int
     state_fd: int
     tier_fds: tuple[int, ...]
+    metrics_fd: int | None = None
+    restarts: int = 0
 
     @classmethod
     def read(cls, fd: int) -> Bootstrap:
@@ -83,6 +88,8 @@ class Bootstrap:
             fds["source"],
             fds["state"],
             tuple(fds["tiers"]),
+            fds["metrics"],
+            message["restarts"],
         )
 
 
@@ -113,6 +120,7 @@ class Worker:
     def __init__(self, bootstrap: Bootstrap, channel: Channel, nursery: trio.Nursery) -> None:
         config = bootstrap.config
         self.config = config
+        self.restarts = bootstrap.restarts
         self._mount_ns = bootstrap.mount_ns
         self._channel = channel
         self._nursery = nursery
@@ -187,6 +195,7 @@ class Worker:
             bootstrap.init_fd,
             bootstrap.fuse_fd,
         )
+        self._exporter = _exporter(self, bootstrap.metrics_fd)
         if not fuse_session.on_interrupt(self.interrupts.on_interrupt):
             log.warning("the C part is missing: waiting processes cannot be killed")
 
@@ -244,6 +253,8 @@ class Worker:
         self._nursery.start_soon(self.cache.watch)
         self._nursery.start_soon(self.cache.sync_loop)
         self._nursery.start_soon(self.cache.purge, self._mount_ns)
+        if self._exporter is not None:
+            self._nursery.start_soon(self._exporter.run)
         if config.scrub_bytes_per_second:
             self._nursery.start_soon(self.cache.scrub, config.scrub_bytes_per_second)
         if config.prefetch is PrefetchMode.ALL:
@@ -274,6 +285,15 @@ class Worker:
             await self.cache.sync()
         self.cache.close()
         self.index.close()
+
+
+def _exporter(worker: Worker, descriptor: int | None) -> Exporter | None:
+    if descriptor is None:
+        return None
+    # Mounts without metrics are not to pay for the import.
+    from monarchfs.exporter.run import Exporter
+
+    return Exporter(worker, descriptor)
 
 
 def _boot_id() -> bytes:

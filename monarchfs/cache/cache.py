@@ -183,7 +183,10 @@ class Cache(Filling):
     def evict(self, ino: int) -> bool:
         """Remove the replica of ``ino``, unless it is open, pinned or being copied; whether it
         was."""
-        return self._books.evictable(ino) and self.drop(ino, "evicted by hand")
+        if not self._books.evictable(ino) or not self.drop(ino, "evicted by hand"):
+            return False
+        self._metrics.evictions_manual += 1
+        return True
 
     # -- upkeep
 
@@ -221,6 +224,15 @@ class Cache(Filling):
     async def scrub(self, rate: int) -> None:
         """Read replicas again at ``rate`` bytes a second, for ever; drop those that are corrupt."""
         await Scrub(self.index, self._tiers, self, self._metrics, rate).run()
+
+    @property
+    def removals_pending(self) -> int:
+        """How many replicas' files are being removed."""
+        return self._removals.count
+
+    def out_of_service(self, tier_id: int) -> str | None:
+        """Why the tier takes nothing, for people; None where it does."""
+        return self._tiers.out_of_service(tier_id)
 
     def usage(self) -> list[dict[str, object]]:
         """One dict a tier, with the keys of ``status --json``."""

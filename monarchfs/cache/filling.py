@@ -41,9 +41,10 @@ OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 
 
 class Filling(Moves):
-    """The part of the cache that copies use. Changing: how much waits for the tiers."""
+    """The part of the cache that copies use. Changing: ``unwritten_bytes``, how much of the source
+    is in memory and waits for the tiers."""
 
-    _unwritten_bytes = 0
+    unwritten_bytes = 0
 
     # -- room
 
@@ -84,7 +85,7 @@ class Filling(Moves):
         if isinstance(action, Place):
             return self._place(node, action)
         assert isinstance(action, Refuse)
-        self._metrics.copies_refused += 1
+        self._metrics.copy_refused(action.reason.value)
         self.explain(ino, f"{action.reason.value}: {action.missing_bytes} bytes short")
         return None
 
@@ -125,15 +126,15 @@ class Filling(Moves):
     @property
     def backlogged(self) -> bool:
         """Whether the tiers are so far behind that bytes must not wait for them any more."""
-        return self._unwritten_bytes > MOST_UNWRITTEN_BYTES
+        return self.unwritten_bytes > MOST_UNWRITTEN_BYTES
 
     @contextmanager
     def _unwritten(self, size: int) -> Iterator[None]:
-        self._unwritten_bytes += size
+        self.unwritten_bytes += size
         try:
             yield
         finally:
-            self._unwritten_bytes -= size
+            self.unwritten_bytes -= size
 
     # -- bytes
 

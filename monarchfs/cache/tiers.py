@@ -111,7 +111,7 @@ class Tiers:
 
     def failed(self, tier: Tier, doing: str, exc: OSError, *, reading: bool = False) -> None:
         """Count and log what was routed around; most errors take the tier out of service."""
-        self._metrics.tier_errors += 1
+        self._metrics.tier_failed(tier.path, exc.errno)
         log.warning("tier %s: %s: %s", tier.path, doing, exc)
         health = self._health[tier.id]
         if health.failed(trio.current_time(), exc, reading=reading):

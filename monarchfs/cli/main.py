@@ -23,6 +23,7 @@ examples:
   monarchfs mount /lustre/shards ~/shards --prefetch ~/order.txt --log-file ~/monarchfs.log
   monarchfs mount /lustre/corpus /mnt/corpus --tier /scratch=2T --evict sieve --scrub 20M
   sudo monarchfs mount /lustre/imagenet /mnt/imagenet --user alice -o allow_other
+  monarchfs mount /lustre/imagenet /mnt/imagenet --metrics-port 9464
 
 Sizes are powers of 1024 (500M, 16G, 1.5T) or a share of the file system (80%). Without --tier,
 half of the file system of /var/cache/monarchfs (root) or of your cache directory is used.
@@ -199,6 +200,11 @@ def _add_mount(commands: _Commands) -> None:
         metavar="RATE",
         help="read all copies again and again to find damaged ones, at RATE bytes per second, as"
         " 20M (default: off)",
+    )
+    option(
+        "--metrics-port",
+        metavar="PORT",
+        help="serve metrics for Prometheus at http://127.0.0.1:PORT/metrics (default: off)",
     )
     option("--user", metavar="USER", help="whose mount it is (root only; default: who ran sudo)")
     option(

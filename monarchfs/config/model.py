@@ -70,6 +70,7 @@ class Config:
     known is served instead (freshness ``ttl``). ``reserve_percent`` of each tier's file system is
     never used. ``prefetch_list`` is set in mode FILE only. ``scrub_bytes_per_second`` is how fast
     the replicas are read again and compared with their checksums, 0 for not at all.
+    ``metrics_port`` is where 127.0.0.1 serves the metrics, None for nowhere.
     """
 
     source: str
@@ -94,6 +95,7 @@ class Config:
     start_timeout_seconds: float = 30.0
     reserve_percent: float = 10.0
     scrub_bytes_per_second: int = 0
+    metrics_port: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=_enum_value)

@@ -115,6 +115,7 @@ def build_config(
         start_timeout_seconds=settings.start_timeout_seconds,
         reserve_percent=settings.reserve_percent,
         scrub_bytes_per_second=settings.scrub,
+        metrics_port=settings.metrics_port,
     )
 
 

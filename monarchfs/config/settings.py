@@ -45,6 +45,7 @@ class Settings:
     start_timeout_seconds: float = 30.0
     reserve_percent: float = 10.0
     scrub: int = 0
+    metrics_port: int | None = None
 
 
 PARSERS: Mapping[str, Callable[[object], object]] = {
@@ -65,6 +66,7 @@ PARSERS: Mapping[str, Callable[[object], object]] = {
     "start_timeout_seconds": values.parse_timeout,
     "reserve_percent": values.parse_percent,
     "scrub": values.parse_rate,
+    "metrics_port": values.parse_port,
 }
 
 # What mount(8), fstab and systemd put into a list of options without meaning the file system.

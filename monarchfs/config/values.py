@@ -168,6 +168,18 @@ def parse_rate(value: object) -> int:
     return rate
 
 
+def parse_port(value: object) -> int | None:
+    """A TCP port from 1 to 65535; None for ``off``."""
+    text = _text(value).strip().lower()
+    if text in ("off", "none"):
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 5 and 1 <= int(text) <= 65535):
+        raise UsageError(
+            f"'{text}' is not a port: use a number from 1 to 65535, as in 9464, or off"
+        )
+    return int(text)
+
+
 def parse_flag(value: object) -> bool:
     """A switch; named without a value it is on."""
     if isinstance(value, bool):

@@ -74,6 +74,11 @@ class FileHandle:
         self._replica = replica
         self._unfinished = unfinished
 
+    @property
+    def local(self) -> bool:
+        """Whether its bytes come from a complete replica."""
+        return self._replica is not None
+
     def known_read(self, offset: int, size: int) -> Data | None:
         """The bytes if they are in this node's memory, else None. Never fewer than asked for,
         but at the file's end."""

@@ -11,7 +11,8 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from time import perf_counter_ns as now_ns
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pyfuse3
 from pyfuse3 import FileHandleT, FileNameT, InodeT, RequestContext, XAttrNameT
@@ -33,24 +34,49 @@ READDIR_BATCH = 128
 """Entries fetched from the index at a time; a reply of 4 KiB takes about 20."""
 
 
-def answers(handler: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Map what a handler raises to an errno for the kernel.
+NO_TROUBLE = {errno.ENODATA, errno.ENOSYS, errno.ERANGE}
+"""Answers that are errors to the kernel alone; they are not counted."""
+
+Handler = Callable[Concatenate["Adapter", P], Coroutine[Any, Any, T]]
+
+
+def answers(handler: Handler[P, T]) -> Handler[P, T]:
+    """Map what a handler raises to an errno for the kernel, and count that.
 
     An unknown exception is a bug: it is logged with its traceback and becomes EIO, because pyfuse3
     would end the session and with it the mount.
     """
 
     @wraps(handler)
-    async def answer(*args: P.args, **kwargs: P.kwargs) -> T:
+    async def answer(self: Adapter, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return await handler(*args, **kwargs)
+            return await handler(self, *args, **kwargs)
         except OSError as exc:
-            raise pyfuse3.FUSEError(exc.errno or errno.EIO) from exc
-        except pyfuse3.FUSEError:
+            failure = pyfuse3.FUSEError(exc.errno or errno.EIO)
+            self.count_error(failure)
+            raise failure from exc
+        except pyfuse3.FUSEError as exc:
+            self.count_error(exc)
             raise
         except Exception as exc:
             log.exception("%s failed", handler.__name__)
-            raise pyfuse3.FUSEError(errno.EIO) from exc
+            failure = pyfuse3.FUSEError(errno.EIO)
+            self.count_error(failure)
+            raise failure from exc
+
+    return answer
+
+
+def timed(handler: Handler[P, T]) -> Handler[P, T]:
+    """Note how long a handler took, in the histogram of its name."""
+    name = handler.__name__
+
+    @wraps(handler)
+    async def answer(self: Adapter, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        started = now_ns()
+        result = await handler(self, *args, **kwargs)
+        getattr(self.took, name).observe(now_ns() - started)
+        return result
 
     return answer
 
@@ -77,10 +103,16 @@ class Adapter(pyfuse3.Operations):
         self._xattrs = xattrs
         self._interrupts = interrupts
         self._metrics = metrics
+        self.took = metrics.requests
         self._current_request = current_request
         self._no_attributes = no_attributes
         self._handles: Handles[FileHandle] = Handles()
         self._directories: Handles[int] = Handles()
+
+    def count_error(self, failure: pyfuse3.FUSEError) -> None:
+        """For ``answers``."""
+        if failure.errno not in NO_TROUBLE:
+            self._metrics.request_errors.count(failure.errno)
 
     def init(self) -> None:
         """Called by libfuse for FUSE_INIT; the supervisor answers that."""
@@ -101,21 +133,28 @@ class Adapter(pyfuse3.Operations):
     async def lookup(
         self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext
     ) -> pyfuse3.EntryAttributes:
+        started, took = now_ns(), self.took.lookup_local
         found = self._tree.known_lookup(parent_inode, name)
         if found is None:
+            took = self.took.lookup_source
             found = await self._waiting(lambda: self._tree.lookup(parent_inode, name))
+        took.observe(now_ns() - started)
         if isinstance(found, Missing):
             return _negative(found.timeout)
         return _attributes(found)
 
     @answers
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> pyfuse3.EntryAttributes:
+        started, took = now_ns(), self.took.getattr_local
         found = self._files.known_attributes(inode)
         if found is None:
+            took = self.took.getattr_source
             found = await self._waiting(lambda: self._files.attributes(inode))
+        took.observe(now_ns() - started)
         return _attributes(found)
 
     @answers
+    @timed
     async def readlink(self, inode: InodeT, ctx: RequestContext) -> bytes:
         target = self._tree.known_target(inode)
         if target is None:
@@ -128,11 +167,13 @@ class Adapter(pyfuse3.Operations):
     # -- directories
 
     @answers
+    @timed
     async def opendir(self, inode: InodeT, ctx: RequestContext) -> int:
         await self._waiting(lambda: self._tree.open_directory(inode))
         return self._directories.add(inode)
 
     @answers
+    @timed
     async def readdir(self, fh: FileHandleT, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         ino = self._directories.get(fh)
         cookie = start_id
@@ -176,19 +217,25 @@ class Adapter(pyfuse3.Operations):
     async def open(self, inode: InodeT, flags: int, ctx: RequestContext) -> pyfuse3.FileInfo:
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        started = now_ns()
         handle = self._files.known_open(inode)
         if handle is None:
             handle = await self._waiting(lambda: self._files.open(inode))
+        took = self.took.open_local if handle.local else self.took.open_source
+        took.observe(now_ns() - started)
         number = FileHandleT(self._handles.add(handle))
         return pyfuse3.FileInfo(fh=number, keep_cache=handle.keep_cache)
 
     @answers
     async def read(self, fh: FileHandleT, off: int, size: int) -> Data:  # type: ignore[override]
+        started = now_ns()
         handle = self._handles.get(fh)
         data = handle.known_read(off, size)
         if data is None:
             data = await self._waiting(lambda: handle.read(off, size, self._files))
         self._metrics.relayed_bytes += len(data)
+        took = self.took.read_local if handle.local else self.took.read_source
+        took.observe(now_ns() - started)
         return data
 
     @answers
@@ -204,6 +251,7 @@ class Adapter(pyfuse3.Operations):
     # -- the rest
 
     @answers
+    @timed
     async def statfs(self, ctx: RequestContext) -> pyfuse3.StatvfsData:
         result = await self._waiting(self._tree.statfs)
         data = pyfuse3.StatvfsData()
@@ -212,6 +260,7 @@ class Adapter(pyfuse3.Operations):
         return data
 
     @answers
+    @timed
     async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
         value = self._xattrs.known(inode, name)
         if value is None:
@@ -219,10 +268,12 @@ class Adapter(pyfuse3.Operations):
         return value
 
     @answers
+    @timed
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> list[bytes]:
         return await self._waiting(lambda: self._xattrs.list(inode))
 
     @answers
+    @timed
     async def access(self, inode: InodeT, mode: int, ctx: RequestContext) -> bool:
         allowed = self._xattrs.known_access(inode, mode)
         if allowed is None:

@@ -107,6 +107,14 @@ class Tables:
         except lmdb.Error as error:
             raise IndexUnusable(f"reading the index failed: {error}") from error
 
+    def size_bytes(self) -> int:
+        """How large the index's data are, in memory or on the disk. Raises IndexUnusable."""
+        try:
+            pages = int(self._env.info()["last_pgno"]) + 1
+            return pages * int(self._env.stat()["psize"])
+        except lmdb.Error as error:
+            raise IndexUnusable(f"reading the index failed: {error}") from error
+
     def _write(self, work: Callable[[Any], T], *, of_tiers: bool = False) -> T:
         """Run ``work`` in a write transaction and commit it, unsynced.
 

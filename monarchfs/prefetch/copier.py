@@ -298,7 +298,7 @@ class Copier:
         self._cache.explain(node.ino, f"copying failed: {exc.strerror}")
         if exc.errno not in TRANSIENT or attempt >= len(RETRY_SECONDS):
             self._attempts.pop(node.ino, None)
-            self._metrics.copies_failed += 1
+            self._metrics.copy_failed(exc.errno)
             log.warning("inode %d is not copied: %s", node.ino, exc)
             return
         self._attempts[node.ino] = attempt + 1

@@ -166,7 +166,7 @@ class Copy:
     def _tier_failed(self, reservation: Reservation, exc: OSError, what: str) -> None:
         self._cache.tier_failed(reservation, exc)
         if self.state is State.FILLING:
-            self._metrics.copies_failed += 1
+            self._metrics.copy_failed(exc.errno)
             self.give_up(f"{what}: {exc.strerror}")
 
     def _begin_finish(self) -> None:
@@ -201,7 +201,7 @@ class Copy:
         except SourceChanged:
             self._changed()
         except OSError as exc:
-            self._metrics.copies_failed += 1
+            self._metrics.copy_failed(exc.errno)
             self.give_up(f"copying failed: {exc.strerror}")
         else:
             return True

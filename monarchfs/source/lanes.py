@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -19,11 +19,66 @@ from typing import Any, Generic, TypeVar
 import outcome
 import trio
 
+from monarchfs.metrics import DURATION_BOUNDS_NS, ErrorCounts, Histogram
 from monarchfs.types import Lane
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+OPERATIONS = {
+    "stat": "stat",
+    "found": "stat",
+    "found_each": "stat",
+    "next": "list",
+    "readlink": "readlink",
+    "open": "open",
+    "read": "read",
+    "read_whole": "read",
+    "close": "close",
+    "getxattr": "xattr",
+    "listxattr": "xattr",
+    "access": "access",
+    "statvfs": "statfs",
+}
+"""How the functions of PosixSource are counted, by their names; ``next`` is a listing's."""
+
+OTHER = "other"
+BACKGROUND_PURPOSES = {
+    "open": "prefetch",
+    "read": "prefetch",
+    "close": "prefetch",
+    "stat": "scan",
+    "list": "scan",
+    OTHER: "scan",
+}
+
+
+def kind_of(lane: Lane, function: str) -> tuple[str, str]:
+    """(purpose, operation) of a call of a function of PosixSource. The purpose is ``demand``
+    (somebody waits), ``prefetch`` (copying ahead of the readers), or ``scan`` (names and
+    attributes that nobody waits for)."""
+    operation = OPERATIONS.get(function, OTHER)
+    if lane is Lane.DEMAND:
+        return "demand", operation
+    if operation not in BACKGROUND_PURPOSES:
+        operation = OTHER
+    return BACKGROUND_PURPOSES[operation], operation
+
+
+@dataclass(slots=True)
+class CallCounts:
+    """Calls of one kind for one purpose: how many were made (one that asks for several names
+    counts as so many), and how long they took that somebody waited for to the end."""
+
+    operations: int = 0
+    durations: Histogram = field(default_factory=lambda: Histogram(DURATION_BOUNDS_NS[2:]))
+
+
+def _no_calls() -> dict[tuple[str, str], CallCounts]:
+    kinds = {kind_of(lane, function) for lane in Lane for function in (*OPERATIONS, OTHER)}
+    return {kind: CallCounts() for kind in sorted(kinds)}
 
 
 @dataclass(slots=True)
@@ -32,7 +87,8 @@ class SourceCounters:
 
     ``operations`` counts calls when they are made; ``seconds`` sums the time they spent in the
     source, of those that somebody still waited for; ``errors`` are calls that failed in a way that
-    says something about the source, not about the file asked for; ``stuck`` is a gauge.
+    says something about the source, not about the file asked for; ``stuck`` is a gauge. ``calls``
+    has the same by (purpose, operation), ``errors_by`` by errno.
     """
 
     operations: int = 0
@@ -42,6 +98,12 @@ class SourceCounters:
     errors: int = 0
     stuck: int = 0
     seconds: float = 0.0
+    calls: dict[tuple[str, str], CallCounts] = field(default_factory=_no_calls)
+    errors_by: ErrorCounts = field(default_factory=ErrorCounts)
+
+    def of(self, lane: Lane, function: str) -> CallCounts:
+        """The counts for a function of PosixSource, by its name."""
+        return self.calls[kind_of(lane, function)]
 
 
 class LaneThreads:
@@ -73,6 +135,12 @@ class LaneThreads:
     def moving(self, stuck_seconds: float) -> bool:
         """Whether a call is in the source that has not been there for ``stuck_seconds``."""
         return len(self.running) > self.stuck(time.monotonic() - stuck_seconds)
+
+    def oldest_seconds(self) -> float:
+        """How long the call has been in the source that has been there longest; 0 for none."""
+        for call in list(self.running):
+            return time.monotonic() - call.started
+        return 0.0
 
     def hangs(self, deadline: float) -> bool:
         """A call has been out for longer than ``deadline`` seconds, and none came back within it.

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import trio
 from trio import to_thread
 
+from monarchfs.metrics import NS
 from monarchfs.source.lanes import Call, LaneThreads, SourceCounters, in_thread, lend
 from monarchfs.source.posix import AttributeNames, Batch, Batches, Found, FoundEach, PosixSource
 from monarchfs.types import DirRef, Lane, SourceChanged, SourceStat, SourceVersion
@@ -117,6 +118,7 @@ class Source:
     async def found_each(self, directory: DirRef, names: Sequence[bytes], lane: Lane) -> FoundEach:
         """Counts as one operation per name. Some dozens of names at a time: it holds one slot."""
         self.counters.operations += len(names) - 1
+        self.counters.of(lane, "found_each").operations += len(names) - 1
         return await self._call(lane, self._posix.found_each, (directory, names))
 
     async def open(self, directory: DirRef, name: bytes, lane: Lane) -> tuple[int, SourceStat]:
@@ -173,6 +175,8 @@ class Source:
         threads = self.demand if lane is Lane.DEMAND else self.background
         counters = self.counters
         counters.operations += 1
+        kind = counters.of(lane, fn.__name__)
+        kind.operations += 1
         call = Call(threads, fn, args, dispose, skipped)
         try:
             result = await to_thread.run_sync(call, abandon_on_cancel=True, limiter=threads.limiter)
@@ -182,9 +186,12 @@ class Source:
         except OSError as error:
             if error.errno not in _ANSWERS:
                 counters.errors += 1
+                counters.errors_by.count(error.errno)
             raise
         finally:
-            counters.seconds += call.seconds
+            if call.seconds:
+                counters.seconds += call.seconds
+                kind.durations.observe(int(call.seconds * NS))
         return cast(T, result)
 
     async def _next_batch(self, lane: Lane, batches: Batches) -> Batch:

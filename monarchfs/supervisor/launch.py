@@ -36,12 +36,14 @@ _LARGEST_INIT = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """What a worker inherits; ``tiers`` are the dataset's directories in the order of the tiers."""
+    """What a worker inherits; ``tiers`` are the dataset's directories in the order of the tiers,
+    ``metrics`` is a listening socket, if there is one."""
 
     fuse: int
     source: int
     state: int
     tiers: tuple[int, ...]
+    metrics: int | None = None
 
 
 def default_worker_command() -> tuple[str, ...]:
@@ -121,9 +123,16 @@ class Worker:
 
 
 def start_worker(
-    config: Config, command: Sequence[str], descriptors: Descriptors, mount_ns: int, stderr: int
+    config: Config,
+    command: Sequence[str],
+    descriptors: Descriptors,
+    mount_ns: int,
+    stderr: int,
+    *,
+    restarts: int = 0,
 ) -> Worker:
-    """Starts a worker for the mount; raises OperationError if its program cannot be run."""
+    """Starts a worker for the mount, after ``restarts`` others that died; raises OperationError if
+    its program cannot be run."""
     our_init, their_init = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     our_channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     bootstrap: dict[str, Any] = {
@@ -135,8 +144,10 @@ def start_worker(
             "source": descriptors.source,
             "state": descriptors.state,
             "tiers": list(descriptors.tiers),
+            "metrics": descriptors.metrics,
         },
         "mount_ns": mount_ns,
+        "restarts": restarts,
     }
     memory = os.memfd_create("monarchfs-bootstrap")
     try:
@@ -148,6 +159,7 @@ def start_worker(
             [
                 *(descriptors.fuse, descriptors.source, descriptors.state, *descriptors.tiers),
                 *(their_init.fileno(), their_channel.fileno(), memory),
+                *(() if descriptors.metrics is None else (descriptors.metrics,)),
             ],
             stderr,
         )

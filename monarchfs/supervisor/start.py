@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from monarchfs.supervisor.launch import (
     start_worker,
 )
 from monarchfs.supervisor.logs import check_log_file, log_as_daemon, log_to_stderr
+from monarchfs.supervisor.port import listen_locally, stop_listening
 from monarchfs.supervisor.probe import Mountpoint, Source, probe_mountpoint, probe_source
 from monarchfs.supervisor.registration import (
     ControlSocket,
@@ -129,17 +131,24 @@ def _start(
     open_runtime_dir(config.runtime_dir, undo)
     state_dir, lock = open_state_dir(config, undo)
     tiers = open_tiers(config, undo)
+    metrics = None
+    if config.metrics_port is not None:
+        metrics = listen_locally(config.metrics_port)
+        undo.callback(stop_listening, metrics)
     fuse, connection = _mount(config, undo)
     mount_ns = time.time_ns()
     request = read_init_request(fuse, deadline)
-    descriptors = Descriptors(fuse, what.descriptor, state_dir, tuple(tiers))
+    descriptors = Descriptors(
+        *(fuse, what.descriptor, state_dir, tuple(tiers)),
+        metrics=None if metrics is None else metrics.fileno(),
+    )
     start = partial(_serving_worker, config, command, descriptors, mount_ns, request, deadline)
     try:
         worker = start(undo)
     except _Crashed as crash:
         # It may have been the index that killed it. The next one checks that, and can do without.
         log.warning("%s: starting another one", crash)
-        worker = start(undo, init_answered=crash.init_answered)
+        worker = start(undo, init_answered=crash.init_answered, restarts=1)
     control_socket = ControlSocket(config, config.state_dir, mount_ns)
     undo.callback(control_socket.close)
     if not config.foreground:
@@ -152,8 +161,14 @@ def _start(
         connection=connection,
         init_request=request,
         mark_suspect=partial(mark_suspect, state_dir, config.user),
-        release_lock=lambda: os.close(lock),
+        release=partial(_release, lock, metrics),
     )
+
+
+def _release(lock: int, metrics: socket.socket | None) -> None:
+    os.close(lock)
+    if metrics is not None:
+        stop_listening(metrics)
 
 
 def _check_overlap(source: Source, mountpoint: Mountpoint) -> None:
@@ -225,13 +240,14 @@ def _serving_worker(
     undo: ExitStack,
     *,
     init_answered: bool = False,
+    restarts: int = 0,
 ) -> Worker:
     """A worker that serves; ``undo`` ends it. Raises _Crashed or another OperationError.
 
     With ``init_answered`` the kernel has its answer to FUSE_INIT from an earlier worker, of the
     same program, and waits for no other.
     """
-    worker = _start_worker(config, command, descriptors, mount_ns, undo)
+    worker = _start_worker(config, command, descriptors, mount_ns, restarts, undo)
     try:
         reply = negotiate(worker, request, posix_acl=config.allow_other, deadline=deadline)
         if not init_answered:
@@ -254,14 +270,16 @@ def _start_worker(
     command: Sequence[str],
     descriptors: Descriptors,
     mount_ns: int,
+    restarts: int,
     undo: ExitStack,
 ) -> Worker:
+    start = partial(start_worker, config, command, descriptors, mount_ns, restarts=restarts)
     if config.foreground:
-        worker = start_worker(config, command, descriptors, mount_ns, sys.stderr.fileno())
+        worker = start(sys.stderr.fileno())
     else:
         stderr = open_log(descriptors.state, WORKER_LOG, config.user, truncate=True)
         try:
-            worker = start_worker(config, command, descriptors, mount_ns, stderr)
+            worker = start(stderr)
         finally:
             os.close(stderr)
     undo.callback(worker.end)

@@ -60,7 +60,7 @@ class Supervisor:
         connection: int,
         init_request: bytes,
         mark_suspect: Callable[[], None],
-        release_lock: Callable[[], None],
+        release: Callable[[], None],
     ) -> None:
         self.config = config
         self.worker = worker
@@ -70,7 +70,7 @@ class Supervisor:
         # A worker that takes this one's place answers the same FUSE_INIT to its own libfuse.
         self.init_request = init_request
         self._mark_suspect = mark_suspect
-        self._release_lock = release_lock
+        self._release = release
         self._clients: dict[int, Client] = {}
         self._waiting_for_unmount: list[socket.socket] = []
         self._unmount: Unmount | None = None
@@ -267,7 +267,7 @@ class Supervisor:
         abort_connection(self.connection)
         os.close(self.fuse)
         self.control_socket.close()
-        self._release_lock()
+        self._release()
         outcome = self._unmount.outcome if self._unmount is not None else None
         for connection in self._waiting_for_unmount:
             if code and outcome is Unmounted.FAILED:

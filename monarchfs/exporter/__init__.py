@@ -1,0 +1,1 @@
+"""Metrics for Prometheus: their values now, as text, over HTTP."""

@@ -1,0 +1,63 @@
+"""The text that Prometheus reads (exposition format 0.0.4). For a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client import ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from monarchfs.exporter.values import Durations, Values
+from monarchfs.metrics import NS
+from monarchfs.metrics.names import FAMILIES, Family, Kind
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def exposition(values: Values) -> bytes:
+    """All metrics, and those of the process. Reads some files of /proc."""
+    return generate_latest(_Collected(values))
+
+
+class _Collected(Collector):
+    """What ``generate_latest`` writes out."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+
+    def collect(self) -> Iterator[Metric]:
+        for family in FAMILIES:
+            yield _metric(family, self._values)
+        yield from ProcessCollector(registry=None).collect()
+
+
+def _metric(family: Family, values: Values) -> Metric:
+    if family.kind is Kind.HISTOGRAM:
+        histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
+        for labels, value in values[family]:
+            assert isinstance(value, Durations)
+            histogram.add_metric(_printable(labels), _buckets(value), value.total_ns / NS)
+        return histogram
+    kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
+    metric = kind(family.name, family.help, labels=family.labels)
+    for labels, value in values[family]:
+        assert not isinstance(value, Durations)
+        metric.add_metric(_printable(labels), value)
+    return metric
+
+
+def _buckets(value: Durations) -> list[tuple[str, float]]:
+    bounds = [repr(bound / NS) for bound in value.bounds_ns]
+    return list(zip([*bounds, "+Inf"], accumulate(value.counts), strict=True))
+
+
+def _printable(labels: tuple[str, ...]) -> list[str]:
+    # A path may hold bytes that are no text.
+    return [label.encode(errors="backslashreplace").decode() for label in labels]

@@ -1,0 +1,174 @@
+"""The values of all metrics at one moment, from the parts of the worker that keep them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from monarchfs import __version__
+from monarchfs.metrics import Histogram, Requests, names
+from monarchfs.metrics.names import Family
+from monarchfs.types import Lane, TierTotals
+
+if TYPE_CHECKING:
+    from monarchfs.metrics import Metrics
+    from monarchfs.worker import Worker
+
+
+class Durations(NamedTuple):
+    """A histogram as it was at one moment."""
+
+    bounds_ns: tuple[int, ...]
+    counts: tuple[int, ...]
+    total_ns: int
+
+
+Value = int | float | Durations
+Sample = tuple[tuple[str, ...], Value]
+"""The values of the labels, and the metric's."""
+
+Values = dict[Family, list[Sample]]
+
+
+def values_now(worker: Worker) -> Values:
+    """One moment, for ``text.exposition``. Takes about a third of a millisecond of the event loop;
+    costs a statvfs a tier at most, never asks the source."""
+    metrics = worker.metrics
+    return {
+        **_about_the_mount(worker),
+        **_requests(worker),
+        **_source(worker),
+        **_tiers(worker),
+        **_copies(worker),
+        **_replicas(metrics),
+        names.INDEX_INODES: [((), worker.index.count_nodes())],
+        names.INDEX_BYTES: [((), worker.index.size_bytes())],
+        names.INDEX_FROZEN: [((), int(worker.index.frozen is not None))],
+    }
+
+
+def _about_the_mount(worker: Worker) -> Values:
+    config = worker.config
+    mounted = (
+        *(config.source, config.mountpoint, "relay"),
+        *(config.freshness.mode.value, config.prefetch.value, config.evict.value),
+    )
+    return {
+        names.BUILD_INFO: [((__version__, platform.python_version()), 1)],
+        names.MOUNT_INFO: [(mounted, 1)],
+        names.WORKER_RESTARTS: [((), worker.restarts)],
+        names.EVENT_LOOP_DELAY: [((), _durations(worker.metrics.event_loop_delay))],
+    }
+
+
+def _requests(worker: Worker) -> Values:
+    metrics = worker.metrics
+    return {
+        names.OPENS: _by_place(metrics.local_opens, metrics.source_opens),
+        names.OPENED_FILE_BYTES: _by_place(metrics.local_file_bytes, metrics.source_file_bytes),
+        names.RELAYED_BYTES: [((), metrics.relayed_bytes)],
+        names.STALE_ANSWERS: [((), metrics.stale_answers)],
+        names.REQUEST_DURATION: list(_request_durations(metrics.requests)),
+        names.REQUEST_ERRORS: _labelled(metrics.request_errors.by_name.items()),
+        names.REQUESTS_INTERRUPTED: [((), metrics.interrupted_requests)],
+        names.REQUESTS_WAITING: [((), worker.interrupts.waiting)],
+    }
+
+
+def _request_durations(requests: Requests) -> Iterator[Sample]:
+    for field in requests.__dataclass_fields__:
+        operation, _, served = field.partition("_")
+        yield (operation, served), _durations(getattr(requests, field))
+
+
+def _source(worker: Worker) -> Values:
+    source, counters = worker.source, worker.source.counters
+    lanes = {Lane.DEMAND.value: source.demand, Lane.BACKGROUND.value: source.background}
+    calls = counters.calls.items()
+    return {
+        names.SOURCE_RESPONDING: [((), int(source.responding))],
+        names.SOURCE_OPERATIONS: [(kind, count.operations) for kind, count in calls],
+        names.SOURCE_CALL_DURATION: [(kind, _durations(count.durations)) for kind, count in calls],
+        names.SOURCE_READ_BYTES: [
+            (("demand",), counters.demand_read_bytes),
+            (("prefetch",), counters.prefetch_read_bytes),
+        ],
+        names.SOURCE_ERRORS: _labelled(counters.errors_by.by_name.items()),
+        names.SOURCE_CALLS_ACTIVE: _labelled((n, len(lane.running)) for n, lane in lanes.items()),
+        names.SOURCE_CALLS_STUCK: [((), counters.stuck)],
+        names.SOURCE_OLDEST_CALL: _labelled(
+            (n, lane.oldest_seconds()) for n, lane in lanes.items()
+        ),
+    }
+
+
+def _tiers(worker: Worker) -> Values:
+    values: Values = {
+        names.TIER_CAPACITY: [],
+        names.TIER_USED: [],
+        names.TIER_FILES: [],
+        names.TIER_IN_SERVICE: [],
+        names.TIER_ERRORS: [],
+        names.TIER_BACKLOG: [((), worker.cache.unwritten_bytes)],
+        names.REMOVALS_PENDING: [((), worker.cache.removals_pending)],
+    }
+    totals = worker.index.tier_totals()
+    for tier_id, tier in worker.cache.tiers.items():
+        used, capacity = worker.cache.placement.usage(tier_id)
+        held = totals.get(tier_id, TierTotals())
+        states = {"complete": held.resident, "partial": held.partial, "unclaimed": held.found}
+        values[names.TIER_CAPACITY].append(((tier.path,), capacity))
+        values[names.TIER_USED].append(((tier.path,), used))
+        values[names.TIER_FILES] += [((tier.path, state), n) for state, n in states.items()]
+        in_service = int(worker.cache.out_of_service(tier_id) is None)
+        values[names.TIER_IN_SERVICE].append(((tier.path,), in_service))
+        errors = worker.metrics.errors_of_tier(tier.path).by_name
+        values[names.TIER_ERRORS] += [((tier.path, error), n) for error, n in errors.items()]
+    return values
+
+
+def _copies(worker: Worker) -> Values:
+    metrics, copier = worker.metrics, worker.copier
+    refused = ((reason.replace(" ", "_"), n) for reason, n in metrics.copies_refused_by.items())
+    return {
+        names.COPIES_QUEUED: [((), len(copier.queue))],
+        names.COPIES_ACTIVE: [((), copier.active)],
+        names.COPIES_COMPLETED: [((), metrics.copies_completed)],
+        names.COPIES_FAILED: _labelled(metrics.copy_errors.by_name.items()),
+        names.COPIES_OUTDATED: [((), metrics.copies_outdated)],
+        names.COPIES_REFUSED: _labelled(refused),
+        names.CHUNKS_DROPPED: [((), metrics.chunks_dropped)],
+        names.SCAN_RUNNING: [((), int(worker.scan.running))],
+        names.SCAN_ERRORS: [((), worker.scan.failed)],
+    }
+
+
+def _replicas(metrics: Metrics) -> Values:
+    evictions = {
+        "outdated": metrics.evictions_outdated,
+        "policy": metrics.evictions_policy,
+        "pressure": metrics.evictions_pressure,
+        "manual": metrics.evictions_manual,
+    }
+    return {
+        names.EVICTIONS: _labelled(evictions.items()),
+        names.REPLICAS_LOST: [((), metrics.replicas_lost)],
+        names.REPLICAS_CORRUPT: [((), metrics.replicas_corrupt)],
+        names.REPLICAS_ADOPTED: [((), metrics.replicas_adopted)],
+        names.REPLICAS_MOVED: [((), metrics.replicas_moved)],
+        names.SCRUBBED_BYTES: [((), metrics.scrubbed_bytes)],
+    }
+
+
+def _by_place(local: int, source: int) -> list[Sample]:
+    return [(("local",), local), (("source",), source)]
+
+
+def _labelled(counts: Iterable[tuple[str, int | float]]) -> list[Sample]:
+    return [((label,), count) for label, count in counts]
+
+
+def _durations(histogram: Histogram) -> Durations:
+    counts = tuple(histogram.counts)
+    return Durations(tuple(histogram.bounds_ns), counts, histogram.total_ns)

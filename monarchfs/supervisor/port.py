@@ -1,0 +1,41 @@
+"""The TCP socket on which the worker serves metrics.
+
+The supervisor makes it, before anything is mounted, and keeps it: a port that is taken is found
+out in time, and a worker that takes the place of another goes on with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+from monarchfs.types import OperationError
+
+ADDRESS = "127.0.0.1"
+_BACKLOG = 16
+
+
+def listen_locally(port: int) -> socket.socket:
+    """A socket that listens on the loopback address alone. Raises OperationError."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        # Else connections of the last mount, in TIME_WAIT, would keep the port (ip(7)).
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((ADDRESS, port))
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        reason = os.strerror(error.errno or 0)
+        raise OperationError(
+            f"cannot serve metrics on {ADDRESS}:{port}: {reason}: give another --metrics-port"
+        ) from None
+    return listener
+
+
+def stop_listening(listener: socket.socket) -> None:
+    """Free the port, also where a worker that cannot die has the socket as well. Idempotent."""
+    with contextlib.suppress(OSError):  # closed before, or nobody listens any more
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
