@@ -59,12 +59,12 @@ def reply_to(request: bytes) -> bytes | None:
     return OUT_HEADER.pack(OUT_HEADER.size + len(body), error, unique) + body
 
 
-def answer_client(connection: int, message: dict[str, object]) -> None:
+def answer_client(connection: int, message: dict[str, object], restarts: int) -> None:
     with socket.socket(fileno=connection) as client:
         client.settimeout(5)
         result = {
             "state": "serving",
-            "worker": {"pid": os.getpid(), "restarts": 0},
+            "worker": {"pid": os.getpid(), "restarts": restarts},
             "uid": os.getuid(),
             "groups": os.getgroups(),
             "environment": sorted(os.environ),
@@ -73,7 +73,7 @@ def answer_client(connection: int, message: dict[str, object]) -> None:
         client.sendall(json.dumps({"ok": True, "result": result}).encode() + b"\n")
 
 
-def serve(mode: str, fuse: int, channel: socket.socket) -> int:
+def serve(mode: str, fuse: int, channel: socket.socket, restarts: int) -> int:
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(fuse, select.POLLIN)
@@ -87,7 +87,7 @@ def serve(mode: str, fuse: int, channel: socket.socket) -> int:
                 if message["do"] == "stop":
                     return 0
                 if message["do"] == "client":
-                    answer_client(descriptors[0], message)
+                    answer_client(descriptors[0], message, restarts)
                 continue
             try:
                 request = os.read(fuse, 1 << 21)
@@ -124,7 +124,7 @@ def main() -> int:
         channel.recv(1)
         return 0
     channel.send(b'{"event": "ready"}')
-    return serve(mode, fds["fuse"], channel)
+    return serve(mode, fds["fuse"], channel, bootstrap["restarts"])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import pwd
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,13 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = WAIT_S
             pytest.fail(f"waited {seconds:g} s in vain for: {what}")
         time.sleep(0.01)
     return value
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def fuse_mounts(below: str) -> list[str]:

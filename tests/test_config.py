@@ -165,6 +165,22 @@ def test_eviction_and_scrubbing_from_everywhere(tmp_path: Path, policy: EvictPol
     assert (config.evict, config.scrub_bytes_per_second) == (policy, 20 << 20)
 
 
+@pytest.mark.parametrize(
+    ("text", "port"), [("9464", 9464), ("1", 1), ("65535", 65535), ("off", None)]
+)
+def test_a_metrics_port_from_everywhere(tmp_path: Path, text: str, port: int | None) -> None:
+    file = tmp_path / "monarchfs.toml"
+    file.write_text(f"metrics_port = {port or repr(text)}\n")
+    wanted = Settings(metrics_port=port)
+    assert settings_from(parse(["--config", str(file)])) == wanted
+    assert settings_from(parse(["-o", f"metrics_port={text}"])) == wanted
+    assert settings_from(parse(["--metrics-port", text])) == wanted
+    config = build_config(
+        wanted, source="/s", mountpoint="/m", user=ALICE, places=Places("/cache", "/run/x")
+    )
+    assert config.metrics_port == port
+
+
 def test_without_options_all_is_default() -> None:
     assert settings_from(parse([])) == Settings()
     assert Settings().freshness == Freshness(FreshnessMode.TTL, 60.0)
@@ -229,6 +245,10 @@ def test_user_with_a_value_is_ours_not_fstabs() -> None:
         'evict = "mru"',
         'scrub = "fast"',
         "scrub = true",
+        "metrics_port = 0",
+        "metrics_port = 65536",
+        "metrics_port = 9464.5",
+        "metrics_port = true",
         'tier = ["/a=1G", "/a=2G"]',
         "[table]\nx = 1",
     ],
@@ -273,6 +293,7 @@ configs = st.builds(
     freshness=st.builds(Freshness, st.sampled_from(FreshnessMode), st.floats(0, 1e6)),
     evict=st.sampled_from(EvictPolicy),
     scrub_bytes_per_second=st.integers(0, 1 << 60),
+    metrics_port=st.none() | st.integers(1, 65535),
     allow_other=st.booleans(),
     log_file=st.none() | paths,
 )

@@ -414,6 +414,7 @@ def test_a_worker_that_crashes_at_the_start_gets_a_successor(root_work: Area, st
     assert "starting another one" in done.stderr
     assert (root_work.path / "state" / "suspect").exists()
     assert status(root_work)["state"] == "serving"
+    assert status(root_work)["worker"]["restarts"] == 1
     assert run_as_owner(root_work, "stat", f"{root_work.path}/mnt") == 0
     umount(root_work)
     assert_unmounted(root_work)

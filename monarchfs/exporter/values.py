@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from monarchfs import __version__
 from monarchfs.metrics import Histogram, Requests, names
 from monarchfs.metrics.names import Family
-from monarchfs.types import Lane, TierTotals
+from monarchfs.types import TierTotals
 
 if TYPE_CHECKING:
     from monarchfs.metrics import Metrics
@@ -84,7 +84,7 @@ def _request_durations(requests: Requests) -> Iterator[Sample]:
 
 def _source(worker: Worker) -> Values:
     source, counters = worker.source, worker.source.counters
-    lanes = {Lane.DEMAND.value: source.demand, Lane.BACKGROUND.value: source.background}
+    lanes = [(lane.lane.value, lane) for lane in (source.demand, source.background)]
     calls = counters.calls.items()
     return {
         names.SOURCE_RESPONDING: [((), int(source.responding))],
@@ -95,11 +95,9 @@ def _source(worker: Worker) -> Values:
             (("prefetch",), counters.prefetch_read_bytes),
         ],
         names.SOURCE_ERRORS: _labelled(counters.errors_by.by_name.items()),
-        names.SOURCE_CALLS_ACTIVE: _labelled((n, len(lane.running)) for n, lane in lanes.items()),
+        names.SOURCE_CALLS_ACTIVE: _labelled((n, len(lane.running)) for n, lane in lanes),
         names.SOURCE_CALLS_STUCK: [((), counters.stuck)],
-        names.SOURCE_OLDEST_CALL: _labelled(
-            (n, lane.oldest_seconds()) for n, lane in lanes.items()
-        ),
+        names.SOURCE_OLDEST_CALL: _labelled((n, lane.oldest_seconds()) for n, lane in lanes),
     }
 
 

@@ -217,24 +217,26 @@ class Adapter(pyfuse3.Operations):
     async def open(self, inode: InodeT, flags: int, ctx: RequestContext) -> pyfuse3.FileInfo:
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        started = now_ns()
+        started, took = now_ns(), self.took.open_local
         handle = self._files.known_open(inode)
         if handle is None:
             handle = await self._waiting(lambda: self._files.open(inode))
-        took = self.took.open_local if handle.local else self.took.open_source
+            if not handle.local:
+                took = self.took.open_source
         took.observe(now_ns() - started)
         number = FileHandleT(self._handles.add(handle))
         return pyfuse3.FileInfo(fh=number, keep_cache=handle.keep_cache)
 
     @answers
     async def read(self, fh: FileHandleT, off: int, size: int) -> Data:  # type: ignore[override]
-        started = now_ns()
+        started, took = now_ns(), self.took.read_local
         handle = self._handles.get(fh)
         data = handle.known_read(off, size)
         if data is None:
             data = await self._waiting(lambda: handle.read(off, size, self._files))
+            if not handle.local:
+                took = self.took.read_source
         self._metrics.relayed_bytes += len(data)
-        took = self.took.read_local if handle.local else self.took.read_source
         took.observe(now_ns() - started)
         return data
 

@@ -1,0 +1,211 @@
+"""The exporter's HTTP: what it answers, and what clients cannot do to it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+import trio
+
+from monarchfs.exporter import http
+from monarchfs.supervisor.port import listen_locally, stop_listening
+from monarchfs.types import OperationError
+from tests.mounting import free_port
+
+PAGE = b"monarchfs_x 1\n" * 5000
+GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+async def page() -> bytes:
+    return PAGE
+
+
+@asynccontextmanager
+async def served(get: Callable[[], Awaitable[bytes]] = page) -> AsyncIterator[int]:
+    """A server; the port where it listens. It has to end by itself once it is shut down."""
+    listener = listen_locally(free_port())
+    port = listener.getsockname()[1]
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            # A descriptor of its own, as the worker has one.
+            own = socket.socket(fileno=socket.dup(listener.fileno()))
+            nursery.start_soon(partial(http.serve, own, get, "text/plain"))
+            try:
+                yield port
+            finally:
+                stop_listening(listener)
+        own.close()
+
+
+async def ask(port: int, request: bytes) -> bytes:
+    """The whole answer; what a connection reset leaves of it."""
+    stream = await trio.open_tcp_stream("127.0.0.1", port)
+    answer = b""
+    async with stream:
+        try:
+            await stream.send_all(request)
+            async for part in stream:
+                answer += part
+        except trio.BrokenResourceError:
+            pass
+    return answer
+
+
+def status_of(answer: bytes) -> bytes:
+    return answer.split(b" ", 2)[1] if answer else b""
+
+
+def test_a_page_is_served() -> None:
+    async def main() -> None:
+        async with served() as port:
+            answer = await ask(port, GET)
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert status_of(answer) == b"200"
+            assert b"Content-Length: %d" % len(PAGE) in head
+            assert body == PAGE
+            assert (await ask(port, GET.replace(b"GET", b"HEAD"))).endswith(b"\r\n\r\n")
+            assert status_of(await ask(port, GET.replace(b"metrics", b"metrics?a=b"))) == b"200"
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", b"404"),
+        (b"GET /metricsx HTTP/1.1\r\n\r\n", b"404"),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"405"),
+        (b"GET /metrics\r\n\r\n", b"400"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"400"),
+        (b"\r\n\r\n", b"400"),
+    ],
+)
+def test_other_requests_are_refused(request_bytes: bytes, status: bytes) -> None:
+    async def main() -> None:
+        async with served() as port:
+            assert status_of(await ask(port, request_bytes)) == status
+            assert status_of(await ask(port, GET)) == b"200"
+
+    trio.run(main)
+
+
+def test_a_request_that_never_ends_is_cut_off() -> None:
+    async def main() -> None:
+        async with served() as port:
+            # The reset may overtake the answer: it is the end that counts.
+            answer = await ask(port, b"GET /metrics HTTP/1.1\r\n" + b"x: y\r\n" * 200_000)
+            assert status_of(answer) in (b"431", b"")
+            assert status_of(await ask(port, GET)) == b"200"
+
+    trio.run(main)
+
+
+def test_clients_that_say_nothing_or_read_nothing_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "CONNECTION_SECONDS", 0.2)
+
+    async def large() -> bytes:
+        return b"x" * (64 << 20)  # more than the socket's buffers take
+
+    async def main() -> None:
+        async with served(large) as port, trio.open_nursery() as nursery:
+            silent = [
+                await trio.open_tcp_stream("127.0.0.1", port)
+                for _ in range(2 * http.MOST_CONNECTIONS)
+            ]
+            for stream in silent[::2]:
+                await stream.send_all(GET)
+            # All are dropped, those that waited for a place too, and then it is our turn.
+            assert status_of(await ask(port, b"GET /x HTTP/1.1\r\n\r\n")) == b"404"
+            for stream in silent:
+                nursery.start_soon(stream.aclose)
+
+    trio.run(main)
+
+
+def test_no_more_are_served_at_once_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = most = 0
+
+    async def slow() -> bytes:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await trio.sleep(0.01)
+        at_once -= 1
+        return b""
+
+    async def main() -> None:
+        async with served(slow) as port, trio.open_nursery() as nursery:
+            for _ in range(40):
+                nursery.start_soon(ask, port, GET)
+        assert most == http.MOST_CONNECTIONS
+
+    trio.run(main)
+
+
+def test_a_client_that_leaves_disturbs_nobody() -> None:
+    async def main() -> None:
+        async with served() as port:
+            for request in (b"", b"GET /met", GET):
+                stream = await trio.open_tcp_stream("127.0.0.1", port)
+                await stream.send_all(request)
+                # With unread data or without: a reset.
+                stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                await stream.aclose()
+            assert status_of(await ask(port, GET)) == b"200"
+
+    trio.run(main)
+
+
+def test_an_error_of_ours_is_logged_and_answered(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken() -> bytes:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        async with served(broken) as port:
+            for _ in range(2):
+                assert status_of(await ask(port, GET)) == b"500"
+
+    trio.run(main)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_out_of_descriptors_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "PAUSE_SECONDS", 0.01)
+    failures = [OSError(errno.EMFILE, "full"), ConnectionAbortedError(errno.ECONNABORTED, "gone")]
+    really = trio.socket.from_stdlib_socket
+
+    class Failing:
+        def __init__(self, listener: socket.socket) -> None:
+            self.listener = really(listener)
+
+        async def accept(self) -> object:
+            if failures:
+                raise failures.pop()
+            return await self.listener.accept()
+
+    monkeypatch.setattr(trio.socket, "from_stdlib_socket", Failing)
+
+    async def main() -> None:
+        async with served() as port:
+            assert status_of(await ask(port, GET)) == b"200"
+
+    trio.run(main)
+    assert not failures
+
+
+def test_a_port_is_had_by_one() -> None:
+    listener = listen_locally(free_port())
+    port = listener.getsockname()[1]
+    assert listener.getsockname()[0] == "127.0.0.1"
+    with pytest.raises(OperationError, match=f"127.0.0.1:{port}: Address already in use: give"):
+        listen_locally(port)
+    with socket.socket(fileno=socket.dup(listener.fileno())):
+        stop_listening(listener)
+        stop_listening(listener)
+        listen_locally(port).close()

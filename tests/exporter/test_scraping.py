@@ -1,0 +1,379 @@
+"""Scrapes of real mounts: what was done is what is counted, whatever state the mount is in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.client import HTTPException
+from pathlib import Path
+
+import pytest
+
+from monarchfs.metrics.names import FAMILIES
+from tests import trees
+from tests.exporter.scraping import Scrape, scrape
+from tests.mounting import (
+    WAIT_SECONDS,
+    Bench,
+    Mount,
+    free_port,
+    fuse_mounts,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
+
+pytestmark = [requires_root, requires_fuse]
+
+FILES, SIZE = 12, 50_000
+PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
+READ_ALL = "import sys; [open(path, 'rb').read() for path in sys.argv[1:]]"
+
+
+def make_files(directory: Path, count: int = FILES, size: int = SIZE) -> None:
+    directory.mkdir(exist_ok=True)
+    for n in range(count):
+        (directory / f"f{n}").write_bytes(trees.random_bytes(size, n))
+
+
+def read_all(mount: Mount, names: list[str] | None = None) -> None:
+    names = names or [f"f{n}" for n in range(FILES)]
+    paths = [str(mount.path / name) for name in names]
+    subprocess.run([sys.executable, "-c", READ_ALL, *paths], check=True, timeout=WAIT_SECONDS)
+
+
+def mounted(work: Bench, *options: str, source: Path | None = None) -> tuple[Mount, int]:
+    """A mount with metrics, and where it serves them."""
+    if source is None:
+        source = work.path / "src"
+        make_files(source)
+    port = free_port()
+    return work.mount(source, "--metrics-port", str(port), *options), port
+
+
+def sums_are_right(now: Scrape) -> None:
+    """Each histogram's buckets rise to its count."""
+    for name, kind in now.kinds.items():
+        if kind != "histogram":
+            continue
+        for (known, labels), count in now.samples.items():
+            if known != f"{name}_count":
+                continue
+            assert now.samples[f"{name}_bucket", labels | {("le", "+Inf")}] == count
+            buckets = sorted(
+                (float(dict(others)["le"]), value)
+                for (other, others), value in now.samples.items()
+                if other == f"{name}_bucket" and labels < others
+            )
+            values = [value for _bound, value in buckets]
+            assert values == sorted(values)
+            assert (now.samples[f"{name}_sum", labels] > 0) == (count > 0)
+
+
+def test_what_was_done_is_what_is_counted(work: Bench) -> None:
+    mount, port = mounted(work, "--freshness", "immutable")
+    assert mount.status()["metrics_port"] == port
+    read_all(mount)
+    mount.wait_idle()
+    read_all(mount)
+    assert run("evict", str(mount.path), "f0").returncode == 0
+    now = scrape(port)
+    tier = f"{work.path}/tier"
+    assert now.value("monarchfs_opens_total", served="source") == FILES
+    assert now.value("monarchfs_opens_total", served="local") == FILES
+    for served in ("local", "source"):
+        assert now.value("monarchfs_opened_file_bytes_total", served=served) == FILES * SIZE
+        assert (
+            now.value("monarchfs_request_duration_seconds_count", operation="open", served=served)
+            == FILES
+        )
+    assert now.value("monarchfs_relayed_bytes_total") >= FILES * SIZE
+    assert now.total("monarchfs_source_read_bytes_total") == FILES * SIZE
+    assert (
+        now.value("monarchfs_source_operations_total", purpose="demand", operation="open") == FILES
+    )
+    lookups = {
+        served: now.value(
+            "monarchfs_request_duration_seconds_count", operation="lookup", served=served
+        )
+        for served in ("local", "source")
+    }
+    assert lookups["source"] == FILES
+    assert now.value("monarchfs_copies_completed_total") == FILES
+    assert now.total("monarchfs_copies_failed_total") == 0
+    assert now.value("monarchfs_evictions_total", reason="manual") == 1
+    assert now.value("monarchfs_tier_files", tier=tier, state="complete") == FILES - 1
+    assert now.value("monarchfs_tier_capacity_bytes", tier=tier) == 1 << 30
+    assert now.value("monarchfs_tier_in_service", tier=tier) == 1
+    # Also of what is just being removed.
+    used = now.value("monarchfs_tier_used_bytes", tier=tier)
+    assert (FILES - 1) * SIZE <= used <= FILES * (SIZE + 8192)
+    assert now.value("monarchfs_index_inodes") == FILES + 1
+    assert now.value("monarchfs_index_bytes") > 4096
+    assert now.value("monarchfs_source_responding") == 1
+    assert now.value("monarchfs_worker_restarts_total") == 0
+    assert now.value("process_open_fds") > 5
+    assert f'mountpoint="{mount.path}"' in now.text
+    sums_are_right(now)
+
+
+def test_everything_documented_is_exported_and_nothing_else(work: Bench) -> None:
+    mount, port = mounted(work)
+    read_all(mount)
+    now = scrape(port)
+    ours = {name: kind for name, kind in now.kinds.items() if name.startswith("monarchfs_")}
+    assert ours == {family.name: family.kind.value for family in FAMILIES}
+    assert all(now.helps[family.name] == family.help for family in FAMILIES)
+    for family in FAMILIES:
+        # An empty label is the same as none, and the parser leaves none out.
+        assert now.labels[family.name] == set(family.labels)
+    document = (Path(__file__).parents[2] / "docs" / "METRICS.md").read_text()
+    assert [name for name in now.kinds if f"`{name}`" not in document] == []
+    series = len(now.samples)
+    read_all(mount, ["f1", "f2"])
+    mount.wait_idle()
+    assert len(scrape(port).samples) == series, "work makes no series"
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool (Debian: prometheus) is not installed")
+def test_promtool_has_no_complaints(work: Bench) -> None:
+    assert PROMTOOL is not None
+    mount, port = mounted(work)
+    read_all(mount)
+    done = subprocess.run(
+        [PROMTOOL, "check", "metrics"],
+        input=scrape(port).text,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_scrapes_under_load_are_quick_and_never_go_back(work: Bench) -> None:
+    mount, port = mounted(work, "--freshness", "immutable")
+    read_all(mount)
+    mount.wait_idle()
+    code = (
+        "import os, sys\n"
+        "paths = sys.argv[1:]\n"
+        "while True:\n"
+        "    for path in paths:\n"
+        "        with open(path, 'rb') as file: file.read()\n"
+    )
+    paths = [str(mount.path / f"f{n}") for n in range(FILES)]
+    reader = subprocess.Popen([sys.executable, "-c", code, *paths])
+    try:
+        before = scrape(port)
+        slowest = 0.0
+        for _ in range(20):
+            started = time.monotonic()
+            now = scrape(port)
+            slowest = max(slowest, time.monotonic() - started)
+            sums_are_right(now)
+            for (name, labels), value in before.samples.items():
+                if name.endswith(("_total", "_count", "_bucket")):
+                    assert now.samples[name, labels] >= value, name
+            before = now
+        assert slowest < 5
+        opens = now.value("monarchfs_opens_total", served="local")
+        wait_for(
+            lambda: scrape(port).value("monarchfs_opens_total", served="local") > opens,
+            "the reader to go on",
+        )
+        assert reader.poll() is None
+    finally:
+        reader.kill()
+        reader.wait(10)
+
+
+def test_a_scrape_while_the_source_hangs(work: Bench) -> None:
+    backing = work.path / "backing"
+    make_files(backing)
+    source = work.faulty_source(backing)
+    mount, port = mounted(work, "-o", "source_deadline_seconds=0.5", source=source.path)
+    read_all(mount, ["f0"])
+    mount.wait_idle()
+    source.faults(hang=["* *"])
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READ_ALL, str(mount.path / "f1")], stderr=subprocess.DEVNULL
+    )
+    try:
+
+        def hanging() -> Scrape | None:
+            started = time.monotonic()
+            now = scrape(port)
+            assert time.monotonic() - started < 5
+            return now if now.value("monarchfs_source_calls_stuck") else None
+
+        now = wait_for(hanging, "the call to be seen as stuck")
+        assert now.value("monarchfs_source_oldest_call_seconds", lane="demand") > 0.9
+        assert now.value("monarchfs_source_calls_active", lane="demand") >= 1
+        assert now.value("monarchfs_requests_waiting") >= 1
+        wait_for(
+            lambda: scrape(port).value("monarchfs_source_responding") == 0, "the source to hang"
+        )
+        reader.kill()
+        reader.wait(10)
+        wait_for(
+            lambda: scrape(port).value("monarchfs_requests_interrupted_total") >= 1,
+            "the request to be given up",
+        )
+        assert scrape(port).value("monarchfs_request_errors_total", error="EINTR") >= 1
+    finally:
+        reader.kill()
+        source.faults()
+        reader.wait(10)
+    wait_for(lambda: scrape(port).value("monarchfs_source_responding") == 1, "the source again")
+
+
+def test_errors_are_counted_by_their_names(work: Bench) -> None:
+    backing = work.path / "backing"
+    make_files(backing)
+    source = work.faulty_source(backing)
+    mount, port = mounted(work, source=source.path)
+    source.faults(fail={"read f3": 5, "open f4": 13})
+    for name in ("f3", "f4"):
+        with pytest.raises(subprocess.CalledProcessError):
+            read_all(mount, [name])
+    now = scrape(port)
+    assert now.value("monarchfs_request_errors_total", error="EIO") >= 1
+    assert now.value("monarchfs_request_errors_total", error="EACCES") >= 1
+    assert now.value("monarchfs_source_errors_total", error="EIO") >= 1
+    assert now.value("monarchfs_source_errors_total", error="EACCES") == 0, "that is an answer"
+    sums_are_right(now)
+
+
+def test_what_finds_no_room_is_counted(work: Bench) -> None:
+    source = work.path / "src"
+    make_files(source)
+    port = free_port()
+    mount = work.mount(source, "--metrics-port", str(port), tier="100K")
+    read_all(mount)
+    mount.wait_idle()
+    now = scrape(port)
+    complete = now.value("monarchfs_copies_completed_total")
+    assert 0 < complete < FILES
+    refused = now.value("monarchfs_copies_refused_total", reason="no_room")
+    assert refused >= FILES - complete
+    assert now.total("monarchfs_copies_refused_total") == refused
+
+
+def test_a_port_that_is_taken_fails_the_mount(work: Bench) -> None:
+    mount, port = mounted(work)
+    (work.path / "other").mkdir()
+    before = sorted(os.listdir(work.path))
+    done = run(
+        *("mount", str(mount.source), str(work.path / "other"), "--metrics-port", str(port)),
+        *("--tier", f"{work.path}/tier2=1G", "--state-dir", f"{work.path}/state2"),
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"monarchfs: cannot serve metrics on 127.0.0.1:{port}: ")
+    assert done.stderr.count("\n") == 1
+    assert sorted(os.listdir(work.path)) == before
+    assert fuse_mounts(str(work.path)) == [str(mount.path)]
+    assert scrape(port).value("monarchfs_source_responding") == 1
+
+
+def test_a_worker_that_is_stopped_or_dead_costs_a_scrape_no_more_than_its_timeout(
+    work: Bench,
+) -> None:
+    mount, port = mounted(work)
+    worker = mount.worker_pid()
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        with pytest.raises(OSError, match="timed out"):
+            scrape(port, 0.3)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert scrape(port).total("monarchfs_opens_total") == 0
+    os.kill(worker, signal.SIGKILL)
+
+    def refused() -> bool:
+        started = time.monotonic()
+        try:
+            scrape(port, 2)
+        except ConnectionRefusedError:
+            return True
+        # The supervisor has the socket until the mount is gone, and resets who waits then.
+        except (OSError, HTTPException):
+            assert time.monotonic() - started < 4
+        return False
+
+    wait_for(refused, "the port to be closed with the mount")
+    # And it is free for the next one.
+    work.mount(mount.source, "--metrics-port", str(port))
+    assert scrape(port).value("monarchfs_source_responding") == 1
+
+
+def test_a_worker_that_cannot_die_does_not_keep_the_port(work: Bench) -> None:
+    backing = work.path / "backing"
+    make_files(backing)
+    source = work.faulty_source(backing)
+    mount, port = mounted(work, source=source.path)
+    worker = mount.worker_pid()
+    source.faults(hang=["open *"])
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READ_ALL, str(mount.path / "f1")], stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_for(lambda: scrape(port).value("monarchfs_requests_waiting") >= 1, "the open to hang")
+        assert mount.umount(timeout=3).returncode == 0
+        assert Path(f"/proc/{worker}").exists(), "a thread of it hangs in the source"
+        other = work.path / "other"
+        make_files(other)
+        work.mount(other, "--metrics-port", str(port), "--state-dir", f"{work.path}/state2")
+        assert scrape(port).value("monarchfs_source_responding") == 1
+    finally:
+        reader.kill()
+        source.faults()
+        reader.wait(10)
+
+
+def test_clients_that_misbehave_do_not_hurt_the_mount(work: Bench) -> None:
+    """More of them than are served at once, for as long as the test takes."""
+    mount, port = mounted(work)
+    clients = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(12)]
+    try:
+        for client in clients:
+            client.sendall(b"GET /metrics HTTP/1.1\r\n")
+        started = time.monotonic()
+        read_all(mount)
+        mount.wait_idle()
+        assert time.monotonic() - started < 5
+        # They are dropped in time for the next scrape.
+        assert scrape(port, 20).value("monarchfs_copies_completed_total") == FILES
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_many_scrapes_at_once_are_all_answered(work: Bench) -> None:
+    _mount, port = mounted(work)
+    answers: list[Scrape] = []
+    threads = [threading.Thread(target=lambda: answers.append(scrape(port, 20))) for _ in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(answers) == 24
+
+
+def test_without_the_option_nobody_listens(work: Bench) -> None:
+    source = work.path / "src"
+    make_files(source)
+    mount = work.mount(source)
+    assert mount.status()["metrics_port"] is None
+    worker = mount.worker_pid()
+    tcp = Path(f"/proc/{worker}/net/tcp").read_text()
+    inodes = {line.split()[9] for line in tcp.splitlines()[1:]}
+    links = [os.readlink(entry) for entry in Path(f"/proc/{worker}/fd").iterdir()]
+    assert not [link for link in links if link.removeprefix("socket:[").rstrip("]") in inodes]
