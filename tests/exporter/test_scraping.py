@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -34,6 +36,10 @@ pytestmark = [requires_root, requires_fuse]
 
 FILES, SIZE = 12, 50_000
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool (Debian's package prometheus) is not installed"
+)
+DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS.md"
 READ_ALL = "import sys; [open(path, 'rb').read() for path in sys.argv[1:]]"
 
 
@@ -95,6 +101,10 @@ def test_what_was_done_is_what_is_counted(work: Bench) -> None:
             == FILES
         )
     assert now.value("monarchfs_relayed_bytes_total") >= FILES * SIZE
+    assert (
+        now.value("monarchfs_request_duration_seconds_count", operation="read", served="source")
+        >= FILES
+    )
     assert now.total("monarchfs_source_read_bytes_total") == FILES * SIZE
     assert (
         now.value("monarchfs_source_operations_total", purpose="demand", operation="open") == FILES
@@ -134,7 +144,7 @@ def test_everything_documented_is_exported_and_nothing_else(work: Bench) -> None
     for family in FAMILIES:
         # An empty label is the same as none, and the parser leaves none out.
         assert now.labels[family.name] == set(family.labels)
-    document = (Path(__file__).parents[2] / "docs" / "METRICS.md").read_text()
+    document = DOCUMENT.read_text()
     assert [name for name in now.kinds if f"`{name}`" not in document] == []
     series = len(now.samples)
     read_all(mount, ["f1", "f2"])
@@ -142,7 +152,7 @@ def test_everything_documented_is_exported_and_nothing_else(work: Bench) -> None
     assert len(scrape(port).samples) == series, "work makes no series"
 
 
-@pytest.mark.skipif(PROMTOOL is None, reason="promtool (Debian: prometheus) is not installed")
+@needs_promtool
 def test_promtool_has_no_complaints(work: Bench) -> None:
     assert PROMTOOL is not None
     mount, port = mounted(work)
@@ -156,6 +166,27 @@ def test_promtool_has_no_complaints(work: Bench) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@needs_promtool
+def test_promtool_takes_the_documented_queries(tmp_path: Path) -> None:
+    assert PROMTOOL is not None
+    blocks = re.findall(r"^```promql\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    # A line that is indented belongs to the one before.
+    queries = [query for block in blocks for query in re.split(r"\n(?! )", block.rstrip())]
+    assert len(queries) > 10
+    rules = [{"record": f"query:{n}", "expr": query} for n, query in enumerate(queries)]
+    file = tmp_path / "rules.yml"  # JSON is YAML
+    file.write_text(json.dumps({"groups": [{"name": "documented", "rules": rules}]}))
+    done = subprocess.run(
+        [PROMTOOL, "check", "rules", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{len(queries)} rules found" in done.stdout
 
 
 def test_scrapes_under_load_are_quick_and_never_go_back(work: Bench) -> None:
