@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests import trees
+from tests.exporter.scraping import scrape
 from tests.faking import interpreter_for
-from tests.mounting import Bench, as_user, requires_fuse, requires_root, run
+from tests.mounting import Bench, as_user, free_port, requires_fuse, requires_root, run
 
 pytestmark = [requires_root, requires_fuse]
 
@@ -56,6 +57,35 @@ def test_an_ordinary_user_mounts_reads_and_unmounts(area: Bench) -> None:
     assert not os.path.ismount(mount.path)
     owners = {p.stat().st_uid for p in (area.path / "tier").rglob("*")}
     assert owners == {NOBODY.pw_uid}
+
+
+@pytest.mark.usefixtures("open_device")
+def test_an_ordinary_users_mount_has_metrics(area: Bench) -> None:
+    (area.path / "source" / "file").write_bytes(b"content")
+    port = free_port()
+    mount = area.mount(area.path / "source", "--metrics-port", str(port), user="nobody")
+    assert read_as("nobody", mount.path / "file").stdout == b"content"
+    now = scrape(port)
+    assert now.value("monarchfs_opens_total", served="source") == 1
+    assert now.value("process_open_fds") > 5
+
+
+@pytest.mark.usefixtures("open_device")
+def test_a_port_that_only_root_may_have_is_refused(area: Bench) -> None:
+    if int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) <= 81:
+        pytest.skip("here, everybody may have that port")
+    (area.path / "mnt").mkdir()
+    os.chown(area.path / "mnt", NOBODY.pw_uid, -1)
+    done = run(
+        *("mount", str(area.path / "source"), str(area.path / "mnt"), "--metrics-port", "81"),
+        *("--tier", f"{area.path}/tier=1G", "--state-dir", f"{area.path}/state"),
+        user="nobody",
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("monarchfs: cannot serve metrics on 127.0.0.1:81: Permission")
+    assert done.stderr.count("\n") == 1
+    assert not (area.path / "tier").exists()
+    assert not (area.path / "state").exists()
 
 
 @pytest.mark.usefixtures("open_device")
