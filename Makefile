@@ -21,7 +21,7 @@ setup: $(STAMP)
 	@:
 
 # A bare root (debootstrap) has no /etc/mtab, without which fusermount3 unmounts nothing.
-$(STAMP): Makefile pyproject.toml setup.py monarchfs/fuse/_session.c
+$(STAMP): Makefile pyproject.toml setup.py $(wildcard monarchfs/fuse/*.c monarchfs/fuse/*.h)
 	@$(MAKE) --no-print-directory packages
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "$(PYTHON) is older than Python 3.10: give another one as PYTHON=..." >&2; exit 1; }

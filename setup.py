@@ -24,7 +24,8 @@ setup(
     ext_modules=[
         Extension(
             "monarchfs.fuse._session",
-            ["monarchfs/fuse/_session.c"],
+            ["monarchfs/fuse/_session.c", "monarchfs/fuse/_relay.c"],
+            depends=["monarchfs/fuse/_relay.h"],
             extra_compile_args=[
                 *(pkg_config("--cflags") or ["-I/usr/include/fuse3"]),
                 "-std=gnu11",
@@ -32,6 +33,7 @@ setup(
                 "-Wall",
                 "-Wextra",
                 "-D_FILE_OFFSET_BITS=64",
+                "-pthread",
             ],
             extra_link_args=pkg_config("--libs") or ["-lfuse3"],
             optional=True,

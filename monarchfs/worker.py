@@ -35,6 +35,7 @@ from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.notify import Notifier
+from monarchfs.fuse.relay import Relay
 from monarchfs.index import Index, set_aside
 from monarchfs.metrics import Metrics
 from monarchfs.placement.policies import Eviction
@@ -182,6 +183,8 @@ class Worker:
         self.xattrs = Xattrs(self.tree, self.files, self.source)
         self.scan = Scan(self.tree, self.copier)
         self.interrupts = Interrupts(self.metrics)
+        self.relay = Relay(fuse_session.hooks, self.metrics)
+        self.cache.stop_reading = self.relay.forget
         self.session = fuse_session.Session(
             Adapter(
                 self.tree,
@@ -189,6 +192,7 @@ class Worker:
                 self.xattrs,
                 self.interrupts,
                 self.metrics,
+                self.relay,
                 fuse_session.current_request,
                 fuse_session.no_attributes_mark(),
             ),

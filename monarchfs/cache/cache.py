@@ -146,6 +146,7 @@ class Cache(Filling):
         """A tier failed under a reader, who goes to the source: the replica is not used again."""
         if replica.bad:
             return  # that is known, and the tier is not to blame
+        self.stop_reading(replica.fd)
         self._tiers.failed(self.tiers[replica.tier], "reading", exc, reading=True)
         # Others who read it may have said so already; what is recorded now may be a new one.
         if self._open.get(replica.ino) is replica:

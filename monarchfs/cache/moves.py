@@ -107,6 +107,7 @@ class Moves(Records):
         replica = self._open.get(ino)
         if replica is not None:
             replica.bad = True
+            self.stop_reading(replica.fd)
         self.drop(ino, "its replica was corrupt")
         self.forget_pages(ino)
 

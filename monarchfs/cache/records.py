@@ -75,6 +75,8 @@ class Records:
         """Called when files that found no tier may find one now."""
         self.forget_pages: Callable[[int], None] = _forget_no_pages
         """Called with an inode number of which the kernel may have read wrong bytes."""
+        self.stop_reading: Callable[[int], None] = _nobody_reads
+        """Called with the descriptor of an open replica that is not to be read any more."""
         self._open: dict[int, OpenReplica] = {}
         self._busy: dict[int, bytes] = {}
         self._taking: set[int] = set()
@@ -196,6 +198,10 @@ class Records:
 
 def _nobody_waits() -> None:
     """Where nothing is copied."""
+
+
+def _nobody_reads(fd: int) -> None:
+    """Where only Python reads replicas."""
 
 
 def _forget_no_pages(ino: int) -> None:

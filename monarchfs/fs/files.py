@@ -79,6 +79,11 @@ class FileHandle:
         """Whether its bytes come from a complete replica."""
         return self._replica is not None
 
+    @property
+    def replica(self) -> OpenReplica | None:
+        """What holds all of its bytes, if that is how it was opened."""
+        return self._replica
+
     def known_read(self, offset: int, size: int) -> Data | None:
         """The bytes if they are in this node's memory, else None. Never fewer than asked for,
         but at the file's end."""

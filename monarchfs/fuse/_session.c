@@ -4,11 +4,13 @@
  * pyfuse3's calls to the functions below to these definitions (ld.so(8), symbol lookup order);
  * where the library's own is needed it is found with dlsym(RTLD_NEXT).
  *
- *   fuse_session_receive_buf   reads one request, remembers whose it is, and takes out
+ *   fuse_session_fd            tells pyfuse3 what to wait for: first libfuse's descriptor, then the
+ *                              queue of the threads that read the kernel's (_relay.c)
+ *   fuse_session_receive_buf   takes one request, remembers whose it is, and takes out
  *                              FUSE_INTERRUPT, for which pyfuse3 has no hook
  *   fuse_add_direntry_plus     lets a directory entry carry no attributes (node id 0)
  *
- * pyfuse3 calls both with the GIL held, from one thread.
+ * pyfuse3 calls them with the GIL held, from one thread.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -19,75 +21,144 @@
 
 #include <dlfcn.h>
 #include <errno.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
-/* The kernel refuses reads into a buffer smaller than the largest request that INIT allowed
- * (fs/fuse/dev.c, fuse_dev_do_read). The mount is read-only and the reply to INIT says max_write
- * 4096, so that requests are a path component or an attribute name at most; the rest is reserve. */
-#define REQUEST_BYTES (128 * 1024 + 4096)
+#include "_relay.h"
 
 /* EntryAttributes.generation with this value marks an entry without attributes. */
 #define NO_ATTRIBUTES UINT64_MAX
+
+/* So often an interrupt is given back that comes before the request it is about. */
+#define MOST_RETURNS 3
+#define RETURNS_KEPT 64
 
 static uint64_t current_unique;
 static uint32_t current_opcode;
 static uint32_t current_pid;
 static PyObject *on_interrupt; /* callable(unique) or NULL */
+static int waited_fd = -1; /* an epoll descriptor: what pyfuse3 waits for may change behind it */
+static bool relaying;
+
+static struct {
+	uint64_t unique;
+	unsigned times;
+} returned[RETURNS_KEPT];
+
+static int real_session_fd(struct fuse_session *se)
+{
+	static int (*real)(struct fuse_session *);
+	if (!real) {
+		real = dlsym(RTLD_NEXT, "fuse_session_fd");
+		if (!real)
+			Py_FatalError("libfuse has no fuse_session_fd");
+	}
+	return real(se);
+}
+
+static int watch(int operation, int fd)
+{
+	struct epoll_event event = {.events = EPOLLIN};
+	return epoll_ctl(waited_fd, operation, fd, &event) < 0 ? -errno : 0;
+}
+
+int fuse_session_fd(struct fuse_session *se)
+{
+	int fd = real_session_fd(se);
+	if (waited_fd < 0) {
+		waited_fd = epoll_create1(EPOLL_CLOEXEC);
+		if (waited_fd >= 0 && watch(EPOLL_CTL_ADD, fd) < 0) {
+			close(waited_fd);
+			waited_fd = -1;
+		}
+	}
+	return waited_fd < 0 ? fd : waited_fd;
+}
+
+/* One request from libfuse's descriptor: its length, 0 at the end, -errno. */
+static ssize_t receive_here(struct fuse_session *se, void *buffer)
+{
+	ssize_t got = read(real_session_fd(se), buffer, REQUEST_BYTES);
+	if (got >= 0)
+		return got; /* 0: the other end of the socket pair of the hand-over is closed */
+	int error = errno;
+	if (fuse_session_exited(se) || error == ENODEV) /* ENODEV: unmounted */
+		return 0;
+	/* ENOENT: the request was withdrawn while it was being read. pyfuse3 waits for readability
+	 * again after EINTR; the descriptor does not block, and a request that was announced may
+	 * have been withdrawn. */
+	return error == EAGAIN || error == ENOENT ? -EINTR : -error;
+}
+
+/* The same, of those that the threads left to Python. */
+static ssize_t receive_queued(void *buffer)
+{
+	int ended_by = 0;
+	long got = relay_next(buffer, &ended_by);
+	if (got == -EAGAIN)
+		return -EINTR;
+	return got == 0 && ended_by != ENODEV ? -ended_by : got;
+}
+
+/* The kernel asks again while the request is not answered (fs/fuse/dev.c, fuse_dev_do_write): the
+ * thread that took the request may not have queued it yet. */
+static void give_back(int fd, uint64_t unique)
+{
+	size_t place = unique / 2 % RETURNS_KEPT;
+	if (returned[place].unique != unique) {
+		returned[place].unique = unique;
+		returned[place].times = 0;
+	}
+	if (++returned[place].times > MOST_RETURNS)
+		return;
+	struct fuse_out_header out = {.len = sizeof(out), .error = -EAGAIN, .unique = unique};
+	/* Fails where the request was answered meanwhile. */
+	if (write(fd, &out, sizeof(out)) < 0)
+		returned[place].times = MOST_RETURNS;
+}
+
+static void interrupted(struct fuse_session *se, const struct fuse_in_header *in)
+{
+	const struct fuse_interrupt_in *arg = (const void *)(in + 1);
+	PyObject *known = PyObject_CallFunction(on_interrupt, "K", (unsigned long long)arg->unique);
+	if (!known)
+		PyErr_WriteUnraisable(on_interrupt);
+	else if (relaying && known == Py_False)
+		give_back(real_session_fd(se), in->unique);
+	Py_XDECREF(known);
+}
 
 int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 {
-	int fd = fuse_session_fd(se);
-
 	if (!buf->mem) {
 		buf->mem = malloc(REQUEST_BYTES);
 		if (!buf->mem)
 			return -ENOMEM;
 	}
-	for (;;) {
-		ssize_t got = read(fd, buf->mem, REQUEST_BYTES);
-		if (got < 0) {
-			int error = errno;
-			if (fuse_session_exited(se))
-				return 0;
-			/* ENOENT: the request was withdrawn while it was being read. */
-			if (error == ENOENT)
-				continue;
-			if (error == ENODEV) { /* unmounted */
-				fuse_session_exit(se);
-				return 0;
-			}
-			/* pyfuse3 waits for readability again after EINTR; the descriptor does not
-			 * block, and a request that was announced may have been withdrawn. */
-			return error == EAGAIN ? -EINTR : -error;
-		}
-		if (got == 0) { /* the other end of the socket pair of the hand-over is closed */
-			fuse_session_exit(se);
-			return 0;
-		}
-		if ((size_t)got < sizeof(struct fuse_in_header))
-			return -EIO;
-
-		const struct fuse_in_header *in = buf->mem;
-		if (in->opcode == FUSE_INTERRUPT && on_interrupt &&
-		    (size_t)got >= sizeof(*in) + sizeof(struct fuse_interrupt_in)) {
-			const struct fuse_interrupt_in *arg = (const void *)(in + 1);
-			PyObject *done = PyObject_CallFunction(on_interrupt, "K",
-							       (unsigned long long)arg->unique);
-			if (done)
-				Py_DECREF(done);
-			else
-				PyErr_WriteUnraisable(on_interrupt);
-			continue; /* an interrupt is never answered */
-		}
-		current_unique = in->unique;
-		current_opcode = in->opcode;
-		current_pid = in->pid;
-		buf->size = (size_t)got;
-		buf->flags = 0;
+	ssize_t got = relaying ? receive_queued(buf->mem) : receive_here(se, buf->mem);
+	if (got == 0)
+		fuse_session_exit(se);
+	if (got <= 0)
 		return (int)got;
+	if ((size_t)got < sizeof(struct fuse_in_header))
+		return -EIO;
+
+	const struct fuse_in_header *in = buf->mem;
+	if (in->opcode == FUSE_INTERRUPT && on_interrupt &&
+	    (size_t)got >= sizeof(*in) + sizeof(struct fuse_interrupt_in)) {
+		interrupted(se, in);
+		return -EINTR; /* an interrupt is never answered; there may be more requests */
 	}
+	current_unique = in->unique;
+	current_opcode = in->opcode;
+	current_pid = in->pid;
+	buf->size = (size_t)got;
+	buf->flags = 0;
+	return (int)got;
 }
 
 size_t fuse_add_direntry_plus(fuse_req_t req, char *buf, size_t bufsize, const char *name,
@@ -131,13 +202,109 @@ static PyObject *set_interrupt_handler(PyObject *self, PyObject *handler)
 	Py_RETURN_NONE;
 }
 
+static PyObject *start_relay(PyObject *self, PyObject *args)
+{
+	int init_fd, fd;
+	unsigned threads, bounds = 0;
+	PyObject *given;
+	uint64_t bounds_ns[MOST_BOUNDS];
+	(void)self;
+	if (!PyArg_ParseTuple(args, "iiIO!", &init_fd, &fd, &threads, &PyTuple_Type, &given))
+		return NULL;
+	for (; bounds < MOST_BOUNDS && bounds < PyTuple_GET_SIZE(given); bounds++) {
+		bounds_ns[bounds] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, bounds));
+		if (PyErr_Occurred())
+			return NULL;
+	}
+	if (waited_fd < 0)
+		Py_RETURN_FALSE;
+	int news = relay_start(fd, threads, bounds_ns, bounds);
+	if (news < 0) {
+		errno = -news;
+		return PyErr_SetFromErrno(PyExc_OSError);
+	}
+	relaying = true;
+	watch(EPOLL_CTL_DEL, init_fd);
+	int error = watch(EPOLL_CTL_ADD, news);
+	if (error < 0) {
+		errno = -error;
+		return PyErr_SetFromErrno(PyExc_OSError);
+	}
+	Py_RETURN_TRUE;
+}
+
+static PyObject *relay_file(PyObject *self, PyObject *args)
+{
+	unsigned long long fh, size;
+	int fd;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KiK", &fh, &fd, &size))
+		return NULL;
+	return PyBool_FromLong(relay_add(fh, fd, size) == 0);
+}
+
+static PyObject *end_relay(PyObject *self, PyObject *fh)
+{
+	(void)self;
+	unsigned long long number = PyLong_AsUnsignedLongLong(fh);
+	if (number == (unsigned long long)-1 && PyErr_Occurred())
+		return NULL;
+	relay_remove(number);
+	Py_RETURN_NONE;
+}
+
+static PyObject *forget_relayed(PyObject *self, PyObject *fd)
+{
+	(void)self;
+	long number = PyLong_AsLong(fd);
+	if (number == -1 && PyErr_Occurred())
+		return NULL;
+	relay_forget((int)number);
+	Py_RETURN_NONE;
+}
+
+static PyObject *relay_counts_of(PyObject *self, PyObject *unused)
+{
+	struct relay_counts counts;
+	(void)self;
+	(void)unused;
+	relay_count(&counts);
+	PyObject *took = PyTuple_New(MOST_BOUNDS + 1);
+	for (Py_ssize_t i = 0; took && i <= MOST_BOUNDS; i++) {
+		PyObject *times = PyLong_FromUnsignedLongLong(counts.took[i]);
+		if (!times)
+			Py_CLEAR(took);
+		else
+			PyTuple_SET_ITEM(took, i, times);
+	}
+	if (!took)
+		return NULL;
+	return Py_BuildValue("KKKKN", (unsigned long long)counts.reads,
+			     (unsigned long long)counts.bytes, (unsigned long long)counts.queued,
+			     (unsigned long long)counts.total_ns, took);
+}
+
 static PyMethodDef methods[] = {
 	{"current", current, METH_NOARGS,
 	 "The request that was received last: (unique, opcode, pid) of its fuse_in_header.\n\n"
 	 "Valid in a handler until its first checkpoint."},
 	{"set_interrupt_handler", set_interrupt_handler, METH_O,
 	 "Call handler(unique) when the kernel says that the process waiting for request `unique`\n"
-	 "got a signal (FUSE_INTERRUPT). None: interrupts go to libfuse, which ignores them."},
+	 "got a signal (FUSE_INTERRUPT); False says that it is not known. None: interrupts go to\n"
+	 "libfuse, which ignores them."},
+	{"start_relay", start_relay, METH_VARARGS,
+	 "start_relay(init_fd, fuse_fd, threads, bounds_ns): have threads read the kernel's requests, and\n"
+	 "answer those they can. bounds_ns are at most 32 durations that relay_counts tells apart.\n"
+	 "False where this is not possible. Raises OSError."},
+	{"relay", relay_file, METH_VARARGS,
+	 "relay(fh, fd, size): reads of a handle may be answered from a descriptor of `size` bytes.\n"
+	 "It is duplicated. False where that failed: Python answers."},
+	{"end_relay", end_relay, METH_O, "end_relay(fh): no longer. Nothing where it never was."},
+	{"forget_relayed", forget_relayed, METH_O,
+	 "forget_relayed(fd): no longer, of all handles with that descriptor."},
+	{"relay_counts", relay_counts_of, METH_NOARGS,
+	 "(reads answered, bytes in them, requests left to Python, nanoseconds that the reads took,\n"
+	 "how many took at most so long as each of the bounds)."},
 	{NULL, NULL, 0, NULL},
 };
 

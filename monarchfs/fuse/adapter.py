@@ -22,6 +22,7 @@ from monarchfs.fs.tree import Entry, Missing, Tree
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.handles import Handles
 from monarchfs.fuse.interrupts import Interrupts
+from monarchfs.fuse.relay import Relay
 from monarchfs.metrics import Metrics
 from monarchfs.types import Data, Dirent, Node
 
@@ -91,6 +92,7 @@ class Adapter(pyfuse3.Operations):
         xattrs: Xattrs,
         interrupts: Interrupts,
         metrics: Metrics,
+        relay: Relay,
         current_request: Callable[[], tuple[int, int]],
         no_attributes: int | None,
     ) -> None:
@@ -104,6 +106,7 @@ class Adapter(pyfuse3.Operations):
         self._interrupts = interrupts
         self._metrics = metrics
         self.took = metrics.requests
+        self._relay = relay
         self._current_request = current_request
         self._no_attributes = no_attributes
         self._handles: Handles[FileHandle] = Handles()
@@ -225,6 +228,7 @@ class Adapter(pyfuse3.Operations):
                 took = self.took.open_source
         took.observe(now_ns() - started)
         number = FileHandleT(self._handles.add(handle))
+        self._relay.opened(number, handle)
         return pyfuse3.FileInfo(fh=number, keep_cache=handle.keep_cache)
 
     @answers
@@ -246,6 +250,7 @@ class Adapter(pyfuse3.Operations):
 
     @answers
     async def release(self, fh: FileHandleT) -> None:
+        self._relay.closed(fh)
         handle = self._handles.pop(fh)
         if handle is not None:
             handle.release()

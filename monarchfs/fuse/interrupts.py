@@ -66,11 +66,12 @@ class Interrupts:
                 self._waiting.pop(unique, None)
                 self._signalled.discard(unique)
 
-    def on_interrupt(self, unique: int) -> None:
-        """FUSE_INTERRUPT for a request that may be waiting here (or be answered already)."""
+    def on_interrupt(self, unique: int) -> bool:
+        """FUSE_INTERRUPT for a request; False if it does not wait here: it was answered already, or
+        is still to come."""
         waiting = self._waiting.get(unique)
         if waiting is None:
-            return
+            return False
         scope, pid = waiting
         if dying(pid):
             self._metrics.interrupted_requests += 1
@@ -78,6 +79,7 @@ class Interrupts:
         else:
             self._signalled.add(unique)
             self._news.set()
+        return True
 
     async def watch(self) -> None:
         """Look again at requests whose process got a signal that did not kill it, for ever."""

@@ -15,6 +15,8 @@ from types import ModuleType
 
 import trio
 
+from monarchfs.metrics import DURATION_BOUNDS_NS
+
 
 def _load_hooks() -> ModuleType | None:
     """The C part, with its symbols in the global scope: this must come before pyfuse3."""
@@ -35,6 +37,9 @@ hooks = _load_hooks()
 
 import pyfuse3  # noqa: E402
 
+RELAY_THREADS = 8
+"""So many reads of resident files wait for the local disk at once. Idle ones cost nothing."""
+
 MAX_TASKS = 10_000
 """So many requests may wait for a source that hangs before the mount stops taking new ones."""
 
@@ -47,8 +52,9 @@ def current_request() -> tuple[int, int]:
     return unique, pid
 
 
-def on_interrupt(handler: Callable[[int], None]) -> bool:
-    """Have FUSE_INTERRUPT reported; False where the C part is missing."""
+def on_interrupt(handler: Callable[[int], bool]) -> bool:
+    """Have FUSE_INTERRUPT reported; False where the C part is missing. The handler answers False
+    for a request that it does not know."""
     if hooks is None:
         return False
     hooks.set_interrupt_handler(handler)
@@ -100,15 +106,19 @@ class Session:
 
     def hand_over(self) -> None:
         """FUSE_INIT is answered: take the real descriptor. No checkpoint."""
-        # First wake and unregister, while the old descriptor is still what epoll knows.
-        trio.lowlevel.notify_closing(self._init_fd)
+        if hooks is None or not hooks.start_relay(
+            self._init_fd, self._fuse_fd, RELAY_THREADS, DURATION_BOUNDS_NS
+        ):
+            # First wake and unregister, while the old descriptor is still what epoll knows.
+            trio.lowlevel.notify_closing(self._init_fd)
+        # libfuse answers here; with the C part, its threads alone read.
         os.dup2(self._fuse_fd, self._init_fd, inheritable=False)
         self._handed_over = True
 
     async def serve(self) -> None:
         """Answer requests until the file system is unmounted."""
-        # The hand-over ends the task that waits for the old descriptor just then, if there is one,
-        # and the loop with it if that was the only one; others go on with the new descriptor.
+        # Without the C part, the hand-over ends the task that waits for the old descriptor just
+        # then, if there is one, and the loop with it if that was the only one.
         while not self._handed_over:
             await pyfuse3.main(min_tasks=4, max_tasks=MAX_TASKS)
             await trio.lowlevel.checkpoint()
