@@ -27,6 +27,10 @@ class Unfinished(Protocol):
     @property
     def partial(self) -> bool: ...
 
+    @property
+    def replica(self) -> OpenReplica | None:
+        """What holds all of its bytes by now."""
+
     def start_filling(self) -> bool: ...
 
     async def read(self, offset: int, size: int) -> Data: ...
@@ -81,7 +85,10 @@ class FileHandle:
 
     @property
     def replica(self) -> OpenReplica | None:
-        """What holds all of its bytes, if that is how it was opened."""
+        """What holds all of its bytes, since it was opened or by now. As long as the handle is not
+        released, it may be read until ``Cache.stop_reading`` says no."""
+        if self._replica is None and self._unfinished is not None:
+            return self._unfinished.replica
         return self._replica
 
     def known_read(self, offset: int, size: int) -> Data | None:

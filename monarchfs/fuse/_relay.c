@@ -30,12 +30,12 @@
 #define STACK_BYTES (64 * 1024)
 #define FIRST_BUCKETS 1024
 
-/* A replica. Under `lock`: users (handles, and reads under way), forgotten. */
+/* A replica. Under `lock`: fd, handles, reads (under way), forgotten. */
 struct file {
 	int given_fd; /* Python's, which may close it as soon as the last handle is removed */
-	int fd; /* ours */
+	int fd; /* ours; -1: closed, because it was forgotten */
 	uint64_t size;
-	unsigned users;
+	unsigned handles, reads;
 	bool forgotten;
 	struct file *next;
 };
@@ -79,15 +79,20 @@ static struct file **file_place(int given_fd)
 }
 
 /* Under `lock`. */
-static void leave(struct file *file)
+static void tidy(struct file *file)
 {
-	if (--file->users)
+	if (file->reads || (file->handles && !file->forgotten))
+		return;
+	/* Also with handles left: somebody waits for the room that it takes. */
+	if (file->fd >= 0)
+		close(file->fd);
+	file->fd = -1;
+	if (file->handles)
 		return;
 	struct file **place = &files[(size_t)file->given_fd % file_buckets];
 	while (*place != file)
 		place = &(*place)->next;
 	*place = file->next;
-	close(file->fd);
 	free(file);
 }
 
@@ -148,7 +153,7 @@ static int add(uint64_t fh, int fd, uint64_t size)
 		*file = (struct file){.given_fd = fd, .fd = own, .size = size};
 		*place = file;
 	}
-	(*place)->users++;
+	(*place)->handles++;
 	*handle = (struct handle){.fh = fh, .file = *place};
 	if (++handle_count > buckets)
 		grow();
@@ -173,7 +178,8 @@ void relay_remove(uint64_t fh)
 		struct handle *handle = *place;
 		*place = handle->next;
 		handle_count--;
-		leave(handle->file);
+		handle->file->handles--;
+		tidy(handle->file);
 		free(handle);
 	}
 	pthread_mutex_unlock(&lock);
@@ -183,8 +189,10 @@ void relay_forget(int fd)
 {
 	pthread_mutex_lock(&lock);
 	struct file *file = handles ? *file_place(fd) : NULL;
-	if (file)
+	if (file) {
 		file->forgotten = true;
+		tidy(file);
+	}
 	pthread_mutex_unlock(&lock);
 }
 
@@ -194,15 +202,16 @@ static struct file *enter(uint64_t fh)
 	struct handle *handle = handles ? *handle_place(fh) : NULL;
 	struct file *file = handle && !handle->file->forgotten ? handle->file : NULL;
 	if (file)
-		file->users++;
+		file->reads++;
 	pthread_mutex_unlock(&lock);
 	return file;
 }
 
-static void leave_locked(struct file *file)
+static void leave(struct file *file)
 {
 	pthread_mutex_lock(&lock);
-	leave(file);
+	file->reads--;
+	tidy(file);
 	pthread_mutex_unlock(&lock);
 }
 
@@ -262,7 +271,7 @@ static bool answer_read(const struct fuse_in_header *in, char *data)
 	};
 	/* Not by splice(2): from a page cache to the kernel it was no faster than two copies. */
 	bool done = size <= MOST_READ_BYTES && read_all(file->fd, data, size, arg->offset);
-	leave_locked(file);
+	leave(file);
 	if (!done)
 		return false;
 	struct iovec parts[] = {{&out, sizeof(out)}, {data, size}};

@@ -238,6 +238,7 @@ class Adapter(pyfuse3.Operations):
         data = handle.known_read(off, size)
         if data is None:
             data = await self._waiting(lambda: handle.read(off, size, self._files))
+            self._relay.opened(fh, handle)  # its copy may be complete by now
             if not handle.local:
                 took = self.took.read_source
         self._metrics.relayed_bytes += len(data)

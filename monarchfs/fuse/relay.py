@@ -20,7 +20,8 @@ class Relay:
         self._counted = (0, 0, 0, 0, (0,) * (len(metrics.requests.read_local.counts)))
 
     def opened(self, number: int, handle: FileHandle) -> None:
-        """Reads of this handle are answered from its replica, if it has one."""
+        """Reads of this handle are answered from its replica from now on, if it has one. (What is
+        known already is not changed.)"""
         if self._hooks is not None and (replica := handle.replica) is not None and not replica.bad:
             self._hooks.relay(number, replica.fd, replica.size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,3 +157,23 @@ def test_any_order_of_events(
 ) -> None:
     with mock.patch.object(placement, "PARTIAL_ROOM_BYTES", 256 * KIB):
         run_steps(steps, room, keeps=keeps, copies=copies)
+
+
+async def test_a_handle_tells_when_its_file_is_complete(area: Area) -> None:
+    """So that its reads need no Python any more, however long it stays open."""
+    area.write("a", content(300_000))
+    async with area.mount() as mirror:
+        handle = await mirror.open("a")
+        assert handle.replica is None
+        assert await mirror.read(handle, 0, 100) == content(300_000)[:100]
+        await mirror.idle()
+        replica = handle.replica
+        assert replica is not None
+        assert os.pread(replica.fd, 300_000, 0) == content(300_000)
+        stopped: list[int] = []
+        mirror.cache.stop_reading = stopped.append
+        mirror.cache.corrupt(handle.ino)
+        assert stopped == [replica.fd]
+        assert await mirror.read(handle, 0, 300_000) == content(300_000)
+        handle.release()
+        await mirror.settled()
