@@ -17,14 +17,29 @@ import trio
 
 from monarchfs import control
 from monarchfs.cache.cache import Cache
+from monarchfs.fs.find import Finder
 from monarchfs.fs.refresh import Refresh, RefreshResult
 from monarchfs.fs.tree import Tree
-from monarchfs.types import ROOT_INO, Lane, MonarchError, Node, OperationError
+from monarchfs.fs.why import Why
+from monarchfs.prefetch.warm import Warm, Warming, What
+from monarchfs.types import MonarchError, Node, OperationError
 
 log = logging.getLogger(__name__)
 
 BATCH = 128
 """Names looked at without letting others run: about a millisecond."""
+
+USUAL_TELL_SECONDS = control.PROGRESS_SECONDS / 2
+_TELL_SECONDS = {"warm": 0.5}
+"""How often a client hears how far it is."""
+
+FOLLOW_SECONDS = 0.25
+
+STILL_SECONDS = 120.0
+"""Who waits for files to be copied is sent away when nothing was for so long: longer than a copy
+that failed waits before it is tried again (``prefetch.copier.RETRY_SECONDS``)."""
+
+_WHAT = {"copy": What.COPY, "metadata": What.METADATA, "check": What.CHECK}
 
 
 @dataclass(slots=True)
@@ -39,13 +54,24 @@ class Counts:
 class Commands:
     """Constant: its parts."""
 
-    def __init__(self, tree: Tree, cache: Cache, refresh: Refresh) -> None:
+    def __init__(
+        self,
+        tree: Tree,
+        cache: Cache,
+        refresh: Refresh,
+        warming: Warming,
+        finder: Finder,
+        why: Why,
+    ) -> None:
         self._tree = tree
         self._cache = cache
         self._refresh = refresh
+        self._warming = warming
+        self._finder = finder
+        self._why = why
 
     def knows(self, command: object) -> bool:
-        return command in ("refresh", "pin", "unpin", "evict")
+        return command in ("refresh", "pin", "unpin", "evict", "warm", "why")
 
     async def answer(self, request: dict[str, Any], stream: trio.SocketStream) -> None:
         """Carry out a request that ``knows``, and send its reply and what comes before it."""
@@ -53,7 +79,7 @@ class Commands:
 
         async def keep_telling() -> None:
             while True:
-                await trio.sleep(control.PROGRESS_SECONDS / 2)
+                await trio.sleep(_TELL_SECONDS.get(request["command"], USUAL_TELL_SECONDS))
                 await stream.send_all(control.encode_progress(so_far))
 
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
@@ -69,12 +95,18 @@ class Commands:
 
     async def _carry_out(self, request: dict[str, Any], so_far: dict[str, Any]) -> dict[str, Any]:
         """The result; ``so_far`` is kept up to date meanwhile. Raises OSError, MonarchError."""
-        paths = [_components(path) for path in request["paths"]]
-        if request["command"] == "refresh":
-            return await self._refresh_all(paths, so_far)
+        paths = _paths(request)
+        match request["command"]:
+            case "refresh":
+                return await self._refresh_all([_components(path) for path in paths], so_far)
+            case "why":
+                return await self._explain(paths, so_far)
+        # All of them first: a name that does not exist is no reason to do half of it.
+        nodes = [await self._finder.find(path) for path in paths]
+        if request["command"] == "warm":
+            return await self._warm(nodes, request, so_far)
         counts = Counts()
-        for path in paths:
-            node = await self._find(path)
+        for node in nodes:
             match request["command"]:
                 case "pin":
                     self._cache.pin(node.ino)
@@ -100,17 +132,41 @@ class Commands:
             total = _sum(done, await self._refresh.run(path, progress))
         return total
 
-    async def _find(self, path: tuple[bytes, ...]) -> Node:
-        """Raises OSError, OperationError where there is no such name."""
-        node = self._tree.index.node(ROOT_INO)
-        for name in path:
-            assert node is not None
-            node = await self._tree.find(node.ino, name, Lane.DEMAND)
-            if node is None:
-                missing = os.fsdecode(b"/".join(path))
-                raise OperationError(f"{missing}: no such file or directory in the mount")
-        assert node is not None
-        return node
+    async def _explain(self, paths: Sequence[str], so_far: dict[str, Any]) -> dict[str, Any]:
+        """What is known of each path; what cannot be said of one does not keep the others."""
+        reports = []
+        for path in paths:
+            try:
+                reports.append({"path": path, **await self._why.report(path, so_far)})
+            except OperationError as exc:
+                reports.append({"path": path, "error": str(exc)})
+        return {"paths": reports}
+
+    async def _warm(
+        self, nodes: Sequence[Node], request: dict[str, Any], so_far: dict[str, Any]
+    ) -> dict[str, Any]:
+        for node in nodes:
+            if not (node.stat.is_directory or node.stat.is_regular):
+                raise OperationError(f"{os.fsdecode(node.name)} is no file or directory")
+        what = _WHAT.get(request.get("what", "copy"))
+        if what is None:
+            raise OperationError(f"unknown way to warm: {request.get('what')!r}")
+        if what is What.CHECK:
+            warm = self._warming.request(what)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(warm.run, nodes)
+                moving = await _follow(warm, so_far)
+                nursery.cancel_scope.cancel()
+        else:
+            warm = self._warming.start(what, nodes)
+            # Who waits may go away: the request goes on.
+            moving = request.get("wait") is not True or await _follow(warm, so_far)
+        if not moving:
+            raise OperationError(
+                f"nothing has moved for {STILL_SECONDS:g} s: monarchfs status tells of the source"
+                " and the tiers; what was asked for goes on when they do"
+            )
+        return {"ended": warm.done.is_set(), **asdict(warm.counts)}
 
     async def _files_below(self, node: Node) -> AsyncIterator[Node]:
         """The regular files at or below a node whose attributes are known."""
@@ -145,6 +201,30 @@ async def _unless_broken(talk: Callable[[], Any], command: trio.CancelScope) -> 
         await talk()
     except (trio.BrokenResourceError, trio.ClosedResourceError):
         command.cancel()
+
+
+async def _follow(warm: Warm, so_far: dict[str, Any]) -> bool:
+    """Tell how far it is until it has ended; False where nothing moves for STILL_SECONDS."""
+    last, moved = "", trio.current_time()
+    while not warm.done.is_set():
+        with trio.move_on_after(FOLLOW_SECONDS):
+            await warm.done.wait()
+        so_far.update(asdict(warm.counts), moving_bytes=warm.moving_bytes)
+        if str(so_far) != last:
+            last, moved = str(so_far), trio.current_time()
+        elif trio.current_time() - moved > STILL_SECONDS:
+            return False
+    return True
+
+
+def _paths(request: dict[str, Any]) -> list[str]:
+    """Raises OperationError where they are not what ``control`` says."""
+    paths = request.get("paths")
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise OperationError("the request has no list of paths")
+    if any("\0" in path for path in paths):
+        raise OperationError("a path holds a NUL byte")
+    return paths
 
 
 def _components(path: str) -> tuple[bytes, ...]:

@@ -11,6 +11,11 @@ may take as long as they need: before its reply the worker then writes lines
 ``{"progress": {...}}``, one every PROGRESS_SECONDS at least, also while the source hangs. Who asked
 gives up after SILENCE_SECONDS without a line. A client that closes the connection wants no more:
 the next line then fails with EPIPE, and the worker ends the command.
+
+So do ``warm``, with ``"what": "copy" | "metadata" | "check"`` and ``"wait": true | false``, and
+``why``. A ``warm`` that is no check goes on when the client is gone. Results are what the command
+line prints with ``--json`` (docs/USAGE.md); that of ``why`` is ``{"paths": [...]}``, each with its
+``"path"`` and either what is known or an ``"error"``.
 """
 
 from __future__ import annotations

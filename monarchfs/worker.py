@@ -28,9 +28,12 @@ from monarchfs.cache.cache import Cache
 from monarchfs.commands import Commands
 from monarchfs.config.model import Config, PrefetchMode
 from monarchfs.fs.files import Files
+from monarchfs.fs.find import Finder
 from monarchfs.fs.freshness import NS, Freshness
+from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.refresh import Refresh
 from monarchfs.fs.tree import Tree
+from monarchfs.fs.why import Why
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter
 from monarchfs.fuse.interrupts import Interrupts
@@ -41,6 +44,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.scan import Scan
+from monarchfs.prefetch.warm import Warming
 from monarchfs.privileges import drop_capabilities, raise_descriptor_limit
 from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
@@ -179,8 +183,17 @@ class Worker:
         self.files = Files(self.tree, self.cache, self.copier, self.metrics, self.kernel)
         self.cache.noticed = self.files.noticed
         self.cache.forget_pages = self.kernel.invalidate_inode
-        self.commands = Commands(self.tree, self.cache, Refresh(self.tree, self.kernel))
-        self.xattrs = Xattrs(self.tree, self.files, self.source)
+        self.reasons = Reasons(self.files, self.cache, self.copier)
+        finder = Finder(self.tree, [os.fsencode(config.mountpoint), os.fsencode(config.source)])
+        self.commands = Commands(
+            self.tree,
+            self.cache,
+            Refresh(self.tree, self.kernel),
+            Warming(self.tree, self.cache, self.copier, nursery),
+            finder,
+            Why(self.tree, self.cache, self.reasons, finder, lambda: self.source.responding),
+        )
+        self.xattrs = Xattrs(self.tree, self.files, self.reasons, self.source)
         self.scan = Scan(self.tree, self.copier)
         self.interrupts = Interrupts(self.metrics)
         self.relay = Relay(fuse_session.hooks, self.metrics)

@@ -16,20 +16,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "bounded": {"types"},
     "metrics": set(),
+    "units": set(),
     "config": {"types"},
     "placement": {"types"},
     "index": {"types"},
     "source": {"types", "metrics"},
     "store": {"types"},
     "memory": set(),
-    "cache": {"types", "placement", "index", "store", "metrics", "memory"},
+    "cache": {"types", "placement", "index", "store", "metrics", "memory", "units"},
     "prefetch": {"types", "cache", "source", "metrics"},
-    "fs": {"types", "cache", "source", "index", "metrics"},
+    "fs": {"types", "cache", "source", "index", "metrics", "units"},
     "fuse": {"types", "fs", "metrics", "bounded"},
     "privileges": set(),
     "logs": {"types"},
     "control": {"types", "config"},
-    "commands": {"types", "control", "cache", "fs"},
+    "commands": {"types", "control", "cache", "prefetch", "fs"},
     "status": {"types", "worker", "prefetch"},
     "exporter": {"types", "metrics", "worker"},
     "worker": {
@@ -39,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "fsck": {"types", "cache", "index", "store"},
     "supervisor": {"types", "config", "control", "fuse", "bounded", "logs"},
-    "cli": {"types", "config", "control", "supervisor", "fuse", "bounded", "logs"},
+    "cli": {"types", "config", "control", "supervisor", "fuse", "bounded", "logs", "units"},
 }
 """``fuse`` below ``supervisor`` and ``cli`` means its mount parts, see the last test."""
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import NamedTuple
 
 import trio
 
 from monarchfs.cache.filling import OUT_OF_DESCRIPTORS, Filling
+from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.scrub import Scrub
 from monarchfs.cache.stocktaking import Stocktaking
 from monarchfs.cache.tiers import Hold
 from monarchfs.placement.events import Accessed, Known, Loaded
+from monarchfs.placement.ledger import Room, reservation
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.tier import Tier
 from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState, TierTotals
@@ -24,6 +27,20 @@ log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
 PURGE_BATCH = 256
+
+
+class TierRoom(NamedTuple):
+    """What a tier has left, for people; ``out_of_service`` is why it takes nothing."""
+
+    path: str
+    capacity_bytes: int
+    room: Room
+    out_of_service: str | None
+
+    def takes(self, need_bytes: int) -> bool:
+        return (
+            self.out_of_service is None and self.room.bytes >= need_bytes and self.room.inodes > 0
+        )
 
 
 class Cache(Filling):
@@ -184,7 +201,9 @@ class Cache(Filling):
     def evict(self, ino: int) -> bool:
         """Remove the replica of ``ino``, unless it is open, pinned or being copied; whether it
         was."""
-        if not self._books.evictable(ino) or not self.drop(ino, "evicted by hand"):
+        if not self._books.evictable(ino):
+            return False
+        if not self.drop(ino, "evicted by hand", Cause.EVICTED):
             return False
         self._metrics.evictions_manual += 1
         return True
@@ -233,6 +252,23 @@ class Cache(Filling):
 
     def out_of_service(self, tier_id: int) -> str | None:
         """Why the tier takes nothing, for people; None where it does."""
+        return self._tiers.out_of_service(tier_id)
+
+    def room_for(self, size: int) -> tuple[int, list[TierRoom]]:
+        """What a file of ``size`` bytes may come to need, and what each tier has left."""
+        self._tiers.look()
+        rooms = []
+        for tier in self.tiers.values():
+            capacity = self.placement.usage(tier.id)[1]
+            room = self.placement.room(tier.id)
+            reason = self._tiers.out_of_service(tier.id)
+            rooms.append(TierRoom(tier.path, capacity, room, reason))
+        return reservation(size), rooms
+
+    def out_of_reach(self, tier_id: int) -> str | None:
+        """Why what the tier holds is not served either; None where it is."""
+        if self._tiers.readable(tier_id):
+            return None
         return self._tiers.out_of_service(tier_id)
 
     def usage(self) -> list[dict[str, object]]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from monarchfs.cache.moves import Moves
+from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
 from monarchfs.placement.events import (
     Abandoned,
@@ -23,6 +24,7 @@ from monarchfs.placement.events import (
     Grant,
     Kept,
     Place,
+    RefusalReason,
     Refuse,
     Resumed,
     RoomWanted,
@@ -32,6 +34,7 @@ from monarchfs.placement.events import (
 from monarchfs.store.checksum import combine
 from monarchfs.store.read import read_full, read_nowait
 from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState
+from monarchfs.units import format_bytes
 
 MOST_UNWRITTEN_BYTES = 256 << 20
 """So much of the source may wait in memory for a slow tier; more is not kept."""
@@ -73,7 +76,8 @@ class Filling(Moves):
             if record.state is not ReplicaState.PARTIAL:
                 return None  # out of reach for the moment; a second one would be counted twice
             if (reason := self._tiers.out_of_service(record.tier)) is not None:
-                self.explain(ino, f"tier {self.tiers[record.tier].path}: {reason}")
+                path = self.tiers[record.tier].path
+                self.reasons.put(ino, Cause.NO_TIER, f"its part lies in {path}: {reason}")
                 return None
             try:
                 return self._resume(node, record, evicts)
@@ -86,7 +90,7 @@ class Filling(Moves):
             return self._place(node, action)
         assert isinstance(action, Refuse)
         self._metrics.copy_refused(action.reason.value)
-        self.explain(ino, f"{action.reason.value}: {action.missing_bytes} bytes short")
+        self._refused(action)
         return None
 
     def _place(self, node: Node, action: Place) -> Reservation | None:
@@ -96,7 +100,7 @@ class Filling(Moves):
             self.index.begin_copy(node.ino, tier.id, name)
         except IndexWriteError as exc:
             self._handle(Abandoned(node.ino))
-            self.explain(node.ino, str(exc))
+            self.reasons.put(node.ino, Cause.UNRECORDED, str(exc))
             return None
         self._busy[node.ino] = name
         after = self._removals.pending(tier.id)
@@ -119,9 +123,23 @@ class Filling(Moves):
         self._tiers.look()
         (action,) = self._handle(RoomWanted(reservation.node.ino, size))
         if not isinstance(action, Grant):
+            assert isinstance(action, Refuse)
+            self._refused(action)
             return False
         reservation.after += self._removals.pending(reservation.tier.id)
         return True
+
+    def _refused(self, refusal: Refuse) -> None:
+        """Remember that a file, or more of it, found no room."""
+        missing = refusal.missing_bytes
+        match refusal.reason:
+            case RefusalReason.NO_TIER:
+                cause, text = Cause.NO_TIER, "no tier is in service"
+            case RefusalReason.NO_INODES:
+                cause, text = Cause.NO_ROOM, "no room: the tiers have no inodes to spare"
+            case RefusalReason.NO_ROOM:
+                cause, text = Cause.NO_ROOM, f"no room: {format_bytes(missing)} short"
+        self.reasons.put(refusal.ino, cause, text, missing)
 
     @property
     def backlogged(self) -> bool:
@@ -195,7 +213,7 @@ class Filling(Moves):
                 self._put(ino, replica)
                 self._end(reservation, Stored(ino, allocated))
                 self._metrics.copies_completed += 1
-                self.reasons.pop(ino, None)
+                self.reasons.forget(reservation.node)
                 self._durability.stored(ino, replica)
                 return True
         except OSError:
@@ -236,10 +254,13 @@ class Filling(Moves):
         self._removals.gone(reservation.tier.id, reservation.name)
         self._end(reservation, Abandoned(reservation.node.ino))
 
-    async def abandon(self, reservation: Reservation, reason: str) -> None:
+    async def abandon(self, reservation: Reservation, cause: Cause, reason: str) -> None:
         """Give a copy up: its part goes, its room is free again once it is gone."""
         ino = reservation.node.ino
-        self.explain(ino, reason)
+        if cause is Cause.CHANGED:
+            self.reasons.put_changed(reservation.node, reason)
+        else:
+            self.reasons.put(ino, cause, reason)
         reservation.given_up = True
         allocated = self._allocated(reservation)
         await reservation.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -11,6 +10,7 @@ import trio
 
 from monarchfs.cache.books import RecordBooks
 from monarchfs.cache.durable import Durability
+from monarchfs.cache.reasons import Cause, Reasons
 from monarchfs.cache.removals import Removals
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.tiers import Tiers
@@ -39,8 +39,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-REASONS_KEPT = 10_000
-"""So many reasons why a file is not resident are remembered for ``user.monarchfs.reason``."""
+_EVICTED = {
+    EvictionReason.OUTDATED: "evicted: the source does not have this version any more",
+    EvictionReason.POLICY: "evicted for another file",
+    EvictionReason.PRESSURE: "evicted because its tier has less room",
+}
 
 
 class Records:
@@ -68,7 +71,7 @@ class Records:
         ``headroom`` says how much memory is left for tiers in memory."""
         self.index = index
         self.local = local
-        self.reasons: OrderedDict[int, str] = OrderedDict()
+        self.reasons = Reasons()
         self.noticed: Callable[[int], None] = self._mark_outdated
         """Called with an inode number whose version the source was seen not to have any more."""
         self.room_appeared: Callable[[], None] = _nobody_waits
@@ -108,13 +111,6 @@ class Records:
     def state(self, ino: int) -> Replica | None:
         return self.index.replica(ino)
 
-    def explain(self, ino: int, reason: str) -> None:
-        """Remember why ``ino`` is not resident."""
-        self.reasons[ino] = reason
-        self.reasons.move_to_end(ino)
-        if len(self.reasons) > REASONS_KEPT:
-            self.reasons.popitem(last=False)
-
     def outdated(self, node: Node) -> None:
         """The source was seen to hold another version than the node stands for."""
         self.noticed(node.ino)
@@ -127,13 +123,13 @@ class Records:
 
     # -- replicas that go
 
-    def drop(self, ino: int, reason: str) -> bool:
+    def drop(self, ino: int, reason: str, cause: Cause = Cause.LOST) -> bool:
         """Forget and remove the replica of ``ino``: nobody opens it any more, and who has it open
         keeps it. False where there is none, or it cannot be forgotten."""
         record = self.index.replica(ino)
         if record is None or ino in self._busy or not self._forget(ino, record):
             return False
-        self.explain(ino, reason)
+        self.reasons.put(ino, cause, reason)
         if record.tier not in self.tiers:
             return True
         opened = self._open.pop(ino, None)
@@ -185,7 +181,7 @@ class Records:
                 self._metrics.evictions_policy += 1
             case EvictionReason.PRESSURE:
                 self._metrics.evictions_pressure += 1
-        self.explain(action.ino, f"evicted: {action.reason.value}")
+        self.reasons.put(action.ino, Cause.EVICTED, _EVICTED[action.reason])
         self._removals.start(action.ino, record)
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from monarchfs.cli.status import format_bytes
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.config.values import parse_path
 from monarchfs.control import Connection
-from monarchfs.supervisor.recover import find_one
+from monarchfs.supervisor.recover import Found, find_one
 from monarchfs.types import OperationError, UsageError
 
 _CONNECT_SECONDS = 5.0
@@ -29,16 +29,7 @@ def ask_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
     prints what came of it; 1 if some of it could not be done. Raises UsageError or OperationError.
     """
     command = arguments.command
-    typed = parse_path(arguments.mountpoint)
-    found = find_one(typed, partial(runtime_dirs_to_search, os.geteuid(), environ))
-    if found is None:
-        raise OperationError(f"{typed} is not a monarchfs mount: see monarchfs status for those")
-    if found.registered is None or not found.supervisor_alive:
-        raise OperationError(
-            f"the daemon of {found.mountpoint} is gone: clear the mount with"
-            f" monarchfs umount {found.mountpoint}"
-        )
-    paths = [below(path, (typed, found.mountpoint)) for path in arguments.path] or [""]
+    found, paths = mount_and_paths(arguments, environ)
     total: dict[str, Any] = {}
     with Progress() as progress:
 
@@ -46,17 +37,41 @@ def ask_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
             progress.show(f"{command}: {_counts(add(total, so_far))}")
 
         for batch in batches(paths):
-            with Connection(found.registered.socket_path, _CONNECT_SECONDS) as connection:
-                if connection.peer_uid not in (0, found.registered.owner_uid):
-                    raise OperationError(f"the daemon of {found.mountpoint} is not who it says")
-                result = connection.long_request({"command": command, "paths": batch}, show)
-            total = add(total, result)
+            total = add(total, ask(found, {"command": command, "paths": batch}, show))
     print(json.dumps(total) if arguments.json else describe(command, total))
     failed = total.get("failed", 0)
     if failed and not arguments.json:
         reason = total.get("error") or f"see the log of {found.mountpoint}"
         raise OperationError(f"{failed} of them failed: {reason}")
     return int(bool(failed))
+
+
+def mount_and_paths(
+    arguments: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[Found, list[str]]:
+    """The mount that is meant, and the paths as the worker takes them; all of it where none is
+    given. Raises UsageError or OperationError."""
+    typed = parse_path(arguments.mountpoint)
+    found = find_one(typed, partial(runtime_dirs_to_search, os.geteuid(), environ))
+    if found is None:
+        raise OperationError(f"{typed} is not a monarchfs mount: see monarchfs status for those")
+    return found, [below(path, (typed, found.mountpoint)) for path in arguments.path] or [""]
+
+
+def ask(
+    found: Found, request: Mapping[str, Any], progress: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """The worker's answer; ``progress`` is called with what it says meanwhile. Raises
+    OperationError, with the remedy, where there is none."""
+    if found.registered is None or not found.supervisor_alive:
+        raise OperationError(
+            f"the daemon of {found.mountpoint} is gone: clear the mount with"
+            f" monarchfs umount {found.mountpoint}"
+        )
+    with Connection(found.registered.socket_path, _CONNECT_SECONDS) as connection:
+        if connection.peer_uid not in (0, found.registered.owner_uid):
+            raise OperationError(f"the daemon of {found.mountpoint} is not who it says")
+        return connection.long_request(request, progress)
 
 
 def below(path: str, mountpoints: Sequence[str]) -> str:

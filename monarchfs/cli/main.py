@@ -58,6 +58,27 @@ anything else."""
 _UNPIN_EXAMPLES = """\
 examples:
   monarchfs unpin /mnt/imagenet val"""
+_WARM_EXAMPLES = """\
+examples:
+  monarchfs warm /mnt/imagenet
+  monarchfs warm /mnt/imagenet train/n01440764 /mnt/imagenet/labels.txt --wait
+  monarchfs warm /mnt/imagenet --metadata --wait
+  monarchfs warm /mnt/imagenet val --check --json
+
+Copies what lies at or below each PATH (without PATH: all of it), after what is opened and before
+what --prefetch all finds; with --prefetch none, too. Names and attributes are known afterwards as
+well. Returns at once, and the mount goes on with it; with --wait when every file is resident or
+will not be. An interrupted --wait ends the waiting, not the copying. Exit code: 1 if something
+failed, 0 also where there was no room for all; of --check 0 only if all is resident."""
+_WHY_EXAMPLES = """\
+examples:
+  monarchfs why /mnt/imagenet/train/n01440764/n01440764_10026.JPEG
+  monarchfs why /mnt/imagenet/train
+  monarchfs why ~/data/labels.txt --json
+
+Tells where a file's bytes are and since when, or why they are not on this node: not opened yet, no
+room and by how much, a copy that failed and with which error. Of a directory it counts what is
+known below. Does not wait for a source that hangs. Exit code: 0 if each PATH is known, 1 if not."""
 _EVICT_EXAMPLES = """\
 examples:
   monarchfs evict /mnt/imagenet
@@ -99,6 +120,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_mount(commands)
     _add_umount(commands)
     _add_status(commands)
+    _add_warm(commands)
+    _add_why(commands)
     _add_ask(commands, "refresh", "look at the source again, now", _REFRESH_EXAMPLES, "*")
     _add_ask(commands, "pin", "keep the copies of files or directories", _PIN_EXAMPLES, "+")
     _add_ask(commands, "unpin", "no longer keep them", _UNPIN_EXAMPLES, "+")
@@ -146,6 +169,14 @@ def _command(name: str) -> Command:
             from monarchfs.cli.ask import ask_command
 
             return ask_command
+        case "warm":
+            from monarchfs.cli.warm import warm_command
+
+            return warm_command
+        case "why":
+            from monarchfs.cli.why import why_command
+
+            return why_command
         case "fsck":
             from monarchfs.cli.fsck import fsck_command
 
@@ -237,11 +268,29 @@ def _add_status(commands: _Commands) -> None:
 def _add_ask(
     commands: _Commands, name: str, summary: str, examples: str, how_many: Literal["*", "+"]
 ) -> None:
-    parser = _add_command(commands, name, summary, examples)
+    _add_ask_arguments(_add_command(commands, name, summary, examples), how_many)
+
+
+def _add_ask_arguments(parser: argparse.ArgumentParser, how_many: Literal["*", "+"]) -> None:
     parser.add_argument("mountpoint", metavar="MOUNTPOINT")
     parser.add_argument(
         "path", metavar="PATH", nargs=how_many, help="absolute, or relative to the mount point"
     )
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_warm(commands: _Commands) -> None:
+    parser = _add_command(commands, "warm", "copy before anybody opens", _WARM_EXAMPLES)
+    _add_ask_arguments(parser, "*")
+    flag = parser.add_argument
+    flag("--wait", action="store_true", help="until each file is resident or will not be")
+    flag("--check", action="store_true", help="copy nothing; tell how much is resident")
+    flag("--metadata", action="store_true", help="names and attributes only")
+
+
+def _add_why(commands: _Commands) -> None:
+    parser = _add_command(commands, "why", "tell why a file is local, or is not", _WHY_EXAMPLES)
+    parser.add_argument("path", metavar="PATH", nargs="+", help="a file or directory in a mount")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
 
 

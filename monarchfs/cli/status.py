@@ -14,6 +14,7 @@ from monarchfs.config.values import parse_path
 from monarchfs.control import request
 from monarchfs.supervisor.recover import Found, find_all, find_one
 from monarchfs.types import OperationError
+from monarchfs.units import format_bytes as format_bytes
 
 _ANSWER_SECONDS = 5.0
 _LABELS = {
@@ -64,19 +65,6 @@ def report_of(found: Found) -> dict[str, Any]:
 def format_report(report: Mapping[str, Any]) -> str:
     """A report as plain text, one subject a line."""
     return "\n".join(_lines(report))
-
-
-def format_bytes(count: float) -> str:
-    """A number of bytes in powers of 1024, as ``--tier`` takes it."""
-    for unit in ("", "K", "M", "G", "T"):
-        if count < 1024:
-            return (
-                f"{count:.0f}{unit or ' bytes'}"
-                if count >= 10 or not unit
-                else f"{count:.1f}{unit}"
-            )
-        count /= 1024
-    return f"{count:.1f}P"
 
 
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -31,6 +31,9 @@ class Unfinished(Protocol):
     def replica(self) -> OpenReplica | None:
         """What holds all of its bytes by now."""
 
+    @property
+    def local_bytes(self) -> int: ...
+
     def start_filling(self) -> bool: ...
 
     async def read(self, offset: int, size: int) -> Data: ...
@@ -54,6 +57,12 @@ class Copies(Protocol):
     def opened(self, ino: int) -> None: ...
 
     def unfinished(self, ino: int) -> Unfinished | None: ...
+
+    def queued(self, ino: int) -> bool: ...
+
+    def queue_position(self, ino: int) -> int | None: ...
+
+    def again_in(self, ino: int) -> float | None: ...
 
     async def open(self, node: Node) -> Unfinished: ...
 
@@ -301,12 +310,3 @@ class Files:
         if record is None or record.tier not in self.cache.tiers:
             return None
         return self.cache.tiers[record.tier].path
-
-    def reason(self, ino: int) -> str | None:
-        """Why a file is not resident; None where it is."""
-        state = self.state(ino)
-        if state == "resident":
-            return None
-        if state == "copying":
-            return "it is being copied"
-        return self.cache.reasons.get(ino, "not opened yet" if self._copies.keeps else "no copying")

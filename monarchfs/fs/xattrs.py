@@ -7,6 +7,7 @@ import os
 from collections import OrderedDict
 
 from monarchfs.fs.files import Files
+from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.tree import Tree
 from monarchfs.source.source import Source
 from monarchfs.types import Lane, SourceChanged
@@ -30,9 +31,10 @@ class Xattrs:
     remembered with its ctime.
     """
 
-    def __init__(self, tree: Tree, files: Files, source: Source) -> None:
+    def __init__(self, tree: Tree, files: Files, reasons: Reasons, source: Source) -> None:
         self._tree = tree
         self._files = files
+        self._reasons = reasons
         self._source = source
         self._access: OrderedDict[tuple[int, int, int], bool] = OrderedDict()
 
@@ -61,7 +63,7 @@ class Xattrs:
         elif name == TIER:
             value = self._files.tier(ino)
         elif name == REASON:
-            value = self._files.reason(ino)
+            value = self._reasons.sentence(node)
         if value is None:
             raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
         return value.encode("utf-8", "surrogateescape")

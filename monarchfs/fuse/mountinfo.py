@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 MONARCHFS = "fuse.monarchfs"
@@ -117,6 +118,33 @@ def resolve_mountpoint(path: str, mounts: list[Mount] | None = None) -> str:
         remaining[:0] = target.split("/")
         resolved = "/" if target.startswith("/") else resolved
     return resolved
+
+
+def split_below(path: str, mountpoints: Collection[str]) -> tuple[str, str] | None:
+    """``path`` (absolute) as one of ``mountpoints`` and what comes below that; None where it is
+    below none. Symbolic links are followed up to the mount point; what is in it is never asked."""
+    resolved, remaining, links = "/", path.split("/"), 0
+    while remaining and resolved not in mountpoints:
+        name = remaining.pop(0)
+        if name in ("", ".", ".."):
+            resolved = os.path.dirname(resolved) if name == ".." else resolved
+            continue
+        candidate = os.path.join(resolved, name)
+        target = None if candidate in mountpoints else _link_target(candidate)
+        links += target is not None
+        if target is None or links > 40:
+            resolved = candidate
+            continue
+        remaining[:0] = target.split("/")
+        resolved = "/" if target.startswith("/") else resolved
+    if resolved not in mountpoints:
+        return None
+    # A mount may lie in a mount.
+    whole = os.path.normpath("/".join((resolved, *remaining)))
+    for mountpoint in sorted(mountpoints, key=len, reverse=True):
+        if whole == mountpoint or whole.startswith(mountpoint.rstrip("/") + "/"):
+            return mountpoint, whole[len(mountpoint.rstrip("/")) + 1 :]
+    return None
 
 
 def _link_target(path: str) -> str | None:

@@ -21,6 +21,16 @@ def reservation(size_bytes: int) -> int:
     return (blocks + 1 + size_bytes // _EXTENT_TREE_BYTES) * BLOCK_BYTES
 
 
+class Room(NamedTuple):
+    """How much more may be reserved in a tier (negative where a promise cannot be kept as things
+    are). ``for_others``: not its capacity is what limits it, but what its file system keeps free.
+    """
+
+    bytes: int
+    inodes: int
+    for_others: bool
+
+
 class Accounts(NamedTuple):
     """What is known of a tier's room. The replicas occupy ``used_bytes`` (not counting what is
     leaving); the capacity is 0 until the tier was seen."""
@@ -99,6 +109,12 @@ class Ledger:
     def room_inodes(self) -> int:
         """How many more files may be made; may be negative."""
         return self.free_inodes - self.kept_free_inodes - self.copies
+
+    @property
+    def room(self) -> Room:
+        in_capacity = self.capacity_bytes - self.used_bytes
+        for_others = self.free_bytes - self.kept_free_bytes < in_capacity
+        return Room(self.room_bytes(), self.room_inodes(), for_others)
 
     def takes(self, need_bytes: int) -> bool:
         """Whether one more file of that reservation fits."""

@@ -46,7 +46,7 @@ from monarchfs.placement.events import (
     TierSeen,
     Wanted,
 )
-from monarchfs.placement.ledger import Accounts, Ledger, reservation
+from monarchfs.placement.ledger import Accounts, Ledger, Room, reservation
 from monarchfs.placement.policies import Eviction, make_policy
 from monarchfs.placement.shifting import Shifting
 from monarchfs.placement.traffic import Traffic
@@ -155,6 +155,10 @@ class Placement:
 
     def accounts(self, tier: int) -> Accounts:
         return self._ledger(tier).accounts
+
+    def room(self, tier: int) -> Room:
+        """How much more the tier may take, if it is in service."""
+        return self._ledger(tier).room
 
     def writable_bytes(self, tier: int, written_bytes: int) -> int:
         """How much of what is reserved in the tier may be written now, where all copies and moves

@@ -11,13 +11,14 @@ from __future__ import annotations
 import errno
 import logging
 from bisect import insort
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from dataclasses import dataclass
 from functools import partial
 
 import trio
 
 from monarchfs.cache.cache import Cache
+from monarchfs.cache.reasons import Cause
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.copy import Copy
 from monarchfs.prefetch.fetch import CHUNK_BYTES, Fetch, State
@@ -96,6 +97,10 @@ class Copier:
         self._wake = trio.Event()
         self._shrunk = trio.Event()
         self._attempts: dict[int, int] = {}
+        self._again_at: dict[int, float] = {}
+        self.observers: list[Callable[[int], None]] = []
+        """Each is called with an inode number whenever something of its copying has ended: not
+        necessarily all of it, see ``pending``. No checkpoint."""
         cache.room_appeared = self._poke
 
     # -- for readers
@@ -131,7 +136,7 @@ class Copier:
             self._metrics,
             self._nursery,
             self._forget,
-            self._poke,
+            self._stepped,
             trusts_times=self._trusts_times,
         )
 
@@ -145,6 +150,7 @@ class Copier:
     def _forget(self, fill: Copy) -> None:
         if self.files.get(fill.node.ino) is fill:
             del self.files[fill.node.ino]
+            self._tell(fill.node.ino)
 
     def opened(self, ino: int) -> None:
         """A file was opened: it is wanted before anything that was only scanned."""
@@ -161,8 +167,11 @@ class Copier:
     # -- for those who want files copied
 
     def want(self, ino: int, priority: Priority) -> None:
-        """Copy the file some time, unless nothing is to be copied or it is there already."""
-        if not self.keeps:
+        """Copy the file some time, unless nothing is to be copied or it is there already.
+
+        A hint is somebody's word for this very file: it counts also where opened files are not
+        copied (``keeps``)."""
+        if not self.keeps and priority is not Priority.HINTED:
             return
         fill = self.files.get(ino)
         if fill is not None and fill.in_background:
@@ -182,6 +191,36 @@ class Copier:
         while len(self.queue) >= count:
             self._shrunk = trio.Event()
             await self._shrunk.wait()
+
+    def pending(self, ino: int) -> bool:
+        """Whether the copier still has something to do for the file: it is queued, being copied, or
+        to be tried again."""
+        fill = self.files.get(ino)
+        under_way = fill is not None and (fill.in_background or fill.ending)
+        return under_way or ino in self.queue or ino in self._again_at
+
+    def queued(self, ino: int) -> bool:
+        return ino in self.queue
+
+    def queue_position(self, ino: int) -> int | None:
+        return self.queue.position(ino)
+
+    def again_in(self, ino: int) -> float | None:
+        """Seconds until a file that failed or was too young is tried again; None: it is not."""
+        at = self._again_at.get(ino)
+        return None if at is None else max(0.0, at - trio.current_time())
+
+    def copied_bytes(self, inos: Container[int]) -> int:
+        """How much of these files is local, of those that are being copied now."""
+        return sum(fill.local_bytes for fill in self.background if fill.node.ino in inos)
+
+    def _tell(self, ino: int) -> None:
+        for observer in self.observers:
+            observer(ino)
+
+    def _stepped(self, fill: Copy) -> None:
+        self._wake.set()
+        self._tell(fill.node.ino)
 
     def _poke(self) -> None:
         self._wake.set()
@@ -233,6 +272,7 @@ class Copier:
             self._shrunk.set()
             if (node := self._copyable(job[0])) is not None:
                 return partial(self._begin, node, job[1])
+            self._tell(job[0])
         return None
 
     def _copyable(self, ino: int) -> Node | None:
@@ -257,6 +297,7 @@ class Copier:
         """Ask for room and fetch the first portion."""
         fill = self._file(node)
         fetch = None
+        settled = fill.settled
         # No checkpoint: a file in ``files`` without a use would be forgotten by nobody.
         evicts = priority <= Priority.HINTED
         if not fill.in_background and fill.start_filling(evicts=evicts):
@@ -264,9 +305,13 @@ class Copier:
             self._insert(fill, priority)
             self._wake.set()
             fetch = fill.claim_next(self.unit_bytes)
-        elif not fill.settled:
-            self._nursery.start_soon(self._again, node.ino, priority, YOUNG_SECONDS)
+        elif not settled:
+            self._cache.reasons.put(
+                node.ino, Cause.YOUNG, "it was changed a moment ago, and may be changed again"
+            )
+            self._try_again(node.ino, priority, YOUNG_SECONDS)
         fill.settle()
+        self._tell(node.ino)
         if fetch is not None:
             await self._fetch(fill, fetch)
 
@@ -275,8 +320,8 @@ class Copier:
         await fill.fetch(fetch, Lane.BACKGROUND)
         if fetch.error is not None and fill.in_background:
             # The first of its fetches to fail speaks for those that are under way beside it.
-            self._leave_background(fill)
             self._failed(fill, fetch.error)
+            self._leave_background(fill)
         elif fetch.error is None and fetch.end - fetch.start >= self.unit_bytes:
             self._adapt(trio.current_time() - started)
 
@@ -291,22 +336,29 @@ class Copier:
             fill.in_background = False
             self.background.remove(fill)
             fill.settle()
+            self._tell(fill.node.ino)
 
     def _failed(self, fill: Fill, exc: OSError) -> None:
         node = fill.node
         attempt = self._attempts.get(node.ino, 0)
-        self._cache.explain(node.ino, f"copying failed: {exc.strerror}")
+        self._cache.reasons.put(node.ino, Cause.FAILED, f"copying failed: {exc.strerror}")
         if exc.errno not in TRANSIENT or attempt >= len(RETRY_SECONDS):
             self._attempts.pop(node.ino, None)
             self._metrics.copy_failed(exc.errno)
             log.warning("inode %d is not copied: %s", node.ino, exc)
             return
         self._attempts[node.ino] = attempt + 1
-        self._nursery.start_soon(self._again, node.ino, fill.priority, RETRY_SECONDS[attempt])
+        self._try_again(node.ino, fill.priority, RETRY_SECONDS[attempt])
+
+    def _try_again(self, ino: int, priority: Priority, seconds: float) -> None:
+        self._again_at[ino] = trio.current_time() + seconds
+        self._nursery.start_soon(self._again, ino, priority, seconds)
 
     async def _again(self, ino: int, priority: Priority, seconds: float) -> None:
         await trio.sleep(seconds)
+        self._again_at.pop(ino, None)
         self.want(ino, priority)
+        self._tell(ino)
 
     async def _checkpoints(self) -> None:
         while True:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import trio
 
 from monarchfs.cache.cache import Cache
+from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica, Reservation
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.chunks import ChunkMap
@@ -37,7 +38,7 @@ class Copy:
         metrics: Metrics,
         nursery: trio.Nursery,
         forget: Callable[[Copy], None],
-        poke: Callable[[], None],
+        poke: Callable[[Copy], None],
         *,
         trusts_times: bool,
     ) -> None:
@@ -82,6 +83,20 @@ class Copy:
     def partial(self) -> bool:
         """Whether some of it is local."""
         return self.state is State.FILLING and self.chunks.present_count > 0
+
+    @property
+    def local_bytes(self) -> int:
+        """How much of a copy under way is local."""
+        if self.state is not State.FILLING:
+            return 0
+        return min(self.size, self.chunks.present_count * self.chunks.chunk_bytes)
+
+    @property
+    def ending(self) -> bool:
+        """Whether the copy's last step is under way, to the replica or to nothing."""
+        if self.state is State.FILLING:
+            return self._finishing
+        return self.state is State.DIRECT and self.reservation is not None
 
     def start_filling(self, *, evicts: bool = True) -> bool:
         """Ask for room; False where there is none and reads stay direct. No checkpoint.
@@ -138,24 +153,24 @@ class Copy:
         self._cache.outdated(self.node)
         if self.state is State.FILLING:
             self._metrics.copies_outdated += 1
-            self.give_up("it changed in the source while it was copied")
+            self.give_up(Cause.CHANGED, "it changed in the source while it was copied")
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, cause: Cause, reason: str) -> None:
         """Keep nothing; open handles read the source directly from now on. No checkpoint."""
         if self.state is State.FILLING:
             assert self.reservation is not None
             self.reservation.given_up = True  # at once: its last step may be under way
             self.state = State.DIRECT
-            self._nursery.start_soon(self._abandon, reason)
+            self._nursery.start_soon(self._abandon, cause, reason)
 
-    async def _abandon(self, reason: str) -> None:
+    async def _abandon(self, cause: Cause, reason: str) -> None:
         assert self.reservation is not None
         # Also when the mount ends: it waits for this tier's threads alone, as that would anyway.
         with trio.CancelScope(shield=True):
-            await self._cache.abandon(self.reservation, reason)
+            await self._cache.abandon(self.reservation, cause, reason)
         self._reset()
         self.settle()
-        self._poke()
+        self._poke(self)
 
     def _reset(self) -> None:
         """There is no reservation any more, and no part file."""
@@ -167,7 +182,7 @@ class Copy:
         self._cache.tier_failed(reservation, exc)
         if self.state is State.FILLING:
             self._metrics.copy_failed(exc.errno)
-            self.give_up(f"{what}: {exc.strerror}")
+            self.give_up(Cause.FAILED, f"{what}: {exc.strerror}")
 
     def _begin_finish(self) -> None:
         if not self._finishing:
@@ -202,7 +217,7 @@ class Copy:
             self._changed()
         except OSError as exc:
             self._metrics.copy_failed(exc.errno)
-            self.give_up(f"copying failed: {exc.strerror}")
+            self.give_up(Cause.FAILED, f"copying failed: {exc.strerror}")
         else:
             return True
         return False
@@ -210,6 +225,7 @@ class Copy:
     def _become_resident(self) -> None:
         """The index says so already. No checkpoint."""
         self._reset()
+        self._poke(self)
         if not self.handles and self.busy <= 1:
             return  # nobody reads it: the file need not be opened
         if (replica := self._cache.acquire(self.node, accessed=False)) is not None:
@@ -230,7 +246,7 @@ class Copy:
         if self.handles or self.busy or self.in_background:
             return
         if self.state is State.FILLING and not self._rest():
-            self.give_up("its copy could not be put aside")
+            self.give_up(Cause.FAILED, "its copy could not be put aside")
         if self.state is State.DIRECT and self.reservation is not None:
             return  # its end is under way and comes back here
         self._forget(self)
@@ -260,6 +276,8 @@ class Copy:
         """At the end of the mount, when no task of the copier runs any more."""
         if self.state is State.FILLING and not self._rest():
             assert self.reservation is not None
-            await self._cache.abandon(self.reservation, "its copy could not be put aside")
+            await self._cache.abandon(
+                self.reservation, Cause.FAILED, "its copy could not be put aside"
+            )
             self._reset()
         self.remote.close_soon()

@@ -35,7 +35,7 @@ class Fill(Copy):
         metrics: Metrics,
         nursery: trio.Nursery,
         forget: Callable[[Copy], None],
-        poke: Callable[[], None],
+        poke: Callable[[Copy], None],
         *,
         trusts_times: bool,
     ) -> None:
@@ -196,7 +196,7 @@ class Fill(Copy):
                 fetch.chunks.release(fetch.first, fetch.last)
             fetch.done.set()
             self._leave()
-            self._poke()
+            self._poke(self)
 
     async def _fetch_source(self, fetch: Fetch, lane: Lane) -> bytes | None:
         try:

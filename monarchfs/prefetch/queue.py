@@ -31,6 +31,22 @@ class CopyQueue:
     def __len__(self) -> int:
         return len(self._best)
 
+    def __contains__(self, ino: int) -> bool:
+        return ino in self._best
+
+    def position(self, ino: int) -> int | None:
+        """How many go before it; None where it is not in the queue. Looks at all of them: 50,000
+        take about 10 ms."""
+        best = self._best.get(ino)
+        if best is None:
+            return None
+        # One that moved up and down again may be in the heap twice, with different orders.
+        turns: dict[int, tuple[Priority, int]] = {}
+        for priority, order, other in self._heap:
+            if self._best.get(other) == priority:
+                turns[other] = min(turns.get(other, (priority, order)), (priority, order))
+        return sum(turn < turns[ino] for turn in turns.values())
+
     def push(self, ino: int, priority: Priority) -> bool:
         """True if this changed anything."""
         known = self._best.get(ino)

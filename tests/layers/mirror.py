@@ -14,6 +14,7 @@ import trio
 from monarchfs.cache.cache import Cache
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fs.freshness import NS, Freshness
+from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.tree import Missing, Tree
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.index import Index
@@ -194,7 +195,8 @@ class Mirror:
         self.kernel = RecordingKernel()
         self.files = Files(self.tree, self.cache, self.copier, self.metrics, self.kernel)
         self.cache.noticed = self.files.noticed
-        self.xattrs = Xattrs(self.tree, self.files, self.source)
+        self.reasons = Reasons(self.files, self.cache, self.copier)
+        self.xattrs = Xattrs(self.tree, self.files, self.reasons, self.source)
         self._copying = False
 
     def start_copying(self) -> None:
@@ -329,6 +331,12 @@ class Mirror:
             assert self.placement.usage(tier.id)[0] == blocks, (occupied, tier.id)
             totals = self.index.tier_totals().get(tier.id, TierTotals())
             assert totals == (len(whole) - found, len(parts), found, blocks)
+
+    def reason(self, ino: int) -> str:
+        """Why it is not resident; empty where it is."""
+        node = self.index.node(ino)
+        assert node is not None
+        return self.reasons.sentence(node) or ""
 
     async def want(self, path: str, priority: int = Priority.SCANNED) -> None:
         node = await self.tree.find(ROOT_INO, path.encode(), Lane.BACKGROUND)

@@ -99,7 +99,7 @@ async def test_with_prefetch_none_nothing_is_copied(area: Area) -> None:
     async with area.mount(keeps=False) as mirror:
         await mirror.want(name, 0)
         assert await mirror.read_file(name) == content(2 * MIB, 0)
-        assert mirror.files.reason(await mirror.ino(name)) == "no copying"
+        assert mirror.reason(await mirror.ino(name)).startswith("nothing is copied")
         await mirror.settled()
         assert mirror.metrics.copies_completed == 0
 
@@ -227,7 +227,8 @@ async def test_what_fails_is_tried_again_after_a_while(
         await mirror.want(name)
         await mirror.settled()
         assert mirror.posix.faults.calls["read"] == 1
-        assert mirror.files.reason(await mirror.ino(name)) == "copying failed: Input/output error"
+        reason = mirror.reason(await mirror.ino(name))
+        assert reason == "copying failed: Input/output error (just now; it is tried again in 1 s)"
         await let_pass(mirror, clock, copier.RETRY_SECONDS[0] + 0.01)
         assert mirror.posix.faults.calls["read"] == 2
         await let_pass(mirror, clock, copier.RETRY_SECONDS[0] + 0.01)

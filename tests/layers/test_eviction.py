@@ -59,7 +59,7 @@ async def test_keep_keeps(files: Area) -> None:
     async with files.mount([ROOM]) as mirror:
         await read_all(mirror, "01234567")
         assert await resident(mirror) == set("0123")
-        assert "no room" in (mirror.files.reason(await mirror.ino("4")) or "")
+        assert "no room" in mirror.reason(await mirror.ino("4"))
         await mirror.settled()
 
 
@@ -70,7 +70,7 @@ async def test_lru_evicts_what_was_read_longest_ago(files: Area) -> None:
         await read_all(mirror, "45")
         assert await resident(mirror) == set("0345")
         assert mirror.metrics.evictions_policy == 2
-        assert "evicted" in (mirror.files.reason(await mirror.ino("1")) or "")
+        assert "evicted" in mirror.reason(await mirror.ino("1"))
         await mirror.settled()
 
 

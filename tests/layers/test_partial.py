@@ -168,7 +168,7 @@ async def test_where_there_is_no_room_exactly_what_is_asked_for_is_read(files: A
             assert data == LARGE[offset : offset + size]
         assert mirror.bytes_read("large") == 100 + 4096 + 10
         assert mirror.metrics.copies_refused > 0
-        assert (mirror.files.reason(handle.ino) or "").startswith("no room")
+        assert mirror.reason(handle.ino).startswith("no room")
         handle.release()
         await mirror.settled()
 

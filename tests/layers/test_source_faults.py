@@ -73,7 +73,7 @@ async def test_a_file_that_may_not_be_read_is_not_copied(files: Area) -> None:
         for name in ("small", "large", "empty"):
             await mirror.want(name)
             await mirror.settled()
-            assert "Permission denied" in (mirror.files.reason(await mirror.ino(name)) or "")
+            assert "Permission denied" in mirror.reason(await mirror.ino(name))
         assert mirror.metrics.copies_failed == 3
 
 

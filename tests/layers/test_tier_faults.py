@@ -11,6 +11,7 @@ import trio
 import trio.testing
 
 from monarchfs.cache import filling
+from monarchfs.cache.reasons import Cause
 from monarchfs.types import IndexWriteError, Node, Replica
 from tests.layers.mirror import ALL_ROOM, MIB, Area, Mirror, content, until
 
@@ -75,12 +76,12 @@ async def test_a_copy_that_cannot_be_written(
         assert mirror.metrics.copies_failed == 1
         ino = await mirror.ino(name)
         assert mirror.files.state(ino) == "remote"
-        assert os.strerror(code) in (mirror.files.reason(ino) or "")
+        assert os.strerror(code) in mirror.reason(ino)
         # Out of service: nobody else runs into it, and nothing is read twice.
         errors = mirror.metrics.tier_errors
         assert await mirror.read_file(name, 300_000) == data
         assert mirror.metrics.tier_errors == errors
-        assert "no tier" in (mirror.files.reason(ino) or "")
+        assert "no tier" in mirror.reason(ino)
         # The tier is well again: the next one who opens the file gets it copied.
         await mirror.mend()
         await mirror.copied(name)
@@ -249,7 +250,7 @@ async def test_a_part_that_cannot_be_read(files: Area) -> None:
         assert mirror.metrics.tier_errors == 1
         assert mirror.metrics.copies_failed == 1
         assert mirror.files.state(handle.ino) == "remote"
-        assert "could not be read" in (mirror.files.reason(handle.ino) or "")
+        assert "could not be read" in mirror.reason(handle.ino)
         handle.release()
         await mirror.settled()
 
@@ -261,7 +262,7 @@ async def test_a_copy_that_is_given_up_in_its_last_step(files: Area, name: str) 
         gate = mirror.tier.faults.gate("write_whole", "finish_part")
         handle = await mirror.open(name)
         await gate.arrived()
-        mirror.copier.files[handle.ino].give_up("for the test")
+        mirror.copier.files[handle.ino].give_up(Cause.FAILED, "for the test")
         await trio.testing.wait_all_tasks_blocked()
         assert mirror.copier.files[handle.ino].reservation is not None
         gate.open()
@@ -373,7 +374,7 @@ async def test_a_tier_whose_room_is_unknown_takes_nothing_until_it_is(
         await mirror.settled()
         assert mirror.metrics.tier_errors == 1, "once, not with every file"
         assert mirror.metrics.copies_refused > 0
-        assert "no tier" in (mirror.files.reason(await mirror.ino("large")) or "")
+        assert "no tier" in mirror.reason(await mirror.ino("large"))
         await mirror.mend()
         await mirror.copied("large")
 

@@ -1,0 +1,222 @@
+"""``monarchfs warm``: have files copied before they are opened, and see how far that is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from monarchfs.cli.ask import add, ask, batches, mount_and_paths
+from monarchfs.cli.progress import Progress
+from monarchfs.types import OperationError, UsageError
+from monarchfs.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import rich.progress
+
+_LINE_SECONDS = 10.0
+"""How often a line is printed where there is no terminal."""
+
+_RATE_SECONDS = 10.0
+"""What the rate is the mean of."""
+
+
+def warm_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """1 if something failed or, with ``--check``, is not resident. Raises UsageError,
+    OperationError."""
+    if arguments.check and (arguments.wait or arguments.metadata):
+        raise UsageError("--check only looks: leave out --wait and --metadata")
+    what = "check" if arguments.check else "metadata" if arguments.metadata else "copy"
+    waits = arguments.wait or arguments.check
+    found, paths = mount_and_paths(arguments, environ)
+    total: dict[str, Any] = {}
+    try:
+        with _shown(arguments) as show:
+            for batch in batches(paths):
+                before, request = total, {"command": "warm", "what": what, "wait": waits}
+
+                def tell(so_far: Mapping[str, Any], before: Mapping[str, Any] = before) -> None:
+                    show.show(add(before, so_far))
+
+                total = add(total, ask(found, {**request, "paths": batch}, tell))
+    except KeyboardInterrupt:
+        goes_on = "" if arguments.check else f" the waiting; {_goes_on(found.mountpoint)}"
+        raise OperationError(f"interrupted{goes_on}") from None
+    total.pop("ended", None)
+    if arguments.json:
+        print(json.dumps({"waited": waits, "what": what, **(total if waits else {})}))
+    elif not waits:
+        what_is = "all of it" if paths == [""] else paths[0] if len(paths) == 1 else "these paths"
+        print(f"warming {_printable(what_is)}: {_goes_on(found.mountpoint)}")
+    else:
+        print("\n".join(summary(what, total)))
+    return _result(arguments, total)
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _goes_on(mountpoint: str) -> str:
+    return f"the mount goes on with it; monarchfs warm {mountpoint} --check tells how far it is"
+
+
+def _result(arguments: argparse.Namespace, total: Mapping[str, Any]) -> int:
+    failed = total.get("failed", 0)
+    if failed and not arguments.json:
+        raise OperationError(f"{failed} failed, the first: {total.get('error')}")
+    missing = arguments.check and total.get("resident", 0) < total.get("files", 0)
+    return int(bool(failed or missing))
+
+
+def summary(what: str, total: Mapping[str, Any]) -> Iterator[str]:
+    """What came of it, for people; one subject a line."""
+    files, size = total.get("files", 0), total.get("bytes", 0)
+    if what == "metadata":
+        directories = total.get("directories", 0)
+        yield f"known: {_files(files, size)}, in {directories:,} directories"
+        return
+    resident = _files(total.get("resident", 0), total.get("resident_bytes", 0))
+    copied = total.get("copied", 0)
+    now = f" (copied now: {_files(copied, total.get('copied_bytes', 0))})" if copied else ""
+    yield f"resident: {resident} of {_files(files, size)}{now}"
+    if total.get("partial"):
+        yield f"in part:  {total['partial']:,} files"
+    if total.get("remote"):
+        yield f"remote:   {total['remote']:,} files"
+    if total.get("refused"):
+        short = format_bytes(total.get("refused_bytes", 0))
+        yield (
+            f"no room:  {total['refused']:,} files, {short} more than fits: they are read from the"
+            " source"
+        )
+
+
+def _files(count: int, size: int) -> str:
+    return f"{count:,} {'file' if count == 1 else 'files'}, {format_bytes(size)}"
+
+
+# How far it is
+
+
+class _Show(Protocol):
+    def show(self, so_far: Mapping[str, Any]) -> None: ...
+
+
+@contextmanager
+def _shown(arguments: argparse.Namespace) -> Iterator[_Show]:
+    if not sys.stderr.isatty():
+        yield _Nothing() if arguments.json else _Lines()
+    elif "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
+        with Progress() as progress:
+            yield _OneLine(progress)
+    else:
+        with _bar() as bar:
+            yield bar
+
+
+class Pace:
+    """Bytes a second, and how long the rest takes; from what was done in the last seconds."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def text(self, so_far: Mapping[str, Any], now: float) -> str:
+        """``120M/s, 3 min left``; empty before anything can be said."""
+        done = so_far.get("copied_bytes", 0) + so_far.get("moving_bytes", 0)
+        seen = self._seen
+        seen.append((now, done))
+        while len(seen) > 2 and seen[0][0] < now - _RATE_SECONDS:
+            seen.popleft()
+        seconds, size = now - seen[0][0], done - seen[0][1]
+        if seconds <= 0 or size <= 0:
+            return ""
+        rate = size / seconds
+        left = so_far.get("bytes", 0) - _done_bytes(so_far)
+        then = f", {format_seconds(left / rate)} left" if so_far.get("walked") else ""
+        return f"{format_bytes(rate)}/s{then}"
+
+
+def _done_bytes(so_far: Mapping[str, Any]) -> int:
+    keys = ("resident_bytes", "moving_bytes", "refused_bytes")
+    return sum(int(so_far.get(key, 0)) for key in keys)
+
+
+def _counts(so_far: Mapping[str, Any]) -> str:
+    files, of = so_far.get("resident", 0), so_far.get("files", 0)
+    local = so_far.get("resident_bytes", 0) + so_far.get("moving_bytes", 0)
+    text = f"{files:,} of {of:,} files, {format_bytes(local)} of"
+    text += f" {format_bytes(so_far.get('bytes', 0))}"
+    for key, name in (("refused", "no room"), ("failed", "failed")):
+        if so_far.get(key):
+            text += f", {name} {so_far[key]:,}"
+    return text if so_far.get("walked") else f"{text} found so far"
+
+
+class _Nothing:
+    def show(self, so_far: Mapping[str, Any]) -> None:
+        """Programs read the result."""
+
+
+class _OneLine:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._pace = Pace()
+
+    def show(self, so_far: Mapping[str, Any]) -> None:
+        pace = self._pace.text(so_far, time.monotonic())
+        self._progress.show(f"warm: {_counts(so_far)}{', ' + pace if pace else ''}")
+
+
+class _Lines:
+    """For a job's log: now and then a line."""
+
+    def __init__(self) -> None:
+        self._pace = Pace()
+        self._next = time.monotonic() + _LINE_SECONDS
+
+    def show(self, so_far: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        pace = self._pace.text(so_far, now)
+        if now >= self._next:
+            self._next = now + _LINE_SECONDS
+            text = f"warm: {_counts(so_far)}{', ' + pace if pace else ''}"
+            print(text, file=sys.stderr, flush=True)
+
+
+class _Bar:
+    def __init__(self, progress: rich.progress.Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("warm", total=None, counts="", pace="")
+        self._pace = Pace()
+
+    def show(self, so_far: Mapping[str, Any]) -> None:
+        self._progress.update(
+            self._task,
+            total=max(1, so_far.get("bytes", 0)) if so_far.get("walked") else None,
+            completed=_done_bytes(so_far),
+            counts=_counts(so_far),
+            pace=self._pace.text(so_far, time.monotonic()),
+        )
+
+
+@contextmanager
+def _bar() -> Iterator[_Bar]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns = (
+        TextColumn("warm"),
+        BarColumn(bar_width=30),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[counts]}"),
+        TextColumn("[cyan]{task.fields[pace]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield _Bar(progress)

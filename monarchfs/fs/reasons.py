@@ -1,0 +1,182 @@
+"""Why a file is resident, or is not, in words and in numbers. Answers from what is known."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from monarchfs.cache.cache import Cache, TierRoom
+from monarchfs.cache.reasons import Cause, Reason
+from monarchfs.fs.files import Copies, Files
+from monarchfs.types import Node, Replica, ReplicaState
+from monarchfs.units import format_bytes, format_seconds
+
+NS = 1_000_000_000
+
+MOST_TIERS = 4
+"""A sentence names so many tiers at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Residence:
+    """Where a file's bytes are. ``cause`` is None for a resident file whose tier can be read;
+    ``sentence`` says more. Times are nanoseconds of the wall clock."""
+
+    state: str
+    cause: str | None
+    sentence: str | None
+    tier: str | None
+    since_ns: int | None
+    allocated_bytes: int
+    local_bytes: int
+
+
+class Reasons:
+    """Constant: its parts."""
+
+    def __init__(self, files: Files, cache: Cache, copies: Copies) -> None:
+        self._files = files
+        self._cache = cache
+        self._copies = copies
+
+    def of(self, node: Node, *, exact: bool = False) -> Residence:
+        """All that is known. ``exact``: also how many files go before it, which has to look at
+        the whole queue."""
+        state, record = self._files.state(node.ino), self._cache.state(node.ino)
+        known = record is not None and record.tier in self._cache.tiers
+        return Residence(
+            state,
+            self.cause(node),
+            self.sentence(node, exact=exact),
+            self._cache.tiers[record.tier].path if record is not None and known else None,
+            record.created_ns if record is not None else None,
+            record.allocated_bytes if record is not None else 0,
+            self._local_bytes(node, record),
+        )
+
+    def state(self, node: Node) -> str:
+        return self._files.state(node.ino)
+
+    def cause(self, node: Node) -> str | None:
+        """In two or three words, the same for all files of which the same is so; None where the
+        file is resident."""
+        state = self._files.state(node.ino)
+        if state == "resident":
+            return None if self._unreadable(node) is None else Cause.NO_TIER.value
+        if state == "copying":
+            return "being copied"
+        if self._copies.queued(node.ino):
+            return "queued"
+        reason = self._reason(node)
+        if reason is not None:
+            return reason.cause.value
+        if state == "partial":
+            return "copied in part"
+        return "not opened yet" if self._copies.keeps else "nothing is copied"
+
+    def sentence(self, node: Node, *, exact: bool = False) -> str | None:
+        """Why the file is not resident; None where it is."""
+        ino, state = node.ino, self._files.state(node.ino)
+        if state == "resident":
+            why = self._unreadable(node)
+            return None if why is None else f"it is read from the source: {why}"
+        if state == "copying":
+            unfinished = self._copies.unfinished(ino)
+            done = 0 if unfinished is None else unfinished.local_bytes
+            return f"it is being copied: {_share(done, node.stat.size)}"
+        if self._copies.queued(ino):
+            before = self._copies.queue_position(ino) if exact else None
+            waits = "it waits to be copied" + ("" if before is None else f": {_before(before)}")
+            reason = self._cache.reasons.get(ino)
+            if reason is None or reason.cause not in (Cause.FAILED, Cause.LOST):
+                return waits
+            return f"{waits}; before, {self._said(node, reason)}"
+        reason = self._reason(node)
+        if reason is not None:
+            return self._said(node, reason)
+        if state == "partial":
+            return "it is copied in part; the rest follows when it is opened" + self._if_kept()
+        if self._copies.keeps:
+            return "not opened yet"
+        return "nothing is copied (--prefetch none), but by monarchfs warm"
+
+    def _if_kept(self) -> str:
+        return "" if self._copies.keeps else " by a mount that copies (not --prefetch none)"
+
+    def _reason(self, node: Node) -> Reason | None:
+        reasons = self._cache.reasons
+        return reasons.get(node.ino) or reasons.of_earlier_version(node)
+
+    def _said(self, node: Node, reason: Reason) -> str:
+        seconds = (time.time_ns() - reason.at_ns) / NS
+        ago = f"{format_seconds(seconds)} ago" if seconds >= 1 else "just now"
+        again = self._copies.again_in(node.ino)
+        then = "" if again is None else f"; it is tried again in {format_seconds(again)}"
+        match reason.cause:
+            case Cause.NO_ROOM if reason.missing_bytes:
+                return self._no_room(node, reason, ago)
+            case Cause.NO_TIER:
+                return self._no_tier(reason, ago)
+            case Cause.CHANGED if self._cache.reasons.get(node.ino) is None:
+                return f"not opened yet since the version before changed while it was copied, {ago}"
+        return f"{reason.text} ({ago}{then})"
+
+    def _no_room(self, node: Node, reason: Reason, ago: str) -> str:
+        local = self._local_bytes(node, self._cache.state(node.ino))
+        need, rooms = self._cache.room_for(node.stat.size - local)
+        short = f"{format_bytes(reason.missing_bytes)} short"
+        if any(room.takes(need) for room in rooms):
+            return (
+                f"no room when it was wanted ({short}, {ago}); there is now: it is copied when it"
+                " is opened or warmed next"
+            )
+        what = "no room for the rest of it" if local else "no room"
+        left = ", ".join(_left(room) for room in rooms[:MOST_TIERS])
+        return f"{what}: it needs {format_bytes(need)}, {short} when it was wanted; {left}"
+
+    def _no_tier(self, reason: Reason, ago: str) -> str:
+        rooms = self._cache.room_for(0)[1]
+        if any(room.out_of_service is None for room in rooms):
+            return f"{reason.text} when it was wanted, {ago}; it is copied when it is opened next"
+        tiers = "; ".join(f"{room.path}: {room.out_of_service}" for room in rooms[:MOST_TIERS])
+        return f"{reason.text}: {tiers}" if tiers else reason.text
+
+    def _unreadable(self, node: Node) -> str | None:
+        record = self._cache.state(node.ino)
+        if record is None or record.tier not in self._cache.tiers:
+            return None
+        why = self._cache.out_of_reach(record.tier)
+        return None if why is None else f"{self._cache.tiers[record.tier].path}: {why}"
+
+    def _local_bytes(self, node: Node, record: Replica | None) -> int:
+        unfinished = self._copies.unfinished(node.ino)
+        if record is not None and record.state is ReplicaState.RESIDENT:
+            return node.stat.size
+        if unfinished is not None and unfinished.local_bytes:
+            return unfinished.local_bytes
+        if record is None or record.state is not ReplicaState.PARTIAL:
+            return 0
+        return min(node.stat.size, record.present.count(1) * record.chunk_bytes)
+
+
+def _left(room: TierRoom) -> str:
+    if room.out_of_service is not None:
+        return f"{room.path} takes nothing ({room.out_of_service})"
+    left = f"{format_bytes(max(0, room.room.bytes))} of {format_bytes(room.capacity_bytes)}"
+    others = ", as its file system keeps the rest free for others" if room.room.for_others else ""
+    return f"{room.path} has {left} left{others}"
+
+
+def _share(done: int, size: int) -> str:
+    share = f" ({100 * done // size}%)" if size else ""
+    return f"{format_bytes(done)} of {format_bytes(size)}{share}"
+
+
+def _before(count: int) -> str:
+    match count:
+        case 0:
+            return "it is the next"
+        case 1:
+            return "1 file goes before it"
+        case _:
+            return f"{count:,} files go before it"

@@ -1,0 +1,327 @@
+"""Copying what somebody asked for: files, and all that is below directories.
+
+A request becomes a ``Warm``, which walks and goes on until each of its files is resident or will
+not be, whether anybody waits for that or not. Its files are wanted as hints: before what a scan
+finds, after what is opened.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import trio
+
+from monarchfs.cache.cache import Cache
+from monarchfs.cache.reasons import Cause
+from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.queue import Priority
+from monarchfs.prefetch.scan import WANTED, MirrorTree
+from monarchfs.types import (
+    IndexWriteError,
+    Lane,
+    Node,
+    OperationError,
+    ReplicaState,
+)
+
+log = logging.getLogger(__name__)
+
+WALKERS = 4
+"""Directories at once."""
+
+BATCH = 64
+"""Names looked at without letting others run: a millisecond or two."""
+
+OUTSTANDING_MOST = 50_000
+"""The walk waits while so many files wait for their copy: about 200 bytes each."""
+
+VERSIONS = 3
+"""A file that changes while it is copied is wanted again, in its new version, so many times."""
+
+WARMS_MOST = 100
+"""Requests under way at once."""
+
+_REFUSED = (Cause.NO_ROOM, Cause.NO_TIER)
+
+
+class What(Enum):
+    """What is done with each file."""
+
+    COPY = "copy"
+    METADATA = "metadata"
+    """It is known afterwards; nothing is copied."""
+    CHECK = "check"
+    """The same, and it is looked at where its bytes are."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """So far. Found at and below the paths: ``files`` of ``bytes``, and ``directories``.
+
+    Of them ``resident``, all of whose bytes are local (``copied``: since it was asked for),
+    ``refused`` for want of room, with ``refused_bytes`` that did not fit, and ``failed``, with the
+    first ``error``; also a directory that cannot be listed counts as one that failed. ``partial``
+    and ``remote`` files are a check's, ``local_bytes`` what is on this node. ``walked``: all names
+    are known.
+    """
+
+    files: int = 0
+    bytes: int = 0
+    directories: int = 0
+    resident: int = 0
+    resident_bytes: int = 0
+    copied: int = 0
+    copied_bytes: int = 0
+    partial: int = 0
+    remote: int = 0
+    local_bytes: int = 0
+    refused: int = 0
+    refused_bytes: int = 0
+    failed: int = 0
+    error: str = ""
+    walked: bool = False
+
+
+class Warm:
+    """One request. Constant: what, and ``done``, set at its end. Changing: ``counts``; the
+    directories to be walked; ``outstanding``, the files that wait for their copy, each with how
+    many of its versions were tried and how many of its names (hard links) were found."""
+
+    def __init__(self, tree: MirrorTree, cache: Cache, copier: Copier, what: What) -> None:
+        self.what = what
+        self.counts = Counts()
+        self.done = trio.Event()
+        self.outstanding: dict[int, tuple[int, int]] = {}
+        self._tree = tree
+        self._cache = cache
+        self._copier = copier
+        self._directories: list[int] = []
+        self._active = 0
+        self._changing = 0
+        self._news = trio.Event()
+        self._nursery: trio.Nursery | None = None
+
+    @property
+    def moving_bytes(self) -> int:
+        """How much is local of those files that are being copied now."""
+        return self._copier.copied_bytes(self.outstanding) if self.outstanding else 0
+
+    async def run(self, roots: Sequence[Node]) -> None:
+        """Do it for these nodes, to the end. Raises nothing."""
+        self._copier.observers.append(self._ended)
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                for node in roots:
+                    if node.stat.is_directory:
+                        self._directories.append(node.ino)
+                    else:
+                        await self._room()
+                        self._take(node)
+                for _ in range(WALKERS):
+                    nursery.start_soon(self._walk)
+                while self._active or self._directories:
+                    await self._wait()
+                self.counts.walked = True
+                while self.outstanding or self._changing:
+                    await self._wait()
+        finally:
+            self._copier.observers.remove(self._ended)
+            self._nursery = None
+            self.done.set()
+
+    # -- the walk
+
+    async def _walk(self) -> None:
+        while self._directories or self._active:
+            if not self._directories:
+                await self._wait()
+                continue
+            ino = self._directories.pop()
+            self._active += 1
+            try:
+                await self._directory(ino)
+            except (OSError, IndexWriteError) as exc:
+                self._fail(self._path(ino), exc)
+            finally:
+                self._active -= 1
+                self._tell()
+
+    async def _directory(self, ino: int) -> None:
+        await self._tree.open_directory(ino, Lane.BACKGROUND)
+        self.counts.directories += 1
+        cookie = 0
+        while batch := self._tree.entries(ino, cookie, BATCH):
+            cookie = batch[-1][0].cookie
+            await self._room()
+            names = [dirent.name for dirent, *_rest in batch if dirent.type in WANTED]
+            names = [name for name in names if name not in (b".", b"..")]
+            nodes = await self._tree.find_each(ino, names, Lane.BACKGROUND)
+            for name, node in zip(names, nodes, strict=True):
+                if node is None:
+                    node = await self._ask_again(ino, name)
+                if node is None:
+                    continue
+                if node.stat.is_directory:
+                    self._directories.append(node.ino)
+                    self._tell()
+                elif node.stat.is_regular:
+                    self._take(node)
+
+    async def _ask_again(self, parent: int, name: bytes) -> Node | None:
+        """Of a name of which many at once did not say whether it is gone, or why it fails."""
+        try:
+            return await self._tree.find(parent, name, Lane.BACKGROUND)
+        except (OSError, IndexWriteError) as exc:
+            self._fail(self._path(parent, name), exc)
+            return None
+
+    async def _room(self) -> None:
+        """A checkpoint, and where too many files wait already, until fewer do."""
+        await trio.lowlevel.checkpoint()
+        while len(self.outstanding) >= OUTSTANDING_MOST:
+            await self._wait()
+
+    # -- its files
+
+    def _take(self, node: Node) -> None:
+        """A file was found."""
+        counts, size = self.counts, node.stat.size
+        counts.files += 1
+        counts.bytes += size
+        if self.what is What.METADATA:
+            return
+        if self._cache.resident(node):
+            self._resident(size)
+        elif self.what is What.CHECK:
+            record = self._cache.state(node.ino)
+            if record is not None and record.state is ReplicaState.PARTIAL:
+                counts.partial += 1
+                counts.local_bytes += min(size, record.present.count(1) * record.chunk_bytes)
+            else:
+                counts.remote += 1
+        else:
+            _versions, names = self.outstanding.get(node.ino, (1, 0))
+            self._want(node, 1, names + 1)
+
+    def _resident(self, size: int, names: int = 1) -> None:
+        self.counts.resident += names
+        self.counts.resident_bytes += names * size
+        self.counts.local_bytes += names * size
+
+    def _want(self, node: Node, versions: int, names: int) -> None:
+        self.outstanding[node.ino] = versions, names
+        self._copier.want(node.ino, Priority.HINTED)
+        self._ended(node.ino)  # where nothing has to be done for it
+
+    def _ended(self, ino: int) -> None:
+        """The copier has done something for a file; perhaps all it will."""
+        if ino not in self.outstanding or self._copier.pending(ino):
+            return
+        versions, names = self.outstanding.pop(ino)
+        node, record = self._cache.index.node(ino), self._cache.state(ino)
+        reason = self._cache.reasons.get(ino)
+        counts = self.counts
+        if record is not None and record.state is ReplicaState.RESIDENT:
+            self._resident(record.size, names)
+            counts.copied += names
+            counts.copied_bytes += record.size
+        elif node is None or node.outdated:
+            self._changed(node, versions, names)
+        elif reason is not None and reason.cause in _REFUSED:
+            local = 0 if record is None else record.present.count(1) * record.chunk_bytes
+            counts.refused += names
+            counts.refused_bytes += max(0, node.stat.size - local)
+        else:
+            text = "it was not copied" if reason is None else reason.text
+            self._fail(self._path(node.parent, node.name), OperationError(text), names)
+        self._tell()
+
+    def _changed(self, node: Node | None, versions: int, names: int) -> None:
+        if node is None or versions >= VERSIONS or self._nursery is None:
+            path = "a file" if node is None else self._path(node.parent, node.name)
+            self._fail(path, OperationError("it changes in the source again and again"), names)
+            return
+        self._changing += 1
+        self._nursery.start_soon(self._next_version, node, versions + 1, names)
+
+    async def _next_version(self, node: Node, versions: int, names: int) -> None:
+        self.counts.files -= names
+        self.counts.bytes -= names * node.stat.size
+        try:
+            found = await self._ask_again(node.parent, node.name)
+            if found is not None and found.stat.is_regular:
+                self.counts.files += names
+                self.counts.bytes += names * found.stat.size
+                if self._cache.resident(found):
+                    self._resident(found.stat.size, names)
+                else:
+                    self._want(found, versions, names)
+        finally:
+            self._changing -= 1
+            self._tell()
+
+    def _path(self, ino: int, name: bytes = b"") -> str:
+        """For messages."""
+        directory = self._cache.index.dirref(ino)
+        parts = (directory.path if directory is not None else b"...", name)
+        return os.fsdecode(b"/".join(part for part in parts if part)) or "/"
+
+    def _fail(self, path: str, exc: Exception, names: int = 1) -> None:
+        self.counts.failed += names
+        reason = (exc.strerror or str(exc)) if isinstance(exc, OSError) else str(exc)
+        self.counts.error = self.counts.error or f"{path}: {reason}"
+        log.warning("not warmed: %r: %s", path, reason)
+
+    # -- news
+
+    async def _wait(self) -> None:
+        await self._news.wait()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = trio.Event()
+
+
+class Warming:
+    """The requests under way, each in the worker's nursery: they outlive who asked."""
+
+    def __init__(
+        self, tree: MirrorTree, cache: Cache, copier: Copier, nursery: trio.Nursery
+    ) -> None:
+        self._tree = tree
+        self._cache = cache
+        self._copier = copier
+        self._nursery = nursery
+        self._under_way = 0
+
+    def request(self, what: What) -> Warm:
+        """One to be run by the caller."""
+        return Warm(self._tree, self._cache, self._copier, what)
+
+    def start(self, what: What, roots: Sequence[Node]) -> Warm:
+        """Begin, and go on whatever becomes of the caller. Raises OperationError where too many
+        are under way."""
+        if self._under_way >= WARMS_MOST:
+            raise OperationError(
+                f"{WARMS_MOST} warm requests are under way in this mount: try again later"
+            )
+        warm = self.request(what)
+        self._nursery.start_soon(self._run, warm, roots)
+        self._under_way += 1
+        return warm
+
+    async def _run(self, warm: Warm, roots: Sequence[Node]) -> None:
+        try:
+            await warm.run(roots)
+        finally:
+            self._under_way -= 1
+        counts = warm.counts
+        log.info(
+            "warmed (%s): %d files, %d resident, %d refused, %d failed",
+            *(warm.what.value, counts.files, counts.resident, counts.refused, counts.failed),
+        )
