@@ -87,19 +87,22 @@ def summary(what: str, total: Mapping[str, Any]) -> Iterator[str]:
     now = f" (copied now: {_files(copied, total.get('copied_bytes', 0))})" if copied else ""
     yield f"resident: {resident} of {_files(files, size)}{now}"
     if total.get("partial"):
-        yield f"in part:  {total['partial']:,} files"
+        yield f"in part:  {_plural(total['partial'])}"
     if total.get("remote"):
-        yield f"remote:   {total['remote']:,} files"
+        yield f"remote:   {_plural(total['remote'])}"
     if total.get("refused"):
-        short = format_bytes(total.get("refused_bytes", 0))
-        yield (
-            f"no room:  {total['refused']:,} files, {short} more than fits: they are read from the"
-            " source"
-        )
+        refused = _files(total["refused"], total.get("refused_bytes", 0))
+        short = total.get("short_bytes", 0)
+        more = f"; {format_bytes(short)} more in the tiers would do" if short else ""
+        yield f"no room:  {refused}: read from the source{more}"
 
 
 def _files(count: int, size: int) -> str:
-    return f"{count:,} {'file' if count == 1 else 'files'}, {format_bytes(size)}"
+    return f"{_plural(count)}, {format_bytes(size)}"
+
+
+def _plural(count: int) -> str:
+    return f"{count:,} {'file' if count == 1 else 'files'}"
 
 
 # How far it is

@@ -30,7 +30,7 @@ def why_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
         mountpoint, path = _place(typed, by_point)
         wanted.setdefault(mountpoint, []).append(path)
     reports = [
-        {**report, "path": os.path.join(mountpoint, report["path"]).rstrip("/") or "/"}
+        _named(mountpoint, report)
         for mountpoint, paths in wanted.items()
         for report in _reports(by_point[mountpoint], paths)
     ]
@@ -45,6 +45,14 @@ def why_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise OperationError(f"{errors[0]}{more}")
     return 0
+
+
+def _named(mountpoint: str, report: Mapping[str, Any]) -> dict[str, Any]:
+    """With paths as people know them instead of those below the mount point."""
+    named = {**report, "path": os.path.join(mountpoint, report["path"]).rstrip("/") or "/"}
+    if "error" in report:
+        named["error"] = os.path.join(mountpoint, report["error"].lstrip("/"))
+    return named
 
 
 def _place(typed: str, mounts: Mapping[str, Found]) -> tuple[str, str]:
@@ -92,7 +100,7 @@ def describe(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _of(report: Mapping[str, Any]) -> str:
     local = f"{format_bytes(report['resident_bytes'])} of {format_bytes(report['bytes'])}"
-    return f"{report['resident']:,} of {report['files']:,} files, {local},"
+    return f"{report['resident']:,} of {report['files']:,} files ({local})"
 
 
 def _of_directory(report: Mapping[str, Any]) -> Iterator[str]:

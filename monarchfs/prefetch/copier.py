@@ -196,7 +196,7 @@ class Copier:
         """Whether the copier still has something to do for the file: it is queued, being copied, or
         to be tried again."""
         fill = self.files.get(ino)
-        under_way = fill is not None and (fill.in_background or fill.ending)
+        under_way = fill is not None and (fill.in_background or fill.fetching or fill.ending)
         return under_way or ino in self.queue or ino in self._again_at
 
     def queued(self, ino: int) -> bool:
@@ -209,6 +209,11 @@ class Copier:
         """Seconds until a file that failed or was too young is tried again; None: it is not."""
         at = self._again_at.get(ino)
         return None if at is None else max(0.0, at - trio.current_time())
+
+    def local_bytes(self, ino: int) -> int:
+        """How much of a copy that is under way is local; 0 where there is none."""
+        fill = self.files.get(ino)
+        return 0 if fill is None else fill.local_bytes
 
     def copied_bytes(self, inos: Container[int]) -> int:
         """How much of these files is local, of those that are being copied now."""

@@ -45,6 +45,11 @@ class Fill(Copy):
         self._fetches: list[Fetch] = []
         self._ahead = Readahead(MOST_AHEAD_BYTES // self.chunks.chunk_bytes)
 
+    @property
+    def fetching(self) -> bool:
+        """Whether reads of the source are under way for it; ``poke`` follows the end of each."""
+        return bool(self._fetches)
+
     # -- reading
 
     async def read(self, offset: int, size: int) -> Data:

@@ -64,7 +64,8 @@ class Counts:
 
     Of them ``resident``, all of whose bytes are local (``copied``: since it was asked for),
     ``refused`` for want of room, with ``refused_bytes`` that did not fit, and ``failed``, with the
-    first ``error``; also a directory that cannot be listed counts as one that failed. ``partial``
+    first ``error``; also a directory that cannot be listed counts as one that failed. At the end
+    ``short_bytes`` more in the tiers would have been enough for all of them. ``partial``
     and ``remote`` files are a check's, ``local_bytes`` what is on this node. ``walked``: all names
     are known.
     """
@@ -81,6 +82,7 @@ class Counts:
     local_bytes: int = 0
     refused: int = 0
     refused_bytes: int = 0
+    short_bytes: int = 0
     failed: int = 0
     error: str = ""
     walked: bool = False
@@ -102,6 +104,7 @@ class Warm:
         self._directories: list[int] = []
         self._active = 0
         self._changing = 0
+        self._refused_need = 0
         self._news = trio.Event()
         self._nursery: trio.Nursery | None = None
 
@@ -129,6 +132,10 @@ class Warm:
                 self.counts.walked = True
                 while self.outstanding or self._changing:
                     await self._wait()
+                if self._refused_need:
+                    rooms = [room.room.bytes for room in self._cache.room_for(0)[1]]
+                    left = sum(max(0, room) for room in rooms)
+                    self.counts.short_bytes = max(0, self._refused_need - left)
         finally:
             self._copier.observers.remove(self._ended)
             self._nursery = None
@@ -234,8 +241,10 @@ class Warm:
             self._changed(node, versions, names)
         elif reason is not None and reason.cause in _REFUSED:
             local = 0 if record is None else record.present.count(1) * record.chunk_bytes
+            missing = max(0, node.stat.size - max(local, self._copier.local_bytes(ino)))
             counts.refused += names
-            counts.refused_bytes += max(0, node.stat.size - local)
+            counts.refused_bytes += missing
+            self._refused_need += self._cache.room_for(missing)[0]
         else:
             text = "it was not copied" if reason is None else reason.text
             self._fail(self._path(node.parent, node.name), OperationError(text), names)

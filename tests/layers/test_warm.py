@@ -1,0 +1,261 @@
+"""Having files copied before anybody opens them."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import trio
+
+from monarchfs.prefetch import copier
+from monarchfs.prefetch import warm as warm_module
+from monarchfs.prefetch.queue import Priority
+from monarchfs.prefetch.warm import Counts, Warming, What
+from monarchfs.types import ROOT_INO, Node, OperationError
+from tests.layers.asking import OPEN
+from tests.layers.mirror import KIB, MIB, Area, Mirror, content, until
+
+
+def warming(mirror: Mirror) -> Warming:
+    return Warming(mirror.tree, mirror.cache, mirror.copier, mirror.nursery)
+
+
+async def warmed(mirror: Mirror, *paths: str, what: What = What.COPY) -> Counts:
+    """What a request for these paths comes to, or for all."""
+    nodes = [await mirror.node(path) for path in paths]
+    if not paths:
+        root = mirror.index.node(ROOT_INO)
+        assert root is not None
+        nodes = [root]
+    warm = warming(mirror).start(what, nodes)
+    with trio.fail_after(1000):
+        await warm.done.wait()
+    counts = warm.counts
+    assert warm.outstanding == {}
+    assert mirror.copier.observers == []
+    if what is What.COPY:
+        assert counts.walked
+        assert counts.files == counts.resident + counts.refused + counts.failed
+    return counts
+
+
+def tree(area: Area, directories: int = 3, files: int = 5) -> int:
+    for directory in range(directories):
+        for number in range(files):
+            area.write(f"{directory}/below/{number}", content(10 + number, directory))
+    return directories * files
+
+
+async def test_all_of_it(area: Area) -> None:
+    files = tree(area)
+    (area.source / "link").symlink_to("0")
+    os.mkfifo(area.source / "fifo")
+    (area.source / "empty").touch()
+    async with area.mount() as mirror:
+        counts = await warmed(mirror)
+        assert (counts.files, counts.directories) == (files + 1, 7)
+        assert (counts.resident, counts.copied) == (files + 1, files + 1)
+        assert counts.resident_bytes == counts.copied_bytes == counts.bytes
+        read = len(mirror.posix.reads)
+        again = await warmed(mirror)
+        assert (again.resident, again.copied) == (files + 1, 0)
+        assert len(mirror.posix.reads) == read, "nothing is read twice"
+        await mirror.settled()
+
+
+async def test_names_and_attributes_only(area: Area) -> None:
+    files = tree(area)
+    async with area.mount() as mirror:
+        counts = await warmed(mirror, what=What.METADATA)
+        assert (counts.files, counts.resident) == (files, 0)
+        assert mirror.posix.reads == []
+        mirror.posix.faults.fail("found", errno.EIO)
+        mirror.posix.faults.fail("found_each", errno.EIO)
+        mirror.posix.faults.fail("stat", errno.EIO)
+        assert (await mirror.node("2/below/4")).stat.size == 14
+
+
+async def test_a_look_at_what_is_there(area: Area) -> None:
+    files = tree(area)
+    area.write("large", content(24 * MIB))
+    async with area.mount([20 * MIB], partial_min_bytes=MIB) as mirror:
+        await mirror.copied("0/below/0")
+        await mirror.want("large")
+        await mirror.settled()
+        counts = await warmed(mirror, what=What.CHECK)
+        assert (counts.resident, counts.partial, counts.remote) == (1, 1, files - 1)
+        assert counts.local_bytes > 10 * MIB
+        assert mirror.metrics.copies_completed == 1
+
+
+async def test_it_copies_where_nothing_else_is(area: Area) -> None:
+    files = tree(area)
+    async with area.mount(keeps=False) as mirror:
+        assert (await warmed(mirror)).copied == files
+
+
+async def test_paths_that_meet(area: Area) -> None:
+    tree(area, 1, 3)
+    os.link(area.source / "0/below/0", area.source / "other name")
+    async with area.mount() as mirror:
+        counts = await warmed(mirror, "0", "0/below/1", "other name")
+        assert counts.files == counts.resident == 5
+        assert mirror.metrics.copies_completed == 3
+
+
+async def test_what_is_opened_goes_first_and_what_is_scanned_last(area: Area) -> None:
+    for name in ("scanned", "warm", "opened"):
+        area.write(name, content(2 * MIB))
+    async with area.mount(copies=False, copy_workers=1) as mirror:
+        await mirror.want("scanned")
+        warm = warming(mirror).start(What.COPY, [await mirror.node("warm")])
+        await until(lambda: len(mirror.copier.queue) == 2, "the hint")
+        await mirror.want("opened", Priority.OPENED)
+        mirror.start_copying()
+        await mirror.idle()
+        await warm.done.wait()
+        inos = [(area.source / name).stat().st_ino for name in ("opened", "warm", "scanned")]
+        order = list(dict.fromkeys(read.ino for read in mirror.posix.reads))
+        assert order == inos
+
+
+async def test_no_room_is_no_failure(area: Area) -> None:
+    for number in range(4):
+        area.write(f"{number}", content(60 * KIB, number))
+    area.write("small", content(8 * KIB))
+    async with area.mount([140 * KIB]) as mirror:
+        counts = await warmed(mirror)
+        assert (counts.resident, counts.refused, counts.failed) == (3, 2, 0)
+        assert counts.refused_bytes == 120 * KIB
+        left = 140 * KIB - mirror.placement.usage(1)[0]
+        assert counts.short_bytes == 2 * 64 * KIB - left
+        await mirror.settled()
+
+
+async def test_a_part_of_a_large_file(area: Area) -> None:
+    area.write("large", content(24 * MIB))
+    async with area.mount([20 * MIB], partial_min_bytes=MIB) as mirror:
+        counts = await warmed(mirror)
+        assert (counts.resident, counts.refused) == (0, 1)
+        assert 4 * MIB < counts.refused_bytes <= 8 * MIB
+        await mirror.settled()
+
+
+async def test_what_fails_is_told(area: Area) -> None:
+    files = tree(area)
+    async with area.mount(copy_workers=1) as mirror:
+        mirror.posix.faults.fail("read", errno.EACCES, times=2)
+        counts = await warmed(mirror)
+        assert (counts.failed, counts.resident) == (2, files - 2)
+        assert counts.error.endswith(": copying failed: Permission denied")
+        assert counts.error.split(":")[0].count("/") == 2
+
+
+async def test_what_fails_for_a_while_is_waited_for(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier, "RETRY_SECONDS", (0.01, 0.02, 0.03))
+    area.write("a", content(10))
+    area.write("b", content(10))
+    async with area.mount(copy_workers=1) as mirror:
+        mirror.posix.faults.fail("read", errno.EIO, times=3)
+        counts = await warmed(mirror, "a")
+        assert (counts.copied, counts.failed) == (1, 0)
+        assert mirror.posix.faults.calls["read"] == 4
+        mirror.posix.faults.fail("read", errno.EIO)
+        counts = await warmed(mirror, "b")
+        assert (counts.failed, counts.error) == (1, "b: copying failed: Input/output error")
+
+
+async def test_a_directory_that_cannot_be_listed(area: Area) -> None:
+    files = tree(area)
+    async with area.mount() as mirror:
+        bad = await mirror.ino("1/below")
+        opened = mirror.tree.open_directory
+
+        async def fail(ino: int, *arguments: object) -> None:
+            if ino == bad:
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+            await opened(ino, *arguments)  # type: ignore[arg-type]
+
+        mirror.tree.open_directory = fail  # type: ignore[method-assign, assignment]
+        nodes = [mirror.index.node(ROOT_INO)]
+        assert nodes[0] is not None
+        warm = warming(mirror).start(What.COPY, [nodes[0]])
+        await warm.done.wait()
+        assert (warm.counts.resident, warm.counts.failed) == (files - 5, 1)
+        assert warm.counts.error == "1/below: Permission denied"
+
+
+async def test_a_file_that_changes_meanwhile_is_copied_as_it_is_then(area: Area) -> None:
+    area.write("large", content(8 * MIB))
+    await area.settled()
+    async with area.mount(mode=OPEN, copy_workers=1) as mirror:
+        gate = mirror.posix.faults.gate("read")
+        warm = warming(mirror).start(What.COPY, [await mirror.node("large")])
+        await gate.arrived()
+        gate.release()
+        await gate.arrived()
+        (area.source / "large").write_bytes(content(MIB, 2))
+        await area.settled()
+        gate.open()
+        await warm.done.wait()
+        assert (warm.counts.files, warm.counts.copied, warm.counts.failed) == (1, 1, 0)
+        assert warm.counts.bytes == warm.counts.resident_bytes == MIB
+        assert await mirror.read_file("large") == content(MIB, 2)
+
+
+async def test_memory_does_not_grow_with_the_files(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_module, "OUTSTANDING_MOST", 4)
+    monkeypatch.setattr(warm_module, "BATCH", 2)
+    files = tree(area, 4, 20)
+    most = 0
+    async with area.mount(copy_workers=1) as mirror:
+        root = mirror.index.node(ROOT_INO)
+        assert root is not None
+        warm = warming(mirror).start(What.COPY, [root])
+
+        def look(_ino: int) -> None:
+            nonlocal most
+            most = max(most, len(warm.outstanding))
+
+        mirror.copier.observers.append(look)
+        await warm.done.wait()
+        mirror.copier.observers.remove(look)
+        assert warm.counts.copied == files
+        # Each of the walkers may have looked before the others put theirs in.
+        assert 1 <= most <= 4 + warm_module.WALKERS * 2
+
+
+async def test_it_goes_on_when_the_source_does(area: Area) -> None:
+    files = tree(area)
+    async with area.mount() as mirror:
+        gate = mirror.posix.faults.gate("found_each")
+        root = mirror.index.node(ROOT_INO)
+        assert root is not None
+        warm = warming(mirror).start(What.COPY, [root])
+        await gate.arrived()
+        assert not warm.done.is_set()
+        gate.open()
+        await warm.done.wait()
+        assert warm.counts.copied == files
+
+
+async def test_too_many_at_once(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_module, "WARMS_MOST", 2)
+    tree(area)
+    async with area.mount() as mirror:
+        gate = mirror.posix.faults.gate("found_each")
+        nodes: list[Node] = [node for node in [mirror.index.node(ROOT_INO)] if node is not None]
+        requests = warming(mirror)
+        warms = [requests.start(What.COPY, nodes) for _ in range(2)]
+        with pytest.raises(OperationError, match="2 warm requests are under way"):
+            requests.start(What.COPY, nodes)
+        gate.open()
+        for warm in warms:
+            await warm.done.wait()
+            assert warm.counts.resident == warm.counts.files == 15
+        await requests.start(What.CHECK, nodes).done.wait()
