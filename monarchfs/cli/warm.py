@@ -80,7 +80,8 @@ def summary(what: str, total: Mapping[str, Any]) -> Iterator[str]:
     files, size = total.get("files", 0), total.get("bytes", 0)
     if what == "metadata":
         directories = total.get("directories", 0)
-        yield f"known: {_files(files, size)}, in {directories:,} directories"
+        things = "directory" if directories == 1 else "directories"
+        yield f"known: {_files(files, size)}, in {directories:,} {things}"
         return
     resident = _files(total.get("resident", 0), total.get("resident_bytes", 0))
     copied = total.get("copied", 0)

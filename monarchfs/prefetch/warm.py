@@ -19,7 +19,7 @@ from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.scan import WANTED, MirrorTree
+from monarchfs.prefetch.scan import MirrorTree
 from monarchfs.types import (
     IndexWriteError,
     Lane,
@@ -165,8 +165,8 @@ class Warm:
         while batch := self._tree.entries(ino, cookie, BATCH):
             cookie = batch[-1][0].cookie
             await self._room()
-            names = [dirent.name for dirent, *_rest in batch if dirent.type in WANTED]
-            names = [name for name in names if name not in (b".", b"..")]
+            # Links, too: whoever opens what they lead to has to read them.
+            names = [dirent.name for dirent, *_rest in batch if dirent.name not in (b".", b"..")]
             nodes = await self._tree.find_each(ino, names, Lane.BACKGROUND)
             for name, node in zip(names, nodes, strict=True):
                 if node is None:

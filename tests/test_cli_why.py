@@ -1,0 +1,298 @@
+"""``monarchfs why`` on real mounts; what ``evict``, ``pin`` and the like say of bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs.cli.main import main
+from monarchfs.cli.why import describe
+from monarchfs.fuse.mountinfo import split_below
+from tests.mounting import Bench, Mount, bench, requires_fuse, requires_root, run, wait_for
+
+KIB = 1024
+
+
+def fill(source: Path) -> Path:
+    for name in ("a", "d/b", "d/c"):
+        path = source / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(os.urandom(60 * KIB))
+    (source / "link").symlink_to("d/b")
+    (source / "away").symlink_to("/etc")
+    (source / "loop").symlink_to("loop")
+    os.mkfifo(source / "fifo")
+    return source
+
+
+@pytest.fixture(scope="module")
+def mount() -> Iterator[Mount]:
+    """For tests that copy nothing."""
+    with bench() as work:
+        yield work.mount(fill(work.path / "src"), "--freshness", "immutable")
+
+
+def why(*paths: str | Path) -> list[dict[str, Any]]:
+    done = run("why", *map(str, paths), "--json")
+    assert done.stderr == ""
+    reports: list[dict[str, Any]] = json.loads(done.stdout)["paths"]
+    assert done.returncode == any("error" in report for report in reports)
+    return reports
+
+
+def attribute(path: Path, name: str) -> str:
+    done = subprocess.run(
+        ["getfattr", "--only-values", "-n", f"user.monarchfs.{name}", path],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    return done.stdout
+
+
+@requires_root
+@requires_fuse
+def test_from_remote_to_resident_and_back(work: Bench) -> None:
+    mount = work.mount(fill(work.path / "src"), tier="100K")
+    a, b = mount.path / "a", mount.path / "d" / "b"
+    (report,) = why(a)
+    assert (report["state"], report["reason"]) == ("remote", "not opened yet")
+    assert run("warm", str(mount.path), "a", "--wait").returncode == 0
+    done = run("why", str(a))
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"{a}: resident in {work.path}/tier\n  copied: ")
+    assert run("warm", str(mount.path), "d/b", "--wait").returncode == 0
+    (report,) = why(b)
+    assert report["cause"] == "no room"
+    assert report["reason"].startswith("no room: it needs 64K, 24K short when it was wanted; ")
+    assert report["reason"] == attribute(b, "reason")
+    assert (attribute(a, "state"), attribute(a, "tier")) == ("resident", f"{work.path}/tier")
+    done = run("evict", str(mount.path), "a", "--json")
+    assert json.loads(done.stdout) == {"files": 1, "bytes": 60 * KIB, "kept": 0}
+    assert run("pin", str(mount.path), "link").returncode == 0
+    evicted, waiting = why(a, mount.path / "link")
+    assert evicted["reason"].startswith("evicted by hand")
+    assert "there is now" in waiting["reason"]
+    assert (evicted["pinned"], waiting["pinned"]) == (False, True)
+    done = run("why", str(mount.path))
+    assert done.stdout.startswith(f"{mount.path}: 0 of 2 files (0 bytes of 120K) resident\n")
+    assert "  1 evicted\n" in done.stdout
+    assert "not listed yet" in done.stdout
+
+
+@requires_root
+@requires_fuse
+def test_a_source_that_hangs(work: Bench) -> None:
+    source = work.faulty_source(fill(work.path / "src"))
+    mount = work.mount(source.path, "--freshness", "ttl=0")
+    assert run("warm", str(mount.path), "a", "--wait").returncode == 0
+    source.faults(hang=["lookup a", "getattr a", "lookup d", "getattr d", "getattr", "lookup"])
+    started = time.monotonic()
+    (report,) = why(mount.path / "a")
+    assert (report["state"], report["source_responding"]) == ("resident", False)
+    done = run("why", str(mount.path / "a"))
+    assert done.stdout.endswith("  the source does not answer: this is what is known without it\n")
+    done = run("why", str(mount.path / "d" / "c"))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "the source does not answer, and nothing is known of it here" in done.stderr
+    assert time.monotonic() - started < 30
+    source.faults()
+
+
+@requires_root
+@requires_fuse
+def test_one_that_fails_is_told_of(work: Bench) -> None:
+    source = work.faulty_source(fill(work.path / "src"))
+    mount = work.mount(source.path)
+    source.faults(fail={"read a": 5})
+    assert run("warm", str(mount.path), "a").returncode == 0
+    wait_for(lambda: why(mount.path / "a")[0]["cause"] == "copying failed", "the failure")
+    (report,) = why(mount.path / "a")
+    assert report["reason"].startswith("copying failed: Input/output error (")
+    assert "; it is tried again in " in report["reason"]
+    source.faults()
+    wait_for(lambda: why(mount.path / "a")[0]["state"] == "resident", "the next try")
+
+
+@requires_root
+@requires_fuse
+def test_by_way_of_links_and_some_of_many(mount: Mount, work: Bench) -> None:
+    link = work.path / "elsewhere"
+    link.symlink_to(mount.path)
+    reports = why(link / "a", mount.path / "nope", mount.path / "fifo", mount.path / "link")
+    by_path = {report["path"]: report for report in reports}
+    assert by_path[str(mount.path / "a")]["type"] == "file"
+    assert by_path[str(mount.path / "fifo")]["type"] == "other"
+    assert by_path[str(mount.path / "link")]["size_bytes"] == 60 * KIB
+    assert "nope: no such file" in by_path[str(mount.path / "nope")]["error"]
+    done = run("why", str(mount.path / "a"), str(mount.path / "nope"))
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stdout.startswith(f"{mount.path}/a: ")
+
+
+BAD_INPUT = [
+    ([], 2, "PATH"),
+    (["{mnt}/nope"], 1, "{mnt}/nope: no such file or directory"),
+    (["{mnt}/nope", "{mnt}/neither"], 1, "(and 1 more)"),
+    (["{mnt}/d/nope/deeper"], 1, "no such file"),
+    (["{mnt}/a/x"], 1, "a is not a directory"),
+    (["{mnt}/away"], 1, "leads out of the mount"),
+    (["{mnt}/away/passwd"], 1, "leads out of the mount"),
+    (["{mnt}/loop"], 1, "too many symbolic links"),
+    ([""], 2, "empty"),
+    (["/"], 2, "/ is not in a monarchfs mount"),
+    (["/etc/passwd"], 2, "/etc/passwd is not in a monarchfs mount"),
+    (["/proc/self/root"], 2, "is not in a monarchfs mount"),
+    (["{mnt}x"], 2, "is not in a monarchfs mount"),
+    (["{mnt}/.."], 2, "is not in a monarchfs mount"),
+    (["{mnt}/../a"], 2, "is not in a monarchfs mount"),
+    (["{mnt}", "a"], 2, "name it as MOUNTPOINT/PATH"),
+    (["nowhere"], 2, "is not in a monarchfs mount"),
+    (["{mnt}/" + "x" * 300], 1, "File name too long"),
+    (["{mnt}/" + "x/" * 2000], 1, "no such file"),
+    (["{mnt}/a\nb"], 1, "a b: no such file"),
+    (["{mnt}/\udcff"], 1, "\\udcff: no such file"),
+    (["{mnt}/a", "--wait"], 2, "--wait"),
+    (["{mnt}/a", "--jso"], 2, "--jso"),
+    (["-x"], 2, "PATH"),
+    (["{mnt}/a\0b"], 2, "NUL"),
+]
+
+
+@requires_root
+@requires_fuse
+@pytest.mark.parametrize(("arguments", "code", "words"), BAD_INPUT)
+def test_bad_input(
+    mount: Mount,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    assert_refused(mount, capsys, ["why", *arguments], code, words)
+
+
+BAD_FOR_THE_OTHERS = [
+    ([], 2, "MOUNTPOINT"),
+    (["{mnt}", "nope"], 1, "o such file or directory"),
+    (["{mnt}", "nope/deeper"], 1, "o such file or directory"),
+    (["{mnt}", "d", "nope"], 1, "o such file or directory"),
+    (["{mnt}", "/etc/passwd"], 2, "/etc/passwd is not below"),
+    (["{mnt}", "{mnt}x"], 2, "is not below"),
+    (["{mnt}", "{mnt}/../x"], 2, "is not below"),
+    (["{mnt}", ".."], 2, ".. is not below"),
+    (["{mnt}", "a/../.."], 2, "is not below"),
+    (["{mnt}", "/"], 2, "/ is not below"),
+    (["{mnt}", ""], 2, "a path is empty"),
+    (["{mnt}", "a\0b"], 2, "NUL"),
+    (["{mnt}", "a\nb"], 1, "o such file or directory"),
+    (["{mnt}", "x" * 300], 1, "ile name too long"),
+    (["{mnt}", "x/" * 2000], 1, "o such file or directory"),
+    (["{mnt}", "\udcff"], 1, "o such file or directory"),
+    (["{mnt}", "--", "-x"], 1, "o such file or directory"),
+    (["{mnt}/d", "b"], 1, "is not a monarchfs mount"),
+    (["{mnt}x", "a"], 1, "is not a monarchfs mount"),
+    (["/proc", "self"], 1, "/proc is not a monarchfs mount"),
+    (["/nowhere/at/all", "a"], 1, "is not a monarchfs mount"),
+    (["", "a"], 2, "empty"),
+    (["{mnt}", "a", "--wait"], 2, "--wait"),
+    (["{mnt}", "a", "-x"], 2, "-x"),
+    (["{mnt}", "a", "--json=1"], 2, "--json"),
+]
+
+
+@requires_root
+@requires_fuse
+@pytest.mark.parametrize("command", ["evict", "pin", "unpin", "refresh"])
+@pytest.mark.parametrize(("arguments", "code", "words"), BAD_FOR_THE_OTHERS)
+def test_bad_input_of_the_others(
+    mount: Mount,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    assert_refused(mount, capsys, [command, *arguments], code, words)
+
+
+def assert_refused(
+    mount: Mount, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str
+) -> None:
+    named = [argument.replace("{mnt}", str(mount.path)) for argument in arguments]
+    assert main(named) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("monarchfs: ")
+    assert captured.err.count("\n") == 1
+    assert words.replace("{mnt}", str(mount.path)) in captured.err
+
+
+@requires_root
+@requires_fuse
+def test_all_is_found_before_anything_is_done(mount: Mount) -> None:
+    done = run("pin", str(mount.path), "d/c", "nope")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert why(mount.path / "d" / "c")[0]["pinned"] is False
+
+
+@requires_root
+@requires_fuse
+def test_without_a_daemon(work: Bench) -> None:
+    mount = work.mount(fill(work.path / "src"))
+    with open(next(Path(f"/proc/{mount.worker_pid()}").glob("stat"))) as stat:
+        supervisor = int(stat.read().rpartition(")")[2].split()[1])
+    worker = mount.worker_pid()
+    for pid in (supervisor, worker):
+        os.kill(pid, 9)
+    wait_for(lambda: run("status", str(mount.path)).returncode, "the daemon to be gone")
+    for command in (["why", f"{mount.path}/a"], *([c, str(mount.path), "a"] for c in OTHERS)):
+        done = run(*command)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert "monarchfs umount" in done.stderr
+
+
+OTHERS = ("warm", "evict", "pin", "unpin", "refresh")
+
+
+def test_where_a_path_is_split(tmp_path: Path) -> None:
+    mounts = ["/mnt/data", "/mnt/data/inner", str(tmp_path / "here")]
+    (tmp_path / "link").symlink_to("here/d")
+    (tmp_path / "loop").symlink_to("loop")
+    for path, expected in (
+        ("/mnt/data", ("/mnt/data", "")),
+        ("/mnt/data/a/b", ("/mnt/data", "a/b")),
+        ("/mnt/data/inner/x", ("/mnt/data/inner", "x")),
+        ("/mnt/database", None),
+        ("/mnt", None),
+        ("/", None),
+        (f"{tmp_path}/link/x", (f"{tmp_path}/here", "d/x")),
+        (f"{tmp_path}/loop/x", None),
+    ):
+        assert split_below(path, mounts) == expected
+
+
+def test_for_people() -> None:
+    report = {
+        **{"path": "/mnt/x\udcff", "type": "file", "state": "partial", "tier": "/scratch"},
+        **{"reason": "no room", "since_unix_seconds": 1e30, "since_seconds_ago": 400.0},
+        **{"allocated_bytes": 4096, "size_bytes": 1 << 20, "mtime_unix_seconds": 0.0},
+        **{"freshness": "ttl", "checked_seconds_ago": 3.2, "pinned": True},
+    }
+    lines = list(describe({**report, "source_responding": False}))
+    assert lines[0] == "/mnt/x\\udcff: partial in /scratch: no room"
+    assert lines[1] == "  copied: at 1000000000000000019884624838656 (7 min ago), 4.0K on the disk"
+    assert lines[2].startswith("  version: 1.0M, modified 19")
+    assert lines[2].endswith("; ttl: the source was asked 3 s ago")
+    assert lines[3:] == [
+        "  pinned: it is not evicted",
+        "  the source does not answer: this is what is known without it",
+    ]
