@@ -8,6 +8,7 @@ import os
 import pytest
 import trio
 
+from monarchfs import commands
 from monarchfs.prefetch import copier
 from monarchfs.prefetch import warm as warm_module
 from monarchfs.prefetch.queue import Priority
@@ -242,6 +243,23 @@ async def test_it_goes_on_when_the_source_does(area: Area) -> None:
         gate.open()
         await warm.done.wait()
         assert warm.counts.copied == files
+
+
+async def test_who_waits_is_sent_away_where_nothing_moves(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "STILL_SECONDS", 0.1)
+    monkeypatch.setattr(commands, "FOLLOW_SECONDS", 0.02)
+    area.write("a", content(10))
+    async with area.mount() as mirror:
+        gate = mirror.posix.faults.gate("read")
+        warm = warming(mirror).start(What.COPY, [await mirror.node("a")])
+        so_far: dict[str, object] = {}
+        assert not await commands._follow(warm, so_far)
+        assert (so_far["files"], so_far["resident"]) == (1, 0)
+        gate.open()
+        assert await commands._follow(warm, so_far)
+        assert so_far["resident"] == 1, "it went on"
 
 
 async def test_too_many_at_once(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
