@@ -140,6 +140,12 @@ class Cache(Filling):
             self._handle(Accessed(node.ino, replica.tier))
         return replica
 
+    def touch(self, node: Node) -> None:
+        """It was asked for, though nobody opened it: others go before it."""
+        record = self.index.replica(node.ino)
+        if self._tracks and record is not None and record.state is ReplicaState.RESIDENT:
+            self._handle(Accessed(node.ino, record.tier))
+
     def release(self, replica: OpenReplica) -> None:
         replica.uses -= 1
         if replica.uses:

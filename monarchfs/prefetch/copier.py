@@ -169,9 +169,9 @@ class Copier:
     def want(self, ino: int, priority: Priority) -> None:
         """Copy the file some time, unless nothing is to be copied or it is there already.
 
-        A hint is somebody's word for this very file: it counts also where opened files are not
-        copied (``keeps``)."""
-        if not self.keeps and priority is not Priority.HINTED:
+        What is hinted or listed somebody named: that counts also where opened files are not copied
+        (``keeps``)."""
+        if not self.keeps and priority not in (Priority.HINTED, Priority.LISTED):
             return
         fill = self.files.get(ino)
         if fill is not None and fill.in_background:

@@ -2,7 +2,8 @@
 
 A request becomes a ``Warm``, which walks and goes on until each of its files is resident or will
 not be, whether anybody waits for that or not. Its files are wanted as hints: before what a scan
-finds, after what is opened.
+finds, after what is opened. Others may have to go for them (by policy), until as much was asked for
+as the tiers hold: from then on it would be its own files that go.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ class Warm:
         self._changing = 0
         self._turn = trio.Lock()
         self._refused_need = 0
+        self._capacity_bytes = sum(room.capacity_bytes for room in cache.room_for(0)[1])
         self._news = trio.Event()
         self._nursery: trio.Nursery | None = None
 
@@ -213,6 +215,8 @@ class Warm:
             return
         if self._cache.resident(node):
             self._resident(size)
+            if self.what is What.COPY:
+                self._cache.touch(node)
         elif self.what is What.CHECK:
             record = self._cache.state(node.ino)
             if record is not None and record.state is ReplicaState.PARTIAL:
@@ -231,7 +235,8 @@ class Warm:
 
     def _want(self, node: Node, versions: int, names: int) -> None:
         self.outstanding[node.ino] = versions, names
-        self._copier.want(node.ino, Priority.HINTED)
+        fits = self.counts.bytes <= self._capacity_bytes
+        self._copier.want(node.ino, Priority.HINTED if fits else Priority.LISTED)
         self._ended(node.ino)  # where nothing has to be done for it
 
     def _ended(self, ino: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from monarchfs import commands
+from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch import copier
 from monarchfs.prefetch import warm as warm_module
 from monarchfs.prefetch.queue import Priority
@@ -131,6 +132,22 @@ async def test_no_room_is_no_failure(area: Area) -> None:
         assert counts.refused_bytes == 120 * KIB
         left = 140 * KIB - mirror.placement.usage(1)[0]
         assert counts.short_bytes == 2 * 64 * KIB - left
+        await mirror.settled()
+
+
+async def test_others_go_for_what_was_asked_for_but_not_its_own(area: Area) -> None:
+    for name in ("old/0", "new/1", "new/2", "new/3", "new/4"):
+        area.write(name, content(60 * KIB))
+    async with area.mount([140 * KIB], eviction=Eviction.LRU) as mirror:
+        await mirror.copied("old/0")
+        await mirror.copied("new/4")
+        await mirror.copied("old/0")
+        counts = await warmed(mirror, "new/4", "new/1")
+        assert (counts.resident, counts.copied) == (2, 1)
+        assert mirror.files.state(await mirror.ino("old/0")) == "remote", "it went"
+        counts = await warmed(mirror, "new")
+        assert (counts.resident, counts.refused) == (2, 2)
+        assert mirror.metrics.evictions_policy == 1
         await mirror.settled()
 
 
