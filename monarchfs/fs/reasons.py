@@ -88,9 +88,7 @@ class Reasons:
             before = self._copies.queue_position(ino) if exact else None
             waits = "it waits to be copied" + ("" if before is None else f": {_before(before)}")
             reason = self._cache.reasons.get(ino)
-            if reason is None or reason.cause not in (Cause.FAILED, Cause.LOST):
-                return waits
-            return f"{waits}; before, {self._said(node, reason)}"
+            return waits if reason is None else f"{waits}; before, {self._said(node, reason)}"
         reason = self._reason(node)
         if reason is not None:
             return self._said(node, reason)
