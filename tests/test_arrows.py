@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "source": {"types", "metrics"},
     "store": {"types"},
     "memory": set(),
-    "cache": {"types", "placement", "index", "store", "metrics", "memory", "units"},
+    "cache": {"types", "placement", "index", "store", "metrics", "memory"},
     "prefetch": {"types", "cache", "source", "metrics"},
     "fs": {"types", "cache", "source", "index", "metrics", "units"},
     "fuse": {"types", "fs", "metrics", "bounded"},

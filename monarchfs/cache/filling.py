@@ -34,7 +34,6 @@ from monarchfs.placement.events import (
 from monarchfs.store.checksum import combine
 from monarchfs.store.read import read_full, read_nowait
 from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState
-from monarchfs.units import format_bytes
 
 MOST_UNWRITTEN_BYTES = 256 << 20
 """So much of the source may wait in memory for a slow tier; more is not kept."""
@@ -131,15 +130,14 @@ class Filling(Moves):
 
     def _refused(self, refusal: Refuse) -> None:
         """Remember that a file, or more of it, found no room."""
-        missing = refusal.missing_bytes
         match refusal.reason:
             case RefusalReason.NO_TIER:
                 cause, text = Cause.NO_TIER, "no tier is in service"
             case RefusalReason.NO_INODES:
                 cause, text = Cause.NO_ROOM, "no room: the tiers have no inodes to spare"
             case RefusalReason.NO_ROOM:
-                cause, text = Cause.NO_ROOM, f"no room: {format_bytes(missing)} short"
-        self.reasons.put(refusal.ino, cause, text, missing)
+                cause, text = Cause.NO_ROOM, "no room"
+        self.reasons.put(refusal.ino, cause, text, refusal.missing_bytes)
 
     @property
     def backlogged(self) -> bool:
