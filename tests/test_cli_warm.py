@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from monarchfs.cli import warm as warm_module
 from monarchfs.cli.main import main
 from monarchfs.cli.warm import Pace, summary
 from tests.mounting import (
@@ -260,6 +261,25 @@ def test_the_pace() -> None:
     for second in range(11, 40):
         text = pace.text({**half, "moving_bytes": 10 << 20}, float(second))
     assert text == "", "nothing moves"
+
+
+def test_lines_for_a_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = warm_module._Lines()
+    so_far = {"files": 2000, "bytes": 4 << 20, "resident": 1000, "resident_bytes": 1 << 20}
+    lines.show(so_far)
+    assert capsys.readouterr().err == "", "not that often"
+    monkeypatch.setattr(warm_module, "_LINE_SECONDS", 0.0)
+    lines = warm_module._Lines()
+    lines.show(so_far)
+    lines.show({**so_far, "walked": True, "failed": 2, "refused": 3})
+    lines.show({**so_far, "what": "metadata"})
+    assert capsys.readouterr().err.splitlines() == [
+        "warm: 1,000 of 2,000 files, 1.0M of 4.0M found so far",
+        "warm: 1,000 of 2,000 files, 1.0M of 4.0M, no room 3, failed 2",
+        "warm: 2,000 files found so far",
+    ]
 
 
 def test_for_people() -> None:

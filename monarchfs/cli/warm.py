@@ -42,7 +42,7 @@ def warm_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
                 before, request = total, {"command": "warm", "what": what, "wait": waits}
 
                 def tell(so_far: Mapping[str, Any], before: Mapping[str, Any] = before) -> None:
-                    show.show(add(before, so_far))
+                    show.show({**add(before, so_far), "what": what})
 
                 total = add(total, ask(found, {**request, "paths": batch}, tell))
     except KeyboardInterrupt:
@@ -154,6 +154,8 @@ def _done_bytes(so_far: Mapping[str, Any]) -> int:
 
 def _counts(so_far: Mapping[str, Any]) -> str:
     files, of = so_far.get("resident", 0), so_far.get("files", 0)
+    if so_far.get("what") == "metadata":
+        return f"{_plural(of)} found so far"
     local = so_far.get("resident_bytes", 0) + so_far.get("moving_bytes", 0)
     text = f"{files:,} of {of:,} files, {format_bytes(local)} of"
     text += f" {format_bytes(so_far.get('bytes', 0))}"
