@@ -70,6 +70,7 @@ def status(worker: Worker) -> dict[str, Any]:
             "moved": metrics.replicas_moved,
             "scrubbed_bytes": metrics.scrubbed_bytes,
         },
+        "touch": {"completed": metrics.touches_completed, "failed": metrics.touches_failed},
         "index": {"frozen": worker.index.frozen},
         "requests": {
             "waiting": worker.interrupts.waiting,

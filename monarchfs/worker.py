@@ -44,6 +44,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.scan import Scan
+from monarchfs.prefetch.touch import Touch
 from monarchfs.prefetch.warm import Warming
 from monarchfs.privileges import drop_capabilities, raise_descriptor_limit
 from monarchfs.source.posix import PosixSource
@@ -274,11 +275,25 @@ class Worker:
             self._nursery.start_soon(self._exporter.run)
         if config.scrub_bytes_per_second:
             self._nursery.start_soon(self.cache.scrub, config.scrub_bytes_per_second)
+        if config.touch_source_seconds:
+            self._nursery.start_soon(self._touch().run)
         if config.prefetch is PrefetchMode.ALL:
             self._nursery.start_soon(self.scan.everything)
         elif config.prefetch is PrefetchMode.FILE and config.prefetch_list is not None:
             paths = await trio.to_thread.run_sync(_read_list, config)
             self._nursery.start_soon(self.scan.listed, paths)
+
+    def _touch(self) -> Touch:
+        touch = Touch(
+            self.source,
+            self.cache,
+            self.metrics,
+            self.tree.place,
+            self.files.open_now,
+            self.config.touch_source_seconds,
+        )
+        self.files.opened_locally = touch.opened
+        return touch
 
     async def _client(self, request: dict[str, Any], fds: list[int]) -> None:
         """Answer one control connection. The supervisor has checked who it is."""

@@ -181,6 +181,26 @@ def test_a_metrics_port_from_everywhere(tmp_path: Path, text: str, port: int | N
     assert config.metrics_port == port
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        *(("90s", 90), ("30m", 1800), ("6h", 21600), ("1d", 86400), ("2w", 1209600)),
+        *(("1.5h", 5400), ("off", 0), ("0", 0), ("45", 45), (" 1D ", 86400), ("1s", 1)),
+    ],
+)
+def test_intervals(text: str, seconds: float) -> None:
+    assert settings_from(parse(["--touch-source", text])).touch_source == seconds
+    assert settings_from(parse(["-o", f"touch_source={text}"])).touch_source == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "often", "+1h", "1y", "0.5s", "2000d", "6 h", "1h30m", "nan", "1e3", "h"]
+)
+def test_what_is_no_interval(text: str) -> None:
+    with pytest.raises(UsageError, match="interval"):
+        settings_from(parse(["--touch-source", text]))
+
+
 def test_without_options_all_is_default() -> None:
     assert settings_from(parse([])) == Settings()
     assert Settings().freshness == Freshness(FreshnessMode.TTL, 60.0)
@@ -294,6 +314,7 @@ configs = st.builds(
     evict=st.sampled_from(EvictPolicy),
     scrub_bytes_per_second=st.integers(0, 1 << 60),
     metrics_port=st.none() | st.integers(1, 65535),
+    touch_source_seconds=st.floats(0, 1e7),
     allow_other=st.booleans(),
     log_file=st.none() | paths,
 )

@@ -22,6 +22,7 @@ examples:
   monarchfs mount /lustre/imagenet /lustre/imagenet --freshness immutable --prefetch all
   monarchfs mount /lustre/shards ~/shards --prefetch ~/order.txt --log-file ~/monarchfs.log
   monarchfs mount /lustre/corpus /mnt/corpus --tier /scratch=2T --evict sieve --scrub 20M
+  monarchfs mount /lustre/imagenet /mnt/imagenet --touch-source 1d
   sudo monarchfs mount /lustre/imagenet /mnt/imagenet --user alice -o allow_other
   monarchfs mount /lustre/imagenet /mnt/imagenet --metrics-port 9464
 
@@ -236,6 +237,12 @@ def _add_mount(commands: _Commands) -> None:
         "--metrics-port",
         metavar="PORT",
         help="serve metrics for Prometheus at http://127.0.0.1:PORT/metrics (default: off)",
+    )
+    option(
+        "--touch-source",
+        metavar="INTERVAL",
+        help="read a byte of each used file from the source every INTERVAL, as 6h or 1d, where old"
+        " access times get files purged (default: off)",
     )
     option("--user", metavar="USER", help="whose mount it is (root only; default: who ran sudo)")
     option(

@@ -16,6 +16,7 @@ from monarchfs.supervisor.start import mount_and_supervise, path_is_remote
 _FLAGS = (
     *("tier", "state_dir", "prefetch", "freshness", "evict", "scrub", "user"),
     "metrics_port",
+    "touch_source",
     *("foreground", "log_file", "log_level"),
 )
 _PARENT_GRACE_SECONDS = 5.0

@@ -71,6 +71,7 @@ class Config:
     never used. ``prefetch_list`` is set in mode FILE only. ``scrub_bytes_per_second`` is how fast
     the replicas are read again and compared with their checksums, 0 for not at all.
     ``metrics_port`` is where 127.0.0.1 serves the metrics, None for nowhere.
+    ``touch_source_seconds`` is how often what is used is touched in the source, 0 for never.
     """
 
     source: str
@@ -96,6 +97,7 @@ class Config:
     reserve_percent: float = 10.0
     scrub_bytes_per_second: int = 0
     metrics_port: int | None = None
+    touch_source_seconds: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=_enum_value)

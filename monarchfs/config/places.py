@@ -116,6 +116,7 @@ def build_config(
         reserve_percent=settings.reserve_percent,
         scrub_bytes_per_second=settings.scrub,
         metrics_port=settings.metrics_port,
+        touch_source_seconds=settings.touch_source,
     )
 
 

@@ -46,6 +46,7 @@ class Settings:
     reserve_percent: float = 10.0
     scrub: int = 0
     metrics_port: int | None = None
+    touch_source: float = 0.0
 
 
 PARSERS: Mapping[str, Callable[[object], object]] = {
@@ -67,6 +68,7 @@ PARSERS: Mapping[str, Callable[[object], object]] = {
     "reserve_percent": values.parse_percent,
     "scrub": values.parse_rate,
     "metrics_port": values.parse_port,
+    "touch_source": values.parse_interval,
 }
 
 # What mount(8), fstab and systemd put into a list of options without meaning the file system.

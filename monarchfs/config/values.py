@@ -21,6 +21,9 @@ from monarchfs.types import FreshnessMode, TierSize, UsageError
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>%|(?:[KMGTP](?:i?B)?)|B)?", re.I)
 _EXPONENT = {"": 0, "B": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 _LARGEST_SIZE = 1 << 63
+_INTERVAL = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[smhdw]?)")
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_LONGEST_INTERVAL = 366 * 86400
 _TRUE = frozenset({"", "1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -143,6 +146,21 @@ def parse_timeout(value: object) -> float:
     seconds = parse_seconds(value)
     if seconds == 0:
         raise UsageError("a time limit of 0 seconds cannot be kept: use 1 or more")
+    return seconds
+
+
+def parse_interval(value: object) -> float:
+    """Seconds between two times, as in ``6h`` or ``1d``; 0 for ``0`` or ``off``."""
+    text = _text(value).strip().lower()
+    if text in ("off", "none"):
+        return 0.0
+    match = _INTERVAL.fullmatch(text)
+    seconds = -1.0 if match is None else float(match["number"]) * _SECONDS[match["unit"]]
+    if seconds != 0 and not 1 <= seconds <= _LONGEST_INTERVAL:
+        raise UsageError(
+            f"'{_text(value)}' is not an interval: write it like 30m, 6h or 1d (a second to a"
+            " year), or off"
+        )
     return seconds
 
 

@@ -150,6 +150,7 @@ def _replicas(metrics: Metrics) -> Values:
         "pressure": metrics.evictions_pressure,
         "manual": metrics.evictions_manual,
     }
+    touches = {"completed": metrics.touches_completed, "failed": metrics.touches_failed}
     return {
         names.EVICTIONS: _labelled(evictions.items()),
         names.REPLICAS_LOST: [((), metrics.replicas_lost)],
@@ -157,6 +158,7 @@ def _replicas(metrics: Metrics) -> Values:
         names.REPLICAS_ADOPTED: [((), metrics.replicas_adopted)],
         names.REPLICAS_MOVED: [((), metrics.replicas_moved)],
         names.SCRUBBED_BYTES: [((), metrics.scrubbed_bytes)],
+        names.SOURCE_TOUCHES: _labelled(touches.items()),
     }
 
 

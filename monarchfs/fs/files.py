@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from monarchfs.cache.cache import Cache
@@ -164,6 +165,8 @@ class Files:
         kernel: Kernel | None = None,
     ) -> None:
         self.cache = cache
+        self.opened_locally: Callable[[int], None] | None = None
+        """Told of each open that may be served without reading the source."""
         self._tree = tree
         self._copies = copies
         self._metrics = metrics
@@ -204,6 +207,8 @@ class Files:
         else:
             self._metrics.source_opens += 1
             self._metrics.source_file_bytes += node.stat.size
+        if self.opened_locally is not None and (unfinished is None or unfinished.partial):
+            self.opened_locally(node.ino)
         self._opens[node.ino] = self._opens.get(node.ino, 0) + 1
         return FileHandle(node.ino, self, replica, unfinished, self._keeps_pages(node))
 
@@ -222,6 +227,10 @@ class Files:
             first, last = self._young_ns or (old_ns, old_ns)
             self._young_ns = min(first, old_ns), max(last, old_ns)
         return False
+
+    def open_now(self) -> Collection[int]:
+        """The inodes that are open."""
+        return self._opens.keys()
 
     def closed(self, handle: FileHandle) -> None:
         """For handles: one is released."""

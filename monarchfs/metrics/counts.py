@@ -123,6 +123,8 @@ class Metrics:
     evictions_policy: int = _count("files", "Replicas evicted by the policy for a file in demand")
     evictions_pressure: int = _count("files", "Replicas evicted to stay within capacity or reserve")
     evictions_manual: int = _count("files", "Replicas that somebody asked to evict")
+    touches_completed: int = _count("files", "Files of which a byte was read for --touch-source")
+    touches_failed: int = _count("files", "Files that could not be touched in the source")
     scrubbed_bytes: int = _count("bytes", "Bytes of replicas that were compared with a checksum")
     requests: Requests = field(default_factory=Requests)
     request_errors: ErrorCounts = field(default_factory=ErrorCounts)

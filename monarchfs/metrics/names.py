@@ -137,6 +137,9 @@ REPLICAS_ADOPTED = _counter(
 )
 REPLICAS_MOVED = _counter("replicas_moved_total", "Replicas moved between tiers")
 SCRUBBED_BYTES = _counter("scrubbed_bytes_total", "Bytes compared with their checksum by the scrub")
+SOURCE_TOUCHES = _counter(
+    "source_touches_total", "Files touched in the source, by what came of it", "result"
+)
 
 INDEX_INODES = _gauge("index_inodes", "Inode numbers that the index knows")
 INDEX_BYTES = _gauge("index_bytes", "Size of the index's data")

@@ -41,6 +41,7 @@ OPERATIONS = {
     "listxattr": "xattr",
     "access": "access",
     "statvfs": "statfs",
+    "touch": "touch",
 }
 """How the functions of PosixSource are counted, by their names; ``next`` is a listing's."""
 
@@ -51,14 +52,15 @@ BACKGROUND_PURPOSES = {
     "close": "prefetch",
     "stat": "scan",
     "list": "scan",
+    "touch": "touch",
     OTHER: "scan",
 }
 
 
 def kind_of(lane: Lane, function: str) -> tuple[str, str]:
     """(purpose, operation) of a call of a function of PosixSource. The purpose is ``demand``
-    (somebody waits), ``prefetch`` (copying ahead of the readers), or ``scan`` (names and
-    attributes that nobody waits for)."""
+    (somebody waits), ``prefetch`` (copying ahead of the readers), ``scan`` (names and
+    attributes that nobody waits for) or ``touch`` (for access times)."""
     operation = OPERATIONS.get(function, OTHER)
     if lane is Lane.DEMAND:
         return "demand", operation

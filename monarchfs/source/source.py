@@ -152,6 +152,9 @@ class Source:
             raise SourceChanged(f"{os.fsdecode(name)!r} changed while it was read")
         return data
 
+    async def touch(self, directory: DirRef, name: bytes, lane: Lane) -> None:
+        await self._call(lane, self._posix.touch, (directory, name))
+
     async def getxattr(self, directory: DirRef, name: bytes, attribute: bytes, lane: Lane) -> bytes:
         return await self._call(lane, self._posix.getxattr, (directory, name, attribute))
 

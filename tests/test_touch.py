@@ -1,0 +1,77 @@
+"""``mount --touch-source`` on a file system that records every access time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.mounting import Bench, requires_fuse, requires_root, wait_for
+
+pytestmark = [requires_root, requires_fuse]
+
+
+@pytest.fixture
+def strict(work: Bench) -> Iterator[Path]:
+    """An ext4 that is mounted with strictatime."""
+    image, point = work.path / "image", work.path / "strict"
+    image.touch()
+    os.truncate(image, 32 << 20)
+    point.mkdir()
+    make = ["mkfs.ext4", "-q", "-F", "-O", "^has_journal", str(image)]
+    for command in (make, ["mount", "-o", "loop,strictatime", str(image), str(point)]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"no file system with access times: {done.stderr}")
+    source = point / "data"
+    source.mkdir()
+    for name in ("used", "idle"):
+        (source / name).write_bytes(os.urandom(300_000))
+    try:
+        yield source
+    finally:
+        for mount in work.mounts:
+            mount.umount()
+        subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def read(path: Path) -> bytes:
+    # Not in this process: should the mount hang, the test must not.
+    return subprocess.run(["cat", path], capture_output=True, check=True, timeout=30).stdout
+
+
+def test_access_times_of_what_is_used_go_on(work: Bench, strict: Path) -> None:
+    mount = work.mount(strict, "--freshness", "immutable", "--touch-source", "1s")
+    for name in ("used", "idle"):
+        assert read(mount.path / name) == (strict / name).read_bytes()
+    mount.wait_idle()
+    wait_for(lambda: mount.status()["files"]["resident"] == 2, "both to be resident")
+    # Files that were open when a round came may have been touched in it.
+    rounds = mount.status()["touch"]["completed"]
+    before = {name: (strict / name).stat() for name in ("used", "idle")}
+
+    read(mount.path / "used")
+    wait_for(lambda: (strict / "used").stat().st_atime_ns > before["used"].st_atime_ns, "a touch")
+
+    after = {name: (strict / name).stat() for name in ("used", "idle")}
+    assert after["idle"].st_atime_ns == before["idle"].st_atime_ns
+    for name in ("used", "idle"):
+        assert after[name].st_mtime_ns == before[name].st_mtime_ns
+        assert after[name].st_ctime_ns == before[name].st_ctime_ns
+    status = mount.status()
+    assert status["touch"] == {"completed": rounds + 1, "failed": 0}
+    assert status["files"]["resident"] == 2
+
+
+def test_without_it_the_source_is_left_alone(work: Bench, strict: Path) -> None:
+    mount = work.mount(strict, "--freshness", "immutable")
+    read(mount.path / "used")
+    mount.wait_idle()
+    before, operations = (strict / "used").stat(), mount.status()["source_io"]["operations"]
+    read(mount.path / "used")
+    assert mount.status()["served"]["local_opens"] == 1
+    assert (strict / "used").stat().st_atime_ns == before.st_atime_ns
+    assert mount.status()["source_io"]["operations"] == operations
