@@ -98,6 +98,17 @@ is well or was repaired, 1 if not. The source is not needed, and nothing of it i
 not there is read from it again."""
 
 
+_DOCTOR_EXAMPLES = """\
+examples:
+  monarchfs doctor
+  monarchfs doctor /lustre/imagenet --tier /dev/shm=16G --tier /scratch=80%
+  monarchfs doctor /lustre/imagenet --config cluster.toml --json
+  sudo monarchfs doctor /lustre/imagenet --user alice
+
+Takes the options of mount. Exit code: 0 if it can be mounted (also with warnings), 1 if not. Rates
+are measured by reading some of the source's files, and by writing a file without a name."""
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse prints its usage before an error; one line is clearer, and easier to log."""
 
@@ -128,6 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_ask(commands, "unpin", "no longer keep them", _UNPIN_EXAMPLES, "+")
     _add_ask(commands, "evict", "remove local copies", _EVICT_EXAMPLES, "*")
     _add_fsck(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -182,6 +194,10 @@ def _command(name: str) -> Command:
             from monarchfs.cli.fsck import fsck_command
 
             return fsck_command
+        case "doctor":
+            from monarchfs.cli.doctor import doctor_command
+
+            return doctor_command
         case _:
             raise UsageError(f"there is no command '{name}': see monarchfs --help")
 
@@ -308,6 +324,27 @@ def _add_fsck(commands: _Commands) -> None:
     flag("--repair", action="store_true", help="put right what is wrong")
     flag("--checksum", action="store_true", help="read every complete copy and check its bytes")
     flag("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_mounts_options(parser: argparse.ArgumentParser) -> None:
+    """Those of mount that say what would be mounted, for whom and with which tiers."""
+    option = parser.add_argument
+    option("--tier", metavar="PATH=SIZE", action="append", help="local storage, fastest first")
+    option("--state-dir", metavar="DIR", help="where the index would be kept")
+    option("--user", metavar="USER", help="whose mount it would be (root only)")
+    option("-o", dest="options", metavar="OPT,...", action="append", help="as for mount")
+    option("--config", metavar="FILE", help="a TOML file as for mount")
+
+
+def _add_doctor(commands: _Commands) -> None:
+    summary = "see whether this machine can mount, and how well"
+    parser = _add_command(commands, "doctor", summary, _DOCTOR_EXAMPLES)
+    parser.add_argument("source", metavar="SOURCE", nargs="?", help="the dataset's directory")
+    _add_mounts_options(parser)
+    option = parser.add_argument
+    option("--quick", action="store_true", help="measure no rates")
+    option("--timeout", metavar="SECONDS", default="60", help="the time limit (default 60)")
+    option("--json", action="store_true", help="one JSON object, for programs")
 
 
 if __name__ == "__main__":

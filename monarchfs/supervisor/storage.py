@@ -58,15 +58,8 @@ def check_storage(
     ``cache_dir`` is the default place, in which missing parents will be made.
     """
 
-    directories = [
-        Directory(f"tier {tier.path}", "--tier", tier.path, config.dataset_id)
-        for tier in config.tiers
-    ]
-    state = f"state directory {config.state_dir}"
-    directories.append(Directory(state, "--state-dir", config.state_dir, ""))
-
     def call() -> Answer:
-        for directory in directories:
+        for directory in directories_of(config):
             existing = _check_exists(directory, cache_dir)
             _check_apart(directory, existing, source, mountpoint)
             _check_local(directory, existing)
@@ -80,6 +73,27 @@ def check_storage(
         timeout=timeout,
         overdue=f"one of {paths} did not answer within {timeout:g} s: use another disk",
     )
+
+
+def directories_of(config: Config) -> list[Directory]:
+    """The tiers' directories in their order, then the state directory."""
+    directories = [
+        Directory(f"tier {tier.path}", "--tier", tier.path, config.dataset_id)
+        for tier in config.tiers
+    ]
+    state = f"state directory {config.state_dir}"
+    return [*directories, Directory(state, "--state-dir", config.state_dir, "")]
+
+
+def check_directory(directory: Directory, cache_dir: str, user: User) -> str:
+    """`check_storage` of one directory, without regard to source and mount point, in this process:
+    it blocks as long as the file system does. Returns the directory, or the one above that exists.
+    """
+    existing = _check_exists(directory, cache_dir)
+    _check_local(directory, existing)
+    _check_own(directory, user)
+    _check_writable(directory)
+    return existing
 
 
 def open_state_dir(config: Config, undo: ExitStack) -> tuple[int, int]:

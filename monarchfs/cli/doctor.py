@@ -1,0 +1,112 @@
+"""``monarchfs doctor``: can this machine mount, and how well."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from monarchfs.cli.progress import Progress
+from monarchfs.config.model import Config
+from monarchfs.config.places import (
+    Places,
+    build_config,
+    default_places,
+    resolve_user,
+    runtime_dirs_to_search,
+)
+from monarchfs.config.settings import Settings, from_file, from_flags, from_mount_options, merge
+from monarchfs.config.values import parse_path, parse_timeout
+from monarchfs.doctor.checks import Check, State
+from monarchfs.doctor.run import Subject, examine, summary
+from monarchfs.supervisor.start import path_is_remote
+
+_FLAGS = ("tier", "state_dir", "user")
+_COLOURS = {State.OK: "green", State.WARNING: "yellow", State.PROBLEM: "bold red"}
+
+
+def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Prints what was found; 1 if it cannot be mounted. Raises UsageError for options that make no
+    sense, within ``--timeout`` seconds and a moment in any case."""
+    timeout = parse_timeout(arguments.timeout)
+    source = parse_path(arguments.source) if arguments.source is not None else ""
+    config, places = config_from(arguments, source, environ)
+    subject = Subject(
+        config,
+        places,
+        environ,
+        partial(runtime_dirs_to_search, os.geteuid(), environ),
+        measures=not arguments.quick,
+    )
+    checks = []
+    with Progress() as progress:
+        for check in examine(subject, timeout, lambda name: progress.show(f"looking at {name}")):
+            checks.append(check)
+            if not arguments.json:
+                progress.clear()
+                _print(check)
+    result = summary(checks)
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        print(conclusion(checks))
+    return int(not result["can_mount"])
+
+
+def config_from(
+    arguments: argparse.Namespace, source: str, environ: Mapping[str, str]
+) -> tuple[Config, Places]:
+    """What a mount of ``source`` with these options would be, on no mount point. Raises
+    UsageError."""
+    settings: Settings = merge(
+        from_file(parse_path(arguments.config)) if arguments.config is not None else {},
+        from_mount_options(arguments.options or ()),
+        from_flags({name: getattr(arguments, name) for name in _FLAGS}),
+    )
+    user = resolve_user(settings.user, environ)
+    places = default_places(os.geteuid(), environ, path_is_remote)
+    config = build_config(settings, source=source, mountpoint="", user=user, places=places)
+    return config, places
+
+
+def describe(check: Check) -> str:
+    """A check for people: one line, and one more with the remedy."""
+    text = f"{check.state.value:<8} {check.name:<12} {check.detail}"
+    return text + (f"\n{'':<21} -> {check.remedy}" if check.remedy else "")
+
+
+def conclusion(checks: Sequence[Check]) -> str:
+    result = summary(checks)
+    can = "can mount" if result["can_mount"] else "cannot mount"
+    warnings, problems = result["warnings"], result["problems"]
+    parts = [_counted(problems, "problem")] if problems else []
+    parts += [_counted(warnings, "warning")] if warnings else []
+    return f"{can}: {', '.join(parts) or 'all is well'}"
+
+
+def _print(check: Check) -> None:
+    text = _printable(describe(check))
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        print(text, flush=True)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    coloured = Text(text)
+    coloured.stylize(_COLOURS[check.state], 0, len(check.state.value))
+    Console(highlight=False, soft_wrap=True).print(coloured)
+
+
+def _printable(text: str) -> str:
+    """Whatever bytes a path is made of, and nothing that a terminal would obey."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("s" if count != 1 else "")

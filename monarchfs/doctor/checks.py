@@ -1,0 +1,64 @@
+"""One finding, and what findings together mean. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+Value = str | int | float | bool | None
+
+
+class State(Enum):
+    """``PROBLEM``: mounting will fail; ``WARNING``: it will not be what it could be."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """``detail`` and ``remedy`` are for people, one line each; ``numbers`` for programs, with units
+    in their names. Names of checks are stable; a tier's has its path in ``numbers``."""
+
+    name: str
+    state: State
+    detail: str
+    remedy: str = ""
+    numbers: Mapping[str, Value] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        fields = asdict(self)
+        numbers = fields.pop("numbers")
+        return {**fields, "state": self.state.value, **numbers}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Check:
+        numbers = {
+            k: v for k, v in fields.items() if k not in ("name", "state", "detail", "remedy")
+        }
+        return cls(
+            fields["name"], State(fields["state"]), fields["detail"], fields["remedy"], numbers
+        )
+
+
+def can_mount(checks: Iterable[Check]) -> bool:
+    return all(check.state is not State.PROBLEM for check in checks)
+
+
+def from_error(name: str, error: Exception, state: State = State.PROBLEM) -> Check:
+    """A check out of one of our errors, whose texts end with the remedy."""
+    detail, remedy = split_remedy(str(error))
+    return Check(name, state, detail, remedy)
+
+
+def split_remedy(text: str) -> tuple[str, str]:
+    """``what is wrong: what to do`` at the last colon that is not inside parentheses."""
+    depth = 0
+    for at in range(len(text) - 2, 0, -1):
+        depth += {")": 1, "(": -1}.get(text[at + 1], 0)
+        if depth == 0 and text[at] == ":" and text[at + 1] == " ":
+            return text[:at], text[at + 2 :]
+    return text, ""

@@ -1,0 +1,106 @@
+"""What the kernel's FUSE offers, asked of the kernel by a trial mount in a namespace of its own, which
+nobody sees and which ends with the process that made it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+
+from monarchfs.doctor.checks import Check, State
+from monarchfs.fuse.mount import DEVICE, MS_NODEV, MS_NOSUID, MS_RDONLY
+from monarchfs.fuse.protocol import InitFlag, ProtocolError, parse_init_request
+from monarchfs.types import OperationError
+
+FIRST_PASSTHROUGH = FIRST_RESEND = (6, 9)
+"""Linux: include/uapi/linux/fuse.h, protocol 7.40."""
+
+_USED: frozenset[str] = frozenset()
+"""What this release makes use of (README.md, Limits)."""
+
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
+_LARGEST_INIT = 1 << 18
+_ANSWER_MS = 3000
+
+
+def ask_kernel() -> InitFlag:
+    """The flags that the kernel offers in FUSE_INIT. For a child process: it leaves this mount
+    namespace, and, without root, this user namespace. Raises OperationError where that is not
+    allowed, or the mount is not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    uid, gid = os.geteuid(), os.getegid()
+    spaces = _CLONE_NEWNS if uid == 0 else _CLONE_NEWNS | _CLONE_NEWUSER
+    _checked(libc.unshare(spaces), "make a mount namespace")
+    try:
+        if uid != 0:
+            _map_ids(uid, gid)
+        fd = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise OperationError(f"cannot open {DEVICE}: {error.strerror}") from None
+    flags = ctypes.c_ulong(_MS_REC | _MS_PRIVATE)
+    _checked(libc.mount(b"none", b"/", None, flags, None), "leave the mounts of others alone")
+    options = b"fd=%d,rootmode=40000,user_id=0,group_id=0" % fd
+    flags = ctypes.c_ulong(MS_RDONLY | MS_NOSUID | MS_NODEV)
+    target = b"/tmp" if os.path.isdir("/tmp") else b"/"
+    _checked(libc.mount(b"monarchfs-doctor", target, b"fuse", flags, options), "mount")
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    if not poll.poll(_ANSWER_MS):
+        raise OperationError("the kernel sent no FUSE_INIT")
+    try:
+        return parse_init_request(os.read(fd, _LARGEST_INIT)).flags
+    except (OSError, ProtocolError) as error:
+        raise OperationError(f"FUSE_INIT cannot be read: {error}") from None
+
+
+def judge(
+    flags: int | None, refusal: str, release: tuple[int, int], *, is_root: bool
+) -> list[Check]:
+    """What the answer means. Without one (None) the kernel's version has to do; for root the
+    ``refusal`` says that it cannot mount at all."""
+    checks = []
+    if flags is None and is_root:
+        remedy = "root needs CAP_SYS_ADMIN here (in a container: --cap-add SYS_ADMIN)"
+        checks.append(Check("mount", State.PROBLEM, f"a trial mount failed: {refusal}", remedy))
+    elif flags is not None:
+        checks.append(Check("mount", State.OK, "a trial mount in a namespace of its own works"))
+    seen = f"Linux {release[0]}.{release[1]}"
+    known = "offered by the kernel" if flags is not None else f"expected of {seen}, not tried"
+    for name, flag, since, purpose in (
+        ("passthrough", InitFlag.PASSTHROUGH, FIRST_PASSTHROUGH, "reads are relayed by the daemon"),
+        ("resend", InitFlag.HAS_RESEND, FIRST_RESEND, "a crash of the worker ends the mount"),
+    ):
+        offered = bool(flags & flag) if flags is not None else release >= since
+        used = name in _USED
+        numbers = {"available": offered, "used": used, "tried": flags is not None}
+        how = known if used else f"{known}; this release does without it: {purpose}"
+        if not offered:
+            why = (
+                f"{seen} does not offer it" if release < since else "this kernel was built without"
+            )
+            remedy = f"Linux {since[0]}.{since[1]} or later"
+            remedy += " with CONFIG_FUSE_PASSTHROUGH" if name == "passthrough" else ""
+            checks.append(Check(name, State.WARNING, f"{why}: {purpose}", remedy, numbers))
+        elif name == "passthrough" and not is_root:
+            detail = f"{how}; only root's mounts may use it"
+            checks.append(Check(name, State.OK, detail, "", {**numbers, "available": False}))
+        else:
+            checks.append(Check(name, State.OK, how, "", numbers))
+    return checks
+
+
+def _map_ids(uid: int, gid: int) -> None:
+    # Before gid_map, as user_namespaces(7) says.
+    for file, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"0 {uid} 1"),
+        ("gid_map", f"0 {gid} 1"),
+    ):
+        with open(f"/proc/self/{file}", "w", encoding="ascii") as opened:
+            opened.write(text)
+
+
+def _checked(result: int, doing: str) -> None:
+    if result != 0:
+        raise OperationError(f"may not {doing}: {os.strerror(ctypes.get_errno())}")

@@ -1,0 +1,166 @@
+"""What earlier mounts left behind: dead mounts, sockets, caches of sources that are gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+from collections.abc import Callable, Container, Iterable, Sequence
+
+from monarchfs.config.places import Places
+from monarchfs.doctor.checks import Check, State, Value, from_error
+from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
+from monarchfs.supervisor.lock import LOCK, Holder, read_holder
+from monarchfs.supervisor.recover import Found, find_all
+from monarchfs.supervisor.registration import check_runtime_dir
+from monarchfs.types import MonarchError
+
+_CONNECT_SECONDS = 1.0
+_DATASET = re.compile(r"[0-9a-f]{16}")
+_PLACE = re.compile(r"\b([0-9a-f]+):([0-9a-f]+):(\d+) ")
+
+Search = Callable[[set[int]], Iterable[str]]
+
+
+def runtime_dir(path: str) -> list[Check]:
+    try:
+        check_runtime_dir(path)
+    except MonarchError as error:
+        return [from_error("runtime_dir", error)]
+    return [Check("runtime_dir", State.OK, path, "", {"path": path})]
+
+
+def mounts(search: Search) -> list[Check]:
+    """Looks at the table of mounts and at registrations; no mount itself is touched."""
+    return judge_mounts(find_all(search))
+
+
+def judge_mounts(found: Sequence[Found]) -> list[Check]:
+    checks = []
+    for one in found:
+        if one.supervisor_alive:
+            continue
+        known = "its daemon is dead" if one.registered else "no daemon is known for it"
+        detail = f"the mount on {one.mountpoint} is stale: {known}"
+        remedy = f"monarchfs umount {one.mountpoint}"
+        numbers: dict[str, Value] = {"mountpoint": one.mountpoint}
+        checks.append(Check("stale_mount", State.WARNING, detail, remedy, numbers))
+    alive = len(found) - len(checks)
+    text = "none" if not found else f"{alive} alive, {len(checks)} stale"
+    return [Check("mounts", State.OK, text, "", {"alive": alive, "stale": len(checks)}), *checks]
+
+
+def sockets(search: Search) -> list[Check]:
+    """Sockets without a registration that nobody listens on."""
+    owners = {
+        m.user_id for m in read_mountinfo() if m.fstype == MONARCHFS and m.user_id is not None
+    }
+    dead = [path for directory in search(owners) for path in _dead_sockets(directory)]
+    return [
+        Check(
+            "stale_socket",
+            State.WARNING,
+            f"{path}: nobody listens there any more",
+            f"rm {shlex.quote(path)}",
+            {"path": path},
+        )
+        for path in dead
+    ]
+
+
+def _dead_sockets(directory: str) -> list[str]:
+    try:
+        names = set(os.listdir(directory))
+    except OSError:
+        return []
+    stems = [name.removesuffix(".sock") for name in sorted(names) if name.endswith(".sock")]
+    paths = [os.path.join(directory, f"{s}.sock") for s in stems if f"{s}.json" not in names]
+    return [path for path in paths if not _listens(path)]
+
+
+def _listens(path: str) -> bool:
+    """Also where it cannot be asked (it is another user's)."""
+    directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_CONNECT_SECONDS)
+        try:
+            # Through the directory's descriptor, because sun_path holds 108 bytes only.
+            connection.connect(f"/proc/self/fd/{directory}/{os.path.basename(path)}")
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True
+        finally:
+            os.close(directory)
+    return True
+
+
+def caches(places: Places) -> list[Check]:
+    """State directories in the default place. Asks the file systems of their sources."""
+    base = os.path.join(places.cache_dir, "state")
+    try:
+        names = sorted(os.listdir(base))
+    except OSError:
+        return []
+    busy = locked_files()
+    paths = [os.path.join(base, name) for name in names]
+    kept = [(path, holder) for path in paths if (holder := _idle_holder(path, busy))]
+    return judge_caches(kept, _exists)
+
+
+def judge_caches(kept: Sequence[tuple[str, Holder]], exists: Callable[[str], bool]) -> list[Check]:
+    """``kept``: state directories that no mount uses, and who had them last."""
+    checks = []
+    for path, holder in kept:
+        if exists(holder.source):
+            continue
+        # The file is the user's: root is not to be told to remove whatever it names.
+        known = holder.dataset_id if _DATASET.fullmatch(holder.dataset_id) else None
+        replicas = [os.path.join(tier, known) for tier in holder.tiers if known]
+        detail = f"{path} is the cache of {holder.source}, which is not there"
+        remedy = f"if it will not come back: rm -r {shlex.join([path, *replicas])}"
+        checks.append(Check("orphan", State.WARNING, detail, remedy, {"path": path}))
+    if kept:
+        text = f"{len(kept)} kept for later mounts, {len(checks)} of a source that is not there"
+        numbers: dict[str, Value] = {"kept": len(kept), "orphans": len(checks)}
+        checks.insert(0, Check("caches", State.OK, text, "", numbers))
+    return checks
+
+
+def locked_files() -> set[tuple[int, int, int]]:
+    """Major, minor and inode number of each file with a flock(2) on it (proc(5), /proc/locks): to
+    try the lock would be in the way of a mount that begins just then."""
+    found = set()
+    with open("/proc/locks", encoding="ascii", errors="replace") as locks:
+        for line in locks:
+            fields = line.split()
+            if "FLOCK" in fields and (match := _PLACE.search(line)):
+                found.add((int(match[1], 16), int(match[2], 16), int(match[3])))
+    return found
+
+
+def _idle_holder(state_dir: str, busy: Container[tuple[int, int, int]]) -> Holder | None:
+    """Who had a state directory last; None where somebody has it, or nobody can tell."""
+    try:
+        lock = os.open(os.path.join(state_dir, LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        st = os.fstat(lock)
+        if (os.major(st.st_dev), os.minor(st.st_dev), st.st_ino) in busy:
+            return None
+        return read_holder(lock)
+    finally:
+        os.close(lock)
+
+
+def _exists(path: str) -> bool:
+    """Also where that cannot be told."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,163 @@
+"""All checks, one after the other, each in a child of its own: what hangs is left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from monarchfs.bounded import Answer, bounded_call
+from monarchfs.config import Config
+from monarchfs.config.places import Places
+from monarchfs.doctor import leftovers, source, speed, storage, system
+from monarchfs.doctor.checks import Check, State, can_mount
+from monarchfs.doctor.speed import SourceRates, TierRates
+from monarchfs.supervisor.identity import become
+from monarchfs.types import MonarchError, OperationError
+
+SOURCE_SECONDS = 10.0
+SPEED_SECONDS = 12.0
+"""Measuring takes 4 seconds where a file system answers."""
+LEAST_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is looked at. ``config.source`` is empty where none was named. ``places`` are the
+    defaults, ``search`` names runtime directories; ``measures``: rates too."""
+
+    config: Config
+    places: Places
+    environ: Mapping[str, str]
+    search: leftovers.Search
+    measures: bool
+
+
+Probe = Callable[[], list[Check]]
+
+
+def examine(
+    subject: Subject, timeout: float, show: Callable[[str], None] = lambda text: None
+) -> Iterator[Check]:
+    """The checks as they are made, within ``timeout`` seconds and a moment; ``show`` is told what
+    is being looked at. For processes of one thread, because it forks."""
+    deadline = time.monotonic() + timeout
+    failed: set[str] = set()
+    for name, seconds, probe in _probes(subject):
+        show(name)
+        for check in _guarded(name, min(seconds, deadline - time.monotonic()), probe):
+            if check.state is State.PROBLEM:
+                failed.add(str(check.numbers.get("path", check.name)))
+            yield check
+    if subject.measures:
+        yield from _speeds(subject, deadline, failed, show)
+
+
+def _probes(subject: Subject) -> Iterator[tuple[str, float, Probe]]:
+    config, places = subject.config, subject.places
+    yield from system.probes(config.user)
+    if config.source:
+        touches = bool(config.touch_source_seconds)
+        look = partial(source.source, config.source, config.user, SOURCE_SECONDS, touches=touches)
+        yield "source", SOURCE_SECONDS + 2, look
+    for tier in config.tiers:
+        yield (
+            "tier",
+            5.0,
+            partial(storage.tier, tier, config, places.cache_dir, subject.environ),
+        )
+    yield "state_dir", 5.0, partial(storage.state_dir, config, places.cache_dir)
+    yield "runtime_dir", 2.0, partial(leftovers.runtime_dir, places.runtime_dir)
+    yield "mounts", 10.0, partial(leftovers.mounts, subject.search)
+    yield "stale_socket", 10.0, partial(leftovers.sockets, subject.search)
+    yield "caches", 5.0, partial(leftovers.caches, places)
+
+
+_HARMLESS = frozenset({"mounts", "stale_socket", "caches", "allow_other", "memory", "kernel"})
+"""Checks that say nothing about mounting where they fail."""
+
+
+def _guarded(name: str, seconds: float, probe: Probe) -> list[Check]:
+    """The checks of a probe; one that says why where it did not answer or failed."""
+
+    def call() -> Answer:
+        return [check.to_json() for check in probe()], ()
+
+    state = State.WARNING if name in _HARMLESS else State.PROBLEM
+    if seconds < LEAST_SECONDS:
+        return [Check(name, State.WARNING, "not looked at: time is up", "give it more --timeout")]
+    try:
+        found, _ = bounded_call(call, timeout=seconds, overdue=f"no answer within {seconds:.0f} s")
+    except MonarchError as error:
+        return [Check(name, state, str(error), "see which file system hangs (mount, dmesg)")]
+    return [Check.from_json(fields) for fields in found]
+
+
+def _speeds(
+    subject: Subject, deadline: float, failed: set[str], show: Callable[[str], None]
+) -> Iterator[Check]:
+    config = subject.config
+    of_source: SourceRates | None = None
+    if config.source and not failed & {config.source, "source"}:
+        show("source_speed")
+        try:
+            of_source = source_rates(config, deadline - time.monotonic())
+            yield source.judge_source_speed(of_source)
+        except OperationError as error:
+            yield Check("source_speed", State.WARNING, str(error), "see whether it is overloaded")
+    for tier in config.tiers:
+        if tier.path in failed:
+            continue
+        show("tier_speed")
+        try:
+            rates = tier_rates(tier.path, deadline - time.monotonic())
+        except OperationError as error:
+            detail, numbers = f"{tier.path}: {error}", {"path": tier.path}
+            yield Check("tier_speed", State.WARNING, detail, "see whether it fails", numbers)
+            continue
+        yield source.judge_tier_speed(tier.path, rates, of_source)
+
+
+def source_rates(config: Config, timeout: float) -> SourceRates:
+    """Measured in a child, as the mount's user. Raises OperationError."""
+
+    def call() -> Answer:
+        become(config.user)
+        return asdict(speed.measure_source(config.source, config.copy_workers)), ()
+
+    return SourceRates(**_measured(call, timeout))
+
+
+def tier_rates(path: str, timeout: float) -> TierRates:
+    """Measured in a child, in the tier's directory or the nearest one above that exists. Raises
+    OperationError."""
+
+    def call() -> Answer:
+        try:
+            existing = storage.nearest(path)
+            free = storage.look(path, existing).space.free_bytes
+            return asdict(speed.measure_tier(existing, free)), ()
+        except OSError as error:
+            raise OperationError(f"cannot be measured: {error.strerror}") from None
+
+    return TierRates(**_measured(call, timeout))
+
+
+def _measured(call: Callable[[], Answer], timeout: float) -> dict[str, Any]:
+    seconds = max(LEAST_SECONDS, min(SPEED_SECONDS, timeout))
+    answer, _ = bounded_call(
+        call, timeout=seconds, overdue=f"not measured: no answer within {seconds:.0f} s"
+    )
+    return dict(answer)
+
+
+def summary(checks: Sequence[Check]) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {
+        "can_mount": can_mount(checks),
+        "warnings": sum(check.state is State.WARNING for check in checks),
+        "problems": sum(check.state is State.PROBLEM for check in checks),
+        "checks": [check.to_json() for check in checks],
+    }

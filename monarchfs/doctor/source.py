@@ -1,0 +1,125 @@
+"""The source: whether it can be read, what it lies on, and how fast it is beside the tiers."""
+
+from __future__ import annotations
+
+import os
+
+from monarchfs.config import User
+from monarchfs.doctor.checks import Check, State, Value, from_error
+from monarchfs.doctor.speed import SourceRates, TierRates
+from monarchfs.fuse.mountinfo import (
+    MONARCHFS,
+    find_mount,
+    is_network_type,
+    mount_of,
+    resolve_mountpoint,
+)
+from monarchfs.supervisor.probe import probe_source
+from monarchfs.types import MonarchError
+
+OFTEN_PURGED = frozenset(
+    ("lustre", "gpfs", "beegfs", "beegfs_nodev", "wekafs", "panfs", "pvfs2", "orangefs")
+)
+RELAY_BYTES_PER_SECOND = 2_000_000_000
+"""What one mount relays, measured (README.md): a source as fast as that is not worth mirroring."""
+WORTH_IT = 1.5
+
+
+def source(path: str, user: User, seconds: float, *, touches: bool) -> list[Check]:
+    """Takes a little more than ``seconds`` where the source hangs. ``touches``: --touch-source is
+    given."""
+    covering = find_mount(resolve_mountpoint(path))
+    if covering is not None and covering.fstype == MONARCHFS:
+        return [_ours(path, covering.mountpoint)]
+    try:
+        found = probe_source(path, user, seconds)
+    except MonarchError as error:
+        return [from_error("source", error)]
+    os.close(found.descriptor)
+    mount = mount_of(found.path)
+    if mount is None:
+        detail = f"{found.path} is on a file system that the table of mounts does not have"
+        return [Check("source", State.OK, detail, "", {"path": found.path, "type": None})]
+    if mount.fstype == MONARCHFS:
+        return [_ours(found.path, mount.mountpoint)]
+    return [
+        judge_type(found.path, mount.fstype),
+        *judge_purge(mount.fstype, f"{mount.options},{mount.super_options}", touches=touches),
+    ]
+
+
+def judge_type(path: str, fstype: str) -> Check:
+    numbers: dict[str, Value] = {
+        "path": path,
+        "type": fstype,
+        "network": is_network_type(fstype),
+    }
+    where = "a network file system" if is_network_type(fstype) else "a local file system"
+    return Check("source", State.OK, f"{path} can be read; {where} ({fstype})", "", numbers)
+
+
+def judge_purge(fstype: str, options: str, *, touches: bool) -> list[Check]:
+    """Sites purge such file systems by access time, and say so nowhere that a program could see."""
+    if fstype not in OFTEN_PURGED:
+        return []
+    unrecorded = "noatime" in options.split(",")
+    numbers: dict[str, Value] = {"type": fstype, "noatime": unrecorded, "touch_source": touches}
+    if unrecorded:
+        detail = f"this {fstype} is mounted with noatime: reading does not keep files from a purge"
+        return [Check("purge", State.WARNING, detail, "ask how files are purged here", numbers)]
+    if touches:
+        return [Check("purge", State.OK, "--touch-source keeps access times going", "", numbers)]
+    detail = (
+        f"many sites purge {fstype} by access time, and what is cached is not read there any more"
+    )
+    return [Check("purge", State.WARNING, detail, "if yours does: --touch-source 1d", numbers)]
+
+
+def judge_source_speed(rates: SourceRates) -> Check:
+    numbers: dict[str, Value] = {
+        "read_bytes_per_second": rates.read_bytes_per_second,
+        "open_seconds": rates.open_seconds,
+        "threads": rates.threads,
+        "sampled_bytes": rates.sampled_bytes,
+        "sampled_files": rates.sampled_files,
+    }
+    if rates.read_bytes_per_second is None or rates.open_seconds is None:
+        detail = "no file was found within a second that could be read"
+        return Check("source_speed", State.WARNING, detail, "see whether it holds files", numbers)
+    detail = (
+        f"{rates.read_bytes_per_second / 1e6:.0f} MB/s with {rates.threads} threads,"
+        f" {rates.open_seconds * 1e3:.2f} ms to open a file and read its beginning"
+    )
+    if rates.read_bytes_per_second >= RELAY_BYTES_PER_SECOND:
+        detail += "; a mount relays hardly more"
+        remedy = "read it directly, if it is always that fast (it may have been in memory)"
+        return Check("source_speed", State.WARNING, detail, remedy, numbers)
+    return Check("source_speed", State.OK, detail, "", numbers)
+
+
+def judge_tier_speed(path: str, rates: TierRates, of_source: SourceRates | None) -> Check:
+    source_rate = of_source.read_bytes_per_second if of_source else None
+    ratio = rates.read_bytes_per_second / source_rate if source_rate else None
+    numbers: dict[str, Value] = {
+        "path": path,
+        "write_bytes_per_second": rates.write_bytes_per_second,
+        "read_bytes_per_second": rates.read_bytes_per_second,
+        "sampled_bytes": rates.sampled_bytes,
+        "times_source": ratio,
+    }
+    detail = (
+        f"{path}: writes {rates.write_bytes_per_second / 1e6:.0f} MB/s,"
+        f" reads {rates.read_bytes_per_second / 1e6:.0f} MB/s"
+    )
+    if ratio is not None:
+        detail += f", {ratio:.1f} x the source"
+        if ratio < WORTH_IT:
+            remedy = "use a faster disk or memory; what is gained is the load off the source"
+            return Check("tier_speed", State.WARNING, detail, remedy, numbers)
+    return Check("tier_speed", State.OK, detail, "", numbers)
+
+
+def _ours(path: str, mountpoint: str) -> Check:
+    detail = f"{path} is itself a monarchfs mount, or lies in one ({mountpoint})"
+    remedy = f"name the dataset's own directory, or unmount with monarchfs umount {mountpoint}"
+    return Check("source", State.PROBLEM, detail, remedy, {"path": path, "type": MONARCHFS})

@@ -1,0 +1,178 @@
+"""Read and write rates, measured in a bounded time. For child processes: everything here blocks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+SOURCE_BYTES = 512 << 20
+"""What is read of the source at most; half of it, of a tier, is written and read."""
+LOOK_SECONDS = 1.0
+PHASE_SECONDS = 1.5
+SMALL_BYTES = 1 << 20
+MOST_FILES = 4000
+SMALL_READ_BYTES = 64 << 10
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRates:
+    """``read_bytes_per_second`` of all ``threads`` together, ``open_seconds`` of one open with the
+    first read and the close (the median); ``sampled_bytes`` were read for it. None where nothing
+    could be measured."""
+
+    read_bytes_per_second: float | None
+    open_seconds: float | None
+    threads: int
+    sampled_bytes: int
+    sampled_files: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierRates:
+    """Of one stream; writing includes bringing it to the disk."""
+
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+    sampled_bytes: int
+
+
+def measure_source(root: str, threads: int) -> SourceRates:
+    """Reads some files of ``root``, past the page cache where the kernel lets go of it.
+
+    Takes about LOOK_SECONDS + 2 PHASE_SECONDS where the source answers. Files that cannot be read
+    are left out.
+    """
+    files = _some_files(root)
+    opened = _opens(
+        [path for path, size in files if 0 < size <= SMALL_BYTES] or [path for path, _size in files]
+    )
+    large = sorted(files, key=lambda file: file[1], reverse=True)
+    read_bytes, seconds = _read_all([path for path, _size in large], threads)
+    rate = read_bytes / seconds if read_bytes else None
+    median = statistics.median(opened) if opened else None
+    return SourceRates(rate, median, threads, read_bytes, len(files))
+
+
+def measure_tier(directory: str, free_bytes: int) -> TierRates:
+    """Writes a file without a name, so that it is gone whatever happens, and reads it again.
+    Raises OSError."""
+    most = min(SOURCE_BYTES // 2, free_bytes // 4)
+    block = os.urandom(_BLOCK)
+    fd = nameless_file(directory)
+    try:
+        begun, written = time.monotonic(), 0
+        while written + _BLOCK <= max(most, _BLOCK) and time.monotonic() - begun < PHASE_SECONDS:
+            written += os.write(fd, block)
+        os.fdatasync(fd)
+        write_seconds = time.monotonic() - begun
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        begun, read = time.monotonic(), 0
+        while time.monotonic() - begun < PHASE_SECONDS and (data := os.pread(fd, _BLOCK, read)):
+            read += len(data)
+        read_seconds = time.monotonic() - begun
+    finally:
+        os.close(fd)
+    return TierRates(written / write_seconds, read / max(read_seconds, 1e-9), written)
+
+
+def nameless_file(directory: str) -> int:
+    """A descriptor of a new file in ``directory`` that no name leads to. Raises OSError."""
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    # A file system, or a kernel, without O_TMPFILE (open(2)).
+    fd, path = tempfile.mkstemp(prefix=".monarchfs-doctor-", dir=directory)
+    os.unlink(path)
+    return fd
+
+
+def _some_files(root: str) -> list[tuple[str, int]]:
+    """Some files below ``root`` with their sizes, found breadth first within LOOK_SECONDS."""
+    end = time.monotonic() + LOOK_SECONDS
+    found: list[tuple[str, int]] = []
+    directories = deque([root])
+    while directories and len(found) < MOST_FILES and time.monotonic() < end:
+        try:
+            with os.scandir(directories.popleft()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        directories.append(entry.path)
+                    elif entry.is_file(follow_symlinks=False):
+                        found.append((entry.path, entry.stat(follow_symlinks=False).st_size))
+                    if len(found) >= MOST_FILES or time.monotonic() > end:
+                        break
+        except OSError:
+            continue  # not readable for this user, or gone: others are
+    return found
+
+
+def _opens(paths: list[str]) -> list[float]:
+    """Seconds of each open with the first read and the close, one after the other."""
+    times: list[float] = []
+    end = time.monotonic() + PHASE_SECONDS
+    # Spread over all: the first ones may be in memory because somebody just looked at them.
+    for path in paths[:: max(1, len(paths) // 200)]:
+        begun = time.monotonic()
+        if begun > end:
+            break
+        if _with_file(path, lambda fd: len(os.pread(fd, 4096, 0))) is not None:
+            times.append(time.monotonic() - begun)
+    return times
+
+
+def _read_all(paths: list[str], threads: int) -> tuple[int, float]:
+    """Bytes read by ``threads`` that share the files, and the seconds it took."""
+    left = deque(paths)
+    totals = [0] * threads
+    begun = time.monotonic()
+    end = begun + PHASE_SECONDS
+
+    def read(number: int) -> None:
+        def stream(fd: int) -> int:
+            offset = 0
+            while time.monotonic() < end and totals[number] < SOURCE_BYTES // threads:
+                size = len(os.pread(fd, _BLOCK, offset))
+                if not size:
+                    break
+                offset += size
+                totals[number] += size
+            return offset
+
+        while time.monotonic() < end and totals[number] < SOURCE_BYTES // threads:
+            try:
+                path = left.popleft()
+            except IndexError:
+                return
+            _with_file(path, stream)
+
+    running = [threading.Thread(target=read, args=(number,)) for number in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    return sum(totals), max(time.monotonic() - begun, 1e-9)
+
+
+def _with_file(path: str, use: Callable[[int], int]) -> int | None:
+    """What ``use`` makes of a file that is not in memory; None where it cannot be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return use(fd)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)

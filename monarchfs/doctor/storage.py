@@ -1,0 +1,228 @@
+"""Tiers and the state directory: what they lie on, and how much room there is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from monarchfs.config import Config, TierSpec
+from monarchfs.doctor.checks import Check, State, Value, from_error
+from monarchfs.fuse.mountinfo import Mount, mount_of, read_mountinfo
+from monarchfs.memory import Headroom, MemoryProbe
+from monarchfs.supervisor.storage import Directory, check_directory, directories_of
+from monarchfs.types import MonarchError, Space, TierSize
+
+IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+LITTLE_BYTES = 64 << 20
+JOB_SCRATCH = ("TMPDIR", "SLURM_TMPDIR", "JOB_TMPDIR", "SCRATCH", "LOCAL_SCRATCH")
+"""Environment variables in which batch systems tell jobs where their scratch is."""
+COMMON_SCRATCH = ("/tmp", "/var/tmp", "/scratch", "/local", "/localscratch")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a tier lies on. ``existing`` is its directory, or the nearest above that exists;
+    ``device`` is st_dev. ``headroom`` is set for a tier in memory."""
+
+    path: str
+    existing: str
+    fstype: str
+    mount_options: str
+    device: int
+    space: Space
+    headroom: Headroom | None
+
+    @property
+    def in_memory(self) -> bool:
+        return self.headroom is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """``capacity_bytes`` is what was asked for, ``usable_bytes`` what there is of it now."""
+
+    capacity_bytes: int
+    usable_bytes: int
+    limited_by: str
+
+
+def nearest(path: str) -> str:
+    """The path, or the nearest directory above it that exists. Blocks."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def look(path: str, existing: str) -> Place:
+    """Blocks as long as the file system does. Raises OSError."""
+    st, vfs = os.stat(existing), os.statvfs(existing)
+    mount = mount_of(existing)
+    fstype = mount.fstype if mount else "unknown"
+    return Place(
+        path,
+        existing,
+        fstype,
+        f"{mount.options},{mount.super_options}" if mount else "",
+        st.st_dev,
+        Space(vfs.f_blocks * vfs.f_frsize, vfs.f_bavail * vfs.f_frsize, vfs.f_files, vfs.f_favail),
+        MemoryProbe().read() if fstype in IN_MEMORY else None,
+    )
+
+
+def room_of(place: Place, size: TierSize, reserve_percent: float) -> Room:
+    """How much a tier could hold if it were empty now."""
+    capacity = size.resolve(place.space.total_bytes)
+    kept = int(place.space.total_bytes * reserve_percent / 100)
+    limits = [
+        (capacity, "its size"),
+        (
+            place.space.free_bytes - kept,
+            f"its file system, of which {reserve_percent:g}% stay free",
+        ),
+    ]
+    if place.headroom is not None:
+        spare = place.headroom.available_bytes - int(
+            place.headroom.limit_bytes * reserve_percent / 100
+        )
+        limits.append((spare, f"memory ({place.headroom.limited_by})"))
+    usable, by = min(limits, key=lambda limit: limit[0])
+    return Room(capacity, max(0, usable), by)
+
+
+def tier(spec: TierSpec, config: Config, cache_dir: str, environ: Mapping[str, str]) -> list[Check]:
+    directory = next(d for d in directories_of(config) if d.path == spec.path)
+    try:
+        existing = check_directory(directory, cache_dir, config.user)
+        place = look(spec.path, existing)
+    except MonarchError as error:
+        return [_named(from_error("tier", error), spec.path)]
+    except OSError as error:
+        detail = f"tier {spec.path}: {error.strerror}"
+        return [Check("tier", State.PROBLEM, detail, "use another disk", {"path": spec.path})]
+    room = room_of(place, spec.size, config.reserve_percent)
+    scratch = sharing(place.device, scratch_directories(environ), read_mountinfo())
+    return [
+        judge_room(place, room, has_xattrs(existing)),
+        *judge_sharing(place, scratch, config.reserve_percent),
+        *judge_memory(place, room),
+    ]
+
+
+def state_dir(config: Config, cache_dir: str) -> list[Check]:
+    directory: Directory = directories_of(config)[-1]
+    try:
+        existing = check_directory(directory, cache_dir, config.user)
+    except MonarchError as error:
+        return [from_error("state_dir", error)]
+    free = os.statvfs(existing)
+    free_bytes = free.f_bavail * free.f_frsize
+    numbers: dict[str, Value] = {"path": config.state_dir, "free_bytes": free_bytes}
+    if free_bytes < LITTLE_BYTES:
+        detail = f"{config.state_dir}: {free_bytes >> 20}M are free, too little for a large index"
+        return [Check("state_dir", State.WARNING, detail, "name another --state-dir", numbers)]
+    return [Check("state_dir", State.OK, config.state_dir, "", numbers)]
+
+
+def judge_room(place: Place, room: Room, xattrs: bool) -> Check:
+    space = place.space
+    numbers: dict[str, Value] = {
+        "path": place.path,
+        "type": place.fstype,
+        "capacity_bytes": room.capacity_bytes,
+        "usable_bytes": room.usable_bytes,
+        "free_bytes": space.free_bytes,
+        "total_bytes": space.total_bytes,
+        "free_inodes": space.free_inodes if space.total_inodes else None,
+        "xattrs": xattrs,
+    }
+    what = f"{place.path} ({place.fstype})"
+    if space.total_inodes and space.free_inodes < space.total_inodes / 10:
+        detail = f"{what}: {space.free_inodes} inodes are free, of which none are used for copies"
+        return Check("tier", State.WARNING, detail, "remove small files there", numbers)
+    if room.usable_bytes < room.capacity_bytes:
+        detail = (
+            f"{what}: of {_size(room.capacity_bytes)} only {_size(room.usable_bytes)} can be used:"
+            f" limited by {room.limited_by}"
+        )
+        return Check("tier", State.WARNING, detail, "give it less, or make room there", numbers)
+    inodes = f", {space.free_inodes} inodes free" if space.total_inodes else ""
+    return Check("tier", State.OK, f"{what}: {_size(room.usable_bytes)}{inodes}", "", numbers)
+
+
+def judge_sharing(place: Place, scratch: Sequence[str], reserve_percent: float) -> list[Check]:
+    """``scratch``: what jobs use on the same file system."""
+    if not scratch:
+        return []
+    detail = f"{place.path} shares its file system with {', '.join(scratch)}, which jobs may fill"
+    remedy = f"choose a size that leaves them room ({reserve_percent:g}% are left in any case)"
+    return [Check("scratch", State.WARNING, detail, remedy, {"path": place.path})]
+
+
+def judge_memory(place: Place, room: Room) -> list[Check]:
+    headroom = place.headroom
+    if headroom is None:
+        return []
+    numbers: dict[str, Value] = {
+        "path": place.path,
+        "charged_to": headroom.limited_by,
+        "available_bytes": headroom.available_bytes,
+        "huge_pages": "huge=" in place.mount_options and "huge=never" not in place.mount_options,
+    }
+    whose = "the machine" if headroom.limited_by == "machine" else headroom.limited_by
+    detail = (
+        f"{place.path} lies in memory and is charged to {whose}, as the job's own memory is:"
+        f" {_size(headroom.available_bytes)} of {_size(headroom.limit_bytes)} left"
+    )
+    charged = headroom.limited_by.startswith("cgroup")
+    if charged or room.capacity_bytes > headroom.available_bytes:
+        remedy = "ask for so much more memory (Slurm: --mem), or give the tier less"
+        return [Check("tier_memory", State.WARNING, detail, remedy, numbers)]
+    return [Check("tier_memory", State.OK, detail, "", numbers)]
+
+
+def scratch_directories(environ: Mapping[str, str]) -> list[str]:
+    named = [environ[name] for name in JOB_SCRATCH if environ.get(name, "").startswith("/")]
+    return list(dict.fromkeys((*named, *COMMON_SCRATCH)))
+
+
+def sharing(device: int, directories: Iterable[str], mounts: Sequence[Mount]) -> list[str]:
+    """Those on the file system ``device``, by the table of mounts alone: to ask a directory that is
+    not ours could hang. A file system may be mounted in several places."""
+    found = []
+    for directory in directories:
+        above = directory.rstrip("/") + "/"
+        holding = [m for m in mounts if above.startswith(m.mountpoint.rstrip("/") + "/")]
+        # The last of the longest, as later mounts cover earlier ones.
+        mount = max(reversed(holding), key=lambda m: len(m.mountpoint), default=None)
+        if mount is None or (mount.major, mount.minor) != (os.major(device), os.minor(device)):
+            continue
+        if mount.mountpoint == directory or os.path.isdir(directory):
+            found.append(directory)
+    return found
+
+
+def has_xattrs(directory: str) -> bool:
+    """Whether files there can have user attributes; of a file without a name, gone at once."""
+    try:
+        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return False
+    try:
+        os.setxattr(fd, b"user.monarchfs.probe", b"1")
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _named(check: Check, path: str) -> Check:
+    return Check(check.name, check.state, check.detail, check.remedy, {"path": path})
+
+
+def _size(count: int) -> str:
+    for unit, shift in (("T", 40), ("G", 30), ("M", 20)):
+        if count >= 10 << shift or (unit == "M"):
+            return f"{count >> shift}{unit}"
+    return f"{count}"

@@ -1,0 +1,272 @@
+"""The machine: kernel, /dev/fuse, fusermount3, the installation, limits, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import resource
+import stat
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+from monarchfs.bounded import Answer, bounded_call
+from monarchfs.config import User
+from monarchfs.doctor import connection
+from monarchfs.doctor.checks import Check, State, Value, from_error
+from monarchfs.fuse.mount import DEVICE, FUSERMOUNT, SYSTEM_PATH, check_device, fusermount_path
+from monarchfs.memory import UNLIMITED, Headroom, MemoryProbe
+from monarchfs.supervisor.identity import is_self
+from monarchfs.supervisor.launch import module_command
+from monarchfs.types import OperationError
+
+FIRST_LARGE_READS = (4, 20)
+"""Linux: FUSE_MAX_PAGES, without which a read request asks for 128 KiB at most."""
+FEW_DESCRIPTORS = 16384
+LITTLE_MEMORY = 1 << 30
+FUSE_CONF = "/etc/fuse.conf"
+HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+_TRIAL_SECONDS = 5.0
+_WORKER_SECONDS = 20.0
+
+_WORKER_PROGRAM = """\
+import ctypes, importlib.metadata, json, sys
+import monarchfs.worker
+from monarchfs.fuse import session
+fuse = ctypes.CDLL("libfuse3.so.3").fuse_pkgversion
+fuse.restype = ctypes.c_char_p
+print(json.dumps({
+    "python": sys.version.split()[0],
+    "pyfuse3": importlib.metadata.version("pyfuse3"),
+    "libfuse": fuse().decode(),
+    "c_part": session.hooks is not None,
+}))
+"""
+
+
+def release_of(text: str) -> tuple[int, int]:
+    """Major and minor of a kernel's release; (0, 0) where there are none."""
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def kernel() -> list[Check]:
+    return [judge_kernel(platform.release())]
+
+
+def judge_kernel(release: str) -> Check:
+    numbers = {"release": release}
+    if release_of(release) < FIRST_LARGE_READS:
+        detail = f"Linux {release} asks for 128 KiB at a time at most"
+        return Check("kernel", State.WARNING, detail, "Linux 4.20 or later", numbers)
+    return Check("kernel", State.OK, f"Linux {release}", "", numbers)
+
+
+def device() -> list[Check]:
+    """Whether /dev/fuse and what else mounting needs is there."""
+    try:
+        check_device()
+        os.close(os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC))
+    except OperationError as error:
+        return [from_error("device", error)]
+    except OSError as error:
+        remedy = f"load the kernel's module (modprobe fuse), or in a container --device {DEVICE}"
+        return [Check("device", State.PROBLEM, f"cannot open {DEVICE}: {error.strerror}", remedy)]
+    return [Check("device", State.OK, f"{DEVICE} can be opened")]
+
+
+def fusermount() -> list[Check]:
+    try:
+        path = fusermount_path()
+    except OperationError as error:
+        if os.geteuid() == 0:
+            detail = f"{FUSERMOUNT} is not there, and root does not need it"
+            return [Check("fusermount3", State.OK, detail)]
+        return [from_error("fusermount3", error)]
+    done = subprocess.run(
+        [path, "-V"], capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=False
+    )
+    version = (done.stdout.split() or ["?"])[-1]
+    st, options = os.stat(path), os.statvfs(path).f_flag
+    capable = "security.capability" in os.listxattr(path)
+    return [
+        judge_fusermount(
+            path,
+            version,
+            st,
+            honoured=not options & os.ST_NOSUID and not no_new_privileges(),
+            capable=capable,
+            is_root=os.geteuid() == 0,
+        )
+    ]
+
+
+def judge_fusermount(
+    path: str, version: str, st: os.stat_result, *, honoured: bool, capable: bool, is_root: bool
+) -> Check:
+    """``honoured``: this process gains what set-user-id programs give; ``capable``: the file has
+    capabilities instead."""
+    privileged = capable or (st.st_uid == 0 and bool(st.st_mode & stat.S_ISUID))
+    numbers: dict[str, Value] = {"path": path, "version": version, "setuid": privileged}
+    text = f"{path} {version}"
+    if is_root:
+        return Check("fusermount3", State.OK, f"{text}; root does not need it", "", numbers)
+    if not privileged:
+        remedy = "reinstall the package fuse3, or mount as root"
+        return Check("fusermount3", State.PROBLEM, f"{text} is not setuid root", remedy, numbers)
+    if not honoured:
+        detail = f"{text} is setuid, but that has no effect here (no_new_privs or nosuid)"
+        remedy = "in a container, mount outside of it and bind the mount in"
+        return Check("fusermount3", State.PROBLEM, detail, remedy, numbers)
+    return Check("fusermount3", State.OK, f"{text}, setuid root", "", numbers)
+
+
+def no_new_privileges() -> bool:
+    """proc_pid_status(5), NoNewPrivs."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        return any(line.split() == ["NoNewPrivs:", "1"] for line in status)
+
+
+def allow_other() -> list[Check]:
+    try:
+        with open(FUSE_CONF, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        text = ""
+    return [judge_allow_other(text, is_root=os.geteuid() == 0)]
+
+
+def judge_allow_other(fuse_conf: str, *, is_root: bool) -> Check:
+    """Not a warning where it is missing: most mounts are for one user."""
+    allowed = any(line.strip() == "user_allow_other" for line in fuse_conf.splitlines())
+    numbers = {"allowed": allowed or is_root}
+    if is_root:
+        return Check("allow_other", State.OK, "root may let others in", "", numbers)
+    if allowed:
+        return Check("allow_other", State.OK, "you may let others in", "", numbers)
+    detail = "only you can enter your mounts"
+    remedy = f"for -o allow_other: have user_allow_other put into {FUSE_CONF}"
+    return Check("allow_other", State.OK, detail, remedy, numbers)
+
+
+def kernel_offers() -> list[Check]:
+    """A trial mount, and what the kernel says then."""
+    flags: int | None = None
+    refusal = ""
+
+    def call() -> Answer:
+        return int(connection.ask_kernel()), ()
+
+    try:
+        flags, _ = bounded_call(
+            call, timeout=_TRIAL_SECONDS, overdue="a trial mount did not come about in time"
+        )
+    except OperationError as error:
+        refusal = str(error)
+    release = release_of(platform.release())
+    return connection.judge(flags, refusal, release, is_root=os.geteuid() == 0)
+
+
+def worker(user: User) -> list[Check]:
+    """Whether the worker's program can be run by ``user``: what it needs is imported."""
+    identity: dict[str, Any] = {}
+    if not is_self(user):
+        identity = {"user": user.uid, "group": user.gid, "extra_groups": list(user.groups)}
+    command = [*module_command("monarchfs.worker")[:-2], "-c", _WORKER_PROGRAM]
+    try:
+        done = subprocess.run(
+            command,
+            env={"PATH": SYSTEM_PATH, "LANG": "C.UTF-8"},
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=_WORKER_SECONDS,
+            check=False,
+            **identity,
+        )
+    except subprocess.TimeoutExpired:
+        detail = f"the worker's program did not load within {_WORKER_SECONDS:g} s"
+        return [Check("worker", State.PROBLEM, detail, "install monarchfs on a local disk")]
+    except OSError as error:
+        detail = f"{user.name} may not run {command[0]}: {error.strerror}"
+        remedy = "install monarchfs where every user can read it"
+        return [Check("worker", State.PROBLEM, detail, remedy)]
+    return [judge_worker(done.returncode, done.stdout, done.stderr, user.name)]
+
+
+def judge_worker(code: int, output: str, errors: str, user: str) -> Check:
+    if code != 0:
+        last = (errors.strip().splitlines() or [f"exit code {code}"])[-1]
+        detail = f"the worker's program does not run as {user}: {last}"
+        return Check(
+            "worker", State.PROBLEM, detail, "install monarchfs again, where users can read it"
+        )
+    found = json.loads(output)
+    detail = f"Python {found['python']}, pyfuse3 {found['pyfuse3']}, libfuse {found['libfuse']}"
+    if not found["c_part"]:
+        detail += "; the C part is missing: waiting processes cannot be killed"
+        remedy = "install a C compiler and libfuse3-dev, then monarchfs again"
+        return Check("worker", State.WARNING, detail, remedy, found)
+    return Check("worker", State.OK, f"{detail}, C part", "", found)
+
+
+def descriptors() -> list[Check]:
+    return [judge_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[1])]
+
+
+def judge_descriptors(most: int) -> Check:
+    unlimited = most == resource.RLIM_INFINITY
+    numbers = {"most_open_files": None if unlimited else most}
+    if not unlimited and most < FEW_DESCRIPTORS:
+        detail = f"{most} open files at most; each open file of the mount needs one or two"
+        remedy = f"ulimit -Hn {FEW_DESCRIPTORS} or more (limits.conf, LimitNOFILE=)"
+        return Check("descriptors", State.WARNING, detail, remedy, numbers)
+    detail = f"{'any number of' if unlimited else most} open files at most"
+    return Check("descriptors", State.OK, detail, "", numbers)
+
+
+def memory() -> list[Check]:
+    try:
+        with open(HUGE_PAGES, encoding="ascii", errors="replace") as file:
+            huge = file.read()
+    except OSError:
+        huge = ""
+    return [judge_memory(MemoryProbe().read(), huge)]
+
+
+def judge_memory(room: Headroom, huge: str) -> Check:
+    """``huge``: the contents of shmem_enabled, which has the setting in brackets."""
+    match = re.search(r"\[(\w+)\]", huge)
+    numbers: dict[str, Any] = {
+        "available_bytes": room.available_bytes if room.available_bytes < UNLIMITED else None,
+        "limit_bytes": room.limit_bytes if room.limit_bytes < UNLIMITED else None,
+        "limited_by": room.limited_by,
+        "huge_pages": match[1] if match else None,
+    }
+    if room.available_bytes >= UNLIMITED:
+        return Check("memory", State.OK, "no limit is known", "", numbers)
+    detail = f"{_gib(room.available_bytes)} of {_gib(room.limit_bytes)} left ({room.limited_by})"
+    if room.available_bytes < LITTLE_MEMORY:
+        remedy = "ask for more memory (Slurm: --mem), or use no tier in memory"
+        return Check("memory", State.WARNING, detail, remedy, numbers)
+    return Check("memory", State.OK, detail, "", numbers)
+
+
+def probes(user: User) -> Sequence[tuple[str, float, Any]]:
+    """(name, seconds, probe) of each."""
+    return (
+        ("kernel", 2.0, kernel),
+        ("device", 5.0, device),
+        ("fusermount3", 7.0, fusermount),
+        ("allow_other", 2.0, allow_other),
+        ("mount", 10.0, kernel_offers),
+        ("worker", _WORKER_SECONDS + 2, lambda: worker(user)),
+        ("descriptors", 2.0, descriptors),
+        ("memory", 5.0, memory),
+    )
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.1f}G"
