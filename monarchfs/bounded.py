@@ -23,6 +23,43 @@ Answer = tuple[Any, Sequence[int]]
 """What a call returns: something JSON can carry, and descriptors."""
 
 
+Tell = Callable[[Any], None]
+"""Tells the parent how far a call is; something JSON can carry. Raises OSError, which ends the
+call, where there is no parent any more."""
+
+
+def bounded_talk(
+    call: Callable[[Tell], Any], *, silence: float, overdue: str, heard: Callable[[Any], None]
+) -> Any:
+    """As `bounded_call`, of a call that takes long and says so: ``heard`` gets what it tells.
+
+    Raises OperationError(``overdue``) where it says nothing for ``silence`` seconds. No descriptors
+    are passed.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        pid = os.fork()
+        if pid == 0:
+
+            def tell(progress: Any) -> None:
+                theirs.send(json.dumps({"progress": progress}).encode())
+
+            _answer_and_exit(lambda: (call(tell), ()), theirs, ())
+        theirs.close()
+        ours.settimeout(silence)
+        try:
+            while "progress" in (message := _received(ours, overdue)):
+                heard(message["progress"])
+        except TimeoutError:
+            os.kill(pid, signal.SIGKILL)
+            raise OperationError(overdue) from None
+        except BaseException:
+            os.kill(pid, signal.SIGKILL)
+            raise
+        os.waitpid(pid, 0)
+    return _result_of(message)
+
+
 def bounded_call(
     call: Callable[[], Answer], *, timeout: float, overdue: str, keep: Sequence[int] = ()
 ) -> Answer:
@@ -51,14 +88,26 @@ def bounded_call(
     # Not by MSG_CMSG_CLOEXEC, because socket.recv_fds ignores flags in many releases of Python.
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
+    return _result_of(_decoded(reply, overdue)), descriptors
+
+
+def _received(channel: socket.socket, overdue: str) -> dict[str, Any]:
+    return _decoded(channel.recv(_REPLY_BYTES), overdue)
+
+
+def _decoded(reply: bytes, overdue: str) -> dict[str, Any]:
     if not reply:
         raise OperationError(f"{overdue} (the process that asked was killed)")
-    answer = json.loads(reply)
+    answer: dict[str, Any] = json.loads(reply)
+    return answer
+
+
+def _result_of(answer: dict[str, Any]) -> Any:
     if "usage" in answer:
         raise UsageError(answer["usage"])
     if "error" in answer:
         raise OperationError(answer["error"])
-    return answer["result"], descriptors
+    return answer["result"]
 
 
 def _answer_and_exit(

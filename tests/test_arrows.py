@@ -39,8 +39,21 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("memory", "exporter"),
     },
     "fsck": {"types", "cache", "index", "store"},
+    "doctor": {"types", "config", "supervisor", "fuse", "bounded", "memory"},
+    "plan": {"types", "placement", "store", "bounded"},
     "supervisor": {"types", "config", "control", "fuse", "bounded", "logs"},
-    "cli": {"types", "config", "control", "supervisor", "fuse", "bounded", "logs", "units"},
+    "cli": {
+        "types",
+        "config",
+        "control",
+        "supervisor",
+        "fuse",
+        "bounded",
+        "logs",
+        "doctor",
+        "plan",
+        "units",
+    },
 }
 """``fuse`` below ``supervisor`` and ``cli`` means its mount parts, see the last test."""
 

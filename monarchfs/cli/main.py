@@ -109,6 +109,17 @@ Takes the options of mount. Exit code: 0 if it can be mounted (also with warning
 are measured by reading some of the source's files, and by writing a file without a name."""
 
 
+_PLAN_EXAMPLES = """\
+examples:
+  monarchfs plan /lustre/imagenet --tier /dev/shm=16G --tier /scratch=80%
+  monarchfs plan /lustre/imagenet --config cluster.toml --epochs 90 --json
+  monarchfs plan /lustre/huge --tier /scratch=2T --quick --timeout 60
+
+Takes the options of mount, mounts nothing and copies nothing. Says which files fit where, what the
+source has to serve in the first epoch and in later ones, and, at rates measured now, how long that
+takes. Exit code: 0, or 1 where the source does not answer."""
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse prints its usage before an error; one line is clearer, and easier to log."""
 
@@ -140,6 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_ask(commands, "evict", "remove local copies", _EVICT_EXAMPLES, "*")
     _add_fsck(commands)
     _add_doctor(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -198,6 +210,10 @@ def _command(name: str) -> Command:
             from monarchfs.cli.doctor import doctor_command
 
             return doctor_command
+        case "plan":
+            from monarchfs.cli.plan import plan_command
+
+            return plan_command
         case _:
             raise UsageError(f"there is no command '{name}': see monarchfs --help")
 
@@ -344,6 +360,23 @@ def _add_doctor(commands: _Commands) -> None:
     option = parser.add_argument
     option("--quick", action="store_true", help="measure no rates")
     option("--timeout", metavar="SECONDS", default="60", help="the time limit (default 60)")
+    option("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_plan(commands: _Commands) -> None:
+    summary = "say what caching a dataset would bring"
+    parser = _add_command(commands, "plan", summary, _PLAN_EXAMPLES)
+    parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
+    _add_mounts_options(parser)
+    option = parser.add_argument
+    option("--epochs", metavar="N", default="10", help="how often it is read (default 10)")
+    option("--quick", action="store_true", help="measure no rates, estimate no times")
+    option(
+        "--timeout",
+        metavar="SECONDS",
+        default="600",
+        help="how long to look at files (default 600); what was not seen by then is left out",
+    )
     option("--json", action="store_true", help="one JSON object, for programs")
 
 

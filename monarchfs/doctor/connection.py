@@ -1,5 +1,5 @@
-"""What the kernel's FUSE offers, asked of the kernel by a trial mount in a namespace of its own, which
-nobody sees and which ends with the process that made it."""
+"""What the kernel's FUSE offers, asked of the kernel by a trial mount in a namespace of its own,
+which nobody sees and which ends with the process that made it."""
 
 from __future__ import annotations
 

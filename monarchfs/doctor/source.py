@@ -9,13 +9,13 @@ from monarchfs.doctor.checks import Check, State, Value, from_error
 from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.fuse.mountinfo import (
     MONARCHFS,
-    find_mount,
     is_network_type,
     mount_of,
+    read_mountinfo,
     resolve_mountpoint,
 )
 from monarchfs.supervisor.probe import probe_source
-from monarchfs.types import MonarchError
+from monarchfs.types import MonarchError, UsageError
 
 OFTEN_PURGED = frozenset(
     ("lustre", "gpfs", "beegfs", "beegfs_nodev", "wekafs", "panfs", "pvfs2", "orangefs")
@@ -28,20 +28,17 @@ WORTH_IT = 1.5
 def source(path: str, user: User, seconds: float, *, touches: bool) -> list[Check]:
     """Takes a little more than ``seconds`` where the source hangs. ``touches``: --touch-source is
     given."""
-    covering = find_mount(resolve_mountpoint(path))
-    if covering is not None and covering.fstype == MONARCHFS:
-        return [_ours(path, covering.mountpoint)]
     try:
+        refuse_ours(path)
         found = probe_source(path, user, seconds)
+        os.close(found.descriptor)
+        refuse_ours(found.path)
     except MonarchError as error:
         return [from_error("source", error)]
-    os.close(found.descriptor)
     mount = mount_of(found.path)
     if mount is None:
         detail = f"{found.path} is on a file system that the table of mounts does not have"
         return [Check("source", State.OK, detail, "", {"path": found.path, "type": None})]
-    if mount.fstype == MONARCHFS:
-        return [_ours(found.path, mount.mountpoint)]
     return [
         judge_type(found.path, mount.fstype),
         *judge_purge(mount.fstype, f"{mount.options},{mount.super_options}", touches=touches),
@@ -119,7 +116,16 @@ def judge_tier_speed(path: str, rates: TierRates, of_source: SourceRates | None)
     return Check("tier_speed", State.OK, detail, "", numbers)
 
 
-def _ours(path: str, mountpoint: str) -> Check:
-    detail = f"{path} is itself a monarchfs mount, or lies in one ({mountpoint})"
-    remedy = f"name the dataset's own directory, or unmount with monarchfs umount {mountpoint}"
-    return Check("source", State.PROBLEM, detail, remedy, {"path": path, "type": MONARCHFS})
+def refuse_ours(path: str) -> None:
+    """Raises UsageError if ``path`` (absolute) is one of our mounts, or lies in one; the table of
+    mounts says so."""
+    mounts = read_mountinfo()
+    resolved = resolve_mountpoint(path, mounts) + "/"
+    above = [m for m in mounts if resolved.startswith(m.mountpoint.rstrip("/") + "/")]
+    mount = max(reversed(above), key=lambda m: len(m.mountpoint), default=None)
+    if mount is not None and mount.fstype == MONARCHFS:
+        raise UsageError(
+            f"{path} is itself a monarchfs mount of {mount.source}, or lies in one: name the"
+            f" dataset where it is not covered, or unmount it with monarchfs umount"
+            f" {mount.mountpoint}"
+        )

@@ -11,7 +11,7 @@ from monarchfs.doctor.checks import Check, State, Value, from_error
 from monarchfs.fuse.mountinfo import Mount, mount_of, read_mountinfo
 from monarchfs.memory import Headroom, MemoryProbe
 from monarchfs.supervisor.storage import Directory, check_directory, directories_of
-from monarchfs.types import MonarchError, Space, TierSize
+from monarchfs.types import MonarchError, OperationError, Space, TierSize, UsageError
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 LITTLE_BYTES = 64 << 20
@@ -90,20 +90,30 @@ def room_of(place: Place, size: TierSize, reserve_percent: float) -> Room:
     return Room(capacity, max(0, usable), by)
 
 
-def tier(spec: TierSpec, config: Config, cache_dir: str, environ: Mapping[str, str]) -> list[Check]:
+def check_and_look(spec: TierSpec, config: Config, cache_dir: str) -> Place:
+    """Raises UsageError for what a mount would refuse, OperationError for a disk that fails."""
     directory = next(d for d in directories_of(config) if d.path == spec.path)
     try:
-        existing = check_directory(directory, cache_dir, config.user)
-        place = look(spec.path, existing)
+        place = look(spec.path, check_directory(directory, cache_dir, config.user))
+    except OSError as error:
+        raise OperationError(f"tier {spec.path}: {error.strerror}: use another disk") from None
+    if place.space.total_bytes == 0:
+        raise UsageError(
+            f"tier {spec.path} is on a file system that holds no files ({place.fstype}): name"
+            " another --tier"
+        )
+    return place
+
+
+def tier(spec: TierSpec, config: Config, cache_dir: str, environ: Mapping[str, str]) -> list[Check]:
+    try:
+        place = check_and_look(spec, config, cache_dir)
     except MonarchError as error:
         return [_named(from_error("tier", error), spec.path)]
-    except OSError as error:
-        detail = f"tier {spec.path}: {error.strerror}"
-        return [Check("tier", State.PROBLEM, detail, "use another disk", {"path": spec.path})]
     room = room_of(place, spec.size, config.reserve_percent)
     scratch = sharing(place.device, scratch_directories(environ), read_mountinfo())
     return [
-        judge_room(place, room, has_xattrs(existing)),
+        judge_room(place, room, has_xattrs(place.existing)),
         *judge_sharing(place, scratch, config.reserve_percent),
         *judge_memory(place, room),
     ]

@@ -1,0 +1,292 @@
+"""``monarchfs plan``: what of a dataset fits, what the source has to serve, and what it brings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from monarchfs.bounded import Answer, Tell, bounded_call, bounded_talk
+from monarchfs.cli.doctor import config_from
+from monarchfs.cli.progress import Progress
+from monarchfs.cli.status import format_bytes
+from monarchfs.config import Config
+from monarchfs.config.values import parse_epochs, parse_path, parse_timeout
+from monarchfs.doctor.run import source_rates, tier_rates
+from monarchfs.doctor.source import refuse_ours
+from monarchfs.doctor.storage import check_and_look, room_of
+from monarchfs.plan.fitting import Amount, TierRoom
+from monarchfs.plan.survey import survey_and_fit
+from monarchfs.plan.times import SourceSpeed, TierSpeed, Times, Work, times, total
+from monarchfs.supervisor.identity import become
+from monarchfs.supervisor.probe import probe_source
+from monarchfs.types import OperationError, Space
+
+_SOURCE_SECONDS = 10.0
+_TIER_SECONDS = 5.0
+_SPEED_SECONDS = 12.0
+_SILENCE_SECONDS = 30.0
+
+
+def plan_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Prints the plan. Raises UsageError for what could not be mounted, OperationError where the
+    source does not answer."""
+    timeout, epochs = parse_timeout(arguments.timeout), parse_epochs(arguments.epochs)
+    source = parse_path(arguments.source)
+    config, places = config_from(arguments, source, environ)
+    refuse_ours(source)
+    found = probe_source(source, config.user, _SOURCE_SECONDS)
+    os.close(found.descriptor)
+    refuse_ours(found.path)
+    # The dataset's place in the tiers is named after the source without symbolic links.
+    config, places = config_from(arguments, found.path, environ)
+    rooms = [_room(config, number, places.cache_dir) for number in range(len(config.tiers))]
+    with Progress() as progress:
+        rates = None if arguments.quick else _rates(config, progress)
+        report = _survey(config, rooms, timeout, progress)
+    result = combine(config.source, report, rooms, rates, epochs)
+    print(json.dumps(result) if arguments.json else "\n".join(_lines(result)))
+    return 0
+
+
+def combine(
+    source: str,
+    report: Mapping[str, Any],
+    rooms: list[TierRoom],
+    rates: tuple[SourceSpeed, list[TierSpeed]] | None,
+    epochs: int,
+) -> dict[str, Any]:
+    """What ``--json`` prints. Pure."""
+    cached = [Amount(**amount) for amount in report["cached"]]
+    placed = [Amount(**amount) for amount in report["placed"]]
+    remote = Amount(**report["remote"])
+    whole, partial_ = Amount(**report["whole"]), Amount(**report["partial"])
+    resident = total(whole, *cached)
+    new = total(*placed)
+    work = Work(new, total(*cached), remote, placed, cached)
+    estimate = times(work, *rates) if rates is not None else None
+    keys = ("complete", "files", "bytes", "directories", "others", "unreadable", "hard_links")
+    return {
+        "source": source,
+        **{key: report[key] for key in keys},
+        "sizes": report["sizes"],
+        "tiers": [
+            {
+                "path": room.path,
+                "capacity_bytes": room.capacity_bytes,
+                "free_bytes": room.space.free_bytes,
+                "files": (now := total(*both)).files,
+                "bytes": now.bytes,
+                "cached_files": both[1].files,
+            }
+            for room, both in zip(rooms, zip(placed, cached, strict=True), strict=True)
+        ],
+        "resident": _amount(resident),
+        "partial": _amount(partial_),
+        "remote": _amount(remote),
+        "cached_before": _amount(total(*cached)),
+        "source_bytes": {
+            "first_epoch": new.bytes + remote.bytes,
+            "later_epoch": remote.bytes,
+            "plain_epoch": report["bytes"],
+        },
+        "rates": _rates_json(rates, rooms),
+        "seconds": _seconds_json(estimate, epochs),
+        "epochs": epochs,
+        "pays_from_epoch": estimate.pays_from_epoch if estimate is not None else None,
+    }
+
+
+def _amount(amount: Amount) -> dict[str, int]:
+    return {"files": amount.files, "bytes": amount.bytes}
+
+
+def _rates_json(
+    rates: tuple[SourceSpeed, list[TierSpeed]] | None, rooms: list[TierRoom]
+) -> dict[str, Any] | None:
+    if rates is None:
+        return None
+    source, tiers = rates
+    return {
+        "source_read_bytes_per_second": source.bytes_per_second,
+        "source_open_seconds": source.open_seconds,
+        "source_threads": source.threads,
+        "tiers": [
+            {
+                "path": room.path,
+                "write_bytes_per_second": tier.write_bytes_per_second,
+                "read_bytes_per_second": tier.read_bytes_per_second,
+            }
+            for room, tier in zip(rooms, tiers, strict=True)
+        ],
+    }
+
+
+def _seconds_json(estimate: Times | None, epochs: int) -> dict[str, float] | None:
+    if estimate is None:
+        return None
+    return {
+        "fill": estimate.fill,
+        "plain_epoch": estimate.plain_epoch,
+        "first_epoch": estimate.first_epoch,
+        "later_epoch": estimate.later_epoch,
+        "plain_total": estimate.plain_total(epochs),
+        "total": estimate.total(epochs),
+        "saved": estimate.plain_total(epochs) - estimate.total(epochs),
+    }
+
+
+def _room(config: Config, number: int, cache_dir: str) -> TierRoom:
+    """A tier as placement will be told of it. Raises UsageError, OperationError."""
+    tier = config.tiers[number]
+
+    def call() -> Answer:
+        place = check_and_look(tier, config, cache_dir)
+        room = room_of(place, tier.size, config.reserve_percent)
+        # A tier in memory answers to what is left there; others to what is free on the disk.
+        capacity = room.usable_bytes if place.in_memory else room.capacity_bytes
+        return [min(capacity, room.capacity_bytes), list(place.space)], ()
+
+    (capacity, space), _ = bounded_call(
+        call,
+        timeout=_TIER_SECONDS,
+        overdue=f"tier {tier.path} did not answer within {_TIER_SECONDS:g} s: use another disk",
+    )
+    return TierRoom(tier.path, capacity, Space(*space))
+
+
+def _rates(config: Config, progress: Progress) -> tuple[SourceSpeed, list[TierSpeed]] | None:
+    """None where the source has nothing to measure."""
+    progress.show("measuring the source")
+    of_source = source_rates(config, _SPEED_SECONDS)
+    if of_source.read_bytes_per_second is None or of_source.open_seconds is None:
+        return None
+    tiers = []
+    for tier in config.tiers:
+        progress.show(f"measuring {tier.path}")
+        rates = tier_rates(tier.path, _SPEED_SECONDS)
+        tiers.append(TierSpeed(rates.write_bytes_per_second, rates.read_bytes_per_second))
+    source = SourceSpeed(of_source.read_bytes_per_second, of_source.open_seconds, of_source.threads)
+    return source, tiers
+
+
+def _survey(
+    config: Config, rooms: list[TierRoom], seconds: float, progress: Progress
+) -> dict[str, Any]:
+    def call(tell: Tell) -> Any:
+        become(config.user)
+        try:
+            return survey_and_fit(
+                config.source, config.dataset_id, rooms, config.reserve_percent, seconds, tell
+            )
+        except OSError as error:
+            raise OperationError(
+                f"source {config.source} cannot be listed: {error.strerror}: check its file system"
+            ) from None
+
+    begun = time.monotonic()
+
+    def heard(now: Mapping[str, Any]) -> None:
+        files, size = now["files"], format_bytes(now["bytes"])
+        rate = files / max(time.monotonic() - begun, 0.001)
+        progress.show(f"{now['doing']}: {files} files, {size}, {rate:.0f} files/s")
+
+    result: dict[str, Any] = bounded_talk(
+        call,
+        silence=_SILENCE_SECONDS,
+        overdue=f"source {config.source} did not answer for {_SILENCE_SECONDS:g} s: check its file"
+        " system",
+        heard=heard,
+    )
+    return result
+
+
+def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
+    amount = partial(_described, plan)
+    at_least = "" if plan["complete"] else "at least "
+    yield (
+        f"{_printable(plan['source'])}: {at_least}{plan['files']} files,"
+        f" {format_bytes(plan['bytes'])}, {plan['directories']} directories"
+    )
+    if not plan["complete"]:
+        yield "  (not all of it was looked at: give it more --timeout)"
+    if plan["unreadable"]:
+        yield f"  (without {plan['unreadable']} directories that cannot be listed)"
+    sizes = [
+        f"{size['files']} up to {format_bytes(size['up_to_bytes'])}"
+        for size in plan["sizes"]
+        if size["files"]
+    ]
+    yield _line("sizes", ", ".join(sizes) or "none")
+    for tier in plan["tiers"]:
+        cached = f", {tier['cached_files']} of them already" if tier["cached_files"] else ""
+        yield _line(
+            "tier",
+            f"{_printable(tier['path'])}: {tier['files']} files, {format_bytes(tier['bytes'])} of"
+            f" {format_bytes(tier['capacity_bytes'])}{cached}",
+        )
+    yield _line("resident", amount("resident"))
+    if plan["partial"]["files"]:
+        yield _line("partial", amount("partial"))
+    yield _line("remote", amount("remote"))
+    reads = plan["source_bytes"]
+    yield _line(
+        "source",
+        f"reads {format_bytes(reads['first_epoch'])} in the first epoch,"
+        f" {format_bytes(reads['later_epoch'])} in each later one"
+        f" (without a mount {format_bytes(reads['plain_epoch'])} in each)",
+    )
+    yield from _estimates(plan)
+
+
+def _estimates(plan: Mapping[str, Any]) -> Iterator[str]:
+    rates, seconds, pays = plan["rates"], plan["seconds"], plan["pays_from_epoch"]
+    if rates is None:
+        yield _line("rates", "not measured")
+        return
+    tiers = ", ".join(
+        f"{_printable(tier['path'])} writes {tier['write_bytes_per_second'] / 1e6:.0f} and reads"
+        f" {tier['read_bytes_per_second'] / 1e6:.0f} MB/s"
+        for tier in rates["tiers"]
+    )
+    yield _line(
+        "rates",
+        f"source {rates['source_read_bytes_per_second'] / 1e6:.0f} MB/s and"
+        f" {rates['source_open_seconds'] * 1e3:.2f} ms a file with {rates['source_threads']}"
+        f" threads; {tiers}",
+    )
+    yield _line("filling", f"about {_duration(seconds['fill'])} (--prefetch all)")
+    yield _line(
+        "an epoch",
+        f"without a mount {_duration(seconds['plain_epoch'])}, the first"
+        f" {_duration(seconds['first_epoch'])}, each later one {_duration(seconds['later_epoch'])}",
+    )
+    gain = "never pays" if pays is None else f"pays from epoch {pays} on"
+    yield _line(
+        f"{plan['epochs']} epochs",
+        f"{_duration(seconds['total'])} instead of {_duration(seconds['plain_total'])}; {gain}",
+    )
+
+
+def _described(plan: Mapping[str, Any], key: str) -> str:
+    amount = plan[key]
+    share = 100 * amount["bytes"] / plan["bytes"] if plan["bytes"] else 0
+    return f"{amount['files']} files, {format_bytes(amount['bytes'])} ({share:.0f}%)"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _line(label: str, text: str) -> str:
+    return f"  {label:<9} {text}"
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()

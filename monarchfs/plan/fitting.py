@@ -1,0 +1,116 @@
+"""What goes where: the files, one by one, through the placement that a mount uses. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from monarchfs.placement import (
+    Grant,
+    Kept,
+    Loaded,
+    Place,
+    Placement,
+    RoomWanted,
+    Stored,
+    TierSeen,
+    Wanted,
+)
+from monarchfs.placement.ledger import BLOCK_BYTES
+from monarchfs.types import Space
+
+_STEP_BYTES = 64 << 20
+_CHUNK_BYTES = 128 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class TierRoom:
+    """A tier as placement is told of it. ``held_files`` of this dataset, of ``held_bytes`` in
+    blocks, lie in it already; ``space`` is what there is beside them."""
+
+    path: str
+    capacity_bytes: int
+    space: Space
+    held_files: int = 0
+    held_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Amount:
+    files: int = 0
+    bytes: int = 0
+
+    def add(self, size: int) -> None:
+        self.files += 1
+        self.bytes += size
+
+
+@dataclass(slots=True)
+class Fitted:
+    """``tiers`` gets what was placed there (whole files and parts), ``whole`` is all of them;
+    ``partial``: files that are kept in part, with the bytes that are; ``remote``: what stays in the
+    source, files without any copy and the bytes of partial ones too."""
+
+    tiers: list[Amount]
+    whole: Amount = field(default_factory=Amount)
+    partial: Amount = field(default_factory=Amount)
+    remote: Amount = field(default_factory=Amount)
+
+
+class _NoBooks:
+    """Nothing is evicted in a plan: outdated replicas count as gone."""
+
+    def allocated_bytes(self, ino: int, tier: int) -> int | None:
+        return None
+
+    def evictable(self, ino: int) -> bool:
+        return False
+
+    def outdated(self, tier: int) -> Iterable[int]:
+        return ()
+
+    def any(self, tier: int) -> Iterable[int]:
+        return ()
+
+
+def fit(sizes: Iterable[int], rooms: Sequence[TierRoom], reserve_percent: float) -> Fitted:
+    """Places files of these sizes in this order, as a mount with ``--evict keep`` does that copies
+    one after the other."""
+    placement = Placement(range(len(rooms)), _NoBooks(), reserve_percent=reserve_percent)
+    for number, room in enumerate(rooms):
+        placement.handle(Loaded(number, room.held_files, room.held_bytes))
+        placement.handle(TierSeen(number, room.capacity_bytes, room.space))
+    fitted = Fitted([Amount() for _ in rooms])
+    for ino, size in enumerate(sizes):
+        (action,) = placement.handle(Wanted(ino, size))
+        if not isinstance(action, Place):
+            fitted.remote.add(size)
+        elif action.whole:
+            placement.handle(Stored(ino, blocks(size)))
+            fitted.tiers[action.tier].add(size)
+            fitted.whole.add(size)
+        else:
+            kept = _grow(placement, ino, size)
+            placement.handle(Kept(ino, blocks(kept)))
+            fitted.tiers[action.tier].add(kept)
+            fitted.partial.add(kept)
+            fitted.remote.bytes += size - kept
+    return fitted
+
+
+def blocks(size: int) -> int:
+    """What a file of that size occupies."""
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _grow(placement: Placement, ino: int, size: int) -> int:
+    """As many bytes as there is room for."""
+    granted, step = 0, _STEP_BYTES
+    while granted < size and step >= _CHUNK_BYTES:
+        wanted = min(step, size - granted)
+        (action,) = placement.handle(RoomWanted(ino, wanted))
+        if isinstance(action, Grant):
+            granted += wanted
+        else:
+            step //= 2
+    return granted

@@ -1,0 +1,157 @@
+"""Looking at a dataset and its tiers, and fitting the one into the others. For a child process, as
+the mount's user: it blocks as long as the source does, and tells how far it is."""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from monarchfs.bounded import Tell
+from monarchfs.plan.fitting import Amount, Fitted, TierRoom, fit
+from monarchfs.plan.walk import Counts, File, walk
+from monarchfs.store import files as on_disk
+
+TELL_SECONDS = 0.2
+_LOOK_EVERY = 64
+"""Files between two looks at the clock."""
+_SMALLEST_CLASS = 4 << 10
+_STEP_OF_CLASSES = 16
+
+
+@dataclass(slots=True)
+class Sizes:
+    """How many files are of which size: classes up to 4K, 64K, 1M, 16M, ..."""
+
+    classes: list[Amount] = field(default_factory=list)
+
+    def add(self, size: int) -> None:
+        number, most = 0, _SMALLEST_CLASS
+        while size > most:
+            number, most = number + 1, most * _STEP_OF_CLASSES
+        while len(self.classes) <= number:
+            self.classes.append(Amount())
+        self.classes[number].add(size)
+
+    def to_json(self) -> list[dict[str, int]]:
+        return [
+            {"up_to_bytes": _SMALLEST_CLASS * _STEP_OF_CLASSES**number, **asdict(amount)}
+            for number, amount in enumerate(self.classes)
+        ]
+
+
+@dataclass(slots=True)
+class Survey:
+    """What was found. ``cached_in_tier`` are complete replicas of files as they are now."""
+
+    counts: Counts = field(default_factory=Counts)
+    sizes: Sizes = field(default_factory=Sizes)
+    all: Amount = field(default_factory=Amount)
+    new: array[int] = field(default_factory=lambda: array("q"))
+    cached_in_tier: list[Amount] = field(default_factory=list)
+    held_bytes: list[int] = field(default_factory=list)
+    complete: bool = True
+
+
+class _Clock:
+    """Tells, a few times a second, and says when time is up."""
+
+    def __init__(self, tell: Tell, seconds: float) -> None:
+        self._tell = tell
+        self._end = time.monotonic() + seconds
+        self._next = 0.0
+
+    def look(self, doing: str, done: Amount) -> bool:
+        """Whether there is time left."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + TELL_SECONDS
+            self._tell({"doing": doing, **asdict(done)})
+        return now < self._end
+
+
+def survey_and_fit(
+    root: str,
+    dataset_id: str,
+    rooms: Sequence[TierRoom],
+    reserve_percent: float,
+    seconds: float,
+    tell: Tell,
+) -> dict[str, Any]:
+    """Walks ``root`` for at most ``seconds`` and fits what it found; JSON-able. Raises OSError if
+    ``root`` cannot be listed."""
+    clock = _Clock(tell, seconds)
+    known = [_replicas(os.path.join(room.path, dataset_id), clock) for room in rooms]
+    survey = Survey(cached_in_tier=[Amount() for _ in rooms], held_bytes=[0] * len(rooms))
+    _walk(survey, walk(root, survey.counts), known, clock)
+    known.clear()
+    rooms = [
+        replace(room, held_files=cached.files, held_bytes=held)
+        for room, cached, held in zip(rooms, survey.cached_in_tier, survey.held_bytes, strict=True)
+    ]
+    fitted = fit(_with_progress(survey.new, clock), rooms, reserve_percent)
+    return _report(survey, fitted)
+
+
+def _walk(
+    survey: Survey,
+    files: Iterable[File],
+    known: Sequence[Mapping[bytes, int]],
+    clock: _Clock,
+) -> None:
+    for file in files:
+        if survey.all.files % _LOOK_EVERY == 0 and not clock.look("walking", survey.all):
+            survey.complete = False
+            return
+        survey.all.add(file.size)
+        survey.sizes.add(file.size)
+        tier = next((n for n, names in enumerate(known) if file.replica_name in names), None)
+        if tier is None:
+            survey.new.append(file.size)
+        else:
+            survey.cached_in_tier[tier].add(file.size)
+            survey.held_bytes[tier] += known[tier][file.replica_name]
+
+
+def _with_progress(sizes: array[int], clock: _Clock) -> Iterator[int]:
+    done = Amount()
+    for size in sizes:
+        if done.files % _LOOK_EVERY == 0:
+            clock.look("fitting", done)
+        done.add(size)
+        yield size
+
+
+def _replicas(directory: str, clock: _Clock) -> dict[bytes, int]:
+    """The names of the complete replicas in a tier, with what they occupy. Their names are all that
+    is needed: they derive from the version of the file."""
+    found: dict[bytes, int] = {}
+    for number in range(256):
+        try:
+            with os.scandir(os.path.join(directory, f"{number:02x}")) as entries:
+                for entry in entries:
+                    parsed = on_disk.parse_replica(entry.name)
+                    if parsed is not None:
+                        found[parsed[0]] = entry.stat(follow_symlinks=False).st_blocks * 512
+        except OSError:
+            continue  # nothing is there, or it goes just now
+        clock.look("looking at what is cached", Amount(len(found), sum(found.values())))
+    return found
+
+
+def _report(survey: Survey, fitted: Fitted) -> dict[str, Any]:
+    return {
+        "complete": survey.complete,
+        **asdict(survey.all),
+        **asdict(survey.counts),
+        "sizes": survey.sizes.to_json(),
+        "cached": [asdict(amount) for amount in survey.cached_in_tier],
+        "new": {"files": len(survey.new), "bytes": sum(survey.new)},
+        "placed": [asdict(amount) for amount in fitted.tiers],
+        "whole": asdict(fitted.whole),
+        "partial": asdict(fitted.partial),
+        "remote": asdict(fitted.remote),
+    }

@@ -1,0 +1,400 @@
+"""``monarchfs plan``: the arithmetic, the walk, bad input, and what a mount then really does."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs.bounded import Tell, bounded_talk
+from monarchfs.cli.plan import combine
+from monarchfs.plan.fitting import Amount, TierRoom, blocks, fit
+from monarchfs.plan.survey import Sizes, survey_and_fit
+from monarchfs.plan.times import RELAY_FILES_PER_SECOND, SourceSpeed, TierSpeed, Work, times
+from monarchfs.plan.walk import BATCH, Counts, walk
+from monarchfs.types import OperationError, SourceStat, Space
+from tests.mounting import Bench, requires_fuse, requires_root, run
+from tests.trees import strange_tree
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+NONE = Amount()
+PLENTY = Space(GIB << 10, GIB << 10, 1 << 20, 1 << 20)
+
+
+def room(capacity: int, space: Space = PLENTY, **held: int) -> TierRoom:
+    return TierRoom("/t", capacity, space, **held)
+
+
+# What fits.
+
+
+def test_what_does_not_fit_stays_and_smaller_files_still_get_their_chance() -> None:
+    fitted = fit([40 * KIB, 80 * KIB, 12 * KIB, 0], [room(64 * KIB)], 10)
+    assert fitted.whole == fitted.tiers[0] == Amount(3, 52 * KIB)
+    assert fitted.remote == Amount(1, 80 * KIB)
+
+
+def test_the_faster_tier_first() -> None:
+    fitted = fit([MIB] * 10, [room(4 * MIB + 64 * KIB), room(3 * MIB + 64 * KIB)], 10)
+    assert fitted.tiers == [Amount(4, 4 * MIB), Amount(3, 3 * MIB)]
+    assert fitted.remote == Amount(3, 3 * MIB)
+
+
+def test_a_file_larger_than_all_is_kept_in_part() -> None:
+    fitted = fit([200 * MIB], [room(100 * MIB)], 10)
+    assert fitted.whole == Amount()
+    assert fitted.partial.files == 1
+    assert 99 * MIB < fitted.partial.bytes <= 100 * MIB
+    assert fitted.partial.bytes + fitted.remote.bytes == 200 * MIB
+
+
+def test_what_is_held_already_leaves_less_room() -> None:
+    fitted = fit([MIB] * 4, [room(4 * MIB + 64 * KIB, held_files=2, held_bytes=2 * MIB)], 10)
+    assert fitted.whole == Amount(2, 2 * MIB)
+
+
+def test_the_file_systems_reserve_and_its_inodes() -> None:
+    space = Space(100 * MIB, 12 * MIB, 100, 13)
+    assert fit([MIB] * 9, [room(GIB, space)], 10).whole.files == 1
+    assert fit([KIB] * 9, [room(GIB, space)], 10).whole.files == 3
+    assert fit([KIB] * 9, [room(GIB, Space(100 * MIB, 50 * MIB, 0, 0))], 10).whole.files == 9
+
+
+def test_blocks() -> None:
+    assert [blocks(n) for n in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
+
+
+def test_sizes_in_classes() -> None:
+    sizes = Sizes()
+    for size in (0, 1, 4096, 4097, 5 * MIB):
+        sizes.add(size)
+    assert [(c["up_to_bytes"], c["files"]) for c in sizes.to_json()] == [
+        (4 * KIB, 3),
+        (64 * KIB, 1),
+        (MIB, 0),
+        (16 * MIB, 1),
+    ]
+
+
+# How long.
+
+
+def estimate(
+    *,
+    remote: Amount,
+    new: Amount,
+    cached: Amount = NONE,
+    rate: float = 100e6,
+) -> Any:
+    work = Work(new, cached, remote, [new], [cached])
+    return times(work, SourceSpeed(rate, 0.001, 4), [TierSpeed(1e9, 1e9)])
+
+
+def test_a_slow_source_pays_from_the_second_epoch() -> None:
+    found = estimate(new=Amount(1000, 10**9), remote=Amount())
+    assert found.plain_epoch == pytest.approx(10.25)
+    assert found.fill == found.first_epoch == pytest.approx(10.25)
+    assert found.later_epoch == pytest.approx(1.0)
+    assert found.pays_from_epoch == 2
+    assert found.plain_total(10) - found.total(10) == pytest.approx(9 * 9.25)
+
+
+def test_what_is_cached_already_pays_at_once() -> None:
+    found = estimate(new=Amount(), cached=Amount(1000, 10**9), remote=Amount())
+    assert found.fill == 0
+    assert found.pays_from_epoch == 1
+
+
+def test_a_fast_source_of_small_files_never_pays() -> None:
+    found = estimate(new=Amount(100_000, 10**8), remote=Amount(), rate=5e9)
+    assert found.later_epoch > 100_000 / RELAY_FILES_PER_SECOND - 1
+    found = times(
+        Work(Amount(10**5, 10**8), Amount(), Amount(), [Amount(10**5, 10**8)], [Amount()]),
+        SourceSpeed(5e9, 0.00001, 4),
+        [TierSpeed(1e9, 1e9)],
+    )
+    assert found.pays_from_epoch is None
+
+
+def test_later_when_little_is_won() -> None:
+    work = Work(Amount(1, 10**9), Amount(), Amount(1, 10**9), [Amount(1, 10**9)], [Amount()])
+    found = times(work, SourceSpeed(1e9, 0.0, 4), [TierSpeed(0.2e9, 2e9)])
+    # 2 s plain; 5 + 1 first, 0.5 + 1 later: 4 s lost, then 0.5 s won each time.
+    assert found.first_epoch == pytest.approx(6)
+    assert found.pays_from_epoch == 10
+    assert found.total(9) >= found.plain_total(9)
+    assert found.total(10) < found.plain_total(10)
+
+
+def test_without_files_there_is_nothing_to_estimate() -> None:
+    report = {
+        **dict.fromkeys(("files", "bytes", "directories", "others", "unreadable"), 0),
+        **{"hard_links": 0, "complete": True, "sizes": []},
+        **{"cached": [{"files": 0, "bytes": 0}], "placed": [{"files": 0, "bytes": 0}]},
+        **{key: {"files": 0, "bytes": 0} for key in ("whole", "partial", "remote")},
+    }
+    result = combine("/s", report, [room(MIB)], None, 10)
+    assert result["seconds"] is result["rates"] is result["pays_from_epoch"] is None
+
+
+# The walk.
+
+
+def test_the_walk_finds_what_find_finds(tmp_path: Path) -> None:
+    strange_tree(tmp_path)
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for number in range(2 * BATCH + 7):
+        (flat / f"{number}").write_bytes(b"x" * (number % 5))
+    counts = Counts()
+    files = list(walk(str(tmp_path), counts))
+    script = ["find", str(tmp_path), "-type", "f", "-printf", "%D %i %s\\n"]
+    listed = subprocess.run(script, capture_output=True, text=True, check=True).stdout.split("\n")
+    distinct = {line for line in listed if line}
+    assert len(files) == len(distinct)
+    assert sum(file.size for file in files) == sum(int(line.split()[2]) for line in distinct)
+    assert counts.hard_links == 2
+    st = (flat / "4").stat()
+    version = SourceStat.of(st, st.st_dev).version
+    assert version.replica_name in {file.replica_name for file in files}
+
+
+def test_the_walk_is_breadth_first_in_the_order_of_listings(tmp_path: Path) -> None:
+    sizes = {}
+    for number, name in enumerate(("b/1", "b/c/2", "a/3", "a/d/e/4", "5", "a/d/6")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * number)
+        sizes[number] = name
+    found = [sizes[file.size] for file in walk(str(tmp_path), Counts())]
+    first = [entry.name for entry in os.scandir(tmp_path) if entry.is_dir()]
+    expected = {"a": ["a/3"], "b": ["b/1"]}
+    deeper = {"a": ["a/d/6"], "b": ["b/c/2"]}
+    order = ["5", *expected[first[0]], *expected[first[1]], *deeper[first[0]], *deeper[first[1]]]
+    assert found == [*order, "a/d/e/4"]
+
+
+def test_a_directory_that_cannot_be_listed_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"x")
+    counts = Counts()
+    with pytest.raises(FileNotFoundError):
+        list(walk(str(tmp_path / "nothing"), counts))
+    walking = walk(str(tmp_path), counts)
+    (tmp_path / "gone").mkdir()
+    assert len(list(walking)) == 1
+    assert counts.unreadable == 0
+
+
+def test_time_that_is_up_is_said(tmp_path: Path) -> None:
+    for number in range(200):
+        (tmp_path / f"{number}").touch()
+    heard: list[object] = []
+    report = survey_and_fit(str(tmp_path), "0" * 16, [room(MIB)], 10, 0.0, heard.append)
+    assert report["complete"] is False
+    assert report["files"] == 0
+    assert heard
+
+
+def test_a_child_that_says_nothing_is_left_behind() -> None:
+    def hang(tell: Tell) -> None:
+        tell("begun")
+        os.read(os.pipe()[0], 1)
+
+    heard: list[object] = []
+    with pytest.raises(OperationError, match="nothing heard"):
+        bounded_talk(hang, silence=0.2, overdue="nothing heard", heard=heard.append)
+    assert heard == ["begun"]
+
+
+def test_a_child_that_dies_is_an_error() -> None:
+    def die(tell: Tell) -> None:
+        os._exit(3)
+
+    with pytest.raises(OperationError, match="killed"):
+        bounded_talk(die, silence=5, overdue="overdue", heard=print)
+
+
+# Bad input.
+
+NOTHING: Callable[[Path], object] = lambda place: None  # noqa: E731
+
+BAD: list[tuple[str, list[str], int, str]] = [
+    ("no source", [], 2, "SOURCE"),
+    ("two sources", ["src", "src"], 2, "unrecognized"),
+    ("source missing", ["{}/nosuch"], 2, "does not exist"),
+    ("source empty", [""], 2, "empty"),
+    ("source a file", ["{}/file"], 2, "not a directory"),
+    ("source a loop", ["{}/loop"], 2, "loop of symbolic links"),
+    ("source a device", ["/dev/null"], 2, "not a directory"),
+    ("source too long", ["/" + "x" * 5000], 1, "name"),
+    ("source with an escape", ["{}/\x1b[31m"], 2, "does not exist"),
+    ("source with a line break", ["{}/a\nb"], 2, "does not exist"),
+    ("source not text", ["{}/\udcff"], 2, "does not exist"),
+    ("tier without size", ["{}/src", "--tier", "/tmp"], 2, "PATH=SIZE"),
+    ("tier without path", ["{}/src", "--tier", "=5G"], 2, "PATH=SIZE"),
+    ("tier of nothing", ["{}/src", "--tier", "/tmp=0"], 2, "not a size"),
+    ("tier negative", ["{}/src", "--tier", "/tmp=-5G"], 2, "not a size"),
+    ("tier beyond all", ["{}/src", "--tier", "/tmp=999999P"], 2, "not a size"),
+    ("tier above all", ["{}/src", "--tier", "/tmp=101%"], 2, "100%"),
+    ("tier twice", ["{}/src", "--tier", "/tmp=1G", "--tier", "/tmp=2G"], 2, "twice"),
+    ("tier nowhere", ["{}/src", "--tier", "{}/no/such/dir=1G"], 2, "does not exist"),
+    ("tier a file", ["{}/src", "--tier", "{}/file=1G"], 2, "not a directory"),
+    ("tier in proc", ["{}/src", "--tier", "/proc/nothing=1G"], 2, "--tier"),
+    ("epochs none", ["{}/src", "--epochs", "0"], 2, "epochs"),
+    ("epochs negative", ["{}/src", "--epochs", "-3"], 2, "epochs"),
+    ("epochs a fraction", ["{}/src", "--epochs", "1.5"], 2, "epochs"),
+    ("epochs in Arabic", ["{}/src", "--epochs", "\u0663"], 2, "epochs"),
+    ("timeout none", ["{}/src", "--timeout", "0"], 2, "time limit"),
+    ("timeout a word", ["{}/src", "--timeout", "soon"], 2, "not a time"),
+    ("timeout without end", ["{}/src", "--timeout", "inf"], 2, "not a time"),
+    ("user unknown", ["{}/src", "--user", "nosuchuser"], 2, "no user"),
+    ("option unknown", ["{}/src", "-o", "nosuch=1"], 2, "not known"),
+    ("option refused", ["{}/src", "-o", "rw"], 2, "read-only"),
+    ("configuration missing", ["{}/src", "--config", "{}/none.toml"], 2, "cannot read"),
+    ("configuration no TOML", ["{}/src", "--config", "{}/file"], 2, "not TOML"),
+    ("flag unknown", ["{}/src", "--nosuch"], 2, "unrecognized"),
+]
+
+
+@pytest.fixture
+def place(work: Bench) -> Path:
+    (work.path / "src").mkdir()
+    (work.path / "src" / "f").write_bytes(b"x" * 5000)
+    (work.path / "file").write_bytes(b"no TOML, no directory")
+    (work.path / "loop").symlink_to("loop")
+    return work.path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "word"), [c[1:] for c in BAD], ids=[c[0] for c in BAD]
+)
+def test_bad_input_is_one_clear_line(
+    place: Path, arguments: list[str], code: int, word: str
+) -> None:
+    before = sorted(place.rglob("*"))
+    done = run("plan", "--quick", *(a.replace("{}", str(place)) for a in arguments))
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("monarchfs: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert word in done.stderr
+    assert sorted(place.rglob("*")) == before
+
+
+@requires_root
+def test_a_source_that_the_user_may_not_read(place: Path) -> None:
+    (place / "src").chmod(0o700)
+    done = run("plan", "--quick", str(place / "src"), "--user", "nobody", "--tier", f"{place}/t=1G")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "cannot be read by nobody" in done.stderr
+
+
+@requires_root
+@requires_fuse
+def test_a_source_that_hangs_does_not_hang_the_plan(work: Bench, place: Path) -> None:
+    faulty = work.faulty_source(place / "src")
+    faulty.faults(hang=["opendir /", "lookup /", "getattr /", "readdir /"])
+    done = run("plan", "--quick", str(faulty.path), "--tier", f"{place}/t=1G", timeout=50)
+    faulty.faults()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "did not answer" in done.stderr
+
+
+# Against a mount.
+
+
+def mixed_tree(root: Path) -> int:
+    """300 files of mixed sizes in directories, some of them deep; the sum of their bytes."""
+    rng = random.Random(7)
+    total = 0
+    for number in range(300):
+        directory = root / f"d{number % 7}" / ("deep/er" if number % 3 == 0 else ".")
+        directory.mkdir(parents=True, exist_ok=True)
+        size = 0 if number % 50 == 0 else int(10 ** rng.uniform(1, 6.2))
+        (directory / f"f{number}").write_bytes(rng.randbytes(size))
+        total += size
+    return total
+
+
+def plan(*arguments: str) -> dict[str, Any]:
+    done = run("plan", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+@requires_root
+@requires_fuse
+@pytest.mark.parametrize("shares", [(0.56,), (0.2, 0.36), (1.2,)], ids=str)
+def test_what_then_happens(work: Bench, shares: tuple[float, ...]) -> None:
+    source = work.path / "source"
+    source.mkdir()
+    size = mixed_tree(source)
+    tiers = [f"{work.path}/tier{n}={int(size * share)}" for n, share in enumerate(shares)]
+    options = [option for tier in tiers for option in ("--tier", tier)]
+
+    planned = plan(str(source), "--quick", *options)
+    mount = work.mount(
+        source, "--prefetch", "all", "--freshness", "immutable", "-o", "copy_workers=1", tiers=tiers
+    )
+    now = mount.wait_idle()
+
+    assert planned["files"] == 300
+    assert planned["bytes"] == size
+    assert now["files"]["resident"] == planned["resident"]["files"]
+    assert now["source_io"]["read_bytes"] == planned["resident"]["bytes"]
+    assert [tier["files"] for tier in now["tiers"]] == [tier["files"] for tier in planned["tiers"]]
+    assert now["prefetch"]["refused"] == planned["remote"]["files"]
+
+    # An epoch from beginning to end: what is not resident comes from the source, once.
+    subprocess.run(["cp", "-r", str(mount.path), str(work.path / "copy")], check=True, timeout=60)
+    after = mount.wait_idle()
+    assert subprocess.run(["diff", "-r", source, work.path / "copy"], check=False).returncode == 0
+    read = after["source_io"]["read_bytes"] - now["source_io"]["read_bytes"]
+    assert read == planned["source_bytes"]["later_epoch"]
+    assert read + planned["resident"]["bytes"] == planned["source_bytes"]["first_epoch"]
+
+    # The next plan knows what is there: also while it is mounted, and with other tiers.
+    for again in (plan(str(source), "--quick", *options), _after_umount(mount, source, options)):
+        assert again["cached_before"] == planned["resident"]
+        assert again["resident"] == planned["resident"]
+        assert again["source_bytes"]["first_epoch"] == planned["source_bytes"]["later_epoch"]
+    shutil.rmtree(work.path / "copy")
+
+
+def _after_umount(mount: Any, source: Path, options: list[str]) -> dict[str, Any]:
+    assert mount.umount().returncode == 0
+    return plan(str(source), "--quick", *options)
+
+
+def test_measured_rates_make_times(place: Path) -> None:
+    found = plan(str(place / "src"), "--tier", f"{place}/t=1G", "--epochs", "3")
+    assert found["rates"]["source_open_seconds"] > 0
+    assert found["rates"]["tiers"][0]["write_bytes_per_second"] > 0
+    seconds = found["seconds"]
+    assert seconds["plain_total"] == pytest.approx(3 * seconds["plain_epoch"])
+    assert seconds["saved"] == pytest.approx(seconds["plain_total"] - seconds["total"])
+    assert sorted(p.name for p in place.iterdir()) == ["file", "loop", "src"], "nothing is left"
+
+
+def test_for_people(place: Path) -> None:
+    done = run("plan", str(place / "src"), "--tier", f"{place}/t=1G")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "no terminal, no progress"
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{place}/src: 1 files, 4.9K, 1 directories"
+    assert [line.split()[0] for line in lines[1:]] == [
+        *("sizes", "tier", "resident", "remote", "source", "rates", "filling", "an", "10"),
+    ]
+
+
+def test_an_empty_source(place: Path) -> None:
+    (place / "empty").mkdir()
+    found = plan(str(place / "empty"), "--tier", f"{place}/t=1G")
+    assert (found["files"], found["bytes"], found["rates"]) == (0, 0, None)
