@@ -74,8 +74,8 @@ def config_from(
 
 def describe(check: Check) -> str:
     """A check for people: one line, and one more with the remedy."""
-    text = f"{check.state.value:<8} {check.name:<12} {check.detail}"
-    return text + (f"\n{'':<21} -> {check.remedy}" if check.remedy else "")
+    text = f"{check.state.value:<8} {check.name:<12} {_printable(check.detail)}"
+    return text + (f"\n{'':<21} -> {_printable(check.remedy)}" if check.remedy else "")
 
 
 def conclusion(checks: Sequence[Check]) -> str:
@@ -88,7 +88,7 @@ def conclusion(checks: Sequence[Check]) -> str:
 
 
 def _print(check: Check) -> None:
-    text = _printable(describe(check))
+    text = describe(check)
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         print(text, flush=True)
         return
@@ -101,10 +101,9 @@ def _print(check: Check) -> None:
 
 
 def _printable(text: str) -> str:
-    """Whatever bytes a path is made of, and nothing that a terminal would obey."""
+    """One line, whatever bytes a path is made of, and nothing that a terminal would obey."""
     return "".join(
-        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()
-        for char in text
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 

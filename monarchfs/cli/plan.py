@@ -289,4 +289,7 @@ def _line(label: str, text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()
+    """One line, whatever bytes a path is made of, and nothing that a terminal would obey."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )

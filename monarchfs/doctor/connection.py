@@ -18,6 +18,8 @@ FIRST_PASSTHROUGH = FIRST_RESEND = (6, 9)
 _USED: frozenset[str] = frozenset()
 """What this release makes use of (README.md, Limits)."""
 
+TRIAL_NAME = "monarchfs-doctor"
+
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _LARGEST_INIT = 1 << 18
@@ -43,7 +45,7 @@ def ask_kernel() -> InitFlag:
     options = b"fd=%d,rootmode=40000,user_id=0,group_id=0" % fd
     flags = ctypes.c_ulong(MS_RDONLY | MS_NOSUID | MS_NODEV)
     target = b"/tmp" if os.path.isdir("/tmp") else b"/"
-    _checked(libc.mount(b"monarchfs-doctor", target, b"fuse", flags, options), "mount")
+    _checked(libc.mount(TRIAL_NAME.encode(), target, b"fuse", flags, options), "mount")
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     if not poll.poll(_ANSWER_MS):

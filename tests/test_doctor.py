@@ -1,0 +1,566 @@
+"""``monarchfs doctor``: what findings mean, what is found on real machines, and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs.cli.doctor import conclusion, describe
+from monarchfs.config import Config, User
+from monarchfs.config.places import Places
+from monarchfs.doctor import connection, leftovers, source, speed, storage, system
+from monarchfs.doctor.checks import Check, State, split_remedy
+from monarchfs.doctor.run import Subject, examine, summary
+from monarchfs.doctor.speed import SourceRates, TierRates
+from monarchfs.fuse.mountinfo import Mount
+from monarchfs.fuse.protocol import InitFlag
+from monarchfs.memory import UNLIMITED, Headroom
+from monarchfs.supervisor.lock import Holder
+from monarchfs.types import Space, TierSize
+from tests.faking import NOBODY, device_mode
+from tests.mounting import (
+    Bench,
+    as_user,
+    processes_about,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
+
+MIB, GIB = 1 << 20, 1 << 30
+OK, WARNING, PROBLEM = State.OK, State.WARNING, State.PROBLEM
+
+
+def states(checks: list[Check]) -> dict[str, State]:
+    return {check.name: check.state for check in checks}
+
+
+# What findings mean.
+
+
+@pytest.mark.parametrize(
+    ("text", "detail", "remedy"),
+    [
+        ("a: b", "a", "b"),
+        ("tier /x: is bad: name another", "tier /x: is bad", "name another"),
+        ("no: use a user who may (as root: --user)", "no", "use a user who may (as root: --user)"),
+        ("nothing to be done", "nothing to be done", ""),
+        ("a:b", "a:b", ""),
+        ("", "", ""),
+    ],
+)
+def test_a_message_and_its_remedy(text: str, detail: str, remedy: str) -> None:
+    assert split_remedy(text) == (detail, remedy)
+
+
+def test_a_check_survives_json() -> None:
+    check = Check("tier", WARNING, "detail", "remedy", {"path": "/\udcff", "free_bytes": 5})
+    assert Check.from_json(json.loads(json.dumps(check.to_json()))) == check
+
+
+def test_warnings_do_not_keep_from_mounting() -> None:
+    warning, problem = Check("a", WARNING, ""), Check("b", PROBLEM, "")
+    assert summary([warning])["can_mount"] is True
+    assert summary([warning, problem])["can_mount"] is False
+    assert conclusion([Check("a", OK, "")]) == "can mount: all is well"
+    assert conclusion([warning, warning]) == "can mount: 2 warnings"
+    assert conclusion([warning, problem]) == "cannot mount: 1 problem, 1 warning"
+    assert describe(Check("a", OK, "fine")) == "ok       a            fine"
+    assert describe(Check("a", OK, "fine", "do")).splitlines()[1].strip() == "-> do"
+
+
+@pytest.mark.parametrize(
+    ("release", "expected"),
+    [("6.18.5-fc", OK), ("4.20.0", OK), ("4.18.0-553.el8", WARNING), ("strange", WARNING)],
+)
+def test_kernels(release: str, expected: State) -> None:
+    assert system.judge_kernel(release).state is expected
+
+
+ALL = int(InitFlag.PASSTHROUGH | InitFlag.HAS_RESEND)
+
+
+@pytest.mark.parametrize(
+    ("flags", "release", "is_root", "expected"),
+    [
+        (ALL, (6, 18), True, {"mount": OK, "passthrough": OK, "resend": OK}),
+        (ALL, (6, 18), False, {"mount": OK, "passthrough": OK, "resend": OK}),
+        (0, (5, 14), True, {"mount": OK, "passthrough": WARNING, "resend": WARNING}),
+        (int(InitFlag.HAS_RESEND), (6, 9), True, {"passthrough": WARNING, "resend": OK}),
+        (None, (6, 18), False, {"passthrough": OK, "resend": OK}),
+        (None, (6, 8), False, {"passthrough": WARNING, "resend": WARNING}),
+        (None, (6, 18), True, {"mount": PROBLEM, "passthrough": OK}),
+    ],
+)
+def test_what_the_kernel_offers(
+    flags: int | None, release: tuple[int, int], is_root: bool, expected: dict[str, State]
+) -> None:
+    found = connection.judge(flags, "EPERM", release, is_root=is_root)
+    assert expected.items() <= states(found).items()
+    numbers = {check.name: check.numbers for check in found}
+    assert numbers["passthrough"]["available"] is (is_root and expected["passthrough"] is OK)
+
+
+def mode(bits: int, uid: int = 0) -> os.stat_result:
+    return os.stat_result((stat.S_IFREG | bits, 1, 1, 1, uid, 0, 0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("st", "honoured", "capable", "is_root", "expected"),
+    [
+        (mode(0o4755), True, False, False, OK),
+        (mode(0o755), True, True, False, OK),
+        (mode(0o755), True, False, False, PROBLEM),
+        (mode(0o4755, 1000), True, False, False, PROBLEM),
+        (mode(0o4755), False, False, False, PROBLEM),
+        (mode(0o755), False, False, True, OK),
+    ],
+)
+def test_fusermount(
+    st: os.stat_result, honoured: bool, capable: bool, is_root: bool, expected: State
+) -> None:
+    check = system.judge_fusermount(
+        "/bin/f", "3", st, honoured=honoured, capable=capable, is_root=is_root
+    )
+    assert check.state is expected
+    assert bool(check.remedy) is (expected is PROBLEM)
+
+
+@pytest.mark.parametrize(
+    ("conf", "allowed"),
+    [("user_allow_other\n", True), ("#user_allow_other\n", False), ("", False)],
+)
+def test_user_allow_other(conf: str, allowed: bool) -> None:
+    assert system.judge_allow_other(conf, is_root=False).numbers["allowed"] is allowed
+    assert system.judge_allow_other(conf, is_root=True).numbers["allowed"] is True
+
+
+def test_the_workers_program() -> None:
+    good = {"python": "3.11", "pyfuse3": "3", "libfuse": "3", "c_part": True}
+    assert system.judge_worker(0, json.dumps(good), "", "me").state is OK
+    assert system.judge_worker(0, json.dumps({**good, "c_part": False}), "", "me").state is WARNING
+    broken = system.judge_worker(1, "", "Traceback\nModuleNotFoundError: no trio\n", "me")
+    assert broken.state is PROBLEM
+    assert "ModuleNotFoundError: no trio" in broken.detail
+    assert system.judge_worker(-9, "", "", "me").state is PROBLEM
+
+
+@pytest.mark.parametrize(("most", "expected"), [(-1, OK), (1 << 20, OK), (1024, WARNING)])
+def test_descriptors(most: int, expected: State) -> None:
+    assert system.judge_descriptors(most).state is expected
+
+
+def test_memory() -> None:
+    huge = "always within_size [advise] never"
+    found = system.judge_memory(Headroom(8 * GIB, 16 * GIB, "machine"), huge)
+    assert (found.state, found.numbers["huge_pages"]) == (OK, "advise")
+    little = system.judge_memory(Headroom(MIB, GIB, "cgroup /job"), "")
+    assert (little.state, little.numbers["limited_by"]) == (WARNING, "cgroup /job")
+    unknown = system.judge_memory(Headroom(UNLIMITED, UNLIMITED, "nothing known"), "")
+    assert (unknown.state, unknown.numbers["available_bytes"]) == (OK, None)
+
+
+def place(
+    free: int = 50 * GIB, inodes: int = 500, fstype: str = "ext4", headroom: Headroom | None = None
+) -> storage.Place:
+    space = Space(100 * GIB, free, 1000, inodes)
+    return storage.Place("/t", "/t", fstype, "rw", 5, space, headroom)
+
+
+def test_the_room_of_a_tier() -> None:
+    room = storage.room_of(place(), TierSize(bytes=GIB), 10)
+    assert (room.capacity_bytes, room.usable_bytes) == (GIB, GIB)
+    assert storage.judge_room(place(), room, True).state is OK
+    room = storage.room_of(place(), TierSize(percent=80), 10)
+    assert (room.capacity_bytes, room.usable_bytes) == (80 * GIB, 40 * GIB)
+    assert storage.judge_room(place(), room, True).state is WARNING
+    full = storage.room_of(place(free=GIB), TierSize(bytes=GIB), 10)
+    assert full.usable_bytes == 0
+    no_inodes = place(inodes=50)
+    room = storage.room_of(no_inodes, TierSize(bytes=GIB), 10)
+    assert "inodes" in storage.judge_room(no_inodes, room, True).detail
+
+
+@pytest.mark.parametrize(
+    ("headroom", "size", "expected"),
+    [
+        (Headroom(64 * GIB, 64 * GIB, "machine"), GIB, OK),
+        (Headroom(2 * GIB, 64 * GIB, "machine"), 16 * GIB, WARNING),
+        (Headroom(8 * GIB, 16 * GIB, "cgroup /slurm/job_7"), GIB, WARNING),
+    ],
+)
+def test_a_tier_in_memory_is_charged(headroom: Headroom, size: int, expected: State) -> None:
+    tmpfs = place(fstype="tmpfs", headroom=headroom)
+    room = storage.room_of(tmpfs, TierSize(bytes=size), 10)
+    (check,) = storage.judge_memory(tmpfs, room)
+    assert check.state is expected
+    assert check.numbers["charged_to"] == headroom.limited_by
+    assert room.usable_bytes <= headroom.available_bytes
+    assert storage.judge_memory(place(), room) == []
+
+
+def test_who_shares_a_file_system(tmp_path: Path) -> None:
+    def mount(number: int, point: str, minor: int) -> Mount:
+        return Mount(number, 1, 8, minor, "/", point, "rw", "ext4", "/dev/x", "rw")
+
+    mounts = [mount(1, "/", 1), mount(2, "/scratch", 2), mount(3, "/scratch", 3)]
+    named = storage.scratch_directories({"TMPDIR": "/scratch/me", "SCRATCH": "relative"})
+    assert named[0] == "/scratch/me"
+    assert "relative" not in named
+    assert storage.sharing(os.makedev(8, 3), ["/scratch", "/tmp"], mounts) == ["/scratch"]
+    assert storage.sharing(os.makedev(8, 1), ["/scratch", "/tmp", "/nosuch"], mounts) == ["/tmp"]
+    assert storage.sharing(os.makedev(8, 2), ["/scratch", "/tmp"], mounts) == []
+    assert storage.judge_sharing(place(), [], 10) == []
+    assert storage.judge_sharing(place(), ["/tmp"], 10)[0].state is WARNING
+
+
+@pytest.mark.parametrize(
+    ("fstype", "options", "touches", "expected"),
+    [
+        ("ext4", "rw", False, []),
+        ("nfs4", "rw", False, []),
+        ("lustre", "rw,flock", False, [WARNING]),
+        ("lustre", "rw,flock", True, [OK]),
+        ("beegfs", "rw,noatime", True, [WARNING]),
+    ],
+)
+def test_purges(fstype: str, options: str, touches: bool, expected: list[State]) -> None:
+    found = source.judge_purge(fstype, options, touches=touches)
+    assert [check.state for check in found] == expected
+
+
+def test_rates_side_by_side() -> None:
+    slow = SourceRates(100e6, 0.001, 4, 1, 1)
+    assert source.judge_source_speed(slow).state is OK
+    assert source.judge_source_speed(SourceRates(9e9, 0.001, 4, 1, 1)).state is WARNING
+    assert source.judge_source_speed(SourceRates(None, None, 4, 0, 0)).state is WARNING
+    fast = source.judge_tier_speed("/t", TierRates(1e9, 2e9, 1), slow)
+    assert (fast.state, fast.numbers["times_source"]) == (OK, 20)
+    assert source.judge_tier_speed("/t", TierRates(1e9, 120e6, 1), slow).state is WARNING
+    assert source.judge_tier_speed("/t", TierRates(1e9, 1e6, 1), None).state is OK
+
+
+def test_caches_of_sources_that_are_gone() -> None:
+    identity = "0123456789abcdef"
+    gone = Holder(1, "/m", "/gone", identity, ("/scratch/a b",))
+    kept = [("/c/1", gone), ("/c/2", Holder(1, "/m", "/there", identity, ("/t",)))]
+    first, orphan = leftovers.judge_caches(kept, lambda path: path == "/there")
+    assert (first.numbers["kept"], first.numbers["orphans"]) == (2, 1)
+    assert orphan.remedy.endswith(f"rm -r /c/1 '/scratch/a b/{identity}'")
+    assert leftovers.judge_caches([], lambda path: True) == []
+
+
+def test_a_user_cannot_have_root_told_to_remove_the_system() -> None:
+    evil = Holder(1, "/m", "/gone", "etc", ("/", "/usr"))
+    orphan = leftovers.judge_caches([("/c/1", evil)], lambda path: False)[1]
+    assert orphan.remedy.endswith("rm -r /c/1")
+
+
+# How it measures.
+
+
+def test_measuring_a_tier_leaves_nothing(tmp_path: Path) -> None:
+    rates = speed.measure_tier(str(tmp_path), 64 * MIB)
+    assert rates.sampled_bytes == 16 * MIB
+    assert rates.write_bytes_per_second > 0
+    assert rates.read_bytes_per_second > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_measuring_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY, raising=True)
+    fd = speed.nameless_file(str(tmp_path))
+    try:
+        assert os.write(fd, b"x") == 1
+    finally:
+        os.close(fd)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_measuring_a_source(tmp_path: Path) -> None:
+    nothing = speed.measure_source(str(tmp_path), 2)
+    assert (nothing.read_bytes_per_second, nothing.open_seconds) == (None, None)
+    for number in range(20):
+        (tmp_path / f"{number}").write_bytes(b"x" * 100_000)
+    (tmp_path / "large").write_bytes(b"x" * 3 * MIB)
+    (tmp_path / "empty").touch()
+    (tmp_path / "fifo").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    found = speed.measure_source(str(tmp_path), 2)
+    assert found.sampled_bytes == 20 * 100_000 + 3 * MIB
+    assert found.sampled_files == 22
+    assert found.open_seconds
+
+
+# The whole.
+
+KEYS = {"can_mount", "warnings", "problems", "checks"}
+NAMES = {
+    *("kernel", "device", "fusermount3", "allow_other", "passthrough", "resend", "worker"),
+    *("descriptors", "memory", "state_dir", "runtime_dir", "mounts"),
+}
+
+
+def doctor(*arguments: str, user: str | None = None, timeout: float = 60) -> dict[str, Any]:
+    done = run("doctor", *arguments, "--json", user=user, timeout=timeout)
+    assert done.stderr == "", done.stderr
+    assert done.stdout.count("\n") == 1
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert set(result) == KEYS
+    assert done.returncode == int(not result["can_mount"])
+    for check in result["checks"]:
+        assert check["state"] in ("ok", "warning", "problem")
+        assert "\n" not in check["detail"] + check["remedy"]
+        assert check["remedy"] or check["state"] != "problem"
+    return result
+
+
+def by_name(result: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(check for check in result["checks"] if check["name"] == name)
+
+
+@pytest.fixture
+def src(work: Bench) -> Path:
+    (work.path / "src").mkdir()
+    (work.path / "src" / "f").write_bytes(b"x" * 5000)
+    (work.path / "file").write_bytes(b"no TOML, no directory")
+    (work.path / "loop").symlink_to("loop")
+    return work.path / "src"
+
+
+@requires_root
+@requires_fuse
+def test_a_machine_that_can_mount(work: Bench, src: Path) -> None:
+    before = sorted(work.path.rglob("*"))
+    result = doctor(str(src), "--tier", f"{work.path}/tier=100M", "--state-dir", f"{work.path}/s")
+    assert result["can_mount"] is True
+    assert {check["name"] for check in result["checks"]} >= NAMES | {
+        *("mount", "source", "tier", "source_speed", "tier_speed"),
+    }
+    assert by_name(result, "mount")["state"] == "ok"
+    assert by_name(result, "source")["path"] == str(src)
+    assert by_name(result, "tier")["usable_bytes"] == 100 * MIB
+    assert by_name(result, "tier_speed")["write_bytes_per_second"] > 0
+    assert by_name(result, "source_speed")["sampled_bytes"] == 5000
+    assert sorted(work.path.rglob("*")) == before
+    mounts = Path("/proc/self/mountinfo").read_text()
+    assert connection.TRIAL_NAME not in mounts, "the trial mount is in a namespace of its own"
+
+
+def test_without_a_source(work: Bench) -> None:
+    result = doctor("--quick", "--tier", f"{work.path}/tier=100M")
+    names = {check["name"] for check in result["checks"]}
+    assert names >= NAMES | {"tier"}
+    assert not names & {"source", "source_speed", "tier_speed"}
+
+
+@requires_root
+@requires_fuse
+def test_as_an_ordinary_user(work: Bench, src: Path) -> None:
+    if subprocess.run(as_user(NOBODY, [sys.executable, "-c", ""]), check=False).returncode != 0:
+        pytest.skip("nobody can run no Python here")
+    (work.path / "t").mkdir()
+    shutil.chown(work.path / "t", NOBODY)
+    arguments = (str(src), "--tier", f"{work.path}/t=10M", "--state-dir", f"{work.path}/t/s")
+    with device_mode(0o666):
+        result = doctor(*arguments, user=NOBODY)
+    assert result["can_mount"] is True, result
+    assert by_name(result, "fusermount3")["setuid"] is True
+    assert by_name(result, "passthrough")["available"] is False
+    assert by_name(result, "tier_speed")["write_bytes_per_second"] > 0
+    with device_mode(0o600):
+        result = doctor(*arguments, "--quick", user=NOBODY)
+    assert result["can_mount"] is False
+    assert "ask the administrator" in by_name(result, "device")["remedy"]
+
+
+@requires_root
+def test_for_another_user(src: Path, work: Bench) -> None:
+    src.chmod(0o700)
+    result = doctor(str(src), "--user", "nobody", "--quick", "--tier", f"{work.path}/t=10M")
+    assert result["can_mount"] is False
+    assert "cannot be read by nobody" in by_name(result, "source")["detail"]
+
+
+@requires_root
+@requires_fuse
+def test_a_source_that_hangs_is_a_problem_in_time(work: Bench, src: Path) -> None:
+    faulty = work.faulty_source(src)
+    faulty.faults(hang=["* *"])
+    try:
+        done = run(
+            *("doctor", str(faulty.path), "--tier", f"{work.path}/t=10M", "--timeout", "6"),
+            timeout=30,
+        )
+    finally:
+        faulty.faults()
+    assert done.returncode == 1
+    assert "problem  source" in done.stdout
+    assert "within" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("cannot mount:")
+
+
+@requires_root
+@requires_fuse
+def test_time_that_is_up_is_said(src: Path) -> None:
+    result = doctor(str(src), "--timeout", "0.06")
+    assert any("time is up" in check["detail"] for check in result["checks"])
+
+
+@requires_root
+@requires_fuse
+def test_mounts_of_ours_and_stale_ones(work: Bench, src: Path) -> None:
+    mount = work.mount(src)
+    tier = ("--tier", f"{work.path}/other=10M")
+    for path in (mount.path, mount.path / "below", mount.path / "f"):
+        result = doctor(str(path), "--quick", *tier)
+        assert by_name(result, "source")["state"] == "problem"
+        assert "is itself a monarchfs mount" in by_name(result, "source")["detail"]
+    assert by_name(result, "mounts")["alive"] >= 1
+
+    for pid in processes_about(str(work.path)):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not processes_about(str(work.path)), "the daemon to be dead")
+    result = doctor("--quick", *tier)
+    stale = [c for c in result["checks"] if c["name"] == "stale_mount"]
+    assert str(mount.path) in [check["mountpoint"] for check in stale]
+    assert all(check["remedy"].startswith("monarchfs umount /") for check in stale)
+    assert by_name(result, "mounts")["stale"] >= 1
+
+
+def subject(work: Bench, **changes: Any) -> Subject:
+    me = User("me", os.geteuid(), os.getegid(), tuple(os.getgroups()))
+    config = Config("", "", (), f"{work.path}/state", f"{work.path}/run/x", "0" * 16, me)
+    places = Places(f"{work.path}/cache", f"{work.path}/run/x")
+    return Subject(config, places, {}, lambda owners: [f"{work.path}/run"], measures=False)
+
+
+def test_sockets_and_caches_from_the_past(work: Bench) -> None:
+    for name in ("run", "cache/state/one", "cache/state/two"):
+        (work.path / name).mkdir(parents=True, mode=0o700)
+    with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as alive:
+        dead.bind(f"{work.path}/run/dead.sock")
+        alive.bind(f"{work.path}/run/alive.sock")
+        alive.listen(1)
+        dead.close()
+        gone = {"pid": 1, "mountpoint": "/m", "source": "/gone", "dataset_id": "ab" * 8}
+        (work.path / "cache/state/one/lock").write_text(json.dumps({**gone, "tiers": ["/t"]}))
+        found = list(examine(subject(work), 60))
+    sockets = [check for check in found if check.name == "stale_socket"]
+    assert [check.numbers["path"] for check in sockets] == [f"{work.path}/run/dead.sock"]
+    orphans = [check for check in found if check.name == "orphan"]
+    assert [check.numbers["path"] for check in orphans] == [f"{work.path}/cache/state/one"]
+    assert orphans[0].state is WARNING
+
+
+def test_a_cache_in_use_is_no_orphan(work: Bench) -> None:
+    import fcntl
+
+    state = work.path / "cache/state/one"
+    state.mkdir(parents=True)
+    gone = {"pid": 1, "mountpoint": "/m", "source": "/gone", "dataset_id": "ab" * 8, "tiers": []}
+    with (state / "lock").open("w+") as lock:
+        lock.write(json.dumps(gone))
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = list(examine(subject(work), 60))
+    assert "orphan" not in states(found)
+
+
+def test_a_check_that_hangs_or_breaks_stops_no_other(
+    work: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang() -> list[Check]:
+        os.read(os.pipe()[0], 1)
+        raise AssertionError
+
+    def break_down() -> list[Check]:
+        raise ZeroDivisionError
+
+    probes = (("device", 0.2, hang), ("worker", 5.0, break_down), ("memory", 0.2, hang))
+    monkeypatch.setattr(system, "probes", lambda user: probes)
+    found = {check.name: check for check in examine(subject(work), 60)}
+    assert found["device"].state is PROBLEM
+    assert "no answer within" in found["device"].detail
+    assert found["worker"].state is PROBLEM
+    assert "ZeroDivisionError" in found["worker"].detail
+    assert found["memory"].state is WARNING, "that keeps nobody from mounting"
+    assert "mounts" in found
+
+
+# Bad input: one line on stderr, or one problem.
+
+WRONG_USAGE: list[tuple[str, list[str], str]] = [
+    ("two sources", ["a", "b"], "unrecognized"),
+    ("source empty", [""], "empty"),
+    ("tier without size", ["--tier", "/tmp"], "PATH=SIZE"),
+    ("tier without path", ["--tier", "=1G"], "PATH=SIZE"),
+    ("tier of nothing", ["--tier", "/tmp=0G"], "not a size"),
+    ("tier negative", ["--tier", "/tmp=-1G"], "not a size"),
+    ("tier above all", ["--tier", "/tmp=200%"], "100%"),
+    ("tier twice", ["--tier", "/tmp=1G", "--tier", "/tmp/=1G"], "twice"),
+    ("timeout none", ["--timeout", "0"], "time limit"),
+    ("timeout negative", ["--timeout", "-1"], "not a time"),
+    ("timeout a word", ["--timeout", "long"], "not a time"),
+    ("timeout not a number", ["--timeout", "nan"], "not a time"),
+    ("user unknown", ["--user", "nosuchuser"], "no user"),
+    ("user empty", ["--user", ""], "empty"),
+    ("option unknown", ["-o", "nosuch"], "not known"),
+    ("option refused", ["-o", "suid"], "set-user-id"),
+    ("interval", ["-o", "touch_source=often"], "interval"),
+    ("configuration missing", ["--config", "/nosuch.toml"], "cannot read"),
+    ("configuration a directory", ["--config", "/"], "cannot read"),
+    ("flag unknown", ["--fast"], "unrecognized"),
+]
+PROBLEMS: list[tuple[str, list[str], str, str]] = [
+    ("source missing", ["{}/nosuch"], "source", "does not exist"),
+    ("source a file", ["{}/file"], "source", "not a directory"),
+    ("source a loop", ["{}/loop"], "source", "loop of symbolic links"),
+    ("source with a line break", ["{}/a\nb\x1b[0m"], "source", "does not exist"),
+    ("source not text", ["{}/\udcff"], "source", "does not exist"),
+    ("tier nowhere", ["--tier", "{}/no/such=1G"], "tier", "does not exist"),
+    ("tier a file", ["--tier", "{}/file=1G"], "tier", "not a directory"),
+    ("tier in proc", ["--tier", "/proc=1G"], "tier", "holds no files"),
+    ("state directory a file", ["--state-dir", "{}/file"], "state_dir", "not a directory"),
+    ("state directory nowhere", ["--state-dir", "{}/no/such"], "state_dir", "does not exist"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"), [c[1:] for c in WRONG_USAGE], ids=[c[0] for c in WRONG_USAGE]
+)
+def test_wrong_usage_is_one_clear_line(arguments: list[str], word: str) -> None:
+    done = run("doctor", *arguments)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("monarchfs: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert word in done.stderr
+
+
+@requires_root
+@pytest.mark.parametrize(
+    ("arguments", "name", "word"), [c[1:] for c in PROBLEMS], ids=[c[0] for c in PROBLEMS]
+)
+def test_what_cannot_be_mounted_is_one_problem(
+    work: Bench, src: Path, arguments: list[str], name: str, word: str
+) -> None:
+    before = sorted(work.path.rglob("*"))
+    done = run("doctor", "--quick", *(a.replace("{}", str(work.path)) for a in arguments))
+    assert (done.returncode, done.stderr) == (1, "")
+    problems = [line for line in done.stdout.splitlines() if line.startswith("problem")]
+    assert len(problems) == 1, done.stdout
+    assert problems[0].split()[1] == name
+    assert word in problems[0]
+    assert all(line.isprintable() for line in done.stdout.splitlines())
+    assert sorted(work.path.rglob("*")) == before
