@@ -283,9 +283,9 @@ def test_measuring_without_nameless_files(tmp_path: Path, monkeypatch: pytest.Mo
     fd = speed.nameless_file(str(tmp_path))
     try:
         assert os.write(fd, b"x") == 1
+        assert list(tmp_path.iterdir()) == [], "nothing to be left, whatever happens now"
     finally:
         os.close(fd)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_measuring_a_source(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from monarchfs.plan.fitting import Amount, TierRoom, blocks, fit
 from monarchfs.plan.survey import Sizes, survey_and_fit
 from monarchfs.plan.times import RELAY_FILES_PER_SECOND, SourceSpeed, TierSpeed, Work, times
 from monarchfs.plan.walk import BATCH, Counts, walk
+from monarchfs.prefetch.copier import MAX_UNIT_BYTES
 from monarchfs.types import OperationError, SourceStat, Space
 from tests.mounting import Bench, requires_fuse, requires_root, run
 from tests.trees import strange_tree
@@ -366,6 +367,23 @@ def test_what_then_happens(work: Bench, shares: tuple[float, ...]) -> None:
         assert again["resident"] == planned["resident"]
         assert again["source_bytes"]["first_epoch"] == planned["source_bytes"]["later_epoch"]
     shutil.rmtree(work.path / "copy")
+
+
+@requires_root
+@requires_fuse
+def test_a_file_that_fits_in_part(work: Bench) -> None:
+    source = work.path / "source"
+    source.mkdir()
+    (source / "large").write_bytes(random.Random(1).randbytes(80 * MIB))
+    tier = f"{work.path}/tier=40M"
+    planned = plan(str(source), "--quick", "--tier", tier)
+    mount = work.mount(source, "--prefetch", "all", "--freshness", "immutable", tiers=[tier])
+    now = mount.wait_idle()
+    assert planned["partial"]["files"] == now["files"]["partial"] == 1
+    assert planned["resident"]["files"] == now["files"]["resident"] == 0
+    # Less than a unit of copying is left over; a reader would fill that too.
+    left = planned["partial"]["bytes"] - now["source_io"]["read_bytes"]
+    assert 0 <= left < MAX_UNIT_BYTES
 
 
 def _after_umount(mount: Any, source: Path, options: list[str]) -> dict[str, Any]:
