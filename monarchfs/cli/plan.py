@@ -15,7 +15,7 @@ from monarchfs.cli.doctor import config_from
 from monarchfs.cli.progress import Progress
 from monarchfs.cli.status import format_bytes
 from monarchfs.config import Config
-from monarchfs.config.values import parse_epochs, parse_path, parse_timeout
+from monarchfs.config.values import parse_count, parse_path, parse_timeout
 from monarchfs.doctor.run import source_rates, tier_rates
 from monarchfs.doctor.source import refuse_ours
 from monarchfs.doctor.storage import check_and_look, room_of
@@ -35,7 +35,7 @@ _SILENCE_SECONDS = 30.0
 def plan_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Prints the plan. Raises UsageError for what could not be mounted, OperationError where the
     source does not answer."""
-    timeout, epochs = parse_timeout(arguments.timeout), parse_epochs(arguments.epochs)
+    timeout, epochs = parse_timeout(arguments.timeout), parse_count(arguments.epochs)
     source = parse_path(arguments.source)
     config, places = config_from(arguments, source, environ)
     refuse_ours(source)

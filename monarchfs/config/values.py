@@ -149,14 +149,6 @@ def parse_timeout(value: object) -> float:
     return seconds
 
 
-def parse_epochs(value: object) -> int:
-    """A whole number from 1 to a million."""
-    text = _text(value).strip()
-    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= 1_000_000:
-        raise UsageError(f"'{text}' is not a number of epochs: use a whole number, as in 10")
-    return int(text)
-
-
 def parse_interval(value: object) -> float:
     """Seconds between two times, as in ``6h`` or ``1d``; 0 for ``0`` or ``off``."""
     text = _text(value).strip().lower()
