@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("memory", "exporter"),
     },
     "fsck": {"types", "cache", "index", "store"},
-    "doctor": {"types", "config", "supervisor", "fuse", "bounded", "memory"},
+    "doctor": {"types", "config", "supervisor", "fuse", "bounded", "memory", "plan"},
     "plan": {"types", "placement", "store", "bounded"},
     "supervisor": {"types", "config", "control", "fuse", "bounded", "logs"},
     "cli": {

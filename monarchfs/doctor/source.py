@@ -14,14 +14,13 @@ from monarchfs.fuse.mountinfo import (
     read_mountinfo,
     resolve_mountpoint,
 )
+from monarchfs.plan.times import RELAY_BYTES_PER_SECOND
 from monarchfs.supervisor.probe import probe_source
 from monarchfs.types import MonarchError, UsageError
 
 OFTEN_PURGED = frozenset(
     ("lustre", "gpfs", "beegfs", "beegfs_nodev", "wekafs", "panfs", "pvfs2", "orangefs")
 )
-RELAY_BYTES_PER_SECOND = 2_000_000_000
-"""What one mount relays, measured (README.md): a source as fast as that is not worth mirroring."""
 WORTH_IT = 1.5
 
 
