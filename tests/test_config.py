@@ -24,6 +24,7 @@ from monarchfs.config import (
     User,
 )
 from monarchfs.config import places as places_module
+from monarchfs.config.files import from_file, from_system_file
 from monarchfs.config.places import (
     Places,
     build_config,
@@ -35,7 +36,7 @@ from monarchfs.config.places import (
 from monarchfs.config.settings import (
     PARSERS,
     Settings,
-    from_file,
+    escape_option,
     from_mount_options,
     merge,
     split_options,
@@ -225,7 +226,7 @@ def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "option",
     [
-        *("ro", "nosuid", "nodev", "noatime", "nodiratime", "relatime", "noexec", "exec", "auto"),
+        *("ro", "nosuid", "nodev", "noatime", "nodiratime", "relatime", "sync", "exec", "auto"),
         *("noauto", "nofail", "_netdev", "user", "users", "comment=me", "x-systemd.automount"),
         "defaults",
     ],
@@ -241,6 +242,33 @@ def test_impossible_mount_options_are_refused(option: str) -> None:
     with pytest.raises(UsageError, match="mount option") as caught:
         from_mount_options([f"ro,{option}"])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("option", "noexec"), [("noexec", True), ("noexec,exec", False)])
+def test_noexec_counts_as_said_last(option: str, noexec: bool) -> None:
+    assert merge(from_mount_options([option])).noexec is noexec
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('tier="/a,b=1G",ro', ["tier=/a,b=1G", "ro"]),
+        (r"user=a\"b", ['user=a"b']),
+        ('a"",b', ["a", "b"]),
+    ],
+)
+def test_quotation_marks_in_mount_options(text: str, words: list[str]) -> None:
+    assert split_options(text) == words
+
+
+def test_a_quotation_mark_that_is_not_closed() -> None:
+    with pytest.raises(UsageError, match="not closed"):
+        split_options('tier="/a=1G')
+
+
+@given(st.lists(st.text(min_size=1).filter(lambda text: text == text.strip())))
+def test_escaped_options_are_split_as_they_were(words: list[str]) -> None:
+    assert split_options(",".join(map(escape_option, words))) == words
 
 
 def test_user_with_a_value_is_ours_not_fstabs() -> None:
@@ -279,6 +307,77 @@ def test_a_bad_file_is_named_in_one_line(tmp_path: Path, content: str) -> None:
     with pytest.raises(UsageError, match=r"configuration .*bad\.toml") as caught:
         from_file(str(file))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("# first\ncolour = 1", ["line 2: key 'colour' is not known", "monarchfs mount --help"]),
+        ("freshnes = 'open'", ["line 1: key 'freshnes'", "did you mean freshness?"]),
+        ("\n[tier]\npath = '/a'", ["line 2: tier:", "is not a value"]),
+        ("\n[tiers]\npath = '/a'", ["line 2: key 'tiers'", "did you mean tier?"]),
+        ("a.b = 1", ["line 1: key 'a'"]),
+        ("\n\ncopy-workers = 0", ["line 3: copy-workers: '0' is not a count"]),
+        ("copy-workers = 1\ncopy_workers = 2", ["line 2: copy_workers is given twice"]),
+        ("tier = 5G", ["line 1: tier: not TOML", 'tier = "VALUE"']),
+        ('user = "alice', ["line 1: user: not TOML", "correct it"]),
+        ("x = 1\nx = 2", ["line 2: x: not TOML"]),
+        ("a = " + "[" * 100_000, ["not TOML", "nested too deeply"]),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_line_and_key(
+    tmp_path: Path, content: str, words: list[str]
+) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(content)
+    with pytest.raises(UsageError) as caught:
+        from_file(str(file))
+    for word in (f"configuration {file}", *words):
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_text_and_one_without_end(tmp_path: Path) -> None:
+    (tmp_path / "bytes.toml").write_bytes(b"# one\nuser = '\xff'\n")
+    with pytest.raises(UsageError, match="line 2: not TOML: no UTF-8"):
+        from_file(str(tmp_path / "bytes.toml"))
+    with pytest.raises(UsageError, match="larger than 1 MiB"):
+        from_file("/dev/zero")
+    with pytest.raises(UsageError, match="Is a directory"):
+        from_file(str(tmp_path))
+
+
+def test_the_machines_file_is_the_lowest_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system, own = tmp_path / "system.toml", tmp_path / "own.toml"
+    system.write_text('evict = "lru"\ncopy_workers = 9\nlog_level = "debug"')
+    own.write_text("source_threads = 3")
+    monkeypatch.setattr(
+        "monarchfs.cli.mount.from_system_file", lambda: from_system_file(str(system))
+    )
+    settings = settings_from(parse(["-o", "copy_workers=8", "--log-level", "error"]))
+    assert settings == Settings(evict=EvictPolicy.LRU, copy_workers=8, log_level="error")
+    assert settings_from(parse(["--config", str(own)])) == Settings(source_threads=3)
+
+
+def test_a_machine_without_a_file(tmp_path: Path) -> None:
+    assert from_system_file(str(tmp_path / "none.toml")) == {}
+
+
+@pytest.mark.parametrize(("mode", "word"), [(0o664, "written by others"), (0o646, "others")])
+def test_the_machines_file_is_roots_alone(tmp_path: Path, mode: int, word: str) -> None:
+    file = tmp_path / "system.toml"
+    file.write_text("")
+    file.chmod(mode)
+    if os.geteuid() == 0:
+        with pytest.raises(UsageError, match=word):
+            from_system_file(str(file))
+        os.chown(file, 65534, -1)
+    with pytest.raises(UsageError, match="not a file of root's"):
+        from_system_file(str(file))
+    with pytest.raises(UsageError, match="not a file of root's"):
+        from_system_file("/dev/null")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

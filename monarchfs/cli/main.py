@@ -120,7 +120,7 @@ source has to serve in the first epoch and in later ones, and, at rates measured
 takes. Exit code: 0, or 1 where the source does not answer."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse prints its usage before an error; one line is clearer, and easier to log."""
 
     def error(self, message: str) -> NoReturn:
@@ -128,12 +128,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 if TYPE_CHECKING:
-    _Commands = argparse._SubParsersAction[_Parser]
+    _Commands = argparse._SubParsersAction[Parser]
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; tests read it too."""
-    parser = _Parser(
+    parser = Parser(
         prog="monarchfs",
         description="Mounts a dataset directory and serves it from node-local storage.",
         allow_abbrev=False,
@@ -161,17 +161,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = build_parser().parse_args(arguments)
         return _command(parsed.command)(parsed, os.environ)
     except UsageError as error:
-        return _complain(str(error), 2)
+        return complain(str(error), 2)
     except (MonarchError, OSError) as error:
-        return _complain(str(error), 1)
+        return complain(str(error), 1)
     except KeyboardInterrupt:
-        return _complain("interrupted", 1)
+        return complain("interrupted", 1)
 
 
-def _complain(message: str, code: int) -> int:
+def complain(message: str, code: int, program: str = "monarchfs") -> int:
+    """Prints an error as the one line it has to be; returns ``code``."""
     # A path may hold a line break, and bytes that are no text.
     line = " ".join(message.splitlines()).encode(errors="backslashreplace").decode()
-    print(f"monarchfs: {line}", file=sys.stderr)
+    print(f"{program}: {line}", file=sys.stderr)
     return code
 
 

@@ -7,11 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from monarchfs.config.files import from_file, from_system_file
 from monarchfs.config.places import default_places, resolve_user
-from monarchfs.config.settings import Settings, from_file, from_flags, from_mount_options, merge
+from monarchfs.config.settings import Settings, from_flags, from_mount_options, merge
 from monarchfs.config.values import parse_path
 from monarchfs.supervisor.daemon import run_in_background
-from monarchfs.supervisor.start import mount_and_supervise, path_is_remote
+from monarchfs.supervisor.start import check_mount, mount_and_supervise, path_is_remote
 
 _FLAGS = (
     *("tier", "state_dir", "prefetch", "freshness", "evict", "scrub", "user"),
@@ -33,9 +34,27 @@ def mount_command(
     Raises UsageError or OperationError. ``worker_command`` replaces the worker in tests.
     """
     settings = settings_from(arguments)
-    source, mountpoint = parse_path(arguments.source), parse_path(arguments.mountpoint)
+    return mount_with(
+        settings, arguments.source, arguments.mountpoint, environ, worker_command=worker_command
+    )
+
+
+def mount_with(
+    settings: Settings,
+    source: str,
+    mountpoint: str,
+    environ: Mapping[str, str],
+    *,
+    check_only: bool = False,
+    worker_command: Sequence[str] | None = None,
+) -> int:
+    """`mount_command` with its words parsed. With ``check_only`` nothing is mounted."""
+    source, mountpoint = parse_path(source), parse_path(mountpoint)
     user = resolve_user(settings.user, environ)
     places = default_places(os.geteuid(), environ, path_is_remote)
+    if check_only:
+        check_mount(settings, source, mountpoint, user, places)
+        return 0
     run = partial(
         mount_and_supervise,
         settings,
@@ -59,9 +78,9 @@ def mount_command(
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
-    """Defaults, then the file, then ``-o``, then flags."""
+    """Defaults, then the file (the machine's, if none is named), then ``-o``, then flags."""
     return merge(
-        from_file(parse_path(arguments.config)) if arguments.config is not None else {},
+        from_system_file() if arguments.config is None else from_file(parse_path(arguments.config)),
         from_mount_options(arguments.options or ()),
         from_flags({name: getattr(arguments, name) for name in _FLAGS}),
     )

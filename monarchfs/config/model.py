@@ -86,6 +86,7 @@ class Config:
     freshness: Freshness = DEFAULT_FRESHNESS
     evict: EvictPolicy = EvictPolicy.KEEP
     allow_other: bool = False
+    noexec: bool = False
     foreground: bool = False
     log_file: str | None = None
     log_level: str = "info"

@@ -105,6 +105,7 @@ def build_config(
         freshness=settings.freshness,
         evict=settings.evict,
         allow_other=settings.allow_other,
+        noexec=settings.noexec,
         foreground=settings.foreground,
         log_file=settings.log_file,
         log_level=settings.log_level,

@@ -6,7 +6,7 @@ Each layer is a mapping from key to parsed value; a later layer replaces what an
 
 from __future__ import annotations
 
-import sys
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ class Settings:
     evict: EvictPolicy = EvictPolicy.KEEP
     user: str | None = None
     allow_other: bool = False
+    noexec: bool = False
     foreground: bool = False
     log_file: str | None = None
     log_level: str = "info"
@@ -57,6 +58,7 @@ PARSERS: Mapping[str, Callable[[object], object]] = {
     "evict": values.parse_evict,
     "user": values.parse_name,
     "allow_other": values.parse_flag,
+    "noexec": values.parse_flag,
     "foreground": values.parse_flag,
     "log_file": values.parse_path,
     "log_level": values.parse_log_level,
@@ -74,11 +76,12 @@ PARSERS: Mapping[str, Callable[[object], object]] = {
 # What mount(8), fstab and systemd put into a list of options without meaning the file system.
 _IGNORED = frozenset(
     (
-        *("ro", "defaults", "async", "nosuid", "nodev", "noexec", "exec", "silent", "loud"),
+        *("ro", "defaults", "async", "sync", "dirsync", "nosuid", "nodev", "silent", "loud"),
         *("atime", "noatime", "diratime", "nodiratime", "relatime", "norelatime"),
-        *("strictatime", "nostrictatime", "lazytime", "nolazytime", "nomand", "noiversion"),
-        *("auto", "noauto", "nofail", "_netdev", "user", "users", "nouser", "group", "owner"),
-        "default_permissions",
+        *("strictatime", "nostrictatime", "lazytime", "nolazytime", "mand", "nomand"),
+        *("iversion", "noiversion", "sub", "nosub", "symfollow"),
+        *("auto", "noauto", "nofail", "_netdev", "user", "nouser", "users", "nousers"),
+        *("group", "nogroup", "owner", "noowner", "default_permissions"),
     )
 )
 _REFUSED = {
@@ -92,17 +95,35 @@ _REFUSED = {
 
 
 def split_options(text: str) -> list[str]:
-    """The words of ``-o a,b=c``; a backslash takes the meaning from a comma or a backslash."""
-    words, word, characters = [], "", iter(text)
+    """The words of ``-o a,b=c``; a backslash takes the meaning from a comma, a backslash or a
+    quotation mark, and between quotation marks a comma has none (as in mount(8)).
+
+    Raises UsageError for a quotation mark that is not closed."""
+    words, word, quoted, characters = [], "", False, iter(text)
     for character in characters:
         if character == "\\":
             word += next(characters, "\\")
-        elif character == ",":
+        elif character == '"':
+            quoted = not quoted
+        elif character == "," and not quoted:
             words.append(word)
             word = ""
         else:
             word += character
+    if quoted:
+        raise UsageError(f"mount options '{text}': a quotation mark is not closed: close it")
     return [*filter(None, (option.strip() for option in (*words, word)))]
+
+
+def escape_option(option: str) -> str:
+    """What `split_options` makes ``option`` of, and nothing else."""
+    return "".join(f"\\{c}" if c in '\\,"' else c for c in option)
+
+
+def is_known_option(option: str) -> bool:
+    """Whether ``NAME`` or ``NAME=VALUE`` has a meaning in ``-o``, be it that it is refused."""
+    key = option.partition("=")[0].replace("-", "_")
+    return _is_ignored(option) or key == "exec" or key in _REFUSED or key in PARSERS
 
 
 def from_mount_options(texts: Iterable[str]) -> Layer:
@@ -112,47 +133,30 @@ def from_mount_options(texts: Iterable[str]) -> Layer:
     for option in (option for text in texts for option in split_options(text)):
         name, equals, value = option.partition("=")
         key = name.replace("-", "_")
-        # fstab's "user" lets anyone mount; "user=NAME" is ours.
-        if option in _IGNORED or name.startswith(("x-", "X-")) or name == "comment":
+        if _is_ignored(option):
             continue
         if key in _REFUSED:
             raise UsageError(f"mount option '{option}': {_REFUSED[key]}")
+        if option == "exec":
+            layer["noexec"] = False
+            continue
         if key not in PARSERS:
-            raise UsageError(f"mount option '{option}' is not known: see monarchfs mount --help")
+            raise UsageError(f"mount option '{option}' is not known: {nearest(key)}")
         if key == "tier":
             tiers.append(value)
         elif not equals and PARSERS[key] is not values.parse_flag:
             raise UsageError(f"mount option '{name}' needs a value: write it as {name}=VALUE")
         else:
-            layer[key] = _parse(key, value, f"mount option {name}")
+            layer[key] = parse_value(key, value, f"mount option {name}")
     if tiers:
-        layer["tier"] = _parse("tier", tiers, "mount option tier")
+        layer["tier"] = parse_value("tier", tiers, "mount option tier")
     return layer
-
-
-def from_file(path: str) -> Layer:
-    """The layer that a TOML file makes. Raises UsageError for what it cannot take."""
-    if sys.version_info >= (3, 11):
-        import tomllib as toml
-    else:
-        import tomli as toml  # type: ignore[import-not-found, unused-ignore]
-    try:
-        with open(path, "rb") as file:
-            content: dict[str, Any] = toml.load(file)
-    except OSError as error:
-        raise UsageError(
-            f"cannot read configuration {path}: {error.strerror}: give a file that you may read"
-        ) from None
-    except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"configuration {path} is not TOML: {reason}: correct it") from None
-    return _from_mapping(content, f"configuration {path}: ")
 
 
 def from_flags(flags: Mapping[str, object]) -> Layer:
     """The layer that command line flags make; None stands for a flag that was not given."""
     return {
-        key: _parse(key, value, f"--{key.replace('_', '-')}")
+        key: parse_value(key, value, f"--{key.replace('_', '-')}")
         for key, value in flags.items()
         if value is not None
     }
@@ -166,18 +170,20 @@ def merge(*layers: Layer) -> Settings:
     return Settings(**merged)
 
 
-def _from_mapping(content: Mapping[str, Any], place: str) -> Layer:
-    layer: dict[str, object] = {}
-    for name, value in content.items():
-        key = name.replace("-", "_")
-        if key not in PARSERS:
-            known = ", ".join(sorted(PARSERS))
-            raise UsageError(f"{place}key '{name}' is not known: use one of {known}")
-        layer[key] = _parse(key, value, f"{place}{name}")
-    return layer
+def nearest(key: str) -> str:
+    """What to write instead of a key that there is not."""
+    close = difflib.get_close_matches(key, PARSERS, n=1)
+    return f"did you mean {close[0]}?" if close else "see monarchfs mount --help"
 
 
-def _parse(key: str, value: object, place: str) -> object:
+def _is_ignored(option: str) -> bool:
+    # fstab's "user" lets anyone mount; "user=NAME" is ours.
+    name = option.partition("=")[0]
+    return option in _IGNORED or name.startswith(("x-", "X-")) or name == "comment"
+
+
+def parse_value(key: str, value: object, place: str) -> object:
+    """The value of a setting; UsageError begins with ``place``."""
     try:
         return PARSERS[key](value)
     except UsageError as error:

@@ -21,23 +21,31 @@ FUSERMOUNT = "fusermount3"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/run/wrappers/bin"
 """Where programs are looked for; the caller's $PATH has no say in what is run here."""
 
-MS_RDONLY, MS_NOSUID, MS_NODEV = 1, 2, 4
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 _MOUNT_SECONDS = 20
 
 
 def mount(
-    *, source: str, mountpoint: str, uid: int, gid: int, allow_other: bool, device: str = DEVICE
+    *,
+    source: str,
+    mountpoint: str,
+    uid: int,
+    gid: int,
+    allow_other: bool,
+    noexec: bool = False,
+    device: str = DEVICE,
 ) -> int:
     """Mounts on ``mountpoint`` and returns the descriptor of /dev/fuse (O_NONBLOCK, O_CLOEXEC).
 
     ``source`` is what the mount is named after; ``uid`` and ``gid`` are whose mount it is: unless
     ``allow_other``, processes of others get EACCES, root's too (fuse_allow_current_process in
-    fs/fuse/dir.c). Raises OperationError.
+    fs/fuse/dir.c). With ``noexec`` programs on the mount cannot be run. Raises OperationError.
     """
     check_device(device)
     if os.geteuid() == 0:
-        return _mount_as_root(source, mountpoint, uid, gid, allow_other, device)
-    return _mount_as_user(source, mountpoint, allow_other)
+        flags = MS_RDONLY | MS_NOSUID | MS_NODEV | (MS_NOEXEC if noexec else 0)
+        return _mount_as_root(source, mountpoint, uid, gid, allow_other, flags, device)
+    return _mount_as_user(source, mountpoint, allow_other, noexec)
 
 
 def check_device(device: str = DEVICE) -> None:
@@ -70,7 +78,7 @@ def fusermount_path() -> str:
 
 
 def _mount_as_root(
-    source: str, mountpoint: str, uid: int, gid: int, allow_other: bool, device: str
+    source: str, mountpoint: str, uid: int, gid: int, allow_other: bool, flags: int, device: str
 ) -> int:
     try:
         # Open mode matters to libfuse: a blocking read would stall the worker's event loop.
@@ -86,7 +94,7 @@ def _mount_as_root(
         ",default_permissions,allow_other" if allow_other else ""
     )
     try:
-        code = _mount_call(source, mountpoint, options, descriptor)
+        code = _mount_call(source, mountpoint, flags, options, descriptor)
     except BaseException:
         os.close(descriptor)
         raise
@@ -100,7 +108,7 @@ def _mount_as_root(
     raise OperationError(f"cannot mount on {mountpoint}: {os.strerror(code)}{remedy}")
 
 
-def _mount_call(source: str, mountpoint: str, options: str, device: int) -> int:
+def _mount_call(source: str, mountpoint: str, flags: int, options: str, device: int) -> int:
     """mount(2); returns errno, or 0. In a child, because looking up the mount point may hang."""
 
     def call() -> Answer:
@@ -111,7 +119,7 @@ def _mount_call(source: str, mountpoint: str, options: str, device: int) -> int:
             os.fsencode(source),
             os.fsencode(mountpoint),
             b"fuse.monarchfs",
-            ctypes.c_ulong(MS_RDONLY | MS_NOSUID | MS_NODEV),
+            ctypes.c_ulong(flags),
             options.encode(),
         )
         return (ctypes.get_errno() if failed else 0), ()
@@ -126,11 +134,13 @@ def _mount_call(source: str, mountpoint: str, options: str, device: int) -> int:
     return int(code)
 
 
-def _mount_as_user(source: str, mountpoint: str, allow_other: bool) -> int:
+def _mount_as_user(source: str, mountpoint: str, allow_other: bool, noexec: bool) -> int:
     """Through fusermount3, which sends the descriptor over the socket in _FUSE_COMMFD."""
     options = ["ro", "nosuid", "nodev", f"fsname={_escaped(source)}", "subtype=monarchfs"]
     if allow_other:
         options += ["default_permissions", "allow_other"]
+    if noexec:
+        options.append("noexec")
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:

@@ -99,6 +99,16 @@ def mount_and_supervise(
     return supervisor.run()
 
 
+def check_mount(
+    settings: Settings, source: str, mountpoint: str, user: User, places: Places
+) -> None:
+    """Looks at all that `mount_and_supervise` looks at before it makes anything, and raises what
+    that would raise. Changes nothing."""
+    deadline = time.monotonic() + settings.start_timeout_seconds
+    with ExitStack() as undo:
+        _checked(settings, source, mountpoint, user, places, deadline, undo)
+
+
 def path_is_remote(path: str) -> bool:
     """Whether ``path``, which need not exist, lies on a network file system."""
     return is_network_filesystem(path)
@@ -114,20 +124,7 @@ def _start(
     deadline: float,
     undo: ExitStack,
 ) -> Supervisor:
-    check_device()
-    check_runtime_dir(places.runtime_dir)
-    if settings.log_file is not None:
-        check_log_file(settings.log_file)
-    where = probe_mountpoint(mountpoint, _left(deadline))
-    what = probe_source(source, user, _left(deadline))
-    undo.callback(os.close, what.descriptor)
-    _check_overlap(what, where)
-    config = build_config(
-        settings, source=what.path, mountpoint=where.path, user=user, places=places
-    )
-    _check_prefetch_list(config)
-    check_storage(config, what, where, places.cache_dir, _left(deadline))
-
+    config, what = _checked(settings, source, mountpoint, user, places, deadline, undo)
     open_runtime_dir(config.runtime_dir, undo)
     state_dir, lock = open_state_dir(config, undo)
     tiers = open_tiers(config, undo)
@@ -171,6 +168,32 @@ def _release(lock: int, metrics: socket.socket | None) -> None:
         stop_listening(metrics)
 
 
+def _checked(
+    settings: Settings,
+    source: str,
+    mountpoint: str,
+    user: User,
+    places: Places,
+    deadline: float,
+    undo: ExitStack,
+) -> tuple[Config, Source]:
+    """What will be mounted, and its source, opened. Changes nothing; raises for what is wrong."""
+    check_device()
+    check_runtime_dir(places.runtime_dir)
+    if settings.log_file is not None:
+        check_log_file(settings.log_file)
+    where = probe_mountpoint(mountpoint, _left(deadline))
+    what = probe_source(source, user, _left(deadline))
+    undo.callback(os.close, what.descriptor)
+    _check_overlap(what, where)
+    config = build_config(
+        settings, source=what.path, mountpoint=where.path, user=user, places=places
+    )
+    _check_prefetch_list(config)
+    check_storage(config, what, where, places.cache_dir, _left(deadline))
+    return config, what
+
+
 def _check_overlap(source: Source, mountpoint: Mountpoint) -> None:
     if mountpoint.identity == source.identity:
         return
@@ -209,6 +232,7 @@ def _mount(config: Config, undo: ExitStack) -> tuple[int, int]:
         uid=config.user.uid,
         gid=config.user.gid,
         allow_other=config.allow_other,
+        noexec=config.noexec,
     )
     undo.callback(os.close, fuse)
     mounted = find_mount(config.mountpoint)
