@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.cli.main import build_parser, main
+from monarchfs.cli.main import build_parser, commands_of, main
 from monarchfs.fuse import mount as mount_module
 from monarchfs.types import OperationError
 from tests.faking import NOBODY, Area, area, device_mode
@@ -314,10 +314,7 @@ def test_bytes_that_are_no_text_do_not_break_the_line(root_area: Area) -> None:
     assert b"does not exist" in done.stderr
 
 
-COMMANDS = ["mount", "umount", "status", "refresh", "pin", "unpin", "evict", "fsck"]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", commands_of(build_parser()))
 def test_every_command_has_help_with_examples(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

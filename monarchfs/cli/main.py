@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 from monarchfs import __version__
 from monarchfs.types import MonarchError, UsageError
 
+SHELLS = ("bash", "zsh", "fish")
 Command = Callable[[argparse.Namespace, Mapping[str, str]], int]
 
 _MOUNT_EXAMPLES = """\
@@ -96,6 +97,14 @@ examples:
 Compares the index of a mount that is not mounted with what lies in its tiers. Exit code: 0 if all
 is well or was repaired, 1 if not. The source is not needed, and nothing of it is at stake: what is
 not there is read from it again."""
+_COMPLETION_EXAMPLES = """\
+examples:
+  monarchfs completion bash > /etc/bash_completion.d/monarchfs
+  monarchfs completion zsh > /usr/local/share/zsh/site-functions/_monarchfs
+  monarchfs completion fish > ~/.config/fish/completions/monarchfs.fish
+
+Prints what makes the shell complete commands, options, paths and mount points. For one shell only:
+eval "$(monarchfs completion bash)" in ~/.bashrc."""
 
 
 _DOCTOR_EXAMPLES = """\
@@ -152,7 +161,16 @@ def build_parser() -> argparse.ArgumentParser:
     _add_fsck(commands)
     _add_doctor(commands)
     _add_plan(commands)
+    _add_completion(commands)
     return parser
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of a parser's commands, by name."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -215,6 +233,10 @@ def _command(name: str) -> Command:
             from monarchfs.cli.plan import plan_command
 
             return plan_command
+        case "completion":
+            from monarchfs.cli.completion import completion_command
+
+            return completion_command
         case _:
             raise UsageError(f"there is no command '{name}': see monarchfs --help")
 
@@ -379,6 +401,12 @@ def _add_plan(commands: _Commands) -> None:
         help="how long to look at files (default 600); what was not seen by then is left out",
     )
     option("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_completion(commands: _Commands) -> None:
+    summary = "print the completion for a shell"
+    parser = _add_command(commands, "completion", summary, _COMPLETION_EXAMPLES)
+    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or fish")
 
 
 if __name__ == "__main__":
