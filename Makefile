@@ -1,4 +1,4 @@
-# make setup | demo | test | check | bench | clean
+# make setup | demo | test | check | bench | man | install-system | clean
 # Variables: PYTHON (which one makes the virtual environment), ARGS (passed to demo, test, bench)
 
 # The system's own first: every user may run it, and mounts are tested as an ordinary user too.
@@ -12,7 +12,7 @@ ARGS ?=
 PACKAGES := gcc libc6-dev libfuse3-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
 	bindfs attr acl strace procps
 
-.PHONY: help setup packages demo test check bench clean
+.PHONY: help setup packages demo test check bench man install-system clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -70,6 +70,22 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python -m bench.run $(ARGS)
+
+man: $(STAMP)
+	@$(BIN)/python -m monarchfs.cli.man build/man
+
+# What pip cannot do: the place where mount(8) looks, man pages and completion. INSTALLED is where
+# pip put the commands, DESTDIR is for whoever makes packages.
+INSTALLED ?= $(abspath $(BIN))
+PREFIX ?= /usr/local
+install-system: man
+	install -d $(DESTDIR)/sbin $(DESTDIR)$(PREFIX)/share/man/man1 $(DESTDIR)$(PREFIX)/share/man/man8 \
+		$(DESTDIR)$(PREFIX)/share/bash-completion/completions
+	ln -sfn $(INSTALLED)/mount.monarchfs $(DESTDIR)/sbin/mount.monarchfs
+	install -m 644 build/man/monarchfs.1 $(DESTDIR)$(PREFIX)/share/man/man1
+	install -m 644 build/man/mount.monarchfs.8 $(DESTDIR)$(PREFIX)/share/man/man8
+	$(BIN)/monarchfs completion bash \
+		> $(DESTDIR)$(PREFIX)/share/bash-completion/completions/monarchfs
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
