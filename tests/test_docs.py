@@ -1,0 +1,159 @@
+"""The documents say what the program can do, no less and no more."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from monarchfs.cli.main import build_parser, commands_of
+from monarchfs.cli.mount_helper import build_helper_parser
+from monarchfs.config.files import SYSTEM_FILE, from_file
+from monarchfs.config.settings import PARSERS, Settings, is_known_option
+from tests.mounting import REPOSITORY
+
+USAGE = (REPOSITORY / "docs" / "USAGE.md").read_text()
+CONFIGURATION = (REPOSITORY / "docs" / "CONFIGURATION.md").read_text()
+TROUBLESHOOTING = (REPOSITORY / "docs" / "TROUBLESHOOTING.md").read_text()
+
+COMMANDS = commands_of(build_parser())
+LONG_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+OF_OTHER_PROGRAMS = {"--only-values", "--bind"}
+"""Options in the documents that are getfattr's, or a container's."""
+
+
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    return {word for action in parser._actions for word in action.option_strings} - {"-h"}
+
+
+def long_options() -> set[str]:
+    parsers = (build_parser(), build_helper_parser(), *COMMANDS.values())
+    return {o for parser in parsers for o in options_of(parser) if o.startswith("--")}
+
+
+def sections(text: str, mark: str) -> dict[str, str]:
+    """The parts of a document by their headings of one level; each ends where a heading of this
+    level or a higher one begins."""
+    found: dict[str, str] = {}
+    heading, fenced = None, False
+    for line in text.splitlines():
+        fenced ^= line.startswith("```")
+        level = 0 if fenced else len(line) - len(line.lstrip("#"))
+        if 0 < level <= len(mark):
+            heading = line.strip("#` ") if level == len(mark) else None
+        elif heading is not None:
+            found[heading] = found.get(heading, "") + line + "\n"
+    return found
+
+
+def names_in(text: str, word: str) -> bool:
+    return re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text) is not None
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_usage_has_every_command_and_option(command: str) -> None:
+    about = [s for s in sections(USAGE, "##").values() if names_in(s, f"monarchfs {command}")]
+    assert about, f"no section of docs/USAGE.md has `monarchfs {command}`"
+    missing = [
+        option
+        for option in sorted(options_of(COMMANDS[command]))
+        if option.startswith("--")
+        and option != "--help"
+        and not any(names_in(section, option) for section in about)
+    ]
+    assert not missing, f"docs/USAGE.md has not where it has `monarchfs {command}`: {missing}"
+
+
+@pytest.mark.parametrize(
+    "document", sorted((REPOSITORY / "docs").glob("*.md")), ids=lambda p: p.name
+)
+def test_documents_name_no_option_and_no_command_that_there_is_not(document: Path) -> None:
+    if document.name == "ARCHITECTURE.md":
+        pytest.skip("is about how the program works, not about its use")
+    text = document.read_text()
+    unknown = set(LONG_OPTION.findall(text)) - long_options() - OF_OTHER_PROGRAMS
+    assert not unknown, f"{document.name} has options that no command has"
+    said = set(re.findall(r"(?:^|[`$] ?|sudo )monarchfs ([a-z]+)", text, flags=re.M))
+    assert said <= set(COMMANDS), f"{document.name} has commands that there are not"
+
+
+def test_configuration_has_every_option_and_no_other() -> None:
+    options = sections(CONFIGURATION, "###")
+    assert set(options) == set(PARSERS)
+    assert options_of(COMMANDS["mount"]) - {"--help"} <= {
+        *LONG_OPTION.findall(CONFIGURATION),
+        *("-o", "-f"),
+    }
+
+
+@pytest.mark.parametrize("key", PARSERS)
+def test_configuration_has_every_form_and_the_default(key: str) -> None:
+    forms, _, meaning = sections(CONFIGURATION, "###")[key].strip().partition("\n\n")
+    long_form = f"--{key.replace('_', '-')}"
+    assert names_in(forms, long_form) == (long_form in options_of(COMMANDS["mount"]))
+    assert f"-o {key}" in forms
+    assert f"{key} = " in forms
+    assert meaning
+    default = getattr(Settings(), key)
+    said = re.search(r"default: `([^`]*)`$", forms)
+    if default is None:
+        assert said is None
+        assert "default: " in forms
+    else:
+        assert said is not None, f"no default of {key}"
+        assert PARSERS[key](said[1]) == default
+
+
+def example() -> str:
+    text = sections(CONFIGURATION, "##")["A complete example"]
+    found = re.search(r"^```toml\n(.*?)^```$", text, flags=re.M | re.S)
+    assert found is not None
+    return found[1]
+
+
+def test_the_example_changes_nothing_as_it_stands(tmp_path: Path) -> None:
+    assert example().startswith(f"# {SYSTEM_FILE}")
+    (tmp_path / "example.toml").write_text(example())
+    assert from_file(str(tmp_path / "example.toml")) == {}
+
+
+def test_the_example_has_every_option_at_its_default(tmp_path: Path) -> None:
+    (tmp_path / "example.toml").write_text(re.sub(r"^#(?=[a-z_]+ = )", "", example(), flags=re.M))
+    layer = from_file(str(tmp_path / "example.toml"))
+    assert set(layer) == {field.name for field in fields(Settings)}
+    for key, value in layer.items():
+        default = getattr(Settings(), key)
+        assert default is None or value == default, key
+
+
+def fstab_lines() -> Iterator[list[str]]:
+    for document in (CONFIGURATION, USAGE, TROUBLESHOOTING):
+        for line in document.splitlines():
+            words = line.split()
+            if len(words) == 6 and words[2] == "monarchfs":
+                yield words
+
+
+def test_lines_of_fstab_can_be_used() -> None:
+    lines = list(fstab_lines())
+    assert lines
+    for words in lines:
+        for option in words[3].split(","):
+            assert is_known_option(option), option
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in (*(REPOSITORY / "docs").glob("*.md"), *REPOSITORY.glob("*.md")):
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", document.read_text()):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_the_readme_has_all_documents() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    for document in (REPOSITORY / "docs").glob("*.md"):
+        assert f"(docs/{document.name})" in readme, document.name
