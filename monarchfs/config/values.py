@@ -18,7 +18,10 @@ from monarchfs.config.model import (
 )
 from monarchfs.types import FreshnessMode, TierSize, UsageError
 
-_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>%|(?:[KMGTP](?:i?B)?)|B)?", re.I)
+# Not more digits than int() and float() take.
+_SIZE = re.compile(
+    r"(?P<number>[0-9]{1,19}(?:\.[0-9]{1,19})?)(?P<unit>%|(?:[KMGTP](?:i?B)?)|B)?", re.I
+)
 _EXPONENT = {"": 0, "B": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 _LARGEST_SIZE = 1 << 63
 _INTERVAL = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[smhdw]?)")
@@ -111,10 +114,8 @@ def parse_log_level(value: object) -> str:
 
 def parse_path(value: object) -> str:
     text = _text(value)
-    if not text or "\0" in text:
-        raise UsageError(
-            "a path is empty or holds a NUL byte: give the path of a file or directory"
-        )
+    if not text:
+        raise UsageError("a path is empty: give the path of a file or directory")
     return os.path.abspath(text)
 
 
@@ -128,7 +129,7 @@ def parse_name(value: object) -> str:
 def parse_count(value: object) -> int:
     """A whole number from 1 to 4096."""
     text = _text(value).strip()
-    if not text.isdecimal() or not 1 <= int(text) <= 4096:
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= 4096:
         raise UsageError(f"'{text}' is not a count: use a whole number from 1 to 4096")
     return int(text)
 
@@ -227,6 +228,8 @@ def _number(value: object) -> float | None:
 def _text(value: object) -> str:
     # A TOML boolean is an int to Python; as a number or a path it is a mistake.
     if isinstance(value, str):
+        if "\0" in value:
+            raise UsageError("a NUL byte is in the text: leave it out")
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return repr(value)

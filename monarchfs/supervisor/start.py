@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -213,15 +214,21 @@ def _check_prefetch_list(config: Config) -> None:
     if config.prefetch is not PrefetchMode.FILE:
         return
     assert config.prefetch_list is not None
+    reason = ""
     with acting_as(config.user):
         try:
-            with open(config.prefetch_list, "rb") as file:
-                file.read(1)
+            # A FIFO without a writer would be waited for, and could be read once only.
+            descriptor = os.open(config.prefetch_list, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                reason = "it is not a file"
+            os.close(descriptor)
         except OSError as error:
-            raise UsageError(
-                f"prefetch list {config.prefetch_list} cannot be read by {config.user.name}:"
-                f" {error.strerror}: use none, access, all or the path of a readable list"
-            ) from None
+            reason = str(error.strerror)
+    if reason:
+        raise UsageError(
+            f"prefetch list {config.prefetch_list} cannot be read by {config.user.name}: {reason}:"
+            " use none, access, all or the path of a readable list"
+        )
 
 
 def _mount(config: Config, undo: ExitStack) -> tuple[int, int]:
