@@ -51,9 +51,8 @@ _MOUNTED = {
 _BELOW = {**shtab.FILE, "bash": "_monarchfs_files_below"}
 _USERS = {"bash": "_monarchfs_users", "zsh": "_users", "fish": "(__fish_complete_users)"}
 
-_COMPLETED = {
+_COMPLETED: Mapping[str, Mapping[str, object]] = {
     "mountpoint": _MOUNTED,
-    "path": _BELOW,
     "source": shtab.DIRECTORY,
     "state_dir": shtab.DIRECTORY,
     "tier": shtab.DIRECTORY,
@@ -81,20 +80,22 @@ def completion_command(arguments: argparse.Namespace, environ: Mapping[str, str]
 def completion_for(parser: argparse.ArgumentParser, shell: str) -> str:
     """The shell's script for a parser, whose arguments are marked on the way."""
     for name, command in commands_of(parser).items():
+        # Without a mount point among its arguments, a command's paths are plain ones.
+        below = any(action.dest == "mountpoint" for action in command._actions)
         for action in command._actions:
-            _mark(name, action)
+            _mark(name, action, _BELOW if below else shtab.FILE)
     preamble = {"bash": _BASH, "zsh": _ZSH, "fish": ""}
     # Annotated as text; a text for each shell is what its documentation shows.
     script: str = shtab.complete(parser, shell=shell, preamble=preamble)  # type: ignore[arg-type]
     return script
 
 
-def _mark(command: str, action: argparse.Action) -> None:
+def _mark(command: str, action: argparse.Action, path: Mapping[str, object]) -> None:
     if action.choices is not None or action.nargs == 0:
         return
     if action.option_strings and action.dest in _CHOICES:
         action.choices = _CHOICES[action.dest]
-    complete = _COMPLETED.get(action.dest)
+    complete = path if action.dest == "path" else _COMPLETED.get(action.dest)
     if command == "mount" and action.dest == "mountpoint":
         complete = shtab.DIRECTORY
     if complete is not None:
