@@ -26,6 +26,9 @@ from monarchfs.types import MonarchError, Node, OperationError
 
 log = logging.getLogger(__name__)
 
+COMMANDS = ("refresh", "pin", "unpin", "evict", "warm", "why")
+"""All that the worker answers; docs/CONTROL.md says how."""
+
 BATCH = 128
 """Names looked at without letting others run: about a millisecond."""
 
@@ -71,7 +74,7 @@ class Commands:
         self._why = why
 
     def knows(self, command: object) -> bool:
-        return command in ("refresh", "pin", "unpin", "evict", "warm", "why")
+        return command in COMMANDS
 
     async def answer(self, request: dict[str, Any], stream: trio.SocketStream) -> None:
         """Carry out a request that ``knows``, and send its reply and what comes before it."""

@@ -1,9 +1,10 @@
 """The control socket: one JSON object a line, one request and one reply a connection.
 
 A request is ``{"command": ..., ...}``; a reply is ``{"ok": true, "result": {...}}`` or
-``{"ok": false, "error": "one line"}``. The supervisor listens and answers ``umount`` itself; other
-commands reach the worker, together with the connection. Who may connect is decided by the socket's
-mode (0600, the mount's user) and by SO_PEERCRED.
+``{"ok": false, "error": "one line"}``. The supervisor listens and answers ``status`` and ``umount``
+itself; other commands reach the worker, together with the connection. Who may connect is decided by
+the socket's mode (0600, the mount's user) and by SO_PEERCRED. All messages and limits are in
+docs/CONTROL.md.
 
 ``refresh``, ``pin``, ``unpin`` and ``evict`` carry ``"paths": [...]``, relative to the mount's root
 (``""`` is the root), with bytes that are no text as lone surrogates (os.fsencode undoes that). They
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import socket
 import stat
@@ -35,8 +37,11 @@ from monarchfs.types import OperationError
 
 MOST_REQUEST_BYTES = 64 << 10
 MOST_REPLY_BYTES = 16 << 20
+MOST_PATH_BYTES = 4096
+MOST_NAME_BYTES = 255
 PROGRESS_SECONDS = 5.0
 SILENCE_SECONDS = 60.0
+_RETRY_SECONDS = 0.02
 _UCRED = struct.Struct("=iII")
 
 
@@ -112,10 +117,60 @@ def encode_error(error: str) -> bytes:
 
 def decode_message(line: bytes) -> dict[str, Any]:
     """The object on one line. Raises ValueError for anything else."""
-    message = json.loads(line)
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(message, dict):
         raise ValueError("a message must be a JSON object")
     return message
+
+
+def decode_request(line: bytes) -> dict[str, Any]:
+    """A request, checked as far as that is the same for all commands, so that nothing strange
+    reaches a worker. Raises ValueError, with the reason in one line."""
+    request = decode_message(line)
+    if not isinstance(request.get("command"), str):
+        raise ValueError("it names no command")
+    for name, value in request.items():
+        for part in value if isinstance(value, list) else [value]:
+            _check_value(name[:40], part, in_list=isinstance(value, list))
+    paths = request.get("paths", [])
+    if not isinstance(paths, list):
+        raise ValueError("'paths' must be a list of strings")
+    for path in paths:
+        _check_path(path)
+    timeout = request.get("timeout", 1.0)
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
+        raise ValueError("timeout must be a number of seconds above 0")
+    return request
+
+
+def _check_value(name: str, value: object, *, in_list: bool) -> None:
+    if isinstance(value, str):
+        try:
+            plain = b"\0" not in os.fsencode(value)
+        except UnicodeEncodeError:
+            plain = False
+        if not plain:
+            raise ValueError(f"{name!a} holds a character that no path can have")
+    elif in_list:
+        raise ValueError(f"{name!a} must be a list of strings")
+    elif not (value is None or isinstance(value, (bool, int, float))):
+        raise ValueError(f"{name!a} must be a plain value or a list of strings")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name!a} must be a finite number")
+    elif isinstance(value, int) and abs(value) >= 1 << 63:
+        raise ValueError(f"{name!a} must have less than 64 bits")
+
+
+def _check_path(path: str) -> None:
+    encoded = os.fsencode(path)
+    names = encoded.split(b"/")
+    if encoded.startswith(b"/") or b".." in names:
+        raise ValueError("a path must be relative to the mount's root and stay below it")
+    if len(encoded) > MOST_PATH_BYTES or max(map(len, names)) > MOST_NAME_BYTES:
+        raise ValueError(f"a path is longer than {MOST_PATH_BYTES} bytes, or a name in it is")
 
 
 def peer_uid(connection: socket.socket) -> int:
@@ -137,10 +192,11 @@ class Connection:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._received = bytearray()
         self._socket.settimeout(timeout)
+        deadline = time.monotonic() + timeout
         try:
             directory = os.open(os.path.dirname(socket_path), os.O_PATH | os.O_DIRECTORY)
             try:
-                self._socket.connect(short_socket_path(directory, socket_path))
+                self._connect(short_socket_path(directory, socket_path), deadline)
             finally:
                 os.close(directory)
         except OSError as error:
@@ -148,6 +204,17 @@ class Connection:
             raise OperationError(
                 f"the mount's daemon does not answer on {socket_path}: {error.strerror or error}"
             ) from None
+
+    def _connect(self, path: str, deadline: float) -> None:
+        # A full backlog makes connect fail at once where the socket has a timeout (unix(7)).
+        while True:
+            try:
+                self._socket.connect(path)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_SECONDS)
 
     def __enter__(self) -> Connection:
         return self
@@ -225,14 +292,17 @@ class Connection:
         return line
 
 
-def request(socket_path: str, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """The result of one command sent to the daemon behind ``socket_path``.
+def request(registered: Registered, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """The result of one command sent to the daemon that is registered.
 
-    Raises OperationError if nobody listens, if there is no answer within ``timeout`` seconds, or
-    with the daemon's own words if it refuses.
+    Raises OperationError if nobody listens or somebody else does, if there is no answer within
+    ``timeout`` seconds, or with the daemon's own words if it refuses.
     """
-    with Connection(socket_path, timeout) as connection:
-        return connection.request(message, timeout)
+    deadline = time.monotonic() + timeout
+    with Connection(registered.socket_path, timeout) as connection:
+        if connection.peer_uid not in (0, registered.owner_uid):
+            raise OperationError(f"somebody else listens on {registered.socket_path}")
+        return connection.request(message, max(0.1, deadline - time.monotonic()))
 
 
 def find_mounts(runtime_dirs: Iterable[str]) -> list[Registered]:

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from monarchfs.prefetch.fill import Fill
     from monarchfs.worker import Worker
 
 
@@ -36,6 +37,7 @@ def status(worker: Worker) -> dict[str, Any]:
             "demand_read_bytes": counters.demand_read_bytes,
             "prefetch_read_bytes": counters.prefetch_read_bytes,
             "operations": counters.operations,
+            "operation_seconds": round(counters.seconds, 6),
             "errors": counters.errors,
             "stuck": counters.stuck,
             "responding": worker.source.responding,
@@ -51,6 +53,7 @@ def status(worker: Worker) -> dict[str, Any]:
         "prefetch": {
             "queued": len(worker.copier.queue),
             "active": worker.copier.active,
+            "active_bytes": sum(map(_left, worker.copier.background)),
             "scanning": worker.scan.running,
             "completed": metrics.copies_completed,
             "failed": metrics.copies_failed,
@@ -78,3 +81,9 @@ def status(worker: Worker) -> dict[str, Any]:
         },
         "worker": {"pid": os.getpid(), "restarts": worker.restarts},
     }
+
+
+def _left(fill: Fill) -> int:
+    """What is still to be read of a file that is being copied."""
+    chunks = fill.chunks
+    return max(0, fill.size - chunks.present_count * chunks.chunk_bytes)

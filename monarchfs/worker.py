@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 BACKGROUND_EXTRA = 8
 """Background threads for scanning, beside those that copy."""
 
-CHANNEL_BYTES = 1 << 17
+CHANNEL_BYTES = 256 << 10
 SHUTDOWN_SYNC_SECONDS = 5.0
 
 
@@ -256,6 +256,9 @@ class Worker:
                     self.session.hand_over()
                     self._nursery.start_soon(self._begin_background)
                     await self._channel.send({"event": "ready"})
+                case "status":
+                    answer = {"number": message["number"], "status": status(self)}
+                    await self._channel.send({"event": "status", **answer})
                 case "client":
                     self._nursery.start_soon(self._client, message["request"], fds)
                 case "stop":
@@ -299,16 +302,17 @@ class Worker:
         """Answer one control connection. The supervisor has checked who it is."""
         (fd,) = fds
         with trio.socket.from_stdlib_socket(socket.socket(fileno=fd)) as connection:
-            command = request.get("command")
+            stream, command = trio.SocketStream(connection), request["command"]
+            error = f"unknown command {command!a}"
             if self.commands.knows(command):
-                await self.commands.answer(request, trio.SocketStream(connection))
-                return
-            if command == "status":
-                answer = control.encode_result(status(self))
-            else:
-                answer = control.encode_error(f"unknown command {command!r}")
-            with suppress(OSError):  # the client may be gone
-                await trio.SocketStream(connection).send_all(answer)
+                try:
+                    await self.commands.answer(request, stream)
+                    return
+                except Exception:  # a client's question must not cost the job its mount
+                    log.exception("the command %r failed", command)
+                    error = "it failed unexpectedly: the worker's log says more"
+            with suppress(OSError, trio.BrokenResourceError):  # the client may be gone
+                await stream.send_all(control.encode_error(error))
 
     async def close(self) -> None:
         """Keep what was copied, within a bounded time."""

@@ -59,18 +59,22 @@ def reply_to(request: bytes) -> bytes | None:
     return OUT_HEADER.pack(OUT_HEADER.size + len(body), error, unique) + body
 
 
-def answer_client(connection: int, message: dict[str, object], restarts: int) -> None:
+def answer_client(connection: int, message: dict[str, object]) -> None:
+    """Repeats what was asked."""
     with socket.socket(fileno=connection) as client:
         client.settimeout(5)
-        result = {
-            "state": "serving",
-            "worker": {"pid": os.getpid(), "restarts": restarts},
-            "uid": os.getuid(),
-            "groups": os.getgroups(),
-            "environment": sorted(os.environ),
-            "request": message["request"],
-        }
+        result = {"request": message["request"]}
         client.sendall(json.dumps({"ok": True, "result": result}).encode() + b"\n")
+
+
+def report(restarts: int) -> dict[str, object]:
+    return {
+        "state": "serving",
+        "worker": {"pid": os.getpid(), "restarts": restarts},
+        "uid": os.getuid(),
+        "groups": os.getgroups(),
+        "environment": sorted(os.environ),
+    }
 
 
 def serve(mode: str, fuse: int, channel: socket.socket, restarts: int) -> int:
@@ -86,8 +90,11 @@ def serve(mode: str, fuse: int, channel: socket.socket, restarts: int) -> int:
                 message = json.loads(content)
                 if message["do"] == "stop":
                     return 0
+                if message["do"] == "status":
+                    answer = {"event": "status", "number": message["number"], "status": report(restarts)}
+                    channel.send(json.dumps(answer).encode())
                 if message["do"] == "client":
-                    answer_client(descriptors[0], message, restarts)
+                    answer_client(descriptors[0], message)
                 continue
             try:
                 request = os.read(fuse, 1 << 21)

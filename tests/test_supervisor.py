@@ -124,7 +124,6 @@ def test_a_mount_from_start_to_end(work: Area) -> None:
     report = status(work)
     assert report["state"] == "serving"
     assert report["environment"] == ["LANG", "PATH"]
-    assert report["request"] == {"command": "status"}
     assert run_as_owner(work, "stat", f"{work.path}/mnt") == 0
     assert umount(work) < 5
     assert_unmounted(work)

@@ -57,7 +57,7 @@ def report_of(found: Found) -> dict[str, Any]:
     if not found.supervisor_alive:
         return {**silent, "state": "dead", "error": f"its daemon is dead: {remedy}"}
     try:
-        return request(found.registered.socket_path, {"command": "status"}, _ANSWER_SECONDS)
+        return request(found.registered, {"command": "status"}, _ANSWER_SECONDS)
     except OperationError as error:
         return {**silent, "state": "silent", "error": str(error)}
 

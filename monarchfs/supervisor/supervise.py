@@ -19,6 +19,7 @@ from monarchfs.config import Config
 from monarchfs.fuse.unmount import Unmount, Unmounted, abort_connection
 from monarchfs.supervisor.launch import Worker
 from monarchfs.supervisor.registration import ControlSocket
+from monarchfs.supervisor.reports import Reports
 from monarchfs.types import MonarchError
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,9 @@ _STOP_SECONDS = 10.0
 _DEAD_WORKER_SECONDS = 1.0
 _WORKER_END_SECONDS = 2.5
 _DEFAULT_UMOUNT_SECONDS = 30.0
+
+COMMANDS = ("status", "umount")
+"""What is answered here; the worker knows the others."""
 
 
 @dataclass(slots=True)
@@ -47,7 +51,8 @@ class Supervisor:
     more than about two seconds.
 
     Constant: config, the mount's descriptor and connection, control socket, saved FUSE_INIT.
-    Changing: the worker (another one could take its place), clients, the unmount under way.
+    Changing: the worker (another one could take its place), what it last said of itself, clients,
+    the unmount under way.
     """
 
     def __init__(
@@ -75,6 +80,8 @@ class Supervisor:
         self._waiting_for_unmount: list[socket.socket] = []
         self._unmount: Unmount | None = None
         self._worker_serves = True
+        self._started = time.monotonic()
+        self._reports = Reports(self._ask_for_report, self._reply_status)
         self._exit_code: int | None = None
         self._selector = selectors.DefaultSelector()
         self._wake_reading, self._wake_writing = socket.socketpair()
@@ -115,21 +122,27 @@ class Supervisor:
     def _on_connection(self) -> None:
         try:
             connection, _ = self.control_socket.listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
+        except OSError as error:
+            if not isinstance(error, (BlockingIOError, ConnectionAbortedError)):
+                log.warning("cannot take a connection: %s", error.strerror)
             return
         if control.peer_uid(connection) not in (0, self.config.user.uid, os.geteuid()):
             self._reply(connection, control.encode_error("this mount belongs to another user"))
-        elif len(self._clients) >= _MOST_CLIENTS:
-            self._reply(connection, control.encode_error("too many requests at once: try again"))
-        else:
-            connection.setblocking(False)
-            client = Client(connection, time.monotonic() + _REQUEST_SECONDS)
-            self._clients[connection.fileno()] = client
-            self._selector.register(
-                connection, selectors.EVENT_READ, partial(self._on_client, client)
-            )
+            return
+        if len(self._clients) >= _MOST_CLIENTS:
+            # Those that say nothing must not keep out those that do.
+            oldest = next(iter(self._clients.values()))
+            self._forget(oldest)
+            self._reply(oldest.connection, control.encode_error("too many requests at once"))
+        connection.setblocking(False)
+        client = Client(connection, time.monotonic() + _REQUEST_SECONDS)
+        self._clients[connection.fileno()] = client
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._on_client, client))
+        self._on_client(client)
 
     def _on_client(self, client: Client) -> None:
+        if self._clients.get(client.connection.fileno()) is not client:
+            return  # dropped meanwhile
         try:
             part = client.connection.recv(1 << 16)
         except BlockingIOError:
@@ -138,15 +151,15 @@ class Supervisor:
             part = b""
         client.received += part
         line, newline, _ = client.received.partition(b"\n")
-        if newline:
+        if len(line) > control.MOST_REQUEST_BYTES:
+            self._forget(client)
+            self._reply(client.connection, control.encode_error("the request is too long"))
+        elif newline:
             self._forget(client)
             self._answer(client.connection, line)
         elif not part:
             self._forget(client)
             client.connection.close()
-        elif len(client.received) > control.MOST_REQUEST_BYTES:
-            self._forget(client)
-            self._reply(client.connection, control.encode_error("the request is too long"))
 
     def _on_worker_message(self) -> None:
         try:
@@ -156,18 +169,23 @@ class Supervisor:
         except (OSError, ValueError) as error:
             log.warning("the worker speaks nonsense: %s", error)
             return
-        if message is None:
-            # The tick sees whether it is dead; the channel has nothing more to say.
-            self._selector.unregister(self.worker.channel)
-            self.worker.wait_gone(1.0)
-        elif message.get("event") == "failed":
-            log.error("worker: %s", message.get("error"))
+        match message:
+            case None:
+                # The tick sees whether it is dead; the channel has nothing more to say.
+                self._selector.unregister(self.worker.channel)
+                self.worker.wait_gone(1.0)
+            case {"event": "status", "number": int(number), "status": dict(report)}:
+                self._reports.arrived(number, report, time.monotonic())
+            case {"event": "failed", "error": error}:
+                log.error("worker: %s", error)
 
     def _tick(self) -> None:
         now = time.monotonic()
         for client in [c for c in self._clients.values() if c.deadline <= now]:
             self._forget(client)
             self._reply(client.connection, control.encode_error("no request came in time"))
+        if self._worker_serves:
+            self._reports.tick(now)
         if self._unmount is None and self._connection_is_dead():
             log.info("%s was unmounted", self.config.mountpoint)
             self._exit_code = 0
@@ -179,34 +197,62 @@ class Supervisor:
     # Requests
 
     def _answer(self, connection: socket.socket, line: bytes) -> None:
+        now = time.monotonic()
         try:
-            request = control.decode_message(line)
-            command = request.get("command")
-            if command == "umount":
+            request = control.decode_request(line)
+        except ValueError as error:
+            self._reply(connection, control.encode_error(f"the request is not valid: {error}"))
+            return
+        match request["command"]:
+            case "status" if self._worker_serves:
+                self._reports.want(connection, now)
+            case "status":
+                self._reply_status(connection)
+            case "umount" if len(self._waiting_for_unmount) >= _MOST_CLIENTS:
+                self._reply(connection, control.encode_error("too many requests at once"))
+            case "umount":
                 timeout = float(request.get("timeout", _DEFAULT_UMOUNT_SECONDS))
                 log.info("asked to unmount %s within %g s", self.config.mountpoint, timeout)
                 self._waiting_for_unmount.append(connection)
                 self._begin_unmount(max(timeout - _WORKER_END_SECONDS, timeout / 2))
-                return
-        except (ValueError, TypeError) as error:
-            self._reply(connection, control.encode_error(f"the request is not valid: {error}"))
-            return
-        if self._worker_serves and self.worker.channel.send(
-            {"do": "client", "request": request}, [connection.fileno()]
-        ):
-            connection.close()
-        elif command == "status":
-            self._reply(connection, control.encode_result(self._status()))
-        else:
-            self._reply(connection, control.encode_error("the mount's worker does not answer"))
+            case _ if self._hand_over(connection, request, now):
+                connection.close()
+            case _:
+                self._reply(connection, control.encode_error("the mount's worker does not answer"))
+
+    def _hand_over(self, connection: socket.socket, request: dict[str, Any], now: float) -> bool:
+        """Whether the worker was given a request: it is not, while it does not answer anything."""
+        if not self._worker_serves or self._reports.overdue(now):
+            return False
+        message = {"do": "client", "request": request}
+        return self.worker.channel.send(message, [connection.fileno()])
+
+    def _ask_for_report(self, number: int) -> bool:
+        return self.worker.channel.send({"do": "status", "number": number})
 
     def _status(self) -> dict[str, Any]:
-        return {
+        """What the worker last said, and what only the supervisor knows."""
+        now = time.monotonic()
+        last = self._reports.latest
+        worker = {"pid": self.worker.pid, "restarts": 0, **last.get("worker", {}), "error": None}
+        known = {
             "source": self.config.source,
             "mountpoint": self.config.mountpoint,
-            "state": "down",
-            "worker": {"pid": None, "restarts": 0},
+            "state": "starting",
+            **last,
+            "age_seconds": round(now - self._reports.came, 3) if last else None,
+            "uptime_seconds": round(now - self._started, 3),
+            "worker": worker,
         }
+        if not self._worker_serves:
+            worker |= {"pid": None, "error": f"the worker {self.worker.describe_end()}"}
+            known["state"] = "down"
+        elif self._reports.overdue(now) or not last:
+            known["state"] = "worker not answering"
+        return known
+
+    def _reply_status(self, connection: socket.socket) -> None:
+        self._reply(connection, control.encode_result(self._status()))
 
     def _reply(self, connection: socket.socket, line: bytes) -> None:
         """Sends a short reply and closes; a client that does not read loses it."""
@@ -244,6 +290,7 @@ class Supervisor:
     def _on_worker_gone(self) -> None:
         """A worker may end when the mount has; otherwise its users must get errors, not hang."""
         self._worker_serves = False
+        self._reports.give_up()
         if self.worker.crashed:
             self._mark_suspect()
         if self._unmount is None and self._connection_is_dead():
@@ -278,10 +325,12 @@ class Supervisor:
         for client in list(self._clients.values()):
             self._forget(client)
             client.connection.close()
+        self._reports.give_up()
 
     def _seconds_to_next(self) -> float:
         now = time.monotonic()
         times = [now + _TICK_SECONDS, *(client.deadline for client in self._clients.values())]
+        times += self._reports.deadlines
         if self._unmount is not None:
             times.append(self._unmount.next_step)
         return max(0.0, min(times) - now)

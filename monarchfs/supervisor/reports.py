@@ -1,0 +1,94 @@
+"""What the worker says of itself: asked for, kept, and passed on to whoever wants a status.
+
+The worker may hang, stopped by a signal or by a bug. So its last report is kept, and whoever asks
+gets that one, marked as old, where no newer one comes in time.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ANSWER_SECONDS = 1.5
+"""How long a worker may take to answer before it counts as not answering."""
+
+_EVERY_SECONDS = 10.0
+_MOST_WAITING = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A client that wants a report asked for by question ``number`` or a later one: what it did
+    before it asked must show."""
+
+    number: int
+    deadline: float
+    connection: socket.socket
+
+
+class Reports:
+    """Times are those of time.monotonic(). Nothing here blocks.
+
+    Constant: how the worker is asked and a client answered. Changing: the ``latest`` report
+    (empty before the first) and when it came; questions without an answer; who waits for one.
+    """
+
+    def __init__(self, ask: Callable[[int], bool], reply: Callable[[socket.socket], None]) -> None:
+        """``ask`` sends the worker a question with this number, and says whether it could;
+        ``reply`` answers a client from what is known then, and closes its connection."""
+        self.latest: Mapping[str, Any] = {}
+        self.came = 0.0
+        self._ask = ask
+        self._reply = reply
+        self._number = 0
+        self._asked = float("-inf")
+        self._unanswered: dict[int, float] = {}
+        self._waiting: list[_Waiting] = []
+
+    def overdue(self, now: float) -> bool:
+        """Whether the worker has left a question unanswered for ANSWER_SECONDS."""
+        oldest = next(iter(self._unanswered.values()), now)
+        return now - oldest >= ANSWER_SECONDS
+
+    def want(self, connection: socket.socket, now: float) -> None:
+        """Answer a client with a new report, or with the last one where none comes in time."""
+        if self.overdue(now) or len(self._waiting) >= _MOST_WAITING or not self._put(now):
+            self._reply(connection)
+        else:
+            self._waiting.append(_Waiting(self._number, now + ANSWER_SECONDS, connection))
+
+    def arrived(self, number: int, report: Mapping[str, Any], now: float) -> None:
+        """The worker's answer to a question."""
+        self.latest, self.came = report, now
+        self._unanswered = {n: when for n, when in self._unanswered.items() if n > number}
+        self._answer([one for one in self._waiting if one.number <= number])
+
+    def tick(self, now: float) -> None:
+        """Give up waiting where it is time; ask now and then, so that the last report is recent."""
+        self._answer([one for one in self._waiting if one.deadline <= now])
+        if not self._unanswered and now - self._asked >= _EVERY_SECONDS:
+            self._put(now)
+
+    def give_up(self) -> None:
+        """There is no worker any more that could answer."""
+        self._unanswered.clear()
+        self._answer(list(self._waiting))
+
+    @property
+    def deadlines(self) -> list[float]:
+        """When ``tick`` has somebody to answer."""
+        return [one.deadline for one in self._waiting]
+
+    def _put(self, now: float) -> bool:
+        self._asked = now
+        # A worker that takes no more questions is as good as one that does not answer them.
+        self._number += 1
+        self._unanswered[self._number] = now
+        return self._ask(self._number)
+
+    def _answer(self, clients: list[_Waiting]) -> None:
+        for client in clients:
+            self._waiting.remove(client)
+            self._reply(client.connection)
