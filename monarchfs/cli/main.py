@@ -41,7 +41,14 @@ _STATUS_EXAMPLES = """\
 examples:
   monarchfs status
   monarchfs status /mnt/imagenet
-  monarchfs status /mnt/imagenet --json"""
+  monarchfs status /mnt/imagenet --json
+  monarchfs status --watch
+  monarchfs status /mnt/imagenet --watch 10 >> imagenet.log
+
+--watch follows the mount (without MOUNTPOINT the only one, or the list of all) on the terminal
+until q or Ctrl-C is pressed, also while it is unmounted and mounted again. Where the output is not
+a terminal it prints a line each time, and with --json an object. Exit code: 1 if MOUNTPOINT is not
+mounted, or nothing answers for it."""
 
 _REFRESH_EXAMPLES = """\
 examples:
@@ -325,6 +332,13 @@ def _add_status(commands: _Commands) -> None:
         "mountpoint", metavar="MOUNTPOINT", nargs="?", help="one mount (default: all of them)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    parser.add_argument(
+        "--watch",
+        metavar="SECONDS",
+        nargs="?",
+        const="2",
+        help="again and again, every SECONDS (default 2), with rates",
+    )
 
 
 def _add_ask(

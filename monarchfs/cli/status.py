@@ -5,18 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from monarchfs.cli.text import format_count, format_seconds, format_share, printable
 from monarchfs.config.places import runtime_dirs_to_search
-from monarchfs.config.values import parse_path
+from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.control import request
 from monarchfs.supervisor.recover import Found, find_all, find_one
-from monarchfs.types import OperationError
+from monarchfs.types import MonarchError, OperationError, UsageError
 from monarchfs.units import format_bytes as format_bytes
 
+Report = Mapping[str, Any]
+Search = Callable[[set[int]], Iterable[str]]
+
 _ANSWER_SECONDS = 5.0
+_LEAST_ANSWER_SECONDS = 0.5
+_MOST_AT_ONCE = 16
+_WATCH_SECONDS = "2"
+_LEAST_WATCH_SECONDS = 0.1
+_MOST_WATCH_SECONDS = 86400.0
+_NOT_WELL = ("dead", "unknown", "silent", "down", "worker not answering")
+_HEADINGS = ["MOUNT POINT", "SOURCE", "STATE", "RESIDENT", "LOCAL", "USED"]
 _LABELS = {
     "files": "files",
     "source_io": "source",
@@ -29,26 +42,83 @@ _LABELS = {
 
 
 def status_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints one mount, or all; 1 if the mount that was asked for is not there or not well."""
+    """Prints one mount, or all; 1 if the mount that was asked for is not there or not well.
+
+    With ``--watch`` again and again. Raises UsageError, OperationError.
+    """
     search = partial(runtime_dirs_to_search, os.geteuid(), environ)
-    if arguments.mountpoint is None:
-        reports = [report_of(found) for found in find_all(search)]
-        if arguments.json:
-            print(json.dumps({"mounts": reports}))
-        else:
-            print("\n\n".join(map(format_report, reports)) or "nothing is mounted")
-        return 0
-    path = parse_path(arguments.mountpoint)
+    typed, interval = _what_to_watch(arguments)
+    path = None if typed is None else parse_path(typed)
+    reports = _look(path, search)
+    if interval is not None:
+        from monarchfs.cli.watch import watch
+
+        if isinstance(reports, list) and len(reports) == 1:
+            path = str(reports[0]["mountpoint"])
+        return watch(partial(_look_again, path, reports, search), interval, as_json=arguments.json)
+    if arguments.json:
+        print(json.dumps({"mounts": reports} if isinstance(reports, list) else reports))
+    elif sys.stdout.isatty() and not environ.get("NO_COLOR"):
+        _draw(reports)
+    else:
+        print(format_list(reports) if isinstance(reports, list) else format_report(reports))
+    return int(not isinstance(reports, list) and reports.get("state") in _NOT_WELL)
+
+
+def _what_to_watch(arguments: argparse.Namespace) -> tuple[str | None, float | None]:
+    """The mount point, and the seconds between two looks; None without ``--watch``."""
+    typed, watched = arguments.mountpoint, arguments.watch
+    if watched is None:
+        return typed, None
+    # In `--watch MOUNTPOINT`, argparse takes the mount point for the option's value.
+    if typed is None and watched and ("/" in watched or watched[0] not in "0123456789.+-"):
+        typed, watched = watched, _WATCH_SECONDS
+    seconds = parse_timeout(watched)
+    if not _LEAST_WATCH_SECONDS <= seconds <= _MOST_WATCH_SECONDS:
+        raise UsageError(
+            f"cannot watch every {seconds:g} s: use {_LEAST_WATCH_SECONDS:g} to"
+            f" {_MOST_WATCH_SECONDS:g}"
+        )
+    return typed, seconds
+
+
+def _look(path: str | None, search: Search) -> Report | list[Report]:
+    """What the mount on ``path`` says of itself, or all of them. Raises OperationError."""
+    if path is None:
+        return reports_of(find_all(search))
     found = find_one(path, search)
     if found is None:
         raise OperationError(f"{path} is not a monarchfs mount: see monarchfs status for those")
-    report = report_of(found)
-    print(json.dumps(report) if arguments.json else format_report(report))
-    return int(report.get("state") in ("dead", "unknown", "silent"))
+    return report_of(found)
 
 
-def report_of(found: Found) -> dict[str, Any]:
-    """What the mount says about itself; of one that says nothing, why. Takes 5 seconds at most."""
+def _look_again(
+    path: str | None, first: Report | list[Report], search: Search
+) -> Report | list[Report]:
+    """The same, of a mount that may go away and come back meanwhile."""
+    try:
+        return _look(path, search)
+    except (MonarchError, OSError) as error:
+        known = first[0] if isinstance(first, list) else first
+        gone = {"source": known.get("source", "?"), "mountpoint": path, "state": "not mounted"}
+        return gone if isinstance(error, OperationError) else {**gone, "error": str(error)}
+
+
+def reports_of(mounts: Sequence[Found]) -> list[Report]:
+    """Of each what it says of itself. A mount that says nothing does not hold up the others, and
+    all of them take about 10 seconds at most."""
+    if len(mounts) < 2:
+        return [report_of(found) for found in mounts]
+    from concurrent.futures import ThreadPoolExecutor
+
+    deadline = time.monotonic() + 2 * _ANSWER_SECONDS
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
+        return list(threads.map(partial(report_of, deadline=deadline), mounts))
+
+
+def report_of(found: Found, deadline: float | None = None) -> Report:
+    """What the mount says about itself; of one that says nothing, why. Takes 5 seconds at most,
+    and little after ``deadline`` (time.monotonic())."""
     silent = {"source": found.source, "mountpoint": found.mountpoint}
     remedy = f"clear it with monarchfs umount {found.mountpoint}"
     if found.registered is None:
@@ -56,37 +126,88 @@ def report_of(found: Found) -> dict[str, Any]:
         return {**silent, "state": "unknown", "error": f"no daemon is known for it: {remedy}"}
     if not found.supervisor_alive:
         return {**silent, "state": "dead", "error": f"its daemon is dead: {remedy}"}
+    left = _ANSWER_SECONDS if deadline is None else deadline - time.monotonic()
+    seconds = min(_ANSWER_SECONDS, max(left, _LEAST_ANSWER_SECONDS))
     try:
-        return request(found.registered, {"command": "status"}, _ANSWER_SECONDS)
+        return request(found.registered, {"command": "status"}, seconds)
     except OperationError as error:
         return {**silent, "state": "silent", "error": str(error)}
 
 
-def format_report(report: Mapping[str, Any]) -> str:
+def _draw(reports: Report | list[Report]) -> None:
+    from rich.console import Console
+
+    from monarchfs.cli.rates import History
+    from monarchfs.cli.screen import draw, draw_list
+
+    if isinstance(reports, list):
+        Console().print(draw_list(reports))
+    else:
+        Console().print(draw(History().add(0.0, reports)))
+
+
+def format_list(reports: Sequence[Report]) -> str:
+    """All mounts as plain text, one a line, in columns."""
+    if not reports:
+        return "nothing is mounted"
+    rows = [_HEADINGS, *map(list_row, reports)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def list_row(report: Report) -> list[str]:
+    """A mount's line in the list, under _HEADINGS."""
+    names = [printable(report.get(key, "?")) for key in ("mountpoint", "source", "state")]
+    if "files" not in report:
+        return [*names, "-", "-", "-"]
+    served, tiers = report.get("served", {}), report.get("tiers", ())
+    local = served.get("local_opens", 0)
+    used, capacity = (
+        sum(tier.get(key, 0) for tier in tiers) for key in ("used_bytes", "capacity_bytes")
+    )
+    return [
+        *names,
+        format_count(report["files"].get("resident", 0)),
+        format_share(local, local + served.get("source_opens", 0)),
+        f"{format_bytes(used)} of {format_bytes(capacity)}",
+    ]
+
+
+def format_report(report: Report) -> str:
     """A report as plain text, one subject a line."""
     return "\n".join(_lines(report))
 
 
-def _lines(report: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{_printable(report.get('source', '?'))} on {_printable(report.get('mountpoint', '?'))}"
-    state = [str(report[key]) for key in ("state", "data_path", "error") if report.get(key)]
-    yield _line("state", ", ".join(state))
+def _lines(report: Report) -> Iterator[str]:
+    yield f"{printable(report.get('source', '?'))} on {printable(report.get('mountpoint', '?'))}"
+    worker = report.get("worker")
+    of_worker = worker.get("error") if isinstance(worker, Mapping) else None
+    state = [printable(report[key]) for key in ("state", "data_path", "error") if report.get(key)]
+    yield _line("state", ", ".join([*state, *([printable(of_worker)] if of_worker else [])]))
+    if report.get("age_seconds", 0) and report.get("state") != "serving":
+        yield _line("", f"what follows is {format_seconds(report['age_seconds'])} old")
     for tier in report.get("tiers", ()):
         used, capacity = tier.get("used_bytes", 0), tier.get("capacity_bytes", 0)
         share = f" ({100 * used / capacity:.0f}%)" if capacity else ""
         yield _line(
             "tier",
-            f"{_printable(tier.get('path', '?'))}: {format_bytes(used)} of"
+            f"{printable(tier.get('path', '?'))}: {format_bytes(used)} of"
             f" {format_bytes(capacity)}{share}, {tier.get('files', 0)} files",
         )
         if tier.get("out_of_service"):
-            yield _line("", f"takes nothing: {_printable(tier['out_of_service'])}")
+            yield _line("", f"takes nothing: {printable(tier['out_of_service'])}")
     if (report.get("index") or {}).get("frozen"):
-        yield _line("index", f"nothing new is recorded: {_printable(report['index']['frozen'])}")
+        yield _line("index", f"nothing new is recorded: {printable(report['index']['frozen'])}")
     for key, label in _LABELS.items():
         values = report.get(key)
         if isinstance(values, Mapping):
-            yield _line(label, ", ".join(_value(name, value) for name, value in values.items()))
+            known = ((name, value) for name, value in values.items() if name != "error")
+            yield _line(label, ", ".join(_value(name, value) for name, value in known))
+    if isinstance(report.get("uptime_seconds"), (int, float)):
+        yield _line("up", format_seconds(report["uptime_seconds"]))
 
 
 def _value(name: str, value: object) -> str:
@@ -95,12 +216,10 @@ def _value(name: str, value: object) -> str:
     if name.endswith("_bytes") and isinstance(value, (int, float)):
         what = name.removesuffix("_bytes").replace("_", " ").replace("file", "files")
         return f"{what} {format_bytes(value)}"
-    return f"{name.replace('_', ' ')} {'-' if value is None else value}"
+    if name.endswith("_seconds") and isinstance(value, (int, float)):
+        return f"{name.removesuffix('_seconds').replace('_', ' ')} time {format_seconds(value)}"
+    return f"{name.replace('_', ' ')} {'-' if value is None else printable(value)}"
 
 
 def _line(label: str, text: str) -> str:
     return f"  {label:<9} {text}"
-
-
-def _printable(value: object) -> str:
-    return str(value).encode(errors="backslashreplace").decode()

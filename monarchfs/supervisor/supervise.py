@@ -32,6 +32,7 @@ _STOP_SECONDS = 10.0
 _DEAD_WORKER_SECONDS = 1.0
 _WORKER_END_SECONDS = 2.5
 _DEFAULT_UMOUNT_SECONDS = 30.0
+_NO_WORKER = "the mount's worker does not answer: see monarchfs status"
 
 COMMANDS = ("status", "umount")
 """What is answered here; the worker knows the others."""
@@ -218,7 +219,7 @@ class Supervisor:
             case _ if self._hand_over(connection, request, now):
                 connection.close()
             case _:
-                self._reply(connection, control.encode_error("the mount's worker does not answer"))
+                self._reply(connection, control.encode_error(_NO_WORKER))
 
     def _hand_over(self, connection: socket.socket, request: dict[str, Any], now: float) -> bool:
         """Whether the worker was given a request: it is not, while it does not answer anything."""

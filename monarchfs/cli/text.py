@@ -1,0 +1,61 @@
+"""Numbers and names as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SPARKS = "▁▂▃▄▅▆▇█"
+ASCII_SPARKS = "_.:-=+*#"
+
+
+def printable(value: object) -> str:
+    """``value`` on one line that does nothing to a terminal: a path may hold line breaks, escape
+    sequences and bytes that are no text."""
+    text = str(value).encode(errors="backslashreplace").decode()
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def format_count(count: float) -> str:
+    """``1,234,567``."""
+    return f"{count:,.0f}"
+
+
+def format_share(part: float, whole: float) -> str:
+    """Per cent; ``-`` of nothing. Never 100% of what is not all of it, nor 0% of what is some."""
+    if whole <= 0:
+        return "-"
+    percent = 100 * part / whole
+    if 0 < part < whole:
+        percent = min(max(percent, 0.1), 99.9)
+    return f"{percent:.1f}%" if 0 < percent < 100 else f"{percent:.0f}%"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in its two largest units: ``3 d 4 h``, ``2 min 5 s``, ``1.5 s``, ``12 ms``."""
+    if seconds < 1:
+        return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    left = round(seconds)
+    parts: list[str] = []
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        if count or parts:
+            parts.append(f"{count} {unit}")
+    shown = parts[:2]
+    return " ".join(shown[:1] if len(shown) > 1 and shown[1].startswith("0 ") else shown)
+
+
+def sparkline(
+    values: Sequence[float | None], top: float | None = None, sparks: str = SPARKS
+) -> str:
+    """One character a value, as high as its share of ``top`` (default: the largest); a space where
+    nothing is known."""
+    highest = top or max((value for value in values if value), default=0.0) or 1.0
+    last = len(sparks) - 1
+    return "".join(
+        " " if value is None else sparks[max(0, min(last, round(value / highest * last)))]
+        for value in values
+    )

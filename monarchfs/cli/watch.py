@@ -1,0 +1,224 @@
+"""``monarchfs status --watch``: a screen that follows one mount or all, or a line an interval."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import signal
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from monarchfs.cli.rates import History, Report, View, number
+from monarchfs.cli.screen import draw, draw_list
+from monarchfs.cli.status import format_bytes, list_row
+from monarchfs.cli.text import format_count, format_share, printable
+
+Look = Callable[[], "Report | list[Report]"]
+"""One mount's report, or those of all. May take seconds; raises nothing."""
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_TICK = b"\0"
+"""On the wake-up pipe, where signals come as their numbers: a sample has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What there was to see at one time (time.monotonic()): of one mount, or of all."""
+
+    at: float
+    seen: Report | list[Report]
+
+
+def watch(look: Look, interval: float, *, as_json: bool) -> int:
+    """Shows what ``look`` finds, every ``interval`` seconds, until it is told to end: q or Ctrl-C
+    on a terminal, where it returns 0."""
+    console = Console()
+    try:
+        if as_json:
+            for moment in _moments(look, interval):
+                seen = moment.seen
+                print(json.dumps({"mounts": seen} if isinstance(seen, list) else seen), flush=True)
+        elif not console.is_terminal or console.is_dumb_terminal:
+            history = History()
+            for moment in _moments(look, interval):
+                print("\n".join(lines(moment, history)), flush=True)
+        else:
+            _watch_on_screen(console, look, interval)
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:
+        # Whoever read it has seen enough. What is left in the buffer must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _moments(look: Look, interval: float) -> Iterator[Moment]:
+    following = time.monotonic()
+    while True:
+        seen = look()
+        now = time.monotonic()
+        yield Moment(now, seen)
+        following = max(following + interval, now)
+        time.sleep(max(0.0, following - time.monotonic()))
+
+
+def lines(moment: Moment, history: History) -> Iterator[str]:
+    """The plain lines of one interval, with the time before each."""
+    clock = time.strftime("%Y-%m-%dT%H:%M:%S")
+    if not isinstance(moment.seen, list):
+        yield f"{clock} {_line(history.add(moment.at, moment.seen))}"
+    for report in moment.seen if isinstance(moment.seen, list) else ():
+        mountpoint, _source, state, resident, local, used = list_row(report)
+        yield f"{clock} {mountpoint} {state}: resident {resident}, local {local}, used {used}"
+    if not moment.seen:
+        yield f"{clock} nothing is mounted"
+
+
+def _line(view: View) -> str:
+    report, now, rates = view.report, view.details, view.rates
+    text = f"{printable(report.get('mountpoint', '?'))} {printable(report.get('state', '?'))}"
+    if "files" not in now or view.old_seconds >= 1:
+        return text + (f": {printable(report['error'])}" if report.get("error") else "")
+    opens = [number(now, "served", f"{where}_opens") for where in ("local", "source")]
+    parts = [
+        f"local {format_share(opens[0], sum(opens))} of {format_count(sum(opens))} opens",
+        f"resident {format_count(number(now, 'files', 'resident'))}"
+        f" of {format_count(number(now, 'files', 'known'))} known",
+        f"queued {format_count(number(now, 'prefetch', 'queued'))}",
+        f"stuck {format_count(number(now, 'source_io', 'stuck'))}",
+    ]
+    if rates is not None:
+        share = rates.local_share
+        parts[0] += f" (now {'-' if share is None else format_share(share, 1)})"
+        parts += [
+            f"copied {rates.copied_files:.1f} files/s",
+            f"source {format_bytes(rates.source_bytes)}/s"
+            f" (demand {format_bytes(rates.demand_bytes)}/s)",
+            f"{rates.operations:.1f} operations/s",
+            f"served {format_bytes(rates.served_bytes)}/s",
+        ]
+    return f"{text}: {', '.join(parts)}"
+
+
+class _Sampler:
+    """Looks in a thread of its own, so that keys are heard while a mount does not answer."""
+
+    def __init__(self, look: Look, interval: float, wake: int) -> None:
+        self.moments: queue.SimpleQueue[Moment] = queue.SimpleQueue()
+        self._look, self._interval, self._wake = look, interval, wake
+        self._ended = threading.Event()
+        # Nobody waits for one that waits for a mount.
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        following = time.monotonic()
+        while not self._ended.is_set():
+            seen = self._look()
+            now = time.monotonic()
+            if self._ended.is_set():
+                return
+            self.moments.put(Moment(now, seen))
+            os.write(self._wake, _TICK)
+            following = max(following + self._interval, now)
+            self._ended.wait(following - time.monotonic())
+
+    def end(self) -> bool:
+        """Whether it is gone, and the wake-up pipe may be closed."""
+        self._ended.set()
+        self._thread.join(0.1)
+        return not self._thread.is_alive()
+
+
+def _watch_on_screen(console: Console, look: Look, interval: float) -> None:
+    history = History()
+    drawn: RenderableType = "asking ..."
+    footer = f"q quits · every {interval:g} s"
+    with _wake_ups(look, interval) as (wake, sampler), _keys_at_once():
+        keyboard = sys.stdin.fileno() if sys.stdin.isatty() else None
+        ended_by: signal.Signals | None = None
+        with Live(drawn, console=console, screen=True, auto_refresh=False) as live:
+            while ended_by is None:
+                live.update(drawn, refresh=True)
+                awake = select.select([wake] if keyboard is None else [wake, keyboard], [], [])[0]
+                if keyboard in awake and _says_quit(keyboard):
+                    break
+                caught = os.read(wake, 1 << 12) if wake in awake else b""
+                if signal.SIGINT in caught:
+                    break
+                ended_by = next((one for one in _ENDING if one in caught), None)
+                while not sampler.moments.empty():
+                    drawn = _drawn(sampler.moments.get(), history, footer)
+    if ended_by is not None:
+        signal.signal(ended_by, signal.SIG_DFL)
+        os.kill(os.getpid(), ended_by)
+
+
+def _drawn(moment: Moment, history: History, footer: str) -> RenderableType:
+    footer = f"{footer} · {time.strftime('%H:%M:%S')}"
+    if isinstance(moment.seen, list):
+        return draw_list(moment.seen, footer=footer)
+    return draw(history.add(moment.at, moment.seen), footer=footer)
+
+
+def _says_quit(keyboard: int | None) -> bool:
+    assert keyboard is not None
+    try:
+        keys = os.read(keyboard, 64)
+    except OSError:
+        return True  # the terminal is gone
+    return not keys or b"q" in keys or b"Q" in keys or b"\x03" in keys
+
+
+@contextmanager
+def _wake_ups(look: Look, interval: float) -> Iterator[tuple[int, _Sampler]]:
+    """A pipe that is readable when there is something to do: a sample, another size of the
+    terminal, a signal that ends the program once the terminal is as it was."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before: dict[signal.Signals, Any] = {}
+    old_wake_up = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    for caught in (signal.SIGWINCH, signal.SIGCONT, signal.SIGINT, *_ENDING):
+        before[caught] = signal.signal(caught, _nothing)
+    sampler = _Sampler(look, interval, writing)
+    try:
+        yield reading, sampler
+    finally:
+        signal.set_wakeup_fd(old_wake_up)
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
+        if sampler.end():
+            os.close(reading)
+            os.close(writing)
+
+
+def _nothing(_number: int, _frame: FrameType | None) -> None:
+    """The signal's number comes through the pipe; a handler only has to exist."""
+
+
+@contextmanager
+def _keys_at_once() -> Iterator[None]:
+    """Keys are read as they are typed, and not shown."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
