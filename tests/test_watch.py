@@ -1,0 +1,559 @@
+"""``status --watch``: rates from reports, the screen at any width, the terminal left as it was."""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from monarchfs.cli.rates import HISTORY, History, number, rates_between
+from monarchfs.cli.screen import draw, draw_list
+from monarchfs.cli.text import (
+    ASCII_SPARKS,
+    format_seconds,
+    format_share,
+    printable,
+    sparkline,
+)
+from monarchfs.cli.watch import Moment, lines
+from tests.mounting import MONARCHFS, Bench, requires_fuse, requires_root, wait_for
+
+REPORT: dict[str, Any] = {
+    "source": "/lustre/d\udcff\x1b[2J",
+    "mountpoint": "/mnt/d",
+    "state": "serving",
+    "data_path": "relay",
+    "freshness": "ttl",
+    "tiers": [
+        {
+            "path": "/dev/shm/" + "long" * 10,
+            "capacity_bytes": 1 << 30,
+            "used_bytes": 1 << 29,
+            "files": 3,
+            "unclaimed": 2,
+            "out_of_service": None,
+        },
+        {
+            "path": "/scratch",
+            "capacity_bytes": 0,
+            "used_bytes": 0,
+            "files": 0,
+            "unclaimed": 0,
+            "out_of_service": "its disk is full",
+        },
+    ],
+    "files": {"known": 10, "resident": 3, "partial": 1, "copying": 0},
+    "source_io": {
+        "demand_read_bytes": 100,
+        "prefetch_read_bytes": 1000,
+        "read_bytes": 1100,
+        "operations": 10,
+        "operation_seconds": 1.0,
+        "errors": 0,
+        "stuck": 0,
+        "responding": True,
+    },
+    "served": {
+        "local_opens": 10,
+        "source_opens": 10,
+        "local_file_bytes": 1000,
+        "source_file_bytes": 3000,
+        "relayed_bytes": 5000,
+    },
+    "prefetch": {
+        "queued": 40,
+        "active": 10,
+        "active_bytes": 5 << 20,
+        "scanning": False,
+        "completed": 100,
+        "failed": 1,
+        "refused": 2,
+        "outdated": 0,
+    },
+    "evictions": {"outdated": 1, "policy": 2, "pressure": 3},
+    "index": {"frozen": None},
+    "requests": {"waiting": 0, "interrupted": 0},
+    "worker": {"pid": 7, "restarts": 0, "error": None},
+    "age_seconds": 0.0,
+    "uptime_seconds": 100.0,
+}
+
+
+def later(seconds: float, **sections: Any) -> dict[str, Any]:
+    """REPORT some seconds on; what is given for a section is added to its numbers, or replaces a
+    plain value."""
+    report = copy.deepcopy(REPORT)
+    report["uptime_seconds"] += seconds
+    for name, values in sections.items():
+        if isinstance(values, dict):
+            for key, value in values.items():
+                is_count = isinstance(value, int) and not isinstance(value, bool)
+                report[name][key] = report[name][key] + value if is_count else value
+        else:
+            report[name] = values
+    return report
+
+
+# Rates
+
+
+def test_rates_between_two_reports() -> None:
+    now = later(
+        2,
+        source_io={"demand_read_bytes": 20, "prefetch_read_bytes": 200, "operations": 4},
+        served={"local_opens": 3, "source_opens": 1, "relayed_bytes": 50, "local_file_bytes": 7},
+        prefetch={"completed": 8},
+        evictions={"policy": 1, "pressure": 1},
+    )
+    now["source_io"]["operation_seconds"] = 1.2
+    rates = rates_between(5.0, REPORT, 7.0, now)
+    assert rates.local_share == 0.75
+    assert rates.local_bytes_share == 1.0
+    assert (rates.demand_bytes, rates.prefetch_bytes, rates.source_bytes) == (10, 100, 110)
+    assert (rates.operations, rates.served_bytes) == (2, 25)
+    assert rates.latency_seconds == pytest.approx(0.05)
+    assert (rates.copied_files, rates.evicted_files) == (4, 1)
+
+
+def test_of_nothing_there_is_no_share() -> None:
+    rates = rates_between(0.0, REPORT, 1.0, later(1))
+    assert (rates.local_share, rates.local_bytes_share, rates.latency_seconds) == (None, None, None)
+
+
+def test_the_first_report_has_no_rates() -> None:
+    view = History().add(1.0, REPORT)
+    assert view.rates is None
+    assert view.left_seconds is None
+    assert view.local_shares == ()
+    assert view.details is REPORT
+
+
+def test_another_worker_counts_anew() -> None:
+    history = History()
+    history.add(0.0, REPORT)
+    fresh = later(1, served={"local_opens": -10})
+    fresh["worker"]["pid"] = 8
+    assert history.add(1.0, fresh).rates is None
+    after = copy.deepcopy(fresh)
+    after["served"]["local_opens"] = 5
+    view = history.add(2.0, after)
+    assert view.rates is not None
+    assert view.rates.local_share == 1.0
+
+
+@pytest.mark.parametrize(
+    "sections", [{"source_io": {"operations": -1}}, {"uptime_seconds": 1.0}], ids=["counts", "up"]
+)
+def test_a_new_mount_with_the_same_worker_number_counts_anew(sections: dict[str, Any]) -> None:
+    history = History()
+    history.add(0.0, REPORT)
+    assert history.add(1.0, later(1, **sections)).rates is None
+
+
+def test_an_old_report_gives_no_rates_and_stays_visible() -> None:
+    history = History()
+    history.add(0.0, REPORT)
+    history.add(1.0, later(1, served={"local_opens": 2}))
+    stale = later(1, state="worker not answering", age_seconds=2.0, served={"local_opens": 2})
+    view = history.add(3.0, stale)
+    assert view.rates is None
+    assert view.old_seconds == pytest.approx(2)
+    gone = {"source": "/s", "mountpoint": "/mnt/d", "state": "not mounted"}
+    view = history.add(4.0, gone)
+    assert view.report is gone
+    assert view.details["files"]["known"] == 10
+    assert view.old_seconds == pytest.approx(3)
+    assert view.local_shares == (1.0, None, None)
+    back = later(5, served={"local_opens": 4})
+    rates = history.add(5.0, back).rates
+    assert rates is not None
+    assert rates.seconds == pytest.approx(4)
+
+
+def test_history_ends_somewhere() -> None:
+    history = History()
+    for second in range(HISTORY + 20):
+        view = history.add(second, later(second, source_io={"demand_read_bytes": second}))
+    assert len(view.source_bytes) == HISTORY
+    assert view.source_bytes[-1] == 1
+
+
+def test_time_left_goes_by_the_files_that_wait() -> None:
+    history = History()
+    history.add(0.0, REPORT)
+    view = history.add(10.0, later(10, prefetch={"completed": 20, "failed": 4, "refused": 1}))
+    assert view.left_seconds == pytest.approx(50 / 2.5)
+    assert history.add(20.0, later(20, prefetch={"completed": 20})).left_seconds is not None
+
+
+def test_time_left_goes_by_bytes_when_none_waits() -> None:
+    history = History()
+    for at, read in ((0.0, 0), (10.0, 10 << 20)):
+        report = later(at, source_io={"read_bytes": read}, prefetch={"queued": -40})
+        view = history.add(at, report)
+    assert view.left_seconds == pytest.approx(5)
+
+
+@pytest.mark.parametrize(
+    "prefetch",
+    [{"queued": -40, "active": -10}, {"scanning": True, "completed": 5}, {}],
+    ids=["nothing waits", "a scan finds more", "nothing moves"],
+)
+def test_time_left_is_not_made_up(prefetch: dict[str, Any]) -> None:
+    history = History()
+    history.add(0.0, later(0, prefetch=prefetch))
+    assert history.add(1.0, later(1, prefetch=prefetch)).left_seconds is None
+
+
+@pytest.mark.parametrize(
+    "report", [{}, {"files": None}, {"files": {}, "served": 5, "tiers": "x", "worker": []}]
+)
+def test_a_report_may_lack_anything(report: dict[str, Any]) -> None:
+    history = History()
+    history.add(0.0, report)
+    text = shown(draw(history.add(1.0, report)), 80)
+    assert "?" in text
+    assert list(lines(Moment(2.0, report), history))
+    assert number(report, "served", "local_opens") == 0
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0012, "1.2 ms"),
+        (0.5, "500 ms"),
+        (1.5, "1.5 s"),
+        (60, "1 min"),
+        (65, "1 min 5 s"),
+        (3661, "1 h 1 min"),
+        (3600, "1 h"),
+        (90000, "1 d 1 h"),
+        (86400 * 400, "400 d"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [(0, 0, "-"), (0, 5, "0%"), (5, 5, "100%"), (1, 3, "33.3%"), (10**6 - 1, 10**6, "99.9%")],
+)
+def test_shares_do_not_round_to_all(part: int, whole: int, text: str) -> None:
+    assert format_share(part, whole) == text
+
+
+def test_sparks() -> None:
+    assert sparkline([0, 1, None, 3, 2]) == "▁▃ █▆"
+    assert sparkline([0.5, 1.0], 1.0, ASCII_SPARKS) == "=#"
+    assert sparkline([]) == ""
+    assert sparkline([0, None]) == "▁ "
+
+
+def test_nothing_reaches_the_terminal_that_would_move_it() -> None:
+    assert printable("a\x1b[31m\r\n\udcff\u202eé") == r"a\x1b[31m\r\n\udcff\u202eé"
+
+
+# The screen
+
+
+def shown(drawn: Any, width: int, *, encoding: str = "utf-8", **options: Any) -> str:
+    binary = io.BytesIO()
+    file = io.TextIOWrapper(binary, encoding=encoding)
+    console = Console(file=file, width=width, record=True, **{"force_terminal": True, **options})
+    console.print(drawn)
+    file.flush()
+    return binary.getvalue().decode(encoding)
+
+
+def busy_view() -> Any:
+    history = History()
+    for second in range(5):
+        view = history.add(
+            second,
+            later(
+                second,
+                served={"local_opens": 9 * second, "source_opens": second},
+                source_io={"prefetch_read_bytes": second << 20, "read_bytes": second << 20},
+                prefetch={"completed": 5 * second},
+                requests={"waiting": 3},
+            ),
+        )
+    return view
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+def test_the_screen_fits(width: int) -> None:
+    text = shown(draw(busy_view(), footer="q quits"), width, no_color=True, force_terminal=False)
+    for line in text.splitlines():
+        assert len(line) <= width
+    assert "\x1b" not in text
+    plain = " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
+    for words in ("serving", "its disk is full", "10 known", "40 queued", "1.0M/s prefetched"):
+        assert words in plain, plain
+    assert "3 requests wait" in plain
+    assert "90.0% of opens" in plain
+    assert "done in about 10 s" in plain
+    if width >= 60:
+        assert "/lustre/d\\udcff\\x1b[2J" in plain
+        assert "█" in text
+
+
+def test_without_such_letters_there_are_others() -> None:
+    text = shown(draw(busy_view()), 80, encoding="ascii", force_terminal=False)
+    assert "####" in text
+    assert "serving" in text
+
+
+def test_a_list_of_mounts() -> None:
+    gone = {"source": "/s", "mountpoint": "/mnt/gone", "state": "dead"}
+    for width in (60, 120):
+        text = shown(draw_list([REPORT, gone]), width, no_color=True, force_terminal=False)
+        assert "/mnt/gone" in text
+        assert "50.0%" in text
+        assert all(len(line) <= width for line in text.splitlines())
+    assert "nothing is mounted" in shown(draw_list([]), 80)
+
+
+def test_a_line_for_logs() -> None:
+    history = History()
+    list(lines(Moment(0.0, REPORT), history))
+    now = later(2, served={"local_opens": 3, "source_opens": 1})
+    (line,) = lines(Moment(2.0, now), history)
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d /mnt/d serving: local", line)
+    assert "local 54.2% of 24 opens" in line
+    assert "(now 75.0%)" in line
+    gone = {"mountpoint": "/mnt/d", "state": "silent", "error": "no\nanswer"}
+    (line,) = lines(Moment(4.0, gone), history)
+    assert line.endswith("/mnt/d silent: no\\nanswer")
+    assert len(list(lines(Moment(5.0, [REPORT, gone]), history))) == 2
+    (line,) = lines(Moment(6.0, []), history)
+    assert line.endswith("nothing is mounted")
+
+
+# Live
+
+
+@dataclass
+class Terminal:
+    """A monarchfs command on a terminal of its own."""
+
+    process: subprocess.Popen[bytes]
+    master: int
+    slave: int
+    before: list[Any]
+    output: bytearray
+    seen: int = 0
+
+    def read(self) -> None:
+        while select.select([self.master], [], [], 0)[0]:
+            self.output += os.read(self.master, 1 << 16)
+
+    def text(self) -> str:
+        self.read()
+        new = self.output[self.seen :].decode(errors="replace")
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", new)
+
+    def wait_for(self, words: str) -> None:
+        wait_for(lambda: words in self.text(), f"{words!r} on the screen", 20)
+
+    def forget(self) -> None:
+        """What is shown by now is not looked at again."""
+        self.read()
+        self.seen = len(self.output)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        os.kill(self.process.pid, signal.SIGWINCH)
+
+    def assert_left_alone(self) -> None:
+        """The terminal is as it was."""
+        self.process.wait(10)
+        self.read()
+        assert self.output.count(b"\x1b[?1049h") == self.output.count(b"\x1b[?1049l") == 1
+        assert self.output.rindex(b"\x1b[?25h") > self.output.rindex(b"\x1b[?25l")
+        assert termios.tcgetattr(self.slave) == self.before
+        assert b"Traceback" not in self.output
+
+
+@contextmanager
+def terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
+    master, slave = pty.openpty()
+    fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    before = termios.tcgetattr(slave)
+
+    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")}
+    process = subprocess.Popen(
+        ["setsid", "--ctty", *MONARCHFS, *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        cwd="/",
+        env={**kept, "TERM": "xterm-256color", "LANG": "C.UTF-8", **environment},
+    )
+    opened = Terminal(process, master, slave, before, bytearray())
+    try:
+        yield opened
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+        os.close(slave)
+
+
+@pytest.fixture
+def mounted(work: Bench) -> Any:
+    source = work.path / "source"
+    source.mkdir()
+    for index in range(5):
+        (source / f"file{index}").write_bytes(os.urandom(100_000))
+    mount = work.mount(source)
+    for index in range(5):
+        subprocess.run(["cat", f"{mount.path}/file{index}"], stdout=subprocess.DEVNULL, check=True)
+    mount.wait_idle()
+    return mount
+
+
+@requires_root
+@requires_fuse
+@pytest.mark.parametrize("end", ["q", "ctrl-c", "SIGTERM"])
+def test_the_terminal_is_left_as_it_was(mounted: Any, end: str) -> None:
+    with terminal("status", str(mounted.path), "--watch", "0.2") as screen:
+        screen.wait_for("5 resident")
+        screen.wait_for("0 bytes/s prefetched")
+        assert termios.tcgetattr(screen.slave) != screen.before
+        if end == "SIGTERM":
+            screen.process.terminate()
+        else:
+            screen.type(b"q" if end == "q" else b"\x03")
+        screen.assert_left_alone()
+        assert screen.process.returncode == (-signal.SIGTERM if end == "SIGTERM" else 0)
+
+
+@requires_root
+@requires_fuse
+def test_another_size_of_the_terminal(mounted: Any) -> None:
+    with terminal("status", "--watch", "60", str(mounted.path)) as screen:
+        screen.wait_for("5 resident")
+        screen.forget()
+        screen.resize(30, 60)
+        screen.wait_for("5 resident")  # long before the next look
+        screen.wait_for("╭" + "─ " + str(mounted.path)[:20])
+        frames = screen.text().split("╭")
+        assert all(len(line.rstrip("\r")) <= 61 for line in frames[-1].splitlines())
+        screen.type(b"q")
+        screen.assert_left_alone()
+
+
+@requires_root
+@requires_fuse
+def test_without_colours(mounted: Any) -> None:
+    with terminal("status", str(mounted.path), "--watch", NO_COLOR="1") as screen:
+        screen.wait_for("5 resident")
+        screen.type(b"q")
+        screen.assert_left_alone()
+        assert not re.search(rb"\x1b\[[0-9;]*3[1-7]m", screen.output)
+    with terminal("status", str(mounted.path), NO_COLOR="1") as screen:
+        screen.process.wait(20)
+        assert "  files     known 6, resident 5" in screen.text()
+        assert b"\x1b" not in screen.output
+    with terminal("status", str(mounted.path)) as screen:
+        screen.process.wait(20)
+        assert "6 known, 5 resident" in screen.text()
+        assert "╭" in screen.text()
+
+
+@requires_root
+@requires_fuse
+def test_a_worker_that_hangs_and_a_mount_that_goes_and_comes_back(
+    work: Bench, mounted: Any
+) -> None:
+    with terminal("status", str(mounted.path), "--watch", "0.2") as screen:
+        screen.wait_for("5 resident")
+        worker = mounted.worker_pid()
+        os.kill(worker, signal.SIGSTOP)
+        screen.wait_for("worker not answering")
+        os.kill(worker, signal.SIGCONT)
+        screen.forget()
+        screen.wait_for("serving, relay")
+        assert mounted.umount().returncode == 0
+        screen.wait_for("not mounted")
+        screen.forget()
+        work.mount(mounted.source, point=mounted.path)
+        screen.wait_for("serving, relay")
+        screen.type(b"q")
+        screen.assert_left_alone()
+        assert screen.process.returncode == 0
+
+
+@requires_root
+@requires_fuse
+def test_keys_are_heard_while_nothing_answers(mounted: Any) -> None:
+    with terminal("status", str(mounted.path), "--watch", "0.2") as screen:
+        screen.wait_for("5 resident")
+        supervisor = int(supervisor_of(mounted.worker_pid()))
+        os.kill(supervisor, signal.SIGSTOP)
+        try:
+            time.sleep(0.5)  # by then the next question is under way
+            started = time.monotonic()
+            screen.type(b"q")
+            screen.assert_left_alone()
+            assert time.monotonic() - started < 3
+        finally:
+            os.kill(supervisor, signal.SIGCONT)
+
+
+def supervisor_of(worker: int) -> str:
+    with open(f"/proc/{worker}/stat") as file:
+        return file.read().rpartition(") ")[2].split()[1]
+
+
+@requires_root
+@requires_fuse
+def test_lines_where_there_is_no_terminal(mounted: Any) -> None:
+    command = [*MONARCHFS, "status", str(mounted.path), "--watch", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        texts = [process.stdout.readline().decode() for _ in range(3)]
+        process.stdout.close()
+        assert process.wait(10) == 0, "whoever reads may leave"
+        assert process.stderr.read() == b""
+    assert all(f"{mounted.path} serving: local" in text for text in texts)
+    assert "files/s" in texts[2]
+
+
+@requires_root
+@requires_fuse
+def test_objects_for_programs(mounted: Any) -> None:
+    command = [*MONARCHFS, "status", "--watch=0.1", "--json", str(mounted.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            report = json.loads(process.stdout.readline())
+            assert report["files"]["resident"] == 5
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
