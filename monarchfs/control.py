@@ -30,6 +30,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -246,7 +247,8 @@ class Connection:
         deadline = time.monotonic() + timeout
         try:
             self._socket.settimeout(timeout)
-            self._socket.sendall(encode_message(message))
+            with suppress(BrokenPipeError, ConnectionResetError):  # refused already: it says why
+                self._socket.sendall(encode_message(message))
             reply = decode_message(self._read_line(deadline))
             while progress is not None and isinstance(reply.get("progress"), dict):
                 progress(reply["progress"])

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_MESSAGE_BYTES = 256 << 10
+MESSAGE_BYTES = 256 << 10
 _MOST_DESCRIPTORS = 4
 
 
@@ -18,9 +18,9 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        # A request that came with a connection can be 64 KiB of text, which escaped is up to four
-        # times as long.
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MESSAGE_BYTES)
+        # A request that came with a connection can be 64 KiB of text; numbers in it can be longer
+        # when they are written again.
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE_BYTES)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -29,8 +29,7 @@ class Channel:
         """Whether the message could be sent at once: not to a worker that is dead or stuck."""
         try:
             self._socket.setblocking(False)
-            content = json.dumps(message, separators=(",", ":")).encode()
-            socket.send_fds(self._socket, [content], descriptors)
+            socket.send_fds(self._socket, [encode(message)], descriptors)
         except OSError:
             return False
         return True
@@ -41,7 +40,7 @@ class Channel:
         self._socket.settimeout(max(timeout, 0.001))
         try:
             content, descriptors, _, _ = socket.recv_fds(
-                self._socket, _MESSAGE_BYTES, _MOST_DESCRIPTORS
+                self._socket, MESSAGE_BYTES, _MOST_DESCRIPTORS
             )
         except ConnectionResetError:
             return None
@@ -56,3 +55,9 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """As short as can be: nothing is escaped that json.loads understands as it is."""
+    text = json.dumps(message, ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="surrogatepass")
