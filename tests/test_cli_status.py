@@ -1,10 +1,21 @@
-"""What ``monarchfs status`` prints for people."""
+"""What ``monarchfs status`` prints for people; the worst that it and ``umount`` can be asked."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from monarchfs.cli.status import format_bytes, format_report
+from monarchfs import control
+from monarchfs.cli import status as cli_status
+from monarchfs.cli.main import main
+from monarchfs.cli.status import format_bytes, format_list, format_report
+from monarchfs.supervisor.recover import Found
+from monarchfs.types import OperationError
+from tests.mounting import MONARCHFS
 
 REPORT = {
     "source": "/lustre/d\udcff",
@@ -59,3 +70,200 @@ def test_a_report_may_lack_anything() -> None:
 )
 def test_bytes_read_like_sizes(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+def test_what_hangs_or_is_gone_is_said_with_its_age() -> None:
+    report = {
+        **REPORT,
+        "state": "worker not answering",
+        "age_seconds": 12.0,
+        "uptime_seconds": 3700.0,
+        "worker": {"pid": 5, "restarts": 1, "error": None},
+    }
+    lines = format_report(report).splitlines()
+    assert lines[1:3] == [
+        "  state     worker not answering, relay",
+        "            what follows is 12 s old",
+    ]
+    assert lines[-2:] == ["  worker    pid 5, restarts 1", "  up        1 h 1 min"]
+    report |= {"state": "down", "worker": {"pid": None, "error": "the worker was\nkilled"}}
+    assert "down, relay, the worker was\\nkilled" in format_report(report).splitlines()[1]
+
+
+def test_all_mounts_are_a_table() -> None:
+    assert format_list([]) == "nothing is mounted"
+    gone = {"source": "/s\n", "mountpoint": "/mnt/\x1b[2J", "state": "dead"}
+    assert format_list([REPORT, gone]).splitlines() == [
+        "MOUNT POINT   SOURCE           STATE    RESIDENT  LOCAL  USED",
+        "/mnt/d        /lustre/d\\udcff  serving  3         100%   512M of 1.0G",
+        "/mnt/\\x1b[2J  /s\\n            dead     -         -      -",
+    ]
+
+
+def found(number: int) -> Found:
+    registration = control.Registration(f"/mnt{number}", 0, "/src", 0, os.getpid(), 0, "/state", 0)
+    return Found(f"/mnt{number}", "/src", None, control.Registered("/nowhere", 0, registration))
+
+
+def test_many_that_say_nothing_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def request(registered: control.Registered, message: object, seconds: float) -> dict[str, Any]:
+        given.append(seconds)
+        raise OperationError(f"no answer within {seconds:g} s")
+
+    monkeypatch.setattr(cli_status, "request", request)
+    monkeypatch.setattr(Found, "supervisor_alive", True)
+    monkeypatch.setattr(cli_status, "_ANSWER_SECONDS", 0.0)  # the time for all of them is over
+    monkeypatch.setattr(cli_status, "_LEAST_ANSWER_SECONDS", 0.01)
+    reports = cli_status.reports_of([found(number) for number in range(40)])
+    assert [report["mountpoint"] for report in reports] == [f"/mnt{n}" for n in range(40)]
+    assert {report["state"] for report in reports} == {"silent"}
+    assert max(given) <= 0.01
+
+
+# The worst that one may type. No mount is needed: nothing of it is one.
+
+
+@pytest.fixture
+def odd_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nosuch")
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def assert_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str
+) -> None:
+    assert main(arguments) == code
+    captured = capsys.readouterr()
+    said, silent = (captured.err, captured.out) if code else (captured.out, captured.err)
+    assert silent == ""
+    assert said.count("\n") == 1
+    assert said.removesuffix("\n").isprintable()
+    assert words in said
+    assert said.startswith("monarchfs: ") == bool(code)
+
+
+NO_MOUNT = "is not a monarchfs mount: see monarchfs status"
+ODD_PATHS = [
+    *("nosuch", "/", "/proc", "/proc/self/fd/0", "/dev/null", "..", "~/x"),
+    *("file", "file/x", "dir", "loop", "dangling", "fifo"),
+    *("x" * 5000, "a/" * 3000, "two\nlines", "\x1b[2J", "\r\x08", "\udcff", "\u202e", " "),
+]
+
+
+@pytest.mark.parametrize("path", ODD_PATHS, ids=lambda path: ascii(path[:12]))
+def test_status_of_what_is_no_mount(
+    odd_place: Path, capsys: pytest.CaptureFixture[str], path: str
+) -> None:
+    assert_one_line(capsys, ["status", path], 1, NO_MOUNT)
+    assert_one_line(capsys, ["status", path, "--json", "--watch"], 1, NO_MOUNT)
+
+
+WORST_STATUS = [
+    ([""], 2, "a path is empty"),
+    (["a\0b"], 2, "NUL byte"),
+    (["dir", "dir"], 2, "unrecognized arguments: dir"),
+    (["--yaml"], 2, "--yaml"),
+    (["--js"], 2, "--js"),
+    (["--json=yes"], 2, "--json"),
+    (["--watch", "0"], 2, "0 seconds"),
+    (["--watch", "-1"], 2, "'-1' is not a time"),
+    (["--watch=-1"], 2, "'-1' is not a time"),
+    (["--watch="], 2, "'' is not a time"),
+    (["--watch", "2s"], 2, "'2s' is not a time"),
+    (["--watch", "1e400"], 2, "'1e400' is not a time"),
+    (["--watch", "1e300"], 2, "at most"),
+    (["--watch", "100000"], 2, "use 0.1 to 86400"),
+    (["--watch", "0.01"], 2, "use 0.1 to 86400"),
+    (["--watch", "nan", "dir"], 2, "'nan' is not a time"),
+    (["--watch", "inf", "dir"], 2, "'inf' is not a time"),
+    (["dir", "--watch", "soon"], 2, "'soon' is not a time"),
+    (["dir", "--watch", "2", "--watch", "x"], 2, "'x' is not a time"),
+    (["--watch", "dir"], 1, NO_MOUNT),
+    (["--watch", "./5"], 1, NO_MOUNT),
+    (["--watch", "2", "dir"], 1, NO_MOUNT),
+    (["--watch", "2", "3"], 1, NO_MOUNT),
+    (["--watch", "--json", "dir"], 1, NO_MOUNT),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), WORST_STATUS, ids=str)
+def test_status_of_nonsense(
+    odd_place: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    assert_one_line(capsys, ["status", *arguments], code, words)
+
+
+WORST_UMOUNT = [
+    ([], 2, "MOUNTPOINT"),
+    ([""], 2, "a path is empty"),
+    (["a\0b"], 2, "NUL byte"),
+    (["dir", "dir"], 2, "unrecognized arguments: dir"),
+    (["--force", "dir"], 2, "--force"),
+    (["dir", "--time", "3"], 2, "--time"),
+    (["/"], 2, "use umount"),
+    (["/proc"], 2, "type proc"),
+    (["dir", "--timeout"], 2, "expected one argument"),
+    *((["dir", "--timeout", text], 2, "is not a time") for text in ("soon", "5s", "", " ", "0x9")),
+    *((["dir", "--timeout", text], 2, "is not a time") for text in ("-1", "nan", "inf", "1e400")),
+    (["dir", "--timeout", "0"], 2, "0 seconds"),
+    (["dir", "--timeout", "1e300"], 2, "1e+06 at most"),
+    (["nosuch", "--timeout", "0"], 2, "0 seconds"),
+    *(
+        ([path], 0, "is not mounted")
+        for path in ODD_PATHS
+        if path not in ("/", "/proc", "/dev/null")
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"), WORST_UMOUNT, ids=lambda value: ascii(value)[:30]
+)
+def test_umount_of_nonsense(
+    odd_place: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    before = sorted(os.listdir(odd_place))
+    assert_one_line(capsys, ["umount", *arguments], code, words)
+    assert sorted(os.listdir(odd_place)) == before
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["status", "--json"]], ids=str)
+def test_output_that_cannot_be_written(arguments: list[str]) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+
+    def run(stdout: Any, *command: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [*command, *MONARCHFS, *arguments],
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            check=False,
+        )
+        return done.returncode, done.stderr
+
+    with open("/dev/full", "w") as full:
+        line = "monarchfs: cannot write the output: No space left on device\n"
+        assert run(full) == (1, line)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as nobody:
+        assert run(nobody) == (0, ""), "whoever reads may leave"
+        environment["PYTHONUNBUFFERED"] = "1"
+        assert run(nobody) == (0, "")
+    assert run(None, "sh", "-c", 'exec "$@" >&-', "sh") == (0, "")

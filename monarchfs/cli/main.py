@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from monarchfs import __version__
+from monarchfs.cli.text import printable
 from monarchfs.types import MonarchError, UsageError
 
 SHELLS = ("bash", "zsh", "fish")
@@ -184,9 +185,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line ``arguments`` (without the program's name); the exit code."""
     try:
         parsed = build_parser().parse_args(arguments)
-        return _command(parsed.command)(parsed, os.environ)
+        return _output_written(_command(parsed.command)(parsed, os.environ))
     except UsageError as error:
         return complain(str(error), 2)
+    except BrokenPipeError:
+        return _output_written(0)
     except (MonarchError, OSError) as error:
         return complain(str(error), 1)
     except KeyboardInterrupt:
@@ -195,10 +198,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def complain(message: str, code: int, program: str = "monarchfs") -> int:
     """Prints an error as the one line it has to be; returns ``code``."""
-    # A path may hold a line break, and bytes that are no text.
-    line = " ".join(message.splitlines()).encode(errors="backslashreplace").decode()
-    print(f"{program}: {line}", file=sys.stderr)
+    # A path may hold a line break, bytes that are no text, and what moves a terminal's cursor.
+    print(f"{program}: {printable(' '.join(message.splitlines()))}", file=sys.stderr)
     return code
+
+
+def _output_written(code: int) -> int:
+    """The exit code once all output is out: a full disk is an error, a reader who left is none."""
+    try:
+        if sys.stdout is not None:  # it may be closed from the start
+            sys.stdout.flush()
+        return code
+    except OSError as error:
+        # What is left in the buffer must not fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return code
+        return _complain(f"cannot write the output: {error.strerror}", 1)
 
 
 def _command(name: str) -> Command:

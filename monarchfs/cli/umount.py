@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 
+from monarchfs.cli.text import printable
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.control import Connection
@@ -34,7 +35,7 @@ def umount_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         other = find_others_mount(path)
         if other is not None:
             raise UsageError(f"{path} is a mount of type {other}, not of monarchfs: use umount")
-        print(f"{path} is not mounted")
+        print(f"{printable(path)} is not mounted")
         return 0
     owner = found.mount.user_id if found.mount is not None else None
     if os.geteuid() not in (0, owner) and owner is not None:

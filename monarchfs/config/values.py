@@ -30,6 +30,7 @@ _LONGEST_INTERVAL = 366 * 86400
 _TRUE = frozenset({"", "1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 LOG_LEVELS = ("debug", "info", "warning", "error")
+MOST_TIMEOUT_SECONDS = 1e6
 
 
 def parse_size(value: object) -> TierSize:
@@ -143,10 +144,12 @@ def parse_seconds(value: object) -> float:
 
 
 def parse_timeout(value: object) -> float:
-    """A number of seconds above 0."""
+    """A number of seconds above 0, and not above what clocks and sockets can count."""
     seconds = parse_seconds(value)
     if seconds == 0:
         raise UsageError("a time limit of 0 seconds cannot be kept: use 1 or more")
+    if seconds > MOST_TIMEOUT_SECONDS:
+        raise UsageError(f"{seconds:g} seconds are no limit: use {MOST_TIMEOUT_SECONDS:g} at most")
     return seconds
 
 
