@@ -96,7 +96,7 @@ def test_all_mounts_are_a_table() -> None:
     assert format_list([REPORT, gone]).splitlines() == [
         "MOUNT POINT   SOURCE           STATE    RESIDENT  LOCAL  USED",
         "/mnt/d        /lustre/d\\udcff  serving  3         100%   512M of 1.0G",
-        "/mnt/\\x1b[2J  /s\\n            dead     -         -      -",
+        "/mnt/\\x1b[2J  /s\\n             dead     -         -      -",
     ]
 
 

@@ -311,7 +311,7 @@ def test_the_screen_fits(width: int) -> None:
     plain = " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
     for words in ("serving", "its disk is full", "10 known", "40 queued", "1.0M/s prefetched"):
         assert words in plain, plain
-    assert "3 requests wait" in plain
+    assert "3 wait" in plain
     assert "90.0% of opens" in plain
     assert "done in about 10 s" in plain
     if width >= 60:

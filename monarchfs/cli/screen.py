@@ -135,7 +135,7 @@ def _copying(view: View) -> Text:
         text.append(", scanning")
     if view.rates is not None:
         text.append(f", {view.rates.copied_files:.1f} files/s")
-    if view.left_seconds is not None:
+    if view.left_seconds is not None and view.left_seconds >= 1:
         text.append(f", done in about {format_seconds(view.left_seconds)}", _GOOD)
     for key in ("failed", "refused", "outdated"):
         if number(prefetch, key):
@@ -176,13 +176,14 @@ def _source(view: View) -> Text:
     text.append(f" {rates.operations:.1f} operations/s")
     if rates.latency_seconds is not None:
         text.append(f" of {format_seconds(rates.latency_seconds)}")
+    if number(view.details, "requests", "waiting"):
+        text.append(f", {format_count(number(view.details, 'requests', 'waiting'))} wait")
     return text
 
 
 def _source_trouble(report: Report) -> Iterator[str]:
     for keys, name in (
         (("source_io", "stuck"), "calls hang"),
-        (("requests", "waiting"), "requests wait"),
         (("source_io", "errors"), "errors"),
     ):
         if number(report, *keys):
@@ -221,7 +222,7 @@ class _Tier:
         filled = round(share * cells) if share in (0.0, 1.0) else max(1, int(share * cells))
         bar = Text.assemble((full * filled, _BAD if tier.get("out_of_service") else _GOOD))
         bar.append(empty * (cells - filled), "dim")
-        bar.append(f" {100 * share:3.0f}%", "bold")
+        bar.append(f" {int(100 * share):3}%", "bold")
         bar.append(text)
         path = printable(tier.get("path", "?"))
         left = options.max_width - bar.cell_len
