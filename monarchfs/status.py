@@ -53,7 +53,7 @@ def status(worker: Worker) -> dict[str, Any]:
         "prefetch": {
             "queued": len(worker.copier.queue),
             "active": worker.copier.active,
-            "active_bytes": sum(map(_left, worker.copier.background)),
+            "left_bytes": sum(map(_left, worker.copier.background)),
             "scanning": worker.scan.running,
             "completed": metrics.copies_completed,
             "failed": metrics.copies_failed,

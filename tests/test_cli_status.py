@@ -15,7 +15,7 @@ from monarchfs.cli.main import main
 from monarchfs.cli.status import format_bytes, format_list, format_report
 from monarchfs.supervisor.recover import Found
 from monarchfs.types import OperationError
-from tests.mounting import MONARCHFS
+from tests.mounting import MONARCHFS, REPOSITORY, Bench, requires_fuse, requires_root
 
 REPORT = {
     "source": "/lustre/d\udcff",
@@ -267,3 +267,26 @@ def test_output_that_cannot_be_written(arguments: list[str]) -> None:
         environment["PYTHONUNBUFFERED"] = "1"
         assert run(nobody) == (0, "")
     assert run(None, "sh", "-c", 'exec "$@" >&-', "sh") == (0, "")
+
+
+def keys_of(report: dict[str, Any]) -> set[str]:
+    found = set(report)
+    for value in report.values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, dict):
+                found |= set(part)
+    return found
+
+
+@requires_root
+@requires_fuse
+def test_every_key_is_documented(work: Bench) -> None:
+    source = work.path / "source"
+    source.mkdir()
+    report = work.mount(source).status()
+    usage = (REPOSITORY / "docs" / "USAGE.md").read_text()
+    section = usage[usage.index("## Looking") :]
+    section = section[: section.index("\n## ", 1)]
+    section = section.replace("[]`", "`")
+    assert [key for key in sorted(keys_of(report)) if f"`{key}`" not in section] == []
+    assert {"age_seconds", "uptime_seconds", "left_bytes", "operation_seconds"} <= keys_of(report)

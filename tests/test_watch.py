@@ -80,7 +80,7 @@ REPORT: dict[str, Any] = {
     "prefetch": {
         "queued": 40,
         "active": 10,
-        "active_bytes": 5 << 20,
+        "left_bytes": 5 << 20,
         "scanning": False,
         "completed": 100,
         "failed": 1,

@@ -110,7 +110,7 @@ class History:
         seconds = ended - began
         if not number(now, "prefetch", "queued"):
             pace = _grown(before, now, "source_io", "read_bytes") / seconds
-            return number(now, "prefetch", "active_bytes") / pace if pace else None
+            return number(now, "prefetch", "left_bytes") / pace if pace else None
         pace = sum(_grown(before, now, "prefetch", key) for key in _ENDS) / seconds
         return waiting / pace if pace else None
 

@@ -129,8 +129,8 @@ def _copying(view: View) -> Text:
     prefetch = view.details.get("prefetch", {})
     text = Text(f"{format_count(number(prefetch, 'queued'))} queued, ")
     text.append(f"{format_count(number(prefetch, 'active'))} active")
-    if number(prefetch, "active_bytes"):
-        text.append(f" ({format_bytes(number(prefetch, 'active_bytes'))} left)")
+    if number(prefetch, "left_bytes"):
+        text.append(f" ({format_bytes(number(prefetch, 'left_bytes'))} left)")
     if prefetch.get("scanning"):
         text.append(", scanning")
     if view.rates is not None:
