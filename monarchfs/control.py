@@ -41,7 +41,7 @@ MOST_REPLY_BYTES = 16 << 20
 MOST_PATH_BYTES = 4096
 MOST_NAME_BYTES = 255
 PROGRESS_SECONDS = 5.0
-SILENCE_SECONDS = 60.0
+SILENCE_SECONDS = 20.0
 _RETRY_SECONDS = 0.02
 _UCRED = struct.Struct("=iII")
 
@@ -255,7 +255,8 @@ class Connection:
                 reply = decode_message(self._read_line(time.monotonic() + timeout))
         except TimeoutError:
             raise OperationError(
-                f"the mount's daemon did not answer within {timeout:g} s"
+                f"the mount's daemon did not answer within {round(timeout, 1):g} s: see its log;"
+                " monarchfs umount removes the mount all the same"
             ) from None
         except (OSError, ValueError) as error:
             raise OperationError(f"the mount's daemon gave no answer: {error}") from None

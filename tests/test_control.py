@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from monarchfs import commands, control
 from monarchfs.supervisor import channel, supervise
@@ -119,6 +121,40 @@ def test_odd_requests(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"\w") as raised:
         control.decode_request(content)
     assert "\n" not in str(raised.value)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["command", "paths", "timeout", "wait", "x"]), JSON_VALUES)
+    | JSON_VALUES
+)
+def test_a_request_is_flat_or_refused(value: Any) -> None:
+    request, refused = {}, ""
+    try:
+        request = control.decode_request(json.dumps(value).encode())
+    except ValueError as error:
+        refused = str(error)
+    assert len(refused.splitlines()) == (0 if request else 1)
+    assert isinstance(request.get("command", ""), str)
+    for field in request.values():
+        for part in field if isinstance(field, list) else [field]:
+            assert part is None or isinstance(part, (str, bool, int, float))
+            assert not isinstance(part, str) or b"\0" not in os.fsencode(part)
+    for path in request.get("paths", []):
+        assert ".." not in path.split("/")
+        assert not path.startswith("/")
+
+
+@given(st.binary())
+def test_bytes_are_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        control.decode_request(content)
 
 
 def test_what_is_checked_fits_into_a_message_to_the_worker() -> None:
@@ -473,6 +509,32 @@ def test_a_dead_worker_is_reported_while_its_users_leave(root_area: Area) -> Non
         }
         assert report["environment"], "what it said last is still told"
         process.communicate(b"\n", timeout=20)
+
+
+@requires_root
+@requires_fuse
+def test_a_supervisor_that_hangs_keeps_no_command_for_ever(root_area: Area) -> None:
+    root_area.mount()
+    supervisor = registered(root_area.path).entry.supervisor_pid
+    os.kill(supervisor, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        done = root_area.run("status", "mnt", "--json")
+        assert 4 < time.monotonic() - started < 9
+        assert done.returncode == 1
+        report = json.loads(done.stdout)
+        assert report["state"] == "silent"
+        assert "within 5 s" in report["error"]
+        assert "monarchfs umount" in report["error"]
+        started = time.monotonic()
+        done = root_area.run("status", "--json")
+        assert time.monotonic() - started < 9
+        states = {one["mountpoint"]: one["state"] for one in json.loads(done.stdout)["mounts"]}
+        assert states[f"{root_area.path}/mnt"] == "silent"
+    finally:
+        os.kill(supervisor, signal.SIGCONT)
+    assert report_of(root_area)["state"] == "serving"
+    assert root_area.run("umount", "mnt").returncode == 0
 
 
 # Real workers
