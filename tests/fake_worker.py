@@ -91,7 +91,11 @@ def serve(mode: str, fuse: int, channel: socket.socket, restarts: int) -> int:
                 if message["do"] == "stop":
                     return 0
                 if message["do"] == "status":
-                    answer = {"event": "status", "number": message["number"], "status": report(restarts)}
+                    answer = {
+                        "event": "status",
+                        "number": message["number"],
+                        "status": report(restarts),
+                    }
                     channel.send(json.dumps(answer).encode())
                 if message["do"] == "client":
                     answer_client(descriptors[0], message)
