@@ -129,7 +129,7 @@ def report_of(found: Found, deadline: float | None = None) -> Report:
     left = _ANSWER_SECONDS if deadline is None else deadline - time.monotonic()
     seconds = min(_ANSWER_SECONDS, max(left, _LEAST_ANSWER_SECONDS))
     try:
-        return request(found.registered, {"command": "status"}, seconds)
+        return {**silent, **request(found.registered, {"command": "status"}, seconds)}
     except OperationError as error:
         return {**silent, "state": "silent", "error": str(error)}
 
