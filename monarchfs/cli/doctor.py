@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from monarchfs.cli.mount import settings_from
 from monarchfs.cli.progress import Progress
 from monarchfs.config.model import Config
 from monarchfs.config.places import (
@@ -18,7 +19,6 @@ from monarchfs.config.places import (
     resolve_user,
     runtime_dirs_to_search,
 )
-from monarchfs.config.settings import Settings, from_file, from_flags, from_mount_options, merge
 from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.doctor.checks import Check, State
 from monarchfs.doctor.run import Subject, examine, summary
@@ -61,11 +61,7 @@ def config_from(
 ) -> tuple[Config, Places]:
     """What a mount of ``source`` with these options would be, on no mount point. Raises
     UsageError."""
-    settings: Settings = merge(
-        from_file(parse_path(arguments.config)) if arguments.config is not None else {},
-        from_mount_options(arguments.options or ()),
-        from_flags({name: getattr(arguments, name) for name in _FLAGS}),
-    )
+    settings = settings_from(arguments, _FLAGS)
     user = resolve_user(settings.user, environ)
     places = default_places(os.geteuid(), environ, path_is_remote)
     config = build_config(settings, source=source, mountpoint="", user=user, places=places)

@@ -214,7 +214,7 @@ def _output_written(code: int) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return code
-        return _complain(f"cannot write the output: {error.strerror}", 1)
+        return complain(f"cannot write the output: {error.strerror}", 1)
 
 
 def _command(name: str) -> Command:

@@ -77,10 +77,10 @@ def mount_with(
     return 0
 
 
-def settings_from(arguments: argparse.Namespace) -> Settings:
+def settings_from(arguments: argparse.Namespace, flags: Sequence[str] = _FLAGS) -> Settings:
     """Defaults, then the file (the machine's, if none is named), then ``-o``, then flags."""
     return merge(
         from_system_file() if arguments.config is None else from_file(parse_path(arguments.config)),
         from_mount_options(arguments.options or ()),
-        from_flags({name: getattr(arguments, name) for name in _FLAGS}),
+        from_flags({name: getattr(arguments, name) for name in flags}),
     )

@@ -164,7 +164,8 @@ async def test_a_handle_tells_when_its_file_is_complete(area: Area) -> None:
     area.write("a", content(300_000))
     async with area.mount() as mirror:
         handle = await mirror.open("a")
-        assert handle.replica is None
+        at_first = handle.replica
+        assert at_first is None
         assert await mirror.read(handle, 0, 100) == content(300_000)[:100]
         await mirror.idle()
         replica = handle.replica
