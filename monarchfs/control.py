@@ -167,11 +167,16 @@ def _check_value(name: str, value: object, *, in_list: bool) -> None:
 
 def _check_path(path: str) -> None:
     encoded = os.fsencode(path)
-    names = encoded.split(b"/")
-    if encoded.startswith(b"/") or b".." in names:
+    if encoded.startswith(b"/") or b".." in encoded.split(b"/"):
         raise ValueError("a path must be relative to the mount's root and stay below it")
-    if len(encoded) > MOST_PATH_BYTES or max(map(len, names)) > MOST_NAME_BYTES:
+    if too_long(path):
         raise ValueError(f"a path is longer than {MOST_PATH_BYTES} bytes, or a name in it is")
+
+
+def too_long(path: str) -> bool:
+    """Whether no file can have the path (or no name of a file a name in it)."""
+    encoded = os.fsencode(path)
+    return len(encoded) > MOST_PATH_BYTES or max(map(len, encoded.split(b"/"))) > MOST_NAME_BYTES
 
 
 def peer_uid(connection: socket.socket) -> int:

@@ -212,7 +212,9 @@ def test_requests_of_many_paths_are_added_up(
     one = daemon(
         lambda connection: connection.sendall(control.encode_result({"files": 4, "bytes": 9}))
     )
-    assert ask_command(parse("pin", "/mnt", *(f"{n}" * 200 for n in range(300)), "--json"), {}) == 0
+    assert (
+        ask_command(parse("pin", "/mnt", *(f"{n}/" * 200 for n in range(300)), "--json"), {}) == 0
+    )
     assert len(one.requests) > 1
     assert json.loads(capsys.readouterr().out)["files"] == 4 * len(one.requests)
 

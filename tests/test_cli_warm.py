@@ -225,7 +225,7 @@ BAD_INPUT = [
     (["{mnt}", "--chec"], 2, "--chec"),
     (["{mnt}", "a\nb"], 1, "a b: no such file"),
     (["{mnt}", "x" * 300], 1, "File name too long"),
-    (["{mnt}", "x/" * 3000], 1, "no such file"),
+    (["{mnt}", "x/" * 3000], 1, "File name too long"),
     (["{mnt}", "\udcff"], 1, "no such file"),
     (["{mnt}", "-x"], 2, "-x"),
     (["{mnt}", "--", "-x"], 1, "-x: no such file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from monarchfs.cli.progress import Progress
 from monarchfs.cli.status import format_bytes
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.config.values import parse_path
-from monarchfs.control import Connection
+from monarchfs.control import Connection, too_long
 from monarchfs.supervisor.recover import Found, find_one
 from monarchfs.types import OperationError, UsageError
 
@@ -76,7 +77,15 @@ def ask(
 
 def below(path: str, mountpoints: Sequence[str]) -> str:
     """``path``, absolute below one of the names of the mount point or relative to it, as the worker
-    takes it: relative to the mount's root, which is ``""``. Raises UsageError."""
+    takes it: relative to the mount's root, which is ``""``. Raises UsageError, and OperationError
+    for one that no file can have."""
+    plain = _relative(path, mountpoints)
+    if too_long(plain):
+        raise OperationError(f"{path[:80]}...: {os.strerror(errno.ENAMETOOLONG)}")
+    return plain
+
+
+def _relative(path: str, mountpoints: Sequence[str]) -> str:
     if not path or "\0" in path:
         raise UsageError("a path is empty or holds a NUL byte: name a file or directory")
     if os.path.isabs(path):
