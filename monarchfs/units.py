@@ -17,9 +17,16 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A length of time in its largest unit: ``3 s``, ``12 min``, ``5 h``, ``2 days``."""
-    seconds = max(0.0, seconds)
-    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    """A duration in its two largest units: ``3 d 4 h``, ``2 min 5 s``, ``1.5 s``, ``12 ms``."""
+    if seconds < 1:
+        return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    left = round(seconds)
+    parts: list[str] = []
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        if count or parts:
+            parts.append(f"{count} {unit}")
+    shown = parts[:2]
+    return " ".join(shown[:1] if len(shown) > 1 and shown[1].startswith("0 ") else shown)

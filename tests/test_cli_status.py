@@ -12,9 +12,10 @@ import pytest
 from monarchfs import control
 from monarchfs.cli import status as cli_status
 from monarchfs.cli.main import main
-from monarchfs.cli.status import format_bytes, format_list, format_report
+from monarchfs.cli.status import format_list, format_report
 from monarchfs.supervisor.recover import Found
 from monarchfs.types import OperationError
+from monarchfs.units import format_bytes
 from tests.mounting import MONARCHFS, REPOSITORY, Bench, requires_fuse, requires_root
 
 REPORT = {

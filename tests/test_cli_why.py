@@ -289,7 +289,10 @@ def test_for_people() -> None:
     }
     lines = list(describe({**report, "source_responding": False}))
     assert lines[0] == "/mnt/x\\udcff: partial in /scratch: no room"
-    assert lines[1] == "  copied: at 1000000000000000019884624838656 (7 min ago), 4.0K on the disk"
+    assert (
+        lines[1]
+        == "  copied: at 1000000000000000019884624838656 (6 min 40 s ago), 4.0K on the disk"
+    )
     assert lines[2].startswith("  version: 1.0M, modified 19")
     assert lines[2].endswith("; ttl: the source was asked 3 s ago")
     assert lines[3:] == [

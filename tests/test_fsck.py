@@ -782,3 +782,68 @@ def test_a_bar_on_a_terminal_and_nothing_of_it_in_the_output(cache: Cache) -> No
     assert json.loads(done.stdout)["clean"]
     assert "[------------------------]   0% checking the index" in shown
     assert shown.endswith("\r\033[K"), "the line is taken away at the end"
+
+
+def write_state(path: Path) -> None:
+    """What may lie where a state directory is looked for."""
+    (path / "empty").mkdir()
+    (path / "file").write_bytes(b"no directory")
+    (path / "dangling").symlink_to(path / "nowhere")
+    (path / "loop").symlink_to(path / "loop")
+    os.mkfifo(path / "pipe")
+    foreign = path / "foreign"
+    (foreign / "index").mkdir(parents=True)
+    (foreign / "index" / "data.mdb").write_bytes(b"of another program" * 1000)
+    (path / "index_is_a_file").mkdir()
+    (path / "index_is_a_file" / "index").write_bytes(b"")
+
+
+BAD_INPUT: list[tuple[list[str], int, str]] = [
+    ([], 2, "STATE_DIR"),
+    ([""], 2, "empty"),
+    (["a\0b"], 2, "NUL"),
+    (["a", "b"], 2, "unrecognized"),
+    (["{}/empty", "--repare"], 2, "--repare"),
+    (["{}/empty", "--repair=yes"], 2, "--repair"),
+    (["{}/empty", "--check"], 2, "--check"),
+    (["{}/empty", "--json=1"], 2, "--json"),
+    (["{}/empty", "-x"], 2, "-x"),
+    (["--checksum"], 2, "STATE_DIR"),
+    (["{}/nowhere"], 2, "nowhere"),
+    (["{}/nowhere/deeper"], 2, "deeper"),
+    (["{}/file"], 2, "file"),
+    (["{}/file/below"], 2, "below"),
+    (["{}/dangling"], 2, "dangling"),
+    (["{}/loop"], 2, "loop"),
+    (["{}/pipe"], 2, "pipe"),
+    (["/dev/null"], 2, "/dev/null"),
+    (["{}/empty"], 2, "empty"),
+    (["{}/empty", "--repair"], 2, "empty"),
+    (["/proc/self"], 2, "/proc/self"),
+    (["{}/" + "x" * 300], 2, "File name too long"),
+    (["{}/" + "x/" * 3000], 2, "File name too long"),
+    (["{}/a\nb"], 2, "a b"),
+    (["{}/\udcff"], 2, "\\udcff"),
+    (["{}/\x1b[2Jescape"], 2, "escape"),
+    (["{}/index_is_a_file"], 2, "index"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), BAD_INPUT)
+def test_bad_input(
+    arguments: list[str],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_state(tmp_path)
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    assert main(["fsck", *(word.replace("{}", str(tmp_path)) for word in arguments)]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("monarchfs: ")
+    assert captured.err.count("\n") == 1
+    assert "\x1b" not in captured.err
+    assert words in captured.err
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before, "nothing was left"

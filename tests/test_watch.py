@@ -27,12 +27,12 @@ from monarchfs.cli.rates import HISTORY, History, number, rates_between
 from monarchfs.cli.screen import draw, draw_list
 from monarchfs.cli.text import (
     ASCII_SPARKS,
-    format_seconds,
     format_share,
     printable,
     sparkline,
 )
 from monarchfs.cli.watch import Moment, lines
+from monarchfs.units import format_seconds
 from tests.mounting import MONARCHFS, Bench, requires_fuse, requires_root, wait_for
 
 REPORT: dict[str, Any] = {

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 from monarchfs.cli.progress import Progress
-from monarchfs.cli.status import format_bytes
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.config.values import parse_path
 from monarchfs.control import Connection, too_long
 from monarchfs.supervisor.recover import Found, find_one
 from monarchfs.types import OperationError, UsageError
+from monarchfs.units import format_bytes
 
 _CONNECT_SECONDS = 5.0
 _BATCH_BYTES = 32 << 10

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from monarchfs.cli.progress import Progress, bar
-from monarchfs.cli.status import format_bytes
 from monarchfs.config import User
 from monarchfs.config.places import dataset_id, resolve_user
 from monarchfs.config.values import parse_path
@@ -31,6 +30,7 @@ from monarchfs.supervisor.lock import (
     write_holder,
 )
 from monarchfs.types import OperationError, UsageError
+from monarchfs.units import format_bytes
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _INDEX = "index"

@@ -13,7 +13,6 @@ from typing import Any
 from monarchfs.bounded import Answer, Tell, bounded_call, bounded_talk
 from monarchfs.cli.doctor import config_from
 from monarchfs.cli.progress import Progress
-from monarchfs.cli.status import format_bytes
 from monarchfs.config import Config
 from monarchfs.config.values import parse_count, parse_path, parse_timeout
 from monarchfs.doctor.run import source_rates, tier_rates
@@ -25,6 +24,7 @@ from monarchfs.plan.times import SourceSpeed, TierSpeed, Times, Work, times, tot
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.probe import probe_source
 from monarchfs.types import OperationError, Space
+from monarchfs.units import format_bytes
 
 _SOURCE_SECONDS = 10.0
 _TIER_SECONDS = 5.0

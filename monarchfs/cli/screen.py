@@ -12,16 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from monarchfs.cli.rates import Report, View, number
-from monarchfs.cli.status import format_bytes, list_row
+from monarchfs.cli.status import list_row
 from monarchfs.cli.text import (
     ASCII_SPARKS,
     SPARKS,
     format_count,
-    format_seconds,
     format_share,
     printable,
     sparkline,
 )
+from monarchfs.units import format_bytes, format_seconds
 
 _GOOD, _FAIR, _BAD = "green", "yellow", "bold red"
 _FAIR_STATES = ("starting", "source not responding", "not mounted")

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from monarchfs.cli.text import format_count, format_seconds, format_share, printable
+from monarchfs.cli.text import format_count, format_share, printable
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.control import request
 from monarchfs.supervisor.recover import Found, find_all, find_one
 from monarchfs.types import MonarchError, OperationError, UsageError
-from monarchfs.units import format_bytes as format_bytes
+from monarchfs.units import format_bytes, format_seconds
 
 Report = Mapping[str, Any]
 Search = Callable[[set[int]], Iterable[str]]

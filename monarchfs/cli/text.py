@@ -32,22 +32,6 @@ def format_share(part: float, whole: float) -> str:
     return f"{percent:.1f}%" if 0 < percent < 100 else f"{percent:.0f}%"
 
 
-def format_seconds(seconds: float) -> str:
-    """A duration in its two largest units: ``3 d 4 h``, ``2 min 5 s``, ``1.5 s``, ``12 ms``."""
-    if seconds < 1:
-        return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:.0f} ms"
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    left = round(seconds)
-    parts: list[str] = []
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        count, left = divmod(left, size)
-        if count or parts:
-            parts.append(f"{count} {unit}")
-    shown = parts[:2]
-    return " ".join(shown[:1] if len(shown) > 1 and shown[1].startswith("0 ") else shown)
-
-
 def sparkline(
     values: Sequence[float | None], top: float | None = None, sparks: str = SPARKS
 ) -> str:

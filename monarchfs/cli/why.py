@@ -116,7 +116,7 @@ def _of_directory(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _of_file(report: Mapping[str, Any]) -> Iterator[str]:
     if report.get("since_unix_seconds") is not None:
-        ago = format_seconds(report["since_seconds_ago"])
+        ago = format_seconds(round(report["since_seconds_ago"]))
         yield (
             f"  copied: {_time(report['since_unix_seconds'])} ({ago} ago),"
             f" {format_bytes(report['allocated_bytes'])} on the disk"
@@ -124,7 +124,7 @@ def _of_file(report: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"  version: {format_bytes(report['size_bytes'])}, modified"
         f" {_time(report['mtime_unix_seconds'])}; {report['freshness']}: the source was asked"
-        f" {format_seconds(report['checked_seconds_ago'])} ago"
+        f" {format_seconds(round(report['checked_seconds_ago']))} ago"
     )
 
 

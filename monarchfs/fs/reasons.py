@@ -107,9 +107,9 @@ class Reasons:
 
     def _said(self, node: Node, reason: Reason) -> str:
         seconds = (time.time_ns() - reason.at_ns) / NS
-        ago = f"{format_seconds(seconds)} ago" if seconds >= 1 else "just now"
+        ago = f"{format_seconds(round(seconds))} ago" if seconds >= 1 else "just now"
         again = self._copies.again_in(node.ino)
-        then = "" if again is None else f"; it is tried again in {format_seconds(again)}"
+        then = "" if again is None else f"; it is tried again in {format_seconds(round(again))}"
         match reason.cause:
             case Cause.NO_ROOM if reason.missing_bytes:
                 return self._no_room(node, reason, ago)
