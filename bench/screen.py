@@ -8,13 +8,14 @@ the picture is the screen when most of them are resident.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -69,11 +70,15 @@ def readers(mount: Path, rng: random.Random) -> Iterator[None]:
             thread.join()
 
 
-def watch(mount: Mount) -> View:
-    """What there is to see when RESIDENT_SHARE of the files are."""
+def watch(mount: Mount, names: Mapping[str, str]) -> View:
+    """What there is to see when RESIDENT_SHARE of the files are; temporary directories under other
+    ``names``, for readers of the picture."""
     history = History()
     while True:
-        report = mount.status()
+        text = json.dumps(mount.status())
+        for directory, name in names.items():
+            text = text.replace(directory, name)
+        report = json.loads(text)
         view = history.add(time.monotonic(), report)
         if report["files"]["resident"] > RESIDENT_SHARE * FILES:
             return view
@@ -95,7 +100,13 @@ def main(target: Path) -> None:
                 Mount(source.path, place / "job", *options, tier=memory, size="48M") as mount,
                 readers(mount.path, rng),
             ):
-                view = watch(mount)
+                names = {
+                    str(mount.path): "/mnt/imagenet",
+                    str(memory): "/dev/shm",
+                    f"{place}/scratch": "/scratch",
+                    str(source.path): "/lustre/imagenet",
+                }
+                view = watch(mount, names)
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
         console.print(draw(view, footer="q quits · every 0.5 s"))
