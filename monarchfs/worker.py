@@ -38,6 +38,7 @@ from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.notify import Notifier
+from monarchfs.fuse.quick import Quick
 from monarchfs.fuse.relay import Relay
 from monarchfs.index import Index, set_aside
 from monarchfs.metrics import Metrics
@@ -199,20 +200,19 @@ class Worker:
         self.interrupts = Interrupts(self.metrics)
         self.relay = Relay(fuse_session.hooks, self.metrics)
         self.cache.stop_reading = self.relay.forget
-        self.session = fuse_session.Session(
-            Adapter(
-                self.tree,
-                self.files,
-                self.xattrs,
-                self.interrupts,
-                self.metrics,
-                self.relay,
-                fuse_session.current_request,
-                fuse_session.no_attributes_mark(),
-            ),
-            bootstrap.init_fd,
-            bootstrap.fuse_fd,
+        adapter = Adapter(
+            self.tree,
+            self.files,
+            self.xattrs,
+            self.interrupts,
+            self.metrics,
+            self.relay,
+            fuse_session.current_request,
+            fuse_session.no_attributes_mark(),
         )
+        quick = Quick(self.tree, self.files, adapter.handles, self.relay, self.metrics)
+        fuse_session.on_request(quick.answer)
+        self.session = fuse_session.Session(adapter, bootstrap.init_fd, bootstrap.fuse_fd)
         self._exporter = _exporter(self, bootstrap.metrics_fd)
         if not fuse_session.on_interrupt(self.interrupts.on_interrupt):
             log.warning("the C part is missing: waiting processes cannot be killed")

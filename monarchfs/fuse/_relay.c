@@ -375,6 +375,9 @@ static void *serve(void *unused)
 			end(EIO);
 			break;
 		}
+		/* Nothing depends on what the kernel remembers, and no answer is expected. */
+		if (in->opcode == FUSE_FORGET || in->opcode == FUSE_BATCH_FORGET)
+			continue;
 		if (in->opcode != FUSE_READ ||
 		    (size_t)got < sizeof(*in) + sizeof(struct fuse_read_in) ||
 		    !answer_read(in, buffer + REQUEST_BYTES))

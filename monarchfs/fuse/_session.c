@@ -37,10 +37,15 @@
 #define MOST_RETURNS 3
 #define RETURNS_KEPT 64
 
+/* So many requests are answered before the event loop's other tasks have their turn: about a
+ * millisecond. */
+#define MOST_AT_ONCE 32
+
 static uint64_t current_unique;
 static uint32_t current_opcode;
 static uint32_t current_pid;
 static PyObject *on_interrupt; /* callable(unique) or NULL */
+static PyObject *on_request; /* callable(opcode, node id, body) or NULL */
 static int waited_fd = -1; /* an epoll descriptor: what pyfuse3 waits for may change behind it */
 static bool relaying;
 
@@ -132,6 +137,41 @@ static void interrupted(struct fuse_session *se, const struct fuse_in_header *in
 	Py_XDECREF(known);
 }
 
+/* Whether Python answered the request at once. */
+static bool answered(struct fuse_session *se, const struct fuse_in_header *in, size_t length)
+{
+	if (!on_request || !relaying)
+		return false;
+	if (in->opcode != FUSE_LOOKUP && in->opcode != FUSE_GETATTR && in->opcode != FUSE_OPEN &&
+	    in->opcode != FUSE_RELEASE)
+		return false;
+	PyObject *body = PyObject_CallFunction(on_request, "IKy#", in->opcode,
+					       (unsigned long long)in->nodeid, (const char *)(in + 1),
+					       (Py_ssize_t)(length - sizeof(*in)));
+	if (!body || !PyBytes_Check(body)) {
+		if (!body) /* a bug; pyfuse3 meets it again, and answers EIO */
+			PyErr_WriteUnraisable(on_request);
+		Py_XDECREF(body);
+		return false;
+	}
+	struct fuse_out_header out = {
+		.len = (uint32_t)(sizeof(out) + (size_t)PyBytes_GET_SIZE(body)),
+		.unique = in->unique,
+	};
+	struct iovec parts[] = {
+		{&out, sizeof(out)},
+		{PyBytes_AS_STRING(body), (size_t)PyBytes_GET_SIZE(body)},
+	};
+	/* Fails where nobody waits any more. An open that nobody waits for is never released: that is
+	 * the same with libfuse. */
+	ssize_t sent;
+	do {
+		sent = writev(real_session_fd(se), parts, 2);
+	} while (sent < 0 && errno == EINTR);
+	Py_DECREF(body);
+	return true;
+}
+
 int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 {
 	if (!buf->mem) {
@@ -139,19 +179,24 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 		if (!buf->mem)
 			return -ENOMEM;
 	}
-	ssize_t got = relaying ? receive_queued(buf->mem) : receive_here(se, buf->mem);
-	if (got == 0)
-		fuse_session_exit(se);
-	if (got <= 0)
-		return (int)got;
-	if ((size_t)got < sizeof(struct fuse_in_header))
-		return -EIO;
-
 	const struct fuse_in_header *in = buf->mem;
-	if (in->opcode == FUSE_INTERRUPT && on_interrupt &&
-	    (size_t)got >= sizeof(*in) + sizeof(struct fuse_interrupt_in)) {
-		interrupted(se, in);
-		return -EINTR; /* an interrupt is never answered; there may be more requests */
+	ssize_t got;
+	for (unsigned done = 0;; done++) {
+		/* There may be more, but other tasks want their turn, too. */
+		if (done == MOST_AT_ONCE)
+			return -EINTR;
+		got = relaying ? receive_queued(buf->mem) : receive_here(se, buf->mem);
+		if (got == 0)
+			fuse_session_exit(se);
+		if (got <= 0)
+			return (int)got;
+		if ((size_t)got < sizeof(*in))
+			return -EIO;
+		if (in->opcode == FUSE_INTERRUPT && on_interrupt &&
+		    (size_t)got >= sizeof(*in) + sizeof(struct fuse_interrupt_in))
+			interrupted(se, in); /* never answered */
+		else if (!answered(se, in, (size_t)got))
+			break;
 	}
 	current_unique = in->unique;
 	current_opcode = in->opcode;
@@ -198,6 +243,19 @@ static PyObject *set_interrupt_handler(PyObject *self, PyObject *handler)
 	}
 	PyObject *old = on_interrupt;
 	on_interrupt = handler == Py_None ? NULL : Py_NewRef(handler);
+	Py_XDECREF(old);
+	Py_RETURN_NONE;
+}
+
+static PyObject *set_request_handler(PyObject *self, PyObject *handler)
+{
+	(void)self;
+	if (handler != Py_None && !PyCallable_Check(handler)) {
+		PyErr_SetString(PyExc_TypeError, "the handler must be callable or None");
+		return NULL;
+	}
+	PyObject *old = on_request;
+	on_request = handler == Py_None ? NULL : Py_NewRef(handler);
 	Py_XDECREF(old);
 	Py_RETURN_NONE;
 }
@@ -292,6 +350,9 @@ static PyMethodDef methods[] = {
 	 "Call handler(unique) when the kernel says that the process waiting for request `unique`\n"
 	 "got a signal (FUSE_INTERRUPT); False says that it is not known. None: interrupts go to\n"
 	 "libfuse, which ignores them."},
+	{"set_request_handler", set_request_handler, METH_O,
+	 "Call handler(opcode, node id, body) with LOOKUP, GETATTR, OPEN and RELEASE: bytes are the\n"
+	 "body of the answer, None leaves the request to pyfuse3. Only while threads relay."},
 	{"start_relay", start_relay, METH_VARARGS,
 	 "start_relay(init_fd, fuse_fd, threads, bounds_ns): have threads read the kernel's requests, and\n"
 	 "answer those they can. bounds_ns are at most 32 durations that relay_counts tells apart.\n"

@@ -109,7 +109,7 @@ class Adapter(pyfuse3.Operations):
         self._relay = relay
         self._current_request = current_request
         self._no_attributes = no_attributes
-        self._handles: Handles[FileHandle] = Handles()
+        self.handles: Handles[FileHandle] = Handles()
         self._directories: Handles[int] = Handles()
 
     def count_error(self, failure: pyfuse3.FUSEError) -> None:
@@ -227,14 +227,14 @@ class Adapter(pyfuse3.Operations):
             if not handle.local:
                 took = self.took.open_source
         took.observe(now_ns() - started)
-        number = FileHandleT(self._handles.add(handle))
+        number = FileHandleT(self.handles.add(handle))
         self._relay.opened(number, handle)
         return pyfuse3.FileInfo(fh=number, keep_cache=handle.keep_cache)
 
     @answers
     async def read(self, fh: FileHandleT, off: int, size: int) -> Data:  # type: ignore[override]
         started, took = now_ns(), self.took.read_local
-        handle = self._handles.get(fh)
+        handle = self.handles.get(fh)
         data = handle.known_read(off, size)
         if data is None:
             data = await self._waiting(lambda: handle.read(off, size, self._files))
@@ -252,7 +252,7 @@ class Adapter(pyfuse3.Operations):
     @answers
     async def release(self, fh: FileHandleT) -> None:
         self._relay.closed(fh)
-        handle = self._handles.pop(fh)
+        handle = self.handles.pop(fh)
         if handle is not None:
             handle.release()
 
