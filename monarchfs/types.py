@@ -280,6 +280,10 @@ class SourceChanged(MonarchError):
     """The source holds another version of a file than the one that was asked for."""
 
 
+class DirectoryChanged(SourceChanged):
+    """The directory that something was found in lies elsewhere now, or nowhere."""
+
+
 class IndexUnusable(MonarchError):
     """The index cannot be read: damaged, foreign or written by a newer version."""
 

@@ -13,7 +13,7 @@ from monarchfs.cache.replicas import OpenReplica
 from monarchfs.fs.kernel import Kernel, NoKernel
 from monarchfs.fs.tree import Entry, Tree
 from monarchfs.metrics import Metrics
-from monarchfs.types import Data, Node, ReplicaState, SourceChanged, SourceVersion
+from monarchfs.types import Data, DirectoryChanged, Node, ReplicaState, SourceChanged, SourceVersion
 
 YOUNG_KEPT = 10_000
 """Inodes of which is remembered that they were opened in the tick of their last change."""
@@ -248,6 +248,9 @@ class Files:
             return await self._copies.open(node)
         except SourceChanged as exc:
             self.noticed(ino)
+            if isinstance(exc, DirectoryChanged):
+                # Known by now, so that the kernel's second try, its last, finds the way.
+                self._tree.distrust(node.parent)
             raise OSError(errno.ESTALE, "the source has another version") from exc
 
     # -- changes in the source

@@ -184,7 +184,7 @@ class Names:
         try:
             answers = await self._source.found_each(directory, names, lane)
         except SourceChanged as exc:
-            self._distrust(parent)
+            self.distrust(parent)
             raise OSError(errno.ESTALE, "its directory was replaced") from exc
         found: list[Node | OSError | None] = []
         for name, answer in zip(names, answers, strict=True):
@@ -261,7 +261,7 @@ class Names:
                 self.denied.add(parent)
             return Missing(self.freshness.timeouts(asked_ns, time.time_ns())[0])
         except SourceChanged as exc:
-            self._distrust(parent)
+            self.distrust(parent)
             raise OSError(errno.ESTALE, "its directory was replaced") from exc
         # ``asked_ns``, not the time of the answer: the promise counts from when it was true.
         node = self._found(parent, name, stat, target, asked_ns)
@@ -338,7 +338,7 @@ class Names:
         except IndexWriteError as exc:
             log.warning("inode %d is not marked as outdated: %s", ino, exc)
 
-    def _distrust(self, ino: int) -> None:
+    def distrust(self, ino: int) -> None:
         """The directory, or one above it, is not where it was: ask about each again, and about all
         names: whoever came here by another way is to find his at the next try, the only one that
         the kernel makes (fs/namei.c). Where the dataset was said not to change, about those of
@@ -392,7 +392,7 @@ class Names:
         try:
             stat = await self._source.stat(self._directory(ino), b"", lane)
         except SourceChanged as exc:
-            self._distrust(ino)
+            self.distrust(ino)
             raise OSError(errno.ESTALE, "the directory was replaced") from exc
         if (stat.mtime_ns, stat.ctime_ns) != (listing.mtime_ns, listing.ctime_ns):
             return False

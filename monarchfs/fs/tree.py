@@ -99,7 +99,7 @@ class Tree(Names):
                     if differences is not None:
                         await differences.pause()
         except SourceChanged as exc:
-            self._distrust(ino)
+            self.distrust(ino)
             raise OSError(errno.ESTALE, "the directory was replaced") from exc
         if compares:
             await self._outdate_gone(ino, asked_ns, batch_names, differences)

@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict
 from types import TracebackType
 
-from monarchfs.types import DirRef, SourceChanged
+from monarchfs.types import DirectoryChanged, DirRef
 
 _FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -87,8 +87,8 @@ class DirHandles:
         """The directory that ``ref`` means, to be used as ``with``. Blocks.
 
         A cached descriptor goes on meaning the directory it was opened for, even after that was
-        moved or removed in the source. Raises SourceChanged if the directory found at the path has
-        another inode number than ``ref``, is none any more, or is gone; OSError for everything
+        moved or removed in the source. Raises DirectoryChanged if the directory found at the path
+        has another inode number than ``ref``, is none any more, or is gone; OSError for everything
         else that openat(2) may say (EACCES, EIO, ...), and EINVAL for a path with ``..`` and the
         like.
         """
@@ -106,7 +106,7 @@ class DirHandles:
         if start is not self._root:
             try:
                 return self._walk(ref, start)
-            except SourceChanged:
+            except DirectoryChanged:
                 # Perhaps the ancestor we started from is the one that was replaced.
                 start = self._root
         return self._walk(ref, start)
@@ -200,5 +200,7 @@ def _close_if_unused(handle: DirHandle) -> None:
         os.close(handle.fd)
 
 
-def _changed(ref: DirRef) -> SourceChanged:
-    return SourceChanged(f"{os.fsdecode(ref.path)!r} is not the directory with inode {ref.ino} now")
+def _changed(ref: DirRef) -> DirectoryChanged:
+    return DirectoryChanged(
+        f"{os.fsdecode(ref.path)!r} is not the directory with inode {ref.ino} now"
+    )

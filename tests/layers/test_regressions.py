@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from monarchfs.types import FreshnessMode
+from monarchfs.types import ROOT_INO, FreshnessMode
 from tests.layers.asking import Hours, names
 from tests.layers.mirror import Area, content
 from tests.model.mounts import open_path, retried, walk
@@ -93,6 +93,26 @@ async def test_a_file_that_was_moved_and_listed_is_found(area: Area, hours: Hour
         (area.source / "y/c").rename(area.source / "x/c")
         assert set(await names(mirror, (await mirror.node("x")).ino)) == {b"c"}
         handle = await retried(open_path, mirror, "x/c")
+        assert handle is not None
+        assert await mirror.read(handle, 0, 100) == content(20, 2)
+        handle.release()
+        await mirror.settled()
+
+
+async def test_a_file_below_a_listed_directory_that_was_swapped_is_found_at_the_second_try(
+    area: Area, hours: Hours
+) -> None:
+    """The listing told which directory it is, but its files were looked for where it had lain; that
+    it moved was first noticed by the open, which blamed the file alone."""
+    area.write("y/e", content(20, 2))
+    (area.source / "a").mkdir()
+    hours.pass_by(2)
+    async with area.mount(mode=FreshnessMode.TTL, ttl=60, keeps=False) as mirror:
+        assert await walk(mirror, "y/e") is not None
+        swap(area.source / "a", area.source / "y")
+        mirror.source.forget(b"")
+        assert set(await names(mirror, ROOT_INO)) == {b"a", b"y"}
+        handle = await retried(open_path, mirror, "a/e")
         assert handle is not None
         assert await mirror.read(handle, 0, 100) == content(20, 2)
         handle.release()
