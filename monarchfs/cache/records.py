@@ -186,6 +186,7 @@ class Records:
         return True
 
     def _begin_move(self, action: Move) -> None:
+        """Moves are begun one level up (``Moves``)."""
         raise NotImplementedError
 
     async def _in_thread(self, fn: Callable[..., T], *args: object) -> T:

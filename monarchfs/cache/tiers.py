@@ -103,10 +103,6 @@ class Tiers:
             capacity = min(capacity, allowed)
         self._handle(TierSeen(tier.id, capacity, space, written, demote=pressed))
 
-    def configured_bytes(self, tier: Tier) -> int | None:
-        """The capacity that was asked for, if that is a number of bytes."""
-        return self._sizes[tier.id].bytes
-
     # -- health
 
     def failed(self, tier: Tier, doing: str, exc: OSError, *, reading: bool = False) -> None:
