@@ -40,6 +40,7 @@ from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.notify import Notifier
 from monarchfs.fuse.quick import Quick
 from monarchfs.fuse.relay import Relay
+from monarchfs.fuse.slots import Slots
 from monarchfs.index import Index, set_aside
 from monarchfs.metrics import Metrics
 from monarchfs.placement.policies import Eviction
@@ -75,6 +76,7 @@ class Bootstrap:
     fuse_fd: int
     init_fd: int
     channel_fd: int
+    handles_fd: int
     source_fd: int
     state_fd: int
     tier_fds: tuple[int, ...]
@@ -92,6 +94,7 @@ class Bootstrap:
             fds["fuse"],
             fds["init"],
             fds["channel"],
+            fds["handles"],
             fds["source"],
             fds["state"],
             tuple(fds["tiers"]),
@@ -200,19 +203,30 @@ class Worker:
         self.interrupts = Interrupts(self.metrics)
         self.relay = Relay(fuse_session.hooks, self.metrics)
         self.cache.stop_reading = self.relay.forget
-        adapter = Adapter(
+        self.adapter = Adapter(
             self.tree,
             self.files,
             self.xattrs,
             self.interrupts,
             self.metrics,
             self.relay,
+            Slots(bootstrap.handles_fd),
             fuse_session.current_request,
             fuse_session.no_attributes_mark(),
         )
-        quick = Quick(self.tree, self.files, adapter.handles, self.relay, self.metrics)
+        current_request = fuse_session.current_request
+        quick = Quick(
+            *(
+                self.tree,
+                self.files,
+                self.adapter.handles,
+                self.relay,
+                self.metrics,
+                current_request,
+            )
+        )
         fuse_session.on_request(quick.answer)
-        self.session = fuse_session.Session(adapter, bootstrap.init_fd, bootstrap.fuse_fd)
+        self.session = fuse_session.Session(self.adapter, bootstrap.init_fd, bootstrap.fuse_fd)
         self._exporter = _exporter(self, bootstrap.metrics_fd)
         if not fuse_session.on_interrupt(self.interrupts.on_interrupt):
             log.warning("the C part is missing: waiting processes cannot be killed")
@@ -242,6 +256,8 @@ class Worker:
         """Everything that must be so before the first request. Raises OSError, MonarchError."""
         self.cache.load(_boot_id())
         await self.tree.load_root()
+        if handles := self.adapter.take_over():
+            log.info("took over %d open files", handles)
 
     async def listen(self) -> None:
         """Do what the supervisor says until it says stop or is gone."""

@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """``fuse`` below ``supervisor`` and ``cli`` means its mount parts, see the last test."""
 
-MOUNT_PARTS = {"mount", "mountinfo", "protocol", "unmount"}
+MOUNT_PARTS = {"mount", "mountinfo", "protocol", "slots", "unmount"}
 ONLY_USER = {"lmdb": "index", "pyfuse3": "fuse"}
 
 

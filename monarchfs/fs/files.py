@@ -114,6 +114,8 @@ class FileHandle:
 
     async def read(self, offset: int, size: int, files: Files) -> Data:
         """The bytes at ``offset``. Raises OSError with the source's errno."""
+        if self._replica is None and self._unfinished is None:
+            await self._reopen(files)
         replica = self._replica
         if replica is not None:
             try:
@@ -125,6 +127,17 @@ class FileHandle:
             return await self._unfinished.read(offset, size)
         except SourceChanged as exc:
             raise OSError(errno.ESTALE, "the file was replaced in the source") from exc
+
+    async def _reopen(self, files: Files) -> None:
+        """It was opened by an earlier process, and had no replica when this one began."""
+        self._replica = files.resident(self.ino)
+        if self._replica is not None:
+            return
+        unfinished = await files.open_to_copy(self.ino)
+        if self._replica is None and self._unfinished is None:
+            self._unfinished = unfinished
+        else:
+            unfinished.release()  # another read of this handle was faster
 
     async def _leave_replica(self, replica: OpenReplica, exc: OSError, files: Files) -> None:
         """A tier failed under this handle: the source serves it from now on."""
@@ -192,11 +205,18 @@ class Files:
         replica = self.cache.acquire(node)
         if replica is not None:
             return self._handle(node, replica, None)
-        unfinished = await self.open_unfinished(ino)
-        if self._copies.keeps:
-            unfinished.start_filling()
-            self._copies.opened(ino)
-        return self._handle(node, None, unfinished)
+        return self._handle(node, None, await self.open_to_copy(ino))
+
+    def reopened(self, ino: int) -> FileHandle:
+        """A handle for a file that an earlier process of this mount has opened. What it reads from
+        is there at once if that is a replica, else with the first read."""
+        self._opens[ino] = self._opens.get(ino, 0) + 1
+        return FileHandle(ino, self, self.resident(ino), None, True)
+
+    def resident(self, ino: int) -> OpenReplica | None:
+        """Its complete replica, to be released, whoever opened the file before."""
+        node = self._tree.index.node(ino)
+        return None if node is None else self.cache.acquire(node, accessed=False)
 
     def _handle(
         self, node: Node, replica: OpenReplica | None, unfinished: Unfinished | None
@@ -239,6 +259,14 @@ class Files:
             self._opens[handle.ino] = left
         else:
             del self._opens[handle.ino]
+
+    async def open_to_copy(self, ino: int) -> Unfinished:
+        """``open_unfinished``, and begin to copy it, if this mount does that."""
+        unfinished = await self.open_unfinished(ino)
+        if self._copies.keeps:
+            unfinished.start_filling()
+            self._copies.opened(ino)
+        return unfinished
 
     async def open_unfinished(self, ino: int) -> Unfinished:
         node = self._tree.index.node(ino)

@@ -192,15 +192,15 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 			return (int)got;
 		if ((size_t)got < sizeof(*in))
 			return -EIO;
+		current_unique = in->unique;
+		current_opcode = in->opcode;
+		current_pid = in->pid;
 		if (in->opcode == FUSE_INTERRUPT && on_interrupt &&
 		    (size_t)got >= sizeof(*in) + sizeof(struct fuse_interrupt_in))
 			interrupted(se, in); /* never answered */
 		else if (!answered(se, in, (size_t)got))
 			break;
 	}
-	current_unique = in->unique;
-	current_opcode = in->opcode;
-	current_pid = in->pid;
 	buf->size = (size_t)got;
 	buf->flags = 0;
 	return (int)got;

@@ -23,6 +23,7 @@ from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.handles import Handles
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.relay import Relay
+from monarchfs.fuse.slots import Slots
 from monarchfs.metrics import Metrics
 from monarchfs.types import Data, Dirent, Node
 
@@ -93,6 +94,7 @@ class Adapter(pyfuse3.Operations):
         interrupts: Interrupts,
         metrics: Metrics,
         relay: Relay,
+        slots: Slots,
         current_request: Callable[[], tuple[int, int]],
         no_attributes: int | None,
     ) -> None:
@@ -109,8 +111,7 @@ class Adapter(pyfuse3.Operations):
         self._relay = relay
         self._current_request = current_request
         self._no_attributes = no_attributes
-        self.handles: Handles[FileHandle] = Handles()
-        self._directories: Handles[int] = Handles()
+        self.handles: Handles[FileHandle] = Handles(slots)
 
     def count_error(self, failure: pyfuse3.FUSEError) -> None:
         """For ``answers``."""
@@ -173,13 +174,12 @@ class Adapter(pyfuse3.Operations):
     @timed
     async def opendir(self, inode: InodeT, ctx: RequestContext) -> int:
         await self._waiting(lambda: self._tree.open_directory(inode))
-        return self._directories.add(inode)
+        return inode  # all that READDIR has to know, also of another worker
 
     @answers
     @timed
     async def readdir(self, fh: FileHandleT, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        ino = self._directories.get(fh)
-        cookie = start_id
+        ino, cookie = int(fh), start_id
         while batch := self._tree.entries(ino, cookie, READDIR_BATCH):
             for dirent, node, entry_timeout, attr_timeout in batch:
                 entry = await self._dirent(ino, dirent, node, entry_timeout, attr_timeout)
@@ -208,7 +208,7 @@ class Adapter(pyfuse3.Operations):
 
     @answers
     async def releasedir(self, fh: FileHandleT) -> None:
-        self._directories.pop(fh)
+        """There is nothing to give back."""
 
     @answers
     async def fsyncdir(self, fh: FileHandleT, datasync: bool) -> None:
@@ -221,15 +221,33 @@ class Adapter(pyfuse3.Operations):
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         started, took = now_ns(), self.took.open_local
+        unique, _pid = self._current_request()
         handle = self._files.known_open(inode)
         if handle is None:
             handle = await self._waiting(lambda: self._files.open(inode))
             if not handle.local:
                 took = self.took.open_source
         took.observe(now_ns() - started)
-        number = FileHandleT(self.handles.add(handle))
-        self._relay.opened(number, handle)
+        number = FileHandleT(self._opened(handle, unique))
         return pyfuse3.FileInfo(fh=number, keep_cache=handle.keep_cache)
+
+    def _opened(self, handle: FileHandle, unique: int) -> int:
+        """Its number, the handle's owner from now on. Raises OSError ENFILE."""
+        try:
+            number = self.handles.add(handle, unique)
+        except OSError:
+            handle.release()
+            raise
+        self._relay.opened(number, handle)
+        return number
+
+    def take_over(self) -> int:
+        """Know what an earlier worker has opened; how many that are. Before the first request."""
+        for slot in self.handles.slots:
+            handle = self._files.reopened(slot.ino)
+            self.handles.take_over(slot.number, handle)
+            self._relay.opened(slot.number, handle)
+        return len(self.handles)
 
     @answers
     async def read(self, fh: FileHandleT, off: int, size: int) -> Data:  # type: ignore[override]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable
 from time import perf_counter_ns as now_ns
 
 from monarchfs.fs.files import FileHandle, Files
@@ -49,7 +50,10 @@ class Quick:
         handles: Handles[FileHandle],
         relay: Relay,
         metrics: Metrics,
+        current_request: Callable[[], tuple[int, int]],
     ) -> None:
+        """``current_request`` tells (unique, pid) of the request that is to be answered."""
+        self._current_request = current_request
         self._tree = tree
         self._files = files
         self._handles = handles
@@ -82,7 +86,11 @@ class Quick:
                     return None
                 if handle is None:
                     return None
-                number = self._handles.add(handle)
+                try:
+                    number = self._handles.add(handle, self._current_request()[0])
+                except OSError:
+                    handle.release()
+                    return None
                 self._relay.opened(number, handle)
                 self._took.open_local.observe(now_ns() - started)
                 return _OPEN_OUT.pack(number, FOPEN_KEEP_CACHE if handle.keep_cache else 0, 0)

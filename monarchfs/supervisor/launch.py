@@ -37,12 +37,13 @@ _LARGEST_INIT = 1 << 18
 @dataclass(frozen=True, slots=True)
 class Descriptors:
     """What a worker inherits; ``tiers`` are the dataset's directories in the order of the tiers,
-    ``metrics`` is a listening socket, if there is one."""
+    ``handles`` is the table of open files, ``metrics`` a listening socket, if there is one."""
 
     fuse: int
     source: int
     state: int
     tiers: tuple[int, ...]
+    handles: int
     metrics: int | None = None
 
 
@@ -144,6 +145,7 @@ def start_worker(
             "source": descriptors.source,
             "state": descriptors.state,
             "tiers": list(descriptors.tiers),
+            "handles": descriptors.handles,
             "metrics": descriptors.metrics,
         },
         "mount_ns": mount_ns,
@@ -158,7 +160,7 @@ def start_worker(
             config,
             [
                 *(descriptors.fuse, descriptors.source, descriptors.state, *descriptors.tiers),
-                *(their_init.fileno(), their_channel.fileno(), memory),
+                *(their_init.fileno(), their_channel.fileno(), memory, descriptors.handles),
                 *(() if descriptors.metrics is None else (descriptors.metrics,)),
             ],
             stderr,

@@ -24,6 +24,7 @@ from monarchfs.config.places import Places, build_config
 from monarchfs.config.settings import Settings
 from monarchfs.fuse.mount import check_device, mount
 from monarchfs.fuse.mountinfo import find_mount, is_network_filesystem
+from monarchfs.fuse.slots import make_table
 from monarchfs.fuse.unmount import unmount_bounded
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.launch import (
@@ -135,9 +136,11 @@ def _start(
         undo.callback(stop_listening, metrics)
     fuse, connection = _mount(config, undo)
     mount_ns = time.time_ns()
+    handles = make_table()
+    undo.callback(os.close, handles)
     request = read_init_request(fuse, deadline)
     descriptors = Descriptors(
-        *(fuse, what.descriptor, state_dir, tuple(tiers)),
+        *(fuse, what.descriptor, state_dir, tuple(tiers), handles),
         metrics=None if metrics is None else metrics.fileno(),
     )
     start = partial(_serving_worker, config, command, descriptors, mount_ns, request, deadline)

@@ -1,0 +1,157 @@
+"""The table of open files, in memory that outlives the worker.
+
+The kernel goes on using the handle numbers that a dead worker gave out, so who takes its place must
+know what they stand for. The supervisor makes the memory (`make_table`) and never looks into the
+slots: a worker may write there what it likes. Only one worker uses it at a time.
+
+Layout, in the byte order of the machine: a header of 4096 bytes, then slots of 32 bytes.
+
+====== ======= ======================================================================
+offset type    header
+====== ======= ======================================================================
+0      u64     MAGIC
+8      u32     how many slots there are
+12     u32     slots from this one on were never used
+16     u64     beats: rises while the worker's event loop turns
+24     u64     answered: rises with each request that was answered
+1024   u64[64] since when each relay thread has been busy, CLOCK_MONOTONIC in ns; 0: it waits
+====== ======= ======================================================================
+
+====== ======= ======================================================================
+offset type    slot
+====== ======= ======================================================================
+0      u64     inode number; 0: free. Written last, so that a slot counts when it is whole
+8      u64     ``unique`` of the OPEN request, without RESENT
+16     u32     generation: rises when the slot is freed
+20     u32     backing id: reads do not come here but go to this file; 0: they come here
+24     u64     not used
+====== ======= ======================================================================
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+MAGIC = int.from_bytes(b"mnrchfs1", "little")
+HEADER_BYTES = 4096
+MOST_SLOTS = 1 << 20
+BEATS, ANSWERED, BUSY_SINCE = 16, 24, 1024
+MOST_THREADS = 64
+
+RESENT = 1 << 63
+"""FUSE_UNIQUE_RESEND: set in ``unique`` of a request that another worker has had before."""
+
+_HEAD = struct.Struct("=QII")
+_U64 = struct.Struct("=Q")
+_SLOT = struct.Struct("=QQIIQ")
+_HIGH_WATER = struct.Struct("=I")
+_HIGH_WATER_AT = 12
+_LOW = (1 << 32) - 1
+
+
+class Slot(NamedTuple):
+    """One open of a file: what the kernel has been told of it."""
+
+    number: int
+    ino: int
+    unique: int
+    backing_id: int
+
+
+def make_table(slots: int = MOST_SLOTS) -> int:
+    """A descriptor of new, empty memory for a table; it cannot change its size (memfd_create(2)).
+    Takes memory only where slots are used."""
+    fd = os.memfd_create("monarchfs-handles", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, HEADER_BYTES + slots * _SLOT.size)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    os.pwrite(fd, _HEAD.pack(MAGIC, slots, 0), 0)
+    return fd
+
+
+class Slots:
+    """A worker's view of the table.
+
+    Constant: the memory. Changing: the slots, and ``_free``, those that were used before.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Takes over what is open in the table. Raises ValueError for what is none."""
+        self._memory = mmap.mmap(fd, 0)
+        magic, count, used = _HEAD.unpack_from(self._memory, 0)
+        size = HEADER_BYTES + count * _SLOT.size
+        if magic != MAGIC or size != len(self._memory) or used > count:
+            raise ValueError("not a table of open files")
+        self._count: int = count
+        self._used: int = used
+        self._free = [index for index in reversed(range(self._used)) if not self._slot(index)[0]]
+
+    def __len__(self) -> int:
+        """How many files are open."""
+        return self._used - len(self._free)
+
+    def __iter__(self) -> Iterator[Slot]:
+        """What is open, in no particular order."""
+        for index in range(self._used):
+            ino, unique, generation, backing_id, _ = self._slot(index)
+            if ino:
+                yield Slot(generation << 32 | index, ino, unique, backing_id)
+
+    def add(self, ino: int, unique: int, backing_id: int = 0) -> int:
+        """The number of a new handle, never given out before. The request ``unique`` may have been
+        carried out by an earlier worker: then it is the number that it had. Raises OSError ENFILE
+        where too many files are open."""
+        if unique & RESENT:
+            unique &= ~RESENT
+            for slot in self:
+                if slot.unique == unique and slot.ino == ino:
+                    return slot.number
+        if self._free:
+            index = self._free.pop()
+        elif self._used < self._count:
+            index = self._used
+            self._used += 1
+            _HIGH_WATER.pack_into(self._memory, _HIGH_WATER_AT, self._used)
+        else:
+            raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+        at = HEADER_BYTES + index * _SLOT.size
+        generation = max(self._slot(index)[2], 1)
+        _SLOT.pack_into(self._memory, at, 0, unique, generation, backing_id, 0)
+        _U64.pack_into(self._memory, at, ino)
+        return generation << 32 | index
+
+    def end(self, number: int) -> int | None:
+        """The inode number of the handle, which is open no more; None if it was not."""
+        ino = self.ino(number)
+        if ino is None:
+            return None
+        index, generation = number & _LOW, number >> 32
+        at = HEADER_BYTES + index * _SLOT.size
+        _U64.pack_into(self._memory, at, 0)
+        _SLOT.pack_into(self._memory, at, 0, 0, generation % _LOW + 1, 0, 0)
+        self._free.append(index)
+        return ino
+
+    def ino(self, number: int) -> int | None:
+        """The inode number of an open handle; None for one that is not open."""
+        index = number & _LOW
+        if index >= self._used:
+            return None
+        ino, _, generation, _, _ = self._slot(index)
+        return ino if ino and generation == number >> 32 else None
+
+    def _slot(self, index: int) -> tuple[int, int, int, int, int]:
+        found: tuple[int, int, int, int, int] = _SLOT.unpack_from(
+            self._memory, HEADER_BYTES + index * _SLOT.size
+        )
+        return found
+
+    def close(self) -> None:
+        """Give the memory back; what is open stays so."""
+        self._memory.close()

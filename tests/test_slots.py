@@ -1,0 +1,110 @@
+"""The table of open files: against a dictionary, and across the death of its user."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarchfs.fuse.handles import Handles
+from monarchfs.fuse.slots import HEADER_BYTES, RESENT, Slot, Slots, make_table
+
+
+@pytest.fixture
+def table() -> Iterator[int]:
+    fd = make_table(4)
+    yield fd
+    os.close(fd)
+
+
+class File:
+    def __init__(self, ino: int) -> None:
+        self.ino = ino
+        self.released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+@given(st.lists(st.tuples(st.sampled_from(["open", "close", "die"]), st.integers(0, 7))))
+def test_against_a_dictionary(steps: list[tuple[str, int]]) -> None:
+    fd = make_table(4)
+    try:
+        slots, expected, given_out = Slots(fd), dict[int, Slot](), set[int]()
+        for unique, (what, which) in enumerate(steps, 1):
+            if what == "open" and len(expected) == 4:
+                with pytest.raises(OSError, match=os.strerror(errno.ENFILE)):
+                    slots.add(which + 1, unique)
+            elif what == "open":
+                number = slots.add(which + 1, unique, which)
+                assert number
+                assert number not in given_out
+                given_out.add(number)
+                expected[number] = Slot(number, which + 1, unique, which)
+            elif what == "close" and given_out:
+                number = sorted(given_out)[which % len(given_out)]
+                slot = expected.pop(number, None)
+                assert slots.end(number) == (None if slot is None else slot.ino)
+            elif what == "die":
+                slots.close()
+                slots = Slots(fd)
+            assert {slot.number: slot for slot in slots} == expected
+            assert len(slots) == len(expected)
+            for number in given_out:
+                known = expected.get(number)
+                assert slots.ino(number) == (None if known is None else known.ino)
+        slots.close()
+    finally:
+        os.close(fd)
+
+
+def test_an_open_that_is_carried_out_twice_is_one_handle(table: int) -> None:
+    number = Slots(table).add(7, 100)
+    slots = Slots(table)
+    assert slots.add(7, 100 | RESENT) == number
+    assert slots.add(7, 102 | RESENT) != number
+    assert slots.add(7, 100) != number  # not a repetition: the kernel says so where it is one
+    assert len(slots) == 3
+
+
+def test_a_handle_that_was_taken_over_is_released_once(table: int) -> None:
+    number = Slots(table).add(7, 100)
+    handles: Handles[File] = Handles(Slots(table))
+    first, second = File(7), File(7)
+    handles.take_over(number, first)
+    assert handles.add(second, 100 | RESENT) == number
+    assert first.released == 1
+    assert handles.pop(number) is second
+    assert handles.pop(number) is None
+    assert len(handles.slots) == 0
+    with pytest.raises(OSError, match="unknown handle"):
+        handles.get(number)
+
+
+def test_a_worker_killed_in_the_middle_of_an_open(table: int) -> None:
+    slots = Slots(table)
+    slots.add(7, 100)
+    os.pwrite(table, bytes(8), HEADER_BYTES)  # the inode number is what is written last
+    assert list(Slots(table)) == []
+    assert Slots(table).add(8, 102)
+
+
+def test_its_memory_cannot_shrink_under_its_users(table: int) -> None:
+    size = os.fstat(table).st_size
+    for wrong in (0, size - 1, size + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(table, wrong)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(table, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+@pytest.mark.parametrize("at", [0, 8, 12])
+def test_what_is_no_table(table: int, at: int) -> None:
+    os.pwrite(table, b"\xff" * 4, at)
+    with pytest.raises(ValueError, match="not a table"):
+        Slots(table)
