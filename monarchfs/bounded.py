@@ -29,12 +29,17 @@ call, where there is no parent any more."""
 
 
 def bounded_talk(
-    call: Callable[[Tell], Any], *, silence: float, overdue: str, heard: Callable[[Any], None]
+    call: Callable[[Tell], Any],
+    *,
+    silence: float,
+    overdue: str,
+    heard: Callable[[Any], None],
+    keep: Sequence[int] = (),
 ) -> Any:
     """As `bounded_call`, of a call that takes long and says so: ``heard`` gets what it tells.
 
     Raises OperationError(``overdue``) where it says nothing for ``silence`` seconds. No descriptors
-    are passed.
+    are passed; those to ``keep`` are open there, too.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
@@ -44,7 +49,7 @@ def bounded_talk(
             def tell(progress: Any) -> None:
                 theirs.send(json.dumps({"progress": progress}).encode())
 
-            _answer_and_exit(lambda: (call(tell), ()), theirs, ())
+            _answer_and_exit(lambda: (call(tell), ()), theirs, keep)
         theirs.close()
         ours.settimeout(silence)
         try:

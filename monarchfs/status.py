@@ -74,7 +74,11 @@ def status(worker: Worker) -> dict[str, Any]:
             "scrubbed_bytes": metrics.scrubbed_bytes,
         },
         "touch": {"completed": metrics.touches_completed, "failed": metrics.touches_failed},
-        "index": {"frozen": worker.index.frozen},
+        "index": {
+            "frozen": worker.index.frozen,
+            "load": worker.load.state,
+            "loaded_entries": worker.load.entries,
+        },
         "requests": {
             "waiting": worker.interrupts.waiting,
             "interrupted": metrics.interrupted_requests,

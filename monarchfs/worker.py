@@ -30,6 +30,7 @@ from monarchfs.config.model import Config, PrefetchMode
 from monarchfs.fs.files import Files
 from monarchfs.fs.find import Finder
 from monarchfs.fs.freshness import NS, Freshness
+from monarchfs.fs.load import Load
 from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.refresh import Refresh
 from monarchfs.fs.tree import Tree
@@ -200,6 +201,7 @@ class Worker:
         )
         self.xattrs = Xattrs(self.tree, self.files, self.reasons, self.source)
         self.scan = Scan(self.tree, self.copier)
+        self.load = Load(self.tree, bootstrap.mount_ns)
         self.interrupts = Interrupts(self.metrics)
         self.relay = Relay(fuse_session.hooks, self.metrics)
         self.cache.stop_reading = self.relay.forget
@@ -296,6 +298,9 @@ class Worker:
             self._nursery.start_soon(self.cache.scrub, config.scrub_bytes_per_second)
         if config.touch_source_seconds:
             self._nursery.start_soon(self._touch().run)
+        if config.index_file is not None:
+            # Before the scan, which then finds what it looks for.
+            await self.load.run(config.index_file, self._root_ino)
         if config.prefetch is PrefetchMode.ALL:
             self._nursery.start_soon(self.scan.everything)
         elif config.prefetch is PrefetchMode.FILE and config.prefetch_list is not None:

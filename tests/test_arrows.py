@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": set(),
     "cache": {"types", "placement", "index", "store", "metrics", "memory"},
     "prefetch": {"types", "cache", "source", "metrics"},
-    "fs": {"types", "cache", "source", "index", "metrics", "units"},
+    "fs": {"types", "cache", "source", "index", "metrics", "units", "mirror"},
     "fuse": {"types", "fs", "metrics", "bounded"},
     "privileges": set(),
     "logs": {"types"},
@@ -40,7 +40,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "fsck": {"types", "cache", "index", "store"},
     "doctor": {"types", "config", "supervisor", "fuse", "bounded", "memory", "plan"},
-    "plan": {"types", "placement", "store", "bounded"},
+    "plan": {"types", "placement", "store", "bounded", "walk"},
+    "walk": set(),
+    "mirror": {"types", "walk"},
     "supervisor": {"types", "config", "control", "fuse", "bounded", "logs"},
     "cli": {
         "types",
@@ -53,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "doctor",
         "plan",
         "units",
+        "mirror",
     },
 }
 """``fuse`` below ``supervisor`` and ``cli`` means its mount parts, see the last test."""

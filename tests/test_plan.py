@@ -18,9 +18,10 @@ from monarchfs.cli.plan import combine
 from monarchfs.plan.fitting import Amount, TierRoom, blocks, fit
 from monarchfs.plan.survey import Sizes, survey_and_fit
 from monarchfs.plan.times import RELAY_FILES_PER_SECOND, SourceSpeed, TierSpeed, Work, times
-from monarchfs.plan.walk import BATCH, Counts, walk
+from monarchfs.plan.walk import Counts, walk
 from monarchfs.prefetch.copier import MAX_UNIT_BYTES
 from monarchfs.types import OperationError, SourceStat, Space
+from monarchfs.walk import BATCH
 from tests.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
 from tests.trees import strange_tree
 

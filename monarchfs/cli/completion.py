@@ -57,6 +57,8 @@ _COMPLETED: Mapping[str, Mapping[str, object]] = {
     "state_dir": shtab.DIRECTORY,
     "tier": shtab.DIRECTORY,
     "config": shtab.FILE,
+    "index": shtab.FILE,
+    "file": shtab.FILE,
     "log_file": shtab.FILE,
     "prefetch": {**shtab.FILE, "bash": "_monarchfs_list_files"},
     "user": _USERS,

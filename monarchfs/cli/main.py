@@ -137,6 +137,17 @@ source has to serve in the first epoch and in later ones, and, at rates measured
 takes. Exit code: 0, or 1 where the source does not answer."""
 
 
+_INDEX_EXAMPLES = """\
+examples:
+  monarchfs index export /lustre/imagenet imagenet.index
+  sbcast imagenet.index /tmp/imagenet.index
+  monarchfs mount /lustre/imagenet /mnt/imagenet --freshness immutable --index /tmp/imagenet.index
+
+Looks at all names and attributes below SOURCE and writes them to FILE, whole or not at all. A mount
+with --index FILE knows them without asking the source. FILE is believed by mounts that are
+immutable: write it anew when the dataset has changed. The bytes of files are never in it."""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse prints its usage before an error; one line is clearer, and easier to log."""
 
@@ -169,6 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_fsck(commands)
     _add_doctor(commands)
     _add_plan(commands)
+    _add_index(commands)
     _add_completion(commands)
     return parser
 
@@ -256,6 +268,10 @@ def _command(name: str) -> Command:
             from monarchfs.cli.plan import plan_command
 
             return plan_command
+        case "index":
+            from monarchfs.cli.index import index_command
+
+            return index_command
         case "completion":
             from monarchfs.cli.completion import completion_command
 
@@ -292,6 +308,12 @@ def _add_mount(commands: _Commands) -> None:
         metavar="WHAT",
         help="what is copied: none, access (opened files; the default), all, or a FILE with paths"
         " in the order of reading",
+    )
+    option(
+        "--index",
+        metavar="FILE",
+        help="names and attributes that monarchfs index export has written, so that the source need"
+        " not be asked for them",
     )
     option(
         "--freshness",
@@ -431,6 +453,15 @@ def _add_plan(commands: _Commands) -> None:
         help="how long to look at files (default 600); what was not seen by then is left out",
     )
     option("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_index(commands: _Commands) -> None:
+    summary = "write a dataset's names and attributes to a file"
+    parser = _add_command(commands, "index", summary, _INDEX_EXAMPLES)
+    parser.add_argument("action", metavar="ACTION", choices=("export",), help="export")
+    parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
+    parser.add_argument("file", metavar="FILE", help="what is written")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
 
 
 def _add_completion(commands: _Commands) -> None:

@@ -16,6 +16,7 @@ from monarchfs.supervisor.start import check_mount, mount_and_supervise, path_is
 
 _FLAGS = (
     *("tier", "state_dir", "prefetch", "freshness", "evict", "scrub", "user"),
+    "index",
     "metrics_port",
     "touch_source",
     *("foreground", "log_file", "log_level"),

@@ -72,6 +72,7 @@ class Config:
     the replicas are read again and compared with their checksums, 0 for not at all.
     ``metrics_port`` is where 127.0.0.1 serves the metrics, None for nowhere.
     ``touch_source_seconds`` is how often what is used is touched in the source, 0 for never.
+    ``index_file`` holds names and attributes that another node has looked up.
     """
 
     source: str
@@ -99,6 +100,7 @@ class Config:
     scrub_bytes_per_second: int = 0
     metrics_port: int | None = None
     touch_source_seconds: float = 0.0
+    index_file: str | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=_enum_value)

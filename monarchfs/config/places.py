@@ -118,6 +118,7 @@ def build_config(
         scrub_bytes_per_second=settings.scrub,
         metrics_port=settings.metrics_port,
         touch_source_seconds=settings.touch_source,
+        index_file=settings.index,
     )
 
 

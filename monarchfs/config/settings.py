@@ -48,6 +48,7 @@ class Settings:
     scrub: int = 0
     metrics_port: int | None = None
     touch_source: float = 0.0
+    index: str | None = None
 
 
 PARSERS: Mapping[str, Callable[[object], object]] = {
@@ -71,6 +72,7 @@ PARSERS: Mapping[str, Callable[[object], object]] = {
     "scrub": values.parse_rate,
     "metrics_port": values.parse_port,
     "touch_source": values.parse_interval,
+    "index": values.parse_path,
 }
 
 # What mount(8), fstab and systemd put into a list of options without meaning the file system.

@@ -103,9 +103,20 @@ class Tree(Names):
             raise OSError(errno.ESTALE, "the directory was replaced") from exc
         if compares:
             await self._outdate_gone(ino, asked_ns, batch_names, differences)
-        for _step in self.index.finish_listing(
-            ino, sequence, stat.mtime_ns, stat.ctime_ns, asked_ns
-        ):
+        await self._record_listed(ino, sequence, stat.mtime_ns, stat.ctime_ns, asked_ns)
+
+    async def finish_listing(
+        self, ino: int, sequence: int, mtime_ns: int, ctime_ns: int, asked_ns: int
+    ) -> None:
+        """All entries were recorded since ``begin_listing`` gave out ``sequence``: others are not
+        there. Raises IndexWriteError."""
+        await self._outdate_gone(ino, asked_ns, LISTING_BATCH, None)
+        await self._record_listed(ino, sequence, mtime_ns, ctime_ns, asked_ns)
+
+    async def _record_listed(
+        self, ino: int, sequence: int, mtime_ns: int, ctime_ns: int, asked_ns: int
+    ) -> None:
+        for _step in self.index.finish_listing(ino, sequence, mtime_ns, ctime_ns, asked_ns):
             await trio.lowlevel.checkpoint()
         self.denied.discard(ino)
 

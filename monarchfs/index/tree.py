@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from monarchfs.index.outdated import Outdated
@@ -107,6 +108,17 @@ class Tree(Outdated):
         pin goes to the new number, of a changed file as of a name that stands for another file.
         """
         return self._write(lambda txn: self._found(txn, parent, name, stat, target, now_ns))
+
+    def record_found_each(
+        self, parent: int, found: Sequence[tuple[bytes, SourceStat, bytes]], now_ns: int
+    ) -> list[Node]:
+        """``record_found`` of each (name, stat, target), in one transaction: about 8 us a name, so
+        a hundred at most."""
+        return self._write(
+            lambda txn: [
+                self._found(txn, parent, name, stat, target, now_ns) for name, stat, target in found
+            ]
+        )
 
     def _found(
         self, txn: Any, parent: int, name: bytes, stat: SourceStat, target: bytes, now_ns: int

@@ -193,7 +193,7 @@ def _checked(
     config = build_config(
         settings, source=what.path, mountpoint=where.path, user=user, places=places
     )
-    _check_prefetch_list(config)
+    _check_lists(config)
     check_storage(config, what, where, places.cache_dir, _left(deadline))
     return config, what
 
@@ -213,25 +213,30 @@ def _check_overlap(source: Source, mountpoint: Mountpoint) -> None:
         )
 
 
-def _check_prefetch_list(config: Config) -> None:
-    if config.prefetch is not PrefetchMode.FILE:
-        return
-    assert config.prefetch_list is not None
+def _check_lists(config: Config) -> None:
+    """Raises UsageError for a file that the worker is to read and could not."""
+    if config.prefetch is PrefetchMode.FILE:
+        assert config.prefetch_list is not None
+        remedy = "use none, access, all or the path of a readable list"
+        _check_readable("prefetch list", config.prefetch_list, config.user, remedy)
+    if config.index_file is not None:
+        remedy = "name what monarchfs index export has written"
+        _check_readable("index file", config.index_file, config.user, remedy)
+
+
+def _check_readable(what: str, path: str, user: User, remedy: str) -> None:
     reason = ""
-    with acting_as(config.user):
+    with acting_as(user):
         try:
             # A FIFO without a writer would be waited for, and could be read once only.
-            descriptor = os.open(config.prefetch_list, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 reason = "it is not a file"
             os.close(descriptor)
         except OSError as error:
             reason = str(error.strerror)
     if reason:
-        raise UsageError(
-            f"prefetch list {config.prefetch_list} cannot be read by {config.user.name}: {reason}:"
-            " use none, access, all or the path of a readable list"
-        )
+        raise UsageError(f"{what} {path} cannot be read by {user.name}: {reason}: {remedy}")
 
 
 def _mount(config: Config, undo: ExitStack) -> tuple[int, int]:

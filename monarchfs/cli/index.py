@@ -1,0 +1,146 @@
+"""``monarchfs index export``: one look at a dataset, in a file for other nodes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from monarchfs.bounded import Tell, bounded_call, bounded_talk
+from monarchfs.cli.progress import Progress
+from monarchfs.config.values import parse_path
+from monarchfs.doctor.source import refuse_ours
+from monarchfs.mirror.export import Exported, export
+from monarchfs.types import OperationError, UsageError
+from monarchfs.units import format_bytes, format_seconds
+
+_SOURCE_SECONDS = 10.0
+_SILENCE_SECONDS = 60.0
+_TELL_SECONDS = 0.2
+
+
+def index_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Writes the file, whole or not at all. Raises UsageError, or OperationError where the source
+    does not answer or the file cannot be written."""
+    refuse_ours(parse_path(arguments.source))
+    source, path = _directory(arguments.source), parse_path(arguments.file)
+    started = time.monotonic()
+    with _NewFile(path) as file, Progress() as progress:
+
+        def heard(so_far: Mapping[str, int]) -> None:
+            directories, names = so_far["directories"], so_far["entries"]
+            progress.show(f"looking at {source}: {directories} directories, {names} names")
+
+        found = bounded_talk(
+            lambda tell: _export(source, file.descriptor, tell),
+            silence=_SILENCE_SECONDS,
+            overdue=f"source {source} did not answer for {_SILENCE_SECONDS:g} s: nothing was"
+            " written",
+            heard=heard,
+            keep=[file.descriptor],
+        )
+        file.keep()
+    result = {
+        "source": source,
+        "file": path,
+        "bytes": os.stat(path).st_size,
+        "seconds": round(time.monotonic() - started, 3),
+        **found,
+    }
+    print(json.dumps(result) if arguments.json else _text(result))
+    return 0
+
+
+def _text(result: Mapping[str, Any]) -> str:
+    size, seconds = format_bytes(result["bytes"]), format_seconds(result["seconds"])
+    lines = [
+        f"{result['file']}: {result['entries']} names in {result['directories']} directories,"
+        f" {size}, {seconds}"
+    ]
+    if result["unreadable"]:
+        lines.append(f"{result['unreadable']} directories could not be listed")
+    if result["unknown"]:
+        lines.append(f"{result['unknown']} names changed meanwhile: mounts ask the source for them")
+    return "\n".join(lines)
+
+
+def _directory(path: str) -> str:
+    def call() -> tuple[str, tuple[()]]:
+        try:
+            real = os.path.realpath(parse_path(path), strict=True)
+            os.scandir(real).close()
+        except OSError as error:
+            problem = f"source {path} cannot be listed: {error.strerror}"
+            raise UsageError(f"{problem}: name the dataset's directory") from None
+        return real, ()
+
+    real, _ = bounded_call(
+        call,
+        timeout=_SOURCE_SECONDS,
+        overdue=f"source {path} did not answer within {_SOURCE_SECONDS:g} s: check its file system",
+    )
+    return str(real)
+
+
+def _export(source: str, descriptor: int, tell: Tell) -> dict[str, int]:
+    """In a child: also that of a source which hangs can be given up."""
+    next_time = 0.0
+
+    def now_and_then(so_far: Exported) -> None:
+        nonlocal next_time
+        if time.monotonic() >= next_time:
+            next_time = time.monotonic() + _TELL_SECONDS
+            tell(asdict(so_far))
+
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            return asdict(export(source, file, now_and_then))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OperationError(
+            f"the index of {source} cannot be exported: {error.strerror}"
+        ) from None
+
+
+class _NewFile:
+    """A context manager: a file that takes the place of ``path`` with ``keep``, and is gone at the
+    end otherwise. Raises OperationError."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        directory, name = os.path.split(path)
+        try:
+            if os.path.isdir(path):
+                raise IsADirectoryError(0, "Is a directory")
+            self.descriptor, self._temporary = tempfile.mkstemp("", f".{name}.", directory)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _failed(self, error: OSError) -> OperationError:
+        return OperationError(
+            f"{self._path} cannot be written: {error.strerror}: name a file in a directory of yours"
+        )
+
+    def __enter__(self) -> _NewFile:
+        return self
+
+    def keep(self) -> None:
+        umask = os.umask(0)
+        os.umask(umask)
+        try:
+            os.fchmod(self.descriptor, 0o666 & ~umask)
+            os.rename(self._temporary, self._path)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def __exit__(self, *_error: object) -> None:
+        os.close(self.descriptor)
+        with suppress(FileNotFoundError):
+            os.unlink(self._temporary)

@@ -1,0 +1,162 @@
+"""Taking over names and attributes that another node has looked up (``monarchfs.mirror``)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+
+import trio
+
+from monarchfs.fs.tree import LISTING_BATCH, Tree
+from monarchfs.mirror.file import (
+    Begin,
+    Complete,
+    End,
+    Entries,
+    Found,
+    Malformed,
+    Reader,
+    Record,
+)
+from monarchfs.types import ROOT_INO, IndexWriteError
+
+log = logging.getLogger(__name__)
+
+RECORDS_AT_A_TIME = 64
+
+
+class LoadedListing:
+    """A directory that another node listed at ``taken_ns``, taken to be so at ``asked_ns``.
+
+    Constant: the directory, and these times. Changing: whether it can be the whole listing.
+    Methods raise IndexWriteError.
+    """
+
+    def __init__(self, tree: Tree, ino: int, taken_ns: int, asked_ns: int) -> None:
+        self._tree = tree
+        self._ino = ino
+        self._taken_ns = taken_ns
+        self._asked_ns = asked_ns
+        self._whole = True
+        self._sequence = 0
+        self._times = (0, 0)
+
+    async def begin(self, mtime_ns: int, ctime_ns: int) -> None:
+        """The directory had these times then."""
+        self._times = (mtime_ns, ctime_ns)
+        index, cookie = self._tree.index, 0
+        # What was found here since may be missing there.
+        while self._whole and (rows := index.entries(self._ino, cookie, LISTING_BATCH)):
+            cookie = rows[-1][0].cookie
+            self._whole = all(dirent.checked_ns < self._taken_ns for dirent, _node in rows)
+            await trio.lowlevel.checkpoint()
+        self._sequence = index.begin_listing(self._ino)
+
+    def add(self, found: Sequence[Found]) -> None:
+        """Some of its entries: a millisecond for a hundred."""
+        index, ino = self._tree.index, self._ino
+        before = [(one, index.dirent(ino, one.name)) for one in found]
+        older = [
+            (one, known)
+            for one, known in before
+            if known is None or known.checked_ns < self._taken_ns
+        ]
+        names = [(one.name, one.type, one.ino, 0) for one, _known in older]
+        index.add_entries(ino, self._sequence, names, self._asked_ns)
+        attributes = [(o.name, o.stat, o.target) for o, _known in older if o.stat is not None]
+        index.record_found_each(ino, attributes, self._asked_ns)
+        for one, known in older:
+            if known is not None:
+                now = index.dirent(ino, one.name)
+                if now is not None and now.ino != known.ino:
+                    self._tree.replaced(ino, one.name, known)
+
+    async def complete(self) -> None:
+        """There are no others."""
+        if self._whole:
+            asked_ns = self._asked_ns
+            await self._tree.finish_listing(self._ino, self._sequence, *self._times, asked_ns)
+
+
+class Load:
+    """One such file on its way into the index. Changing: ``state`` (one of none,
+    running, done, failed), and how much of it has been recorded."""
+
+    def __init__(self, tree: Tree, mount_ns: int) -> None:
+        self.state = "none"
+        self.entries = 0
+        self._tree = tree
+        self._mount_ns = mount_ns
+
+    async def run(self, path: str, root_ino: int) -> None:
+        """Record what the file at ``path`` holds, but for what this node has asked the source about
+        since it was written. ``root_ino``: the inode number of the source's root.
+
+        Raises nothing: what comes before something that is wrong is kept, and the source is asked
+        for the rest.
+        """
+        self.state = "running"
+        started = time.monotonic()
+        try:
+            async with await trio.open_file(path, "rb") as file:
+                reader = await trio.to_thread.run_sync(Reader, file.wrapped)
+                if reader.head.root_ino != root_ino:
+                    raise Malformed(f"it is of another directory, {reader.head.source!r}")
+                await self._take(reader)
+        except (OSError, Malformed, IndexWriteError) as exc:
+            self.state = "failed"
+            log.warning("index file %s: %s: the source is asked for the rest", path, exc)
+        else:
+            self.state = "done"
+            log.info(
+                "index file %s: %d names in %.1f s", path, self.entries, time.monotonic() - started
+            )
+
+    async def _take(self, reader: Reader) -> None:
+        # What a mount is told not to change is as it was; else the file's age counts.
+        trusted = self._tree.freshness.trusts_times
+        asked_ns = max(self._mount_ns, reader.head.taken_ns) if trusted else reader.head.taken_ns
+        records, taken_ns = iter(reader), reader.head.taken_ns
+        listing: LoadedListing | None = None
+        while True:
+            batch = await trio.to_thread.run_sync(_some, records)
+            for record in batch:
+                match record:
+                    case Begin(names, mtime_ns, ctime_ns):
+                        listing, ino = None, self._directory(names, taken_ns)
+                        if ino is not None:
+                            listing = LoadedListing(self._tree, ino, taken_ns, asked_ns)
+                            await listing.begin(mtime_ns, ctime_ns)
+                    case Entries(found) if listing is not None:
+                        listing.add(found)
+                        self.entries += len(found)
+                    case Complete() if listing is not None:
+                        await listing.complete()
+                    case End():
+                        return
+                await trio.lowlevel.checkpoint()
+
+    def _directory(self, names: tuple[bytes, ...], taken_ns: int) -> int | None:
+        """The number of the directory they lead to; None where that is not known, or its listing
+        is younger than the file."""
+        index, ino = self._tree.index, ROOT_INO
+        for name in names:
+            dirent = index.dirent(ino, name)
+            if dirent is None:
+                return None
+            ino = dirent.ino
+        node, listing = index.node(ino), index.listing(ino)
+        if node is None or not node.stat.is_directory:
+            return None
+        return ino if listing is None or listing.fetched_ns < taken_ns else None
+
+
+def _some(records: Iterator[Record]) -> list[Record]:
+    """The next few; for a thread."""
+    found: list[Record] = []
+    for record in records:
+        found.append(record)
+        if len(found) == RECORDS_AT_A_TIME or isinstance(record, End):
+            break
+    return found

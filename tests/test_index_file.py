@@ -1,0 +1,284 @@
+"""Exported indexes: what is written is what is read, and no file harms its reader."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarchfs.mirror.file import (
+    MOST_LINE_BYTES,
+    Begin,
+    Complete,
+    End,
+    Entries,
+    Found,
+    Head,
+    Malformed,
+    Reader,
+    Record,
+    Writer,
+)
+from monarchfs.types import FileType, SourceStat
+from tests import trees
+from tests.mounting import MONARCHFS, Bench, requires_fuse, run, wait_for
+
+U64 = st.integers(0, (1 << 63) - 1)
+U32 = st.integers(0, (1 << 32) - 1)
+TIMES = st.integers(-(1 << 70), 1 << 70)
+NAMES = st.binary(min_size=1, max_size=255).filter(
+    lambda name: not set(name) & set(b"/\0") and name not in (b".", b"..")
+)
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> Found:
+    kind = draw(st.sampled_from([k for k in FileType if k is not FileType.UNKNOWN]))
+    ino = draw(st.integers(1, (1 << 64) - 1))
+    if draw(st.booleans()):
+        return Found(draw(NAMES), kind, ino, None, b"")
+    mode = int(kind) << 12 | draw(st.integers(0, 0o7777))
+    before, after = (U64, TIMES, TIMES, TIMES), (U32, U32, U32, U64, U64, U32)
+    attributes = [*map(draw, before), mode, *map(draw, after)]
+    is_link = kind is FileType.SYMLINK
+    target = draw(st.binary(min_size=1, max_size=4095)) if is_link else b""
+    return Found(draw(NAMES), kind, ino, SourceStat._make([0, ino, *attributes]), target)
+
+
+def written(directories: list[tuple[list[bytes], list[Found], bool]]) -> bytes:
+    file = io.BytesIO()
+    writer = Writer(file, Head("/lustre/größe\udcff", 7, 123))
+    for path, found, complete in directories:
+        writer.begin(b"/".join(path), -5, 1 << 65)
+        writer.add(found)
+        if complete:
+            writer.complete()
+    writer.close()
+    return file.getvalue()
+
+
+def read(data: bytes) -> list[Record]:
+    return list(Reader(io.BytesIO(data)))
+
+
+DIRECTORIES = st.lists(
+    st.tuples(st.lists(NAMES, max_size=3), st.lists(entries(), max_size=120), st.booleans()),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(DIRECTORIES)
+def test_what_is_written_is_read(
+    directories: list[tuple[list[bytes], list[Found], bool]],
+) -> None:
+    data = written(directories)
+    assert Reader(io.BytesIO(data)).head == Head("/lustre/größe\udcff", 7, 123)
+    records, expected = read(data), list[Record]()
+    for path, found, complete in directories:
+        expected.append(Begin(tuple(path), -5, 1 << 65))
+        expected += [Entries(found[i : i + 100]) for i in range(0, len(found), 100)]
+        expected += [Complete()] if complete else []
+    expected.append(End(len(directories), sum(len(found) for _p, found, _c in directories)))
+    assert records == expected
+
+
+HEADER = ["monarchfs index", 1, "/s", 7, 123]
+FILE = ["a", 8, 9, 5, 1, 1, 1, 0o100644, 1, 0, 0, 0, 8, 4096]
+LINK = ["l", 10, 9, 5, 1, 1, 1, 0o120777, 1, 0, 0, 0, 8, 4096]
+
+
+def packed(*lines: object) -> bytes:
+    return gzip.compress(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+
+
+def test_the_lines_that_others_below_are_a_variation_of() -> None:
+    end = ["end", 1, 2]
+    data = packed(HEADER, ["d", "", 1, 1], ["e", [FILE, [*LINK, "a"]]], ["."], end)
+    assert [type(record) for record in read(data)] == [Begin, Entries, Complete, End]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([["another index", 1, "/s", 7, 123]], "no exported index"),
+        ([["monarchfs index", 2, "/s", 7, 123]], "version 2; this program reads 1"),
+        ([["monarchfs index", 1, "/s", "7", 123]], "no exported index"),
+        ([["monarchfs index", 1, "/s", 0, 123]], "out of range"),
+        ([[]], "no exported index"),
+        ([{"a": 1}], "no array"),
+        ([HEADER, ["."]], "does not begin with a directory"),
+        ([HEADER, ["x"]], "a line is not known"),
+        ([HEADER, ["d", "a/../b", 1, 1]], "is no name"),
+        ([HEADER, ["d", "/etc", 1, 1]], "is no name"),
+        ([HEADER, ["d", "a//b", 1, 1]], "is no name"),
+        ([HEADER, ["d", "a" * 256, 1, 1]], "is no name"),
+        ([HEADER, ["d", "a/" * 40_000 + "a", 1, 1]], "a path is too long"),
+        ([HEADER, ["d", "", 1 << 90, 1]], "a time is too far"),
+        ([HEADER, ["d", "", 1, 1], ["e", [["a/b", 8, 9]]]], "is no name"),
+        ([HEADER, ["d", "", 1, 1], ["e", [["a\0b", 8, 9]]]], "is no name"),
+        ([HEADER, ["d", "", 1, 1], ["e", [["..", 4, 9]]]], "is no name"),
+        ([HEADER, ["d", "", 1, 1], ["e", [["\ud800", 8, 9]]]], "stand for no byte"),
+        ([HEADER, ["d", "", 1, 1], ["e", [["a", 3, 9]]]], "no file type 3"),
+        ([HEADER, ["d", "", 1, 1], ["e", [["a", 8, 1 << 64]]]], "out of range"),
+        ([HEADER, ["d", "", 1, 1], ["e", [["a", 8, -9]]]], "out of range"),
+        ([HEADER, ["d", "", 1, 1], ["e", [["a", 8, 9, 5]]]], "attributes are missing"),
+        ([HEADER, ["d", "", 1, 1], ["e", [["a", 8]]]], "an entry is not known"),
+        ([HEADER, ["d", "", 1, 1], ["e", [[*FILE[:-1], 1 << 32]]]], "out of range"),
+        ([HEADER, ["d", "", 1, 1], ["e", [[*FILE[:-1], None]]]], "is no number"),
+        ([HEADER, ["d", "", 1, 1], ["e", [[*FILE[:-1], True]]]], "is no number"),
+        ([HEADER, ["d", "", 1, 1], ["e", [[*FILE, "target"]]]], "of no symbolic link"),
+        ([HEADER, ["d", "", 1, 1], ["e", [LINK]]], "of no symbolic link"),
+        ([HEADER, ["d", "", 1, 1], ["e", [[*LINK, "t" * 4096]]]], "target is too long"),
+        ([HEADER, ["d", "", 1, 1], ["e", [["a", 4, *FILE[2:]]]]], "another than the mode's"),
+        ([HEADER, ["d", "", 1, 1], ["e", [FILE] * 101]], "a line is not known"),
+        ([HEADER, ["d", "", 1, 1], ["end", 1, 1]], "does not fit what it holds"),
+        ([HEADER, ["d", "", 1, 1]], "cut off"),
+        ([HEADER, ["d", "x" * (MOST_LINE_BYTES + 1), 1, 1]], "too long"),
+    ],
+)
+def test_what_is_refused(lines: list[object], words: str) -> None:
+    with pytest.raises(Malformed, match=words):
+        read(packed(*lines))
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000 + b"\n", b"\xff\xfe\n", b"nul\0\n", b"\n"])
+def test_what_is_no_json(text: bytes) -> None:
+    with pytest.raises(Malformed, match="no JSON"):
+        read(gzip.compress(text))
+
+
+@given(st.data())
+def test_damage_anywhere_is_refused_or_harmless(data: st.DataObject) -> None:
+    lines = [HEADER, ["d", "", 1, 1], ["e", [FILE, [*LINK, "a"]]], ["."], ["end", 1, 2]]
+    text = bytearray(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(text) - 1))
+        text[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    file = bytearray(gzip.compress(bytes(text)))
+    if data.draw(st.booleans()):
+        file[data.draw(st.integers(0, len(file) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        records = read(bytes(file))
+    except Malformed:
+        return
+    for record in records:
+        if isinstance(record, Entries):
+            assert all(
+                b"/" not in one.name and one.name not in (b"", b"..") for one in record.found
+            )
+
+
+# The command, and a mount.
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source"
+    path.mkdir()
+    trees.strange_tree(path)
+    old = 1_700_000_000
+    for parent, directories, names in os.walk(os.fsencode(path)):
+        for name in (*directories, *names):
+            if len(parent) + len(name) < 4000:
+                os.utime(os.path.join(parent, name), (old, old), follow_symlinks=False)
+    return path
+
+
+def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    done = run("index", "export", str(source), str(out / "index"), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["entries"] > 20
+    assert found["bytes"] == (out / "index").stat().st_size
+    assert os.listdir(out) == ["index"]
+    assert (out / "index").stat().st_mode & 0o777 == 0o644
+    with (out / "index").open("rb") as file:
+        assert next(r for r in Reader(file) if isinstance(r, End)).entries == found["entries"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["export", "{tmp}/nothing", "{tmp}/out"], 2, "cannot be listed: No such file"),
+        (["export", "{tmp}/file", "{tmp}/out"], 2, "cannot be listed: Not a directory"),
+        (["export", "{tmp}", "{tmp}"], 1, "cannot be written: Is a directory"),
+        (["export", "{tmp}", "{tmp}/nothing/out"], 1, "cannot be written: No such file"),
+        (["import", "{tmp}", "{tmp}/out"], 2, "invalid choice"),
+        (["export", "{tmp}"], 2, "required"),
+    ],
+)
+def test_bad_input(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
+    (tmp_path / "file").touch()
+    done = run("index", *(argument.format(tmp=tmp_path) for argument in arguments))
+    assert done.returncode == code
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@requires_fuse
+def test_an_interrupted_export_leaves_nothing(work: Bench) -> None:
+    backing = work.path / "backing"
+    backing.mkdir()
+    (backing / "d").mkdir()
+    slow = work.faulty_source(backing)
+    slow.faults(hang=["getattr d", "opendir d", "readdir d", "lookup d"])
+    out = work.path / "out"
+    out.mkdir()
+    command = [*MONARCHFS, "index", "export", str(slow.path), f"{out}/index"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: os.listdir(out), "the export to begin")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.communicate()
+        slow.faults()
+    assert "interrupted" in errors
+    assert process.returncode == 1
+    assert os.listdir(out) == []
+
+
+LOOK_AT_ALL = """
+import os, sys
+print(len([entry.stat(follow_symlinks=False) for entry in os.scandir(sys.argv[1])]))
+"""
+
+
+@requires_fuse
+def test_a_mount_that_was_told_all_asks_for_no_name(work: Bench, source: Path) -> None:
+    index = work.path / "index"
+    done = run("index", "export", str(source), str(index))
+    assert done.returncode == 0, done.stderr
+    mount = work.mount(source, "--freshness", "immutable", "--index", str(index))
+    wait_for(lambda: mount.status()["index"]["load"] == "done", "the index to be loaded")
+    before = mount.status()["source_io"]["operations"]
+    command = [sys.executable, "-c", LOOK_AT_ALL, str(mount.path)]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert int(listed.stdout) == len(os.listdir(source))
+    assert mount.status()["source_io"]["operations"] == before
+    assert trees.differences(source, mount.path) == []
+
+
+@requires_fuse
+def test_a_mount_refuses_a_file_that_cannot_be_read(work: Bench, source: Path) -> None:
+    point = work.path / "m"
+    point.mkdir()
+    for path, words in ((work.path / "nothing", "No such file"), (point, "it is not a file")):
+        done = run("mount", str(source), str(point), "--index", str(path))
+        assert done.returncode == 2
+        assert f"index file {path} cannot be read" in done.stderr
+        assert words in done.stderr
