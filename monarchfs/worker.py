@@ -173,6 +173,7 @@ class Worker:
             copy_workers=config.copy_workers,
             keeps=config.prefetch is not PrefetchMode.NONE,
             trusts_times=config.freshness.mode is FreshnessMode.IMMUTABLE,
+            rate=config.prefetch_bytes_per_second,
         )
         freshness = Freshness(
             config.freshness.mode, int(config.freshness.ttl_seconds * NS), bootstrap.mount_ns
@@ -200,7 +201,7 @@ class Worker:
             Why(self.tree, self.cache, self.reasons, finder, lambda: self.source.responding),
         )
         self.xattrs = Xattrs(self.tree, self.files, self.reasons, self.source)
-        self.scan = Scan(self.tree, self.copier)
+        self.scan = Scan(self.tree, self.copier, jitter_seconds=config.prefetch_jitter_seconds)
         self.load = Load(self.tree, bootstrap.mount_ns)
         self.interrupts = Interrupts(self.metrics)
         self.relay = Relay(fuse_session.hooks, self.metrics)

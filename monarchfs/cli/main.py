@@ -310,6 +310,18 @@ def _add_mount(commands: _Commands) -> None:
         " in the order of reading",
     )
     option(
+        "--prefetch-rate",
+        metavar="RATE",
+        help="copy what nobody has open at no more than RATE bytes per second, as 200M (default:"
+        " off)",
+    )
+    option(
+        "--prefetch-jitter",
+        metavar="TIME",
+        help="begin to scan after a random part of TIME, as 30s, and take files in another order on"
+        " each node (default: off)",
+    )
+    option(
         "--index",
         metavar="FILE",
         help="names and attributes that monarchfs index export has written, so that the source need"

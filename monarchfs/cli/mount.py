@@ -17,6 +17,8 @@ from monarchfs.supervisor.start import check_mount, mount_and_supervise, path_is
 _FLAGS = (
     *("tier", "state_dir", "prefetch", "freshness", "evict", "scrub", "user"),
     "index",
+    "prefetch_rate",
+    "prefetch_jitter",
     "metrics_port",
     "touch_source",
     *("foreground", "log_file", "log_level"),

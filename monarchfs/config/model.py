@@ -73,6 +73,8 @@ class Config:
     ``metrics_port`` is where 127.0.0.1 serves the metrics, None for nowhere.
     ``touch_source_seconds`` is how often what is used is touched in the source, 0 for never.
     ``index_file`` holds names and attributes that another node has looked up.
+    ``prefetch_bytes_per_second`` is how fast files are copied that nobody has open, 0 for as fast
+    as can be; ``prefetch_jitter_seconds`` by how much, at most, the scan is put off.
     """
 
     source: str
@@ -101,6 +103,8 @@ class Config:
     metrics_port: int | None = None
     touch_source_seconds: float = 0.0
     index_file: str | None = None
+    prefetch_bytes_per_second: int = 0
+    prefetch_jitter_seconds: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=_enum_value)

@@ -119,6 +119,8 @@ def build_config(
         metrics_port=settings.metrics_port,
         touch_source_seconds=settings.touch_source,
         index_file=settings.index,
+        prefetch_bytes_per_second=settings.prefetch_rate,
+        prefetch_jitter_seconds=settings.prefetch_jitter,
     )
 
 

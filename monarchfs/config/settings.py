@@ -49,6 +49,8 @@ class Settings:
     metrics_port: int | None = None
     touch_source: float = 0.0
     index: str | None = None
+    prefetch_rate: int = 0
+    prefetch_jitter: float = 0.0
 
 
 PARSERS: Mapping[str, Callable[[object], object]] = {
@@ -73,6 +75,8 @@ PARSERS: Mapping[str, Callable[[object], object]] = {
     "metrics_port": values.parse_port,
     "touch_source": values.parse_interval,
     "index": values.parse_path,
+    "prefetch_rate": values.parse_rate,
+    "prefetch_jitter": values.parse_interval,
 }
 
 # What mount(8), fstab and systemd put into a list of options without meaning the file system.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 from bisect import insort
 from collections.abc import Awaitable, Callable, Container
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.prefetch.copy import Copy
 from monarchfs.prefetch.fetch import CHUNK_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
+from monarchfs.prefetch.pace import Pace
 from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.remote import RemoteFile
 from monarchfs.source.source import Source
@@ -55,10 +57,16 @@ brought."""
 TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EMFILE, errno.ENOTCONN}
 
 
+Work = Callable[[], Awaitable[None]]
+
+
 @dataclass(eq=False, slots=True)
 class _Slot:
+    """``paced``: its copy is one that nobody waits for, and counts for the pace."""
+
     started: float
     lent: bool = False
+    paced: bool = False
 
 
 class Copier:
@@ -79,8 +87,10 @@ class Copier:
         copy_workers: int,
         keeps: bool,
         trusts_times: bool = True,
+        rate: int = 0,
     ) -> None:
-        """``trusts_times``: the source does not change while it is mounted."""
+        """``trusts_times``: the source does not change while it is mounted. ``rate``: bytes a
+        second that are copied of files which nobody has open, 0 for any."""
         self.files: dict[int, Fill] = {}
         self.queue = CopyQueue()
         self.background: list[Fill] = []
@@ -92,6 +102,7 @@ class Copier:
         self._metrics = metrics
         self._nursery = nursery
         self._copy_workers = copy_workers
+        self.pace = Pace(rate, copy_workers)
         self._slots: set[_Slot] = set()
         self._lent = 0
         self._wake = trio.Event()
@@ -245,11 +256,16 @@ class Copier:
             # Before anything is claimed: a reader must not wait for what is put off.
             if self._source.demand_waiting and not any(fill.handles for fill in self.background):
                 await trio.sleep(DEFER_SECONDS)
-            work = self._next_work()
+            now = trio.current_time()
+            wait = self.pace.wait(now)
+            work, paced_bytes = self._next_work(paced=wait == 0)
             if work is None:
-                await self._sleep()
+                with trio.move_on_after(wait or math.inf):
+                    await self._sleep()
                 continue
-            slot = _Slot(trio.current_time())
+            slot = _Slot(now, paced=paced_bytes > 0)
+            if slot.paced:
+                self.pace.began(now, paced_bytes)
             self._slots.add(slot)
             self._nursery.start_soon(self._in_slot, slot, work)
 
@@ -257,28 +273,37 @@ class Copier:
         self._wake = trio.Event()
         await self._wake.wait()
 
-    def _next_work(self) -> Callable[[], Awaitable[None]] | None:
+    def _next_work(self, *, paced: bool) -> tuple[Work | None, int]:
+        """What to do next, and how much it asks of the source, roughly, if nobody has the file
+        open. Such work only if ``paced``."""
         for fill in list(self.background):
-            if (work := self._next_file(fill.priority)) is not None:
-                return work
+            work, size = self._next_file(fill.priority, paced=paced)
+            if work is not None:
+                return work, size
+            if not (paced or fill.handles):
+                continue
             fetch = fill.claim_next(self.unit_bytes)
             if fetch is not None:
-                return partial(self._fetch, fill, fetch)
+                size = 0 if fill.handles else fetch.end - fetch.start
+                return partial(self._fetch, fill, fetch), size
             if fill.state is not State.FILLING or fill.full or fill.chunks.complete:
                 self._attempts.pop(fill.node.ino, None)
                 self._leave_background(fill)
-        return self._next_file(Priority.NOBODY)
+        return self._next_file(Priority.NOBODY, paced=paced)
 
-    def _next_file(self, before: Priority) -> Callable[[], Awaitable[None]] | None:
+    def _next_file(self, before: Priority, *, paced: bool) -> tuple[Work | None, int]:
         """Begin with a file that goes before those of a priority."""
         if self._cache.taking_stock:
-            return None  # they would find no room where there may be some in a moment
+            return None, 0  # they would find no room where there may be some in a moment
+        if not paced:
+            before = min(before, Priority.HINTED)
         while self.queue.first < before and (job := self.queue.pop()) is not None:
             self._shrunk.set()
             if (node := self._copyable(job[0])) is not None:
-                return partial(self._begin, node, job[1])
+                size = 0 if job[1] is Priority.OPENED else min(node.stat.size, self.unit_bytes)
+                return partial(self._begin, node, job[1]), size
             self._tell(job[0])
-        return None
+        return None, 0
 
     def _copyable(self, ino: int) -> Node | None:
         fill = self.files.get(ino)
@@ -296,6 +321,8 @@ class Copier:
             self._slots.discard(slot)
             if slot.lent:
                 self._lent -= 1
+            if slot.paced:
+                self.pace.ended()
             self._wake.set()
 
     async def _begin(self, node: Node, priority: Priority) -> None:
@@ -322,7 +349,10 @@ class Copier:
 
     async def _fetch(self, fill: Fill, fetch: Fetch) -> None:
         started = trio.current_time()
+        paced = not fill.handles
         await fill.fetch(fetch, Lane.BACKGROUND)
+        if paced and fetch.seconds:
+            self.pace.took(trio.current_time(), fetch.seconds, fetch.end - fetch.start)
         if fetch.error is not None and fill.in_background:
             # The first of its fetches to fail speaks for those that are under way beside it.
             self._failed(fill, fetch.error)
@@ -385,4 +415,7 @@ class Copier:
                 if not slot.lent and slot.started < before and self._lent < MAX_LENT:
                     slot.lent = True
                     self._lent += 1
+                    if slot.paced:
+                        slot.paced = False
+                        self.pace.ended()
                     self._wake.set()

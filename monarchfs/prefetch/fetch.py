@@ -36,7 +36,8 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Fetch:
-    """One read of the source under way. ``data`` and ``error`` are set before ``done``."""
+    """One read of the source under way. ``data`` or ``error``, and the ``seconds`` that the source
+    took, are set before ``done``."""
 
     chunks: ChunkMap
     first: int
@@ -46,6 +47,7 @@ class Fetch:
     done: trio.Event
     data: bytes | None = None
     error: OSError | None = None
+    seconds: float = 0.0
 
     async def piece(self, offset: int, end: int) -> Data | None:
         """What it brings of [offset, end), which begins in it; None where the source has another

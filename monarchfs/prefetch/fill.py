@@ -204,6 +204,7 @@ class Fill(Copy):
             self._poke(self)
 
     async def _fetch_source(self, fetch: Fetch, lane: Lane) -> bytes | None:
+        started = trio.current_time()
         try:
             fetch.data = await self.remote.fetch(fetch.start, fetch.end, lane)
         except OSError as exc:
@@ -211,6 +212,7 @@ class Fill(Copy):
         except SourceChanged:
             self._changed()
         else:
+            fetch.seconds = trio.current_time() - started
             fetch.done.set()
         return fetch.data
 

@@ -6,7 +6,10 @@ import errno
 import logging
 from collections import deque
 from collections.abc import Iterable
+from random import Random
 from typing import Protocol
+
+import trio
 
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.queue import Priority
@@ -37,17 +40,33 @@ class MirrorTree(Protocol):
 class Scan:
     """Walks the mirror in the background. Changing: ``known_files``, ``running``."""
 
-    def __init__(self, tree: MirrorTree, copier: Copier) -> None:
+    def __init__(
+        self,
+        tree: MirrorTree,
+        copier: Copier,
+        *,
+        jitter_seconds: float = 0.0,
+        random: Random | None = None,
+    ) -> None:
+        """``jitter_seconds``: other nodes scan the same tree. Each begins at another time within
+        that, and takes another way."""
+        self._jitter_seconds = jitter_seconds
+        self._random = random or Random()
         self._tree = tree
         self._copier = copier
         self.running = False
         self.failed = 0
 
     async def everything(self) -> None:
-        """Want every regular file, directory by directory in the order of their listings."""
+        """Want every regular file, directory by directory in the order of their listings, or in
+        none."""
         self.running = True
+        if self._jitter_seconds:
+            await trio.sleep(self._random.uniform(0, self._jitter_seconds))
         directories = deque([ROOT_INO])
         while directories:
+            if self._jitter_seconds:
+                directories.rotate(-self._random.randrange(len(directories)))
             ino = directories.popleft()
             try:
                 await self._tree.open_directory(ino, Lane.BACKGROUND)
@@ -97,6 +116,8 @@ class Scan:
             except (OSError, IndexWriteError) as exc:
                 self._skip(f"directory inode {ino}", exc)
                 break
+            if self._jitter_seconds:
+                self._random.shuffle(nodes)
             for node in nodes:
                 if node is None or node.stat is None:
                     continue

@@ -90,6 +90,7 @@ class Area:
         ttl: float = 60.0,
         deadline: float = 5.0,
         copy_workers: int = 2,
+        rate: int = 0,
         boot_id: bytes = b"first boot",
         partial_min_bytes: int = 2 * MIB,
         eviction: Eviction = Eviction.KEEP,
@@ -132,7 +133,7 @@ class Area:
                 freshness = Freshness(mode, int(ttl * NS), time.time_ns())
                 mirror = Mirror(
                     self, index, posix, opened, cache, metrics, freshness, nursery,
-                    keeps=keeps, deadline=deadline, copy_workers=copy_workers,
+                    keeps=keeps, deadline=deadline, copy_workers=copy_workers, rate=rate,
                 )  # fmt: skip
                 stack.callback(mirror.cache.close)
                 await nursery.start(mirror.source.watch)
@@ -169,6 +170,7 @@ class Mirror:
         keeps: bool,
         deadline: float,
         copy_workers: int,
+        rate: int,
     ) -> None:
         self.area = area
         self.index = index
@@ -190,6 +192,7 @@ class Mirror:
             copy_workers=copy_workers,
             keeps=keeps,
             trusts_times=freshness.mode is FreshnessMode.IMMUTABLE,
+            rate=rate,
         )
         self.tree = Tree(index, self.source, freshness, self.metrics, nursery, deadline=deadline)
         self.kernel = RecordingKernel()

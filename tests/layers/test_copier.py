@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
+from random import Random
 
 import pytest
 import trio
@@ -372,3 +374,47 @@ def test_the_queue_says_whose_turn_it_is() -> None:
     turns.append(queue.first)
     assert turns == [Priority.NOBODY, Priority.OPENED, Priority.SCANNED, Priority.NOBODY]
     assert queue.pop() is None
+
+
+# What nobody has open keeps to a rate.
+
+
+async def test_scanned_files_keep_to_a_rate_and_opened_ones_do_not(
+    area: Area, clock: trio.testing.MockClock
+) -> None:
+    names = files(area, 4, MIB)
+    area.write("opened", content(8 * MIB, 9))
+    async with area.mount(copy_workers=2, rate=MIB) as mirror:
+        handle = await mirror.open("opened")
+        for name in names:
+            await mirror.want(name)
+        await until(lambda: mirror.files.state(handle.ino) == "resident", "the opened file")
+        handle.release()
+        for copied in (1, 2, 3, 4):
+            await until(lambda: mirror.metrics.copies_completed > copied, "one more")  # noqa: B023
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            assert mirror.metrics.copies_completed == 1 + copied
+            clock.jump(1.0)
+        await mirror.settled()
+
+
+async def test_each_node_scans_in_an_order_of_its_own(
+    area: Area, clock: trio.testing.MockClock
+) -> None:
+    for number in range(40):
+        area.write(f"d{number % 4}/f{number}", content(100, number))
+    orders: list[list[bytes]] = []
+    for seed in (1, 2):
+        async with area.mount(copy_workers=1, copies=False) as mirror:
+            scan = Scan(mirror.tree, mirror.copier, jitter_seconds=30, random=Random(seed))
+            begun = trio.current_time()
+            clock.autojump_threshold = 0.05
+            await scan.everything()
+            clock.autojump_threshold = math.inf
+            assert 0 < trio.current_time() - begun < 30
+            jobs = iter(mirror.copier.queue.pop, None)
+            nodes = [mirror.index.node(ino) for ino, _priority in jobs]
+            orders.append([node.name for node in nodes if node is not None])
+    assert sorted(orders[0]) == sorted(orders[1])
+    assert len(orders[0]) == 40
+    assert orders[0] != orders[1]
