@@ -284,6 +284,11 @@ class DirectoryChanged(SourceChanged):
     """The directory that something was found in lies elsewhere now, or nowhere."""
 
 
+class Archived(OSError):
+    """The file's bytes are in an archive, perhaps on tape, and are not to be brought back for a
+    copy that nobody waits for."""
+
+
 class IndexUnusable(MonarchError):
     """The index cannot be read: damaged, foreign or written by a newer version."""
 

@@ -19,6 +19,7 @@ class Cause(Enum):
     NO_ROOM = "no room"
     NO_TIER = "no tier in service"
     FAILED = "copying failed"
+    ARCHIVED = "in the archive"
     CHANGED = "changed in the source"
     YOUNG = "changed a moment ago"
     EVICTED = "evicted"

@@ -64,15 +64,20 @@ class ChunkMap:
             yield start, end
             start = end
 
+    def first_missing(self, cursor: int) -> int | None:
+        """The first missing chunk at or after ``cursor``, else from the start."""
+        start = self._state.find(MISSING, cursor)
+        if start < 0:
+            start = self._state.find(MISSING)
+        return None if start < 0 else start
+
     def next_missing(self, cursor: int, max_chunks: int) -> tuple[int, int] | None:
         """The first run of missing chunks at or after ``cursor``, else from the start; at most
         ``max_chunks`` long and ending at a multiple of ``max_chunks``, so that what is read of the
         source is aligned. None where nothing is missing."""
-        start = self._state.find(MISSING, cursor)
-        if start < 0:
-            start = self._state.find(MISSING)
-            if start < 0:
-                return None
+        start = self.first_missing(cursor)
+        if start is None:
+            return None
         boundary = (start // max_chunks + 1) * max_chunks
         return start, self.run_end(start, min(boundary, self.count))
 

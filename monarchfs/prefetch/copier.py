@@ -12,6 +12,7 @@ import errno
 import logging
 import math
 from bisect import insort
+from collections import Counter
 from collections.abc import Awaitable, Callable, Container
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ from monarchfs.prefetch.pace import Pace
 from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.remote import RemoteFile
 from monarchfs.source.source import Source
-from monarchfs.types import DirRef, Lane, Node
+from monarchfs.types import Archived, DirRef, Lane, Node
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,9 @@ brought."""
 
 TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EMFILE, errno.ENOTCONN}
 
+
+SPREAD_OVER = 16
+"""Among so many files it is chosen by where the source has them."""
 
 Work = Callable[[], Awaitable[None]]
 
@@ -103,6 +107,7 @@ class Copier:
         self._nursery = nursery
         self._copy_workers = copy_workers
         self.pace = Pace(rate, copy_workers)
+        self._targets: Counter[int | None] = Counter()
         self._slots: set[_Slot] = set()
         self._lent = 0
         self._wake = trio.Event()
@@ -276,14 +281,15 @@ class Copier:
     def _next_work(self, *, paced: bool) -> tuple[Work | None, int]:
         """What to do next, and how much it asks of the source, roughly, if nobody has the file
         open. Such work only if ``paced``."""
-        for fill in list(self.background):
-            work, size = self._next_file(fill.priority, paced=paced)
+        for fill in self._in_turn():
+            work, size = self._next_file(self._goes_before(fill), paced=paced)
             if work is not None:
                 return work, size
             if not (paced or fill.handles):
                 continue
             fetch = fill.claim_next(self.unit_bytes)
             if fetch is not None:
+                self._targets[fetch.target] += 1
                 size = 0 if fill.handles else fetch.end - fetch.start
                 return partial(self._fetch, fill, fetch), size
             if fill.state is not State.FILLING or fill.full or fill.chunks.complete:
@@ -291,7 +297,22 @@ class Copier:
                 self._leave_background(fill)
         return self._next_file(Priority.NOBODY, paced=paced)
 
-    def _next_file(self, before: Priority, *, paced: bool) -> tuple[Work | None, int]:
+    def _in_turn(self) -> list[Fill]:
+        """The files of the background list as their turns are: by priority, and within one first
+        those for which a storage target is asked that serves few of our reads."""
+        if not self._source.has_layouts:
+            return list(self.background)
+        first, rest = self.background[:SPREAD_OVER], self.background[SPREAD_OVER:]
+        load = self._targets
+        return sorted(first, key=lambda fill: (fill.priority, load[fill.next_target])) + rest
+
+    def _goes_before(self, fill: Fill) -> int:
+        """Files of the queue with a lower priority than this are begun before ``fill`` goes on:
+        also some of its own, where its storage target is being asked already."""
+        busy = fill.next_target is not None and self._targets[fill.next_target] > 0
+        return fill.priority + (busy and len(self.background) < SPREAD_OVER)
+
+    def _next_file(self, before: int, *, paced: bool) -> tuple[Work | None, int]:
         """Begin with a file that goes before those of a priority."""
         if self._cache.taking_stock:
             return None, 0  # they would find no room where there may be some in a moment
@@ -337,6 +358,8 @@ class Copier:
             self._insert(fill, priority)
             self._wake.set()
             fetch = fill.claim_next(self.unit_bytes)
+            if fetch is not None:
+                self._targets[fetch.target] += 1
         elif not settled:
             self._cache.reasons.put(
                 node.ino, Cause.YOUNG, "it was changed a moment ago, and may be changed again"
@@ -351,6 +374,7 @@ class Copier:
         started = trio.current_time()
         paced = not fill.handles
         await fill.fetch(fetch, Lane.BACKGROUND)
+        self._targets[fetch.target] -= 1
         if paced and fetch.seconds:
             self.pace.took(trio.current_time(), fetch.seconds, fetch.end - fetch.start)
         if fetch.error is not None and fill.in_background:
@@ -375,6 +399,11 @@ class Copier:
 
     def _failed(self, fill: Fill, exc: OSError) -> None:
         node = fill.node
+        if isinstance(exc, Archived):
+            self._cache.reasons.put(
+                node.ino, Cause.ARCHIVED, f"{exc.strerror}: it is copied when it has been read"
+            )
+            return
         attempt = self._attempts.get(node.ino, 0)
         self._cache.reasons.put(node.ino, Cause.FAILED, f"copying failed: {exc.strerror}")
         if exc.errno not in TRANSIENT or attempt >= len(RETRY_SECONDS):

@@ -37,7 +37,7 @@ class State(Enum):
 @dataclass(eq=False, slots=True)
 class Fetch:
     """One read of the source under way. ``data`` or ``error``, and the ``seconds`` that the source
-    took, are set before ``done``."""
+    took, are set before ``done``. ``target`` is the source's storage target, if that is known."""
 
     chunks: ChunkMap
     first: int
@@ -45,6 +45,7 @@ class Fetch:
     start: int
     end: int
     done: trio.Event
+    target: int | None = None
     data: bytes | None = None
     error: OSError | None = None
     seconds: float = 0.0

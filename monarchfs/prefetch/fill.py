@@ -110,7 +110,9 @@ class Fill(Copy):
             self.full = True
             return None
         self.chunks.claim(first, last)
-        fetch = Fetch(self.chunks, first, last, start, end, trio.Event())
+        layout = self.remote.layout
+        target = None if layout is None else layout.target(start)
+        fetch = Fetch(self.chunks, first, last, start, end, trio.Event(), target)
         self._fetches.append(fetch)
         self.busy += 1
         return fetch
@@ -119,9 +121,22 @@ class Fill(Copy):
         """The next run to be copied in the background, or None where there is none to claim."""
         if self.state is not State.FILLING or self.full or self._finishing:
             return None
-        unit = max(1, max(unit_bytes, min(self.size, WHOLE_BYTES)) // self.chunks.chunk_bytes)
+        unit_bytes = max(unit_bytes, min(self.size, WHOLE_BYTES))
+        if (layout := self.remote.layout) is not None:
+            unit_bytes = layout.span(self._next_offset, unit_bytes)
+        unit = max(1, unit_bytes // self.chunks.chunk_bytes)
         run = self.chunks.next_missing(self.cursor, unit)
         return None if run is None else self._claim(*run)
+
+    @property
+    def next_target(self) -> int | None:
+        """The storage target of the source that ``claim_next`` comes to; None if not known."""
+        layout = self.remote.layout
+        return None if layout is None else layout.target(self._next_offset)
+
+    @property
+    def _next_offset(self) -> int:
+        return (self.chunks.first_missing(self.cursor) or 0) * self.chunks.chunk_bytes
 
     async def _piece(self, offset: int, end: int) -> Data:
         """At least one byte of [offset, end), from its start; none where the source has no more."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import trio
 
+from monarchfs.source.layout import Layout
 from monarchfs.source.source import Source
 from monarchfs.types import DirRef, Lane, SourceChanged, SourceVersion
 
@@ -31,7 +32,8 @@ class RemoteFile:
     """One version of a file, by the place where it was found.
 
     Constant: ``version``. Changing: the descriptor (-1 before ``open``); ``verified``, whether the
-    source was seen to hold this version and to let us read it.
+    source was seen to hold this version and to let us read it; ``layout``, where its bytes are, as
+    soon as that is known.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class RemoteFile:
         """``where`` tells its place; it raises OSError where that is not known any more."""
         self.version = version
         self.verified = False
+        self.layout: Layout | None = None
         self._where = where
         self._source = source
         self._fd = -1
@@ -75,13 +78,16 @@ class RemoteFile:
         return version
 
     async def fetch(self, start: int, end: int, lane: Lane) -> bytes:
-        """Exactly these bytes of this version. Raises the source's OSError, or SourceChanged."""
+        """Exactly these bytes of this version. Raises the source's OSError, SourceChanged, and,
+        where nobody waits for them, Archived."""
         whole = start == 0 and end == self.version.size
         if whole and self._fd < 0 and lane is Lane.BACKGROUND:
             # One errand of one thread instead of three: nobody holds the file open.
             with _what_lies_there():
                 data = await self._source.read_whole(*self._where(), self.version, lane)
         else:
+            if lane is Lane.BACKGROUND and self.layout is None and self._source.has_layouts:
+                self.layout = await self._source.layout(await self.open(lane), lane)
             data, version = await self.read(start, end, lane)
             if version != self.version or len(data) != end - start:
                 raise SourceChanged("it changed while it was read")

@@ -42,11 +42,13 @@ OPERATIONS = {
     "access": "access",
     "statvfs": "statfs",
     "touch": "touch",
+    "layout": "xattr",
 }
 """How the functions of PosixSource are counted, by their names; ``next`` is a listing's."""
 
 OTHER = "other"
 BACKGROUND_PURPOSES = {
+    "xattr": "prefetch",
     "open": "prefetch",
     "read": "prefetch",
     "close": "prefetch",

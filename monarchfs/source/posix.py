@@ -15,7 +15,8 @@ from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from monarchfs.source.dirs import DirHandles, check_name
-from monarchfs.types import DirRef, FileType, SourceChanged, SourceStat, SourceVersion
+from monarchfs.source.layout import ATTRIBUTE, Layout, parse
+from monarchfs.types import Archived, DirRef, FileType, SourceChanged, SourceStat, SourceVersion
 
 # Not O_NOATIME: sites purge their scratch file systems by access time.
 # O_NONBLOCK: should the file have become a FIFO meanwhile, opening it must not wait for a writer.
@@ -47,7 +48,7 @@ class PosixSource:
     """The source below ``root_fd``, which stays the caller's. Thread-safe.
 
     All fields are constant (the cache of directories has its own lock). ``root`` is the DirRef of
-    the root.
+    the root; ``has_layouts`` says that files may have a Lustre layout.
     """
 
     def __init__(self, root_fd: int, max_directories: int = 512) -> None:
@@ -56,6 +57,7 @@ class PosixSource:
         self._root_fd = root_fd
         self._root_device = st.st_dev
         self._dirs = DirHandles(root_fd, max_directories)
+        self.has_layouts = _knows_layouts(root_fd)
 
     def shutdown(self) -> None:
         """Close the cached directories; those in use as soon as they are not."""
@@ -187,21 +189,41 @@ class PosixSource:
     ) -> tuple[bytes, SourceVersion]:
         """All of a small file, opened and closed in one errand, and the version seen after that.
 
-        Raises SourceChanged, and reads nothing, unless it is ``version`` before.
+        Raises SourceChanged, and reads nothing, unless it is ``version`` before; likewise Archived.
         """
         fd, st = self.open(directory, name)
         try:
             if st.version != version:
                 raise SourceChanged(f"{os.fsdecode(name)!r} is another version now")
+            if self.has_layouts:
+                self.layout(fd)
             return self.read(fd, 0, version.size)
         finally:
             self.close(fd)
 
+    def layout(self, fd: int) -> Layout | None:
+        """Where the file's bytes are, as far as that is known. Raises Archived, OSError."""
+        try:
+            layout = parse(self._layout_value(fd))
+        except OSError as error:
+            if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
+                raise
+            return None
+        if layout is not None and layout.released:
+            raise Archived(errno.ENODATA, "its bytes are in the archive (HSM)")
+        return layout
+
+    def _layout_value(self, fd: int) -> bytes:
+        """Lustre answers this from what the client has in memory of an open file."""
+        return os.getxattr(fd, ATTRIBUTE)
+
     def touch(self, directory: DirRef, name: bytes) -> None:
         """Read a byte of a regular file as any reader would, for its access time. Raises as
-        ``open``."""
+        ``open``, and Archived."""
         fd, _st = self.open(directory, name)
         try:
+            if self.has_layouts:
+                self.layout(fd)
             # From the server: of bytes in this node's memory some file systems tell it nothing.
             os.posix_fadvise(fd, 0, 1, os.POSIX_FADV_DONTNEED)
             os.pread(fd, 1, 0)
@@ -243,6 +265,15 @@ class PosixSource:
 
     def _device(self, st: os.stat_result) -> int:
         return 0 if st.st_dev == self._root_device else st.st_dev
+
+
+def _knows_layouts(root_fd: int) -> bool:
+    try:
+        os.getxattr(_proc_path(root_fd, b""), ATTRIBUTE)
+    except OSError as error:
+        # Lustre alone has attributes whose names begin like this one.
+        return error.errno == errno.ENODATA
+    return True
 
 
 def _open_file(name: bytes, dir_fd: int) -> int:

@@ -14,6 +14,7 @@ from trio import to_thread
 
 from monarchfs.metrics import NS
 from monarchfs.source.lanes import Call, LaneThreads, SourceCounters, in_thread, lend
+from monarchfs.source.layout import Layout
 from monarchfs.source.posix import AttributeNames, Batch, Batches, Found, FoundEach, PosixSource
 from monarchfs.types import DirRef, Lane, SourceChanged, SourceStat, SourceVersion
 
@@ -163,6 +164,14 @@ class Source:
 
     async def access(self, directory: DirRef, name: bytes, mask: int, lane: Lane) -> bool:
         return await self._call(lane, self._posix.access, (directory, name, mask))
+
+    @property
+    def has_layouts(self) -> bool:
+        """Whether it is worth to ask for the ``layout`` of a file."""
+        return self._posix.has_layouts
+
+    async def layout(self, fd: int, lane: Lane) -> Layout | None:
+        return await self._call(lane, self._posix.layout, (fd,))
 
     async def statvfs(self, lane: Lane) -> os.statvfs_result:
         return await self._call(lane, self._posix.statvfs, ())

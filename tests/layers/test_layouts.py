@@ -1,0 +1,143 @@
+"""Copies go by where Lustre has the bytes, and bring nothing back from tape."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+
+import pytest
+import trio
+import trio.testing
+
+from monarchfs.prefetch import copier
+from monarchfs.prefetch.queue import Priority
+from monarchfs.types import Lane
+from tests.layers.mirror import MIB, Area, Mirror, content, until
+from tests.source.test_layout import RELEASED, plain
+
+
+def give_layouts(mirror: Mirror, layouts: dict[str, bytes]) -> None:
+    """As if the source were on Lustre. The dictionary may be changed later."""
+
+    def value(fd: int) -> bytes:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+        if name not in layouts:
+            raise OSError(errno.ENODATA, "no layout")
+        return layouts[name]
+
+    mirror.posix.has_layouts = True
+    mirror.posix._layout_value = value  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("size", [1000, 3 * MIB])
+@pytest.mark.parametrize("priority", [Priority.SCANNED, Priority.HINTED])
+async def test_what_is_on_tape_stays_there(area: Area, size: int, priority: Priority) -> None:
+    area.write("taped", content(size))
+    area.write("other", content(size, 2))
+    async with area.mount() as mirror:
+        give_layouts(mirror, {"taped": plain([], pattern=RELEASED)})
+        await mirror.want("taped", priority)
+        await mirror.want("other", priority)
+        await mirror.settled()
+        assert mirror.bytes_read("taped") == 0
+        assert mirror.files.state(await mirror.ino("taped")) == "remote"
+        assert mirror.files.state(await mirror.ino("other")) == "resident"
+        assert "archive" in mirror.reason(await mirror.ino("taped"))
+        assert mirror.metrics.copies_failed == 0
+
+
+@pytest.mark.parametrize("size", [1000, 3 * MIB])
+async def test_a_reader_has_it_brought_back(area: Area, size: int) -> None:
+    area.write("taped", content(size))
+    async with area.mount() as mirror:
+        give_layouts(mirror, {"taped": plain([], pattern=RELEASED)})
+        handle = await mirror.open("taped")
+        await mirror.idle()
+        assert mirror.bytes_read("taped") == 0  # opened is not read
+        assert await mirror.read(handle, 0, size) == content(size)
+        handle.release()
+        await mirror.settled()
+        assert mirror.bytes_read("taped") == size
+
+
+async def test_what_came_back_is_copied_as_any_other(area: Area) -> None:
+    area.write("taped", content(3 * MIB))
+    layouts = {"taped": plain([], pattern=RELEASED)}
+    async with area.mount() as mirror:
+        give_layouts(mirror, layouts)
+        await mirror.want("taped")
+        await mirror.settled()
+        layouts["taped"] = plain([1])
+        await mirror.want("taped")
+        await mirror.settled()
+        assert mirror.files.state(await mirror.ino("taped")) == "resident"
+        assert await mirror.read_file("taped") == content(3 * MIB)
+
+
+async def test_a_read_of_one_target_ends_where_its_stripe_does(area: Area) -> None:
+    area.write("striped", content(16 * MIB))
+    async with area.mount(copy_workers=1) as mirror:
+        mirror.copier.unit_bytes = 4 * MIB
+        give_layouts(mirror, {"striped": plain([3, 1, 4], 2 * MIB)})
+        await mirror.want("striped")
+        await mirror.settled()
+        later = [read for read in mirror.posix.reads if read.offset >= 4 * MIB]
+        assert later
+        for read in later:
+            assert read.offset // (2 * MIB) == (read.offset + read.size - 1) // (2 * MIB)
+        assert await mirror.read_file("striped") == content(16 * MIB)
+
+
+async def test_copies_are_spread_over_the_targets(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of six large files, on two targets, both are asked at any time."""
+    monkeypatch.setattr(copier, "MAX_UNIT_BYTES", MIB)
+    names = [f"f{number}" for number in range(6)]
+    targets = {name: [0 if number < 3 else 1] for number, name in enumerate(names)}
+    for name in names:
+        area.write(name, content(8 * MIB))
+    async with area.mount(copy_workers=2) as mirror:
+        give_layouts(mirror, {name: plain(targets[name]) for name in names})
+        fills = []
+        for name in names:
+            node = await mirror.node(name)
+            fill = await mirror.copier.open(node)
+            fill.remote.layout = mirror.posix.layout(await fill.remote.open(Lane.BACKGROUND))
+            fills.append(fill)
+        gate = mirror.posix.faults.gate("read")
+        for name in names:
+            await mirror.want(name)
+        seen: Counter[tuple[int | None, ...]] = Counter()
+        for number in range(20):
+            await gate.arrived(2)
+            await trio.testing.wait_all_tasks_blocked()
+            under_way = [fetch.target for fill in fills for fetch in fill._fetches]
+            seen[tuple(sorted(t for t in under_way if t is not None))] += 1
+            gate.release(number % 2)
+        gate.open()
+        for fill in fills:
+            fill.release()
+        await mirror.settled()
+        assert seen[(0, 1)] > 15
+
+
+async def test_a_layout_that_cannot_be_had_is_no_layout(area: Area) -> None:
+    area.write("plain", content(3 * MIB))
+    async with area.mount() as mirror:
+        give_layouts(mirror, {})
+        await mirror.want("plain")
+        await until(lambda: mirror.metrics.copies_completed == 1, "the copy")
+        await mirror.settled()
+
+
+async def test_a_file_on_tape_is_not_touched(area: Area) -> None:
+    area.write("taped", content(1000))
+    async with area.mount() as mirror:
+        give_layouts(mirror, {"taped": plain([], pattern=RELEASED)})
+        place = mirror.tree.place(await mirror.ino("taped"))
+        before = (area.source / "taped").stat().st_atime_ns
+        with pytest.raises(OSError, match="archive"):
+            await mirror.source.touch(*place, Lane.BACKGROUND)
+        assert (area.source / "taped").stat().st_atime_ns == before

@@ -1,0 +1,131 @@
+"""Lustre layouts, as lustre_idl.h lays them out."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarchfs.source.layout import Layout, Part, parse
+
+MIB = 1 << 20
+EOF = (1 << 64) - 1
+RELEASED = 0x80000001
+
+
+def plain(
+    targets: list[int], stripe: int = MIB, *, pool: bytes | None = None, pattern: int = 1
+) -> bytes:
+    magic = 0x0BD10BD0 if pool is None else 0x0BD30BD0
+    value = struct.pack("<II", magic, pattern) + b"object id: 16 by"
+    value += struct.pack("<IHH", stripe, len(targets), 1)
+    if pool is not None:
+        value += pool.ljust(16, b"\0")
+    for target in targets:
+        value += b"object id: 16 by" + struct.pack("<II", 0, target)
+    return value
+
+
+def composite(components: list[tuple[int, int, int, bytes]]) -> bytes:
+    """Of (flags, start, end, layout)."""
+    at = 32 + 48 * len(components)
+    head, bodies = b"", b""
+    for number, (flags, start, end, body) in enumerate(components, 1):
+        head += struct.pack(
+            "<IIQQIIIQI", number, flags, start, end, at + len(bodies), len(body), 0, 0, 0
+        )
+        bodies += body
+    size = at + len(bodies)
+    return (
+        struct.pack("<IIIHHHBBIQ", 0x0BD60BD0, size, 1, 0, len(components), 0, 0, 0, 0, 0)
+        + head
+        + bodies
+    )
+
+
+def test_one_target() -> None:
+    layout = parse(plain([7]))
+    assert layout == Layout(False, (Part(0, EOF, MIB, (7,)),))
+    assert layout is not None
+    assert [layout.target(offset) for offset in (0, 5 * MIB, 1 << 50)] == [7, 7, 7]
+    assert layout.span(0, 8 * MIB) == 8 * MIB  # all of it lies together
+
+
+@pytest.mark.parametrize("pool", [None, b"flash"])
+def test_stripes_in_turn(pool: bytes | None) -> None:
+    layout = parse(plain([3, 1, 4], 4 * MIB, pool=pool))
+    assert layout is not None
+    assert [layout.target(n * 4 * MIB) for n in range(6)] == [3, 1, 4, 3, 1, 4]
+    assert layout.target(4 * MIB - 1) == 3
+    assert layout.span(0, 8 * MIB) == 4 * MIB
+    assert layout.span(0, MIB) == MIB
+
+
+def test_a_progressive_layout() -> None:
+    layout = parse(
+        composite(
+            [
+                (0x10, 0, MIB, plain([5])),
+                (0x10, MIB, 64 * MIB, plain([1, 2], 4 * MIB)),
+                (0, 64 * MIB, EOF, plain([], 16 * MIB)),  # no object yet: the file is shorter
+            ]
+        )
+    )
+    assert layout is not None
+    assert not layout.released
+    assert [layout.target(n * MIB) for n in (0, 1, 4, 8, 63, 64)] == [5, 1, 2, 1, 2, None]
+    assert (layout.span(0, 8 * MIB), layout.span(MIB, 8 * MIB)) == (8 * MIB, 4 * MIB)
+
+
+def test_a_mirror_that_is_behind_is_not_read() -> None:
+    layout = parse(composite([(0x11, 0, EOF, plain([5])), (0x10, 0, EOF, plain([6]))]))
+    assert layout is not None
+    assert layout.target(0) == 6
+
+
+@pytest.mark.parametrize(
+    ("value", "released"),
+    [
+        (plain([], pattern=RELEASED), True),
+        (plain([1, 2], pattern=RELEASED), True),
+        (plain([], pattern=RELEASED, pool=b"flash"), True),
+        (composite([(0, 0, EOF, plain([], pattern=RELEASED))]), True),
+        (
+            composite([(0x10, 0, MIB, plain([1])), (0, MIB, EOF, plain([], pattern=RELEASED))]),
+            False,
+        ),
+        (composite([]), False),
+        (plain([1]), False),
+    ],
+)
+def test_what_an_archive_holds(value: bytes, released: bool) -> None:
+    layout = parse(value)
+    assert layout is not None
+    assert layout.released == released
+    if released:
+        assert layout.target(0) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"\0" * 64, plain([1, 2])[:-1], composite([(0x10, 0, EOF, plain([1]))])[:70], b"x" * 500],
+)
+def test_what_is_no_layout_known_here(value: bytes) -> None:
+    assert parse(value) is None
+
+
+def test_a_component_that_is_not_known_is_left_out() -> None:
+    layout = parse(composite([(0x10, 0, MIB, b"\x01" * 40), (0x10, MIB, EOF, plain([2]))]))
+    assert layout is not None
+    assert (layout.target(0), layout.target(MIB)) == (None, 2)
+
+
+@given(st.sampled_from([b"", plain([])[:4], composite([])[:4]]), st.binary(max_size=300))
+def test_no_bytes_are_harmful(start: bytes, rest: bytes) -> None:
+    layout = parse(start + rest)
+    if layout is not None:
+        for offset in (0, MIB, 1 << 60):
+            layout.target(offset)
+            assert 0 < layout.span(offset, MIB) <= MIB
