@@ -322,7 +322,7 @@ class Copier:
             self._shrunk.set()
             if (node := self._copyable(job[0])) is not None:
                 size = 0 if job[1] is Priority.OPENED else min(node.stat.size, self.unit_bytes)
-                return partial(self._begin, node, job[1]), size
+                return self._begin(node, job[1]), size
             self._tell(job[0])
         return None, 0
 
@@ -346,12 +346,12 @@ class Copier:
                 self.pace.ended()
             self._wake.set()
 
-    async def _begin(self, node: Node, priority: Priority) -> None:
-        """Ask for room and fetch the first portion."""
+    def _begin(self, node: Node, priority: Priority) -> Work:
+        """Ask for room; what is left to do is to fetch the first portion. Not by the slot: tasks
+        that start together run in any order, and room is given in the order of the queue."""
         fill = self._file(node)
         fetch = None
         settled = fill.settled
-        # No checkpoint: a file in ``files`` without a use would be forgotten by nobody.
         evicts = priority <= Priority.HINTED
         if not fill.in_background and fill.start_filling(evicts=evicts):
             fill.in_background = True
@@ -367,8 +367,7 @@ class Copier:
             self._try_again(node.ino, priority, YOUNG_SECONDS)
         fill.settle()
         self._tell(node.ino)
-        if fetch is not None:
-            await self._fetch(fill, fetch)
+        return trio.lowlevel.checkpoint if fetch is None else partial(self._fetch, fill, fetch)
 
     async def _fetch(self, fill: Fill, fetch: Fetch) -> None:
         started = trio.current_time()

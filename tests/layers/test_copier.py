@@ -45,6 +45,19 @@ async def test_wanted_files_are_copied_in_the_order_of_their_priorities(area: Ar
         assert mirror.source.counters.demand_read_bytes == 0
 
 
+async def test_room_is_given_in_the_order_of_the_queue(area: Area) -> None:
+    """Also among files whose copies begin in the same moment."""
+    for number in range(8):
+        area.write(f"f{number}", content(4096 * (10 - number), number))
+    async with area.mount([38 * 4096], copy_workers=8, copies=False) as mirror:
+        for number in range(8):
+            await mirror.want(f"f{number}")
+        mirror.start_copying()
+        await mirror.settled()
+        states = [mirror.files.state(await mirror.ino(f"f{number}")) for number in range(8)]
+        assert states == ["resident"] * 4 + ["remote"] * 4
+
+
 async def test_an_opened_file_does_not_wait_for_a_large_one_that_was_scanned(area: Area) -> None:
     area.write("scanned", content(8 * MIB, 1))
     area.write("opened", content(2 * MIB, 2))
