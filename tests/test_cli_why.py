@@ -1,4 +1,4 @@
-"""``monarchfs why`` on real mounts; what ``evict``, ``pin`` and the like say of bad input."""
+"""``monarchfs why`` on real mounts; what commands that take paths say of bad input."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from monarchfs.cli.main import main
 from monarchfs.cli.why import describe
 from monarchfs.fuse.mountinfo import split_below
 from tests.mounting import Bench, Mount, bench, requires_fuse, requires_root, run, wait_for
+from tests.refusing import assert_refused
 
 KIB = 1024
 
@@ -180,7 +180,9 @@ def test_bad_input(
     assert_refused(mount, capsys, ["why", *arguments], code, words)
 
 
-BAD_FOR_THE_OTHERS = [
+OTHERS = ("warm", "evict", "pin", "unpin", "refresh")
+
+BAD_PATHS = [
     ([], 2, "MOUNTPOINT"),
     (["{mnt}", "nope"], 1, "o such file or directory"),
     (["{mnt}", "nope/deeper"], 1, "o such file or directory"),
@@ -203,7 +205,7 @@ BAD_FOR_THE_OTHERS = [
     (["/proc", "self"], 1, "/proc is not a monarchfs mount"),
     (["/nowhere/at/all", "a"], 1, "is not a monarchfs mount"),
     (["", "a"], 2, "empty"),
-    (["{mnt}", "a", "--wait"], 2, "--wait"),
+    (["{mnt}", "a", "--watch"], 2, "--watch"),
     (["{mnt}", "a", "-x"], 2, "-x"),
     (["{mnt}", "a", "--json=1"], 2, "--json"),
 ]
@@ -211,8 +213,8 @@ BAD_FOR_THE_OTHERS = [
 
 @requires_root
 @requires_fuse
-@pytest.mark.parametrize("command", ["evict", "pin", "unpin", "refresh"])
-@pytest.mark.parametrize(("arguments", "code", "words"), BAD_FOR_THE_OTHERS)
+@pytest.mark.parametrize("command", OTHERS)
+@pytest.mark.parametrize(("arguments", "code", "words"), BAD_PATHS)
 def test_bad_input_of_the_others(
     mount: Mount,
     capsys: pytest.CaptureFixture[str],
@@ -222,18 +224,6 @@ def test_bad_input_of_the_others(
     words: str,
 ) -> None:
     assert_refused(mount, capsys, [command, *arguments], code, words)
-
-
-def assert_refused(
-    mount: Mount, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str
-) -> None:
-    named = [argument.replace("{mnt}", str(mount.path)) for argument in arguments]
-    assert main(named) == code
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("monarchfs: ")
-    assert captured.err.count("\n") == 1
-    assert words.replace("{mnt}", str(mount.path)) in captured.err
 
 
 @requires_root
@@ -258,9 +248,6 @@ def test_without_a_daemon(work: Bench) -> None:
         done = run(*command)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
         assert "monarchfs umount" in done.stderr
-
-
-OTHERS = ("warm", "evict", "pin", "unpin", "refresh")
 
 
 def test_where_a_path_is_split(tmp_path: Path) -> None:
