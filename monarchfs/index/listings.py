@@ -41,10 +41,6 @@ class Listings(Tree):
         value = self._get(self._db.listings, ID.pack(parent))
         return None if value is None else unpack_listing(value)
 
-    def drop_listing(self, parent: int) -> None:
-        """Its names stay, but are not known to be all."""
-        self._write(lambda txn: txn.delete(ID.pack(parent), db=self._db.listings))
-
     def entries(
         self, parent: int, after_cookie: int, limit: int
     ) -> list[tuple[Dirent, Node | None]]:

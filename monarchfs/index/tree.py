@@ -151,24 +151,6 @@ class Tree(Outdated):
         self._put_name(txn, parent, name, type_, ino, now_ns, seen)
         return node
 
-    def record_attributes(self, ino: int, stat: SourceStat, now_ns: int) -> Node:
-        """The source was asked about the file behind ``ino`` itself.
-
-        Returns the node with the new attributes, or, where the source holds another version now,
-        the node as it was, outdated. Raises LookupError if ``ino`` is not recorded.
-        """
-        return self._write(lambda txn: self._attributes(txn, ino, stat, now_ns))
-
-    def _attributes(self, txn: Any, ino: int, stat: SourceStat, now_ns: int) -> Node:
-        value = txn.get(ID.pack(ino), None, self._db.nodes)
-        if value is None:
-            raise LookupError(f"inode {ino} is not in the index")
-        node = unpack_node(ino, value)
-        if _stands_for(node, stat):
-            return self._refresh(txn, node, stat, now_ns)
-        self._outdate(txn, ID.pack(ino), value, now_ns)
-        return node._replace(outdated=True)
-
     def record_missing(self, parent: int, name: bytes) -> None:
         """There is no ``name`` in ``parent``. What it stood for may live on under another name."""
         self._write(lambda txn: self._remove_name(txn, parent, name))

@@ -97,14 +97,6 @@ def test_a_listed_type_that_contradicts_the_node_is_another_file(index: Index) -
     assert index.node(node.ino) == node._replace(outdated=True)
 
 
-def test_a_dropped_listing_leaves_the_names(index: Index) -> None:
-    add_listing(index, ROOT_INO, (b"a", 10))
-    index.drop_listing(ROOT_INO)
-    index.drop_listing(ROOT_INO)
-    assert index.listing(ROOT_INO) is None
-    assert names_in(index, ROOT_INO) == [b"a"]
-
-
 def test_a_name_of_the_other_directory_is_not_listed(index: Index) -> None:
     add_listing(index, 300, (b"a", 10))
     add_listing(index, 301, (b"b", 11))

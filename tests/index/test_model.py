@@ -123,20 +123,6 @@ class IndexMachine(RuleBasedStateMachine):
             return known.is_directory and now.is_directory
         return known.version == now.version
 
-    @rule(number=st.integers(1, 60), version=VERSIONS, mode=MODES, now=VERSIONS)
-    def attributes(self, number: int, version: int, mode: int, now: int) -> None:
-        known = self.nodes.get(number)
-        if known is None or number == ROOT_INO:
-            return
-        wanted = source_stat(known.stat.ino, mode=mode, version=version)
-        if self.same(known.stat, wanted):
-            expected = known._replace(stat=wanted, fetched_ns=now)
-        else:
-            self.outdate(number, now)
-            expected = known._replace(outdated=True)
-        assert self.index.record_attributes(number, wanted, now) == expected
-        self.nodes[number] = expected
-
     @rule(parent=PARENTS, name=NAMES)
     def missing(self, parent: int, name: bytes) -> None:
         self.index.record_missing(parent, name)

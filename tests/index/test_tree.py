@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarchfs.index import Index
-from monarchfs.types import ROOT_INO, DirRef, IndexUnusable, Node
+from monarchfs.types import ROOT_INO, DirRef, IndexUnusable, Node, SourceStat
 from tests.index.tools import (
     DIRECTORY,
     NOW,
@@ -91,7 +91,7 @@ def test_a_directory_keeps_its_number_while_its_contents_change(index: Index) ->
     d = index.record_found(ROOT_INO, b"d", source_stat(20, mode=DIRECTORY), b"", NOW)
     changed = source_stat(20, mode=DIRECTORY, version=3)
     assert index.record_found(ROOT_INO, b"d", changed, b"", NOW).ino == d.ino
-    assert index.record_attributes(d.ino, changed, NOW) == d._replace(stat=changed)
+    assert index.node(d.ino) == d._replace(stat=changed)
     other = index.record_found(ROOT_INO, b"d", source_stat(21, mode=DIRECTORY), b"", NOW)
     assert other.ino != d.ino
 
@@ -112,17 +112,18 @@ def test_a_symlinks_target_is_kept(index: Index) -> None:
     assert index.node(link.ino) == link
 
 
-def test_attributes_of_another_version_only_outdate_the_node(index: Index) -> None:
+def test_other_attributes_of_the_same_version_are_the_same_number(index: Index) -> None:
     node = index.record_found(ROOT_INO, b"a", source_stat(10), b"", NOW)
     fresh = source_stat(10)._replace(uid=99)
-    assert index.record_attributes(node.ino, fresh, NOW + 1) == node._replace(
-        stat=fresh, fetched_ns=NOW + 1
-    )
-    outdated = index.record_attributes(node.ino, source_stat(10, version=1), NOW + 2)
-    assert outdated == node._replace(stat=fresh, fetched_ns=NOW + 1, outdated=True)
-    assert index.node(node.ino) == outdated
-    with pytest.raises(LookupError):
-        index.record_attributes(99, fresh, NOW)
+    again = index.record_found(ROOT_INO, b"a", fresh, b"", NOW + 1)
+    assert again == node._replace(stat=fresh, fetched_ns=NOW + 1)
+    assert index.node(node.ino) == again
+
+
+def test_the_roots_attributes_are_its_newest(index: Index) -> None:
+    changed = source_stat(ROOT_SOURCE_INO, mode=DIRECTORY, version=1)
+    assert index.record_root(changed, NOW + 1).stat == changed
+    assert index.node(ROOT_INO) == index.record_root(changed, NOW + 1)
 
 
 def test_a_missing_name_is_gone_and_its_cookie_never_used_again(index: Index) -> None:
@@ -217,20 +218,24 @@ def test_xattrs_and_their_errors_are_remembered(index: Index) -> None:
     assert index.xattr(node.ino, b"user.other") is None
 
 
-@pytest.mark.parametrize("how", ["found", "attributes"])
-def test_a_directorys_xattrs_are_forgotten_with_its_ctime(index: Index, how: str) -> None:
-    old, new = (source_stat(20, mode=DIRECTORY, version=v) for v in (0, 1))
-    d = index.record_found(ROOT_INO, b"d", old, b"", NOW)
+@pytest.mark.parametrize("root", [False, True])
+def test_a_directorys_xattrs_are_forgotten_with_its_ctime(index: Index, root: bool) -> None:
+    number = ROOT_SOURCE_INO if root else 20
+    old, new = (source_stat(number, mode=DIRECTORY, version=v) for v in (0, 1))
+
+    def record(stat_: SourceStat) -> Node:
+        if root:
+            return index.record_root(stat_, NOW)
+        return index.record_found(ROOT_INO, b"d", stat_, b"", NOW)
+
+    d = record(old)
     other = index.record_found(ROOT_INO, b"e", source_stat(21, mode=DIRECTORY), b"", NOW)
     for ino in (d.ino, other.ino):
         index.put_xattr(ino, b"user.a", b"1")
         index.put_xattr(ino, b"user.b", b"2")
     for stat_ in (old, new):
         assert index.xattr(d.ino, b"user.b") == b"2"
-        if how == "found":
-            index.record_found(ROOT_INO, b"d", stat_, b"", NOW)
-        else:
-            index.record_attributes(d.ino, stat_, NOW)
+        record(stat_)
     assert index.xattr(d.ino, b"user.a") is None
     assert index.xattr(d.ino, b"user.b") is None
     assert index.xattr(other.ino, b"user.a") == b"1"
