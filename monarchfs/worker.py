@@ -215,7 +215,6 @@ class Worker:
             self.relay,
             Slots(bootstrap.handles_fd),
             fuse_session.current_request,
-            fuse_session.no_attributes_mark(),
         )
         current_request = fuse_session.current_request
         quick = Quick(

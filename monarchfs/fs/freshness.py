@@ -68,6 +68,17 @@ class Freshness:
             node.stat.ctime_ns, node.fetched_ns, now_ns
         )
 
+    def kept(self, node: Node, checked_ns: int, now_ns: int) -> tuple[float, float] | None:
+        """Seconds for which the kernel may keep (a name, the attributes) where the name was last
+        asked for at ``checked_ns`` and stands for ``node``; None if either has to be asked for."""
+        if self.mode is FreshnessMode.IMMUTABLE:
+            if checked_ns < self.mount_ns or node.fetched_ns < self.mount_ns:
+                return None
+            return FOREVER_SECONDS, FOREVER_SECONDS
+        if not (self.fresh(checked_ns, now_ns) and self.fresh_node(node, now_ns)):
+            return None
+        return self.node_timeouts(node, min(checked_ns, node.fetched_ns), now_ns)
+
     def fresh_attributes(self, node: Node, now_ns: int) -> bool:
         """The same for getattr of an inode that a path walk has found already."""
         if self.mode is FreshnessMode.OPEN:

@@ -12,6 +12,7 @@ import trio
 
 from monarchfs.fs.asking import Asking
 from monarchfs.fs.freshness import UNANSWERED_SECONDS, Freshness, settled
+from monarchfs.fs.shown import Shown
 from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
 from monarchfs.source.source import Source
@@ -72,6 +73,7 @@ class Names:
         self.freshness = freshness
         self.on_outdated: Callable[[int], None] = lambda ino: None
         self.denied: set[int] = set()
+        self.shown = Shown()
         self._source = source
         self._asking = Asking(source, freshness, metrics, nursery, deadline)
         self._confirmed: dict[int, tuple[int, int]] = {}
@@ -94,16 +96,17 @@ class Names:
             if confirmed_ns is None:
                 return None
             return Missing(self.freshness.timeouts(confirmed_ns, now)[0])
-        if not self.freshness.fresh(dirent.checked_ns, now):
-            return None
         node = self.index.node(dirent.ino)
-        if node is None or node.outdated or not self.freshness.fresh_node(node, now):
+        if node is None or node.outdated:
+            return None
+        kept = self.freshness.kept(node, dirent.checked_ns, now)
+        if kept is None:
             return None
         if dirent.checked_ns < self._moved_ns and (
             node.stat.is_directory or self.freshness.mode is not FreshnessMode.IMMUTABLE
         ):
             return None
-        return self._entry(node, min(dirent.checked_ns, node.fetched_ns), now)
+        return Entry(node, *kept)
 
     def known_attributes(self, ino: int) -> Entry | None:
         now = time.time_ns()
@@ -305,7 +308,9 @@ class Names:
         """Record an answer; the version that the name stood for is outdated by another one."""
         before = self.index.dirent(parent, name)
         node = self.index.record_found(parent, name, stat, target, asked_ns)
-        if before is not None and before.ino != node.ino:
+        if before is None:
+            self.shown.changed(parent)
+        elif before.ino != node.ino:
             self.replaced(parent, name, before)
         return node
 
@@ -318,6 +323,7 @@ class Names:
     def replaced(self, parent: int, name: bytes, before: Dirent) -> None:
         """``name`` stands for something else now, or for nothing: what it stood for is outdated,
         unless that is a directory, or was found at another place since."""
+        self.shown.changed(parent)
         node = self.index.node(before.ino)
         if node is None or node.stat.is_directory:
             return

@@ -14,7 +14,9 @@ from typing import Protocol
 
 import trio
 
+from monarchfs.fs.freshness import FOREVER_SECONDS, NS
 from monarchfs.fs.names import Entry, Missing, Names
+from monarchfs.fs.shown import BARE_SECONDS
 from monarchfs.types import ROOT_INO, Dirent, FileType, Lane, Node, SourceChanged
 
 __all__ = ["STATFS_SECONDS", "Differences", "Entry", "Missing", "Tree"]
@@ -59,6 +61,15 @@ class Tree(Names):
         return result
 
     # -- directories
+
+    def known_directory(self, ino: int) -> bool | None:
+        """For an open of the directory: whether the kernel may list what it has of it; None where
+        the source has to be asked first."""
+        now = time.time_ns()
+        listing = self.index.listing(ino)
+        if listing is None or self._listed(ino, now) is None:
+            return None
+        return self.shown.opened(ino, listing.fetched_ns, now)
 
     async def open_directory(self, ino: int, lane: Lane = Lane.DEMAND) -> None:
         """Have the directory's entries in the index, as fresh as the mount promises."""
@@ -164,6 +175,21 @@ class Tree(Names):
         The node is None where its attributes are not known or not fresh: the kernel then asks for
         them one by one if anybody wants them. The two last are the timeouts of name and attributes.
         """
+        return self._entries(ino, after_cookie, limit)[0]
+
+    def shown_entries(
+        self, ino: int, after_cookie: int, limit: int
+    ) -> list[tuple[Dirent, Node | None, float, float]]:
+        """``entries`` for the kernel, which may list them from memory as long as
+        ``known_directory`` says so."""
+        found, seconds = self._entries(ino, after_cookie, limit)
+        self.shown.until(ino, time.time_ns() + int(seconds * NS))
+        return found
+
+    def _entries(
+        self, ino: int, after_cookie: int, limit: int
+    ) -> tuple[list[tuple[Dirent, Node | None, float, float]], float]:
+        """And for how many seconds they are worth showing from memory."""
         now = time.time_ns()
         result: list[tuple[Dirent, Node | None, float, float]] = []
         if after_cookie < SELF_COOKIE:
@@ -174,16 +200,17 @@ class Tree(Names):
             up = node.parent if node is not None and ino != ROOT_INO else ROOT_INO
             dots = Dirent(PARENT_COOKIE, b"..", FileType.DIRECTORY, up, 0)
             result.append((dots, None, 0.0, 0.0))
-        freshness = self.freshness
+        kept, shortest = self.freshness.kept, FOREVER_SECONDS
         for dirent, node in self.index.entries(ino, max(after_cookie, PARENT_COOKIE), limit):
             if (
                 node is None
                 or node.outdated
-                or not freshness.fresh_node(node, now)
-                or not freshness.fresh(dirent.checked_ns, now)
+                or (timeouts := kept(node, dirent.checked_ns, now)) is None
             ):
                 result.append((dirent, None, 0.0, 0.0))
+                shortest = min(shortest, BARE_SECONDS)
             else:
-                checked_ns = min(dirent.checked_ns, node.fetched_ns)
-                result.append((dirent, node, *freshness.node_timeouts(node, checked_ns, now)))
-        return result
+                result.append((dirent, node, *timeouts))
+                if timeouts[1] < shortest:
+                    shortest = timeouts[1]
+        return result, shortest

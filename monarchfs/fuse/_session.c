@@ -8,7 +8,6 @@
  *                              queue of the threads that read the kernel's (_relay.c)
  *   fuse_session_receive_buf   takes one request, remembers whose it is, and takes out
  *                              FUSE_INTERRUPT, for which pyfuse3 has no hook
- *   fuse_add_direntry_plus     lets a directory entry carry no attributes (node id 0)
  *
  * pyfuse3 calls them with the GIL held, from one thread.
  */
@@ -26,20 +25,17 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "_relay.h"
-
-/* EntryAttributes.generation with this value marks an entry without attributes. */
-#define NO_ATTRIBUTES UINT64_MAX
 
 /* So often an interrupt is given back that comes before the request it is about. */
 #define MOST_RETURNS 3
 #define RETURNS_KEPT 64
 
-/* So many requests are answered before the event loop's other tasks have their turn: about a
- * millisecond. */
-#define MOST_AT_ONCE 32
+/* So long are requests answered before the event loop's other tasks have their turn. */
+#define TURN_NS 1000000
 
 static uint64_t current_unique;
 static uint32_t current_opcode;
@@ -109,6 +105,13 @@ static ssize_t receive_queued(void *buffer)
 	return got == 0 && ended_by != ENODEV ? -ended_by : got;
 }
 
+static int64_t now_ns(void)
+{
+	struct timespec now;
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
 /* The kernel asks again while the request is not answered (fs/fuse/dev.c, fuse_dev_do_write): the
  * thread that took the request may not have queued it yet. */
 static void give_back(int fd, uint64_t unique)
@@ -143,7 +146,8 @@ static bool answered(struct fuse_session *se, const struct fuse_in_header *in, s
 	if (!on_request || !relaying)
 		return false;
 	if (in->opcode != FUSE_LOOKUP && in->opcode != FUSE_GETATTR && in->opcode != FUSE_OPEN &&
-	    in->opcode != FUSE_RELEASE)
+	    in->opcode != FUSE_RELEASE && in->opcode != FUSE_OPENDIR &&
+	    in->opcode != FUSE_READDIRPLUS)
 		return false;
 	PyObject *body = PyObject_CallFunction(on_request, "IKy#", in->opcode,
 					       (unsigned long long)in->nodeid, (const char *)(in + 1),
@@ -181,10 +185,7 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 	}
 	const struct fuse_in_header *in = buf->mem;
 	ssize_t got;
-	for (unsigned done = 0;; done++) {
-		/* There may be more, but other tasks want their turn, too. */
-		if (done == MOST_AT_ONCE)
-			return -EINTR;
+	for (int64_t started = now_ns();;) {
 		got = relaying ? receive_queued(buf->mem) : receive_here(se, buf->mem);
 		if (got == 0)
 			fuse_session_exit(se);
@@ -200,31 +201,13 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 			interrupted(se, in); /* never answered */
 		else if (!answered(se, in, (size_t)got))
 			break;
+		/* There may be more, but other tasks want their turn, too. */
+		if (now_ns() - started > TURN_NS)
+			return -EINTR;
 	}
 	buf->size = (size_t)got;
 	buf->flags = 0;
 	return (int)got;
-}
-
-size_t fuse_add_direntry_plus(fuse_req_t req, char *buf, size_t bufsize, const char *name,
-			      const struct fuse_entry_param *e, off_t off)
-{
-	static size_t (*real)(fuse_req_t, char *, size_t, const char *,
-			      const struct fuse_entry_param *, off_t);
-	if (!real) {
-		real = dlsym(RTLD_NEXT, "fuse_add_direntry_plus");
-		if (!real)
-			Py_FatalError("libfuse has no fuse_add_direntry_plus");
-	}
-	if (e->generation != NO_ATTRIBUTES)
-		return real(req, buf, bufsize, name, e, off);
-	/* fs/fuse/readdir.c, fuse_direntplus_link: node id 0 means that no attributes are given.
-	 * The entry still shows its inode number (attr.st_ino) and type to readdir(3). */
-	struct fuse_entry_param bare;
-	memset(&bare, 0, sizeof(bare));
-	bare.attr.st_ino = e->attr.st_ino;
-	bare.attr.st_mode = e->attr.st_mode;
-	return real(req, buf, bufsize, name, &bare, off);
 }
 
 static PyObject *current(PyObject *self, PyObject *unused)
@@ -351,8 +334,9 @@ static PyMethodDef methods[] = {
 	 "got a signal (FUSE_INTERRUPT); False says that it is not known. None: interrupts go to\n"
 	 "libfuse, which ignores them."},
 	{"set_request_handler", set_request_handler, METH_O,
-	 "Call handler(opcode, node id, body) with LOOKUP, GETATTR, OPEN and RELEASE: bytes are the\n"
-	 "body of the answer, None leaves the request to pyfuse3. Only while threads relay."},
+	 "Call handler(opcode, node id, body) with LOOKUP, GETATTR, OPEN, RELEASE, OPENDIR and\n"
+	 "READDIRPLUS: bytes are the body of the answer, None leaves the request to pyfuse3. Only\n"
+	 "while threads relay."},
 	{"start_relay", start_relay, METH_VARARGS,
 	 "start_relay(init_fd, fuse_fd, threads, bounds_ns): have threads read the kernel's requests, and\n"
 	 "answer those they can. bounds_ns are at most 32 durations that relay_counts tells apart.\n"
@@ -379,11 +363,5 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__session(void)
 {
-	PyObject *m = PyModule_Create(&module);
-	if (m && PyModule_AddObject(m, "NO_ATTRIBUTES",
-				    PyLong_FromUnsignedLongLong(NO_ATTRIBUTES)) < 0) {
-		Py_DECREF(m);
-		return NULL;
-	}
-	return m;
+	return PyModule_Create(&module);
 }

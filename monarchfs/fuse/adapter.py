@@ -25,7 +25,7 @@ from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.relay import Relay
 from monarchfs.fuse.slots import Slots
 from monarchfs.metrics import Metrics
-from monarchfs.types import Data, Dirent, Node
+from monarchfs.types import Data, Dirent
 
 log = logging.getLogger(__name__)
 
@@ -96,11 +96,8 @@ class Adapter(pyfuse3.Operations):
         relay: Relay,
         slots: Slots,
         current_request: Callable[[], tuple[int, int]],
-        no_attributes: int | None,
     ) -> None:
-        """``current_request`` tells (unique, pid) of the request that was received last;
-        ``no_attributes`` is the mark for directory entries without attributes, None where the C
-        part is missing."""
+        """``current_request`` tells (unique, pid) of the request that was received last."""
         super().__init__()
         self._tree = tree
         self._files = files
@@ -110,7 +107,6 @@ class Adapter(pyfuse3.Operations):
         self.took = metrics.requests
         self._relay = relay
         self._current_request = current_request
-        self._no_attributes = no_attributes
         self.handles: Handles[FileHandle] = Handles(slots)
 
     def count_error(self, failure: pyfuse3.FUSEError) -> None:
@@ -179,32 +175,25 @@ class Adapter(pyfuse3.Operations):
     @answers
     @timed
     async def readdir(self, fh: FileHandleT, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        """Only where the C part is missing; see ``Quick``. Through pyfuse3 an entry cannot be given
+        without its attributes."""
         ino, cookie = int(fh), start_id
         while batch := self._tree.entries(ino, cookie, READDIR_BATCH):
             for dirent, node, entry_timeout, attr_timeout in batch:
-                entry = await self._dirent(ino, dirent, node, entry_timeout, attr_timeout)
-                if entry is None:
-                    continue
-                if not pyfuse3.readdir_reply(token, dirent.name, entry, dirent.cookie):
-                    return
                 cookie = dirent.cookie
+                if dirent.name in (b".", b".."):
+                    entry = _dot(dirent)
+                elif node is not None:
+                    entry = _attributes(Entry(node, entry_timeout, attr_timeout))
+                else:
+                    found = await self._tree.lookup(ino, dirent.name)
+                    if isinstance(found, Missing):
+                        continue
+                    entry = _attributes(found)
+                if not pyfuse3.readdir_reply(token, dirent.name, entry, cookie):
+                    return
             if len(batch) < READDIR_BATCH:
                 return
-
-    async def _dirent(
-        self, ino: int, dirent: Dirent, node: Node | None, entry_timeout: float, attr_timeout: float
-    ) -> pyfuse3.EntryAttributes | None:
-        if node is not None:
-            return _attributes(Entry(node, entry_timeout, attr_timeout))
-        if self._no_attributes is None and dirent.name not in (b".", b".."):
-            found = await self._tree.lookup(ino, dirent.name)
-            return None if isinstance(found, Missing) else _attributes(found)
-        entry = pyfuse3.EntryAttributes()
-        entry.st_ino = InodeT(dirent.ino)
-        entry.st_mode = pyfuse3.ModeT(dirent.type << 12)
-        if self._no_attributes is not None:
-            entry.generation = self._no_attributes
-        return entry
 
     @answers
     async def releasedir(self, fh: FileHandleT) -> None:
@@ -325,6 +314,13 @@ def _negative(timeout: float) -> pyfuse3.EntryAttributes:
     entry = pyfuse3.EntryAttributes()
     entry.st_ino = InodeT(0)
     entry.entry_timeout = timeout
+    return entry
+
+
+def _dot(dirent: Dirent) -> pyfuse3.EntryAttributes:
+    entry = pyfuse3.EntryAttributes()
+    entry.st_ino = InodeT(dirent.ino)
+    entry.st_mode = pyfuse3.ModeT(dirent.type << 12)
     return entry
 
 
