@@ -1,0 +1,217 @@
+"""Directories on a real mount: what the kernel lists from its memory, and when it must not."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from monarchfs.fuse.session import hooks
+from tests.exporter.scraping import scrape
+from tests.mounting import (
+    Bench,
+    Mount,
+    as_user,
+    free_port,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
+
+pytestmark = [requires_root, requires_fuse]
+requires_c = pytest.mark.skipif(hooks is None, reason="the C part was not built")
+
+FILES = 300
+
+
+@pytest.fixture
+def source(work: Bench) -> Path:
+    path = work.path / "source"
+    (path / "d").mkdir(parents=True)
+    for number in range(FILES):
+        (path / "d" / f"f{number}").write_bytes(b"x" * number)
+    return path
+
+
+class Counted:
+    """A mount of which it is known what the kernel asked for."""
+
+    def __init__(self, work: Bench, source: Path, *options: str) -> None:
+        self.port = free_port()
+        self.mount: Mount = work.mount(source, *options, "--metrics-port", str(self.port))
+
+    def requests(self, operation: str) -> int:
+        name = "monarchfs_request_duration_seconds_count"
+        return round(
+            sum(
+                value
+                for (known, labels), value in scrape(self.port).samples.items()
+                if known == name and ("operation", operation) in labels
+            )
+        )
+
+    def asked_by(self, *command: str) -> tuple[str, dict[str, int]]:
+        """What a command that is run in the mount says, and what the kernel asks for meanwhile."""
+        operations = ("opendir", "readdir", "lookup", "getattr")
+        before = [self.requests(operation) for operation in operations]
+        done = subprocess.run(
+            command, cwd=self.mount.path, capture_output=True, text=True, timeout=60, check=True
+        )
+        after = [self.requests(operation) for operation in operations]
+        counts = dict(
+            zip(operations, (b - a for a, b in zip(before, after, strict=True)), strict=True)
+        )
+        return done.stdout, counts
+
+
+FIND = ("find", "d", "-type", "f", "-printf", "%f %s\n")
+
+
+@requires_c
+def test_a_listing_that_is_known_is_not_asked_for_again(work: Bench, source: Path) -> None:
+    counted = Counted(work, source, "--freshness", "immutable")
+    assert run("warm", str(counted.mount.path), "--metadata", "--wait").returncode == 0
+    first, asked = counted.asked_by(*FIND)
+    assert len(first.splitlines()) == FILES
+    assert asked["readdir"] >= 2
+    assert asked["lookup"] <= 1, "attributes come with the names"
+    again, asked = counted.asked_by(*FIND)
+    assert sorted(again.splitlines()) == sorted(first.splitlines())
+    assert (asked["readdir"], asked["lookup"], asked["getattr"]) == (0, 0, 0)
+    assert 1 <= asked["opendir"] <= 2, "find opens where it is, too"
+
+
+@requires_c
+def test_refresh_reaches_listings_that_the_kernel_has(work: Bench, source: Path) -> None:
+    counted = Counted(work, source, "--freshness", "immutable")
+    directory = counted.mount.path / "d"
+    for _ in range(3):
+        names = os.listdir(directory)
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        assert sorted(os.listdir(held)) == sorted(names)
+        (source / "d" / "f7").unlink()
+        (source / "d" / "new").write_bytes(b"new")
+        assert sorted(os.listdir(directory)) == sorted(names), "that is what immutable means"
+        assert run("refresh", str(counted.mount.path)).returncode == 0
+        changed = sorted({*names, "new"} - {"f7"})
+        assert sorted(os.listdir(directory)) == changed
+        assert sorted(os.listdir(directory)) == changed
+        # A descriptor that was opened before, from its beginning: the kernel is told by and by.
+        wait_for(lambda: sorted(os.listdir(held)) == changed, "the kernel to forget the listing")
+    finally:
+        os.close(held)
+
+
+def test_a_change_shows_when_its_time_is_over(work: Bench, source: Path) -> None:
+    counted = Counted(work, source, "--freshness", "ttl=1")
+    directory = counted.mount.path / "d"
+    names = os.listdir(directory)
+    for _ in range(3):
+        assert sorted(os.listdir(directory)) == sorted(names)
+    (source / "d" / "f7").unlink()
+    (source / "d" / "new").write_bytes(b"new")
+    changed = sorted({*names, "new"} - {"f7"})
+    wait_for(lambda: sorted(os.listdir(directory)) == changed, "the change to show", 5)
+    (source / "d" / "new").unlink()
+    wait_for(lambda: "new" not in os.listdir(directory), "the change to show", 5)
+
+
+def test_open_shows_every_change_at_once(work: Bench, source: Path) -> None:
+    mount = work.mount(source, "--freshness", "open")
+    for number in range(10):
+        (source / "d" / f"new{number}").write_bytes(b"new")
+        assert f"new{number}" in os.listdir(mount.path / "d")
+        (source / "d" / f"new{number}").unlink()
+        assert f"new{number}" not in os.listdir(mount.path / "d")
+
+
+SEEK = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+fd = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECTORY)
+buffer = ctypes.create_string_buffer(int(sys.argv[2]))
+
+def names():
+    while (got := libc.syscall(217, fd, buffer, len(buffer))) > 0:  # getdents64(2)
+        raw, at = buffer.raw[:got], 0
+        while at < got:
+            length = int.from_bytes(raw[at + 16 : at + 18], "little")
+            offset = int.from_bytes(raw[at + 8 : at + 16], "little")
+            yield raw[at + 19 : at + length].split(b"\\0")[0], raw[at + 18], offset
+            at += length
+    assert got == 0
+
+found = list(names())
+os.lseek(fd, 0, os.SEEK_SET)
+assert list(names()) == found
+for at in (0, 1, len(found) // 2, len(found) - 1):
+    os.lseek(fd, found[at][2], os.SEEK_SET)
+    assert list(names()) == found[at + 1 :], at
+print(len(found), len({name for name, _type, _offset in found}))
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of getdents64")
+@pytest.mark.parametrize("size", [300, 4096, 1 << 20])
+def test_seeking_in_listings(work: Bench, source: Path, size: int) -> None:
+    """Names of every length, buffers of many sizes, from the daemon and from memory."""
+    for length in range(1, 256):
+        (source / "d" / ("n" * length)).touch()
+    mount = work.mount(source, "--freshness", "immutable")
+    for warmed in (False, True):
+        if warmed:
+            assert run("warm", str(mount.path), "--metadata", "--wait").returncode == 0
+        for _ in range(3):
+            done = subprocess.run(
+                [sys.executable, "-c", SEEK, str(mount.path / "d"), str(size)],
+                capture_output=True, text=True, timeout=60, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.split() == [str(FILES + 255 + 2)] * 2
+    assert sorted(os.listdir(mount.path / "d")) == sorted(os.listdir(source / "d"))
+
+
+def test_types_and_attributes_of_what_is_listed(work: Bench, source: Path) -> None:
+    (source / "d" / "link").symlink_to("f1")
+    os.mkfifo(source / "d" / "fifo")
+    (source / "d" / "below").mkdir()
+    os.utime(source / "d" / "f1", ns=(-5, -1_000_000_001))
+    mount = work.mount(source, "--freshness", "immutable")
+    for _ in range(3):  # with names alone, with attributes, from memory
+        for there, here in zip(
+            sorted(os.scandir(mount.path / "d"), key=lambda e: e.name),
+            sorted(os.scandir(source / "d"), key=lambda e: e.name),
+            strict=True,
+        ):
+            mine, its = there.stat(follow_symlinks=False), here.stat(follow_symlinks=False)
+            assert there.name == here.name
+            assert there.inode() == mine.st_ino
+            assert there.is_dir(follow_symlinks=False) == stat.S_ISDIR(its.st_mode)
+            assert there.is_symlink() == here.is_symlink()
+            for name in ("mode", "nlink", "uid", "gid", "size", "mtime_ns", "ctime_ns", "blocks"):
+                assert getattr(mine, f"st_{name}") == getattr(its, f"st_{name}"), here.name
+        assert run("warm", str(mount.path), "--metadata", "--wait").returncode == 0
+
+
+OPEN_ONLY = "import os, sys; os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECTORY)"
+
+
+def test_a_directory_that_may_not_be_read_cannot_be_opened(work: Bench, source: Path) -> None:
+    """The error belongs to open, as in the source: also once others have listed it."""
+    work.path.chmod(0o755)
+    (source / "d").chmod(0o711)
+    mount = work.mount(source, "--freshness", "immutable", "-o", "allow_other")
+    for _ in range(3):
+        assert len(os.listdir(mount.path / "d")) == FILES
+        for root in (source, mount.path):
+            done = subprocess.run(
+                as_user("nobody", ["/usr/bin/python3", "-c", OPEN_ONLY, str(root / "d")]),
+                capture_output=True, text=True, timeout=60, check=False, cwd="/",
+            )  # fmt: skip
+            assert "PermissionError" in done.stderr, root
