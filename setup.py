@@ -24,8 +24,8 @@ setup(
     ext_modules=[
         Extension(
             "monarchfs.fuse._session",
-            ["monarchfs/fuse/_session.c", "monarchfs/fuse/_relay.c"],
-            depends=["monarchfs/fuse/_relay.h"],
+            ["monarchfs/fuse/_session.c", "monarchfs/fuse/_relay.c", "monarchfs/fuse/_parking.c"],
+            depends=["monarchfs/fuse/_relay.h", "monarchfs/fuse/_parking.h"],
             extra_compile_args=[
                 *(pkg_config("--cflags") or ["-I/usr/include/fuse3"]),
                 "-std=gnu11",

@@ -25,9 +25,9 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/uio.h>
-#include <time.h>
 #include <unistd.h>
 
+#include "_parking.h"
 #include "_relay.h"
 
 /* So often an interrupt is given back that comes before the request it is about. */
@@ -44,6 +44,8 @@ static PyObject *on_interrupt; /* callable(unique) or NULL */
 static PyObject *on_request; /* callable(opcode, node id, body) or NULL */
 static int waited_fd = -1; /* an epoll descriptor: what pyfuse3 waits for may change behind it */
 static bool relaying;
+static int news_fd = -1; /* readable while the threads have left requests to Python */
+static struct fuse_session *session;
 
 static struct {
 	uint64_t unique;
@@ -103,13 +105,6 @@ static ssize_t receive_queued(void *buffer)
 	if (got == -EAGAIN)
 		return -EINTR;
 	return got == 0 && ended_by != ENODEV ? -ended_by : got;
-}
-
-static int64_t now_ns(void)
-{
-	struct timespec now;
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 /* The kernel asks again while the request is not answered (fs/fuse/dev.c, fuse_dev_do_write): the
@@ -176,6 +171,11 @@ static bool answered(struct fuse_session *se, const struct fuse_in_header *in, s
 	return true;
 }
 
+static bool answered_here(const void *request, size_t length)
+{
+	return answered(session, request, length);
+}
+
 int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 {
 	if (!buf->mem) {
@@ -185,8 +185,12 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 	}
 	const struct fuse_in_header *in = buf->mem;
 	ssize_t got;
-	for (int64_t started = now_ns();;) {
+	session = se;
+	const int64_t until_ns = parking_now_ns() + TURN_NS;
+	for (bool parks = false;; parks = relaying) {
 		got = relaying ? receive_queued(buf->mem) : receive_here(se, buf->mem);
+		if (got == -EINTR && parks && parking_wait(answered_here, news_fd, until_ns))
+			got = receive_queued(buf->mem);
 		if (got == 0)
 			fuse_session_exit(se);
 		if (got <= 0)
@@ -202,7 +206,7 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 		else if (!answered(se, in, (size_t)got))
 			break;
 		/* There may be more, but other tasks want their turn, too. */
-		if (now_ns() - started > TURN_NS)
+		if (parking_now_ns() > until_ns)
 			return -EINTR;
 	}
 	buf->size = (size_t)got;
@@ -265,6 +269,7 @@ static PyObject *start_relay(PyObject *self, PyObject *args)
 		return PyErr_SetFromErrno(PyExc_OSError);
 	}
 	relaying = true;
+	news_fd = news;
 	watch(EPOLL_CTL_DEL, init_fd);
 	int error = watch(EPOLL_CTL_ADD, news);
 	if (error < 0) {
