@@ -63,11 +63,10 @@ def test_many_ask_at_once(work: Bench, freshness: str) -> None:
     turns = 60
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", ASK, str(mount.path), str(turns)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            asking(mount, turns), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for _ in range(PROCESSES)
-    ]  # fmt: skip
+    ]
     try:
         slowest = 0.0
         for _ in range(3):
