@@ -80,10 +80,15 @@ def test_a_listing_that_is_known_is_not_asked_for_again(work: Bench, source: Pat
     assert len(first.splitlines()) == FILES
     assert asked["readdir"] >= 2
     assert asked["lookup"] <= 1, "attributes come with the names"
-    again, asked = counted.asked_by(*FIND)
-    assert sorted(again.splitlines()) == sorted(first.splitlines())
-    assert (asked["readdir"], asked["lookup"], asked["getattr"]) == (0, 0, 0)
-    assert 1 <= asked["opendir"] <= 2, "find opens where it is, too"
+
+    def not_asked() -> bool:
+        """Others may have the machine drop its caches just now."""
+        again, asked = counted.asked_by(*FIND)
+        assert sorted(again.splitlines()) == sorted(first.splitlines())
+        assert 1 <= asked["opendir"] <= 2, "find opens where it is, too"
+        return (asked["readdir"], asked["lookup"], asked["getattr"]) == (0, 0, 0)
+
+    wait_for(not_asked, "a listing from the kernel's memory")
 
 
 @requires_c

@@ -15,7 +15,7 @@ import pytest
 from monarchfs.fs.tree import Entry, Missing
 from monarchfs.fuse import quick
 from monarchfs.fuse.session import hooks
-from monarchfs.types import Node, SourceStat
+from monarchfs.types import Dirent, FileType, Node, SourceStat
 from tests.mounting import Bench, requires_fuse
 
 STAT = """
@@ -86,3 +86,21 @@ def test_a_name_that_is_not_there() -> None:
     packed = quick._negative(Missing(2.25))
     assert struct.unpack_from("=QQQQII", packed) == (0, 0, 2, 0, 250_000_000, 0)
     assert packed[40:] == bytes(88)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 255])
+def test_a_listed_name(length: int) -> None:
+    node, *timeouts = found = entry()
+    name = b"n" * length
+    dirent = Dirent(2**40, name, FileType.REGULAR, node.ino, 0)
+    packed = quick._direntplus(dirent, node, *timeouts)
+    assert len(packed) == (128 + 24 + length + 7) // 8 * 8
+    assert packed[:128] == quick._entry(found), "as a look-up says it"
+    assert struct.unpack_from("=QQII", packed, 128) == (2**50, 2**40, length, 8)
+    assert packed[152:] == name + bytes(-length % 8)
+    bare = quick._direntplus(dirent, None, 0.0, 0.0)
+    assert len(bare) == len(packed)
+    assert struct.unpack_from("=QQQQII", bare) == (0,) * 6, "no node id: no attributes"
+    attributes = struct.unpack_from("=QQQqqqIIIIIIIIII", bare, 40)
+    assert attributes == (2**50, *(0,) * 8, 0o100000, *(0,) * 6)
+    assert bare[128:] == packed[128:]

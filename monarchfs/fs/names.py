@@ -116,6 +116,9 @@ class Names:
         if node.outdated:
             # Only an open file can still be asked about: it keeps what it was opened as.
             return Entry(node, 0.0, 0.0)
+        if self.freshness.mode is not FreshnessMode.OPEN:
+            kept = self.freshness.kept(node, node.fetched_ns, now)
+            return None if kept is None else Entry(node, *kept)
         if not self.freshness.fresh_attributes(node, now):
             return None
         return self._entry(node, node.fetched_ns, now)

@@ -66,7 +66,7 @@ bool parking_answered(const void *request, size_t length)
 	static __thread PyThreadState *state;
 	const struct fuse_in_header *in = request;
 	if (in->opcode != FUSE_LOOKUP && in->opcode != FUSE_GETATTR && in->opcode != FUSE_OPENDIR &&
-	    in->opcode != FUSE_READDIRPLUS)
+	    in->opcode != FUSE_READDIRPLUS && in->opcode != FUSE_RELEASEDIR)
 		return false;
 	if (__atomic_load_n(&leaving, __ATOMIC_RELAXED) || pthread_mutex_trylock(&lock))
 		return false;

@@ -142,7 +142,7 @@ static bool answered(struct fuse_session *se, const struct fuse_in_header *in, s
 		return false;
 	if (in->opcode != FUSE_LOOKUP && in->opcode != FUSE_GETATTR && in->opcode != FUSE_OPEN &&
 	    in->opcode != FUSE_RELEASE && in->opcode != FUSE_OPENDIR &&
-	    in->opcode != FUSE_READDIRPLUS)
+	    in->opcode != FUSE_READDIRPLUS && in->opcode != FUSE_RELEASEDIR)
 		return false;
 	PyObject *body = PyObject_CallFunction(on_request, "IKy#", in->opcode,
 					       (unsigned long long)in->nodeid, (const char *)(in + 1),
@@ -339,9 +339,9 @@ static PyMethodDef methods[] = {
 	 "got a signal (FUSE_INTERRUPT); False says that it is not known. None: interrupts go to\n"
 	 "libfuse, which ignores them."},
 	{"set_request_handler", set_request_handler, METH_O,
-	 "Call handler(opcode, node id, body) with LOOKUP, GETATTR, OPEN, RELEASE, OPENDIR and\n"
-	 "READDIRPLUS: bytes are the body of the answer, None leaves the request to pyfuse3. Only\n"
-	 "while threads relay."},
+	 "Call handler(opcode, node id, body) with LOOKUP, GETATTR, OPEN, RELEASE, OPENDIR,\n"
+	 "READDIRPLUS and RELEASEDIR: bytes are the body of the answer, None leaves the request to\n"
+	 "pyfuse3. Only while threads relay."},
 	{"start_relay", start_relay, METH_VARARGS,
 	 "start_relay(init_fd, fuse_fd, threads, bounds_ns): have threads read the kernel's requests, and\n"
 	 "answer those they can. bounds_ns are at most 32 durations that relay_counts tells apart.\n"

@@ -62,9 +62,9 @@ def on_interrupt(handler: Callable[[int], bool]) -> bool:
 
 
 def on_request(handler: Callable[[int, int, bytes], bytes | None]) -> None:
-    """Have ``handler`` answer LOOKUP, GETATTR, OPEN, RELEASE, OPENDIR and READDIRPLUS where it can:
-    called with opcode, node id and what follows the request's header, it returns what follows the
-    answer's, or None. Nothing where the C part is missing: pyfuse3 answers all."""
+    """Have ``handler`` answer those requests of ``quick.Opcode`` that it can: called with opcode,
+    node id and what follows the request's header, it returns what follows the answer's, or None.
+    Nothing where the C part is missing: pyfuse3 answers all."""
     if hooks is not None:
         hooks.set_request_handler(handler)
 
