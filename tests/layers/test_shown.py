@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from monarchfs.fs import shown
-from monarchfs.fs.shown import BARE_SECONDS, Shown
+from monarchfs.fs.shown import BARE_SECONDS, LATE_NS, Shown
 from monarchfs.types import ROOT_INO, Lane
 from tests.layers.asking import IMMUTABLE, OPEN, TTL, Hours, asked, entry
 from tests.layers.mirror import Area, Mirror
@@ -15,18 +15,34 @@ def test_a_listing_is_shown_once_while_it_is_the_same() -> None:
     kernel = Shown()
     assert not kernel.opened(1, 100, 1000)
     assert kernel.opened(1, 100, 1000)
-    assert not kernel.opened(1, 200, 1000), "another listing"
-    assert kernel.opened(1, 200, 1000)
     kernel.until(1, 3000)
     kernel.until(1, 2000)
     kernel.until(1, 4000)
-    assert kernel.opened(1, 200, 1999)
-    assert not kernel.opened(1, 200, 2000), "its time is over"
-    assert kernel.opened(1, 200, 2000), "it was shown anew"
-    kernel.changed(1)
-    kernel.until(1, 5000)
-    assert not kernel.opened(1, 200, 2000)
-    assert not kernel.opened(2, 200, 2000), "another directory"
+    assert kernel.opened(1, 100, 1999)
+    assert not kernel.opened(1, 100, 2000), "its time is over"
+    assert kernel.opened(1, 100, 2000), "it was shown anew"
+    assert not kernel.opened(2, 100, 2000), "another directory"
+
+
+def test_what_replaced_another_is_shown_until_nobody_can_be_late() -> None:
+    """A reader that was given names of the old one may still be about to put them where the
+    kernel would find them."""
+    kernel = Shown()
+    assert not kernel.opened(1, 100, 1000)
+    for by_name in (False, True):
+        if by_name:
+            kernel.changed(1)
+        now = 1000
+        for _ in range(3):
+            assert not kernel.opened(1, 200, now)
+            kernel.until(1, 1 << 61)
+            now += LATE_NS // 3
+        now = 1000 + LATE_NS
+        assert not kernel.opened(1, 200, now), "for the last time"
+        assert kernel.opened(1, 200, now)
+    kernel.changed(2)
+    assert not kernel.opened(2, 200, 1000)
+    assert kernel.opened(2, 200, 1000), "nothing was shown before"
 
 
 def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,4 +139,6 @@ async def test_a_question_that_finds_a_change(files: Area, hours: Hours, change:
         await mirror.tree.ask_each(ROOT_INO, [b"d"], Lane.DEMAND)
         assert await show(mirror) is True
         await mirror.tree.ask_each(ROOT_INO, [name.encode()], Lane.DEMAND)
+        assert [await show(mirror) for _ in range(2)] == [False, False]
+        hours.pass_by(LATE_NS / 1e9)
         assert [await show(mirror) for _ in range(2)] == [False, True]
