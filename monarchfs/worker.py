@@ -15,8 +15,9 @@ import os
 import signal
 import socket
 import sys
+import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -26,7 +27,7 @@ from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs import control
 from monarchfs.cache.cache import Cache
 from monarchfs.commands import Commands
-from monarchfs.config.model import Config, PrefetchMode
+from monarchfs.config.model import SPEAKS, Config, PrefetchMode
 from monarchfs.fs.files import Files
 from monarchfs.fs.find import Finder
 from monarchfs.fs.freshness import NS, Freshness
@@ -54,7 +55,7 @@ from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.status import status
 from monarchfs.store.tier import Tier
-from monarchfs.types import ROOT_INO, FreshnessMode, IndexUnusable, MonarchError
+from monarchfs.types import ROOT_INO, FreshnessMode, IndexUnusable, MonarchError, OperationError
 
 if TYPE_CHECKING:
     from monarchfs.exporter.run import Exporter
@@ -66,11 +67,17 @@ BACKGROUND_EXTRA = 8
 
 CHANNEL_BYTES = 256 << 10
 SHUTDOWN_SYNC_SECONDS = 5.0
+BEAT_SECONDS = 0.25
+STACKS_SIGNAL = signal.SIGUSR1
+"""Have the stacks of all threads written to standard error."""
+
+
+OTHER_RELEASE = "it is of a release that the running supervisor cannot talk to: mount again"
 
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """What the supervisor hands over."""
+    """What the supervisor hands over; see ``supervisor.launch.start_worker``."""
 
     config: Config
     mount_ns: int
@@ -83,12 +90,19 @@ class Bootstrap:
     tier_fds: tuple[int, ...]
     metrics_fd: int | None = None
     restarts: int = 0
+    safe: bool = False
+    waits: bool = False
+    source_root: tuple[int, int] | None = None
 
     @classmethod
     def read(cls, fd: int) -> Bootstrap:
+        """Raises OperationError where the supervisor is of a release that speaks otherwise."""
         with open(fd, "rb") as file:
             message = json.loads(file.read())
         fds = message["fds"]
+        if message["speaks"] != SPEAKS:
+            _tell(fds["channel"], {"event": "failed", "error": OTHER_RELEASE})
+            raise OperationError(OTHER_RELEASE)
         return cls(
             Config.from_json(message["config"]),
             message["mount_ns"],
@@ -101,7 +115,36 @@ class Bootstrap:
             tuple(fds["tiers"]),
             fds["metrics"],
             message["restarts"],
+            message["safe"],
+            message["waits"],
+            tuple(message["source_root"]),
         )
+
+
+def _tell(channel_fd: int, message: dict[str, Any]) -> None:
+    """Before there is a ``Channel``. Blocks."""
+    with socket.socket(fileno=os.dup(channel_fd)) as channel:
+        channel.send(json.dumps(message).encode())
+
+
+def _may_begin(channel_fd: int) -> bool:
+    """Say that this process could take over, and wait to be told; False: it is not wanted."""
+    _tell(channel_fd, {"event": "loaded"})
+    with socket.socket(fileno=os.dup(channel_fd)) as channel:
+        message = channel.recv(CHANNEL_BYTES)
+    return bool(message) and json.loads(message).get("do") == "begin"
+
+
+def _safe(config: Config) -> Config:
+    """What is left of a mount whose workers died and died: the source."""
+    return replace(
+        config,
+        tiers=(),
+        prefetch=PrefetchMode.NONE,
+        prefetch_list=None,
+        scrub_bytes_per_second=0,
+        touch_source_seconds=0.0,
+    )
 
 
 class Channel:
@@ -129,17 +172,24 @@ class Worker:
     """The composition root. Constant: its parts, each of which owns what it opens."""
 
     def __init__(self, bootstrap: Bootstrap, channel: Channel, nursery: trio.Nursery) -> None:
-        config = bootstrap.config
+        config = _safe(bootstrap.config) if bootstrap.safe else bootstrap.config
         self.config = config
         self.restarts = bootstrap.restarts
+        self.slots = Slots(bootstrap.handles_fd)
+        self.slots.begin(0 if bootstrap.safe else fuse_session.relay_threads())
+        self._leaving = False
         self._mount_ns = bootstrap.mount_ns
         self._channel = channel
         self._nursery = nursery
         self.metrics = Metrics()
         self._state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
-        posix = PosixSource(bootstrap.source_fd)
+        posix = PosixSource(bootstrap.source_fd, root=bootstrap.source_root)
         self._root_ino = posix.root.ino
         self.index = self._open_index()
+        # Numbers that the kernel knows are not given to other files, also if the index was lost.
+        if self.slots.numbers:
+            self.index.skip_numbers_after(self.slots.numbers)
+        self.slots.numbers = self.index.next_number
         self.source = Source(
             posix,
             demand_threads=config.source_threads,
@@ -153,7 +203,7 @@ class Worker:
                 self.index.tier_number(spec.path),
                 directory=os.path.join(spec.path, config.dataset_id),
             )
-            for spec, fd in zip(config.tiers, bootstrap.tier_fds, strict=True)
+            for spec, fd in zip(config.tiers, bootstrap.tier_fds, strict=not bootstrap.safe)
         ]
         self.cache = Cache(
             self.index,
@@ -186,6 +236,7 @@ class Worker:
             nursery,
             deadline=config.source_deadline_seconds,
         )
+        self.tree.on_moved = self.slots.note_moved
         self.kernel = Notifier(fuse_session.invalidate_inode, fuse_session.invalidate_entry)
         self.files = Files(self.tree, self.cache, self.copier, self.metrics, self.kernel)
         self.cache.noticed = self.files.noticed
@@ -213,7 +264,7 @@ class Worker:
             self.interrupts,
             self.metrics,
             self.relay,
-            Slots(bootstrap.handles_fd),
+            self.slots,
             fuse_session.current_request,
         )
         current_request = fuse_session.current_request
@@ -228,7 +279,9 @@ class Worker:
             )
         )
         fuse_session.on_request(quick.answer)
-        self.session = fuse_session.Session(self.adapter, bootstrap.init_fd, bootstrap.fuse_fd)
+        self.session = fuse_session.Session(
+            self.adapter, bootstrap.init_fd, bootstrap.fuse_fd, relays=not bootstrap.safe
+        )
         self._exporter = _exporter(self, bootstrap.metrics_fd)
         if not fuse_session.on_interrupt(self.interrupts.on_interrupt):
             log.warning("the C part is missing: waiting processes cannot be killed")
@@ -256,10 +309,27 @@ class Worker:
 
     async def start(self) -> None:
         """Everything that must be so before the first request. Raises OSError, MonarchError."""
-        self.cache.load(_boot_id())
-        await self.tree.load_root()
+        if self.restarts:
+            self._take_over()
+        self.cache.load(_boot_id(), self._take_over_files)
+        # An earlier worker of this mount has asked; the source may hang by now.
+        if not self.restarts or self.index.node(ROOT_INO) is None:
+            await self.tree.load_root()
+
+    def _take_over(self) -> None:
+        """What an earlier worker knew and no record tells is taken to be so."""
+        self.tree.take_over(self.slots.moved_ns)
+        self.files.take_over(self._mount_ns, time.time_ns())
+
+    def _take_over_files(self) -> None:
         if handles := self.adapter.take_over():
             log.info("took over %d open files", handles)
+
+    async def beat(self) -> None:
+        """Show the supervisor that the event loop turns, for ever."""
+        while True:
+            self.slots.beat()
+            await trio.sleep(BEAT_SECONDS)
 
     async def listen(self) -> None:
         """Do what the supervisor says until it says stop or is gone."""
@@ -280,6 +350,9 @@ class Worker:
                 case "client":
                     self._nursery.start_soon(self._client, message["request"], fds)
                 case "stop":
+                    break
+                case "leave":
+                    self._leaving = True
                     break
                 case unknown:
                     log.warning("unknown message from the supervisor: %r", unknown)
@@ -339,9 +412,10 @@ class Worker:
         """Keep what was copied, within a bounded time."""
         with trio.CancelScope(shield=True), trio.move_on_after(SHUTDOWN_SYNC_SECONDS):
             await self.copier.put_aside_all()
-            await self.cache.sync()
+            if not self._leaving:  # else somebody waits, and the machine goes on
+                await self.cache.sync()
         self.cache.close()
-        self.index.close()
+        self.index.close(clean=not self._leaving)
 
 
 def _exporter(worker: Worker, descriptor: int | None) -> Exporter | None:
@@ -386,6 +460,7 @@ async def run(bootstrap: Bootstrap) -> int:
                 worker = Worker(bootstrap, channel, nursery)
                 await nursery.start(worker.source.watch)
                 nursery.start_soon(worker.interrupts.watch)
+                nursery.start_soon(worker.beat)
                 await worker.start()
             except (OSError, MonarchError) as exc:
                 await channel.send({"event": "failed", "error": str(exc)})
@@ -403,16 +478,22 @@ async def run(bootstrap: Bootstrap) -> int:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="monarchfs.worker")
     parser.add_argument("--bootstrap-fd", type=int, required=True)
-    bootstrap = Bootstrap.read(parser.parse_args(arguments).bootstrap_fd)
+    try:
+        bootstrap = Bootstrap.read(parser.parse_args(arguments).bootstrap_fd)
+    except OperationError as exc:
+        sys.exit(str(exc))
     # The supervisor decides where standard error goes.
     logging.basicConfig(
         level=bootstrap.config.log_level.upper(),
         format="%(asctime)s worker %(levelname)s %(message)s",
     )
     faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the foreground is the supervisor's
     drop_capabilities()
     raise_descriptor_limit()
+    if bootstrap.waits and not _may_begin(bootstrap.channel_fd):
+        return
     code = trio.run(run, bootstrap)
     logging.shutdown()
     sys.stderr.flush()

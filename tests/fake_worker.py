@@ -77,18 +77,21 @@ def report(restarts: int) -> dict[str, object]:
     }
 
 
-def serve(mode: str, fuse: int, channel: socket.socket, restarts: int) -> int:
+def serve(mode: str, fuse: int, handles: int, channel: socket.socket, restarts: int) -> int:
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(fuse, select.POLLIN)
+    beats = 0
     while True:
-        for ready, _ in poll.poll():
+        beats += 1
+        os.pwrite(handles, struct.pack("=Q", beats), 16)  # monarchfs.fuse.slots.BEATS
+        for ready, _ in poll.poll(250):
             if ready == channel.fileno():
                 content, descriptors, _, _ = socket.recv_fds(channel, 1 << 18, 4)
                 if not content:
                     return 4
                 message = json.loads(content)
-                if message["do"] == "stop":
+                if message["do"] in ("stop", "leave"):
                     return 0
                 if message["do"] == "status":
                     answer = {
@@ -109,6 +112,7 @@ def serve(mode: str, fuse: int, channel: socket.socket, restarts: int) -> int:
             reply = reply_to(request)
             if reply is not None and mode != "hang":
                 os.write(fuse, reply)
+                os.pwrite(handles, struct.pack("=Q", beats), 24)  # ANSWERED
 
 
 def main() -> int:
@@ -118,6 +122,10 @@ def main() -> int:
     fds = bootstrap["fds"]
     init = socket.socket(fileno=fds["init"])
     channel = socket.socket(fileno=fds["channel"])
+    if bootstrap["waits"]:
+        channel.send(b'{"event": "loaded"}')
+        if channel.recv(1 << 16) != b'{"do":"begin"}':
+            return 0
     if mode == "crash":
         print("this worker is broken", file=sys.stderr)
         return 3
@@ -135,7 +143,7 @@ def main() -> int:
         channel.recv(1)
         return 0
     channel.send(b'{"event": "ready"}')
-    return serve(mode, fds["fuse"], channel, bootstrap["restarts"])
+    return serve(mode, fds["fuse"], fds["handles"], channel, bootstrap["restarts"])
 
 
 if __name__ == "__main__":

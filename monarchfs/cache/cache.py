@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 import trio
@@ -48,9 +49,10 @@ class Cache(Filling):
 
     # -- start and end
 
-    def load(self, boot_id: bytes) -> None:
+    def load(self, boot_id: bytes, reopen: Callable[[], None] = lambda: None) -> None:
         """Take over what an earlier mount left; ``boot_id`` tells whether the machine was restarted
         since. Takes no longer the more there is: what has to be looked at is so in the background.
+        ``reopen`` is called before anything may be evicted: to acquire what is in use already.
         """
         rebooted = self.index.begin_boot(boot_id)
         stock = self._stock = Stocktaking(
@@ -69,6 +71,7 @@ class Cache(Filling):
                 needed = True
             if needed:
                 self._begin_stock(tier)
+        reopen()
         self._tiers.look()
         self._tracks = self.placement.tracks or len(self.tiers) > 1
         if self.placement.tracks:
@@ -121,7 +124,8 @@ class Cache(Filling):
         if node.ino in self._open:
             return True
         record = self.claim(node)
-        return record is not None and record.state is ReplicaState.RESIDENT
+        resident = record is not None and record.state is ReplicaState.RESIDENT
+        return resident and self.state(node.ino) is not None
 
     def acquire(self, node: Node, *, accessed: bool = True) -> OpenReplica | None:
         """The complete replica of ``node``, open, or None. Each needs a ``release``. Not

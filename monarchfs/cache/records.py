@@ -109,7 +109,9 @@ class Records:
         self._removals = Removals(index, self._tiers, self._handle, self._in_thread, nursery)
 
     def state(self, ino: int) -> Replica | None:
-        return self.index.replica(ino)
+        """The record of its replica; None for one in a tier that this mount does not have."""
+        record = self.index.replica(ino)
+        return record if record is None or record.tier in self.tiers else None
 
     def outdated(self, node: Node) -> None:
         """The source was seen to hold another version than the node stands for."""

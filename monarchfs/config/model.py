@@ -13,6 +13,11 @@ from typing import Any
 
 from monarchfs.types import FreshnessMode, TierSize
 
+SPEAKS = 1
+"""The bootstrap document and the messages of the channel (docs/ARCHITECTURE.md): to be raised when
+either changes, so that a supervisor does not hand its mount to a worker of another release that
+would not understand it."""
+
 
 class PrefetchMode(Enum):
     """What is copied without being asked for: nothing, opened files, all, or a list's files."""

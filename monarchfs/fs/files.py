@@ -10,6 +10,7 @@ from typing import Protocol
 
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.replicas import OpenReplica
+from monarchfs.fs.freshness import SURELY_SETTLED_NS
 from monarchfs.fs.kernel import Kernel, NoKernel
 from monarchfs.fs.tree import Entry, Tree
 from monarchfs.metrics import Metrics
@@ -210,8 +211,17 @@ class Files:
     def reopened(self, ino: int) -> FileHandle:
         """A handle for a file that an earlier process of this mount has opened. What it reads from
         is there at once if that is a replica, else with the first read."""
+        node = self._tree.index.node(ino)
+        if node is not None and node.outdated:
+            # Who found that out may not have come to telling the kernel.
+            self._drop_pages(ino)
         self._opens[ino] = self._opens.get(ino, 0) + 1
         return FileHandle(ino, self, self.resident(ino), None, True)
+
+    def take_over(self, since_ns: int, now_ns: int) -> None:
+        """Another process served the mount from then until now; of which inodes the kernel has read
+        too early is not known."""
+        self._young_ns = since_ns - SURELY_SETTLED_NS, now_ns
 
     def resident(self, ino: int) -> OpenReplica | None:
         """Its complete replica, to be released, whoever opened the file before."""

@@ -76,8 +76,21 @@ class Names:
         self.shown = Shown()
         self._source = source
         self._asking = Asking(source, freshness, metrics, nursery, deadline)
+        self.on_moved: Callable[[int], None] = lambda now_ns: None
+        """Told when a directory was seen moved (nanoseconds since 1970)."""
+        self._all_denied = False
         self._confirmed: dict[int, tuple[int, int]] = {}
         self._moved_ns = 0
+
+    def take_over(self, moved_ns: int) -> None:
+        """Another process served the mount before; it told ``on_moved`` of ``moved_ns`` (0: of
+        nothing), and the kernel may remember missing names from it."""
+        self._moved_ns = moved_ns
+        self._all_denied = True
+
+    def may_be_denied(self, ino: int) -> bool:
+        """Whether the kernel may remember missing names there, with or without a listing."""
+        return self._all_denied or ino in self.denied
 
     async def load_root(self) -> None:
         """Know the root before the kernel asks. Raises OSError where the source does not say."""
@@ -353,6 +366,7 @@ class Names:
         the kernel makes (fs/namei.c). Where the dataset was said not to change, about those of
         directories alone."""
         self._moved_ns = time.time_ns()
+        self.on_moved(self._moved_ns)
         while ino != ROOT_INO:
             self.index.mark_outdated(ino)
             node = self.index.node(ino)

@@ -189,7 +189,7 @@ class Refresh:
 
     async def _do(self, run: _Run, work: _Work) -> None:
         if work.after < 0:
-            if self._tree.index.listing(work.ino) or work.ino in self._tree.denied:
+            if self._tree.index.listing(work.ino) or self._tree.may_be_denied(work.ino):
                 await self._list(run, work.ino)
             run.work.append(_Work(work.ino, 0))
             return

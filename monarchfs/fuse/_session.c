@@ -46,6 +46,7 @@ static int waited_fd = -1; /* an epoll descriptor: what pyfuse3 waits for may ch
 static bool relaying;
 static int news_fd = -1; /* readable while the threads have left requests to Python */
 static struct fuse_session *session;
+static bool directly; /* nobody reads but pyfuse3's loop */
 
 static struct {
 	uint64_t unique;
@@ -72,6 +73,8 @@ static int watch(int operation, int fd)
 int fuse_session_fd(struct fuse_session *se)
 {
 	int fd = real_session_fd(se);
+	if (directly)
+		return fd;
 	if (waited_fd < 0) {
 		waited_fd = epoll_create1(EPOLL_CLOEXEC);
 		if (waited_fd >= 0 && watch(EPOLL_CTL_ADD, fd) < 0) {
@@ -247,6 +250,14 @@ static PyObject *set_request_handler(PyObject *self, PyObject *handler)
 	Py_RETURN_NONE;
 }
 
+static PyObject *read_directly(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	directly = true;
+	Py_RETURN_NONE;
+}
+
 static PyObject *start_relay(PyObject *self, PyObject *args)
 {
 	int init_fd, fd;
@@ -342,6 +353,8 @@ static PyMethodDef methods[] = {
 	 "Call handler(opcode, node id, body) with LOOKUP, GETATTR, OPEN, RELEASE, OPENDIR,\n"
 	 "READDIRPLUS and RELEASEDIR: bytes are the body of the answer, None leaves the request to\n"
 	 "pyfuse3. Only while threads relay."},
+	{"read_directly", read_directly, METH_NOARGS,
+	 "There will be no threads: pyfuse3 waits for libfuse's descriptor. Before its init."},
 	{"start_relay", start_relay, METH_VARARGS,
 	 "start_relay(init_fd, fuse_fd, threads, bounds_ns): have threads read the kernel's requests, and\n"
 	 "answer those they can. bounds_ns are at most 32 durations that relay_counts tells apart.\n"

@@ -52,7 +52,9 @@ def answers(handler: Handler[P, T]) -> Handler[P, T]:
     @wraps(handler)
     async def answer(self: Adapter, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return await handler(self, *args, **kwargs)
+            result = await handler(self, *args, **kwargs)
+            self.handles.slots.count_answer()
+            return result
         except OSError as exc:
             failure = pyfuse3.FUSEError(exc.errno or errno.EIO)
             self.count_error(failure)
@@ -111,6 +113,7 @@ class Adapter(pyfuse3.Operations):
 
     def count_error(self, failure: pyfuse3.FUSEError) -> None:
         """For ``answers``."""
+        self.handles.slots.count_answer()
         if failure.errno not in NO_TROUBLE:
             self._metrics.request_errors.count(failure.errno)
 

@@ -11,6 +11,7 @@ from enum import IntFlag
 from typing import NamedTuple
 
 FUSE_INIT = 26
+FUSE_NOTIFY_RESEND = 7
 MAX_WRITE = 4096
 """Nothing is ever written; the kernel wants every buffer for requests to be larger than this
 (fs/fuse/dev.c, fuse_dev_do_read), so that thousands of waiting requests stay small."""
@@ -33,6 +34,11 @@ INIT_IN_FLAGS2 = struct.Struct("=I")
 INIT_OUT = struct.Struct("=IIIIHHIIHHII6I")
 """fuse_init_out: major, minor, max_readahead, flags, max_background, congestion_threshold,
 max_write, time_gran, max_pages, map_alignment, flags2, max_stack_depth, unused."""
+
+
+RESEND = OUT_HEADER.pack(OUT_HEADER.size, FUSE_NOTIFY_RESEND, 0)
+"""Written to the device, it has the kernel hand out again, with bit 63 of ``unique`` set, all
+requests that were taken and not answered (Linux 6.9; fs/fuse/dev.c, fuse_resend)."""
 
 
 class InitFlag(IntFlag):
@@ -63,6 +69,8 @@ _WANTED = (
     | InitFlag.CACHE_SYMLINKS
     | InitFlag.MAX_PAGES
     | InitFlag.INIT_EXT
+    # Another worker may take a dead one's place.
+    | InitFlag.HAS_RESEND
 )
 # A new version of a file is a new inode, so data never need invalidating by attributes; nothing
 # is written; and the kernel's guess when to skip readdirplus costs one LOOKUP a name.

@@ -67,6 +67,7 @@ class Quick:
     ) -> None:
         """``current_request`` tells (unique, pid) of the request that is to be answered."""
         self._current_request = current_request
+        self._count_answer = handles.slots.count_answer
         self._tree = tree
         self._files = files
         self._handles = handles
@@ -83,12 +84,14 @@ class Quick:
                 if found is None:
                     return None
                 self._took.lookup_local.observe(now_ns() - started)
+                self._count_answer()
                 return _negative(found) if isinstance(found, Missing) else _entry(found)
             case Opcode.GETATTR:
                 known = self._files.known_attributes(node)
                 if known is None:
                     return None
                 self._took.getattr_local.observe(now_ns() - started)
+                self._count_answer()
                 return _ATTR_OUT.pack(*_split(known.attr_timeout), 0, *_attributes(known.node))
             case Opcode.OPEN:
                 if _OPEN_IN.unpack_from(body)[0] & os.O_ACCMODE != os.O_RDONLY:
@@ -106,6 +109,7 @@ class Quick:
                     return None
                 self._relay.opened(number, handle)
                 self._took.open_local.observe(now_ns() - started)
+                self._count_answer()
                 return _OPEN_OUT.pack(number, FOPEN_KEEP_CACHE if handle.keep_cache else 0, 0)
             case Opcode.RELEASE:
                 number = _HANDLE.unpack_from(body)[0]

@@ -69,6 +69,15 @@ def on_request(handler: Callable[[int, int, bytes], bytes | None]) -> None:
         hooks.set_request_handler(handler)
 
 
+def relay_threads() -> int:
+    """How many threads answer reads without Python."""
+    return 0 if hooks is None else RELAY_THREADS
+
+
+def no_attributes_mark() -> int | None:
+    return None if hooks is None else hooks.NO_ATTRIBUTES
+
+
 def invalidate_inode(ino: int, attributes_only: bool) -> None:
     """Have the kernel forget the attributes of an inode and, unless ``attributes_only``, its pages.
 
@@ -102,17 +111,29 @@ class Session:
     mounted descriptor, which replaces what is behind ``init_fd``.
     """
 
-    def __init__(self, operations: pyfuse3.Operations, init_fd: int, fuse_fd: int) -> None:
+    def __init__(
+        self, operations: pyfuse3.Operations, init_fd: int, fuse_fd: int, *, relays: bool = True
+    ) -> None:
+        """Without ``relays`` all requests are read on the event loop."""
         self._init_fd = init_fd
         self._fuse_fd = fuse_fd
+        self._relays = relays
         self._handed_over = False
+        if hooks is not None and not relays:
+            hooks.read_directly()
         pyfuse3.init(operations, f"/dev/fd/{init_fd}", set())
 
     def hand_over(self) -> None:
         """FUSE_INIT is answered: take the real descriptor. No checkpoint."""
-        if hooks is None or not hooks.start_relay(
-            self._init_fd, self._fuse_fd, RELAY_THREADS, DURATION_BOUNDS_NS
+        if (
+            hooks is None
+            or not self._relays
+            or not hooks.start_relay(
+                self._init_fd, self._fuse_fd, RELAY_THREADS, DURATION_BOUNDS_NS
+            )
         ):
+            # An earlier worker may have had threads that waited in read(2).
+            os.set_blocking(self._fuse_fd, False)
             # First wake and unregister, while the old descriptor is still what epoll knows.
             trio.lowlevel.notify_closing(self._init_fd)
         # libfuse answers here; with the C part, its threads alone read.

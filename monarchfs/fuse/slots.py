@@ -14,6 +14,9 @@ offset type    header
 12     u32     slots from this one on were never used
 16     u64     beats: rises while the worker's event loop turns
 24     u64     answered: rises with each request that was answered
+32     u64     the index gives out inode numbers from here on, and never one twice
+40     u64     how many relay threads there are
+48     u64     when a directory was last seen moved (``Names``), nanoseconds since 1970
 1024   u64[64] since when each relay thread has been busy, CLOCK_MONOTONIC in ns; 0: it waits
 ====== ======= ======================================================================
 
@@ -41,7 +44,7 @@ from typing import NamedTuple
 MAGIC = int.from_bytes(b"mnrchfs1", "little")
 HEADER_BYTES = 4096
 MOST_SLOTS = 1 << 20
-BEATS, ANSWERED, BUSY_SINCE = 16, 24, 1024
+BEATS, ANSWERED, NUMBERS, THREADS, MOVED_NS, BUSY_SINCE = 16, 24, 32, 40, 48, 1024
 MOST_THREADS = 64
 
 RESENT = 1 << 63
@@ -53,6 +56,7 @@ _SLOT = struct.Struct("=QQIIQ")
 _HIGH_WATER = struct.Struct("=I")
 _HIGH_WATER_AT = 12
 _LOW = (1 << 32) - 1
+_MOST = (1 << 64) - 1
 
 
 class Slot(NamedTuple):
@@ -62,6 +66,24 @@ class Slot(NamedTuple):
     ino: int
     unique: int
     backing_id: int
+
+
+class Vitals(NamedTuple):
+    """What a worker shows of itself in the header. ``stuck_since``: when the last of its relay
+    threads took the request that it is at, if all of them are at one, else 0."""
+
+    beats: int
+    answered: int
+    stuck_since: int
+
+
+def read_vitals(fd: int) -> Vitals:
+    """By who does not trust the worker: nothing is mapped. Raises OSError."""
+    header = os.pread(fd, HEADER_BYTES, 0)
+    beats, answered = (_U64.unpack_from(header, at)[0] for at in (BEATS, ANSWERED))
+    threads = min(_U64.unpack_from(header, THREADS)[0], MOST_THREADS)
+    busy = [_U64.unpack_from(header, BUSY_SINCE + 8 * n)[0] for n in range(threads)]
+    return Vitals(beats, answered, max(busy) if busy and all(busy) else 0)
 
 
 def make_table(slots: int = MOST_SLOTS) -> int:
@@ -91,6 +113,7 @@ class Slots:
         self._count: int = count
         self._used: int = used
         self._free = [index for index in reversed(range(self._used)) if not self._slot(index)[0]]
+        self._words = memoryview(self._memory)[:HEADER_BYTES].cast("Q")
 
     def __len__(self) -> int:
         """How many files are open."""
@@ -152,6 +175,41 @@ class Slots:
         )
         return found
 
+    # -- the header
+
+    def beat(self) -> None:
+        """Show that the event loop turns."""
+        self._words[BEATS // 8] = (self._words[BEATS // 8] + 1) & _MOST
+
+    def count_answer(self) -> None:
+        """Show that a request was answered: not how many were, as threads count there, too."""
+        self._words[ANSWERED // 8] = (self._words[ANSWERED // 8] + 1) & _MOST
+
+    def begin(self, threads: int) -> None:
+        """A new worker, with so many relay threads, none of which is at a request."""
+        for index in range(MOST_THREADS):
+            self._words[BUSY_SINCE // 8 + index] = 0
+        self._words[THREADS // 8] = threads
+
+    @property
+    def numbers(self) -> int:
+        """From where on the last worker's index gave out inode numbers; 0: there was none."""
+        return self._words[NUMBERS // 8]
+
+    @numbers.setter
+    def numbers(self, first: int) -> None:
+        self._words[NUMBERS // 8] = first
+
+    @property
+    def moved_ns(self) -> int:
+        """When an earlier worker saw a directory moved; 0: never."""
+        return self._words[MOVED_NS // 8]
+
+    def note_moved(self, now_ns: int) -> None:
+        """A directory was seen moved."""
+        self._words[MOVED_NS // 8] = now_ns
+
     def close(self) -> None:
         """Give the memory back; what is open stays so."""
+        self._words.release()
         self._memory.close()

@@ -148,6 +148,18 @@ def connection_lives(connection: int) -> bool:
     return os.path.isdir(f"{CONNECTIONS}/{connection}")
 
 
+def waiting_requests(connection: int) -> int | None:
+    """How many requests the connection has that were not answered; None where that cannot be seen.
+
+    The file belongs to the mount's user (fs/fuse/control.c).
+    """
+    try:
+        with open(f"{CONNECTIONS}/{connection}/waiting", "rb") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return None
+
+
 def abort_connection(connection: int) -> bool:
     """Makes every request of the connection fail with ECONNABORTED; whether that was possible.
 

@@ -66,6 +66,22 @@ class Machine(Replicas):
         aside. Each process starts so far above the recorded number as the boot is old, and gives
         out fewer than that until the next one starts.
         """
-        leap = time.clock_gettime_ns(time.CLOCK_BOOTTIME) // _NUMBER_NS
         # Recorded at once: what is recorded next is dated by it.
-        self._write(lambda txn: self._new_ids(txn, leap))
+        self._write(lambda txn: self._new_ids(txn, _most_since_boot()))
+
+    @property
+    def next_number(self) -> int:
+        """No inode number from here on was given out by this index."""
+        return self._next_id
+
+    def skip_numbers_after(self, number: int) -> None:
+        """Never give out what another process may have given out that began with ``number`` since
+        the machine was started: its index may be lost. Raises IndexWriteError."""
+        skipped = number + _most_since_boot() - self._next_id
+        if skipped > 0:
+            self._write(lambda txn: self._new_ids(txn, skipped))
+
+
+def _most_since_boot() -> int:
+    """More numbers than a process can have given out since the machine was started."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // _NUMBER_NS

@@ -51,11 +51,17 @@ class PosixSource:
     the root; ``has_layouts`` says that files may have a Lustre layout.
     """
 
-    def __init__(self, root_fd: int, max_directories: int = 512) -> None:
-        st = os.fstat(root_fd)
-        self.root = DirRef(b"", st.st_ino)
+    def __init__(
+        self, root_fd: int, max_directories: int = 512, *, root: tuple[int, int] | None = None
+    ) -> None:
+        """``root`` is what fstat(2) says of the root, (st_dev, st_ino), for those who know it: the
+        source might not answer now."""
+        if root is None:
+            st = os.fstat(root_fd)
+            root = st.st_dev, st.st_ino
+        self._root_device, ino = root
+        self.root = DirRef(b"", ino)
         self._root_fd = root_fd
-        self._root_device = st.st_dev
         self._dirs = DirHandles(root_fd, max_directories)
         self.has_layouts = _knows_layouts(root_fd)
 

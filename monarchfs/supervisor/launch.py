@@ -22,6 +22,7 @@ from typing import Any
 
 import monarchfs
 from monarchfs.config import Config
+from monarchfs.config.model import SPEAKS
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.fuse.protocol import ProtocolError, amend_init_reply
 from monarchfs.supervisor.channel import Channel
@@ -36,8 +37,9 @@ _LARGEST_INIT = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """What a worker inherits; ``tiers`` are the dataset's directories in the order of the tiers,
-    ``handles`` is the table of open files, ``metrics`` a listening socket, if there is one."""
+    """What a worker inherits, and its successors too; ``tiers`` are the dataset's directories in
+    the order of the tiers, ``handles`` is the table of open files, ``metrics`` a listening socket,
+    if there is one."""
 
     fuse: int
     source: int
@@ -76,6 +78,43 @@ class Worker:
     def pid(self) -> int:
         return self.process.pid
 
+    @property
+    def exit_code(self) -> int | None:
+        """As ``Popen.returncode``; None while it lives, and where that cannot be seen yet."""
+        code = self.process.poll()
+        if code is not None:
+            return code
+        # What its first thread left, while others cannot die (proc_pid_stat(5), fields 3 and 52).
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b") ")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return self.process.poll()
+        if fields[0] not in (b"Z", b"X") or int(fields[49]) == 0:
+            return None
+        return os.waitstatus_to_exitcode(int(fields[49]))
+
+    def is_quiet(self) -> bool:
+        """Whether none of its threads can run any more: each is gone, or dead, or waits in the
+        kernel for what no signal ends. (A killed one that waits there dies when it comes back.)"""
+        if self.process.poll() is not None:
+            return True
+        return all(state in b"ZXD" for state in self._thread_states())
+
+    def _thread_states(self) -> list[bytes]:
+        states = []
+        try:
+            threads = os.listdir(f"/proc/{self.pid}/task")
+        except FileNotFoundError:
+            return []
+        for thread in threads:
+            try:
+                with open(f"/proc/{self.pid}/task/{thread}/stat", "rb") as file:
+                    states.append(file.read().rpartition(b") ")[2][:1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        return states
+
     def is_gone(self) -> bool:
         """Whether it ended, or at least all of it that does not hang in the kernel."""
         if self.process.poll() is not None:
@@ -103,7 +142,7 @@ class Worker:
     @property
     def crashed(self) -> bool:
         """Whether it died as a process does whose mapped file is damaged: LMDB maps the index."""
-        return self.process.poll() in _CRASHES
+        return self.exit_code in _CRASHES
 
     def end(self) -> None:
         """Tells it to stop; kills it after a second; leaves behind what cannot die in another.
@@ -117,7 +156,7 @@ class Worker:
 
     def describe_end(self) -> str:
         """How it ended, for a log line."""
-        code = self.process.poll()
+        code = self.exit_code
         if code is None:
             return "was killed and hangs in the kernel"
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -131,12 +170,21 @@ def start_worker(
     stderr: int,
     *,
     restarts: int = 0,
+    safe: bool = False,
+    waits: bool = False,
+    source_root: tuple[int, int] | None = None,
 ) -> Worker:
-    """Starts a worker for the mount, after ``restarts`` others that died; raises OperationError if
-    its program cannot be run."""
+    """Starts a worker for the mount, after ``restarts`` others; raises OperationError if its
+    program cannot be run.
+
+    A ``safe`` one leaves out all but the source. One that ``waits`` says when it is loaded, and
+    touches nothing before it is told to begin. ``source_root`` is the inode and the device number
+    of the source's directory, which might not answer.
+    """
     our_init, their_init = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     our_channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     bootstrap: dict[str, Any] = {
+        "speaks": SPEAKS,
         "config": config.to_json(),
         "fds": {
             "fuse": descriptors.fuse,
@@ -150,6 +198,9 @@ def start_worker(
         },
         "mount_ns": mount_ns,
         "restarts": restarts,
+        "safe": safe,
+        "waits": waits,
+        "source_root": source_root,
     }
     memory = os.memfd_create("monarchfs-bootstrap")
     try:

@@ -24,8 +24,9 @@ from monarchfs.config.places import Places, build_config
 from monarchfs.config.settings import Settings
 from monarchfs.fuse.mount import check_device, mount
 from monarchfs.fuse.mountinfo import find_mount, is_network_filesystem
-from monarchfs.fuse.slots import make_table
-from monarchfs.fuse.unmount import unmount_bounded
+from monarchfs.fuse.protocol import InitFlag, parse_init_request
+from monarchfs.fuse.slots import make_table, read_vitals
+from monarchfs.fuse.unmount import unmount_bounded, waiting_requests
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.launch import (
     Descriptors,
@@ -53,6 +54,7 @@ from monarchfs.supervisor.storage import (
     open_state_dir,
     open_tiers,
 )
+from monarchfs.supervisor.succession import Mounted, Start, Succession
 from monarchfs.supervisor.supervise import Supervisor
 from monarchfs.types import OperationError, UsageError
 
@@ -143,25 +145,39 @@ def _start(
         *(fuse, what.descriptor, state_dir, tuple(tiers), handles),
         metrics=None if metrics is None else metrics.fileno(),
     )
-    start = partial(_serving_worker, config, command, descriptors, mount_ns, request, deadline)
+    launch = partial(
+        _start_worker, config, command, descriptors, mount_ns, source_root=what.identity
+    )
+    serve = partial(_serving_worker, config, launch, descriptors, request, deadline)
+    restarts = 0
     try:
-        worker = start(undo)
+        worker = serve(undo)
     except _Crashed as crash:
         # It may have been the index that killed it. The next one checks that, and can do without.
         log.warning("%s: starting another one", crash)
-        worker = start(undo, init_answered=crash.init_answered, restarts=1)
+        restarts = 1
+        worker = serve(undo, init_answered=crash.init_answered, restarts=restarts)
     control_socket = ControlSocket(config, config.state_dir, mount_ns)
     undo.callback(control_socket.close)
     if not config.foreground:
         log_as_daemon(config, state_dir)
+    suspect = partial(mark_suspect, state_dir, config.user)
+    mounted = Mounted(
+        fuse,
+        request,
+        bool(parse_init_request(request).flags & InitFlag.HAS_RESEND),
+        config.start_timeout_seconds,
+        partial(read_vitals, handles),
+        partial(waiting_requests, connection),
+        suspect,
+    )
     return Supervisor(
         config,
-        worker,
+        Succession(worker, launch, mounted, restarts),
         control_socket,
         fuse=fuse,
         connection=connection,
-        init_request=request,
-        mark_suspect=partial(mark_suspect, state_dir, config.user),
+        mark_suspect=suspect,
         release=partial(_release, lock, metrics),
     )
 
@@ -271,9 +287,8 @@ class _Crashed(OperationError):
 
 def _serving_worker(
     config: Config,
-    command: Sequence[str],
+    launch: Start,
     descriptors: Descriptors,
-    mount_ns: int,
     request: bytes,
     deadline: float,
     undo: ExitStack,
@@ -286,7 +301,8 @@ def _serving_worker(
     With ``init_answered`` the kernel has its answer to FUSE_INIT from an earlier worker, of the
     same program, and waits for no other.
     """
-    worker = _start_worker(config, command, descriptors, mount_ns, restarts, undo)
+    worker = launch(restarts=restarts, safe=False, waits=False)
+    undo.callback(worker.end)
     try:
         reply = negotiate(worker, request, posix_acl=config.allow_other, deadline=deadline)
         if not init_answered:
@@ -309,20 +325,31 @@ def _start_worker(
     command: Sequence[str],
     descriptors: Descriptors,
     mount_ns: int,
+    *,
+    source_root: tuple[int, int],
     restarts: int,
-    undo: ExitStack,
+    safe: bool,
+    waits: bool,
 ) -> Worker:
-    start = partial(start_worker, config, command, descriptors, mount_ns, restarts=restarts)
+    start = partial(
+        start_worker,
+        config,
+        command,
+        descriptors,
+        mount_ns,
+        restarts=restarts,
+        safe=safe,
+        waits=waits,
+        source_root=source_root,
+    )
     if config.foreground:
-        worker = start(sys.stderr.fileno())
-    else:
-        stderr = open_log(descriptors.state, WORKER_LOG, config.user, truncate=True)
-        try:
-            worker = start(stderr)
-        finally:
-            os.close(stderr)
-    undo.callback(worker.end)
-    return worker
+        return start(sys.stderr.fileno())
+    # What the dead said is kept.
+    stderr = open_log(descriptors.state, WORKER_LOG, config.user, truncate=not restarts)
+    try:
+        return start(stderr)
+    finally:
+        os.close(stderr)
 
 
 def _with_last_words(error: str, config: Config, state_dir: int) -> str:

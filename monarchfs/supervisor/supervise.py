@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -17,9 +18,9 @@ from typing import Any
 from monarchfs import control
 from monarchfs.config import Config
 from monarchfs.fuse.unmount import Unmount, Unmounted, abort_connection
-from monarchfs.supervisor.launch import Worker
 from monarchfs.supervisor.registration import ControlSocket
 from monarchfs.supervisor.reports import Reports
+from monarchfs.supervisor.succession import Phase, Succession
 from monarchfs.types import MonarchError
 
 log = logging.getLogger(__name__)
@@ -32,9 +33,10 @@ _STOP_SECONDS = 10.0
 _DEAD_WORKER_SECONDS = 1.0
 _WORKER_END_SECONDS = 2.5
 _DEFAULT_UMOUNT_SECONDS = 30.0
+_DEFAULT_RESTART_SECONDS = 30.0
 _NO_WORKER = "the mount's worker does not answer: see monarchfs status"
 
-COMMANDS = ("status", "umount")
+COMMANDS = ("status", "umount", "restart")
 """What is answered here; the worker knows the others."""
 
 
@@ -51,36 +53,31 @@ class Supervisor:
     """One mount, from the moment it serves until it is gone. One thread; nothing here blocks for
     more than about two seconds.
 
-    Constant: config, the mount's descriptor and connection, control socket, saved FUSE_INIT.
-    Changing: the worker (another one could take its place), what it last said of itself, clients,
-    the unmount under way.
+    Constant: config, the mount's descriptor and connection, control socket. Changing: the workers
+    (``succession``), what the last one said of itself, clients, the unmount under way.
     """
 
     def __init__(
         self,
         config: Config,
-        worker: Worker,
+        succession: Succession,
         control_socket: ControlSocket,
         *,
         fuse: int,
         connection: int,
-        init_request: bytes,
         mark_suspect: Callable[[], None],
         release: Callable[[], None],
     ) -> None:
         self.config = config
-        self.worker = worker
+        self.succession = succession
         self.control_socket = control_socket
         self.fuse = fuse
         self.connection = connection
-        # A worker that takes this one's place answers the same FUSE_INIT to its own libfuse.
-        self.init_request = init_request
         self._mark_suspect = mark_suspect
         self._release = release
         self._clients: dict[int, Client] = {}
         self._waiting_for_unmount: list[socket.socket] = []
         self._unmount: Unmount | None = None
-        self._worker_serves = True
         self._started = time.monotonic()
         self._reports = Reports(self._ask_for_report, self._reply_status)
         self._exit_code: int | None = None
@@ -96,11 +93,11 @@ class Supervisor:
             signal.signal(number, lambda _number, _frame: None)
 
     def run(self) -> int:
-        """Serves until the mount is gone; the exit code: 0, or 1 if the worker died."""
+        """Serves until the mount is gone; the exit code: 0, or 1 if no worker could serve it."""
         register = partial(self._selector.register, events=selectors.EVENT_READ)
         register(self._wake_reading, data=self._on_signal)
         register(self.control_socket.listener, data=self._on_connection)
-        register(self.worker.channel, data=self._on_worker_message)
+        self.succession.attach(self)
         while self._exit_code is None:
             for key, _ in self._selector.select(self._seconds_to_next()):
                 key.data()
@@ -162,36 +159,38 @@ class Supervisor:
             self._forget(client)
             client.connection.close()
 
-    def _on_worker_message(self) -> None:
-        try:
-            message = self.worker.channel.receive(0)
-        except (TimeoutError, BlockingIOError):
-            return
-        except (OSError, ValueError) as error:
-            log.warning("the worker speaks nonsense: %s", error)
-            return
-        match message:
-            case None:
-                # The tick sees whether it is dead; the channel has nothing more to say.
-                self._selector.unregister(self.worker.channel)
-                self.worker.wait_gone(1.0)
-            case {"event": "status", "number": int(number), "status": dict(report)}:
-                self._reports.arrived(number, report, time.monotonic())
-            case {"event": "failed", "error": error}:
-                log.error("worker: %s", error)
+    # As ``succession.Owner``
+
+    def watch(self, what: Any, then: Callable[[], None]) -> None:
+        self._selector.register(what, selectors.EVENT_READ, then)
+
+    def unwatch(self, what: Any) -> None:
+        with contextlib.suppress(KeyError, ValueError):  # it is not watched; it is closed
+            self._selector.unregister(what)
+
+    def reported(self, number: int, report: dict[str, Any]) -> None:
+        self._reports.arrived(number, report, time.monotonic())
+
+    def silenced(self) -> None:
+        self._reports.give_up()
+
+    def deserted(self, why: str) -> None:
+        """Its users must get errors, not hang."""
+        log.error("%s: unmounting", why)
+        self._begin_unmount(_DEAD_WORKER_SECONDS)
 
     def _tick(self) -> None:
         now = time.monotonic()
         for client in [c for c in self._clients.values() if c.deadline <= now]:
             self._forget(client)
             self._reply(client.connection, control.encode_error("no request came in time"))
-        if self._worker_serves:
+        if self.succession.serves:
             self._reports.tick(now)
-        if self._unmount is None and self._connection_is_dead():
+        if not self._connection_is_dead():
+            self.succession.tick()
+        elif self._unmount is None:
             log.info("%s was unmounted", self.config.mountpoint)
             self._exit_code = 0
-        elif self._worker_serves and self.worker.is_gone():
-            self._on_worker_gone()
         if self._unmount is not None and self._unmount.next_step <= now:
             self._step_unmount()
 
@@ -205,7 +204,7 @@ class Supervisor:
             self._reply(connection, control.encode_error(f"the request is not valid: {error}"))
             return
         match request["command"]:
-            case "status" if self._worker_serves:
+            case "status" if self.succession.serves:
                 self._reports.want(connection, now)
             case "status":
                 self._reply_status(connection)
@@ -216,6 +215,10 @@ class Supervisor:
                 log.info("asked to unmount %s within %g s", self.config.mountpoint, timeout)
                 self._waiting_for_unmount.append(connection)
                 self._begin_unmount(max(timeout - _WORKER_END_SECONDS, timeout / 2))
+            case "restart":
+                seconds = float(request.get("timeout", _DEFAULT_RESTART_SECONDS))
+                log.info("asked to replace the worker of %s", self.config.mountpoint)
+                self.succession.replace(partial(self._reply_restart, connection), seconds)
             case _ if self._hand_over(connection, request, now):
                 connection.close()
             case _:
@@ -223,19 +226,26 @@ class Supervisor:
 
     def _hand_over(self, connection: socket.socket, request: dict[str, Any], now: float) -> bool:
         """Whether the worker was given a request: it is not, while it does not answer anything."""
-        if not self._worker_serves or self._reports.overdue(now):
+        if not self.succession.serves or self._reports.overdue(now):
             return False
         message = {"do": "client", "request": request}
-        return self.worker.channel.send(message, [connection.fileno()])
+        return self.succession.worker.channel.send(message, [connection.fileno()])
 
     def _ask_for_report(self, number: int) -> bool:
-        return self.worker.channel.send({"do": "status", "number": number})
+        return self.succession.worker.channel.send({"do": "status", "number": number})
 
     def _status(self) -> dict[str, Any]:
         """What the worker last said, and what only the supervisor knows."""
         now = time.monotonic()
-        last = self._reports.latest
-        worker = {"pid": self.worker.pid, "restarts": 0, **last.get("worker", {}), "error": None}
+        last, succession = self._reports.latest, self.succession
+        death = succession.last_death
+        worker = {
+            **last.get("worker", {}),
+            "pid": succession.worker.pid,
+            "restarts": succession.restarts,
+            "error": None,
+            "last_death": death and {"why": death.why, "unix_seconds": round(death.when, 3)},
+        }
         known = {
             "source": self.config.source,
             "mountpoint": self.config.mountpoint,
@@ -245,15 +255,24 @@ class Supervisor:
             "uptime_seconds": round(now - self._started, 3),
             "worker": worker,
         }
-        if not self._worker_serves:
-            worker |= {"pid": None, "error": f"the worker {self.worker.describe_end()}"}
-            known["state"] = "down"
+        if not succession.serves:
+            worker["error"] = succession.trouble
+            known["state"] = "down" if succession.phase is Phase.ENDED else "restarting"
+            if succession.phase in (Phase.ENDED, Phase.PAUSING):
+                worker["pid"] = None
         elif self._reports.overdue(now) or not last:
             known["state"] = "worker not answering"
+        elif succession.safe:
+            known["state"] = "safe mode"
         return known
 
     def _reply_status(self, connection: socket.socket) -> None:
         self._reply(connection, control.encode_result(self._status()))
+
+    def _reply_restart(self, connection: socket.socket, error: str | None) -> None:
+        worker = {"pid": self.succession.worker.pid, "restarts": self.succession.restarts}
+        line = control.encode_result(worker) if error is None else control.encode_error(error)
+        self._reply(connection, line)
 
     def _reply(self, connection: socket.socket, line: bytes) -> None:
         """Sends a short reply and closes; a client that does not read loses it."""
@@ -286,19 +305,8 @@ class Supervisor:
             outcome = Unmounted.FAILED
         if outcome is not None:
             log.info("%s: %s", self.config.mountpoint, outcome.value)
-            self._exit_code = int(outcome is Unmounted.FAILED or not self._worker_serves)
-
-    def _on_worker_gone(self) -> None:
-        """A worker may end when the mount has; otherwise its users must get errors, not hang."""
-        self._worker_serves = False
-        self._reports.give_up()
-        if self.worker.crashed:
-            self._mark_suspect()
-        if self._unmount is None and self._connection_is_dead():
-            self._exit_code = 0
-        elif self._unmount is None:
-            log.error("the worker %s: unmounting", self.worker.describe_end())
-            self._begin_unmount(_DEAD_WORKER_SECONDS)
+            ended = self.succession.phase is Phase.ENDED
+            self._exit_code = int(outcome is Unmounted.FAILED or ended)
 
     def _connection_is_dead(self) -> bool:
         """Asked now and then, not registered: the kernel wakes who polls at every request."""
@@ -309,8 +317,8 @@ class Supervisor:
     def _finish(self, code: int) -> None:
         """Order matters to a caller who mounts again at once: the lock is free, and the socket
         gone, before the reply says that it is done."""
-        self.worker.end()
-        if self.worker.crashed:  # perhaps only now, while it closed
+        self.succession.close()
+        if self.succession.worker.crashed:  # perhaps only now, while it closed
             self._mark_suspect()
         abort_connection(self.connection)
         os.close(self.fuse)
@@ -330,7 +338,8 @@ class Supervisor:
 
     def _seconds_to_next(self) -> float:
         now = time.monotonic()
-        times = [now + _TICK_SECONDS, *(client.deadline for client in self._clients.values())]
+        times = [now + _TICK_SECONDS, self.succession.next_tick]
+        times += (client.deadline for client in self._clients.values())
         times += self._reports.deadlines
         if self._unmount is not None:
             times.append(self._unmount.next_step)

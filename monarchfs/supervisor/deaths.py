@@ -1,0 +1,77 @@
+"""What follows when a worker dies: another one, a pause, safe mode, or the end. Pure: no I/O.
+
+One that did its work before it died is replaced at once, however often. One that died without
+having done any will probably do so again: so there are pauses, then a worker that leaves out all
+that can be left out, then the end, so that who waits gets an error.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+PAUSES_SECONDS = (0.0, 0.5, 2.0)
+"""Before the first, second and third start after lives without any use; then comes safe mode."""
+
+EARLY_SECONDS = 0.5
+MOST_EARLY = 10
+"""So many in a row that end so soon are a loop as well, whatever they answered: a request that
+kills who takes it is among those that every successor gets."""
+
+MOST_IN_SAFE_MODE = 3
+LONG_LIFE_SECONDS = 60.0
+
+
+class Life(NamedTuple):
+    """A worker's, as it ended. ``seconds`` since it served, None if it never did; ``answered``: it
+    answered a request; ``waited``: some wait now, or that cannot be seen."""
+
+    seconds: float | None
+    answered: bool
+    waited: bool
+
+
+class Follows(Enum):
+    """What to do next."""
+
+    START = "another worker"
+    START_SAFE = "a worker in safe mode"
+    END = "the end"
+
+
+class Verdict(NamedTuple):
+    """``pause_seconds`` is how long to wait before that."""
+
+    follows: Follows
+    pause_seconds: float = 0.0
+
+
+class Deaths:
+    """Changing: how many lives in a row were of no use, or short; ``safe``, and how many ended so
+    in safe mode."""
+
+    def __init__(self) -> None:
+        self.replaced()
+
+    def replaced(self) -> None:
+        """A worker was replaced on purpose: what was before does not count."""
+        self.safe = False
+        self._useless = self._early = self._in_safe_mode = 0
+
+    def died(self, life: Life) -> Verdict:
+        """A worker ended that nobody asked to."""
+        if life.seconds is not None and life.seconds >= LONG_LIFE_SECONDS:
+            self._useless = self._early = self._in_safe_mode = 0
+        useless = life.seconds is None or (life.waited and not life.answered)
+        early = life.seconds is None or life.seconds < EARLY_SECONDS
+        self._useless = self._useless + 1 if useless else 0
+        self._early = self._early + 1 if early else 0
+        if self.safe:
+            self._in_safe_mode += useless or early
+            if self._in_safe_mode >= MOST_IN_SAFE_MODE:
+                return Verdict(Follows.END)
+            return Verdict(Follows.START_SAFE, PAUSES_SECONDS[self._in_safe_mode])
+        if self._useless > len(PAUSES_SECONDS) or self._early >= MOST_EARLY:
+            self.safe = True
+            return Verdict(Follows.START_SAFE)
+        return Verdict(Follows.START, PAUSES_SECONDS[self._useless - 1] if self._useless else 0.0)

@@ -1,0 +1,472 @@
+"""Which worker serves a mount, and who follows it: when it dies, hangs, or is to be replaced.
+
+The supervisor keeps all that a worker needs to take over: the kernel's FUSE_INIT request, which the
+successor's libfuse answers once more (nobody wants that answer), the mounted descriptor, the table
+of open files. When the successor serves, the kernel is asked to hand out again what the dead one
+had taken and not answered (``protocol.RESEND``). Nothing here waits: a start goes on in steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+from monarchfs.fuse.protocol import RESEND, ProtocolError, parse_init_reply
+from monarchfs.supervisor.deaths import Deaths, Follows, Life
+from monarchfs.supervisor.launch import Worker
+from monarchfs.supervisor.pulse import Pulse, Signs
+from monarchfs.supervisor.stacks import describe_threads
+from monarchfs.types import OperationError
+
+log = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 5.0
+"""How long a worker that is replaced on purpose may take to put things aside."""
+
+STACKS_SIGNAL = signal.SIGUSR1
+"""What has a worker write its threads' stacks into its log."""
+
+_LOOK_SECONDS = 0.5
+_SOON_SECONDS = 0.01
+_STACKS_SECONDS = 0.3
+_KILLED_SECONDS = 2.0
+_QUIET_SECONDS = 1.0
+_CLOSED_SECONDS = 1.0
+_LARGEST_INIT = 1 << 18
+
+
+class Phase(Enum):
+    """``SERVING``: a worker answers. ``HUNG``: it does not, and writes down where it is.
+    ``LEAVING``: it was told to, for another one. ``ENDING``: it was killed. ``PAUSING``: there is
+    none. ``STARTING``, ``SETTLING``: there is one that does not serve, or not yet all. ``ENDED``:
+    there will be no other."""
+
+    SERVING = 1
+    HUNG = 2
+    LEAVING = 3
+    ENDING = 4
+    PAUSING = 5
+    STARTING = 6
+    SETTLING = 7
+    ENDED = 8
+
+
+_SOON = (Phase.LEAVING, Phase.ENDING, Phase.SETTLING)
+"""In these, what is waited for is looked at often."""
+
+_TIMED = (Phase.HUNG, Phase.PAUSING, Phase.STARTING)
+
+
+class Start(Protocol):
+    """Starts a worker; see ``launch.start_worker``. Raises OperationError."""
+
+    def __call__(self, *, restarts: int, safe: bool, waits: bool) -> Worker: ...
+
+
+class Mounted(NamedTuple):
+    """What is known of the mount. ``vitals`` are the worker's (beats, answered, stuck_since), from
+    memory that it shares; ``waiting`` is how many requests do, None where that cannot be seen."""
+
+    fuse: int
+    init_request: bytes
+    resends: bool
+    start_seconds: float
+    vitals: Callable[[], tuple[int, int, int]]
+    waiting: Callable[[], int | None]
+    mark_suspect: Callable[[], None]
+
+
+class Owner(Protocol):
+    """Whose worker it is: the supervisor."""
+
+    def watch(self, what: Any, then: Callable[[], None]) -> None:
+        """Call ``then`` whenever ``what`` is readable."""
+
+    def unwatch(self, what: Any) -> None: ...
+
+    def reported(self, number: int, report: dict[str, Any]) -> None:
+        """The worker answered a question."""
+
+    def silenced(self) -> None:
+        """The worker answers nobody any more."""
+
+    def deserted(self, why: str) -> None:
+        """No worker can serve the mount."""
+
+
+class Death(NamedTuple):
+    """``when`` is a time.time()."""
+
+    why: str
+    when: float
+
+
+class Succession:
+    """Constant: the mount, how a worker is started. Changing: ``worker``, the one that serves or
+    the last that did or tried; ``phase``; what is left of earlier ones; how they died."""
+
+    def __init__(self, worker: Worker, start: Start, mounted: Mounted, restarts: int) -> None:
+        """``worker`` serves, after ``restarts`` others."""
+        self.worker = worker
+        self.phase = Phase.SERVING
+        self.restarts = restarts
+        self.last_death: Death | None = None
+        self._start_worker = start
+        self._mount = mounted
+        self._deaths = Deaths()
+        self._corpses: list[Worker] = []
+        self._unquiet: list[Worker] = []
+        self._prepared: Worker | None = None
+        self._loaded = False
+        self._then: Callable[[str | None], None] | None = None
+        self._prepared_until = 0.0
+        self._until = 0.0
+        self._why = ""
+        self._words = ""
+        self._closed_at: float | None = None
+        self._begin_life(time.monotonic())
+
+    def attach(self, owner: Owner) -> None:
+        """From now on the owner's loop calls ``tick``, at ``next_tick`` at the latest."""
+        self._owner = owner
+        owner.watch(self.worker.channel, self._on_message)
+
+    @property
+    def serves(self) -> bool:
+        return self.phase is Phase.SERVING
+
+    @property
+    def safe(self) -> bool:
+        """Whether the worker, if there is one, leaves out all but the source."""
+        return self._deaths.safe
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no worker serves now; None where one does."""
+        match self.phase:
+            case Phase.SERVING:
+                return None
+            case Phase.HUNG:
+                return self._why
+            case Phase.LEAVING:
+                return "the worker is being replaced"
+        return self.last_death.why if self.last_death else "the worker is being replaced"
+
+    @property
+    def next_tick(self) -> float:
+        """A time.monotonic()."""
+        now = time.monotonic()
+        if self._closed_at is not None or self._unquiet or self.phase in _SOON:
+            return now + _SOON_SECONDS
+        return min(now + _LOOK_SECONDS, self._until if self.phase in _TIMED else now + 1)
+
+    # -- what the owner asks for
+
+    def replace(self, then: Callable[[str | None], None], seconds: float) -> None:
+        """Have another worker take this one's place. ``then`` is called once, with None when it
+        serves, or why not. Where the installed program cannot do it, the old one goes on."""
+        if self._then is not None or self.phase is not Phase.SERVING:
+            then("the worker is being replaced already: see monarchfs status")
+            return
+        if not self._mount.resends:
+            then(
+                "this kernel cannot hand requests over to another worker (that takes Linux 6.9):"
+                " unmount, and mount again"
+            )
+            return
+        try:
+            self._prepared = self._start_worker(restarts=self.restarts + 1, safe=False, waits=True)
+        except OperationError as error:
+            then(f"the installed program cannot take over: {error}")
+            return
+        self._then, self._loaded = then, False
+        self._prepared_until = time.monotonic() + seconds
+        self._owner.watch(self._prepared.channel, self._on_prepared)
+
+    def tick(self) -> None:
+        """Go on with what is due."""
+        now = time.monotonic()
+        self._bury()
+        if self._prepared is not None and not self._loaded:
+            if self._prepared.is_gone():
+                self._refuse(f"it {self._prepared.describe_end()}")
+            elif now >= self._prepared_until:
+                self._refuse("it said nothing in time")
+        if self.phase in (Phase.SERVING, Phase.STARTING, Phase.SETTLING) and self._has_ended(now):
+            self._died(f"the worker {self.worker.describe_end()}{self._words}", now)
+            return
+        match self.phase:
+            case Phase.SERVING:
+                self._look(now)
+            case Phase.HUNG if now >= self._until:
+                for line in describe_threads(self.worker.pid):
+                    log.warning("%s", line)
+                self._kill(Phase.ENDING, now)
+            case Phase.LEAVING if self.worker.is_gone():
+                self._succeed(now)
+            case Phase.LEAVING if now >= self._until:
+                log.warning("the worker took longer than %g s to leave", LEAVE_SECONDS)
+                self._kill(Phase.ENDING, now)
+            case Phase.ENDING if self.worker.is_gone() or now >= self._until:
+                if self._prepared is not None and self._loaded:
+                    self._succeed(now)
+                else:
+                    self._died(self._why, now)
+            case Phase.PAUSING if now >= self._until:
+                self._start(now)
+            case Phase.STARTING if now >= self._until:
+                self._fail("did not become ready in time", now)
+            case Phase.SETTLING if self._is_quiet() or now >= self._until:
+                self._serve(now)
+
+    def close(self) -> None:
+        """End the worker, and what was to follow it, within two seconds each."""
+        if self._prepared is not None:
+            self._drop_prepared()
+        if self._then is not None:
+            self._answer("the mount has ended")
+        if self.phase not in (Phase.PAUSING, Phase.ENDED):
+            self.worker.end()
+
+    # -- a worker's life
+
+    def _begin_life(self, now: float) -> None:
+        self._served_at: float | None = now
+        self._answered = self._mount.vitals()[1]
+        self._pulse = Pulse(now)
+
+    def _look(self, now: float) -> None:
+        beats, _answered, stuck_since = self._mount.vitals()
+        why = self._pulse.look(Signs(beats, self._mount.waiting(), stuck_since), now)
+        if why is None:
+            return
+        log.error("the worker hangs: %s; it is replaced", why)
+        self._why = f"the worker hung: {why}"
+        if self._served_at is not None:
+            # What it did not do at the end was no life.
+            self._served_at += self._pulse.silent_seconds
+        self._until, self.phase = now + _STACKS_SECONDS, Phase.HUNG
+        self._owner.silenced()
+        # faulthandler writes its stacks into its log.
+        self.worker.process.send_signal(STACKS_SIGNAL)
+
+    def _kill(self, phase: Phase, now: float) -> None:
+        self.worker.process.kill()
+        self._until, self.phase = now + _KILLED_SECONDS, phase
+
+    def _has_ended(self, now: float) -> bool:
+        if self.worker.is_gone():
+            return True
+        if self._closed_at is not None and now >= self._closed_at + _CLOSED_SECONDS:
+            # It has nothing more to say to us; it may be unable to end.
+            self.worker.process.kill()
+            self._closed_at = now
+        return False
+
+    def _died(self, why: str, now: float) -> None:
+        served_at, self._served_at = self._served_at, None
+        waiting = self._mount.waiting()
+        life = Life(
+            None if served_at is None else now - served_at,
+            self._mount.vitals()[1] != self._answered,
+            waiting is None or waiting > 0,
+        )
+        self.last_death = Death(why, time.time())
+        if self.worker.crashed:
+            self._mount.mark_suspect()
+        was_safe = self.safe
+        verdict = self._deaths.died(life)
+        self._owner.silenced()
+        self._leave_behind()
+        if self._prepared is not None:
+            self._drop_prepared()
+        self._answer(f"{why}; another one takes its place: see monarchfs status")
+        if verdict.follows is Follows.END or not self._mount.resends:
+            self.phase = Phase.ENDED
+            self._owner.deserted(why)
+            return
+        if self.safe and not was_safe:
+            # One of the dead may have left it damaged, whatever it died of.
+            self._mount.mark_suspect()
+            log.error("%s, as those before it: the next one only serves the source", why)
+        else:
+            log.error("%s: starting another one", why)
+        self.restarts += 1
+        self._until, self.phase = now + verdict.pause_seconds, Phase.PAUSING
+        if not verdict.pause_seconds:
+            self._start(now)
+
+    def _leave_behind(self) -> None:
+        """What cannot die holds nobody up; it is waited for now and then."""
+        self._owner.unwatch(self.worker.channel)
+        self._owner.unwatch(self.worker.init)
+        self.worker.channel.close()
+        self.worker.init.close()
+        self._corpses.append(self.worker)
+        self._closed_at, self._words = None, ""
+
+    def _start(self, now: float) -> None:
+        try:
+            worker = self._start_worker(restarts=self.restarts, safe=self.safe, waits=False)
+        except OperationError as error:
+            self._not_started(str(error), now)
+            return
+        self._begin(worker, now)
+
+    def _not_started(self, why: str, now: float) -> None:
+        verdict = self._deaths.died(Life(None, False, True))
+        self.last_death = Death(why, time.time())
+        log.error("%s", why)
+        if verdict.follows is Follows.END:
+            self.phase = Phase.ENDED
+            self._owner.deserted(why)
+        else:
+            self._until, self.phase = now + max(verdict.pause_seconds, 0.5), Phase.PAUSING
+
+    def _begin(self, worker: Worker, now: float) -> None:
+        self.worker = worker
+        self._until, self.phase = now + self._mount.start_seconds, Phase.STARTING
+        self._owner.watch(worker.channel, self._on_message)
+        self._owner.watch(worker.init, self._on_init)
+        worker.init.setblocking(False)
+        try:
+            worker.init.send(self._mount.init_request)
+        except OSError as error:
+            log.debug("the new worker takes no FUSE_INIT: %s", error)  # it is dead, as will be seen
+
+    def _on_init(self) -> None:
+        try:
+            reply = self.worker.init.recv(_LARGEST_INIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            reply = b""
+        self._owner.unwatch(self.worker.init)
+        if not reply:
+            return  # it is going to be gone
+        try:
+            parse_init_reply(reply)
+        except ProtocolError as error:
+            self._fail(f"answers FUSE_INIT wrongly: {error}", time.monotonic())
+        else:
+            self.worker.channel.send({"do": "serve"})
+
+    def _fail(self, how: str, now: float) -> None:
+        self._why = f"the new worker {how}"
+        self._served_at = None
+        self._kill(Phase.ENDING, now)
+
+    def _on_message(self) -> None:
+        try:
+            message = self.worker.channel.receive(0)
+        except (TimeoutError, BlockingIOError):
+            return
+        except (OSError, ValueError) as error:
+            log.warning("the worker speaks nonsense: %s", error)
+            return
+        match message:
+            case None:
+                # Whether it is dead the ticks will see; the channel has nothing more to say.
+                self._owner.unwatch(self.worker.channel)
+                self._closed_at = time.monotonic()
+            case {"event": "ready"} if self.phase is Phase.STARTING:
+                self._until, self.phase = time.monotonic() + _QUIET_SECONDS, Phase.SETTLING
+            case {"event": "status", "number": int(number), "status": dict(report)}:
+                if self.phase is Phase.SERVING:
+                    self._owner.reported(number, report)
+            case {"event": "failed", "error": error}:
+                log.error("worker: %s", error)
+                self._words = f" ({error})"
+
+    def _is_quiet(self) -> bool:
+        return all(corpse.is_quiet() for corpse in self._corpses)
+
+    def _serve(self, now: float) -> None:
+        """The successor answers; now it is to have what was taken and not answered, too."""
+        self._unquiet = [corpse for corpse in self._corpses if not corpse.is_quiet()]
+        self._resend()
+        self.phase = Phase.SERVING
+        self._begin_life(now)
+        log.info("worker %d serves", self.worker.pid)
+        self._answer(None)
+
+    def _resend(self) -> None:
+        try:
+            os.write(self._mount.fuse, RESEND)
+        except OSError as error:  # unmounted meanwhile, as the owner will see
+            log.warning("the kernel does not hand requests out again: %s", error.strerror)
+
+    def _bury(self) -> None:
+        """Take notice of the end of earlier workers. What one that ran on when its successor came
+        took from the kernel in its last moment is handed out again."""
+        self._corpses = [corpse for corpse in self._corpses if corpse.process.poll() is None]
+        left = [corpse for corpse in self._unquiet if not corpse.is_quiet()]
+        if len(left) < len(self._unquiet) and self.phase is Phase.SERVING:
+            self._resend()
+        self._unquiet = left
+
+    # -- a worker that is replaced on purpose
+
+    def _on_prepared(self) -> None:
+        assert self._prepared is not None
+        try:
+            message = self._prepared.channel.receive(0)
+        except (TimeoutError, BlockingIOError):
+            return
+        except (OSError, ValueError) as error:
+            self._refuse(f"it speaks nonsense: {error}")
+            return
+        match message:
+            case {"event": "loaded"} if self.phase is Phase.SERVING:
+                self._loaded = True
+                self._owner.unwatch(self._prepared.channel)
+                log.info("worker %d is to take the place of %d", *self._two_pids())
+                self._until = time.monotonic() + LEAVE_SECONDS
+                self.phase = Phase.LEAVING
+                self._owner.silenced()
+                self.worker.channel.send({"do": "leave"})
+            case {"event": "failed", "error": error}:
+                self._refuse(str(error))
+            case None:
+                self._owner.unwatch(self._prepared.channel)  # the tick sees how it ended
+
+    def _two_pids(self) -> tuple[int, int]:
+        assert self._prepared is not None
+        return self._prepared.pid, self.worker.pid
+
+    def _succeed(self, now: float) -> None:
+        """The old one has left."""
+        worker, self._prepared = self._prepared, None
+        assert worker is not None
+        if self.worker.crashed:
+            self._mount.mark_suspect()
+        self._leave_behind()
+        self._deaths.replaced()
+        self.restarts += 1
+        self._served_at = None
+        worker.channel.send({"do": "begin"})
+        self._begin(worker, now)
+
+    def _refuse(self, why: str) -> None:
+        log.error("the installed program cannot take over: %s", why)
+        self._drop_prepared()
+        self._answer(f"the installed program cannot take over, and the old one goes on: {why}")
+
+    def _drop_prepared(self) -> None:
+        worker, self._prepared = self._prepared, None
+        assert worker is not None
+        self._owner.unwatch(worker.channel)
+        worker.process.kill()
+        worker.channel.close()
+        worker.init.close()
+        self._corpses.append(worker)
+
+    def _answer(self, error: str | None) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then(error)
