@@ -38,6 +38,14 @@ examples:
 
 Waits while the mount is in use, then detaches it, then cuts off who still uses it; never takes
 longer than the timeout. Nothing mounted there is no error."""
+_RESTART_EXAMPLES = """\
+examples:
+  monarchfs restart /mnt/imagenet
+  monarchfs restart /mnt/imagenet --timeout 10 --json
+
+Has the program that is installed now serve the mount, under whatever uses it: nobody sees more
+than a pause. Also leaves safe mode. Where the new program cannot take over, the old one goes on.
+Needs Linux 6.9. Exit code: 0 once the new one serves."""
 _STATUS_EXAMPLES = """\
 examples:
   monarchfs status
@@ -170,6 +178,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_mount(commands)
     _add_umount(commands)
+    _add_restart(commands)
     _add_status(commands)
     _add_warm(commands)
     _add_why(commands)
@@ -240,6 +249,10 @@ def _command(name: str) -> Command:
             from monarchfs.cli.umount import umount_command
 
             return umount_command
+        case "restart":
+            from monarchfs.cli.restart import restart_command
+
+            return restart_command
         case "status":
             from monarchfs.cli.status import status_command
 
@@ -374,6 +387,16 @@ def _add_umount(commands: _Commands) -> None:
     parser.add_argument(
         "--timeout", metavar="SECONDS", default="30", help="the time limit (default 30)"
     )
+
+
+def _add_restart(commands: _Commands) -> None:
+    summary = "replace a mount's worker, after an upgrade"
+    parser = _add_command(commands, "restart", summary, _RESTART_EXAMPLES)
+    parser.add_argument("mountpoint", metavar="MOUNTPOINT", help="where it is mounted")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", default="30", help="the time limit (default 30)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
 
 
 def _add_status(commands: _Commands) -> None:

@@ -9,18 +9,17 @@ had taken and not answered (``protocol.RESEND``). Nothing here waits: a start go
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from monarchfs.fuse.protocol import RESEND, ProtocolError, parse_init_reply
 from monarchfs.supervisor.deaths import Deaths, Follows, Life
 from monarchfs.supervisor.launch import Worker
 from monarchfs.supervisor.pulse import Pulse, Signs
 from monarchfs.supervisor.stacks import describe_threads
+from monarchfs.supervisor.startup import SOON_SECONDS, Mounted, Owner, Startup
 from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)
@@ -32,19 +31,15 @@ STACKS_SIGNAL = signal.SIGUSR1
 """What has a worker write its threads' stacks into its log."""
 
 _LOOK_SECONDS = 0.5
-_SOON_SECONDS = 0.01
 _STACKS_SECONDS = 0.3
 _KILLED_SECONDS = 2.0
-_QUIET_SECONDS = 1.0
 _CLOSED_SECONDS = 1.0
-_LARGEST_INIT = 1 << 18
 
 
 class Phase(Enum):
     """``SERVING``: a worker answers. ``HUNG``: it does not, and writes down where it is.
     ``LEAVING``: it was told to, for another one. ``ENDING``: it was killed. ``PAUSING``: there is
-    none. ``STARTING``, ``SETTLING``: there is one that does not serve, or not yet all. ``ENDED``:
-    there will be no other."""
+    none. ``STARTING``: there is one that does not serve yet. ``ENDED``: there will be no other."""
 
     SERVING = 1
     HUNG = 2
@@ -52,51 +47,17 @@ class Phase(Enum):
     ENDING = 4
     PAUSING = 5
     STARTING = 6
-    SETTLING = 7
-    ENDED = 8
+    ENDED = 7
 
 
-_SOON = (Phase.LEAVING, Phase.ENDING, Phase.SETTLING)
+_SOON = (Phase.LEAVING, Phase.ENDING)
 """In these, what is waited for is looked at often."""
-
-_TIMED = (Phase.HUNG, Phase.PAUSING, Phase.STARTING)
 
 
 class Start(Protocol):
     """Starts a worker; see ``launch.start_worker``. Raises OperationError."""
 
     def __call__(self, *, restarts: int, safe: bool, waits: bool) -> Worker: ...
-
-
-class Mounted(NamedTuple):
-    """What is known of the mount. ``vitals`` are the worker's (beats, answered, stuck_since), from
-    memory that it shares; ``waiting`` is how many requests do, None where that cannot be seen."""
-
-    fuse: int
-    init_request: bytes
-    resends: bool
-    start_seconds: float
-    vitals: Callable[[], tuple[int, int, int]]
-    waiting: Callable[[], int | None]
-    mark_suspect: Callable[[], None]
-
-
-class Owner(Protocol):
-    """Whose worker it is: the supervisor."""
-
-    def watch(self, what: Any, then: Callable[[], None]) -> None:
-        """Call ``then`` whenever ``what`` is readable."""
-
-    def unwatch(self, what: Any) -> None: ...
-
-    def reported(self, number: int, report: dict[str, Any]) -> None:
-        """The worker answered a question."""
-
-    def silenced(self) -> None:
-        """The worker answers nobody any more."""
-
-    def deserted(self, why: str) -> None:
-        """No worker can serve the mount."""
 
 
 class Death(NamedTuple):
@@ -119,6 +80,7 @@ class Succession:
         self._start_worker = start
         self._mount = mounted
         self._deaths = Deaths()
+        self._startup: Startup | None = None
         self._corpses: list[Worker] = []
         self._unquiet: list[Worker] = []
         self._prepared: Worker | None = None
@@ -162,8 +124,13 @@ class Succession:
         """A time.monotonic()."""
         now = time.monotonic()
         if self._closed_at is not None or self._unquiet or self.phase in _SOON:
-            return now + _SOON_SECONDS
-        return min(now + _LOOK_SECONDS, self._until if self.phase in _TIMED else now + 1)
+            return now + SOON_SECONDS
+        times = [now + _LOOK_SECONDS]
+        if self.phase in (Phase.HUNG, Phase.PAUSING):
+            times.append(self._until)
+        if self._startup is not None:
+            times.append(self._startup.next_tick)
+        return min(times)
 
     # -- what the owner asks for
 
@@ -197,7 +164,7 @@ class Succession:
                 self._refuse(f"it {self._prepared.describe_end()}")
             elif now >= self._prepared_until:
                 self._refuse("it said nothing in time")
-        if self.phase in (Phase.SERVING, Phase.STARTING, Phase.SETTLING) and self._has_ended(now):
+        if self.phase in (Phase.SERVING, Phase.STARTING) and self._has_ended(now):
             self._died(f"the worker {self.worker.describe_end()}{self._words}", now)
             return
         match self.phase:
@@ -219,10 +186,8 @@ class Succession:
                     self._died(self._why, now)
             case Phase.PAUSING if now >= self._until:
                 self._start(now)
-            case Phase.STARTING if now >= self._until:
-                self._fail("did not become ready in time", now)
-            case Phase.SETTLING if self._is_quiet() or now >= self._until:
-                self._serve(now)
+            case Phase.STARTING:
+                self._go_on_starting(now)
 
     def close(self) -> None:
         """End the worker, and what was to follow it, within two seconds each."""
@@ -308,7 +273,7 @@ class Succession:
         self.worker.channel.close()
         self.worker.init.close()
         self._corpses.append(self.worker)
-        self._closed_at, self._words = None, ""
+        self._closed_at, self._words, self._startup = None, "", None
 
     def _start(self, now: float) -> None:
         try:
@@ -330,36 +295,24 @@ class Succession:
 
     def _begin(self, worker: Worker, now: float) -> None:
         self.worker = worker
-        self._until, self.phase = now + self._mount.start_seconds, Phase.STARTING
+        self.phase = Phase.STARTING
         self._owner.watch(worker.channel, self._on_message)
-        self._owner.watch(worker.init, self._on_init)
-        worker.init.setblocking(False)
-        try:
-            worker.init.send(self._mount.init_request)
-        except OSError as error:
-            log.debug("the new worker takes no FUSE_INIT: %s", error)  # it is dead, as will be seen
+        self._startup = Startup(worker, self._mount, self._owner, self._is_quiet)
 
-    def _on_init(self) -> None:
-        try:
-            reply = self.worker.init.recv(_LARGEST_INIT)
-        except BlockingIOError:
-            return
-        except OSError:
-            reply = b""
-        self._owner.unwatch(self.worker.init)
-        if not reply:
-            return  # it is going to be gone
-        try:
-            parse_init_reply(reply)
-        except ProtocolError as error:
-            self._fail(f"answers FUSE_INIT wrongly: {error}", time.monotonic())
-        else:
-            self.worker.channel.send({"do": "serve"})
-
-    def _fail(self, how: str, now: float) -> None:
-        self._why = f"the new worker {how}"
-        self._served_at = None
-        self._kill(Phase.ENDING, now)
+    def _go_on_starting(self, now: float) -> None:
+        assert self._startup is not None
+        self._startup.tick(now)
+        if self._startup.failed is not None:
+            self._why = f"the new worker {self._startup.failed}"
+            self._startup = None
+            self._kill(Phase.ENDING, now)
+        elif self._startup.serves:
+            self._unquiet = list(self._corpses) if self._startup.was_hurried else []
+            self._startup = None
+            self.phase = Phase.SERVING
+            self._begin_life(now)
+            log.info("worker %d serves", self.worker.pid)
+            self._answer(None)
 
     def _on_message(self) -> None:
         try:
@@ -374,8 +327,9 @@ class Succession:
                 # Whether it is dead the ticks will see; the channel has nothing more to say.
                 self._owner.unwatch(self.worker.channel)
                 self._closed_at = time.monotonic()
-            case {"event": "ready"} if self.phase is Phase.STARTING:
-                self._until, self.phase = time.monotonic() + _QUIET_SECONDS, Phase.SETTLING
+            case {"event": "ready"} if self._startup is not None:
+                self._startup.ready()
+                self._go_on_starting(time.monotonic())
             case {"event": "status", "number": int(number), "status": dict(report)}:
                 if self.phase is Phase.SERVING:
                     self._owner.reported(number, report)
@@ -386,28 +340,13 @@ class Succession:
     def _is_quiet(self) -> bool:
         return all(corpse.is_quiet() for corpse in self._corpses)
 
-    def _serve(self, now: float) -> None:
-        """The successor answers; now it is to have what was taken and not answered, too."""
-        self._unquiet = [corpse for corpse in self._corpses if not corpse.is_quiet()]
-        self._resend()
-        self.phase = Phase.SERVING
-        self._begin_life(now)
-        log.info("worker %d serves", self.worker.pid)
-        self._answer(None)
-
-    def _resend(self) -> None:
-        try:
-            os.write(self._mount.fuse, RESEND)
-        except OSError as error:  # unmounted meanwhile, as the owner will see
-            log.warning("the kernel does not hand requests out again: %s", error.strerror)
-
     def _bury(self) -> None:
-        """Take notice of the end of earlier workers. What one that ran on when its successor came
-        took from the kernel in its last moment is handed out again."""
+        """Take notice of the end of earlier workers. What one took from the kernel that ran on when
+        its successor came is handed out again."""
         self._corpses = [corpse for corpse in self._corpses if corpse.process.poll() is None]
         left = [corpse for corpse in self._unquiet if not corpse.is_quiet()]
         if len(left) < len(self._unquiet) and self.phase is Phase.SERVING:
-            self._resend()
+            self._mount.resend()
         self._unquiet = left
 
     # -- a worker that is replaced on purpose

@@ -1,0 +1,129 @@
+"""A new worker's way from its start to the moment when it serves, in steps: nothing here waits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from monarchfs.fuse.protocol import RESEND, ProtocolError, parse_init_reply
+from monarchfs.supervisor.launch import Worker
+
+log = logging.getLogger(__name__)
+
+QUIET_SECONDS = 1.0
+"""So long those before it may take to stop running."""
+
+SOON_SECONDS = 0.01
+_LARGEST_INIT = 1 << 18
+
+
+class Mounted(NamedTuple):
+    """What is known of the mount. ``vitals`` are the worker's (beats, answered, stuck_since), from
+    memory that it shares; ``waiting`` is how many requests do, None where that cannot be seen;
+    ``resends``: the kernel hands requests out again."""
+
+    fuse: int
+    init_request: bytes
+    resends: bool
+    start_seconds: float
+    vitals: Callable[[], tuple[int, int, int]]
+    waiting: Callable[[], int | None]
+    mark_suspect: Callable[[], None]
+
+    def resend(self) -> None:
+        """Have the kernel hand out again what was taken and not answered."""
+        try:
+            os.write(self.fuse, RESEND)
+        except OSError as error:  # unmounted meanwhile, as the owner will see
+            log.warning("the kernel does not hand requests out again: %s", error.strerror)
+
+
+class Owner(Protocol):
+    """Whose worker it is: the supervisor, with its loop."""
+
+    def watch(self, what: Any, then: Callable[[], None]) -> None:
+        """Call ``then`` whenever ``what`` is readable."""
+
+    def unwatch(self, what: Any) -> None:
+        """No longer; nothing where it is not watched."""
+
+    def reported(self, number: int, report: dict[str, Any]) -> None:
+        """The worker answered a question."""
+
+    def silenced(self) -> None:
+        """The worker answers nobody any more."""
+
+    def deserted(self, why: str) -> None:
+        """No worker can serve the mount."""
+
+
+class Startup:
+    """1. Its libfuse answers the kernel's FUSE_INIT; that answer the kernel has already.
+    2. Those before it must have stopped: what one takes from the kernel from now on nobody would
+       answer. What they took is to be handed out again.
+    3. It is told to serve, and says that it does.
+
+    Changing: how far that is; ``was_hurried``, whether those before it ran on; ``serves``;
+    ``failed``, why it will not.
+    """
+
+    def __init__(
+        self, worker: Worker, mounted: Mounted, owner: Owner, all_quiet: Callable[[], bool]
+    ) -> None:
+        self.serves = False
+        self.was_hurried = False
+        self.failed: str | None = None
+        self._worker = worker
+        self._mounted = mounted
+        self._owner = owner
+        self._all_quiet = all_quiet
+        now = time.monotonic()
+        self._until = now + mounted.start_seconds
+        self._quiet_until: float | None = None
+        owner.watch(worker.init, self._on_init)
+        worker.init.setblocking(False)
+        try:
+            worker.init.send(mounted.init_request)
+        except OSError as error:
+            log.debug("the new worker takes no FUSE_INIT: %s", error)  # it is dead, as will be seen
+
+    @property
+    def next_tick(self) -> float:
+        """A time.monotonic()."""
+        return self._until if self._quiet_until is None else time.monotonic() + SOON_SECONDS
+
+    def tick(self, now: float) -> None:
+        """Go on, if it is time."""
+        quiet = self._quiet_until is not None and self._all_quiet()
+        if self._quiet_until is not None and (quiet or now >= self._quiet_until):
+            self._quiet_until, self.was_hurried = None, not quiet
+            self._mounted.resend()
+            self._worker.channel.send({"do": "serve"})
+        elif now >= self._until and self.failed is None:
+            self.failed = "did not become ready in time"
+
+    def ready(self) -> None:
+        """It says so."""
+        self.serves = True
+
+    def _on_init(self) -> None:
+        try:
+            reply = self._worker.init.recv(_LARGEST_INIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            reply = b""
+        self._owner.unwatch(self._worker.init)
+        if not reply:
+            return  # it is going to be gone
+        try:
+            parse_init_reply(reply)
+        except ProtocolError as error:
+            self.failed = f"answers FUSE_INIT wrongly: {error}"
+            return
+        now = time.monotonic()
+        self._quiet_until = now + QUIET_SECONDS
+        self.tick(now)
