@@ -3,8 +3,11 @@
     python -I fake_worker.py MODE --bootstrap-fd K
 
 MODE is ``serve``; ``hang`` (ready, but answers no FUSE request but the first getattr); ``fail``
-(says so); ``crash`` (ends with a line on stderr); ``silent`` (never ready). Only the standard
-library, so that any user's interpreter can run it.
+(says so); ``crash`` (ends with a line on stderr); ``silent`` (never ready); ``silent-later`` (its
+successors); ``other`` (cannot take over). Who looks up ``die``, ``die-always`` (also in safe mode)
+or ``freeze`` has it do so; ``later`` is answered by the second worker only.
+
+Only the standard library, so that any user's interpreter can run it.
 """
 
 import errno
@@ -15,10 +18,13 @@ import socket
 import stat
 import struct
 import sys
+import time
+from typing import Any
 
 OUT_HEADER = struct.Struct("=IiQ")
 IN_HEADER = struct.Struct("=IIQQIIIHH")
 ATTR = struct.Struct("=6Q10I")
+Bootstrap = dict[str, Any]
 LOOKUP, GETATTR, FORGET, STATFS, OPENDIR, INTERRUPT, BATCH_FORGET, RELEASEDIR = (
     1,
     3,
@@ -59,7 +65,7 @@ def reply_to(request: bytes) -> bytes | None:
     return OUT_HEADER.pack(OUT_HEADER.size + len(body), error, unique) + body
 
 
-def answer_client(connection: int, message: dict[str, object]) -> None:
+def answer_client(connection: int, message: Bootstrap) -> None:
     """Repeats what was asked."""
     with socket.socket(fileno=connection) as client:
         client.settimeout(5)
@@ -67,17 +73,30 @@ def answer_client(connection: int, message: dict[str, object]) -> None:
         client.sendall(json.dumps({"ok": True, "result": result}).encode() + b"\n")
 
 
-def report(restarts: int) -> dict[str, object]:
+def report(bootstrap: Bootstrap) -> Bootstrap:
     return {
         "state": "serving",
-        "worker": {"pid": os.getpid(), "restarts": restarts},
+        "worker": {"pid": os.getpid(), "restarts": bootstrap["restarts"]},
         "uid": os.getuid(),
         "groups": os.getgroups(),
         "environment": sorted(os.environ),
     }
 
 
-def serve(mode: str, fuse: int, handles: int, channel: socket.socket, restarts: int) -> int:
+def obey(request: bytes, bootstrap: Bootstrap) -> bool:
+    """Whether a request is not to be answered."""
+    name = request[IN_HEADER.size :].rstrip(b"\0")
+    if IN_HEADER.unpack_from(request)[1] != LOOKUP:
+        return False
+    if name == b"die-always" or (name == b"die" and not bootstrap["safe"]):
+        os._exit(7)
+    if name == b"freeze" and not bootstrap["restarts"]:
+        time.sleep(1000)
+    return name == b"later" and not bootstrap["restarts"]
+
+
+def serve(mode: str, channel: socket.socket, bootstrap: Bootstrap) -> int:
+    fuse, handles = (bootstrap["fds"][name] for name in ("fuse", "handles"))
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(fuse, select.POLLIN)
@@ -97,7 +116,7 @@ def serve(mode: str, fuse: int, handles: int, channel: socket.socket, restarts: 
                     answer = {
                         "event": "status",
                         "number": message["number"],
-                        "status": report(restarts),
+                        "status": report(bootstrap),
                     }
                     channel.send(json.dumps(answer).encode())
                 if message["do"] == "client":
@@ -109,7 +128,7 @@ def serve(mode: str, fuse: int, handles: int, channel: socket.socket, restarts: 
                 continue
             except OSError as error:
                 return 0 if error.errno == errno.ENODEV else 5
-            reply = reply_to(request)
+            reply = None if obey(request, bootstrap) else reply_to(request)
             if reply is not None and mode != "hang":
                 os.write(fuse, reply)
                 os.pwrite(handles, struct.pack("=Q", beats), 24)  # ANSWERED
@@ -122,6 +141,9 @@ def main() -> int:
     fds = bootstrap["fds"]
     init = socket.socket(fileno=fds["init"])
     channel = socket.socket(fileno=fds["channel"])
+    if bootstrap["waits"] and mode == "other":
+        channel.send(b'{"event": "failed", "error": "it is another program"}')
+        return 1
     if bootstrap["waits"]:
         channel.send(b'{"event": "loaded"}')
         if channel.recv(1 << 16) != b'{"do":"begin"}':
@@ -139,11 +161,11 @@ def main() -> int:
     init.send(init_reply(init.recv(1 << 18)))
     told = json.loads(channel.recv(1 << 16))
     assert told == {"do": "serve"}, told
-    if mode == "silent":
+    if mode == "silent" or (mode == "silent-later" and bootstrap["restarts"]):
         channel.recv(1)
         return 0
     channel.send(b'{"event": "ready"}')
-    return serve(mode, fds["fuse"], fds["handles"], channel, bootstrap["restarts"])
+    return serve(mode, channel, bootstrap)
 
 
 if __name__ == "__main__":

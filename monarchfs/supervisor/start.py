@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 import stat
@@ -169,7 +170,7 @@ def _start(
         bool(parse_init_request(request).flags & InitFlag.HAS_RESEND),
         config.start_timeout_seconds,
         partial(read_vitals, handles),
-        partial(waiting_requests, connection),
+        partial(_waiting, connection, fuse),
         suspect,
     )
     return Supervisor(
@@ -181,6 +182,16 @@ def _start(
         mark_suspect=suspect,
         release=partial(_release, lock, metrics),
     )
+
+
+def _waiting(connection: int, fuse: int) -> int | None:
+    """How many requests wait; where the kernel does not show that, whether one was not taken."""
+    count = waiting_requests(connection)
+    if count is not None:
+        return count
+    poll = select.poll()
+    poll.register(fuse, select.POLLIN)
+    return 1 if poll.poll(0) else None
 
 
 def _release(lock: int, metrics: socket.socket | None) -> None:

@@ -127,3 +127,52 @@ class Startup:
         now = time.monotonic()
         self._quiet_until = now + QUIET_SECONDS
         self.tick(now)
+
+
+class Candidate:
+    """A worker that is to take another one's place on purpose: while that serves, it shows whether
+    the installed program can be loaded and understands this one.
+
+    Changing: whether it is ``loaded``; ``refused``, why it cannot take over.
+    """
+
+    def __init__(self, worker: Worker, owner: Owner, seconds: float) -> None:
+        self.worker = worker
+        self.loaded = False
+        self.refused: str | None = None
+        self._owner = owner
+        self._until = time.monotonic() + seconds
+        owner.watch(worker.channel, self._on_message)
+
+    def tick(self, now: float) -> None:
+        """See whether it says nothing any more."""
+        if self.loaded or self.refused is not None:
+            return
+        if self.worker.is_gone():
+            self.refused = f"it {self.worker.describe_end()}"
+        elif now >= self._until:
+            self.refused = "it said nothing in time"
+
+    def drop(self) -> None:
+        """End it: it is not wanted. It has not touched anything yet."""
+        self._owner.unwatch(self.worker.channel)
+        self.worker.process.kill()
+        self.worker.channel.close()
+        self.worker.init.close()
+
+    def _on_message(self) -> None:
+        try:
+            message = self.worker.channel.receive(0)
+        except (TimeoutError, BlockingIOError):
+            return
+        except (OSError, ValueError) as error:
+            self.refused = f"it speaks nonsense: {error}"
+            return
+        match message:
+            case {"event": "loaded"}:
+                self._owner.unwatch(self.worker.channel)
+                self.loaded = True
+            case {"event": "failed", "error": error}:
+                self.refused = str(error)
+            case None:
+                self._owner.unwatch(self.worker.channel)  # the tick sees how it ended

@@ -19,7 +19,7 @@ from monarchfs.supervisor.deaths import Deaths, Follows, Life
 from monarchfs.supervisor.launch import Worker
 from monarchfs.supervisor.pulse import Pulse, Signs
 from monarchfs.supervisor.stacks import describe_threads
-from monarchfs.supervisor.startup import SOON_SECONDS, Mounted, Owner, Startup
+from monarchfs.supervisor.startup import SOON_SECONDS, Candidate, Mounted, Owner, Startup
 from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)
@@ -83,10 +83,8 @@ class Succession:
         self._startup: Startup | None = None
         self._corpses: list[Worker] = []
         self._unquiet: list[Worker] = []
-        self._prepared: Worker | None = None
-        self._loaded = False
+        self._candidate: Candidate | None = None
         self._then: Callable[[str | None], None] | None = None
-        self._prepared_until = 0.0
         self._until = 0.0
         self._why = ""
         self._words = ""
@@ -147,23 +145,19 @@ class Succession:
             )
             return
         try:
-            self._prepared = self._start_worker(restarts=self.restarts + 1, safe=False, waits=True)
+            worker = self._start_worker(restarts=self.restarts + 1, safe=False, waits=True)
         except OperationError as error:
             then(f"the installed program cannot take over: {error}")
             return
-        self._then, self._loaded = then, False
-        self._prepared_until = time.monotonic() + seconds
-        self._owner.watch(self._prepared.channel, self._on_prepared)
+        self._then = then
+        self._candidate = Candidate(worker, self._owner, seconds)
 
     def tick(self) -> None:
         """Go on with what is due."""
         now = time.monotonic()
         self._bury()
-        if self._prepared is not None and not self._loaded:
-            if self._prepared.is_gone():
-                self._refuse(f"it {self._prepared.describe_end()}")
-            elif now >= self._prepared_until:
-                self._refuse("it said nothing in time")
+        if self._candidate is not None and self.phase is Phase.SERVING:
+            self._consider(self._candidate, now)
         if self.phase in (Phase.SERVING, Phase.STARTING) and self._has_ended(now):
             self._died(f"the worker {self.worker.describe_end()}{self._words}", now)
             return
@@ -175,13 +169,13 @@ class Succession:
                     log.warning("%s", line)
                 self._kill(Phase.ENDING, now)
             case Phase.LEAVING if self.worker.is_gone():
-                self._succeed(now)
+                self._succeed()
             case Phase.LEAVING if now >= self._until:
                 log.warning("the worker took longer than %g s to leave", LEAVE_SECONDS)
                 self._kill(Phase.ENDING, now)
             case Phase.ENDING if self.worker.is_gone() or now >= self._until:
-                if self._prepared is not None and self._loaded:
-                    self._succeed(now)
+                if self._candidate is not None and self._candidate.loaded:
+                    self._succeed()
                 else:
                     self._died(self._why, now)
             case Phase.PAUSING if now >= self._until:
@@ -191,10 +185,8 @@ class Succession:
 
     def close(self) -> None:
         """End the worker, and what was to follow it, within two seconds each."""
-        if self._prepared is not None:
-            self._drop_prepared()
-        if self._then is not None:
-            self._answer("the mount has ended")
+        self._drop_candidate()
+        self._answer("the mount has ended")
         if self.phase not in (Phase.PAUSING, Phase.ENDED):
             self.worker.end()
 
@@ -248,8 +240,7 @@ class Succession:
         verdict = self._deaths.died(life)
         self._owner.silenced()
         self._leave_behind()
-        if self._prepared is not None:
-            self._drop_prepared()
+        self._drop_candidate()
         self._answer(f"{why}; another one takes its place: see monarchfs status")
         if verdict.follows is Follows.END or not self._mount.resends:
             self.phase = Phase.ENDED
@@ -281,7 +272,7 @@ class Succession:
         except OperationError as error:
             self._not_started(str(error), now)
             return
-        self._begin(worker, now)
+        self._begin(worker)
 
     def _not_started(self, why: str, now: float) -> None:
         verdict = self._deaths.died(Life(None, False, True))
@@ -293,7 +284,7 @@ class Succession:
         else:
             self._until, self.phase = now + max(verdict.pause_seconds, 0.5), Phase.PAUSING
 
-    def _begin(self, worker: Worker, now: float) -> None:
+    def _begin(self, worker: Worker) -> None:
         self.worker = worker
         self.phase = Phase.STARTING
         self._owner.watch(worker.channel, self._on_message)
@@ -351,59 +342,39 @@ class Succession:
 
     # -- a worker that is replaced on purpose
 
-    def _on_prepared(self) -> None:
-        assert self._prepared is not None
-        try:
-            message = self._prepared.channel.receive(0)
-        except (TimeoutError, BlockingIOError):
-            return
-        except (OSError, ValueError) as error:
-            self._refuse(f"it speaks nonsense: {error}")
-            return
-        match message:
-            case {"event": "loaded"} if self.phase is Phase.SERVING:
-                self._loaded = True
-                self._owner.unwatch(self._prepared.channel)
-                log.info("worker %d is to take the place of %d", *self._two_pids())
-                self._until = time.monotonic() + LEAVE_SECONDS
-                self.phase = Phase.LEAVING
-                self._owner.silenced()
-                self.worker.channel.send({"do": "leave"})
-            case {"event": "failed", "error": error}:
-                self._refuse(str(error))
-            case None:
-                self._owner.unwatch(self._prepared.channel)  # the tick sees how it ended
+    def _consider(self, candidate: Candidate, now: float) -> None:
+        candidate.tick(now)
+        if candidate.refused is not None:
+            log.error("the installed program cannot take over: %s", candidate.refused)
+            self._drop_candidate()
+            self._answer(
+                "the installed program cannot take over, and the old one goes on:"
+                f" {candidate.refused}"
+            )
+        elif candidate.loaded:
+            log.info("worker %d takes the place of %d", candidate.worker.pid, self.worker.pid)
+            self._until, self.phase = now + LEAVE_SECONDS, Phase.LEAVING
+            self._owner.silenced()
+            self.worker.channel.send({"do": "leave"})
 
-    def _two_pids(self) -> tuple[int, int]:
-        assert self._prepared is not None
-        return self._prepared.pid, self.worker.pid
-
-    def _succeed(self, now: float) -> None:
+    def _succeed(self) -> None:
         """The old one has left."""
-        worker, self._prepared = self._prepared, None
-        assert worker is not None
+        candidate, self._candidate = self._candidate, None
+        assert candidate is not None
         if self.worker.crashed:
             self._mount.mark_suspect()
         self._leave_behind()
         self._deaths.replaced()
         self.restarts += 1
         self._served_at = None
-        worker.channel.send({"do": "begin"})
-        self._begin(worker, now)
+        candidate.worker.channel.send({"do": "begin"})
+        self._begin(candidate.worker)
 
-    def _refuse(self, why: str) -> None:
-        log.error("the installed program cannot take over: %s", why)
-        self._drop_prepared()
-        self._answer(f"the installed program cannot take over, and the old one goes on: {why}")
-
-    def _drop_prepared(self) -> None:
-        worker, self._prepared = self._prepared, None
-        assert worker is not None
-        self._owner.unwatch(worker.channel)
-        worker.process.kill()
-        worker.channel.close()
-        worker.init.close()
-        self._corpses.append(worker)
+    def _drop_candidate(self) -> None:
+        candidate, self._candidate = self._candidate, None
+        if candidate is not None:
+            candidate.drop()
+            self._corpses.append(candidate.worker)
 
     def _answer(self, error: str | None) -> None:
         then, self._then = self._then, None
