@@ -74,11 +74,11 @@ class DirHandles:
     descriptors than that are open only while they are in use.
     """
 
-    def __init__(self, root_fd: int, limit: int = 512) -> None:
+    def __init__(self, root_fd: int, root_ino: int, limit: int = 512) -> None:
         self._limit = limit
         self._lock = threading.Lock()
         self._handles: OrderedDict[bytes, DirHandle] = OrderedDict()
-        self._root = DirHandle(self, b"", root_fd, os.fstat(root_fd).st_ino)
+        self._root = DirHandle(self, b"", root_fd, root_ino)
 
     def __len__(self) -> int:
         return len(self._handles)

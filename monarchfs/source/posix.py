@@ -62,7 +62,7 @@ class PosixSource:
         self._root_device, ino = root
         self.root = DirRef(b"", ino)
         self._root_fd = root_fd
-        self._dirs = DirHandles(root_fd, max_directories)
+        self._dirs = DirHandles(root_fd, ino, max_directories)
         self.has_layouts = _knows_layouts(root_fd)
 
     def shutdown(self) -> None:

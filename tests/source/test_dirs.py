@@ -105,7 +105,7 @@ def test_forget_drops_what_is_below_and_nothing_else(
 ) -> None:
     for name in ("d/e", "d2"):
         (root / name).mkdir(parents=True)
-    handles = DirHandles(root_fd)
+    handles = DirHandles(root_fd, os.fstat(root_fd).st_ino)
     for path in (b"d/e", b"d2"):
         handles.release(handles.acquire(ref(root, path)))
     assert len(handles) == 3
@@ -214,7 +214,7 @@ def test_evicted_directories_in_use_are_closed_at_the_last_release(
 ) -> None:
     for name in "abcdef":
         (root / name).mkdir()
-    handles = DirHandles(root_fd, limit=2)
+    handles = DirHandles(root_fd, os.fstat(root_fd).st_ino, limit=2)
     before = open_descriptors()
     first = handles.acquire(ref(root, b"a"))
     again = handles.acquire(ref(root, b"a"))

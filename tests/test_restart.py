@@ -1,0 +1,509 @@
+"""Real workers that die, hang and are replaced, under processes that read."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monarchfs.fuse.slots import HEADER_BYTES
+from tests import trees
+from tests.faking import NOBODY, device_mode, interpreter_for
+from tests.mounting import (
+    Bench,
+    FaultySource,
+    Mount,
+    as_user,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
+
+pytestmark = [requires_root, requires_fuse]
+
+SERVING = ("serving", "safe mode", "source not responding")
+
+READER = """
+import os, random, sys
+source, mount, long_name = sys.argv[1:]
+names = sorted(os.listdir(source))
+expected = {}
+for name in names:
+    with open(f"{source}/{name}", "rb") as file:
+        expected[name] = file.read()
+long = os.open(f"{mount}/{long_name}", os.O_RDONLY)
+done = 0
+print("reading", flush=True)
+while not select.select([sys.stdin], [], [], 0)[0]:
+    name = random.choice(names)
+    with open(f"{mount}/{name}", "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert file.readall() == expected[name], f"{name}: wrong bytes"
+    at = random.randrange(len(expected[long_name]))
+    os.posix_fadvise(long, 0, 0, os.POSIX_FADV_DONTNEED)
+    assert os.pread(long, 5000, at) == expected[long_name][at:at + 5000], f"wrong bytes at {at}"
+    assert sorted(os.listdir(mount)) == names
+    done += 1
+print(done, flush=True)
+"""
+READER = "import select\n" + READER
+
+HOLDER = """
+import os, sys
+files = {}
+for line in sys.stdin:
+    command, name = line.split()
+    try:
+        if command == "open":
+            files[name] = os.open(name, os.O_RDONLY)
+            answer = "ok"
+        elif command == "close":
+            os.close(files.pop(name))
+            answer = "ok"
+        elif command == "list":
+            answer = " ".join(sorted(os.listdir(name))) or "nothing"
+        else:
+            os.posix_fadvise(files[name], 0, 0, os.POSIX_FADV_DONTNEED)
+            size = os.fstat(files[name]).st_size
+            data = b""
+            while part := os.pread(files[name], size, len(data)):
+                data += part
+            answer = __import__("hashlib").sha256(data).hexdigest()
+    except OSError as error:
+        answer = os.strerror(error.errno)
+    print(answer, flush=True)
+"""
+
+
+class Processes:
+    """Who uses a mount; killed at the end whatever happens."""
+
+    def __init__(self) -> None:
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, code: str, *arguments: object, user: str | None = None) -> Peer:
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        process = subprocess.Popen(
+            as_user(user, command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return Peer(process)
+
+    def close(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.communicate(timeout=10)
+
+
+class Peer:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip("\n")
+
+    def tell(self, command: str, path: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command} {path}\n")
+        self.process.stdin.flush()
+
+    def ask(self, command: str, path: object) -> str:
+        self.tell(command, path)
+        return self.line()
+
+    def end(self) -> str:
+        """Has a reader stop; what it says at last. Fails the test where something was wrong."""
+        out, complaint = self.process.communicate("\n", timeout=30)
+        assert self.process.returncode == 0, complaint
+        return out.strip()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    found = Processes()
+    yield found
+    found.close()
+
+
+def kill(mount: Mount, number: signal.Signals = signal.SIGKILL) -> int:
+    """Kills the worker, and waits until another one serves; its number of restarts."""
+    before = mount.status()["worker"]
+    os.kill(before["pid"], number)
+    return wait_replaced(mount, before["restarts"])
+
+
+def wait_replaced(mount: Mount, restarts: int) -> int:
+    def replaced() -> int | None:
+        now = mount.status()
+        there = now["worker"]["restarts"] > restarts and now["state"] in SERVING
+        return int(now["worker"]["restarts"]) if there else None
+
+    result: int = wait_for(replaced, "another worker")
+    return result
+
+
+def open_slots(mount: Mount) -> int:
+    """How many files are open by the table that the workers share."""
+    pid = mount.worker_pid()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        if "monarchfs-handles" in os.readlink(entry):
+            # Read, not mapped for writing: the worker is using it.
+            table = os.open(entry, os.O_RDONLY)
+            try:
+                used = int.from_bytes(os.pread(table, 4, 12), sys.byteorder)
+                return sum(any(os.pread(table, 8, HEADER_BYTES + 32 * n)) for n in range(used))
+            finally:
+                os.close(table)
+    raise AssertionError("the worker has no table of open files")
+
+
+def sha(data: bytes) -> str:
+    import hashlib
+
+    return hashlib.sha256(data).hexdigest()
+
+
+def some_files(directory: Path, count: int, size: int) -> dict[str, bytes]:
+    directory.mkdir(exist_ok=True)
+    contents = {f"f{n}": trees.random_bytes(size, n) for n in range(count)}
+    for name, data in contents.items():
+        (directory / name).write_bytes(data)
+    return contents
+
+
+def clean_after(work: Bench, mount: Mount) -> None:
+    """Nothing was forgotten: no file is open, and the cache is as its index says."""
+    wait_for(lambda: open_slots(mount) == 0, "all files to be closed")
+    assert mount.umount().returncode == 0
+    done = run("fsck", f"{work.path}/state", "--checksum", user=mount.user)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def open_device() -> Iterator[None]:
+    """/dev/fuse as on most machines: everybody may open it."""
+    interpreter_for(NOBODY)
+    with device_mode(0o666):
+        yield
+
+
+@pytest.mark.usefixtures("open_device")
+@pytest.mark.parametrize("user", [None, NOBODY], ids=["root", "user"])
+def test_killed_under_readers(work: Bench, processes: Processes, user: str | None) -> None:
+    """Copying and evicting go on meanwhile: not all fits into the tier."""
+    source = work.path / "source"
+    some_files(source, 40, 110_000)
+    (source / "long").write_bytes(trees.random_bytes(5_000_000, 99))
+    work.path.chmod(0o777)
+    mount = work.mount(source, "--evict", "lru", tier="6M", user=user)
+    readers = [processes.start(READER, source, mount.path, "long", user=user) for _ in range(2)]
+    for reader in readers:
+        assert reader.line() == "reading"
+    chance = random.Random(7)
+    for number in [signal.SIGKILL] * 6 + [signal.SIGSEGV, signal.SIGTERM]:
+        kill(mount, number)
+        time.sleep(chance.uniform(0, 0.3))
+    for reader in readers:
+        assert int(reader.end()) > 10
+    assert mount.status()["worker"]["restarts"] == 8
+    clean_after(work, mount)
+
+
+def test_replaced_on_purpose_under_readers(work: Bench, processes: Processes) -> None:
+    source = work.path / "source"
+    some_files(source, 20, 110_000)
+    (source / "long").write_bytes(trees.random_bytes(5_000_000, 99))
+    mount = work.mount(source)
+    reader = processes.start(READER, source, mount.path, "long")
+    assert reader.line() == "reading"
+    for count in range(1, 4):
+        done = run("restart", str(mount.path), "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert mount.status()["worker"]["restarts"] == count
+    assert int(reader.end()) > 10
+    assert mount.status()["worker"]["last_death"] is None
+    clean_after(work, mount)
+
+
+def test_descriptors_across_restarts(work: Bench, processes: Processes) -> None:
+    contents = some_files(work.path / "source", 4, 300_000)
+    mount = work.mount(work.path / "source", "--freshness", "ttl=0.1")
+    holder = processes.start(HOLDER)
+    for name in contents:
+        assert holder.ask("open", mount.path / name) == "ok"
+    mount.wait_idle()
+    assert open_slots(mount) == 4
+    for count in range(3):
+        kill(mount)
+        assert open_slots(mount) == 4 - count
+        assert holder.ask("close", mount.path / f"f{count}") == "ok"
+        wait_for(lambda: open_slots(mount) == 3 - count, "the release")  # noqa: B023
+        assert holder.ask("read", mount.path / "f3") == sha(contents["f3"])
+    assert holder.ask("open", mount.path / "f0") == "ok"
+    assert holder.ask("read", mount.path / "f0") == sha(contents["f0"])
+    for name in ("f0", "f3"):
+        assert holder.ask("close", mount.path / name) == "ok"
+    clean_after(work, mount)
+
+
+def test_a_descriptor_on_a_file_that_was_replaced(work: Bench, processes: Processes) -> None:
+    """All of it is local: it keeps its version. If not, there is nothing left to read."""
+    source = work.path / "source"
+    contents = some_files(source, 1, 300_000)
+    (source / "remote").write_bytes(trees.random_bytes(3_000_000, 5))
+    mount = work.mount(source, "--freshness", "ttl=0.1", tier="1M")
+    holder = processes.start(HOLDER)
+    for name in ("f0", "remote"):
+        assert holder.ask("open", mount.path / name) == "ok"
+        assert len(holder.ask("read", mount.path / name)) == 64
+    mount.wait_idle()
+    new = {name: trees.random_bytes(2_000, 6) for name in ("f0", "remote")}
+    for name, data in new.items():
+        (source / f"{name}.new").write_bytes(data)
+        (source / f"{name}.new").rename(source / name)
+    for _ in range(2):
+        kill(mount)
+        assert holder.ask("read", mount.path / "f0") == sha(contents["f0"])
+        assert holder.ask("read", mount.path / "remote") == os.strerror(116)
+        time.sleep(0.2)  # past the promise
+        for name, data in new.items():
+            assert (mount.path / name).read_bytes() == data
+    for name in ("f0", "remote"):
+        assert holder.ask("close", mount.path / name) == "ok"
+    clean_after(work, mount)
+
+
+def test_pages_of_an_outdated_file_that_is_open(work: Bench, processes: Processes) -> None:
+    """The dead worker may not have come to telling the kernel."""
+    source = work.path / "source"
+    contents = some_files(source, 1, 3_000_000)
+    mount = work.mount(source, "--freshness", "ttl=0.1", "--prefetch", "none")
+    holder = processes.start(HOLDER)
+    assert holder.ask("open", mount.path / "f0") == "ok"
+    assert holder.ask("read", mount.path / "f0") == sha(contents["f0"])
+    with open(source / "f0", "r+b") as file:
+        file.write(b"changed")
+    kill(mount)
+    changed = b"changed" + contents["f0"][7:]
+    time.sleep(0.2)
+    assert (mount.path / "f0").read_bytes() == changed
+    assert holder.ask("read", mount.path / "f0") in (sha(changed), os.strerror(116))
+    assert holder.ask("close", mount.path / "f0") == "ok"
+    clean_after(work, mount)
+
+
+@pytest.fixture
+def faulty(work: Bench) -> Iterator[FaultySource]:
+    backing = work.path / "backing"
+    backing.mkdir()
+    source = work.faulty_source(backing)
+    yield source
+    if source.process.poll() is None:
+        source.faults()
+
+
+def test_an_open_that_is_carried_out_twice_is_one_handle(
+    work: Bench, faulty: FaultySource, processes: Processes
+) -> None:
+    contents = some_files(faulty.backing, 2, 50_000)
+    mount = work.mount(faulty.path)
+    faulty.faults(hang=["open *"])
+    holder = processes.start(HOLDER)
+    holder.tell("open", mount.path / "f0")
+    wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "the open to wait")
+    for _ in range(2):
+        kill(mount)
+        wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "it to be asked again")
+    faulty.faults()
+    assert holder.line() == "ok"
+    assert open_slots(mount) == 1
+    assert holder.ask("read", mount.path / "f0") == sha(contents["f0"])
+    assert holder.ask("close", mount.path / "f0") == "ok"
+    clean_after(work, mount)
+
+
+@pytest.mark.parametrize("signalled", [False, True], ids=["killed", "signalled before"])
+def test_who_waits_across_a_restart_can_be_killed(
+    work: Bench, faulty: FaultySource, processes: Processes, signalled: bool
+) -> None:
+    """Also one whose process got its signal from the kernel's point of view long ago."""
+    some_files(faulty.backing, 1, 10)
+    mount = work.mount(faulty.path)
+    faulty.faults(hang=["open *"])
+    code = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: None); open(sys.argv[1])"
+    waiter = processes.start(code, mount.path / "f0").process
+    wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "the open to wait")
+    if signalled:
+        waiter.send_signal(signal.SIGUSR1)
+        state = Path(f"/proc/{waiter.pid}/stat")
+        wait_for(lambda: state.read_text().rpartition(") ")[2][0] == "D", "it to be in D state")
+    kill(mount)
+    wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "it to be asked again")
+    waiter.kill()
+    assert waiter.wait(5) == -signal.SIGKILL
+    faulty.faults()
+    wait_for(lambda: mount.status()["requests"]["waiting"] == 0, "nothing to wait")
+    clean_after(work, mount)
+
+
+def test_a_corpse_in_the_source_holds_nobody_up(
+    work: Bench, faulty: FaultySource, processes: Processes
+) -> None:
+    contents = some_files(faulty.backing, 10, 50_000)
+    (faulty.backing / "hung").write_bytes(b"x" * 50_000)
+    mount = work.mount(faulty.path, "--freshness", "immutable")
+    for name, data in contents.items():
+        assert (mount.path / name).read_bytes() == data
+    assert os.stat(mount.path / "hung").st_size == 50_000
+    mount.wait_idle()
+    faulty.faults(hang=["* *"])
+    holder = processes.start(HOLDER)
+    holder.tell("open", mount.path / "hung")
+    wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "the open to wait")
+    first = mount.worker_pid()
+    started = time.monotonic()
+    for _ in range(2):
+        kill(mount)
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        for name, data in contents.items():
+            assert (mount.path / name).read_bytes() == data
+    assert time.monotonic() - started < 15
+    assert Path(f"/proc/{first}/stat").exists(), "it should have been unable to die"
+    faulty.faults()
+    assert holder.line() == "ok"
+    assert holder.ask("read", mount.path / "hung") == sha(b"x" * 50_000)
+    assert holder.ask("close", mount.path / "hung") == "ok"
+    wait_for(lambda: not Path(f"/proc/{first}/stat").exists(), "the corpse to go")
+    clean_after(work, mount)
+
+
+def test_a_stopped_worker_is_replaced(work: Bench) -> None:
+    contents = some_files(work.path / "source", 3, 50_000)
+    mount = work.mount(work.path / "source")
+    os.kill(mount.worker_pid(), signal.SIGSTOP)
+    started = time.monotonic()
+    for name, data in contents.items():
+        assert (mount.path / name).read_bytes() == data
+    assert time.monotonic() - started < 8
+    report = mount.status()
+    assert report["worker"]["restarts"] == 1
+    assert "no sign of life" in report["worker"]["last_death"]["why"]
+    clean_after(work, mount)
+
+
+def test_a_listing_goes_on_where_it_was(work: Bench, processes: Processes) -> None:
+    source = work.path / "source"
+    source.mkdir()
+    names = {f"a-name-that-is-long-enough-{n:05}" for n in range(3000)}
+    for name in names:
+        (source / name).touch()
+    mount = work.mount(source)
+    code = (
+        "import os, sys\n"
+        "names = []\n"
+        "with os.scandir(sys.argv[1]) as entries:\n"
+        "    for count, entry in enumerate(entries):\n"
+        "        names.append(entry.name)\n"
+        "        if count == 100: print('some', flush=True); sys.stdin.readline()\n"
+        "print(len(names), len(set(names)), flush=True)\n"
+    )
+    reader = processes.start(code, mount.path)
+    assert reader.line() == "some"
+    kill(mount)
+    assert reader.end() == "3000 3000"
+
+
+def test_an_index_that_is_lost_meanwhile(work: Bench, processes: Processes) -> None:
+    """Numbers that the kernel knows do not come to mean something else."""
+    contents = some_files(work.path / "source", 20, 20_000)
+    mount = work.mount(work.path / "source", "--freshness", "immutable")
+    holder = processes.start(HOLDER)
+    for name, data in contents.items():
+        assert (mount.path / name).read_bytes() == data
+    assert holder.ask("open", mount.path / "f0") == "ok"
+    mount.wait_idle()
+    before = {name: os.stat(mount.path / name).st_ino for name in contents}
+    worker = mount.worker_pid()
+    os.kill(worker, signal.SIGSTOP)
+    (work.path / "state" / "index" / "data.mdb").write_bytes(b"damaged" * 10_000)
+    os.kill(worker, signal.SIGSEGV)
+    os.kill(worker, signal.SIGCONT)
+    wait_replaced(mount, 0)
+    # It is found out with the first open: the kernel walks the path again.
+    for name, data in contents.items():
+        assert (mount.path / name).read_bytes() == data
+        assert os.stat(mount.path / name).st_ino > max(before.values())
+    assert holder.ask("read", mount.path / "f0") in (os.strerror(116), sha(contents["f0"]))
+    assert holder.ask("close", mount.path / "f0") == "ok"
+    clean_after(work, mount)
+
+
+DYING_WORKER = """
+import json, os, signal, sys, threading
+
+from monarchfs import worker
+
+with open(int(sys.argv[sys.argv.index("--bootstrap-fd") + 1]), "rb") as file:
+    text = file.read()
+    os.lseek(file.fileno(), 0, os.SEEK_SET)
+    if not json.loads(text)["safe"] and os.path.exists({poison!r}):
+        original = worker.Worker._begin_background
+
+        async def die(self):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        worker.Worker._begin_background = die
+    worker.main()
+"""
+CLI = """
+import functools, sys
+
+from monarchfs.cli import main, mount
+
+command = (sys.executable, "-I", {worker!r})
+mount.mount_command = functools.partial(mount.mount_command, worker_command=command)
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+def test_safe_mode_serves_the_source(work: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = some_files(work.path / "source", 5, 50_000)
+    poison, worker, cli = (work.path / name for name in ("poison", "worker.py", "cli.py"))
+    worker.write_text(DYING_WORKER.format(poison=str(poison)))
+    cli.write_text(CLI.format(worker=str(worker)))
+    monkeypatch.setattr("tests.mounting.MONARCHFS", [sys.executable, str(cli)])
+    mount = work.mount(work.path / "source", "--freshness", "ttl=0.1")
+    for name, data in contents.items():
+        assert (mount.path / name).read_bytes() == data
+    mount.wait_idle()
+    poison.touch()
+    os.kill(mount.worker_pid(), signal.SIGKILL)
+    wait_for(lambda: mount.status()["state"] == "safe mode", "safe mode")
+    report = mount.status()
+    assert report["tiers"] == []
+    for name in contents:
+        contents[name] = data = trees.random_bytes(60_000, len(name))
+        (work.path / "source" / name).write_bytes(data)
+        time.sleep(0.2)
+        assert (mount.path / name).read_bytes() == data
+    assert mount.status()["served"]["local_opens"] == 0
+    assert kill(mount) > report["worker"]["restarts"]
+    assert mount.status()["state"] == "safe mode"
+    poison.unlink()
+    assert run("restart", str(mount.path)).returncode == 0
+    assert mount.status()["state"] == "serving"
+    assert [tier["files"] for tier in mount.status()["tiers"]] == [5]
+    clean_after(work, mount)
