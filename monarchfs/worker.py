@@ -47,6 +47,7 @@ from monarchfs.index import Index, set_aside
 from monarchfs.metrics import Metrics
 from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan
 from monarchfs.prefetch.touch import Touch
 from monarchfs.prefetch.warm import Warming
@@ -142,6 +143,7 @@ def _safe(config: Config) -> Config:
         tiers=(),
         prefetch=PrefetchMode.NONE,
         prefetch_list=None,
+        index_file=None,
         scrub_bytes_per_second=0,
         touch_source_seconds=0.0,
     )
@@ -178,6 +180,7 @@ class Worker:
         self.slots = Slots(bootstrap.handles_fd)
         self.slots.begin(0 if bootstrap.safe else fuse_session.relay_threads())
         self._leaving = False
+        self._interrupted: list[int] = []
         self._mount_ns = bootstrap.mount_ns
         self._channel = channel
         self._nursery = nursery
@@ -318,6 +321,7 @@ class Worker:
 
     def _take_over(self) -> None:
         """What an earlier worker knew and no record tells is taken to be so."""
+        self._interrupted = self.index.under_way()
         self.tree.take_over(self.slots.moved_ns)
         self.files.take_over(self._mount_ns, time.time_ns())
 
@@ -371,6 +375,9 @@ class Worker:
             self._nursery.start_soon(self.cache.scrub, config.scrub_bytes_per_second)
         if config.touch_source_seconds:
             self._nursery.start_soon(self._touch().run)
+        for ino in self._interrupted:
+            # Behind what is opened: some of these were being removed when the other worker died.
+            self.copier.want(ino, Priority.SCANNED)
         if config.index_file is not None:
             # Before the scan, which then finds what it looks for.
             await self.load.run(config.index_file, self._root_ino)

@@ -179,6 +179,42 @@ def test_one_that_never_gets_ready_is_replaced(root_work: Area) -> None:
     assert_unmounted(root_work)
 
 
+OLD_KERNEL_CLI = """
+import functools, sys
+
+sys.path.insert(0, {repository!r})
+from monarchfs.cli import main, mount
+from monarchfs.supervisor import start
+
+mounted = start.Mounted
+start.Mounted = lambda *known: mounted(*known)._replace(resends=False)
+worker = (sys.executable, "-I", {worker!r}, "serve")
+mount.mount_command = functools.partial(mount.mount_command, worker_command=worker)
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+def test_a_kernel_that_cannot_hand_requests_out_again(root_work: Area) -> None:
+    """Who waits for a request that the dead worker had must not wait for ever."""
+    tests = Path(__file__).parent
+    cli = root_work.path / "cli.py"
+    worker = str(tests / "fake_worker.py")
+    cli.write_text(OLD_KERNEL_CLI.format(repository=str(tests.parent), worker=worker))
+    command = [root_work.python, "-I", str(cli), "mount", "src", "mnt", *root_work.storage]
+    subprocess.run(command, cwd=root_work.path, env=root_work.environment, check=True)
+    done = root_work.run("restart", "mnt")
+    assert done.returncode == 1
+    assert "that takes Linux 6.9" in done.stderr
+    waiter = waits_for(root_work, "later")
+    supervisor = registered(root_work).entry.supervisor_pid
+    os.kill(status(root_work)["worker"]["pid"], signal.SIGKILL)
+    assert waiter.wait(10) == 1
+    waiter.communicate()
+    wait_for(lambda: is_gone(supervisor), "the supervisor to give up", 10)
+    assert "was killed by signal 9: unmounting" in log_of(root_work)
+    assert_unmounted(root_work)
+
+
 # -- on purpose
 
 

@@ -24,7 +24,7 @@ from monarchfs.cli.text import (
 from monarchfs.units import format_bytes, format_seconds
 
 _GOOD, _FAIR, _BAD = "green", "yellow", "bold red"
-_FAIR_STATES = ("starting", "source not responding", "not mounted")
+_FAIR_STATES = ("starting", "restarting", "safe mode", "source not responding", "not mounted")
 _LABEL_CELLS = 9
 
 

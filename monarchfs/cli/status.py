@@ -30,6 +30,7 @@ _LEAST_WATCH_SECONDS = 0.1
 _MOST_WATCH_SECONDS = 86400.0
 _NOT_WELL = ("dead", "unknown", "silent", "down", "worker not answering")
 _HEADINGS = ["MOUNT POINT", "SOURCE", "STATE", "RESIDENT", "LOCAL", "USED"]
+_APART = ("error", "last_death")
 _LABELS = {
     "files": "files",
     "source_io": "source",
@@ -204,8 +205,12 @@ def _lines(report: Report) -> Iterator[str]:
     for key, label in _LABELS.items():
         values = report.get(key)
         if isinstance(values, Mapping):
-            known = ((name, value) for name, value in values.items() if name != "error")
+            known = ((name, value) for name, value in values.items() if name not in _APART)
             yield _line(label, ", ".join(_value(name, value) for name, value in known))
+    died = worker.get("last_death") if isinstance(worker, Mapping) else None
+    if isinstance(died, Mapping):
+        ago = max(0.0, time.time() - float(died.get("unix_seconds", 0)))
+        yield _line("", f"{printable(died.get('why', '?'))}, {format_seconds(ago)} ago")
     if isinstance(report.get("uptime_seconds"), (int, float)):
         yield _line("up", format_seconds(report["uptime_seconds"]))
 

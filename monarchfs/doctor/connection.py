@@ -15,7 +15,7 @@ from monarchfs.types import OperationError
 FIRST_PASSTHROUGH = FIRST_RESEND = (6, 9)
 """Linux: include/uapi/linux/fuse.h, protocol 7.40."""
 
-_USED: frozenset[str] = frozenset()
+_USED = frozenset({"resend"})
 """What this release makes use of (README.md, Limits)."""
 
 TRIAL_NAME = "monarchfs-doctor"

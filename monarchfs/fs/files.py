@@ -216,7 +216,10 @@ class Files:
             # Who found that out may not have come to telling the kernel.
             self._drop_pages(ino)
         self._opens[ino] = self._opens.get(ino, 0) + 1
-        return FileHandle(ino, self, self.resident(ino), None, True)
+        replica = self.resident(ino)
+        if replica is None and self._copies.keeps:
+            self._copies.opened(ino)
+        return FileHandle(ino, self, replica, None, True)
 
     def take_over(self, since_ns: int, now_ns: int) -> None:
         """Another process served the mount from then until now; of which inodes the kernel has read

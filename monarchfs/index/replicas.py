@@ -142,6 +142,11 @@ class Replicas(Tables):
         rows = self._rows(self._db.journal, b"", b"", self._count_rows(self._db.journal))
         return [PLACE_KEY.unpack(key) for key, _ in rows]
 
+    def under_way(self) -> list[int]:
+        """The inode numbers of the ``journal``."""
+        rows = self._rows(self._db.journal, b"", b"", self._count_rows(self._db.journal))
+        return [int.from_bytes(value, "big") for _, value in rows]
+
     # Writing. All raise IndexWriteError where the index is frozen, but file_gone.
 
     def begin_copy(self, ino: int, tier: int, name: bytes) -> None:

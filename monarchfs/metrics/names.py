@@ -54,7 +54,7 @@ MOUNT_INFO = _gauge(
     *("source", "mountpoint", "data_path", "freshness", "prefetch", "evict"),
 )
 WORKER_RESTARTS = _counter(
-    "worker_restarts_total", "Workers that took the place of one that died, in this mount"
+    "worker_restarts_total", "Workers that took the place of another one, in this mount"
 )
 EVENT_LOOP_DELAY = _histogram(
     "event_loop_delay_seconds",

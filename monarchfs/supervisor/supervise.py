@@ -264,6 +264,10 @@ class Supervisor:
             known["state"] = "worker not answering"
         elif succession.safe:
             known["state"] = "safe mode"
+            worker["error"] = (
+                "the workers before it died one after the other, so it only serves the source:"
+                f" monarchfs restart {self.config.mountpoint} tries again"
+            )
         return known
 
     def _reply_status(self, connection: socket.socket) -> None:

@@ -328,21 +328,16 @@ def test_a_worker_that_is_stopped_or_dead_costs_a_scrape_no_more_than_its_timeou
     assert scrape(port).total("monarchfs_opens_total") == 0
     os.kill(worker, signal.SIGKILL)
 
-    def refused() -> bool:
+    def answered() -> bool:
         started = time.monotonic()
         try:
-            scrape(port, 2)
-        except ConnectionRefusedError:
-            return True
-        # The supervisor has the socket until the mount is gone, and resets who waits then.
+            return scrape(port, 2).value("monarchfs_worker_restarts_total") == 1
+        # The supervisor has the socket, and those that the dead one took are reset.
         except (OSError, HTTPException):
             assert time.monotonic() - started < 4
         return False
 
-    wait_for(refused, "the port to be closed with the mount")
-    # And it is free for the next one.
-    work.mount(mount.source, "--metrics-port", str(port))
-    assert scrape(port).value("monarchfs_source_responding") == 1
+    wait_for(answered, "another worker to answer")
 
 
 def test_a_worker_that_cannot_die_does_not_keep_the_port(work: Bench) -> None:
