@@ -186,7 +186,10 @@ class Worker:
         self._nursery = nursery
         self.metrics = Metrics()
         self._state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
-        posix = PosixSource(bootstrap.source_fd, root=bootstrap.source_root)
+        posix = PosixSource(
+            bootstrap.source_fd, root=bootstrap.source_root, has_layouts=self.slots.has_layouts
+        )
+        self.slots.has_layouts = posix.has_layouts
         self._root_ino = posix.root.ino
         self.index = self._open_index()
         # Numbers that the kernel knows are not given to other files, also if the index was lost.

@@ -17,6 +17,7 @@ offset type    header
 32     u64     the index gives out inode numbers from here on, and never one twice
 40     u64     how many relay threads there are
 48     u64     when a directory was last seen moved (``Names``), nanoseconds since 1970
+56     u64     whether the source has layouts (``PosixSource``): 1 no, 2 yes, 0 not known
 1024   u64[64] since when each relay thread has been busy, CLOCK_MONOTONIC in ns; 0: it waits
 ====== ======= ======================================================================
 
@@ -44,7 +45,8 @@ from typing import NamedTuple
 MAGIC = int.from_bytes(b"mnrchfs1", "little")
 HEADER_BYTES = 4096
 MOST_SLOTS = 1 << 20
-BEATS, ANSWERED, NUMBERS, THREADS, MOVED_NS, BUSY_SINCE = 16, 24, 32, 40, 48, 1024
+BEATS, ANSWERED, NUMBERS, THREADS, MOVED_NS, LAYOUTS = 16, 24, 32, 40, 48, 56
+BUSY_SINCE = 1024
 MOST_THREADS = 64
 
 RESENT = 1 << 63
@@ -208,6 +210,15 @@ class Slots:
     def note_moved(self, now_ns: int) -> None:
         """A directory was seen moved."""
         self._words[MOVED_NS // 8] = now_ns
+
+    @property
+    def has_layouts(self) -> bool | None:
+        """What an earlier worker found of the source; None: nothing."""
+        return (None, False, True)[min(self._words[LAYOUTS // 8], 2)]
+
+    @has_layouts.setter
+    def has_layouts(self, found: bool) -> None:
+        self._words[LAYOUTS // 8] = 1 + found
 
     def close(self) -> None:
         """Give the memory back; what is open stays so."""

@@ -52,10 +52,15 @@ class PosixSource:
     """
 
     def __init__(
-        self, root_fd: int, max_directories: int = 512, *, root: tuple[int, int] | None = None
+        self,
+        root_fd: int,
+        max_directories: int = 512,
+        *,
+        root: tuple[int, int] | None = None,
+        has_layouts: bool | None = None,
     ) -> None:
-        """``root`` is what fstat(2) says of the root, (st_dev, st_ino), for those who know it: the
-        source might not answer now."""
+        """``root`` is what fstat(2) says of the root, (st_dev, st_ino), for those who know that, and
+        ``has_layouts``: the source might not answer now."""
         if root is None:
             st = os.fstat(root_fd)
             root = st.st_dev, st.st_ino
@@ -63,7 +68,7 @@ class PosixSource:
         self.root = DirRef(b"", ino)
         self._root_fd = root_fd
         self._dirs = DirHandles(root_fd, ino, max_directories)
-        self.has_layouts = _knows_layouts(root_fd)
+        self.has_layouts = _knows_layouts(root_fd) if has_layouts is None else has_layouts
 
     def shutdown(self) -> None:
         """Close the cached directories; those in use as soon as they are not."""
