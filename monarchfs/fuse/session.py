@@ -74,10 +74,6 @@ def relay_threads() -> int:
     return 0 if hooks is None else RELAY_THREADS
 
 
-def no_attributes_mark() -> int | None:
-    return None if hooks is None else hooks.NO_ATTRIBUTES
-
-
 def invalidate_inode(ino: int, attributes_only: bool) -> None:
     """Have the kernel forget the attributes of an inode and, unless ``attributes_only``, its pages.
 
