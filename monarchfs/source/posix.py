@@ -59,8 +59,8 @@ class PosixSource:
         root: tuple[int, int] | None = None,
         has_layouts: bool | None = None,
     ) -> None:
-        """``root`` is what fstat(2) says of the root, (st_dev, st_ino), for those who know that, and
-        ``has_layouts``: the source might not answer now."""
+        """``root`` is what fstat(2) says of the root, (st_dev, st_ino); for those who know that,
+        and ``has_layouts``, because the source might not answer now."""
         if root is None:
             st = os.fstat(root_fd)
             root = st.st_dev, st.st_ino
