@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from monarchfs import __version__
+from monarchfs.cli.run_options import RUN_EXAMPLES, add_run_options, split_command
 from monarchfs.cli.text import printable
 from monarchfs.types import MonarchError, UsageError
 
@@ -179,6 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_mount(commands)
     _add_umount(commands)
     _add_restart(commands)
+    _add_run(commands)
     _add_status(commands)
     _add_warm(commands)
     _add_why(commands)
@@ -205,7 +207,12 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line ``arguments`` (without the program's name); the exit code."""
     try:
-        parsed = build_parser().parse_args(arguments)
+        words, behind = split_command(sys.argv[1:] if arguments is None else arguments)
+        parsed = build_parser().parse_args(words)
+        if parsed.command == "run":
+            if parsed.argv:
+                raise UsageError(f"write -- before the command: -- {parsed.argv[0]} ...")
+            parsed.argv = behind
         return _output_written(_command(parsed.command)(parsed, os.environ))
     except UsageError as error:
         return complain(str(error), 2)
@@ -253,6 +260,10 @@ def _command(name: str) -> Command:
             from monarchfs.cli.restart import restart_command
 
             return restart_command
+        case "run":
+            from monarchfs.cli.run import run_command
+
+            return run_command
         case "status":
             from monarchfs.cli.status import status_command
 
@@ -313,6 +324,21 @@ def _add_mount(commands: _Commands) -> None:
     parser = _add_command(commands, "mount", "mount a dataset directory", _MOUNT_EXAMPLES)
     parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
     parser.add_argument("mountpoint", metavar="MOUNTPOINT", help="where to mount; may be SOURCE")
+    _add_mount_options(parser)
+    parser.add_argument(
+        "-f", "--foreground", action="store_const", const=True, help="stay, and log to the terminal"
+    )
+
+
+def _add_run(commands: _Commands) -> None:
+    summary = "run a command that sees the cached view at the source's own path"
+    parser = _add_command(commands, "run", summary, RUN_EXAMPLES)
+    parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
+    _add_mount_options(parser)
+    add_run_options(parser)
+
+
+def _add_mount_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--tier", metavar="PATH=SIZE", action="append", help="local storage, fastest first")
     option("--state-dir", metavar="DIR", help="where the index is kept (on a local disk)")
@@ -374,9 +400,6 @@ def _add_mount(commands: _Commands) -> None:
         "-o", dest="options", metavar="OPT,...", action="append", help="mount options, as in fstab"
     )
     option("--config", metavar="FILE", help="a TOML file with these options")
-    option(
-        "-f", "--foreground", action="store_const", const=True, help="stay, and log to the terminal"
-    )
     option("--log-file", metavar="FILE", help="where a daemon logs (default: syslog)")
     option("--log-level", metavar="LEVEL", help="debug, info (the default), warning or error")
 

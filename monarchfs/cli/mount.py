@@ -14,7 +14,7 @@ from monarchfs.config.values import parse_path
 from monarchfs.supervisor.daemon import run_in_background
 from monarchfs.supervisor.start import check_mount, mount_and_supervise, path_is_remote
 
-_FLAGS = (
+FLAGS = (
     *("tier", "state_dir", "prefetch", "freshness", "evict", "scrub", "user"),
     "index",
     "prefetch_rate",
@@ -80,7 +80,7 @@ def mount_with(
     return 0
 
 
-def settings_from(arguments: argparse.Namespace, flags: Sequence[str] = _FLAGS) -> Settings:
+def settings_from(arguments: argparse.Namespace, flags: Sequence[str] = FLAGS) -> Settings:
     """Defaults, then the file (the machine's, if none is named), then ``-o``, then flags."""
     return merge(
         from_system_file() if arguments.config is None else from_file(parse_path(arguments.config)),

@@ -1,4 +1,4 @@
-"""Opening /dev/fuse and mounting: with mount(2) as root, else through fusermount3.
+"""Opening /dev/fuse and mounting: with mount(2) where that is allowed, else through fusermount3.
 
 Always read-only, without set-user-id programs and without device files. None of this touches the
 source; the mount point is looked up by the kernel.
@@ -23,6 +23,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/run
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 _MOUNT_SECONDS = 20
+_CAP_SYS_ADMIN = 21
 
 
 def mount(
@@ -42,7 +43,7 @@ def mount(
     fs/fuse/dir.c). With ``noexec`` programs on the mount cannot be run. Raises OperationError.
     """
     check_device(device)
-    if os.geteuid() == 0:
+    if may_mount():
         flags = MS_RDONLY | MS_NOSUID | MS_NODEV | (MS_NOEXEC if noexec else 0)
         return _mount_as_root(source, mountpoint, uid, gid, allow_other, flags, device)
     return _mount_as_user(source, mountpoint, allow_other, noexec)
@@ -63,8 +64,18 @@ def check_device(device: str = DEVICE) -> None:
         raise OperationError(
             f"you may not open {device}: ask the administrator for mode 0666 on it"
         )
-    if os.geteuid() != 0:
+    if not may_mount():
         fusermount_path()
+
+
+def may_mount() -> bool:
+    """Whether this process calls mount(2) itself: root does, and who has CAP_SYS_ADMIN in a user
+    namespace of its own (fuse_fill_super in fs/fuse/inode.c wants /dev/fuse opened in there)."""
+    if os.geteuid() == 0:
+        return True
+    with open("/proc/self/status", "rb") as status:
+        effective = next((line for line in status if line.startswith(b"CapEff:")), b"CapEff: 0")
+    return bool(int(effective.split()[1], 16) >> _CAP_SYS_ADMIN & 1)
 
 
 def fusermount_path() -> str:

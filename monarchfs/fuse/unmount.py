@@ -13,7 +13,7 @@ import time
 from enum import Enum
 
 from monarchfs.bounded import Answer, bounded_call
-from monarchfs.fuse.mount import SYSTEM_PATH, fusermount_path
+from monarchfs.fuse.mount import SYSTEM_PATH, fusermount_path, may_mount
 from monarchfs.fuse.mountinfo import Mount, find_mount, read_mountinfo
 from monarchfs.types import OperationError
 
@@ -120,12 +120,12 @@ def unmount_bounded(mountpoint: str, deadline: float, connection: int | None = N
 
 
 def unmount_call(mountpoint: str, *, lazy: bool = False, force: bool = False) -> int:
-    """One umount2(2) as root, else one run of fusermount3; returns errno, 0 if it is done.
+    """One umount2(2) where `may_mount`, else one run of fusermount3; returns errno, 0 if done.
 
     ETIMEDOUT stands for a call that does not come back. ``force`` aborts the connection (as root;
     fuse_umount_begin in fs/fuse/inode.c).
     """
-    if os.geteuid() != 0:
+    if not may_mount():
         return _fusermount_call(mountpoint, lazy)
     flags = UMOUNT_NOFOLLOW | (MNT_DETACH if lazy else 0) | (MNT_FORCE if force else 0)
 

@@ -20,8 +20,8 @@ Report = Callable[[], None]
 _GONE_SECONDS = 5.0
 
 
-def run_in_background(run: Callable[[Report], int], *, timeout: float, overdue: str) -> None:
-    """Runs ``run(report)`` in a daemon; returns when it has called ``report``.
+def run_in_background(run: Callable[[Report], int], *, timeout: float, overdue: str) -> int:
+    """Runs ``run(report)`` in a daemon; returns its process number when it has called ``report``.
 
     Raises what ``run`` raised before, if that is a MonarchError. After ``timeout`` seconds the
     daemon is killed, not waited for (it may hang in the kernel), and OperationError(``overdue``)
@@ -44,7 +44,7 @@ def run_in_background(run: Callable[[Report], int], *, timeout: float, overdue: 
     finally:
         os.close(reading)
     if message == {"ok": True}:
-        return
+        return pid
     _wait(pid)
     if "usage" in message:
         raise UsageError(message["usage"])

@@ -1,4 +1,5 @@
-"""The lock on a state directory: one mount, or one ``fsck``, at a time.
+"""The lock on a state directory: one mount, or one ``fsck``, at a time. And locks that are nothing
+but a name.
 
 The file also says who had it last, for messages, and where that one's replicas lie, for ``fsck``
 where the index itself cannot be asked.
@@ -9,14 +10,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from dataclasses import asdict, dataclass
 
 from monarchfs.config import User
 from monarchfs.supervisor.identity import acting_as
-from monarchfs.types import MonarchError
+from monarchfs.types import MonarchError, OperationError
 
 LOCK = "lock"
 _MOST_BYTES = 1 << 20
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +97,47 @@ def write_holder(lock: int, holder: Holder) -> None:
     os.pwrite(lock, json.dumps(asdict(holder)).encode() + b"\n", 0)
 
 
-def _still_named(lock: int, state_dir: int) -> bool:
+class NamedLock:
+    """A lock on a file that is there for as long as somebody has it (or was killed with it), in a
+    directory that only we can change."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def take(cls, path: str, deadline: float, overdue: str) -> NamedLock:
+        """Waits for it; raises OperationError(``overdue``) at ``deadline`` (time.monotonic()), and
+        where the file cannot be made."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        while True:
+            try:
+                descriptor = os.open(path, flags, 0o600)
+            except OSError as error:
+                raise OperationError(f"cannot make {path}: {error.strerror}") from None
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _still_named(descriptor, None, path):
+                    return cls(path, descriptor)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(descriptor)
+                    raise OperationError(overdue) from None
+                time.sleep(_POLL_SECONDS)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def release(self) -> None:
+        """Removes the file, then lets the next one in."""
+        os.unlink(self._path)
+        os.close(self._descriptor)
+
+
+def _still_named(lock: int, state_dir: int | None, name: str = LOCK) -> bool:
     try:
-        st = os.stat(LOCK, dir_fd=state_dir, follow_symlinks=False)
+        st = os.stat(name, dir_fd=state_dir, follow_symlinks=False)
     except FileNotFoundError:
         return False
     return os.path.samestat(st, os.fstat(lock))

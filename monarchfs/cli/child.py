@@ -1,0 +1,144 @@
+"""Running a command as its own parent would have: the same terminal, process group and signals.
+
+The command stays in this process's group, so that a terminal's Ctrl-C and Ctrl-Z, and a shell's job
+control, reach it without us. What is sent to this process alone is passed on. kill(2) does not tell
+the receiver whether the whole group was meant, and a command must not get a signal twice (some save
+their state at the first and give up at the second): so a second child, the witness, sits in the
+group, blocks everything, and says what it got.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+
+from monarchfs.supervisor.keeper import die_with_parent
+
+NOT_EXECUTABLE, NOT_FOUND = 126, 127
+"""Exit codes as of shells (POSIX, 2.8.2); a signal N that ended the command makes 128 + N."""
+
+_PASSED_ON = frozenset(
+    (
+        *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1),
+        *(signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU, signal.SIGTSTP, signal.SIGCONT),
+    )
+)
+_CHANGED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+_WITNESS_SECONDS = 1.0
+
+
+def run_child(
+    command: Sequence[str],
+    prepare: Callable[[], None],
+    complain: Callable[[str, int], int],
+) -> int:
+    """Runs ``command`` after ``prepare``, in a child, and returns its exit code as shells do.
+
+    ``complain`` prints an error and returns the code it is given. An OSError or MonarchError that
+    ``prepare`` raises is the caller's mistake: it says what it has to say itself, and exits with
+    SystemExit. If this process is killed, so is the command. What comes after this is not to be
+    interrupted: the signals stay blocked. For processes of one thread.
+    """
+    passed_on = {n for n in _PASSED_ON if signal.getsignal(n) is not signal.SIG_IGN}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit code away
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on | {signal.SIGCHLD})
+    witness = _Witness()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            prepare()
+            code = _become(command, parent, before, complain)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        finally:
+            os._exit(code)
+    try:
+        return _wait(pid, passed_on, witness)
+    finally:
+        witness.close()
+
+
+def _become(
+    command: Sequence[str],
+    parent: int,
+    mask: set[signal.Signals] | set[int],
+    complain: Callable[[str, int], int],
+) -> int:
+    for number in _CHANGED_BY_PYTHON:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    die_with_parent(parent, signal.SIGKILL)
+    try:
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        code = NOT_FOUND if missing else NOT_EXECUTABLE
+        return complain(f"cannot run {command[0]}: {error.strerror}", code)
+
+
+def _wait(pid: int, passed_on: set[signal.Signals], witness: _Witness) -> int:
+    while True:
+        caught = signal.sigwaitinfo(passed_on | {signal.SIGCHLD})
+        if caught.si_signo == signal.SIGCHLD:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                return code if code >= 0 else 128 - code
+            continue
+        # Asked in any case: what it got now must not be taken for a later one.
+        group_got_it = witness.got(caught.si_signo)
+        if caught.si_code <= 0 and not group_got_it:  # SI_USER and the like; not the kernel's own
+            os.kill(pid, caught.si_signo)
+        if caught.si_signo == signal.SIGTSTP:
+            _stop()
+
+
+def _stop() -> None:
+    """Does what SIGTSTP does by itself: nothing, where no shell could continue us (an orphaned
+    process group)."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
+    os.kill(os.getpid(), signal.SIGTSTP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
+
+
+class _Witness:
+    """A process in our group that gets what the group gets."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.settimeout(_WITNESS_SECONDS)
+        parent = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+                die_with_parent(parent, signal.SIGKILL)
+                # Our output may be a pipe whose reader waits for its end.
+                for number in map(int, os.listdir("/proc/self/fd")):
+                    if number != theirs.fileno():
+                        os.closerange(number, number + 1)
+                _answer(theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
+
+    def got(self, number: int) -> bool:
+        """Whether the group got the signal since this was asked last; no, where nobody answers."""
+        try:
+            self._channel.send(bytes([number]))
+            return self._channel.recv(1) == b"\1"
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        self._channel.close()
+        os.waitpid(self._pid, 0)
+
+
+def _answer(channel: socket.socket) -> None:
+    while question := channel.recv(1):
+        channel.send(b"\0" if signal.sigtimedwait(set(question), 0) is None else b"\1")

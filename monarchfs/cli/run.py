@@ -1,0 +1,208 @@
+"""``monarchfs run``: a command that sees the cached view at the source's own path."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from monarchfs.bounded import bounded_call
+from monarchfs.cli.child import run_child
+from monarchfs.cli.main import complain
+from monarchfs.cli.mount import FLAGS, settings_from
+from monarchfs.cli.text import format_count, format_share
+from monarchfs.config import User
+from monarchfs.config.places import default_places, resolve_user, runtime_dirs_to_search
+from monarchfs.config.settings import Settings
+from monarchfs.config.values import parse_path
+from monarchfs.control import Connection
+from monarchfs.fuse.mountinfo import resolve_mountpoint
+from monarchfs.supervisor.identity import become
+from monarchfs.supervisor.keeper import Wanted
+from monarchfs.supervisor.namespace import bind, join, leave_for_own
+from monarchfs.supervisor.recover import Found, find_all
+from monarchfs.supervisor.shared import Hold, hold_mount, stem_of
+from monarchfs.supervisor.start import path_is_remote
+from monarchfs.types import MonarchError, OperationError, UsageError
+from monarchfs.units import format_bytes
+
+_STATUS_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class View:
+    """How the command comes to see the mount. ``kind`` is ``own`` (a private mount, perhaps shared
+    with others of the same job), ``existing`` (one that somebody made already) or ``none``."""
+
+    kind: str
+    enter: Callable[[], None]
+    control: str | None = None
+    owner_uid: int | None = None
+    hold: Hold | None = None
+
+
+def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Runs the command behind ``--`` and returns its exit code (126, 127 and 128 + N as of shells).
+
+    Where nothing can be mounted the command runs on the plain source, and standard error says why;
+    with ``--strict`` that raises UsageError or OperationError instead, as other misuse does always.
+    """
+    if not arguments.argv:
+        raise UsageError("there is no command: monarchfs run SOURCE -- COMMAND [ARGUMENT]...")
+    names = [name for name in FLAGS if name != "foreground"]
+    settings = replace(settings_from(arguments, names), foreground=False)
+    source = parse_path(arguments.source)
+    # Under sudo, too, the command is root's: other than a mount it is used at once, by who asked.
+    user = resolve_user(settings.user, {})
+    report = None if arguments.json is None else _open_report(parse_path(arguments.json))
+    began = time.monotonic()
+    reason = None
+    view = View("none", lambda: None)
+    try:
+        view = _view_of(settings, source, user, environ)
+    except (MonarchError, OSError) as error:
+        if arguments.strict:
+            raise
+        reason = str(error)
+        _warn(source, reason)
+    code = run_child(
+        arguments.argv, partial(_prepare, view, user, source, arguments.strict), complain
+    )
+    status = None
+    if view.control is not None and (arguments.report or report is not None):
+        status = _status(view)
+    if arguments.report:
+        print(f"monarchfs: {_summary(source, status)}", file=sys.stderr)
+    if view.hold is not None:
+        view.hold.close()
+    if report is not None:
+        result = {
+            "source": source,
+            "view": view.kind,
+            "reason": reason,
+            "exit_code": code,
+            "seconds": round(time.monotonic() - began, 3),
+            "status": status,
+        }
+        _write_report(report, result)
+    return code
+
+
+def _view_of(settings: Settings, source: str, user: User, environ: Mapping[str, str]) -> View:
+    deadline = time.monotonic() + settings.start_timeout_seconds
+    real = _resolved(source, settings.start_timeout_seconds)
+    found = _existing(real, user, environ)
+    if found is not None:
+        assert found.registered is not None
+        enter = partial(_enter_existing, found.mountpoint, real)
+        return View("existing", enter, found.registered.socket_path, found.registered.owner_uid)
+    places = default_places(os.geteuid(), environ, path_is_remote)
+    stem = stem_of(places, real, user, environ)
+    hold = hold_mount(Wanted(settings, real, user, places, stem), deadline)
+    if not hold.same_settings:
+        print(
+            f"monarchfs: {source} is mounted already for this job: with the options of that mount",
+            file=sys.stderr,
+        )
+    return View("own", partial(join, hold.spaces), hold.control, hold.owner_uid, hold)
+
+
+def _resolved(source: str, timeout: float) -> str:
+    """``source`` without symbolic links."""
+    real, _ = bounded_call(
+        lambda: (resolve_mountpoint(source), ()),
+        timeout=timeout,
+        overdue=f"source {source} did not answer within {timeout:g} s: check its file system",
+    )
+    return str(real)
+
+
+def _existing(real: str, user: User, environ: Mapping[str, str]) -> Found | None:
+    """A mount of the source that the user may enter, and that this process can see."""
+    for found in find_all(partial(runtime_dirs_to_search, os.geteuid(), environ)):
+        usable = found.mount is not None and found.mount.user_id == user.uid
+        if usable and found.source == real and found.supervisor_alive:
+            return found
+    return None
+
+
+def _enter_existing(mountpoint: str, source: str) -> None:
+    if mountpoint != source:
+        leave_for_own()
+        bind(mountpoint, source)
+
+
+def _prepare(view: View, user: User, source: str, strict: bool) -> None:
+    """In the command's process: into the view, to the directory where we were, and as the user."""
+    here = os.open(".", os.O_PATH | os.O_CLOEXEC)
+    try:
+        path: str | None = os.getcwd()
+    except FileNotFoundError:
+        path = None
+    try:
+        view.enter()
+    except (MonarchError, OSError) as error:
+        if strict:
+            raise SystemExit(complain(f"cannot show the cached view: {error}", 1)) from None
+        _warn(source, str(error))
+    become(user)
+    try:
+        # By name: what lies below the source is to be that of the mount.
+        os.chdir(path if path is not None else here)
+    except OSError:
+        os.fchdir(here)
+
+
+def _warn(source: str, reason: str) -> None:
+    complain(f"{source} is read without a cache: {reason}", 0)
+
+
+def _status(view: View) -> dict[str, Any] | None:
+    assert view.control is not None
+    try:
+        with Connection(view.control, _STATUS_SECONDS) as connection:
+            if connection.peer_uid not in (0, view.owner_uid):
+                return None
+            return connection.request({"command": "status"}, _STATUS_SECONDS)
+    except OperationError:
+        return None
+
+
+def _summary(source: str, status: Mapping[str, Any] | None) -> str:
+    if status is None:
+        return f"{source} was read without a cache"
+    served, files = status.get("served", {}), status.get("files", {})
+    local, remote = served.get("local_opens", 0), served.get("source_opens", 0)
+    read = status.get("source_io", {}).get("read_bytes", 0)
+    return (
+        f"{source}: {format_share(local, local + remote)} of {format_count(local + remote)} opens"
+        f" were local, {format_bytes(read)} read from the source,"
+        f" {format_count(files.get('resident', 0))} files resident"
+    )
+
+
+def _open_report(path: str) -> int:
+    """Before anything is done: a report that cannot be written is a mistake to be told now."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.set_blocking(descriptor, True)
+        return descriptor
+    except OSError as error:
+        raise UsageError(
+            f"report {path} cannot be written: {error.strerror}: name another --json FILE"
+        ) from None
+
+
+def _write_report(descriptor: int, result: Mapping[str, Any]) -> None:
+    with open(descriptor, "w") as file:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.ftruncate(descriptor, 0)
+        file.write(json.dumps(result) + "\n")

@@ -1,0 +1,235 @@
+"""Who keeps the private mount of ``monarchfs run``: a namespace, the mount in it, and who uses it.
+
+The keeper is a daemon in a mount namespace of its own, in which the source's own path shows the
+mount. Its child is the mount's supervisor, the same as everywhere. Whoever connects to the keeper's
+socket is sent the namespaces, to join them, and holds the mount for as long as the connection is
+open, so that no end of a process goes unnoticed. When the last holder is gone the keeper unmounts,
+within a few seconds whatever still uses the mount, and then closes that last connection.
+
+Where several start at once, one makes the mount and the others join it: locks in the runtime
+directory see to that (``supervisor.shared`` has the other side).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from monarchfs.config import User
+from monarchfs.config.places import Places
+from monarchfs.config.settings import Settings
+from monarchfs.control import peer_uid, short_socket_path
+from monarchfs.supervisor.daemon import Report, run_in_background
+from monarchfs.supervisor.lock import NamedLock
+from monarchfs.supervisor.namespace import Spaces, leave_for_own
+from monarchfs.supervisor.recover import Found, find_one, remove_by_force
+from monarchfs.supervisor.start import mount_and_supervise
+from monarchfs.types import OperationError
+
+log = logging.getLogger(__name__)
+
+_FIRST_HOLDER_SECONDS = 10.0
+_POLITE_SECONDS = 2.0
+_END_SECONDS = 3.0
+_FORCE_SECONDS = 1.0
+MOST_END_SECONDS = _POLITE_SECONDS + _END_SECONDS + _FORCE_SECONDS + 2.0
+"""How long the end of a private mount takes at most, after its last holder is gone."""
+
+_PARENT_GRACE_SECONDS = 2.0
+_TICK_SECONDS = 1.0
+_POLL_SECONDS = 0.01
+_PR_SET_PDEATHSIG = 1
+_BACKLOG = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be mounted on ``source`` itself (absolute, resolved), for whom. ``stem`` is the
+    path of the keeper's files without their suffixes: whoever has the same shares the mount."""
+
+    settings: Settings
+    source: str
+    user: User
+    places: Places
+    stem: str
+
+    @property
+    def socket_path(self) -> str:
+        return self.stem + ".run"
+
+
+def keep(wanted: Wanted, deadline: float, report: Report) -> int:
+    """The keeper's life, in a daemon: mounts, calls ``report``, and returns 0 when the mount is
+    gone. Raises UsageError or OperationError if it does not come about by ``deadline``
+    (time.monotonic()); nothing is left then."""
+    with ExitStack() as undo:
+        # An earlier keeper of the same mount may still be unmounting it.
+        lock = NamedLock.take(
+            wanted.stem + ".kept", deadline, f"an earlier mount of {wanted.source} does not end"
+        )
+        undo.callback(lock.release)
+        with_users = leave_for_own()
+        supervisor = _start_supervisor(wanted, deadline)
+        spaces = Spaces.own(with_users=with_users)
+        keeper = _Keeper(wanted, supervisor, spaces)
+        undo.callback(keeper.end)
+        keeper.listen()
+        report()
+        keeper.run()
+    return 0
+
+
+def _start_supervisor(wanted: Wanted, deadline: float) -> int:
+    """The process number of the mount's supervisor, once the mount answers."""
+    parent = os.getpid()
+
+    def run(report: Report) -> int:
+        # Without its keeper nobody would ever end it.
+        die_with_parent(parent, signal.SIGTERM)
+        return mount_and_supervise(
+            *(wanted.settings, wanted.source, wanted.source, wanted.user, wanted.places),
+            report=report,
+        )
+
+    left = max(0.1, deadline - time.monotonic())
+    return run_in_background(
+        run,
+        timeout=left + _PARENT_GRACE_SECONDS,
+        overdue=f"the mount did not come about within {left:.0f} s",
+    )
+
+
+def die_with_parent(parent: int, number: signal.Signals) -> None:
+    """Has the kernel send this process a signal when its parent dies (PR_SET_PDEATHSIG(2const));
+    a change of identity takes that back. Ends it now if the parent is dead already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+class _Keeper:
+    """Constant: what is mounted, its supervisor's process, the namespaces, the socket.
+    Changing: who holds the mount."""
+
+    def __init__(self, wanted: Wanted, supervisor: int, spaces: Spaces) -> None:
+        self._wanted = wanted
+        self._supervisor = supervisor
+        self._supervisor_ended = False
+        self._spaces = spaces
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._holders: list[socket.socket] = []
+        self._last: socket.socket | None = None
+        self._selector = selectors.DefaultSelector()
+        found = self._find()
+        registered = found.registered if found is not None else None
+        if registered is None:
+            raise OperationError(f"{wanted.source} was unmounted by somebody else: try again")
+        self._welcome = {
+            "control": registered.socket_path,
+            "owner": registered.owner_uid,
+            "settings": settings_digest(wanted.settings),
+        }
+
+    def listen(self) -> None:
+        path = self._wanted.socket_path
+        with suppress(FileNotFoundError):
+            os.unlink(path)  # of a keeper that was killed: we have its lock
+        directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        before = os.umask(0o177)
+        try:
+            self._listener.bind(short_socket_path(directory, path))
+        finally:
+            os.umask(before)
+            os.close(directory)
+        self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
+
+    def run(self) -> None:
+        """Until the last holder is gone, or the mount."""
+        self._selector.register(self._listener, selectors.EVENT_READ, self._on_connection)
+        first_by = time.monotonic() + _FIRST_HOLDER_SECONDS
+        while self._last is None:
+            for key, _ in self._selector.select(_TICK_SECONDS):
+                key.data()
+            if not self._holders and self._last is None and time.monotonic() > first_by:
+                log.info("nobody wants %s any more", self._wanted.source)
+                return
+            if self._has_ended():
+                log.warning("the mount of %s has ended", self._wanted.source)
+                return
+
+    def end(self) -> None:
+        """Unmounts, in MOST_END_SECONDS at most. Whoever comes now waits for the lock."""
+        with suppress(FileNotFoundError):
+            os.unlink(self._wanted.socket_path)
+        self._listener.close()
+        if not self._told_to_end(_POLITE_SECONDS) and not self._told_to_end(_END_SECONDS):
+            log.warning("the supervisor of %s does not end", self._wanted.source)
+        found = self._find()
+        if found is not None:
+            remove_by_force(found, time.monotonic() + _FORCE_SECONDS)
+
+    def _on_connection(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        if peer_uid(connection) not in (0, os.geteuid()):
+            connection.close()
+            return
+        connection.setblocking(False)
+        try:
+            message = json.dumps(self._welcome).encode()
+            socket.send_fds(connection, [message], self._spaces.descriptors)
+        except OSError as error:
+            log.debug("somebody left before the welcome: %s", error)
+            connection.close()
+            return
+        self._holders.append(connection)
+        self._selector.register(
+            connection, selectors.EVENT_READ, partial(self._on_holder, connection)
+        )
+
+    def _on_holder(self, connection: socket.socket) -> None:
+        """Holders say nothing: that one can be read means that it is gone."""
+        self._selector.unregister(connection)
+        self._holders.remove(connection)
+        if self._holders:
+            connection.close()
+        else:
+            self._last = connection  # closed when this process ends, which is what it waits for
+
+    def _told_to_end(self, seconds: float) -> bool:
+        """Tells the supervisor to unmount (a second time: by force); whether it went in time."""
+        deadline = time.monotonic() + seconds
+        if not self._has_ended():
+            os.kill(self._supervisor, signal.SIGTERM)
+        while not self._has_ended():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _has_ended(self) -> bool:
+        if not self._supervisor_ended:
+            self._supervisor_ended = os.waitpid(self._supervisor, os.WNOHANG) != (0, 0)
+        return self._supervisor_ended
+
+    def _find(self) -> Found | None:
+        return find_one(self._wanted.source, lambda _: [self._wanted.places.runtime_dir])
+
+
+def settings_digest(settings: Settings) -> str:
+    """What tells whether two wanted the same mount."""
+    return repr(settings)

@@ -1,0 +1,138 @@
+"""Mount namespaces of our own: making one, and joining one that another process made.
+
+As root a mount namespace is enough. Anybody else makes a user namespace with it, in which the own
+uid and gid are what they are outside (user_namespaces(7)). Everybody else's numbers read 65534
+there; access by supplementary groups goes on working, because the kernel's own numbers stay.
+
+All of this is for processes of one thread: setns(2) and unshare(2) refuse others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from monarchfs.types import OperationError
+
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_MS_BIND, _MS_REC, _MS_SLAVE = 0x1000, 0x4000, 0x80000
+_REMEDY = "ask the administrator to allow user namespaces, or to mount for you"
+
+
+@dataclass(frozen=True, slots=True)
+class Spaces:
+    """Descriptors of a mount namespace, of the root directory to have in it, and of the user
+    namespace that owns it, where that is not the initial one."""
+
+    mounts: int
+    root: int
+    users: int | None
+
+    @classmethod
+    def own(cls, *, with_users: bool) -> Spaces:
+        """Those of this process, opened."""
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        return cls(
+            os.open("/proc/self/ns/mnt", flags),
+            os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC),
+            os.open("/proc/self/ns/user", flags) if with_users else None,
+        )
+
+    @classmethod
+    def from_descriptors(cls, descriptors: Sequence[int]) -> Spaces:
+        """What `descriptors` gave; raises ValueError for a wrong number of them."""
+        mounts, root, *users = descriptors
+        if len(users) > 1:
+            raise ValueError("too many descriptors")
+        return cls(mounts, root, users[0] if users else None)
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [self.mounts, self.root, *(() if self.users is None else (self.users,))]
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def leave_for_own() -> bool:
+    """Moves this process into a mount namespace of its own; whether that took a user namespace.
+
+    Mounts that are made outside later (by an automounter, say) still appear inside; what is mounted
+    inside is never seen outside. Raises OperationError, with the remedy, where it is not allowed.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    as_user = uid != 0
+    flags = _CLONE_NEWNS | (_CLONE_NEWUSER if as_user else 0)
+    if (code := _call("unshare", flags)) != 0:
+        raise OperationError(_refusal(code, as_user=as_user))
+    if as_user:
+        try:
+            _map_self(uid, gid)
+        except OSError as error:
+            raise OperationError(
+                f"the kernel lets you make user namespaces, but not use them ({error.strerror};"
+                f" AppArmor does that): {_REMEDY}"
+            ) from None
+    propagation = ctypes.c_ulong(_MS_REC | _MS_SLAVE)
+    if (code := _call("mount", b"none", b"/", None, propagation, None)) != 0:
+        raise OperationError(f"cannot make the mounts private: {os.strerror(code)}")
+    return as_user
+
+
+def join(spaces: Spaces) -> None:
+    """Moves this process into namespaces that another one made. Its working directory is the root
+    then. Raises OSError."""
+    if spaces.users is not None:
+        _checked("setns", spaces.users, _CLONE_NEWUSER)
+    _checked("setns", spaces.mounts, _CLONE_NEWNS)
+    # That has moved us to the namespace's own root, which is not ours in a chroot (setns(2)).
+    if not os.path.samestat(os.fstat(spaces.root), os.stat("/")):
+        os.fchdir(spaces.root)
+        os.chroot(".")
+
+
+def bind(existing: str, path: str) -> None:
+    """Shows the mount on ``existing`` on ``path`` as well. Raises OSError."""
+    _checked(
+        "mount", os.fsencode(existing), os.fsencode(path), None, ctypes.c_ulong(_MS_BIND), None
+    )
+
+
+def _map_self(uid: int, gid: int) -> None:
+    # setgroups before gid_map, as user_namespaces(7) says.
+    for file, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{uid} {uid} 1"),
+        ("gid_map", f"{gid} {gid} 1"),
+    ):
+        with open(f"/proc/self/{file}", "w", encoding="ascii") as opened:
+            opened.write(text)
+
+
+def _refusal(code: int, *, as_user: bool) -> str:
+    if not as_user:
+        return (
+            f"root may not make a mount namespace ({os.strerror(code)}):"
+            " it needs CAP_SYS_ADMIN (in a container: --cap-add SYS_ADMIN)"
+        )
+    why = {
+        errno.ENOSPC: "user.max_user_namespaces is used up, or 0",
+        errno.EPERM: "the kernel's settings, a container or a chroot forbids it",
+    }.get(code, os.strerror(code))
+    return f"you may not make a user namespace here ({why}): {_REMEDY}"
+
+
+def _checked(name: str, *arguments: object) -> None:
+    if (code := _call(name, *arguments)) != 0:
+        raise OSError(code, os.strerror(code))
+
+
+def _call(name: str, *arguments: object) -> int:
+    """A function of libc that returns 0 or sets errno: that, or 0. (os.unshare and os.setns came
+    with Python 3.12.)"""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return ctypes.get_errno() if getattr(libc, name)(*arguments) != 0 else 0

@@ -1,0 +1,125 @@
+"""Getting at the private mount of a source: joining the one that there is, or having one made.
+
+One mount per user, source and job on a node: the tasks of a job step share it. Another job's would
+end with that job, whose processes a batch system kills.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from monarchfs.config import User
+from monarchfs.config.places import Places
+from monarchfs.control import peer_uid, short_socket_path
+from monarchfs.supervisor.daemon import run_in_background
+from monarchfs.supervisor.keeper import MOST_END_SECONDS, Wanted, keep, settings_digest
+from monarchfs.supervisor.lock import NamedLock
+from monarchfs.supervisor.namespace import Spaces
+from monarchfs.supervisor.registration import open_runtime_dir
+from monarchfs.types import OperationError
+
+_JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "LSB_JOBID")
+_WELCOME_BYTES = 1 << 16
+_WELCOME_SECONDS = 5.0
+_MOST_SPACES = 3
+_PARENT_GRACE_SECONDS = 5.0
+_ATTEMPTS = 3
+
+
+@dataclass(slots=True)
+class Hold:
+    """A private mount, kept for as long as this is not closed and its process lives.
+
+    ``control`` is the path of the mount's control socket, ``owner_uid`` who listens there.
+    ``same_settings`` says whether it was made with what was asked for here.
+    """
+
+    spaces: Spaces
+    control: str
+    owner_uid: int
+    same_settings: bool
+    _connection: socket.socket
+
+    def close(self) -> None:
+        """Lets go of the mount. Where nobody else holds it, returns when it is gone, after
+        MOST_END_SECONDS at most."""
+        self.spaces.close()
+        with self._connection:
+            self._connection.shutdown(socket.SHUT_WR)
+            self._connection.settimeout(MOST_END_SECONDS)
+            try:
+                self._connection.recv(1)
+            except OSError:
+                return  # it takes longer, or was killed: the keeper's own matter
+
+
+def stem_of(places: Places, source: str, user: User, environ: Mapping[str, str]) -> str:
+    """`Wanted.stem`: the same for whoever is to share a mount."""
+    job = [environ.get(name, "") for name in _JOB]
+    name = "\0".join([source, str(user.uid), *job])
+    return os.path.join(places.runtime_dir, hashlib.sha256(os.fsencode(name)).hexdigest()[:24])
+
+
+def hold_mount(wanted: Wanted, deadline: float) -> Hold:
+    """Joins the mount that is ``wanted``, or makes it first; blocks until ``deadline``
+    (time.monotonic()) and a few seconds at most. Raises UsageError or OperationError."""
+    overdue = f"the mount of {wanted.source} that another process makes does not come about"
+    with ExitStack() as made:
+        open_runtime_dir(wanted.places.runtime_dir, made)
+        made.pop_all()
+    lock = NamedLock.take(wanted.stem + ".starting", deadline, overdue)
+    try:
+        for _ in range(_ATTEMPTS):
+            hold = _connect(wanted)
+            if hold is not None:
+                return hold
+            left = deadline - time.monotonic()
+            timeout = left + MOST_END_SECONDS + _PARENT_GRACE_SECONDS
+            run_in_background(
+                partial(keep, wanted, deadline),
+                timeout=timeout,
+                overdue=f"the mount of {wanted.source} did not come about within {timeout:.0f} s",
+            )
+    finally:
+        lock.release()
+    raise OperationError(f"the mount of {wanted.source} ends as soon as it is made: see its log")
+
+
+def _connect(wanted: Wanted) -> Hold | None:
+    """None where there is no mount, or it is about to end."""
+    path = wanted.socket_path
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(_WELCOME_SECONDS)
+    descriptors: list[int] = []
+    try:
+        directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            connection.connect(short_socket_path(directory, path))
+        finally:
+            os.close(directory)
+        if peer_uid(connection) != os.geteuid():
+            raise OSError("somebody else listens there")
+        message, descriptors, _, _ = socket.recv_fds(connection, _WELCOME_BYTES, _MOST_SPACES)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        welcome = json.loads(message)
+        return Hold(
+            Spaces.from_descriptors(descriptors),
+            str(welcome["control"]),
+            int(welcome["owner"]),
+            welcome["settings"] == settings_digest(wanted.settings),
+            connection,
+        )
+    except (OSError, ValueError, KeyError):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.close()
+        return None
