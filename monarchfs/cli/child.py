@@ -10,6 +10,7 @@ group, blocks everything, and says what it got.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -72,12 +73,17 @@ def _become(
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     die_with_parent(parent, signal.SIGKILL)
+    name = command[0]
+    # Not os.execvp: it fails with EACCES where a directory of $PATH cannot be entered.
+    path = name if "/" in name else shutil.which(name) or shutil.which(name, os.F_OK)
+    if path is None:
+        return complain(f"cannot run {name}: command not found", NOT_FOUND)
     try:
-        os.execvp(command[0], list(command))
+        os.execv(path, list(command))
     except OSError as error:
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         code = NOT_FOUND if missing else NOT_EXECUTABLE
-        return complain(f"cannot run {command[0]}: {error.strerror}", code)
+        return complain(f"cannot run {name}: {error.strerror}", code)
 
 
 def _wait(pid: int, passed_on: set[signal.Signals], witness: _Witness) -> int:

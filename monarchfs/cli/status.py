@@ -15,7 +15,8 @@ from monarchfs.cli.text import format_count, format_share, printable
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.control import request
-from monarchfs.supervisor.recover import Found, find_all, find_one
+from monarchfs.fuse.mountinfo import resolve_mountpoint
+from monarchfs.supervisor.recover import Found, find_all, find_one, find_private
 from monarchfs.types import MonarchError, OperationError, UsageError
 from monarchfs.units import format_bytes, format_seconds
 
@@ -86,8 +87,14 @@ def _what_to_watch(arguments: argparse.Namespace) -> tuple[str | None, float | N
 def _look(path: str | None, search: Search) -> Report | list[Report]:
     """What the mount on ``path`` says of itself, or all of them. Raises OperationError."""
     if path is None:
-        return reports_of(find_all(search))
+        return reports_of([*find_all(search), *find_private(search)])
     found = find_one(path, search)
+    if found is None:
+        resolved = resolve_mountpoint(path)
+        private = [one for one in find_private(search) if one.mountpoint == resolved]
+        if len(private) > 1:
+            return reports_of(private)
+        found = private[0] if private else None
     if found is None:
         raise OperationError(f"{path} is not a monarchfs mount: see monarchfs status for those")
     return report_of(found)
@@ -120,7 +127,7 @@ def reports_of(mounts: Sequence[Found]) -> list[Report]:
 def report_of(found: Found, deadline: float | None = None) -> Report:
     """What the mount says about itself; of one that says nothing, why. Takes 5 seconds at most,
     and little after ``deadline`` (time.monotonic())."""
-    silent = {"source": found.source, "mountpoint": found.mountpoint}
+    silent = {"source": found.source, "mountpoint": found.mountpoint, "private": found.private}
     remedy = f"clear it with monarchfs umount {found.mountpoint}"
     if found.registered is None:
         # Another container's, perhaps, or one whose runtime directory was emptied.
@@ -162,6 +169,7 @@ def format_list(reports: Sequence[Report]) -> str:
 def list_row(report: Report) -> list[str]:
     """A mount's line in the list, under _HEADINGS."""
     names = [printable(report.get(key, "?")) for key in ("mountpoint", "source", "state")]
+    names[2] += ", private" if report.get("private") else ""
     if "files" not in report:
         return [*names, "-", "-", "-"]
     served, tiers = report.get("served", {}), report.get("tiers", ())
@@ -187,6 +195,7 @@ def _lines(report: Report) -> Iterator[str]:
     worker = report.get("worker")
     of_worker = worker.get("error") if isinstance(worker, Mapping) else None
     state = [printable(report[key]) for key in ("state", "data_path", "error") if report.get(key)]
+    state += ["private"] if report.get("private") else []
     yield _line("state", ", ".join([*state, *([printable(of_worker)] if of_worker else [])]))
     if report.get("age_seconds", 0) and report.get("state") != "serving":
         yield _line("", f"what follows is {format_seconds(report['age_seconds'])} old")

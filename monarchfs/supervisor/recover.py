@@ -37,6 +37,12 @@ class Found:
     def supervisor_alive(self) -> bool:
         return self.registered is not None and supervisor_lives(self.registered)
 
+    @property
+    def private(self) -> bool:
+        """Whether it is in another mount namespace than this process."""
+        entry = self.registered.entry if self.registered is not None else None
+        return entry is not None and entry.mount_namespace != own_mount_namespace()
+
 
 def find_all(search: Callable[[set[int]], Iterable[str]]) -> list[Found]:
     """All mounts of ours in this mount namespace; ``search`` names the runtime directories to look
@@ -61,6 +67,25 @@ def find_all(search: Callable[[set[int]], Iterable[str]]) -> list[Found]:
             _forget(registered)
             continue
         found.append(Found(entry.mountpoint, entry.source, None, registered))
+    return sorted(found, key=lambda one: one.mountpoint)
+
+
+def find_private(search: Callable[[set[int]], Iterable[str]]) -> list[Found]:
+    """The mounts in other mount namespaces, as ``monarchfs run`` makes them, that answer.
+
+    Registrations of those that are gone are removed. A daemon may be in another process namespace,
+    where its number says nothing; that nobody listens any more does.
+    """
+    namespace = own_mount_namespace()
+    found = []
+    for registered in find_mounts(search(set())):
+        entry = registered.entry
+        if entry.mount_namespace == namespace:
+            continue
+        if supervisor_lives(registered) or _listens(registered):
+            found.append(Found(entry.mountpoint, entry.source, None, registered))
+        else:
+            _forget(registered)
     return sorted(found, key=lambda one: one.mountpoint)
 
 

@@ -1,0 +1,565 @@
+"""``monarchfs run``: what its command sees and gets, who else does, and what is left afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import pwd
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faking import interpreter_for
+from tests.mounting import (
+    WAIT_SECONDS,
+    Bench,
+    fuse_mounts,
+    processes_about,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
+
+pytestmark = [requires_root, requires_fuse]
+
+NOBODY = pwd.getpwnam("nobody")
+GROUP = 4
+"""A supplementary group that nobody is in by default."""
+
+STATE_OF = "import os, sys; print(os.getxattr(sys.argv[1], 'user.monarchfs.state').decode())"
+COUNTING = """
+import signal, sys, time
+got = []
+for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, lambda n, _frame: got.append(n))
+print("ready", flush=True)
+end = time.monotonic() + 60
+while signal.SIGALRM not in got and time.monotonic() < end:
+    signal.signal(signal.SIGALRM, lambda n, _frame: got.append(n))
+    signal.pause()
+print(*[n for n in got if n != signal.SIGALRM], flush=True)
+"""
+"""Prints the signals that it gets until SIGALRM comes."""
+
+
+@dataclass
+class Place:
+    """A source, room for tiers and state, and who runs the commands."""
+
+    path: Path
+    user: bool
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def source(self) -> Path:
+        return self.path / "source"
+
+    def command(self, *words: str, options: list[str] | None = None) -> list[str]:
+        storage = ["--tier", f"{self.path}/tier=1G", "--state-dir", f"{self.path}/state"]
+        return [
+            *self.wrapper(),
+            *(sys.executable, "-m", "monarchfs.cli.main", "run", str(self.source)),
+            *(*storage, "--log-file", f"{self.path}/log", *(options or ()), "--", *words),
+        ]
+
+    def wrapper(self) -> list[str]:
+        """Where /dev/fuse is open to everybody, as on most machines, and for others as it was."""
+        if not self.user:
+            return []
+        ids = [f"--reuid={NOBODY.pw_uid}", f"--regid={NOBODY.pw_gid}", f"--groups={GROUP}"]
+        script = f'mount --bind {shlex.quote(str(self.path / "fuse"))} /dev/fuse && exec "$@"'
+        inner = ["sh", "-c", script, "sh", "setpriv", *ids]
+        return ["unshare", "--mount", "--propagation", "slave", *inner]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SUDO_", "XDG_", "SLURM_"))
+        }
+        return {**environment, "XDG_RUNTIME_DIR": f"{self.path}/run"}
+
+    def run(
+        self, *words: str, options: list[str] | None = None, **more: Any
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*words, options=options),
+            env={**self.environment, **more.pop("env", {})},
+            cwd=more.pop("cwd", self.path),
+            text=True,
+            capture_output=True,
+            timeout=60,
+            check=False,
+            **more,
+        )
+
+    def start(self, *words: str, **more: Any) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            self.command(*words),
+            env=self.environment,
+            cwd=self.path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            **more,
+        )
+        self.started.append(process)
+        return process
+
+    def status(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """What ``monarchfs status`` says outside, to the same user."""
+        ids = [f"--reuid={NOBODY.pw_uid}", f"--regid={NOBODY.pw_gid}", "--clear-groups"]
+        return subprocess.run(
+            [
+                *(["setpriv", *ids] if self.user else []),
+                *(sys.executable, "-m", "monarchfs.cli.main", "status", *words),
+            ],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def runtime_files(self) -> list[str]:
+        """What is in the runtime directories about this place."""
+        names = [str(p) for p in (self.path / "run").rglob("*") if not p.is_dir()]
+        for file in Path("/run/monarchfs").glob("*.json"):
+            try:
+                mentioned = str(self.path) in file.read_text()
+            except FileNotFoundError:
+                continue
+            names += [str(file)] if mentioned else []
+        return names
+
+    def processes(self) -> list[int]:
+        return processes_about(str(self.path))
+
+    def wait_nothing_left(self) -> None:
+        wait_for(lambda: not self.processes(), "all processes to end")
+        assert self.runtime_files() == []
+        assert fuse_mounts(str(self.path)) == []
+
+
+def _place(work: Bench, *, user: bool) -> Place:
+    interpreter_for("nobody" if user else None)
+    source = work.path / "source"
+    source.mkdir()
+    (source / "file").write_text("content")
+    (source / "below").mkdir()
+    (source / "below" / "other").write_text("deeper")
+    os.mknod(work.path / "fuse", 0o020666, os.makedev(10, 229))
+    (work.path / "fuse").chmod(0o666)
+    (work.path / "run").mkdir(mode=0o700)
+    if user:
+        os.chown(work.path / "run", NOBODY.pw_uid, NOBODY.pw_gid)
+    work.path.chmod(0o777)
+    return Place(work.path, user)
+
+
+@pytest.fixture(params=["root", "user"])
+def place(work: Bench, request: pytest.FixtureRequest) -> Iterator[Place]:
+    with _left_clean(_place(work, user=request.param == "user")) as made:
+        yield made
+
+
+@pytest.fixture
+def users(work: Bench) -> Iterator[Place]:
+    with _left_clean(_place(work, user=True)) as made:
+        yield made
+
+
+@contextmanager
+def _left_clean(place: Place) -> Iterator[Place]:
+    try:
+        yield place
+    finally:
+        for process in place.started:
+            with process:  # closes its pipes
+                process.kill()
+    place.wait_nothing_left()
+
+
+def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout is not None
+    return iter(process.stdout.readline, "")
+
+
+# What the command sees
+
+
+def test_the_command_sees_the_view_where_it_is_and_nobody_else_does(place: Place) -> None:
+    script = f"{sys.executable} -c {shlex.quote(STATE_OF)} file; cat file; echo; exec sleep 60"
+    running = place.start("sh", "-c", f"cd source; {script}")
+    lines = lines_of(running)
+    assert next(lines).strip() in ("remote", "copying", "partial", "resident")
+    with pytest.raises(OSError, match="No data available"):
+        os.getxattr(place.source / "file", "user.monarchfs.state")
+    assert next(lines) == "content\n"
+    assert fuse_mounts(str(place.path)) == []
+    running.terminate()
+    rest, errors = running.communicate(timeout=WAIT_SECONDS)
+    assert (rest, errors, running.returncode) == ("", "", 128 + signal.SIGTERM)
+
+
+@pytest.mark.parametrize("where", ["source", "source/below"])
+def test_a_directory_in_the_source_is_that_of_the_view(place: Place, where: str) -> None:
+    name = "file" if where == "source" else "other"
+    done = place.run("stat", "-f", "-c", "%T", name, cwd=place.path / where)
+    assert (done.stdout.strip(), done.stderr) == ("fuseblk", "")
+
+
+def test_the_command_gets_what_it_would_get(place: Place) -> None:
+    words = ["sh", "-c", 'cat; echo "$0" "$@"; echo $VARIABLE; pwd; id -u; echo error >&2']
+    done = place.run(*words, "--", "--tier", "a b", input="in\n", env={"VARIABLE": "v"})
+    uid = NOBODY.pw_uid if place.user else 0
+    assert done.stdout == f"in\n-- --tier a b\nv\n{place.path}\n{uid}\n"
+    assert (done.stderr, done.returncode) == ("error\n", 0)
+
+
+def test_supplementary_groups_and_modes_count_as_before(users: Place) -> None:
+    for name, group, mode in (("group", GROUP, 0o640), ("root", 0, 0o600)):
+        path = users.source / name
+        path.write_text(name)
+        os.chown(path, 0, group)
+        path.chmod(mode)
+    done = users.run("cat", "source/group", "source/root")
+    assert done.stdout == "group"
+    assert done.stderr == "cat: source/root: Permission denied\n"
+
+
+def test_the_command_has_no_privileges(users: Place) -> None:
+    done = users.run("grep", "-E", "^Cap(Inh|Prm|Eff|Amb)", "/proc/self/status")
+    assert {line.split()[1] for line in done.stdout.splitlines()} == {"0" * 16}
+    done = users.run("umount", "source")
+    assert done.returncode != 0
+
+
+def test_root_runs_the_command_as_another_user(work: Bench) -> None:
+    place = _place(work, user=False)
+    (place.source / "secret").write_text("secret")
+    (place.source / "secret").chmod(0o600)
+    options = ["--user", "nobody"]
+    done = place.run("sh", "-c", "id -u; cat source/file source/secret", options=options)
+    assert done.stdout == f"{NOBODY.pw_uid}\ncontent"
+    assert "Permission denied" in done.stderr
+    place.wait_nothing_left()
+
+
+def test_what_was_copied_is_there_the_next_time(place: Place) -> None:
+    place.run("cat", "source/file")
+    done = place.run(
+        "cat", "source/file", options=["--report", "--json", str(place.path / "report")]
+    )
+    assert done.stdout == "content"
+    assert done.stderr == (
+        f"monarchfs: {place.source}: 100% of 1 opens were local, 0 bytes read from the source,"
+        " 1 files resident\n"
+    )
+    report = json.loads((place.path / "report").read_text())
+    assert report.pop("seconds") > 0
+    status = report.pop("status")
+    assert (status["served"]["local_opens"], status["source_io"]["read_bytes"]) == (1, 0)
+    assert report == {
+        "source": str(place.source),
+        "view": "own",
+        "reason": None,
+        "exit_code": 0,
+    }
+
+
+def test_a_mount_that_is_there_is_shown(work: Bench) -> None:
+    place = _place(work, user=False)
+    mount = work.mount(place.source)
+    report = place.path / "report"
+    done = place.run("stat", "-f", "-c", "%T", "source/file", options=["--json", str(report)])
+    assert (done.stdout, done.stderr) == ("fuseblk\n", "")
+    told = json.loads(report.read_text())
+    assert told["view"] == "existing"
+    assert told["status"]["worker"]["pid"] == mount.worker_pid()
+    # Also where that is the source itself.
+    assert mount.umount().returncode == 0
+    over = work.mount(place.source, point=place.source)
+    done = place.run("stat", "-f", "-c", "%T", "source/file", options=["--json", str(report)])
+    assert (done.stdout, done.stderr) == ("fuseblk\n", "")
+    assert json.loads(report.read_text())["status"]["worker"]["pid"] == over.worker_pid()
+
+
+def test_a_run_in_a_run_is_the_same_view(place: Place) -> None:
+    inner = place.command("stat", "-f", "-c", "%T", "source/file")[len(place.wrapper()) :]
+    done = place.run(*inner)
+    assert (done.stdout, done.stderr, done.returncode) == ("fuseblk\n", "", 0)
+
+
+def test_root_in_a_chroot_stays_in_it(work: Bench) -> None:
+    place = _place(work, user=False)
+    done = _in_chroot(place, [], "sh", "-c", "test ! -e outside && cat source/file")
+    assert (done.stdout, done.stderr) == ("content", "")
+    place.wait_nothing_left()
+
+
+# How it ends
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137), ("kill $$", 143)]
+)
+def test_the_exit_code_is_the_commands(users: Place, script: str, code: int) -> None:
+    done = users.run("sh", "-c", script)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_a_command_that_cannot_be_run_has_the_shells_exit_codes(place: Place) -> None:
+    done = place.run("no-such-command")
+    assert done.returncode == 127
+    assert done.stderr == "monarchfs: cannot run no-such-command: command not found\n"
+    done = place.run(str(place.source / "file"))
+    assert done.returncode == 126
+    assert done.stderr == f"monarchfs: cannot run {place.source}/file: Permission denied\n"
+
+
+@pytest.mark.parametrize("words", [[], ["--"], ["ls"], ["--no-such-option", "--", "ls"]])
+def test_wrong_usage_runs_nothing(words: list[str]) -> None:
+    done = run("run", "/tmp", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("monarchfs: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_a_mount_the_command_runs_all_the_same(place: Place) -> None:
+    options = ["--tier", f"{place.path}/no/such/directory=1G"]
+    done = place.run("sh", "-c", "stat -f -c %T source/file; exit 3", options=options)
+    assert done.returncode == 3
+    assert done.stdout.strip() not in ("", "fuseblk")
+    assert done.stderr == (
+        f"monarchfs: {place.source} is read without a cache: tier"
+        f" {place.path}/no/such/directory: {place.path}/no/such does not exist: create it, or name"
+        " another --tier\n"
+    )
+    done = place.run("echo", "ran", options=[*options, "--strict"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_report_that_cannot_be_written_is_told_before(place: Place) -> None:
+    done = place.run("echo", "ran", options=["--json", f"{place.path}/no/report"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "cannot be written" in done.stderr
+
+
+def test_where_user_namespaces_are_forbidden_the_command_runs(work: Bench) -> None:
+    place = _place(work, user=True)
+    done = _in_chroot(place, place.wrapper(), "cat", "source/file")
+    assert done.stdout == "content"
+    assert "is read without a cache: you may not make a user namespace here" in done.stderr
+    assert done.stderr.count("\n") == 1
+    place.wait_nothing_left()
+
+
+def _in_chroot(place: Place, wrapper: list[str], *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a chroot that holds all but a file called ``outside``."""
+    (place.path / "root").mkdir()
+    script = f"""
+mount --rbind / {place.path}/root && mount -t tmpfs none /mnt && : >/mnt/outside
+cd / && exec chroot {place.path}/root "$@"
+"""
+    inside = place.command(*words)[len(place.wrapper()) :]
+    place_in = ["sh", "-c", 'cd "$0" && exec "$@"', str(place.path), *inside]
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh"]
+    return subprocess.run(
+        [*command, *wrapper, *place_in],
+        env=place.environment,
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+
+
+# Signals
+
+
+@pytest.mark.parametrize("to_group", [False, True], ids=["process", "group"])
+def test_each_signal_reaches_the_command_once(place: Place, to_group: bool) -> None:
+    running = place.start(sys.executable, "-c", COUNTING, start_new_session=True)
+    lines = lines_of(running)
+    assert next(lines) == "ready\n"
+    numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
+    counter = wait_for(lambda: _command_of(place, "signal.pause"), "the command")
+    for number in numbers:
+        (os.killpg if to_group else os.kill)(running.pid, number)
+        wait_for(lambda: _is_waiting(counter), "the signal to be handled")
+        time.sleep(0.1)  # for one too many to come
+    running.send_signal(signal.SIGALRM)
+    rest, errors = running.communicate(timeout=WAIT_SECONDS)
+    assert (rest.split(), errors) == ([str(int(n)) for n in numbers], "")
+    assert running.returncode == 0
+
+
+def _command_of(place: Place, word: str) -> int | None:
+    """The process of a command that is neither run's own nor a wrapper's."""
+    for pid in processes_about(word):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            here = os.readlink(f"/proc/{pid}/cwd") == str(place.path)
+        except OSError:
+            continue
+        if here and b"run" not in command:
+            return pid
+    return None
+
+
+def _is_waiting(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "S"
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+
+
+def test_stopping_run_stops_the_command_and_continuing_continues_it(place: Place) -> None:
+    running = place.start("sleep", "60.25")
+    command = wait_for(lambda: _command_of(place, "60.25"), "the command")
+    running.send_signal(signal.SIGTSTP)
+    wait_for(lambda: _state(command) == _state(running.pid) == "T", "both to stop")
+    running.send_signal(signal.SIGCONT)
+    wait_for(lambda: _state(command) == _state(running.pid) == "S", "both to go on")
+    running.terminate()
+    running.communicate(timeout=WAIT_SECONDS)
+    assert running.returncode == 143
+
+
+def test_a_terminals_interrupt_reaches_the_command_once(place: Place) -> None:
+    ours, theirs = pty.openpty()
+    running = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *place.command(sys.executable, "-c", COUNTING)],
+        env=place.environment,
+        cwd=place.path,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    while b"\n" not in shown:
+        shown += os.read(ours, 1000)
+    os.write(ours, b"\x03")
+    time.sleep(0.3)  # for one too many to come
+    command = wait_for(lambda: _command_of(place, "signal.pause"), "the command")
+    os.kill(command, signal.SIGALRM)
+    try:
+        while part := os.read(ours, 1000):
+            shown += part
+    except OSError:
+        pass  # EIO: nobody has the terminal any more (pty(7))
+    os.close(ours)
+    assert running.wait(WAIT_SECONDS) == 0
+    assert shown.split() == [b"ready", b"^C2"]
+
+
+# Several, and what is left
+
+
+def test_eight_at_once_share_a_mount_and_the_last_one_unmounts(place: Place) -> None:
+    script = "readlink /proc/self/ns/mnt; read line; cat source/file"
+    tasks = [place.start("sh", "-c", script, stdin=subprocess.PIPE) for _ in range(8)]
+    spaces = [next(lines_of(task)).strip() for task in tasks]
+    assert len(set(spaces)) == 1
+    assert spaces[0] != os.readlink("/proc/self/ns/mnt")
+    for task in tasks[:-1]:
+        out, errors = task.communicate("\n", timeout=WAIT_SECONDS)
+        assert (out, errors, task.returncode) == ("content", "", 0)
+    again = place.run("readlink", "/proc/self/ns/mnt")
+    assert again.stdout.strip() == spaces[0]
+    assert tasks[-1].communicate("\n", timeout=WAIT_SECONDS)[0] == "content"
+    assert place.runtime_files() == []
+
+
+def test_other_options_and_other_jobs(users: Place) -> None:
+    script = "readlink /proc/self/ns/mnt; read line"
+    first = users.start("sh", "-c", script, stdin=subprocess.PIPE)
+    space = next(lines_of(first)).strip()
+    other = users.run("readlink", "/proc/self/ns/mnt", options=["--freshness", "open"])
+    assert other.stdout.strip() == space
+    assert other.stderr == (
+        f"monarchfs: {users.source} is mounted already for this job: with the options of that"
+        " mount\n"
+    )
+    # Another job's mount would end with that job: this one does without.
+    job = users.run("readlink", "/proc/self/ns/mnt", env={"SLURM_JOB_ID": "7"})
+    assert job.stdout.strip() not in ("", space)
+    assert "is read without a cache: state directory" in job.stderr
+    first.communicate("\n", timeout=WAIT_SECONDS)
+
+
+def test_one_after_the_other_never_meets_the_end_of_the_last(users: Place) -> None:
+    for _ in range(5):
+        done = users.run("stat", "-f", "-c", "%T", "source/file")
+        assert (done.stdout, done.stderr) == ("fuseblk\n", "")
+
+
+def test_a_killed_run_takes_all_with_it(place: Place) -> None:
+    running = place.start("sh", "-c", "echo ready; exec sleep 60.5")
+    assert next(lines_of(running)) == "ready\n"
+    # The wrapper has become run itself.
+    running.kill()
+    running.communicate(timeout=WAIT_SECONDS)
+    wait_for(lambda: not processes_about("60.5"), "the command to end")
+    place.wait_nothing_left()
+
+
+def test_a_killed_keeper_takes_the_mount_with_it(users: Place) -> None:
+    running = users.start("sh", "-c", "echo ready; read line; exit 5", stdin=subprocess.PIPE)
+    assert next(lines_of(running)) == "ready\n"
+    worker = json.loads(users.status(str(users.source), "--json").stdout)["worker"]["pid"]
+    keeper = next(
+        pid
+        for pid in users.processes()
+        if int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1]) == running.pid
+        and os.getsid(pid) == pid
+    )
+    os.kill(keeper, signal.SIGKILL)
+    wait_for(lambda: not Path(f"/proc/{worker}").exists(), "the worker to end")
+    running.communicate("\n", timeout=WAIT_SECONDS)
+    assert running.returncode == 5
+    # What a killed keeper leaves is in nobody's way, and goes with the next one.
+    done = users.run("stat", "-f", "-c", "%T", "source/file")
+    assert (done.stdout, done.stderr) == ("fuseblk\n", "")
+
+
+def test_what_outlives_the_command_does_not_keep_the_mount(place: Place) -> None:
+    script = "cd source; sleep 60.125 >/dev/null 2>&1 & echo $!"
+    began = time.monotonic()
+    done = place.run("sh", "-c", script)
+    assert done.returncode == 0
+    assert time.monotonic() - began < 15
+    left = int(done.stdout)
+    mounts = Path(f"/proc/{left}/mountinfo").read_text()
+    os.kill(left, signal.SIGKILL)
+    assert f" {place.source} " not in mounts
+    wait_for(lambda: not processes_about("60.125"), "the last process to end")
+
+
+def test_status_shows_private_mounts(place: Place) -> None:
+    running = place.start("sh", "-c", "cat source/file; echo; read line", stdin=subprocess.PIPE)
+    assert next(lines_of(running)) == "content\n"
+    told = json.loads(place.status(str(place.source), "--json").stdout)
+    assert (told["private"], told["state"], told["files"]["resident"]) == (True, "serving", 1)
+    line = next(line for line in place.status().stdout.splitlines() if str(place.source) in line)
+    assert "serving, private" in line
+    running.communicate("\n", timeout=WAIT_SECONDS)
+    gone = place.status(str(place.source))
+    assert gone.returncode == 1
+    assert "is not a monarchfs mount" in gone.stderr
