@@ -21,6 +21,7 @@ import pytest
 
 from tests.faking import interpreter_for
 from tests.mounting import (
+    MONARCHFS,
     WAIT_SECONDS,
     Bench,
     fuse_mounts,
@@ -297,6 +298,49 @@ def test_a_mount_that_is_there_is_shown(work: Bench) -> None:
     assert json.loads(report.read_text())["status"]["worker"]["pid"] == over.worker_pid()
 
 
+def test_a_users_mount_that_is_there_is_shown(users: Place) -> None:
+    (users.path / "mnt").mkdir()
+    os.chown(users.path / "mnt", NOBODY.pw_uid, NOBODY.pw_gid)
+    program = [sys.executable, "-m", "monarchfs.cli.main"]
+    storage = ["--tier", f"{users.path}/tier=1G", "--state-dir", f"{users.path}/state"]
+    mount = [*program, "mount", str(users.source), str(users.path / "mnt"), *storage]
+    report = users.path / "run" / "report"
+    words = ["sh", "-c", "stat -f -c %T source/file; cat source/file"]
+    inner = [*program, "run", str(users.source), "--json", str(report), "--", *words]
+    umount = [*program, "umount", str(users.path / "mnt")]
+    script = " && ".join(map(shlex.join, (mount, inner, umount)))
+    done = subprocess.run(
+        [*users.wrapper(), "sh", "-c", script],
+        env=users.environment,
+        cwd=users.path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("fuseblk\ncontent", "")
+    assert json.loads(report.read_text())["view"] == "existing"
+    report.unlink()
+
+
+def test_an_interrupt_while_it_is_mounted_ends_it(work: Bench) -> None:
+    backing = work.path / "backing"
+    backing.mkdir()
+    source = work.faulty_source(backing)
+    source.faults(hang=["* *"])
+    storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]
+    command = [*MONARCHFS, "run", str(source.path), *storage, "--", "echo", "ran"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with running:
+        wait_for(lambda: source.data_operations(), "run to ask the source")
+        running.send_signal(signal.SIGINT)
+        out, errors = running.communicate(timeout=WAIT_SECONDS)
+    assert (out, errors, running.returncode) == ("", "", -signal.SIGINT)
+    source.faults()
+    ours = {source.process.pid}
+    wait_for(lambda: set(processes_about(str(work.path))) <= ours, "what it began to be taken back")
+
+
 def test_a_run_in_a_run_is_the_same_view(place: Place) -> None:
     inner = place.command("stat", "-f", "-c", "%T", "source/file")[len(place.wrapper()) :]
     done = place.run(*inner)
@@ -500,7 +544,13 @@ def test_other_options_and_other_jobs(users: Place) -> None:
     # Another job's mount would end with that job: this one does without.
     job = users.run("readlink", "/proc/self/ns/mnt", env={"SLURM_JOB_ID": "7"})
     assert job.stdout.strip() not in ("", space)
-    assert "is read without a cache: state directory" in job.stderr
+    assert job.stderr.startswith(
+        f"monarchfs: {users.source} is read without a cache: another job of nobody on this node"
+    )
+    own = ["--tier", f"{users.path}/tier2=1G", "--state-dir", f"{users.path}/state2"]
+    job = users.run("readlink", "/proc/self/ns/mnt", options=own, env={"SLURM_JOB_ID": "7"})
+    assert job.stdout.strip() not in ("", space)
+    assert job.stderr == ""
     first.communicate("\n", timeout=WAIT_SECONDS)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from monarchfs.fuse.mountinfo import resolve_mountpoint
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.keeper import Wanted
 from monarchfs.supervisor.namespace import bind, join, leave_for_own
-from monarchfs.supervisor.recover import Found, find_all
+from monarchfs.supervisor.recover import Found, find_all, find_private
 from monarchfs.supervisor.shared import Hold, hold_mount, stem_of
 from monarchfs.supervisor.start import path_is_remote
 from monarchfs.types import MonarchError, OperationError, UsageError
@@ -56,6 +57,9 @@ def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
     """
     if not arguments.argv:
         raise UsageError("there is no command: monarchfs run SOURCE -- COMMAND [ARGUMENT]...")
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        # Until the command runs, Ctrl-C ends this process, and not only the mounting.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     names = [name for name in FLAGS if name != "foreground"]
     settings = replace(settings_from(arguments, names), foreground=False)
     source = parse_path(arguments.source)
@@ -105,13 +109,33 @@ def _view_of(settings: Settings, source: str, user: User, environ: Mapping[str, 
         return View("existing", enter, found.registered.socket_path, found.registered.owner_uid)
     places = default_places(os.geteuid(), environ, path_is_remote)
     stem = stem_of(places, real, user, environ)
-    hold = hold_mount(Wanted(settings, real, user, places, stem), deadline)
+    others = find_private(lambda _: [places.runtime_dir])
+    try:
+        hold = hold_mount(Wanted(settings, real, user, places, stem), deadline)
+    except MonarchError as error:
+        raise _better_reason(error, real, user, others) from None
     if not hold.same_settings:
         print(
             f"monarchfs: {source} is mounted already for this job: with the options of that mount",
             file=sys.stderr,
         )
     return View("own", partial(join, hold.spaces), hold.control, hold.owner_uid, hold)
+
+
+def _better_reason(
+    error: MonarchError, source: str, user: User, others: Sequence[Found]
+) -> MonarchError:
+    """Why there is no mount, where that is another job's, which nobody here can unmount."""
+    for other in others:
+        entry = other.registered.entry if other.registered is not None else None
+        if entry is None or (entry.source, entry.uid) != (source, user.uid):
+            continue
+        if f"state directory {entry.state_dir} is in use" in str(error):
+            return UsageError(
+                f"another job of {user.name} on this node has its cache: have both use one mount,"
+                " or give this one a --tier and a --state-dir of its own"
+            )
+    return error
 
 
 def _resolved(source: str, timeout: float) -> str:

@@ -67,10 +67,18 @@ class Wanted:
         return self.stem + ".run"
 
 
-def keep(wanted: Wanted, deadline: float, report: Report) -> int:
+def keep(wanted: Wanted, deadline: float, starter: int, report: Report) -> int:
     """The keeper's life, in a daemon: mounts, calls ``report``, and returns 0 when the mount is
-    gone. Raises UsageError or OperationError if it does not come about by ``deadline``
-    (time.monotonic()); nothing is left then."""
+    gone, which is at once if its parent ``starter`` has ended meanwhile.
+
+    Raises UsageError or OperationError if it does not come about by ``deadline``
+    (time.monotonic()); nothing is left then.
+    """
+    # Who reads the command's output is not to wait for our end.
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    os.close(null)
     with ExitStack() as undo:
         # An earlier keeper of the same mount may still be unmounting it.
         lock = NamedLock.take(
@@ -82,9 +90,10 @@ def keep(wanted: Wanted, deadline: float, report: Report) -> int:
         spaces = Spaces.own(with_users=with_users)
         keeper = _Keeper(wanted, supervisor, spaces)
         undo.callback(keeper.end)
-        keeper.listen()
-        report()
-        keeper.run()
+        if os.getppid() == starter:
+            keeper.listen()
+            report()
+            keeper.run()
     return 0
 
 

@@ -84,7 +84,7 @@ def hold_mount(wanted: Wanted, deadline: float) -> Hold:
             left = deadline - time.monotonic()
             timeout = left + MOST_END_SECONDS + _PARENT_GRACE_SECONDS
             run_in_background(
-                partial(keep, wanted, deadline),
+                partial(keep, wanted, deadline, os.getpid()),
                 timeout=timeout,
                 overdue=f"the mount of {wanted.source} did not come about within {timeout:.0f} s",
             )
