@@ -589,6 +589,23 @@ def test_a_killed_keeper_takes_the_mount_with_it(users: Place) -> None:
     assert (done.stdout, done.stderr) == ("fuseblk\n", "")
 
 
+def test_what_a_killed_job_leaves_goes_with_the_next_run(place: Place) -> None:
+    running = place.start("sh", "-c", "echo ready; exec sleep 60.625")
+    assert next(lines_of(running)) == "ready\n"
+    worker = json.loads(place.status(str(place.source), "--json").stdout)["worker"]["pid"]
+    killed = [*place.processes(), worker]
+    for pid in killed:
+        os.kill(pid, signal.SIGSTOP)  # none is to have time to clean up
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    running.communicate(timeout=WAIT_SECONDS)
+    wait_for(lambda: not place.processes(), "all to be gone")
+    assert place.runtime_files() != []
+    done = place.run("stat", "-f", "-c", "%T", "source/file", env={"SLURM_JOB_ID": "8"})
+    assert (done.stdout, done.stderr) == ("fuseblk\n", "")
+    assert place.runtime_files() == []
+
+
 def test_what_outlives_the_command_does_not_keep_the_mount(place: Place) -> None:
     script = "cd source; sleep 60.125 >/dev/null 2>&1 & echo $!"
     began = time.monotonic()

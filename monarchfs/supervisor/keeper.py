@@ -37,6 +37,10 @@ from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)
 
+SOCKET, KEPT, STARTING = ".run", ".kept", ".starting"
+"""Suffixes of a keeper's files: its socket; what it has locked for its life; what is locked by who
+looks for it, or starts it."""
+
 _FIRST_HOLDER_SECONDS = 10.0
 _POLITE_SECONDS = 2.0
 _END_SECONDS = 3.0
@@ -64,7 +68,7 @@ class Wanted:
 
     @property
     def socket_path(self) -> str:
-        return self.stem + ".run"
+        return self.stem + SOCKET
 
 
 def keep(wanted: Wanted, deadline: float, starter: int, report: Report) -> int:
@@ -82,7 +86,7 @@ def keep(wanted: Wanted, deadline: float, starter: int, report: Report) -> int:
     with ExitStack() as undo:
         # An earlier keeper of the same mount may still be unmounting it.
         lock = NamedLock.take(
-            wanted.stem + ".kept", deadline, f"an earlier mount of {wanted.source} does not end"
+            wanted.stem + KEPT, deadline, f"an earlier mount of {wanted.source} does not end"
         )
         undo.callback(lock.release)
         with_users = leave_for_own()

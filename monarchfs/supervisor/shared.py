@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +20,15 @@ from monarchfs.config import User
 from monarchfs.config.places import Places
 from monarchfs.control import peer_uid, short_socket_path
 from monarchfs.supervisor.daemon import run_in_background
-from monarchfs.supervisor.keeper import MOST_END_SECONDS, Wanted, keep, settings_digest
+from monarchfs.supervisor.keeper import (
+    KEPT,
+    MOST_END_SECONDS,
+    SOCKET,
+    STARTING,
+    Wanted,
+    keep,
+    settings_digest,
+)
 from monarchfs.supervisor.lock import NamedLock
 from monarchfs.supervisor.namespace import Spaces
 from monarchfs.supervisor.registration import open_runtime_dir
@@ -75,7 +83,8 @@ def hold_mount(wanted: Wanted, deadline: float) -> Hold:
     with ExitStack() as made:
         open_runtime_dir(wanted.places.runtime_dir, made)
         made.pop_all()
-    lock = NamedLock.take(wanted.stem + ".starting", deadline, overdue)
+    _sweep(wanted.places.runtime_dir)
+    lock = NamedLock.take(wanted.stem + STARTING, deadline, overdue)
     try:
         for _ in range(_ATTEMPTS):
             hold = _connect(wanted)
@@ -91,6 +100,23 @@ def hold_mount(wanted: Wanted, deadline: float) -> Hold:
     finally:
         lock.release()
     raise OperationError(f"the mount of {wanted.source} ends as soon as it is made: see its log")
+
+
+def _sweep(runtime_dir: str) -> None:
+    """Removes what keepers left that were killed, with their job perhaps: the same names would
+    never be used again."""
+    for name in os.listdir(runtime_dir):
+        stem, suffix = os.path.splitext(os.path.join(runtime_dir, name))
+        if suffix not in (KEPT, STARTING):
+            continue
+        try:
+            lock = NamedLock.take(stem + suffix, 0.0, "")
+        except OperationError:
+            continue  # somebody lives
+        if suffix == KEPT:
+            with suppress(FileNotFoundError):
+                os.unlink(stem + SOCKET)
+        lock.release()
 
 
 def _connect(wanted: Wanted) -> Hold | None:
