@@ -259,6 +259,30 @@ def test_root_runs_the_command_as_another_user(work: Bench) -> None:
     place.wait_nothing_left()
 
 
+def test_a_working_directory_that_only_root_may_enter(work: Bench) -> None:
+    place = _place(work, user=False)
+    (place.path / "locked").mkdir(mode=0o700)
+    done = place.run(
+        *("sh", "-c", 'cd ..; cat source/file; cd "$0"', str(place.path / "locked")),
+        options=["--user", "nobody"],
+        cwd=place.path / "locked",
+    )
+    assert done.stdout == "content"
+    assert done.returncode == 2  # the shell's, of a cd that is not allowed
+    place.wait_nothing_left()
+
+
+def test_a_working_directory_that_is_gone(place: Place) -> None:
+    words = ["sh", "-c", 'rmdir "$0"; exec "$@"']
+    gone = place.path / "gone"
+    gone.mkdir()
+    command = [*words, str(gone), *place.command("cat", str(place.source / "file"))]
+    done = subprocess.run(
+        command, cwd=gone, env=place.environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "content")
+
+
 def test_what_was_copied_is_there_the_next_time(place: Place) -> None:
     place.run("cat", "source/file")
     done = place.run(

@@ -37,10 +37,10 @@ def run_child(
 ) -> int:
     """Runs ``command`` after ``prepare``, in a child, and returns its exit code as shells do.
 
-    ``complain`` prints an error and returns the code it is given. An OSError or MonarchError that
-    ``prepare`` raises is the caller's mistake: it says what it has to say itself, and exits with
-    SystemExit. If this process is killed, so is the command. What comes after this is not to be
-    interrupted: the signals stay blocked. For processes of one thread.
+    ``complain`` prints an error and returns the code it is given. ``prepare`` may raise SystemExit
+    with an exit code, having said why; what else it raises is printed, and the code is 1. If this
+    process is killed, so is the command. What comes after this is not to be interrupted: the
+    signals stay blocked. For processes of one thread.
     """
     passed_on = {n for n in _PASSED_ON if signal.getsignal(n) is not signal.SIG_IGN}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit code away
@@ -55,6 +55,8 @@ def run_child(
             code = _become(command, parent, before, complain)
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
+        except Exception as error:  # noqa: BLE001 - the child must not go on as its parent
+            code = complain(f"cannot run {command[0]}: {error}", 1)
         finally:
             os._exit(code)
     try:

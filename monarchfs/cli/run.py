@@ -176,12 +176,21 @@ def _prepare(view: View, user: User, source: str, strict: bool) -> None:
         if strict:
             raise SystemExit(complain(f"cannot show the cached view: {error}", 1)) from None
         _warn(source, str(error))
+    # By name: what lies below the source is to be that of the mount. Root may enter directories
+    # that the user may not, and the user a mount that root may not.
+    there = path is not None and _go_to(path)
     become(user)
+    if not there and not (path is not None and _go_to(path)) and not _go_to(here):
+        complain("the working directory cannot be entered: / is used instead", 0)
+        os.chdir("/")
+
+
+def _go_to(directory: str | int) -> bool:
     try:
-        # By name: what lies below the source is to be that of the mount.
-        os.chdir(path if path is not None else here)
+        os.chdir(directory)
     except OSError:
-        os.fchdir(here)
+        return False
+    return True
 
 
 def _warn(source: str, reason: str) -> None:
