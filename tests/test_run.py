@@ -523,8 +523,11 @@ def test_a_terminals_interrupt_reaches_the_command_once(place: Place) -> None:
     shown = b""
     while b"\n" not in shown:
         shown += os.read(ours, 1000)
-    # No shell could continue what Ctrl-Z stops here, so the kernel stops nothing (an orphaned group).
-    os.write(ours, b"\x1a\x03")
+    # No shell could continue what Ctrl-Z stops here, so it stops nothing (an orphaned group).
+    os.write(ours, b"\x1a")
+    while b"^Z" not in shown:
+        shown += os.read(ours, 1000)
+    os.write(ours, b"\x03")
     time.sleep(0.3)  # for one too many to come
     command = wait_for(lambda: _command_of(place, "signal.pause"), "the command")
     os.kill(command, signal.SIGALRM)
