@@ -117,6 +117,7 @@ class _Witness:
     """A process in our group that gets what the group gets."""
 
     def __init__(self) -> None:
+        self._asked = 0
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(_WITNESS_SECONDS)
         parent = os.getpid()
@@ -136,11 +137,15 @@ class _Witness:
 
     def got(self, number: int) -> bool:
         """Whether the group got the signal since this was asked last; no, where nobody answers."""
+        self._asked = (self._asked + 1) % 256
         try:
-            self._channel.send(bytes([number]))
-            return self._channel.recv(1) == b"\1"
+            self._channel.send(bytes([number, self._asked]))
+            while answer := self._channel.recv(2):
+                if answer[1] == self._asked:  # not one that came too late
+                    return bool(answer[0])
         except OSError:
             return False
+        return False
 
     def close(self) -> None:
         self._channel.close()
@@ -148,5 +153,6 @@ class _Witness:
 
 
 def _answer(channel: socket.socket) -> None:
-    while question := channel.recv(1):
-        channel.send(b"\0" if signal.sigtimedwait(set(question), 0) is None else b"\1")
+    while question := channel.recv(2):
+        got = signal.sigtimedwait({question[0]}, 0) is not None
+        channel.send(bytes([got, question[1]]))

@@ -7,9 +7,9 @@ import json
 import os
 import signal
 import stat
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,8 +20,9 @@ from monarchfs.cli.main import complain
 from monarchfs.cli.mount import FLAGS, settings_from
 from monarchfs.cli.text import format_count, format_share
 from monarchfs.config import User
+from monarchfs.config.files import from_file
 from monarchfs.config.places import default_places, resolve_user, runtime_dirs_to_search
-from monarchfs.config.settings import Settings
+from monarchfs.config.settings import Settings, from_flags, from_mount_options, merge
 from monarchfs.config.values import parse_path
 from monarchfs.control import Connection
 from monarchfs.fuse.mountinfo import resolve_mountpoint
@@ -35,6 +36,7 @@ from monarchfs.types import MonarchError, OperationError, UsageError
 from monarchfs.units import format_bytes
 
 _STATUS_SECONDS = 5.0
+_NAMES = tuple(name for name in FLAGS if name != "foreground")
 
 
 @dataclass(slots=True)
@@ -60,46 +62,59 @@ def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         # Until the command runs, Ctrl-C ends this process, and not only the mounting.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    names = [name for name in FLAGS if name != "foreground"]
-    settings = replace(settings_from(arguments, names), foreground=False)
     source = parse_path(arguments.source)
     # Under sudo, too, the command is root's: other than a mount it is used at once, by who asked.
-    user = resolve_user(settings.user, {})
+    user = resolve_user(_words_of(arguments).user, {})
     report = None if arguments.json is None else _open_report(parse_path(arguments.json))
     began = time.monotonic()
     reason = None
     view = View("none", lambda: None)
     try:
-        view = _view_of(settings, source, user, environ)
+        view = _view_of(arguments, source, user, environ)
     except (MonarchError, OSError) as error:
         if arguments.strict:
             raise
         reason = str(error)
         _warn(source, reason)
     code = run_child(
-        arguments.argv, partial(_prepare, view, user, source, arguments.strict), complain
+        arguments.argv, partial(_prepare, view, user, source, arguments.strict), _complain
     )
+    seconds = round(time.monotonic() - began, 3)
     status = None
     if view.control is not None and (arguments.report or report is not None):
         status = _status(view)
-    if arguments.report:
-        print(f"monarchfs: {_summary(source, status)}", file=sys.stderr)
     if view.hold is not None:
         view.hold.close()
+    if arguments.report:
+        _complain(_summary(source, status), 0)
     if report is not None:
-        result = {
-            "source": source,
-            "view": view.kind,
-            "reason": reason,
-            "exit_code": code,
-            "seconds": round(time.monotonic() - began, 3),
-            "status": status,
-        }
-        _write_report(report, result)
+        _write_report(
+            report,
+            {
+                "source": source,
+                "view": view.kind,
+                "reason": reason,
+                "exit_code": code,
+                "seconds": seconds,
+                "status": status,
+            },
+        )
     return code
 
 
-def _view_of(settings: Settings, source: str, user: User, environ: Mapping[str, str]) -> View:
+def _words_of(arguments: argparse.Namespace) -> Settings:
+    """The settings that the user named, without the machine's file: raises UsageError for them."""
+    return merge(
+        {} if arguments.config is None else from_file(parse_path(arguments.config)),
+        from_mount_options(arguments.options or ()),
+        from_flags({name: getattr(arguments, name) for name in _NAMES}),
+    )
+
+
+def _view_of(
+    arguments: argparse.Namespace, source: str, user: User, environ: Mapping[str, str]
+) -> View:
+    settings = replace(settings_from(arguments, _NAMES), foreground=False)
     deadline = time.monotonic() + settings.start_timeout_seconds
     real = _resolved(source, settings.start_timeout_seconds)
     found = _existing(real, user, environ)
@@ -115,10 +130,7 @@ def _view_of(settings: Settings, source: str, user: User, environ: Mapping[str, 
     except MonarchError as error:
         raise _better_reason(error, real, user, others) from None
     if not hold.same_settings:
-        print(
-            f"monarchfs: {source} is mounted already for this job: with the options of that mount",
-            file=sys.stderr,
-        )
+        _complain(f"{source} is mounted already for this job: with the options of that mount", 0)
     return View("own", partial(join, hold.spaces), hold.control, hold.owner_uid, hold)
 
 
@@ -174,14 +186,14 @@ def _prepare(view: View, user: User, source: str, strict: bool) -> None:
         view.enter()
     except (MonarchError, OSError) as error:
         if strict:
-            raise SystemExit(complain(f"cannot show the cached view: {error}", 1)) from None
+            raise SystemExit(_complain(f"cannot show the cached view: {error}", 1)) from None
         _warn(source, str(error))
     # By name: what lies below the source is to be that of the mount. Root may enter directories
     # that the user may not, and the user a mount that root may not.
     there = path is not None and _go_to(path)
     become(user)
     if not there and not (path is not None and _go_to(path)) and not _go_to(here):
-        complain("the working directory cannot be entered: / is used instead", 0)
+        _complain("the working directory cannot be entered: / is used instead", 0)
         os.chdir("/")
 
 
@@ -194,7 +206,15 @@ def _go_to(directory: str | int) -> bool:
 
 
 def _warn(source: str, reason: str) -> None:
-    complain(f"{source} is read without a cache: {reason}", 0)
+    _complain(f"{source} is read without a cache: {reason}", 0)
+
+
+def _complain(message: str, code: int) -> int:
+    """Prints a line on standard error and returns ``code``. That nobody reads it, or that it is
+    full, is not to change what becomes of the command."""
+    with suppress(OSError):
+        complain(message, code)
+    return code
 
 
 def _status(view: View) -> dict[str, Any] | None:
@@ -235,7 +255,11 @@ def _open_report(path: str) -> int:
 
 
 def _write_report(descriptor: int, result: Mapping[str, Any]) -> None:
-    with open(descriptor, "w") as file:
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.ftruncate(descriptor, 0)
-        file.write(json.dumps(result) + "\n")
+    """Trouble with it is told, and changes no exit code."""
+    try:
+        with open(descriptor, "w") as file:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.ftruncate(descriptor, 0)
+            file.write(json.dumps(result) + "\n")
+    except OSError as error:
+        _complain(f"the report cannot be written: {error.strerror}", 0)

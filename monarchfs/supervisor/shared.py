@@ -61,9 +61,9 @@ class Hold:
         MOST_END_SECONDS at most."""
         self.spaces.close()
         with self._connection:
-            self._connection.shutdown(socket.SHUT_WR)
             self._connection.settimeout(MOST_END_SECONDS)
             try:
+                self._connection.shutdown(socket.SHUT_WR)
                 self._connection.recv(1)
             except OSError:
                 return  # it takes longer, or was killed: the keeper's own matter
