@@ -629,6 +629,22 @@ def test_a_killed_run_takes_all_with_it(place: Place) -> None:
     place.wait_nothing_left()
 
 
+def test_a_killed_worker_is_replaced_in_the_namespace(place: Place) -> None:
+    script = "cat source/file; echo; read line; cat source/below/other; stat -f -c %T source"
+    running = place.start("sh", "-c", script, stdin=subprocess.PIPE)
+    assert next(lines_of(running)) == "content\n"
+    told = json.loads(place.status(str(place.source), "--json").stdout)
+    os.kill(told["worker"]["pid"], signal.SIGKILL)
+
+    def another_serves() -> bool:
+        now = json.loads(place.status(str(place.source), "--json").stdout)
+        return bool(now["state"] == "serving" and now["worker"]["restarts"] == 1)
+
+    wait_for(another_serves, "another worker")
+    out, errors = running.communicate("\n", timeout=WAIT_SECONDS)
+    assert (out, errors, running.returncode) == ("deeperfuseblk\n", "", 0)
+
+
 def test_a_killed_keeper_takes_the_mount_with_it(users: Place) -> None:
     running = users.start("sh", "-c", "echo ready; read line; exit 5", stdin=subprocess.PIPE)
     assert next(lines_of(running)) == "ready\n"
