@@ -164,7 +164,20 @@ def _place(work: Bench, *, user: bool) -> Place:
     if user:
         os.chown(work.path / "run", NOBODY.pw_uid, NOBODY.pw_gid)
     work.path.chmod(0o777)
-    return Place(work.path, user)
+    place = Place(work.path, user)
+    if user:
+        _skip_without_user_namespaces(place)
+    return place
+
+
+def _skip_without_user_namespaces(place: Place) -> None:
+    # Both are refused in a chroot, say, or where /tmp is mounted nodev.
+    probe = ["unshare", "--user", "sh", "-c", "exec 3<>/dev/fuse"]
+    done = subprocess.run(
+        [*place.wrapper(), *probe], capture_output=True, text=True, timeout=30, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"no user namespace with /dev/fuse in it here: {done.stderr.strip()}")
 
 
 @pytest.fixture(params=["root", "user"])
