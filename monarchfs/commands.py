@@ -26,7 +26,7 @@ from monarchfs.types import MonarchError, Node, OperationError
 
 log = logging.getLogger(__name__)
 
-COMMANDS = ("refresh", "pin", "unpin", "evict", "warm", "why")
+COMMANDS = ("refresh", "pin", "unpin", "evict", "warm", "why", "metrics")
 """All that the worker answers; docs/CONTROL.md says how."""
 
 BATCH = 128
@@ -65,6 +65,7 @@ class Commands:
         warming: Warming,
         finder: Finder,
         why: Why,
+        metrics: Callable[[], dict[str, Any]],
     ) -> None:
         self._tree = tree
         self._cache = cache
@@ -72,6 +73,7 @@ class Commands:
         self._warming = warming
         self._finder = finder
         self._why = why
+        self._metrics = metrics
 
     def knows(self, command: object) -> bool:
         return command in COMMANDS
@@ -98,6 +100,8 @@ class Commands:
 
     async def _carry_out(self, request: dict[str, Any], so_far: dict[str, Any]) -> dict[str, Any]:
         """The result; ``so_far`` is kept up to date meanwhile. Raises OSError, MonarchError."""
+        if request["command"] == "metrics":
+            return self._metrics()
         paths = _paths(request)
         match request["command"]:
             case "refresh":

@@ -335,18 +335,25 @@ def find_mounts(runtime_dirs: Iterable[str]) -> list[Registered]:
     return found
 
 
+def decode_registration(content: bytes, owner_uid: int) -> Registration:
+    """What a file that belongs to ``owner_uid`` says. Raises ValueError for anything else than a
+    registration, and for one of another user's mount, unless root wrote it."""
+    message = decode_message(content)
+    for field in fields(Registration):
+        if type(message.get(field.name)).__name__ != field.type:
+            raise ValueError(f"it has no {field.name}")
+    entry = Registration(**{field.name: message[field.name] for field in fields(Registration)})
+    if owner_uid not in (0, entry.uid):
+        raise ValueError("it is about another user's mount")
+    return entry
+
+
 def _read_registration(path: str) -> Registered | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             owner_uid = os.fstat(file.fileno()).st_uid
-            content = decode_message(file.read(MOST_REQUEST_BYTES))
+            entry = decode_registration(file.read(MOST_REQUEST_BYTES), owner_uid)
     except (OSError, ValueError):
-        return None
-    for field in fields(Registration):
-        if type(content.get(field.name)).__name__ != field.type:
-            return None
-    entry = Registration(**{field.name: content[field.name] for field in fields(Registration)})
-    if owner_uid not in (0, entry.uid):
         return None
     return Registered(path.removesuffix(".json"), owner_uid, entry)

@@ -18,6 +18,8 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -60,6 +62,7 @@ from monarchfs.types import ROOT_INO, FreshnessMode, IndexUnusable, MonarchError
 
 if TYPE_CHECKING:
     from monarchfs.exporter.run import Exporter
+    from monarchfs.metrics import Histogram
 
 log = logging.getLogger(__name__)
 
@@ -256,6 +259,7 @@ class Worker:
             Warming(self.tree, self.cache, self.copier, nursery),
             finder,
             Why(self.tree, self.cache, self.reasons, finder, lambda: self.source.responding),
+            partial(_metrics, self),
         )
         self.xattrs = Xattrs(self.tree, self.files, self.reasons, self.source)
         self.scan = Scan(self.tree, self.copier, jitter_seconds=config.prefetch_jitter_seconds)
@@ -372,6 +376,7 @@ class Worker:
         self._nursery.start_soon(self.cache.watch)
         self._nursery.start_soon(self.cache.sync_loop)
         self._nursery.start_soon(self.cache.purge, self._mount_ns)
+        self._nursery.start_soon(_measure_delay, self.metrics.event_loop_delay)
         if self._exporter is not None:
             self._nursery.start_soon(self._exporter.run)
         if config.scrub_bytes_per_second:
@@ -435,6 +440,21 @@ def _exporter(worker: Worker, descriptor: int | None) -> Exporter | None:
     from monarchfs.exporter.run import Exporter
 
     return Exporter(worker, descriptor)
+
+
+def _metrics(worker: Worker) -> dict[str, Any]:
+    """What the exporter of the node asks for."""
+    from monarchfs.exporter.values import values_now
+    from monarchfs.exporter.wire import encode
+
+    return encode(values_now(worker))
+
+
+async def _measure_delay(delay: Histogram) -> None:
+    while True:
+        due = perf_counter_ns() + NS
+        await trio.sleep(1)
+        delay.observe(max(0, perf_counter_ns() - due))
 
 
 def _boot_id() -> bytes:

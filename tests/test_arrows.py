@@ -32,7 +32,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "control": {"types", "config"},
     "commands": {"types", "control", "cache", "prefetch", "fs"},
     "status": {"types", "worker", "prefetch"},
-    "exporter": {"types", "metrics", "worker"},
+    "exporter": {
+        *("types", "config", "metrics", "worker", "control", "fuse", "privileges", "supervisor"),
+    },
     "worker": {
         *("types", "config", "metrics", "placement", "index", "source", "store", "cache"),
         *("prefetch", "fs", "fuse", "privileges", "logs", "control", "status", "commands"),
@@ -56,9 +58,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "plan",
         "units",
         "mirror",
+        "exporter",
     },
 }
-"""``fuse`` below ``supervisor`` and ``cli`` means its mount parts, see the last test."""
+"""``fuse`` below ``supervisor``, ``cli`` and ``exporter`` means mount parts, see the last test."""
 
 MOUNT_PARTS = {"mount", "mountinfo", "protocol", "slots", "unmount"}
 ONLY_USER = {"lmdb": "index", "pyfuse3": "fuse"}
@@ -106,5 +109,5 @@ def test_the_supervisor_and_the_command_line_stay_light() -> None:
     for unit, file, name in IMPORTS:
         if unit in ("supervisor", "cli", "control", "config", "bounded"):
             assert name.split(".")[0] not in ("trio", "pyfuse3", "lmdb"), f"{file}: {name}"
-            if name.startswith("monarchfs.fuse."):
-                assert name.split(".")[2] in MOUNT_PARTS, f"{file}: {name}"
+        if unit in ("supervisor", "cli", "exporter") and name.startswith("monarchfs.fuse."):
+            assert name.split(".")[2] in MOUNT_PARTS, f"{file}: {name}"

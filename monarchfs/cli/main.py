@@ -157,6 +157,18 @@ with --index FILE knows them without asking the source. FILE is believed by moun
 immutable: write it anew when the dataset has changed. The bytes of files are never in it."""
 
 
+_EXPORTER_EXAMPLES = """\
+examples:
+  sudo monarchfs exporter
+  sudo monarchfs exporter --listen 10.1.0.7:9465 --user monarchfs-exporter
+  sudo monarchfs exporter --listen '[::]:9465'
+  monarchfs exporter --once | grep monarchfs_mount_up
+
+Serves the metrics of all mounts on this node, for Prometheus, with labels that say whose mount it
+is, of what and where; as an ordinary user those of your own. A mount that hangs does not hold up
+the others. Stays in the foreground until it is ended."""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse prints its usage before an error; one line is clearer, and easier to log."""
 
@@ -192,6 +204,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_plan(commands)
     _add_index(commands)
+    _add_exporter(commands)
     _add_completion(commands)
     return parser
 
@@ -296,6 +309,10 @@ def _command(name: str) -> Command:
             from monarchfs.cli.index import index_command
 
             return index_command
+        case "exporter":
+            from monarchfs.cli.exporter import exporter_command
+
+            return exporter_command
         case "completion":
             from monarchfs.cli.completion import completion_command
 
@@ -520,6 +537,24 @@ def _add_index(commands: _Commands) -> None:
     parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
     parser.add_argument("file", metavar="FILE", help="what is written")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_exporter(commands: _Commands) -> None:
+    parser = _add_command(
+        commands, "exporter", "serve the metrics of all mounts of this node", _EXPORTER_EXAMPLES
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="ADDR:PORT",
+        default="127.0.0.1:9465",
+        help="the IP address and port to serve on (default 127.0.0.1:9465)",
+    )
+    parser.add_argument(
+        "--user",
+        metavar="USER",
+        help="who reads what the mounts say (root only; default nobody)",
+    )
+    parser.add_argument("--once", action="store_true", help="print the metrics, and end")
 
 
 def _add_completion(commands: _Commands) -> None:

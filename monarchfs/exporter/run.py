@@ -1,10 +1,9 @@
-"""The exporter of one worker: the listening socket, the page, and what is measured for it alone."""
+"""The exporter of one worker: the listening socket and the page."""
 
 from __future__ import annotations
 
 import os
 import socket
-from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import trio
@@ -12,7 +11,6 @@ import trio
 from monarchfs.exporter.http import serve
 from monarchfs.exporter.text import CONTENT_TYPE, exposition
 from monarchfs.exporter.values import values_now
-from monarchfs.metrics import NS
 
 if TYPE_CHECKING:
     from monarchfs.worker import Worker
@@ -29,20 +27,10 @@ class Exporter:
 
     async def run(self) -> None:
         """Answer until the supervisor shuts the socket down."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._measure_delay)
-            await serve(self._listener, self._page, CONTENT_TYPE)
-            nursery.cancel_scope.cancel()
+        await serve(self._listener, self._page, CONTENT_TYPE)
 
     async def _page(self) -> bytes:
         values = values_now(self._worker)
         return await trio.to_thread.run_sync(
             exposition, values, limiter=self._one_at_a_time, abandon_on_cancel=True
         )
-
-    async def _measure_delay(self) -> None:
-        delay = self._worker.metrics.event_loop_delay
-        while True:
-            due = perf_counter_ns() + NS
-            await trio.sleep(1)
-            delay.observe(max(0, perf_counter_ns() - due))

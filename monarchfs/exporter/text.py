@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import accumulate
+from collections.abc import Iterable
+from itertools import accumulate, chain, starmap
 
 from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -14,7 +14,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from monarchfs.exporter.values import Durations, Values
+from monarchfs.exporter.values import Durations, Sample, Values
 from monarchfs.metrics import NS
 from monarchfs.metrics.names import FAMILIES, Family, Kind
 
@@ -22,32 +22,36 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def exposition(values: Values) -> bytes:
-    """All metrics, and those of the process. Reads some files of /proc."""
-    return generate_latest(_Collected(values))
+    """All metrics of one mount, and those of the process. Reads some files of /proc."""
+    families = (_metric(family, values[family]) for family in FAMILIES)
+    return generate_latest(_Collected(chain(families, ProcessCollector(registry=None).collect())))
+
+
+def exposition_of(values: Values) -> bytes:
+    """The metrics in ``values`` alone, in its order."""
+    return generate_latest(_Collected(starmap(_metric, values.items())))
 
 
 class _Collected(Collector):
-    """What ``generate_latest`` writes out."""
+    """What ``generate_latest`` writes out, once."""
 
-    def __init__(self, values: Values) -> None:
-        self._values = values
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
 
-    def collect(self) -> Iterator[Metric]:
-        for family in FAMILIES:
-            yield _metric(family, self._values)
-        yield from ProcessCollector(registry=None).collect()
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
 
 
-def _metric(family: Family, values: Values) -> Metric:
+def _metric(family: Family, samples: Iterable[Sample]) -> Metric:
     if family.kind is Kind.HISTOGRAM:
         histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
-        for labels, value in values[family]:
+        for labels, value in samples:
             assert isinstance(value, Durations)
             histogram.add_metric(_printable(labels), _buckets(value), value.total_ns / NS)
         return histogram
     kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
     metric = kind(family.name, family.help, labels=family.labels)
-    for labels, value in values[family]:
+    for labels, value in samples:
         assert not isinstance(value, Durations)
         metric.add_metric(_printable(labels), value)
     return metric

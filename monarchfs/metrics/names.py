@@ -144,3 +144,32 @@ SOURCE_TOUCHES = _counter(
 INDEX_INODES = _gauge("index_inodes", "Inode numbers that the index knows")
 INDEX_BYTES = _gauge("index_bytes", "Size of the index's data")
 INDEX_FROZEN = _gauge("index_frozen", "1 while nothing new can be recorded on disk, else 0")
+
+NODE_FAMILIES = (
+    Family(
+        "monarchfs_mount_up",
+        Kind.GAUGE,
+        "1 if the mount answered when it was asked for this scrape, else 0",
+        ("user", "source", "mount"),
+    ),
+    Family(
+        "monarchfs_mount_start_time_seconds",
+        Kind.GAUGE,
+        "When the mount was made, in seconds since 1970",
+        ("user", "source", "mount"),
+    ),
+    Family(
+        "monarchfs_mount_job_info",
+        Kind.GAUGE,
+        "1; the labels say which job uses which mount",
+        ("user", "source", "mount", "job_id"),
+    ),
+    Family(
+        "monarchfs_exporter_mounts_left_off",
+        Kind.GAUGE,
+        "Mounts that were not asked because their user has too many",
+    ),
+)
+"""What the exporter of the node adds; the others get the same three labels there first."""
+
+MOUNT_UP, MOUNT_STARTED, MOUNT_JOB, LEFT_OFF = NODE_FAMILIES

@@ -1,7 +1,7 @@
-"""The TCP socket on which the worker serves metrics.
+"""The TCP sockets on which metrics are served: a worker's, and the node's.
 
-The supervisor makes it, before anything is mounted, and keeps it: a port that is taken is found
-out in time, and a worker that takes the place of another goes on with it.
+The supervisor makes a worker's, before anything is mounted, and keeps it: a port that is taken is
+found out in time, and a worker that takes the place of another goes on with it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,26 @@ _BACKLOG = 16
 
 def listen_locally(port: int) -> socket.socket:
     """A socket that listens on the loopback address alone. Raises OperationError."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    return listen_on(ADDRESS, port, "--metrics-port")
+
+
+def listen_on(address: str, port: int, option: str) -> socket.socket:
+    """A socket that listens on an IP address; ``option`` is what chooses it. Raises
+    OperationError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         # Else connections of the last mount, in TIME_WAIT, would keep the port (ip(7)).
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((ADDRESS, port))
+        listener.bind((address, port))
         listener.listen(_BACKLOG)
         listener.setblocking(False)
     except OSError as error:
         listener.close()
         reason = os.strerror(error.errno or 0)
+        shown = f"[{address}]" if ":" in address else address
         raise OperationError(
-            f"cannot serve metrics on {ADDRESS}:{port}: {reason}: give another --metrics-port"
+            f"cannot serve metrics on {shown}:{port}: {reason}: give another {option}"
         ) from None
     return listener
 

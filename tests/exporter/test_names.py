@@ -9,7 +9,7 @@ import pytest
 
 from monarchfs.metrics import DURATION_BOUNDS_NS, ErrorCounts, Histogram, Metrics
 from monarchfs.metrics.counts import ERRORS, OTHER, REFUSALS
-from monarchfs.metrics.names import FAMILIES, Family, Kind
+from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, Family, Kind
 from monarchfs.placement.events import RefusalReason
 from monarchfs.source.lanes import OPERATIONS, SourceCounters
 from monarchfs.source.posix import PosixSource
@@ -32,7 +32,7 @@ NO_UNITS = (
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", (*FAMILIES, *NODE_FAMILIES), ids=lambda family: family.name)
 def test_a_name_follows_the_conventions(family: Family) -> None:
     assert re.fullmatch(r"monarchfs_[a-z]+(_[a-z]+)*", family.name)
     assert not set(family.name.split("_")) & set(NO_UNITS)
@@ -48,7 +48,7 @@ def test_a_name_follows_the_conventions(family: Family) -> None:
 
 
 def test_names_are_given_once() -> None:
-    names = [family.name for family in FAMILIES]
+    names = [family.name for family in (*FAMILIES, *NODE_FAMILIES)]
     assert len(set(names)) == len(names)
 
 
@@ -58,7 +58,8 @@ def test_the_documentation_lists_what_is_exported() -> None:
         for name, kind, labels, _meaning in ROW.findall(DOCUMENT.read_text())
     }
     ours = {name: row for name, row in rows.items() if name.startswith("monarchfs_")}
-    assert ours == {f.name: (f.kind.value, list(f.labels)) for f in FAMILIES}
+    families = (*FAMILIES, *NODE_FAMILIES)
+    assert ours == {f.name: (f.kind.value, list(f.labels)) for f in families}
 
 
 def test_the_documentation_knows_every_error() -> None:
@@ -67,7 +68,7 @@ def test_the_documentation_knows_every_error() -> None:
 
 
 def test_queries_in_the_documentation_use_names_that_exist() -> None:
-    known = {family.name for family in FAMILIES}
+    known = {family.name for family in (*FAMILIES, *NODE_FAMILIES)}
     for family in FAMILIES:
         if family.kind is Kind.HISTOGRAM:
             known |= {f"{family.name}_{suffix}" for suffix in ("bucket", "sum", "count")}

@@ -1,0 +1,133 @@
+"""The two processes of the node's exporter, and what passes between them.
+
+The one that was started looks for mounts and connects to them, and does nothing else: it may do all
+that root may, and so reads nothing that a user wrote. The other one, its child, has given up every
+privilege: it gets the connections, asks, reads the answers and serves them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from monarchfs.config import User
+from monarchfs.exporter.look import Look, Roots, Sight
+from monarchfs.privileges import drop_capabilities
+from monarchfs.supervisor.identity import become
+
+log = logging.getLogger(__name__)
+
+_NUMBER_BYTES = 32
+MESSAGE_BYTES = 64 << 10
+"""The longest message: a mount with as many jobs as are told of."""
+
+
+def run_apart(roots: Roots, user: User | None, child: Callable[[socket.socket], int]) -> int:
+    """Runs ``child`` as ``user`` (None: as whoever this is, with no privileges), with a socket on
+    which it may ask what mounts there are, and answers it until it ends; its exit code.
+
+    For processes of one thread, because it forks. Raises OSError.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _live(theirs, user, child)
+    theirs.close()
+    with ours:
+        try:
+            _answer_all(ours, roots)
+        except BaseException:
+            os.kill(pid, signal.SIGTERM)
+            os.waitpid(pid, 0)
+            raise
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _live(
+    channel: socket.socket, user: User | None, child: Callable[[socket.socket], int]
+) -> NoReturn:
+    code = 1
+    try:
+        # A Ctrl-C is for the parent: without it this one ends.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if user is not None:
+            become(user)
+        drop_capabilities()
+        code = child(channel)
+    except Exception:
+        log.exception("the exporter failed")
+    finally:
+        os._exit(code)
+
+
+def _answer_all(channel: socket.socket, roots: Roots) -> None:
+    try:
+        while number := channel.recv(_NUMBER_BYTES):
+            look = Look(roots)
+            for sight in look.sights():
+                try:
+                    _send(channel, int(number), sight)
+                finally:
+                    sight.close()
+            channel.send(_encoded(int(number), {"left_off": look.left_off}))
+    except (BrokenPipeError, ConnectionResetError):
+        return  # it has ended: its exit code says how
+
+
+def _send(channel: socket.socket, number: int, sight: Sight) -> None:
+    message = {
+        "stem": sight.stem,
+        "owner": sight.owner_uid,
+        "full": sight.full,
+        "jobs": sight.jobs,
+    }
+    descriptors = [sight.registration]
+    if sight.connection is not None:
+        descriptors.append(sight.connection)
+    socket.send_fds(channel, [_encoded(number, message)], descriptors)
+
+
+def _encoded(number: int, message: dict[str, Any]) -> bytes:
+    return json.dumps({"look": number, **message}).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A look is over; ``left_off`` says how many mounts were more than the limits."""
+
+    left_off: int
+
+
+def ask(channel: socket.socket, number: int) -> None:
+    """In the child: begins a look, which gets that number. Raises OSError, BlockingIOError where
+    the parent has not begun with many before."""
+    channel.send(b"%d" % number)
+
+
+def receive(channel: socket.socket) -> tuple[int, Sight | End] | None:
+    """In the child: what came next, and of which look; None when the parent is gone. Raises
+    BlockingIOError where there is nothing yet, if the socket does not block."""
+    data, descriptors, _flags, _address = socket.recv_fds(
+        channel, MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC
+    )
+    if not data:
+        return None
+    message = json.loads(data)
+    if not descriptors:
+        return message["look"], End(message["left_off"])
+    registration, *connection = descriptors
+    return message["look"], Sight(
+        message["stem"],
+        message["owner"],
+        registration,
+        connection[0] if connection else None,
+        message["full"],
+        tuple(message["jobs"]),
+    )

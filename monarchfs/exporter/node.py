@@ -1,0 +1,338 @@
+"""All mounts of a node on one page: the part of the exporter that has no privileges.
+
+At each scrape every mount is asked anew, all of them at once, and what has not answered by the
+deadline is reported as down, without values: nothing is ever told twice. Scrapes that come while
+one is under way share it, so that a mount that hangs is waited for by one question at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pwd
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import trio
+
+from monarchfs import control
+from monarchfs.exporter import broker
+from monarchfs.exporter.http import serve
+from monarchfs.exporter.look import Sight
+from monarchfs.exporter.text import CONTENT_TYPE, exposition_of
+from monarchfs.exporter.values import Sample, Values
+from monarchfs.exporter.wire import decode, plain
+from monarchfs.fuse.mountinfo import MONARCHFS, Mount, read_mountinfo
+from monarchfs.metrics import NS, names
+from monarchfs.metrics.names import FAMILIES, Family
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.5
+ASK_SECONDS = 2.0
+"""Together less than a connection gets (``http.CONNECTION_SECONDS``)."""
+
+NAME_SECONDS = 1.0
+MOST_ANSWER_BYTES = 256 << 10
+MOST_PATH_CHARACTERS = 1024
+
+_LABELS = ("user", "source", "mount")
+_DROPPED = ("source", "mountpoint")
+_QUESTION = control.encode_message({"command": "metrics"})
+
+Labels = tuple[str, str, str]
+"""User, source and mount point."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """A mount, as it was seen in one scrape. ``key`` says for as long as it is there which one it
+    is; ``values`` is None where it gave no answer."""
+
+    key: str
+    uid: int
+    source: str
+    mountpoint: str
+    started_ns: int | None = None
+    jobs: tuple[str, ...] = ()
+    owner_uid: int = 0
+    values: Values | None = None
+
+
+@dataclass
+class Naming:
+    """The labels of mounts: no two have the same, and a mount keeps what it got. Changing: what was
+    given, by the mounts' keys."""
+
+    given: dict[str, Labels] = field(default_factory=dict)
+
+    def name(self, mounts: Iterable[tuple[str, Labels]]) -> dict[str, Labels]:
+        """By key, for all the mounts there are; one whose labels are taken gets a number, as may be
+        where jobs have mount namespaces of their own."""
+        there = dict(mounts)
+        kept = {key: labels for key, labels in self.given.items() if key in there}
+        taken = set(kept.values())
+        for key, (user, source, mount) in there.items():
+            if key not in kept:
+                labels, number = (user, source, mount), 1
+                while labels in taken:
+                    number += 1
+                    labels = (user, source, f"{mount} ({number})")
+                kept[key] = labels
+                taken.add(labels)
+        self.given = kept
+        return kept
+
+
+@dataclass
+class UserNames:
+    """Names of users. A name service may be slow, or hang: then the number it is, for good, because
+    a label that changes is another series. Changing: ``known``."""
+
+    known: dict[int, str] = field(default_factory=dict)
+
+    async def learn(self, uids: Iterable[int]) -> None:
+        """Takes NAME_SECONDS at most."""
+        new = set(uids) - self.known.keys()
+        with trio.move_on_after(NAME_SECONDS):
+            async with trio.open_nursery() as nursery:
+                for uid in new:
+                    nursery.start_soon(self._look_up, uid)
+        for uid in new:
+            self.known.setdefault(uid, str(uid))
+
+    async def _look_up(self, uid: int) -> None:
+        name = await trio.to_thread.run_sync(_name_of, uid, abandon_on_cancel=True)
+        self.known.setdefault(uid, name)
+
+
+class _Flight:
+    """A page on its way, for all who wait for it; None where it could not be made."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.page: bytes | None = None
+
+
+class Node:
+    """Constant: the socket to the broker; ``own_uid`` where it is not root that looks. Changing:
+    the page under way, the number of the look and what came of it, the names that were given."""
+
+    def __init__(self, channel: socket.socket, nursery: trio.Nursery, own_uid: int | None) -> None:
+        channel.setblocking(False)
+        self._channel = channel
+        self._nursery = nursery
+        self._own_uid = own_uid
+        self._number = 0
+        self._arrived, _ = trio.open_memory_channel[Sight | broker.End](math.inf)
+        self._flight: _Flight | None = None
+        self._naming = Naming()
+        self._users = UserNames()
+
+    async def page(self) -> bytes:
+        """The text of all mounts, within LOOK_SECONDS and ASK_SECONDS and a little. Raises OSError
+        where it cannot be made."""
+        flight = self._flight
+        if flight is None:
+            flight = self._flight = _Flight()
+            self._nursery.start_soon(self._fly, flight)
+        await flight.done.wait()
+        if flight.page is None:
+            raise OSError("the page could not be made")
+        return flight.page
+
+    async def _fly(self, flight: _Flight) -> None:
+        try:
+            sights, left_off = await self._look()
+            mounts = await self._ask(sights)
+            await self._users.learn(mount.uid for mount in mounts)
+            named = self._naming.name((mount.key, self._labels(mount)) for mount in mounts)
+            values = page_values([(named[mount.key], mount) for mount in mounts], left_off)
+            flight.page = await trio.to_thread.run_sync(exposition_of, values)
+        except trio.TooSlowError:
+            log.warning("metrics: the part that looks for mounts does not answer")
+        except Exception:  # a bug, and no reason to end
+            log.exception("metrics")
+        finally:
+            self._flight = None
+            flight.done.set()
+
+    def _labels(self, mount: Seen) -> Labels:
+        source, mountpoint = (
+            plain(path[:MOST_PATH_CHARACTERS]) for path in (mount.source, mount.mountpoint)
+        )
+        return plain(self._users.known[mount.uid]), source, mountpoint
+
+    async def receive(self) -> None:
+        """Take what the broker sends until it is gone; what comes too late is let go."""
+        while True:
+            await trio.lowlevel.wait_readable(self._channel)
+            received = broker.receive(self._channel)
+            if received is None:
+                return
+            number, what = received
+            if number == self._number:
+                self._arrived.send_nowait(what)
+            elif isinstance(what, Sight):
+                what.close()
+
+    async def _look(self) -> tuple[list[Sight], int]:
+        """All registered mounts, and how many were left off. Raises trio.TooSlowError."""
+        self._number += 1
+        self._arrived, arrivals = trio.open_memory_channel[Sight | broker.End](math.inf)
+        sights: list[Sight] = []
+        try:
+            broker.ask(self._channel, self._number)
+            with trio.fail_after(LOOK_SECONDS):
+                while isinstance(what := await arrivals.receive(), Sight):
+                    sights.append(what)
+        except (trio.TooSlowError, OSError):
+            self._number += 1
+            with suppress(trio.WouldBlock):
+                while isinstance(late := arrivals.receive_nowait(), Sight):
+                    sights.append(late)
+            for sight in sights:
+                sight.close()
+            raise trio.TooSlowError from None
+        return sights, what.left_off
+
+    async def _ask(self, sights: Iterable[Sight]) -> list[Seen]:
+        """All mounts there are, with what those said that answered within ASK_SECONDS."""
+        table = [mount for mount in read_mountinfo() if mount.fstype == MONARCHFS]
+        mounts = []
+        with trio.move_on_after(ASK_SECONDS):
+            async with trio.open_nursery() as nursery:
+                for sight in sights:
+                    seen = _seen(sight)
+                    if seen is None or not _is_there(sight, seen, table):
+                        sight.close()
+                        continue
+                    os.close(sight.registration)
+                    mounts.append(seen)
+                    if sight.connection is not None:
+                        nursery.start_soon(_ask, seen, sight.connection, sight.owner_uid)
+        known = {(mount.mountpoint, mount.owner_uid) for mount in mounts}
+        return mounts + [
+            Seen(f"{one.mountpoint}\0{one.user_id}", one.user_id or 0, one.source, one.mountpoint)
+            for one in {mount.mountpoint: mount for mount in table}.values()
+            if not known & {(one.mountpoint, 0), (one.mountpoint, one.user_id)}
+            and self._own_uid in (None, one.user_id)
+        ]
+
+
+def _seen(sight: Sight) -> Seen | None:
+    """The mount of a registration; None if that is none."""
+    try:
+        content = os.pread(sight.registration, control.MOST_REQUEST_BYTES, 0)
+        entry = control.decode_registration(content, sight.owner_uid)
+    except (OSError, ValueError):
+        return None
+    return Seen(
+        sight.stem,
+        entry.uid,
+        entry.source,
+        entry.mountpoint,
+        started_ns=entry.started_ns,
+        jobs=sight.jobs,
+        owner_uid=sight.owner_uid,
+    )
+
+
+def _is_there(sight: Sight, seen: Seen, table: Iterable[Mount]) -> bool:
+    """Whether a mount is more than a registration that its daemon left when it died."""
+    if sight.connection is not None or sight.full:
+        return True
+    return any(
+        mount.mountpoint == seen.mountpoint and sight.owner_uid in (0, mount.user_id)
+        for mount in table
+    )
+
+
+async def _ask(seen: Seen, connection: int, owner_uid: int) -> None:
+    """Sets ``values``, unless there is no answer, or none that makes sense."""
+    ours = socket.socket(fileno=connection)
+    ours.setblocking(False)
+    async with trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as stream:
+        with suppress(trio.BrokenResourceError, ValueError, OSError):
+            if control.peer_uid(ours) in (0, owner_uid):
+                await stream.send_all(_QUESTION)
+                reply = control.decode_message(await _line(stream))
+                if reply.get("ok") is True and isinstance(reply.get("result"), dict):
+                    seen.values = decode(reply["result"])
+
+
+async def _line(stream: trio.SocketStream) -> bytes:
+    """Raises ValueError for one that does not end, or not soon enough."""
+    received = bytearray()
+    while not received.endswith(b"\n"):
+        part = await stream.receive_some(64 << 10)
+        received += part
+        if not part or len(received) > MOST_ANSWER_BYTES:
+            raise ValueError("it is no line")
+    return bytes(received)
+
+
+def page_values(mounts: Iterable[tuple[Labels, Seen]], left_off: int) -> Values:
+    """The samples of all mounts, by metric."""
+    values: Values = {family: [] for family in names.NODE_FAMILIES}
+    values[names.LEFT_OFF].append(((), left_off))
+    for labels, mount in sorted(mounts, key=lambda one: one[0]):
+        values[names.MOUNT_UP].append((labels, int(mount.values is not None)))
+        if mount.started_ns is not None:
+            values[names.MOUNT_STARTED].append((labels, mount.started_ns / NS))
+        values[names.MOUNT_JOB] += [((*labels, job), 1) for job in mount.jobs]
+        for family, samples in (mount.values or {}).items():
+            values.setdefault(_WITH_LABELS[family], []).extend(_labelled(family, labels, samples))
+    return values
+
+
+def _labelled(family: Family, mount: Labels, samples: Iterable[Sample]) -> Iterator[Sample]:
+    for labels, value in samples:
+        own = zip(family.labels, labels, strict=True)
+        yield (*mount, *(label for name, label in own if name not in _DROPPED)), value
+
+
+def _with_labels(family: Family) -> Family:
+    own = (name for name in family.labels if name not in _DROPPED)
+    return replace(family, labels=(*_LABELS, *own))
+
+
+_WITH_LABELS: Mapping[Family, Family] = {family: _with_labels(family) for family in FAMILIES}
+
+
+def _name_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+async def _run(channel: socket.socket, listener: socket.socket | None, own_uid: int | None) -> int:
+    async with trio.open_nursery() as nursery:
+        node = Node(channel, nursery, own_uid)
+
+        async def receive() -> None:
+            await node.receive()
+            log.error("the part of the exporter that looks for mounts is gone")
+            os._exit(1)  # a thread may hang in a name service
+
+        nursery.start_soon(receive)
+        if listener is not None:
+            await serve(listener, node.page, CONTENT_TYPE)
+        else:
+            sys.stdout.buffer.write(await node.page())
+            sys.stdout.flush()
+        nursery.cancel_scope.cancel()
+    return 0
+
+
+def serve_node(
+    channel: socket.socket, *, listener: socket.socket | None, own_uid: int | None
+) -> int:
+    """Serves the page on ``listener`` until the broker is gone, or writes it to standard output
+    once, where there is none; the exit code."""
+    return trio.run(_run, channel, listener, own_uid)
