@@ -15,6 +15,7 @@ from monarchfs.config import User
 from monarchfs.config.places import ROOT_RUNTIME_DIR, resolve_user, runtime_dir_of
 from monarchfs.exporter.broker import run_apart
 from monarchfs.exporter.look import Roots
+from monarchfs.supervisor.notify_systemd import ServiceManager
 from monarchfs.supervisor.port import listen_on, stop_listening
 from monarchfs.types import OperationError, UsageError
 
@@ -33,6 +34,8 @@ def exporter_command(arguments: argparse.Namespace, environ: Mapping[str, str]) 
     listener = None if arguments.once else listen_on(address, port, "--listen")
     from monarchfs.exporter.node import serve_node
 
+    if listener is not None:
+        ServiceManager(environ).ready(f"serving metrics on {arguments.listen}")
     serve = partial(serve_node, listener=listener, own_uid=None if as_root else os.geteuid())
     try:
         code = run_apart(Roots(own=own), user, serve)

@@ -217,8 +217,8 @@ def _connect(directory: int, name: str) -> int | None:
 
 
 def _jobs(registration: int, directory: int, top: str) -> tuple[str, ...]:
-    """Of a mount that root registered in ``directory``, whose path is ``top``. So this is root's own
-    word, and everything on the way to the jobs has to be root's."""
+    """Of a mount that root registered in ``directory``, whose path is ``top``. So it is root's own
+    word that is read, and everything on the way to the jobs has to be root's."""
     try:
         content = os.pread(registration, MOST_REQUEST_BYTES, 0)
         names = way_to_jobs(decode_registration(content, 0).mountpoint, top)

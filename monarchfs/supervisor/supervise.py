@@ -18,6 +18,7 @@ from typing import Any
 from monarchfs import control
 from monarchfs.config import Config
 from monarchfs.fuse.unmount import Unmount, Unmounted, abort_connection
+from monarchfs.supervisor.notify_systemd import ServiceManager
 from monarchfs.supervisor.registration import ControlSocket
 from monarchfs.supervisor.reports import Reports
 from monarchfs.supervisor.succession import Phase, Succession
@@ -81,6 +82,7 @@ class Supervisor:
         self._started = time.monotonic()
         self._reports = Reports(self._ask_for_report, self._reply_status)
         self._exit_code: int | None = None
+        self._manager = ServiceManager(os.environ if config.foreground else {})
         self._selector = selectors.DefaultSelector()
         self._wake_reading, self._wake_writing = socket.socketpair()
 
@@ -98,6 +100,7 @@ class Supervisor:
         register(self._wake_reading, data=self._on_signal)
         register(self.control_socket.listener, data=self._on_connection)
         self.succession.attach(self)
+        self._manager.ready(f"serving {self.config.source} on {self.config.mountpoint}")
         while self._exit_code is None:
             for key, _ in self._selector.select(self._seconds_to_next()):
                 key.data()
@@ -181,6 +184,7 @@ class Supervisor:
 
     def _tick(self) -> None:
         now = time.monotonic()
+        self._manager.beat(now)
         for client in [c for c in self._clients.values() if c.deadline <= now]:
             self._forget(client)
             self._reply(client.connection, control.encode_error("no request came in time"))
@@ -295,6 +299,7 @@ class Supervisor:
 
     def _begin_unmount(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
+        self._manager.stopping()
         if self._unmount is None:
             self._unmount = Unmount(self.config.mountpoint, deadline, self.connection)
         else:

@@ -32,7 +32,7 @@ NO_UNITS = (
 )
 
 
-@pytest.mark.parametrize("family", (*FAMILIES, *NODE_FAMILIES), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [*FAMILIES, *NODE_FAMILIES], ids=lambda family: family.name)
 def test_a_name_follows_the_conventions(family: Family) -> None:
     assert re.fullmatch(r"monarchfs_[a-z]+(_[a-z]+)*", family.name)
     assert not set(family.name.split("_")) & set(NO_UNITS)
