@@ -74,10 +74,12 @@ bench: $(STAMP)
 man: $(STAMP)
 	@$(BIN)/python -m monarchfs.cli.man build/man
 
-# What pip cannot do: the place where mount(8) looks, man pages and completion. INSTALLED is where
-# pip put the commands, DESTDIR is for whoever makes packages.
+# What pip cannot do: the place where mount(8) looks, man pages, completion, units of systemd, rules
+# and dashboard for Prometheus. INSTALLED is where pip put the commands, DESTDIR is for whoever makes
+# packages.
 INSTALLED ?= $(abspath $(BIN))
 PREFIX ?= /usr/local
+UNITS := monarchfs@.service monarchfs-exporter.service monarchfs-gc.service monarchfs-gc.timer
 install-system: man
 	install -d $(DESTDIR)/sbin $(DESTDIR)$(PREFIX)/share/man/man1 $(DESTDIR)$(PREFIX)/share/man/man8 \
 		$(DESTDIR)$(PREFIX)/share/bash-completion/completions
@@ -86,6 +88,13 @@ install-system: man
 	install -m 644 build/man/mount.monarchfs.8 $(DESTDIR)$(PREFIX)/share/man/man8
 	$(BIN)/monarchfs completion bash \
 		> $(DESTDIR)$(PREFIX)/share/bash-completion/completions/monarchfs
+	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system $(DESTDIR)$(PREFIX)/share/monarchfs
+	for unit in $(UNITS); do \
+		sed 's|/usr/local/bin/monarchfs|$(INSTALLED)/monarchfs|' systemd/$$unit \
+			> $(DESTDIR)$(PREFIX)/lib/systemd/system/$$unit || exit 1; \
+	done
+	install -m 644 systemd/imagenet.conf systemd/mnt-imagenet.mount prometheus/*.yml \
+		prometheus/*.json $(DESTDIR)$(PREFIX)/share/monarchfs
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \

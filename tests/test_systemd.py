@@ -1,0 +1,433 @@
+"""The units: systemd's own word on them, what they allow is what is needed, and sd_notify(3)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from monarchfs.config.settings import is_known_option, split_options
+from monarchfs.supervisor.notify_systemd import ServiceManager
+from tests import trees
+from tests.faking import interpreter_for
+from tests.mounting import (
+    MONARCHFS,
+    REPOSITORY,
+    WAIT_SECONDS,
+    Bench,
+    Mount,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
+
+UNITS = REPOSITORY / "systemd"
+DOCUMENT = (REPOSITORY / "docs" / "SYSTEMD.md").read_text()
+COMMAND = "/usr/local/bin/monarchfs"
+SERVICES = ("monarchfs@mnt-x.service", "monarchfs-exporter.service", "monarchfs-gc.service")
+MOUNTING = ("monarchfs@.service", "monarchfs-gc.service")
+NAMESPACES = {
+    *("ProtectSystem", "ProtectHome", "PrivateTmp", "PrivateDevices", "PrivateMounts"),
+    *("ProtectKernelTunables", "ProtectKernelModules", "ProtectKernelLogs", "ProtectControlGroups"),
+    *(
+        "ProtectProc",
+        "ProcSubset",
+        "PrivateIPC",
+        "PrivateNetwork",
+        "ReadWritePaths",
+        "TemporaryFileSystem",
+    ),
+    *(
+        "ReadOnlyPaths",
+        "InaccessiblePaths",
+        "ExecPaths",
+        "NoExecPaths",
+        "BindPaths",
+        "LogNamespace",
+    ),
+    *(
+        "BindReadOnlyPaths",
+        "RootDirectory",
+        "RootImage",
+        "MountFlags",
+        "DynamicUser",
+        "PrivateUsers",
+    ),
+}
+"""With any of these, systemd gives a unit a mount namespace of its own (or a root that is none)."""
+
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="needs systemd-analyze (package systemd)"
+)
+
+
+def directives(unit: str) -> dict[str, list[str]]:
+    """All settings of a unit's file; those that come again are lists longer than one."""
+    found: dict[str, list[str]] = {}
+    for line in (UNITS / unit).read_text().splitlines():
+        name, equals, value = line.partition("=")
+        if equals and not line.startswith("#"):
+            found.setdefault(name, []).append(value)
+    return found
+
+
+@pytest.fixture
+def units(tmp_path: Path) -> Path:
+    """The units in a directory, with a command that is there."""
+    for source in UNITS.iterdir():
+        text = source.read_text().replace(COMMAND, "/bin/true")
+        (tmp_path / source.name).write_text(text)
+    return tmp_path
+
+
+def analyze(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["systemd-analyze", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+    )
+
+
+@needs_systemd
+def test_systemd_has_no_complaints(units: Path) -> None:
+    names = [*SERVICES, "monarchfs-gc.timer", "mnt-imagenet.mount"]
+    done = analyze("verify", "--man=no", *(f"./{name}" for name in names), cwd=units)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    # It does complain of what is wrong.
+    wrong = (
+        (units / "monarchfs-gc.service").read_text().replace("LockPersonality", "LockPersonalty")
+    )
+    (units / "wrong.service").write_text(wrong)
+    assert "LockPersonalty" in analyze("verify", "--man=no", "./wrong.service", cwd=units).stderr
+
+
+@needs_systemd
+@pytest.mark.parametrize(("unit", "most"), list(zip(SERVICES, (46, 26, 41), strict=True)))
+def test_the_exposure_is_what_the_document_says(units: Path, unit: str, most: int) -> None:
+    security = ("security", "--offline=true", "--no-pager")
+    done = analyze(*security, f"--threshold={most}", f"./{unit}", cwd=units)
+    assert done.returncode == 0, done.stdout
+    assert f"{most / 10:g}" in DOCUMENT
+    if not unit.startswith("monarchfs@"):
+        return
+    done = analyze(*security, "--json=short", f"./{unit}", cwd=units)
+    open_points = {
+        item["name"].partition("=")[0] for item in json.loads(done.stdout) if item["exposure"]
+    }
+    assert len(open_points) > 10
+    assert [
+        name for name in open_points if f"`{name}=" not in DOCUMENT and name not in DOCUMENT
+    ] == []
+    capabilities = {
+        item["name"].partition("~")[2]
+        for item in json.loads(done.stdout)
+        if item["exposure"] and item["name"].startswith("CapabilityBoundingSet=~")
+    }
+    assert [name for name in capabilities if name.replace("|", "\\|") not in DOCUMENT] == []
+
+
+@pytest.mark.parametrize("unit", MOUNTING)
+def test_what_mounts_for_others_has_no_mount_namespace(unit: str) -> None:
+    assert not NAMESPACES & directives(unit).keys()
+
+
+def test_examples_have_known_options() -> None:
+    mount = directives("mnt-imagenet.mount")
+    example = directives("imagenet.conf")
+    for options in (mount["Options"][0].replace("%%", "%"), example["OPTIONS"][0]):
+        assert [option for option in split_options(options) if not is_known_option(option)] == []
+    assert example["OPTIONS"][0] in DOCUMENT
+
+
+def test_the_units_are_installed_with_the_commands_path(tmp_path: Path) -> None:
+    subprocess.run(
+        ["make", "-s", "install-system", f"DESTDIR={tmp_path}", "INSTALLED=/opt/monarchfs/bin"],
+        cwd=REPOSITORY,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    directory = tmp_path / "usr/local/lib/systemd/system"
+    names = {unit.name for unit in directory.iterdir()}
+    assert names == {*(s.replace("@mnt-x", "@") for s in SERVICES), "monarchfs-gc.timer"}
+    for unit in directory.glob("*.service"):
+        text = unit.read_text()
+        assert "/opt/monarchfs/bin/monarchfs " in text
+        assert COMMAND not in text
+    shared = {path.name for path in (tmp_path / "usr/local/share/monarchfs").iterdir()}
+    assert {"imagenet.conf", "mnt-imagenet.mount", "rules.yml", "dashboard.json"} <= shared
+
+
+# The daemon, as the unit starts it
+
+
+def command_of(unit: str, source: Path, mountpoint: Path, options: str) -> list[str]:
+    """The command line of a mount's unit: ``${NAME}`` is one word, whatever is in it."""
+    values = {"SOURCE": str(source), "MOUNTPOINT": str(mountpoint), "OPTIONS": options}
+    words = shlex.split(directives(unit)["ExecStart"][0])
+    assert words[0] == COMMAND
+    return [*MONARCHFS, *(values[w[2:-1]] if w.startswith("${") else w for w in words[1:])]
+
+
+@contextmanager
+def in_foreground(
+    work: Bench,
+    *,
+    options: str = "",
+    before: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+    where: str = "mount point",
+) -> Iterator[tuple[Mount, subprocess.Popen[bytes]]]:
+    """The unit's command with what it is restricted by ``before`` it; ended by SIGTERM."""
+    source, point = work.path / "src", work.path / where
+    if not source.exists():
+        trees.dataset(source, files=8)
+    point.mkdir(exist_ok=True)
+    storage = f"tier={work.path}/tier=1G,state_dir={work.path}/state"
+    command = command_of(
+        "monarchfs@.service", source, point, ",".join(filter(None, [storage, options]))
+    )
+    base = {
+        k: v for k, v in os.environ.items() if not k.startswith(("SUDO_", "NOTIFY_", "WATCHDOG"))
+    }
+    with open(work.path / "log", "ab") as log:
+        process = subprocess.Popen(
+            [*before, *command],
+            env={**base, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    mount = Mount(source, point)
+    work.mounts.append(mount)
+    try:
+
+        def mounted() -> bool:
+            assert process.poll() is None, work.log()
+            return os.path.ismount(point)
+
+        wait_for(mounted, "the mount")
+        wait_for(lambda: run("status", str(point)).returncode == 0, "the supervisor to answer")
+        yield mount, process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        if process.poll() is None:
+            process.terminate()
+        process.wait(30)
+
+
+READ_ALL = """
+import os, sys
+for directory, _, names in os.walk(sys.argv[1]):
+    for name in names:
+        with open(os.path.join(directory, name), "rb") as file:
+            file.read()
+"""
+
+
+def read_all(mount: Mount) -> None:
+    command = [sys.executable, "-c", READ_ALL, str(mount.path)]
+    subprocess.run(command, check=True, timeout=WAIT_SECONDS)
+
+
+@requires_root
+@requires_fuse
+def test_the_units_command_mounts_also_with_no_options(work: Bench) -> None:
+    words = command_of("monarchfs@.service", Path("/nowhere"), Path("/mnt"), "")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "monarchfs: source /nowhere does not exist: name an existing directory\n"
+    with in_foreground(work, where="it's $HOME, 100% \\x2d") as (mount, process):
+        read_all(mount)
+        process.terminate()
+        assert process.wait(30) == 0
+        assert not os.path.ismount(mount.path)
+
+
+@requires_root
+@requires_fuse
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv (package util-linux)")
+def test_the_capabilities_of_the_unit_are_enough(work: Bench) -> None:
+    """For another user, a second time, and with a worker that has to be killed."""
+    interpreter_for("nobody")
+    allowed = directives("monarchfs@.service")["CapabilityBoundingSet"][0].split()
+    kept = ",".join(["-all", *(f"+{name.removeprefix('CAP_').lower()}" for name in allowed)])
+    before = ("setpriv", "--no-new-privs", "--bounding-set", kept)
+    options = "user=nobody,allow_other,prefetch=all"
+    for _ in range(2):
+        with in_foreground(work, options=options, before=before) as (mount, process):
+            limits = Path(f"/proc/{process.pid}/status").read_text()
+            assert int(re.findall(r"CapBnd:\s+(\w+)", limits)[0], 16).bit_count() == len(allowed)
+            read_all(mount)
+            mount.wait_idle()
+            worker = mount.worker_pid()
+            os.kill(worker, signal.SIGSTOP)
+            process.terminate()
+            assert process.wait(40) in (0, 1)
+            assert not os.path.ismount(mount.path)
+            wait_for(lambda: not Path(f"/proc/{worker}").exists(), "the worker's end")  # noqa: B023
+
+
+def system_calls(name: str, known: dict[str, list[str]]) -> set[str]:
+    """All calls of a set of systemd's, with those of the sets in it."""
+    if not name.startswith("@"):
+        return {name}
+    return set().union(*(system_calls(part, known) for part in known[name]))
+
+
+@needs_systemd
+@requires_root
+@requires_fuse
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+def test_the_system_calls_of_the_unit_are_enough(work: Bench) -> None:
+    known: dict[str, list[str]] = {}
+    for line in analyze("syscall-filter", cwd=work.path).stdout.splitlines():
+        if line.startswith("@"):
+            members = known[line.strip()] = []
+        elif known and line.strip() and not line.strip().startswith("#"):
+            members.append(line.strip())
+    (filtered,) = directives("monarchfs@.service")["SystemCallFilter"]
+    allowed = system_calls("@default", known).union(
+        *(system_calls(s, known) for s in filtered.split())
+    )
+    trace = work.path / "trace"
+    before = ("strace", "-f", "-qq", "-e", "signal=none", "-o", str(trace))
+    options = "user=nobody,allow_other,prefetch=all,scrub=20M"
+    with in_foreground(work, options=options, before=before) as (mount, process):
+        read_all(mount)
+        mount.wait_idle()
+        read_all(mount)
+        assert run("evict", str(mount.path)).returncode == 0
+        assert mount.umount().returncode == 0
+        process.wait(30)
+    lines = trace.read_text(errors="replace").splitlines()
+    used = {match[1] for line in lines if (match := re.match(r"\d+ +(\w+)\(", line))}
+    assert {"mount", "umount2", "setresuid", "capset", "ioctl"} & used
+    assert used - allowed == set()
+    both = [line for line in lines if "PROT_WRITE" in line and "PROT_EXEC" in line]
+    assert both == [], "MemoryDenyWriteExecute= forbids it"
+    (families,) = directives("monarchfs@.service")["RestrictAddressFamilies"]
+    asked = {
+        match[1] for line in lines if (match := re.search(r" socket(?:pair)?\((AF_\w+)", line))
+    }
+    assert asked <= set(families.split())
+
+
+# sd_notify
+
+
+class Manager:
+    """What systemd is to a service: a datagram socket."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind("\0" + address[1:] if address.startswith("@") else address)
+        self.environment = {"NOTIFY_SOCKET": address}
+
+    def next(self, seconds: float = WAIT_SECONDS) -> str | None:
+        """The next message; None if none comes in time."""
+        self.socket.settimeout(seconds)
+        try:
+            return self.socket.recv(4096).decode()
+        except TimeoutError:
+            return None
+
+    def drain(self) -> list[str]:
+        messages = []
+        while (message := self.next(0.001)) is not None:
+            messages.append(message)
+        return messages
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]:
+    address = str(tmp_path / "notify") if request.param == "path" else f"@test-{os.getpid()}"
+    manager = Manager(address)
+    yield manager
+    manager.socket.close()
+
+
+@requires_root
+@requires_fuse
+def test_a_mount_tells_when_it_serves_beats_and_ends(work: Bench, manager: Manager) -> None:
+    environment = {**manager.environment, "WATCHDOG_USEC": "400000"}
+    with in_foreground(work, environment=environment) as (mount, process):
+        ready = manager.next()
+        assert ready == f"READY=1\nSTATUS=serving {mount.source} on {mount.path}"
+        assert manager.next() == "WATCHDOG=1"
+        assert manager.next() == "WATCHDOG=1"
+        # A worker that hangs is not the supervisor's end.
+        worker = mount.worker_pid()
+        os.kill(worker, signal.SIGSTOP)
+        manager.drain()
+        assert manager.next() == "WATCHDOG=1"
+        os.kill(worker, signal.SIGCONT)
+        process.send_signal(signal.SIGSTOP)
+        manager.drain()
+        assert manager.next(3) is None, "a supervisor that hangs does not beat"
+        process.send_signal(signal.SIGCONT)
+        assert manager.next() == "WATCHDOG=1"
+        process.terminate()
+        assert process.wait(30) == 0
+    assert [message for message in manager.drain() if message != "WATCHDOG=1"] == ["STOPPING=1"]
+
+
+@requires_root
+@requires_fuse
+def test_a_daemon_says_nothing_to_the_manager_of_who_started_it(
+    work: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prolog has slurmd's $NOTIFY_SOCKET."""
+    manager = Manager(str(tmp_path / "notify"))
+    monkeypatch.setenv("NOTIFY_SOCKET", manager.environment["NOTIFY_SOCKET"])
+    monkeypatch.setenv("WATCHDOG_USEC", "100000")
+    (work.path / "src").mkdir()
+    mount = work.mount(work.path / "src")
+    assert mount.umount().returncode == 0
+    assert manager.drain() == []
+    manager.socket.close()
+
+
+def test_a_watchdog_of_another_process_is_not_ours(manager: Manager) -> None:
+    for given, beats in (
+        ({"WATCHDOG_USEC": "2000000"}, 2),
+        ({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": str(os.getpid())}, 2),
+        ({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": "1"}, 0),
+        ({"WATCHDOG_USEC": "0"}, 0),
+        ({"WATCHDOG_USEC": "soon"}, 0),
+        ({}, 0),
+    ):
+        told = ServiceManager({**manager.environment, **given})
+        for now in (10.0, 10.5, 10.9, 11.0, 11.9):
+            told.beat(now)
+        assert manager.drain() == ["WATCHDOG=1"] * beats
+
+
+@pytest.mark.parametrize(
+    "address", ["", "relative", "vsock:2:1", "/nowhere/at/all", "@nobody-listens"]
+)
+def test_a_manager_that_is_not_there_costs_nothing(address: str) -> None:
+    told = ServiceManager({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "1000000"})
+    told.ready("x")
+    told.beat(1.0)
+    told.stopping()
+
+
+def test_a_status_is_one_line(manager: Manager) -> None:
+    ServiceManager(manager.environment).ready("a\nMAINPID=1\udcff")
+    assert manager.next() == "READY=1\nSTATUS=a MAINPID=1\\udcff"
