@@ -170,13 +170,22 @@ def test_promtool_has_no_complaints(work: Bench) -> None:
 
 @needs_promtool
 def test_promtool_takes_the_documented_queries(tmp_path: Path) -> None:
-    assert PROMTOOL is not None
-    blocks = re.findall(r"^```promql\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-    # A line that is indented belongs to the one before.
-    queries = [query for block in blocks for query in re.split(r"\n(?! )", block.rstrip())]
+    queries = documented_queries(DOCUMENT.read_text())
     assert len(queries) > 10
+    takes(queries, tmp_path / "rules.yml")
+
+
+def documented_queries(document: str) -> list[str]:
+    blocks = re.findall(r"^```promql\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
+    # A line that is indented belongs to the one before.
+    return [query for block in blocks for query in re.split(r"\n(?! )", block.rstrip())]
+
+
+def takes(queries: list[str], file: Path) -> None:
+    """Has promtool read the queries, as rules in ``file``; fails the test if it does not."""
+    assert PROMTOOL is not None
     rules = [{"record": f"query:{n}", "expr": query} for n, query in enumerate(queries)]
-    file = tmp_path / "rules.yml"  # JSON is YAML
+    # JSON is YAML.
     file.write_text(json.dumps({"groups": [{"name": "documented", "rules": rules}]}))
     done = subprocess.run(
         [PROMTOOL, "check", "rules", str(file)],
