@@ -32,21 +32,20 @@ def run_apart(roots: Roots, user: User | None, child: Callable[[socket.socket], 
     """Runs ``child`` as ``user`` (None: as whoever this is, with no privileges), with a socket on
     which it may ask what mounts there are, and answers it until it ends; its exit code.
 
-    For processes of one thread, because it forks. Raises OSError.
+    For processes of one thread, because it forks. Raises OSError. Where this ends in another way
+    the child sees its end of the socket closed, and ends as well.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # A Ctrl-C is for the parent: without it the child ends.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     pid = os.fork()
     if pid == 0:
         ours.close()
         _live(theirs, user, child)
     theirs.close()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with ours:
-        try:
-            _answer_all(ours, roots)
-        except BaseException:
-            os.kill(pid, signal.SIGTERM)
-            os.waitpid(pid, 0)
-            raise
+        _answer_all(ours, roots)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -55,8 +54,8 @@ def _live(
 ) -> NoReturn:
     code = 1
     try:
-        # A Ctrl-C is for the parent: without it this one ends.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if user is not None:
             become(user)
         drop_capabilities()

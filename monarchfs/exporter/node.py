@@ -317,8 +317,8 @@ async def _run(channel: socket.socket, listener: socket.socket | None, own_uid: 
 
         async def receive() -> None:
             await node.receive()
-            log.error("the part of the exporter that looks for mounts is gone")
-            os._exit(1)  # a thread may hang in a name service
+            # The broker is gone, and this with it, even if a thread hangs in a name service.
+            os._exit(1)
 
         nursery.start_soon(receive)
         if listener is not None:

@@ -53,9 +53,12 @@ def exporter_process(
 
 
 def reader_of(pid: int) -> int | None:
-    """The process without privileges: the only child."""
-    with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
-        children = file.read().split()
+    """The process without privileges: the only child; None if it is not there."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            children = file.read().split()
+    except FileNotFoundError:
+        return None
     return int(children[0]) if children else None
 
 

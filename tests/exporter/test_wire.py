@@ -1,0 +1,210 @@
+"""What a mount says of itself, on its way to the node's exporter: kept whole, believed little."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarchfs.exporter import node, wire
+from monarchfs.exporter.node import Naming, Seen, UserNames, page_values
+from monarchfs.exporter.text import exposition_of
+from monarchfs.exporter.values import Durations, Values
+from monarchfs.metrics import names
+from monarchfs.metrics.names import FAMILIES, Kind
+from tests.exporter.scraping import parse
+
+TIER = names.TIER_USED.name
+OPENS = names.OPENS.name
+DURATION = names.REQUEST_DURATION.name
+VALUES: Values = {
+    names.OPENS: [(("local",), 5), (("source",), 7)],
+    names.TIER_USED: [(("/ssd/\udcff",), 1 << 40), (("/a b\n",), 0)],
+    names.REQUEST_DURATION: [(("read", "local"), Durations((10, 20), (1, 2, 3), 99))],
+    names.SOURCE_OLDEST_CALL: [(("demand",), 1.5)],
+}
+
+
+def sent(values: Values) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(json.dumps(wire.encode(values)))
+    return result
+
+
+def test_what_is_sent_arrives() -> None:
+    arrived = wire.decode(sent(VALUES))
+    assert arrived == {
+        **VALUES,
+        names.TIER_USED: [(("/ssd/\\udcff",), 1 << 40), (("/a b\\n",), 0)],
+    }
+
+
+def test_what_another_version_has_is_left_out() -> None:
+    message = sent(VALUES)
+    message["metrics"]["monarchfs_later_total"] = [[["x"], 1]]
+    message["metrics"][OPENS] = [[["local", "more"], 1]]
+    message["more"] = 5
+    assert wire.decode(message) == {**wire.decode(sent(VALUES)), names.OPENS: []}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "bounds"),
+    [
+        (OPENS, None, {}),
+        (OPENS, {}, {}),
+        (OPENS, [1], {}),
+        (OPENS, [[["local"]]], {}),
+        (OPENS, [["local", 1]], {}),
+        (OPENS, [[["local"], "1"]], {}),
+        (OPENS, [[["local"], True]], {}),
+        (OPENS, [[["local"], None]], {}),
+        (OPENS, [[["local"], -1]], {}),
+        (OPENS, [[["local"], 1 << 63]], {}),
+        (OPENS, [[["local"], float("inf")]], {}),
+        (OPENS, [[["local"], float("nan")]], {}),
+        (OPENS, [[[5], 1]], {}),
+        (OPENS, [[["x" * 65], 1]], {}),
+        (OPENS, [[['a"b'], 1]], {}),
+        (OPENS, [[["a\nb"], 1]], {}),
+        (OPENS, [[["local"], 1], [["local"], 2]], {}),
+        (TIER, [[["/a"], 1], [["/a"], 2]], {}),
+        (TIER, [[["/\udcff"], 1], [["/\\udcff"], 2]], {}),
+        (TIER, [[["/" * 4097], 1]], {}),
+        (TIER, [[[f"/{n}"], 1] for n in range(wire.MOST_LINES + 1)], {}),
+        (OPENS, [[["local"], [1, 2]]], {}),
+        (DURATION, [[["read", "local"], 5]], {DURATION: [1]}),
+        (DURATION, [[["read", "local"], [1, 1]]], {DURATION: [1]}),
+        (DURATION, [[["read", "local"], [1, 1, -1]]], {DURATION: [1]}),
+        (DURATION, [[["read", "local"], [1, 1, 1, 1]]], {DURATION: [2, 1]}),
+        (DURATION, [[["read", "local"], [1, 1, 1, 1]]], {DURATION: [1, 1]}),
+        (DURATION, [[["read", "local"], [1, 1, 1]]], {DURATION: [0]}),
+        (DURATION, [[["read", "local"], [1, 1, 1]]], {DURATION: ["1"]}),
+        (DURATION, [[["read", "local"], [1, 1, 1]]], {DURATION: 5}),
+        (DURATION, [[["read", "local"], [1] * 101]], {DURATION: list(range(1, 100))}),
+        (DURATION, [[[f"{n}", "x"], [1] * 66] for n in range(100)], {DURATION: list(range(1, 65))}),
+    ],
+)
+def test_nonsense_is_refused(name: str, rows: Any, bounds: Any) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        wire.decode({"metrics": {name: rows}, "bounds_ns": bounds})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+LABEL = st.sampled_from(["local", "/ssd", "read", "\udcff", 'x"y\n\\', "\0", "é\u2028"]) | st.text()
+ROW = st.tuples(st.lists(LABEL, max_size=3), st.integers() | st.floats() | st.lists(st.integers()))
+METRICS = st.dictionaries(
+    st.sampled_from([family.name for family in FAMILIES]), st.lists(ROW, max_size=4) | JSON
+)
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "metrics": METRICS,
+            "bounds_ns": st.dictionaries(st.just(DURATION), st.lists(st.integers(1, 9))) | JSON,
+        }
+    )
+    | st.dictionaries(st.sampled_from(["metrics", "bounds_ns"]), JSON),
+    st.text(max_size=20),
+)
+def test_a_page_can_be_read_whatever_a_mount_says(message: dict[str, Any], path: str) -> None:
+    """Two mounts, of which one is somebody's own program."""
+    values = None
+    try:
+        values = wire.decode(json.loads(json.dumps(message)))
+    except ValueError:
+        values = None
+    hostile = Seen("a", 1, path, path, values=values)
+    well = Seen("b", 0, "/s", "/m", values=VALUES_OF_ONE)
+    named = [(("user", wire.plain(path), wire.plain(path)), hostile), (("root", "/s", "/m"), well)]
+    now = parse(exposition_of(page_values(named, 0)).decode())
+    assert now.value("monarchfs_mount_up", user="root", source="/s", mount="/m") == 1
+    assert now.value(OPENS, user="root", source="/s", mount="/m", served="local") == 5
+    families = {name for name in now.kinds if not name.startswith("monarchfs_")}
+    assert families == set()
+
+
+VALUES_OF_ONE = {names.OPENS: VALUES[names.OPENS]}
+
+
+def test_every_metric_gets_the_labels_of_its_mount() -> None:
+    bounds = (1, 2)
+    values: Values = {
+        family: [
+            (
+                tuple("x" for _ in family.labels),
+                Durations(bounds, (1, 1, 1), 5) if family.kind is Kind.HISTOGRAM else 3,
+            )
+        ]
+        for family in FAMILIES
+    }
+    mount = Seen(
+        "k", 0, "/s", "/m", started_ns=10**9, jobs=("1", "2"), values=wire.decode(sent(values))
+    )
+    now = parse(exposition_of(page_values([(("u", "/s", "/m"), mount)], 3)).decode())
+    assert set(now.kinds) == {f.name for f in (*FAMILIES, *names.NODE_FAMILIES)}
+    for family in FAMILIES:
+        assert {"user", "source", "mount"} <= now.labels[family.name]
+    ours = {"user": "u", "source": "/s", "mount": "/m"}
+    assert now.value("monarchfs_mount_start_time_seconds", **ours) == 1
+    assert now.total("monarchfs_mount_job_info") == 2
+    assert now.value("monarchfs_exporter_mounts_left_off") == 3
+    assert now.labels["monarchfs_mount_info"] == {
+        *ours,
+        *("data_path", "freshness", "prefetch", "evict"),
+    }
+
+
+def test_a_mount_that_says_nothing_has_nothing_but_that() -> None:
+    mount = Seen("k", 0, "/s", "/m")
+    now = parse(exposition_of(page_values([(("u", "/s", "/m"), mount)], 0)).decode())
+    assert now.value("monarchfs_mount_up", user="u", source="/s", mount="/m") == 0
+    assert len(now.samples) == 2
+    assert replace(mount).values is None
+
+
+def test_names_of_mounts_are_given_once_and_stay() -> None:
+    naming = Naming()
+    same = ("u", "/s", "/m")
+    second = ("u", "/s", "/m (2)")
+    assert naming.name([("a", same), ("b", same)]) == {"a": same, "b": second}
+    assert naming.name([("b", same)]) == {"b": second}, "not the series of another mount"
+    assert naming.name([("b", same), ("c", same)]) == {"b": second, "c": same}
+    odd = naming.name([("b", same), ("c", same), ("d", second), ("e", same)])
+    assert len(set(odd.values())) == 4
+    assert naming.name([]) == {}
+
+
+def test_a_name_service_that_hangs_costs_a_second_and_the_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node, "NAME_SECONDS", 0.05)
+    asked: list[int] = []
+
+    async def main() -> None:
+        answered = trio.Event()
+
+        async def hanging(_function: object, uid: int, **_options: object) -> str:
+            asked.append(uid)
+            await answered.wait()
+            return "late"
+
+        monkeypatch.setattr(trio.to_thread, "run_sync", hanging)
+        users = UserNames()
+        with trio.fail_after(10):
+            await users.learn([7, 8])
+        assert users.known == {7: "7", 8: "8"}
+        answered.set()
+        await users.learn([7, 8])
+        assert users.known == {7: "7", 8: "8"}, "a name that changes is another series"
+        assert sorted(asked) == [7, 8]
+
+    trio.run(main)
