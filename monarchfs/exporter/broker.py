@@ -1,8 +1,8 @@
 """The two processes of the node's exporter, and what passes between them.
 
-The one that was started looks for mounts and connects to them, and does nothing else: it may do all
-that root may, and so reads nothing that a user wrote. The other one, its child, has given up every
-privilege: it gets the connections, asks, reads the answers and serves them.
+The one that was started looks for mounts, connects to them and asks, and does nothing else: it may do
+all that root may, and so reads nothing that a user wrote. The other one, its child, has given up every
+privilege: it gets connections on which it can only listen, reads the answers and serves them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from monarchfs.config import User
 from monarchfs.exporter.look import Look, Roots, Sight
-from monarchfs.privileges import drop_capabilities
+from monarchfs.privileges import drop_capabilities, raise_descriptor_limit
 from monarchfs.supervisor.identity import become
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ def run_apart(roots: Roots, user: User | None, child: Callable[[socket.socket], 
     the child sees its end of the socket closed, and ends as well.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    raise_descriptor_limit()
     # A Ctrl-C is for the parent: without it the child ends.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     pid = os.fork()

@@ -20,13 +20,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from monarchfs.config.places import ROOT_RUNTIME_DIR
-from monarchfs.control import MOST_REQUEST_BYTES, decode_registration
+from monarchfs.control import MOST_REQUEST_BYTES, decode_registration, encode_message
 from monarchfs.exporter.jobs import jobs_in, way_to_jobs
 from monarchfs.fuse.mountinfo import read_mountinfo
 
 MOST_OF_ROOT = 512
 MOST_OF_A_USER = 16
+MOST_IN_ALL = 1024
 """Mounts that are looked at. More of them are left off, and counted."""
+
+QUESTION = encode_message({"command": "metrics"})
 
 _MOST_NAMES = 4096
 _NAME = re.compile(r"([0-9a-f]{24})\.json")
@@ -49,8 +52,8 @@ class Roots:
 @dataclass(slots=True)
 class Sight:
     """A registration whose file is open for reading, as ``registration``. ``owner_uid`` wrote it.
-    ``connection`` is a connected socket; None where nobody listens, or too many wait (``full``). To
-    be closed."""
+    ``connection`` is a connected socket, on which the QUESTION was asked and nothing else can be;
+    None where nobody listens, or too many wait (``full``). To be closed."""
 
     stem: str
     owner_uid: int
@@ -74,12 +77,14 @@ class Look:
 
     def sights(self) -> Iterator[Sight]:
         """All registered mounts, one at a time; what goes away meanwhile is passed over."""
+        left = MOST_IN_ALL
         for owner, path, directory in self._directories():
             with ExitStack() as closing:
                 closing.callback(os.close, directory)
-                most = MOST_OF_ROOT if owner == 0 else MOST_OF_A_USER
+                most = min(left, MOST_OF_ROOT if owner == 0 else MOST_OF_A_USER)
                 stems = _stems(directory)
                 self.left_off += max(0, len(stems) - most)
+                left -= len(stems[:most])
                 for stem in stems[:most]:
                     sight = _sight(directory, path, stem, owner)
                     if sight is not None:
@@ -210,9 +215,12 @@ def _connect(directory: int, name: str) -> int | None:
             with ExitStack() as undo:
                 undo.callback(connection.close)
                 connection.connect(f"/proc/self/fd/{place}")
+                # Who gets it has no say in what root asks for: a mount would do more than tell.
+                connection.send(QUESTION)
+                connection.shutdown(socket.SHUT_WR)
                 undo.pop_all()
             return connection.detach()
-    except (FileNotFoundError, ConnectionRefusedError):
+    except (FileNotFoundError, ConnectionError):
         return None
 
 

@@ -42,7 +42,6 @@ MOST_PATH_CHARACTERS = 1024
 
 _LABELS = ("user", "source", "mount")
 _DROPPED = ("source", "mountpoint")
-_QUESTION = control.encode_message({"command": "metrics"})
 
 Labels = tuple[str, str, str]
 """User, source and mount point."""
@@ -253,13 +252,12 @@ def _is_there(sight: Sight, seen: Seen, table: Iterable[Mount]) -> bool:
 
 
 async def _ask(seen: Seen, connection: int, owner_uid: int) -> None:
-    """Sets ``values``, unless there is no answer, or none that makes sense."""
+    """Sets ``values``, unless there is no answer to what was asked, or none that makes sense."""
     ours = socket.socket(fileno=connection)
     ours.setblocking(False)
     async with trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as stream:
         with suppress(trio.BrokenResourceError, ValueError, OSError):
             if control.peer_uid(ours) in (0, owner_uid):
-                await stream.send_all(_QUESTION)
                 reply = control.decode_message(await _line(stream))
                 if reply.get("ok") is True and isinstance(reply.get("result"), dict):
                     seen.values = decode(reply["result"])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from tests.exporter.scraping import Scrape, scrape
 from tests.mounting import MONARCHFS, Mount, as_user, free_port, wait_for
@@ -33,15 +34,7 @@ def exporter_process(
         cwd="/",
     )
     try:
-
-        def answers() -> bool:
-            assert process.poll() is None
-            with suppress(OSError):
-                scrape(port)
-                return True
-            return False
-
-        wait_for(answers, "the exporter to answer")
+        wait_answering(process, port)
         yield process, port
     finally:
         reader = reader_of(process.pid)
@@ -50,6 +43,19 @@ def exporter_process(
         process.wait(10)
         if reader is not None:
             wait_for(lambda: not os.path.exists(f"/proc/{reader}"), "its reader to end")
+
+
+def wait_answering(process: subprocess.Popen[Any], port: int) -> None:
+    """Until an exporter that was just started serves."""
+
+    def answers() -> bool:
+        assert process.poll() is None
+        with suppress(OSError):
+            scrape(port)
+            return True
+        return False
+
+    wait_for(answers, "the exporter to answer")
 
 
 def reader_of(pid: int) -> int | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from monarchfs.control import Registration, own_mount_namespace
-from tests.exporter.nodes import exporter, exporter_process, of, reader_of, up
+from tests.exporter.nodes import exporter, exporter_process, of, reader_of, up, wait_answering
 from tests.exporter.scraping import Scrape, parse, scrape
 from tests.exporter.test_scraping import (
     FILES,
@@ -309,14 +309,18 @@ def test_each_ends_with_the_other() -> None:
         process.kill()
         process.wait(10)
         wait_for(lambda: not Path(f"/proc/{reader}").exists(), "the reader to end")
+    port = free_port()
     other = subprocess.Popen(
-        [*MONARCHFS, "exporter", "--listen", f"127.0.0.1:{free_port()}"],
+        [*MONARCHFS, "exporter", "--listen", f"127.0.0.1:{port}"],
         stderr=subprocess.PIPE,
         text=True,
         cwd="/",
     )
     try:
-        os.kill(wait_for(lambda: reader_of(other.pid), "the reader"), signal.SIGKILL)
+        wait_answering(other, port)
+        reader = reader_of(other.pid)
+        assert reader is not None
+        os.kill(reader, signal.SIGKILL)
         _, errors = other.communicate(timeout=10)
         assert other.returncode == 1
         assert errors == "monarchfs: the exporter ended unexpectedly: its log says more\n"
@@ -339,14 +343,16 @@ def test_a_part_that_is_stopped_costs_a_scrape_a_bounded_time(work: Bench) -> No
 
 
 def test_ctrl_c_ends_it_with_one_line() -> None:
+    port = free_port()
     process = subprocess.Popen(
-        [*MONARCHFS, "exporter", "--listen", f"127.0.0.1:{free_port()}"],
+        [*MONARCHFS, "exporter", "--listen", f"127.0.0.1:{port}"],
         stderr=subprocess.PIPE,
         text=True,
         cwd="/",
         start_new_session=True,
     )
-    reader = wait_for(lambda: reader_of(process.pid), "the reader")
+    wait_answering(process, port)
+    reader = reader_of(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=10)
     assert (process.returncode, errors) == (1, "monarchfs: interrupted\n")
@@ -489,49 +495,38 @@ def hostile_daemon(answer: str) -> Iterator[None]:
 BAD = "monarchfs_opens_total"
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "endless",
-        "silent",
-        "slow",
-        "nonsense",
-        "[" * 50_000,
-        '{"ok": true, "result": {}}',
-        '{"ok": true, "result": {"metrics": {}, "bounds_ns": []}}',
-        json.dumps(
-            {"ok": True, "result": {"metrics": {BAD: [[["local"], 1e999]]}, "bounds_ns": {}}}
-        ),
-        json.dumps(
-            {
-                "ok": True,
-                "result": {
-                    "metrics": {BAD: [[[f"s{n}"], 1] for n in range(5000)]},
-                    "bounds_ns": {},
-                },
-            }
-        ),
-        json.dumps(
-            {
-                "ok": True,
-                "result": {"metrics": {BAD: [[['x"} 1\nup 0\n#'], 1]]}, "bounds_ns": {}},
-            }
-        ),
-    ],
-    ids=lambda answer: answer[:40],
-)
-def test_a_hostile_daemon_is_down_and_disturbs_nobody(work: Bench, answer: str) -> None:
+def saying(**metrics: object) -> str:
+    return json.dumps({"ok": True, "result": {"metrics": metrics, "bounds_ns": {}}})
+
+
+HOSTILE_ANSWERS = {
+    "never ends": "endless",
+    "never comes": "silent",
+    "comes byte by byte": "slow",
+    "is no JSON": "nonsense",
+    "is deep": "[" * 50_000,
+    "is empty": '{"ok": true, "result": {}}',
+    "has lists for objects": '{"ok": true, "result": {"metrics": {}, "bounds_ns": []}}',
+    "has infinite numbers": saying(**{BAD: [[["local"], 1e999]]}),
+    "has many series": saying(**{BAD: [[[f"s{n}"], 1] for n in range(5000)]}),
+    "has labels that break lines": saying(**{BAD: [[['x"} 1\nup 0\n#'], 1]]}),
+}
+
+
+def test_a_hostile_daemon_is_down_and_disturbs_nobody(work: Bench) -> None:
     mount = mounted(work, "one")
-    with hostile_daemon(answer), exporter() as port:
-        now = timely(port)
-        assert up(now, mount) == 1
-        hostile = {
-            name: value
-            for (name, labels), value in now.samples.items()
-            if ("user", HOSTILE.pw_name) in labels
-        }
-        assert hostile.pop("monarchfs_mount_up") == 0
-        assert set(hostile) == {"monarchfs_mount_start_time_seconds"}
+    with exporter() as port:
+        for what, answer in HOSTILE_ANSWERS.items():
+            with hostile_daemon(answer):
+                now = timely(port)
+            assert up(now, mount) == 1, what
+            hostile = {
+                name: value
+                for (name, labels), value in now.samples.items()
+                if ("user", HOSTILE.pw_name) in labels
+            }
+            assert hostile.pop("monarchfs_mount_up") == 0, what
+            assert set(hostile) == {"monarchfs_mount_start_time_seconds"}, what
 
 
 def test_a_hostile_daemon_may_lie_about_its_own_user_only(work: Bench) -> None:
