@@ -1,8 +1,8 @@
 """The two processes of the node's exporter, and what passes between them.
 
-The one that was started looks for mounts, connects to them and asks, and does nothing else: it may do
-all that root may, and so reads nothing that a user wrote. The other one, its child, has given up every
-privilege: it gets connections on which it can only listen, reads the answers and serves them.
+The one that was started looks for mounts, connects to them and asks, and does nothing else: it may
+do all that root may, and so reads nothing that a user wrote. The other one, its child, has given up
+every privilege: it gets connections on which it can only listen, reads the answers and serves them.
 """
 
 from __future__ import annotations

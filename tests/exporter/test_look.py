@@ -33,6 +33,7 @@ class Node:
     path: Path
     closing: ExitStack
     stems: int = 0
+    listeners: list[socket.socket] = field(default_factory=list)
     roots: Roots = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,6 +69,7 @@ class Node:
         stem.with_suffix(".json").write_text(entry.to_json())
         listener = self.closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(f"{stem}.sock")
+        self.listeners.append(listener)
         if listens:
             listener.listen(16)
         for suffix in (".json", ".sock"):
@@ -105,6 +107,25 @@ def test_mounts_are_found_wherever_they_are_registered(node: Node) -> None:
     ]
     dead = node.register(node.directory("tmp", OTHER), OTHER, listens=False)
     assert node.look() == ({**dict.fromkeys(stems, True), dead: False}, 0)
+
+
+def test_what_is_passed_on_can_only_listen(node: Node) -> None:
+    """Else a reader that was taken over could have root unmount what it likes."""
+    stem = node.register(node.directory("tmp", USER), USER)
+    (listener,) = node.listeners
+    (sight,) = Look(node.roots).sights()
+    assert (sight.stem, sight.full) == (stem, False)
+    assert sight.connection is not None
+    with socket.socket(fileno=os.dup(sight.connection)) as passed:
+        with pytest.raises(BrokenPipeError):
+            passed.send(b'{"command": "umount"}\n')
+        asked, _ = listener.accept()
+        with asked:
+            assert asked.recv(4096) == b'{"command": "metrics"}\n'
+            assert asked.recv(4096) == b""
+            asked.sendall(b"answer")
+            assert passed.recv(10) == b"answer"
+    sight.close()
 
 
 def test_no_directories_are_no_mounts(tmp_path: Path) -> None:
@@ -230,6 +251,9 @@ def test_more_mounts_than_one_may_have_are_left_off(
     found, left_off = node.look()
     assert (len(found), left_off) == (8, 4)
     assert set(stems) <= set(found)
+    monkeypatch.setattr(look, "MOST_IN_ALL", 5)
+    found, left_off = node.look()
+    assert (len(found), left_off) == (5, 7)
 
 
 LOOK = """
