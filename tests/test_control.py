@@ -52,6 +52,48 @@ def test_the_document_has_the_limits() -> None:
         assert words in DOCUMENT, words
 
 
+ASKED = """
+import os, socket, sys
+from monarchfs import control
+listener = socket.socket(socket.AF_UNIX)
+os.umask(0o177)
+listener.bind(sys.argv[1])
+listener.listen(4)
+print("ready", flush=True)
+for _ in range(2):
+    connection, _ = listener.accept()
+    print(control.peer_uid(connection), control.may_ask(connection, os.geteuid()), flush=True)
+"""
+
+
+@requires_root
+@pytest.mark.parametrize("namespace", [(), ("unshare", "--user", "--map-current-user")])
+def test_root_may_ask_also_from_outside_of_a_user_namespace(namespace: tuple[str, ...]) -> None:
+    """And a user may not who gets around the socket's mode, where users can be told apart."""
+    probe = as_user(NOBODY, [*namespace, "true"])
+    if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
+        pytest.skip("ordinary users have no user namespaces here")
+    python = interpreter_for(NOBODY)
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o777)
+        path = f"{directory}/socket"
+        command = as_user(NOBODY, [*namespace, python, "-c", ASKED, path])
+        asked = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+        try:
+            assert asked.stdout is not None
+            assert asked.stdout.readline() == "ready\n"
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(path)
+                assert asked.stdout.readline().split()[1] == "True"
+            os.chmod(path, 0o666)
+            connect = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
+            subprocess.run(as_user("daemon", [python, "-c", connect, path]), check=True, timeout=20)
+            assert asked.stdout.readline().split()[1] == str(bool(namespace))
+        finally:
+            asked.kill()
+            asked.communicate(timeout=10)
+
+
 # Requests
 
 

@@ -235,7 +235,7 @@ def _seen(sight: Sight) -> Seen | None:
         entry.uid,
         entry.source,
         entry.mountpoint,
-        started_ns=entry.started_ns,
+        started_ns=entry.started_ns if 0 <= entry.started_ns < 1 << 63 else None,
         jobs=sight.jobs,
         owner_uid=sight.owner_uid,
     )

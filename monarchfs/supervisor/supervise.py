@@ -127,7 +127,7 @@ class Supervisor:
             if not isinstance(error, (BlockingIOError, ConnectionAbortedError)):
                 log.warning("cannot take a connection: %s", error.strerror)
             return
-        if control.peer_uid(connection) not in (0, self.config.user.uid, os.geteuid()):
+        if not control.may_ask(connection, self.config.user.uid):
             self._reply(connection, control.encode_error("this mount belongs to another user"))
             return
         if len(self._clients) >= _MOST_CLIENTS:

@@ -460,7 +460,7 @@ while True:
 
 
 @contextmanager
-def hostile_daemon(answer: str) -> Iterator[None]:
+def hostile_daemon(answer: str, *, started_ns: int = 1) -> Iterator[None]:
     """A program of a user's in place of a mount's daemon, which says it has root's dataset."""
     directory = Path(f"/tmp/monarchfs-{HOSTILE.pw_uid}/run")
     entry = Registration(
@@ -471,7 +471,7 @@ def hostile_daemon(answer: str) -> Iterator[None]:
         supervisor_pid=1,
         start_ticks=1,
         state_dir="/x",
-        started_ns=1,
+        started_ns=started_ns,
     )
     if directory.exists() and list(directory.iterdir()):
         pytest.skip(f"{directory} is in use")
@@ -527,6 +527,20 @@ def test_a_hostile_daemon_is_down_and_disturbs_nobody(work: Bench) -> None:
             }
             assert hostile.pop("monarchfs_mount_up") == 0, what
             assert set(hostile) == {"monarchfs_mount_start_time_seconds"}, what
+
+
+def test_a_hostile_registration_breaks_no_page(work: Bench) -> None:
+    mount = mounted(work, "one")
+    with exporter() as port:
+        for number in (10**400, -1, 1 << 63):
+            with hostile_daemon("nonsense", started_ns=number):
+                now = timely(port)
+            assert up(now, mount) == 1
+            assert [
+                value
+                for (name, labels), value in now.samples.items()
+                if ("user", HOSTILE.pw_name) in labels
+            ] == [0]
 
 
 def test_a_hostile_daemon_may_lie_about_its_own_user_only(work: Bench) -> None:
