@@ -159,7 +159,7 @@ immutable: write it anew when the dataset has changed. The bytes of files are ne
 
 _EXPORTER_EXAMPLES = """\
 examples:
-  sudo monarchfs exporter
+  monarchfs exporter
   sudo monarchfs exporter --listen 10.1.0.7:9465 --user monarchfs-exporter
   sudo monarchfs exporter --listen '[::]:9465'
   monarchfs exporter --once | grep monarchfs_mount_up
