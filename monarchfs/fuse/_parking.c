@@ -28,6 +28,10 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static parking_answer answer_now; /* under `lock`; NULL: nobody is parked */
 static unsigned answered; /* under `lock` */
 static bool leaving; /* nobody may get in any more, so that the one who leaves does not starve */
+static unsigned waiting; /* for `lock`, or have it, of those who want to answer */
+
+/* No more wait for each other: the other threads answer reads meanwhile. */
+#define MOST_WAITING 3
 
 int64_t parking_now_ns(void)
 {
@@ -68,17 +72,21 @@ bool parking_answered(const void *request, size_t length)
 	if (in->opcode != FUSE_LOOKUP && in->opcode != FUSE_GETATTR && in->opcode != FUSE_OPENDIR &&
 	    in->opcode != FUSE_READDIRPLUS && in->opcode != FUSE_RELEASEDIR)
 		return false;
-	if (__atomic_load_n(&leaving, __ATOMIC_RELAXED) || pthread_mutex_trylock(&lock))
+	if (__atomic_load_n(&leaving, __ATOMIC_RELAXED))
 		return false;
 	bool done = false;
-	if (answer_now) {
-		if (!state)
-			state = PyThreadState_New(PyInterpreterState_Main());
-		PyEval_AcquireThread(state);
-		done = answer_now(request, length);
-		PyEval_ReleaseThread(state);
-		answered += done;
+	if (__atomic_add_fetch(&waiting, 1, __ATOMIC_RELAXED) <= MOST_WAITING) {
+		pthread_mutex_lock(&lock);
+		if (answer_now) {
+			if (!state)
+				state = PyThreadState_New(PyInterpreterState_Main());
+			PyEval_AcquireThread(state);
+			done = answer_now(request, length);
+			PyEval_ReleaseThread(state);
+			answered += done;
+		}
+		pthread_mutex_unlock(&lock);
 	}
-	pthread_mutex_unlock(&lock);
+	__atomic_sub_fetch(&waiting, 1, __ATOMIC_RELAXED);
 	return done;
 }
