@@ -124,14 +124,17 @@ class Quick:
                 if keep is None:
                     return None
                 self._took.opendir.observe(now_ns() - started)
+                self._count_answer()
                 flags = FOPEN_CACHE_DIR | FOPEN_KEEP_CACHE if keep else FOPEN_CACHE_DIR
                 return _OPEN_OUT.pack(node, flags, 0)
             case Opcode.RELEASEDIR:
+                self._count_answer()
                 return b""  # a directory's handle stands for nothing
             case Opcode.READDIRPLUS:
                 _fh, offset, size = _READ_IN.unpack_from(body)
                 listing = self._listing(node, offset, min(size, MOST_LISTED_BYTES))
                 self._took.readdir.observe(now_ns() - started)
+                self._count_answer()
                 return listing
         return None
 
