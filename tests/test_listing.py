@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -220,3 +222,24 @@ def test_a_directory_that_may_not_be_read_cannot_be_opened(work: Bench, source: 
                 capture_output=True, text=True, timeout=60, check=False, cwd="/",
             )  # fmt: skip
             assert "PermissionError" in done.stderr, root
+
+
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=1"])
+def test_a_listing_goes_on_under_another_worker(work: Bench, source: Path, freshness: str) -> None:
+    mount = work.mount(source, "--freshness", freshness)
+    expected = sorted(os.listdir(mount.path / "d"))
+
+    def another(before: int) -> bool:
+        return mount.worker_pid() != before
+
+    for _ in range(2):  # the second time, what the kernel has is the dead worker's
+        with os.scandir(mount.path / "d") as entries:
+            names = [next(entries).name]
+            pid = mount.worker_pid()
+            os.kill(pid, signal.SIGKILL)
+            names += [entry.name for entry in entries]
+        assert sorted(names) == expected
+        wait_for(partial(another, pid), "another worker")
+    (source / "d" / "new").write_bytes(b"new")
+    assert run("refresh", str(mount.path)).returncode == 0
+    assert sorted(os.listdir(mount.path / "d")) == sorted([*expected, "new"])

@@ -32,6 +32,9 @@
 #define STACK_BYTES (512 * 1024) /* Python runs in them, too */
 #define FIRST_BUCKETS 1024
 
+/* Of the requests that come: a name, of 256 bytes at most, and what goes before it. */
+#define LARGEST_REQUEST 8192
+
 /* A replica. Under `lock`: fd, handles, reads (under way), forgotten. */
 struct file {
 	int given_fd; /* Python's, which may close it as soon as the last handle is removed */
@@ -361,6 +364,10 @@ static void *serve(void *unused)
 		end(ENOMEM);
 		return NULL;
 	}
+	/* A thread that is killed may take a last request all the same. The kernel answers it EIO where
+	 * it cannot write to these pages (fs/fuse/dev.c, fuse_dev_do_read), and it brings none in for one
+	 * that is to die (mm/gup.c, __get_user_pages); else the request waits for the next worker. */
+	memset(buffer, 0, LARGEST_REQUEST);
 	for (;;) {
 		ssize_t got = read(fuse_fd, buffer, REQUEST_BYTES);
 		if (got < 0) {
