@@ -55,6 +55,7 @@ def status(worker: Worker) -> dict[str, Any]:
             "active": worker.copier.active,
             "left_bytes": sum(map(_left, worker.copier.background)),
             "scanning": worker.scan.running,
+            "idle_since_uptime_seconds": worker.lull.since_uptime_seconds,
             "completed": metrics.copies_completed,
             "failed": metrics.copies_failed,
             "refused": metrics.copies_refused,

@@ -49,6 +49,7 @@ from monarchfs.index import Index, set_aside
 from monarchfs.metrics import Metrics
 from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.lull import Lull
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan
 from monarchfs.prefetch.touch import Touch
@@ -264,6 +265,7 @@ class Worker:
         self.xattrs = Xattrs(self.tree, self.files, self.reasons, self.source)
         self.scan = Scan(self.tree, self.copier, jitter_seconds=config.prefetch_jitter_seconds)
         self.load = Load(self.tree, bootstrap.mount_ns)
+        self.lull = Lull(self.copier, self.scan, bootstrap.mount_ns)
         self.interrupts = Interrupts(self.metrics)
         self.relay = Relay(fuse_session.hooks, self.metrics)
         self.cache.stop_reading = self.relay.forget

@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "walk": set(),
     "mirror": {"types", "walk"},
     "supervisor": {"types", "config", "control", "fuse", "bounded", "logs"},
+    "slurm": {"types", "config", "control", "supervisor", "fuse", "bounded", "units"},
     "cli": {
         "types",
         "config",
@@ -59,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "units",
         "mirror",
         "exporter",
+        "slurm",
     },
 }
 """``fuse`` below ``supervisor``, ``cli`` and ``exporter`` means mount parts, see the last test."""

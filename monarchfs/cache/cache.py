@@ -289,11 +289,13 @@ class Cache(Filling):
         for tier in self.tiers.values():
             used, capacity = self.placement.usage(tier.id)
             held = totals.get(tier.id, TierTotals())
+            self._peaks[tier.id] = max(used, self._peaks.get(tier.id, 0))
             result.append(
                 {
                     "path": tier.path,
                     "capacity_bytes": capacity,
                     "used_bytes": used,
+                    "peak_used_bytes": self._peaks[tier.id],
                     "files": held.resident + held.partial + held.found,
                     "unclaimed": held.found,
                     "out_of_service": self._tiers.out_of_service(tier.id),

@@ -83,6 +83,7 @@ class Records:
         self._open: dict[int, OpenReplica] = {}
         self._busy: dict[int, bytes] = {}
         self._taking: set[int] = set()
+        self._peaks: dict[int, int] = {}
         self._tracks = False
         self._books = RecordBooks(index, self._open, self._busy)
         self.placement = Placement(

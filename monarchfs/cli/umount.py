@@ -11,17 +11,8 @@ from functools import partial
 from monarchfs.cli.text import printable
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.config.values import parse_path, parse_timeout
-from monarchfs.control import Connection
-from monarchfs.supervisor.recover import (
-    Found,
-    find_one,
-    find_others_mount,
-    remove_by_force,
-)
+from monarchfs.supervisor.recover import find_one, find_others_mount, unmount_found
 from monarchfs.types import OperationError, UsageError
-
-_FORCE_SECONDS = 1.5
-"""What is kept of the time limit for doing it by force, if the supervisor does not."""
 
 
 def umount_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -40,26 +31,8 @@ def umount_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     owner = found.mount.user_id if found.mount is not None else None
     if os.geteuid() not in (0, owner) and owner is not None:
         raise OperationError(f"{found.mountpoint} belongs to another user: ask them, or use root")
-    if not _supervisor_did_it(found, deadline) and not remove_by_force(found, deadline):
+    if not unmount_found(found, deadline):
         raise OperationError(
             f"cannot unmount {found.mountpoint}: try umount -l {found.mountpoint} as root"
         )
     return 0
-
-
-def _supervisor_did_it(found: Found, deadline: float) -> bool:
-    """Whether the supervisor unmounted, and went, in time."""
-    if not found.supervisor_alive:
-        return False
-    assert found.registered is not None
-    left = deadline - time.monotonic()
-    reserve = min(_FORCE_SECONDS, left / 3)
-    try:
-        with Connection(found.registered.socket_path, left - reserve) as connection:
-            if connection.peer_uid not in (0, found.registered.owner_uid):
-                return False
-            asked = {"command": "umount", "timeout": left - reserve}
-            connection.request(asked, deadline - reserve - time.monotonic())
-            return connection.wait_closed(1.0)
-    except OperationError:
-        return False

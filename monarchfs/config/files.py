@@ -39,6 +39,13 @@ def from_system_file(path: str = SYSTEM_FILE) -> Layer:
     says where root's mounts keep their data. Root is who owns ``/``: in a user namespace that
     does not map root, it has another number.
     """
+    content = read_trusted(path)
+    return {} if content is None else _from_bytes(path, content)
+
+
+def read_trusted(path: str) -> bytes | None:
+    """The content of a file that only root can have written; None if there is none. Raises
+    UsageError for any other file."""
     try:
         with open(path, "rb") as file:
             st = os.fstat(file.fileno())
@@ -52,15 +59,19 @@ def from_system_file(path: str = SYSTEM_FILE) -> Layer:
                     f"configuration {path} can be written by others: chmod 644 {path}, or name"
                     " another with --config"
                 )
-            content = file.read(_LARGEST_FILE + 1)
+            return file.read(_LARGEST_FILE + 1)
     except FileNotFoundError:
-        return {}
+        return None
     except OSError as error:
         raise _unreadable(path, error) from None
-    return _from_bytes(path, content)
 
 
-def _from_bytes(path: str, content: bytes) -> Layer:
+def toml_table(path: str, content: bytes) -> dict[str, Any]:
+    """The table of a TOML document; UsageError, with file, line and key, for what is none."""
+    return _parsed(path, content)[0]
+
+
+def _parsed(path: str, content: bytes) -> tuple[dict[str, Any], str]:
     if sys.version_info >= (3, 11):
         import tomllib as toml
     else:
@@ -79,6 +90,11 @@ def _from_bytes(path: str, content: bytes) -> Layer:
         raise _not_toml(path, text, str(error)) from None
     except RecursionError:
         raise UsageError(f"configuration {path}: not TOML: nested too deeply: correct it") from None
+    return table, text
+
+
+def _from_bytes(path: str, content: bytes) -> Layer:
+    table, text = _parsed(path, content)
     layer: dict[str, object] = {}
     for name, value in table.items():
         key = name.replace("-", "_")

@@ -22,6 +22,8 @@ from monarchfs.types import OperationError
 
 _POLL_SECONDS = 0.02
 _CONNECT_SECONDS = 1.0
+_FORCE_SECONDS = 1.5
+"""What is kept of the time limit for doing it by force, if the supervisor does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,12 @@ def supervisor_lives(registered: Registered) -> bool:
     return ticks == registered.entry.start_ticks
 
 
+def unmount_found(found: Found, deadline: float) -> bool:
+    """Unmounts by ``deadline`` (time.monotonic), by the supervisor or, where that does not do it,
+    by force; whether the mount is gone."""
+    return _supervisor_did_it(found, deadline) or remove_by_force(found, deadline)
+
+
 def remove_by_force(found: Found, deadline: float) -> bool:
     """Unmounts without the supervisor's help by ``deadline`` (time.monotonic), kills the supervisor
     if it is still there, and removes the registration; whether the mount is gone. Idempotent."""
@@ -121,6 +129,24 @@ def remove_by_force(found: Found, deadline: float) -> bool:
             _kill(found.registered)
         _forget(found.registered)
     return outcome is not Unmounted.FAILED
+
+
+def _supervisor_did_it(found: Found, deadline: float) -> bool:
+    """Whether the supervisor unmounted, and went, in time."""
+    if not found.supervisor_alive:
+        return False
+    assert found.registered is not None
+    left = deadline - time.monotonic()
+    reserve = min(_FORCE_SECONDS, left / 3)
+    try:
+        with Connection(found.registered.socket_path, left - reserve) as connection:
+            if connection.peer_uid not in (0, found.registered.owner_uid):
+                return False
+            asked = {"command": "umount", "timeout": left - reserve}
+            connection.request(asked, deadline - reserve - time.monotonic())
+            return connection.wait_closed(1.0)
+    except OperationError:
+        return False
 
 
 def _registration_of(mount: Mount, registrations: list[Registered]) -> Registered | None:

@@ -1,0 +1,60 @@
+"""``monarchfs gc``: remove what crashes left behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from collections.abc import Mapping
+from functools import partial
+
+from monarchfs.cli.text import printable
+from monarchfs.config.places import runtime_dirs_to_search
+from monarchfs.config.values import parse_path
+from monarchfs.slurm.job import node_name
+from monarchfs.slurm.leftovers import Sweeper, running_jobs
+from monarchfs.slurm.records import layout_of, prepare
+from monarchfs.slurm.site import read_site
+from monarchfs.types import MonarchError
+
+
+def gc_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Prints what was found and what became of it; 1 if something could not be removed, or looked
+    at. Raises UsageError or OperationError."""
+    logging.getLogger().addHandler(logging.NullHandler())
+    site = None
+    if os.geteuid() == 0:
+        site = read_site(None if arguments.config is None else parse_path(arguments.config))
+    sweeper = Sweeper(remove=not arguments.dry_run)
+    search = partial(runtime_dirs_to_search, os.geteuid(), environ)
+    sweeper.registrations(search)
+    sweeper.mounts(search)
+    if site is not None and (os.path.isdir(site.run_dir) or os.path.isdir(site.cache_dir)):
+        if sweeper.remove:
+            prepare(layout_of(site))
+        if os.path.isdir(layout_of(site).shares):
+            try:
+                sweeper.jobs(site, running_jobs(node_name(environ)))
+            except MonarchError as error:
+                sweeper.notes.append(f"jobs were not looked at: {error}")
+            sweeper.shares(site)
+        sweeper.budget(site)
+        sweeper.caches(site)
+    _print(sweeper, as_json=arguments.json)
+    return int(any(one.error is not None for one in sweeper.found))
+
+
+def _print(sweeper: Sweeper, *, as_json: bool) -> None:
+    if as_json:
+        found = [one.as_dict() for one in sweeper.found]
+        print(json.dumps({"dry_run": not sweeper.remove, "found": found, "notes": sweeper.notes}))
+        return
+    for one in sweeper.found:
+        did = "removed" if one.removed else "would remove" if one.error is None else "cannot remove"
+        error = "" if one.error is None else f": {one.error}"
+        print(printable(f"{did} {one.kind} {one.path} ({one.why}){error}"))
+    for note in sweeper.notes:
+        print(printable(note))
+    if not sweeper.found:
+        print("nothing was left behind")

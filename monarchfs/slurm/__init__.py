@@ -1,0 +1,1 @@
+"""Mounts for Slurm jobs: what a prolog, an epilog and a task prolog do (docs/SLURM.md)."""

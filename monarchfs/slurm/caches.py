@@ -1,0 +1,303 @@
+"""The caches of shares: who has how much room on this node, and which go when that is too little.
+
+A cache is kept when its share is unmounted, for the next job. ``cache.json`` beside its state
+directory is root's and says where it lies; the copies themselves, and the index, are the user's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from monarchfs.config.model import TierSpec, User
+from monarchfs.slurm.records import (
+    Busy,
+    Layout,
+    locked,
+    make_directory,
+    names_in,
+    read_record,
+    remove_directory,
+    unlink,
+    write_record,
+)
+from monarchfs.slurm.shares import Share, share_key
+from monarchfs.slurm.site import Site
+from monarchfs.supervisor.lock import LOCK
+from monarchfs.types import OperationError, TierSize
+from monarchfs.units import format_bytes
+
+_LEAST_BYTES = 16 << 20
+"""A mount with less room than that would help nobody."""
+_MEASURE_SECONDS = 3.0
+_TRASH = ".trash-"
+_BUDGET_LOCK = "budget"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """One cache by its share's key. ``tiers`` are the site's directories in which it has one of
+    that name; ``granted`` and ``used`` are bytes, by these (used: None where not known)."""
+
+    key: str
+    source: str
+    uid: int
+    user: str
+    granted: Mapping[str, int]
+    used: Mapping[str, int] | None
+    last_used: float
+
+    @property
+    def tiers(self) -> list[str]:
+        return list(self.granted)
+
+    def bytes_in(self, tier: str) -> int:
+        if tier not in self.granted:
+            return 0
+        return tree_bytes(os.path.join(tier, self.key)) if self.used is None else self.used[tier]
+
+
+def read_cache(layout: Layout, key: str) -> Cache | None:
+    """What is recorded of a cache; None if nothing sensible is."""
+    record = read_record(os.path.join(layout.cache(key), "cache.json"))
+    try:
+        if record is None or share_key_of(record) != key:
+            return None
+        granted = {str(path): int(count) for path, count in record["granted"].items()}
+        used = record.get("used")
+        if used is not None:
+            used = {path: int(used.get(path, 0)) for path in granted}
+        return Cache(
+            *(key, str(record["source"]), int(record["uid"]), str(record["user"])),
+            *(granted, used, float(record["last_used_unix_seconds"])),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def share_key_of(record: Mapping[str, Any]) -> str:
+    """The key that a record of a share or cache belongs to."""
+    user = User(
+        str(record["user"]), int(record["uid"]), int(record["gid"]), tuple(record["groups"])
+    )
+    return share_key(str(record["source"]), user)
+
+
+def all_caches(layout: Layout) -> list[Cache]:
+    found = (read_cache(layout, key) for key in names_in(layout.caches))
+    return [cache for cache in found if cache is not None]
+
+
+def open_cache(layout: Layout, site: Site, share: Share, source: str, user: User) -> list[str]:
+    """Makes room for a share that is about to be mounted, and notes that it has it; the tiers as
+    for mount, PATH=SIZE. The share's own record must be there already (its lock is held): what is
+    mounted, or about to be, keeps what it was granted.
+
+    Raises OperationError where what is mounted has used up the budget.
+    """
+    make_directory(layout.cache(share.key), 0o711)
+    path = os.path.join(layout.cache(share.key), "cache.json")
+    for tier in site.tiers:
+        make_directory(tier.path, 0o755)
+    record = {
+        "source": source,
+        "uid": user.uid,
+        "user": user.name,
+        "gid": user.gid,
+        "groups": list(user.groups),
+        "used": None,
+        "last_used_unix_seconds": time.time(),
+    }
+    with locked(layout.lock(_BUDGET_LOCK), time.monotonic() + 2 * _MEASURE_SECONDS):
+        granted = {tier.path: _grant(layout, site, share.key, tier) for tier in site.tiers}
+        write_record(path, {**record, "granted": granted})
+    for tier in site.tiers:
+        make_directory(os.path.join(tier.path, share.key), 0o755)
+    return [
+        f"{os.path.join(tier.path, share.key)}="
+        + (str(granted[tier.path]) if tier.path in site.budget else _size(tier.size))
+        for tier in site.tiers
+    ]
+
+
+def close_cache(layout: Layout, key: str, status: Mapping[str, Any] | None) -> None:
+    """Notes what an unmounted share's cache holds, as far as its last status tells."""
+    path = os.path.join(layout.cache(key), "cache.json")
+    record = read_record(path)
+    if record is None:
+        return
+    used: dict[str, int] | None
+    try:
+        tiers = (status or {})["tiers"]
+        used = {os.path.dirname(tier["path"]): int(tier["used_bytes"]) for tier in tiers}
+    except (KeyError, TypeError, ValueError):
+        used = None
+    if used is not None and set(used) != set(record.get("granted", ())):
+        used = None
+    write_record(path, {**record, "used": used, "last_used_unix_seconds": time.time()})
+
+
+def throw_away(layout: Layout, cache: Cache) -> None:
+    """Takes a cache out of use at once; `empty_trash` removes it. With the share's lock held, and
+    nothing mounted."""
+    for directory in [*cache.tiers, layout.caches]:
+        target = os.path.join(directory, f"{_TRASH}{cache.key}-{secrets.token_hex(4)}")
+        try:
+            os.rename(os.path.join(directory, cache.key), target)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.error("cannot remove the cache in %s: %s", directory, error.strerror)
+
+
+def trash_in(layout: Layout, site: Site) -> list[str]:
+    """What waits to be removed."""
+    directories = dict.fromkeys([*(tier.path for tier in site.tiers), layout.caches])
+    return [
+        os.path.join(directory, name)
+        for directory in directories
+        for name in names_in(directory, hidden=True)
+        if name.startswith(_TRASH)
+    ]
+
+
+def remove_tree(path: str) -> None:
+    """Removes a directory of the user's whose parent is root's. Follows no link, whatever the user
+    does meanwhile (shutil.rmtree works by descriptors), and logs what it cannot remove."""
+    assert shutil.rmtree.avoids_symlink_attacks
+
+    def failed(_call: object, where: str, info: Any) -> None:
+        if not isinstance(info[1], FileNotFoundError):
+            log.error("cannot remove %s: %s", where, info[1])
+
+    shutil.rmtree(path, onerror=failed)
+
+
+def tree_bytes(path: str, seconds: float = _MEASURE_SECONDS) -> int:
+    """The blocks of all files below, in bytes; what was found in ``seconds``, if that is too
+    short."""
+    deadline = time.monotonic() + seconds
+    total = 0
+    directories = [path]
+    while directories and time.monotonic() < deadline:
+        try:
+            with os.scandir(directories.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        directories.append(entry.path)
+                    else:
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+        except OSError:
+            continue  # removed meanwhile
+    return total
+
+
+def budget_bytes(site: Site, tier: str) -> int | None:
+    """What all caches together may have in a tier, None without a limit."""
+    spec = site.budget.get(tier)
+    return None if spec is None else size_in_bytes(spec.path, spec.size)
+
+
+def size_in_bytes(path: str, size: TierSize) -> int:
+    """A size of the file system that ``path`` lies on."""
+    st = os.statvfs(path)
+    return size.resolve(st.f_blocks * st.f_frsize)
+
+
+def over_budget(
+    budget: int, held: int, resting: Mapping[str, tuple[float, int]], wanted: int
+) -> list[str]:
+    """Which unmounted caches have to go so that ``wanted`` more bytes fit into ``budget`` beside
+    the ``held`` ones of mounted caches: the least recently used first. ``resting``: when each was
+    used last, and its bytes. Pure."""
+    excess = held + wanted + sum(size for _, size in resting.values()) - budget
+    chosen = []
+    for key, (_, size) in sorted(resting.items(), key=lambda item: item[1]):
+        if excess <= 0:
+            break
+        if size > 0:
+            chosen.append(key)
+            excess -= size
+    return chosen
+
+
+def _grant(layout: Layout, site: Site, key: str, tier: TierSpec) -> int:
+    """How much of a tier a share gets; others' unmounted caches make room for that."""
+    wanted = size_in_bytes(tier.path, tier.size)
+    budget = budget_bytes(site, tier.path)
+    if budget is None:
+        return wanted
+    held, resting = 0, {}
+    for cache in all_caches(layout):
+        if cache.key == key or tier.path not in cache.granted:
+            continue
+        if Share(layout, cache.key).record():
+            held += cache.granted[tier.path]
+        else:
+            resting[cache.key] = (cache.last_used, cache.bytes_in(tier.path))
+    granted = min(wanted, budget - held)
+    if granted < min(_LEAST_BYTES, wanted):
+        raise OperationError(
+            f"the caches of {tier.path} have a budget of {format_bytes(budget)}, which what is"
+            " mounted now has used up"
+        )
+    for other in over_budget(budget, held, resting, granted):
+        discard(layout, other, "to make room for another")
+    return granted
+
+
+def discard(layout: Layout, key: str, why: str) -> bool:
+    """Throws away a cache that no share uses; whether it could be."""
+    share = Share(layout, key)
+    try:
+        with locked(share.lock, 0.0):
+            cache = read_cache(layout, key)
+            state = os.path.join(layout.cache(key), "state")
+            if cache is None or share.record() or share.jobs() or in_use(state):
+                return False
+            log.info("removing the cache of %s of %s (%s)", cache.source, cache.user, why)
+            throw_away(layout, cache)
+            return True
+    except Busy:
+        return False
+
+
+def in_use(state_dir: str) -> bool:
+    """Whether a mount, or fsck, holds the lock of a state directory."""
+    path = os.path.join(state_dir, LOCK)
+    try:
+        # The directory is the user's, and so may be what is called like the lock.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _size(size: TierSize) -> str:
+    return f"{size.percent:g}%" if size.percent is not None else str(size.bytes)
+
+
+def remove_empty_cache(layout: Layout, key: str) -> None:
+    """Takes back what `open_cache` made for a mount that did not come about, if it held nothing."""
+    cache = read_cache(layout, key)
+    if cache is None or os.path.lexists(os.path.join(layout.cache(key), "state")):
+        return
+    for tier in cache.tiers:
+        remove_directory(os.path.join(tier, key))
+    unlink(os.path.join(layout.cache(key), "cache.json"))
+    remove_directory(layout.cache(key))

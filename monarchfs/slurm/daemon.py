@@ -1,0 +1,171 @@
+"""The daemon of a share: started, asked and ended, each within a deadline.
+
+It is started through the command line, as a site would do it by hand. It is no child of the prolog
+for long, and in no job's control group: a prolog is in slurmd's. Where systemd runs, it gets a
+scope of its own, so that a restart of slurmd.service cannot end it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from monarchfs import control
+from monarchfs.config.model import User
+from monarchfs.config.places import ROOT_RUNTIME_DIR
+from monarchfs.fuse.mount import SYSTEM_PATH
+from monarchfs.supervisor.launch import module_command
+from monarchfs.supervisor.recover import Found, find_one, unmount_found
+from monarchfs.types import OperationError
+
+_STATUS_SECONDS = 3.0
+_GIVE_UP_SECONDS = 2.0
+_BOOTED = "/run/systemd/system"
+"""There if systemd is the system's manager (sd_booted(3))."""
+_SYSTEMD_RUN = "/usr/bin/systemd-run"
+
+
+def command_of_ours(*words: str) -> list[str]:
+    """How a prolog runs a command of this program: nothing of the environment or the working
+    directory has a say in what is run."""
+    return [*module_command("monarchfs.cli.main"), *words]
+
+
+def clean_environment() -> dict[str, str]:
+    """A prolog's own holds what a job's user wrote."""
+    return {"PATH": SYSTEM_PATH, "LANG": "C.UTF-8"}
+
+
+def start(
+    source: str,
+    mountpoint: str,
+    user: User,
+    *,
+    tiers: Sequence[str],
+    state_dir: str,
+    options: Sequence[str],
+    log_file: str | None,
+    unit: str,
+    nice: int,
+    deadline: float,
+) -> None:
+    """Mounts, for ``user``, with the priority ``nice`` (nice(1)) and, unless that is 0, the lowest
+    one of ordinary I/O.
+
+    Raises OperationError, with the reason in one line, if that has not come about by ``deadline``
+    (time.monotonic); nothing is mounted then, or soon will not be."""
+    left = deadline - time.monotonic()
+    words = ["mount", source, mountpoint, "--user", user.name, "--state-dir", state_dir]
+    for tier in tiers:
+        words += ["--tier", tier]
+    for option in (*options, f"start_timeout_seconds={max(1.0, left - 0.5):.1f}"):
+        words += ["-o", option]
+    if log_file is not None:
+        words += ["--log-file", log_file]
+    command = [*_priority(nice), *command_of_ours(*words)]
+    if os.path.isdir(_BOOTED) and os.access(_SYSTEMD_RUN, os.X_OK):
+        _run([*_scope(unit), *command], command, deadline)
+    else:
+        _run(command, None, deadline)
+
+
+def find(mountpoint: str) -> Found | None:
+    """What is known of the mount at ``mountpoint``; touches the mount table and registrations."""
+    return find_one(mountpoint, lambda _owners: [ROOT_RUNTIME_DIR])
+
+
+def status_of(found: Found, timeout: float = _STATUS_SECONDS) -> dict[str, Any] | None:
+    """What a mount's daemon says of itself; None if it does not answer in time."""
+    if found.registered is None or not found.supervisor_alive:
+        return None
+    try:
+        return control.request(found.registered, {"command": "status"}, max(0.1, timeout))
+    except OperationError:
+        return None
+
+
+def serves(status: dict[str, Any] | None) -> bool:
+    """Whether a mount with this status is fit for a job. A source that does not answer just now
+    does not spoil it: what is local is served."""
+    return status is not None and status.get("state") in ("serving", "source not responding")
+
+
+def end(found: Found, deadline: float) -> bool:
+    """Unmounts by ``deadline`` (time.monotonic), whoever uses it; whether it is gone."""
+    return unmount_found(found, deadline)
+
+
+def leave_running(words: Sequence[str]) -> None:
+    """Runs a command of ours that outlives this process; what it has to say it logs."""
+    command = command_of_ours(*words)
+    if os.path.isdir(_BOOTED) and os.access(_SYSTEMD_RUN, os.X_OK):
+        command = [*_scope(""), *command]
+    subprocess.Popen(
+        command,
+        env=clean_environment(),
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _priority(nice: int) -> list[str]:
+    """The words before a command that change the priority with which it runs."""
+    words = []
+    if nice and os.access("/usr/bin/nice", os.X_OK):
+        words += ["/usr/bin/nice", "-n", str(nice)]
+    if nice and os.access("/usr/bin/ionice", os.X_OK):
+        words += ["/usr/bin/ionice", "-t", "-c", "2", "-n", "7"]
+    return words
+
+
+def _scope(unit: str) -> list[str]:
+    """systemd-run(1) makes a scope and then becomes the command."""
+    named = [f"--unit={unit}"] if unit else []
+    return [_SYSTEMD_RUN, "--scope", "--quiet", "--collect", "--slice=monarchfs", *named, "--"]
+
+
+def _run(command: Sequence[str], instead: Sequence[str] | None, deadline: float) -> None:
+    """Runs ``command``; ``instead`` if it failed without a word of ours."""
+    # Not a pipe: a process that hangs in the kernel would keep it open.
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command,
+            env=clean_environment(),
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            _give_up(process)
+            raise OperationError("it was not mounted in time: see the log of the mount") from None
+        errors.seek(0)
+        lines = errors.read(1 << 16).decode(errors="replace").splitlines()
+    if code == 0:
+        return
+    said = next((line for line in reversed(lines) if line.startswith("monarchfs: ")), None)
+    if said is None and instead is not None:
+        _run(instead, None, deadline)
+        return
+    reason = (said or (lines[-1] if lines else f"exit code {code}")).removeprefix("monarchfs: ")
+    raise OperationError(reason)
+
+
+def _give_up(process: subprocess.Popen[bytes]) -> None:
+    """An interrupted ``monarchfs mount`` takes back what it began; it is not waited for long."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_GIVE_UP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()

@@ -1,0 +1,174 @@
+"""What happens after a job: it leaves its shares, the last one unmounts, a report is written."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from monarchfs.slurm import caches, daemon
+from monarchfs.slurm.archive import keep_report
+from monarchfs.slurm.job import Job
+from monarchfs.slurm.prolog import sweep_words
+from monarchfs.slurm.records import Busy, Layout, layout_of, locked, prepare, read_record, unlink
+from monarchfs.slurm.report import dataset_report, job_report, unmounted_report
+from monarchfs.slurm.shares import Share, every_share, shares_of
+from monarchfs.slurm.site import Site
+from monarchfs.types import MonarchError
+
+_LEAST_SECONDS = 2.0
+_UMOUNT_SECONDS = 8.0
+"""How long a mount may be in use still before it is taken away: its jobs are over."""
+_REPORT_SECONDS = 3.0
+_LATER_SECONDS = 300.0
+_MOMENT_SECONDS = 2.0
+
+log = logging.getLogger(__name__)
+
+
+def run_epilog(site: Site, job: Job) -> None:
+    """Takes a job out of all its shares and unmounts those that nobody uses any more, within the
+    site's deadline; what cannot be done by then is left to a process of its own. Idempotent.
+    Trouble is logged."""
+    deadline = time.monotonic() + site.deadline_seconds - _REPORT_SECONDS - 1.0
+    layout = layout_of(site)
+    prepare(layout)
+    facts = read_record(layout.facts(job.id))
+    shares = shares_of(layout, job.id)
+    if facts is None and not shares:
+        return
+    unlink(layout.environment(job.id))
+    datasets = []
+    later = False
+    for number, share in enumerate(shares):
+        left = max(_LEAST_SECONDS, deadline - time.monotonic())
+        until = time.monotonic() + max(_LEAST_SECONDS, left / (len(shares) - number))
+        try:
+            with locked(share.lock, until):
+                datasets.append(_leave(share, job.id))
+                if not share.jobs() and site.linger_seconds <= 0:
+                    end_share(site, share, until)
+        except Busy as error:
+            log.warning("job %d of %s: %s: it is taken out later", job.id, job.user, error)
+            later = True
+        except (MonarchError, OSError) as error:
+            log.error("job %d of %s: %s", job.id, job.user, error)
+            later = True
+    idle = any(share.record() and not share.jobs() for share in every_share(layout))
+    if later or idle or caches.trash_in(layout, site):
+        daemon.leave_running(sweep_words(site) + (["--without", str(job.id)] if later else []))
+    _report(site, layout, job, facts or {}, datasets)
+
+
+def sweep(site: Site, *, without: int | None = None) -> None:
+    """Unmounts every share that no job has used for the site's linger, and waits for those that
+    still linger; ``without`` is a job that is over, but in some set still. Then removes what was
+    thrown away. Takes as long as that takes; one process does it at a time."""
+    layout = layout_of(site)
+    prepare(layout)
+    if without is not None:
+        for share in shares_of(layout, without):
+            with _trouble_logged(share), locked(share.lock, time.monotonic() + _LATER_SECONDS):
+                share.leave(without)
+    try:
+        # Whoever has it looks again before it ends, but for a moment.
+        with locked(layout.lock("sweep"), time.monotonic() + _MOMENT_SECONDS):
+            while (pause := sweep_once(site, layout)) is not None:
+                time.sleep(pause)
+            empty_trash(site, layout)
+    except Busy:
+        return
+
+
+def sweep_once(site: Site, layout: Layout) -> float | None:
+    """Unmounts what has lingered long enough; in how many seconds to look again, None for never.
+    What cannot be unmounted now is left to the next one."""
+    pauses = []
+    for share in every_share(layout):
+        with _trouble_logged(share), locked(share.lock, time.monotonic() + _UMOUNT_SECONDS):
+            if share.jobs():
+                continue
+            left = site.linger_seconds - share.idle_seconds()
+            if left <= 0 or not share.record():
+                end_share(site, share, time.monotonic() + _UMOUNT_SECONDS)
+            else:
+                pauses.append(left)
+    return min(pauses) + _MOMENT_SECONDS / 10 if pauses else None
+
+
+def empty_trash(site: Site, layout: Layout) -> None:
+    """Removes what was thrown away; one process at a time."""
+    try:
+        with locked(layout.lock("trash"), 0.0):
+            for path in caches.trash_in(layout, site):
+                caches.remove_tree(path)
+    except Busy:
+        return
+
+
+def _leave(share: Share, job: int) -> dict[str, Any]:
+    """Takes the job out; what its report says of this dataset."""
+    entry, record = share.entry(job), share.record()
+    source = str(entry.get("source", record.get("source", "")))
+    found = daemon.find(share.mountpoint(source)) if source else None
+    after = daemon.status_of(found) if found is not None else None
+    share.leave(job)
+    if not share.jobs():
+        share.rest()
+    return dataset_report(
+        entry.get("before"),
+        after,
+        variable=str(entry.get("variable", "")),
+        source=source,
+        shared_with=[int(other) for other in entry.get("met", [])],
+    )
+
+
+@contextmanager
+def _trouble_logged(share: Share) -> Iterator[None]:
+    try:
+        yield
+    except (MonarchError, OSError) as error:
+        log.error("%s: %s", share.directory, error)
+
+
+def end_share(site: Site, share: Share, deadline: float) -> bool:
+    """Unmounts a share, whoever is still in it, by ``deadline`` (time.monotonic), and keeps or
+    wipes its cache; whether that worked. With its lock held."""
+    record = share.record()
+    if not record:
+        share.clear()
+        return True
+    mountpoint = str(record.get("mountpoint", ""))
+    found = daemon.find(mountpoint)
+    status = daemon.status_of(found) if found is not None else None
+    until = min(deadline, time.monotonic() + _UMOUNT_SECONDS)
+    if found is not None and not daemon.end(found, until):
+        log.error("%s cannot be unmounted", mountpoint)
+        return False
+    share.clear()
+    caches.close_cache(share.layout, share.key, status)
+    log.info("unmounted %s (%s)", record.get("source"), share.key)
+    if site.wipe and (cache := caches.read_cache(share.layout, share.key)) is not None:
+        caches.throw_away(share.layout, cache)
+    return True
+
+
+def _report(
+    site: Site, layout: Layout, job: Job, facts: Mapping[str, Any], mounted: list[dict[str, Any]]
+) -> None:
+    datasets = mounted + [
+        unmounted_report(str(one["variable"]), str(one["source"]), str(one["reason"]))
+        for one in facts.get("unmounted", [])
+    ]
+    now = time.time()
+    began = facts.get("began_unix_seconds", now)
+    if datasets:
+        report = job_report(job.id, job.user, job.node, began, now, datasets)
+        try:
+            keep_report(site.report_dir, report, job.uid, _REPORT_SECONDS)
+        except (MonarchError, OSError) as error:
+            log.error("job %d of %s has no report: %s", job.id, job.user, error)
+    unlink(layout.facts(job.id))

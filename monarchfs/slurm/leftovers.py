@@ -1,0 +1,323 @@
+"""What crashed nodes, crashed daemons and deleted users leave behind, and how it goes.
+
+Nothing in use is touched: each thing is removed with its lock held, or after its process was found
+dead. Nothing is followed: what a user could have made is reached through directories of root's
+only, and removed by descriptors.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pwd
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from monarchfs.bounded import Answer, bounded_call
+from monarchfs.control import Registered, find_mounts
+from monarchfs.fuse.mount import SYSTEM_PATH
+from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
+from monarchfs.slurm import caches
+from monarchfs.slurm.epilog import end_share
+from monarchfs.slurm.records import Busy, Layout, layout_of, locked, names_in, unlink
+from monarchfs.slurm.shares import KEY, Share, every_share
+from monarchfs.slurm.site import Site
+from monarchfs.supervisor.recover import Found, find_all, remove_by_force, supervisor_lives
+from monarchfs.supervisor.registration import remove_registration
+from monarchfs.types import MonarchError, OperationError
+
+YOUNG_SECONDS = 600.0
+"""A job's prolog may run while Slurm does not list it as running yet."""
+GONE_USER_SECONDS = 86400.0
+"""A user directory that fails for a while must not cost everybody their caches."""
+_LOOK_SECONDS = 2.0
+_SQUEUE_SECONDS = 10.0
+_UMOUNT_SECONDS = 5.0
+_DATASET = re.compile(r"[0-9a-f]{16}")
+
+Search = Callable[[set[int]], Iterable[str]]
+
+
+@dataclass(slots=True)
+class Leftover:
+    """Something that was found. ``removed`` is False in a dry run, or where ``error`` says why."""
+
+    kind: str
+    path: str
+    why: str
+    removed: bool = False
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Sweeper:
+    """One look at a node, step by step; what was found is in ``found``, in that order."""
+
+    def __init__(self, *, remove: bool) -> None:
+        self.remove = remove
+        self.found: list[Leftover] = []
+        self.notes: list[str] = []
+        """What could not be looked at, and why."""
+
+    def _put(self, kind: str, path: str, why: str, remove: Callable[[], object]) -> None:
+        """Notes something, and removes it; ``remove`` raises, or returns False, if it cannot."""
+        leftover = Leftover(kind, path, why)
+        self.found.append(leftover)
+        if not self.remove:
+            return
+        try:
+            if remove() is False:
+                leftover.error = "it is in use again"
+            else:
+                leftover.removed = True
+        except (MonarchError, OSError) as error:
+            leftover.error = str(error)
+
+    # Of any user
+
+    def registrations(self, search: Search) -> None:
+        """Registrations whose process is gone, in this mount namespace or one that is gone with it;
+        those of mounts that are still there go with these."""
+        mountpoints = {m.mountpoint for m in read_mountinfo() if m.fstype == MONARCHFS}
+        for registered in find_mounts(search(_owners())):
+            if registered.owner_uid != os.geteuid() and os.geteuid() != 0:
+                continue
+            if registered.entry.mountpoint in mountpoints or supervisor_lives(registered):
+                continue
+            self._put(
+                "registration",
+                registered.socket_path,
+                f"its process {registered.entry.supervisor_pid} is gone",
+                lambda registered=registered: _forget(registered),  # type: ignore[misc]
+            )
+
+    def mounts(self, search: Search) -> None:
+        """Mounts whose daemon is dead."""
+        for found in find_all(search):
+            if found.mount is None or not _is_dead(found):
+                continue
+            self._put(
+                "mount",
+                found.mountpoint,
+                "its daemon is dead",
+                lambda found=found: _unmount(found),  # type: ignore[misc]
+            )
+
+    # Of root
+
+    def jobs(self, site: Site, running: set[int]) -> None:
+        """Jobs that Slurm does not run here any more, in the sets of shares."""
+        layout = layout_of(site)
+        young = time.time() - YOUNG_SECONDS
+        for share in every_share(layout):
+            for job in share.jobs():
+                entered = share.entry(job).get("entered_unix_seconds", 0)
+                if job in running or entered > young:
+                    continue
+                path = os.path.join(share.directory, "jobs", str(job))
+                self._put("job", path, "it is over", lambda s=share, j=job: _leave(s, j))  # type: ignore[misc]
+        for directory in (layout.environments, os.path.dirname(layout.facts(0))):
+            for name in names_in(directory):
+                path = os.path.join(directory, name)
+                if (
+                    name.isdecimal()
+                    and int(name) not in running
+                    and os.lstat(path).st_mtime < young
+                ):
+                    self._put("job", path, "it is over", lambda path=path: unlink(path))  # type: ignore[misc]
+
+    def shares(self, site: Site) -> None:
+        """Mounts that no job uses, and that have lingered long enough."""
+        for share in every_share(layout_of(site)):
+            if share.jobs() or share.idle_seconds() < max(site.linger_seconds, 1.0):
+                continue
+            self._put(
+                "share",
+                share.directory,
+                "no job uses it",
+                lambda share=share: _end(site, share),  # type: ignore[misc]
+            )
+
+    def caches(self, site: Site) -> None:
+        """Caches of users that are gone, copies that nobody counts, and what was thrown away."""
+        layout = layout_of(site)
+        known = {cache.key: cache for cache in caches.all_caches(layout)}
+        old = time.time() - GONE_USER_SECONDS
+        for cache in known.values():
+            if cache.last_used < old and not _user_exists(cache.uid):
+                why = f"user {cache.user} ({cache.uid}) is gone"
+                self._put("cache", layout.cache(cache.key), why, _discard(layout, cache.key, why))
+        for tier in dict.fromkeys(tier.path for tier in site.tiers):
+            for name in names_in(tier):
+                if KEY.fullmatch(name) and name not in known:
+                    path = os.path.join(tier, name)
+                    self._put("copies", path, "no index counts them", _orphan(layout, name, path))
+        self._of_plain_mounts(site.cache_dir, old)
+        for path in caches.trash_in(layout, site):
+            self._put("trash", path, "it was thrown away", _trash(path))
+
+    def budget(self, site: Site) -> None:
+        """Unmounted caches beyond the budget of their tier, the least recently used first."""
+        layout = layout_of(site)
+        known = caches.all_caches(layout)
+        for tier in site.tiers:
+            budget = caches.budget_bytes(site, tier.path)
+            if budget is None:
+                continue
+            here = [cache for cache in known if tier.path in cache.granted]
+            mounted = {cache.key for cache in here if Share(layout, cache.key).record()}
+            held = sum(cache.granted[tier.path] for cache in here if cache.key in mounted)
+            resting = {
+                cache.key: (cache.last_used, cache.bytes_in(tier.path))
+                for cache in here
+                if cache.key not in mounted
+            }
+            for key in caches.over_budget(budget, held, resting, 0):
+                why = f"the budget of {tier.path} is exceeded"
+                self._put("cache", layout.cache(key), why, _discard(layout, key, why))
+
+    def _of_plain_mounts(self, cache_dir: str, old: float) -> None:
+        """State and copies of ``monarchfs mount`` in the default place, by users that are gone."""
+        states = os.path.join(cache_dir, "state")
+        for directory in (states, cache_dir):
+            for name in names_in(directory):
+                path = os.path.join(directory, name)
+                st = os.lstat(path)
+                if _DATASET.fullmatch(name) is None or st.st_mtime > old or _user_exists(st.st_uid):
+                    continue
+                state = os.path.join(states, name)
+                if not caches.in_use(state):
+                    why = f"user {st.st_uid} is gone"
+                    self._put("cache", path, why, _plain(path, state))
+
+
+def running_jobs(node: str) -> set[int]:
+    """The jobs that Slurm has on a node. Raises OperationError where it does not say."""
+    squeue = shutil.which("squeue", path=SYSTEM_PATH + ":/usr/local/bin:/opt/slurm/bin")
+    if squeue is None:
+        raise OperationError("there is no squeue")
+    environment = {key: os.environ[key] for key in ("SLURM_CONF",) if key in os.environ}
+    try:
+        done = subprocess.run(
+            [squeue, "--noheader", "--states=all", "--format=%A %t", f"--nodelist={node}"],
+            env={"PATH": SYSTEM_PATH, "LANG": "C", **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SQUEUE_SECONDS,
+            check=True,
+        )
+        pairs = [line.split() for line in done.stdout.splitlines()]
+        return {int(job) for job, state in pairs if state not in _OVER}
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise OperationError(f"squeue does not say which jobs are here: {error}") from None
+
+
+_OVER = frozenset({"CD", "CA", "F", "TO", "NF", "OOM", "BF", "DL", "PR"})
+"""Job states of squeue(1) in which nothing of a job is left on a node; CG, completing, is not."""
+
+
+def _owners() -> set[int]:
+    return {m.user_id for m in read_mountinfo() if m.fstype == MONARCHFS and m.user_id is not None}
+
+
+def _forget(registered: Registered) -> None:
+    remove_registration(registered.stem)
+
+
+def _is_dead(found: Found) -> bool:
+    if found.registered is not None:
+        return not found.supervisor_alive
+    if os.geteuid() not in (0, found.mount.user_id if found.mount else None):
+        return False
+
+    def call() -> Answer:
+        try:
+            os.stat(found.mountpoint)
+        except OSError as error:
+            return error.errno, ()
+        return 0, ()
+
+    try:
+        code, _ = bounded_call(call, timeout=_LOOK_SECONDS, overdue="it hangs")
+    except OperationError:
+        return False
+    # What the kernel answers once nobody has the connection's device open (fs/fuse/dev.c).
+    return bool(code == errno.ENOTCONN)
+
+
+def _unmount(found: Found) -> bool:
+    if not _is_dead(found):
+        return False
+    if not remove_by_force(found, time.monotonic() + _UMOUNT_SECONDS):
+        raise OperationError(f"try umount -l {found.mountpoint} as root")
+    return True
+
+
+@contextmanager
+def _holding(layout: Layout, key: str) -> Iterator[bool]:
+    try:
+        with locked(layout.lock(key), 0.0):
+            yield True
+    except Busy:
+        yield False
+
+
+def _leave(share: Share, job: int) -> bool:
+    with locked(share.lock, time.monotonic() + _LOOK_SECONDS):
+        return share.leave(job)
+
+
+def _end(site: Site, share: Share) -> bool:
+    with _holding(share.layout, share.key) as mine:
+        if not mine or share.jobs():
+            return False
+        if not end_share(site, share, time.monotonic() + _UMOUNT_SECONDS):
+            raise OperationError(f"{share.directory} cannot be unmounted")
+        return True
+
+
+def _discard(layout: Layout, key: str, why: str) -> Callable[[], object]:
+    return lambda: caches.discard(layout, key, why)
+
+
+def _orphan(layout: Layout, key: str, path: str) -> Callable[[], object]:
+    def remove() -> bool:
+        with _holding(layout, key) as mine:
+            share = Share(layout, key)
+            if not mine or share.record() or share.jobs() or os.path.exists(layout.cache(key)):
+                return False
+            caches.remove_tree(path)
+            return True
+
+    return remove
+
+
+def _trash(path: str) -> Callable[[], object]:
+    return lambda: caches.remove_tree(path)
+
+
+def _plain(path: str, state: str) -> Callable[[], object]:
+    def remove() -> bool:
+        if caches.in_use(state):
+            return False
+        caches.remove_tree(path)
+        return True
+
+    return remove
+
+
+def _user_exists(uid: int) -> bool:
+    try:
+        pwd.getpwuid(uid)
+    except KeyError:
+        return False
+    return True

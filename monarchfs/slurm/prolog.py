@@ -1,0 +1,247 @@
+"""What happens before a job: its datasets are mounted, or it is told where they are without."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from monarchfs.config.model import User
+from monarchfs.slurm import caches, daemon
+from monarchfs.slurm.identity import resolve, user_of
+from monarchfs.slurm.job import Job
+from monarchfs.slurm.records import Layout, layout_of, locked, prepare, write_record, write_text
+from monarchfs.slurm.request import Request
+from monarchfs.slurm.shares import Share, share_key
+from monarchfs.slurm.site import Site, is_below
+from monarchfs.supervisor.recover import remove_by_force
+from monarchfs.types import MonarchError, OperationError
+
+ROOT_VARIABLE = "MONARCHFS_ROOT"
+WARNING_VARIABLE = "MONARCHFS_WARNING"
+_PREFIX = "MONARCHFS_DATA_"
+_OVERHEAD_SECONDS = 4.0
+"""What is kept of the deadline, a fifth of it at most, for taking back what did not come about."""
+_CLEAR_SECONDS = 3.0
+_UMOUNT_SECONDS = 2.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A dataset of a job and its variable; ``by_site``: the job did not ask for it."""
+
+    request: Request
+    variable: str
+    by_site: bool
+
+
+def run_prolog(site: Site, job: Job) -> None:
+    """Mounts what the job gets, within the site's deadline. What cannot be mounted is logged, and
+    the job gets the source itself. Raises OperationError where not even that can be written down.
+    """
+    overhead = min(_OVERHEAD_SECONDS, site.deadline_seconds / 5)
+    deadline = time.monotonic() + site.deadline_seconds - overhead
+    wanted = datasets_of(site, job)
+    if job.mistake is not None:
+        log.warning("job %d of %s: its request is refused: %s", job.id, job.user, job.mistake)
+    if not wanted and job.mistake is None:
+        return
+    layout = layout_of(site)
+    prepare(layout)
+    write_record(layout.facts(job.id), _facts(job, [], {}))
+    paths = [one.request.path for one in wanted]
+    warnings = [job.mistake] if job.mistake is not None else []
+    # First of all the way without a mount: whatever happens to this process, the job knows it.
+    _tell(layout, job, wanted, paths, warnings)
+    reasons: dict[int, str] = {}
+    try:
+        user = user_of(job.uid, max(1.0, (deadline - time.monotonic()) / 2))
+    except MonarchError as error:
+        reasons = {number: str(error) for number in range(len(wanted))}
+    else:
+        for number, one in enumerate(wanted):
+            left = deadline - time.monotonic()
+            try:
+                # One that hangs must leave time for the others.
+                until = time.monotonic() + max(1.0, left / (len(wanted) - number))
+                paths[number] = mount_for(site, layout, job, one, user, until)
+            except (MonarchError, OSError) as error:
+                reasons[number] = " ".join(str(error).splitlines())
+    for reason in reasons.values():
+        log.warning("job %d of %s: not mounted: %s", job.id, job.user, reason)
+        warnings.append(reason)
+    write_record(layout.facts(job.id), _facts(job, wanted, reasons))
+    _tell(layout, job, wanted, paths, warnings)
+    if caches.trash_in(layout, site):
+        daemon.leave_running(sweep_words(site))
+
+
+def sweep_words(site: Site) -> list[str]:
+    """The command that does later, and slowly, what no prolog or epilog may wait for."""
+    return ["job", "sweep", *([] if site.path is None else ["--config", site.path])]
+
+
+def datasets_of(site: Site, job: Job) -> list[Wanted]:
+    """What the job gets, by its own request and by the site's tables: each path once, each with a
+    variable of its own. Pure."""
+    own = [(request, False) for request in job.requests]
+    given = [(request, True) for request in site.given_to(job)]
+    site_paths = {request.path for request, _ in given}
+    chosen: dict[str, Wanted] = {}
+    variables: set[str] = set()
+    for request, by_site in own + given:
+        if request.path in chosen:
+            continue
+        variable = _free(_variable(request), variables)
+        variables.add(variable)
+        chosen[request.path] = Wanted(request, variable, by_site or request.path in site_paths)
+    return list(chosen.values())
+
+
+def mount_for(
+    site: Site, layout: Layout, job: Job, wanted: Wanted, user: User, deadline: float
+) -> str:
+    """The directory in which the job finds a dataset, mounted now or by another job. Raises
+    MonarchError or OSError, with the job in no set, by ``deadline`` (time.monotonic) and some."""
+    request = wanted.request
+    roots = None if wanted.by_site else site.roots_for(job)
+    if roots is not None and not is_below(request.path, roots):
+        # Before anything of it is touched.
+        named = ", ".join(roots) or "no directory"
+        raise OperationError(f"{request.path}: this job may ask for what lies below {named}")
+    source = resolve(request.path, roots, user, max(1.0, 0.6 * (deadline - time.monotonic())))
+    share = Share(layout, share_key(source, user))
+    with locked(share.lock, deadline):
+        share.enter(job.id)
+        try:
+            found = daemon.find(share.mountpoint(source))
+            before = daemon.status_of(found) if found is not None else None
+            if not daemon.serves(before):
+                _mount(
+                    site, share, source, request, user, deadline, others=share.jobs() != [job.id]
+                )
+                before = None
+            share.note(job.id, before=before, source=source, variable=wanted.variable)
+        except BaseException:
+            share.leave(job.id)
+            if not share.jobs() and not share.record():
+                share.clear()
+            raise
+    used = "mounted" if before is None else "shares"
+    log.info("job %d of %s: %s %s (%s)", job.id, job.user, used, source, share.key)
+    return share.mountpoint(source)
+
+
+def _mount(
+    site: Site,
+    share: Share,
+    source: str,
+    request: Request,
+    user: User,
+    deadline: float,
+    *,
+    others: bool,
+) -> None:
+    """Mounts a share, having removed a mount there that does not serve."""
+    mountpoint = share.mountpoint(source)
+    found = daemon.find(mountpoint)
+    if found is not None:
+        if others and found.supervisor_alive:
+            # It may come back for those who use it; this job is better off without.
+            raise OperationError(f"the mount of {source} does not answer")
+        until = min(deadline, time.monotonic() + _CLEAR_SECONDS)
+        gone = daemon.end(found, until) if found.supervisor_alive else remove_by_force(found, until)
+        if not gone:
+            raise OperationError(f"an earlier mount of {source} cannot be removed")
+    os.makedirs(mountpoint, mode=0o755, exist_ok=True)
+    record = {
+        "source": source,
+        "mountpoint": mountpoint,
+        "uid": user.uid,
+        "user": user.name,
+        "gid": user.gid,
+        "groups": list(user.groups),
+    }
+    share.write(record)
+    try:
+        tiers = caches.open_cache(share.layout, site, share, source, user)
+        daemon.start(
+            source,
+            mountpoint,
+            user,
+            tiers=tiers,
+            state_dir=os.path.join(share.layout.cache(share.key), "state"),
+            options=[*site.options, *(f"{key}={value}" for key, value in request.options)],
+            log_file=site.log_file,
+            unit=f"monarchfs-{share.key}-{os.getpid()}",
+            nice=site.nice,
+            deadline=deadline,
+        )
+    except BaseException:
+        found = daemon.find(mountpoint)
+        if found is None or daemon.end(found, time.monotonic() + _UMOUNT_SECONDS):
+            os.unlink(os.path.join(share.directory, "share.json"))
+            caches.remove_empty_cache(share.layout, share.key)
+        raise
+
+
+def environment_lines(
+    wanted: Sequence[Wanted], paths: Sequence[str], warnings: Sequence[str]
+) -> str:
+    """What the task prolog prints (slurmd takes lines ``export NAME=VALUE`` from it). Pure."""
+    pairs = [(one.variable, path) for one, path in zip(wanted, paths, strict=True)]
+    if paths:
+        pairs.insert(0, (ROOT_VARIABLE, paths[0]))
+    if warnings:
+        pairs.append((WARNING_VARIABLE, "; ".join(warnings)))
+    lines = (f"export {name}={_one_line(value)}\n" for name, value in pairs)
+    return "".join(lines)
+
+
+def _tell(
+    layout: Layout,
+    job: Job,
+    wanted: Sequence[Wanted],
+    paths: Sequence[str],
+    warnings: Sequence[str],
+) -> None:
+    text = environment_lines(wanted, paths, warnings)
+    write_text(layout.environment(job.id), text, mode=0o400, owner=job.uid)
+
+
+def _facts(job: Job, wanted: Sequence[Wanted], reasons: dict[int, str]) -> dict[str, object]:
+    return {
+        "job": job.id,
+        "uid": job.uid,
+        "user": job.user,
+        "began_unix_seconds": time.time(),
+        "unmounted": [
+            {"variable": one.variable, "source": one.request.path, "reason": reasons[number]}
+            for number, one in enumerate(wanted)
+            if number in reasons
+        ],
+    }
+
+
+def _variable(request: Request) -> str:
+    name = request.name or os.path.basename(request.path)
+    plain = re.sub(r"[^A-Z0-9]+", "_", name.upper()).strip("_")[:32]
+    return _PREFIX + (plain or "SET")
+
+
+def _free(variable: str, taken: set[str]) -> str:
+    number, free = 1, variable
+    while free in taken:
+        number += 1
+        free = f"{variable}_{number}"
+    return free
+
+
+def _one_line(value: str) -> str:
+    # Paths hold nothing of the kind; the words of an error might.
+    return "".join(c if c.isprintable() or "\udc80" <= c <= "\udcff" else "?" for c in value)

@@ -1,0 +1,199 @@
+"""Files that prologs and epilogs keep: where they lie, written whole or not at all, and locks.
+
+::
+
+    RUN/locks/KEY             flock'ed by who changes a share; never removed while the node is up
+    RUN/shares/KEY/share.json what is mounted (or is about to be)
+    RUN/shares/KEY/jobs/JOB   one file for each job that uses it: what it found when it came
+    RUN/shares/KEY/idle       since when no job uses it; its modification time
+    RUN/shares/KEY/NAME       the mount point
+    RUN/jobs/JOB              whose job it is, and what was not mounted for it, for the report
+    RUN/env/JOB               what the task prolog prints; the job's user may read it
+    CACHE/slurm/KEY/          state directory (``state``) and ``cache.json``
+    TIER/KEY/                 the copies; the user's alone
+
+RUN is on a tmpfs: what a node that crashes leaves there is gone with it. All of it belongs to root
+and is changed by root only. A file is written beside its place and renamed, so that a process may
+be killed at any point.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from monarchfs.slurm.site import Site
+from monarchfs.types import OperationError
+
+_MOST_BYTES = 1 << 20
+_POLL_SECONDS = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where things lie for one site's configuration."""
+
+    run_dir: str
+    cache_dir: str
+
+    def lock(self, key: str) -> str:
+        return os.path.join(self.run_dir, "locks", key)
+
+    @property
+    def shares(self) -> str:
+        return os.path.join(self.run_dir, "shares")
+
+    def share(self, key: str) -> str:
+        return os.path.join(self.shares, key)
+
+    @property
+    def environments(self) -> str:
+        return os.path.join(self.run_dir, "env")
+
+    def environment(self, job: int) -> str:
+        return os.path.join(self.environments, str(job))
+
+    def facts(self, job: int) -> str:
+        return os.path.join(self.run_dir, "jobs", str(job))
+
+    @property
+    def caches(self) -> str:
+        return os.path.join(self.cache_dir, "slurm")
+
+    def cache(self, key: str) -> str:
+        return os.path.join(self.caches, key)
+
+
+def layout_of(site: Site) -> Layout:
+    return Layout(site.run_dir, site.cache_dir)
+
+
+def prepare(layout: Layout) -> None:
+    """Makes the directories, where they are missing, and raises OperationError where somebody else
+    could change them. Others may pass through some of them, but list none."""
+    for path in (layout.run_dir, layout.shares, layout.environments):
+        make_directory(path, 0o711)
+    for path in (layout.lock(""), layout.facts(0)):
+        make_directory(os.path.dirname(path), 0o700)
+    make_directory(layout.cache_dir, 0o755)
+    make_directory(layout.caches, 0o711)
+
+
+def make_directory(path: str, mode: int) -> None:
+    """A directory that only we can change; one of ours that is there already keeps its mode, and
+    missing ones above it are made. Raises OperationError."""
+    above = os.path.dirname(path)
+    if above != path and not os.path.lexists(above):
+        make_directory(above, 0o755)
+    try:
+        os.mkdir(path)
+        # Whatever the umask is.
+        os.chmod(path, mode)
+    except FileExistsError:
+        st = os.lstat(path)
+        if not stat.S_ISDIR(st.st_mode) or st.st_uid != os.geteuid() or st.st_mode & 0o022:
+            raise OperationError(
+                f"{path} is not a directory that only root can change: remove it, or configure"
+                " another"
+            ) from None
+    except OSError as error:
+        raise OperationError(f"cannot make {path}: {error.strerror}") from None
+
+
+def write_record(path: str, record: Mapping[str, Any], *, mode: int = 0o600) -> None:
+    """Writes one JSON object whole or not at all. Raises OSError."""
+    write_text(path, json.dumps(record) + "\n", mode=mode)
+
+
+def write_text(path: str, text: str, *, mode: int = 0o600, owner: int | None = None) -> None:
+    """Writes a file whole or not at all, for ``owner`` if that is not us. Raises OSError."""
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, f".{name}.{os.getpid()}")
+    try:
+        descriptor = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
+        with open(descriptor, "wb") as file:
+            file.write(os.fsencode(text))
+            file.flush()
+            os.fchmod(descriptor, mode)
+            if owner is not None and owner != os.geteuid():
+                os.fchown(descriptor, owner, -1)
+        os.rename(temporary, path)
+    except FileExistsError:
+        # Of a process of this number that was killed here.
+        os.unlink(temporary)
+        write_text(path, text, mode=mode, owner=owner)
+    except BaseException:
+        unlink(temporary)
+        raise
+
+
+def read_record(path: str) -> dict[str, Any] | None:
+    """The object that `write_record` wrote; None if there is none, or it is no such object."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            record = json.loads(file.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def unlink(path: str) -> bool:
+    """Removes a file; whether it was there."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def remove_directory(path: str) -> None:
+    """Removes an empty directory; one that is not empty, or in use, stays."""
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+            raise
+
+
+def names_in(path: str, *, hidden: bool = False) -> list[str]:
+    """The names in a directory, none if there is no such directory; without those that begin with
+    a dot, which are being written, or were left by who was killed then."""
+    try:
+        return sorted(name for name in os.listdir(path) if hidden or not name.startswith("."))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+class Busy(OperationError):
+    """Somebody else has the lock."""
+
+
+@contextmanager
+def locked(path: str, deadline: float) -> Iterator[None]:
+    """Holds the lock ``path`` inside the block. Raises Busy if it cannot be had by ``deadline``
+    (time.monotonic); tries once in any case. The kernel frees it when its holder dies; children
+    that are executed do not keep it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise Busy(f"another job's prolog or epilog still holds {path}") from None
+            time.sleep(_POLL_SECONDS)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,188 @@
+"""The report of a job: pure, from what a mount said of itself when the job came and when it left.
+
+A mount counts for all who use it. What a job's report says is what the mount did while the job was
+there; where other jobs were there too, it is theirs as well, and the report says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from monarchfs.units import format_bytes, format_seconds
+
+VERSION = 1
+_COUNTED = {
+    "local_opens": ("served", "local_opens"),
+    "source_opens": ("served", "source_opens"),
+    "local_file_bytes": ("served", "local_file_bytes"),
+    "source_file_bytes": ("served", "source_file_bytes"),
+    "source_read_bytes": ("source_io", "read_bytes"),
+    "source_operations": ("source_io", "operations"),
+    "copies_completed": ("prefetch", "completed"),
+    "copies_failed": ("prefetch", "failed"),
+    "worker_restarts": ("worker", "restarts"),
+}
+
+Status = Mapping[str, Any]
+
+
+def dataset_report(
+    before: Status | None,
+    after: Status | None,
+    *,
+    variable: str,
+    source: str,
+    shared_with: Sequence[int],
+) -> dict[str, Any]:
+    """One mounted dataset of a job, from the mount's status ``before`` (None: it was mounted for
+    this job) and ``after`` (None: it did not answer)."""
+    report: dict[str, Any] = {
+        "source": source,
+        "variable": variable,
+        "mounted": True,
+        "reason": None,
+        "shared_with": list(shared_with),
+    }
+    if after is None:
+        return {**report, "answered": False}
+    counts = counted(before, after)
+    opened = counts["local_file_bytes"] + counts["source_file_bytes"]
+    return {
+        **report,
+        "answered": True,
+        **counts,
+        "local_open_share": _share(counts["local_opens"], counts["source_opens"]),
+        "local_byte_share": _share(counts["local_file_bytes"], counts["source_file_bytes"]),
+        # Of what was opened, as far as it was not read from the source after all.
+        "spared_bytes": max(0, opened - counts["source_read_bytes"]),
+        "spared_opens": counts["local_opens"],
+        "resident_after_seconds": _resident_after(before, after),
+        "peak_used_bytes": sum(
+            _number(tier.get("peak_used_bytes", tier.get("used_bytes")))
+            for tier in after.get("tiers", [])
+            if isinstance(tier, Mapping)
+        ),
+        "files_resident": _at(after, ("files", "resident")),
+    }
+
+
+def unmounted_report(variable: str, source: str, reason: str) -> dict[str, Any]:
+    """A dataset that the job read from the source itself."""
+    return {
+        "source": source,
+        "variable": variable,
+        "mounted": False,
+        "reason": reason,
+        "shared_with": [],
+    }
+
+
+def counted(before: Status | None, after: Status) -> dict[str, int]:
+    """What was counted between two reports of a mount. A worker that was started anew counts from
+    0 again; what it did not get to say is lost, so the counts are then at least this."""
+    begun_again = before is not None and any(
+        _at(after, path) < _at(before, path) for path in _COUNTED.values()
+    )
+    return {
+        name: _at(after, path)
+        - (0 if before is None or (begun_again and path[0] != "worker") else _at(before, path))
+        for name, path in _COUNTED.items()
+    }
+
+
+def job_report(
+    job: int,
+    user: str,
+    node: str,
+    began: float,
+    ended: float,
+    datasets: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The whole report of one job on one node; times are Unix times."""
+    return {
+        "version": VERSION,
+        "job": job,
+        "user": user,
+        "node": node,
+        "began_unix_seconds": round(began, 3),
+        "ended_unix_seconds": round(ended, 3),
+        "datasets": list(datasets),
+    }
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The report for people; paths are to be made printable by who prints it."""
+    began, ended = report["began_unix_seconds"], report["ended_unix_seconds"]
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
+    lines = [
+        f"job {report['job']} of {report['user']} on {report['node']}:"
+        f" from {when}, {format_seconds(max(0.0, ended - began))}"
+    ]
+    for dataset in report["datasets"]:
+        lines += ["", f"{dataset['source']} ({dataset['variable']})"]
+        lines += [f"  {line}" for line in _dataset_lines(dataset)]
+    if not report["datasets"]:
+        lines += ["", "no datasets"]
+    return "\n".join(lines) + "\n"
+
+
+def _dataset_lines(dataset: Mapping[str, Any]) -> list[str]:
+    if not dataset["mounted"]:
+        return [f"not mounted, the job was given the source itself: {dataset['reason']}"]
+    lines = _shared_lines(dataset["shared_with"])
+    if not dataset["answered"]:
+        return [*lines, "the mount did not answer at the job's end: nothing is known of it"]
+    resident = dataset["resident_after_seconds"]
+    failed, restarts = dataset["copies_failed"], dataset["worker_restarts"]
+    files = dataset["local_opens"] + dataset["source_opens"]
+    opened = dataset["local_file_bytes"] + dataset["source_file_bytes"]
+    return [
+        *lines,
+        f"served locally   {_percent(dataset['local_open_share'])} of {files} opens,"
+        f" {_percent(dataset['local_byte_share'])} of {format_bytes(opened)} of files opened",
+        f"source           {format_bytes(dataset['source_read_bytes'])} read in"
+        f" {dataset['source_operations']} operations; spared"
+        f" {format_bytes(dataset['spared_bytes'])} and {dataset['spared_opens']} opens",
+        "resident         "
+        + ("not all of it" if resident is None else f"all of it after {format_seconds(resident)}")
+        + f", {dataset['files_resident']} files; {format_bytes(dataset['peak_used_bytes'])} used",
+        f"trouble          {failed} copies failed, the daemon was restarted {restarts} times",
+    ]
+
+
+def _shared_lines(others: Sequence[int]) -> list[str]:
+    if not others:
+        return []
+    named = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+    return [f"shared           with job {named}: these numbers are theirs, too"]
+
+
+def _resident_after(before: Status | None, after: Status) -> float | None:
+    """Seconds from when the job came until nothing was left to copy and every known file was
+    local; 0 if that was so before; None if it is not so yet."""
+    prefetch, files = after.get("prefetch", {}), after.get("files", {})
+    done = prefetch.get("idle_since_uptime_seconds")
+    if not isinstance(done, (int, float)) or prefetch.get("refused") or prefetch.get("failed"):
+        return None
+    if not files.get("resident"):
+        return None
+    return round(max(0.0, done - _number((before or {}).get("uptime_seconds"))), 3)
+
+
+def _share(local: int, source: int) -> float | None:
+    return round(local / (local + source), 4) if local + source > 0 else None
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}%"
+
+
+def _at(status: Status, path: tuple[str, str]) -> int:
+    part = status.get(path[0])
+    return int(_number(part.get(path[1]))) if isinstance(part, Mapping) else 0
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0

@@ -1,0 +1,138 @@
+"""A share: one dataset mounted for one user with one set of groups, and the jobs that use it.
+
+All of this is called with the share's lock held (`records.locked`), but for `shares_of` and
+`every_share`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from monarchfs.config.model import User
+from monarchfs.slurm.records import (
+    Layout,
+    make_directory,
+    names_in,
+    read_record,
+    remove_directory,
+    unlink,
+    write_record,
+    write_text,
+)
+
+KEY = re.compile(r"[0-9a-f]{20}")
+_FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,63}")
+_OURS = frozenset({"jobs", "idle", "share.json"})
+
+
+def share_key(source: str, user: User) -> str:
+    """The name of a share. Another set of groups may be allowed to read other files, so it gets a
+    mount and a cache of its own."""
+    groups = ",".join(map(str, sorted({user.gid, *user.groups})))
+    return hashlib.sha256(os.fsencode(source) + f"\0{user.uid}\0{groups}".encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One share's files. ``record`` is what share.json says, empty before anything is mounted."""
+
+    layout: Layout
+    key: str
+
+    @property
+    def directory(self) -> str:
+        return self.layout.share(self.key)
+
+    @property
+    def lock(self) -> str:
+        return self.layout.lock(self.key)
+
+    @property
+    def _jobs(self) -> str:
+        return os.path.join(self.directory, "jobs")
+
+    def jobs(self) -> list[int]:
+        """The jobs that use it."""
+        return sorted(int(name) for name in names_in(self._jobs) if name.isdecimal())
+
+    def record(self) -> dict[str, Any]:
+        return read_record(os.path.join(self.directory, "share.json")) or {}
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        write_record(os.path.join(self.directory, "share.json"), record)
+
+    def mountpoint(self, source: str) -> str:
+        """Where ``source`` is mounted: a directory of its name, if that is a plain one."""
+        name = os.path.basename(source)
+        plain = _FOLDER.fullmatch(name) is not None and name not in _OURS
+        return os.path.join(self.directory, name if plain else "data")
+
+    # Coming and going
+
+    def enter(self, job: int) -> None:
+        """Puts a job into the set. Before anything is mounted, so that whoever is killed later
+        leaves a set of which the epilog, or ``gc``, takes the job out again."""
+        make_directory(self.directory, 0o711)
+        make_directory(self._jobs, 0o700)
+        others = [other for other in self.jobs() if other != job]
+        for other in others:
+            met = self.entry(other)
+            if job not in met.get("met", []):
+                self._write_entry(other, {**met, "met": [*met.get("met", []), job]})
+        self._write_entry(job, {"entered_unix_seconds": time.time(), "met": others})
+        unlink(os.path.join(self.directory, "idle"))
+
+    def note(self, job: int, **facts: Any) -> None:
+        """Adds to what is known of a job in the set."""
+        self._write_entry(job, {**self.entry(job), **facts})
+
+    def entry(self, job: int) -> dict[str, Any]:
+        return read_record(os.path.join(self._jobs, str(job))) or {}
+
+    def leave(self, job: int) -> bool:
+        """Takes a job out of the set; whether it was in it."""
+        return unlink(os.path.join(self._jobs, str(job)))
+
+    def rest(self) -> None:
+        """Notes that no job uses it from now on."""
+        write_text(os.path.join(self.directory, "idle"), "")
+
+    def idle_seconds(self) -> float:
+        """For how long no job has used it; for ever, if nobody noted when that began."""
+        try:
+            return max(0.0, time.time() - os.stat(os.path.join(self.directory, "idle")).st_mtime)
+        except FileNotFoundError:
+            return float("inf")
+
+    def clear(self) -> None:
+        """Removes what is left of a share that no job uses and that is not mounted."""
+        for name in names_in(self._jobs, hidden=True):
+            if name.startswith("."):
+                unlink(os.path.join(self._jobs, name))
+        remove_directory(self._jobs)
+        for name in names_in(self.directory, hidden=True):
+            path = os.path.join(self.directory, name)
+            if stat.S_ISDIR(os.lstat(path).st_mode):
+                remove_directory(path)
+            else:
+                unlink(path)
+        remove_directory(self.directory)
+
+    def _write_entry(self, job: int, entry: Mapping[str, Any]) -> None:
+        write_record(os.path.join(self._jobs, str(job)), entry)
+
+
+def every_share(layout: Layout) -> list[Share]:
+    return [Share(layout, name) for name in names_in(layout.shares) if KEY.fullmatch(name)]
+
+
+def shares_of(layout: Layout, job: int) -> list[Share]:
+    """The shares whose sets a job is in."""
+    return [share for share in every_share(layout) if job in share.jobs()]

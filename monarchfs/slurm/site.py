@@ -1,0 +1,213 @@
+"""What the site lets jobs have, and how: ``/etc/monarchfs-slurm.toml``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from monarchfs.config.files import read_trusted, toml_table
+from monarchfs.config.model import TierSpec
+from monarchfs.config.places import DEFAULT_TIER_SIZE, ROOT_CACHE_DIR, ROOT_RUNTIME_DIR
+from monarchfs.config.settings import from_mount_options
+from monarchfs.config.values import (
+    parse_flag,
+    parse_interval,
+    parse_path,
+    parse_tiers,
+    parse_timeout,
+)
+from monarchfs.slurm.job import Job
+from monarchfs.slurm.request import Request, parse_dataset_path, parse_request
+from monarchfs.types import UsageError
+
+SITE_FILE = "/etc/monarchfs-slurm.toml"
+_NOT_THE_SITES = {"user", "tier", "state_dir", "foreground", "log_file", "metrics_port"}
+
+
+@dataclass(frozen=True, slots=True)
+class Who:
+    """Which jobs a table is about; an empty set means any."""
+
+    users: frozenset[str] = frozenset()
+    accounts: frozenset[str] = frozenset()
+    partitions: frozenset[str] = frozenset()
+
+    def matches(self, job: Job) -> bool:
+        pairs = (
+            (self.users, job.user),
+            (self.accounts, job.account),
+            (self.partitions, job.partition),
+        )
+        return all(not wanted or has in wanted for wanted, has in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Allow:
+    """Jobs that may ask for what lies at or below ``roots``."""
+
+    who: Who
+    roots: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A dataset that jobs get without asking."""
+
+    who: Who
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The site's configuration. ``tiers`` as for mount: what one dataset of one user may take;
+    ``budget``: what all of them together may, by the tier's path. ``options`` are those of
+    ``mount -o``. ``path`` is the file it was read from, None for the usual one. Times are in
+    seconds."""
+
+    path: str | None = None
+    tiers: tuple[TierSpec, ...] = (TierSpec(ROOT_CACHE_DIR, DEFAULT_TIER_SIZE),)
+    budget: Mapping[str, TierSpec] = field(default_factory=dict)
+    options: tuple[str, ...] = ("freshness=immutable",)
+    allow: tuple[Allow, ...] = ()
+    given: tuple[Given, ...] = ()
+    deadline_seconds: float = 20.0
+    linger_seconds: float = 0.0
+    wipe: bool = False
+    nice: int = 5
+    run_dir: str = ROOT_RUNTIME_DIR + "/slurm"
+    cache_dir: str = ROOT_CACHE_DIR
+    report_dir: str = "/var/log/monarchfs/jobs"
+    log_file: str | None = "/var/log/monarchfs/slurm.log"
+
+    def roots_for(self, job: Job) -> list[str]:
+        """Below which directories a job may ask for datasets."""
+        return [root for one in self.allow if one.who.matches(job) for root in one.roots]
+
+    def given_to(self, job: Job) -> list[Request]:
+        return [one.request for one in self.given if one.who.matches(job)]
+
+
+def read_site(path: str | None = None) -> Site:
+    """The site's configuration; its defaults, by which no job may ask for anything, where there is
+    no file. Raises UsageError for what is wrong in it, and where others than root could have
+    written it."""
+    content = read_trusted(path or SITE_FILE)
+    if content is None:
+        if path is not None:
+            raise UsageError(f"there is no configuration {path}: name another with --config")
+        return Site()
+    return replace(site_from(toml_table(path or SITE_FILE, content), path or SITE_FILE), path=path)
+
+
+def site_from(table: Mapping[str, Any], path: str) -> Site:
+    """The Site of a TOML document; UsageError names ``path`` and the key."""
+    place = f"configuration {path}"
+    values: dict[str, Any] = {}
+    allow: list[Allow] = []
+    for key, value in table.items():
+        try:
+            match key:
+                case "roots":
+                    allow.append(Allow(Who(), _paths(value)))
+                case "tier":
+                    values["tiers"] = parse_tiers(value)
+                case "budget":
+                    values["budget"] = {one.path: one for one in parse_tiers(value)}
+                case "options":
+                    values["options"] = ("freshness=immutable", *_options(value))
+                case "allow":
+                    allow += [
+                        Allow(_who(one, {"roots"}), _paths(one.get("roots")))
+                        for one in _tables(value)
+                    ]
+                case "dataset":
+                    values["given"] = tuple(_given(one) for one in _tables(value))
+                case "log" if value == "syslog":
+                    values["log_file"] = None
+                case _ if key in _PARSERS:
+                    field_name, parse = _PARSERS[key]
+                    values[field_name] = parse(value)
+                case _:
+                    raise UsageError("this key is not known: see docs/SLURM.md")
+        except UsageError as error:
+            raise UsageError(f"{place}: {key}: {error}") from None
+    site = Site(**{**values, "allow": tuple(allow)})
+    unknown = set(site.budget) - {tier.path for tier in site.tiers}
+    if unknown:
+        raise UsageError(f"{place}: budget: {min(unknown)} is none of the tiers: name one of them")
+    return site
+
+
+def _nice(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 19:
+        raise UsageError("this is no priority: write a number from 0 to 19, as nice(1) takes it")
+    return value
+
+
+_PARSERS: Mapping[str, tuple[str, Callable[[object], object]]] = {
+    "deadline_seconds": ("deadline_seconds", parse_timeout),
+    "linger": ("linger_seconds", parse_interval),
+    "wipe": ("wipe", parse_flag),
+    "nice": ("nice", _nice),
+    "run_dir": ("run_dir", parse_path),
+    "cache_dir": ("cache_dir", parse_path),
+    "report_dir": ("report_dir", parse_path),
+    "log": ("log_file", parse_path),
+}
+
+
+def _given(table: Mapping[str, Any]) -> Given:
+    who = _who(table, {"path", "options"})
+    if not isinstance(table.get("path"), str):
+        raise UsageError('it needs a path, as in path = "/lustre/data/imagenet"')
+    path = parse_dataset_path(table["path"])
+    options = table.get("options", "")
+    if not isinstance(options, str):
+        raise UsageError('options is no text: write it like options = "prefetch=all:name=DATA"')
+    # A stand-in for the path, which is not to be quoted in a configuration file.
+    parsed = parse_request("/x" + (f":{options}" if options else ""))
+    if len(parsed) != 1:
+        raise UsageError("options holds a comma: write one table for each dataset")
+    return Given(who, Request(path, parsed[0].name, parsed[0].options))
+
+
+def _who(table: Mapping[str, Any], others: set[str]) -> Who:
+    known = {"users", "accounts", "partitions"}
+    unknown = set(table) - known - others
+    if unknown:
+        raise UsageError(f"'{min(unknown)}' is not known: see docs/SLURM.md")
+    return Who(**{key: frozenset(_texts(table.get(key, []))) for key in known})
+
+
+def _options(value: object) -> tuple[str, ...]:
+    texts = tuple(_texts(value))
+    wrong = _NOT_THE_SITES & set(from_mount_options(texts))
+    if wrong:
+        raise UsageError(f"{min(wrong)} is not set here: see docs/SLURM.md")
+    return texts
+
+
+def _paths(value: object) -> tuple[str, ...]:
+    paths = tuple(parse_dataset_path(text) for text in _texts(value))
+    if not paths:
+        raise UsageError("no directory is named: name at least one")
+    return paths
+
+
+def _texts(value: object) -> Sequence[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise UsageError("this is neither text nor a list of texts: write it in quotation marks")
+    return texts
+
+
+def _tables(value: object) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise UsageError("write it as a table in double brackets")
+    return value
+
+
+def is_below(path: str, roots: Sequence[str]) -> bool:
+    """Whether a path without symbolic links is one of the directories or lies in one."""
+    return any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots)

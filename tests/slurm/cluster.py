@@ -1,0 +1,367 @@
+"""A Slurm cluster of three nodes on one machine: real daemons, each node in namespaces of its own.
+
+A node is a network, host name, mount and process namespace: it has its own ``/run`` and its own
+"local disk" (``Cluster.local``), and killing its first process is what a power cut is to a machine.
+Nothing of it is seen outside, and nothing is left when the first processes are gone.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv")
+NODES = ("n1", "n2", "n3")
+USERS = ("nobody", "daemon", "games")
+"""Accounts that Debian always has; the first is who runs most jobs."""
+_NETWORK = "10.77.0"
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_START_SECONDS = 20.0
+
+_CONFIG = """\
+ClusterName=test
+SlurmctldHost=ctl({network}.1)
+AuthType=auth/munge
+AuthInfo=socket={base}/munge/socket
+CryptoType=crypto/munge
+SlurmUser=root
+SlurmdUser=root
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+PrologFlags=Alloc,Contain
+SlurmdParameters=config_overrides
+PropagateResourceLimits=NONE
+SchedulerParameters=sched_min_interval=100000,batch_sched_delay=0,defer
+MessageTimeout=30
+BatchStartTimeout=60
+KillWait=3
+StateSaveLocation={base}/ctl/state
+SlurmdSpoolDir={base}/spool/%n
+SlurmctldPidFile={base}/ctl/pid
+SlurmdPidFile={base}/spool/%n.pid
+SlurmctldLogFile={base}/ctl/log
+SlurmdLogFile={base}/spool/%n.log
+PlugStackConfig={base}/plugstack.conf
+{scripts}
+NodeName=n1 NodeAddr={network}.11 CPUs=64 RealMemory=1000
+NodeName=n2 NodeAddr={network}.12 CPUs=64 RealMemory=1000
+NodeName=n3 NodeAddr={network}.13 CPUs=64 RealMemory=1000
+PartitionName=main Nodes=n[1-3] Default=YES OverSubscribe=FORCE:8
+PartitionName=gpu Nodes=n[1-3] OverSubscribe=FORCE:8
+"""
+
+
+def missing() -> str:
+    """Why there can be no cluster here; empty if there can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    absent = [name for name in NEEDED if shutil.which(name, path=_PATH) is None]
+    return f"needs {', '.join(absent)}" if absent else ""
+
+
+@dataclass
+class Machine:
+    """A set of namespaces, by its first process (``pid``, as seen from outside)."""
+
+    name: str
+    outer: subprocess.Popen[bytes]
+    pid: int
+
+    def command(self, *words: str, user: str | None = None) -> list[str]:
+        """What runs ``words`` on this machine."""
+        enter = ["nsenter", "--target", str(self.pid), "--all", "--wd=/"]
+        if user is not None:
+            entry = pwd.getpwnam(user)
+            enter += ["setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}"]
+            enter += ["--init-groups"]
+        return [*enter, *words]
+
+    def power_cut(self) -> None:
+        """Kills all of its processes at once; its mounts, network and /run go with them."""
+        if self.outer.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.outer.wait(10)
+
+
+@dataclass
+class Cluster:
+    """``base`` is a directory that all nodes share (as a parallel file system is shared), ``local``
+    one below it that is another one on each node."""
+
+    base: Path
+    machines: dict[str, Machine] = field(default_factory=dict)
+    munged: subprocess.Popen[bytes] | None = None
+
+    @property
+    def local(self) -> Path:
+        return self.base / "local"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "PATH": _PATH,
+            "LANG": "C.UTF-8",
+            "SLURM_CONF": f"{self.base}/slurm.conf",
+        }
+
+    def local_of(self, node: str) -> Path:
+        """A node's local disk, as seen from outside."""
+        return self.base / "disks" / node
+
+    def run(
+        self,
+        node: str,
+        *words: str,
+        user: str | None = None,
+        stdin: str | None = None,
+        timeout: float = 60,
+        environment: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command on a node (or ``ctl``)."""
+        return subprocess.run(
+            self.machines[node].command(*words, user=user),
+            input=stdin if stdin is not None else "",
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**self.environment, **(environment or {})},
+            cwd="/",
+            check=False,
+        )
+
+    # Jobs
+
+    def sbatch(self, script: str, *options: str, user: str = USERS[0]) -> int:
+        """Submits a batch script; the job's number."""
+        done = self.run(
+            "ctl",
+            *("sbatch", "--parsable", "--chdir", str(self.work(user)), "--output=%A_%a.out"),
+            *("--open-mode=append", *options),
+            user=user,
+            stdin="#!/bin/sh\n" + script,
+        )
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout.strip().split(";")[0])
+
+    def work(self, user: str) -> Path:
+        return self.base / "work" / user
+
+    def output(self, job: int, user: str = USERS[0]) -> str:
+        """What a job printed so far (of an array, of all its tasks)."""
+        found = sorted(self.work(user).glob(f"{job}_*.out"))
+        return "".join(path.read_text(errors="replace") for path in found)
+
+    def jobs(self) -> list[str]:
+        """Jobs that are not over yet, their epilogs included."""
+        done = self.run("ctl", "squeue", "--noheader", "--format=%i %T %N %r")
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    def wait(self, *ids: int, seconds: float = 60) -> None:
+        """Waits until jobs are over everywhere, or all jobs if none is named."""
+        deadline = time.monotonic() + seconds
+        wanted = {str(one) for one in ids}
+
+        def left() -> list[str]:
+            return [j for j in self.jobs() if not wanted or j.split()[0].split("_")[0] in wanted]
+
+        while jobs := left():
+            assert time.monotonic() < deadline, f"still there: {jobs}\n{self.logs()}"
+            time.sleep(0.1)
+
+    def node_states(self) -> dict[str, str]:
+        done = self.run("ctl", "sinfo", "--noheader", "-N", "--partition=main", "--format=%N %T %E")
+        assert done.returncode == 0, done.stderr
+        return {line.split()[0]: line.split()[1] for line in done.stdout.splitlines()}
+
+    def monarchfs_mounts(self, node: str) -> list[str]:
+        """The mount points of ours on a node."""
+        text = Path(f"/proc/{self.machines[node].pid}/mountinfo").read_text()
+        return [line.split()[4] for line in text.splitlines() if " - fuse.monarchfs " in line]
+
+    def mount_of(self, node: str, source: Path) -> str | None:
+        """Where a dataset is mounted on a node; None if it is not."""
+        text = Path(f"/proc/{self.machines[node].pid}/mountinfo").read_text()
+        ours = (line.split(" - fuse.monarchfs ") for line in text.splitlines())
+        found = [
+            left.split()[4] for left, *right in ours if right and right[0].startswith(f"{source} ")
+        ]
+        return found[0] if found else None
+
+    def logs(self) -> str:
+        paths = [self.base / "ctl/log", *(self.base / f"spool/{n}.log" for n in NODES)]
+        paths += sorted((self.base / "disks").glob("*/log/*"))
+        return "\n".join(
+            f"--- {path}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-40:])
+            for path in paths
+            if path.is_file()
+        )
+
+    # Starting and ending
+
+    def start(self, scripts: Mapping[str, str]) -> None:
+        """Starts everything; ``scripts`` are lines of slurm.conf, as Prolog=PATH."""
+        self.base.chmod(0o755)
+        for name in ("ctl/state", "spool", "work", "local", "munge", "disks"):
+            (self.base / name).mkdir(parents=True)
+        for user in USERS:
+            self.work(user).mkdir()
+            shutil.chown(self.work(user), user)
+        for node in NODES:
+            self.local_of(node).mkdir()
+        (self.base / "plugstack.conf").touch(exist_ok=True)
+        lines = "\n".join(f"{key}={value}" for key, value in scripts.items())
+        (self.base / "slurm.conf").write_text(
+            _CONFIG.format(base=self.base, network=_NETWORK, scripts=lines)
+        )
+        self._start_munge()
+        self._start_machine("ctl")
+        self._network_of_ctl()
+        self._daemon("ctl", "slurmctld", "-D")
+        for node in NODES:
+            self.boot(node)
+        self.wait_idle()
+
+    def boot(self, node: str) -> None:
+        """Starts a node that is not running; `wait_idle` says when Slurm has it back."""
+        self._start_machine(node)
+        self._network_of(node)
+        self._daemon(node, "slurmd", "-D", "-N", node)
+
+    def wait_idle(self) -> None:
+        """Until Slurm would run jobs on all nodes."""
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            done = self.run("ctl", "sinfo", "--noheader", "-N", "--format=%T")
+            states = set(done.stdout.split())
+            if done.returncode == 0 and states == {"idle"}:
+                return
+            assert time.monotonic() < deadline, f"{done.stderr}{states}\n{self.logs()}"
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        for machine in self.machines.values():
+            machine.power_cut()
+        if self.munged is not None:
+            self.munged.kill()
+            self.munged.wait(5)
+
+    def _start_munge(self) -> None:
+        directory = self.base / "munge"
+        (directory / "key").write_bytes(secrets.token_bytes(128))
+        (directory / "key").chmod(0o400)
+        for path in (directory, directory / "key"):
+            shutil.chown(path, "munge", "munge")
+        directory.chmod(0o755)
+        entry = pwd.getpwnam("munge")
+        self.munged = subprocess.Popen(
+            [
+                *("setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}"),
+                *("--clear-groups", "munged", "--foreground", f"--key-file={directory}/key"),
+                *(f"--socket={directory}/socket", f"--pid-file={directory}/pid"),
+                *(f"--seed-file={directory}/seed", f"--log-file={directory}/log"),
+            ],
+            env={"PATH": _PATH},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + _START_SECONDS
+        while not (directory / "socket").exists():
+            assert self.munged.poll() is None, (directory / "log").read_text()
+            assert time.monotonic() < deadline, "munged does not come up"
+            time.sleep(0.02)
+
+    def _start_machine(self, name: str) -> None:
+        setup = (
+            # What happens to be mounted outside must not be held here when it is unmounted there.
+            "while read -r _ _ _ _ point rest; do case $rest in"
+            " *' - fuse'*) umount -l \"$point\" ;; esac; done < /proc/self/mountinfo; "
+            f"hostname {name}; mount -t tmpfs -o mode=755 tmpfs /run; "
+            + (f"mount --bind {self.base}/disks/{name} {self.local}; " if name in NODES else "")
+            # The first process has to take leave of those whose parents are gone.
+            + "ip link set lo up; echo ready; exec >/dev/null; sleep infinity & wait"
+        )
+        outer = subprocess.Popen(
+            [
+                *("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child"),
+                *("--mount-proc", "--propagation", "private", "sh", "-c", setup),
+            ],
+            env={"PATH": _PATH},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            # It complains of a signal that it cannot unblock; what fails does not get to "ready".
+            stderr=subprocess.DEVNULL,
+        )
+        assert outer.stdout is not None
+        with outer.stdout:
+            assert outer.stdout.readline() == b"ready\n", f"{name} does not start"
+        children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
+        self.machines[name] = Machine(name, outer, int(children[0]))
+
+    def _network_of_ctl(self) -> None:
+        ctl = self.machines["ctl"].pid
+        _ip(ctl, "link", "add", "br0", "type", "bridge")
+        _ip(ctl, "addr", "add", f"{_NETWORK}.1/24", "dev", "br0")
+        _ip(ctl, "link", "set", "br0", "up")
+
+    def _network_of(self, node: str) -> None:
+        ctl, pid = self.machines["ctl"].pid, self.machines[node].pid
+        subprocess.run(
+            ["nsenter", f"--net=/proc/{ctl}/ns/net", "ip", "link", "del", node],
+            capture_output=True,
+            check=False,
+        )
+        _ip(ctl, "link", "add", node, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        _ip(ctl, "link", "set", node, "master", "br0")
+        _ip(ctl, "link", "set", node, "up")
+        _ip(pid, "addr", "add", f"{_NETWORK}.1{node[1:]}/24", "dev", "eth0")
+        _ip(pid, "link", "set", "eth0", "up")
+
+    def _daemon(self, machine: str, *words: str) -> None:
+        # Ends with the machine's first process.
+        subprocess.run(
+            self.machines[machine].command("sh", "-c", 'setsid "$@" &', "-", *words),
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            check=True,
+        )
+
+
+def _ip(pid: int, *words: str) -> None:
+    command: Sequence[str] = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+
+
+@contextmanager
+def cluster(scripts: Mapping[str, str], base: Path | None = None) -> Iterator[Cluster]:
+    """A running cluster, whose directory (``base``) may hold things already; gone afterwards."""
+    base = base or Path(tempfile.mkdtemp(prefix="monarchfs-cluster-"))
+    running = Cluster(base)
+    try:
+        running.start(scripts)
+        yield running
+    finally:
+        running.close()
+        shutil.rmtree(base, ignore_errors=True)
