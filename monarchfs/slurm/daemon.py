@@ -20,7 +20,7 @@ from monarchfs.config.model import User
 from monarchfs.config.places import ROOT_RUNTIME_DIR
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.supervisor.launch import module_command
-from monarchfs.supervisor.recover import Found, find_one, unmount_found
+from monarchfs.supervisor.recover import Found, find_all, find_one, unmount_found
 from monarchfs.types import OperationError
 
 _STATUS_SECONDS = 3.0
@@ -77,6 +77,13 @@ def start(
 def find(mountpoint: str) -> Found | None:
     """What is known of the mount at ``mountpoint``; touches the mount table and registrations."""
     return find_one(mountpoint, lambda _owners: [ROOT_RUNTIME_DIR])
+
+
+def find_below(directory: str) -> list[Found]:
+    """All mounts of ours, and registrations of such, below a directory: also one that came about
+    after whoever began it was killed."""
+    found = find_all(lambda _owners: [ROOT_RUNTIME_DIR])
+    return [one for one in found if one.mountpoint.startswith(directory + "/")]
 
 
 def status_of(found: Found, timeout: float = _STATUS_SECONDS) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from monarchfs.slurm.archive import keep_report
 from monarchfs.slurm.job import Job
 from monarchfs.slurm.prolog import sweep_words
 from monarchfs.slurm.records import Busy, Layout, layout_of, locked, prepare, read_record, unlink
-from monarchfs.slurm.report import dataset_report, job_report, unmounted_report
+from monarchfs.slurm.report import Status, dataset_report, job_report, unmounted_report
 from monarchfs.slurm.shares import Share, every_share, shares_of
 from monarchfs.slurm.site import Site
 from monarchfs.types import MonarchError
@@ -43,20 +43,24 @@ def run_epilog(site: Site, job: Job) -> None:
     datasets = []
     later = False
     for number, share in enumerate(shares):
-        left = max(_LEAST_SECONDS, deadline - time.monotonic())
+        left = deadline - time.monotonic()
+        if left < 0 and number > 0:
+            later = True
+            continue
         until = time.monotonic() + max(_LEAST_SECONDS, left / (len(shares) - number))
         try:
             with locked(share.lock, until):
-                datasets.append(_leave(share, job.id))
+                dataset, status = _leave(share, job.id)
+                datasets.append(dataset)
                 if not share.jobs() and site.linger_seconds <= 0:
-                    end_share(site, share, until)
+                    end_share(site, share, until, status)
         except Busy as error:
             log.warning("job %d of %s: %s: it is taken out later", job.id, job.user, error)
             later = True
         except (MonarchError, OSError) as error:
             log.error("job %d of %s: %s", job.id, job.user, error)
             later = True
-    idle = any(share.record() and not share.jobs() for share in every_share(layout))
+    idle = any(not share.jobs() for share in every_share(layout))
     if later or idle or caches.trash_in(layout, site):
         daemon.leave_running(sweep_words(site) + (["--without", str(job.id)] if later else []))
     _report(site, layout, job, facts or {}, datasets)
@@ -91,8 +95,8 @@ def sweep_once(site: Site, layout: Layout) -> float | None:
             if share.jobs():
                 continue
             left = site.linger_seconds - share.idle_seconds()
-            if left <= 0 or not share.record():
-                end_share(site, share, time.monotonic() + _UMOUNT_SECONDS)
+            if left <= 0:
+                end_share(site, share, time.monotonic() + _UMOUNT_SECONDS, last_status(share))
             else:
                 pauses.append(left)
     return min(pauses) + _MOMENT_SECONDS / 10 if pauses else None
@@ -108,8 +112,8 @@ def empty_trash(site: Site, layout: Layout) -> None:
         return
 
 
-def _leave(share: Share, job: int) -> dict[str, Any]:
-    """Takes the job out; what its report says of this dataset."""
+def _leave(share: Share, job: int) -> tuple[dict[str, Any], Status | None]:
+    """Takes the job out; what its report says of this dataset, and the mount's status."""
     entry, record = share.entry(job), share.record()
     source = str(entry.get("source", record.get("source", "")))
     found = daemon.find(share.mountpoint(source)) if source else None
@@ -117,13 +121,14 @@ def _leave(share: Share, job: int) -> dict[str, Any]:
     share.leave(job)
     if not share.jobs():
         share.rest()
-    return dataset_report(
+    dataset = dataset_report(
         entry.get("before"),
         after,
         variable=str(entry.get("variable", "")),
         source=source,
         shared_with=[int(other) for other in entry.get("met", [])],
     )
+    return dataset, after
 
 
 @contextmanager
@@ -134,23 +139,28 @@ def _trouble_logged(share: Share) -> Iterator[None]:
         log.error("%s: %s", share.directory, error)
 
 
-def end_share(site: Site, share: Share, deadline: float) -> bool:
+def last_status(share: Share) -> Status | None:
+    """What a share's daemon says of itself, if it does."""
+    mounts = daemon.find_below(share.directory)
+    return daemon.status_of(mounts[0]) if mounts else None
+
+
+def end_share(site: Site, share: Share, deadline: float, status: Status | None) -> bool:
     """Unmounts a share, whoever is still in it, by ``deadline`` (time.monotonic), and keeps or
-    wipes its cache; whether that worked. With its lock held."""
-    record = share.record()
-    if not record:
-        share.clear()
-        return True
-    mountpoint = str(record.get("mountpoint", ""))
-    found = daemon.find(mountpoint)
-    status = daemon.status_of(found) if found is not None else None
-    until = min(deadline, time.monotonic() + _UMOUNT_SECONDS)
-    if found is not None and not daemon.end(found, until):
-        log.error("%s cannot be unmounted", mountpoint)
-        return False
+    wipes its cache; whether that worked. With its lock held. ``status`` is what its daemon said
+    last, if it said anything."""
+    mounts = daemon.find_below(share.directory)
+    for found in mounts:
+        now = time.monotonic()
+        until = max(now + _LEAST_SECONDS, min(deadline, now + _UMOUNT_SECONDS))
+        if not daemon.end(found, until):
+            log.error("%s cannot be unmounted", found.mountpoint)
+            return False
+        log.info("unmounted %s (%s)", found.source, share.key)
+    known = bool(share.record())
     share.clear()
-    caches.close_cache(share.layout, share.key, status)
-    log.info("unmounted %s (%s)", record.get("source"), share.key)
+    if known or mounts:
+        caches.close_cache(share.layout, share.key, status)
     if site.wipe and (cache := caches.read_cache(share.layout, share.key)) is not None:
         caches.throw_away(share.layout, cache)
     return True

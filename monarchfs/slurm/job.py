@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from monarchfs.slurm.request import MOST_BYTES, Request, parse_comment, parse_request
+from monarchfs.slurm.request import MOST_CHARACTERS, Request, parse_comment, parse_request
 from monarchfs.types import UsageError
 
 _NUMBER = re.compile(r"[0-9]{1,10}")
@@ -79,6 +79,6 @@ def node_name(environ: Mapping[str, str]) -> str:
 def _requested(environ: Mapping[str, str]) -> list[Request]:
     # The plugin's environment reaches a prolog with this prefix (spank_job_control_setenv).
     plugin, comment = environ.get("SPANK_MONARCHFS", ""), environ.get("SLURM_JOB_COMMENT", "")
-    if len(plugin) + len(comment) > MOST_BYTES:
-        raise UsageError(f"a comment of more than {MOST_BYTES >> 10} KiB: make it shorter")
+    if len(plugin) + len(comment) > MOST_CHARACTERS:
+        raise UsageError(f"a comment of more than {MOST_CHARACTERS} characters: make it shorter")
     return (parse_request(plugin) if plugin else []) + parse_comment(comment)

@@ -24,7 +24,7 @@ from monarchfs.control import Registered, find_mounts
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
 from monarchfs.slurm import caches
-from monarchfs.slurm.epilog import end_share
+from monarchfs.slurm.epilog import end_share, last_status
 from monarchfs.slurm.records import Busy, Layout, layout_of, locked, names_in, unlink
 from monarchfs.slurm.shares import KEY, Share, every_share
 from monarchfs.slurm.site import Site
@@ -280,7 +280,7 @@ def _end(site: Site, share: Share) -> bool:
     with _holding(share.layout, share.key) as mine:
         if not mine or share.jobs():
             return False
-        if not end_share(site, share, time.monotonic() + _UMOUNT_SECONDS):
+        if not end_share(site, share, time.monotonic() + _UMOUNT_SECONDS, last_status(share)):
             raise OperationError(f"{share.directory} cannot be unmounted")
         return True
 

@@ -25,6 +25,7 @@ WARNING_VARIABLE = "MONARCHFS_WARNING"
 _PREFIX = "MONARCHFS_DATA_"
 _OVERHEAD_SECONDS = 4.0
 """What is kept of the deadline, a fifth of it at most, for taking back what did not come about."""
+_LEAST_SECONDS = 0.5
 _CLEAR_SECONDS = 3.0
 _UMOUNT_SECONDS = 2.0
 
@@ -66,6 +67,9 @@ def run_prolog(site: Site, job: Job) -> None:
     else:
         for number, one in enumerate(wanted):
             left = deadline - time.monotonic()
+            if left < _LEAST_SECONDS:
+                reasons[number] = f"{one.request.path}: no time was left to mount it"
+                continue
             try:
                 # One that hangs must leave time for the others.
                 until = time.monotonic() + max(1.0, left / (len(wanted) - number))

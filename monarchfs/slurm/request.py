@@ -23,7 +23,7 @@ from monarchfs.config.settings import parse_value
 from monarchfs.types import UsageError
 
 PREFIX = "monarchfs="
-MOST_BYTES = 16 << 10
+MOST_CHARACTERS = 16 << 10
 MOST_DATASETS = 16
 _MOST_PATH_BYTES = 4000
 _BLANKS = " \t\r\n"
@@ -58,8 +58,10 @@ def parse_comment(text: str) -> list[Request]:
 
 def parse_request(text: str) -> list[Request]:
     """The datasets of one request. Raises UsageError."""
-    if len(os.fsencode(text)) > MOST_BYTES:
-        raise UsageError(f"a request of more than {MOST_BYTES >> 10} KiB: name fewer datasets")
+    if len(text) > MOST_CHARACTERS:
+        raise UsageError(
+            f"a request of more than {MOST_CHARACTERS} characters: name fewer datasets"
+        )
     return _limited([_dataset(part) for part in _split(text, ",")])
 
 

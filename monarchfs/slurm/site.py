@@ -118,7 +118,7 @@ def site_from(table: Mapping[str, Any], path: str) -> Site:
                     values["options"] = ("freshness=immutable", *_options(value))
                 case "allow":
                     allow += [
-                        Allow(_who(one, {"roots"}), _paths(one.get("roots")))
+                        Allow(_who(one, {"roots"}), _paths(one.get("roots", [])))
                         for one in _tables(value)
                     ]
                 case "dataset":

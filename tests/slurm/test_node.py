@@ -1,0 +1,501 @@
+"""Prolog and epilog on this machine, without Slurm: what they do, and what they survive."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs.config.model import User
+from monarchfs.slurm import caches
+from monarchfs.slurm.records import Layout, prepare, write_record
+from monarchfs.slurm.shares import Share, share_key
+from tests import trees
+from tests.faking import interpreter_for
+from tests.mounting import (
+    MONARCHFS,
+    Bench,
+    as_user,
+    fuse_mounts,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
+
+pytestmark = [requires_root, requires_fuse]
+
+NOBODY = pwd.getpwnam("nobody")
+
+
+@dataclass
+class Node:
+    """A node's site configuration and directories, below a Bench's."""
+
+    work: Bench
+
+    @property
+    def path(self) -> Path:
+        return self.work.path
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(f"{self.path}/run", f"{self.path}/cache")
+
+    def configure(self, *lines: str, size: str = "100M") -> None:
+        (self.path / "site.toml").write_text(
+            f'roots = ["{self.path}/lustre"]\n'
+            f'tier = ["{self.path}/tier={size}"]\n'
+            'options = "reserve_percent=1"\n'
+            "deadline_seconds = 10\n"
+            f'run_dir = "{self.path}/run"\n'
+            f'cache_dir = "{self.path}/cache"\n'
+            f'report_dir = "{self.path}/reports"\n'
+            f'log = "{self.path}/slurm.log"\n' + "\n".join(lines) + "\n"
+        )
+
+    def command(self, what: str, job: int, comment: str = "", user: str = "nobody") -> list[str]:
+        """As slurmd would run it; its environment is part of it."""
+        entry = pwd.getpwnam(user)
+        environment = {
+            "SLURM_JOB_ID": str(job),
+            "SLURM_JOB_UID": str(entry.pw_uid),
+            "SLURM_JOB_USER": user,
+            "SLURM_JOB_PARTITION": "main",
+            "SLURM_JOB_COMMENT": comment,
+            "SLURMD_NODENAME": "here",
+            "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
+        }
+        words = [f"{name}={value}" for name, value in environment.items()]
+        return ["env", "-i", *words, *MONARCHFS, "job", what, "--config", f"{self.path}/site.toml"]
+
+    def job(self, what: str, job: int, comment: str = "", user: str = "nobody") -> str:
+        """Runs a prolog or epilog to its end, which has to be a good one; what it said."""
+        done = subprocess.run(
+            self.command(what, job, comment, user),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=self.path,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == ""
+        return done.stderr
+
+    def dataset(self, name: str, files: int = 4) -> Path:
+        path = self.path / "lustre" / name
+        path.mkdir()
+        trees.dataset(path, files=files)
+        return path
+
+    def environment(self, job: int) -> dict[str, str]:
+        """What the task prolog would export."""
+        script = Path(__file__).parent.parent.parent / "slurm" / "task_prolog"
+        done = subprocess.run(
+            [str(script)],
+            env={
+                "SLURM_JOB_ID": str(job),
+                "MONARCHFS_RUN": f"{self.path}/run",
+                "PATH": "/usr/bin:/bin",
+            },
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stderr == ""
+        lines = [line.removeprefix("export ") for line in done.stdout.splitlines()]
+        return dict(line.split("=", 1) for line in lines)
+
+    def report(self, job: int) -> list[dict[str, Any]]:
+        found = json.loads((self.path / "reports" / f"{job}.here.json").read_text())
+        result: list[dict[str, Any]] = found["datasets"]
+        return result
+
+    def mounts(self) -> list[str]:
+        return fuse_mounts(f"{self.path}/run")
+
+    def read(self, root: str, user: str = "nobody") -> int:
+        """Reads all files below a directory, as the user; the exit code."""
+        words = ["sh", "-c", 'find "$0" -type f -exec cat {} + >/dev/null', root]
+        return subprocess.run(
+            as_user(user, words), capture_output=True, timeout=30, check=False
+        ).returncode
+
+    def left(self) -> list[str]:
+        """What is left of any job or share."""
+        return [
+            str(path)
+            for part in ("shares", "env", "jobs")
+            for path in (self.path / "run" / part).rglob("*")
+        ]
+
+    def log(self) -> str:
+        path = self.path / "slurm.log"
+        return path.read_text() if path.exists() else ""
+
+
+@pytest.fixture
+def node(work: Bench) -> Iterator[Node]:
+    interpreter_for("nobody")
+    (work.path / "lustre").mkdir()
+    made = Node(work)
+    made.configure()
+    try:
+        yield made
+    finally:
+        print(made.log())
+        for point in made.mounts():
+            run("umount", point, "--timeout", "5")
+
+
+def test_a_job_from_prolog_to_epilog(node: Node) -> None:
+    data = node.dataset("a b")
+    assert node.job("prolog", 1, f'monarchfs="{data}":name=AB') == ""
+    root = node.environment(1)["MONARCHFS_ROOT"]
+    assert node.environment(1) == {"MONARCHFS_ROOT": root, "MONARCHFS_DATA_AB": root}
+    assert node.mounts() == [root]
+    assert node.read(root) == 0
+    assert os.stat(f"{node.path}/run/env/1").st_uid == NOBODY.pw_uid
+    node.job("prolog", 1, f'monarchfs="{data}":name=AB')
+    assert node.environment(1)["MONARCHFS_ROOT"] == root
+    node.job("epilog", 1)
+    assert node.mounts() == node.left() == []
+    (one,) = node.report(1)
+    assert (one["source"], one["variable"]) == (str(data), "MONARCHFS_DATA_AB")
+    before = (node.path / "reports" / "1.here.json").read_text()
+    node.job("epilog", 1)
+    assert (node.path / "reports" / "1.here.json").read_text() == before
+    # The next job finds what was copied.
+    node.job("prolog", 2, f'monarchfs="{data}"')
+    assert node.read(node.environment(2)["MONARCHFS_ROOT"]) == 0
+    node.job("epilog", 2)
+    assert node.report(2)[0]["source_read_bytes"] == 0
+    assert node.report(2)[0]["local_open_share"] == 1
+
+
+def test_a_job_that_asks_for_nothing_leaves_nothing(node: Node) -> None:
+    node.job("prolog", 1, "just words")
+    node.job("epilog", 1)
+    assert not (node.path / "run").exists() or node.left() == []
+    assert node.log() == ""
+    assert node.environment(1) == {}
+
+
+def test_two_names_of_a_dataset_are_one_mount(node: Node) -> None:
+    data = node.dataset("data")
+    (node.path / "lustre" / "link").symlink_to(data)
+    node.job("prolog", 1, f"monarchfs={data},{node.path}/lustre/link")
+    found = node.environment(1)
+    assert found["MONARCHFS_DATA_DATA"] == found["MONARCHFS_DATA_LINK"] == node.mounts()[0]
+    node.job("epilog", 1)
+    assert node.mounts() == node.left() == []
+
+
+def test_a_link_out_of_the_roots_is_not_mounted(node: Node) -> None:
+    (node.path / "lustre" / "link").symlink_to("/etc")
+    node.job("prolog", 1, f"monarchfs={node.path}/lustre/link")
+    assert node.mounts() == []
+    assert node.environment(1)["MONARCHFS_ROOT"] == f"{node.path}/lustre/link"
+    assert "in none of the roots" in node.environment(1)["MONARCHFS_WARNING"]
+    node.job("epilog", 1)
+    assert node.left() == []
+
+
+def test_what_the_user_may_not_read_is_not_mounted(node: Node) -> None:
+    data = node.dataset("secret")
+    data.chmod(0o700)
+    node.job("prolog", 1, f"monarchfs={data}")
+    assert node.mounts() == []
+    assert "Permission denied" in node.environment(1)["MONARCHFS_WARNING"]
+    node.job("epilog", 1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda node: node.configure("nonsense = 1"), "this key is not known"),
+        (lambda node: node.configure("[[allow]]"), "no directory is named"),
+        (lambda node: (node.path / "site.toml").write_text("= 1"), "not TOML"),
+        (lambda node: (node.path / "site.toml").unlink(), "there is no configuration"),
+        (lambda node: (node.path / "site.toml").chmod(0o666), "can be written by others"),
+    ],
+    ids=["key", "value", "toml", "none", "mode"],
+)
+def test_a_site_that_is_configured_wrongly_fails_no_job(node: Node, spoil: Any, said: str) -> None:
+    data = node.dataset("data")
+    spoil(node)
+    # Where it logs is not known then: it is the usual place.
+    usual = Path("/var/log/monarchfs/slurm.log")
+    existed, size = usual.parent.exists(), usual.stat().st_size if usual.exists() else 0
+    node.job("prolog", 1, f"monarchfs={data}")
+    with open(usual, encoding="utf-8") as log:
+        log.seek(size)
+        assert said in log.read()
+    if not existed:
+        shutil.rmtree(usual.parent)
+    assert node.mounts() == []
+
+
+def test_wrong_usage_is_told(node: Node) -> None:
+    done = run("job", "prolog")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("monarchfs: there is no SLURM_JOB_ID")
+    done = run("job", "prolog", user="nobody")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    done = run("job", "nonsense")
+    assert done.returncode == 2
+
+
+def test_scripts_succeed_whatever_happens(node: Node) -> None:
+    scripts = Path(__file__).parent.parent.parent / "slurm"
+    for name in ("prolog", "epilog", "task_prolog"):
+        for environment in ({}, {"MONARCHFS": "/nonexistent"}, {"SLURM_JOB_ID": "../../etc/x"}):
+            done = subprocess.run(
+                [str(scripts / name)],
+                env={"PATH": "/usr/bin:/bin", **environment},
+                capture_output=True,
+                timeout=20,
+                check=False,
+            )
+            assert (done.returncode, done.stdout) == (0, b""), name
+
+
+def test_a_wiped_cache_is_gone_after_the_last_job(node: Node) -> None:
+    node.configure("wipe = true")
+    data = node.dataset("data")
+    for job in (1, 2):
+        node.job("prolog", job, f"monarchfs={data}:prefetch=all")
+    assert node.read(node.environment(1)["MONARCHFS_ROOT"]) == 0
+    node.job("epilog", 1)
+    assert len(os.listdir(node.path / "tier")) == 1
+    node.job("epilog", 2)
+    wait_for(lambda: not os.listdir(node.path / "tier"), "the copies to be removed")
+    wait_for(lambda: not os.listdir(node.path / "cache" / "slurm"), "the index to be removed")
+
+
+def test_unmounted_caches_make_room_within_the_budget(node: Node) -> None:
+    node.configure(f'budget = ["{node.path}/tier=150M"]', size="60M")
+    sets = [node.dataset(f"data{number}") for number in range(3)]
+    for number, data in enumerate(sets):
+        node.job("prolog", number + 1, f"monarchfs={data}")
+        assert node.read(node.environment(number + 1)["MONARCHFS_ROOT"]) == 0
+        if number < 2:
+            node.job("epilog", number + 1)
+    keys = [share_key(str(data), _nobody()) for data in sets]
+    # A cache that holds nearly nothing is no obstacle; make the first one a large one.
+    record = json.loads((node.path / "cache" / "slurm" / keys[0] / "cache.json").read_text())
+    record["used"] = {f"{node.path}/tier": 100 << 20}
+    write_record(f"{node.path}/cache/slurm/{keys[0]}/cache.json", record)
+    node.job("prolog", 4, f"monarchfs={sets[1]}")
+    wait_for(lambda: keys[0] not in os.listdir(node.path / "tier"), "the oldest cache to go")
+    left = {name for name in os.listdir(node.path / "tier") if not name.startswith(".")}
+    assert left == {keys[1], keys[2]}
+    # Both mounted ones hold 120M of 150M: a third gets what is left.
+    node.job("prolog", 5, f"monarchfs={sets[0]}")
+    points = json.loads(run("status", node.environment(5)["MONARCHFS_ROOT"], "--json").stdout)
+    assert points["tiers"][0]["capacity_bytes"] <= 30 << 20
+    other = node.dataset("other")
+    node.job("prolog", 6, f"monarchfs={other}")
+    assert "used up" in node.environment(6)["MONARCHFS_WARNING"]
+    assert node.environment(6)["MONARCHFS_ROOT"] == str(other)
+    for job in (3, 4, 5, 6):
+        node.job("epilog", job)
+    assert node.mounts() == node.left() == []
+
+
+def _nobody() -> User:
+    groups = tuple(os.getgrouplist("nobody", NOBODY.pw_gid))
+    return User("nobody", NOBODY.pw_uid, NOBODY.pw_gid, groups)
+
+
+def test_a_dead_daemon_is_replaced_and_one_that_hangs_is_left_to_those_who_use_it(
+    node: Node,
+) -> None:
+    data = node.dataset("data")
+    node.job("prolog", 1, f"monarchfs={data}")
+    root = node.environment(1)["MONARCHFS_ROOT"]
+    daemon = _supervisor(root)
+    os.kill(daemon, signal.SIGKILL)
+    node.job("prolog", 2, f"monarchfs={data}")
+    assert node.environment(2)["MONARCHFS_ROOT"] == root
+    assert node.read(root) == 0
+    daemon = _supervisor(root)
+    os.kill(daemon, signal.SIGSTOP)
+    began = time.monotonic()
+    node.job("prolog", 3, f"monarchfs={data}")
+    assert time.monotonic() - began < 10
+    assert node.environment(3)["MONARCHFS_ROOT"] == str(data)
+    for job in (1, 2, 3):
+        began = time.monotonic()
+        node.job("epilog", job)
+        assert time.monotonic() - began < 10
+    assert node.mounts() == node.left() == []
+    wait_for(lambda: not os.path.exists(f"/proc/{daemon}"), "the daemon to go")
+
+
+def _supervisor(mountpoint: str) -> int:
+    for path in Path("/run/monarchfs").glob("*.json"):
+        entry = json.loads(path.read_text())
+        if entry["mountpoint"] == mountpoint:
+            return int(entry["supervisor_pid"])
+    raise AssertionError(f"nobody serves {mountpoint}")
+
+
+CALLS = "rename,mkdir,unlink,rmdir,flock,clone,fork,vfork"
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+@pytest.mark.timeout(240)
+def test_a_prolog_may_be_killed_at_any_point(node: Node) -> None:
+    """Killed at its first call that changes something, at the second, and so on: each time the
+    epilog leaves nothing behind, and the next job is served."""
+    data = node.dataset("data")
+    number, steps = 0, 0
+    while True:
+        steps += 1
+        job = 10 * steps
+        done = subprocess.run(
+            [
+                *("strace", "-qq", "-o", "/dev/null", "-e", f"trace={CALLS}"),
+                *("-e", f"inject={CALLS}:signal=KILL:when={steps}"),
+                *node.command("prolog", job, f"monarchfs={data}"),
+            ],
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        survived = done.returncode == 0
+        number += not survived
+        if steps % 5 == 0:
+            node.job("prolog", job + 1, f"monarchfs={data}")
+            root = node.environment(job + 1)["MONARCHFS_ROOT"]
+            assert root.startswith(str(node.path / "run")), node.environment(job + 1)
+            assert node.read(root) == 0
+            node.job("epilog", job + 1)
+        node.job("epilog", job)
+        # A mount that was under way when its prolog was killed may come about after all; the sweep
+        # that the epilog left running, or that of the next one, finds it.
+        wait_for(lambda: _swept(node), f"all to be gone after step {steps}")
+        if survived:
+            break
+    assert number >= 10, "it was killed too rarely"
+
+
+def _swept(node: Node) -> bool:
+    if not node.mounts() and not node.left():
+        return True
+    subprocess.run(node.command("sweep", 1), check=True, timeout=60)
+    return not node.mounts() and not node.left()
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+@pytest.mark.timeout(240)
+def test_an_epilog_may_be_killed_at_any_point(node: Node) -> None:
+    data = node.dataset("data")
+    steps = 0
+    while True:
+        steps += 1
+        node.job("prolog", steps, f"monarchfs={data}")
+        assert node.mounts()
+        done = subprocess.run(
+            [
+                *("strace", "-qq", "-o", "/dev/null", "-e", f"trace={CALLS}"),
+                *("-e", f"inject={CALLS}:signal=KILL:when={steps}"),
+                *node.command("epilog", steps),
+            ],
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        node.job("epilog", steps)
+        assert node.mounts() == node.left() == []
+        if done.returncode == 0:
+            break
+    assert steps >= 6, "it was killed too rarely"
+
+
+def test_what_a_user_plants_is_not_followed(node: Node) -> None:
+    """A cache that goes takes nothing along that a user linked into it."""
+    precious = node.path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("keep me")
+    prepare(node.layout)
+    key = share_key("/data", _nobody())
+    tier = node.path / "tier" / key / "0123456789abcdef"
+    tier.mkdir(parents=True)
+    (tier / "link").symlink_to(precious)
+    (tier / "lock").symlink_to(precious / "file")
+    os.makedirs(node.layout.cache(key))
+    os.symlink(precious, f"{node.layout.cache(key)}/state")
+    record = {
+        **{"source": "/data", "user": "nobody", "uid": NOBODY.pw_uid, "gid": NOBODY.pw_gid},
+        **{"groups": list(_nobody().groups), "granted": {f"{node.path}/tier": 1}},
+        **{"used": None, "last_used_unix_seconds": 0},
+    }
+    write_record(f"{node.layout.cache(key)}/cache.json", record)
+    assert caches.discard(node.layout, key, "test")
+    subprocess.run(node.command("sweep", 1), check=True, timeout=60)
+    assert os.listdir(node.path / "tier") == []
+    assert (precious / "file").read_text() == "keep me"
+
+
+def test_gc_on_a_node_without_slurm(node: Node) -> None:
+    data = node.dataset("data")
+    node.job("prolog", 1, f"monarchfs={data}")
+    root = node.environment(1)["MONARCHFS_ROOT"]
+    gone = node.path / "tier" / ("f" * 20)
+    gone.mkdir()
+    words = ["gc", "--config", f"{node.path}/site.toml", "--json"]
+    os.kill(_supervisor(root), signal.SIGKILL)
+    done = run(*words, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    mine = [one for one in json.loads(done.stdout)["found"] if str(node.path) in one["path"]]
+    assert [(one["kind"], one["path"], one["removed"]) for one in mine] == [
+        ("mount", root, False),
+        ("copies", str(gone), False),
+    ]
+    assert gone.exists()
+    assert node.mounts() == [root]
+
+
+@pytest.mark.parametrize(
+    ("held", "resting", "wanted", "gone"),
+    [
+        (0, {}, 100, []),
+        (0, {"a": (1.0, 50)}, 50, []),
+        (0, {"a": (1.0, 51)}, 50, ["a"]),
+        (50, {"new": (9.0, 20), "old": (1.0, 20)}, 20, ["old"]),
+        (50, {"new": (9.0, 20), "old": (1.0, 5)}, 40, ["old", "new"]),
+        (0, {"empty": (0.0, 0), "old": (1.0, 60)}, 60, ["old"]),
+        (90, {"a": (1.0, 5), "b": (2.0, 5)}, 100, ["a", "b"]),
+    ],
+)
+def test_which_caches_go(
+    held: int, resting: dict[str, tuple[float, int]], wanted: int, gone: list[str]
+) -> None:
+    assert caches.over_budget(100, held, resting, wanted) == gone
+
+
+def test_a_cache_that_is_in_use_stays(node: Node) -> None:
+    data = node.dataset("data")
+    node.job("prolog", 1, f"monarchfs={data}")
+    key = share_key(str(data), _nobody())
+    assert not caches.discard(node.layout, key, "test")
+    # Also where what is known of the mount was lost.
+    shutil.rmtree(Share(node.layout, key).directory, ignore_errors=True)
+    assert not caches.discard(node.layout, key, "test")
+    root = node.mounts()[0]
+    assert node.read(root) == 0
+    assert run("umount", root).returncode == 0
+    assert caches.discard(node.layout, key, "test")

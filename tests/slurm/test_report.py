@@ -1,0 +1,153 @@
+"""Reports of jobs: what is counted, and who may read it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs.slurm.archive import find_reports, keep_report
+from monarchfs.slurm.report import counted, dataset_report, job_report, page, unmounted_report
+from monarchfs.types import OperationError
+from tests.faking import interpreter_for
+from tests.mounting import Bench, requires_root, run
+
+
+def status(**changes: Any) -> dict[str, Any]:
+    """A mount's status, of which single values can be given as SECTION__KEY."""
+    result: dict[str, Any] = {
+        "served": {
+            "local_opens": 30,
+            "source_opens": 10,
+            "local_file_bytes": 3000,
+            "source_file_bytes": 1000,
+        },
+        "uptime_seconds": 100.0,
+        "tiers": [{"used_bytes": 50, "peak_used_bytes": 70}, {"used_bytes": 5}],
+        "files": {"resident": 9},
+        "prefetch": {"completed": 9, "failed": 0, "refused": 0, "idle_since_uptime_seconds": 60.0},
+        "source_io": {"read_bytes": 900, "operations": 30},
+        "worker": {"restarts": 0},
+    }
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        if key:
+            result[section][key] = value
+        else:
+            result[section] = value
+    return result
+
+
+def report(before: Any, after: Any, shared: tuple[int, ...] = ()) -> dict[str, Any]:
+    return dataset_report(before, after, variable="V", source="/data", shared_with=shared)
+
+
+def test_a_job_that_had_the_mount_for_itself() -> None:
+    one = report(None, status())
+    assert one["local_open_share"] == 0.75
+    assert one["local_byte_share"] == 0.75
+    assert one["spared_bytes"] == 4000 - 900
+    assert one["spared_opens"] == 30
+    assert one["resident_after_seconds"] == 60.0
+    assert one["peak_used_bytes"] == 75
+    assert one["copies_failed"] == one["worker_restarts"] == 0
+
+
+def test_only_what_came_while_the_job_was_there() -> None:
+    before = status(uptime_seconds=50.0, served__local_opens=10, source_io__read_bytes=800)
+    one = report(before, status(prefetch__failed=2), (8, 9))
+    assert (one["local_opens"], one["source_opens"]) == (20, 0)
+    assert one["source_read_bytes"] == 100
+    assert one["copies_failed"] == 2
+    assert one["shared_with"] == [8, 9]
+    assert report(before, status())["resident_after_seconds"] == 10.0
+    assert report(status(uptime_seconds=70.0), status())["resident_after_seconds"] == 0.0
+
+
+def test_a_worker_that_was_restarted_counts_from_nothing() -> None:
+    after = status(served__local_opens=4, worker__restarts=1)
+    counts = counted(status(), after)
+    assert counts["local_opens"] == 4
+    assert counts["worker_restarts"] == 1
+    assert min(counts.values()) >= 0
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        status(prefetch__idle_since_uptime_seconds=None),
+        status(prefetch__refused=1),
+        status(prefetch__failed=1),
+        status(files__resident=0),
+    ],
+)
+def test_what_is_not_resident(after: dict[str, Any]) -> None:
+    assert report(None, after)["resident_after_seconds"] is None
+
+
+@pytest.mark.parametrize(
+    "odd", [{}, {"served": None, "tiers": [None], "worker": {"restarts": "x"}}]
+)
+def test_a_status_that_says_little(odd: dict[str, Any]) -> None:
+    one = report(None, odd)
+    assert one["local_open_share"] is None
+    assert one["spared_bytes"] == 0
+    assert "-" in page(job_report(1, "alice", "n1", 0, 1, [one]))
+
+
+def test_the_page() -> None:
+    datasets = [
+        report(None, status(), (8,)),
+        unmounted_report("W", "/other", "it hangs"),
+        report(None, None),
+    ]
+    text = page(job_report(7, "alice", "n1", 1000, 1090, datasets))
+    assert text.startswith("job 7 of alice on n1: from ")
+    assert ", 1 min 30 s\n" in text
+    assert "shared           with job 8: these numbers are theirs, too\n" in text
+    assert "served locally   75.0% of 40 opens, 75.0% of 3.9K of files opened\n" in text
+    assert "source           900 bytes read in 30 operations; spared 3.0K and 30 opens\n" in text
+    assert "resident         all of it after 1 min, 9 files; 75 bytes used\n" in text
+    assert "not mounted, the job was given the source itself: it hangs\n" in text
+    assert "the mount did not answer at the job's end" in text
+
+
+@requires_root
+def test_a_report_is_its_users_alone(work: Bench) -> None:
+    directory = work.path / "reports"
+    for node in ("n1", "n2"):
+        keep_report(str(directory), job_report(7, "nobody", node, 0, 1, []), 65534, 5)
+    assert sorted(os.listdir(directory)) == ["7.n1.json", "7.n1.txt", "7.n2.json", "7.n2.txt"]
+    for path in directory.iterdir():
+        assert (path.stat().st_uid, path.stat().st_mode & 0o777) == (65534, 0o400)
+    interpreter_for("nobody")
+    done = run("report", "7", "--dir", str(directory), "--json", user="nobody")
+    assert [one["node"] for one in json.loads(done.stdout)["nodes"]] == ["n1", "n2"]
+    done = run("report", "7", "--dir", str(directory), user="daemon")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "monarchfs: the report of job 7 is another user's: ask root\n"
+
+
+def test_a_report_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(OperationError, match="no report of job 7"):
+        find_reports(str(tmp_path), 7)
+    (tmp_path / "7.n1.json").symlink_to("/etc/passwd")
+    with pytest.raises(OperationError, match="cannot be read"):
+        find_reports(str(tmp_path), 7)
+
+
+def test_a_path_in_a_report_moves_no_cursor(tmp_path: Path) -> None:
+    one = unmounted_report("V", "/a\x1b[2J\nb", "why")
+    keep_report(str(tmp_path / "r"), job_report(7, "x", "n1", 0, 1, [one]), os.geteuid(), 5)
+    done = run("report", "7", "--dir", str(tmp_path / "r"))
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+    (tmp_path / "r" / "7.n1.json").unlink()
+    (tmp_path / "r" / "7.n1.json").write_text("{}")
+    done = run("report", "7", "--dir", str(tmp_path / "r"))
+    assert done.returncode == 1
+    assert "makes no sense" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,217 @@
+"""Sets of jobs, kept by many processes at once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from monarchfs.config.model import User
+from monarchfs.slurm.records import (
+    Busy,
+    Layout,
+    locked,
+    make_directory,
+    prepare,
+    read_record,
+    write_record,
+    write_text,
+)
+from monarchfs.slurm.shares import Share, every_share, share_key, shares_of
+from monarchfs.types import OperationError
+
+ALICE = User("alice", 1000, 1000, (1000, 20))
+KEY = share_key("/data", ALICE)
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    places = Layout(str(tmp_path / "run"), str(tmp_path / "cache"))
+    prepare(places)
+    return places
+
+
+def test_a_key_is_of_the_source_the_user_and_the_set_of_groups() -> None:
+    assert share_key("/data", User("other name", 1000, 20, (1000,))) == KEY
+    others = [
+        share_key("/data2", ALICE),
+        share_key("/data", User("alice", 1001, 1000, (1000, 20))),
+        share_key("/data", User("alice", 1000, 1000, (1000,))),
+        share_key("/data", User("alice", 1000, 1000, (1000, 20, 21))),
+    ]
+    assert len({KEY, *others}) == 5
+
+
+def test_jobs_come_and_go(layout: Layout) -> None:
+    share = Share(layout, KEY)
+    assert share.jobs() == []
+    for job in (3, 1, 2, 1):
+        share.enter(job)
+    assert share.jobs() == [1, 2, 3]
+    assert shares_of(layout, 2) == [share]
+    assert share.entry(1)["met"] == [2, 3]
+    assert share.leave(2)
+    assert not share.leave(2)
+    assert share.jobs() == [1, 3]
+    assert share.entry(3)["met"] == [1, 2], "who was there is remembered"
+    share.leave(1)
+    share.leave(3)
+    share.rest()
+    assert 0 <= share.idle_seconds() < 60
+    share.clear()
+    assert every_share(layout) == []
+
+
+def test_a_share_in_use_is_not_cleared(layout: Layout) -> None:
+    share = Share(layout, KEY)
+    share.enter(1)
+    os.mkdir(share.mountpoint("/data"))
+    (Path(share.directory) / "jobs" / ".2.77").write_text("half")
+    share.clear()
+    assert share.jobs() == [1]
+    share.leave(1)
+    share.clear()
+    assert every_share(layout) == []
+
+
+@pytest.mark.parametrize("name", ["jobs", "idle", "share.json", "..x", "a b", "-x", "ü", "x" * 99])
+def test_a_mount_points_name_is_plain(layout: Layout, name: str) -> None:
+    assert Share(layout, KEY).mountpoint(f"/data/{name}").endswith(f"{KEY}/data")
+
+
+def test_a_lock_is_waited_for_but_not_for_ever(layout: Layout) -> None:
+    path = layout.lock("x")
+    with locked(path, 0.0):
+        began = time.monotonic()
+        with pytest.raises(Busy), locked(path, began + 0.2):
+            pass
+        assert 0.2 <= time.monotonic() - began < 2
+    with locked(path, 0.0):
+        pass
+
+
+def test_a_planted_link_is_no_lock(layout: Layout) -> None:
+    os.symlink("/etc/passwd", layout.lock("x"))
+    with pytest.raises(OSError, match="symbolic link"), locked(layout.lock("x"), 0.0):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_directories_that_others_can_change_are_refused(tmp_path: Path) -> None:
+    for path, spoil in (
+        (tmp_path / "open", lambda path: path.chmod(0o777)),
+        (tmp_path / "foreign", lambda path: os.chown(path, 65534, 65534)),
+    ):
+        path.mkdir()
+        spoil(path)
+        with pytest.raises(OperationError, match="only root can change"):
+            make_directory(str(path), 0o755)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(OperationError, match="only root can change"):
+        make_directory(str(tmp_path / "link"), 0o755)
+
+
+def test_a_record_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = str(tmp_path / "record")
+    assert read_record(path) is None
+    write_record(path, {"a": 1})
+    assert read_record(path) == {"a": 1}
+    # Left by a process of this number that was killed while it wrote.
+    (tmp_path / f".record.{os.getpid()}").write_text("{")
+    write_record(path, {"a": 2})
+    assert read_record(path) == {"a": 2}
+    assert os.listdir(tmp_path) == ["record"]
+    for garbage in ("", "[]", "{", "[" * 100_000, "\udcff"):
+        write_text(path, garbage)
+        assert read_record(path) is None
+    os.unlink(path)
+    os.symlink("/etc/passwd", path)
+    assert read_record(path) is None
+
+
+WORKER = """
+import random, sys, time
+from monarchfs.slurm.records import Layout, locked
+from monarchfs.slurm.shares import Share
+layout = Layout(sys.argv[1], sys.argv[2])
+share = Share(layout, sys.argv[3])
+mounted = layout.run_dir + "/mounted"
+def mount():
+    open(mounted, "x").close()
+def unmount():
+    import os
+    os.unlink(mounted)
+first, seed = int(sys.argv[4]), random.Random(int(sys.argv[4]))
+print("ready", flush=True)
+for number in range(15):
+    job = first + number
+    with locked(share.lock, time.monotonic() + 60):
+        share.enter(job)
+        if not share.record():
+            share.write({"source": "/data"})
+            mount()
+        assert job in share.jobs()
+    time.sleep(seed.random() / 200)
+    with locked(share.lock, time.monotonic() + 60):
+        assert open(mounted) is not None
+        assert share.leave(job)
+        if not share.jobs():
+            unmount()
+            share.clear()
+print("done", flush=True)
+"""
+
+
+def workers(layout: Layout, count: int) -> list[subprocess.Popen[str]]:
+    return [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-c", WORKER, layout.run_dir, layout.cache_dir, KEY),
+                str(1000 * (number + 1)),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(count)
+    ]
+
+
+def test_many_processes_keep_one_set(layout: Layout) -> None:
+    for process in workers(layout, 8):
+        output, errors = process.communicate(timeout=60)
+        assert output == "ready\ndone\n", errors
+    assert every_share(layout) == []
+    assert not os.path.exists(f"{layout.run_dir}/mounted")
+
+
+def test_killed_processes_leave_a_set_that_can_be_put_right(layout: Layout) -> None:
+    seed = random.Random(1)
+    killed = 0
+    for _ in range(4):
+        running = workers(layout, 3)
+        for process in running:
+            assert process.stdout is not None
+            process.stdout.readline()
+        time.sleep(seed.random() / 20)
+        for process in running:
+            killed += process.poll() is None
+            process.send_signal(signal.SIGKILL)
+            process.communicate(timeout=60)
+        # What epilogs do for all these jobs; nobody holds a lock any more.
+        share = Share(layout, KEY)
+        with locked(share.lock, 0.0):
+            for job in share.jobs():
+                assert read_record(f"{share.directory}/jobs/{job}") is not None
+                assert share.leave(job)
+            share.clear()
+        if os.path.exists(f"{layout.run_dir}/mounted"):
+            os.unlink(f"{layout.run_dir}/mounted")
+        assert every_share(layout) == []
+    assert killed
