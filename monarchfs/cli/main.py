@@ -9,15 +9,16 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from monarchfs import __version__
+from monarchfs.cli.cluster import add_cluster_commands
 from monarchfs.cli.run_options import RUN_EXAMPLES, add_run_options, split_command
 from monarchfs.cli.text import printable
 from monarchfs.types import MonarchError, UsageError
 
 SHELLS = ("bash", "zsh", "fish")
-JOB_STEPS = ("prolog", "epilog", "sweep")
 Command = Callable[[argparse.Namespace, Mapping[str, str]], int]
 
 _MOUNT_EXAMPLES = """\
@@ -115,34 +116,6 @@ examples:
 Compares the index of a mount that is not mounted with what lies in its tiers. Exit code: 0 if all
 is well or was repaired, 1 if not. The source is not needed, and nothing of it is at stake: what is
 not there is read from it again."""
-_JOB_EXAMPLES = """\
-examples:
-  monarchfs job prolog        (in the Prolog of slurm.conf)
-  monarchfs job epilog        (in its Epilog)
-  monarchfs job sweep
-
-prolog mounts the datasets of the job that SLURM_JOB_ID and its like describe, epilog takes the job
-out, unmounts what no job uses any more and writes the job's report; sweep does what an earlier
-epilog had to leave. All take a bounded time and exit with 0 whatever happens: see the log, and
-docs/SLURM.md."""
-_REPORT_EXAMPLES = """\
-examples:
-  monarchfs report 4711
-  monarchfs report 4711 --json
-  monarchfs report 4711 --dir /cluster/monarchfs/jobs
-
-Shows, for each node whose reports are kept in the directory, how much of the job's datasets was
-served locally and what the source was spared. Only the job's user and root may read a report."""
-_GC_EXAMPLES = """\
-examples:
-  monarchfs gc --dry-run
-  sudo monarchfs gc
-  sudo monarchfs gc --json
-
-Removes what crashed nodes, crashed daemons and deleted users left: dead mounts, registrations and
-sockets, jobs that Slurm does not know any more, copies that nobody counts, and, as root, caches
-beyond the budget. What is in use is never touched. Exit code: 1 if something could not be
-removed."""
 _COMPLETION_EXAMPLES = """\
 examples:
   monarchfs completion bash > /etc/bash_completion.d/monarchfs
@@ -234,9 +207,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_index(commands)
     _add_exporter(commands)
-    _add_job(commands)
-    _add_report(commands)
-    _add_gc(commands)
+    add_cluster_commands(partial(_add_command, commands))
     _add_completion(commands)
     return parser
 
@@ -599,29 +570,6 @@ def _add_exporter(commands: _Commands) -> None:
         help="who reads what the mounts say (root only; default nobody)",
     )
     parser.add_argument("--once", action="store_true", help="print the metrics, and end")
-
-
-def _add_job(commands: _Commands) -> None:
-    parser = _add_command(commands, "job", "mount for Slurm jobs (for its prolog)", _JOB_EXAMPLES)
-    parser.add_argument("what", metavar="WHAT", choices=JOB_STEPS, help=", ".join(JOB_STEPS))
-    option = parser.add_argument
-    option("--config", metavar="FILE", help="the site's (default /etc/monarchfs-slurm.toml)")
-    option("--without", metavar="JOB", help="of sweep: a job that is over")
-
-
-def _add_report(commands: _Commands) -> None:
-    parser = _add_command(commands, "report", "show the report of a Slurm job", _REPORT_EXAMPLES)
-    parser.add_argument("job", metavar="JOB", help="the job's number")
-    parser.add_argument("--dir", metavar="DIR", help="where reports are (default: the site's)")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-
-
-def _add_gc(commands: _Commands) -> None:
-    parser = _add_command(commands, "gc", "remove what crashes left behind", _GC_EXAMPLES)
-    option = parser.add_argument
-    option("--dry-run", action="store_true", help="remove nothing, tell what would be")
-    option("--config", metavar="FILE", help="the site's (default /etc/monarchfs-slurm.toml)")
-    option("--json", action="store_true", help="one JSON object, for programs")
 
 
 def _add_completion(commands: _Commands) -> None:

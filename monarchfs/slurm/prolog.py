@@ -45,6 +45,7 @@ def run_prolog(site: Site, job: Job) -> None:
     """Mounts what the job gets, within the site's deadline. What cannot be mounted is logged, and
     the job gets the source itself. Raises OperationError where not even that can be written down.
     """
+    began = time.time()
     overhead = min(_OVERHEAD_SECONDS, site.deadline_seconds / 5)
     deadline = time.monotonic() + site.deadline_seconds - overhead
     wanted = datasets_of(site, job)
@@ -54,7 +55,7 @@ def run_prolog(site: Site, job: Job) -> None:
         return
     layout = layout_of(site)
     prepare(layout)
-    write_record(layout.facts(job.id), _facts(job, [], {}))
+    write_record(layout.facts(job.id), _facts(job, began, [], {}))
     paths = [one.request.path for one in wanted]
     warnings = [job.mistake] if job.mistake is not None else []
     # First of all the way without a mount: whatever happens to this process, the job knows it.
@@ -79,7 +80,7 @@ def run_prolog(site: Site, job: Job) -> None:
     for reason in reasons.values():
         log.warning("job %d of %s: not mounted: %s", job.id, job.user, reason)
         warnings.append(reason)
-    write_record(layout.facts(job.id), _facts(job, wanted, reasons))
+    write_record(layout.facts(job.id), _facts(job, began, wanted, reasons))
     _tell(layout, job, wanted, paths, warnings)
     if caches.trash_in(layout, site):
         daemon.leave_running(sweep_words(site))
@@ -218,12 +219,14 @@ def _tell(
     write_text(layout.environment(job.id), text, mode=0o400, owner=job.uid)
 
 
-def _facts(job: Job, wanted: Sequence[Wanted], reasons: dict[int, str]) -> dict[str, object]:
+def _facts(
+    job: Job, began: float, wanted: Sequence[Wanted], reasons: dict[int, str]
+) -> dict[str, object]:
     return {
         "job": job.id,
         "uid": job.uid,
         "user": job.user,
-        "began_unix_seconds": time.time(),
+        "began_unix_seconds": began,
         "unmounted": [
             {"variable": one.variable, "source": one.request.path, "reason": reasons[number]}
             for number, one in enumerate(wanted)

@@ -172,11 +172,12 @@ def _resident_after(before: Status | None, after: Status) -> float | None:
 
 
 def _share(local: int, source: int) -> float | None:
-    return round(local / (local + source), 4) if local + source > 0 else None
+    # Rounded down: 1 is said of nothing but all of it.
+    return local * 10_000 // (local + source) / 10_000 if local + source > 0 else None
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}%"
+    return "-" if share is None else f"{int(1000 * share + 1e-6) / 10:g}%"
 
 
 def _at(status: Status, path: tuple[str, str]) -> int:

@@ -108,7 +108,7 @@ def test_the_page() -> None:
     assert text.startswith("job 7 of alice on n1: from ")
     assert ", 1 min 30 s\n" in text
     assert "shared           with job 8: these numbers are theirs, too\n" in text
-    assert "served locally   75.0% of 40 opens, 75.0% of 3.9K of files opened\n" in text
+    assert "served locally   75% of 40 opens, 75% of 3.9K of files opened\n" in text
     assert "source           900 bytes read in 30 operations; spared 3.0K and 30 opens\n" in text
     assert "resident         all of it after 1 min, 9 files; 75 bytes used\n" in text
     assert "not mounted, the job was given the source itself: it hangs\n" in text

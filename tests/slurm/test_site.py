@@ -1,0 +1,118 @@
+"""The site's configuration."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs.slurm.job import Job
+from monarchfs.slurm.request import Request
+from monarchfs.slurm.site import Site, is_below, read_site, site_from
+from monarchfs.types import TierSize, UsageError
+from tests.mounting import REPOSITORY
+
+EXAMPLE = REPOSITORY / "slurm" / "monarchfs-slurm.toml"
+
+
+def job(user: str = "alice", account: str = "", partition: str = "main") -> Job:
+    return Job(1, 1000, user, account, partition, "n1")
+
+
+def test_without_a_file_no_job_may_ask_for_anything(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no configuration"):
+        read_site(str(tmp_path / "none"))
+    assert Site().roots_for(job()) == []
+    assert Site().given_to(job()) == []
+
+
+def test_the_example(tmp_path: Path) -> None:
+    path = tmp_path / "site.toml"
+    path.write_bytes(EXAMPLE.read_bytes())
+    path.chmod(0o644)
+    if os.geteuid() != 0:
+        pytest.skip("the file has to be root's")
+    site = read_site(str(path))
+    assert site.path == str(path)
+    assert site.options == ("freshness=immutable", "prefetch=access")
+    assert site.budget["/local/monarchfs"].size == TierSize(bytes=1 << 40)
+    assert (site.linger_seconds, site.deadline_seconds) == (60.0, 20.0)
+    assert site.roots_for(job()) == ["/lustre/data"]
+    genomics = job(account="genomics")
+    assert site.roots_for(genomics) == ["/lustre/data", "/lustre/projects/genomics"]
+    assert site.given_to(job()) == []
+    assert site.given_to(job(partition="gpu")) == [
+        Request("/lustre/data/imagenet", "IMAGENET", (("prefetch", "all"),))
+    ]
+
+
+def test_all_that_is_named_must_fit() -> None:
+    table = {
+        "allow": [{"roots": "/a", "users": ["alice", "bob"], "partitions": "gpu"}],
+        "dataset": [{"path": "/b", "accounts": ["x"]}],
+    }
+    site = site_from(table, "f")
+    assert site.roots_for(job("bob", partition="gpu")) == ["/a"]
+    assert site.roots_for(job("bob")) == []
+    assert site.roots_for(job("carol", partition="gpu")) == []
+    assert site.given_to(job(account="x")) == [Request("/b")]
+    assert site.given_to(job()) == []
+
+
+@pytest.mark.parametrize(
+    ("table", "complaint"),
+    [
+        ({"rootz": []}, "rootz: this key is not known"),
+        ({"roots": []}, "roots: no directory is named"),
+        ({"roots": ["relative"]}, "roots: 'relative' is no dataset"),
+        ({"roots": [1]}, "roots: this is neither text nor"),
+        ({"tier": "/x"}, "tier: tier '/x' has no size"),
+        ({"budget": ["/elsewhere=1G"]}, "budget: /elsewhere is none of the tiers"),
+        ({"options": ["nonsense=1"]}, "options: mount option 'nonsense=1' is not known"),
+        ({"options": ["user=root"]}, "options: user is not set here"),
+        ({"options": ["tier=/x=1G"]}, "options: tier is not set here"),
+        ({"deadline_seconds": 0}, "deadline_seconds: a time limit of 0"),
+        ({"deadline_seconds": True}, "deadline_seconds: True is not a value"),
+        ({"linger": "long"}, "linger: 'long' is not an interval"),
+        ({"wipe": "perhaps"}, "wipe: 'perhaps' is neither"),
+        ({"nice": -5}, "nice: this is no priority"),
+        ({"allow": {"roots": "/a"}}, "allow: write it as a table in double brackets"),
+        ({"allow": [{}]}, "allow: no directory is named"),
+        ({"allow": [{"roots": "/a", "groups": "x"}]}, "allow: 'groups' is not known"),
+        ({"dataset": [{}]}, "dataset: it needs a path"),
+        ({"dataset": [{"path": "/a", "options": "x=1"}]}, "dataset: /x: 'x=1' is no option"),
+        ({"dataset": [{"path": "/a", "options": "name=A,/b"}]}, "dataset: options holds a comma"),
+        ({"log": ""}, "log: a path is empty"),
+    ],
+)
+def test_mistakes_are_named(table: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        site_from(table, "/etc/x.toml")
+    assert str(refused.value).startswith(f"configuration /etc/x.toml: {complaint}")
+
+
+@pytest.mark.parametrize(
+    ("path", "below"),
+    [("/a", True), ("/a/b", True), ("/ab", False), ("/", False), ("/c/d", False), ("/c/d/e", True)],
+)
+def test_what_lies_below(path: str, below: bool) -> None:
+    assert is_below(path, ["/a", "/c/d/e"]) is below
+
+
+def test_every_key_is_documented() -> None:
+    text = (REPOSITORY / "docs" / "SLURM.md").read_text()
+    table = text[text.index("### Configuration") : text.index("### What happens on a node")]
+    documented = set(re.findall(r"^\| `\[*([a-z_]+)\]*` \|", table, flags=re.M))
+    known = {
+        *("roots", "tier", "budget", "options", "allow", "dataset", "deadline_seconds", "linger"),
+        *("wipe", "nice", "log", "report_dir", "cache_dir", "run_dir"),
+    }
+    assert documented == known
+    for key in sorted(known):
+        try:
+            site_from({key: object()}, "f")
+        except UsageError as error:
+            assert "this key is not known" not in str(error), key  # noqa: PT017
