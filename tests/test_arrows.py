@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "walk": set(),
     "mirror": {"types", "walk"},
     "supervisor": {"types", "config", "control", "fuse", "bounded", "logs"},
-    "slurm": {"types", "config", "control", "supervisor", "fuse", "bounded", "units"},
+    "slurm": {"types", "config", "control", "supervisor", "fuse", "bounded", "units", "doctor"},
     "cli": {
         "types",
         "config",

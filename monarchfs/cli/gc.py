@@ -29,6 +29,7 @@ def gc_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int
     sweeper = Sweeper(remove=not arguments.dry_run)
     search = partial(runtime_dirs_to_search, os.geteuid(), environ)
     sweeper.registrations(search)
+    sweeper.sockets(search)
     sweeper.mounts(search)
     if site is not None and (os.path.isdir(site.run_dir) or os.path.isdir(site.cache_dir)):
         if sweeper.remove:

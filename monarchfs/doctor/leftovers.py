@@ -56,7 +56,7 @@ def sockets(search: Search) -> list[Check]:
     owners = {
         m.user_id for m in read_mountinfo() if m.fstype == MONARCHFS and m.user_id is not None
     }
-    dead = [path for directory in search(owners) for path in _dead_sockets(directory)]
+    dead = [path for directory in search(owners) for path in dead_sockets(directory)]
     return [
         Check(
             "stale_socket",
@@ -69,7 +69,8 @@ def sockets(search: Search) -> list[Check]:
     ]
 
 
-def _dead_sockets(directory: str) -> list[str]:
+def dead_sockets(directory: str) -> list[str]:
+    """Sockets in a runtime directory without a registration beside them, that nobody listens on."""
     try:
         names = set(os.listdir(directory))
     except OSError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -142,7 +141,7 @@ def _scope(unit: str) -> list[str]:
 def _run(command: Sequence[str], instead: Sequence[str] | None, deadline: float) -> None:
     """Runs ``command``; ``instead`` if it failed without a word of ours."""
     # Not a pipe: a process that hangs in the kernel would keep it open.
-    with tempfile.TemporaryFile() as errors:
+    with open(os.memfd_create("monarchfs-mount-errors"), "w+b") as errors:
         process = subprocess.Popen(
             command,
             env=clean_environment(),

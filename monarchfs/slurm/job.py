@@ -15,7 +15,8 @@ _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """``requests`` are the job's own; ``mistake`` says why what it asked for is not done."""
+    """``requests`` are the job's own; ``mistake`` says why what it asked for is not done. ``nodes``
+    is how many it runs on."""
 
     id: int
     uid: int
@@ -25,6 +26,7 @@ class Job:
     node: str
     requests: tuple[Request, ...] = ()
     mistake: str | None = None
+    nodes: int = 1
 
 
 def parse_job_id(text: str) -> int:
@@ -48,6 +50,7 @@ def job_from(environ: Mapping[str, str]) -> Job:
     uid = environ.get("SLURM_JOB_UID", "")
     if _NUMBER.fullmatch(uid) is None or int(uid) >= (1 << 32) - 1:
         raise UsageError("SLURM_JOB_UID is no number: this is for Slurm's prolog and epilog")
+    nodes = environ.get("SLURM_JOB_NUM_NODES", "")
     requests: list[Request] = []
     mistake = None
     try:
@@ -63,6 +66,7 @@ def job_from(environ: Mapping[str, str]) -> Job:
         node=node_name(environ),
         requests=tuple(requests),
         mistake=mistake,
+        nodes=int(nodes) if _NUMBER.fullmatch(nodes) else 1,
     )
 
 

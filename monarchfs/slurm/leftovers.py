@@ -21,6 +21,7 @@ from typing import Any
 
 from monarchfs.bounded import Answer, bounded_call
 from monarchfs.control import Registered, find_mounts
+from monarchfs.doctor.leftovers import dead_sockets
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
 from monarchfs.slurm import caches
@@ -98,6 +99,14 @@ class Sweeper:
                 f"its process {registered.entry.supervisor_pid} is gone",
                 lambda registered=registered: _forget(registered),  # type: ignore[misc]
             )
+
+    def sockets(self, search: Search) -> None:
+        """Sockets without a registration that nobody listens on."""
+        for directory in search(_owners()):
+            for path in dead_sockets(directory):
+                if os.lstat(path).st_uid == os.geteuid() or os.geteuid() == 0:
+                    why = "nobody listens there any more"
+                    self._put("socket", path, why, lambda path=path: unlink(path))  # type: ignore[misc]
 
     def mounts(self, search: Search) -> None:
         """Mounts whose daemon is dead."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from monarchfs.config.model import User
+from monarchfs.config.settings import escape_option
 from monarchfs.slurm import caches, daemon
 from monarchfs.slurm.identity import resolve, user_of
 from monarchfs.slurm.job import Job
@@ -28,6 +29,8 @@ _OVERHEAD_SECONDS = 4.0
 _LEAST_SECONDS = 0.5
 _CLEAR_SECONDS = 3.0
 _UMOUNT_SECONDS = 2.0
+_JITTER_SECONDS_A_NODE = 0.05
+_MOST_JITTER_SECONDS = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -119,17 +122,22 @@ def mount_for(
         # Before anything of it is touched.
         named = ", ".join(roots) or "no directory"
         raise OperationError(f"{request.path}: this job may ask for what lies below {named}")
-    source = resolve(request.path, roots, user, max(1.0, 0.6 * (deadline - time.monotonic())))
+    source = request.path
     share = Share(layout, share_key(source, user))
+    # A dataset that is mounted under this name needs nothing of a source that may hang.
+    if not _known(share, source):
+        left = deadline - time.monotonic()
+        source = resolve(request.path, roots, user, max(1.0, 0.6 * left))
+        share = Share(layout, share_key(source, user))
     with locked(share.lock, deadline):
         share.enter(job.id)
         try:
             found = daemon.find(share.mountpoint(source))
             before = daemon.status_of(found) if found is not None else None
             if not daemon.serves(before):
-                _mount(
-                    site, share, source, request, user, deadline, others=share.jobs() != [job.id]
-                )
+                options = mount_options(site, job, wanted)
+                others = share.jobs() != [job.id]
+                _mount(site, share, source, options, user, deadline, others=others)
                 before = None
             share.note(job.id, before=before, source=source, variable=wanted.variable)
         except BaseException:
@@ -142,11 +150,33 @@ def mount_for(
     return share.mountpoint(source)
 
 
+def mount_options(site: Site, job: Job, wanted: Wanted) -> list[str]:
+    """What follows ``mount -o``, what counts more after what counts less. Pure."""
+    options = []
+    if job.nodes > 1:
+        # Their prologs begin at the same instant.
+        jitter = min(_MOST_JITTER_SECONDS, job.nodes * _JITTER_SECONDS_A_NODE)
+        options.append(f"prefetch_jitter={max(1.0, jitter):.1f}")
+    if (index := site.index_of(wanted.request.path)) is not None:
+        options.append(escape_option(f"index={index}"))
+    own = (escape_option(f"{key}={value}") for key, value in wanted.request.options)
+    return [*options, *site.options, *own]
+
+
+def _known(share: Share, source: str) -> bool:
+    """Whether a dataset is mounted, and its daemon is well. Without the lock: whoever relies on it
+    looks again with it held."""
+    if not share.record():
+        return False
+    found = daemon.find(share.mountpoint(source))
+    return found is not None and daemon.serves(daemon.status_of(found))
+
+
 def _mount(
     site: Site,
     share: Share,
     source: str,
-    request: Request,
+    options: Sequence[str],
     user: User,
     deadline: float,
     *,
@@ -181,7 +211,7 @@ def _mount(
             user,
             tiers=tiers,
             state_dir=os.path.join(share.layout.cache(share.key), "state"),
-            options=[*site.options, *(f"{key}={value}" for key, value in request.options)],
+            options=options,
             log_file=site.log_file,
             unit=f"monarchfs-{share.key}-{os.getpid()}",
             nice=site.nice,

@@ -22,6 +22,7 @@ from monarchfs.slurm.request import Request, parse_dataset_path, parse_request
 from monarchfs.types import UsageError
 
 SITE_FILE = "/etc/monarchfs-slurm.toml"
+_LEAST_DEADLINE, _MOST_DEADLINE = 2.0, 100.0
 _NOT_THE_SITES = {"user", "tier", "state_dir", "foreground", "log_file", "metrics_port"}
 
 
@@ -52,10 +53,12 @@ class Allow:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A dataset that jobs get without asking."""
+    """A dataset that jobs get without asking. ``index`` is a file with its names and attributes,
+    for whoever mounts it."""
 
     who: Who
     request: Request
+    index: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,10 @@ class Site:
     def roots_for(self, job: Job) -> list[str]:
         """Below which directories a job may ask for datasets."""
         return [root for one in self.allow if one.who.matches(job) for root in one.roots]
+
+    def index_of(self, path: str) -> str | None:
+        """The file with the names and attributes of a dataset, if the site has one."""
+        return next((one.index for one in self.given if one.request.path == path), None)
 
     def given_to(self, job: Job) -> list[Request]:
         return [one.request for one in self.given if one.who.matches(job)]
@@ -139,6 +146,16 @@ def site_from(table: Mapping[str, Any], path: str) -> Site:
     return site
 
 
+def _deadline(value: object) -> float:
+    seconds = parse_timeout(value)
+    if not _LEAST_DEADLINE <= seconds <= _MOST_DEADLINE:
+        raise UsageError(
+            f"{seconds:g} seconds: use {_LEAST_DEADLINE:g} to {_MOST_DEADLINE:g}, within which the"
+            " scripts in slurm.conf are cut off"
+        )
+    return seconds
+
+
 def _nice(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 19:
         raise UsageError("this is no priority: write a number from 0 to 19, as nice(1) takes it")
@@ -146,7 +163,7 @@ def _nice(value: object) -> int:
 
 
 _PARSERS: Mapping[str, tuple[str, Callable[[object], object]]] = {
-    "deadline_seconds": ("deadline_seconds", parse_timeout),
+    "deadline_seconds": ("deadline_seconds", _deadline),
     "linger": ("linger_seconds", parse_interval),
     "wipe": ("wipe", parse_flag),
     "nice": ("nice", _nice),
@@ -158,7 +175,7 @@ _PARSERS: Mapping[str, tuple[str, Callable[[object], object]]] = {
 
 
 def _given(table: Mapping[str, Any]) -> Given:
-    who = _who(table, {"path", "options"})
+    who = _who(table, {"path", "options", "index"})
     if not isinstance(table.get("path"), str):
         raise UsageError('it needs a path, as in path = "/lustre/data/imagenet"')
     path = parse_dataset_path(table["path"])
@@ -169,7 +186,8 @@ def _given(table: Mapping[str, Any]) -> Given:
     parsed = parse_request("/x" + (f":{options}" if options else ""))
     if len(parsed) != 1:
         raise UsageError("options holds a comma: write one table for each dataset")
-    return Given(who, Request(path, parsed[0].name, parsed[0].options))
+    index = None if "index" not in table else parse_path(table["index"])
+    return Given(who, Request(path, parsed[0].name, parsed[0].options), index)
 
 
 def _who(table: Mapping[str, Any], others: set[str]) -> Who:

@@ -339,3 +339,59 @@ def test_gc_takes_out_jobs_that_slurm_does_not_know(slurm: Cluster) -> None:
     slurm.run("ctl", "scancel", str(job))
     slurm.wait(job)
     nothing_left(slurm)
+
+
+def test_gc_clears_what_killed_daemons_leave(slurm: Cluster) -> None:
+    data = dataset(slurm, "gcdead")
+    script = "echo begun; sleep 60\n"
+    job = slurm.sbatch(script, "-N1", "-w", "n3", f"--comment=monarchfs={data}")
+    wait_for(lambda: "begun" in slurm.output(job), "the job to run")
+    point = slurm.mount_of("n3", data)
+    # Every daemon of ours on this node, as if memory had run out.
+    slurm.run("n3", "pkill", "-KILL", "-f", "monarchfs[.]")
+    socket = "import socket; socket.socket(socket.AF_UNIX).bind('/run/monarchfs/dead.sock')"
+    slurm.run("n3", "python3", "-c", socket)
+    words = (f"{slurm.base}/monarchfs", "gc", "--json", "--config", f"{slurm.base}/site.toml")
+    done = slurm.run("n3", *words, environment={"SLURMD_NODENAME": "n3"})
+    assert done.returncode == 0, done.stderr
+    found = {one["kind"]: one for one in json.loads(done.stdout)["found"]}
+    assert found["mount"]["path"] == point
+    assert found["mount"]["removed"] is True
+    assert found["socket"]["path"] == "/run/monarchfs/dead.sock"
+    assert slurm.mount_of("n3", data) is None
+    assert slurm.run("n3", "sh", "-c", "ls /run/monarchfs/*.*").stdout == ""
+    slurm.run("ctl", "scancel", str(job))
+    slurm.wait(job)
+    done = slurm.run("n3", *words, environment={"SLURMD_NODENAME": "n3"})
+    assert json.loads(done.stdout) == {"dry_run": False, "found": [], "notes": []}
+    nothing_left(slurm)
+
+
+def test_another_set_of_groups_gets_another_mount_and_cache(slurm: Cluster) -> None:
+    data = dataset(slurm, "grouped")
+    os.chown(data, 0, 60)
+    data.chmod(0o750)
+    groups = slurm.base / "groups"
+    lines = Path("/etc/group").read_text().splitlines()
+    assert any(line.startswith("games:x:60:") for line in lines), "Debian's groups"
+    groups.write_text("\n".join(f"{x}nobody" if x.startswith("games:") else x for x in lines))
+    job = slurm.sbatch(VERIFY, "-N1", "-w", "n2", f"--comment=monarchfs={data}")
+    slurm.wait(job)
+    assert "Permission denied (for nobody)" in slurm.output(job)
+    slurm.run("n2", "mount", "--bind", str(groups), "/etc/group")
+    slurm.run("ctl", "scontrol", "reconfigure")
+    try:
+        script = "ls $MONARCHFS_ROOT | wc -l; echo $MONARCHFS_ROOT; sleep 60\n"
+        job = slurm.sbatch(script, "-N1", "-w", "n2", f"--comment=monarchfs={data}:prefetch=all")
+        wait_for(lambda: "/run/" in slurm.output(job), "the job with the group to be served")
+        assert slurm.output(job).startswith("12\n"), "read with the group, by the mount's daemon"
+    finally:
+        slurm.run("n2", "umount", "/etc/group")
+    # The group is taken away again: what was copied with it is out of reach, though it is mounted.
+    other = slurm.sbatch(VERIFY, "-N1", "-w", "n2", f"--comment=monarchfs={data}")
+    slurm.wait(other)
+    assert "Permission denied (for nobody)" in slurm.output(other)
+    assert f"root={data} " in slurm.output(other)
+    slurm.run("ctl", "scancel", str(job))
+    slurm.wait(job)
+    nothing_left(slurm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pwd
@@ -17,9 +18,12 @@ from typing import Any
 import pytest
 
 from monarchfs.config.model import User
-from monarchfs.slurm import caches
+from monarchfs.slurm import caches, daemon
+from monarchfs.slurm.leftovers import Sweeper
 from monarchfs.slurm.records import Layout, prepare, write_record
 from monarchfs.slurm.shares import Share, share_key
+from monarchfs.slurm.site import read_site
+from monarchfs.types import OperationError
 from tests import trees
 from tests.faking import interpreter_for
 from tests.mounting import (
@@ -167,6 +171,12 @@ def test_a_job_from_prolog_to_epilog(node: Node) -> None:
     assert node.mounts() == [root]
     assert node.read(root) == 0
     assert os.stat(f"{node.path}/run/env/1").st_uid == NOBODY.pw_uid
+    for pid in (
+        _supervisor(root),
+        json.loads(run("status", root, "--json").stdout)["worker"]["pid"],
+    ):
+        assert os.getpriority(os.PRIO_PROCESS, pid) == 5
+        assert os.getsid(pid) != os.getsid(0)
     node.job("prolog", 1, f'monarchfs="{data}":name=AB')
     assert node.environment(1)["MONARCHFS_ROOT"] == root
     node.job("epilog", 1)
@@ -200,6 +210,63 @@ def test_two_names_of_a_dataset_are_one_mount(node: Node) -> None:
     assert found["MONARCHFS_DATA_DATA"] == found["MONARCHFS_DATA_LINK"] == node.mounts()[0]
     node.job("epilog", 1)
     assert node.mounts() == node.left() == []
+
+
+def test_a_dataset_that_fails_spoils_no_other(node: Node) -> None:
+    data = node.dataset("data")
+    missing = f"{node.path}/lustre/missing"
+    node.job("prolog", 1, f"monarchfs={missing},{data},/etc")
+    found = node.environment(1)
+    assert found["MONARCHFS_ROOT"] == found["MONARCHFS_DATA_MISSING"] == missing
+    assert found["MONARCHFS_DATA_DATA"] == node.mounts()[0]
+    assert found["MONARCHFS_DATA_ETC"] == "/etc"
+    assert found["MONARCHFS_WARNING"] == (
+        f"{missing}: No such file or directory (for nobody); /etc: this job may ask for what lies"
+        f" below {node.path}/lustre"
+    )
+    node.job("epilog", 1)
+    assert [(one["source"], one["mounted"]) for one in node.report(1)] == [
+        (str(data), True),
+        (missing, False),
+        ("/etc", False),
+    ]
+
+
+def test_where_systemd_runs_a_daemon_gets_a_scope(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """systemd-run(1) is a stand-in: there is no systemd here."""
+    tool = tmp_path / "systemd-run"
+    monkeypatch.setattr(daemon, "_BOOTED", str(tmp_path))
+    monkeypatch.setattr(daemon, "_SYSTEMD_RUN", str(tool))
+    monkeypatch.setattr(
+        daemon, "command_of_ours", lambda *_words: ["sh", "-c", f"echo ours >> {tmp_path}/ran"]
+    )
+
+    def start() -> None:
+        daemon.start(
+            "/source", "/mountpoint", _nobody(), tiers=[], state_dir="/state", options=[],
+            log_file=None, unit="monarchfs-x", nice=0, deadline=time.monotonic() + 10,
+        )  # fmt: skip
+
+    script = f'#!/bin/sh\necho "$@" >> {tmp_path}/ran\n'
+    tool.write_text(script + 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"\n')
+    tool.chmod(0o755)
+    start()
+    options, ran = (tmp_path / "ran").read_text().splitlines()
+    assert options.startswith("--scope --quiet --collect --slice=monarchfs --unit=monarchfs-x --")
+    assert ran == "ours"
+    # One that cannot, for reasons of its own, is done without.
+    (tmp_path / "ran").unlink()
+    tool.write_text(script + "echo Failed to connect to bus >&2; exit 1\n")
+    start()
+    assert (tmp_path / "ran").read_text().splitlines()[1:] == ["ours"]
+    # What the command itself says counts.
+    (tmp_path / "ran").unlink()
+    tool.write_text(script + "echo monarchfs: there is no room >&2; exit 1\n")
+    with pytest.raises(OperationError, match=r"^there is no room$"):
+        start()
+    assert len((tmp_path / "ran").read_text().splitlines()) == 1
 
 
 def test_a_link_out_of_the_roots_is_not_mounted(node: Node) -> None:
@@ -325,13 +392,12 @@ def test_a_dead_daemon_is_replaced_and_one_that_hangs_is_left_to_those_who_use_i
     data = node.dataset("data")
     node.job("prolog", 1, f"monarchfs={data}")
     root = node.environment(1)["MONARCHFS_ROOT"]
-    daemon = _supervisor(root)
-    os.kill(daemon, signal.SIGKILL)
+    os.kill(_supervisor(root), signal.SIGKILL)
     node.job("prolog", 2, f"monarchfs={data}")
     assert node.environment(2)["MONARCHFS_ROOT"] == root
     assert node.read(root) == 0
-    daemon = _supervisor(root)
-    os.kill(daemon, signal.SIGSTOP)
+    pid = _supervisor(root)
+    os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
     node.job("prolog", 3, f"monarchfs={data}")
     assert time.monotonic() - began < 10
@@ -341,7 +407,7 @@ def test_a_dead_daemon_is_replaced_and_one_that_hangs_is_left_to_those_who_use_i
         node.job("epilog", job)
         assert time.monotonic() - began < 10
     assert node.mounts() == node.left() == []
-    wait_for(lambda: not os.path.exists(f"/proc/{daemon}"), "the daemon to go")
+    wait_for(lambda: not os.path.exists(f"/proc/{pid}"), "the daemon to go")
 
 
 def _supervisor(mountpoint: str) -> int:
@@ -450,25 +516,6 @@ def test_what_a_user_plants_is_not_followed(node: Node) -> None:
     assert (precious / "file").read_text() == "keep me"
 
 
-def test_gc_on_a_node_without_slurm(node: Node) -> None:
-    data = node.dataset("data")
-    node.job("prolog", 1, f"monarchfs={data}")
-    root = node.environment(1)["MONARCHFS_ROOT"]
-    gone = node.path / "tier" / ("f" * 20)
-    gone.mkdir()
-    words = ["gc", "--config", f"{node.path}/site.toml", "--json"]
-    os.kill(_supervisor(root), signal.SIGKILL)
-    done = run(*words, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    mine = [one for one in json.loads(done.stdout)["found"] if str(node.path) in one["path"]]
-    assert [(one["kind"], one["path"], one["removed"]) for one in mine] == [
-        ("mount", root, False),
-        ("copies", str(gone), False),
-    ]
-    assert gone.exists()
-    assert node.mounts() == [root]
-
-
 @pytest.mark.parametrize(
     ("held", "resting", "wanted", "gone"),
     [
@@ -499,3 +546,134 @@ def test_a_cache_that_is_in_use_stays(node: Node) -> None:
     assert node.read(root) == 0
     assert run("umount", root).returncode == 0
     assert caches.discard(node.layout, key, "test")
+
+
+def age(path: Path, days: float) -> None:
+    then = time.time() - days * 86400
+    os.utime(path, (then, then), follow_symlinks=False)
+
+
+NOBODYS_UID = 3_999_999_999
+"""Of no user."""
+
+
+def a_cache(node: Node, source: str, uid: int, *, days: float, size: int = 0) -> str:
+    """An unmounted cache that was used so many days ago; its key."""
+    prepare(node.layout)
+    user = User("someone", uid, 100, (100,))
+    key = share_key(source, user)
+    for path in (node.path / "tier" / key / "0123456789abcdef", node.path / "cache/slurm" / key):
+        path.mkdir(parents=True)
+    (node.path / "cache/slurm" / key / "state").mkdir()
+    record = {
+        **{"source": source, "user": user.name, "uid": uid, "gid": 100, "groups": [100]},
+        **{"granted": {f"{node.path}/tier": size}, "used": {f"{node.path}/tier": size}},
+        "last_used_unix_seconds": time.time() - days * 86400,
+    }
+    write_record(f"{node.layout.cache(key)}/cache.json", record)
+    return key
+
+
+def swept(node: Node, *, remove: bool) -> list[tuple[str, str, bool]]:
+    """What gc finds of caches on this node: (kind, path, removed)."""
+    site = read_site(f"{node.path}/site.toml")
+    sweeper = Sweeper(remove=remove)
+    sweeper.budget(site)
+    sweeper.caches(site)
+    assert [one.error for one in sweeper.found] == [None] * len(sweeper.found)
+    return [(one.kind, one.path, one.removed) for one in sweeper.found]
+
+
+def test_gc_removes_caches_of_users_that_are_gone(node: Node) -> None:
+    kept = [
+        a_cache(node, "/lustre/fresh", NOBODYS_UID, days=0.5),
+        a_cache(node, "/lustre/old", NOBODY.pw_uid, days=500),
+    ]
+    gone = a_cache(node, "/lustre/gone", NOBODYS_UID, days=1.5)
+    path = node.layout.cache(gone)
+    assert swept(node, remove=False) == [("cache", path, False)]
+    assert os.path.exists(path)
+    found = swept(node, remove=True)
+    assert found[0] == ("cache", path, True)
+    assert {kind for kind, _, _ in found[1:]} <= {"trash"}
+    swept(node, remove=True)
+    assert sorted(os.listdir(node.path / "tier")) == sorted(kept)
+    assert sorted(os.listdir(node.path / "cache" / "slurm")) == sorted(kept)
+    assert swept(node, remove=True) == []
+
+
+def test_gc_removes_what_plain_mounts_of_gone_users_left(node: Node) -> None:
+    prepare(node.layout)
+    states = node.path / "cache" / "state"
+    names = {"a" * 16: NOBODYS_UID, "b" * 16: NOBODY.pw_uid, "c" * 16: NOBODYS_UID}
+    for name, uid in names.items():
+        for path in (states / name, node.path / "cache" / name):
+            path.mkdir(parents=True)
+            os.chown(path, uid, uid)
+            age(path, 2)
+    (node.path / "cache" / "precious").mkdir()
+    age(node.path / "cache" / "precious", 99)
+    lock = states / ("c" * 16) / "lock"
+    lock.touch()
+    with open(lock, "rb") as held:
+        age(lock.parent, 2)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        found = swept(node, remove=True)
+        assert {path for _, path, _ in found} == {
+            str(states / ("a" * 16)),
+            str(node.path / "cache" / ("a" * 16)),
+        }
+    assert sorted(os.listdir(states)) == ["b" * 16, "c" * 16]
+    assert set(os.listdir(node.path / "cache")) == {
+        *("b" * 16, "c" * 16, "precious", "slurm", "state")
+    }
+
+
+def test_gc_removes_copies_that_nobody_counts(node: Node) -> None:
+    key = a_cache(node, "/lustre/data", NOBODY.pw_uid, days=0)
+    orphan = node.path / "tier" / ("e" * 20)
+    (orphan / "0123456789abcdef").mkdir(parents=True)
+    (orphan / "link").symlink_to(node.path / "lustre")
+    precious = node.dataset("precious")
+    (node.path / "tier" / "somebody's").mkdir()
+    assert swept(node, remove=True) == [("copies", str(orphan), True)]
+    assert sorted(os.listdir(node.path / "tier")) == sorted([key, "somebody's"])
+    assert len(os.listdir(precious)) > 0
+
+
+def test_gc_keeps_to_the_budget(node: Node) -> None:
+    node.configure(f'budget = ["{node.path}/tier=100M"]')
+    old, new = (
+        a_cache(node, f"/lustre/{days}", NOBODY.pw_uid, days=days, size=60 << 20) for days in (9, 3)
+    )
+    found = swept(node, remove=True)
+    assert found[0] == ("cache", node.layout.cache(old), True)
+    swept(node, remove=True)
+    assert os.listdir(node.path / "tier") == [new]
+    assert swept(node, remove=True) == []
+
+
+def test_what_is_mounted_is_shared_though_its_source_hangs(node: Node) -> None:
+    backing = node.path / "backing"
+    backing.mkdir()
+    trees.dataset(backing, files=2)
+    source = node.work.faulty_source(backing)
+    node.configure()
+    text = (node.path / "site.toml").read_text().replace("/lustre", "")
+    (node.path / "site.toml").write_text(text)
+    node.job("prolog", 1, f"monarchfs={source.path}:prefetch=all")
+    root = node.environment(1)["MONARCHFS_ROOT"]
+    assert root != str(source.path), node.environment(1)
+    assert node.read(root) == 0
+    source.faults(hang=["* *"])
+    began = time.monotonic()
+    node.job("prolog", 2, f"monarchfs={source.path}")
+    assert time.monotonic() - began < 5
+    assert node.environment(2) == {
+        "MONARCHFS_ROOT": root,
+        f"MONARCHFS_DATA_{source.path.name.upper()}": root,
+    }
+    source.faults()
+    for job in (1, 2):
+        node.job("epilog", job)
+    assert node.mounts() == node.left() == []
