@@ -172,14 +172,18 @@ def trash_in(layout: Layout, site: Site) -> list[str]:
 
 def remove_tree(path: str) -> None:
     """Removes a directory of the user's whose parent is root's. Follows no link, whatever the user
-    does meanwhile (shutil.rmtree works by descriptors), and logs what it cannot remove."""
+    does meanwhile (shutil.rmtree works by descriptors). Raises OperationError, after all that can
+    be removed was, if something cannot."""
     assert shutil.rmtree.avoids_symlink_attacks
+    errors: list[BaseException] = []
 
-    def failed(_call: object, where: str, info: Any) -> None:
+    def failed(_call: object, _where: str, info: Any) -> None:
         if not isinstance(info[1], FileNotFoundError):
-            log.error("cannot remove %s: %s", where, info[1])
+            errors.append(info[1])
 
     shutil.rmtree(path, onerror=failed)
+    if errors:
+        raise OperationError(f"cannot remove all of {path}: {errors[0]}")
 
 
 def tree_bytes(path: str, seconds: float = _MEASURE_SECONDS) -> int:

@@ -74,14 +74,15 @@ def sweep(site: Site, *, without: int | None = None) -> None:
     prepare(layout)
     if without is not None:
         for share in shares_of(layout, without):
-            with _trouble_logged(share), locked(share.lock, time.monotonic() + _LATER_SECONDS):
+            with (
+                _trouble_logged(share.directory),
+                locked(share.lock, time.monotonic() + _LATER_SECONDS),
+            ):
                 share.leave(without)
     try:
         # Whoever has it looks again before it ends, but for a moment.
         with locked(layout.lock("sweep"), time.monotonic() + _MOMENT_SECONDS):
-            while (pause := sweep_once(site, layout)) is not None:
-                time.sleep(pause)
-            empty_trash(site, layout)
+            _sweep_until_done(site, layout)
     except Busy:
         return
 
@@ -91,7 +92,10 @@ def sweep_once(site: Site, layout: Layout) -> float | None:
     What cannot be unmounted now is left to the next one."""
     pauses = []
     for share in every_share(layout):
-        with _trouble_logged(share), locked(share.lock, time.monotonic() + _UMOUNT_SECONDS):
+        with (
+            _trouble_logged(share.directory),
+            locked(share.lock, time.monotonic() + _UMOUNT_SECONDS),
+        ):
             if share.jobs():
                 continue
             left = site.linger_seconds - share.idle_seconds()
@@ -102,14 +106,20 @@ def sweep_once(site: Site, layout: Layout) -> float | None:
     return min(pauses) + _MOMENT_SECONDS / 10 if pauses else None
 
 
-def empty_trash(site: Site, layout: Layout) -> None:
-    """Removes what was thrown away; one process at a time."""
-    try:
-        with locked(layout.lock("trash"), 0.0):
-            for path in caches.trash_in(layout, site):
+def _sweep_until_done(site: Site, layout: Layout) -> None:
+    tried: set[str] = set()
+    while True:
+        pause = sweep_once(site, layout)
+        trash = set(caches.trash_in(layout, site)) - tried
+        if pause is None and not trash:
+            return
+        for path in sorted(trash):
+            with _trouble_logged(path):
                 caches.remove_tree(path)
-    except Busy:
-        return
+        # What cannot be removed is left to `gc`, which says so.
+        tried |= trash
+        # Once more in any case: what came to rest meanwhile finds nobody else to see to it.
+        time.sleep(pause or 0.0)
 
 
 def _leave(share: Share, job: int) -> tuple[dict[str, Any], Status | None]:
@@ -132,11 +142,11 @@ def _leave(share: Share, job: int) -> tuple[dict[str, Any], Status | None]:
 
 
 @contextmanager
-def _trouble_logged(share: Share) -> Iterator[None]:
+def _trouble_logged(about: str) -> Iterator[None]:
     try:
         yield
     except (MonarchError, OSError) as error:
-        log.error("%s: %s", share.directory, error)
+        log.error("%s: %s", about, error)
 
 
 def last_status(share: Share) -> Status | None:

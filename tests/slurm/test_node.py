@@ -485,7 +485,8 @@ def test_an_epilog_may_be_killed_at_any_point(node: Node) -> None:
             check=False,
         )
         node.job("epilog", steps)
-        assert node.mounts() == node.left() == []
+        # What it found without a job it leaves to a process of its own.
+        wait_for(lambda: not node.mounts() and not node.left(), f"all to go after step {steps}")
         if done.returncode == 0:
             break
     assert steps >= 6, "it was killed too rarely"
