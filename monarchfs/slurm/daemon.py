@@ -24,6 +24,7 @@ from monarchfs.types import OperationError
 
 _STATUS_SECONDS = 3.0
 _GIVE_UP_SECONDS = 2.0
+_FIT = frozenset({"serving", "source not responding", "restarting", "safe mode"})
 _BOOTED = "/run/systemd/system"
 """There if systemd is the system's manager (sd_booted(3))."""
 _SYSTEMD_RUN = "/usr/bin/systemd-run"
@@ -97,8 +98,8 @@ def status_of(found: Found, timeout: float = _STATUS_SECONDS) -> dict[str, Any] 
 
 def serves(status: dict[str, Any] | None) -> bool:
     """Whether a mount with this status is fit for a job. A source that does not answer just now
-    does not spoil it: what is local is served."""
-    return status is not None and status.get("state") in ("serving", "source not responding")
+    does not spoil it: what is local is served; nor does a worker whose place another one takes."""
+    return status is not None and status.get("state") in _FIT
 
 
 def end(found: Found, deadline: float) -> bool:

@@ -82,9 +82,8 @@ def unmounted_report(variable: str, source: str, reason: str) -> dict[str, Any]:
 def counted(before: Status | None, after: Status) -> dict[str, int]:
     """What was counted between two reports of a mount. A worker that was started anew counts from
     0 again; what it did not get to say is lost, so the counts are then at least this."""
-    begun_again = before is not None and any(
-        _at(after, path) < _at(before, path) for path in _COUNTED.values()
-    )
+    restarts = _COUNTED["worker_restarts"]
+    begun_again = before is not None and _at(after, restarts) != _at(before, restarts)
     return {
         name: _at(after, path)
         - (0 if before is None or (begun_again and path[0] != "worker") else _at(before, path))

@@ -191,6 +191,29 @@ def after(slurm: Cluster, node: str, data: Path) -> int:
     return job
 
 
+def test_a_killed_worker_costs_its_job_nothing(slurm: Cluster) -> None:
+    data = dataset(slurm, "worker")
+    script = (
+        "cd $MONARCHFS_ROOT\n"
+        "round=0; while [ $round -lt 60 ]; do\n"
+        "  find . -type f | LC_ALL=C sort | xargs sha256sum | sha256sum || echo failed\n"
+        "  round=$((round + 1)); sleep 0.05\n"
+        "done; echo done\n"
+    )
+    job = slurm.sbatch(script, "-N1", "-w", "n3", f"--comment=monarchfs={data}")
+    wait_for(lambda: slurm.output(job).count("\n") > 3, "the job to read")
+    point = slurm.mount_of("n3", data)
+    assert point is not None
+    status = slurm.run("n3", f"{slurm.base}/monarchfs", "status", point, "--json").stdout
+    slurm.run("n3", "kill", "-KILL", str(json.loads(status)["worker"]["pid"]))
+    slurm.wait(job)
+    lines = slurm.output(job).splitlines()
+    assert lines == [f"{digest(data)}  -"] * 60 + ["done"], slurm.logs()
+    (one,) = reports(slurm, job)["n3"]["datasets"]
+    assert one["worker_restarts"] == 1
+    nothing_left(slurm)
+
+
 def test_a_killed_supervisor_costs_its_job_and_no_other(slurm: Cluster) -> None:
     data = dataset(slurm, "killed")
     script = (

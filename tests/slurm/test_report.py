@@ -73,6 +73,8 @@ def test_a_worker_that_was_restarted_counts_from_nothing() -> None:
     assert counts["local_opens"] == 4
     assert counts["worker_restarts"] == 1
     assert min(counts.values()) >= 0
+    after = status(served__local_opens=400, worker__restarts=1)
+    assert counted(status(), after)["local_opens"] == 400, "also where it has more by now"
 
 
 @pytest.mark.parametrize(
