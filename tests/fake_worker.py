@@ -4,8 +4,9 @@
 
 MODE is ``serve``; ``hang`` (ready, but answers no FUSE request but the first getattr); ``fail``
 (says so); ``crash`` (ends with a line on stderr); ``silent`` (never ready); ``silent-later`` (its
-successors); ``other`` (cannot take over). Who looks up ``die``, ``die-always`` (also in safe mode)
-or ``freeze`` has it do so; ``later`` is answered by the second worker only.
+successors); ``other`` (cannot take over); ``late`` (takes 2 seconds to end, and then leaves a file
+``synced``). Who looks up ``die``, ``die-always`` (also in safe mode) or ``freeze`` has it do so;
+``later`` is answered by the second worker only.
 
 Only the standard library, so that any user's interpreter can run it.
 """
@@ -165,7 +166,11 @@ def main() -> int:
         channel.recv(1)
         return 0
     channel.send(b'{"event": "ready"}')
-    return serve(mode, channel, bootstrap)
+    code = serve(mode, channel, bootstrap)
+    if mode == "late":
+        time.sleep(2)
+        os.close(os.open("synced", os.O_CREAT | os.O_WRONLY, 0o600, dir_fd=fds["state"]))
+    return code
 
 
 if __name__ == "__main__":

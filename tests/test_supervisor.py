@@ -284,6 +284,14 @@ def test_umount_waits_for_those_who_leave_in_time(work: Area) -> None:
     assert_unmounted(work)
 
 
+def test_umount_waits_for_a_worker_that_still_syncs(work: Area) -> None:
+    """One that is killed meanwhile would hold the tier's file system."""
+    work.mount(mode="late")
+    assert 2 < umount(work, "--timeout", "10") < 5
+    assert list(work.path.rglob("synced"))
+    assert_unmounted(work)
+
+
 def test_umount_while_nothing_is_answered(work: Area) -> None:
     """Processes that wait for the file system get an error, and nobody is left waiting."""
     work.mount(mode="hang")

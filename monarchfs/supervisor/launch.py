@@ -144,11 +144,11 @@ class Worker:
         """Whether it died as a process does whose mapped file is damaged: LMDB maps the index."""
         return self.exit_code in _CRASHES
 
-    def end(self) -> None:
-        """Tells it to stop; kills it after a second; leaves behind what cannot die in another.
-        Idempotent."""
+    def end(self, patience: float = 1.0) -> None:
+        """Tells it to stop; kills it after ``patience`` seconds; leaves behind what cannot die in
+        another. Idempotent."""
         self.channel.send({"do": "stop"})
-        if not self.wait_gone(1.0):
+        if not self.wait_gone(patience):
             self.process.kill()
             self.wait_gone(1.0)
         self.channel.close()

@@ -183,12 +183,12 @@ class Succession:
             case Phase.STARTING:
                 self._go_on_starting(now)
 
-    def close(self) -> None:
-        """End the worker, and what was to follow it, within two seconds each."""
+    def close(self, patience: float = 1.0) -> None:
+        """End the worker (see ``Worker.end``), and what was to follow it."""
         self._drop_candidate()
         self._answer("the mount has ended")
         if self.phase not in (Phase.PAUSING, Phase.ENDED):
-            self.worker.end()
+            self.worker.end(patience)
 
     # -- a worker's life
 

@@ -33,6 +33,10 @@ _MOST_CLIENTS = 64
 _STOP_SECONDS = 10.0
 _DEAD_WORKER_SECONDS = 1.0
 _WORKER_END_SECONDS = 2.5
+_SYNC_SECONDS = 5.5
+"""How long a worker that unmounts may take to make its copies durable: what it allows itself
+(SHUTDOWN_SYNC_SECONDS), and a moment. One that is killed meanwhile keeps the tier's file system
+busy for as long as the kernel takes to write."""
 _DEFAULT_UMOUNT_SECONDS = 30.0
 _DEFAULT_RESTART_SECONDS = 30.0
 _NO_WORKER = "the mount's worker does not answer: see monarchfs status"
@@ -326,7 +330,10 @@ class Supervisor:
     def _finish(self, code: int) -> None:
         """Order matters to a caller who mounts again at once: the lock is free, and the socket
         gone, before the reply says that it is done."""
-        self.succession.close()
+        now = time.monotonic()
+        left = self._unmount.deadline - now if self._unmount is not None else 0.0
+        answers = self.succession.serves and not self._reports.overdue(now)
+        self.succession.close(max(1.0, min(_SYNC_SECONDS, left)) if answers else 1.0)
         if self.succession.worker.crashed:  # perhaps only now, while it closed
             self._mark_suspect()
         abort_connection(self.connection)
