@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.pool import Pool
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from bench import epochs
-from bench.harness import Mount, Source, reader_processes
+from bench.harness import Mount, Source, reader_processes, repeated, wait_for
 from bench.report import Result
 
 SHARE = 0.56
@@ -61,9 +59,9 @@ def allocated(root: Path) -> Allocated:
 
 
 class Watch:
-    """Looks at a tier every 20 ms. Changing: the most bytes that were allocated to files; the most
-    that the file system lost beyond its directories (0 without one of its own); how many replicas
-    went; how often it looked."""
+    """Looks at a tier. Changing: the most bytes that were allocated to files; the most that the
+    file system lost beyond its directories (0 without one of its own); how many replicas went; how
+    often it looked."""
 
     def __init__(self, tier: Path, disk: Path | None) -> None:
         self.most = self.most_of_disk = self.gone = self.looks = 0
@@ -71,14 +69,8 @@ class Watch:
         self._disk = disk
         self._free = 0 if disk is None else free_bytes(disk)
         self._names: frozenset[str] = frozenset()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run)
 
-    def _run(self) -> None:
-        while not self._ended.wait(SAMPLE_SECONDS):
-            self._look()
-
-    def _look(self) -> None:
+    def look(self) -> None:
         # The disk first: a directory made in between is then counted in the tier's favour.
         taken = 0 if self._disk is None else self._free - free_bytes(self._disk)
         now = allocated(self._tier)
@@ -87,19 +79,6 @@ class Watch:
         self.gone += len(self._names - now.names)
         self._names = now.names
         self.looks += 1
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
 
 
 def free_bytes(path: Path) -> int:
@@ -126,8 +105,13 @@ def disk(place: Path) -> Iterator[Path | None]:
     try:
         yield point
     finally:
-        subprocess.run(["umount", str(point)], check=True)
+        # What a worker could not sync in the time of monarchfs umount, the kernel still writes.
+        wait_for(lambda: unmounted(point), "the tier's disk to be free", pause=0.2)
         image.unlink()
+
+
+def unmounted(point: Path) -> bool:
+    return subprocess.run(["umount", str(point)], check=False, capture_output=True).returncode == 0
 
 
 def measure(
@@ -141,7 +125,8 @@ def measure(
         tier.mkdir(mode=0o755)
         options = ("--freshness", "immutable", "--evict", policy)
         mount = Mount(source.path, place / "m", *options, tier=tier, size=f"{capacity >> 10}K")
-        with Watch(tier, own) as watch, mount:
+        watch = Watch(tier, own)
+        with repeated(watch.look, SAMPLE_SECONDS), mount:
             by_status = 0
             for number in range(EPOCHS):
                 source.take_counts()

@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.pool import Pool
 from pathlib import Path
@@ -76,13 +78,35 @@ def write_random(path: Path, size: int, rng: random.Random) -> int:
     return checksum
 
 
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    """Until ``condition`` is true; TimeoutError after ``seconds``."""
+def wait_for(
+    condition: Callable[[], object], what: str, seconds: float = 60.0, pause: float = 0.005
+) -> None:
+    """Until ``condition`` is true, looked at every ``pause`` seconds; TimeoutError after
+    ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {seconds:g} s in vain for {what}")
-        time.sleep(0.005)
+        time.sleep(pause)
+
+
+@contextmanager
+def repeated(action: Callable[[], object], seconds: float) -> Iterator[None]:
+    """Calls ``action`` every ``seconds`` in a thread while the block runs. What it raises ends
+    that, and is raised at the block's end."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(seconds):
+            action()
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run)
+        try:
+            yield
+        finally:
+            ended.set()
+            running.result()
 
 
 class Source:
@@ -238,10 +262,24 @@ def monarchfs(*arguments: str) -> str:
     return done.stdout
 
 
+def _drop(what: str) -> None:
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text(what)
+
+
+def drop_pages() -> None:
+    """Empties the kernel's cache of pages (those of tmpfs stay). Needs root."""
+    _drop("1")
+
+
+def drop_names() -> None:
+    """Empties its caches of names and attributes, and of the pages of their files. Needs root."""
+    _drop("2")
+
+
 def drop_caches() -> None:
     """Empties the kernel's caches of pages, names and attributes. Needs root."""
-    os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("3")
+    _drop("3")
 
 
 def forget_pages(fd: int) -> None:

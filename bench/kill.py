@@ -16,12 +16,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
@@ -33,9 +30,9 @@ from bench.harness import (
     Mount,
     Unusable,
     reader_processes,
-    wait_for,
+    repeated,
 )
-from bench.million import alive
+from bench.processes import kill, processes_of
 from bench.report import Result
 from bench.versions import (
     FILES,
@@ -56,40 +53,13 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 OPTIONS = ("--freshness", "ttl=1", "--evict", "lru")
 
 
-# Processes.
-
-
-def processes_of(mountpoint: Path) -> list[int]:
-    """The supervisor of a mount and what it has started."""
-    parents: dict[int, int] = {}
-    found: list[int] = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdecimal():
-            continue
-        try:
-            with open(f"/proc/{entry}/cmdline", "rb") as file:
-                command = file.read()
-            with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as status:
-                parents[int(entry)] = int(status.read().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if b"\0mount\0" in command and os.fsencode(mountpoint) in command.split(b"\0"):
-            found.append(int(entry))
-    for pid, parent in sorted(parents.items()):
-        if parent in found and pid not in found:
-            found.append(pid)
-    return found
-
-
 def kill_all(mountpoint: Path) -> float:
     """The time.monotonic() at which the first signal was sent; until all are gone."""
     pids = processes_of(mountpoint)
     if len(pids) < 2:
         raise ValueError(f"a mount has supervisor and worker, but there are {pids}")
     killed = time.monotonic()
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not any(alive(pid) for pid in pids), "the killed processes to be gone")
+    kill(pids)
     return killed
 
 
@@ -100,24 +70,12 @@ class Changes:
         self._source = source
         self._versions = versions
         self._numbers = [rng.randrange(FILES) for _ in range(CHANGED)]
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run)
 
-    def _run(self) -> None:
-        for number in self._numbers:
-            if self._ended.wait(0.1):
-                return
+    def make_one(self) -> None:
+        if self._numbers:
+            number = self._numbers.pop()
             self._versions[number] += 1
             write_version(self._source, number, self._versions[number])
-
-    @contextmanager
-    def under_way(self) -> Iterator[None]:
-        self._thread.start()
-        try:
-            yield
-        finally:
-            self._ended.set()
-            self._thread.join()
 
 
 # What fsck says.
@@ -236,7 +194,7 @@ class Rounds:
         with self.mount() as mount:
             tasks = [(str(mount.path), self._rng.random()) for _ in range(READERS)]
             answers = self._pool.map_async(read_until_gone, tasks, chunksize=1)
-            with changes.under_way():
+            with repeated(changes.make_one, 0.1):
                 time.sleep(seconds)
                 killed = kill_all(mount.path)
             for count, wrong, failures in answers.get(60):

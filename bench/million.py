@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from bench.harness import Mount, reader_processes, wait_for
+from bench.harness import Mount, drop_names, reader_processes, repeated
+from bench.processes import kill, processes_of
 from bench.report import Result
 
 FILES = int(os.environ.get("MILLION_FILES", "1000000"))
@@ -76,13 +75,11 @@ def walk(root: Path) -> float:
 
 
 class Memory:
-    """RssAnon of a process, in MB, looked at all the time by a thread."""
+    """RssAnon of a process, in MB. Changing: the most that was seen."""
 
     def __init__(self, pid: int) -> None:
         self.most = 0.0
         self._pid = pid
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
 
     def now(self) -> float:
         with open(f"/proc/{self._pid}/status", encoding="ascii") as file:
@@ -91,22 +88,13 @@ class Memory:
         self.most = max(self.most, value)
         return value
 
-    def _sample(self) -> None:
-        while not self._ended.wait(SAMPLE_SECONDS):
-            self.now()
 
-    def __enter__(self) -> Memory:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
+@contextmanager
+def memory_of(mount: Mount) -> Iterator[Memory]:
+    """The memory of the mount's worker, looked at all the time."""
+    memory = Memory(int(mount.status()["worker"]["pid"]))
+    with repeated(memory.now, SAMPLE_SECONDS):
+        yield memory
 
 
 def watch(mount: Mount, done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -133,16 +121,6 @@ def index_bytes(state: Path) -> int:
     return (state / "index" / "data.mdb").stat().st_size
 
 
-def worker_pid(mount: Mount) -> int:
-    return int(mount.status()["worker"]["pid"])
-
-
-def drop_names() -> None:
-    """Empties the kernel's caches of names and attributes (and of the files that go with them)."""
-    os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("2")
-
-
 def walks(result: Result, what: str, mount: Path, source: Path, *, drop: bool = False) -> None:
     values: list[float] = []
     others: list[float] = []
@@ -157,7 +135,7 @@ def walks(result: Result, what: str, mount: Path, source: Path, *, drop: bool = 
 def known_only(place: Path, source: Path, result: Result) -> None:
     """``--prefetch access``: a walk makes the names known, and nothing is copied."""
     mount = Mount(source, place, *OPTIONS, "--prefetch", "access")
-    with mount, Memory(worker_pid(mount)) as memory:
+    with mount, memory_of(mount) as memory:
         before, empty = memory.now(), index_bytes(place / "state")
         result.figure("first walk of an unknown tree", FILES / walk(mount.path), "1/s")
         size = index_bytes(place / "state") - empty
@@ -171,7 +149,7 @@ def scan_alone(place: Path, source: Path, result: Result) -> None:
     """``--prefetch all`` without room for copies: the scan waits for none of them."""
     started = time.perf_counter()
     mount = Mount(source, place, *OPTIONS, "--prefetch", "all", size="64K")
-    with mount, Memory(worker_pid(mount)) as memory:
+    with mount, memory_of(mount) as memory:
         watch(mount, scanned)
         result.figure("scan alone", FILES / (time.perf_counter() - started), "1/s")
         watch(mount, idle)
@@ -182,7 +160,7 @@ def copied(place: Path, source: Path, result: Result) -> None:
     """``--prefetch all``: everything is found, copied, read, and found again by new mounts."""
     started = time.perf_counter()
     mount = Mount(source, place, *OPTIONS, "--prefetch", "all")
-    with mount, Memory(worker_pid(mount)) as memory, reader_processes(READERS) as pool:
+    with mount, memory_of(mount) as memory, reader_processes(READERS) as pool:
         at_first = memory.now()
         status = watch(mount, lambda now: now["files"]["resident"] >= FILES / 5)
         early, early_files = memory.now(), status["files"]["resident"]
@@ -252,28 +230,10 @@ def remounts(place: Path, source: Path, result: Result) -> None:
             if status["files"]["resident"] != FILES:
                 raise ValueError(f"after {how} {status['files']['resident']} files are resident")
             if how == "kill -9":
-                kill(status["worker"]["pid"])
+                kill(processes_of(mount.path))
     for how, values in times.items():
         worst = max(values)
         result.figure(f"remount after {how}", worst, "s", at_most=MOST_REMOUNT_SECONDS)
-
-
-def kill(worker: int) -> None:
-    """SIGKILL for a mount's two processes; until both are gone."""
-    with open(f"/proc/{worker}/status", encoding="ascii") as file:
-        line = next(line for line in file if line.startswith("PPid:"))
-    pids = [int(line.split()[1]), worker]
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not any(alive(pid) for pid in pids), "the killed processes to be gone")
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def run(place: Path) -> Result:

@@ -1,0 +1,68 @@
+"""The processes of a mount: which they are, whether they live, and what they have used."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+from bench.harness import wait_for
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def processes_of(mountpoint: Path) -> list[int]:
+    """The supervisor of a mount and what it has started."""
+    parents: dict[int, int] = {}
+    found: list[int] = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal():
+            continue
+        try:
+            with open(f"/proc/{entry}/cmdline", "rb") as file:
+                command = file.read()
+            parents[int(entry)] = int(_stat(f"/proc/{entry}")[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if b"\0mount\0" in command and os.fsencode(mountpoint) in command.split(b"\0"):
+            found.append(int(entry))
+    for pid, parent in sorted(parents.items()):
+        if parent in found and pid not in found:
+            found.append(pid)
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether any thread of it lives: the first one may be a zombie before others that hang."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except FileNotFoundError:
+        return False
+    for thread in threads:
+        try:
+            if _stat(f"/proc/{pid}/task/{thread}")[0] not in ("Z", "X"):
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return False
+
+
+def kill(pids: Iterable[int]) -> None:
+    """SIGKILL for each of them; until all are gone."""
+    pids = list(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not any(alive(pid) for pid in pids), "the killed processes to be gone")
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """User and system time of all their threads, also of those that ended."""
+    fields = [_stat(f"/proc/{pid}") for pid in pids]
+    return sum(int(field[11]) + int(field[12]) for field in fields) / TICKS
+
+
+def _stat(directory: str) -> list[str]:
+    """What proc_pid_stat(5) has after the command's name: state, parent, ..."""
+    with open(f"{directory}/stat", encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()
