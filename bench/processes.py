@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from bench.harness import wait_for
+from bench.harness import Unusable, wait_for
+from monarchfs.config.places import runtime_dirs_to_search
+from monarchfs.control import request
+from monarchfs.fuse.slots import Slots
+from monarchfs.supervisor.recover import find_one
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -66,3 +72,40 @@ def _stat(directory: str) -> list[str]:
     """What proc_pid_stat(5) has after the command's name: state, parent, ..."""
     with open(f"{directory}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
+
+
+class Daemon:
+    """A mount's two processes. Constant: the supervisor, and the socket on which it answers."""
+
+    def __init__(self, mountpoint: Path) -> None:
+        search = partial(runtime_dirs_to_search, os.geteuid(), os.environ)
+        found = find_one(str(mountpoint), search)
+        if found is None or found.registered is None:
+            raise Unusable(f"nothing of monarchfs is mounted on {mountpoint}")
+        self._registered = found.registered
+        self.supervisor = found.registered.entry.supervisor_pid
+
+    def status(self) -> dict[str, Any]:
+        """Raises OperationError where there is no answer within 10 seconds."""
+        return request(self._registered, {"command": "status"}, 10.0)
+
+    @property
+    def worker(self) -> int | None:
+        pid: int | None = self.status()["worker"]["pid"]
+        return pid
+
+    def cpu_seconds(self) -> float:
+        pids = [self.supervisor, self.worker]
+        return cpu_seconds(pid for pid in pids if pid is not None)
+
+    def open_handles(self) -> int:
+        """How many slots are in use in the table of open files that the supervisor keeps."""
+        folder = f"/proc/{self.supervisor}/fd"
+        for name in os.listdir(folder):
+            if "memfd:monarchfs-handles" in os.readlink(f"{folder}/{name}"):
+                with open(f"{folder}/{name}", "r+b") as file:
+                    slots = Slots(file.fileno())
+                    count = sum(1 for _ in slots)
+                    slots.close()
+                    return count
+        raise Unusable("the supervisor has no table of open files")

@@ -1,7 +1,7 @@
 """``make bench``: the measurements of this release, the shorter ones or those named.
 
     python -m bench.run [epochs] [hdf5] [frozen] [relay] [mirror] [capacity] [--output DIR]
-    python -m bench.run kill | million
+    python -m bench.run kill | million | restarts
 
 Each takes a few minutes at most and up to 6 GiB below --temp, and leaves nothing but its results;
 those of the second line take up to half an hour and run only by name.
@@ -29,8 +29,9 @@ MEASUREMENTS = {
     "capacity": "bench.capacity",
     "kill": "bench.kill",
     "million": "bench.million",
+    "restarts": "bench.restarts",
 }
-LONG = {"kill", "million"}
+LONG = {"kill", "million", "restarts"}
 
 
 def measure(name: str, temp: str | None) -> Result:
