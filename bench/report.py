@@ -62,11 +62,15 @@ class Result:
         others: Sequence[float],
         *,
         at_most: float | None = None,
+        at_least: float | None = None,
     ) -> None:
         """``values`` and ``others`` were measured in turn, pair by pair."""
         ratio = statistics.median(v / o for v, o in zip(values, others, strict=True))
-        target = "" if at_most is None else f"ratio <= {at_most:g}"
-        holds = None if at_most is None else ratio <= at_most
+        target, holds = "", None
+        if at_most is not None:
+            target, holds = f"ratio <= {at_most:g}", ratio <= at_most
+        elif at_least is not None:
+            target, holds = f"ratio >= {at_least:g}", ratio >= at_least
         self.rows.append(
             Row(
                 *(what, statistics.median(values), unit, statistics.median(others), ratio),

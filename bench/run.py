@@ -1,10 +1,10 @@
 """``make bench``: the measurements of this release, the shorter ones or those named.
 
-    python -m bench.run [epochs] [hdf5] [frozen] [relay] [mirror] [capacity] [--output DIR]
-    python -m bench.run kill | million | restarts
+    python -m bench.run [epochs] [hdf5] [frozen] [names] [mirror] [capacity] [--output DIR]
+    python -m bench.run datapath | kill | million | restarts
 
 Each takes a few minutes at most and up to 6 GiB below --temp, and leaves nothing but its results;
-those of the second line take up to half an hour and run only by name.
+those of the second line take up to half an hour, or much memory, and run only by name.
 Every speed is compared with the same work done in the same run.
 """
 
@@ -24,14 +24,15 @@ MEASUREMENTS = {
     "epochs": "bench.epochs",
     "hdf5": "bench.records",
     "frozen": "bench.frozen",
-    "relay": "bench.relay",
+    "datapath": "bench.datapath",
+    "names": "bench.names",
     "mirror": "bench.mirror",
     "capacity": "bench.capacity",
     "kill": "bench.kill",
     "million": "bench.million",
     "restarts": "bench.restarts",
 }
-LONG = {"kill", "million", "restarts"}
+LONG = {"datapath", "kill", "million", "restarts"}
 
 
 def measure(name: str, temp: str | None) -> Result:

@@ -1,0 +1,368 @@
+"""Reads of resident files by every way that they can take, beside other mirrors."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import shutil
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.pool import Pool
+from pathlib import Path
+
+from bench import mirrors
+from bench.harness import (
+    MIB,
+    Mount,
+    drop_caches,
+    drop_pages,
+    forget_pages,
+    memory_place,
+    monarchfs,
+    reader_processes,
+    write_random,
+)
+from bench.processes import Daemon
+from bench.report import Result
+
+ROUNDS = 5
+SCALE = float(os.environ.get("DATAPATH_SCALE", "1"))
+LARGE_BYTES = int(1024 * SCALE) * MIB
+RANDOM_READS, RANDOM_BYTES, PAGE = int(20_000 * SCALE), 4096, 4096
+SMALL_FILES, SMALL_BYTES, FILES_PER_DIRECTORY = int(20_000 * SCALE), 110_000, 1000
+SLOW_SHARE = 0.1
+"""Of the small files, for mirrors that take about a millisecond for each."""
+MOST_SECONDS = 600.0
+LOAD_READERS, LOAD_SECONDS, ASK_SECONDS = 4, 5.0, 0.02
+FORGETFUL = ("--freshness", f"ttl={mirrors.DAY}")
+OURS = {
+    "relay": (*FORGETFUL, "--data-path", "relay"),
+    "relay, immutable": ("--freshness", "immutable", "--data-path", "relay"),
+    "passthrough": (*FORGETFUL, "--data-path", "passthrough"),
+}
+
+Reading = Callable[[str, int], float]
+
+
+# What a reader process does: work a second, with the files' root and a seed.
+
+
+def sequential(root: str, _seed: int) -> float:
+    """MB/s, 1 MiB at a time."""
+    buffer = bytearray(MIB)
+    started = time.perf_counter()
+    with open(f"{root}/large", "rb", buffering=0) as file:
+        size = 0
+        while count := file.readinto(buffer):
+            size += count
+    assert size == LARGE_BYTES
+    return size / 1e6 / (time.perf_counter() - started)
+
+
+def at_random(root: str, seed: int) -> float:
+    rng = random.Random(seed)
+    offsets = [
+        rng.randrange(LARGE_BYTES // RANDOM_BYTES) * RANDOM_BYTES for _ in range(RANDOM_READS)
+    ]
+    buffers = [bytearray(RANDOM_BYTES)]
+    fd = os.open(f"{root}/large", os.O_RDONLY)
+    started = time.perf_counter()
+    for offset in offsets:
+        os.preadv(fd, buffers, offset)
+    seconds = time.perf_counter() - started
+    os.close(fd)
+    return RANDOM_READS / seconds
+
+
+def mapped(root: str, _seed: int) -> float:
+    """Pages a second, one byte of each."""
+    with open(f"{root}/large", "rb") as file:
+        started = time.perf_counter()
+        with mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ) as memory:
+            touched = len(memory[::PAGE])
+            seconds = time.perf_counter() - started
+    return touched / seconds
+
+
+def small(root: str, seed: int) -> float:
+    """Files a second, each opened, read at once and closed."""
+    return _small(root, seed, SMALL_FILES)
+
+
+def some_small(root: str, seed: int) -> float:
+    """The same for fewer of them, always the same."""
+    return _small(root, seed, int(SMALL_FILES * SLOW_SHARE))
+
+
+def _small(root: str, seed: int, count: int) -> float:
+    buffer = bytearray(SMALL_BYTES + 1)
+    numbers = random.Random(0).sample(range(SMALL_FILES), count)
+    random.Random(seed).shuffle(numbers)
+    paths = [small_path(root, number) for number in numbers]
+    started = time.perf_counter()
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        assert os.readv(fd, [buffer]) == SMALL_BYTES
+        os.close(fd)
+    return count / (time.perf_counter() - started)
+
+
+def small_path(root: str, number: int) -> str:
+    return f"{root}/{number // FILES_PER_DIRECTORY:03d}/{number:06d}.jpg"
+
+
+def read_until(root: str, deadline: float, seed: int) -> int:
+    """How many small files were read until time.monotonic() is ``deadline``."""
+    rng = random.Random(seed)
+    count = 0
+    while time.monotonic() < deadline:
+        fd = os.open(small_path(root, rng.randrange(SMALL_FILES)), os.O_RDONLY)
+        forget_pages(fd)
+        assert len(os.read(fd, SMALL_BYTES + 1)) == SMALL_BYTES
+        os.close(fd)
+        count += 1
+    return count
+
+
+# What is measured.
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """``drop`` comes before it. ``aims`` are shares of direct, by the way that is read."""
+
+    what: str
+    unit: str
+    read: Reading
+    drop: Callable[[], None] | None
+    aims: dict[str, float]
+
+
+LARGE_AIMS = {"passthrough": 0.95, "relay": 0.7, "relay, immutable": 0.7}
+RANDOM_AIMS = {"passthrough": 0.95, "relay": 0.25, "relay, immutable": 0.25}
+WARM_AIMS = {"relay": 0.95, "relay, immutable": 0.95}
+LARGE = (
+    Measure("sequential", "MB/s", sequential, drop_pages, LARGE_AIMS),
+    Measure("sequential, page cache", "MB/s", sequential, None, WARM_AIMS),
+    Measure("random 4 KiB, page cache", "1/s", at_random, None, WARM_AIMS),
+    Measure("mapped, page cache", "1/s", mapped, None, WARM_AIMS),
+    Measure("random 4 KiB", "1/s", at_random, drop_pages, RANDOM_AIMS),
+    Measure("mapped", "1/s", mapped, drop_pages, {"passthrough": 0.95}),
+)
+SMALL = (
+    Measure("small files", "1/s", small, drop_pages, {}),
+    Measure(
+        *("small files, page cache", "1/s", small, None),
+        {"relay": 0.4, "relay, immutable": 0.75, "passthrough": 0.4},
+    ),
+    Measure("small files, no names either", "1/s", small, drop_caches, {}),
+)
+AHEAD = 1.5
+"""Small files a second, against the best of the other mirrors."""
+
+
+@dataclass(slots=True)
+class Way:
+    """One way to the files. ``daemon`` where it is ours."""
+
+    name: str
+    root: Path
+    daemon: Daemon | None = None
+
+    @property
+    def slow(self) -> bool:
+        return self.name == "rclone"
+
+
+class Comparison:
+    """All ways, measured in turn. Changing: what was found, by measure and way."""
+
+    def __init__(self, ways: list[Way], pool: Pool) -> None:
+        self.values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self.cpu: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._ways = ways
+        self._pool = pool
+
+    def rounds(self, measures: tuple[Measure, ...], count: int) -> None:
+        order = list(self._ways)
+        for number in range(count):
+            for way in order:
+                for index, measure in enumerate(measures):
+                    self._measure(way, measure, 10 * number + index)
+            order.reverse()
+
+    def _measure(self, way: Way, measure: Measure, seed: int) -> None:
+        if measure.drop is not None:
+            empty(way, measure.drop)
+        before = way.daemon.cpu_seconds() if way.daemon is not None else 0.0
+        reading = some_small if way.slow and measure.read is small else measure.read
+        work = self._pool.apply_async(reading, (str(way.root), seed))
+        # A reader that a signal ended (SIGBUS) would be waited for for ever.
+        self.values[measure.what][way.name].append(work.get(MOST_SECONDS))
+        if way.daemon is not None:
+            self.cpu[measure.what][way.name] += way.daemon.cpu_seconds() - before
+
+    def show(self, result: Result, measures: tuple[Measure, ...]) -> None:
+        for measure in measures:
+            values = self.values[measure.what]
+            for name in values:
+                if name != "direct":
+                    aim = measure.aims.get(name)
+                    what = f"{measure.what}: {name}"
+                    result.compare(what, measure.unit, values[name], values["direct"], at_least=aim)
+
+    def show_ahead(self, result: Result, what: str) -> None:
+        """Ours against the best of the others, round by round."""
+        values = self.values[what]
+        for names, best, aim in (
+            (mirrors.NAMES, "best mirror as it comes", AHEAD),
+            (mirrors.TUNED, "best tuned mirror", None),
+        ):
+            others = [values[name] for name in names if name in values]
+            if not others:
+                continue
+            bests = [max(some) for some in zip(*others, strict=True)]
+            for name in (name for name in OURS if name in values):
+                against = f"{what}: {name}, against the {best}"
+                result.compare(against, "1/s", values[name], bests, at_least=aim)
+
+
+def empty(way: Way, drop: Callable[[], None]) -> None:
+    if os.geteuid() == 0:
+        drop()
+        return
+    for folder, _, names in os.walk(way.root):
+        for name in names:
+            with open(f"{folder}/{name}", "rb") as file:
+                forget_pages(file.fileno())
+
+
+# The ways.
+
+
+def ours() -> dict[str, tuple[str, ...]]:
+    """The ways that this version has, with their options."""
+    has_paths = "--data-path" in monarchfs("mount", "--help")
+    found: dict[str, tuple[str, ...]] = {}
+    for name, options in OURS.items():
+        if has_paths and (name != "passthrough" or os.geteuid() == 0):
+            found[name] = options
+        elif not has_paths and name != "passthrough":
+            found[name] = options[: options.index("--data-path")]
+    return found
+
+
+@contextmanager
+def all_ways(memory: Path, place: Path, source: Path, files: int) -> Iterator[list[Way]]:
+    """Every way to the ``files`` files of ``source``, which are resident in ours."""
+    with ExitStack() as stack:
+        ways = [Way("direct", source)]
+        for number, (name, options) in enumerate(ours().items()):
+            mount = Mount(source, place / f"m{number}", *options, tier=memory / f"tier{number}")
+            stack.enter_context(mount)
+            monarchfs("warm", str(mount.path), "--wait")
+            if mount.wait_idle()["files"]["resident"] != files:
+                raise ValueError(f"not all files are resident: {mount.status()['files']}")
+            ways.append(Way(name, mount.path, Daemon(mount.path)))
+        for name in mirrors.installed():
+            path = stack.enter_context(mirrors.mirror(name, source, memory / name))
+            ways.append(Way(name, path))
+        yield ways
+
+
+def large_files(result: Result, place: Path, memory: Path, pool: Pool) -> None:
+    source = memory / "data"
+    write_random(source / "large", LARGE_BYTES, random.Random(1))
+    with all_ways(memory, place, source, 1) as ways:
+        found = Comparison(ways, pool)
+        found.rounds(LARGE, 1)
+        found = Comparison(ways, pool)
+        found.rounds(LARGE, ROUNDS)
+    found.show(result, LARGE)
+    for name, seconds in found.cpu["sequential"].items():
+        per_100_gb = seconds / (ROUNDS * LARGE_BYTES) * 100e9
+        result.figure(f"daemon's CPU time for 100 GB: {name}", per_100_gb, "s")
+
+
+def small_files(result: Result, place: Path, memory: Path, pool: Pool) -> None:
+    source = memory / "data"
+    rng = random.Random(1)
+    for number in range(SMALL_FILES):
+        write_random(Path(small_path(str(source), number)), SMALL_BYTES, rng)
+    with all_ways(memory, place, source, SMALL_FILES) as ways:
+        found = Comparison(ways, pool)
+        found.rounds(SMALL, 1)
+        found = Comparison(ways, pool)
+        found.rounds(SMALL, ROUNDS)
+        busy = [
+            (way.name, delays(way.daemon, way.root), delays(way.daemon, source))
+            for way in ways
+            if way.daemon is not None
+        ]
+    found.show(result, SMALL)
+    for measure in SMALL:
+        found.show_ahead(result, measure.what)
+    for name, seconds in found.cpu["small files, page cache"].items():
+        per_million = seconds / (ROUNDS * SMALL_FILES) * 1e6
+        result.figure(f"daemon's CPU time for 1,000,000 opens: {name}", per_million, "s")
+    for name, milliseconds, others in busy:
+        what = f"status under {LOAD_READERS} readers: {name}"
+        for which, of in (
+            ("median", statistics.median),
+            ("99%", lambda times: statistics.quantiles(times, n=100)[98]),
+            ("longest", max),
+        ):
+            result.compare(f"{what}, {which}", "ms", [of(milliseconds)], [of(others)])
+
+
+def delays(daemon: Daemon, root: Path) -> list[float]:
+    """How long the worker's event loop takes to answer something else, in ms, while readers read
+    the files below ``root`` as fast as they can."""
+    found = []
+    with reader_processes(LOAD_READERS) as pool:
+        deadline = time.monotonic() + LOAD_SECONDS
+        tasks = [(str(root), deadline, seed) for seed in range(LOAD_READERS)]
+        load = pool.starmap_async(read_until, tasks, chunksize=1)
+        while not load.ready():
+            started = time.perf_counter()
+            daemon.status()
+            found.append((time.perf_counter() - started) * 1000)
+            time.sleep(ASK_SECONDS)
+        load.get(MOST_SECONDS)
+    return found
+
+
+def run(place: Path) -> Result:
+    result = Result("datapath", "resident files, one reader, by every way; share of direct")
+    with memory_place() as memory, reader_processes(1) as pool:
+        for part in (large_files, small_files):
+            here, there = place / part.__name__, memory / part.__name__
+            here.mkdir()
+            there.mkdir()
+            part(result, here, there, pool)
+            shutil.rmtree(there)
+    absent = sorted(set(OURS) - set(ours()))
+    missing = sorted(set(mirrors.NAMES) - set(mirrors.installed(mirrors.NAMES)))
+    cached = "pages" if os.geteuid() == 0 else "the files' pages"
+    result.notes = [
+        f"{LARGE_BYTES // MIB} MiB file: 1 MiB reads, {RANDOM_READS:,} preads, a byte of each page;"
+        f" {SMALL_FILES:,} files of {SMALL_BYTES // 1000} KB in random order, opened, read, closed"
+        f" (rclone: {SLOW_SHARE:.0%} of them); {ROUNDS} rounds, order reversed each time",
+        f"everything on tmpfs; {cached} dropped before, but for 'page cache'; no names either: the"
+        " kernel's names and attributes too (only as root)",
+        "relay: opens reach the daemon (freshness ttl); tuned: names are cached for a day, pages"
+        " across opens (rclone is always); the reader is Python, whose time is part of both sides",
+        "status: a question that the worker's event loop answers, while readers read resident"
+        " files; 'direct' while they read the source directly",
+        "CPU time: of supervisor and worker in all rounds, for what was read and opened there (page"
+        " cache), scaled up",
+        *(f"{name}: not in this version, or not for this user" for name in absent),
+        *(f"{name} is not installed" for name in missing),
+        *([f"DATAPATH_SCALE={SCALE:g}: sizes and counts are that share"] if SCALE != 1 else []),
+    ]
+    return result
