@@ -32,6 +32,7 @@ SOONEST, LATEST = 0.05, 1.5
 EARLY = 0.1
 MOST_STALL_SECONDS = 1.0
 REPLACED_SECONDS = 60.0
+MOST_KINDS = 20
 WORDS = re.compile(r"ERROR|CRITICAL|Traceback|Error\b|Exception")
 MODES = {
     "relay": ("--freshness", "ttl=1"),
@@ -66,6 +67,7 @@ class Watched:
         """A signal to the worker there is, which has to be one that serves; its pid."""
         pid = self.count()
         os.kill(pid, number)
+        self.counts["kills"] += 1
         return pid
 
     def count(self) -> int:
@@ -103,7 +105,8 @@ class Watched:
         if self._rng.random() < EARLY and (young := self._young(old)) is not None:
             time.sleep(self._rng.uniform(0, 0.3))
             os.kill(young, signal.SIGKILL)
-            self.counts["killed before they served"] += 1
+            self.counts["kills"] += 1
+            self.counts["kills before it served"] += 1
         self.replaced(old)
         self.gaps.append(time.monotonic() - started)
 
@@ -157,10 +160,16 @@ def show_load(result: Result, what: str, found: verify.Found, most: float | None
 
 
 def show_log(what: str, mount: Mount) -> None:
-    """What supervisor and worker complained of."""
-    lines = mount.log().splitlines()
-    for number in [n for n, line in enumerate(lines) if WORDS.search(line)][:20]:
-        print(f"restarts: {what}: log: {lines[number]}", file=sys.stderr)
+    """What supervisor and worker complained of: each kind once, and how often."""
+    kinds: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for line in mount.log().splitlines():
+        if WORDS.search(line):
+            kind = re.sub(r"\d+", "0", line)
+            kinds[kind] += 1
+            examples.setdefault(kind, line)
+    for kind, count in kinds.most_common(MOST_KINDS):
+        print(f"restarts: {what}: log, {count} like this: {examples[kind]}", file=sys.stderr)
 
 
 def kills(result: Result, place: Path, data: Path, mode: str, count: int) -> None:
@@ -183,7 +192,9 @@ def kills(result: Result, place: Path, data: Path, mode: str, count: int) -> Non
         watched.count()
         show_load(result, mode, found, MOST_STALL_SECONDS)
         show_log(mode, mount)
-        result.figure(f"{mode}: kills", len(watched.gaps), "")
+        killed = watched.counts["kills"]
+        died: int = watched.daemon.status()["worker"]["restarts"] - killed
+        result.figure(f"{mode}: deaths that were not ours", died, "", at_most=0)
         for what, value in sorted(watched.counts.items()):
             result.figure(f"{mode}: {what}", value, "")
         if watched.gaps:
@@ -281,4 +292,23 @@ def run(place: Path) -> Result:
             here.mkdir()
             part(result, here, data)
             shutil.rmtree(here)
+    cached = verify.FILES["cached"]
+    result.notes = [
+        f"{verify.FILES['pinned']} pinned files, {cached} of up to {verify.LARGEST // MIB} MiB that"
+        f" come and go, {verify.FILES['uncached']} of {verify.UNCACHED_BYTES // MIB} MiB for which"
+        " there is no room; every byte is compared with the source's",
+        f"held: descriptors that stay open ({verify.HELD} a reader); mapped: through memory maps;"
+        " pages are dropped before most reads, so that the daemon is asked",
+        f"one kill in {1 / EARLY:g} is followed by one of its successor while that starts; 'until"
+        " another serves' is from the first of them to the status that says so",
+        f"stopped: SIGSTOP, {STOPS} times; frozen: SIGKILL while the source hangs with the worker's"
+        f" threads in it, {FREEZES} times, and half of the readers only want local files",
+        "allocated, but by status; fsck --checksum: nothing was lost or counted twice",
+        *(
+            f"{mode}: not in this version, or not for this user"
+            for mode in MODES
+            if mode not in chosen
+        ),
+        "fewer kills, some modes: RESTART_KILLS=100 RESTART_MODES='relay passthrough'",
+    ]
     return result
