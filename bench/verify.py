@@ -130,7 +130,7 @@ class Reader:
     def _read_file(self, kind: str) -> None:
         file = self._open(kind, self._any_path(kind))
         try:
-            size = os.fstat(file.fd).st_size
+            size = len(self._source(file.path))
             if self._rng.random() < 0.7:
                 forget_pages(file.fd)
             start, end = 0, size
@@ -275,6 +275,9 @@ class Load:
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
+            for stream in (process.stdin, process.stdout):
+                assert stream is not None
+                stream.close()
         self._processes.clear()
 
 
