@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 REPOSITORY = Path(__file__).resolve().parent.parent
 MONARCHFS = (sys.executable, "-m", "monarchfs.cli.main")
 MIB = 1 << 20
+DROP_CACHES = "/proc/sys/vm/drop_caches"
 
 
 class Unusable(Exception):
@@ -262,24 +263,22 @@ def monarchfs(*arguments: str) -> str:
     return done.stdout
 
 
-def _drop(what: str) -> None:
-    os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text(what)
-
-
 def drop_pages() -> None:
-    """Empties the kernel's cache of pages (those of tmpfs stay). Needs root."""
-    _drop("1")
+    """Empties the kernel's cache of pages: not of tmpfs, nor what is still to be written. Needs
+    root."""
+    Path(DROP_CACHES).write_text("1")
 
 
 def drop_names() -> None:
     """Empties its caches of names and attributes, and of the pages of their files. Needs root."""
-    _drop("2")
+    os.sync()
+    Path(DROP_CACHES).write_text("2")
 
 
 def drop_caches() -> None:
     """Empties the kernel's caches of pages, names and attributes. Needs root."""
-    _drop("3")
+    os.sync()
+    Path(DROP_CACHES).write_text("3")
 
 
 def forget_pages(fd: int) -> None:
