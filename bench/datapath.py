@@ -180,11 +180,14 @@ class Way:
 
 
 class Comparison:
-    """All ways, measured in turn. Changing: what was found, by measure and way."""
+    """All ways, each measured in turn with ``direct``. Changing: what was found, by measure and
+    way, and what was found directly then."""
 
-    def __init__(self, ways: list[Way], pool: Pool) -> None:
+    def __init__(self, direct: Path, ways: list[Way], pool: Pool) -> None:
         self.values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self.others: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.cpu: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._direct = direct
         self._ways = ways
         self._pool = pool
 
@@ -197,39 +200,43 @@ class Comparison:
             order.reverse()
 
     def _measure(self, way: Way, measure: Measure, seed: int) -> None:
+        reading = some_small if way.slow and measure.read is small else measure.read
+        self.others[measure.what][way.name].append(self._read(self._direct, reading, seed))
         if measure.drop is not None:
             empty(way, measure.drop)
         before = way.daemon.cpu_seconds() if way.daemon is not None else 0.0
-        reading = some_small if way.slow and measure.read is small else measure.read
-        work = self._pool.apply_async(reading, (str(way.root), seed))
-        # A reader that a signal ended (SIGBUS) would be waited for for ever.
-        self.values[measure.what][way.name].append(work.get(MOST_SECONDS))
+        self.values[measure.what][way.name].append(self._read(way.root, reading, seed))
         if way.daemon is not None:
             self.cpu[measure.what][way.name] += way.daemon.cpu_seconds() - before
 
+    def _read(self, root: Path, reading: Reading, seed: int) -> float:
+        # A reader that a signal ended (SIGBUS) would be waited for for ever.
+        return self._pool.apply_async(reading, (str(root), seed)).get(MOST_SECONDS)
+
     def show(self, result: Result, measures: tuple[Measure, ...]) -> None:
         for measure in measures:
-            values = self.values[measure.what]
-            for name in values:
-                if name != "direct":
-                    aim = measure.aims.get(name)
-                    what = f"{measure.what}: {name}"
-                    result.compare(what, measure.unit, values[name], values["direct"], at_least=aim)
+            for name, values in self.values[measure.what].items():
+                others, aim = self.others[measure.what][name], measure.aims.get(name)
+                what = f"{measure.what}: {name}"
+                result.compare(what, measure.unit, values, others, at_least=aim)
 
     def show_ahead(self, result: Result, what: str) -> None:
-        """Ours against the best of the others, round by round."""
-        values = self.values[what]
+        """Ours against the best of the others, as shares of direct, round by round."""
+        shares = {
+            name: [v / o for v, o in zip(values, self.others[what][name], strict=True)]
+            for name, values in self.values[what].items()
+        }
         for names, best, aim in (
             (mirrors.NAMES, "best mirror as it comes", AHEAD),
             (mirrors.TUNED, "best tuned mirror", None),
         ):
-            others = [values[name] for name in names if name in values]
+            others = [shares[name] for name in names if name in shares]
             if not others:
                 continue
             bests = [max(some) for some in zip(*others, strict=True)]
-            for name in (name for name in OURS if name in values):
+            for name in (name for name in OURS if name in shares):
                 against = f"{what}: {name}, against the {best}"
-                result.compare(against, "1/s", values[name], bests, at_least=aim)
+                result.compare(against, "share", shares[name], bests, at_least=aim)
 
 
 def empty(way: Way, drop: Callable[[], None]) -> None:
@@ -261,7 +268,7 @@ def ours() -> dict[str, tuple[str, ...]]:
 def all_ways(memory: Path, place: Path, source: Path, files: int) -> Iterator[list[Way]]:
     """Every way to the ``files`` files of ``source``, which are resident in ours."""
     with ExitStack() as stack:
-        ways = [Way("direct", source)]
+        ways: list[Way] = []
         for number, (name, options) in enumerate(ours().items()):
             mount = Mount(source, place / f"m{number}", *options, tier=memory / f"tier{number}")
             stack.enter_context(mount)
@@ -279,9 +286,9 @@ def large_files(result: Result, place: Path, memory: Path, pool: Pool) -> None:
     source = memory / "data"
     write_random(source / "large", LARGE_BYTES, random.Random(1))
     with all_ways(memory, place, source, 1) as ways:
-        found = Comparison(ways, pool)
+        found = Comparison(source, ways, pool)
         found.rounds(LARGE[:1], 1)
-        found = Comparison(ways, pool)
+        found = Comparison(source, ways, pool)
         found.rounds(LARGE, ROUNDS)
     found.show(result, LARGE)
     for name, seconds in found.cpu["sequential"].items():
@@ -295,9 +302,9 @@ def small_files(result: Result, place: Path, memory: Path, pool: Pool) -> None:
     for number in range(SMALL_FILES):
         write_random(Path(small_path(str(source), number)), SMALL_BYTES, rng)
     with all_ways(memory, place, source, SMALL_FILES) as ways:
-        found = Comparison(ways, pool)
+        found = Comparison(source, ways, pool)
         found.rounds(SMALL[:1], 1)
-        found = Comparison(ways, pool)
+        found = Comparison(source, ways, pool)
         found.rounds(SMALL, ROUNDS)
         busy = [
             (way.name, delays(way.daemon, way.root), delays(way.daemon, source))
@@ -352,7 +359,8 @@ def run(place: Path) -> Result:
     result.notes = [
         f"{LARGE_BYTES // MIB} MiB file: 1 MiB reads, {RANDOM_READS:,} preads, a byte of each page;"
         f" {SMALL_FILES:,} files of {SMALL_BYTES // 1000} KB in random order, opened, read, closed"
-        f" (rclone: {SLOW_SHARE:.0%} of them); {ROUNDS} rounds, order reversed each time",
+        f" (rclone: {SLOW_SHARE:.0%} of them); {ROUNDS} rounds, order reversed each time,"
+        " each beside the same work done directly",
         f"everything on tmpfs; {cached} dropped before, but for 'page cache'; no names either: the"
         " kernel's names and attributes too (only as root)",
         "relay: opens reach the daemon (freshness ttl); tuned: names are cached for a day, pages"

@@ -264,20 +264,18 @@ def monarchfs(*arguments: str) -> str:
 
 
 def drop_pages() -> None:
-    """Empties the kernel's cache of pages: not of tmpfs, nor what is still to be written. Needs
-    root."""
+    """Empties the kernel's cache of pages. Needs root, as the next two. What lies on tmpfs stays,
+    and what is still to be written: os.sync() first where that matters."""
     Path(DROP_CACHES).write_text("1")
 
 
 def drop_names() -> None:
-    """Empties its caches of names and attributes, and of the pages of their files. Needs root."""
-    os.sync()
+    """Empties its caches of names and attributes, and of the pages of their files."""
     Path(DROP_CACHES).write_text("2")
 
 
 def drop_caches() -> None:
-    """Empties the kernel's caches of pages, names and attributes. Needs root."""
-    os.sync()
+    """Empties all of them."""
     Path(DROP_CACHES).write_text("3")
 
 

@@ -127,6 +127,7 @@ def walks(result: Result, what: str, mount: Path, source: Path, *, drop: bool = 
     for _ in range(ROUNDS):
         for root, times in ((mount, values), (source, others)):
             if drop:
+                os.sync()
                 drop_names()
             times.append(walk(root))
     result.compare(what, "s", values, others)

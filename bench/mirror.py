@@ -82,6 +82,7 @@ def run(place: Path) -> Result:
     with Mount(source, place / "m", size=TIER_SIZE) as mount:
         cold, cold_seconds = compare(source, mount.path)
         if os.geteuid() == 0:
+            os.sync()
             drop_caches()
         warm, warm_seconds = compare(source, mount.path)
         status = mount.wait_idle()
