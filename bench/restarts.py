@@ -11,13 +11,14 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from bench import verify
 from bench.capacity import allocated
-from bench.harness import MIB, Mount, Source, memory_place, monarchfs, wait_for
+from bench.harness import MIB, Mount, Source, Unusable, memory_place, monarchfs, wait_for
 from bench.kill import fsck
 from bench.processes import Daemon
 from bench.report import Result
@@ -25,7 +26,7 @@ from monarchfs.types import OperationError
 
 KILLS = int(os.environ.get("RESTART_KILLS", "1000"))
 SEED = int(os.environ.get("RESTART_SEED", "1"))
-STOPS, FREEZES = 3, 3
+TIMES = 3
 READERS = 4
 TIER_BYTES = 64 * MIB
 SOONEST, LATEST = 0.05, 1.5
@@ -221,22 +222,48 @@ def show_end(result: Result, what: str, mount: Mount, daemon: Daemon) -> None:
     result.figure(f"{what}: allocated, but by status", difference, "B", at_most=0)
 
 
-def stops(result: Result, place: Path, data: Path) -> None:
+def stop(mount: Mount, watched: Watched) -> float:
     """SIGSTOP: a worker that hangs."""
-    rng = random.Random(SEED)
+    return watched.replaced(watched.send(signal.SIGSTOP))
+
+
+def replace(mount: Mount, watched: Watched) -> float:
+    """``monarchfs restart``: on purpose."""
+    started = time.monotonic()
+    monarchfs("restart", str(mount.path))
+    return time.monotonic() - started
+
+
+def under_way(
+    result: Result,
+    place: Path,
+    data: Path,
+    what: str,
+    act: Callable[[Mount, Watched], float],
+    most: float | None,
+) -> None:
+    """``act`` now and then, which takes the seconds it returns."""
     tier = place / "tier"
     with mounted(place / "m", data, tier, *MODES["relay"]) as mount:
-        watched = Watched(mount, rng)
+        watched = Watched(mount, random.Random(SEED))
         seconds: list[float] = []
         with under_load(mount, data, [()] * READERS) as found:
-            for _ in range(STOPS):
+            for _ in range(TIMES):
                 time.sleep(2)
-                seconds.append(watched.replaced(watched.send(signal.SIGSTOP)))
+                seconds.append(act(mount, watched))
             time.sleep(1)
-        result.figure("stopped: until another serves, longest", max(seconds), "s")
-        show_load(result, "stopped", found, None)
-        show_log("stopped", mount)
-        show_end(result, "stopped", mount, watched.daemon)
+        result.figure(f"{what}: until another serves, longest", max(seconds), "s")
+        show_load(result, what, found, most)
+        show_log(what, mount)
+        show_end(result, what, mount, watched.daemon)
+
+
+def stops(result: Result, place: Path, data: Path) -> None:
+    under_way(result, place, data, "stopped", stop, None)
+
+
+def replacements(result: Result, place: Path, data: Path) -> None:
+    under_way(result, place, data, "replaced", replace, MOST_STALL_SECONDS)
 
 
 def freezes(result: Result, place: Path, data: Path) -> None:
@@ -254,7 +281,7 @@ def freezes(result: Result, place: Path, data: Path) -> None:
             under_load(mount, data, local) as found_local,
             under_load(mount, data, [()] * (READERS - len(local))) as found,
         ):
-            for _ in range(FREEZES):
+            for _ in range(TIMES):
                 time.sleep(2)
                 source.faults(hang=["* *"])
                 try:
@@ -277,20 +304,25 @@ def run(place: Path) -> Result:
         f"{KILLS} SIGKILLs of the worker {SOONEST:g} to {LATEST:g} s after it serves, lru,"
         f" {READERS} readers, a tier of {TIER_BYTES // MIB} MiB",
     )
+    chosen = modes()
+    share, more = divmod(KILLS, max(1, len(chosen)))
+    parts: dict[str, Callable[[Result, Path, Path], None]] = {
+        mode: partial(kills, mode=mode, count=share + (number < more))
+        for number, mode in enumerate(chosen)
+    }
+    parts |= {"stopped": stops, "replaced": replacements, "frozen": freezes}
     with memory_place() as memory:
         data = memory / "data"
         verify.generate(data)
-        chosen = modes()
-        for number, mode in enumerate(chosen):
-            here = memory / mode
+        for name, part in parts.items():
+            here = memory / name
             here.mkdir()
-            share = KILLS * (number + 1) // len(chosen) - KILLS * number // len(chosen)
-            kills(result, here, data, mode, share)
-            shutil.rmtree(here)
-        for part in (stops, freezes):
-            here = memory / part.__name__
-            here.mkdir()
-            part(result, here, data)
+            try:
+                part(result, here, data)
+            except (TimeoutError, ValueError, OSError, Unusable, OperationError) as error:
+                # What the other parts found counts all the same.
+                print(f"restarts: {name}: {type(error).__name__}: {error}", file=sys.stderr)
+                result.figure(f"{name}: not finished", 1, "", at_most=0)
             shutil.rmtree(here)
     cached = verify.FILES["cached"]
     result.notes = [
@@ -301,8 +333,9 @@ def run(place: Path) -> Result:
         " pages are dropped before most reads, so that the daemon is asked",
         f"one kill in {1 / EARLY:g} is followed by one of its successor while that starts; 'until"
         " another serves' is from the first of them to the status that says so",
-        f"stopped: SIGSTOP, {STOPS} times; frozen: SIGKILL while the source hangs with the worker's"
-        f" threads in it, {FREEZES} times, and half of the readers only want local files",
+        f"stopped: SIGSTOP, {TIMES} times; replaced: monarchfs restart, as often; frozen: SIGKILL"
+        " while the source hangs with threads of the worker in it, as often, half of the readers"
+        " wanting only local files",
         "allocated, but by status; fsck --checksum: nothing was lost or counted twice",
         *(
             f"{mode}: not in this version, or not for this user"
