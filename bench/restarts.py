@@ -43,11 +43,14 @@ MODES = {
 LOCAL = ("pinned",)
 
 
+def wanted() -> list[str]:
+    return os.environ.get("RESTART_MODES", " ".join(MODES)).split()
+
+
 def modes() -> list[str]:
-    """Those that this version has; RESTART_MODES names some of them."""
-    wanted = os.environ.get("RESTART_MODES", " ".join(MODES)).split()
+    """Those wanted that there are."""
     has_paths = "--data-path" in monarchfs("mount", "--help") and os.geteuid() == 0
-    return [mode for mode in wanted if has_paths or "--data-path" not in MODES[mode]]
+    return [mode for mode in wanted() if has_paths or "--data-path" not in MODES[mode]]
 
 
 class Watched:
@@ -339,7 +342,7 @@ def run(place: Path) -> Result:
         "allocated, but by status; fsck --checksum: nothing was lost or counted twice",
         *(
             f"{mode}: not in this version, or not for this user"
-            for mode in MODES
+            for mode in wanted()
             if mode not in chosen
         ),
         "fewer kills, some modes: RESTART_KILLS=100 RESTART_MODES='relay passthrough'",
