@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from monarchfs import control
 from monarchfs.fuse.slots import HEADER_BYTES
+from monarchfs.supervisor.deaths import EARLY_SECONDS
 from tests import trees
 from tests.faking import NOBODY, device_mode, interpreter_for
 from tests.mounting import (
@@ -219,6 +221,46 @@ def test_killed_under_readers(work: Bench, processes: Processes, user: str | Non
     for reader in readers:
         assert int(reader.end()) > 10
     assert mount.status()["worker"]["restarts"] == 8
+    clean_after(work, mount)
+
+
+STATTER = """
+import os, random, sys, select
+while not select.select([sys.stdin], [], [], 0)[0]:
+    os.stat(f"{sys.argv[1]}/f{random.randrange(50)}")
+"""
+
+
+def test_killed_while_it_takes_its_first_requests(work: Bench, processes: Processes) -> None:
+    """The kernel copies a request to who takes it; where it cannot, its caller gets EIO."""
+    some_files(work.path / "source", 50, 10)
+    mount = work.mount(work.path / "source", "--freshness", "open")
+    readers = [processes.start(STATTER, mount.path) for _ in range(8)]
+    (found,) = [
+        one
+        for one in control.find_mounts(["/run/monarchfs"])
+        if one.entry.mountpoint == str(mount.path)
+    ]
+
+    def serving(after: int) -> dict[str, int]:
+        worker: dict[str, int] = {"restarts": -1}
+        while worker["restarts"] <= after:
+            report = control.request(found, {"command": "status"}, 5)
+            if report["state"] == "serving":
+                worker = report["worker"]
+        return worker
+
+    worker, chance = serving(-1), random.Random(5)
+    for _ in range(10):
+        os.kill(worker["pid"], signal.SIGKILL)
+        worker = serving(worker["restarts"])
+        time.sleep(chance.uniform(0, 0.004))
+        os.kill(worker["pid"], signal.SIGKILL)
+        worker = serving(worker["restarts"])
+        # A life of some length, or it would be a crash loop.
+        time.sleep(EARLY_SECONDS + 0.1)
+    for reader in readers:
+        assert reader.end() == ""
     clean_after(work, mount)
 
 

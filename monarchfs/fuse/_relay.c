@@ -32,8 +32,11 @@
 #define STACK_BYTES (512 * 1024) /* Python runs in them, too */
 #define FIRST_BUCKETS 1024
 
-/* Of the requests that come: a name, of 256 bytes at most, and what goes before it. */
-#define LARGEST_REQUEST 8192
+/* Of each buffer for requests, so much is in memory before the first one comes (an extended
+ * attribute's name is the longest that one has). The kernel ends a request with EIO that it cannot
+ * copy to who takes it (fs/fuse/dev.c, fuse_dev_do_read); and for a process that was killed just
+ * then it finds no new page any more (mm/gup.c), only those that are there. */
+#define TOUCHED_BYTES (16 * 1024)
 
 /* A replica. Under `lock`: fd, handles, reads (under way), forgotten. */
 struct file {
@@ -364,10 +367,7 @@ static void *serve(void *unused)
 		end(ENOMEM);
 		return NULL;
 	}
-	/* A thread that is killed may take a last request all the same. The kernel answers it EIO where
-	 * it cannot write to these pages (fs/fuse/dev.c, fuse_dev_do_read), and it brings none in for one
-	 * that is to die (mm/gup.c, __get_user_pages); else the request waits for the next worker. */
-	memset(buffer, 0, LARGEST_REQUEST);
+	memset(buffer, 0, TOUCHED_BYTES);
 	for (;;) {
 		ssize_t got = read(fuse_fd, buffer, REQUEST_BYTES);
 		if (got < 0) {

@@ -185,6 +185,7 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 		buf->mem = malloc(REQUEST_BYTES);
 		if (!buf->mem)
 			return -ENOMEM;
+		memset(buf->mem, 0, REQUEST_BYTES); /* as the threads do (_relay.c) */
 	}
 	const struct fuse_in_header *in = buf->mem;
 	ssize_t got;
