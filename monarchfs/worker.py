@@ -132,12 +132,13 @@ def _tell(channel_fd: int, message: dict[str, Any]) -> None:
         channel.send(json.dumps(message).encode())
 
 
-def _may_begin(channel_fd: int) -> bool:
-    """Say that this process could take over, and wait to be told; False: it is not wanted."""
+def _wait_to_begin(channel_fd: int) -> dict[str, Any] | None:
+    """Say that this process could take over, and wait to be told; None: it is not wanted."""
     _tell(channel_fd, {"event": "loaded"})
     with socket.socket(fileno=os.dup(channel_fd)) as channel:
         message = channel.recv(CHANNEL_BYTES)
-    return bool(message) and json.loads(message).get("do") == "begin"
+    told = json.loads(message) if message else {}
+    return told if told.get("do") == "begin" else None
 
 
 def _safe(config: Config) -> Config:
@@ -524,8 +525,10 @@ def main(arguments: list[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the foreground is the supervisor's
     drop_capabilities()
     raise_descriptor_limit()
-    if bootstrap.waits and not _may_begin(bootstrap.channel_fd):
-        return
+    if bootstrap.waits:
+        if (told := _wait_to_begin(bootstrap.channel_fd)) is None:
+            return
+        bootstrap = replace(bootstrap, restarts=told["restarts"])
     code = trio.run(run, bootstrap)
     logging.shutdown()
     sys.stderr.flush()

@@ -147,8 +147,10 @@ def main() -> int:
         return 1
     if bootstrap["waits"]:
         channel.send(b'{"event": "loaded"}')
-        if channel.recv(1 << 16) != b'{"do":"begin"}':
+        told = json.loads(channel.recv(1 << 16) or b"{}")
+        if told.get("do") != "begin":
             return 0
+        bootstrap["restarts"] = told["restarts"]
     if mode == "crash":
         print("this worker is broken", file=sys.stderr)
         return 3

@@ -24,7 +24,7 @@ LONG_LIFE_SECONDS = 60.0
 
 class Life(NamedTuple):
     """A worker's, as it ended. ``seconds`` since it served, None if it never did; ``answered``: it
-    answered a request; ``waited``: some wait now, or that cannot be seen."""
+    answered a request; ``waited``: some wait now."""
 
     seconds: float | None
     answered: bool

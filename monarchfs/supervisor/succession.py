@@ -15,11 +15,12 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from monarchfs.supervisor.candidates import Candidate, Spare
 from monarchfs.supervisor.deaths import Deaths, Follows, Life
 from monarchfs.supervisor.launch import Worker
 from monarchfs.supervisor.pulse import Pulse, Signs
 from monarchfs.supervisor.stacks import describe_threads
-from monarchfs.supervisor.startup import SOON_SECONDS, Candidate, Mounted, Owner, Startup
+from monarchfs.supervisor.startup import SOON_SECONDS, Mounted, Owner, Startup
 from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,12 @@ _LOOK_SECONDS = 0.5
 _STACKS_SECONDS = 0.3
 _KILLED_SECONDS = 2.0
 _CLOSED_SECONDS = 1.0
+
+
+_OLD_KERNEL = (
+    "this kernel cannot hand requests over to another worker (that takes Linux 6.9): unmount, and"
+    " mount again"
+)
 
 
 class Phase(Enum):
@@ -82,6 +89,7 @@ class Succession:
         self._deaths = Deaths()
         self._startup: Startup | None = None
         self._corpses: list[Worker] = []
+        self._spare = Spare(self._start_ahead, self._corpses.append)
         self._unquiet: list[Worker] = []
         self._candidate: Candidate | None = None
         self._then: Callable[[str | None], None] | None = None
@@ -139,16 +147,14 @@ class Succession:
             then("the worker is being replaced already: see monarchfs status")
             return
         if not self._mount.resends:
-            then(
-                "this kernel cannot hand requests over to another worker (that takes Linux 6.9):"
-                " unmount, and mount again"
-            )
+            then(_OLD_KERNEL)
             return
         try:
-            worker = self._start_worker(restarts=self.restarts + 1, safe=False, waits=True)
+            worker = self._start_ahead()
         except OperationError as error:
             then(f"the installed program cannot take over: {error}")
             return
+        self._spare.drop()  # of the release that was installed before, perhaps
         self._then = then
         self._candidate = Candidate(worker, self._owner, seconds)
 
@@ -163,6 +169,8 @@ class Succession:
             return
         match self.phase:
             case Phase.SERVING:
+                if self._mount.resends and not self.safe and self._candidate is None:
+                    self._spare.tick(self._owner, now)
                 self._look(now)
             case Phase.HUNG if now >= self._until:
                 for line in describe_threads(self.worker.pid):
@@ -186,6 +194,8 @@ class Succession:
     def close(self, patience: float = 1.0) -> None:
         """End the worker (see ``Worker.end``), and what was to follow it."""
         self._drop_candidate()
+        if (spare := self._spare.drop()) is not None:
+            spare.wait_gone(1.0)  # it has the mount's descriptor
         self._answer("the mount has ended")
         if self.phase not in (Phase.PAUSING, Phase.ENDED):
             self.worker.end(patience)
@@ -196,6 +206,10 @@ class Succession:
         self._served_at: float | None = now
         self._answered = self._mount.vitals()[1]
         self._pulse = Pulse(now)
+        self._spare.wanted_from(now)
+
+    def _start_ahead(self) -> Worker:
+        return self._start_worker(restarts=self.restarts + 1, safe=False, waits=True)
 
     def _look(self, now: float) -> None:
         beats, _answered, stuck_since = self._mount.vitals()
@@ -227,11 +241,12 @@ class Succession:
 
     def _died(self, why: str, now: float) -> None:
         served_at, self._served_at = self._served_at, None
-        waiting = self._mount.waiting()
+        if self._mount.resends:
+            self._mount.resend()  # for the kernel to show whether there is anything
         life = Life(
             None if served_at is None else now - served_at,
             self._mount.vitals()[1] != self._answered,
-            waiting is None or waiting > 0,
+            bool(self._mount.waiting()),
         )
         self.last_death = Death(why, time.time())
         if self.worker.crashed:
@@ -267,6 +282,11 @@ class Succession:
         self._closed_at, self._words, self._startup = None, "", None
 
     def _start(self, now: float) -> None:
+        spare = None if self.safe else self._spare.take()
+        if spare is not None:
+            self._have_begin(spare)
+            return
+        self._spare.drop()
         try:
             worker = self._start_worker(restarts=self.restarts, safe=self.safe, waits=False)
         except OperationError as error:
@@ -283,6 +303,10 @@ class Succession:
             self._owner.deserted(why)
         else:
             self._until, self.phase = now + max(verdict.pause_seconds, 0.5), Phase.PAUSING
+
+    def _have_begin(self, worker: Worker) -> None:
+        worker.channel.send({"do": "begin", "restarts": self.restarts})
+        self._begin(worker)
 
     def _begin(self, worker: Worker) -> None:
         self.worker = worker
@@ -334,7 +358,7 @@ class Succession:
     def _bury(self) -> None:
         """Take notice of the end of earlier workers. What one took from the kernel that ran on when
         its successor came is handed out again."""
-        self._corpses = [corpse for corpse in self._corpses if corpse.process.poll() is None]
+        self._corpses[:] = [corpse for corpse in self._corpses if corpse.process.poll() is None]
         left = [corpse for corpse in self._unquiet if not corpse.is_quiet()]
         if len(left) < len(self._unquiet) and self.phase is Phase.SERVING:
             self._mount.resend()
@@ -347,10 +371,8 @@ class Succession:
         if candidate.refused is not None:
             log.error("the installed program cannot take over: %s", candidate.refused)
             self._drop_candidate()
-            self._answer(
-                "the installed program cannot take over, and the old one goes on:"
-                f" {candidate.refused}"
-            )
+            why = f"cannot take over, and the old one goes on: {candidate.refused}"
+            self._answer(f"the installed program {why}")
         elif candidate.loaded:
             log.info("worker %d takes the place of %d", candidate.worker.pid, self.worker.pid)
             self._until, self.phase = now + LEAVE_SECONDS, Phase.LEAVING
@@ -367,8 +389,8 @@ class Succession:
         self._deaths.replaced()
         self.restarts += 1
         self._served_at = None
-        candidate.worker.channel.send({"do": "begin"})
-        self._begin(candidate.worker)
+        candidate.unwatch()
+        self._have_begin(candidate.worker)
 
     def _drop_candidate(self) -> None:
         candidate, self._candidate = self._candidate, None

@@ -1,0 +1,123 @@
+"""Workers that are loaded, and wait to take over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from monarchfs.supervisor.launch import Worker
+from monarchfs.supervisor.startup import Owner
+from monarchfs.types import OperationError
+
+log = logging.getLogger(__name__)
+
+AHEAD_AFTER_SECONDS = 1.0
+_AGAIN_SECONDS = 60.0
+
+
+class Candidate:
+    """A worker that is to take another one's place on purpose: while that serves, it shows whether
+    the installed program can be loaded and understands this one.
+
+    Changing: whether it is ``loaded``; ``refused``, why it cannot take over.
+    """
+
+    def __init__(self, worker: Worker, owner: Owner, seconds: float) -> None:
+        self.worker = worker
+        self.loaded = False
+        self.refused: str | None = None
+        self._owner = owner
+        self._until = time.monotonic() + seconds
+        owner.watch(worker.channel, self._on_message)
+
+    def tick(self, now: float) -> None:
+        """See whether it says nothing any more."""
+        if self.loaded or self.refused is not None:
+            return
+        if self.worker.is_gone():
+            self.refused = f"it {self.worker.describe_end()}"
+        elif now >= self._until:
+            self.refused = "it said nothing in time"
+
+    def unwatch(self) -> None:
+        """Its messages are somebody else's from now on."""
+        self._owner.unwatch(self.worker.channel)
+
+    def drop(self) -> None:
+        """End it: it is not wanted. It has not touched anything yet."""
+        self._owner.unwatch(self.worker.channel)
+        self.worker.process.kill()
+        self.worker.channel.close()
+        self.worker.init.close()
+
+    def _on_message(self) -> None:
+        try:
+            message = self.worker.channel.receive(0)
+        except (TimeoutError, BlockingIOError):
+            return
+        except (OSError, ValueError) as error:
+            self.refused = f"it speaks nonsense: {error}"
+            return
+        match message:
+            case {"event": "loaded"}:
+                self._owner.unwatch(self.worker.channel)
+                self.loaded = True
+            case {"event": "failed", "error": error}:
+                self.refused = str(error)
+            case None:
+                self._owner.unwatch(self.worker.channel)  # the tick sees how it ended
+
+
+class Spare:
+    """The next worker, loaded ahead: that is most of what a start takes, on a machine that is busy.
+
+    Changing: the worker, if there is one; when the next one is to be loaded.
+    """
+
+    def __init__(self, start: Callable[[], Worker], bury: Callable[[Worker], None]) -> None:
+        """``start`` raises OperationError; ``bury`` gets those that were killed."""
+        self._start = start
+        self._bury = bury
+        self._candidate: Candidate | None = None
+        self._at = 0.0
+
+    def wanted_from(self, now: float) -> None:
+        """A worker has begun to serve."""
+        self._at = now + AHEAD_AFTER_SECONDS
+
+    def tick(self, owner: Owner, now: float) -> None:
+        """Load one, if it is time."""
+        if self._candidate is not None:
+            self._candidate.tick(now)
+            if self._candidate.refused is None:
+                return
+            log.warning("no worker could be loaded ahead: %s", self._candidate.refused)
+            self.drop()
+        if now >= self._at:
+            self._at = now + _AGAIN_SECONDS
+            try:
+                self._candidate = Candidate(self._start(), owner, _AGAIN_SECONDS)
+            except OperationError as error:
+                log.warning("no worker could be loaded ahead: %s", error)
+
+    def take(self) -> Worker | None:
+        """The worker, if there is one: also one that is still being loaded, as a new one would take
+        longer."""
+        candidate, self._candidate = self._candidate, None
+        if candidate is None or candidate.refused is not None or candidate.worker.is_gone():
+            if candidate is not None:
+                candidate.drop()
+                self._bury(candidate.worker)
+            return None
+        candidate.unwatch()
+        return candidate.worker
+
+    def drop(self) -> Worker | None:
+        """Kill it; which that was."""
+        candidate, self._candidate = self._candidate, None
+        if candidate is None:
+            return None
+        candidate.drop()
+        self._bury(candidate.worker)
+        return candidate.worker
