@@ -254,11 +254,12 @@ class Worker:
         self.cache.forget_pages = self.kernel.invalidate_inode
         self.reasons = Reasons(self.files, self.cache, self.copier)
         finder = Finder(self.tree, [os.fsencode(config.mountpoint), os.fsencode(config.source)])
+        self.warming = Warming(self.tree, self.cache, self.copier, nursery)
         self.commands = Commands(
             self.tree,
             self.cache,
             Refresh(self.tree, self.kernel),
-            Warming(self.tree, self.cache, self.copier, nursery),
+            self.warming,
             finder,
             Why(self.tree, self.cache, self.reasons, finder, lambda: self.source.responding),
             partial(_metrics, self),
@@ -386,6 +387,10 @@ class Worker:
             self._nursery.start_soon(self.cache.scrub, config.scrub_bytes_per_second)
         if config.touch_source_seconds:
             self._nursery.start_soon(self._touch().run)
+        if not self.restarts:
+            self.warming.forget()
+        elif config.tiers:
+            self.warming.resume()
         for ino in self._interrupted:
             # Behind what is opened: some of these were being removed when the other worker died.
             self.copier.want(ino, Priority.SCANNED)

@@ -432,6 +432,23 @@ def test_a_corpse_in_the_source_holds_nobody_up(
     clean_after(work, mount)
 
 
+def test_copying_goes_on(work: Bench, faulty: FaultySource) -> None:
+    """Of files that somebody asked for, and of one that was being copied after it was opened."""
+    contents = some_files(faulty.backing / "d", 30, 50_000)
+    (faulty.backing / "opened").write_bytes(trees.random_bytes(8_000_000, 3))
+    mount = work.mount(faulty.path)
+    faulty.faults(delay=0.05)
+    assert run("warm", str(mount.path), "d").returncode == 0
+    with open(mount.path / "opened", "rb") as file:
+        file.read(10)
+    for _ in range(2):
+        kill(mount)
+    faulty.faults()
+    count = len(contents) + 1
+    wait_for(lambda: mount.status()["files"]["resident"] == count, "all to be copied")
+    clean_after(work, mount)
+
+
 def test_a_stopped_worker_is_replaced(work: Bench) -> None:
     contents = some_files(work.path / "source", 3, 50_000)
     mount = work.mount(work.path / "source")

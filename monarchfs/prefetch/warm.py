@@ -8,6 +8,7 @@ as the tiers hold: from then on it would be its own files that go.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -48,6 +49,10 @@ VERSIONS = 3
 
 WARMS_MOST = 100
 """Requests under way at once."""
+
+_NOTED = b"warming"
+_NOTED_BYTES = 4000
+"""What an index keeps under one key is small: requests that name too many files are not noted."""
 
 _REFUSED = (Cause.NO_ROOM, Cause.NO_TIER)
 
@@ -312,7 +317,8 @@ class Warm:
 
 
 class Warming:
-    """The requests under way, each in the worker's nursery: they outlive who asked."""
+    """The requests under way, each in the worker's nursery: they outlive who asked, and, noted in
+    the index, also this process, for the next one of the same mount."""
 
     def __init__(
         self, tree: MirrorTree, cache: Cache, copier: Copier, nursery: trio.Nursery
@@ -321,7 +327,18 @@ class Warming:
         self._cache = cache
         self._copier = copier
         self._nursery = nursery
-        self._under_way = 0
+        self._under_way: dict[Warm, list[int]] = {}
+
+    def forget(self) -> None:
+        """What an earlier mount was asked for does not count."""
+        self._note()
+
+    def resume(self) -> None:
+        """Begin again with what an earlier process of this mount was asked for."""
+        noted = json.loads(self._cache.index.meta_get(_NOTED) or b"[]")
+        for what, inos in noted:
+            nodes = [node for ino in inos if (node := self._cache.index.node(ino)) is not None]
+            self.start(What(what), nodes)
 
     def request(self, what: What) -> Warm:
         """One to be run by the caller."""
@@ -330,22 +347,32 @@ class Warming:
     def start(self, what: What, roots: Sequence[Node]) -> Warm:
         """Begin, and go on whatever becomes of the caller. Raises OperationError where too many
         are under way."""
-        if self._under_way >= WARMS_MOST:
+        if len(self._under_way) >= WARMS_MOST:
             raise OperationError(
                 f"{WARMS_MOST} warm requests are under way in this mount: try again later"
             )
         warm = self.request(what)
         self._nursery.start_soon(self._run, warm, roots)
-        self._under_way += 1
+        self._under_way[warm] = [node.ino for node in roots]
+        self._note()
         return warm
 
     async def _run(self, warm: Warm, roots: Sequence[Node]) -> None:
-        try:
-            await warm.run(roots)
-        finally:
-            self._under_way -= 1
+        await warm.run(roots)
+        del self._under_way[warm]
+        self._note()
         counts = warm.counts
         log.info(
             "warmed (%s): %d files, %d resident, %d refused, %d failed",
             *(warm.what.value, counts.files, counts.resident, counts.refused, counts.failed),
         )
+
+    def _note(self) -> None:
+        noted: list[tuple[str, list[int]]] = []
+        for warm, inos in self._under_way.items():
+            if len(json.dumps([*noted, (warm.what.value, inos)])) <= _NOTED_BYTES:
+                noted.append((warm.what.value, inos))
+        try:
+            self._cache.index.meta_put(_NOTED, json.dumps(noted).encode())
+        except IndexWriteError as exc:
+            log.warning("a request to warm would be forgotten with this process: %s", exc)

@@ -46,7 +46,7 @@ from monarchfs.supervisor.registration import (
     check_runtime_dir,
     open_runtime_dir,
 )
-from monarchfs.supervisor.startup import Mounted
+from monarchfs.supervisor.startup import Mounted, Start
 from monarchfs.supervisor.storage import (
     WORKER_LOG,
     check_storage,
@@ -56,7 +56,7 @@ from monarchfs.supervisor.storage import (
     open_state_dir,
     open_tiers,
 )
-from monarchfs.supervisor.succession import Start, Succession
+from monarchfs.supervisor.succession import Succession
 from monarchfs.supervisor.supervise import Supervisor
 from monarchfs.types import OperationError, UsageError
 

@@ -41,6 +41,12 @@ class Mounted(NamedTuple):
             log.warning("the kernel does not hand requests out again: %s", error.strerror)
 
 
+class Start(Protocol):
+    """Starts a worker; see ``launch.start_worker``. Raises OperationError."""
+
+    def __call__(self, *, restarts: int, safe: bool, waits: bool) -> Worker: ...
+
+
 class Owner(Protocol):
     """Whose worker it is: the supervisor, with its loop."""
 

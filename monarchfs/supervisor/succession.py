@@ -13,14 +13,14 @@ import signal
 import time
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from monarchfs.supervisor.candidates import Candidate, Spare
 from monarchfs.supervisor.deaths import Deaths, Follows, Life
 from monarchfs.supervisor.launch import Worker
 from monarchfs.supervisor.pulse import Pulse, Signs
 from monarchfs.supervisor.stacks import describe_threads
-from monarchfs.supervisor.startup import SOON_SECONDS, Mounted, Owner, Startup
+from monarchfs.supervisor.startup import SOON_SECONDS, Mounted, Owner, Start, Startup
 from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)
@@ -59,12 +59,6 @@ class Phase(Enum):
 
 _SOON = (Phase.LEAVING, Phase.ENDING)
 """In these, what is waited for is looked at often."""
-
-
-class Start(Protocol):
-    """Starts a worker; see ``launch.start_worker``. Raises OperationError."""
-
-    def __call__(self, *, restarts: int, safe: bool, waits: bool) -> Worker: ...
 
 
 class Death(NamedTuple):

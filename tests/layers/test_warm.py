@@ -66,6 +66,28 @@ async def test_all_of_it(area: Area) -> None:
         await mirror.settled()
 
 
+async def test_a_request_outlives_its_process(area: Area) -> None:
+    files = tree(area)
+    async with area.mount() as mirror:
+        root = mirror.index.node(ROOT_INO)
+        assert root is not None
+        requests = warming(mirror)
+        gate = mirror.posix.faults.gate("read")
+        requests.start(What.COPY, [root])
+        await gate.arrived()
+    async with area.mount() as mirror:
+        requests = warming(mirror)
+        requests.resume()
+        await mirror.idle()
+        await until(lambda: len(list(mirror.index.replicas())) == files, "all to be copied")
+        await until(lambda: mirror.copier.observers == [], "the request to end")
+        again = warming(mirror)
+        again.resume()
+        assert mirror.copier.observers == [], "what has ended is not begun again"
+        again.start(What.COPY, [await mirror.node("0")])
+        again.forget()
+
+
 async def test_names_and_attributes_only(area: Area) -> None:
     files = tree(area)
     async with area.mount() as mirror:
