@@ -87,6 +87,7 @@ class Names:
         nothing), and the kernel may remember missing names from it."""
         self._moved_ns = moved_ns
         self._all_denied = True
+        self.shown.take_over(time.time_ns())
 
     def may_be_denied(self, ino: int) -> bool:
         """Whether the kernel may remember missing names there, with or without a listing."""

@@ -33,15 +33,21 @@ class _Listing(NamedTuple):
 
 
 class Shown:
-    """Changing: the listings that the kernel was shown, by directory."""
+    """Changing: the listings that the kernel was shown, by directory; from when on one that is not
+    known was shown by nobody who could be late."""
 
     def __init__(self) -> None:
         self._shown: OrderedDict[int, _Listing] = OrderedDict()
+        self._settled_ns = 0
+
+    def take_over(self, now_ns: int) -> None:
+        """Until now another process showed what it knew."""
+        self._settled_ns = now_ns + LATE_NS
 
     def opened(self, ino: int, fetched_ns: int, now_ns: int) -> bool:
         """A directory is opened whose listing is that of ``fetched_ns``: whether what the kernel
         has of it may be used. Otherwise that is dropped, and the listing shown anew."""
-        settled_ns = 0
+        settled_ns = self._settled_ns
         before = self._shown.get(ino)
         if before is not None:
             if before.fetched_ns == fetched_ns:

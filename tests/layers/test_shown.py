@@ -45,6 +45,16 @@ def test_what_replaced_another_is_shown_until_nobody_can_be_late() -> None:
     assert kernel.opened(2, 200, 1000), "nothing was shown before"
 
 
+def test_readers_of_another_process_may_be_late() -> None:
+    kernel = Shown()
+    kernel.take_over(1000)
+    for now in (1000, 1000 + LATE_NS - 1, 1000 + LATE_NS):
+        assert not kernel.opened(1, 100, now)
+    assert kernel.opened(1, 100, 1000 + LATE_NS)
+    assert not kernel.opened(2, 100, 1000 + LATE_NS)
+    assert kernel.opened(2, 100, 1000 + LATE_NS)
+
+
 def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shown, "MOST_KEPT", 2)
     kernel = Shown()
