@@ -41,6 +41,7 @@ from monarchfs.supervisor.launch import (
 from monarchfs.supervisor.logs import check_log_file, log_as_daemon, log_to_stderr
 from monarchfs.supervisor.port import listen_locally, stop_listening
 from monarchfs.supervisor.probe import Mountpoint, Source, probe_mountpoint, probe_source
+from monarchfs.supervisor.readahead import read_ahead
 from monarchfs.supervisor.registration import (
     ControlSocket,
     check_runtime_dir,
@@ -159,6 +160,7 @@ def _start(
         log.warning("%s: starting another one", crash)
         restarts = 1
         worker = serve(undo, init_answered=crash.init_answered, restarts=restarts)
+    read_ahead(connection)
     control_socket = ControlSocket(config, config.state_dir, mount_ns)
     undo.callback(control_socket.close)
     if not config.foreground:
