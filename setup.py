@@ -20,12 +20,14 @@ def pkg_config(option: str) -> list[str]:
     return out.stdout.split()
 
 
+PARTS = ("_session", "_relay", "_bytes", "_resident", "_table", "_known", "_parking")
+
 setup(
     ext_modules=[
         Extension(
             "monarchfs.fuse._session",
-            ["monarchfs/fuse/_session.c", "monarchfs/fuse/_relay.c", "monarchfs/fuse/_parking.c"],
-            depends=["monarchfs/fuse/_relay.h", "monarchfs/fuse/_parking.h"],
+            [f"monarchfs/fuse/{part}.c" for part in PARTS],
+            depends=[f"monarchfs/fuse/{part}.h" for part in PARTS[1:]],
             extra_compile_args=[
                 *(pkg_config("--cflags") or ["-I/usr/include/fuse3"]),
                 "-std=gnu11",

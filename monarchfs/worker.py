@@ -40,6 +40,7 @@ from monarchfs.fs.tree import Tree
 from monarchfs.fs.why import Why
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter
+from monarchfs.fuse.fastslots import FastSlots
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.notify import Notifier
 from monarchfs.fuse.quick import Quick
@@ -182,7 +183,7 @@ class Worker:
         config = _safe(bootstrap.config) if bootstrap.safe else bootstrap.config
         self.config = config
         self.restarts = bootstrap.restarts
-        self.slots = Slots(bootstrap.handles_fd)
+        self.slots = _slots(bootstrap.handles_fd)
         self.slots.begin(0 if bootstrap.safe else fuse_session.relay_threads())
         self._leaving = False
         self._interrupted: list[int] = []
@@ -216,6 +217,9 @@ class Worker:
             )
             for spec, fd in zip(config.tiers, bootstrap.tier_fds, strict=not bootstrap.safe)
         ]
+        # Where the kernel does not say what it opens, nobody can ask the source at each open.
+        free_opens = config.freshness.mode is FreshnessMode.IMMUTABLE
+        self.relay = Relay(fuse_session.hooks, self.metrics, free_opens=free_opens)
         self.cache = Cache(
             self.index,
             tiers,
@@ -225,6 +229,7 @@ class Worker:
             nursery,
             eviction=Eviction(config.evict.value),
             reserve_percent=config.reserve_percent,
+            readers=self.relay,
         )
         self.copier = Copier(
             self.source,
@@ -269,8 +274,11 @@ class Worker:
         self.load = Load(self.tree, bootstrap.mount_ns)
         self.lull = Lull(self.copier, self.scan, bootstrap.mount_ns)
         self.interrupts = Interrupts(self.metrics)
-        self.relay = Relay(fuse_session.hooks, self.metrics)
-        self.cache.stop_reading = self.relay.forget
+        self.relay.begin(
+            self.files,
+            lasting_ns=freshness.ttl_ns,
+            tells=self.cache.tracks or config.touch_source_seconds > 0,
+        )
         self.adapter = Adapter(
             self.tree,
             self.files,
@@ -280,6 +288,7 @@ class Worker:
             self.relay,
             self.slots,
             fuse_session.current_request,
+            fuse_session.current_node,
         )
         current_request = fuse_session.current_request
         quick = Quick(
@@ -294,7 +303,11 @@ class Worker:
         )
         fuse_session.on_request(quick.answer)
         self.session = fuse_session.Session(
-            self.adapter, bootstrap.init_fd, bootstrap.fuse_fd, relays=not bootstrap.safe
+            self.adapter,
+            bootstrap.init_fd,
+            bootstrap.fuse_fd,
+            relays=not bootstrap.safe,
+            free_opens=self.relay.free_opens,
         )
         self._exporter = _exporter(self, bootstrap.metrics_fd)
         if not fuse_session.on_interrupt(self.interrupts.on_interrupt):
@@ -376,6 +389,9 @@ class Worker:
     async def _begin_background(self) -> None:
         config = self.config
         self._nursery.start_soon(self.kernel.run)
+        self._nursery.start_soon(self.relay.run)
+        self._nursery.start_soon(self.relay.walk)
+        self._nursery.start_soon(self.adapter.implicit.run)
         self._nursery.start_soon(self.copier.run)
         self._nursery.start_soon(self.cache.watch)
         self._nursery.start_soon(self.cache.sync_loop)
@@ -439,6 +455,11 @@ class Worker:
                 await self.cache.sync()
         self.cache.close()
         self.index.close(clean=not self._leaving)
+
+
+def _slots(fd: int) -> Slots:
+    hooks = fuse_session.hooks
+    return Slots(fd) if hooks is None else FastSlots(hooks, fd)
 
 
 def _exporter(worker: Worker, descriptor: int | None) -> Exporter | None:

@@ -10,155 +10,393 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
 import psutil
 import pytest
 
 from monarchfs.fuse.session import hooks
+from monarchfs.fuse.slots import ANSWERED, make_table
+from monarchfs.store.files import fan_out, replica_file
 
 pytestmark = pytest.mark.skipif(hooks is None, reason="the C part was not built")
 
 BOUNDS = (10**9, 2 * 10**9)
 IN = struct.Struct("=IIQQIIIHH")
 READ = struct.Struct("=QQIIQII")
+OPEN = struct.Struct("=II")
+RELEASE = struct.Struct("=QIIQ")
 OUT = struct.Struct("=IiQ")
-FUSE_LOOKUP, FUSE_READ = 1, 15
+OPENED = struct.Struct("=QIi")
+FUSE_LOOKUP, FUSE_OPEN, FUSE_READ, FUSE_RELEASE = 1, 14, 15, 18
+KEEP_CACHE = 2
+ENOSYS = 38
+ALWAYS = (1 << 63) - 1
+MOST_FILES = 4
+MINUTE_NS = 60 * 10**9
+
+
+class File(NamedTuple):
+    """A replica in a tier's directory."""
+
+    ino: int
+    path: Path
+    name: bytes
+    checksum: int
+    data: bytes
 
 
 class Threads:
-    """Of one process, which can start them once only: hence ``main``."""
+    """Of one process, which can start them once only: hence the functions that a process runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path, *, free_opens: bool = False) -> None:
         # Not by start_relay: that needs a session of libfuse.
         assert hooks is not None
+        self.hooks: ModuleType = hooks
+        self.tier = directory / "tier"
+        self.tier.mkdir()
+        self.table = make_table(16)
+        hooks.table_attach(self.table)
+        hooks.resident_start(MOST_FILES, os.geteuid(), MINUTE_NS, free_opens, True)
+        self.serve(True)
         self.kernel, device = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.kernel.settimeout(10)
         for end in (self.kernel, device):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
         library = ctypes.CDLL(hooks.__file__, use_errno=True)
         bounds = (ctypes.c_uint64 * len(BOUNDS))(*BOUNDS)
-        self.news = library.relay_start(device.detach(), 4, bounds, len(BOUNDS))
-        assert self.news >= 0
+        news = library.relay_start(device.detach(), 4, free_opens, bounds, len(BOUNDS))
+        assert news >= 0
 
-    def ask(self, unique: int, fh: int, offset: int, size: int) -> None:
-        body = READ.pack(fh, offset, size, 0, 0, 0, 0)
-        header = IN.pack(IN.size + len(body), FUSE_READ, unique, 7, 0, 0, 1, 0, 0)
+    def serve(self, readable: bool) -> None:
+        fd = os.open(self.tier, os.O_RDONLY | os.O_DIRECTORY)
+        self.hooks.resident_tier(3, fd if readable else -1)
+        os.close(fd)
+
+    def make(self, ino: int, size: int) -> File:
+        rng = random.Random(ino)
+        name, checksum, data = rng.randbytes(16), rng.getrandbits(64), rng.randbytes(size)
+        path = self.tier / fan_out(name) / replica_file(name, checksum)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+        return File(ino, path, name, checksum, data)
+
+    def put(self, file: File, until_ns: int = ALWAYS, *, seen: bool = False) -> None:
+        replica = (3, file.name, file.checksum, len(file.data))
+        assert self.hooks.resident_put(file.ino, *replica, until_ns, seen)
+
+    def added(self, ino: int, size: int = 10_000, until_ns: int = ALWAYS) -> File:
+        file = self.make(ino, size)
+        self.put(file, until_ns)
+        return file
+
+    def send(self, opcode: int, unique: int, ino: int, body: bytes) -> None:
+        header = IN.pack(IN.size + len(body), opcode, unique, ino, 0, 0, 1, 0, 0)
         self.kernel.send(header + body)
 
-    def answer(self) -> tuple[int, bytes]:
-        """unique and data."""
+    def ask(self, unique: int, ino: int, offset: int, size: int) -> None:
+        self.send(FUSE_READ, unique, ino, READ.pack(0, offset, size, 0, 0, 0, 0))
+
+    def answer(self) -> tuple[int, int, bytes]:
+        """unique, errno and what follows. What comes out of a pipe comes in several messages."""
         message = self.kernel.recv(2 << 20)
         length, error, unique = OUT.unpack_from(message)
-        assert (length, error) == (len(message), 0)
-        return unique, message[OUT.size :]
+        while len(message) < length:
+            message += self.kernel.recv(2 << 20)
+        assert length == len(message)
+        return unique, -error, message[OUT.size :]
 
-    def queued(self) -> int:
-        assert hooks is not None
-        queued: int = hooks.relay_counts()[2]
-        return queued
+    def read(self, file: File, offset: int = 0, size: int = 1 << 20) -> None:
+        self.ask(2, file.ino, offset, size)
+        assert self.answer() == (2, 0, file.data[offset : offset + size])
 
-    def left_to_python(self, fh: int, offset: int = 0, size: int = 10) -> None:
-        before = self.queued()
-        self.ask(99, fh, offset, size)
+    def open(self, ino: int, unique: int = 2, flags: int = os.O_RDONLY) -> tuple[int, int]:
+        """Number and flags."""
+        self.send(FUSE_OPEN, unique, ino, OPEN.pack(flags, 0))
+        back, error, body = self.answer()
+        assert (back, error) == (unique, 0)
+        number, flags, _ = OPENED.unpack(body)
+        return number, flags
+
+    def release(self, number: int) -> None:
+        self.send(FUSE_RELEASE, 4, 1, RELEASE.pack(number, 0, 0, 0))
+        assert self.answer() == (4, 0, b"")
+
+    def left_to_python(self, send: Callable[[], None]) -> None:
+        def queued() -> int:
+            count: int = self.hooks.relay_counts()[0]
+            return count
+
+        before = queued()
+        send()
         end = time.monotonic() + 10
-        while self.queued() == before:
+        while queued() == before:
             assert time.monotonic() < end
             time.sleep(0.001)
-        assert self.queued() == before + 1
+        assert queued() == before + 1
+
+    def read_by_python(self, ino: int, offset: int = 0, size: int = 10) -> None:
+        self.left_to_python(lambda: self.ask(99, ino, offset, size))
+
+    def opened_by_python(self, ino: int, flags: int = os.O_RDONLY) -> None:
+        self.left_to_python(lambda: self.send(FUSE_OPEN, 99, ino, OPEN.pack(flags, 0)))
+
+    def kept_open(self) -> list[str]:
+        return [entry.path for entry in psutil.Process().open_files() if "/tier" in entry.path]
 
 
-def main(directory: Path) -> None:
-    assert hooks is not None
-    data = random.Random(1).randbytes(3_000_000)
-    path = directory / "replica"
-    path.write_bytes(data)
-    fd = os.open(path, os.O_RDONLY)
-    threads = Threads()
-    assert hooks.relay(5, fd, len(data))
-    assert hooks.relay(6, fd, len(data))
-    assert not hooks.relay(6, fd, len(data)), "a handle twice"
-
-    # All of what is asked for, but at the end of the file.
-    for offset, size in ((0, 1), (1, 4096), (131071, 1 << 20), (len(data) - 10, 100), (1 << 40, 9)):
-        threads.ask(2, 5, offset, size)
-        assert threads.answer() == (2, data[offset : offset + size])
+def reads(directory: Path) -> None:
+    threads = Threads(directory)
+    file = threads.added(7, 3_000_000)
+    # All of what is asked for, but at the end of the file; through a pipe, and not.
+    places = [(0, 1), (1, 4096), (131071, 1 << 20), (0, 1 << 20), (5000, 128 << 10)]
+    places += [(len(file.data) - 10, 100), (len(file.data) - 100_000, 1 << 20), (1 << 40, 9)]
+    for offset, size in places:
+        threads.read(file, offset, size)
+    relayed = sum(len(file.data[offset : offset + size]) for offset, size in places)
 
     # Many at once, in whatever order they come back.
-    relayed_bytes = 1 + 4096 + (1 << 20) + 10
-    asked = {2 * n: (n * 7919 % len(data), 1 + n * 977 % 200_000) for n in range(1, 200)}
+    asked = {2 * n: (n * 7919 % len(file.data), 1 + n * 977 % 30_000) for n in range(1, 200)}
     waiting = 0
     for unique, (offset, size) in [*asked.items(), *[(0, (0, 0))] * 4]:
         if unique:
-            threads.ask(unique, 5 + unique // 2 % 2, offset, size)
+            threads.ask(unique, 7, offset, size)
             waiting += 1
         if waiting == 5 or not unique:
-            back, got = threads.answer()
+            back, error, got = threads.answer()
             waiting -= 1
             offset, size = asked.pop(back)
-            relayed_bytes += len(got)
-            assert got == data[offset : offset + size]
+            relayed += len(got)
+            assert not error
+            assert got == file.data[offset : offset + size]
     assert not asked
-
-    reads, relayed, _queued, total_ns, took = hooks.relay_counts()
-    assert reads == 5 + 199
-    assert relayed == relayed_bytes
+    end = time.monotonic() + 10
+    while threads.hooks.relay_counts()[1] < relayed:  # counted after the answer
+        assert time.monotonic() < end
+    _queued, counted, (total_ns, took), (_ns, opens) = threads.hooks.relay_counts()
+    assert counted == relayed
+    assert sum(took) == len(places) + 199
     assert total_ns > 0
-    assert sum(took) == reads
+    assert not sum(opens)
     assert len(took) > len(BOUNDS)
+    assert threads.hooks.resident_counts() == (0, 0, 0)
 
     # Anything else is Python's.
-    threads.left_to_python(7)
-    hooks.end_relay(6)
-    hooks.end_relay(6)
-    threads.left_to_python(6)
-    header = IN.pack(IN.size + 2, FUSE_LOOKUP, 4, 1, 0, 0, 1, 0, 0)
-    before = threads.queued()
-    threads.kernel.send(header + b"a\0")
-    while threads.queued() == before:
-        time.sleep(0.001)
-
-    # The descriptor is the caller's to close; the number may come again for another file.
-    os.close(fd)
-    threads.ask(8, 5, 10, 10)
-    assert threads.answer() == (8, data[10:20])
-    hooks.end_relay(5)
-    other = directory / "other"
-    other.write_bytes(b"another file")
-    again = os.open(other, os.O_RDONLY)
-    assert again == fd
-    assert hooks.relay(8, again, 12)
-    threads.ask(10, 8, 0, 100)
-    assert threads.answer() == (10, b"another file")
-
-    # A replica that is shorter than it was, and one that is not to be read any more.
-    os.truncate(other, 5)
-    threads.left_to_python(8)
-    os.truncate(other, 12)
-    hooks.forget_relayed(again)
-    threads.left_to_python(8)
-    assert hooks.relay(9, again, 12), "the same number, of a file that is good"
-    threads.ask(12, 9, 11, 100)
-    assert threads.answer() == (12, b"\0")
-
-    # Thousands of handles.
-    for fh in range(100, 5100):
-        assert hooks.relay(fh, again, 12)
-    threads.ask(14, 3777, 0, 5)
-    assert threads.answer() == (14, b"anoth")
-    for fh in range(100, 5100):
-        hooks.end_relay(fh)
-    hooks.end_relay(8)
-    hooks.end_relay(9)
-    os.close(again)
-    assert psutil.Process().open_files() == []
-    print("done")
+    threads.read_by_python(8)
+    threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 4, 1, b"a\0"))
+    threads.hooks.resident_stop(7)
+    threads.hooks.resident_stop(7)
+    threads.read_by_python(7)
+    assert not threads.kept_open()
+    threads.put(file)
+    threads.read(file, 5, 10)
+    end = time.monotonic() + 10
+    while struct.unpack("=Q", os.pread(threads.table, 8, ANSWERED)) != (len(places) + 200,):
+        assert time.monotonic() < end
 
 
-def test_reads_are_answered_and_all_else_is_left_to_python(tmp_path: Path) -> None:
+def opens(directory: Path) -> None:
+    threads = Threads(directory)
+    now = time.time_ns()
+    file = threads.added(7, until_ns=ALWAYS)
+    number, flags = threads.open(7, unique=20)
+    assert flags == KEEP_CACHE
+    threads.read(file)
+    assert not threads.hooks.resident_retire(7), "evicted while it is open"
+    again, _ = threads.open(7, unique=22)
+    resent, _ = threads.open(7, unique=20 | 1 << 63)
+    assert resent == number
+    assert again != number
+    assert threads.hooks.table_length() == 2
+    assert {slot[:3] for slot in threads.hooks.table_list()} == {(number, 7, 20), (again, 7, 22)}
+    threads.release(number)
+    threads.release(number)
+    threads.release(12345 << 32)
+    assert threads.hooks.resident_used(7)
+    # One that Python has something for is ended there.
+    assert threads.hooks.table_own(again)
+    body = RELEASE.pack(again, 0, 0, 0)
+    threads.left_to_python(lambda: threads.send(FUSE_RELEASE, 4, 7, body))
+    assert threads.hooks.table_end(again) == 7
+    assert threads.hooks.table_end(again) is None
+    assert not threads.hooks.table_own(again)
+    assert threads.hooks.table_length() == 0
+
+    # Opened by Python: where it is too late to believe what is known, or the clock was set back.
+    for until_ns in (0, now - 1, now + 2 * MINUTE_NS):
+        threads.put(file, until_ns)
+        threads.opened_by_python(7)
+        threads.read(file)
+    threads.put(file, now + MINUTE_NS // 2)
+    number, _ = threads.open(7, unique=24)
+    threads.hooks.resident_expire(7)
+    threads.opened_by_python(7)
+    threads.read(file)
+    threads.release(number)
+    threads.put(file)
+    threads.opened_by_python(7, os.O_RDWR)
+    threads.opened_by_python(9)
+    threads.hooks.answer_opens(False)
+    threads.opened_by_python(7)
+    threads.hooks.answer_opens(True)
+    threads.release(threads.open(7)[0])
+
+    # More than the table takes.
+    numbers = [threads.open(7, unique=100 + 2 * n)[0] for n in range(16)]
+    threads.opened_by_python(7)
+    for number in numbers:
+        threads.release(number)
+    told = threads.hooks.resident_opened()
+    assert set(told) == {7}
+    assert threads.hooks.resident_opened() == []
+    count, size, lost = threads.hooks.resident_counts()
+    # A repeated one counts again, and one that found no room.
+    assert (count, size, lost) == (len(told), len(told) * 10_000, 0)
+    assert count == 22
+
+
+def trouble(directory: Path) -> None:
+    threads = Threads(directory)
+    # What lies there is not what it was, or not ours.
+    file = threads.added(7)
+    threads.read(file)
+    os.truncate(file.path, 5_000)
+    threads.read_by_python(7, 4_000, 2_000)
+    os.truncate(file.path, 20_000)
+    threads.hooks.resident_stop(7)
+    threads.put(file)
+    threads.read_by_python(7)
+    large = threads.added(8, 300_000)
+    threads.read(large, 0, 200_000)
+    os.truncate(large.path, 100_000)
+    threads.read_by_python(8, 0, 200_000)
+    threads.read(threads.added(80, 300_000), 0, 200_000)  # nothing of that was left in a pipe
+    for ino, spoil in enumerate((os.unlink, to_link, to_fifo, to_directory, other_owner), 20):
+        bad = threads.added(ino)
+        spoil(bad.path)
+        threads.read_by_python(ino)
+    linked = threads.added(30)
+    linked.path.parent.rename(linked.path.parent.with_suffix(".moved"))
+    linked.path.parent.symlink_to(linked.path.parent.with_suffix(".moved"))
+    threads.read_by_python(30)
+
+    # Another replica of the same inode: the same version at another place.
+    first = threads.added(9)
+    threads.read(first)
+    second = threads.make(10, 10_000)._replace(ino=9)
+    threads.put(second)
+    threads.read(second)
+    assert str(first.path) not in threads.kept_open()
+
+    # A tier that is not read; one whose directory is another one.
+    threads.serve(False)
+    threads.read_by_python(9)
+    threads.opened_by_python(9)
+    assert not threads.kept_open()
+    threads.serve(True)
+    threads.read(second)
+    threads.tier.rename(directory / "old-tier")
+    threads.tier.mkdir()
+    threads.read(second)
+    threads.serve(True)
+    threads.read_by_python(9)
+
+    # No more descriptors than were allowed, whatever is read.
+    files = [threads.added(ino, 50_000) for ino in range(100, 140)]
+    for _ in range(3):
+        for each in random.Random(1).sample(files, len(files)):
+            threads.read(each, 10_000, 40_000)
+    assert len(threads.kept_open()) == MOST_FILES
+    for each in files:
+        assert threads.hooks.resident_retire(each.ino)
+    assert not threads.kept_open()
+
+    with pytest.raises(ValueError, match="16 bytes"):
+        threads.hooks.resident_put(1, 3, b"name", 0, 0, 0, False)
+    with pytest.raises(OSError, match="Invalid argument"):
+        threads.hooks.resident_tier(64, -1)
+    assert not threads.hooks.resident_put(1, 64, bytes(16), 0, 0, 0, False)
+
+
+def to_link(path: Path) -> None:
+    path.rename(path.with_suffix(".moved"))
+    path.symlink_to(path.with_suffix(".moved"))
+
+
+def to_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def to_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def other_owner(path: Path) -> None:
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        path.unlink()
+
+
+def free(directory: Path) -> None:
+    """Opens that the kernel is not to send again."""
+    threads = Threads(directory, free_opens=True)
+    file = threads.added(7, 300_000)
+    threads.send(FUSE_OPEN, 2, 7, OPEN.pack(os.O_RDONLY, 0))
+    assert threads.answer() == (2, ENOSYS, b"")
+    threads.read(file, 4096, 4096)  # the first
+    threads.read(file, 8192, 4096)
+    threads.read(file, 0, 4096)  # from the beginning: as if it was opened again
+    assert threads.hooks.resident_counts() == (2, 600_000, 0)
+    assert threads.hooks.resident_opened() == [7, 7]
+    other = threads.make(8, 10)
+    threads.put(other, seen=True)
+    threads.read(other, 5, 10)
+    assert threads.hooks.resident_opened() == []
+    # Nobody hears of them: they are counted all the same.
+    for _ in range(65_536 + 10):
+        threads.read(other)
+    assert threads.hooks.resident_counts() == (65_536 + 12, 600_000 + 655_460, 10)
+    told = 0
+    while inos := threads.hooks.resident_opened():
+        told += len(inos)
+        assert set(inos) == {8}
+    assert told == 65_536
+
+
+def many(directory: Path) -> None:
+    """Inode numbers that lie together, far apart, and in one another's way."""
+    threads = Threads(directory)
+    rng = random.Random(5)
+    known: dict[int, File] = {}
+    blocks = [rng.getrandbits(40) << 6 for _ in range(50)] + [0, 64, 1 << 40, 2 << 40]
+    shared = threads.make(1, 100)
+    for step in range(20_000):
+        ino = rng.choice(blocks) + rng.randrange(1, 200)
+        if rng.random() < 0.55:
+            threads.put(shared._replace(ino=ino))
+            known[ino] = shared._replace(ino=ino)
+        else:
+            assert threads.hooks.resident_retire(ino)
+            known.pop(ino, None)
+        if step % 500 == 0:
+            for block in blocks:
+                for ino in range(block + 1, block + 200):
+                    assert threads.hooks.resident_has(ino) == (ino in known)
+    for ino in rng.sample(sorted(known), 100):
+        threads.read(known[ino])
+
+
+@pytest.mark.parametrize("what", [reads, opens, trouble, free, many])
+def test_the_threads(what: Callable[[Path], None], tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "import sys, tests.test_relay as t; from pathlib import Path;"
-         " t.main(Path(sys.argv[1]))", str(tmp_path)],
+        [sys.executable, "-c", f"import sys, tests.test_relay as t; from pathlib import Path;"
+         f" t.{what.__name__}(Path(sys.argv[1])); print('done')", str(tmp_path)],
         cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -167,8 +405,8 @@ def test_reads_are_answered_and_all_else_is_left_to_python(tmp_path: Path) -> No
 
 def test_a_session_that_was_not_begun_has_no_threads() -> None:
     assert hooks is not None
-    assert not hooks.start_relay(0, 0, 1, BOUNDS)
+    assert not hooks.start_relay(0, 0, 1, False, BOUNDS)
     with pytest.raises(TypeError):
-        hooks.end_relay("handle")
+        hooks.table_end("number")
     with pytest.raises(OverflowError):
-        hooks.end_relay(-1)
+        hooks.table_end(-1)

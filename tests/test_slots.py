@@ -5,14 +5,26 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarchfs.fuse.fastslots import FastSlots
 from monarchfs.fuse.handles import Handles
+from monarchfs.fuse.session import hooks
 from monarchfs.fuse.slots import HEADER_BYTES, RESENT, Slot, Slots, make_table
+
+View = Callable[[int], Slots]
+
+
+def fast(fd: int) -> Slots:
+    """The C part's, where it was built."""
+    return Slots(fd) if hooks is None else FastSlots(hooks, fd)
+
+
+both = pytest.mark.parametrize("view", [Slots, fast])
 
 
 @pytest.fixture
@@ -31,11 +43,15 @@ class File:
         self.released += 1
 
 
-@given(st.lists(st.tuples(st.sampled_from(["open", "close", "die"]), st.integers(0, 7))))
-def test_against_a_dictionary(steps: list[tuple[str, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from(["open", "close", "die"]), st.integers(0, 7))),
+    st.sampled_from([Slots, fast]),
+)
+def test_against_a_dictionary(steps: list[tuple[str, int]], view: View) -> None:
+    """Also where one kind goes on with what the other has left."""
     fd = make_table(4)
     try:
-        slots, expected, given_out = Slots(fd), dict[int, Slot](), set[int]()
+        slots, expected, given_out = view(fd), dict[int, Slot](), set[int]()
         for unique, (what, which) in enumerate(steps, 1):
             if what == "open" and len(expected) == 4:
                 with pytest.raises(OSError, match=os.strerror(errno.ENFILE)):
@@ -52,20 +68,22 @@ def test_against_a_dictionary(steps: list[tuple[str, int]]) -> None:
                 assert slots.end(number) == (None if slot is None else slot.ino)
             elif what == "die":
                 slots.close()
-                slots = Slots(fd)
+                slots = (Slots if which % 2 else fast)(fd)
             assert {slot.number: slot for slot in slots} == expected
             assert len(slots) == len(expected)
             for number in given_out:
                 known = expected.get(number)
                 assert slots.ino(number) == (None if known is None else known.ino)
+                assert slots.own(number) == (known is not None)
         slots.close()
     finally:
         os.close(fd)
 
 
-def test_an_open_that_is_carried_out_twice_is_one_handle(table: int) -> None:
-    number = Slots(table).add(7, 100)
-    slots = Slots(table)
+@both
+def test_an_open_that_is_carried_out_twice_is_one_handle(table: int, view: View) -> None:
+    number = view(table).add(7, 100)
+    slots = view(table)
     assert slots.add(7, 100 | RESENT) == number
     assert slots.add(7, 102 | RESENT) != number
     assert slots.add(7, 100) != number  # not a repetition: the kernel says so where it is one
@@ -82,16 +100,19 @@ def test_a_handle_that_was_taken_over_is_released_once(table: int) -> None:
     assert handles.pop(number) is second
     assert handles.pop(number) is None
     assert len(handles.slots) == 0
+    assert handles.get(number) is None
     with pytest.raises(OSError, match="unknown handle"):
-        handles.get(number)
+        handles.take_over(number, first)
+    assert first.released == 2
 
 
-def test_a_worker_killed_in_the_middle_of_an_open(table: int) -> None:
-    slots = Slots(table)
+@both
+def test_a_worker_killed_in_the_middle_of_an_open(table: int, view: View) -> None:
+    slots = view(table)
     slots.add(7, 100)
     os.pwrite(table, bytes(8), HEADER_BYTES)  # the inode number is what is written last
-    assert list(Slots(table)) == []
-    assert Slots(table).add(8, 102)
+    assert list(view(table)) == []
+    assert view(table).add(8, 102)
 
 
 def test_its_memory_cannot_shrink_under_its_users(table: int) -> None:
@@ -103,8 +124,31 @@ def test_its_memory_cannot_shrink_under_its_users(table: int) -> None:
         fcntl.fcntl(table, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
+@both
 @pytest.mark.parametrize("at", [0, 8, 12])
-def test_what_is_no_table(table: int, at: int) -> None:
+def test_what_is_no_table(table: int, at: int, view: View) -> None:
     os.pwrite(table, b"\xff" * 4, at)
     with pytest.raises(ValueError, match="not a table"):
-        Slots(table)
+        view(table)
+
+
+@pytest.mark.skipif(hooks is None, reason="the C part was not built")
+def test_what_is_open_is_counted_by_inode(table: int) -> None:
+    """Whoever opened it: its replica is not to be evicted."""
+    assert hooks is not None
+    slots = fast(table)
+    numbers = [slots.add(70, 100), slots.add(70, 102), slots.add(2**40, 104)]
+    assert slots.add(70, 100 | RESENT) == numbers[0]
+    slots.close()
+    assert not hooks.resident_used(70)
+    slots = fast(table)
+    assert hooks.resident_used(70)
+    assert hooks.resident_used(2**40)
+    assert not hooks.resident_retire(70)
+    for number in numbers:
+        slots.end(number)
+        slots.end(number)
+    assert not hooks.resident_used(70)
+    assert not hooks.resident_used(2**40)
+    assert hooks.resident_retire(70)
+    slots.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
+from monarchfs.cache.readers import Readers
 from monarchfs.index.index import Index
 
 OUTDATED_BATCH = 64
@@ -14,12 +15,15 @@ class RecordBooks:
     """Constant: its parts, which others change. Changing: where the last search for any replica of
     a tier ended."""
 
-    def __init__(self, index: Index, opened: Container[int], busy: Container[int]) -> None:
+    def __init__(
+        self, index: Index, opened: Container[int], busy: Container[int], readers: Readers
+    ) -> None:
         """``opened`` and ``busy`` are inode numbers whose replicas must stay: readers have them
-        open, or they are being copied or moved."""
+        open, or they are being copied or moved. ``readers`` have others open."""
         self._index = index
         self._opened = opened
         self._busy = busy
+        self._readers = readers
         self._after: dict[int, bytes] = {}
 
     def allocated_bytes(self, ino: int, tier: int) -> int | None:
@@ -27,7 +31,9 @@ class RecordBooks:
         return None if record is None or record.tier != tier else record.allocated_bytes
 
     def evictable(self, ino: int) -> bool:
-        return ino not in self._opened and ino not in self._busy and not self._index.pinned(ino)
+        if ino in self._opened or ino in self._busy or self._readers.used(ino):
+            return False
+        return not self._index.pinned(ino)
 
     def outdated(self, tier: int) -> Iterator[int]:
         return iter(self._index.outdated_replicas(tier, OUTDATED_BATCH))

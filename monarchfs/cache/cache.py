@@ -49,6 +49,11 @@ class Cache(Filling):
 
     # -- start and end
 
+    @property
+    def tracks(self) -> bool:
+        """Whether it matters what is opened."""
+        return self.placement.tracks or len(self.tiers) > 1
+
     def load(self, boot_id: bytes, reopen: Callable[[], None] = lambda: None) -> None:
         """Take over what an earlier mount left; ``boot_id`` tells whether the machine was restarted
         since. Takes no longer the more there is: what has to be looked at is so in the background.
@@ -64,6 +69,7 @@ class Cache(Filling):
             held = totals.get(tier.id, TierTotals())
             files = held.resident + held.partial + held.found
             self._handle(Loaded(tier.id, files, held.allocated_bytes))
+            self.readers.serve(tier.id, tier.dir_fd)
             try:
                 needed = stock.needed(tier, rebooted=rebooted)
             except OSError as exc:
@@ -73,7 +79,6 @@ class Cache(Filling):
                 self._begin_stock(tier)
         reopen()
         self._tiers.look()
-        self._tracks = self.placement.tracks or len(self.tiers) > 1
         if self.placement.tracks:
             self._nursery.start_soon(self._tell_known)
 
@@ -140,15 +145,21 @@ class Cache(Filling):
                 return None
             self._open[node.ino] = replica
         replica.uses += 1
-        if self._tracks and accessed:
+        if self.tracks and accessed:
             self._handle(Accessed(node.ino, replica.tier))
         return replica
 
     def touch(self, node: Node) -> None:
         """It was asked for, though nobody opened it: others go before it."""
-        record = self.index.replica(node.ino)
-        if self._tracks and record is not None and record.state is ReplicaState.RESIDENT:
-            self._handle(Accessed(node.ino, record.tier))
+        self.accessed(node.ino)
+
+    def accessed(self, ino: int) -> None:
+        """It was opened by ``readers``, or asked for."""
+        record = self.index.replica(ino) if self.tracks else None
+        if record is None or record.tier not in self.tiers:
+            return
+        if record.state is ReplicaState.RESIDENT:
+            self._handle(Accessed(ino, record.tier))
 
     def release(self, replica: OpenReplica) -> None:
         replica.uses -= 1
@@ -173,7 +184,7 @@ class Cache(Filling):
         """A tier failed under a reader, who goes to the source: the replica is not used again."""
         if replica.bad:
             return  # that is known, and the tier is not to blame
-        self.stop_reading(replica.fd)
+        self.readers.stop(replica.ino)
         self._tiers.failed(self.tiers[replica.tier], "reading", exc, reading=True)
         # Others who read it may have said so already; what is recorded now may be a new one.
         if self._open.get(replica.ino) is replica:
@@ -213,7 +224,7 @@ class Cache(Filling):
         was."""
         if not self._books.evictable(ino):
             return False
-        if not self.drop(ino, "evicted by hand", Cause.EVICTED):
+        if not self.readers.retire(ino) or not self.drop(ino, "evicted by hand", Cause.EVICTED):
             return False
         self._metrics.evictions_manual += 1
         return True

@@ -67,6 +67,7 @@ class Filling(Moves):
         """Room for a replica of ``node``; None (and a reason) where there is none. A partial
         replica is taken up again. ``evicts``: somebody reads it, so that others may have to go."""
         self._tiers.look()
+        self.readers.catch_up()
         ino = node.ino
         if ino in self._busy:
             return None
@@ -213,6 +214,7 @@ class Filling(Moves):
                 self._metrics.copies_completed += 1
                 self.reasons.forget(reservation.node)
                 self._durability.stored(ino, replica)
+                self.readers.stored(ino)
                 return True
         except OSError:
             await self._in_thread(reservation.tier.discard, reservation.name)

@@ -88,6 +88,7 @@ class Moves(Records):
         self._durability.stored(ino, replica)
         self._metrics.replicas_moved += 1
         self._handle(Moved(ino, allocated))
+        self.readers.stored(ino)
         self._removals.start(ino, record)
         return True
 
@@ -107,7 +108,7 @@ class Moves(Records):
         replica = self._open.get(ino)
         if replica is not None:
             replica.bad = True
-            self.stop_reading(replica.fd)
+        self.readers.stop(ino)
         self.drop(ino, "its replica was corrupt")
         self.forget_pages(ino)
 

@@ -10,6 +10,7 @@ import trio
 
 from monarchfs.cache.books import RecordBooks
 from monarchfs.cache.durable import Durability
+from monarchfs.cache.readers import NoReaders, Readers
 from monarchfs.cache.reasons import Cause, Reasons
 from monarchfs.cache.removals import Removals
 from monarchfs.cache.replicas import OpenReplica
@@ -66,11 +67,14 @@ class Records:
         reserve_percent: float = 10.0,
         partial_min_bytes: int = 64 << 20,
         headroom: Callable[[], Headroom] | None = None,
+        readers: Readers | None = None,
     ) -> None:
         """``local`` limits the threads that read and write tiers, apart from the source's;
-        ``headroom`` says how much memory is left for tiers in memory."""
+        ``headroom`` says how much memory is left for tiers in memory; ``readers`` read replicas
+        without asking."""
         self.index = index
         self.local = local
+        self.readers: Readers = NoReaders() if readers is None else readers
         self.reasons = Reasons()
         self.noticed: Callable[[int], None] = self._mark_outdated
         """Called with an inode number whose version the source was seen not to have any more."""
@@ -78,14 +82,11 @@ class Records:
         """Called when files that found no tier may find one now."""
         self.forget_pages: Callable[[int], None] = _forget_no_pages
         """Called with an inode number of which the kernel may have read wrong bytes."""
-        self.stop_reading: Callable[[int], None] = _nobody_reads
-        """Called with the descriptor of an open replica that is not to be read any more."""
         self._open: dict[int, OpenReplica] = {}
         self._busy: dict[int, bytes] = {}
         self._taking: set[int] = set()
         self._peaks: dict[int, int] = {}
-        self._tracks = False
-        self._books = RecordBooks(index, self._open, self._busy)
+        self._books = RecordBooks(index, self._open, self._busy, self.readers)
         self.placement = Placement(
             [tier.id for tier in tiers],
             self._books,
@@ -104,6 +105,7 @@ class Records:
             metrics,
             headroom or MemoryProbe().read,
             reserve_percent,
+            self.readers,
         )
         self.tiers = self._tiers.by_id
         self._durability = Durability(index, self._tiers)
@@ -132,6 +134,7 @@ class Records:
         record = self.index.replica(ino)
         if record is None or ino in self._busy or not self._forget(ino, record):
             return False
+        self.readers.stop(ino)
         self.reasons.put(ino, cause, reason)
         if record.tier not in self.tiers:
             return True
@@ -174,7 +177,11 @@ class Records:
 
     def _evict(self, action: Evict) -> bool:
         record = self.index.replica(action.ino)
-        if record is None or not self._forget(action.ino, record):
+        if (
+            record is None
+            or not self.readers.retire(action.ino)
+            or not self._forget(action.ino, record)
+        ):
             self._handle(EvictionFailed(action.ino, action.tier))
             return False
         match action.reason:
@@ -198,10 +205,6 @@ class Records:
 
 def _nobody_waits() -> None:
     """Where nothing is copied."""
-
-
-def _nobody_reads(fd: int) -> None:
-    """Where only Python reads replicas."""
 
 
 def _forget_no_pages(ino: int) -> None:

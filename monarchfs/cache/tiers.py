@@ -10,6 +10,7 @@ from typing import Any
 import trio
 
 from monarchfs.cache.health import Health
+from monarchfs.cache.readers import Readers
 from monarchfs.index.index import Index
 from monarchfs.memory import Headroom
 from monarchfs.metrics import Metrics
@@ -52,6 +53,7 @@ class Tiers:
         metrics: Metrics,
         headroom: Callable[[], Headroom],
         reserve_percent: float,
+        readers: Readers,
     ) -> None:
         """``handle`` tells placement and carries out what it answers; ``headroom`` is asked for
         tiers in memory."""
@@ -64,6 +66,7 @@ class Tiers:
         self._metrics = metrics
         self._headroom = headroom
         self._reserve_percent = reserve_percent
+        self._readers = readers
         self._seen_at = -SPACE_MAX_AGE_SECONDS
         self._health = {tier_id: Health() for tier_id in self.by_id}
         self._holds: dict[int, dict[Hold, str]] = {tier_id: {} for tier_id in self.by_id}
@@ -114,6 +117,8 @@ class Tiers:
             assert health.reason is not None
             log.warning("tier %s is out of service: %s", tier.path, health.reason)
             self.hold(tier.id, Hold.HEALTH, health.reason)
+        if not health.readable:
+            self._readers.serve(tier.id, None)
 
     def readable(self, tier_id: int) -> bool:
         """Whether what the tier holds is served: nothing is lost while it is not."""
@@ -137,6 +142,7 @@ class Tiers:
                 log.info("tier %s is back in service", tier.path)
                 self._seen_at = -SPACE_MAX_AGE_SECONDS
                 self.let_go(tier.id, Hold.HEALTH)
+                self._readers.serve(tier.id, tier.dir_fd)
                 self.look()
             elif health.reason is not None:
                 self.hold(tier.id, Hold.HEALTH, health.reason)

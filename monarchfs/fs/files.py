@@ -102,6 +102,11 @@ class FileHandle:
             return self._unfinished.replica
         return self._replica
 
+    @property
+    def served(self) -> bool:
+        """Whether a complete replica of it may be read by others as well."""
+        return (replica := self.replica) is not None and not replica.bad
+
     def known_read(self, offset: int, size: int) -> Data | None:
         """The bytes if they are in this node's memory, else None. Never fewer than asked for,
         but at the file's end."""
@@ -181,6 +186,10 @@ class Files:
         self.cache = cache
         self.opened_locally: Callable[[int], None] | None = None
         """Told of each open that may be served without reading the source."""
+        self.opened_elsewhere: Callable[[], Collection[int]] = tuple
+        """Says which inodes are open of which no handle is here."""
+        self.opens_are_known = True
+        """False where the kernel does not say what it opens."""
         self._tree = tree
         self._copies = copies
         self._metrics = metrics
@@ -214,7 +223,7 @@ class Files:
         node = self._tree.index.node(ino)
         if node is not None and node.outdated:
             # Who found that out may not have come to telling the kernel.
-            self._drop_pages(ino)
+            self._tell_outdated(ino)
         self._opens[ino] = self._opens.get(ino, 0) + 1
         replica = self.resident(ino)
         if replica is None and self._copies.keeps:
@@ -226,6 +235,15 @@ class Files:
         too early is not known."""
         self._young_ns = since_ns - SURELY_SETTLED_NS, now_ns
 
+    def first_read(self, ino: int) -> FileHandle:
+        """A handle for a file that is read without having been opened; counts as an open."""
+        handle = self.known_open(ino)
+        if handle is None:
+            handle = self.reopened(ino)
+            if (node := self._tree.index.node(ino)) is not None:
+                self._count(node, handle.replica)
+        return handle
+
     def resident(self, ino: int) -> OpenReplica | None:
         """Its complete replica, to be released, whoever opened the file before."""
         node = self._tree.index.node(ino)
@@ -234,26 +252,26 @@ class Files:
     def _handle(
         self, node: Node, replica: OpenReplica | None, unfinished: Unfinished | None
     ) -> FileHandle:
+        self._count(node, replica)
+        if self.opened_locally is not None and (unfinished is None or unfinished.partial):
+            self.opened_locally(node.ino)
+        self._opens[node.ino] = self._opens.get(node.ino, 0) + 1
+        return FileHandle(node.ino, self, replica, unfinished, self._keeps_pages(node))
+
+    def _count(self, node: Node, replica: OpenReplica | None) -> None:
         if replica is not None:
             self._metrics.local_opens += 1
             self._metrics.local_file_bytes += node.stat.size
         else:
             self._metrics.source_opens += 1
             self._metrics.source_file_bytes += node.stat.size
-        if self.opened_locally is not None and (unfinished is None or unfinished.partial):
-            self.opened_locally(node.ino)
-        self._opens[node.ino] = self._opens.get(node.ino, 0) + 1
-        return FileHandle(node.ino, self, replica, unfinished, self._keeps_pages(node))
 
     def _keeps_pages(self, node: Node) -> bool:
         """Whether what the kernel has read of this inode before is as good as what it would read
         now. An inode number is one version; but see ``SourceVersion.settled``."""
         freshness, ctime_ns = self._tree.freshness, node.stat.ctime_ns
         if freshness.settled(ctime_ns, time.time_ns()):
-            forgotten = self._young_ns
-            return self._young.pop(node.ino, None) is None and (
-                forgotten is None or not forgotten[0] <= ctime_ns <= forgotten[1]
-            )
+            return self._young.pop(node.ino, None) is None and not self._forgotten(ctime_ns)
         self._young[node.ino] = ctime_ns
         if len(self._young) > YOUNG_KEPT:
             old_ns = self._young.popitem(last=False)[1]
@@ -261,9 +279,28 @@ class Files:
             self._young_ns = min(first, old_ns), max(last, old_ns)
         return False
 
+    def _forgotten(self, ctime_ns: int) -> bool:
+        """Whether it may be among those that were too many to remember."""
+        return self._young_ns is not None and self._young_ns[0] <= ctime_ns <= self._young_ns[1]
+
+    def opens_until(self, ino: int) -> int:
+        """Until when (time.time_ns) opens of a resident file need not come here, ``open_elsewhere``
+        them: 0 where each has to."""
+        node, now_ns = self._tree.index.node(ino), time.time_ns()
+        if node is None or not node.stat.is_regular or ino in self._young:
+            return 0
+        freshness, ctime_ns = self._tree.freshness, node.stat.ctime_ns
+        if not freshness.settled(ctime_ns, now_ns) or self._forgotten(ctime_ns):
+            return 0
+        return freshness.opens_until(node, now_ns)
+
     def open_now(self) -> Collection[int]:
         """The inodes that are open."""
-        return self._opens.keys()
+        return {*self._opens, *self.opened_elsewhere()}
+
+    def is_open(self, ino: int) -> bool:
+        """As far as that is known: see ``opens_are_known``."""
+        return ino in self._opens or self.cache.readers.used(ino)
 
     def closed(self, handle: FileHandle) -> None:
         """For handles: one is released."""
@@ -304,15 +341,21 @@ class Files:
         source as it is, so what the kernel has read of it before must go.
         """
         self._tree.mark_outdated(ino)
-        self._drop_pages(ino)
+        self._tell_outdated(ino)
 
     def _outdated(self, ino: int) -> None:
         """The tree found that out."""
         if (unfinished := self._copies.unfinished(ino)) is not None:
             unfinished.outdated()
-        self._drop_pages(ino)
+        self._tell_outdated(ino)
 
-    def _drop_pages(self, ino: int) -> None:
+    def _tell_outdated(self, ino: int) -> None:
+        """Whoever opens files on his own is not to open this one, and the kernel is to forget what
+        it has read of it, unless that is what the version had."""
+        self.cache.readers.outdated(ino)
+        if not self.opens_are_known and (node := self._tree.index.node(ino)) is not None:
+            # No open can say that the name stands for something else.
+            self._kernel.invalidate_entry(node.parent, node.name)
         self._kernel.invalidate_inode(ino, attributes_only=self.state(ino) == "resident")
 
     def known_attributes(self, ino: int) -> Entry | None:
@@ -328,13 +371,13 @@ class Files:
             found = await self._tree.attributes(ino)
         except OSError as exc:
             # The directory it was found in is not there any more. The file is.
-            if exc.errno != errno.ESTALE or node is None or ino not in self._opens:
+            if exc.errno != errno.ESTALE or node is None or not self.is_open(ino):
                 raise
             found = Entry(node._replace(outdated=True), 0.0, 0.0)
         node = found.node
         if not node.outdated:
             return found
-        if ino not in self._opens:
+        if self.opens_are_known and not self.is_open(ino):
             if node.stat.is_directory:
                 return found
             raise OSError(errno.ESTALE, "the source has another version")

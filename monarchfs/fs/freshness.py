@@ -8,6 +8,8 @@ from monarchfs.types import FreshnessMode, Listing, Node, SourceVersion
 
 NS = 1_000_000_000
 
+FOREVER_NS = (1 << 63) - 1
+
 FOREVER_SECONDS = 365 * 86_400.0
 """What the kernel is told where nothing changes while mounted."""
 
@@ -78,6 +80,17 @@ class Freshness:
         if not (self.fresh(checked_ns, now_ns) and self.fresh_node(node, now_ns)):
             return None
         return self.node_timeouts(node, min(checked_ns, node.fetched_ns), now_ns)
+
+    def opens_until(self, node: Node, now_ns: int) -> int:
+        """Until when the node may be opened without another look at it, as time.time_ns; 0: not
+        even now, FOREVER_NS: as long as it is not found outdated."""
+        if not self.fresh(node.fetched_ns, now_ns) or node.outdated:
+            return 0
+        if not self.settled(node.stat.ctime_ns, node.fetched_ns):
+            return 0
+        if self.mode is FreshnessMode.IMMUTABLE:
+            return FOREVER_NS
+        return node.fetched_ns + self.ttl_ns
 
     def fresh_attributes(self, node: Node, now_ns: int) -> bool:
         """The same for getattr of an inode that a path walk has found already."""

@@ -1,16 +1,19 @@
-/* Threads that take requests from the kernel, answer reads of resident files, and queue the rest.
+/* Threads that take requests from the kernel, answer those about resident files, and queue the rest.
  *
- * They never hold the GIL: what Python does at the moment delays no read of what is local, a disk
- * that has to be waited for delays one thread, and reads run on as many cores as ask.
+ * They never hold the GIL: what Python does at the moment delays no open or read of what is local, a
+ * disk that has to be waited for delays one thread, and reads run on as many cores as ask.
  *
- * What they may answer is what Python added: a handle of the kernel's, and a descriptor of a complete
- * replica. Whatever goes wrong (an unknown handle, a short read, an error of the disk) is left to
- * Python, to which the request looks as if it had just come.
+ * What they may answer is what Python told _resident.c of. Whatever goes wrong (an unknown file, a
+ * short read, an error of the disk) is left to Python, to which the request looks as if it had just
+ * come.
  */
 #define _GNU_SOURCE
 #include "_relay.h"
 
+#include "_bytes.h"
 #include "_parking.h"
+#include "_resident.h"
+#include "_table.h"
 
 #include <linux/fuse.h>
 
@@ -27,10 +30,8 @@
 #include <time.h>
 #include <unistd.h>
 
-/* The largest read that the kernel asks for: FUSE_MAX_MAX_PAGES (fs/fuse/fuse_i.h). */
-#define MOST_READ_BYTES (256 * 4096)
 #define STACK_BYTES (512 * 1024) /* Python runs in them, too */
-#define FIRST_BUCKETS 1024
+#define MOST_WAITING 3
 
 /* Of each buffer for requests, so much is in memory before the first one comes (an extended
  * attribute's name is the longest that one has). The kernel ends a request with EIO that it cannot
@@ -38,33 +39,11 @@
  * then it finds no new page any more (mm/gup.c), only those that are there. */
 #define TOUCHED_BYTES (16 * 1024)
 
-/* A replica. Under `lock`: fd, handles, reads (under way), forgotten. */
-struct file {
-	int given_fd; /* Python's, which may close it as soon as the last handle is removed */
-	int fd; /* ours; -1: closed, because it was forgotten */
-	uint64_t size;
-	unsigned handles, reads;
-	bool forgotten;
-	struct file *next;
-};
-
-struct handle {
-	uint64_t fh;
-	struct file *file;
-	struct handle *next;
-};
-
 struct request {
 	struct request *next;
 	size_t length;
 	char bytes[];
 };
-
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct handle **handles; /* by fh, which Python gives out in sequence */
-static size_t buckets, handle_count;
-static struct file **files; /* by given_fd */
-static size_t file_buckets;
 
 static pthread_mutex_t queue_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct request *first, **last = &first;
@@ -72,156 +51,14 @@ static bool ended;
 static int end_errno;
 
 static int fuse_fd = -1, news_fd = -1;
+static bool free_opens, opens_here = true;
+
+static pthread_mutex_t idle_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wanted = PTHREAD_COND_INITIALIZER;
+static unsigned waiting, resting;
 static uint64_t bounds_ns[MOST_BOUNDS];
 static unsigned bounds;
 static struct relay_counts counts;
-
-/* -- handles */
-
-static struct file **file_place(int given_fd)
-{
-	struct file **place = &files[(size_t)given_fd % file_buckets];
-	while (*place && ((*place)->given_fd != given_fd || (*place)->forgotten))
-		place = &(*place)->next;
-	return place;
-}
-
-/* Under `lock`. */
-static void tidy(struct file *file)
-{
-	if (file->reads || (file->handles && !file->forgotten))
-		return;
-	/* Also with handles left: somebody waits for the room that it takes. */
-	if (file->fd >= 0)
-		close(file->fd);
-	file->fd = -1;
-	if (file->handles)
-		return;
-	struct file **place = &files[(size_t)file->given_fd % file_buckets];
-	while (*place != file)
-		place = &(*place)->next;
-	*place = file->next;
-	free(file);
-}
-
-static struct handle **handle_place(uint64_t fh)
-{
-	struct handle **place = &handles[fh & (buckets - 1)];
-	while (*place && (*place)->fh != fh)
-		place = &(*place)->next;
-	return place;
-}
-
-static void grow(void)
-{
-	struct handle **more = calloc(2 * buckets, sizeof(*more));
-	if (!more)
-		return; /* longer chains, that is all */
-	for (size_t i = 0; i < buckets; i++) {
-		for (struct handle *handle = handles[i], *next; handle; handle = next) {
-			next = handle->next;
-			struct handle **place = &more[handle->fh & (2 * buckets - 1)];
-			handle->next = *place;
-			*place = handle;
-		}
-	}
-	free(handles);
-	handles = more;
-	buckets *= 2;
-}
-
-static int add(uint64_t fh, int fd, uint64_t size)
-{
-	if (!handles) {
-		handles = calloc(FIRST_BUCKETS, sizeof(*handles));
-		files = calloc(FIRST_BUCKETS, sizeof(*files));
-		if (!handles || !files) {
-			free(handles);
-			free(files);
-			handles = NULL;
-			return -ENOMEM;
-		}
-		buckets = file_buckets = FIRST_BUCKETS;
-	}
-	if (*handle_place(fh))
-		return -EEXIST;
-	struct handle *handle = malloc(sizeof(*handle));
-	if (!handle)
-		return -ENOMEM;
-	struct file **place = file_place(fd);
-	if (!*place) {
-		struct file *file = malloc(sizeof(*file));
-		int own = file ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
-		if (own < 0) {
-			int error = file ? errno : ENOMEM;
-			free(file);
-			free(handle);
-			return -error;
-		}
-		*file = (struct file){.given_fd = fd, .fd = own, .size = size};
-		*place = file;
-	}
-	(*place)->handles++;
-	*handle = (struct handle){.fh = fh, .file = *place};
-	if (++handle_count > buckets)
-		grow();
-	struct handle **end = handle_place(fh);
-	*end = handle;
-	return 0;
-}
-
-int relay_add(uint64_t fh, int fd, uint64_t size)
-{
-	pthread_mutex_lock(&lock);
-	int result = add(fh, fd, size);
-	pthread_mutex_unlock(&lock);
-	return result;
-}
-
-void relay_remove(uint64_t fh)
-{
-	pthread_mutex_lock(&lock);
-	struct handle **place = handles ? handle_place(fh) : NULL;
-	if (place && *place) {
-		struct handle *handle = *place;
-		*place = handle->next;
-		handle_count--;
-		handle->file->handles--;
-		tidy(handle->file);
-		free(handle);
-	}
-	pthread_mutex_unlock(&lock);
-}
-
-void relay_forget(int fd)
-{
-	pthread_mutex_lock(&lock);
-	struct file *file = handles ? *file_place(fd) : NULL;
-	if (file) {
-		file->forgotten = true;
-		tidy(file);
-	}
-	pthread_mutex_unlock(&lock);
-}
-
-static struct file *enter(uint64_t fh)
-{
-	pthread_mutex_lock(&lock);
-	struct handle *handle = handles ? *handle_place(fh) : NULL;
-	struct file *file = handle && !handle->file->forgotten ? handle->file : NULL;
-	if (file)
-		file->reads++;
-	pthread_mutex_unlock(&lock);
-	return file;
-}
-
-static void leave(struct file *file)
-{
-	pthread_mutex_lock(&lock);
-	file->reads--;
-	tidy(file);
-	pthread_mutex_unlock(&lock);
-}
 
 /* -- answers */
 
@@ -232,61 +69,114 @@ static uint64_t now_ns(void)
 	return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
 }
 
-static void count(size_t size, uint64_t took_ns)
+static void count(struct relay_times *times, uint64_t took_ns)
 {
 	unsigned bucket = 0;
 	while (bucket < bounds && bounds_ns[bucket] < took_ns)
 		bucket++;
-	__atomic_fetch_add(&counts.reads, 1, __ATOMIC_RELAXED);
-	__atomic_fetch_add(&counts.bytes, size, __ATOMIC_RELAXED);
-	__atomic_fetch_add(&counts.total_ns, took_ns, __ATOMIC_RELAXED);
-	__atomic_fetch_add(&counts.took[bucket], 1, __ATOMIC_RELAXED);
+	__atomic_fetch_add(&times->total_ns, took_ns, __ATOMIC_RELAXED);
+	__atomic_fetch_add(&times->took[bucket], 1, __ATOMIC_RELAXED);
 }
 
-static bool read_all(int fd, char *to, size_t size, uint64_t offset)
+/* Fails where nobody waits any more: the caller was killed, the request was answered by an earlier
+ * worker, or the mount has gone. */
+static bool answer(uint64_t unique, int error, const void *body, size_t length)
 {
-	while (size) {
-		ssize_t got = pread(fd, to, size, (off_t)offset);
-		if (got <= 0) {
-			if (got < 0 && errno == EINTR)
-				continue;
-			return false;
-		}
-		to += got;
-		size -= (size_t)got;
-		offset += (size_t)got;
-	}
-	return true;
+	struct fuse_out_header out = {
+		.len = (uint32_t)(sizeof(out) + length),
+		.error = error,
+		.unique = unique,
+	};
+	struct iovec parts[] = {{&out, sizeof(out)}, {(void *)body, length}};
+	ssize_t sent;
+	do {
+		sent = writev(fuse_fd, parts, length ? 2 : 1);
+	} while (sent < 0 && errno == EINTR);
+	table_answered();
+	return sent >= 0;
 }
 
 /* Whether the read is answered: all of it, but at the end of the file. (A short answer would cut
  * the file off for its reader.) */
-static bool answer_read(const struct fuse_in_header *in, char *data)
+static bool answer_read(const struct fuse_in_header *in, struct lane *lane, uint64_t started_ns)
 {
 	const struct fuse_read_in *arg = (const void *)(in + 1);
-	uint64_t started_ns = now_ns();
-	struct file *file = enter(arg->fh);
-	if (!file)
+	struct reading reading;
+	if (!resident_enter(in->nodeid, arg->offset, &reading))
 		return false;
 	size_t size = 0;
-	if (arg->offset < file->size) {
-		uint64_t rest = file->size - arg->offset;
+	if (arg->offset < reading.size) {
+		uint64_t rest = reading.size - arg->offset;
 		size = rest < arg->size ? (size_t)rest : arg->size;
 	}
-	struct fuse_out_header out = {
-		.len = (uint32_t)(sizeof(out) + size),
-		.unique = in->unique,
-	};
-	/* Not by splice(2): from a page cache to the kernel it was no faster than two copies. */
-	bool done = size <= MOST_READ_BYTES && read_all(file->fd, data, size, arg->offset);
-	leave(file);
-	if (!done)
+	enum answered done =
+		bytes_answer(lane, fuse_fd, in->unique, reading.fd, arg->offset, size);
+	resident_leave(&reading);
+	if (done == NOT_READ)
 		return false;
-	struct iovec parts[] = {{&out, sizeof(out)}, {data, size}};
-	/* Fails where nobody waits any more: the reader was killed, or the mount has gone. */
-	if (writev(fuse_fd, parts, size ? 2 : 1) >= 0)
-		count(size, now_ns() - started_ns);
+	table_answered();
+	if (done == ANSWERED) {
+		__atomic_fetch_add(&counts.bytes, size, __ATOMIC_RELAXED);
+		count(&counts.reads, now_ns() - started_ns);
+	}
 	return true;
+}
+
+static bool answer_open(const struct fuse_in_header *in, uint64_t started_ns)
+{
+	const struct fuse_open_in *arg = (const void *)(in + 1);
+	if (free_opens)
+		return answer(in->unique, -ENOSYS, NULL, 0), true;
+	if (!__atomic_load_n(&opens_here, __ATOMIC_RELAXED) ||
+	    (arg->flags & O_ACCMODE) != O_RDONLY || !resident_open(in->nodeid))
+		return false;
+	struct fuse_open_out out = {.open_flags = FOPEN_KEEP_CACHE};
+	int added = table_add(in->nodeid, in->unique, 0, 0, &out.fh);
+	if (added >= 0) {
+		if (answer(in->unique, 0, &out, sizeof(out)))
+			count(&counts.opens, now_ns() - started_ns);
+		else if (!added)
+			table_end(out.fh, true, NULL); /* the kernel does not know of it */
+	}
+	resident_unuse(in->nodeid);
+	return added >= 0;
+}
+
+/* Also of a handle that is not open: an earlier worker may have ended it. */
+static bool answer_release(const struct fuse_in_header *in)
+{
+	const struct fuse_release_in *arg = (const void *)(in + 1);
+	bool owned = true;
+	table_end(arg->fh, true, &owned);
+	return !owned && (answer(in->unique, 0, NULL, 0), true);
+}
+
+/* `lane`: NULL: reads are not answered. */
+static bool answer_any(const struct fuse_in_header *in, size_t length, struct lane *lane,
+		       uint64_t started_ns)
+{
+	size_t body = length - sizeof(*in);
+	switch (in->opcode) {
+	case FUSE_READ:
+		return lane && body >= sizeof(struct fuse_read_in) &&
+		       answer_read(in, lane, started_ns);
+	case FUSE_OPEN:
+		return body >= sizeof(struct fuse_open_in) && answer_open(in, started_ns);
+	case FUSE_RELEASE:
+		return body >= sizeof(struct fuse_release_in) && answer_release(in);
+	default:
+		return false;
+	}
+}
+
+bool relay_answered(const void *request, size_t length)
+{
+	return answer_any(request, length, NULL, now_ns());
+}
+
+void relay_answer_opens(bool here)
+{
+	__atomic_store_n(&opens_here, here, __ATOMIC_RELAXED);
 }
 
 /* -- the queue */
@@ -358,9 +248,34 @@ long relay_next(void *buffer, int *ended_by)
 
 /* -- the threads */
 
-static void *serve(void *unused)
+/* Of the threads that have nothing to do, few wait for the kernel, which wakes the one that waits
+ * longest: the others would take turns with them, each with a cold cache. */
+static ssize_t take(char *buffer)
 {
-	(void)unused;
+	pthread_mutex_lock(&idle_lock);
+	while (waiting >= MOST_WAITING) {
+		resting++;
+		pthread_cond_wait(&wanted, &idle_lock);
+		resting--;
+	}
+	waiting++;
+	pthread_mutex_unlock(&idle_lock);
+	ssize_t got = read(fuse_fd, buffer, REQUEST_BYTES);
+	int error = errno;
+	pthread_mutex_lock(&idle_lock);
+	waiting--;
+	/* Nobody rests once the end is known. */
+	bool wake = resting && (!waiting || (got < 0 && error == ENODEV));
+	pthread_mutex_unlock(&idle_lock);
+	if (wake)
+		pthread_cond_signal(&wanted);
+	errno = error;
+	return got;
+}
+
+static void *serve(void *number)
+{
+	unsigned thread = (unsigned)(uintptr_t)number;
 	char *buffer = mmap(NULL, REQUEST_BYTES + MOST_READ_BYTES, PROT_READ | PROT_WRITE,
 			    MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (buffer == MAP_FAILED) {
@@ -368,8 +283,10 @@ static void *serve(void *unused)
 		return NULL;
 	}
 	memset(buffer, 0, TOUCHED_BYTES);
+	struct lane lane = {.buffer = buffer + REQUEST_BYTES, .pipe = {-1, -1}};
 	for (;;) {
-		ssize_t got = read(fuse_fd, buffer, REQUEST_BYTES);
+		table_busy(thread, 0);
+		ssize_t got = take(buffer);
 		if (got < 0) {
 			if (errno == EAGAIN) { /* somebody made the descriptor non-blocking */
 				struct pollfd poller = {.fd = fuse_fd, .events = POLLIN};
@@ -389,16 +306,19 @@ static void *serve(void *unused)
 		/* Nothing depends on what the kernel remembers, and no answer is expected. */
 		if (in->opcode == FUSE_FORGET || in->opcode == FUSE_BATCH_FORGET)
 			continue;
-		if (in->opcode != FUSE_READ ||
-		    (size_t)got < sizeof(*in) + sizeof(struct fuse_read_in) ||
-		    !answer_read(in, buffer + REQUEST_BYTES))
+		uint64_t started_ns = now_ns();
+		table_busy(thread, started_ns);
+		if (!answer_any(in, (size_t)got, &lane, started_ns))
 			put(buffer, (size_t)got);
 	}
+	table_busy(thread, 0);
+	bytes_end(&lane);
 	munmap(buffer, REQUEST_BYTES + MOST_READ_BYTES);
 	return NULL;
 }
 
-int relay_start(int fd, unsigned threads, const uint64_t *some_bounds_ns, unsigned some_bounds)
+int relay_start(int fd, unsigned threads, bool no_opens, const uint64_t *some_bounds_ns,
+		unsigned some_bounds)
 {
 	if (news_fd >= 0)
 		return -EALREADY;
@@ -412,6 +332,7 @@ int relay_start(int fd, unsigned threads, const uint64_t *some_bounds_ns, unsign
 	int news = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	if (news < 0)
 		return -errno;
+	free_opens = no_opens;
 	fuse_fd = fd;
 	news_fd = news;
 
@@ -426,7 +347,7 @@ int relay_start(int fd, unsigned threads, const uint64_t *some_bounds_ns, unsign
 	unsigned started = 0;
 	for (; started < threads; started++) {
 		pthread_t thread;
-		error = pthread_create(&thread, &attributes, serve, NULL);
+		error = pthread_create(&thread, &attributes, serve, (void *)(uintptr_t)started);
 		if (error)
 			break;
 	}

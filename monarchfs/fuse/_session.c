@@ -27,6 +27,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "_known.h"
 #include "_parking.h"
 #include "_relay.h"
 
@@ -37,7 +38,7 @@
 /* So long are requests answered before the event loop's other tasks have their turn. */
 #define TURN_NS 1000000
 
-static uint64_t current_unique;
+static uint64_t current_unique, current_node;
 static uint32_t current_opcode;
 static uint32_t current_pid;
 static PyObject *on_interrupt; /* callable(unique) or NULL */
@@ -151,10 +152,11 @@ static bool answered(struct fuse_session *se, const struct fuse_in_header *in, s
 					       (unsigned long long)in->nodeid, (const char *)(in + 1),
 					       (Py_ssize_t)(length - sizeof(*in)));
 	if (!body || !PyBytes_Check(body)) {
+		bool again = body == Py_True;
 		if (!body) /* a bug; pyfuse3 meets it again, and answers EIO */
 			PyErr_WriteUnraisable(on_request);
 		Py_XDECREF(body);
-		return false;
+		return again && relay_answered(in, length);
 	}
 	struct fuse_out_header out = {
 		.len = (uint32_t)(sizeof(out) + (size_t)PyBytes_GET_SIZE(body)),
@@ -202,6 +204,7 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 		if ((size_t)got < sizeof(*in))
 			return -EIO;
 		current_unique = in->unique;
+		current_node = in->nodeid;
 		current_opcode = in->opcode;
 		current_pid = in->pid;
 		if (in->opcode == FUSE_INTERRUPT && on_interrupt &&
@@ -222,7 +225,8 @@ static PyObject *current(PyObject *self, PyObject *unused)
 {
 	(void)self;
 	(void)unused;
-	return Py_BuildValue("KII", (unsigned long long)current_unique, current_opcode, current_pid);
+	return Py_BuildValue("KIIK", (unsigned long long)current_unique, current_opcode, current_pid,
+			     (unsigned long long)current_node);
 }
 
 static PyObject *set_interrupt_handler(PyObject *self, PyObject *handler)
@@ -263,10 +267,12 @@ static PyObject *start_relay(PyObject *self, PyObject *args)
 {
 	int init_fd, fd;
 	unsigned threads, bounds = 0;
+	int free_opens;
 	PyObject *given;
 	uint64_t bounds_ns[MOST_BOUNDS];
 	(void)self;
-	if (!PyArg_ParseTuple(args, "iiIO!", &init_fd, &fd, &threads, &PyTuple_Type, &given))
+	if (!PyArg_ParseTuple(args, "iiIpO!", &init_fd, &fd, &threads, &free_opens, &PyTuple_Type,
+			      &given))
 		return NULL;
 	for (; bounds < MOST_BOUNDS && bounds < PyTuple_GET_SIZE(given); bounds++) {
 		bounds_ns[bounds] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, bounds));
@@ -275,7 +281,7 @@ static PyObject *start_relay(PyObject *self, PyObject *args)
 	}
 	if (waited_fd < 0)
 		Py_RETURN_FALSE;
-	int news = relay_start(fd, threads, bounds_ns, bounds);
+	int news = relay_start(fd, threads, free_opens, bounds_ns, bounds);
 	if (news < 0) {
 		errno = -news;
 		return PyErr_SetFromErrno(PyExc_OSError);
@@ -291,34 +297,27 @@ static PyObject *start_relay(PyObject *self, PyObject *args)
 	Py_RETURN_TRUE;
 }
 
-static PyObject *relay_file(PyObject *self, PyObject *args)
-{
-	unsigned long long fh, size;
-	int fd;
-	(void)self;
-	if (!PyArg_ParseTuple(args, "KiK", &fh, &fd, &size))
-		return NULL;
-	return PyBool_FromLong(relay_add(fh, fd, size) == 0);
-}
-
-static PyObject *end_relay(PyObject *self, PyObject *fh)
+static PyObject *answer_opens(PyObject *self, PyObject *here)
 {
 	(void)self;
-	unsigned long long number = PyLong_AsUnsignedLongLong(fh);
-	if (number == (unsigned long long)-1 && PyErr_Occurred())
+	int truth = PyObject_IsTrue(here);
+	if (truth < 0)
 		return NULL;
-	relay_remove(number);
+	relay_answer_opens(truth);
 	Py_RETURN_NONE;
 }
 
-static PyObject *forget_relayed(PyObject *self, PyObject *fd)
+static PyObject *times(const struct relay_times *of)
 {
-	(void)self;
-	long number = PyLong_AsLong(fd);
-	if (number == -1 && PyErr_Occurred())
-		return NULL;
-	relay_forget((int)number);
-	Py_RETURN_NONE;
+	PyObject *took = PyTuple_New(MOST_BOUNDS + 1);
+	for (Py_ssize_t i = 0; took && i <= MOST_BOUNDS; i++) {
+		PyObject *number = PyLong_FromUnsignedLongLong(of->took[i]);
+		if (!number)
+			Py_CLEAR(took);
+		else
+			PyTuple_SET_ITEM(took, i, number);
+	}
+	return took ? Py_BuildValue("KN", (unsigned long long)of->total_ns, took) : NULL;
 }
 
 static PyObject *relay_counts_of(PyObject *self, PyObject *unused)
@@ -327,24 +326,19 @@ static PyObject *relay_counts_of(PyObject *self, PyObject *unused)
 	(void)self;
 	(void)unused;
 	relay_count(&counts);
-	PyObject *took = PyTuple_New(MOST_BOUNDS + 1);
-	for (Py_ssize_t i = 0; took && i <= MOST_BOUNDS; i++) {
-		PyObject *times = PyLong_FromUnsignedLongLong(counts.took[i]);
-		if (!times)
-			Py_CLEAR(took);
-		else
-			PyTuple_SET_ITEM(took, i, times);
-	}
-	if (!took)
+	PyObject *reads = times(&counts.reads), *opens = times(&counts.opens);
+	if (!reads || !opens) {
+		Py_XDECREF(reads);
+		Py_XDECREF(opens);
 		return NULL;
-	return Py_BuildValue("KKKKN", (unsigned long long)counts.reads,
-			     (unsigned long long)counts.bytes, (unsigned long long)counts.queued,
-			     (unsigned long long)counts.total_ns, took);
+	}
+	return Py_BuildValue("KKNN", (unsigned long long)counts.queued,
+			     (unsigned long long)counts.bytes, reads, opens);
 }
 
 static PyMethodDef methods[] = {
 	{"current", current, METH_NOARGS,
-	 "The request that was received last: (unique, opcode, pid) of its fuse_in_header.\n\n"
+	 "The request that was received last: (unique, opcode, pid, node id) of its fuse_in_header.\n\n"
 	 "Valid in a handler until its first checkpoint."},
 	{"set_interrupt_handler", set_interrupt_handler, METH_O,
 	 "Call handler(unique) when the kernel says that the process waiting for request `unique`\n"
@@ -353,22 +347,19 @@ static PyMethodDef methods[] = {
 	{"set_request_handler", set_request_handler, METH_O,
 	 "Call handler(opcode, node id, body) with LOOKUP, GETATTR, OPEN, RELEASE, OPENDIR,\n"
 	 "READDIRPLUS and RELEASEDIR: bytes are the body of the answer, None leaves the request to\n"
-	 "pyfuse3. Only while threads relay."},
+	 "pyfuse3, True has the threads' code try it once more. Only while threads relay."},
 	{"read_directly", read_directly, METH_NOARGS,
 	 "There will be no threads: pyfuse3 waits for libfuse's descriptor. Before its init."},
 	{"start_relay", start_relay, METH_VARARGS,
-	 "start_relay(init_fd, fuse_fd, threads, bounds_ns): have threads read the kernel's requests, and\n"
-	 "answer those they can. bounds_ns are at most 32 durations that relay_counts tells apart.\n"
-	 "False where this is not possible. Raises OSError."},
-	{"relay", relay_file, METH_VARARGS,
-	 "relay(fh, fd, size): reads of a handle may be answered from a descriptor of `size` bytes.\n"
-	 "It is duplicated. False where that failed: Python answers."},
-	{"end_relay", end_relay, METH_O, "end_relay(fh): no longer. Nothing where it never was."},
-	{"forget_relayed", forget_relayed, METH_O,
-	 "forget_relayed(fd): no longer, of all handles with that descriptor."},
+	 "start_relay(init_fd, fuse_fd, threads, free_opens, bounds_ns): have threads read the kernel's\n"
+	 "requests, and answer those they can. free_opens: OPEN is answered with ENOSYS. bounds_ns are\n"
+	 "at most 32 durations that relay_counts tells apart. False where this is not possible. Raises\n"
+	 "OSError."},
+	{"answer_opens", answer_opens, METH_O,
+	 "answer_opens(here): whether the threads answer OPEN where they can. They do at first."},
 	{"relay_counts", relay_counts_of, METH_NOARGS,
-	 "(reads answered, bytes in them, requests left to Python, nanoseconds that the reads took,\n"
-	 "how many took at most so long as each of the bounds)."},
+	 "(requests left to Python, bytes in answers to READ, READ, OPEN), where the two last are\n"
+	 "(nanoseconds that the answers took, how many took at most so long as each of the bounds)."},
 	{NULL, NULL, 0, NULL},
 };
 
@@ -382,5 +373,8 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__session(void)
 {
-	return PyModule_Create(&module);
+	PyObject *m = PyModule_Create(&module);
+	if (m && PyModule_AddFunctions(m, known_methods) < 0)
+		Py_CLEAR(m);
+	return m;
 }

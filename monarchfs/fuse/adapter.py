@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from time import perf_counter_ns as now_ns
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -21,6 +22,7 @@ from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fs.tree import Entry, Missing, Tree
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.handles import Handles
+from monarchfs.fuse.implicit import Implicit
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.relay import Relay
 from monarchfs.fuse.slots import Slots
@@ -100,8 +102,10 @@ class Adapter(pyfuse3.Operations):
         relay: Relay,
         slots: Slots,
         current_request: Callable[[], tuple[int, int]],
+        current_node: Callable[[], int],
     ) -> None:
-        """``current_request`` tells (unique, pid) of the request that was received last."""
+        """``current_request`` tells (unique, pid) of the request that was received last,
+        ``current_node`` its node id."""
         super().__init__()
         self._tree = tree
         self._files = files
@@ -111,7 +115,9 @@ class Adapter(pyfuse3.Operations):
         self.took = metrics.requests
         self._relay = relay
         self._current_request = current_request
+        self._current_node = current_node
         self.handles: Handles[FileHandle] = Handles(slots)
+        self.implicit = Implicit(files)
 
     def count_error(self, failure: pyfuse3.FUSEError) -> None:
         """For ``answers``."""
@@ -232,30 +238,44 @@ class Adapter(pyfuse3.Operations):
         except OSError:
             handle.release()
             raise
-        self._relay.opened(number, handle)
+        if handle.local:
+            self._relay.offer(handle.ino)
         return number
 
     def take_over(self) -> int:
         """Know what an earlier worker has opened; how many that are. Before the first request."""
         for slot in self.handles.slots:
-            handle = self._files.reopened(slot.ino)
-            self.handles.take_over(slot.number, handle)
-            self._relay.opened(slot.number, handle)
-        return len(self.handles)
+            if slot.backing_id or not self._relay.offer(slot.ino):
+                self.handles.take_over(slot.number, self._files.reopened(slot.ino))
+        return len(self.handles.slots)
 
     @answers
     async def read(self, fh: FileHandleT, off: int, size: int) -> Data:  # type: ignore[override]
         started, took = now_ns(), self.took.read_local
-        handle = self.handles.get(fh)
-        data = handle.known_read(off, size)
-        if data is None:
-            data = await self._waiting(lambda: handle.read(off, size, self._files))
-            self._relay.opened(fh, handle)  # its copy may be complete by now
-            if not handle.local:
-                took = self.took.read_source
+        with self._reading(fh) as handle:
+            data = handle.known_read(off, size)
+            if data is None:
+                data = await self._waiting(lambda: handle.read(off, size, self._files))
+                if not handle.local:
+                    took = self.took.read_source
+            if handle.served:  # its copy may be complete by now
+                self._relay.offer(handle.ino, seen=True)
         self._metrics.relayed_bytes += len(data)
         took.observe(now_ns() - started)
         return data
+
+    def _reading(self, fh: int) -> AbstractContextManager[FileHandle]:
+        """What a READ is about. Raises OSError EBADF. Before the handler's first checkpoint."""
+        if not fh:
+            return self.implicit.handle(self._current_node())
+        handle = self.handles.get(fh)
+        if handle is None:
+            # Opened by the C part, which cannot read it.
+            if (ino := self.handles.slots.ino(fh)) is None:
+                raise OSError(errno.EBADF, "unknown handle")
+            handle = self._files.reopened(ino)
+            self.handles.take_over(fh, handle)
+        return nullcontext(handle)
 
     @answers
     async def flush(self, fh: FileHandleT) -> None:
@@ -263,7 +283,6 @@ class Adapter(pyfuse3.Operations):
 
     @answers
     async def release(self, fh: FileHandleT) -> None:
-        self._relay.closed(fh)
         handle = self.handles.pop(fh)
         if handle is not None:
             handle.release()

@@ -42,15 +42,16 @@ class Handles(Generic[T]):
         return number
 
     def take_over(self, number: int, what: T) -> None:
-        """``number`` was given out by an earlier worker."""
+        """``number`` was given out by an earlier worker, or without Python. Raises OSError EBADF if
+        it is not open."""
+        if not self.slots.own(number):
+            what.release()
+            raise OSError(errno.EBADF, "unknown handle")
         self._open[number] = what
 
-    def get(self, number: int) -> T:
-        """Raises OSError EBADF for a number that is not open."""
-        try:
-            return self._open[number]
-        except KeyError:
-            raise OSError(errno.EBADF, "unknown handle") from None
+    def get(self, number: int) -> T | None:
+        """None for a number under which nothing is known here: see ``slots.ino``."""
+        return self._open.get(number)
 
     def pop(self, number: int) -> T | None:
         """None for a number that is not open: a second RELEASE is not an error."""

@@ -74,9 +74,10 @@ class Quick:
         self._relay = relay
         self._took = metrics.requests
 
-    def answer(self, opcode: int, node: int, body: bytes) -> bytes | None:
-        """What follows the header of a successful answer; None: not here. ``body`` is what follows
-        the header of the request. No checkpoint; raises nothing that is foreseen."""
+    def answer(self, opcode: int, node: int, body: bytes) -> bytes | bool | None:
+        """What follows the header of a successful answer; None: not here; True: the C part knows
+        more now, and may answer. ``body`` is what follows the header of the request. No checkpoint;
+        raises nothing that is foreseen."""
         started = now_ns()
         match opcode:
             case Opcode.LOOKUP:
@@ -96,6 +97,8 @@ class Quick:
             case Opcode.OPEN:
                 if _OPEN_IN.unpack_from(body)[0] & os.O_ACCMODE != os.O_RDONLY:
                     return None
+                if self._relay.opens(node):
+                    return True
                 try:
                     handle = self._files.known_open(node)
                 except OSError:
@@ -107,13 +110,11 @@ class Quick:
                 except OSError:
                     handle.release()
                     return None
-                self._relay.opened(number, handle)
                 self._took.open_local.observe(now_ns() - started)
                 self._count_answer()
                 return _OPEN_OUT.pack(number, FOPEN_KEEP_CACHE if handle.keep_cache else 0, 0)
             case Opcode.RELEASE:
                 number = _HANDLE.unpack_from(body)[0]
-                self._relay.closed(number)
                 if (released := self._handles.pop(number)) is not None:
                     released.release()
                 return b""

@@ -1,49 +1,168 @@
-"""Reads that Python does not see: what the threads of the C part (_relay.c) answer themselves.
+"""What the threads of the C part (_relay.c) may answer: opens and reads of resident files.
 
-Without the C part all reads come to Python.
+Python tells them which files those are, and hears what they opened. Without the C part all requests
+come to Python.
 """
 
 from __future__ import annotations
 
+import os
+import resource
+from collections.abc import Collection
 from types import ModuleType
 
-from monarchfs.fs.files import FileHandle
-from monarchfs.metrics import Metrics
+import trio
+
+from monarchfs.fs.files import Files
+from monarchfs.metrics import Histogram, Metrics
+from monarchfs.types import ReplicaState
+
+MOST_TIERS = 64
+"""As in _resident.h; what further tiers hold is read by Python."""
+
+MOST_OPEN_FILES = 4096
+"""So many replicas the threads keep open, or a quarter of the descriptors that the process may
+have, whatever is less."""
+
+CATCH_UP_SECONDS = 0.25
+"""How late policies hear of what was opened, at most; before they choose they are told."""
+
+WALK_BATCH, WALK_SECONDS = 64, 0.01
+"""So many replicas are looked up at once, about a millisecond; and then none for so long."""
+
+_Times = tuple[int, tuple[int, ...]]
 
 
 class Relay:
-    """Constant: the C part. Changing: ``_counted``, what the metrics know of."""
+    """See ``cache.readers.Readers``.
 
-    def __init__(self, hooks: ModuleType | None, metrics: Metrics) -> None:
+    Constant: the C part, or None; ``free_opens``, whether the kernel is told not to say what it
+    opens. Changing: ``_counted``, what the metrics know of; the tiers' numbers in the C part.
+    """
+
+    def __init__(self, hooks: ModuleType | None, metrics: Metrics, *, free_opens: bool) -> None:
+        self.free_opens = free_opens and hooks is not None
         self._hooks = hooks
         self._metrics = metrics
-        self._counted = (0, 0, 0, 0, (0,) * (len(metrics.requests.read_local.counts)))
+        self._tiers: dict[int, int] = {}
+        self._files: Files | None = None
+        nothing: _Times = (0, (0,) * len(metrics.requests.read_local.counts))
+        self._counted = (0, nothing, nothing, 0, 0)
 
-    def opened(self, number: int, handle: FileHandle) -> None:
-        """Reads of this handle are answered from its replica from now on, if it has one. (What is
-        known already is not changed.)"""
-        if self._hooks is not None and (replica := handle.replica) is not None and not replica.bad:
-            self._hooks.relay(number, replica.fd, replica.size)
-
-    def closed(self, number: int) -> None:
-        """To be called before the handle is released."""
+    def begin(self, files: Files, *, lasting_ns: int, tells: bool) -> None:
+        """Opens are good for at most ``lasting_ns``; ``tells``: policies want to hear of them.
+        Once; raises OSError."""
+        self._files = files
+        files.opened_elsewhere = self._open_now
+        files.opens_are_known = not self.free_opens
         if self._hooks is not None:
-            self._hooks.end_relay(number)
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            count = MOST_OPEN_FILES if most < 0 else max(1, min(MOST_OPEN_FILES, most // 4))
+            self._hooks.resident_start(count, os.geteuid(), lasting_ns, self.free_opens, tells)
 
-    def forget(self, fd: int) -> None:
-        """The replica behind this descriptor is not to be read any more: Python decides."""
+    def offer(self, ino: int, *, seen: bool = False) -> bool:
+        """Have the threads answer for ``ino`` if it is resident; whether they do. ``seen``: it
+        counts as opened. About 10 us."""
+        hooks, files = self._hooks, self._files
+        if hooks is None or files is None:
+            return False
+        index = files.cache.index
+        record = index.replica(ino)
+        if record is None or record.state is not ReplicaState.RESIDENT:
+            return False
+        tier = self._tiers.get(record.tier)
+        node = index.node(ino)
+        # What is outdated may be read from the source as it is, by some.
+        if tier is None or node is None or node.outdated:
+            return False
+        replica = (tier, record.name, record.checksum, record.size)
+        offered: bool = hooks.resident_put(ino, *replica, files.opens_until(ino), seen)
+        return offered
+
+    def opens(self, ino: int) -> bool:
+        """``offer``, for an open: whether the threads may answer it."""
+        files = self._files
+        return files is not None and files.opens_until(ino) > 0 and self.offer(ino)
+
+    # -- as Readers
+
+    def stored(self, ino: int) -> None:
+        # Whoever has it open was counted then.
+        if not self.offer(ino, seen=self._files is not None and self._files.is_open(ino)):
+            self.stop(ino)
+
+    def stop(self, ino: int) -> None:
         if self._hooks is not None:
-            self._hooks.forget_relayed(fd)
+            self._hooks.resident_stop(ino)
+
+    def retire(self, ino: int) -> bool:
+        return self._hooks is None or self._hooks.resident_retire(ino)
+
+    def outdated(self, ino: int) -> None:
+        if self._hooks is not None:
+            self._hooks.resident_expire(ino)
+
+    def used(self, ino: int) -> bool:
+        return self._hooks is not None and self._hooks.resident_used(ino)
+
+    def serve(self, tier_id: int, dir_fd: int | None) -> None:
+        if self._hooks is None:
+            return
+        number = self._tiers.setdefault(tier_id, len(self._tiers))
+        if number < MOST_TIERS:
+            self._hooks.resident_tier(number, -1 if dir_fd is None else dir_fd)
+        else:
+            del self._tiers[tier_id]
+
+    def catch_up(self) -> None:
+        files = self._files
+        if self._hooks is None or files is None:
+            return
+        while inos := self._hooks.resident_opened():
+            for ino in inos:
+                files.cache.accessed(ino)
+                if files.opened_locally is not None:
+                    files.opened_locally(ino)
+
+    # -- tasks
+
+    async def run(self) -> None:
+        """Tell policies what was opened, for ever."""
+        while True:
+            self.catch_up()
+            await trio.sleep(CATCH_UP_SECONDS)
+
+    async def walk(self) -> None:
+        """Offer what is resident already."""
+        if self._hooks is None or self._files is None:
+            return
+        for count, (ino, record) in enumerate(self._files.cache.index.replicas(), 1):
+            if record.state is ReplicaState.RESIDENT and not self._hooks.resident_has(ino):
+                self.offer(ino)
+            if count % WALK_BATCH == 0:
+                await trio.sleep(WALK_SECONDS)
+
+    def _open_now(self) -> Collection[int]:
+        if self._hooks is None:
+            return ()
+        return [ino for _number, ino, _unique, _backing_id in self._hooks.table_list()]
 
     def count(self) -> None:
         """Bring the metrics up to date."""
         if self._hooks is None:
             return
-        _reads, relayed, _queued, total_ns, took = now = self._hooks.relay_counts()
-        _reads, relayed_before, _queued, total_before, took_before = self._counted
-        self._counted = now
-        self._metrics.relayed_bytes += relayed - relayed_before
-        durations = self._metrics.requests.read_local
-        durations.total_ns += total_ns - total_before
-        for bucket in range(len(durations.counts)):
-            durations.counts[bucket] += took[bucket] - took_before[bucket]
+        _queued, relayed, reads, opens = self._hooks.relay_counts()
+        opened, opened_bytes, _lost = self._hooks.resident_counts()
+        before, self._counted = self._counted, (relayed, reads, opens, opened, opened_bytes)
+        metrics = self._metrics
+        metrics.relayed_bytes += relayed - before[0]
+        _add(metrics.requests.read_local, reads, before[1])
+        _add(metrics.requests.open_local, opens, before[2])
+        metrics.local_opens += opened - before[3]
+        metrics.local_file_bytes += opened_bytes - before[4]
+
+
+def _add(durations: Histogram, now: _Times, before: _Times) -> None:
+    durations.total_ns += now[0] - before[0]
+    for bucket in range(len(durations.counts)):
+        durations.counts[bucket] += now[1][bucket] - before[1][bucket]

@@ -48,8 +48,17 @@ def current_request() -> tuple[int, int]:
     """(unique, pid) of the request received last; zeros where the C part is missing."""
     if hooks is None:
         return 0, 0
-    unique, _opcode, pid = hooks.current()
+    unique, _opcode, pid, _node = hooks.current()
     return unique, pid
+
+
+def current_node() -> int:
+    """The node id of the request received last. Raises OSError where the C part is missing: it
+    alone has the kernel send requests that do not say what they are about."""
+    if hooks is None:
+        raise OSError(errno.EBADF, "unknown handle")
+    node: int = hooks.current()[3]
+    return node
 
 
 def on_interrupt(handler: Callable[[int], bool]) -> bool:
@@ -61,10 +70,10 @@ def on_interrupt(handler: Callable[[int], bool]) -> bool:
     return True
 
 
-def on_request(handler: Callable[[int, int, bytes], bytes | None]) -> None:
+def on_request(handler: Callable[[int, int, bytes], bytes | bool | None]) -> None:
     """Have ``handler`` answer those requests of ``quick.Opcode`` that it can: called with opcode,
-    node id and what follows the request's header, it returns what follows the answer's, or None.
-    Nothing where the C part is missing: pyfuse3 answers all."""
+    node id and what follows the request's header, it returns what follows the answer's, None, or
+    True: then the C part tries once more. Nothing where that is missing: pyfuse3 answers all."""
     if hooks is not None:
         hooks.set_request_handler(handler)
 
@@ -108,9 +117,17 @@ class Session:
     """
 
     def __init__(
-        self, operations: pyfuse3.Operations, init_fd: int, fuse_fd: int, *, relays: bool = True
+        self,
+        operations: pyfuse3.Operations,
+        init_fd: int,
+        fuse_fd: int,
+        *,
+        relays: bool = True,
+        free_opens: bool = False,
     ) -> None:
-        """Without ``relays`` all requests are read on the event loop."""
+        """Without ``relays`` all requests are read on the event loop; ``free_opens``: where they
+        are not, have the kernel open files on its own."""
+        self._free_opens = free_opens
         self._init_fd = init_fd
         self._fuse_fd = fuse_fd
         self._relays = relays
@@ -125,7 +142,8 @@ class Session:
             hooks is None
             or not self._relays
             or not hooks.start_relay(
-                self._init_fd, self._fuse_fd, RELAY_THREADS, DURATION_BOUNDS_NS
+                *(self._init_fd, self._fuse_fd, RELAY_THREADS, self._free_opens),
+                DURATION_BOUNDS_NS,
             )
         ):
             # An earlier worker may have had threads that waited in read(2).

@@ -28,7 +28,7 @@ offset type    slot
 8      u64     ``unique`` of the OPEN request, without RESENT
 16     u32     generation: rises when the slot is freed
 20     u32     backing id: reads do not come here but go to this file; 0: they come here
-24     u64     not used
+24     u64     flags of the worker that uses the table (_table.h)
 ====== ======= ======================================================================
 """
 
@@ -170,6 +170,11 @@ class Slots:
             return None
         ino, _, generation, _, _ = self._slot(index)
         return ino if ino and generation == number >> 32 else None
+
+    def own(self, number: int) -> bool:
+        """Its end is for this process' Python to know; whether it is open. (Here that is always
+        so: see ``FastSlots``.)"""
+        return self.ino(number) is not None
 
     def _slot(self, index: int) -> tuple[int, int, int, int, int]:
         found: tuple[int, int, int, int, int] = _SLOT.unpack_from(

@@ -82,6 +82,11 @@ class Tier:
             self.close()
             raise
 
+    @property
+    def dir_fd(self) -> int:
+        """The directory's descriptor, for now; not the caller's to close."""
+        return self._fd
+
     def close(self) -> None:
         """Close the directories; nothing of the tier may be in use any more."""
         with self._lock:

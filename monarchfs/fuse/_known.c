@@ -1,0 +1,272 @@
+/* What Python tells the threads, and asks of them: the table of open files, and which files are
+ * resident. */
+#define PY_SSIZE_T_CLEAN
+#include "_known.h"
+
+#include "_resident.h"
+#include "_table.h"
+
+#include <errno.h>
+#include <string.h>
+
+#define MOST_TOLD 4096
+
+static PyObject *failed(int error)
+{
+	errno = error;
+	return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+static bool number_in(PyObject *given, uint64_t *number)
+{
+	*number = PyLong_AsUnsignedLongLong(given);
+	return !(*number == (uint64_t)-1 && PyErr_Occurred());
+}
+
+/* -- the table of open files */
+
+static PyObject *attach(PyObject *self, PyObject *given)
+{
+	(void)self;
+	long fd = PyLong_AsLong(given);
+	if (fd == -1 && PyErr_Occurred())
+		return NULL;
+	int error = -table_attach((int)fd);
+	if (error == EINVAL) {
+		PyErr_SetString(PyExc_ValueError, "not a table of open files");
+		return NULL;
+	}
+	if (error)
+		return failed(error);
+	Py_RETURN_NONE;
+}
+
+static PyObject *detach(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	table_detach();
+	Py_RETURN_NONE;
+}
+
+static PyObject *add(PyObject *self, PyObject *args)
+{
+	unsigned long long ino, unique;
+	unsigned backing_id = 0;
+	uint64_t number;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KK|I", &ino, &unique, &backing_id))
+		return NULL;
+	int result = table_add(ino, unique, backing_id, OWNED, &number);
+	return result < 0 ? failed(-result) : PyLong_FromUnsignedLongLong(number);
+}
+
+static PyObject *ino_or_none(uint64_t ino)
+{
+	if (!ino)
+		Py_RETURN_NONE;
+	return PyLong_FromUnsignedLongLong(ino);
+}
+
+static PyObject *end(PyObject *self, PyObject *given)
+{
+	uint64_t number;
+	(void)self;
+	return number_in(given, &number) ? ino_or_none(table_end(number, false, NULL)) : NULL;
+}
+
+static PyObject *ino_of(PyObject *self, PyObject *given)
+{
+	uint64_t number;
+	(void)self;
+	return number_in(given, &number) ? ino_or_none(table_ino(number)) : NULL;
+}
+
+static PyObject *own(PyObject *self, PyObject *given)
+{
+	uint64_t number;
+	(void)self;
+	return number_in(given, &number) ? PyBool_FromLong(table_own(number)) : NULL;
+}
+
+static PyObject *list(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	PyObject *found = PyList_New(0);
+	struct slot slot;
+	uint64_t number;
+	size_t index = 0;
+	while (found && (number = table_next(&index, &slot))) {
+		PyObject *each = Py_BuildValue("KKKI", (unsigned long long)number,
+					       (unsigned long long)slot.ino,
+					       (unsigned long long)slot.unique, slot.backing_id);
+		if (!each || PyList_Append(found, each) < 0)
+			Py_CLEAR(found);
+		Py_XDECREF(each);
+	}
+	return found;
+}
+
+static PyObject *length(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	return PyLong_FromSize_t(table_length());
+}
+
+/* -- resident files */
+
+static PyObject *start(PyObject *self, PyObject *args)
+{
+	unsigned files, uid;
+	long long lasting_ns;
+	int free_opens, tells;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "IILpp", &files, &uid, &lasting_ns, &free_opens, &tells))
+		return NULL;
+	int error = -resident_start(files, (uid_t)uid, lasting_ns, free_opens, tells);
+	if (error)
+		return failed(error);
+	Py_RETURN_NONE;
+}
+
+static PyObject *tier(PyObject *self, PyObject *args)
+{
+	unsigned number;
+	int dir_fd;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "Ii", &number, &dir_fd))
+		return NULL;
+	int error = -resident_tier(number, dir_fd);
+	if (error)
+		return failed(error);
+	Py_RETURN_NONE;
+}
+
+static PyObject *put(PyObject *self, PyObject *args)
+{
+	unsigned long long ino, checksum, size;
+	long long until_ns;
+	struct replica replica;
+	const char *name;
+	Py_ssize_t name_bytes;
+	int seen;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KIy#KKLp", &ino, &replica.tier, &name, &name_bytes,
+			      &checksum, &size, &until_ns, &seen))
+		return NULL;
+	if (name_bytes != NAME_BYTES) {
+		PyErr_SetString(PyExc_ValueError, "a replica's name has 16 bytes");
+		return NULL;
+	}
+	memcpy(replica.name, name, NAME_BYTES);
+	replica.checksum = checksum;
+	replica.size = size;
+	replica.opens_until_ns = until_ns;
+	return PyBool_FromLong(resident_put(ino, &replica, seen));
+}
+
+static PyObject *expire(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	if (!number_in(given, &ino))
+		return NULL;
+	resident_expire(ino);
+	Py_RETURN_NONE;
+}
+
+static PyObject *stop(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	if (!number_in(given, &ino))
+		return NULL;
+	resident_stop(ino);
+	Py_RETURN_NONE;
+}
+
+static PyObject *retire(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	return number_in(given, &ino) ? PyBool_FromLong(resident_retire(ino)) : NULL;
+}
+
+static PyObject *has(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	return number_in(given, &ino) ? PyBool_FromLong(resident_has(ino)) : NULL;
+}
+
+static PyObject *used(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	return number_in(given, &ino) ? PyBool_FromLong(resident_used(ino)) : NULL;
+}
+
+static PyObject *told(PyObject *self, PyObject *unused)
+{
+	static uint64_t inos[MOST_TOLD]; /* under the GIL */
+	(void)self;
+	(void)unused;
+	size_t count = resident_opened(inos, MOST_TOLD);
+	PyObject *found = PyList_New((Py_ssize_t)count);
+	for (size_t i = 0; found && i < count; i++) {
+		PyObject *ino = PyLong_FromUnsignedLongLong(inos[i]);
+		if (!ino)
+			Py_CLEAR(found);
+		else
+			PyList_SET_ITEM(found, (Py_ssize_t)i, ino);
+	}
+	return found;
+}
+
+static PyObject *counted(PyObject *self, PyObject *unused)
+{
+	struct resident_counts counts;
+	(void)self;
+	(void)unused;
+	resident_count(&counts);
+	return Py_BuildValue("KKK", (unsigned long long)counts.opens,
+			     (unsigned long long)counts.opened_bytes,
+			     (unsigned long long)counts.lost);
+}
+
+PyMethodDef known_methods[] = {
+	{"table_attach", attach, METH_O,
+	 "table_attach(fd): begin with what is open in that table (slots.py). Raises ValueError for\n"
+	 "what is none, OSError."},
+	{"table_detach", detach, METH_NOARGS, "Give the table's memory back; what is open stays so."},
+	{"table_add", add, METH_VARARGS,
+	 "table_add(ino, unique, backing_id=0): the number of a handle whose RELEASE is Python's.\n"
+	 "Raises OSError ENFILE."},
+	{"table_end", end, METH_O, "table_end(number): its inode number, None if it was not open."},
+	{"table_ino", ino_of, METH_O, "table_ino(number): its inode number, None if it is not open."},
+	{"table_own", own, METH_O,
+	 "table_own(number): its RELEASE is Python's from now on. False if it is not open."},
+	{"table_list", list, METH_NOARGS, "What is open: [(number, ino, unique, backing id)]."},
+	{"table_length", length, METH_NOARGS, "How many files are open."},
+	{"resident_start", start, METH_VARARGS,
+	 "resident_start(files, uid, lasting_ns, free_opens, tells): see _resident.h. Raises OSError."},
+	{"resident_tier", tier, METH_VARARGS,
+	 "resident_tier(tier, dir_fd): a tier's directory; -1: nothing is read there for now. Raises\n"
+	 "OSError."},
+	{"resident_put", put, METH_VARARGS,
+	 "resident_put(ino, tier, name, checksum, size, opens_until_ns, seen): the threads may read it;\n"
+	 "False where they know too many."},
+	{"resident_expire", expire, METH_O, "resident_expire(ino): its opens are to be asked about."},
+	{"resident_stop", stop, METH_O, "resident_stop(ino): it is not to be read any more."},
+	{"resident_retire", retire, METH_O,
+	 "resident_retire(ino): the same, and False, where it is open or being read."},
+	{"resident_has", has, METH_O, "resident_has(ino): whether the threads may read it."},
+	{"resident_used", used, METH_O, "resident_used(ino): whether it is open."},
+	{"resident_opened", told, METH_NOARGS,
+	 "Inode numbers that the threads opened since the last call, at most 4096, oldest first."},
+	{"resident_counts", counted, METH_NOARGS,
+	 "(opens by the threads, sizes of those files, opens that resident_opened left out)."},
+	{NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,9 @@
+/* Functions of the Python module for _table.c and _resident.c. */
+#ifndef MONARCHFS_KNOWN_H
+#define MONARCHFS_KNOWN_H
+
+#include <Python.h>
+
+extern PyMethodDef known_methods[];
+
+#endif

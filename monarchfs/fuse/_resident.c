@@ -1,0 +1,556 @@
+/* Which files the threads may answer about by themselves. See _resident.h. */
+#define _GNU_SOURCE
+#include "_resident.h"
+
+#include <linux/openat2.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+/* Places for inodes: four times as many as there may be replicas, because open files without one
+ * are counted here, too. Memory that is not touched costs nothing. Neighbouring numbers are kept
+ * together, 64 to a page, as the index gives them out in sequence. */
+#define PLACES (1U << 22)
+#define BLOCK_BITS 6
+#define RING 65536 /* opens that wait for resident_opened, a power of two */
+#define NOT_OPEN UINT32_MAX
+#define FILE_BYTES 64 /* "xx/" + 32 digits + "." + 16 digits, and a terminating zero */
+
+struct entry {
+	uint64_t ino; /* 0: no entry */
+	uint64_t size, checksum;
+	int64_t opens_until_ns;
+	unsigned char name[NAME_BYTES];
+	uint32_t open; /* its place in `files`, or NOT_OPEN */
+	uint32_t uses; /* how often it is open */
+	uint32_t stamp; /* another one with each replica */
+	uint8_t tier;
+	bool resident; /* else it is only counted */
+	bool seen; /* was read, or opened */
+	uint8_t opening; /* threads that are at it */
+};
+
+_Static_assert(sizeof(struct entry) == 64, "two cache lines' worth is too much");
+
+/* A replica's descriptor. Under `lock`. */
+struct file {
+	uint64_t ino;
+	int fd; /* -1: a free place */
+	uint32_t reads; /* under way */
+	uint32_t next_free;
+	uint8_t tier;
+	bool stopped; /* to be closed after the last of them */
+	bool used; /* since the hand went by */
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct entry *entries;
+static uint32_t entry_count, resident_total, stamps;
+static struct file *files;
+static uint32_t most_files, hand, first_free = NOT_OPEN;
+static struct {
+	int fd; /* of its directory, if it is known */
+	bool known, served;
+} tiers[MOST_TIERS];
+static uid_t owner;
+static int64_t span_ns;
+static bool by_first_reads, telling;
+static uint64_t ring[RING], ring_head, ring_tail;
+static struct resident_counts counts;
+
+/* -- entries: open addressing, removal by shifting back. Under `lock` */
+
+static uint32_t home_of(uint64_t ino)
+{
+	uint64_t block = (ino >> BLOCK_BITS) * 0x9e3779b97f4a7c15ULL;
+	return (uint32_t)(block >> 48 << BLOCK_BITS | (ino & ((1 << BLOCK_BITS) - 1))) &
+	       (PLACES - 1);
+}
+
+static struct entry *look_up(uint64_t ino)
+{
+	if (!entries || !ino)
+		return NULL;
+	uint32_t place = home_of(ino);
+	while (entries[place].ino && entries[place].ino != ino)
+		place = (place + 1) & (PLACES - 1);
+	return entries[place].ino ? &entries[place] : NULL;
+}
+
+static struct entry *make(uint64_t ino)
+{
+	struct entry *known = look_up(ino);
+	if (known)
+		return known;
+	if (!ino || entry_count >= PLACES / 2)
+		return NULL;
+	if (!entries) {
+		void *memory = mmap(NULL, PLACES * sizeof(*entries), PROT_READ | PROT_WRITE,
+				    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+		if (memory == MAP_FAILED)
+			return NULL;
+		entries = memory;
+	}
+	uint32_t place = home_of(ino);
+	while (entries[place].ino)
+		place = (place + 1) & (PLACES - 1);
+	entry_count++;
+	entries[place] = (struct entry){.ino = ino, .open = NOT_OPEN};
+	return &entries[place];
+}
+
+static void unmake(struct entry *entry)
+{
+	uint32_t hole = (uint32_t)(entry - entries);
+	entry_count--;
+	for (uint32_t next = hole;;) {
+		next = (next + 1) & (PLACES - 1);
+		if (!entries[next].ino)
+			break;
+		/* It may fill the hole if that is not before its home. */
+		uint32_t home = home_of(entries[next].ino);
+		if (((next - home) & (PLACES - 1)) >= ((next - hole) & (PLACES - 1))) {
+			entries[hole] = entries[next];
+			hole = next;
+		}
+	}
+	entries[hole].ino = 0;
+}
+
+static void tidy(struct entry *entry)
+{
+	if (!entry->resident && !entry->uses && !entry->opening)
+		unmake(entry);
+}
+
+/* -- open files. Under `lock`; what is to be closed is returned, because closing may take long */
+
+static int release_place(uint32_t place)
+{
+	int fd = files[place].fd;
+	files[place].fd = -1;
+	files[place].next_free = first_free;
+	first_free = place;
+	return fd;
+}
+
+/* The entry's descriptor is not for reading any more. */
+static int put_down(struct entry *entry)
+{
+	uint32_t place = entry->open;
+	if (place == NOT_OPEN)
+		return -1;
+	entry->open = NOT_OPEN;
+	if (!files[place].reads)
+		return release_place(place);
+	files[place].stopped = true;
+	return -1;
+}
+
+/* A free place: that of a file that was not read for long (CLOCK); NOT_OPEN where all are busy. */
+static uint32_t find_place(int *to_close)
+{
+	*to_close = -1;
+	for (uint32_t tries = 2 * most_files; first_free == NOT_OPEN && tries; tries--) {
+		struct file *file = &files[hand];
+		hand = (hand + 1) % most_files;
+		if (file->fd < 0 || file->reads || file->stopped)
+			continue;
+		if (file->used) {
+			file->used = false;
+			continue;
+		}
+		struct entry *entry = look_up(file->ino);
+		if (entry)
+			*to_close = put_down(entry);
+	}
+	uint32_t place = first_free;
+	if (place != NOT_OPEN)
+		first_free = files[place].next_free;
+	return place;
+}
+
+static void close_if(int fd)
+{
+	if (fd >= 0)
+		close(fd);
+}
+
+/* -- for Python */
+
+int resident_start(unsigned some, uid_t uid, int64_t lasting_ns, bool free_opens,
+		   bool tells)
+{
+	if (files)
+		return -EALREADY;
+	if (!some)
+		return -EINVAL;
+	struct file *memory = calloc(some, sizeof(*memory));
+	if (!memory)
+		return -ENOMEM;
+	pthread_mutex_lock(&lock);
+	files = memory;
+	most_files = some;
+	for (uint32_t place = 0; place < some; place++)
+		files[place] = (struct file){.fd = -1, .next_free = place + 1};
+	files[some - 1].next_free = NOT_OPEN;
+	first_free = 0;
+	owner = uid;
+	span_ns = lasting_ns;
+	by_first_reads = free_opens;
+	telling = tells;
+	pthread_mutex_unlock(&lock);
+	return 0;
+}
+
+/* Whether both are the same directory. */
+static bool alike(int one, int other)
+{
+	struct stat a, b;
+	return fstat(one, &a) == 0 && fstat(other, &b) == 0 && a.st_dev == b.st_dev &&
+	       a.st_ino == b.st_ino;
+}
+
+int resident_tier(unsigned tier, int dir_fd)
+{
+	if (tier >= MOST_TIERS)
+		return -EINVAL;
+	int own = -1;
+	/* What was a tier's is not closed again: a thread may be using it. */
+	if (dir_fd >= 0 && !(tiers[tier].known && alike(dir_fd, tiers[tier].fd))) {
+		own = fcntl(dir_fd, F_DUPFD_CLOEXEC, 0);
+		if (own < 0)
+			return -errno;
+	}
+	pthread_mutex_lock(&lock);
+	if (own >= 0) {
+		tiers[tier].fd = own;
+		tiers[tier].known = true;
+	}
+	tiers[tier].served = dir_fd >= 0;
+	for (uint32_t place = 0; place < most_files; place++) {
+		struct entry *entry = NULL;
+		if (files[place].fd >= 0 && files[place].tier == tier && !files[place].stopped)
+			entry = look_up(files[place].ino);
+		if (entry && (own >= 0 || dir_fd < 0))
+			close_if(put_down(entry));
+	}
+	pthread_mutex_unlock(&lock);
+	return 0;
+}
+
+static bool same(const struct entry *entry, const struct replica *replica)
+{
+	return entry->resident && entry->tier == replica->tier && entry->size == replica->size &&
+	       entry->checksum == replica->checksum &&
+	       !memcmp(entry->name, replica->name, NAME_BYTES);
+}
+
+bool resident_put(uint64_t ino, const struct replica *replica, bool seen)
+{
+	int to_close = -1;
+	pthread_mutex_lock(&lock);
+	struct entry *entry = look_up(ino);
+	if (files && replica->tier < MOST_TIERS &&
+	    ((entry && entry->resident) || resident_total < MOST_RESIDENT))
+		entry = make(ino);
+	else
+		entry = NULL;
+	if (entry && !same(entry, replica)) {
+		to_close = put_down(entry);
+		resident_total += !entry->resident;
+		entry->resident = true;
+		entry->stamp = ++stamps;
+		entry->tier = (uint8_t)replica->tier;
+		entry->size = replica->size;
+		entry->checksum = replica->checksum;
+		memcpy(entry->name, replica->name, NAME_BYTES);
+	}
+	if (entry) {
+		entry->opens_until_ns = replica->opens_until_ns;
+		entry->seen |= seen;
+	}
+	pthread_mutex_unlock(&lock);
+	close_if(to_close);
+	return entry;
+}
+
+void resident_expire(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = look_up(ino);
+	if (entry)
+		entry->opens_until_ns = 0;
+	pthread_mutex_unlock(&lock);
+}
+
+static int stop(struct entry *entry)
+{
+	int to_close = put_down(entry);
+	resident_total -= entry->resident;
+	entry->resident = false;
+	entry->stamp = ++stamps;
+	tidy(entry);
+	return to_close;
+}
+
+void resident_stop(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = look_up(ino);
+	int to_close = entry ? stop(entry) : -1;
+	pthread_mutex_unlock(&lock);
+	close_if(to_close);
+}
+
+bool resident_retire(uint64_t ino)
+{
+	int to_close = -1;
+	pthread_mutex_lock(&lock);
+	struct entry *entry = look_up(ino);
+	bool busy = entry && (entry->uses || entry->opening ||
+			      (entry->open != NOT_OPEN && files[entry->open].reads));
+	if (entry && !busy)
+		to_close = stop(entry);
+	pthread_mutex_unlock(&lock);
+	close_if(to_close);
+	return !busy;
+}
+
+bool resident_has(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = look_up(ino);
+	bool has = entry && entry->resident;
+	pthread_mutex_unlock(&lock);
+	return has;
+}
+
+void resident_use(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = make(ino);
+	if (entry)
+		entry->uses++;
+	pthread_mutex_unlock(&lock);
+}
+
+void resident_unuse(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = look_up(ino);
+	if (entry && entry->uses) {
+		entry->uses--;
+		tidy(entry);
+	}
+	pthread_mutex_unlock(&lock);
+}
+
+bool resident_used(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = look_up(ino);
+	bool used = entry && entry->uses;
+	pthread_mutex_unlock(&lock);
+	return used;
+}
+
+size_t resident_opened(uint64_t *inos, size_t most)
+{
+	size_t got = 0;
+	pthread_mutex_lock(&lock);
+	while (got < most && ring_tail != ring_head)
+		inos[got++] = ring[ring_tail++ % RING];
+	pthread_mutex_unlock(&lock);
+	return got;
+}
+
+void resident_count(struct resident_counts *to)
+{
+	pthread_mutex_lock(&lock);
+	*to = counts;
+	pthread_mutex_unlock(&lock);
+}
+
+/* -- for the threads */
+
+/* Under `lock`. */
+static void opened(struct entry *entry)
+{
+	entry->seen = true;
+	counts.opens++;
+	counts.opened_bytes += entry->size;
+	if (!telling)
+		return;
+	if (ring_head - ring_tail < RING)
+		ring[ring_head++ % RING] = entry->ino;
+	else
+		counts.lost++;
+}
+
+static int64_t now_ns(void)
+{
+	struct timespec now;
+	clock_gettime(CLOCK_REALTIME, &now);
+	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static bool good(int64_t until_ns)
+{
+	if (until_ns == ALWAYS || !until_ns)
+		return until_ns;
+	int64_t left_ns = until_ns - now_ns();
+	return left_ns > 0 && left_ns <= span_ns;
+}
+
+/* Under `lock`. */
+static struct entry *readable(uint64_t ino)
+{
+	struct entry *entry = look_up(ino);
+	return entry && entry->resident && tiers[entry->tier].served ? entry : NULL;
+}
+
+bool resident_open(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = readable(ino);
+	if (entry && !good(entry->opens_until_ns))
+		entry = NULL;
+	if (entry) {
+		entry->uses++;
+		opened(entry);
+	}
+	pthread_mutex_unlock(&lock);
+	return entry;
+}
+
+/* As store/files.py has it: never through a symbolic link, and not to be held up by a FIFO. */
+static int open_below(int dir_fd, const char *file)
+{
+	const int flags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
+	struct open_how how = {.flags = flags, .resolve = RESOLVE_NO_SYMLINKS};
+	int fd = (int)syscall(SYS_openat2, dir_fd, file, &how, sizeof(how));
+	if (fd >= 0 || (errno != ENOSYS && errno != EPERM))
+		return fd;
+	/* Before Linux 5.6, or forbidden by a container's filter. */
+	char subdir[] = {file[0], file[1], 0};
+	int sub_fd = openat(dir_fd, subdir, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+	if (sub_fd < 0)
+		return -1;
+	fd = openat(sub_fd, file + 3, flags);
+	close(sub_fd);
+	return fd;
+}
+
+static char *hex(char *to, uint64_t number, unsigned digits)
+{
+	for (unsigned left = digits; left--; number >>= 4)
+		to[left] = "0123456789abcdef"[number & 15];
+	return to + digits;
+}
+
+static int open_replica(int dir_fd, const struct entry *wanted)
+{
+	char file[FILE_BYTES], *to = file;
+	to = hex(to, wanted->name[0], 2);
+	*to++ = '/';
+	for (unsigned i = 0; i < NAME_BYTES; i++)
+		to = hex(to, wanted->name[i], 2);
+	*to++ = '.';
+	*hex(to, wanted->checksum, 16) = 0;
+	int fd = open_below(dir_fd, file);
+	struct stat st;
+	if (fd >= 0 && (fstat(fd, &st) < 0 || !S_ISREG(st.st_mode) || st.st_uid != owner ||
+			(uint64_t)st.st_size != wanted->size)) {
+		close(fd);
+		return -1;
+	}
+	return fd;
+}
+
+/* Under `lock`: of a descriptor that was opened without it. False where the replica has gone, or
+ * another one has come, meanwhile. */
+static bool take(uint64_t ino, uint32_t stamp, int fd, struct reading *reading, int *to_close)
+{
+	struct entry *entry = look_up(ino);
+	if (!entry)
+		return false;
+	entry->opening--;
+	if (!entry->resident || entry->stamp != stamp || !tiers[entry->tier].served ||
+	    fd < 0) {
+		tidy(entry);
+		return false;
+	}
+	uint32_t place = entry->open;
+	if (place != NOT_OPEN) {
+		*to_close = fd; /* another thread was faster */
+	} else {
+		place = find_place(to_close);
+		if (place == NOT_OPEN) {
+			*reading = (struct reading){ino, fd, entry->size, -1};
+			return true;
+		}
+		files[place] = (struct file){.ino = ino, .fd = fd, .tier = entry->tier};
+		entry->open = place;
+	}
+	files[place].reads++;
+	files[place].used = true;
+	*reading = (struct reading){ino, files[place].fd, entry->size, (int)place};
+	return true;
+}
+
+bool resident_enter(uint64_t ino, uint64_t offset, struct reading *reading)
+{
+	int dir_fd = -1, to_close = -1;
+	struct entry wanted;
+	pthread_mutex_lock(&lock);
+	struct entry *entry = readable(ino);
+	bool entered = entry && entry->open != NOT_OPEN;
+	if (entry) {
+		if (by_first_reads && (!offset || !entry->seen))
+			opened(entry);
+		if (entered) {
+			struct file *file = &files[entry->open];
+			file->reads++;
+			file->used = true;
+			*reading = (struct reading){ino, file->fd, entry->size, (int)entry->open};
+		} else if (entry->opening < UINT8_MAX) {
+			entry->opening++;
+			wanted = *entry;
+			dir_fd = tiers[entry->tier].fd;
+		} else {
+			entry = NULL;
+		}
+	}
+	pthread_mutex_unlock(&lock);
+	if (entered || !entry)
+		return entered;
+	int fd = open_replica(dir_fd, &wanted);
+	pthread_mutex_lock(&lock);
+	entered = take(ino, wanted.stamp, fd, reading, &to_close);
+	pthread_mutex_unlock(&lock);
+	close_if(entered ? to_close : fd);
+	return entered;
+}
+
+void resident_leave(const struct reading *reading)
+{
+	int to_close = reading->fd;
+	if (reading->place >= 0) {
+		pthread_mutex_lock(&lock);
+		struct file *file = &files[reading->place];
+		to_close = --file->reads == 0 && file->stopped ?
+				   release_place((uint32_t)reading->place) :
+				   -1;
+		pthread_mutex_unlock(&lock);
+	}
+	close_if(to_close);
+}

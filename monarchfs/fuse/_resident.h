@@ -1,0 +1,83 @@
+/* Which files the threads may answer about by themselves: inode number -> complete replica.
+ *
+ * An inode number is one version of one file, so its replica serves whoever reads it, whatever the
+ * handle. Python puts replicas in and takes them out. Thread-safe; nothing here blocks but for
+ * opening and closing files of a tier. */
+#ifndef MONARCHFS_RESIDENT_H
+#define MONARCHFS_RESIDENT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+/* Replicas known, at most; more are Python's. 64 bytes each. */
+#define MOST_RESIDENT 1000000
+#define MOST_TIERS 64
+#define NAME_BYTES 16
+#define ALWAYS INT64_MAX
+
+struct replica {
+	unsigned tier; /* below MOST_TIERS */
+	unsigned char name[NAME_BYTES];
+	uint64_t checksum;
+	uint64_t size;
+	int64_t opens_until_ns; /* opens need not be asked about until then, CLOCK_REALTIME; 0: all */
+};
+
+/* A replica that is being read: see resident_enter. */
+struct reading {
+	uint64_t ino;
+	int fd;
+	uint64_t size;
+	int place; /* among the open files; -1: this reader's own */
+};
+
+struct resident_counts {
+	uint64_t opens; /* counted by resident_open and, where there are no opens, by first reads */
+	uint64_t opened_bytes; /* the sizes of those files */
+	uint64_t lost; /* opens that resident_opened did not tell of */
+};
+
+/* Begin. At most `files` descriptors are kept open; replicas belong to `uid`. `lasting_ns`: opens
+ * are never good for longer than that, so a clock that was set back ends them. `free_opens`: there
+ * are none, and first reads count as such. `tells`: for resident_opened. 0 or -errno; once only. */
+int resident_start(unsigned files, uid_t uid, int64_t lasting_ns, bool free_opens, bool tells);
+
+/* The tier's directory (duplicated); -1: nothing is read there for now. 0 or -errno. */
+int resident_tier(unsigned tier, int dir_fd);
+
+/* `ino` may be read from, and opened, by the threads. `seen`: its first read was. False where there
+ * are too many. */
+bool resident_put(uint64_t ino, const struct replica *replica, bool seen);
+
+/* Its opens are to be asked about from now on. */
+void resident_expire(uint64_t ino);
+
+/* It is not to be read any more; its descriptor is closed as soon as nobody is reading. */
+void resident_stop(uint64_t ino);
+
+/* The same, unless it is open or being read: then false. */
+bool resident_retire(uint64_t ino);
+
+/* Whether it may be read here. */
+bool resident_has(uint64_t ino);
+
+/* It is open once more, once less; whether it is. */
+void resident_use(uint64_t ino);
+void resident_unuse(uint64_t ino);
+bool resident_used(uint64_t ino);
+
+/* Count an open, and use it once; false where Python is to be asked. */
+bool resident_open(uint64_t ino);
+
+/* A descriptor for reading `ino` at `offset`; each needs a resident_leave. */
+bool resident_enter(uint64_t ino, uint64_t offset, struct reading *reading);
+void resident_leave(const struct reading *reading);
+
+/* Inode numbers that were opened since the last call, oldest first; how many. */
+size_t resident_opened(uint64_t *inos, size_t most);
+
+void resident_count(struct resident_counts *counts);
+
+#endif

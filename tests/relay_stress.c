@@ -1,0 +1,247 @@
+/* All threads of the C part at once, for a sanitizer: a socket is the kernel, and replicas come and go
+ * while they are opened and read. Arguments: a directory for a tier, and how many requests. */
+#define _GNU_SOURCE
+#include "../monarchfs/fuse/_parking.h"
+#include "../monarchfs/fuse/_relay.h"
+#include "../monarchfs/fuse/_resident.h"
+#include "../monarchfs/fuse/_table.h"
+
+#include <linux/fuse.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define FILES 40
+#define SIZE 5000
+#define MOST_ASKED 8 /* at once */
+
+#define CHECK(condition)                                                                  \
+	do {                                                                              \
+		if (!(condition)) {                                                       \
+			fprintf(stderr, "line %d: %s (%d)\n", __LINE__, #condition, errno); \
+			abort();                                                          \
+		}                                                                         \
+	} while (0)
+
+static int kernel, device, tier_fd;
+static unsigned requests;
+static bool over;
+static pthread_mutex_t queue = PTHREAD_MUTEX_INITIALIZER;
+
+/* There is no Python. */
+bool parking_answered(const void *request, size_t length)
+{
+	(void)request;
+	(void)length;
+	return false;
+}
+
+static void describe(uint64_t ino, struct replica *replica)
+{
+	*replica = (struct replica){.size = SIZE, .checksum = ino, .opens_until_ns = ALWAYS};
+	memset(replica->name, (int)ino, NAME_BYTES);
+}
+
+static void make_file(uint64_t ino)
+{
+	char path[64], data[SIZE];
+	snprintf(path, sizeof(path), "%02x", (unsigned)ino);
+	CHECK(mkdirat(tier_fd, path, 0700) == 0);
+	size_t at = (size_t)snprintf(path, sizeof(path), "%02x/", (unsigned)ino);
+	for (unsigned i = 0; i < NAME_BYTES; i++)
+		at += (size_t)snprintf(path + at, sizeof(path) - at, "%02x", (unsigned)ino);
+	snprintf(path + at, sizeof(path) - at, ".%016llx", (unsigned long long)ino);
+	int fd = openat(tier_fd, path, O_WRONLY | O_CREAT, 0600);
+	memset(data, (int)ino, sizeof(data));
+	CHECK(fd >= 0 && write(fd, data, sizeof(data)) == SIZE);
+	close(fd);
+}
+
+static void send_request(uint32_t opcode, uint64_t unique, uint64_t ino, const void *body, size_t size)
+{
+	char message[256];
+	struct fuse_in_header in = {.len = (uint32_t)(sizeof(in) + size), .opcode = opcode,
+				    .unique = unique, .nodeid = ino};
+	memcpy(message, &in, sizeof(in));
+	memcpy(message + sizeof(in), body, size);
+	CHECK(send(kernel, message, in.len, 0) == (ssize_t)in.len);
+}
+
+static void ask(unsigned *seed, uint64_t unique, uint64_t *handles)
+{
+	uint64_t ino = 1 + (uint64_t)rand_r(seed) % FILES;
+	struct fuse_read_in read_in = {.offset = 100, .size = 1000};
+	struct fuse_open_in open_in = {.flags = O_RDONLY};
+	struct fuse_release_in release_in = {.fh = handles[ino]};
+	switch (rand_r(seed) % 4) {
+	case 0:
+		send_request(FUSE_OPEN, unique << 8 | ino, ino, &open_in, sizeof(open_in));
+		break;
+	case 1:
+		send_request(FUSE_RELEASE, unique << 8, ino, &release_in, sizeof(release_in));
+		handles[ino] = 0;
+		break;
+	default:
+		send_request(FUSE_READ, unique << 8 | ino, ino, &read_in, sizeof(read_in));
+	}
+}
+
+/* The kernel: `requests` of them, and every byte of the answers. */
+static void *be_kernel(void *unused)
+{
+	unsigned seed = 1, asked = 0, answered = 0;
+	uint64_t handles[FILES + 1] = {0};
+	while (answered < requests) {
+		while (asked < requests && asked - answered < MOST_ASKED)
+			ask(&seed, ++asked, handles);
+		char message[8192];
+		ssize_t got = recv(kernel, message, sizeof(message), 0);
+		struct fuse_out_header out;
+		CHECK(got >= (ssize_t)sizeof(out));
+		memcpy(&out, message, sizeof(out));
+		uint64_t ino = out.unique & 255;
+		size_t size = (size_t)got - sizeof(out);
+		answered++;
+		if (size == sizeof(struct fuse_open_out)) {
+			struct fuse_open_out opened;
+			memcpy(&opened, message + sizeof(out), sizeof(opened));
+			struct fuse_release_in release_in = {.fh = handles[ino]};
+			if (handles[ino]) {
+				send_request(FUSE_RELEASE, 0, ino, &release_in, sizeof(release_in));
+				answered--;
+			}
+			handles[ino] = opened.fh;
+		} else if (size) {
+			CHECK(size == 1000);
+			for (size_t i = 0; i < size; i++)
+				CHECK(message[sizeof(out) + i] == (char)ino);
+		}
+	}
+	(void)unused;
+	pthread_mutex_lock(&queue);
+	over = true;
+	pthread_mutex_unlock(&queue);
+	return NULL;
+}
+
+/* What comes to Python is answered with nothing. */
+static void *be_python(void *unused)
+{
+	char *buffer = malloc(REQUEST_BYTES);
+	for (;;) {
+		int ended_by;
+		long got = relay_next(buffer, &ended_by);
+		pthread_mutex_lock(&queue);
+		bool done = over;
+		pthread_mutex_unlock(&queue);
+		if (done)
+			break;
+		if (got > 0) {
+			const struct fuse_in_header *in = (const void *)buffer;
+			if (relay_answered(buffer, (size_t)got))
+				continue;
+			struct fuse_out_header out = {.len = sizeof(out), .unique = in->unique};
+			CHECK(send(device, &out, sizeof(out), 0) == sizeof(out));
+		} else {
+			usleep(200);
+		}
+	}
+	free(buffer);
+	(void)unused;
+	return NULL;
+}
+
+static void *be_cache(void *unused)
+{
+	unsigned seed = 2;
+	for (;;) {
+		uint64_t ino = 1 + (uint64_t)rand_r(&seed) % FILES, told[64];
+		struct replica replica;
+		describe(ino, &replica);
+		switch (rand_r(&seed) % 12) {
+		case 0:
+			resident_stop(ino);
+			break;
+		case 1:
+			resident_retire(ino);
+			break;
+		case 2:
+			resident_expire(ino);
+			break;
+		case 3:
+			CHECK(resident_tier(0, -1) == 0);
+			CHECK(resident_tier(0, tier_fd) == 0);
+			break;
+		case 4:
+			resident_opened(told, 64);
+			break;
+		case 5: {
+			struct relay_counts counts;
+			struct resident_counts others;
+			relay_count(&counts);
+			resident_count(&others);
+			break;
+		}
+		case 6: {
+			struct slot slot;
+			size_t index = 0;
+			while (table_next(&index, &slot))
+				CHECK(slot.ino);
+			break;
+		}
+		default:
+			CHECK(resident_put(ino, &replica, true));
+		}
+		pthread_mutex_lock(&queue);
+		bool done = over;
+		pthread_mutex_unlock(&queue);
+		if (done)
+			break;
+	}
+	(void)unused;
+	return NULL;
+}
+
+int main(int count, char **arguments)
+{
+	CHECK(count == 3);
+	requests = (unsigned)atoi(arguments[2]);
+	tier_fd = open(arguments[1], O_RDONLY | O_DIRECTORY);
+	CHECK(tier_fd >= 0);
+	for (uint64_t ino = 1; ino <= FILES; ino++)
+		make_file(ino);
+	int table = memfd_create("table", 0), ends[2];
+	uint64_t head[2] = {0x3173666863726e6dULL, 1000};
+	CHECK(ftruncate(table, 4096 + 1000 * 32) == 0);
+	CHECK(pwrite(table, head, sizeof(head), 0) == sizeof(head));
+	CHECK(table_attach(table) == 0);
+	CHECK(resident_start(8, geteuid(), 1, false, true) == 0);
+	CHECK(resident_tier(0, tier_fd) == 0);
+	CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends) == 0);
+	kernel = ends[0];
+	device = ends[1];
+	uint64_t bounds[] = {1000, 1000000};
+	CHECK(relay_start(ends[1], 4, false, bounds, 2) >= 0);
+	pthread_t threads[4];
+	void *(*parts[])(void *) = {be_kernel, be_python, be_cache, be_cache};
+	for (int i = 0; i < 4; i++)
+		CHECK(pthread_create(&threads[i], NULL, parts[i], NULL) == 0);
+	for (int i = 0; i < 4; i++)
+		CHECK(pthread_join(threads[i], NULL) == 0);
+	struct relay_counts counts;
+	struct resident_counts others;
+	relay_count(&counts);
+	resident_count(&others);
+	CHECK(counts.bytes && counts.queued && others.opens);
+	puts("done");
+	fflush(stdout);
+	_exit(0); /* the threads wait for the kernel */
+}
