@@ -10,6 +10,7 @@ from typing import Protocol
 
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.replicas import OpenReplica
+from monarchfs.fs.astray import Astray
 from monarchfs.fs.freshness import SURELY_SETTLED_NS
 from monarchfs.fs.kernel import Kernel, NoKernel
 from monarchfs.fs.tree import Entry, Tree
@@ -194,6 +195,7 @@ class Files:
         self._copies = copies
         self._metrics = metrics
         self._kernel: Kernel = NoKernel() if kernel is None else kernel
+        self._astray = Astray(tree, self._kernel)
         self._opens: dict[int, int] = {}
         self._young: OrderedDict[int, int] = OrderedDict()
         self._young_ns: tuple[int, int] | None = None
@@ -321,6 +323,8 @@ class Files:
     async def open_unfinished(self, ino: int) -> Unfinished:
         node = self._tree.index.node(ino)
         if node is None:
+            if not self.opens_are_known:
+                await self._astray.unknown()
             raise OSError(errno.ESTALE, "unknown inode")
         try:
             return await self._copies.open(node)
@@ -329,6 +333,8 @@ class Files:
             if isinstance(exc, DirectoryChanged):
                 # Known by now, so that the kernel's second try, its last, finds the way.
                 self._tree.distrust(node.parent)
+                if not self.opens_are_known:
+                    self._astray.way(ino)
             raise OSError(errno.ESTALE, "the source has another version") from exc
 
     # -- changes in the source
@@ -353,9 +359,8 @@ class Files:
         """Whoever opens files on his own is not to open this one, and the kernel is to forget what
         it has read of it, unless that is what the version had."""
         self.cache.readers.outdated(ino)
-        if not self.opens_are_known and (node := self._tree.index.node(ino)) is not None:
-            # No open can say that the name stands for something else.
-            self._kernel.invalidate_entry(node.parent, node.name)
+        if not self.opens_are_known:
+            self._astray.name(ino)
         self._kernel.invalidate_inode(ino, attributes_only=self.state(ino) == "resident")
 
     def known_attributes(self, ino: int) -> Entry | None:
