@@ -233,27 +233,3 @@ def test_permissions_of_a_mount_for_all(work: Bench) -> None:
         assert process.read(process.open(mount.path / "a")) == content("a")
         with pytest.raises(PermissionError):
             process.open(mount.path / "secret")
-
-
-def test_a_directory_that_lies_elsewhere_is_looked_up_again(work: Bench, process: Reader) -> None:
-    source = work.path / "src"
-    (source / "above" / "below").mkdir(parents=True)
-    (source / "above" / "below" / "a").write_bytes(b"the old one")
-    mount = work.mount(source, *IMMUTABLE, "--prefetch", "none")
-    below = mount.path / "above" / "below"
-    process.close(process.open(below / "a"))
-    (source / "above").rename(source / "away")
-    (source / "above" / "below").mkdir(parents=True)
-    (source / "above" / "below" / "a").write_bytes(b"the new one, longer")
-
-    def reads_the_new_one() -> bool:
-        fd = process.open(below / "a")
-        try:
-            return process.read(fd) == b"the new one, longer"
-        except OSError as error:
-            assert error.errno == errno.ESTALE  # noqa: PT017
-            return False
-        finally:
-            process.close(fd)
-
-    wait_for(reads_the_new_one, "the way to be looked up again")
