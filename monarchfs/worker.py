@@ -217,9 +217,7 @@ class Worker:
             )
             for spec, fd in zip(config.tiers, bootstrap.tier_fds, strict=not bootstrap.safe)
         ]
-        # Where the kernel does not say what it opens, nobody can ask the source at each open.
-        free_opens = config.freshness.mode is FreshnessMode.IMMUTABLE
-        self.relay = Relay(fuse_session.hooks, self.metrics, free_opens=free_opens)
+        self.relay = Relay(fuse_session.hooks, self.metrics, free_opens=_free_opens(config))
         self.cache = Cache(
             self.index,
             tiers,
@@ -455,6 +453,12 @@ class Worker:
                 await self.cache.sync()
         self.cache.close()
         self.index.close(clean=not self._leaving)
+
+
+def _free_opens(config: Config) -> bool:
+    """Whether the kernel may open files without asking: the same for all workers of a mount, as it
+    does not begin to ask again. Nobody can look at the source then at each open."""
+    return config.freshness.mode is FreshnessMode.IMMUTABLE
 
 
 def _slots(fd: int) -> Slots:
