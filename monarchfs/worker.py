@@ -29,7 +29,7 @@ from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs import control
 from monarchfs.cache.cache import Cache
 from monarchfs.commands import Commands
-from monarchfs.config.model import SPEAKS, Config, PrefetchMode
+from monarchfs.config.model import SPEAKS, Config, EvictPolicy, PrefetchMode
 from monarchfs.fs.files import Files
 from monarchfs.fs.find import Finder
 from monarchfs.fs.freshness import NS, Freshness
@@ -457,8 +457,13 @@ class Worker:
 
 def _free_opens(config: Config) -> bool:
     """Whether the kernel may open files without asking: the same for all workers of a mount, as it
-    does not begin to ask again. Nobody can look at the source then at each open."""
-    return config.freshness.mode is FreshnessMode.IMMUTABLE
+    does not begin to ask again. Not where somebody has to hear of each open: the source, or who
+    goes by what was used, as files that the kernel has in memory are used unseen."""
+    return (
+        config.freshness.mode is FreshnessMode.IMMUTABLE
+        and config.evict is EvictPolicy.KEEP
+        and not config.touch_source_seconds
+    )
 
 
 def _slots(fd: int) -> Slots:

@@ -233,3 +233,13 @@ def test_permissions_of_a_mount_for_all(work: Bench) -> None:
         assert process.read(process.open(mount.path / "a")) == content("a")
         with pytest.raises(PermissionError):
             process.open(mount.path / "secret")
+
+
+@pytest.mark.parametrize("option", [("--evict", "lru"), ("--touch-source", "1d")], ids=str)
+def test_opens_are_told_where_it_matters_what_is_used(
+    work: Bench, process: Reader, option: tuple[str, str]
+) -> None:
+    mount = resident(work, "a", freshness=(*IMMUTABLE, *option))
+    for _ in range(3):
+        process.close(process.open(mount.path / "a"))
+    assert mount.status()["served"]["local_opens"] == 3
