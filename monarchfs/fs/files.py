@@ -240,11 +240,13 @@ class Files:
     def first_read(self, ino: int) -> FileHandle:
         """A handle for a file that is read without having been opened; counts as an open."""
         handle = self.known_open(ino)
-        if handle is None:
-            handle = self.reopened(ino)
-            if (node := self._tree.index.node(ino)) is not None:
-                self._count(node, handle.replica)
-        return handle
+        if handle is not None:
+            return handle
+        replica = self.resident(ino)
+        if (node := self._tree.index.node(ino)) is not None:
+            self._count(node, replica)
+        self._opens[ino] = self._opens.get(ino, 0) + 1
+        return FileHandle(ino, self, replica, None, True)
 
     def resident(self, ino: int) -> OpenReplica | None:
         """Its complete replica, to be released, whoever opened the file before."""
