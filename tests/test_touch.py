@@ -66,7 +66,7 @@ def test_access_times_of_what_is_used_go_on(work: Bench, strict: Path) -> None:
 
 
 def test_without_it_the_source_is_left_alone(work: Bench, strict: Path) -> None:
-    mount = work.mount(strict, "--freshness", "immutable")
+    mount = work.mount(strict, "--freshness", "ttl=3600")
     read(mount.path / "used")
     wait_for(lambda: mount.status()["files"]["resident"] == 1, "it to be resident")
     before, operations = (strict / "used").stat(), mount.status()["source_io"]["operations"]

@@ -59,8 +59,6 @@ def answers(handler: Handler[P, T]) -> Handler[P, T]:
             return result
         except OSError as exc:
             failure = pyfuse3.FUSEError(exc.errno or errno.EIO)
-            if handler.__name__ == "read":
-                log.exception("DEBUG %s %s", handler.__name__, args)
             self.count_error(failure)
             raise failure from exc
         except pyfuse3.FUSEError as exc:
