@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -13,6 +14,9 @@ from monarchfs.types import OperationError
 log = logging.getLogger(__name__)
 
 AHEAD_AFTER_SECONDS = 1.0
+SOON_AFTER_SECONDS = 0.1
+"""When the worker before has died as well: that may go on."""
+
 _AGAIN_SECONDS = 60.0
 
 
@@ -82,9 +86,14 @@ class Spare:
         self._candidate: Candidate | None = None
         self._at = 0.0
 
-    def wanted_from(self, now: float) -> None:
+    @property
+    def at(self) -> float:
+        """When ``tick`` has one to load (time.monotonic())."""
+        return self._at if self._candidate is None else math.inf
+
+    def wanted_from(self, now: float, *, soon: bool) -> None:
         """A worker has begun to serve."""
-        self._at = now + AHEAD_AFTER_SECONDS
+        self._at = now + (SOON_AFTER_SECONDS if soon else AHEAD_AFTER_SECONDS)
 
     def tick(self, owner: Owner, now: float) -> None:
         """Load one, if it is time."""

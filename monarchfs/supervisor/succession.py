@@ -57,10 +57,6 @@ class Phase(Enum):
     ENDED = 7
 
 
-_SOON = (Phase.LEAVING, Phase.ENDING)
-"""In these, what is waited for is looked at often."""
-
-
 class Death(NamedTuple):
     """``when`` is a time.time()."""
 
@@ -110,22 +106,23 @@ class Succession:
     @property
     def trouble(self) -> str | None:
         """Why no worker serves now; None where one does."""
-        match self.phase:
-            case Phase.SERVING:
-                return None
-            case Phase.HUNG:
-                return self._why
-            case Phase.LEAVING:
-                return "the worker is being replaced"
-        return self.last_death.why if self.last_death else "the worker is being replaced"
+        if self.phase is Phase.SERVING:
+            return None
+        if self.phase is Phase.HUNG:
+            return self._why
+        died = None if self.phase is Phase.LEAVING else self.last_death
+        return died.why if died else "the worker is being replaced"
 
     @property
     def next_tick(self) -> float:
         """A time.monotonic()."""
         now = time.monotonic()
-        if self._closed_at is not None or self._unquiet or self.phase in _SOON:
+        goes = self.phase in (Phase.LEAVING, Phase.ENDING) or self._closed_at is not None
+        if goes or self._unquiet:
             return now + SOON_SECONDS
         times = [now + _LOOK_SECONDS]
+        if self._loads_ahead:
+            times.append(self._spare.at)
         if self.phase in (Phase.HUNG, Phase.PAUSING):
             times.append(self._until)
         if self._startup is not None:
@@ -163,7 +160,7 @@ class Succession:
             return
         match self.phase:
             case Phase.SERVING:
-                if self._mount.resends and not self.safe and self._candidate is None:
+                if self._loads_ahead:
                     self._spare.tick(self._owner, now)
                 self._look(now)
             case Phase.HUNG if now >= self._until:
@@ -200,7 +197,11 @@ class Succession:
         self._served_at: float | None = now
         self._answered = self._mount.vitals()[1]
         self._pulse = Pulse(now)
-        self._spare.wanted_from(now)
+        self._spare.wanted_from(now, soon=self.restarts > 0)
+
+    @property
+    def _loads_ahead(self) -> bool:
+        return self.serves and self._mount.resends and not self.safe and self._candidate is None
 
     def _start_ahead(self) -> Worker:
         return self._start_worker(restarts=self.restarts + 1, safe=False, waits=True)
