@@ -552,13 +552,17 @@ sys.exit(main.main(sys.argv[1:]))
 """
 
 
-def test_safe_mode_serves_the_source(work: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("freshness", ["ttl=0.1", "immutable"])
+def test_safe_mode_serves_the_source(
+    work: Bench, monkeypatch: pytest.MonkeyPatch, freshness: str
+) -> None:
+    """With ``immutable``, files are read without having been opened."""
     contents = some_files(work.path / "source", 5, 50_000)
     poison, worker, cli = (work.path / name for name in ("poison", "worker.py", "cli.py"))
     worker.write_text(DYING_WORKER.format(poison=str(poison)))
     cli.write_text(CLI.format(worker=str(worker)))
     monkeypatch.setattr("tests.mounting.MONARCHFS", [sys.executable, str(cli)])
-    mount = work.mount(work.path / "source", "--freshness", "ttl=0.1")
+    mount = work.mount(work.path / "source", "--freshness", freshness)
     for name, data in contents.items():
         assert (mount.path / name).read_bytes() == data
     mount.wait_idle()
@@ -567,10 +571,12 @@ def test_safe_mode_serves_the_source(work: Bench, monkeypatch: pytest.MonkeyPatc
     wait_for(lambda: mount.status()["state"] == "safe mode", "safe mode")
     report = mount.status()
     assert report["tiers"] == []
-    for name in contents:
-        contents[name] = data = trees.random_bytes(60_000, len(name))
-        (work.path / "source" / name).write_bytes(data)
-        time.sleep(0.2)
+    Path("/proc/sys/vm/drop_caches").write_text("1")
+    for name, data in contents.items():
+        if freshness != "immutable":
+            data = trees.random_bytes(60_000, len(name))
+            (work.path / "source" / name).write_bytes(data)
+            time.sleep(0.2)
         assert (mount.path / name).read_bytes() == data
     assert mount.status()["served"]["local_opens"] == 0
     assert kill(mount) > report["worker"]["restarts"]
