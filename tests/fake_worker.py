@@ -163,7 +163,7 @@ def main() -> int:
         os.listdir(descriptor)
     init.send(init_reply(init.recv(1 << 18)))
     told = json.loads(channel.recv(1 << 16))
-    assert told == {"do": "serve"}, told
+    assert told["do"] == "serve", told
     if mode == "silent" or (mode == "silent-later" and bootstrap["restarts"]):
         channel.recv(1)
         return 0

@@ -16,6 +16,7 @@ from monarchfs.cli.main import build_parser
 from monarchfs.cli.mount import settings_from
 from monarchfs.config import (
     Config,
+    DataPath,
     EvictPolicy,
     Freshness,
     FreshnessMode,
@@ -164,6 +165,21 @@ def test_eviction_and_scrubbing_from_everywhere(tmp_path: Path, policy: EvictPol
         wanted, source="/s", mountpoint="/m", user=ALICE, places=Places("/cache", "/run/x")
     )
     assert (config.evict, config.scrub_bytes_per_second) == (policy, 20 << 20)
+
+
+@pytest.mark.parametrize("data_path", DataPath)
+def test_the_data_path_from_everywhere(tmp_path: Path, data_path: DataPath) -> None:
+    file = tmp_path / "monarchfs.toml"
+    file.write_text(f'data_path = "{data_path.value}"\n')
+    wanted = Settings(data_path=data_path)
+    assert settings_from(parse(["--config", str(file)])) == wanted
+    assert settings_from(parse(["-o", f"data_path={data_path.value}"])) == wanted
+    assert settings_from(parse(["-o", f"data-path={data_path.value}"])) == wanted
+    assert settings_from(parse(["--data-path", data_path.value])) == wanted
+    config = build_config(
+        wanted, source="/s", mountpoint="/m", user=ALICE, places=Places("/cache", "/run/x")
+    )
+    assert config.data_path is data_path
 
 
 @pytest.mark.parametrize(
@@ -411,6 +427,7 @@ configs = st.builds(
     prefetch_list=st.none() | paths,
     freshness=st.builds(Freshness, st.sampled_from(FreshnessMode), st.floats(0, 1e6)),
     evict=st.sampled_from(EvictPolicy),
+    data_path=st.sampled_from(DataPath),
     scrub_bytes_per_second=st.integers(0, 1 << 60),
     metrics_port=st.none() | st.integers(1, 65535),
     touch_source_seconds=st.floats(0, 1e7),

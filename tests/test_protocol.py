@@ -122,6 +122,18 @@ def test_acls_are_the_kernels_only_where_asked() -> None:
     assert InitFlag.POSIX_ACL in amended.flags
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_passthrough_is_asked_for_together_with_its_depth(depth: int) -> None:
+    answered = reply(LIBFUSE_FLAGS | InitFlag.INIT_EXT | InitFlag.PASSTHROUGH)
+    for asked, offered in ((LINUX_6_18, True), (request(InitFlag.INIT_EXT), False)):
+        amended = parse_init_reply(
+            amend_init_reply(asked, answered, posix_acl=False, stack_depth=depth)
+        )
+        wanted = depth if offered else 0
+        assert (InitFlag.PASSTHROUGH in amended.flags) == bool(wanted)
+        assert amended.max_stack_depth == wanted
+
+
 @given(offered=st.integers(0, 2**64 - 1), answered=st.integers(0, 2**64 - 1), acl=st.booleans())
 def test_nothing_is_set_that_was_not_offered(offered: int, answered: int, acl: bool) -> None:
     asked = request(offered)

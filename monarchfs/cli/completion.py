@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import shtab
 
 from monarchfs.cli.main import build_parser, commands_of
-from monarchfs.config.model import EvictPolicy
+from monarchfs.config.model import DataPath, EvictPolicy
 from monarchfs.config.values import LOG_LEVELS
 
 # compgen -W would run what a mount point is named like: `$(command)`, say. Words like "dirs" in a
@@ -66,6 +66,7 @@ _COMPLETED: Mapping[str, Mapping[str, object]] = {
 """By the name of an argument, whatever the command."""
 
 _CHOICES = {
+    "data_path": tuple(path.value for path in DataPath),
     "evict": tuple(policy.value for policy in EvictPolicy),
     "freshness": ("immutable", "ttl=", "open"),
     "log_level": LOG_LEVELS,

@@ -411,6 +411,12 @@ def _add_mount_options(parser: argparse.ArgumentParser) -> None:
         " opened files by lru or sieve",
     )
     option(
+        "--data-path",
+        metavar="PATH",
+        help="how local files are read: relay (by the daemon), passthrough (by the kernel itself;"
+        " root's mounts, Linux 6.9 or later), or auto (the default): what is better",
+    )
+    option(
         "--scrub",
         metavar="RATE",
         help="read all copies again and again to find damaged ones, at RATE bytes per second, as"

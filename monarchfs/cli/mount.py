@@ -19,6 +19,7 @@ FLAGS = (
     "index",
     "prefetch_rate",
     "prefetch_jitter",
+    "data_path",
     "metrics_port",
     "touch_source",
     *("foreground", "log_file", "log_level"),

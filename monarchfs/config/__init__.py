@@ -2,6 +2,7 @@
 
 from monarchfs.config.model import (
     Config,
+    DataPath,
     EvictPolicy,
     Freshness,
     PrefetchMode,
@@ -12,6 +13,7 @@ from monarchfs.types import FreshnessMode
 
 __all__ = [
     "Config",
+    "DataPath",
     "EvictPolicy",
     "Freshness",
     "FreshnessMode",

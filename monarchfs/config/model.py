@@ -37,6 +37,15 @@ class EvictPolicy(Enum):
     SIEVE = "sieve"
 
 
+class DataPath(Enum):
+    """How bytes of resident files reach their reader: the daemon answers each read, the kernel
+    reads the replica itself, or what is better for the dataset where both are possible."""
+
+    AUTO = "auto"
+    RELAY = "relay"
+    PASSTHROUGH = "passthrough"
+
+
 @dataclass(frozen=True, slots=True)
 class Freshness:
     """``ttl_seconds`` counts in mode TTL only."""
@@ -93,6 +102,7 @@ class Config:
     prefetch_list: str | None = None
     freshness: Freshness = DEFAULT_FRESHNESS
     evict: EvictPolicy = EvictPolicy.KEEP
+    data_path: DataPath = DataPath.AUTO
     allow_other: bool = False
     noexec: bool = False
     foreground: bool = False
@@ -127,6 +137,7 @@ class Config:
         fields["freshness"] = Freshness(FreshnessMode(freshness["mode"]), freshness["ttl_seconds"])
         fields["prefetch"] = PrefetchMode(fields["prefetch"])
         fields["evict"] = EvictPolicy(fields["evict"])
+        fields["data_path"] = DataPath(fields["data_path"])
         return cls(**fields)
 
 

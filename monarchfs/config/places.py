@@ -104,6 +104,7 @@ def build_config(
         prefetch_list=prefetch_list,
         freshness=settings.freshness,
         evict=settings.evict,
+        data_path=settings.data_path,
         allow_other=settings.allow_other,
         noexec=settings.noexec,
         foreground=settings.foreground,

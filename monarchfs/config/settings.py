@@ -14,6 +14,7 @@ from typing import Any
 from monarchfs.config import values
 from monarchfs.config.model import (
     DEFAULT_FRESHNESS,
+    DataPath,
     EvictPolicy,
     Freshness,
     PrefetchMode,
@@ -33,6 +34,7 @@ class Settings:
     prefetch: tuple[PrefetchMode, str | None] = (PrefetchMode.ACCESS, None)
     freshness: Freshness = DEFAULT_FRESHNESS
     evict: EvictPolicy = EvictPolicy.KEEP
+    data_path: DataPath = DataPath.AUTO
     user: str | None = None
     allow_other: bool = False
     noexec: bool = False
@@ -59,6 +61,7 @@ PARSERS: Mapping[str, Callable[[object], object]] = {
     "prefetch": values.parse_prefetch,
     "freshness": values.parse_freshness,
     "evict": values.parse_evict,
+    "data_path": values.parse_data_path,
     "user": values.parse_name,
     "allow_other": values.parse_flag,
     "noexec": values.parse_flag,

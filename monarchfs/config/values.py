@@ -11,6 +11,7 @@ import os
 import re
 
 from monarchfs.config.model import (
+    DataPath,
     EvictPolicy,
     Freshness,
     PrefetchMode,
@@ -104,6 +105,15 @@ def parse_evict(value: object) -> EvictPolicy:
     except ValueError:
         known = ", ".join(policy.value for policy in EvictPolicy)
         raise UsageError(f"eviction policy '{text}' is not known: use {known}") from None
+
+
+def parse_data_path(value: object) -> DataPath:
+    text = _text(value)
+    try:
+        return DataPath(text)
+    except ValueError:
+        known = ", ".join(path.value for path in DataPath)
+        raise UsageError(f"data path '{text}' is not known: use {known}") from None
 
 
 def parse_log_level(value: object) -> str:

@@ -185,18 +185,24 @@ def build_init_reply(reply: InitReply) -> bytes:
     )
 
 
-def amend_init_reply(request: bytes, reply: bytes, *, posix_acl: bool) -> bytes:
+def amend_init_reply(
+    request: bytes, reply: bytes, *, posix_acl: bool, stack_depth: int = 0
+) -> bytes:
     """libfuse's ``reply`` with the settings that this file system wants.
 
     What the kernel did not offer in ``request`` is not set. ``posix_acl`` makes the kernel check
-    ACLs itself. Raises ProtocolError if either is not what it should be.
+    ACLs itself. ``stack_depth`` above 0 allows passthrough to files that lie on at most so many
+    file systems less one: 2 for those on overlayfs (fs/fuse/backing.c). Raises ProtocolError if
+    either is not what it should be.
     """
     asked = parse_init_request(request)
     answer = parse_init_reply(reply)
     if answer.unique != asked.unique:
         raise ProtocolError("the reply to FUSE_INIT belongs to another request")
     wanted = _WANTED | InitFlag.POSIX_ACL if posix_acl else _WANTED
-    flags = (answer.flags & ~_UNWANTED | wanted) & asked.flags
+    if stack_depth:
+        wanted |= InitFlag.PASSTHROUGH
+    flags = (answer.flags & ~_UNWANTED & ~InitFlag.PASSTHROUGH | wanted) & asked.flags
     return build_init_reply(
         answer._replace(
             max_readahead=asked.max_readahead,
@@ -206,5 +212,6 @@ def amend_init_reply(request: bytes, reply: bytes, *, posix_acl: bool) -> bytes:
             max_write=MAX_WRITE,
             time_gran=1,
             max_pages=MAX_PAGES if flags & InitFlag.MAX_PAGES else 0,
+            max_stack_depth=stack_depth if flags & InitFlag.PASSTHROUGH else 0,
         )
     )

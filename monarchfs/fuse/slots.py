@@ -18,6 +18,7 @@ offset type    header
 40     u64     how many relay threads there are
 48     u64     when a directory was last seen moved (``Names``), nanoseconds since 1970
 56     u64     whether the source has layouts (``PosixSource``): 1 no, 2 yes, 0 not known
+64     u64     who reads resident files: 1 the daemon, 2 the kernel; 0: not decided
 1024   u64[64] since when each relay thread has been busy, CLOCK_MONOTONIC in ns; 0: it waits
 ====== ======= ======================================================================
 
@@ -46,7 +47,7 @@ MAGIC = int.from_bytes(b"mnrchfs1", "little")
 HEADER_BYTES = 4096
 MOST_SLOTS = 1 << 20
 BEATS, ANSWERED, NUMBERS, THREADS, MOVED_NS, LAYOUTS = 16, 24, 32, 40, 48, 56
-BUSY_SINCE = 1024
+DATA_PATH, BUSY_SINCE = 64, 1024
 MOST_THREADS = 64
 
 RESENT = 1 << 63
@@ -59,6 +60,8 @@ _HIGH_WATER = struct.Struct("=I")
 _HIGH_WATER_AT = 12
 _LOW = (1 << 32) - 1
 _MOST = (1 << 64) - 1
+_READ_SLOTS = 1 << 15
+_BY_DAEMON, _BY_KERNEL = 1, 2
 
 
 class Slot(NamedTuple):
@@ -97,6 +100,21 @@ def make_table(slots: int = MOST_SLOTS) -> int:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     os.pwrite(fd, _HEAD.pack(MAGIC, slots, 0), 0)
     return fd
+
+
+def backing_ids(fd: int) -> set[int]:
+    """The backing ids that open files use, for who does not trust those who write them: nothing is
+    mapped. Raises OSError."""
+    used, count = _HIGH_WATER.unpack(os.pread(fd, _HIGH_WATER.size, _HIGH_WATER_AT))[0], 0
+    found = set()
+    while count < used:
+        part = os.pread(fd, _READ_SLOTS * _SLOT.size, HEADER_BYTES + count * _SLOT.size)
+        if not part:
+            break  # there are not that many
+        slots = _SLOT.iter_unpack(part[: len(part) // _SLOT.size * _SLOT.size])
+        found |= {backing_id for ino, _, _, backing_id, _ in slots if ino and backing_id}
+        count += _READ_SLOTS
+    return found
 
 
 class Slots:
@@ -224,6 +242,17 @@ class Slots:
     @has_layouts.setter
     def has_layouts(self, found: bool) -> None:
         self._words[LAYOUTS // 8] = 1 + found
+
+    @property
+    def kernel_reads(self) -> bool | None:
+        """Whether this mount was found to be one whose resident files the kernel reads; None where
+        no worker has decided that yet. Another one could not: opens may not come any more."""
+        decided = self._words[DATA_PATH // 8]
+        return None if decided == 0 else decided == _BY_KERNEL
+
+    @kernel_reads.setter
+    def kernel_reads(self, decided: bool) -> None:
+        self._words[DATA_PATH // 8] = _BY_KERNEL if decided else _BY_DAEMON
 
     def close(self) -> None:
         """Give the memory back; what is open stays so."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MESSAGE_BYTES = 256 << 10
-_MOST_DESCRIPTORS = 4
+MOST_DESCRIPTORS = 32
 
 
 class Channel:
     """The supervisor's end. Never blocks longer than the timeout that is given; what a worker
-    says is not trusted to be well-formed, and descriptors from it are closed."""
+    says is not trusted to be well-formed."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -34,27 +34,42 @@ class Channel:
             return False
         return True
 
-    def receive(self, timeout: float) -> dict[str, Any] | None:
+    def receive(
+        self, timeout: float, descriptors: list[int] | None = None
+    ) -> dict[str, Any] | None:
         """The next message; None if the worker closed its end. Raises TimeoutError, or ValueError
-        for what is no message."""
+        for what is no message.
+
+        What came with it is closed, or, with a list, put there for the caller to close, also where
+        this raises."""
         self._socket.settimeout(max(timeout, 0.001))
         try:
-            content, descriptors, _, _ = socket.recv_fds(
-                self._socket, MESSAGE_BYTES, _MOST_DESCRIPTORS
+            content, came, _, _ = socket.recv_fds(
+                self._socket, MESSAGE_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionResetError:
             return None
-        for descriptor in descriptors:
-            os.close(descriptor)
+        if descriptors is not None:
+            descriptors += came
+        else:
+            close_all(came)
         if not content:
             return None
-        message = json.loads(content)
+        try:
+            message = json.loads(content)
+        except RecursionError:
+            raise ValueError("a worker's message is too deep") from None
         if not isinstance(message, dict):
             raise ValueError("a worker's message must be a JSON object")
         return message
 
     def close(self) -> None:
         self._socket.close()
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def encode(message: Mapping[str, Any]) -> bytes:

@@ -44,3 +44,10 @@ def become(user: User) -> None:
     os.setgroups(user.groups)
     os.setresgid(user.gid, user.gid, user.gid)
     os.setresuid(user.uid, user.uid, user.uid)
+
+
+def in_first_user_namespace(uid_map: str = "/proc/self/uid_map") -> bool:
+    """Whether privileges of this process are those of the machine (user_namespaces(7)): of all
+    others the kernel has a namespace map what there is."""
+    with open(uid_map, encoding="ascii") as file:
+        return [int(word) for word in file.read().split()] == [0, 0, (1 << 32) - 1]

@@ -173,13 +173,15 @@ def start_worker(
     safe: bool = False,
     waits: bool = False,
     source_root: tuple[int, int] | None = None,
+    passes: bool = False,
 ) -> Worker:
     """Starts a worker for the mount, after ``restarts`` others; raises OperationError if its
     program cannot be run.
 
     A ``safe`` one leaves out all but the source. One that ``waits`` says when it is loaded, and
     touches nothing before it is told to begin. ``source_root`` is the inode and the device number
-    of the source's directory, which might not answer.
+    of the source's directory, which might not answer. ``passes``: the kernel may come to read
+    replicas itself.
     """
     our_init, their_init = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     our_channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -201,6 +203,7 @@ def start_worker(
         "safe": safe,
         "waits": waits,
         "source_root": source_root,
+        "passes": passes,
     }
     memory = os.memfd_create("monarchfs-bootstrap")
     try:
@@ -236,7 +239,9 @@ def read_init_request(fuse: int, deadline: float) -> bytes:
         raise OperationError(f"cannot read from /dev/fuse: {error.strerror}") from None
 
 
-def negotiate(worker: Worker, request: bytes, *, posix_acl: bool, deadline: float) -> bytes:
+def negotiate(
+    worker: Worker, request: bytes, *, posix_acl: bool, stack_depth: int = 0, deadline: float
+) -> bytes:
     """Gives FUSE_INIT to the worker's libfuse; its reply, amended, for the kernel.
 
     Raises OperationError if the worker fails or says nothing sensible before ``deadline``.
@@ -260,14 +265,15 @@ def negotiate(worker: Worker, request: bytes, *, posix_acl: bool, deadline: floa
         if not reply:
             poll.unregister(worker.init)
     try:
-        return amend_init_reply(request, reply, posix_acl=posix_acl)
+        return amend_init_reply(request, reply, posix_acl=posix_acl, stack_depth=stack_depth)
     except ProtocolError as error:
         raise OperationError(f"FUSE_INIT failed: {error}") from None
 
 
-def await_ready(worker: Worker, deadline: float) -> None:
-    """Tells the worker that FUSE_INIT is through and waits until it serves; or OperationError."""
-    worker.channel.send({"do": "serve"})
+def await_ready(worker: Worker, deadline: float, *, backing_ids: int = 0) -> None:
+    """Tells the worker that FUSE_INIT is through, and how many backing files it may have, and waits
+    until it serves; or OperationError."""
+    worker.channel.send({"do": "serve", "backing_ids": backing_ids})
     while not _expect_alive(worker, deadline):
         pass
 

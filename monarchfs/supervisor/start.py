@@ -28,6 +28,7 @@ from monarchfs.fuse.mountinfo import find_mount, is_network_filesystem
 from monarchfs.fuse.protocol import InitFlag, parse_init_request
 from monarchfs.fuse.slots import make_table, read_vitals
 from monarchfs.fuse.unmount import unmount_bounded, waiting_requests
+from monarchfs.supervisor.backing import BackingFiles, check_privileges
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.launch import (
     Descriptors,
@@ -148,10 +149,18 @@ def _start(
         *(fuse, what.descriptor, state_dir, tuple(tiers), handles),
         metrics=None if metrics is None else metrics.fileno(),
     )
+    backing = BackingFiles(config, fuse, tiers, handles)
+    backing.prepare(request)
     launch = partial(
-        _start_worker, config, command, descriptors, mount_ns, source_root=what.identity
+        _start_worker,
+        config,
+        command,
+        descriptors,
+        mount_ns,
+        source_root=what.identity,
+        passes=backing.stack_depth > 0,
     )
-    serve = partial(_serving_worker, config, launch, descriptors, request, deadline)
+    serve = partial(_serving_worker, config, launch, descriptors, request, backing, deadline)
     restarts = 0
     try:
         worker = serve(undo)
@@ -174,6 +183,7 @@ def _start(
         partial(read_vitals, handles),
         partial(_waiting, connection, fuse),
         suspect,
+        backing,
     )
     return Supervisor(
         config,
@@ -181,6 +191,7 @@ def _start(
         control_socket,
         fuse=fuse,
         connection=connection,
+        backing=backing,
         mark_suspect=suspect,
         release=partial(_release, lock, metrics),
     )
@@ -212,6 +223,7 @@ def _checked(
     undo: ExitStack,
 ) -> tuple[Config, Source]:
     """What will be mounted, and its source, opened. Changes nothing; raises for what is wrong."""
+    check_privileges(settings.data_path)
     check_device()
     check_runtime_dir(places.runtime_dir)
     if settings.log_file is not None:
@@ -304,6 +316,7 @@ def _serving_worker(
     launch: Start,
     descriptors: Descriptors,
     request: bytes,
+    backing: BackingFiles,
     deadline: float,
     undo: ExitStack,
     *,
@@ -318,11 +331,18 @@ def _serving_worker(
     worker = launch(restarts=restarts, safe=False, waits=False)
     undo.callback(worker.end)
     try:
-        reply = negotiate(worker, request, posix_acl=config.allow_other, deadline=deadline)
+        reply = negotiate(
+            worker,
+            request,
+            posix_acl=config.allow_other,
+            stack_depth=backing.stack_depth,
+            deadline=deadline,
+        )
         if not init_answered:
             os.write(descriptors.fuse, reply)
             init_answered = True
-        await_ready(worker, deadline)
+            backing.begin()
+        await_ready(worker, deadline, backing_ids=backing.most)
     except (OperationError, OSError) as error:
         # An OSError is the kernel's refusal of the reply.
         message = _with_last_words(str(error), config, descriptors.state)
@@ -341,6 +361,7 @@ def _start_worker(
     mount_ns: int,
     *,
     source_root: tuple[int, int],
+    passes: bool,
     restarts: int,
     safe: bool,
     waits: bool,
@@ -355,6 +376,7 @@ def _start_worker(
         safe=safe,
         waits=waits,
         source_root=source_root,
+        passes=passes,
     )
     if config.foreground:
         return start(sys.stderr.fileno())

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from monarchfs.fuse.protocol import RESEND, ProtocolError, parse_init_reply
+from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.launch import Worker
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class Mounted(NamedTuple):
     vitals: Callable[[], tuple[int, int, int]]
     waiting: Callable[[], int | None]
     mark_suspect: Callable[[], None]
+    backing: BackingFiles
 
     def resend(self) -> None:
         """Have the kernel hand out again what was taken and not answered."""
@@ -107,7 +109,8 @@ class Startup:
         if self._quiet_until is not None and (quiet or now >= self._quiet_until):
             self._quiet_until, self.was_hurried = None, not quiet
             self._mounted.resend()
-            self._worker.channel.send({"do": "serve"})
+            ids = self._mounted.backing.most
+            self._worker.channel.send({"do": "serve", "backing_ids": ids})
         elif now >= self._until and self.failed is None:
             self.failed = "did not become ready in time"
 

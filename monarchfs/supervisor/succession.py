@@ -16,6 +16,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from monarchfs.supervisor.candidates import Candidate, Spare
+from monarchfs.supervisor.channel import close_all
 from monarchfs.supervisor.deaths import Deaths, Follows, Life
 from monarchfs.supervisor.launch import Worker
 from monarchfs.supervisor.pulse import Pulse, Signs
@@ -325,8 +326,15 @@ class Succession:
             self._answer(None)
 
     def _on_message(self) -> None:
+        descriptors: list[int] = []
         try:
-            message = self.worker.channel.receive(0)
+            self._take_message(descriptors)
+        finally:
+            close_all(descriptors)
+
+    def _take_message(self, descriptors: list[int]) -> None:
+        try:
+            message = self.worker.channel.receive(0, descriptors)
         except (TimeoutError, BlockingIOError):
             return
         except (OSError, ValueError) as error:
@@ -346,6 +354,10 @@ class Succession:
             case {"event": "failed", "error": error}:
                 log.error("worker: %s", error)
                 self._words = f" ({error})"
+            case {"event": "back" | "unback"}:
+                reply = self._mount.backing.answer(message, descriptors)
+                if reply is not None and not self.worker.channel.send(reply):
+                    self._mount.backing.close(reply["ids"])
 
     def _is_quiet(self) -> bool:
         return all(corpse.is_quiet() for corpse in self._corpses)

@@ -18,6 +18,7 @@ from typing import Any
 from monarchfs import control
 from monarchfs.config import Config
 from monarchfs.fuse.unmount import Unmount, Unmounted, abort_connection
+from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.notify_systemd import ServiceManager
 from monarchfs.supervisor.registration import ControlSocket
 from monarchfs.supervisor.reports import Reports
@@ -70,6 +71,7 @@ class Supervisor:
         *,
         fuse: int,
         connection: int,
+        backing: BackingFiles,
         mark_suspect: Callable[[], None],
         release: Callable[[], None],
     ) -> None:
@@ -78,6 +80,7 @@ class Supervisor:
         self.control_socket = control_socket
         self.fuse = fuse
         self.connection = connection
+        self._backing = backing
         self._mark_suspect = mark_suspect
         self._release = release
         self._clients: dict[int, Client] = {}
@@ -262,6 +265,7 @@ class Supervisor:
             "age_seconds": round(now - self._reports.came, 3) if last else None,
             "uptime_seconds": round(now - self._started, 3),
             "worker": worker,
+            "passthrough": {**last.get("passthrough", {}), "registered": len(self._backing)},
         }
         if not succession.serves:
             worker["error"] = succession.trouble

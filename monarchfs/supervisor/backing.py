@@ -1,0 +1,242 @@
+"""Backing files: which descriptors of a worker's the kernel may read in the daemon's place.
+
+The kernel lets CAP_SYS_ADMIN alone register one, and asks no more: it opens the file again itself,
+with the registrar's rights and whatever mode the application's open(2) has (fs/fuse/passthrough.c),
+and it takes descriptors that were opened with O_PATH, which say nothing of what their owner may
+read (fs/fuse/backing.c). So what a worker offers is looked at here, as if it were hostile. What is
+accepted belongs to the mount's user and lies on the device of a tier: it gives nobody more than the
+owner of the file can give away himself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import stat
+import struct
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from monarchfs.config import Config, DataPath
+from monarchfs.fuse.mountinfo import mount_of
+from monarchfs.fuse.protocol import InitFlag, ProtocolError, parse_init_request
+from monarchfs.fuse.slots import backing_ids
+from monarchfs.supervisor.identity import in_first_user_namespace
+from monarchfs.types import OperationError, UsageError
+
+log = logging.getLogger(__name__)
+
+MOST_IDS = 1 << 16
+"""Each keeps a file of the kernel's open; no limit of this process or its user counts them."""
+
+_BYTES_PER_ID = 1 << 20
+"""Of the machine's memory: an open file with its inode takes the kernel a kilobyte or two."""
+
+_BACKING_OPEN, _BACKING_CLOSE = 0x4010E501, 0x4004E502
+"""FUSE_DEV_IOC_BACKING_OPEN and _CLOSE of include/uapi/linux/fuse.h."""
+_MAP = struct.Struct("=iIQ")
+"""fuse_backing_map: fd, flags, padding."""
+_ID = struct.Struct("=I")
+_STACKED = frozenset(("overlay", "ecryptfs"))
+"""File systems whose files lie on another one (super_block.s_stack_depth)."""
+
+
+class Refused(Exception):
+    """A descriptor, or a message, that is not accepted. ``code`` is an errno for the worker."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+def check_privileges(data_path: DataPath) -> None:
+    """Raises UsageError where this process could not have the kernel read for it, and must."""
+    if data_path is DataPath.PASSTHROUGH and not _may_register():
+        reason = "only mounts made by root may use it, outside of any user namespace"
+        raise UsageError(_refusal(reason))
+
+
+def most_ids(memory_bytes: int) -> int:
+    """How many backing files a machine with so much memory may have open for one mount."""
+    return max(1, min(MOST_IDS, memory_bytes // _BYTES_PER_ID))
+
+
+def check(st: os.stat_result, flags: int, uid: int, devices: Collection[int]) -> None:
+    """Raises Refused unless a descriptor with these fstat(2) and F_GETFL may be registered: one of
+    a regular file of ``uid``, on one of ``devices``, that was opened for reading alone."""
+    if flags & os.O_PATH:
+        raise Refused(errno.EBADF, "it was opened with O_PATH")
+    if flags & os.O_ACCMODE != os.O_RDONLY:
+        raise Refused(errno.EBADF, "it was opened for writing")
+    if not stat.S_ISREG(st.st_mode):
+        raise Refused(errno.EINVAL, "it is not a regular file")
+    if st.st_dev not in devices:
+        raise Refused(errno.EXDEV, "it lies on the device of no tier")
+    if st.st_uid != uid:
+        raise Refused(errno.EPERM, f"it belongs to user {st.st_uid}")
+
+
+class BackingFiles:
+    """The backing ids of one mount. They belong to the connection: a worker's death leaves them.
+
+    Constant: descriptors of the mount, the table of open files and the tiers; whose files are
+    accepted; whether this must work. Changing: ``stack_depth``, what FUSE_INIT is to be answered
+    with, 0 for no passthrough; how many ids there may be (``most``, 0 where it is not possible) and
+    on which devices their files lie, both known from `begin` on; the ids that are registered.
+    """
+
+    def __init__(self, config: Config, fuse: int, tiers: Sequence[int], handles: int) -> None:
+        """``handles`` is the table of open files, which workers write."""
+        self.most = 0
+        self.stack_depth = 0
+        self._fuse = fuse
+        self._handles = handles
+        self._uid = config.user.uid
+        self._tiers = [(spec.path, tier) for spec, tier in zip(config.tiers, tiers, strict=True)]
+        self._wanted = config.data_path is not DataPath.RELAY
+        self._needed = config.data_path is DataPath.PASSTHROUGH
+        self._devices: frozenset[int] = frozenset()
+        self._ids: set[int] = set()
+
+    def prepare(self, request: bytes) -> None:
+        """Decide what to ask of the kernel that sent this FUSE_INIT. Raises OperationError where
+        it does not offer what this mount must have, or sent something else."""
+        try:
+            self.stack_depth = self._depth(request)
+        except ProtocolError as error:
+            raise OperationError(f"FUSE_INIT failed: {error}") from None
+
+    def _depth(self, request: bytes) -> int:
+        if not self._wanted:
+            return 0
+        if InitFlag.PASSTHROUGH not in parse_init_request(request).flags:
+            return self._impossible(
+                "the kernel does not offer it; it needs Linux 6.9 or later with"
+                " CONFIG_FUSE_PASSTHROUGH"
+            )
+        if not _may_register():
+            return 0
+        mounts = [mount_of(path) for path, _tier in self._tiers]
+        # Not 2 everywhere: it would keep others from mounting an overlayfs on this mount.
+        return 2 if any(m is not None and m.fstype in _STACKED for m in mounts) else 1
+
+    def begin(self) -> None:
+        """FUSE_INIT is answered: find out whether the kernel does it for this process and these
+        tiers. Raises OperationError where it does not, and must."""
+        if not self.stack_depth:
+            return
+        devices = set()
+        for path, tier in self._tiers:
+            try:
+                devices.add(probe(self._fuse, tier))
+            except OSError as error:
+                reason = f"it failed for a file in tier {path}: {error.strerror}"
+                if error.errno == errno.EPERM:
+                    reason = "it needs CAP_SYS_ADMIN outside of any user namespace"
+                elif error.errno == errno.ELOOP:
+                    reason = f"tier {path} lies on more file systems than the kernel allows"
+                self._impossible(reason)
+        self._devices = frozenset(devices)
+        if devices:
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            self.most = most_ids(memory)
+
+    def _impossible(self, reason: str) -> int:
+        if self._needed:
+            raise OperationError(_refusal(reason))
+        log.debug("no passthrough: %s", reason)
+        return 0
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def open(self, descriptor: int) -> int:
+        """A new id for the file behind ``descriptor``, which may be closed then. Raises Refused.
+        Takes a few microseconds."""
+        if len(self._ids) >= self.most:
+            raise Refused(errno.ENOSPC, f"there are {self.most} already")
+        try:
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            check(os.fstat(descriptor), flags, self._uid, self._devices)
+            number = register(self._fuse, descriptor)
+        except OSError as error:
+            raise Refused(error.errno or errno.EIO, str(error.strerror)) from None
+        self._ids.add(number)
+        return number
+
+    def close(self, numbers: Iterable[int]) -> None:
+        """Forget ids; those that are not registered are passed over. Opens that use one keep it."""
+        for number in self._ids.intersection(list(numbers)):
+            self._ids.discard(number)
+            unregister(self._fuse, number)
+
+    def close_unused(self) -> None:
+        """Forget those that no open uses: another worker begins, and does not know of them."""
+        if self._ids:
+            self.close(self._ids - backing_ids(self._handles))
+
+    def answer(
+        self, message: Mapping[str, Any], descriptors: Collection[int]
+    ) -> dict[str, Any] | None:
+        """The reply to a worker's ``back`` or ``unback`` (docs/ARCHITECTURE.md, The channel), None
+        for what is neither. The caller closes the descriptors, and the reply's ids where it cannot
+        be sent. One of them is 0 where a descriptor was refused."""
+        match message:
+            case {"event": "back", "number": int(number)}:
+                ids: list[int] = []
+                reply: dict[str, Any] = {"do": "backed", "number": number, "ids": ids}
+                for descriptor in descriptors:
+                    try:
+                        ids.append(self.open(descriptor))
+                    except Refused as refused:
+                        ids.append(0)
+                        reply |= {"error": refused.code, "reason": str(refused)}
+                return reply
+            case {"event": "unback", "number": int(number), "ids": None}:
+                self.close_unused()
+                return {"do": "backed", "number": number, "ids": []}
+            case {"event": "unback", "number": int(number), "ids": list(given)}:
+                self.close(one for one in given if isinstance(one, int))
+                return {"do": "backed", "number": number, "ids": []}
+        return None
+
+
+def _may_register() -> bool:
+    # More may be missing, as `BackingFiles.begin` finds out; but this much can be told in advance.
+    return os.geteuid() == 0 and in_first_user_namespace()
+
+
+def _refusal(reason: str) -> str:
+    return f"--data-path passthrough is not possible: {reason}: use --data-path relay, or auto"
+
+
+def register(fuse: int, descriptor: int) -> int:
+    """The kernel's id for a backing file. Raises OSError: EPERM without CAP_SYS_ADMIN in the first
+    user namespace or where FUSE_INIT did not ask for passthrough, ELOOP for a file on too many
+    file systems, ENOTTY before Linux 6.9."""
+    argument = bytearray(_MAP.pack(descriptor, 0, 0))
+    number: int = fcntl.ioctl(fuse, _BACKING_OPEN, argument, True)
+    return number
+
+
+def unregister(fuse: int, number: int) -> None:
+    """Raises nothing: the kernel may have ended the connection, and its ids with it."""
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(fuse, _BACKING_CLOSE, _ID.pack(number))
+
+
+def probe(fuse: int, tier: int) -> int:
+    """The device of files in the directory ``tier``, having registered one there and forgotten it
+    again. Raises OSError as `register`, or of the tier's file system.
+
+    The device is not always the directory's (overlayfs), so a file is asked.
+    """
+    descriptor = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=tier)
+    try:
+        unregister(fuse, register(fuse, descriptor))
+        return os.fstat(descriptor).st_dev
+    finally:
+        os.close(descriptor)

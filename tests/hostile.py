@@ -1,0 +1,222 @@
+"""A worker that was taken over: it tries what the supervisor must not do for it.
+
+    python -I hostile.py cli ARGUMENTS...       monarchfs with it in the worker's place
+    python -I hostile.py worker --bootstrap-fd K
+
+What came of it is its report. Opens of any file are answered with the backing file that it was
+given for one of its own. Only the standard library, so that any user's interpreter can run it.
+"""
+
+import array
+import errno
+import functools
+import json
+import os
+import select
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+OWN = b"the worker's own file"
+Message = dict[str, Any]
+
+IN_HEADER = struct.Struct("=IIQQIIIHH")
+ATTR = struct.Struct("=6Q10I")
+LOOKUP, FORGET, GETATTR, OPEN, STATFS, RELEASE, OPENDIR, INTERRUPT, BATCH_FORGET, RELEASEDIR = (
+    *(1, 2, 3, 14, 17, 18, 27, 36, 42, 29),
+)
+FOPEN_PASSTHROUGH = 1 << 7
+
+
+class Supervisor:
+    """The other end of the channel."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self.number = 0
+        self.later: list[Message] = []
+
+    def tell(self, content: bytes, descriptors: Sequence[int] = ()) -> None:
+        socket.send_fds(self.channel, [content], list(descriptors))
+
+    def ask(self, event: str, descriptors: Sequence[int] = (), **rest: object) -> Message:
+        self.number += 1
+        message = {"event": event, "number": self.number, **rest}
+        self.tell(json.dumps(message).encode(), descriptors)
+        while True:
+            answer: Message = json.loads(self.channel.recv(1 << 18))
+            if answer["do"] == "backed" and answer["number"] == self.number:
+                return answer
+            self.later.append(answer)
+
+
+def offer(supervisor: Supervisor, descriptors: Sequence[int]) -> Message:
+    answer = supervisor.ask("back", descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return {
+        "ids": [bool(one) for one in answer["ids"]],
+        "error": errno.errorcode.get(answer.get("error", 0), ""),
+    }
+
+
+def attack(supervisor: Supervisor, tier: int, things: str) -> tuple[int, Message]:
+    """The id of a file of its own, and what came of offering others."""
+    at = functools.partial(os.path.join, things)
+    make = os.open("own", os.O_CREAT | os.O_RDWR, 0o600, dir_fd=tier)
+    os.write(make, OWN)
+    os.close(make)
+    own = functools.partial(os.open, "own", dir_fd=tier)
+    os.mkfifo("fifo", dir_fd=tier)
+    found: Message = {}
+    for name, descriptor in {
+        "a secret, by O_PATH": os.open(at("secret"), os.O_PATH),
+        "what all may read": os.open(at("public"), os.O_RDONLY),
+        "its own, by O_PATH": own(os.O_PATH),
+        "its own, for writing": own(os.O_RDWR),
+        "its own, for writing alone": own(os.O_WRONLY),
+        "a directory": os.open(at("."), os.O_RDONLY),
+        "a FIFO": os.open("fifo", os.O_RDONLY | os.O_NONBLOCK, dir_fd=tier),
+        "a device": os.open("/dev/null", os.O_RDONLY),
+        "a socket": socket.socket().detach(),
+        "another file system's": os.open(f"/proc/self/fd/{os.memfd_create('x')}", os.O_RDONLY),
+    }.items():
+        found[name] = offer(supervisor, [descriptor])
+    found["nothing"] = offer(supervisor, [])
+    found["some of each"] = offer(supervisor, [own(os.O_RDONLY), own(os.O_RDWR), own(os.O_RDONLY)])
+    # More than one message may carry: the kernel drops the rest.
+    crowd = [own(os.O_RDONLY) for _ in range(200)]
+    content = json.dumps({"event": "back", "number": 0}).encode()
+    supervisor.channel.sendmsg(
+        [content], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", crowd))]
+    )
+    found["a crowd"] = len(json.loads(supervisor.channel.recv(1 << 18))["ids"])
+    for descriptor in crowd:
+        os.close(descriptor)
+
+    supervisor.ask("unback", ids=[-1, 0, 1 << 70, 4_000_000_000, "1", None, [], {}, 1.5, True])
+    supervisor.ask("unback", ids=None)
+    for nonsense in (
+        b"\xff{",
+        b"[]",
+        b"7",
+        b"{}",
+        b'{"event": "back"}',
+        b'{"event": "back", "number": "1"}',
+        b'{"event": "unback", "number": 1}',
+        b'{"event": "unback", "number": 1, "ids": {}}',
+        b'{"event": ["back"], "number": 1}',
+        b'{"event": "status"}',
+        b"[" * 100_000,
+    ):
+        supervisor.tell(nonsense, [own(os.O_RDONLY) for _ in range(3)])
+    made = 0
+    while True:
+        batch = [own(os.O_RDONLY) for _ in range(32)]
+        ids = supervisor.ask("back", batch)["ids"]
+        for descriptor in batch:
+            os.close(descriptor)
+        made += sum(1 for one in ids if one)
+        if 0 in ids:
+            break
+    found["as many as it likes"] = made
+    supervisor.ask("unback", ids=None)
+    kept = own(os.O_RDONLY)
+    (number,) = supervisor.ask("back", [kept])["ids"]
+    os.close(kept)
+    return number, found
+
+
+def init_reply(request: bytes) -> bytes:
+    unique = IN_HEADER.unpack_from(request)[2]
+    body = struct.pack(
+        "=IIIIHHIIHHII6I", 7, 38, 131072, 1 << 0 | 7 << 12, 12, 9, 131072, 1, 32,
+        0, 0, 0, *(0,) * 6,
+    )  # fmt: skip
+    return struct.pack("=IiQ", 16 + len(body), 0, unique) + body
+
+
+def attributes(ino: int) -> bytes:
+    mode = stat.S_IFDIR | 0o755 if ino == 1 else stat.S_IFREG | 0o666
+    size, uid = len(OWN), os.getuid()
+    return ATTR.pack(ino, size, 1, 0, 0, 0, 0, 0, 0, mode, 1, uid, os.getgid(), 0, 4096, 0)
+
+
+def reply_to(request: bytes, number: int, report: Message) -> bytes | None:
+    _, opcode, unique, ino, *_ = IN_HEADER.unpack_from(request)
+    body, error = b"", 0
+    if opcode in (FORGET, BATCH_FORGET, INTERRUPT):
+        return None
+    if opcode == GETATTR:
+        body = struct.pack("=QII", 0, 0, 0) + attributes(ino)
+    elif opcode == LOOKUP:
+        body = struct.pack("=QQQQII", 2, 0, 0, 0, 0, 0) + attributes(2)
+    elif opcode == OPEN:
+        report["opens"].append(struct.unpack_from("=I", request, IN_HEADER.size)[0])
+        body = struct.pack("=QIi", 1, FOPEN_PASSTHROUGH, number)
+    elif opcode == OPENDIR:
+        body = struct.pack("=QII", 1, 0, 0)
+    elif opcode == STATFS:
+        body = struct.pack("=5Q4I6I", 1, 1, 1, 1, 1, 4096, 255, 4096, *(0,) * 7)
+    elif opcode not in (RELEASE, RELEASEDIR):
+        error = -errno.ENOSYS
+    return struct.pack("=IiQ", 16 + len(body), error, unique) + body
+
+
+def worker() -> int:
+    with open(int(sys.argv[sys.argv.index("--bootstrap-fd") + 1]), "rb") as file:
+        bootstrap = json.load(file)
+    fds, config = bootstrap["fds"], json.loads(bootstrap["config"])
+    fuse, handles = fds["fuse"], fds["handles"]
+    init = socket.socket(fileno=fds["init"])
+    channel = socket.socket(fileno=fds["channel"])
+    init.send(init_reply(init.recv(1 << 18)))
+    told = json.loads(channel.recv(1 << 18))
+    channel.send(b'{"event": "ready"}')
+    supervisor = Supervisor(channel)
+    number, found = attack(supervisor, fds["tiers"][0], config["source"])
+    report: Message = {"opens": [], "most": told["backing_ids"], "found": found}
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    poll.register(fuse, select.POLLIN)
+    beats = 0
+    while True:
+        beats += 1
+        os.pwrite(handles, struct.pack("=Q", beats), 16)  # monarchfs.fuse.slots.BEATS
+        ready = [descriptor for descriptor, _ in poll.poll(250)]
+        messages = supervisor.later
+        supervisor.later = []
+        if channel.fileno() in ready:
+            content = channel.recv(1 << 18)
+            if not content:
+                return 4
+            messages.append(json.loads(content))
+        for message in messages:
+            if message["do"] == "stop":
+                return 0
+            if message["do"] == "status":
+                answer = {"event": "status", "number": message["number"], "status": report}
+                channel.send(json.dumps(answer).encode())
+        if fuse in ready:
+            try:
+                reply = reply_to(os.read(fuse, 1 << 21), number, report)
+            except OSError as error:
+                return 0 if error.errno == errno.ENODEV else 5
+            if reply is not None:
+                os.write(fuse, reply)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "worker":
+        sys.exit(worker())
+    sys.path.insert(0, str(HERE.parent))
+    from monarchfs.cli import main, mount
+
+    command = (sys.executable, "-I", __file__, "worker")
+    mount.mount_command = functools.partial(mount.mount_command, worker_command=command)
+    sys.exit(main.main(sys.argv[2:]))
