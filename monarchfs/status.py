@@ -22,7 +22,7 @@ def status(worker: Worker) -> dict[str, Any]:
         "source": worker.config.source,
         "mountpoint": worker.config.mountpoint,
         "state": "serving" if worker.source.responding else "source not responding",
-        "data_path": "relay",
+        "data_path": worker.passthrough.data_path,
         "metrics_port": worker.config.metrics_port,
         "freshness": worker.config.freshness.mode.value,
         "tiers": worker.cache.usage(),
@@ -49,6 +49,11 @@ def status(worker: Worker) -> dict[str, Any]:
             "source_file_bytes": metrics.source_file_bytes,
             "relayed_bytes": metrics.relayed_bytes,
             "stale_answers": metrics.stale_answers,
+            "passthrough_opens": metrics.passthrough_opens,
+        },
+        "passthrough": {
+            "backing_files": worker.passthrough.ids,
+            "refused": metrics.backing_refused,
         },
         "prefetch": {
             "queued": len(worker.copier.queue),

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +30,7 @@ from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs import control
 from monarchfs.cache.cache import Cache
 from monarchfs.commands import Commands
-from monarchfs.config.model import SPEAKS, Config, EvictPolicy, PrefetchMode
+from monarchfs.config.model import SPEAKS, Config, DataPath, EvictPolicy, PrefetchMode
 from monarchfs.fs.files import Files
 from monarchfs.fs.find import Finder
 from monarchfs.fs.freshness import NS, Freshness
@@ -40,13 +41,16 @@ from monarchfs.fs.tree import Tree
 from monarchfs.fs.why import Why
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter
+from monarchfs.fuse.datapath import Dataset, kernel_reads
 from monarchfs.fuse.fastslots import FastSlots
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.notify import Notifier
+from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.quick import Quick
 from monarchfs.fuse.relay import Relay
 from monarchfs.fuse.slots import Slots
 from monarchfs.index import Index, set_aside
+from monarchfs.memory import machine_memory
 from monarchfs.metrics import Metrics
 from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch.copier import Copier
@@ -99,6 +103,7 @@ class Bootstrap:
     safe: bool = False
     waits: bool = False
     source_root: tuple[int, int] | None = None
+    passes: bool = False
 
     @classmethod
     def read(cls, fd: int) -> Bootstrap:
@@ -124,6 +129,7 @@ class Bootstrap:
             message["safe"],
             message["waits"],
             tuple(message["source_root"]),
+            message["passes"],
         )
 
 
@@ -165,6 +171,14 @@ class Channel:
     async def send(self, message: dict[str, Any]) -> None:
         await self._socket.send(json.dumps(message).encode())
 
+    def send_now(self, message: dict[str, Any], descriptors: Sequence[int]) -> bool:
+        """Whether a message, with descriptors, could be sent without waiting."""
+        try:
+            socket.send_fds(self._plain, [json.dumps(message).encode()], descriptors)
+        except OSError:
+            return False
+        return True
+
     async def receive(self) -> tuple[dict[str, Any], list[int]] | None:
         """A message and the descriptors that came with it; None when the supervisor is gone."""
         await trio.lowlevel.wait_readable(self._plain)
@@ -198,6 +212,7 @@ class Worker:
         self.slots.has_layouts = posix.has_layouts
         self._root_ino = posix.root.ino
         self.index = self._open_index()
+        self.kernel_reads = self._decide(bootstrap.passes)
         # Numbers that the kernel knows are not given to other files, also if the index was lost.
         if self.slots.numbers:
             self.index.skip_numbers_after(self.slots.numbers)
@@ -217,7 +232,8 @@ class Worker:
             )
             for spec, fd in zip(config.tiers, bootstrap.tier_fds, strict=not bootstrap.safe)
         ]
-        self.relay = Relay(fuse_session.hooks, self.metrics, free_opens=_free_opens(config))
+        free_opens = not self.kernel_reads and _free_opens(config)
+        self.relay = Relay(fuse_session.hooks, self.metrics, free_opens=free_opens)
         self.cache = Cache(
             self.index,
             tiers,
@@ -276,7 +292,13 @@ class Worker:
             self.files,
             lasting_ns=freshness.ttl_ns,
             tells=self.cache.tracks or config.touch_source_seconds > 0,
+            opens_here=not self.kernel_reads,
         )
+        self.passthrough = Passthrough(
+            self.files, channel.send_now, self.metrics, counts=self.kernel_reads
+        )
+        self.cache.let_go = self.passthrough.let_go
+        self.cache.stored = self.passthrough.stored
         self.adapter = Adapter(
             self.tree,
             self.files,
@@ -285,6 +307,8 @@ class Worker:
             self.metrics,
             self.relay,
             self.slots,
+            self.passthrough,
+            fuse_session.back_open,
             fuse_session.current_request,
             fuse_session.current_node,
         )
@@ -297,6 +321,7 @@ class Worker:
                 self.relay,
                 self.metrics,
                 current_request,
+                self.passthrough,
             )
         )
         fuse_session.on_request(quick.answer)
@@ -310,6 +335,26 @@ class Worker:
         self._exporter = _exporter(self, bootstrap.metrics_fd)
         if not fuse_session.on_interrupt(self.interrupts.on_interrupt):
             log.warning("the C part is missing: waiting processes cannot be killed")
+
+    def _decide(self, passes: bool) -> bool:
+        """Whether resident files are for the kernel to read; ``passes``: it may come to that. It
+        is decided once a mount: the kernel goes by the first answer to an open."""
+        if self.slots.kernel_reads is None:
+            totals = self.index.tier_totals().values()
+            dataset = Dataset(
+                sum(tier.resident for tier in totals), sum(tier.allocated_bytes for tier in totals)
+            )
+            self.slots.kernel_reads = (
+                passes
+                and fuse_session.can_back_opens()
+                and (
+                    self.config.data_path is DataPath.PASSTHROUGH
+                    or kernel_reads(
+                        dataset, machine_memory()[1], free_opens=_free_opens(self.config)
+                    )
+                )
+            )
+        return bool(self.slots.kernel_reads)
 
     def _open_index(self) -> Index:
         """The index; one that cannot be used is set aside and a new one made."""
@@ -334,6 +379,11 @@ class Worker:
 
     async def start(self) -> None:
         """Everything that must be so before the first request. Raises OSError, MonarchError."""
+        if self.config.data_path is DataPath.PASSTHROUGH and not fuse_session.can_back_opens():
+            raise OperationError(
+                "--data-path passthrough is not possible: the C part of monarchfs is missing:"
+                " install it where there is a compiler, or use --data-path relay"
+            )
         if self.restarts:
             self._take_over()
         self.cache.load(_boot_id(), self._take_over_files)
@@ -367,12 +417,18 @@ class Worker:
             message, fds = received
             match message.get("do"):
                 case "serve":
+                    self.passthrough.begin(message["backing_ids"] if self.kernel_reads else 0)
                     self.session.hand_over()
                     self._nursery.start_soon(self._begin_background)
                     await self._channel.send({"event": "ready"})
                 case "status":
                     answer = {"number": message["number"], "status": status(self)}
                     await self._channel.send({"event": "status", **answer})
+                case "backed":
+                    self.passthrough.answered(
+                        *(message["number"], message["ids"]),
+                        *(message.get("error", 0), message.get("reason", "")),
+                    )
                 case "client":
                     self._nursery.start_soon(self._client, message["request"], fds)
                 case "stop":
@@ -387,6 +443,7 @@ class Worker:
     async def _begin_background(self) -> None:
         config = self.config
         self._nursery.start_soon(self.kernel.run)
+        self._nursery.start_soon(self.passthrough.run)
         self._nursery.start_soon(self.relay.run)
         self._nursery.start_soon(self.relay.walk)
         self._nursery.start_soon(self.adapter.implicit.run)

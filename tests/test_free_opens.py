@@ -44,7 +44,9 @@ def dataset(work: Bench, *names: str) -> Path:
 
 
 def resident(work: Bench, *names: str, freshness: tuple[str, ...]) -> Mount:
-    mount = work.mount(dataset(work, *names), *freshness, "--prefetch", "all")
+    mount = work.mount(
+        dataset(work, *names), "--data-path", "relay", *freshness, "--prefetch", "all"
+    )
     assert mount.wait_idle()["files"]["resident"] == len(names)
     return mount
 
@@ -151,7 +153,7 @@ def test_replicas_that_somebody_spoiled(
 def test_a_file_that_becomes_resident_while_it_is_open(
     work: Bench, process: Reader, freshness: tuple[str, ...]
 ) -> None:
-    mount = work.mount(dataset(work, "a"), *freshness)
+    mount = work.mount(dataset(work, "a"), "--data-path", "relay", *freshness)
     fd = process.open(mount.path / "a")
     assert process.read(fd, 0, 10) == content("a")[:10]
     assert mount.wait_idle()["files"]["resident"] == 1
@@ -164,7 +166,7 @@ def test_a_file_that_becomes_resident_while_it_is_open(
 
 def test_what_nobody_reads_is_closed(work: Bench, process: Reader) -> None:
     source = dataset(work, "a")
-    mount = work.mount(source, *IMMUTABLE, "--prefetch", "none")
+    mount = work.mount(source, "--data-path", "relay", *IMMUTABLE, "--prefetch", "none")
     fd = process.open(mount.path / "a")
     assert process.read(fd, 5, 10) == content("a")[5:15]
     worker = psutil.Process(mount.worker_pid())
@@ -179,7 +181,7 @@ def test_what_nobody_reads_is_closed(work: Bench, process: Reader) -> None:
 
 def test_what_the_source_refuses_is_said_by_the_first_read(work: Bench, process: Reader) -> None:
     source = dataset(work, "a", "b")
-    mount = work.mount(source, *IMMUTABLE)
+    mount = work.mount(source, "--data-path", "relay", *IMMUTABLE)
     gone, replaced = process.open(mount.path / "a"), process.open(mount.path / "b")
     (source / "a").unlink()
     (source / "b").unlink()
@@ -209,7 +211,7 @@ def test_permissions_of_a_mount_for_one_user(work: Bench) -> None:
     source = dataset(work, "a", "secret")
     (source / "secret").chmod(0)
     work.path.chmod(0o777)
-    mount = work.mount(source, *IMMUTABLE, "--user", "nobody")
+    mount = work.mount(source, "--data-path", "relay", *IMMUTABLE, "--user", "nobody")
     with reader("nobody") as process:
         fd = process.open(mount.path / "a")
         assert process.read(fd) == content("a")
@@ -227,7 +229,9 @@ def test_permissions_of_a_mount_for_all(work: Bench) -> None:
     source = dataset(work, "a", "secret")
     (source / "secret").chmod(0o600)
     work.path.chmod(0o755)
-    mount = work.mount(source, *IMMUTABLE, "-o", "allow_other", "--prefetch", "all")
+    mount = work.mount(
+        source, "--data-path", "relay", *IMMUTABLE, "-o", "allow_other", "--prefetch", "all"
+    )
     mount.wait_idle()
     with reader("nobody") as process:
         assert process.read(process.open(mount.path / "a")) == content("a")

@@ -498,12 +498,12 @@ def test_a_worker_that_hangs_and_a_mount_that_goes_and_comes_back(
         screen.wait_for("worker not answering")
         os.kill(worker, signal.SIGCONT)
         screen.forget()
-        screen.wait_for("serving, relay")
+        screen.wait_for("serving, ")
         assert mounted.umount().returncode == 0
         screen.wait_for("not mounted")
         screen.forget()
         work.mount(mounted.source, point=mounted.path)
-        screen.wait_for("serving, relay")
+        screen.wait_for("serving, ")
         screen.type(b"q")
         screen.assert_left_alone()
         assert screen.process.returncode == 0

@@ -149,6 +149,14 @@ class Cache(Filling):
             self._handle(Accessed(node.ino, replica.tier))
         return replica
 
+    def share(self, replica: OpenReplica) -> None:
+        """One more ``release`` is due for it."""
+        replica.uses += 1
+
+    def gives(self, replica: OpenReplica) -> bool:
+        """Whether it is what ``acquire`` gives: it is open, sound and recorded."""
+        return self._open.get(replica.ino) is replica and not replica.bad
+
     def touch(self, node: Node) -> None:
         """It was asked for, though nobody opened it: others go before it."""
         self.accessed(node.ino)

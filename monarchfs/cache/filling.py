@@ -215,6 +215,7 @@ class Filling(Moves):
                 self.reasons.forget(reservation.node)
                 self._durability.stored(ino, replica)
                 self.readers.stored(ino)
+                self.stored(ino)
                 return True
         except OSError:
             await self._in_thread(reservation.tier.discard, reservation.name)

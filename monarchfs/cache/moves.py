@@ -90,6 +90,7 @@ class Moves(Records):
         self._handle(Moved(ino, allocated))
         self.readers.stored(ino)
         self._removals.start(ino, record)
+        self.stored(ino)
         return True
 
     async def _closed(self, ino: int) -> bool:

@@ -82,6 +82,11 @@ class Records:
         """Called when files that found no tier may find one now."""
         self.forget_pages: Callable[[int], None] = _forget_no_pages
         """Called with an inode number of which the kernel may have read wrong bytes."""
+        self.stored: Callable[[int], None] = _nobody_offers
+        """Called with an inode number that has become resident. Raises nothing."""
+        self.let_go: Callable[[int], trio.Event | None] = _nobody_keeps
+        """Called with an inode number whose replica's file is being removed: set once nobody else
+        keeps it open, None where nobody does but ``OpenReplica``. Raises nothing."""
         self._open: dict[int, OpenReplica] = {}
         self._busy: dict[int, bytes] = {}
         self._taking: set[int] = set()
@@ -109,7 +114,10 @@ class Records:
         )
         self.tiers = self._tiers.by_id
         self._durability = Durability(index, self._tiers)
-        self._removals = Removals(index, self._tiers, self._handle, self._in_thread, nursery)
+        self._removals = Removals(
+            *(index, self._tiers, self._handle, self._in_thread, nursery),
+            let_go=lambda ino: self.let_go(ino),
+        )
 
     def state(self, ino: int) -> Replica | None:
         """The record of its replica; None for one in a tier that this mount does not have."""
@@ -205,6 +213,14 @@ class Records:
 
 def _nobody_waits() -> None:
     """Where nothing is copied."""
+
+
+def _nobody_offers(ino: int) -> None:
+    """Where only this process reads replicas."""
+
+
+def _nobody_keeps(ino: int) -> None:
+    """Where only this process opens replicas."""
 
 
 def _forget_no_pages(ino: int) -> None:

@@ -22,6 +22,9 @@ from monarchfs.types import IndexWriteError, Replica, ReplicaState
 
 log = logging.getLogger(__name__)
 
+KEPT_SECONDS = 2.0
+"""So long a removal waits for others to close the file; then it counts as gone all the same."""
+
 
 class Removal:
     """One file on its way out. ``failed`` is set before ``done``."""
@@ -43,12 +46,14 @@ class Removals:
         handle: Callable[[Event], list[Action]],
         in_thread: Callable[..., Awaitable[Any]],
         nursery: trio.Nursery,
+        let_go: Callable[[int], trio.Event | None],
     ) -> None:
         self._index = index
         self._tiers = tiers
         self._handle = handle
         self._in_thread = in_thread
         self._nursery = nursery
+        self._let_go = let_go
         self._pending: dict[int, set[Removal]] = {tier_id: set() for tier_id in tiers.by_id}
         self._stuck: list[tuple[int, Replica]] = []
 
@@ -68,16 +73,22 @@ class Removals:
         """
         removal = Removal()
         self._pending[record.tier].add(removal)
-        self._nursery.start_soon(self._remove, ino, record, removal, opened)
+        kept = self._let_go(ino)
+        self._nursery.start_soon(self._remove, ino, record, removal, opened, kept)
 
     async def finish(self, ino: int, record: Replica) -> None:
         """The same, until it is done; also when the mount ends."""
         removal = Removal()
         self._pending[record.tier].add(removal)
-        await self._remove(ino, record, removal, None)
+        await self._remove(ino, record, removal, None, None)
 
     async def _remove(
-        self, ino: int, record: Replica, removal: Removal, opened: OpenReplica | None
+        self,
+        ino: int,
+        record: Replica,
+        removal: Removal,
+        opened: OpenReplica | None,
+        kept: trio.Event | None,
     ) -> None:
         tier = self._tiers.by_id[record.tier]
         try:
@@ -86,6 +97,9 @@ class Removals:
                     await self._in_thread(tier.remove_part, record.name)
                 else:
                     await self._in_thread(tier.remove, record.name, record.checksum)
+                if kept is not None:
+                    with trio.move_on_after(KEPT_SECONDS):
+                        await kept.wait()
         except OSError as exc:
             self._tiers.failed(tier, "removing a replica", exc)
             removal.failed = True

@@ -52,7 +52,7 @@ def values_now(worker: Worker) -> Values:
 def _about_the_mount(worker: Worker) -> Values:
     config = worker.config
     mounted = (
-        *(config.source, config.mountpoint, "relay"),
+        *(config.source, config.mountpoint, worker.passthrough.data_path),
         *(config.freshness.mode.value, config.prefetch.value, config.evict.value),
     )
     return {
@@ -69,6 +69,9 @@ def _requests(worker: Worker) -> Values:
         names.OPENS: _by_place(metrics.local_opens, metrics.source_opens),
         names.OPENED_FILE_BYTES: _by_place(metrics.local_file_bytes, metrics.source_file_bytes),
         names.RELAYED_BYTES: [((), metrics.relayed_bytes)],
+        names.PASSTHROUGH_OPENS: [((), metrics.passthrough_opens)],
+        names.BACKING_FILES: [((), worker.passthrough.ids)],
+        names.BACKING_REFUSED: [((), metrics.backing_refused)],
         names.STALE_ANSWERS: [((), metrics.stale_answers)],
         names.REQUEST_DURATION: list(_request_durations(metrics.requests)),
         names.REQUEST_ERRORS: _labelled(metrics.request_errors.by_name.items()),

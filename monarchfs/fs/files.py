@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -15,7 +16,19 @@ from monarchfs.fs.freshness import SURELY_SETTLED_NS
 from monarchfs.fs.kernel import Kernel, NoKernel
 from monarchfs.fs.tree import Entry, Tree
 from monarchfs.metrics import Metrics
-from monarchfs.types import Data, DirectoryChanged, Node, ReplicaState, SourceChanged, SourceVersion
+from monarchfs.types import (
+    Data,
+    DirectoryChanged,
+    IndexWriteError,
+    Node,
+    ReplicaState,
+    SourceChanged,
+    SourceVersion,
+)
+
+__all__ = ["FileHandle", "Files", "OpenReplica", "Unfinished"]
+
+log = logging.getLogger(__name__)
 
 YOUNG_KEPT = 10_000
 """Inodes of which is remembered that they were opened in the tick of their last change."""
@@ -253,6 +266,11 @@ class Files:
         node = self._tree.index.node(ino)
         return None if node is None else self.cache.acquire(node, accessed=False)
 
+    def size(self, ino: int) -> int:
+        """Of the version that ``ino`` stands for; 0 where it is not known."""
+        node = self._tree.index.node(ino)
+        return 0 if node is None else node.stat.size
+
     def _handle(
         self, node: Node, replica: OpenReplica | None, unfinished: Unfinished | None
     ) -> FileHandle:
@@ -338,6 +356,14 @@ class Files:
                 if not self.opens_are_known:
                     self._astray.way(ino)
             raise OSError(errno.ESTALE, "the source has another version") from exc
+
+    def renumber(self, ino: int) -> None:
+        """Who opens this file next gets another number, though its version is the same: what the
+        kernel knows under this one is not to be opened again. Raises nothing."""
+        try:
+            self._tree.index.renumber(ino)
+        except IndexWriteError as exc:
+            log.warning("inode %d keeps its number: %s", ino, exc)
 
     # -- changes in the source
 

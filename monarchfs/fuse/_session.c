@@ -8,6 +8,7 @@
  *                              queue of the threads that read the kernel's (_relay.c)
  *   fuse_session_receive_buf   takes one request, remembers whose it is, and takes out
  *                              FUSE_INTERRUPT, for which pyfuse3 has no hook
+ *   fuse_reply_open            adds a backing file, of which libfuse 3.14 knows nothing
  *
  * pyfuse3 calls them with the GIL held, from one thread.
  */
@@ -221,12 +222,51 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 	return (int)got;
 }
 
+/* fuse_open_out and FOPEN_PASSTHROUGH of linux/fuse.h since 6.9. */
+struct open_out {
+	uint64_t fh;
+	uint32_t open_flags;
+	int32_t backing_id;
+};
+#define OPEN_PASSTHROUGH (1 << 7)
+
+static uint64_t backed_fh; /* of the open that is answered next */
+static int32_t backing_id; /* 0: none */
+
+int fuse_reply_open(fuse_req_t req, const struct fuse_file_info *fi)
+{
+	static int (*real)(fuse_req_t, const struct fuse_file_info *);
+	if (!real) {
+		real = dlsym(RTLD_NEXT, "fuse_reply_open");
+		if (!real)
+			Py_FatalError("libfuse has no fuse_reply_open");
+	}
+	if (!backing_id || fi->fh != backed_fh)
+		return real(req, fi);
+	/* With any flag more the open would fail (fs/fuse/iomode.c, fuse_file_passthrough_open). */
+	struct open_out out = {fi->fh, OPEN_PASSTHROUGH, backing_id};
+	backing_id = 0;
+	return fuse_reply_buf(req, (const char *)&out, sizeof(out));
+}
+
 static PyObject *current(PyObject *self, PyObject *unused)
 {
 	(void)self;
 	(void)unused;
 	return Py_BuildValue("KIIK", (unsigned long long)current_unique, current_opcode, current_pid,
 			     (unsigned long long)current_node);
+}
+
+static PyObject *back_open(PyObject *self, PyObject *args)
+{
+	unsigned long long fh;
+	int id;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "Ki", &fh, &id))
+		return NULL;
+	backed_fh = fh;
+	backing_id = id;
+	Py_RETURN_NONE;
 }
 
 static PyObject *set_interrupt_handler(PyObject *self, PyObject *handler)
@@ -340,6 +380,9 @@ static PyMethodDef methods[] = {
 	{"current", current, METH_NOARGS,
 	 "The request that was received last: (unique, opcode, pid, node id) of its fuse_in_header.\n\n"
 	 "Valid in a handler until its first checkpoint."},
+	{"back_open", back_open, METH_VARARGS,
+	 "back_open(fh, backing_id): the open that is answered with this handle next has the kernel\n"
+	 "read the backing file."},
 	{"set_interrupt_handler", set_interrupt_handler, METH_O,
 	 "Call handler(unique) when the kernel says that the process waiting for request `unique`\n"
 	 "got a signal (FUSE_INTERRUPT); False says that it is not known. None: interrupts go to\n"

@@ -24,6 +24,7 @@ from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.handles import Handles
 from monarchfs.fuse.implicit import Implicit
 from monarchfs.fuse.interrupts import Interrupts
+from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
 from monarchfs.fuse.slots import Slots
 from monarchfs.metrics import Metrics
@@ -99,11 +100,14 @@ class Adapter(pyfuse3.Operations):
         metrics: Metrics,
         relay: Relay,
         slots: Slots,
+        passthrough: Passthrough,
+        answer_with: Callable[[int, int], None],
         current_request: Callable[[], tuple[int, int]],
         current_node: Callable[[], int],
     ) -> None:
         """``current_request`` tells (unique, pid) of the request that was received last,
-        ``current_node`` its node id."""
+        ``current_node`` its node id; ``answer_with`` (number, backing id) makes the open that is
+        answered next a passthrough one."""
         super().__init__()
         self._tree = tree
         self._files = files
@@ -113,8 +117,10 @@ class Adapter(pyfuse3.Operations):
         self.took = metrics.requests
         self._relay = relay
         self._current_request = current_request
+        self._passthrough = passthrough
+        self._answer_with = answer_with
         self._current_node = current_node
-        self.handles: Handles[FileHandle] = Handles(slots)
+        self.handles: Handles[FileHandle] = Handles(slots, passthrough)
         self.implicit = Implicit(files)
 
     def count_error(self, failure: pyfuse3.FUSEError) -> None:
@@ -220,31 +226,55 @@ class Adapter(pyfuse3.Operations):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         started, took = now_ns(), self.took.open_local
         unique, _pid = self._current_request()
-        handle = self._files.known_open(inode)
-        if handle is None:
-            handle = await self._waiting(lambda: self._files.open(inode))
-            if not handle.local:
-                took = self.took.open_source
+        opened = self._known_open(inode, unique)
+        if opened is None:
+            opened = await self._waiting(lambda: self._open(inode, unique))
+        number, handle, backing_id = opened
+        if not handle.local:
+            took = self.took.open_source
         took.observe(now_ns() - started)
-        number = FileHandleT(self._opened(handle, unique))
-        return pyfuse3.FileInfo(fh=number, keep_cache=handle.keep_cache)
+        if backing_id:
+            self._answer_with(number, backing_id)
+        keep_cache = handle.keep_cache and not backing_id
+        return pyfuse3.FileInfo(fh=FileHandleT(number), keep_cache=keep_cache)
 
-    def _opened(self, handle: FileHandle, unique: int) -> int:
-        """Its number, the handle's owner from now on. Raises OSError ENFILE."""
+    def _known_open(self, ino: int, unique: int) -> tuple[int, FileHandle, int] | None:
+        """``_open`` where nobody has to be asked."""
+        backing_id = self._passthrough.known(ino)
+        handle = None if backing_id is None else self._files.known_open(ino)
+        if handle is None or backing_id is None:
+            return None
         try:
-            number = self.handles.add(handle, unique)
+            return self._opened(handle, unique, backing_id), handle, backing_id
         except OSError:
             handle.release()
             raise
-        if handle.local:
+
+    async def _open(self, ino: int, unique: int) -> tuple[int, FileHandle, int]:
+        """Number, handle and backing id."""
+        handle = self._files.known_open(ino) or await self._files.open(ino)
+        try:
+            return await self._passthrough.decided(
+                handle, lambda backing: (self._opened(handle, unique, backing), handle, backing)
+            )
+        except BaseException:
+            handle.release()
+            raise
+
+    def _opened(self, handle: FileHandle, unique: int, backing_id: int) -> int:
+        """Its number, which owns the handle from now on. Raises OSError ENFILE."""
+        number = self.handles.add(handle, unique, backing_id)
+        if handle.local and not backing_id:
             self._relay.offer(handle.ino)
         return number
 
     def take_over(self) -> int:
         """Know what an earlier worker has opened; how many that are. Before the first request."""
         for slot in self.handles.slots:
-            if slot.backing_id or not self._relay.offer(slot.ino):
-                self.handles.take_over(slot.number, self._files.reopened(slot.ino))
+            # Whose modes count, Python has to hear of its end.
+            if slot.backing_id or self._passthrough.counts or not self._relay.offer(slot.ino):
+                handle = self._files.reopened(slot.ino)
+                self.handles.take_over(slot.number, handle, slot.backing_id)
         return len(self.handles.slots)
 
     @answers

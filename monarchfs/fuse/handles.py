@@ -18,6 +18,16 @@ class Openable(Protocol):
 
 
 T = TypeVar("T", bound=Openable)
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class Modes(Protocol[T_contra]):
+    """Who has to know how opens were answered."""
+
+    def opened(self, what: T_contra, mode: int, /) -> None: ...
+
+    def closed(self, ino: int, /) -> None:
+        """``what`` is released after this."""
 
 
 class Handles(Generic[T]):
@@ -26,28 +36,33 @@ class Handles(Generic[T]):
     Constant: the table that outlives this process. Changing: what its numbers stand for.
     """
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: Slots, modes: Modes[T] | None = None) -> None:
         self.slots = slots
+        self._modes = modes
         self._open: dict[int, T] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, what: T, unique: int) -> int:
+    def add(self, what: T, unique: int, backing_id: int = 0) -> int:
         """The number for the answer to the OPEN request ``unique``. Raises OSError ENFILE."""
-        number = self.slots.add(what.ino, unique)
+        number = self.slots.add(what.ino, unique, backing_id)
         if (before := self._open.get(number)) is not None:
             before.release()  # taken over from a worker that died before it answered
+        elif self._modes is not None:
+            self._modes.opened(what, backing_id)
         self._open[number] = what
         return number
 
-    def take_over(self, number: int, what: T) -> None:
+    def take_over(self, number: int, what: T, backing_id: int = 0) -> None:
         """``number`` was given out by an earlier worker, or without Python. Raises OSError EBADF if
         it is not open."""
         if not self.slots.own(number):
             what.release()
             raise OSError(errno.EBADF, "unknown handle")
         self._open[number] = what
+        if self._modes is not None:
+            self._modes.opened(what, backing_id)
 
     def get(self, number: int) -> T | None:
         """None for a number under which nothing is known here: see ``slots.ino``."""
@@ -55,5 +70,7 @@ class Handles(Generic[T]):
 
     def pop(self, number: int) -> T | None:
         """None for a number that is not open: a second RELEASE is not an error."""
-        self.slots.end(number)
+        ino = self.slots.end(number)
+        if ino is not None and self._modes is not None:
+            self._modes.closed(ino)
         return self._open.pop(number, None)

@@ -15,6 +15,7 @@ from time import perf_counter_ns as now_ns
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fs.tree import Entry, Missing, Tree
 from monarchfs.fuse.handles import Handles
+from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
 from monarchfs.metrics import NS, Metrics
 from monarchfs.types import Dirent, Node
@@ -34,6 +35,8 @@ class Opcode:
 
 FOPEN_KEEP_CACHE = 1 << 1
 FOPEN_CACHE_DIR = 1 << 3
+FOPEN_PASSTHROUGH = 1 << 7
+"""Alone: with FOPEN_KEEP_CACHE the open fails (fs/fuse/iomode.c, fuse_file_passthrough_open)."""
 
 MOST_LISTED_BYTES = 32 << 10
 """Of one answer to READDIRPLUS: some 190 entries, which take half a millisecond."""
@@ -64,10 +67,12 @@ class Quick:
         relay: Relay,
         metrics: Metrics,
         current_request: Callable[[], tuple[int, int]],
+        passthrough: Passthrough,
     ) -> None:
         """``current_request`` tells (unique, pid) of the request that is to be answered."""
         self._current_request = current_request
         self._count_answer = handles.slots.count_answer
+        self._passthrough = passthrough
         self._tree = tree
         self._files = files
         self._handles = handles
@@ -97,6 +102,8 @@ class Quick:
             case Opcode.OPEN:
                 if _OPEN_IN.unpack_from(body)[0] & os.O_ACCMODE != os.O_RDONLY:
                     return None
+                if (backing_id := self._passthrough.known(node)) is None:
+                    return None
                 if self._relay.opens(node):
                     return True
                 try:
@@ -106,12 +113,14 @@ class Quick:
                 if handle is None:
                     return None
                 try:
-                    number = self._handles.add(handle, self._current_request()[0])
+                    number = self._handles.add(handle, self._current_request()[0], backing_id)
                 except OSError:
                     handle.release()
                     return None
                 self._took.open_local.observe(now_ns() - started)
                 self._count_answer()
+                if backing_id:
+                    return _OPEN_OUT.pack(number, FOPEN_PASSTHROUGH, backing_id)
                 return _OPEN_OUT.pack(number, FOPEN_KEEP_CACHE if handle.keep_cache else 0, 0)
             case Opcode.RELEASE:
                 number = _HANDLE.unpack_from(body)[0]

@@ -46,19 +46,22 @@ class Relay:
         self._metrics = metrics
         self._tiers: dict[int, int] = {}
         self._files: Files | None = None
+        self._opens_here = True
         nothing: _Times = (0, (0,) * len(metrics.requests.read_local.counts))
         self._counted = (0, nothing, nothing, 0, 0)
 
-    def begin(self, files: Files, *, lasting_ns: int, tells: bool) -> None:
-        """Opens are good for at most ``lasting_ns``; ``tells``: policies want to hear of them.
-        Once; raises OSError."""
+    def begin(self, files: Files, *, lasting_ns: int, tells: bool, opens_here: bool = True) -> None:
+        """Opens are good for at most ``lasting_ns``; ``tells``: policies want to hear of them;
+        not ``opens_here``: Python answers them, because it matters how. Once; raises OSError."""
         self._files = files
+        self._opens_here = opens_here
         files.opened_elsewhere = self._open_now
         files.opens_are_known = not self.free_opens
         if self._hooks is not None:
             most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             count = MOST_OPEN_FILES if most < 0 else max(1, min(MOST_OPEN_FILES, most // 4))
             self._hooks.resident_start(count, os.geteuid(), lasting_ns, self.free_opens, tells)
+            self._hooks.answer_opens(opens_here)
 
     def offer(self, ino: int, *, seen: bool = False) -> bool:
         """Have the threads answer for ``ino`` if it is resident; whether they do. ``seen``: it
@@ -82,7 +85,9 @@ class Relay:
     def opens(self, ino: int) -> bool:
         """``offer``, for an open: whether the threads may answer it."""
         files = self._files
-        return files is not None and files.opens_until(ino) > 0 and self.offer(ino)
+        if files is None or not self._opens_here:
+            return False
+        return files.opens_until(ino) > 0 and self.offer(ino)
 
     # -- as Readers
 

@@ -83,6 +83,18 @@ def relay_threads() -> int:
     return 0 if hooks is None else RELAY_THREADS
 
 
+def can_back_opens() -> bool:
+    """Whether opens can be answered with a backing file: not where the C part is missing."""
+    return hooks is not None
+
+
+def back_open(number: int, backing_id: int) -> None:
+    """Have the kernel read ``backing_id`` itself for the handle ``number``, which is what is
+    answered next. Where the C part is there."""
+    assert hooks is not None
+    hooks.back_open(number, backing_id)
+
+
 def invalidate_inode(ino: int, attributes_only: bool) -> None:
     """Have the kernel forget the attributes of an inode and, unless ``attributes_only``, its pages.
 

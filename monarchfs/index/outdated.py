@@ -45,6 +45,23 @@ class Outdated(Pins):
 
         self._write(mark)
 
+    def renumber(self, ino: int) -> None:
+        """Another number is to stand for the version of ``ino``, from the next look-up by name on;
+        ``ino`` is outdated. Unknown ones pass."""
+        now_ns = time.time_ns()
+
+        def renumber(txn: Any) -> None:
+            key = ID.pack(ino)
+            value = txn.get(key, None, self._db.nodes)
+            if value is None:
+                return
+            source = ID_PAIR.pack(*node_identity(value))
+            if txn.get(source, None, self._db.by_source) == key:
+                txn.delete(source, db=self._db.by_source)
+            self._outdate(txn, key, value, now_ns)
+
+        self._write(renumber)
+
     def purge_outdated(self, before_ns: int, limit: int) -> int:
         """Forget nodes that became outdated before ``before_ns`` and have no replica.
 

@@ -103,6 +103,8 @@ class Metrics:
     local_file_bytes: int = _count("bytes", "Sizes of the files counted by local_opens")
     source_file_bytes: int = _count("bytes", "Sizes of the files counted by source_opens")
     relayed_bytes: int = _count("bytes", "Bytes handed to the kernel in answers to READ")
+    passthrough_opens: int = _count("opens", "Files opened that the kernel reads itself")
+    backing_refused: int = _count("files", "Files the kernel was to read itself, but does not")
     stale_answers: int = _count(
         "answers", "Answers from known metadata because the source did not answer in time"
     )

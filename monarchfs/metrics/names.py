@@ -66,6 +66,13 @@ OPENED_FILE_BYTES = _counter(
     "opened_file_bytes_total", "Sizes of the files counted by monarchfs_opens_total", "served"
 )
 RELAYED_BYTES = _counter("relayed_bytes_total", "Bytes handed to the kernel in answers to READ")
+PASSTHROUGH_OPENS = _counter(
+    "passthrough_opens_total", "Files opened that the kernel reads from the copy itself"
+)
+BACKING_FILES = _gauge("backing_files", "Copies that the kernel keeps open to read them itself")
+BACKING_REFUSED = _counter(
+    "backing_files_refused_total", "Copies that the kernel was to read itself, but does not"
+)
 STALE_ANSWERS = _counter(
     "stale_answers_total",
     "Answers from known metadata because the source did not answer in time",

@@ -1,0 +1,85 @@
+"""Backing ids, as the worker sees them: asked for, and given back. The supervisor alone may make
+them (``supervisor/backing.py``); nothing here waits for it but who wants to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import trio
+
+Send = Callable[[dict[str, Any], Sequence[int]], bool]
+"""Sends the supervisor a message and descriptors; whether that was possible at once."""
+
+MOST_AT_ONCE = 32
+"""Descriptors in one message: as many as the supervisor takes."""
+
+
+class Question:
+    """Constant: ``number``. Changing: the answer, complete once ``done`` is set: ``ids`` in the
+    order of the descriptors, 0 for those that were refused, and why the last one was."""
+
+    __slots__ = ("code", "done", "ids", "number", "reason")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.done = trio.Event()
+        self.ids: list[int] = []
+        self.code = 0
+        self.reason = ""
+
+
+class BackingIds:
+    """Constant: how the supervisor is told. Changing: the questions that it has not answered, and
+    the ids that could not be given back so far."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._questions: dict[int, Question] = {}
+        self._unsent: list[int] = []
+        self._number = 0
+
+    def ask(self, descriptors: Sequence[int]) -> Question | None:
+        """Offer files, at most MOST_AT_ONCE; who asks and waits no longer says so with ``drop``.
+        None where the supervisor takes no message now."""
+        question = self._next()
+        message = {"event": "back", "number": question.number}
+        if not self._send(message, descriptors):
+            return None
+        self._questions[question.number] = question
+        return question
+
+    def drop(self, question: Question) -> None:
+        """Nobody waits for the answer any more."""
+        self._questions.pop(question.number, None)
+
+    def give_back(self, ids: list[int]) -> trio.Event:
+        """Set once the kernel has closed the files, but for opens of them; at once where that
+        cannot be known."""
+        question = self._next()
+        self._unsent += ids
+        message = {"event": "unback", "number": question.number, "ids": self._unsent}
+        if self._send(message, []):
+            self._unsent = []
+            self._questions[question.number] = question
+        else:
+            question.done.set()
+        return question.done
+
+    def give_back_unused(self) -> None:
+        """All that no open uses, to begin with: an earlier worker had them."""
+        self._send({"event": "unback", "number": self._next().number, "ids": None}, [])
+
+    def answered(self, number: int, ids: list[int], code: int, reason: str) -> None:
+        """The supervisor's answer to either."""
+        question = self._questions.pop(number, None)
+        if question is None:
+            if ids := [one for one in ids if one]:
+                self.give_back(ids)
+            return
+        question.ids, question.code, question.reason = ids, code, reason
+        question.done.set()
+
+    def _next(self) -> Question:
+        self._number += 1
+        return Question(self._number)

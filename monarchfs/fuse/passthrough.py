@@ -1,0 +1,305 @@
+"""Which opens make the kernel read the replica itself, and through which backing file.
+
+The supervisor alone may register a backing file. So resident files are offered to it before they
+are opened, in the background, and an open takes the id that is there; one that finds none waits for
+it, while other requests go on. Ids that no open uses are kept, and the least recently used given
+back where there are too many. An id keeps the blocks of its file occupied: it is given back before
+the removal of a replica counts as done.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import trio
+
+from monarchfs.fs.files import FileHandle, Files, OpenReplica
+from monarchfs.fuse.backing import MOST_AT_ONCE, BackingIds, Question, Send
+from monarchfs.fuse.iomodes import CACHED, IoModes
+from monarchfs.metrics import Metrics
+from monarchfs.types import ReplicaState
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ANSWER_SECONDS = 1.0
+"""A supervisor that takes longer is not waited for: the daemon reads the file."""
+
+MOST_REFUSALS = 3
+"""In a row; then files of that tier are offered no more."""
+
+SMALL_BYTES = 1 << 20
+"""Where there are more files than ids, those below are not worth the wait for one at each open."""
+
+NEWS_SECONDS = 0.2
+"""So long files that became resident are gathered before they are offered."""
+
+
+class _Wait:
+    """Opens of an inode wait for an id. Constant: the question, the replica's tier. Changing: how
+    many opens do; the answer, CACHED for a refusal, None before."""
+
+    __slots__ = ("answer", "opens", "question", "tier")
+
+    def __init__(self, question: Question, tier: int) -> None:
+        self.question = question
+        self.tier = tier
+        self.answer: int | None = None
+        self.opens = 0
+
+
+class Passthrough:
+    """All methods run on the event loop.
+
+    Constant: its parts, ``counts``. Changing: ``possible``, whether files are offered; the modes of
+    open inodes; replicas that are held open because the kernel reads them; ids that no open uses;
+    opens that wait; files that became resident; refusals in a row, by tier.
+    """
+
+    def __init__(self, files: Files, send: Send, metrics: Metrics, *, counts: bool) -> None:
+        """Without ``counts`` all inodes are in one mode, the daemon's, and none is remembered."""
+        self.possible = False
+        self.counts = counts
+        self._files = files
+        self._backing = BackingIds(send)
+        self.answered = self._backing.answered
+        self._metrics = metrics
+        self._most = 0
+        self._crowded = False
+        self._modes = IoModes()
+        self._held: dict[int, OpenReplica | None] = {}
+        self._idle: OrderedDict[int, int] = OrderedDict()
+        self._waits: dict[int, _Wait] = {}
+        self._news: list[int] = []
+        self._wake = trio.Event()
+        self._refusals: dict[int, int] = {}
+
+    def begin(self, most: int) -> None:
+        """At most so many ids may be there at once; 0: the daemon answers all reads. After what an
+        earlier worker opened was taken over, before the first request."""
+        self._most = most
+        self.possible = most > 0
+        self._backing.give_back_unused()
+
+    @property
+    def data_path(self) -> str:
+        """Who reads resident files, for people."""
+        return "passthrough" if self.possible else "relay"
+
+    @property
+    def ids(self) -> int:
+        """How many backing files the kernel keeps open for this worker."""
+        return len(self._held) + len(self._idle)
+
+    # -- what an open is answered with
+
+    def known(self, ino: int) -> int | None:
+        """The backing id to answer an open with, CACHED for none; None where ``decided`` has to
+        find out. Holds until the next checkpoint."""
+        if not self.counts:
+            return CACHED
+        if (mode := self._modes.get(ino)) is not None:
+            return mode
+        if (wait := self._waits.get(ino)) is not None:
+            return wait.answer
+        if (idle := self._idle.get(ino)) is not None:
+            return idle
+        if not self.possible or (self._crowded and self._files.size(ino) < SMALL_BYTES):
+            return CACHED
+        return None
+
+    async def decided(self, handle: FileHandle, open_it: Callable[[int], T]) -> T:
+        """Call ``open_it``, which must not wait, with the backing id for ``handle``, or CACHED.
+        Waits for the supervisor at most ANSWER_SECONDS; raises what ``open_it`` raises."""
+        wait = self._waits.get(handle.ino)
+        if wait is None and self.known(handle.ino) is None:
+            wait = self._ask(handle.replica)
+        if wait is None:
+            return open_it(self.known(handle.ino) or CACHED)
+        wait.opens += 1
+        try:
+            with trio.move_on_after(ANSWER_SECONDS):
+                await wait.question.done.wait()
+            if wait.answer is None:
+                self._take_answer(wait, handle.replica)
+            return open_it(self.known(handle.ino) or CACHED)
+        finally:
+            wait.opens -= 1
+            if not wait.opens:
+                self._end_wait(handle.ino, wait)
+
+    def _ask(self, replica: OpenReplica | None) -> _Wait | None:
+        if replica is None or not self._wanted(replica):
+            return None
+        if self.ids >= self._most and self._idle:
+            self._backing.give_back([self._idle.popitem(last=False)[1]])
+        question = self._backing.ask([replica.fd])
+        if question is None:
+            self._metrics.backing_refused += 1
+            return None
+        wait = self._waits[replica.ino] = _Wait(question, replica.tier)
+        return wait
+
+    def _wanted(self, replica: OpenReplica) -> bool:
+        return (
+            self.possible
+            and not replica.bad
+            and self._refusals.get(replica.tier, 0) < MOST_REFUSALS
+        )
+
+    def _take_answer(self, wait: _Wait, replica: OpenReplica | None) -> None:
+        question = wait.question
+        backing_id = next(iter(question.ids), CACHED)
+        self._judge(wait.tier, backing_id, question)
+        # It may have been dropped meanwhile, because it was corrupt, say.
+        sound = replica is not None and self._files.cache.gives(replica)
+        wait.answer = backing_id if sound else CACHED
+
+    def _end_wait(self, ino: int, wait: _Wait) -> None:
+        """All opens that waited are answered, or were given up."""
+        del self._waits[ino]
+        self._backing.drop(wait.question)
+        mode = self._modes.get(ino)
+        for backing_id in filter(None, wait.question.ids):
+            if backing_id != mode:
+                self._backing.give_back([backing_id])
+
+    def _judge(self, tier: int, backing_id: int, question: Question) -> None:
+        """Count an answer for a file of a tier; one that refuses them all is left alone."""
+        if backing_id:
+            self._refusals[tier] = 0
+            return
+        self._metrics.backing_refused += 1
+        if question.code == errno.ENOSPC:
+            return  # the files that are open now leave no room for this one
+        refusals = self._refusals[tier] = self._refusals.get(tier, 0) + 1
+        if refusals == MOST_REFUSALS:
+            tiers = self._files.cache.tiers
+            reason = question.reason or "the supervisor does not answer"
+            log.warning("tier %s: the kernel does not read it: %s", tiers[tier].path, reason)
+            self.possible = any(self._refusals.get(t, 0) < MOST_REFUSALS for t in tiers)
+
+    # -- opens, told by the table of handles
+
+    def opened(self, handle: FileHandle, mode: int) -> None:
+        """An open is about to be answered, or was by an earlier worker."""
+        if mode != CACHED:
+            self._metrics.passthrough_opens += 1
+        if not self.counts or not self._modes.opened(handle.ino, mode) or mode == CACHED:
+            return
+        ino, replica, cache = handle.ino, handle.replica, self._files.cache
+        if (idle := self._idle.pop(ino, mode)) != mode:
+            self._backing.give_back([idle])
+        self._held[ino] = replica
+        if replica is not None:
+            cache.share(replica)
+            if not cache.gives(replica):  # dropped between the opens that waited for its id
+                self._files.renumber(ino)
+
+    def closed(self, ino: int) -> None:
+        """An open was released, and its handle is about to be."""
+        if not self.counts:
+            return
+        mode = self._modes.closed(ino)
+        if mode is None or mode == CACHED:
+            return
+        replica, cache = self._held.pop(ino), self._files.cache
+        if ino not in self._waits:  # else who waits has the same id, and is about to use it
+            if replica is not None and cache.gives(replica):
+                self._keep(ino, mode)
+            else:
+                self._backing.give_back([mode])
+        if replica is not None:
+            cache.release(replica)
+
+    def _keep(self, ino: int, backing_id: int) -> None:
+        """An id that no open uses."""
+        self._idle[ino] = backing_id
+        if self.ids > self._most:
+            self._backing.give_back([self._idle.popitem(last=False)[1]])
+
+    # -- replicas that come and go
+
+    def stored(self, ino: int) -> None:
+        """A file became resident."""
+        if self.possible and not self._crowded:
+            self._news.append(ino)
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Offer resident files before they are opened, for ever."""
+        if not self.possible:
+            return
+        index = self._files.cache.index
+        self._crowded = sum(t.resident for t in index.tier_totals().values()) > self._most
+        await self._offer(ino for ino, r in index.replicas() if r.state is ReplicaState.RESIDENT)
+        while True:
+            await self._wake.wait()
+            await trio.sleep(NEWS_SECONDS)
+            self._wake = trio.Event()
+            news, self._news = self._news, []
+            await self._offer(news)
+
+    async def _offer(self, inos: Iterable[int]) -> None:
+        for batch in self._batches(inos):
+            try:
+                await self._offer_batch(batch)
+            finally:
+                for replica in batch:
+                    self._files.cache.release(replica)
+
+    def _batches(self, inos: Iterable[int]) -> Iterator[list[OpenReplica]]:
+        batch: list[OpenReplica] = []
+        for ino in inos:
+            if self.ids + len(batch) >= self._most:
+                self._crowded = True
+                break
+            if self._has(ino):
+                continue
+            replica = self._files.resident(ino)
+            if replica is None:
+                continue
+            batch.append(replica)
+            if len(batch) == MOST_AT_ONCE:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def _has(self, ino: int) -> bool:
+        """Whether there is an id for it, or somebody waits for one."""
+        return ino in self._held or ino in self._idle or ino in self._waits
+
+    async def _offer_batch(self, batch: list[OpenReplica]) -> None:
+        wanted = [replica for replica in batch if self._wanted(replica)]
+        question = self._backing.ask([replica.fd for replica in wanted]) if wanted else None
+        if question is None:
+            await trio.sleep(NEWS_SECONDS)
+            return
+        try:
+            with trio.move_on_after(ANSWER_SECONDS):
+                await question.done.wait()
+        finally:
+            self._backing.drop(question)
+        for replica, backing_id in zip(wanted, question.ids, strict=False):
+            self._judge(replica.tier, backing_id, question)
+            ino, gives = replica.ino, self._files.cache.gives(replica)
+            if backing_id and (not gives or self._has(ino)):
+                self._backing.give_back([backing_id])
+            elif backing_id:
+                self._keep(ino, backing_id)
+
+    def let_go(self, ino: int) -> trio.Event | None:
+        """The replica of ``ino`` is being removed: set once the kernel does not keep it open for
+        us any more. None where it does not, or has opens of it. No checkpoint."""
+        if ino in self._held:
+            # New opens of this inode would have to read what is no replica any more.
+            self._files.renumber(ino)
+            return None
+        idle = self._idle.pop(ino, None)
+        return None if idle is None else self._backing.give_back([idle])

@@ -1,0 +1,219 @@
+"""A kernel that holds opens to its rules, and the supervisor's half of passthrough without one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from monarchfs.config import Config, TierSpec, User
+from monarchfs.fuse import session
+from monarchfs.fuse.adapter import Adapter
+from monarchfs.fuse.interrupts import Interrupts
+from monarchfs.fuse.passthrough import Passthrough
+from monarchfs.fuse.relay import Relay
+from monarchfs.fuse.slots import Slots, make_table
+from monarchfs.supervisor import backing
+from monarchfs.supervisor.backing import BackingFiles
+from monarchfs.types import TierSize
+from tests.layers.mirror import Mirror
+
+assert session  # pyfuse3 is to be imported after it
+
+
+class Registry:
+    """The kernel's backing files: a descriptor of its own for each id."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.files: dict[int, int] = {}
+        self.made = 0
+        self.refuses = self.refuses_next = 0
+        patch.setattr(backing, "register", self._register)
+        patch.setattr(backing, "unregister", self._unregister)
+
+    def _register(self, _fuse: int, descriptor: int) -> int:
+        code, self.refuses_next = self.refuses_next or self.refuses, 0
+        if code:
+            raise OSError(code, os.strerror(code))
+        self.made += 1
+        self.files[self.made] = os.dup(descriptor)
+        return self.made
+
+    def _unregister(self, _fuse: int, number: int) -> None:
+        os.close(self.files.pop(number))
+
+    def close(self) -> None:
+        for descriptor in self.files.values():
+            os.close(descriptor)
+
+
+class Open:
+    """One open file of a process: its own descriptor of the backing file, as the kernel has."""
+
+    def __init__(self, ino: int, number: int, backing_id: int, descriptor: int) -> None:
+        self.ino = ino
+        self.number = number
+        self.backing_id = backing_id
+        self.descriptor = descriptor
+
+
+class Passing:
+    """A mirror with an adapter, a supervisor, and the kernel's view of what is open.
+
+    ``eio`` are opens that the kernel would have answered with EIO.
+    """
+
+    def __init__(
+        self, mirror: Mirror, patch: pytest.MonkeyPatch, *, most: int = 64, seed: int = 0
+    ) -> None:
+        self.mirror = mirror
+        self.random = random.Random(seed)
+        self.registry = Registry(patch)
+        self.table = make_table(1024)
+        user = User("me", os.getuid(), os.getgid())
+        tiers = tuple(TierSpec(tier.path, TierSize(bytes=1)) for tier in mirror.tiers)
+        config = Config("/s", "/m", tiers, "/state", "/run", "0" * 16, user)
+        self.supervisor = BackingFiles(config, -1, [-1 for _tier in tiers], self.table)
+        self.supervisor.most = most
+        devices = frozenset(os.stat(tier.path).st_dev for tier in mirror.tiers)
+        self.supervisor._devices = devices
+        self.answers = True
+        self.opens: list[Open] = []
+        self.eio: list[str] = []
+        self._unique = 0
+        self._backed = (0, 0)
+        self._outbox: list[tuple[Passthrough, dict[str, Any]]] = []
+        self._in: trio.MemorySendChannel[tuple[Passthrough, dict[str, Any]]]
+        self._in, out = trio.open_memory_channel[tuple[Passthrough, dict[str, Any]]](10_000)
+        mirror.nursery.start_soon(self._deliver, out)
+        self.begin_worker()
+
+    def begin_worker(self) -> None:
+        """The first one, or one that takes the place of another."""
+        mirror = self.mirror
+        self.passthrough = passthrough = Passthrough(
+            mirror.files,
+            lambda *message: self._send(passthrough, *message),
+            mirror.metrics,
+            counts=True,
+        )
+        mirror.cache.let_go = self.passthrough.let_go
+        mirror.cache.stored = self.passthrough.stored
+        self.slots = Slots(self.table)
+        self.adapter = Adapter(
+            mirror.tree,
+            mirror.files,
+            mirror.xattrs,
+            Interrupts(mirror.metrics),
+            mirror.metrics,
+            Relay(None, mirror.metrics, free_opens=False),
+            self.slots,
+            self.passthrough,
+            self._answer_with,
+            lambda: (self._unique, 0),
+            lambda: 0,
+        )
+        self.adapter.take_over()
+        self.passthrough.begin(self.supervisor.most)
+
+    def kill_worker(self) -> None:
+        """All that it had in memory is gone; what the cache counts of it, too."""
+        for handle in list(self.adapter.handles._open.values()):
+            handle.release()
+        for replica in self.passthrough._held.values():
+            if replica is not None:
+                self.mirror.cache.release(replica)
+        self.slots.close()
+
+    def close(self) -> None:
+        self.slots.close()
+        self.registry.close()
+        os.close(self.table)
+
+    # -- the channel
+
+    def _send(
+        self, sender: Passthrough, message: dict[str, Any], descriptors: Sequence[int]
+    ) -> bool:
+        reply = self.supervisor.answer(message, descriptors)
+        assert reply is not None
+        if self.answers:
+            self._in.send_nowait((sender, reply))
+        return True
+
+    async def _deliver(
+        self, out: trio.MemoryReceiveChannel[tuple[Passthrough, dict[str, Any]]]
+    ) -> None:
+        async for receiver, reply in out:
+            for _ in range(self.random.randrange(4)):
+                await trio.lowlevel.checkpoint()
+            if receiver is not self.passthrough:
+                continue  # it died
+            receiver.answered(
+                reply["number"], reply["ids"], reply.get("error", 0), reply.get("reason", "")
+            )
+
+    # -- what processes do, by way of the kernel
+
+    def _answer_with(self, number: int, backing_id: int) -> None:
+        self._backed = (number, backing_id)
+
+    async def open(self, path: str) -> Open:
+        """As the kernel: an outdated inode is looked up once more."""
+        try:
+            return await self._open(await self.mirror.ino(path))
+        except Exception as exc:
+            if getattr(exc, "errno", None) != errno.ESTALE:
+                raise
+            return await self._open(await self.mirror.ino(path))
+
+    async def _open(self, ino: int) -> Open:
+        self._unique += 2
+        info = await self.adapter.open(ino, os.O_RDONLY, None)  # type: ignore[arg-type]
+        number, backing_id = self._backed
+        self._backed = (0, 0)
+        if number != info.fh:
+            backing_id = 0
+        # Between the answer and the opener's turn others have theirs, but no RELEASE can come.
+        one = Open(ino, info.fh, backing_id, -1)
+        mode = next((o.backing_id for o in self.opens if o.ino == ino), None)
+        if mode is not None and mode != backing_id:
+            self.eio.append(f"inode {ino}: {backing_id} while {mode}")
+        if backing_id and info.keep_cache:
+            self.eio.append(f"inode {ino}: keep_cache with a backing file")
+        self.opens.append(one)
+        for _ in range(self.random.randrange(3)):
+            await trio.lowlevel.checkpoint()
+        if backing_id not in (0, *self.registry.files):
+            self.eio.append(f"inode {ino}: there is no backing file {backing_id}")
+        elif backing_id:
+            one.descriptor = os.dup(self.registry.files[backing_id])
+        return one
+
+    async def read(self, one: Open) -> bytes:
+        if one.backing_id:
+            return os.pread(one.descriptor, 1 << 20, 0)
+        return bytes(await self.adapter.read(one.number, 0, 1 << 20))
+
+    async def release(self, one: Open) -> None:
+        self.opens.remove(one)
+        if one.descriptor >= 0:
+            os.close(one.descriptor)
+        await self.adapter.release(one.number)
+
+    async def read_file(self, path: str) -> tuple[bytes, bool]:
+        """Its bytes, and whether the kernel read them itself."""
+        one = await self.open(path)
+        data = await self.read(one)
+        await self.release(one)
+        return data, one.backing_id != 0
+
+    def open_replicas(self) -> list[Path]:
+        """What backing files keep open."""
+        return [Path(os.readlink(f"/proc/self/fd/{fd}")) for fd in self.registry.files.values()]

@@ -1,0 +1,388 @@
+"""Passthrough over real layers, with a kernel that holds every open to its rules."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from monarchfs.fuse import passthrough
+from monarchfs.placement.policies import Eviction
+from monarchfs.types import FreshnessMode
+from tests.layers.mirror import ALL_ROOM, KIB, Area, Mirror, content, until
+from tests.layers.passing import Passing
+
+SIZE = 50_000
+
+
+@pytest.fixture
+def files(area: Area) -> Area:
+    for number in range(8):
+        area.write(str(number), content(SIZE, number))
+    return area
+
+
+@pytest.fixture(autouse=True)
+def looks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monarchfs.cache.tiers.SPACE_MAX_AGE_SECONDS", 0.0)
+
+
+@asynccontextmanager
+async def passing(
+    mirror: Mirror, patch: pytest.MonkeyPatch, *, most: int = 64, seed: int = 0
+) -> AsyncIterator[Passing]:
+    patch.setattr(passthrough, "NEWS_SECONDS", 0.002)
+    made = Passing(mirror, patch, most=most, seed=seed)
+    try:
+        yield made
+        assert made.eio == []
+    finally:
+        made.close()
+
+
+async def test_a_resident_file_is_passed_through(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+        await mirror.copied("0")
+        first = await kernel.open("0")
+        second = await kernel.open("0")
+        assert first.backing_id == second.backing_id == 1
+        assert await kernel.read(first) == content(SIZE, 0)
+        await kernel.release(first)
+        await kernel.release(second)
+        assert await kernel.read_file("0") == (content(SIZE, 0), True)
+        assert (kernel.registry.made, kernel.passthrough.ids) == (1, 1), "it was asked for once"
+        assert mirror.metrics.passthrough_opens == 3
+        assert len(kernel.slots) == 0
+
+
+async def test_what_is_open_while_it_is_copied_stays_relayed(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+        early = await kernel.open("0")
+        assert await kernel.read(early) == content(SIZE, 0)
+        await mirror.idle()
+        assert mirror.files.state(early.ino) == "resident"
+        late = await kernel.open("0")
+        assert (early.backing_id, late.backing_id) == (0, 0)
+        await kernel.release(early)
+        assert (await kernel.read_file("0"))[1] is False
+        await kernel.release(late)
+        assert await kernel.read_file("0") == (content(SIZE, 0), True)
+
+
+async def test_resident_files_are_offered_before_they_are_opened(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with files.mount() as mirror:
+        for name in "0123":
+            await mirror.copied(name)
+        async with passing(mirror, monkeypatch) as kernel:
+            mirror.nursery.start_soon(kernel.passthrough.run)
+            await until(lambda: kernel.passthrough.ids == 4, "what is there to be offered")
+            await mirror.copied("4")
+            await until(lambda: kernel.passthrough.ids == 5, "what came to be offered")
+            for name in "01234":
+                ino = await mirror.ino(name)
+                assert kernel.passthrough.known(ino), "no open has to wait"
+                assert await kernel.read_file(name) == (content(SIZE, int(name)), True)
+            assert kernel.registry.made == 5
+
+
+async def test_an_evicted_replica_is_closed_before_its_room_is_given(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+        ino = await mirror.copied("0")
+        await kernel.read_file("0")
+        (replica,) = kernel.open_replicas()
+        one = await kernel.open("0")
+        assert not mirror.cache.evict(ino), "it is open"
+        await kernel.release(one)
+        assert mirror.cache.evict(ino)
+        await mirror.idle()
+        assert (kernel.registry.files, kernel.passthrough.ids) == ({}, 0)
+        assert not replica.exists()
+        await mirror.settled()
+
+
+async def test_a_moved_replica_is_let_go(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with (
+        files.mount([64 * KIB, ALL_ROOM]) as mirror,
+        passing(mirror, monkeypatch) as kernel,
+    ):
+        await mirror.copied("0")
+        await mirror.copied("1")
+        mirror.cache.drop(await mirror.ino("0"), "for the test")
+        await mirror.idle()
+        one = await kernel.open("1")
+        assert one.backing_id
+        await kernel.release(one)
+        await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
+        await mirror.idle()
+        assert kernel.registry.files == {}, "the old one is not kept open"
+        assert await kernel.read_file("1") == (content(SIZE, 1), True)
+        assert str(kernel.open_replicas()[0]).startswith(mirror.tiers[0].path)
+
+
+@pytest.mark.parametrize("corrupt", [True, False])
+async def test_a_replica_that_goes_under_an_open(
+    files: Area, monkeypatch: pytest.MonkeyPatch, corrupt: bool
+) -> None:
+    """The kernel allows no other mode for its inode, so the file becomes another one."""
+    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+        ino = await mirror.copied("0")
+        early = await kernel.open("0")
+        assert early.backing_id
+        if corrupt:
+            mirror.cache.corrupt(ino)
+        else:
+            mirror.cache.drop(ino, "its replica was lost")
+        late = await kernel.open("0")
+        assert late.ino != ino
+        assert late.backing_id == 0
+        assert await kernel.read(late) == content(SIZE, 0)
+        await kernel.release(late)
+        await mirror.idle()
+        assert await kernel.read_file("0") == (content(SIZE, 0), True)
+        assert await kernel.read(early) == content(SIZE, 0), "the kernel reads on what it has"
+        await kernel.release(early)
+        await mirror.idle()
+        assert list(kernel.registry.files) == [2]
+        await mirror.settled()
+
+
+@pytest.mark.parametrize("opens", [1, 3])
+async def test_a_replica_that_goes_while_its_id_is_asked_for(
+    files: Area, monkeypatch: pytest.MonkeyPatch, opens: int
+) -> None:
+    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+        ino = await mirror.copied("0")
+        kernel.answers = False
+        async with trio.open_nursery() as nursery:
+            for _ in range(opens):
+                nursery.start_soon(_reads, kernel, "0")
+            await until(lambda: bool(kernel.registry.files), "the question")
+            mirror.cache.corrupt(ino)
+            kernel.answers = True
+            kernel.passthrough.answered(2, [1], 0, "")
+        await mirror.idle()
+        assert mirror.metrics.passthrough_opens == 0
+        await until(lambda: not kernel.registry.files, "the id to be given back")
+        await mirror.settled()
+
+
+async def _reads(kernel: Passing, name: str) -> None:
+    assert await kernel.read_file(name) == (content(SIZE, int(name)), False)
+
+
+async def test_refusals_are_relayed_and_end_the_asking(
+    files: Area, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+        await mirror.copied("0")
+        kernel.registry.refuses = errno.ELOOP
+        with caplog.at_level(logging.WARNING):
+            for _ in range(5):
+                assert await kernel.read_file("0") == (content(SIZE, 0), False)
+        assert mirror.metrics.backing_refused == passthrough.MOST_REFUSALS
+        assert kernel.passthrough.data_path == "relay"
+        (line,) = [r.getMessage() for r in caplog.records if "kernel" in r.getMessage()]
+        assert "symbolic links" in line, "with the reason"
+
+
+async def test_a_supervisor_that_does_not_answer_delays_an_open_once(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passthrough, "ANSWER_SECONDS", 0.01)
+    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+        await mirror.copied("0")
+        kernel.answers = False
+        one = await kernel.open("0")
+        assert one.backing_id == 0
+        kernel.answers = True
+        kernel.passthrough.answered(2, [1], 0, "")  # at last
+        await kernel.release(one)
+        await until(lambda: not kernel.registry.files, "the late id to be given back")
+        assert await kernel.read_file("0") == (content(SIZE, 0), True)
+
+
+async def test_opens_that_wait_together_get_one_answer(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+        await mirror.copied("0")
+        async with trio.open_nursery() as nursery:
+            killed = await nursery.start(_killed_in_open, kernel)
+            for _ in range(5):
+                nursery.start_soon(kernel.read_file, "0")
+            await trio.lowlevel.checkpoint()
+            killed.cancel()
+        assert kernel.registry.made == 1
+        assert kernel.passthrough.ids == 1
+
+
+async def _killed_in_open(
+    kernel: Passing, task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED
+) -> None:
+    with trio.CancelScope() as scope:
+        task_status.started(scope)
+        await kernel.release(await kernel.open("0"))
+
+
+async def test_nobody_waits_for_the_answer_any_more(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+        await mirror.copied("0")
+        async with trio.open_nursery() as nursery:
+            kernel.answers = False
+            killed = await nursery.start(_killed_in_open, kernel)
+            await until(lambda: bool(kernel.registry.files), "the question")
+            killed.cancel()
+        kernel.answers = True
+        kernel.passthrough.answered(2, [1], 0, "")
+        await until(lambda: not kernel.registry.files, "the id to be given back")
+        await mirror.settled()
+
+
+async def test_more_files_than_ids(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with files.mount() as mirror:
+        for name in "01234567":
+            await mirror.copied(name)
+        async with passing(mirror, monkeypatch, most=3) as kernel:
+            held = [await kernel.open(name) for name in "012"]
+            assert all(one.backing_id for one in held)
+            assert await kernel.read_file("3") == (content(SIZE, 3), False), "none is left"
+            await kernel.release(held.pop(0))
+            assert await kernel.read_file("3") == (content(SIZE, 3), True), "the idle one went"
+            for one in held:
+                await kernel.release(one)
+            assert kernel.passthrough.ids == len(kernel.registry.files) == 3
+            kernel.mirror.nursery.start_soon(kernel.passthrough.run)
+            await until(lambda: kernel.passthrough._crowded, "them to be counted")
+            ino = await mirror.ino("7")
+            assert kernel.passthrough.known(ino) == 0, "a small file is not worth the wait"
+            monkeypatch.setattr(passthrough, "SMALL_BYTES", 1)
+            assert kernel.passthrough.known(ino) is None
+            assert await kernel.read_file("7") == (content(SIZE, 7), True)
+
+
+async def test_another_worker_goes_on(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+        for name in "012":
+            await mirror.copied(name)
+        early = await kernel.open("0")
+        await kernel.read_file("1")
+        relayed = await kernel.open("3")
+        for _ in range(3):
+            kernel.kill_worker()
+            kernel.begin_worker()
+            await until(lambda: len(kernel.registry.files) == 1, "unused ids to be closed")
+            late = await kernel.open("0")
+            assert late.backing_id == early.backing_id
+            assert (await kernel.open("3")).backing_id == 0
+            assert not mirror.cache.evict(early.ino), "the kernel reads it"
+            assert kernel.passthrough.ids == 1
+        for one in list(kernel.opens):
+            await kernel.release(one)
+        assert relayed not in kernel.opens
+        assert len(kernel.slots) == 0
+        assert await kernel.read_file("0") == (content(SIZE, 0), True)
+        assert kernel.passthrough.ids == len(kernel.registry.files) == 1
+        await mirror.settled()
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_no_interleaving_breaks_the_kernels_rules(
+    files: Area, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    room = 5 * 64 * KIB
+    monkeypatch.setattr(passthrough, "SMALL_BYTES", SIZE if seed % 3 else 0)
+    async with (
+        files.mount(
+            [room, room], mode=FreshnessMode.OPEN, eviction=Eviction.SIEVE, copy_workers=3
+        ) as mirror,
+        passing(mirror, monkeypatch, most=(64, 5)[seed % 2], seed=seed) as kernel,
+    ):
+        world = World(mirror, kernel, seed)
+        mirror.nursery.start_soon(kernel.passthrough.run)
+        async with trio.open_nursery() as nursery:
+            for _ in range(6):
+                nursery.start_soon(world.process)
+            nursery.start_soon(world.trouble)
+        assert kernel.opens == []
+        assert len(kernel.slots) == 0
+        await mirror.idle()
+        assert kernel.passthrough.ids == len(kernel.registry.files) == len(kernel.supervisor)
+        assert mirror.metrics.passthrough_opens > 20, "else this test shows nothing"
+        for number in range(8):
+            mirror.cache.evict(await mirror.ino(str(number)))
+        await mirror.idle()
+        left = [path for path in kernel.open_replicas() if "deleted" in str(path)]
+        assert left == []
+        await mirror.settled()
+
+
+class World:
+    """Processes that open, read and close, and what happens meanwhile."""
+
+    def __init__(self, mirror: Mirror, kernel: Passing, seed: int) -> None:
+        self.mirror = mirror
+        self.kernel = kernel
+        self.random = random.Random(seed)
+        self.contents = {str(n): [content(SIZE, n)] for n in range(8)}
+        self.passed: dict[int, bytes] = {}
+
+    async def process(self) -> None:
+        for _ in range(60):
+            name = self.random.choice("01234567"[: self.random.choice((2, 8))])
+            try:
+                one = await self.kernel.open(name)
+            except Exception as exc:
+                if getattr(exc, "errno", None) == errno.ESTALE:
+                    continue  # it was replaced twice meanwhile
+                raise
+            for _ in range(self.random.randrange(3)):
+                data = await self.kernel.read(one)
+                assert data in self.contents[name]
+                if one.backing_id:
+                    assert self.passed.setdefault(one.ino, data) == data, "one inode, one version"
+                await self.pause()
+            await self.kernel.release(one)
+
+    async def pause(self) -> None:
+        if self.random.random() < 0.3:
+            await trio.sleep(self.random.random() * 0.004)
+        else:
+            await trio.lowlevel.checkpoint()
+
+    async def trouble(self) -> None:
+        mirror = self.mirror
+        for step in range(60):
+            await trio.sleep(0.005)
+            name = self.random.choice("01234567")
+            ino = await mirror.ino(name)
+            match self.random.randrange(6):
+                case 0:
+                    mirror.cache.evict(ino)
+                case 1:
+                    mirror.cache.corrupt(ino)
+                case 2:
+                    mirror.cache.drop(ino, "its replica was lost")
+                case 3:
+                    data = content(SIZE + step, step + 50)
+                    self.contents[name].append(data)
+                    self.mirror.area.write(name + ".new", data)
+                    (mirror.area.source / (name + ".new")).rename(mirror.area.source / name)
+                case 4:
+                    self.kernel.registry.refuses_next = errno.ENOMEM
+                case 5:
+                    await mirror.cache.look_after()

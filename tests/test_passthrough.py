@@ -1,0 +1,297 @@
+"""Passthrough on real mounts: the bytes, the ways to get at them, and many processes at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs.fuse.session import hooks
+from tests.mounting import (
+    WATCHDOG_SECONDS,
+    Bench,
+    Mount,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
+
+pytestmark = [
+    requires_root,
+    requires_fuse,
+    pytest.mark.skipif(hooks is None, reason="the C part was not built"),
+]
+
+LOAD = str(Path(__file__).with_name("passing_load.py"))
+SECONDS = float(os.environ.get("PASSING_SECONDS", "6"))
+OPENS = int(os.environ.get("PASSING_OPENS", "20000"))
+MIB = 1 << 20
+
+WAYS = """
+import ctypes, hashlib, json, mmap, os, shutil, socket, sys, tempfile
+path, found = sys.argv[1], {}
+def note(name, data): found[name] = [len(data), hashlib.sha256(data).hexdigest()]
+with open(path, "rb") as file:
+    size = os.fstat(file.fileno()).st_size
+    note("read", file.read())
+    fd = file.fileno()
+    note("backwards", b"".join(os.pread(fd, 4097, at) for at in range(0, size, 4097)[::-1]))
+    note("beyond", os.pread(fd, 10, size))
+    for name, flags in (("shared", mmap.MAP_SHARED), ("private", mmap.MAP_PRIVATE)):
+        with mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ) as view:
+            note(name, view[:])
+    a, b = os.pipe()
+    got = b""
+    os.lseek(fd, 0, os.SEEK_SET)
+    while n := os.splice(fd, b, 1 << 16):
+        got += os.read(a, n)
+    note("splice", got)
+    with tempfile.TemporaryFile() as copy:
+        os.lseek(fd, 0, os.SEEK_SET)
+        while os.sendfile(copy.fileno(), fd, None, 1 << 20):
+            pass
+        copy.seek(0)
+        note("sendfile", copy.read())
+    found["data"] = os.lseek(fd, 0, os.SEEK_DATA)
+    found["hole"] = os.lseek(fd, 0, os.SEEK_HOLE)
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+fd = os.open(path, os.O_RDONLY)
+address = libc.mmap(None, ctypes.c_size_t(size), 1, 1, fd, ctypes.c_long(0))
+os.close(fd)
+note("map of a closed file", ctypes.string_at(address, size))
+fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+buffer = mmap.mmap(-1, 1 << 20)
+got, at = b"", 0
+while n := os.preadv(fd, [buffer], at):
+    got, at = got + buffer[:n], at + n
+note("direct", got)
+for flags in (os.O_RDWR, os.O_WRONLY, os.O_RDONLY | os.O_TRUNC):
+    try:
+        os.open(path, flags)
+    except OSError as error:
+        found[f"flags {flags}"] = error.errno
+print(json.dumps(found))
+"""
+
+
+def python(code: str, *arguments: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def warm(mount: Mount) -> dict[str, Any]:
+    done = run("warm", str(mount.path), "--wait")
+    assert done.returncode == 0, done.stderr
+    return mount.wait_idle()
+
+
+def test_every_way_to_the_bytes(work: Bench) -> None:
+    source = work.path / "src"
+    source.mkdir()
+    data = random.Random(1).randbytes(3 * MIB + 17)
+    (source / "file").write_bytes(data)
+    found = {}
+    for data_path in ("relay", "passthrough"):
+        mount = work.mount(source, "--data-path", data_path)
+        warm(mount)
+        found[data_path] = python(WAYS, str(mount.path / "file"))
+        status = mount.status()
+        assert status["data_path"] == data_path
+        served = status["served"]
+        passed = data_path == "passthrough"
+        assert (served["passthrough_opens"] > 0, served["relayed_bytes"] == 0) == (passed, passed)
+        assert served["local_opens"] >= served["passthrough_opens"]
+        assert mount.umount().returncode == 0
+    whole = [len(data), hashlib.sha256(data).hexdigest()]
+    assert found["passthrough"]["read"] == found["passthrough"]["map of a closed file"] == whole
+    assert found["passthrough"] == found["relay"]
+
+
+def test_what_is_open_meanwhile(work: Bench) -> None:
+    """A file is copied, evicted by hand and copied again while a process has it open."""
+    source = work.path / "src"
+    source.mkdir()
+    (source / "file").write_bytes(bytes(MIB))
+    mount = work.mount(source)
+    path = str(mount.path / "file")
+    reads = ["cmp", path, str(source / "file")]
+    with held_open(path):
+        assert subprocess.run(reads, timeout=60, check=False).returncode == 0
+        mount.wait_idle()
+        assert subprocess.run(reads, timeout=60, check=False).returncode == 0
+        assert mount.status()["served"]["passthrough_opens"] == 0, "its pages are cached"
+    wait_for(lambda: passes(mount, reads), "the file to be passed through")
+    with held_open(path):
+        assert not evicts(mount), "it is open"
+        assert subprocess.run(reads, timeout=60, check=False).returncode == 0
+    wait_for(lambda: evicts(mount), "it to be closed")
+    status = mount.status()
+    assert status["passthrough"] == {"backing_files": 0, "refused": 0, "registered": 0}
+    assert status["tiers"][0]["used_bytes"] == 0
+
+
+@contextmanager
+def held_open(path: str) -> Iterator[None]:
+    """A process has it open inside."""
+    process = subprocess.Popen(
+        ["sh", "-c", f"exec 9< {path}; echo; exec cat > /dev/null"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"\n"
+            yield
+        finally:
+            process.stdin.close()
+
+
+def passes(mount: Mount, reads: list[str]) -> bool:
+    assert subprocess.run(reads, timeout=60, check=False).returncode == 0
+    return int(mount.status()["served"]["passthrough_opens"]) > 0
+
+
+def evicts(mount: Mount) -> bool:
+    done = run("evict", str(mount.path))
+    assert done.returncode in (0, 1), done.stderr
+    return bool(mount.wait_idle()["files"]["resident"] == 0)
+
+
+OPEN_AND_CLOSE = """
+import os, random, sys
+path, opens, chance = sys.argv[1], int(sys.argv[2]), random.Random(3)
+names = sorted(os.listdir(path))
+for _ in range(opens):
+    fd = os.open(path + "/" + chance.choice(names), os.O_RDONLY)
+    os.pread(fd, 1, 0)
+    os.close(fd)
+"""
+
+
+def test_no_id_is_leaked(work: Bench) -> None:
+    """Over opens, evictions and copies; PASSING_OPENS=1000000 for many."""
+    source = work.path / "src"
+    source.mkdir()
+    for number in range(40):
+        (source / str(number)).write_bytes(bytes((number,)) * 20_000)
+    fast = f"{work.path}/fast=400K"
+    mount = work.mount(
+        source, "--evict", "lru", "--freshness", "immutable",
+        tiers=[fast, f"{work.path}/slow=380K"],
+    )  # fmt: skip
+    warm(mount)
+    rounds = 4
+    for _ in range(rounds):
+        subprocess.run(
+            [sys.executable, "-c", OPEN_AND_CLOSE, str(mount.path), str(OPENS // rounds)],
+            timeout=max(60, OPENS / 500), check=True,
+        )  # fmt: skip
+    status = mount.wait_idle()
+    assert status["served"]["passthrough_opens"] > OPENS // 4
+    assert status["evictions"]["policy"] > 0
+    assert 0 < status["passthrough"]["backing_files"] <= status["files"]["resident"]
+    assert status["passthrough"]["registered"] == status["passthrough"]["backing_files"]
+    done = run("evict", str(mount.path))
+    assert done.returncode == 0, done.stderr
+    status = mount.wait_idle()
+    assert status["passthrough"] == {"backing_files": 0, "refused": 0, "registered": 0}
+    for tier in (work.path / "fast", work.path / "slow"):
+        assert [p for p in tier.rglob("*") if p.is_file()] == []
+    assert [tier["used_bytes"] for tier in status["tiers"]] == [0, 0]
+
+
+def serving(mount: Mount) -> int | None:
+    status = mount.status()
+    pid: int | None = status["worker"]["pid"] if status["state"] == "serving" else None
+    return pid
+
+
+@pytest.mark.parametrize(("policy", "kills"), [("sieve", False), ("keep", False), ("sieve", True)])
+def test_many_processes_and_all_that_may_happen(work: Bench, policy: str, kills: bool) -> None:
+    """Copies complete, files are evicted and change in the source, and the worker is killed;
+    PASSING_SECONDS for longer."""
+    seconds = SECONDS / 2
+    assert seconds < WATCHDOG_SECONDS / 2, "the watchdog would end it"
+    source, originals = work.path / "src", work.path / "originals"
+    source.mkdir()
+    originals.mkdir()
+    chance = random.Random(7)
+    for number in range(24):
+        data = chance.randbytes(chance.randrange(1, 400_000))
+        (source / f"f{number}").write_bytes(data)
+        (originals / f"f{number}.0").write_bytes(data)
+        if number % 2:  # what it becomes
+            (originals / f"f{number}.1").write_bytes(chance.randbytes(len(data)))
+    time.sleep(0.05)  # so that versions can be told apart
+    mount = work.mount(
+        source, "--freshness", "open", "--evict", policy, "--data-path", "passthrough",
+        tiers=[f"{work.path}/fast=1M", f"{work.path}/slow=2M"],
+    )  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, LOAD, str(mount.path), str(originals), str(seconds), str(seed)],
+            stdout=subprocess.PIPE, text=True,
+        )
+        for seed in range(4)
+    ]  # fmt: skip
+    try:
+        number, killed, next_kill = 0, 0, 0.0
+        while any(process.poll() is None for process in processes):
+            name = f"f{number % 24}"
+            changed = originals / f"{name}.1"
+            if changed.exists() and number < 24:
+                new = work.path / "new"
+                new.write_bytes(changed.read_bytes())
+                new.rename(source / name)
+            run("evict", str(mount.path), name)
+            number += 1
+            if kills and time.monotonic() > next_kill and (pid := serving(mount)):
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+                next_kill = time.monotonic() + 0.8  # it is no crash loop
+        for process in processes:
+            output, _ = process.communicate(timeout=30)
+            assert process.returncode == 0
+            report = json.loads(output)
+            assert report["wrong"] == []
+            assert report["done"]["open"] > 20, report
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+    status = mount.wait_idle()
+    assert status["data_path"] == "passthrough"
+    assert status["worker"]["restarts"] >= killed > 1 if kills else killed == 0
+    assert kills or status["served"]["passthrough_opens"] > 20
+    assert status["passthrough"]["refused"] == 0
+    read = ["sh", "-c", 'cat "$0"/*', str(mount.path)]
+    for _ in range(2):
+        subprocess.run(read, stdout=subprocess.DEVNULL, timeout=60, check=True)
+        mount.wait_idle()
+    wait_for(lambda: all_are_known(mount), "both sides to count the same")
+
+
+def all_are_known(mount: Mount) -> bool:
+    status = mount.status()
+    backed, resident = status["passthrough"], status["files"]["resident"]
+    return bool(0 < backed["registered"] == backed["backing_files"] <= resident)
