@@ -25,6 +25,7 @@ from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.fuse.mountinfo import Mount
 from monarchfs.fuse.protocol import InitFlag
 from monarchfs.memory import UNLIMITED, Headroom
+from monarchfs.supervisor.identity import in_first_user_namespace
 from monarchfs.supervisor.lock import Holder
 from monarchfs.types import Space, TierSize
 from tests.faking import NOBODY, device_mode
@@ -106,10 +107,21 @@ ALL = int(InitFlag.PASSTHROUGH | InitFlag.HAS_RESEND)
 def test_what_the_kernel_offers(
     flags: int | None, release: tuple[int, int], is_root: bool, expected: dict[str, State]
 ) -> None:
-    found = connection.judge(flags, "EPERM", release, is_root=is_root)
+    found = connection.judge(flags, "EPERM", release, is_root=is_root, passes=is_root)
     assert expected.items() <= states(found).items()
     numbers = {check.name: check.numbers for check in found}
     assert numbers["passthrough"]["available"] is (is_root and expected["passthrough"] is OK)
+
+
+def test_root_of_a_user_namespace_does_without_passthrough(tmp_path: Path) -> None:
+    uid_map = tmp_path / "uid_map"
+    for text, first in (("         0          0 4294967295\n", True), ("0 1000 1\n", False)):
+        uid_map.write_text(text)
+        assert in_first_user_namespace(str(uid_map)) is first
+    found = connection.judge(ALL, "", (6, 18), is_root=True, passes=False)
+    (check,) = [check for check in found if check.name == "passthrough"]
+    assert check.numbers["available"] is False
+    assert "outside of any user namespace" in check.detail
 
 
 def mode(bits: int, uid: int = 0) -> os.stat_result:

@@ -15,7 +15,7 @@ from monarchfs.types import OperationError
 FIRST_PASSTHROUGH = FIRST_RESEND = (6, 9)
 """Linux: include/uapi/linux/fuse.h, protocol 7.40."""
 
-_USED = frozenset({"resend"})
+_USED = frozenset({"passthrough", "resend"})
 """What this release makes use of (README.md, Limits)."""
 
 TRIAL_NAME = "monarchfs-doctor"
@@ -57,10 +57,11 @@ def ask_kernel() -> InitFlag:
 
 
 def judge(
-    flags: int | None, refusal: str, release: tuple[int, int], *, is_root: bool
+    flags: int | None, refusal: str, release: tuple[int, int], *, is_root: bool, passes: bool
 ) -> list[Check]:
     """What the answer means. Without one (None) the kernel's version has to do; for root the
-    ``refusal`` says that it cannot mount at all."""
+    ``refusal`` says that it cannot mount at all. ``passes``: this user may have the kernel read
+    files for him, if it can."""
     checks = []
     if flags is None and is_root:
         remedy = "root needs CAP_SYS_ADMIN here (in a container: --cap-add SYS_ADMIN)"
@@ -84,8 +85,8 @@ def judge(
             remedy = f"Linux {since[0]}.{since[1]} or later"
             remedy += " with CONFIG_FUSE_PASSTHROUGH" if name == "passthrough" else ""
             checks.append(Check(name, State.WARNING, f"{why}: {purpose}", remedy, numbers))
-        elif name == "passthrough" and not is_root:
-            detail = f"{how}; only root's mounts may use it"
+        elif name == "passthrough" and not passes:
+            detail = f"{how}; only mounts made by root may use it, outside of any user namespace"
             checks.append(Check(name, State.OK, detail, "", {**numbers, "available": False}))
         else:
             checks.append(Check(name, State.OK, how, "", numbers))

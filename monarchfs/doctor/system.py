@@ -18,7 +18,7 @@ from monarchfs.doctor import connection
 from monarchfs.doctor.checks import Check, State, Value, from_error
 from monarchfs.fuse.mount import DEVICE, FUSERMOUNT, SYSTEM_PATH, check_device, fusermount_path
 from monarchfs.memory import UNLIMITED, Headroom, MemoryProbe
-from monarchfs.supervisor.identity import is_self
+from monarchfs.supervisor.identity import in_first_user_namespace, is_self
 from monarchfs.supervisor.launch import module_command
 from monarchfs.types import OperationError
 
@@ -166,7 +166,9 @@ def kernel_offers() -> list[Check]:
     except OperationError as error:
         refusal = str(error)
     release = release_of(platform.release())
-    return connection.judge(flags, refusal, release, is_root=os.geteuid() == 0)
+    is_root = os.geteuid() == 0
+    passes = is_root and in_first_user_namespace()
+    return connection.judge(flags, refusal, release, is_root=is_root, passes=passes)
 
 
 def worker(user: User) -> list[Check]:
