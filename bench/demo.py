@@ -99,7 +99,8 @@ def run_passes(
             after = mount.wait_idle()
             local = after["served"]["local_opens"] - before["served"]["local_opens"]
             remote = after["served"]["source_opens"] - before["served"]["source_opens"]
-            result.local_share = local / max(1, local + remote)
+            # None at all where the kernel had all pages: with immutable it opens without asking.
+            result.local_share = local / (local + remote) if local + remote else 1.0
             result.counted_by_mount = (
                 after["source_io"]["read_bytes"] - before["source_io"]["read_bytes"]
             )

@@ -201,7 +201,7 @@ def takes(queries: list[str], file: Path) -> None:
 
 
 def test_scrapes_under_load_are_quick_and_never_go_back(work: Bench) -> None:
-    mount, port = mounted(work, "--freshness", "immutable")
+    mount, port = mounted(work, "--freshness", "ttl=3600")
     read_all(mount)
     mount.wait_idle()
     code = (

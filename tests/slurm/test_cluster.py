@@ -82,7 +82,8 @@ def test_a_job_on_three_nodes_reads_its_dataset_through_mounts(slurm: Cluster) -
         assert one["source"] == str(data)
         assert one["mounted"] is True
         assert one["shared_with"] == []
-        assert one["local_opens"] + one["source_opens"] >= 24
+        # What is read again the kernel has, and it does not ask to open it.
+        assert one["local_opens"] + one["source_opens"] >= 12
         assert one["copies_failed"] == one["worker_restarts"] == 0
         size = sum(path.stat().st_size for path in data.iterdir())
         assert one["source_read_bytes"] == size
