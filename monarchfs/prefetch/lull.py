@@ -20,6 +20,7 @@ class Lull:
         self._mount_ns = mount_ns
         self._since: float | None = None
         copier.observers.append(self._ended)
+        scan.on_end = lambda: self._ended(0)
 
     @property
     def since_uptime_seconds(self) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from random import Random
 from typing import Protocol
 
@@ -55,6 +55,8 @@ class Scan:
         self._tree = tree
         self._copier = copier
         self.running = False
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when a walk has ended."""
         self.failed = 0
 
     async def everything(self) -> None:
@@ -75,6 +77,7 @@ class Scan:
                 continue
             directories.extend(await self._scan_directory(ino))
         self.running = False
+        self.on_end()
 
     async def listed(self, paths: Iterable[bytes]) -> None:
         """Want these files in this order; paths are relative to the mount's root."""
@@ -91,6 +94,7 @@ class Scan:
                 continue
             self._copier.want(node.ino, Priority.LISTED)
         self.running = False
+        self.on_end()
 
     async def _walk(self, path: bytes) -> Node | None:
         ino, node = ROOT_INO, None
