@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
@@ -28,9 +26,10 @@ import trio
 # The session comes before anything that imports pyfuse3.
 from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs import control
+from monarchfs.bootstrap import Bootstrap, Channel, wait_to_begin
 from monarchfs.cache.cache import Cache
 from monarchfs.commands import Commands
-from monarchfs.config.model import SPEAKS, Config, DataPath, EvictPolicy, PrefetchMode
+from monarchfs.config.model import Config, DataPath, EvictPolicy, PrefetchMode
 from monarchfs.fs.files import Files
 from monarchfs.fs.find import Finder
 from monarchfs.fs.freshness import NS, Freshness
@@ -56,7 +55,7 @@ from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.lull import Lull
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.scan import Scan
+from monarchfs.prefetch.scan import Scan, read_list
 from monarchfs.prefetch.touch import Touch
 from monarchfs.prefetch.warm import Warming
 from monarchfs.privileges import drop_capabilities, raise_descriptor_limit
@@ -75,77 +74,10 @@ log = logging.getLogger(__name__)
 BACKGROUND_EXTRA = 8
 """Background threads for scanning, beside those that copy."""
 
-CHANNEL_BYTES = 256 << 10
 SHUTDOWN_SYNC_SECONDS = 5.0
 BEAT_SECONDS = 0.25
 STACKS_SIGNAL = signal.SIGUSR1
 """Have the stacks of all threads written to standard error."""
-
-
-OTHER_RELEASE = "it is of a release that the running supervisor cannot talk to: mount again"
-
-
-@dataclass(frozen=True)
-class Bootstrap:
-    """What the supervisor hands over; see ``supervisor.launch.start_worker``."""
-
-    config: Config
-    mount_ns: int
-    fuse_fd: int
-    init_fd: int
-    channel_fd: int
-    handles_fd: int
-    source_fd: int
-    state_fd: int
-    tier_fds: tuple[int, ...]
-    metrics_fd: int | None = None
-    restarts: int = 0
-    safe: bool = False
-    waits: bool = False
-    source_root: tuple[int, int] | None = None
-    passes: bool = False
-
-    @classmethod
-    def read(cls, fd: int) -> Bootstrap:
-        """Raises OperationError where the supervisor is of a release that speaks otherwise."""
-        with open(fd, "rb") as file:
-            message = json.loads(file.read())
-        fds = message["fds"]
-        if message["speaks"] != SPEAKS:
-            _tell(fds["channel"], {"event": "failed", "error": OTHER_RELEASE})
-            raise OperationError(OTHER_RELEASE)
-        return cls(
-            Config.from_json(message["config"]),
-            message["mount_ns"],
-            fds["fuse"],
-            fds["init"],
-            fds["channel"],
-            fds["handles"],
-            fds["source"],
-            fds["state"],
-            tuple(fds["tiers"]),
-            fds["metrics"],
-            message["restarts"],
-            message["safe"],
-            message["waits"],
-            tuple(message["source_root"]),
-            message["passes"],
-        )
-
-
-def _tell(channel_fd: int, message: dict[str, Any]) -> None:
-    """Before there is a ``Channel``. Blocks."""
-    with socket.socket(fileno=os.dup(channel_fd)) as channel:
-        channel.send(json.dumps(message).encode())
-
-
-def _wait_to_begin(channel_fd: int) -> dict[str, Any] | None:
-    """Say that this process could take over, and wait to be told; None: it is not wanted."""
-    _tell(channel_fd, {"event": "loaded"})
-    with socket.socket(fileno=os.dup(channel_fd)) as channel:
-        message = channel.recv(CHANNEL_BYTES)
-    told = json.loads(message) if message else {}
-    return told if told.get("do") == "begin" else None
 
 
 def _safe(config: Config) -> Config:
@@ -159,35 +91,6 @@ def _safe(config: Config) -> Config:
         scrub_bytes_per_second=0,
         touch_source_seconds=0.0,
     )
-
-
-class Channel:
-    """The worker's end of the channel to the supervisor: one JSON object a message."""
-
-    def __init__(self, fd: int) -> None:
-        self._plain = socket.socket(fileno=fd)
-        self._socket = trio.socket.from_stdlib_socket(self._plain)
-
-    async def send(self, message: dict[str, Any]) -> None:
-        await self._socket.send(json.dumps(message).encode())
-
-    def send_now(self, message: dict[str, Any], descriptors: Sequence[int]) -> bool:
-        """Whether a message, with descriptors, could be sent without waiting."""
-        try:
-            socket.send_fds(self._plain, [json.dumps(message).encode()], descriptors)
-        except OSError:
-            return False
-        return True
-
-    async def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """A message and the descriptors that came with it; None when the supervisor is gone."""
-        await trio.lowlevel.wait_readable(self._plain)
-        data, fds, _flags, _address = socket.recv_fds(
-            self._plain, CHANNEL_BYTES, 4, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-        )
-        for fd in fds:  # recv_fds of older Pythons does not pass MSG_CMSG_CLOEXEC on
-            os.set_inheritable(fd, False)
-        return (json.loads(data), fds) if data else None
 
 
 class Worker:
@@ -471,7 +374,8 @@ class Worker:
         if config.prefetch is PrefetchMode.ALL:
             self._nursery.start_soon(self.scan.everything)
         elif config.prefetch is PrefetchMode.FILE and config.prefetch_list is not None:
-            paths = await trio.to_thread.run_sync(_read_list, config)
+            roots = [os.fsencode(root) for root in (config.mountpoint, config.source)]
+            paths = await trio.to_thread.run_sync(read_list, config.prefetch_list, roots)
             self._nursery.start_soon(self.scan.listed, paths)
 
     def _touch(self) -> Touch:
@@ -557,24 +461,6 @@ def _boot_id() -> bytes:
         return file.read().strip()
 
 
-def _read_list(config: Config) -> list[bytes]:
-    """The paths of a prefetch list, one a line: relative to the mount, or absolute below the mount
-    point or the source."""
-    assert config.prefetch_list is not None
-    roots = [os.fsencode(root).rstrip(b"/") + b"/" for root in (config.mountpoint, config.source)]
-    paths = []
-    with open(config.prefetch_list, "rb") as file:
-        for line in file:
-            path = line.rstrip(b"\n")
-            for root in roots:
-                if path.startswith(root):
-                    path = path[len(root) :]
-                    break
-            if path:
-                paths.append(path)
-    return paths
-
-
 async def run(bootstrap: Bootstrap) -> int:
     """Serve until the file system is unmounted (0) or something failed (1)."""
     channel = Channel(bootstrap.channel_fd)
@@ -618,7 +504,7 @@ def main(arguments: list[str] | None = None) -> None:
     drop_capabilities()
     raise_descriptor_limit()
     if bootstrap.waits:
-        if (told := _wait_to_begin(bootstrap.channel_fd)) is None:
+        if (told := wait_to_begin(bootstrap.channel_fd)) is None:
             return
         bootstrap = replace(bootstrap, restarts=told["restarts"])
     code = trio.run(run, bootstrap)

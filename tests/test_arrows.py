@@ -35,7 +35,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "exporter": {
         *("types", "config", "metrics", "worker", "control", "fuse", "privileges", "supervisor"),
     },
+    "bootstrap": {"types", "config"},
     "worker": {
+        "bootstrap",
         *("types", "config", "metrics", "placement", "index", "source", "store", "cache"),
         *("prefetch", "fs", "fuse", "privileges", "logs", "control", "status", "commands"),
         *("memory", "exporter"),

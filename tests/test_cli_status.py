@@ -243,7 +243,9 @@ def test_umount_of_nonsense(
     assert sorted(os.listdir(odd_place)) == before
 
 
-@pytest.mark.parametrize("arguments", [["status"], ["status", "--json"]], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [["status"], ["status", "--json"], ["completion", "bash"]], ids=str
+)
 def test_output_that_cannot_be_written(arguments: list[str]) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
 

@@ -23,10 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarchfs import commands, control
+from monarchfs.bootstrap import CHANNEL_BYTES
 from monarchfs.supervisor import channel, supervise
 from monarchfs.supervisor.reports import ANSWER_SECONDS, Reports
 from monarchfs.types import OperationError
-from monarchfs.worker import CHANNEL_BYTES
 from tests.faking import NOBODY, Area, area, interpreter_for
 from tests.mounting import REPOSITORY, Bench, Mount, as_user, requires_fuse, requires_root, wait_for
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from monarchfs.cli.run_options import RUN_EXAMPLES, add_run_options, split_comma
 from monarchfs.cli.text import printable
 from monarchfs.types import MonarchError, UsageError
 
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 SHELLS = ("bash", "zsh", "fish")
 Command = Callable[[argparse.Namespace, Mapping[str, str]], int]
 
@@ -234,7 +236,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain(str(error), 2)
     except BrokenPipeError:
         return _output_written(0)
-    except (MonarchError, OSError) as error:
+    except MonarchError as error:
+        return complain(str(error), 1)
+    except OSError as error:
+        # More than a buffer holds is written at once; of files that are opened the name is known.
+        if error.filename is None and error.errno in _DISK_ERRORS:
+            return complain(f"cannot write the output: {error.strerror}", 1)
         return complain(str(error), 1)
     except KeyboardInterrupt:
         return complain("interrupted", 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Protocol
 
@@ -35,6 +35,22 @@ class MirrorTree(Protocol):
     async def find(self, parent: int, name: bytes, lane: Lane) -> Node | None: ...
 
     async def find_each(self, parent: int, names: list[bytes], lane: Lane) -> list[Node | None]: ...
+
+
+def read_list(path: str, roots: Sequence[bytes]) -> list[bytes]:
+    """The paths of a prefetch list, one a line: relative to the mount, or absolute below one of
+    ``roots``. Raises OSError."""
+    paths = []
+    with open(path, "rb") as file:
+        for line in file:
+            listed = line.rstrip(b"\n")
+            for root in roots:
+                if listed.startswith(root.rstrip(b"/") + b"/"):
+                    listed = listed[len(root.rstrip(b"/")) + 1 :]
+                    break
+            if listed:
+                paths.append(listed)
+    return paths
 
 
 class Scan:

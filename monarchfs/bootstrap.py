@@ -1,0 +1,111 @@
+"""What the supervisor hands to a worker, and the worker's end of the channel between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from monarchfs.config.model import SPEAKS, Config
+from monarchfs.types import OperationError
+
+CHANNEL_BYTES = 256 << 10
+
+OTHER_RELEASE = "it is of a release that the running supervisor cannot talk to: mount again"
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """See ``supervisor.launch.start_worker``."""
+
+    config: Config
+    mount_ns: int
+    fuse_fd: int
+    init_fd: int
+    channel_fd: int
+    handles_fd: int
+    source_fd: int
+    state_fd: int
+    tier_fds: tuple[int, ...]
+    metrics_fd: int | None = None
+    restarts: int = 0
+    safe: bool = False
+    waits: bool = False
+    source_root: tuple[int, int] | None = None
+    passes: bool = False
+
+    @classmethod
+    def read(cls, fd: int) -> Bootstrap:
+        """Raises OperationError where the supervisor is of a release that speaks otherwise."""
+        with open(fd, "rb") as file:
+            message = json.loads(file.read())
+        fds = message["fds"]
+        if message["speaks"] != SPEAKS:
+            tell(fds["channel"], {"event": "failed", "error": OTHER_RELEASE})
+            raise OperationError(OTHER_RELEASE)
+        return cls(
+            Config.from_json(message["config"]),
+            message["mount_ns"],
+            fds["fuse"],
+            fds["init"],
+            fds["channel"],
+            fds["handles"],
+            fds["source"],
+            fds["state"],
+            tuple(fds["tiers"]),
+            fds["metrics"],
+            message["restarts"],
+            message["safe"],
+            message["waits"],
+            tuple(message["source_root"]),
+            message["passes"],
+        )
+
+
+def tell(channel_fd: int, message: dict[str, Any]) -> None:
+    """Before there is a ``Channel``. Blocks."""
+    with socket.socket(fileno=os.dup(channel_fd)) as channel:
+        channel.send(json.dumps(message).encode())
+
+
+def wait_to_begin(channel_fd: int) -> dict[str, Any] | None:
+    """Say that this process could take over, and wait to be told; None: it is not wanted."""
+    tell(channel_fd, {"event": "loaded"})
+    with socket.socket(fileno=os.dup(channel_fd)) as channel:
+        message = channel.recv(CHANNEL_BYTES)
+    told = json.loads(message) if message else {}
+    return told if told.get("do") == "begin" else None
+
+
+class Channel:
+    """The worker's end of the channel to the supervisor: one JSON object a message."""
+
+    def __init__(self, fd: int) -> None:
+        self._plain = socket.socket(fileno=fd)
+        self._socket = trio.socket.from_stdlib_socket(self._plain)
+
+    async def send(self, message: dict[str, Any]) -> None:
+        await self._socket.send(json.dumps(message).encode())
+
+    def send_now(self, message: dict[str, Any], descriptors: Sequence[int]) -> bool:
+        """Whether a message, with descriptors, could be sent without waiting."""
+        try:
+            socket.send_fds(self._plain, [json.dumps(message).encode()], descriptors)
+        except OSError:
+            return False
+        return True
+
+    async def receive(self) -> tuple[dict[str, Any], list[int]] | None:
+        """A message and the descriptors that came with it; None when the supervisor is gone."""
+        await trio.lowlevel.wait_readable(self._plain)
+        data, fds, _flags, _address = socket.recv_fds(
+            self._plain, CHANNEL_BYTES, 4, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        )
+        for fd in fds:  # recv_fds of older Pythons does not pass MSG_CMSG_CLOEXEC on
+            os.set_inheritable(fd, False)
+        return (json.loads(data), fds) if data else None
