@@ -36,8 +36,8 @@ REPLACED_SECONDS = 60.0
 MOST_KINDS = 20
 WORDS = re.compile(r"ERROR|CRITICAL|Traceback|Error\b|Exception")
 MODES = {
-    "relay": ("--freshness", "ttl=1"),
-    "immutable": ("--freshness", "immutable"),
+    "relay": ("--freshness", "ttl=1", "--data-path", "relay"),
+    "immutable": ("--freshness", "immutable", "--data-path", "relay"),
     "passthrough": ("--freshness", "ttl=1", "--data-path", "passthrough"),
 }
 LOCAL = ("pinned",)
@@ -49,8 +49,7 @@ def wanted() -> list[str]:
 
 def modes() -> list[str]:
     """Those wanted that there are."""
-    has_paths = "--data-path" in monarchfs("mount", "--help") and os.geteuid() == 0
-    return [mode for mode in wanted() if has_paths or "--data-path" not in MODES[mode]]
+    return [mode for mode in wanted() if os.geteuid() == 0 or "passthrough" not in MODES[mode]]
 
 
 class Watched:
