@@ -20,7 +20,7 @@ def pkg_config(option: str) -> list[str]:
     return out.stdout.split()
 
 
-PARTS = ("_session", "_relay", "_bytes", "_resident", "_table", "_known", "_parking")
+PARTS = ("_session", "_relay", "_bytes", "_resident", "_table", "_known", "_parking", "_journal")
 
 setup(
     ext_modules=[

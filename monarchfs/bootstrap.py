@@ -38,6 +38,7 @@ class Bootstrap:
     waits: bool = False
     source_root: tuple[int, int] | None = None
     passes: bool = False
+    requests_fd: int | None = None
 
     @classmethod
     def read(cls, fd: int) -> Bootstrap:
@@ -64,6 +65,7 @@ class Bootstrap:
             message["waits"],
             tuple(message["source_root"]),
             message["passes"],
+            fds["requests"],
         )
 
 

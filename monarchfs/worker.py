@@ -101,7 +101,10 @@ class Worker:
         self.config = config
         self.restarts = bootstrap.restarts
         self.slots = _slots(bootstrap.handles_fd)
-        self.slots.begin(0 if bootstrap.safe else fuse_session.relay_threads())
+        # What is left in a journal, threads take up.
+        journal = fuse_session.journal_of(bootstrap.requests_fd, bootstrap.restarts)
+        relays = journal is not None or not bootstrap.safe
+        self.slots.begin(fuse_session.relay_threads() if relays else 0)
         self._leaving = False
         self._interrupted: list[int] = []
         self._mount_ns = bootstrap.mount_ns
@@ -232,9 +235,12 @@ class Worker:
             self.adapter,
             bootstrap.init_fd,
             bootstrap.fuse_fd,
-            relays=not bootstrap.safe,
+            relays=relays,
             free_opens=self.relay.free_opens,
+            journal=journal,
         )
+        if journal is not None:
+            self.adapter.answered_soon = fuse_session.answered_soon
         self._exporter = _exporter(self, bootstrap.metrics_fd)
         if not fuse_session.on_interrupt(self.interrupts.on_interrupt):
             log.warning("the C part is missing: waiting processes cannot be killed")
@@ -334,6 +340,8 @@ class Worker:
                     )
                 case "client":
                     self._nursery.start_soon(self._client, message["request"], fds)
+                case "again":
+                    fuse_session.take_again()
                 case "stop":
                     break
                 case "leave":

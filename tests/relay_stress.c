@@ -138,7 +138,8 @@ static void *be_python(void *unused)
 	char *buffer = malloc(REQUEST_BYTES);
 	for (;;) {
 		int ended_by;
-		long got = relay_next(buffer, &ended_by);
+		bool again;
+		long got = relay_next(buffer, &ended_by, &again);
 		pthread_mutex_lock(&queue);
 		bool done = over;
 		pthread_mutex_unlock(&queue);
@@ -146,7 +147,7 @@ static void *be_python(void *unused)
 			break;
 		if (got > 0) {
 			const struct fuse_in_header *in = (const void *)buffer;
-			if (relay_answered(buffer, (size_t)got))
+			if (relay_answered(buffer, (size_t)got, again))
 				continue;
 			struct fuse_out_header out = {.len = sizeof(out), .unique = in->unique};
 			CHECK(send(device, &out, sizeof(out), 0) == sizeof(out));

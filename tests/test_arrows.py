@@ -67,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """``fuse`` below ``supervisor``, ``cli`` and ``exporter`` means mount parts, see the last test."""
 
-MOUNT_PARTS = {"mount", "mountinfo", "protocol", "slots", "unmount"}
+MOUNT_PARTS = {"mount", "mountinfo", "protocol", "requests", "slots", "unmount"}
 ONLY_USER = {"lmdb": "index", "pyfuse3": "fuse"}
 
 

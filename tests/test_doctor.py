@@ -97,10 +97,10 @@ ALL = int(InitFlag.PASSTHROUGH | InitFlag.HAS_RESEND)
     [
         (ALL, (6, 18), True, {"mount": OK, "passthrough": OK, "resend": OK}),
         (ALL, (6, 18), False, {"mount": OK, "passthrough": OK, "resend": OK}),
-        (0, (5, 14), True, {"mount": OK, "passthrough": WARNING, "resend": WARNING}),
+        (0, (5, 14), True, {"mount": OK, "passthrough": WARNING, "resend": OK}),
         (int(InitFlag.HAS_RESEND), (6, 9), True, {"passthrough": WARNING, "resend": OK}),
         (None, (6, 18), False, {"passthrough": OK, "resend": OK}),
-        (None, (6, 8), False, {"passthrough": WARNING, "resend": WARNING}),
+        (None, (6, 8), False, {"passthrough": WARNING, "resend": OK}),
         (None, (6, 18), True, {"mount": PROBLEM, "passthrough": OK}),
     ],
 )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -194,6 +195,19 @@ def clean_after(work: Bench, mount: Mount) -> None:
     assert mount.umount().returncode == 0
     done = run("fsck", f"{work.path}/state", "--checksum", user=mount.user)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(params=["kernel", "journal"], autouse=True)
+def handed_over(request: pytest.FixtureRequest, work: Bench) -> None:
+    """What a dead worker took comes to the next by the kernel (Linux 6.9), or by the journal."""
+    if request.param == "journal":
+        mount = work.mount
+        options = ("-o", "kernel_resend=false", "--data-path", "relay")
+
+        def with_journal(source: Path, *others: str, **more: Any) -> Mount:
+            return mount(source, *others, *options, **more)
+
+        work.mount = with_journal  # type: ignore[method-assign]
 
 
 @pytest.fixture

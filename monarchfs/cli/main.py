@@ -50,7 +50,7 @@ examples:
 
 Has the program that is installed now serve the mount, under whatever uses it: nobody sees more
 than a pause. Also leaves safe mode. Where the new program cannot take over, the old one goes on.
-Needs Linux 6.9. Exit code: 0 once the new one serves."""
+Exit code: 0 once the new one serves."""
 _STATUS_EXAMPLES = """\
 examples:
   monarchfs status

@@ -86,7 +86,8 @@ class Config:
     the replicas are read again and compared with their checksums, 0 for not at all.
     ``metrics_port`` is where 127.0.0.1 serves the metrics, None for nowhere.
     ``touch_source_seconds`` is how often what is used is touched in the source, 0 for never.
-    ``index_file`` holds names and attributes that another node has looked up.
+    ``index_file`` holds names and attributes that another node has looked up. ``kernel_resend``:
+    requests that a dead worker took are the kernel's to hand out again, where it can.
     ``prefetch_bytes_per_second`` is how fast files are copied that nobody has open, 0 for as fast
     as can be; ``prefetch_jitter_seconds`` by how much, at most, the scan is put off.
     """
@@ -118,6 +119,7 @@ class Config:
     metrics_port: int | None = None
     touch_source_seconds: float = 0.0
     index_file: str | None = None
+    kernel_resend: bool = True
     prefetch_bytes_per_second: int = 0
     prefetch_jitter_seconds: float = 0.0
 

@@ -120,6 +120,7 @@ def build_config(
         metrics_port=settings.metrics_port,
         touch_source_seconds=settings.touch_source,
         index_file=settings.index,
+        kernel_resend=settings.kernel_resend,
         prefetch_bytes_per_second=settings.prefetch_rate,
         prefetch_jitter_seconds=settings.prefetch_jitter,
     )

@@ -51,6 +51,7 @@ class Settings:
     metrics_port: int | None = None
     touch_source: float = 0.0
     index: str | None = None
+    kernel_resend: bool = True
     prefetch_rate: int = 0
     prefetch_jitter: float = 0.0
 
@@ -78,6 +79,7 @@ PARSERS: Mapping[str, Callable[[object], object]] = {
     "metrics_port": values.parse_port,
     "touch_source": values.parse_interval,
     "index": values.parse_path,
+    "kernel_resend": values.parse_flag,
     "prefetch_rate": values.parse_rate,
     "prefetch_jitter": values.parse_interval,
 }

@@ -72,13 +72,16 @@ def judge(
     known = "offered by the kernel" if flags is not None else f"expected of {seen}, not tried"
     for name, flag, since, purpose in (
         ("passthrough", InitFlag.PASSTHROUGH, FIRST_PASSTHROUGH, "reads are relayed by the daemon"),
-        ("resend", InitFlag.HAS_RESEND, FIRST_RESEND, "a crash of the worker ends the mount"),
+        ("resend", InitFlag.HAS_RESEND, FIRST_RESEND, "requests are journalled instead"),
     ):
         offered = bool(flags & flag) if flags is not None else release >= since
         used = name in _USED
         numbers = {"available": offered, "used": used, "tried": flags is not None}
         how = known if used else f"{known}; this release does without it: {purpose}"
-        if not offered:
+        if not offered and name == "resend":
+            detail = f"{seen} does not offer it: {purpose}"
+            checks.append(Check(name, State.OK, detail, "", numbers))
+        elif not offered:
             why = (
                 f"{seen} does not offer it" if release < since else "this kernel was built without"
             )

@@ -11,6 +11,7 @@
 #include "_relay.h"
 
 #include "_bytes.h"
+#include "_journal.h"
 #include "_parking.h"
 #include "_resident.h"
 #include "_table.h"
@@ -41,6 +42,7 @@
 
 struct request {
 	struct request *next;
+	bool again;
 	size_t length;
 	char bytes[];
 };
@@ -122,7 +124,7 @@ static bool answer_read(const struct fuse_in_header *in, struct lane *lane, uint
 	return true;
 }
 
-static bool answer_open(const struct fuse_in_header *in, uint64_t started_ns)
+static bool answer_open(const struct fuse_in_header *in, bool again, uint64_t started_ns)
 {
 	const struct fuse_open_in *arg = (const void *)(in + 1);
 	if (free_opens)
@@ -131,7 +133,7 @@ static bool answer_open(const struct fuse_in_header *in, uint64_t started_ns)
 	    (arg->flags & O_ACCMODE) != O_RDONLY || !resident_open(in->nodeid))
 		return false;
 	struct fuse_open_out out = {.open_flags = FOPEN_KEEP_CACHE};
-	int added = table_add(in->nodeid, in->unique, 0, 0, &out.fh);
+	int added = table_add(in->nodeid, again ? in->unique | RESENT : in->unique, 0, 0, &out.fh);
 	if (added >= 0) {
 		if (answer(in->unique, 0, &out, sizeof(out)))
 			count(&counts.opens, now_ns() - started_ns);
@@ -151,9 +153,9 @@ static bool answer_release(const struct fuse_in_header *in)
 	return !owned && (answer(in->unique, 0, NULL, 0), true);
 }
 
-/* `lane`: NULL: reads are not answered. */
+/* `lane`: NULL: reads are not answered. `again`: an earlier worker has had it. */
 static bool answer_any(const struct fuse_in_header *in, size_t length, struct lane *lane,
-		       uint64_t started_ns)
+		       bool again, uint64_t started_ns)
 {
 	size_t body = length - sizeof(*in);
 	switch (in->opcode) {
@@ -161,7 +163,7 @@ static bool answer_any(const struct fuse_in_header *in, size_t length, struct la
 		return lane && body >= sizeof(struct fuse_read_in) &&
 		       answer_read(in, lane, started_ns);
 	case FUSE_OPEN:
-		return body >= sizeof(struct fuse_open_in) && answer_open(in, started_ns);
+		return body >= sizeof(struct fuse_open_in) && answer_open(in, again, started_ns);
 	case FUSE_RELEASE:
 		return body >= sizeof(struct fuse_release_in) && answer_release(in);
 	default:
@@ -169,9 +171,13 @@ static bool answer_any(const struct fuse_in_header *in, size_t length, struct la
 	}
 }
 
-bool relay_answered(const void *request, size_t length)
+bool relay_answered(const void *request, size_t length, bool again)
 {
-	return answer_any(request, length, NULL, now_ns());
+	const struct fuse_in_header *in = request;
+	if (!answer_any(in, length, NULL, again, now_ns()))
+		return false;
+	journal_done(in->unique);
+	return true;
 }
 
 void relay_answer_opens(bool here)
@@ -189,15 +195,14 @@ static void tell(void)
 		;
 }
 
-static void put(const char *bytes, size_t length)
+static void put_last(const char *bytes, size_t length, bool again)
 {
-	if (parking_answered(bytes, length))
-		return;
 	struct request *request;
 	while (!(request = malloc(sizeof(*request) + length)))
 		poll(NULL, 0, 10); /* somebody waits for the answer: there is nothing better to do */
 	request->next = NULL;
 	request->length = length;
+	request->again = again;
 	memcpy(request->bytes, bytes, length);
 	__atomic_fetch_add(&counts.queued, 1, __ATOMIC_RELAXED);
 	pthread_mutex_lock(&queue_lock);
@@ -207,6 +212,20 @@ static void put(const char *bytes, size_t length)
 	if (news)
 		tell();
 	pthread_mutex_unlock(&queue_lock);
+}
+
+static void put(const char *bytes, size_t length)
+{
+	if (parking_answered(bytes, length))
+		return;
+	if (((const struct fuse_in_header *)bytes)->opcode != FUSE_INTERRUPT)
+		journal_keep(bytes, length);
+	put_last(bytes, length, false);
+}
+
+static void put_left(const void *request, size_t length)
+{
+	put_last(request, length, true);
 }
 
 static void end(int error)
@@ -221,12 +240,18 @@ static void end(int error)
 	pthread_mutex_unlock(&queue_lock);
 }
 
-long relay_next(void *buffer, int *ended_by)
+void relay_again(void)
+{
+	journal_left(put_left);
+}
+
+long relay_next(void *buffer, int *ended_by, bool *again)
 {
 	pthread_mutex_lock(&queue_lock);
 	struct request *request = first;
 	long length = request ? (long)request->length : ended ? 0 : -EAGAIN;
 	*ended_by = end_errno;
+	*again = request && request->again;
 	if (request) {
 		first = request->next;
 		if (!first)
@@ -250,7 +275,7 @@ long relay_next(void *buffer, int *ended_by)
 
 /* Of the threads that have nothing to do, few wait for the kernel, which wakes the one that waits
  * longest: the others would take turns with them, each with a cold cache. */
-static ssize_t take(char *buffer)
+static ssize_t take(char *buffer, size_t size)
 {
 	pthread_mutex_lock(&idle_lock);
 	while (waiting >= MOST_WAITING) {
@@ -260,7 +285,7 @@ static ssize_t take(char *buffer)
 	}
 	waiting++;
 	pthread_mutex_unlock(&idle_lock);
-	ssize_t got = read(fuse_fd, buffer, REQUEST_BYTES);
+	ssize_t got = read(fuse_fd, buffer, size);
 	int error = errno;
 	pthread_mutex_lock(&idle_lock);
 	waiting--;
@@ -282,11 +307,16 @@ static void *serve(void *number)
 		end(ENOMEM);
 		return NULL;
 	}
-	memset(buffer, 0, TOUCHED_BYTES);
+	char *request = journal_buffer(thread);
+	const bool kept = request;
+	const size_t most = kept ? JOURNAL_BUFFER_BYTES : REQUEST_BYTES;
+	if (!kept)
+		request = buffer;
+	memset(request, 0, most < TOUCHED_BYTES ? most : TOUCHED_BYTES);
 	struct lane lane = {.buffer = buffer + REQUEST_BYTES, .pipe = {-1, -1}};
 	for (;;) {
 		table_busy(thread, 0);
-		ssize_t got = take(buffer);
+		ssize_t got = take(request, most);
 		if (got < 0) {
 			if (errno == EAGAIN) { /* somebody made the descriptor non-blocking */
 				struct pollfd poller = {.fd = fuse_fd, .events = POLLIN};
@@ -298,18 +328,20 @@ static void *serve(void *number)
 			}
 			continue;
 		}
-		const struct fuse_in_header *in = (const void *)buffer;
+		const struct fuse_in_header *in = (const void *)request;
 		if ((size_t)got < sizeof(*in)) {
 			end(EIO);
 			break;
 		}
 		/* Nothing depends on what the kernel remembers, and no answer is expected. */
-		if (in->opcode == FUSE_FORGET || in->opcode == FUSE_BATCH_FORGET)
-			continue;
-		uint64_t started_ns = now_ns();
-		table_busy(thread, started_ns);
-		if (!answer_any(in, (size_t)got, &lane, started_ns))
-			put(buffer, (size_t)got);
+		if (in->opcode != FUSE_FORGET && in->opcode != FUSE_BATCH_FORGET) {
+			uint64_t started_ns = now_ns();
+			table_busy(thread, started_ns);
+			if (!answer_any(in, (size_t)got, &lane, false, started_ns))
+				put(request, (size_t)got);
+		}
+		if (kept)
+			journal_clear(request);
 	}
 	table_busy(thread, 0);
 	bytes_end(&lane);
@@ -335,6 +367,7 @@ int relay_start(int fd, unsigned threads, bool no_opens, const uint64_t *some_bo
 	free_opens = no_opens;
 	fuse_fd = fd;
 	news_fd = news;
+	relay_again();
 
 	sigset_t all, before; /* signals are for Python's main thread */
 	sigfillset(&all);

@@ -35,12 +35,18 @@ int relay_start(int fuse_fd, unsigned threads, bool free_opens, const uint64_t *
 /* Whether the threads answer OPEN where they can; they do, if nothing else is said. */
 void relay_answer_opens(bool here);
 
-/* Try once more with a request that was queued (not a READ); true if it is answered now. */
-bool relay_answered(const void *request, size_t length);
+/* Try once more with a request that was queued (not a READ); true if it is answered now. `again`:
+ * see relay_next. */
+bool relay_answered(const void *request, size_t length, bool again);
 
 /* The next request that is not for the threads, copied to `buffer` (of REQUEST_BYTES): its length;
- * 0 after the last one of a mount that has ended, with *ended_by its errno; -EAGAIN for none. */
-long relay_next(void *buffer, int *ended_by);
+ * 0 after the last one of a mount that has ended, with *ended_by its errno; -EAGAIN for none. *again:
+ * an earlier worker has had it, and may have carried it out. */
+long relay_next(void *buffer, int *ended_by, bool *again);
+
+/* Queue what earlier workers left in the journal, too: relay_start does, and it is to be done again
+ * when one has ended that ran on. */
+void relay_again(void);
 
 void relay_count(struct relay_counts *counts);
 

@@ -28,9 +28,11 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "_journal.h"
 #include "_known.h"
 #include "_parking.h"
 #include "_relay.h"
+#include "_table.h"
 
 /* So often an interrupt is given back that comes before the request it is about. */
 #define MOST_RETURNS 3
@@ -40,6 +42,7 @@
 #define TURN_NS 1000000
 
 static uint64_t current_unique, current_node;
+static bool current_again;
 static uint32_t current_opcode;
 static uint32_t current_pid;
 static PyObject *on_interrupt; /* callable(unique) or NULL */
@@ -87,6 +90,40 @@ int fuse_session_fd(struct fuse_session *se)
 	return waited_fd < 0 ? fd : waited_fd;
 }
 
+/* A request that pyfuse3 answers is so a moment after its handler has ended, without anything in
+ * between: before this is called the next time. */
+static void answering(uint64_t unique)
+{
+	static uint64_t last;
+	if (last)
+		journal_done(last & ~RESENT);
+	last = unique;
+}
+
+/* Whether Python says when it is answered; others libfuse answers at once, without Python. */
+static bool is_handled(uint32_t opcode)
+{
+	switch (opcode) {
+	case FUSE_LOOKUP:
+	case FUSE_GETATTR:
+	case FUSE_READLINK:
+	case FUSE_OPEN:
+	case FUSE_READ:
+	case FUSE_STATFS:
+	case FUSE_RELEASE:
+	case FUSE_GETXATTR:
+	case FUSE_LISTXATTR:
+	case FUSE_FLUSH:
+	case FUSE_OPENDIR:
+	case FUSE_READDIRPLUS:
+	case FUSE_RELEASEDIR:
+	case FUSE_FSYNCDIR:
+	case FUSE_ACCESS:
+		return true;
+	}
+	return false;
+}
+
 /* One request from libfuse's descriptor: its length, 0 at the end, -errno. */
 static ssize_t receive_here(struct fuse_session *se, void *buffer)
 {
@@ -106,7 +143,7 @@ static ssize_t receive_here(struct fuse_session *se, void *buffer)
 static ssize_t receive_queued(void *buffer)
 {
 	int ended_by = 0;
-	long got = relay_next(buffer, &ended_by);
+	long got = relay_next(buffer, &ended_by, &current_again);
 	if (got == -EAGAIN)
 		return -EINTR;
 	return got == 0 && ended_by != ENODEV ? -ended_by : got;
@@ -157,7 +194,7 @@ static bool answered(struct fuse_session *se, const struct fuse_in_header *in, s
 		if (!body) /* a bug; pyfuse3 meets it again, and answers EIO */
 			PyErr_WriteUnraisable(on_request);
 		Py_XDECREF(body);
-		return again && relay_answered(in, length);
+		return again && relay_answered(in, length, current_again);
 	}
 	struct fuse_out_header out = {
 		.len = (uint32_t)(sizeof(out) + (size_t)PyBytes_GET_SIZE(body)),
@@ -174,6 +211,7 @@ static bool answered(struct fuse_session *se, const struct fuse_in_header *in, s
 		sent = writev(real_session_fd(se), parts, 2);
 	} while (sent < 0 && errno == EINTR);
 	Py_DECREF(body);
+	journal_done(in->unique);
 	return true;
 }
 
@@ -193,6 +231,7 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 	const struct fuse_in_header *in = buf->mem;
 	ssize_t got;
 	session = se;
+	answering(0);
 	const int64_t until_ns = parking_now_ns() + TURN_NS;
 	for (bool parks = false;; parks = relaying) {
 		got = relaying ? receive_queued(buf->mem) : receive_here(se, buf->mem);
@@ -204,7 +243,7 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 			return (int)got;
 		if ((size_t)got < sizeof(*in))
 			return -EIO;
-		current_unique = in->unique;
+		current_unique = current_again ? in->unique | RESENT : in->unique;
 		current_node = in->nodeid;
 		current_opcode = in->opcode;
 		current_pid = in->pid;
@@ -217,6 +256,8 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 		if (parking_now_ns() > until_ns)
 			return -EINTR;
 	}
+	if (relaying && !is_handled(in->opcode))
+		answering(in->unique);
 	buf->size = (size_t)got;
 	buf->flags = 0;
 	return (int)got;
@@ -337,6 +378,40 @@ static PyObject *start_relay(PyObject *self, PyObject *args)
 	Py_RETURN_TRUE;
 }
 
+static PyObject *journal(PyObject *self, PyObject *args)
+{
+	int fd;
+	unsigned number;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "iI", &fd, &number))
+		return NULL;
+	int error = journal_start(fd, number);
+	if (error < 0) {
+		errno = -error;
+		return PyErr_SetFromErrno(PyExc_OSError);
+	}
+	Py_RETURN_NONE;
+}
+
+static PyObject *answered_soon(PyObject *self, PyObject *unique)
+{
+	(void)self;
+	unsigned long long number = PyLong_AsUnsignedLongLong(unique);
+	if (number == (unsigned long long)-1 && PyErr_Occurred())
+		return NULL;
+	answering(number);
+	Py_RETURN_NONE;
+}
+
+static PyObject *take_again(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	if (relaying)
+		relay_again();
+	Py_RETURN_NONE;
+}
+
 static PyObject *answer_opens(PyObject *self, PyObject *here)
 {
 	(void)self;
@@ -398,6 +473,14 @@ static PyMethodDef methods[] = {
 	 "requests, and answer those they can. free_opens: OPEN is answered with ENOSYS. bounds_ns are\n"
 	 "at most 32 durations that relay_counts tells apart. False where this is not possible. Raises\n"
 	 "OSError."},
+	{"journal", journal, METH_VARARGS,
+	 "journal(fd, number): keep requests in a journal (fuse/requests.py) until they are answered, as\n"
+	 "worker `number` of the mount; start_relay begins with what is left in it. Raises OSError."},
+	{"answered_soon", answered_soon, METH_O,
+	 "answered_soon(unique): the handler of this request ends now, and pyfuse3 answers. With a\n"
+	 "journal only."},
+	{"take_again", take_again, METH_NOARGS,
+	 "Begin anew with what earlier workers left in the journal. Nothing without one."},
 	{"answer_opens", answer_opens, METH_O,
 	 "answer_opens(here): whether the threads answer OPEN where they can. They do at first."},
 	{"relay_counts", relay_counts_of, METH_NOARGS,

@@ -54,21 +54,22 @@ def answers(handler: Handler[P, T]) -> Handler[P, T]:
 
     @wraps(handler)
     async def answer(self: Adapter, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        unique = self._current_request()[0] if self.answered_soon is not None else 0
         try:
             result = await handler(self, *args, **kwargs)
-            self.handles.slots.count_answer()
+            self._answers(unique)
             return result
         except OSError as exc:
             failure = pyfuse3.FUSEError(exc.errno or errno.EIO)
-            self.count_error(failure)
+            self.count_error(failure, unique)
             raise failure from exc
         except pyfuse3.FUSEError as exc:
-            self.count_error(exc)
+            self.count_error(exc, unique)
             raise
         except Exception as exc:
             log.exception("%s failed", handler.__name__)
             failure = pyfuse3.FUSEError(errno.EIO)
-            self.count_error(failure)
+            self.count_error(failure, unique)
             raise failure from exc
 
     return answer
@@ -122,10 +123,18 @@ class Adapter(pyfuse3.Operations):
         self._current_node = current_node
         self.handles: Handles[FileHandle] = Handles(slots, passthrough)
         self.implicit = Implicit(files)
+        self.answered_soon: Callable[[int], None] | None = None
+        """Told of each request when its handler ends: where there is a journal of them."""
 
-    def count_error(self, failure: pyfuse3.FUSEError) -> None:
-        """For ``answers``."""
+    def _answers(self, unique: int) -> None:
+        """The request is answered in the very next step, by pyfuse3."""
         self.handles.slots.count_answer()
+        if self.answered_soon is not None:
+            self.answered_soon(unique)
+
+    def count_error(self, failure: pyfuse3.FUSEError, unique: int) -> None:
+        """For ``answers``."""
+        self._answers(unique)
         if failure.errno not in NO_TROUBLE:
             self._metrics.request_errors.count(failure.errno)
 

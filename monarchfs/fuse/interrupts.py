@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import trio
 
+from monarchfs.fuse.slots import RESENT
 from monarchfs.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,10 @@ class Interrupts:
         with trio.CancelScope() as scope:
             if unique:  # 0: the C part is missing, and no interrupt will ever be heard of
                 self._waiting[unique] = (scope, pid)
+                if unique & RESENT:
+                    # Its process may have got its signal while an earlier worker had it.
+                    self._signalled.add(unique)
+                    self._news.set()
             try:
                 yield scope
             finally:
@@ -70,6 +75,10 @@ class Interrupts:
         """FUSE_INTERRUPT for a request; False if it does not wait here: it was answered already, or
         is still to come."""
         waiting = self._waiting.get(unique)
+        if waiting is None:
+            # What came out of a journal the kernel knows as it was.
+            unique |= RESENT
+            waiting = self._waiting.get(unique)
         if waiting is None:
             return False
         scope, pid = waiting

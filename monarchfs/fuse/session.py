@@ -78,6 +78,23 @@ def on_request(handler: Callable[[int, int, bytes], bytes | bool | None]) -> Non
         hooks.set_request_handler(handler)
 
 
+def journal_of(fd: int | None, number: int) -> tuple[int, int] | None:
+    """For ``Session``: the journal, and which worker this is; None without the C part."""
+    return None if fd is None or hooks is None else (fd, number)
+
+
+def answered_soon(unique: int) -> None:
+    """The handler of a request ends now: for the journal, where there is one."""
+    assert hooks is not None
+    hooks.answered_soon(unique)
+
+
+def take_again() -> None:
+    """Begin anew with what earlier workers left in the journal; nothing without one."""
+    if hooks is not None:
+        hooks.take_again()
+
+
 def relay_threads() -> int:
     """How many threads answer reads without Python."""
     return 0 if hooks is None else RELAY_THREADS
@@ -136,9 +153,12 @@ class Session:
         *,
         relays: bool = True,
         free_opens: bool = False,
+        journal: tuple[int, int] | None = None,
     ) -> None:
         """Without ``relays`` all requests are read on the event loop; ``free_opens``: where they
-        are not, have the kernel open files on its own."""
+        are not, have the kernel open files on its own. ``journal``: the descriptor of one
+        (``fuse.requests``), and which of the mount's workers this is; it takes ``relays``. Raises
+        OSError."""
         self._free_opens = free_opens
         self._init_fd = init_fd
         self._fuse_fd = fuse_fd
@@ -146,6 +166,8 @@ class Session:
         self._handed_over = False
         if hooks is not None and not relays:
             hooks.read_directly()
+        if hooks is not None and journal is not None:
+            hooks.journal(*journal)
         pyfuse3.init(operations, f"/dev/fd/{init_fd}", set())
 
     def hand_over(self) -> None:

@@ -46,6 +46,7 @@ class Descriptors:
     state: int
     tiers: tuple[int, ...]
     handles: int
+    requests: int | None
     metrics: int | None = None
 
 
@@ -196,6 +197,7 @@ def start_worker(
             "state": descriptors.state,
             "tiers": list(descriptors.tiers),
             "handles": descriptors.handles,
+            "requests": descriptors.requests,
             "metrics": descriptors.metrics,
         },
         "mount_ns": mount_ns,
@@ -216,6 +218,7 @@ def start_worker(
                 *(descriptors.fuse, descriptors.source, descriptors.state, *descriptors.tiers),
                 *(their_init.fileno(), their_channel.fileno(), memory, descriptors.handles),
                 *(() if descriptors.metrics is None else (descriptors.metrics,)),
+                *(() if descriptors.requests is None else (descriptors.requests,)),
             ],
             stderr,
         )

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from monarchfs.config.settings import Settings
 from monarchfs.fuse.mount import check_device, mount
 from monarchfs.fuse.mountinfo import find_mount, is_network_filesystem
 from monarchfs.fuse.protocol import InitFlag, parse_init_request
+from monarchfs.fuse.requests import make_journal
 from monarchfs.fuse.slots import make_table, read_vitals
 from monarchfs.fuse.unmount import unmount_bounded, waiting_requests
 from monarchfs.supervisor.backing import BackingFiles, check_privileges
@@ -145,8 +147,9 @@ def _start(
     handles = make_table()
     undo.callback(os.close, handles)
     request = read_init_request(fuse, deadline)
+    journal = _journal(config, request, undo)
     descriptors = Descriptors(
-        *(fuse, what.descriptor, state_dir, tuple(tiers), handles),
+        *(fuse, what.descriptor, state_dir, tuple(tiers), handles, journal),
         metrics=None if metrics is None else metrics.fileno(),
     )
     backing = BackingFiles(config, fuse, tiers, handles)
@@ -178,7 +181,8 @@ def _start(
     mounted = Mounted(
         fuse,
         request,
-        bool(parse_init_request(request).flags & InitFlag.HAS_RESEND),
+        journal is not None,
+        journal is not None or _kernel_resends(config, request),
         config.start_timeout_seconds,
         partial(read_vitals, handles),
         partial(_waiting, connection, fuse),
@@ -205,6 +209,20 @@ def _waiting(connection: int, fuse: int) -> int | None:
     poll = select.poll()
     poll.register(fuse, select.POLLIN)
     return 1 if poll.poll(0) else None
+
+
+def _kernel_resends(config: Config, request: bytes) -> bool:
+    return config.kernel_resend and bool(parse_init_request(request).flags & InitFlag.HAS_RESEND)
+
+
+def _journal(config: Config, request: bytes, undo: ExitStack) -> int | None:
+    """For what workers take of the kernel, which would be lost with them otherwise; they write it
+    in their C part."""
+    if _kernel_resends(config, request) or find_spec("monarchfs.fuse._session") is None:
+        return None
+    journal = make_journal()
+    undo.callback(os.close, journal)
+    return journal
 
 
 def _release(lock: int, metrics: socket.socket | None) -> None:

@@ -24,10 +24,12 @@ _LARGEST_INIT = 1 << 18
 class Mounted(NamedTuple):
     """What is known of the mount. ``vitals`` are the worker's (beats, answered, stuck_since), from
     memory that it shares; ``waiting`` is how many requests do, None where that cannot be seen;
-    ``resends``: the kernel hands requests out again."""
+    ``journal``: workers find in memory of the mount what those before them took and did not answer;
+    ``resends``: so, or by the kernel, it is handed out again."""
 
     fuse: int
     init_request: bytes
+    journal: bool
     resends: bool
     start_seconds: float
     vitals: Callable[[], tuple[int, int, int]]
@@ -36,7 +38,9 @@ class Mounted(NamedTuple):
     backing: BackingFiles
 
     def resend(self) -> None:
-        """Have the kernel hand out again what was taken and not answered."""
+        """Have the kernel hand out again what was taken and not answered, if that is its task."""
+        if self.journal:
+            return
         try:
             os.write(self.fuse, RESEND)
         except OSError as error:  # unmounted meanwhile, as the owner will see

@@ -39,8 +39,8 @@ _CLOSED_SECONDS = 1.0
 
 
 _OLD_KERNEL = (
-    "this kernel cannot hand requests over to another worker (that takes Linux 6.9): unmount, and"
-    " mount again"
+    "this kernel cannot hand requests over to another worker, nor can the C part, which was not"
+    " built: unmount, and mount again"
 )
 
 
@@ -369,6 +369,8 @@ class Succession:
         left = [corpse for corpse in self._unquiet if not corpse.is_quiet()]
         if len(left) < len(self._unquiet) and self.phase is Phase.SERVING:
             self._mount.resend()
+            if self._mount.journal:
+                self.worker.channel.send({"do": "again"})
         self._unquiet = left
 
     # -- a worker that is replaced on purpose

@@ -1,0 +1,42 @@
+"""The journal of requests that are not answered yet, in memory that outlives the worker.
+
+From Linux 6.9 on the kernel hands out again what a dead worker took; before that, whoever waits for
+an answer would do so for ever. So there the C part (_journal.c) has each request written into this
+memory, and takes it out when it was answered. The supervisor makes it and looks at nothing in it.
+
+====== =========== =====================================================================
+offset size        what
+====== =========== =====================================================================
+0      u64         MAGIC
+8      u32, u32    how many buffers there are, and how many entries
+4096   12 KiB each buffers that threads have requests written to: 8 for each of 8 workers in turn
+then   512 each    entries: u64, the length of the request (0: none), and the request
+====== =========== =====================================================================
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+
+MAGIC = int.from_bytes(b"mnrchrq1", "little")
+HEADER_BYTES = 4096
+BUFFER_BYTES = 12 << 10
+BUFFERS = 64
+ENTRY_BYTES = 512
+ENTRIES = 1 << 14
+"""More than requests wait before a mount takes no new ones."""
+
+_HEAD = struct.Struct("=QII")
+
+
+def make_journal() -> int:
+    """A descriptor of a new, empty journal; it cannot change its size (memfd_create(2)). Takes
+    memory only where it is used."""
+    fd = os.memfd_create("monarchfs-requests", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, HEADER_BYTES + BUFFERS * BUFFER_BYTES + ENTRIES * ENTRY_BYTES)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    os.pwrite(fd, _HEAD.pack(MAGIC, BUFFERS, ENTRIES), 0)
+    return fd
