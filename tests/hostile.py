@@ -100,7 +100,6 @@ def attack(supervisor: Supervisor, tier: int, things: str) -> tuple[int, Message
         os.close(descriptor)
 
     supervisor.ask("unback", ids=[-1, 0, 1 << 70, 4_000_000_000, "1", None, [], {}, 1.5, True])
-    supervisor.ask("unback", ids=None)
     for nonsense in (
         b"\xff{",
         b"[]",
@@ -115,17 +114,18 @@ def attack(supervisor: Supervisor, tier: int, things: str) -> tuple[int, Message
         b"[" * 100_000,
     ):
         supervisor.tell(nonsense, [own(os.O_RDONLY) for _ in range(3)])
-    made = 0
+    made: list[int] = []
     while True:
         batch = [own(os.O_RDONLY) for _ in range(32)]
         ids = supervisor.ask("back", batch)["ids"]
         for descriptor in batch:
             os.close(descriptor)
-        made += sum(1 for one in ids if one)
+        made += filter(None, ids)
         if 0 in ids:
             break
-    found["as many as it likes"] = made
-    supervisor.ask("unback", ids=None)
+    found["as many as it likes"] = len(made)
+    for start in range(0, len(made), 10_000):
+        supervisor.ask("unback", ids=made[start : start + 10_000])
     kept = own(os.O_RDONLY)
     (number,) = supervisor.ask("back", [kept])["ids"]
     os.close(kept)

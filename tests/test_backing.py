@@ -139,7 +139,7 @@ def test_another_worker_keeps_what_is_open(kernel: Kernel) -> None:
     slots.add(10, 8, 77)  # never made
     assert backing_ids(kernel.table) == {1, 77}
     slots.close()
-    kernel.supervisor.answer({"event": "unback", "number": 1, "ids": None}, [])
+    kernel.supervisor.close_unused()
     assert kernel.ids == {1}
 
 

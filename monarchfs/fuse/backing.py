@@ -66,10 +66,6 @@ class BackingIds:
             question.done.set()
         return question.done
 
-    def give_back_unused(self) -> None:
-        """All that no open uses, to begin with: an earlier worker had them."""
-        self._send({"event": "unback", "number": self._next().number, "ids": None}, [])
-
     def answered(self, number: int, ids: list[int], code: int, reason: str) -> None:
         """The supervisor's answer to either."""
         question = self._questions.pop(number, None)

@@ -84,7 +84,6 @@ class Passthrough:
         earlier worker opened was taken over, before the first request."""
         self._most = most
         self.possible = most > 0
-        self._backing.give_back_unused()
 
     @property
     def data_path(self) -> str:

@@ -174,7 +174,8 @@ class BackingFiles:
             unregister(self._fuse, number)
 
     def close_unused(self) -> None:
-        """Forget those that no open uses: another worker begins, and does not know of them."""
+        """Forget those that no open uses: another worker is about to begin, and does not know of
+        them. Before it does: what it opens may be missed here, or lose the id that it goes by."""
         if self._ids:
             self.close(self._ids - backing_ids(self._handles))
 
@@ -195,9 +196,6 @@ class BackingFiles:
                         ids.append(0)
                         reply |= {"error": refused.code, "reason": str(refused)}
                 return reply
-            case {"event": "unback", "number": int(number), "ids": None}:
-                self.close_unused()
-                return {"do": "backed", "number": number, "ids": []}
             case {"event": "unback", "number": int(number), "ids": list(given)}:
                 self.close(one for one in given if isinstance(one, int))
                 return {"do": "backed", "number": number, "ids": []}

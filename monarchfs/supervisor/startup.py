@@ -113,6 +113,7 @@ class Startup:
         if self._quiet_until is not None and (quiet or now >= self._quiet_until):
             self._quiet_until, self.was_hurried = None, not quiet
             self._mounted.resend()
+            self._mounted.backing.close_unused()
             ids = self._mounted.backing.most
             self._worker.channel.send({"do": "serve", "backing_ids": ids})
         elif now >= self._until and self.failed is None:

@@ -97,6 +97,7 @@ class Passing:
     def begin_worker(self) -> None:
         """The first one, or one that takes the place of another."""
         mirror = self.mirror
+        self.supervisor.close_unused()  # as ``supervisor.startup`` does
         self.passthrough = passthrough = Passthrough(
             mirror.files,
             lambda *message: self._send(passthrough, *message),
