@@ -153,10 +153,10 @@ def mount_for(
 def mount_options(site: Site, job: Job, wanted: Wanted) -> list[str]:
     """What follows ``mount -o``, what counts more after what counts less. Pure."""
     options = []
-    if job.nodes > 1:
-        # Their prologs begin at the same instant.
-        jitter = min(_MOST_JITTER_SECONDS, job.nodes * _JITTER_SECONDS_A_NODE)
-        options.append(f"prefetch_jitter={max(1.0, jitter):.1f}")
+    # The prologs of many nodes begin at the same instant; those of a few are no burden.
+    jitter = min(_MOST_JITTER_SECONDS, job.nodes * _JITTER_SECONDS_A_NODE)
+    if jitter >= 1:
+        options.append(f"prefetch_jitter={jitter:.1f}")
     if (index := site.index_of(wanted.request.path)) is not None:
         options.append(escape_option(f"index={index}"))
     own = (escape_option(f"{key}={value}") for key, value in wanted.request.options)
