@@ -177,6 +177,22 @@ static void interrupted(struct fuse_session *se, const struct fuse_in_header *in
 	Py_XDECREF(known);
 }
 
+/* Not one of the kernel's: see quick.Opcode. */
+#define UNOPENED 0xffff
+
+/* The kernel does not wait for the answer to an open: an earlier worker had answered it, and it may
+ * have been released since. */
+static void unopened(uint64_t fh)
+{
+	if (!on_request)
+		return;
+	PyObject *body = PyObject_CallFunction(on_request, "IKy#", UNOPENED, 0ULL, (const char *)&fh,
+					       (Py_ssize_t)sizeof(fh));
+	if (!body)
+		PyErr_WriteUnraisable(on_request);
+	Py_XDECREF(body);
+}
+
 /* Whether Python answered the request at once. */
 static bool answered(struct fuse_session *se, const struct fuse_in_header *in, size_t length)
 {
@@ -204,12 +220,13 @@ static bool answered(struct fuse_session *se, const struct fuse_in_header *in, s
 		{&out, sizeof(out)},
 		{PyBytes_AS_STRING(body), (size_t)PyBytes_GET_SIZE(body)},
 	};
-	/* Fails where nobody waits any more. An open that nobody waits for is never released: that is
-	 * the same with libfuse. */
+	/* Fails where nobody waits any more. */
 	ssize_t sent;
 	do {
 		sent = writev(real_session_fd(se), parts, 2);
 	} while (sent < 0 && errno == EINTR);
+	if (sent < 0 && errno == ENOENT && in->opcode == FUSE_OPEN && current_again)
+		unopened(((const struct fuse_open_out *)PyBytes_AS_STRING(body))->fh);
 	Py_DECREF(body);
 	journal_done(in->unique);
 	return true;
@@ -282,12 +299,18 @@ int fuse_reply_open(fuse_req_t req, const struct fuse_file_info *fi)
 		if (!real)
 			Py_FatalError("libfuse has no fuse_reply_open");
 	}
-	if (!backing_id || fi->fh != backed_fh)
-		return real(req, fi);
-	/* With any flag more the open would fail (fs/fuse/iomode.c, fuse_file_passthrough_open). */
-	struct open_out out = {fi->fh, OPEN_PASSTHROUGH, backing_id};
-	backing_id = 0;
-	return fuse_reply_buf(req, (const char *)&out, sizeof(out));
+	int sent;
+	if (!backing_id || fi->fh != backed_fh) {
+		sent = real(req, fi);
+	} else {
+		/* With any flag more the open would fail (fs/fuse/iomode.c). */
+		struct open_out out = {fi->fh, OPEN_PASSTHROUGH, backing_id};
+		backing_id = 0;
+		sent = fuse_reply_buf(req, (const char *)&out, sizeof(out));
+	}
+	if (sent == -ENOENT && journal_used())
+		unopened(fi->fh);
+	return sent;
 }
 
 static PyObject *current(PyObject *self, PyObject *unused)

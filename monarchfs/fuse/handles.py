@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from typing import Generic, Protocol, TypeVar
 
-from monarchfs.fuse.slots import Slots
+from monarchfs.fuse.slots import RESENT, Slots
 
 
 class Openable(Protocol):
@@ -40,19 +40,33 @@ class Handles(Generic[T]):
         self.slots = slots
         self._modes = modes
         self._open: dict[int, T] = {}
+        self._unsure = 0
 
     def __len__(self) -> int:
         return len(self._open)
 
     def add(self, what: T, unique: int, backing_id: int = 0) -> int:
         """The number for the answer to the OPEN request ``unique``. Raises OSError ENFILE."""
+        known = self._lasting(what.ino, unique) if unique & RESENT else None
         number = self.slots.add(what.ino, unique, backing_id)
+        self._unsure = number if known is False else 0
         if (before := self._open.get(number)) is not None:
             before.release()  # taken over from a worker that died before it answered
         elif self._modes is not None:
             self._modes.opened(what, backing_id)
         self._open[number] = what
         return number
+
+    def _lasting(self, ino: int, unique: int) -> bool:
+        """Whether an earlier worker has carried out this open, and it is not released yet."""
+        unique &= ~RESENT
+        return any(slot.unique == unique and slot.ino == ino for slot in self.slots)
+
+    def unopened(self, number: int) -> T | None:
+        """The kernel did not wait for the answer with this number. What was opened for it, if that
+        was by the last ``add``; None for an open that an earlier worker has answered and that
+        lasts."""
+        return self.pop(number) if number == self._unsure else None
 
     def take_over(self, number: int, what: T, backing_id: int = 0) -> None:
         """``number`` was given out by an earlier worker, or without Python. Raises OSError EBADF if

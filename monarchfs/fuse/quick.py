@@ -30,6 +30,8 @@ class Opcode:
     RELEASE = 18
     OPENDIR = 27
     RELEASEDIR = 29
+    UNOPENED = 0xFFFF
+    """None of the kernel's: it did not wait for the answer to an open."""
     READDIRPLUS = 44
 
 
@@ -127,6 +129,10 @@ class Quick:
                 if (released := self._handles.pop(number)) is not None:
                     released.release()
                 return b""
+            case Opcode.UNOPENED:
+                number = _HANDLE.unpack_from(body)[0]
+                if (released := self._handles.unopened(number)) is not None:
+                    released.release()
             case Opcode.OPENDIR:
                 # An error of the source belongs here, and what may be kept changes: so this is not
                 # answered ENOSYS, which would be for all directories and for ever.
