@@ -10,13 +10,11 @@ import select
 from monarchfs.doctor.checks import Check, State
 from monarchfs.fuse.mount import DEVICE, MS_NODEV, MS_NOSUID, MS_RDONLY
 from monarchfs.fuse.protocol import InitFlag, ProtocolError, parse_init_request
+from monarchfs.supervisor.namespace import map_ids
 from monarchfs.types import OperationError
 
 FIRST_PASSTHROUGH = FIRST_RESEND = (6, 9)
 """Linux: include/uapi/linux/fuse.h, protocol 7.40."""
-
-_USED = frozenset({"passthrough", "resend"})
-"""What this release makes use of (README.md, Limits)."""
 
 TRIAL_NAME = "monarchfs-doctor"
 
@@ -36,7 +34,7 @@ def ask_kernel() -> InitFlag:
     _checked(libc.unshare(spaces), "make a mount namespace")
     try:
         if uid != 0:
-            _map_ids(uid, gid)
+            map_ids(0, 0, uid, gid)
         fd = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise OperationError(f"cannot open {DEVICE}: {error.strerror}") from None
@@ -70,41 +68,41 @@ def judge(
         checks.append(Check("mount", State.OK, "a trial mount in a namespace of its own works"))
     seen = f"Linux {release[0]}.{release[1]}"
     known = "offered by the kernel" if flags is not None else f"expected of {seen}, not tried"
-    for name, flag, since, purpose in (
-        ("passthrough", InitFlag.PASSTHROUGH, FIRST_PASSTHROUGH, "reads are relayed by the daemon"),
-        ("resend", InitFlag.HAS_RESEND, FIRST_RESEND, "requests are journalled instead"),
-    ):
-        offered = bool(flags & flag) if flags is not None else release >= since
-        used = name in _USED
-        numbers = {"available": offered, "used": used, "tried": flags is not None}
-        how = known if used else f"{known}; this release does without it: {purpose}"
-        if not offered and name == "resend":
-            detail = f"{seen} does not offer it: {purpose}"
-            checks.append(Check(name, State.OK, detail, "", numbers))
-        elif not offered:
-            why = (
-                f"{seen} does not offer it" if release < since else "this kernel was built without"
-            )
-            remedy = f"Linux {since[0]}.{since[1]} or later"
-            remedy += " with CONFIG_FUSE_PASSTHROUGH" if name == "passthrough" else ""
-            checks.append(Check(name, State.WARNING, f"{why}: {purpose}", remedy, numbers))
-        elif name == "passthrough" and not passes:
-            detail = f"{how}; only mounts made by root may use it, outside of any user namespace"
-            checks.append(Check(name, State.OK, detail, "", {**numbers, "available": False}))
-        else:
-            checks.append(Check(name, State.OK, how, "", numbers))
+    tried = flags is not None
+
+    def offers(flag: InitFlag, since: tuple[int, int]) -> bool:
+        return bool(flags & flag) if flags is not None else release >= since
+
+    resends = offers(InitFlag.HAS_RESEND, FIRST_RESEND)
+    numbers = {"available": resends, "used": True, "tried": tried}
+    how = known if resends else f"{seen} does not offer it: requests are journalled instead"
+    checks.append(
+        _passthrough(
+            offers(InitFlag.PASSTHROUGH, FIRST_PASSTHROUGH),
+            seen,
+            known,
+            old=release < FIRST_PASSTHROUGH,
+            tried=tried,
+            passes=passes,
+        )
+    )
+    checks.append(Check("resend", State.OK, how, "", numbers))
     return checks
 
 
-def _map_ids(uid: int, gid: int) -> None:
-    # Before gid_map, as user_namespaces(7) says.
-    for file, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"0 {uid} 1"),
-        ("gid_map", f"0 {gid} 1"),
-    ):
-        with open(f"/proc/self/{file}", "w", encoding="ascii") as opened:
-            opened.write(text)
+def _passthrough(
+    offered: bool, seen: str, known: str, *, old: bool, tried: bool, passes: bool
+) -> Check:
+    numbers = {"available": offered, "used": True, "tried": tried}
+    if not offered:
+        why = f"{seen} does not offer it" if old else "this kernel was built without"
+        remedy = "Linux {}.{} or later with CONFIG_FUSE_PASSTHROUGH".format(*FIRST_PASSTHROUGH)
+        detail = f"{why}: reads are relayed by the daemon"
+        return Check("passthrough", State.WARNING, detail, remedy, numbers)
+    if not passes:
+        detail = f"{known}; only mounts made by root may use it, outside of any user namespace"
+        return Check("passthrough", State.OK, detail, "", {**numbers, "available": False})
+    return Check("passthrough", State.OK, known, "", numbers)
 
 
 def _checked(result: int, doing: str) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from monarchfs.config.settings import parse_value
@@ -28,7 +28,6 @@ MOST_DATASETS = 16
 _MOST_PATH_BYTES = 4000
 _BLANKS = " \t\r\n"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
-_MEANINGFUL = '\\",: \t\r\n'
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +62,6 @@ def parse_request(text: str) -> list[Request]:
             f"a request of more than {MOST_CHARACTERS} characters: name fewer datasets"
         )
     return _limited([_dataset(part) for part in _split(text, ",")])
-
-
-def format_request(requests: Iterable[Request]) -> str:
-    """What `parse_request` makes ``requests`` of, as one word of a comment."""
-    return ",".join(
-        ":".join(
-            [
-                _escaped(request.path),
-                *([f"name={request.name}"] if request.name is not None else []),
-                *(f"{key}={_escaped(value)}" for key, value in request.options),
-            ]
-        )
-        for request in requests
-    )
 
 
 def parse_dataset_path(text: str) -> str:
@@ -198,7 +183,3 @@ def _plain(text: str) -> str:
         elif character != '"':
             plain += character
     return plain
-
-
-def _escaped(text: str) -> str:
-    return "".join(f"\\{c}" if c in _MEANINGFUL else c for c in text)

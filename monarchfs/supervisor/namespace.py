@@ -71,7 +71,7 @@ def leave_for_own() -> bool:
         raise OperationError(_refusal(code, as_user=as_user))
     if as_user:
         try:
-            _map_self(uid, gid)
+            map_ids(uid, gid, uid, gid)
         except OSError as error:
             raise OperationError(
                 f"the kernel lets you make user namespaces, but not use them ({error.strerror};"
@@ -102,12 +102,14 @@ def bind(existing: str, path: str) -> None:
     )
 
 
-def _map_self(uid: int, gid: int) -> None:
+def map_ids(inside_uid: int, inside_gid: int, uid: int, gid: int) -> None:
+    """In a new user namespace of this process: what its only user and group are called there.
+    Raises OSError."""
     # setgroups before gid_map, as user_namespaces(7) says.
     for file, text in (
         ("setgroups", "deny"),
-        ("uid_map", f"{uid} {uid} 1"),
-        ("gid_map", f"{gid} {gid} 1"),
+        ("uid_map", f"{inside_uid} {uid} 1"),
+        ("gid_map", f"{inside_gid} {gid} 1"),
     ):
         with open(f"/proc/self/{file}", "w", encoding="ascii") as opened:
             opened.write(text)

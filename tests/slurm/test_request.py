@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import example, given
@@ -13,7 +14,6 @@ from monarchfs.slurm.prolog import datasets_of, environment_lines
 from monarchfs.slurm.request import (
     MOST_DATASETS,
     Request,
-    format_request,
     parse_comment,
     parse_dataset_path,
     parse_request,
@@ -21,6 +21,26 @@ from monarchfs.slurm.request import (
 from monarchfs.slurm.site import Site
 from monarchfs.types import UsageError
 
+
+def format_request(requests: Iterable[Request]) -> str:
+    """What `parse_request` makes ``requests`` of, as one word of a comment."""
+    return ",".join(
+        ":".join(
+            [
+                _escaped(request.path),
+                *([f"name={request.name}"] if request.name is not None else []),
+                *(f"{key}={_escaped(value)}" for key, value in request.options),
+            ]
+        )
+        for request in requests
+    )
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"\\{c}" if c in _MEANINGFUL else c for c in text)
+
+
+_MEANINGFUL = '\\",: \t\r\n'
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "1000", "SLURM_JOB_USER": "alice"}
 
 
