@@ -18,7 +18,7 @@ import pytest
 from monarchfs import control
 from monarchfs.cli import ask
 from monarchfs.cli.ask import add, ask_command, batches, below, describe
-from monarchfs.cli.main import build_parser
+from monarchfs.cli.parser import build_parser
 from monarchfs.cli.progress import bar
 from monarchfs.supervisor.recover import Found
 from monarchfs.types import OperationError, UsageError

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.cli.main import build_parser, commands_of, main
+from monarchfs.cli.main import main
+from monarchfs.cli.parser import build_parser, commands_of
 from monarchfs.fuse import mount as mount_module
 from monarchfs.types import OperationError
 from tests.faking import NOBODY, Area, area, device_mode

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from monarchfs.cli.completion import completion_for
-from monarchfs.cli.main import SHELLS, build_parser, commands_of
+from monarchfs.cli.parser import SHELLS, build_parser, commands_of
 from tests.mounting import Bench, requires_fuse, requires_root, run
 
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

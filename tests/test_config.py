@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarchfs.cli.main import build_parser
 from monarchfs.cli.mount import settings_from
+from monarchfs.cli.parser import build_parser
 from monarchfs.config import (
     Config,
     DataPath,

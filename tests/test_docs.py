@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.cli.main import build_parser, commands_of
 from monarchfs.cli.mount_helper import build_helper_parser
+from monarchfs.cli.parser import build_parser, commands_of
 from monarchfs.config.files import SYSTEM_FILE, from_file
 from monarchfs.config.settings import PARSERS, Settings, is_known_option
 from tests.mounting import REPOSITORY

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.cli.main import build_parser, commands_of
 from monarchfs.cli.man import helper_page, monarchfs_page
 from monarchfs.cli.mount_helper import build_helper_parser
+from monarchfs.cli.parser import build_parser, commands_of
 from tests.mounting import REPOSITORY
 
 needs_groff = pytest.mark.skipif(shutil.which("groff") is None, reason="needs groff")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import shtab
 
-from monarchfs.cli.main import build_parser, commands_of
+from monarchfs.cli.parser import build_parser, commands_of
 from monarchfs.config.model import DataPath, EvictPolicy
 from monarchfs.config.values import LOG_LEVELS
 

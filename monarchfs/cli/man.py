@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from monarchfs import __version__
-from monarchfs.cli.main import build_parser, commands_of
 from monarchfs.cli.mount_helper import build_helper_parser
+from monarchfs.cli.parser import build_parser, commands_of
 from monarchfs.config.files import SYSTEM_FILE
 
 _EXIT_CODES = "0: done. 1: failed. 2: wrong usage. An error is one line on standard error."

@@ -15,7 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from monarchfs import __version__
-from monarchfs.cli.main import Parser, build_parser, complain
+from monarchfs.cli.main import complain
+from monarchfs.cli.parser import Parser, build_parser
 from monarchfs.config.settings import escape_option, is_known_option, split_options
 from monarchfs.types import MonarchError, OperationError, UsageError
 

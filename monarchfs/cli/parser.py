@@ -1,0 +1,248 @@
+"""The parser of the command line: which commands there are, and their options."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+from monarchfs import __version__
+from monarchfs.cli.cluster import add_cluster_commands
+from monarchfs.cli.examples import (
+    COMPLETION_EXAMPLES,
+    DOCTOR_EXAMPLES,
+    EVICT_EXAMPLES,
+    EXPORTER_EXAMPLES,
+    FSCK_EXAMPLES,
+    INDEX_EXAMPLES,
+    MOUNT_EXAMPLES,
+    PIN_EXAMPLES,
+    PLAN_EXAMPLES,
+    REFRESH_EXAMPLES,
+    RESTART_EXAMPLES,
+    STATUS_EXAMPLES,
+    UMOUNT_EXAMPLES,
+    UNPIN_EXAMPLES,
+    WARM_EXAMPLES,
+    WHY_EXAMPLES,
+)
+from monarchfs.cli.mount_options import add_mount_options, add_mounts_options
+from monarchfs.cli.run_options import RUN_EXAMPLES, add_run_options
+from monarchfs.types import UsageError
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse prints its usage before an error; one line is clearer, and easier to log."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}: see {self.prog} --help")
+
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[Parser]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; tests read it too."""
+    parser = Parser(
+        prog="monarchfs",
+        description="Mounts a dataset directory and serves it from node-local storage.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"monarchfs {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_mount(commands)
+    _add_umount(commands)
+    _add_restart(commands)
+    _add_run(commands)
+    _add_status(commands)
+    _add_warm(commands)
+    _add_why(commands)
+    _add_ask(commands, "refresh", "look at the source again, now", REFRESH_EXAMPLES, "*")
+    _add_ask(commands, "pin", "keep the copies of files or directories", PIN_EXAMPLES, "+")
+    _add_ask(commands, "unpin", "no longer keep them", UNPIN_EXAMPLES, "+")
+    _add_ask(commands, "evict", "remove local copies", EVICT_EXAMPLES, "*")
+    _add_fsck(commands)
+    _add_doctor(commands)
+    _add_plan(commands)
+    _add_index(commands)
+    _add_exporter(commands)
+    add_cluster_commands(partial(_add_command, commands))
+    _add_completion(commands)
+    return parser
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of a parser's commands, by name."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def _add_command(
+    commands: _Commands,
+    name: str,
+    summary: str,
+    examples: str,
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def _add_mount(commands: _Commands) -> None:
+    parser = _add_command(commands, "mount", "mount a dataset directory", MOUNT_EXAMPLES)
+    parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
+    parser.add_argument("mountpoint", metavar="MOUNTPOINT", help="where to mount; may be SOURCE")
+    add_mount_options(parser)
+    parser.add_argument(
+        "-f", "--foreground", action="store_const", const=True, help="stay, and log to the terminal"
+    )
+
+
+def _add_run(commands: _Commands) -> None:
+    summary = "run a command that sees the cached view at the source's own path"
+    parser = _add_command(commands, "run", summary, RUN_EXAMPLES)
+    parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
+    add_mount_options(parser)
+    add_run_options(parser)
+
+
+def _add_umount(commands: _Commands) -> None:
+    parser = _add_command(commands, "umount", "unmount, within a time limit", UMOUNT_EXAMPLES)
+    parser.add_argument("mountpoint", metavar="MOUNTPOINT")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", default="30", help="the time limit (default 30)"
+    )
+
+
+def _add_restart(commands: _Commands) -> None:
+    summary = "replace a mount's worker, after an upgrade"
+    parser = _add_command(commands, "restart", summary, RESTART_EXAMPLES)
+    parser.add_argument("mountpoint", metavar="MOUNTPOINT", help="where it is mounted")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", default="30", help="the time limit (default 30)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_status(commands: _Commands) -> None:
+    parser = _add_command(commands, "status", "show what mounts do", STATUS_EXAMPLES)
+    parser.add_argument(
+        "mountpoint", metavar="MOUNTPOINT", nargs="?", help="one mount (default: all of them)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    parser.add_argument(
+        "--watch",
+        metavar="SECONDS",
+        nargs="?",
+        const="2",
+        help="again and again, every SECONDS (default 2), with rates",
+    )
+
+
+def _add_ask(
+    commands: _Commands, name: str, summary: str, examples: str, how_many: Literal["*", "+"]
+) -> None:
+    _add_ask_arguments(_add_command(commands, name, summary, examples), how_many)
+
+
+def _add_ask_arguments(parser: argparse.ArgumentParser, how_many: Literal["*", "+"]) -> None:
+    parser.add_argument("mountpoint", metavar="MOUNTPOINT")
+    parser.add_argument(
+        "path", metavar="PATH", nargs=how_many, help="absolute, or relative to the mount point"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_warm(commands: _Commands) -> None:
+    parser = _add_command(commands, "warm", "copy before anybody opens", WARM_EXAMPLES)
+    _add_ask_arguments(parser, "*")
+    flag = parser.add_argument
+    flag("--wait", action="store_true", help="until each file is resident or will not be")
+    flag("--check", action="store_true", help="copy nothing; tell how much is resident")
+    flag("--metadata", action="store_true", help="names and attributes only")
+
+
+def _add_why(commands: _Commands) -> None:
+    parser = _add_command(commands, "why", "tell why a file is local, or is not", WHY_EXAMPLES)
+    parser.add_argument("path", metavar="PATH", nargs="+", help="a file or directory in a mount")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_fsck(commands: _Commands) -> None:
+    parser = _add_command(commands, "fsck", "check a cache that is not mounted", FSCK_EXAMPLES)
+    parser.add_argument("state_dir", metavar="STATE_DIR", help="what --state-dir of mount names")
+    flag = parser.add_argument
+    flag("--repair", action="store_true", help="put right what is wrong")
+    flag("--checksum", action="store_true", help="read every complete copy and check its bytes")
+    flag("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_doctor(commands: _Commands) -> None:
+    summary = "see whether this machine can mount, and how well"
+    parser = _add_command(commands, "doctor", summary, DOCTOR_EXAMPLES)
+    parser.add_argument("source", metavar="SOURCE", nargs="?", help="the dataset's directory")
+    add_mounts_options(parser)
+    option = parser.add_argument
+    option("--quick", action="store_true", help="measure no rates")
+    option("--timeout", metavar="SECONDS", default="60", help="the time limit (default 60)")
+    option("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_plan(commands: _Commands) -> None:
+    summary = "say what caching a dataset would bring"
+    parser = _add_command(commands, "plan", summary, PLAN_EXAMPLES)
+    parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
+    add_mounts_options(parser)
+    option = parser.add_argument
+    option("--epochs", metavar="N", default="10", help="how often it is read (default 10)")
+    option("--quick", action="store_true", help="measure no rates, estimate no times")
+    option(
+        "--timeout",
+        metavar="SECONDS",
+        default="600",
+        help="how long to look at files (default 600); what was not seen by then is left out",
+    )
+    option("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_index(commands: _Commands) -> None:
+    summary = "write a dataset's names and attributes to a file"
+    parser = _add_command(commands, "index", summary, INDEX_EXAMPLES)
+    parser.add_argument("action", metavar="ACTION", choices=("export",), help="export")
+    parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
+    parser.add_argument("file", metavar="FILE", help="what is written")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_exporter(commands: _Commands) -> None:
+    parser = _add_command(
+        commands, "exporter", "serve the metrics of all mounts of this node", EXPORTER_EXAMPLES
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="ADDR:PORT",
+        default="127.0.0.1:9465",
+        help="the IP address and port to serve on (default 127.0.0.1:9465)",
+    )
+    parser.add_argument(
+        "--user",
+        metavar="USER",
+        help="who reads what the mounts say (root only; default nobody)",
+    )
+    parser.add_argument("--once", action="store_true", help="print the metrics, and end")
+
+
+def _add_completion(commands: _Commands) -> None:
+    summary = "print the completion for a shell"
+    parser = _add_command(commands, "completion", summary, COMPLETION_EXAMPLES)
+    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or fish")
