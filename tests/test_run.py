@@ -542,7 +542,8 @@ def _state(pid: int) -> str:
 
 
 def test_stopping_run_stops_the_command_and_continuing_continues_it(place: Place) -> None:
-    running = place.start("sleep", "60.25")
+    # In a group of its own: that of the tests may be orphaned, which SIGTSTP does not stop (POSIX).
+    running = place.start("sleep", "60.25", preexec_fn=os.setpgrp)
     command = wait_for(lambda: _command_of(place, "60.25"), "the command")
     running.send_signal(signal.SIGTSTP)
     wait_for(lambda: _state(command) == _state(running.pid) == "T", "both to stop")
