@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from monarchfs.fs.tree import Entry
 from monarchfs.types import FreshnessMode
@@ -13,17 +15,27 @@ METADATA = ("found", "found_each", "stat")
 
 
 class Hours:
-    """time.time_ns() as it was, and as much later as a test says."""
+    """time.time_ns() as it was, and as much later as a test says; or one moment, for as long as a
+    test says, that a busy machine cannot make a tick longer."""
 
     def __init__(self) -> None:
         self._later = 0
         self._real = time.time_ns
+        self._held: int | None = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self._held = self.time_ns()
+        try:
+            yield
+        finally:
+            self._held = None
 
     def pass_by(self, seconds: float) -> None:
         self._later += int(seconds * 1e9)
 
     def time_ns(self) -> int:
-        return self._real() + self._later
+        return self._real() + self._later if self._held is None else self._held
 
 
 def asked(mirror: Mirror) -> int:

@@ -247,8 +247,9 @@ async def test_what_was_just_written_is_believed_for_a_tick(
     area: Area, hours: Hours, mode: FreshnessMode
 ) -> None:
     async with area.mount(mode=mode, ttl=60) as mirror:
-        area.write("f", b"1")
-        found = await entry(mirror, ROOT_INO, b"f")
+        with hours.held():
+            area.write("f", b"1")
+            found = await entry(mirror, ROOT_INO, b"f")
         assert found.entry_timeout <= UNSETTLED_SECONDS
         assert found.attr_timeout <= UNSETTLED_SECONDS
         hours.pass_by(0.5)
@@ -283,9 +284,10 @@ async def test_pages_from_the_tick_of_a_change_are_not_kept(
             handle.release()
             return handle.keep_cache
 
-        for name in ("f", "g", "h"):
-            area.write(name, b"1")
-            assert not await keeps(name)
+        with hours.held():
+            for name in ("f", "g", "h"):
+                area.write(name, b"1")
+                assert not await keeps(name)
         hours.pass_by(0.5)
         assert [await keeps(name) for name in ("g", "h")] == [False, False]
         assert [await keeps(name) for name in ("g", "h")] == [True, True]
@@ -321,13 +323,14 @@ async def test_an_old_listing_is_confirmed_by_one_stat(
 
 @pytest.mark.parametrize("mode", [TTL, OPEN])
 async def test_a_listing_from_the_tick_of_a_change_is_not_confirmed(
-    files: Area, mode: FreshnessMode
+    files: Area, hours: Hours, mode: FreshnessMode
 ) -> None:
     async with files.mount(mode=mode, ttl=60) as mirror:
         for number in range(5):
-            files.write(f"e{number}/early", b"")
-            ino = await mirror.ino(f"e{number}")
-            assert set(await names(mirror, ino)) == {b"early"}
+            with hours.held():
+                files.write(f"e{number}/early", b"")
+                ino = await mirror.ino(f"e{number}")
+                assert set(await names(mirror, ino)) == {b"early"}
             files.write(f"e{number}/late", b"")
             await settle(files.source / f"e{number}")
             # Long before the promise of ttl is over.
