@@ -1,4 +1,4 @@
-# make setup | demo | test | check | bench | man | install-system | clean
+# make setup | demo | test | check | bench | bench-full | man | install-system | clean
 # Variables: PYTHON (which one makes the virtual environment), ARGS (passed to demo, test, bench)
 
 # The system's own first: every user may run it, and mounts are tested as an ordinary user too.
@@ -12,7 +12,7 @@ ARGS ?=
 PACKAGES := gcc libc6-dev libfuse3-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
 	bindfs attr acl strace procps
 
-.PHONY: help setup packages demo test check bench man install-system clean
+.PHONY: help setup packages demo test check bench bench-full man install-system clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -28,7 +28,7 @@ $(STAMP): Makefile pyproject.toml setup.py $(wildcard monarchfs/fuse/*.c monarch
 	@test -e /etc/mtab || test "$$(id -u)" != 0 || ln -s ../proc/self/mounts /etc/mtab
 	@echo "installing into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,demo]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,demo,bench]'
 	@$(BIN)/python -c 'import monarchfs.fuse._session' || \
 		{ echo "the C part was not built: see pip install --verbose --editable ." >&2; exit 1; }
 	@touch $@
@@ -70,6 +70,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python -m bench.run $(ARGS)
+
+bench-full: $(STAMP)
+	@$(BIN)/python -m bench.run --full $(ARGS)
 
 man: $(STAMP)
 	@$(BIN)/python -m monarchfs.cli.man build/man

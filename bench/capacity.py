@@ -14,6 +14,7 @@ from typing import NamedTuple
 from bench import epochs
 from bench.harness import Mount, Source, reader_processes, repeated, wait_for
 from bench.report import Result
+from bench.task import Task
 
 SHARE = 0.56
 MOST_READ = 0.46
@@ -166,7 +167,8 @@ def measure(
     result.figure(f"{policy}: looks at the tier", watch.looks, "")
 
 
-def run(place: Path) -> Result:
+def run(task: Task) -> Result:
+    place = task.place
     result = Result(
         "capacity",
         f"2 GiB, 4 KiB to 64 MiB, random order, {epochs.READERS} readers, tier of {SHARE:.0%}",

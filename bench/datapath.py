@@ -29,6 +29,7 @@ from bench.harness import (
 )
 from bench.processes import Daemon
 from bench.report import Result
+from bench.task import Task
 
 ROUNDS = 5
 SCALE = float(os.environ.get("DATAPATH_SCALE", "1"))
@@ -344,7 +345,8 @@ def delays(daemon: Daemon, root: Path) -> list[float]:
     return found
 
 
-def run(place: Path) -> Result:
+def run(task: Task) -> Result:
+    place = task.place
     result = Result("datapath", "resident files, one reader, by every way; share of direct")
     with memory_place() as memory, reader_processes(1) as pool:
         for part in (large_files, small_files):

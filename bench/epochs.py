@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from bench.harness import MIB, Mount, Source, forget_pages, reader_processes, write_random
 from bench.report import Result
+from bench.task import Task
 
 DATASET_BYTES = 2 << 30
 SMALLEST, LARGEST = 4 << 10, 64 << 20
@@ -61,7 +62,8 @@ def epoch(pool: Pool, root: Path, files: list[File], seed: int) -> float:
     return seconds
 
 
-def run(place: Path) -> Result:
+def run(task: Task) -> Result:
+    place = task.place
     result = Result(
         "epochs", f"2 GiB, 4 KiB to 64 MiB, random order, {READERS} readers, empty cache at first"
     )

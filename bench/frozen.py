@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from bench.harness import MIB, Mount, Source, forget_pages, memory_place, wait_for, write_random
 from bench.report import Result
+from bench.task import Task
 
 WAITING = 500
 PROCESSES = 5
@@ -122,7 +123,8 @@ def warm_up(mount: Mount) -> None:
     measure(mount.path)
 
 
-def run(place: Path) -> Result:
+def run(task: Task) -> Result:
+    place = task.place
     result = Result("frozen", f"a source that hangs, {WAITING} requests waiting for it")
     backing = place / "data"
     generate(backing)

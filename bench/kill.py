@@ -34,6 +34,7 @@ from bench.harness import (
 )
 from bench.processes import kill, processes_of
 from bench.report import Result
+from bench.task import Task
 from bench.versions import (
     FILES,
     LARGEST,
@@ -43,7 +44,6 @@ from bench.versions import (
     write_version,
 )
 
-ROUNDS = int(os.environ.get("KILL_ROUNDS", "50"))
 SEED = int(os.environ.get("KILL_SEED", "1"))
 TIER_BYTES = 32 << 20
 READERS = 3
@@ -258,12 +258,12 @@ def rounds(place: Path, mode: str, count: int) -> dict[str, Any]:
     return {"counts": work.counts, "examples": work.examples[:20]}
 
 
-def apart(place: Path, mode: str) -> dict[str, Any]:
+def apart(place: Path, mode: str, count: int) -> dict[str, Any]:
     """`rounds` in a process of its own, in a mount namespace of its own."""
     process = subprocess.Popen(
         [
             *("unshare", "--mount", sys.executable, "-m", "bench.kill"),
-            *(str(place), mode, str(ROUNDS)),
+            *(str(place), mode, str(count)),
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -296,10 +296,11 @@ def show(result: Result, mode: str, found: dict[str, Any]) -> None:
         print(f"kill: {mode}: {example}", file=sys.stderr)
 
 
-def run(place: Path) -> Result:
+def run(task: Task) -> Result:
+    place, count = task.place, task.rounds_or(5, 50)
     result = Result(
         "kill",
-        f"{ROUNDS} rounds of SIGKILL {SOONEST:g} to {LATEST:g} s after the mount, lru,"
+        f"{count} rounds of SIGKILL {SOONEST:g} to {LATEST:g} s after the mount, lru,"
         f" {READERS} readers, a tier of {TIER_BYTES >> 20} MiB",
     )
     modes = ["kill"]
@@ -308,7 +309,7 @@ def run(place: Path) -> Result:
     for mode in modes:
         here = place / mode
         here.mkdir()
-        found = rounds(here, mode, ROUNDS) if mode == "kill" else apart(here, mode)
+        found = rounds(here, mode, count) if mode == "kill" else apart(here, mode, count)
         show(result, mode, found)
     result.notes = [
         f"{FILES} files of {SMALLEST >> 10} KiB to {LARGEST >> 20} MiB, {CHANGED} of them replaced"

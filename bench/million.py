@@ -15,6 +15,7 @@ from typing import Any
 from bench.harness import Mount, drop_names, reader_processes, repeated
 from bench.processes import kill, processes_of
 from bench.report import Result
+from bench.task import Task
 
 FILES = int(os.environ.get("MILLION_FILES", "1000000"))
 FILES_PER_DIRECTORY = 1000
@@ -237,7 +238,8 @@ def remounts(place: Path, source: Path, result: Result) -> None:
         result.figure(f"remount after {how}", worst, "s", at_most=MOST_REMOUNT_SECONDS)
 
 
-def run(place: Path) -> Result:
+def run(task: Task) -> Result:
+    place = task.place
     result = Result(
         "million",
         f"{FILES:,} files of {FILE_BYTES} bytes in directories of"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bench.harness import REPOSITORY, Mount, drop_caches
 from bench.report import Result
+from bench.task import Task
 from tests import trees
 
 READERS = 4
@@ -75,7 +76,8 @@ def compare_under_load(source: Path, mount: Path) -> tuple[int, float, int, int]
     return differences, seconds, compared, wrong
 
 
-def run(place: Path) -> Result:
+def run(task: Task) -> Result:
+    place = task.place
     source = Path(os.environ.get("MIRROR_TREE", TREE)).resolve()
     names = sum(1 for _ in trees.walk(os.fsencode(source)))
     result = Result("mirror", f"{source}, {names:,} names, tier of {TIER_SIZE}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from bench import mirrors
 from bench.harness import Mount, drop_names, memory_place, reader_processes
 from bench.report import Result
+from bench.task import Task
 
 FILES = int(os.environ.get("NAMES_FILES", "100000"))
 FILES_PER_DIRECTORY = 1000
@@ -63,7 +64,8 @@ def find_all(root: str, _seed: int) -> float:
 WORK: dict[str, Callable[[str, int], float]] = {"stat": stat_all, "find -printf %s": find_all}
 
 
-def run(place: Path) -> Result:
+def run(task: Task) -> Result:
+    place = task.place
     result = Result("names", f"{FILES:,} known files in directories of {FILES_PER_DIRECTORY:,}")
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     with ExitStack() as stack:

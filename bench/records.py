@@ -14,6 +14,7 @@ import numpy as np
 
 from bench.harness import Mount, Source, forget_pages, reader_processes
 from bench.report import Result
+from bench.task import Task
 
 RECORD_BYTES = 100_000
 RECORDS = (1 << 30) // RECORD_BYTES
@@ -121,7 +122,8 @@ def measure(result: Result, place: Path, case: Case) -> None:
         result.compare(f"{case.name}: the same against a local file", "s", resident, local)
 
 
-def run(place: Path) -> Result:
+def run(task: Task) -> Result:
+    place = task.place
     result = Result("hdf5", "1 GiB HDF5 file, 100 KB records in random order, one reader")
     for case in CASES:
         measure(result, place, case)

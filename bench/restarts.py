@@ -22,9 +22,9 @@ from bench.harness import MIB, Mount, Source, Unusable, memory_place, monarchfs,
 from bench.kill import fsck
 from bench.processes import Daemon
 from bench.report import Result
+from bench.task import Task
 from monarchfs.types import OperationError
 
-KILLS = int(os.environ.get("RESTART_KILLS", "1000"))
 SEED = int(os.environ.get("RESTART_SEED", "1"))
 TIMES = 3
 READERS = 4
@@ -300,14 +300,15 @@ def freezes(result: Result, place: Path, data: Path) -> None:
         show_end(result, "frozen", mount, watched.daemon)
 
 
-def run(place: Path) -> Result:
+def run(task: Task) -> Result:
+    count = task.rounds_or(50, 1000)
     result = Result(
         "restarts",
-        f"{KILLS} SIGKILLs of the worker {SOONEST:g} to {LATEST:g} s after it serves, lru,"
+        f"{count} SIGKILLs of the worker {SOONEST:g} to {LATEST:g} s after it serves, lru,"
         f" {READERS} readers, a tier of {TIER_BYTES // MIB} MiB",
     )
     chosen = modes()
-    share, more = divmod(KILLS, max(1, len(chosen)))
+    share, more = divmod(count, max(1, len(chosen)))
     parts: dict[str, Callable[[Result, Path, Path], None]] = {
         mode: partial(kills, mode=mode, count=share + (number < more))
         for number, mode in enumerate(chosen)
@@ -344,6 +345,6 @@ def run(place: Path) -> Result:
             for mode in wanted()
             if mode not in chosen
         ),
-        "fewer kills, some modes: RESTART_KILLS=100 RESTART_MODES='relay passthrough'",
+        "fewer kills, some modes: --rounds 100 and, in the environment, RESTART_MODES='relay'",
     ]
     return result

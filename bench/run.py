@@ -1,77 +1,153 @@
-"""``make bench``: the measurements of this release, the shorter ones or those named.
+"""``make bench`` and ``make bench-full``: measures, and writes figures, a report and plots.
 
-    python -m bench.run [epochs] [hdf5] [frozen] [names] [mirror] [capacity] [--output DIR]
-    python -m bench.run datapath | kill | million | restarts
+    python -m bench.run [--full] [NAME...]     all of a suite, or the measurements named
+    python -m bench.run --list
+    python -m bench.run --report RESULTS.json [--readme]
+    python -m bench.run --compare BEFORE.json AFTER.json
 
-Each takes a few minutes at most and up to 6 GiB below --temp, and leaves nothing but its results;
-those of the second line take up to half an hour, or much memory, and run only by name.
-Every speed is compared with the same work done in the same run.
+Each measurement works in a directory of its own, which is gone afterwards, also after Ctrl-C; what
+was measured until then is kept. Every speed is compared with the same work done in the same run.
+Exit codes: 0, measured (goals that were missed are in the report); 1, something could not be
+measured; 2, usage; 130, interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 from bench.harness import REPOSITORY, Unusable, check_fuse, workplace
-from bench.report import Result, print_result, save
+from bench.progress import Progress, clock
+from bench.report import Missing, Report, Result, print_result, save
+from bench.suites import MEASUREMENTS, suite
+from bench.task import Size, Task
 
-MEASUREMENTS = {
-    "epochs": "bench.epochs",
-    "hdf5": "bench.records",
-    "frozen": "bench.frozen",
-    "datapath": "bench.datapath",
-    "names": "bench.names",
-    "mirror": "bench.mirror",
-    "capacity": "bench.capacity",
-    "kill": "bench.kill",
-    "million": "bench.million",
-    "restarts": "bench.restarts",
-}
-LONG = {"datapath", "kill", "million", "restarts"}
+RESULTS = REPOSITORY / "bench" / "results"
+INTERRUPTED = "interrupted"
 
 
-def measure(name: str, temp: str | None) -> Result:
-    """Runs one measurement in a directory of its own."""
-    try:
-        run: Callable[[Path], Result] = import_module(MEASUREMENTS[name]).run
-    except ImportError as missing:
-        raise Unusable(f"{missing.name} is not installed: run make setup") from None
+def measure(name: str, arguments: argparse.Namespace, progress: Progress) -> Result:
+    """Runs one measurement in a directory of its own. Raises whatever it raises."""
+    module = import_module(MEASUREMENTS[name].module)
     started = time.perf_counter()
-    with workplace(f"bench-{name}", temp) as place:
-        result = run(place)
+    with workplace(f"bench-{name}", arguments.temp) as place:
+        result = module.run(Task(place, arguments.size, arguments.rounds, progress.say))
+    if not isinstance(result, Result):
+        raise TypeError(f"{module.__name__}.run returned {result!r}")
     result.seconds = time.perf_counter() - started
     return result
 
 
-def main() -> int:
+def reason(error: BaseException) -> str:
+    """One line."""
+    match error:
+        case KeyboardInterrupt():
+            return INTERRUPTED
+        case ModuleNotFoundError():
+            return f"{error.name} is not installed: run make setup"
+        case Unusable():
+            return str(error)
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def measure_all(names: Sequence[str], arguments: argparse.Namespace, report: Report) -> None:
+    """Fills the report, and saves it after each measurement. KeyboardInterrupt is raised again."""
+    path = arguments.output / f"{report.stem}.json"
+    began = time.perf_counter()
+    with Progress(len(names)) as progress:
+        for name in names:
+            progress.begin(name, MEASUREMENTS[name].minutes(arguments.size))
+            try:
+                report.results.append(measure(name, arguments, progress))
+            except (Exception, KeyboardInterrupt) as error:
+                report.failed.append(Missing(name, reason(error)))
+                progress.end()
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                if not isinstance(error, Unusable | ModuleNotFoundError):
+                    traceback.print_exc()
+                print(f"bench: {name}: {reason(error)}", file=sys.stderr)
+            else:
+                progress.end()
+                print_result(report.results[-1])
+            finally:
+                report.seconds = time.perf_counter() - began
+                save(report, path)
+
+
+def show_list() -> None:
+    width = max(map(len, MEASUREMENTS))
+    for name, one in MEASUREMENTS.items():
+        suites = ", ".join(size.value for size in one.suites)
+        print(
+            f"{name:<{width}}  {one.quick_minutes:>3g} min, full {one.full_minutes:>3g} min"
+            f"  {suites:<11}  {one.what}"
+        )
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="bench.run", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MEASUREMENTS))
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "bench" / "results")
+    parser.add_argument(
+        "--full",
+        dest="size",
+        action="store_const",
+        const=Size.FULL,
+        default=Size.QUICK,
+        help="full sizes, and without names everything there is (make bench-full)",
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS, help="where results are written")
     parser.add_argument("--temp", help="where data and replicas lie (default: $TMPDIR)")
-    arguments = parser.parse_args()
+    parser.add_argument("--rounds", type=int, help="how often each is measured, at least 1")
+    parser.add_argument("--list", action="store_true", help="which measurements there are")
+    parser.add_argument("--report", type=Path, metavar="JSON", help="write its report again")
+    parser.add_argument("--readme", action="store_true", help="with --report: into the README too")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("BEFORE", "AFTER"),
+        help="the ratios of two results",
+    )
+    arguments = parser.parse_args(words)
     unknown = set(arguments.names) - set(MEASUREMENTS)
     if unknown:
         parser.error(f"no measurement {', '.join(unknown)}: there are {', '.join(MEASUREMENTS)}")
-    results: list[Result] = []
+    if arguments.rounds is not None and arguments.rounds < 1:
+        parser.error("--rounds: at least 1")
+    if arguments.readme and arguments.report is None:
+        parser.error("--readme goes with --report RESULTS.json")
+    return arguments
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = parse(words)
+    if arguments.list:
+        show_list()
+        return 0
+    names = arguments.names or suite(arguments.size)
+    words = sys.argv[1:] if words is None else words
+    report = Report(shlex.join(["python", "-m", "bench.run", *words]), arguments.size.value)
+    code = 0
     try:
         check_fuse()
-        for name in arguments.names or [name for name in MEASUREMENTS if name not in LONG]:
-            print(f"{name} ...", flush=True)
-            results.append(measure(name, arguments.temp))
-            print_result(results[-1])
+        measure_all(names, arguments, report)
     except Unusable as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("bench: interrupted; everything is unmounted and removed", file=sys.stderr)
-        return 130
-    print(f"\n{save(results, arguments.output)}")
-    return int(any(row.holds is False for result in results for row in result.rows))
+        code = 130
+    print(f"\n{arguments.output / report.stem}.json ({clock(report.seconds)})")
+    return code or int(bool(report.failed))
 
 
 if __name__ == "__main__":

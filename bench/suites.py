@@ -1,0 +1,50 @@
+"""Which measurements there are, and what ``make bench`` and ``make bench-full`` run of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.task import Size
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """``module`` has ``run(task: Task) -> Result``. ``quick_minutes`` and ``full_minutes`` is about
+    how long it takes with 2 processors; ``suites``: in which it is, in their order."""
+
+    module: str
+    what: str
+    quick_minutes: float
+    full_minutes: float
+    suites: tuple[Size, ...] = (Size.FULL,)
+
+    def minutes(self, size: Size) -> float:
+        return self.quick_minutes if size is Size.QUICK else self.full_minutes
+
+
+BOTH = (Size.QUICK, Size.FULL)
+
+MEASUREMENTS = {
+    "monarch": Measurement("bench.monarch", "MONARCH's experiment: epochs by arm", 5, 40, BOTH),
+    "dlio": Measurement("bench.dlio", "DLIO: accelerator utilisation by arm", 2, 20, BOTH),
+    "loaders": Measurement("bench.loaders", "real loaders: torch, HDF5, tars, parquet", 4, 20),
+    "peers": Measurement(
+        "bench.peers", "rclone, juicefs, bindfs, mergerfs, cp -r first", 2, 15, BOTH
+    ),
+    "copying": Measurement("bench.copying", "copy rate against cp -r and rsync", 2, 15, BOTH),
+    "datapath": Measurement("bench.datapath", "reads of resident files by every way", 2, 20, BOTH),
+    "names": Measurement("bench.names", "stat and find of known files", 1, 5, BOTH),
+    "growth": Measurement("bench.growth", "from 1,000 to 1,000,000 files", 2, 25, BOTH),
+    "calibrate": Measurement("bench.calibrate", "the emulated file system itself", 1, 5),
+    "epochs": Measurement("bench.epochs", "two epochs of mixed files", 2, 2),
+    "hdf5": Measurement("bench.records", "random records of one HDF5 file", 3, 3),
+    "frozen": Measurement("bench.frozen", "local files while the source hangs", 1, 1),
+    "mirror": Measurement("bench.mirror", "each name and byte compared with the source", 8, 8),
+    "capacity": Measurement("bench.capacity", "a tier that is too small, by policy", 3, 3),
+    "kill": Measurement("bench.kill", "everything killed, and reboots", 2, 20),
+    "restarts": Measurement("bench.restarts", "the worker killed under readers", 4, 30),
+}
+
+
+def suite(size: Size) -> list[str]:
+    return [name for name, one in MEASUREMENTS.items() if size in one.suites]
