@@ -1,0 +1,289 @@
+"""An emulated parallel file system: a directory behind a client that is slow, shared with others,
+and counts exactly what is asked of it. docs/BENCHMARKS.md says what is modelled and what is not.
+
+The work is done by bench/pfs_emulator.c, which is compiled when it is first needed.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+from bench.harness import REPOSITORY, Unusable, detach, wait_for
+from monarchfs.fuse.mountinfo import Mount, find_mount
+
+PROGRAM = "pfs_emulator"
+READ_AHEAD_KIB = 4096
+"""What a client has under way ahead of a sequential reader: enough for 1,000 MB/s at several
+milliseconds, and no more than a fault in a map should bring."""
+
+_MOST_IN_FLIGHT = 64
+_SETTINGS = struct.Struct("=5d3Q")
+_MASK = (1 << 64) - 1
+_STEPS_OF_A_SPELL = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How busy the file system is, as one node sees it."""
+
+    name: str
+    bandwidth: float
+    """Bytes a second of all readers together, while nobody else is there."""
+    metadata_seconds: float
+    """What a lookup, getattr, open, opendir, statfs, extended attribute and each answer of a
+    readdir take."""
+    read_seconds: float
+    """The latency of a read RPC; those of several readers overlap."""
+    noise: float = 0.0
+    """The share of the bandwidth that others take at worst, at least 0 and below 1. While they
+    take a share s, latencies are 1 / (1 - s) times as long."""
+    noise_period: float = 0.5
+    """Seconds after which that share changes."""
+    metadata_in_flight: int = 8
+    """Metadata RPCs at once, of all processes together: max_rpcs_in_flight of Lustre's mdc, whose
+    default this is (Lustre manual, 39.4.1)."""
+
+    def __post_init__(self) -> None:
+        positive = self.bandwidth > 0 and self.noise_period > 0
+        latencies = self.metadata_seconds >= 0 and self.read_seconds >= 0
+        shared = 0 <= self.noise < 1 and 1 <= self.metadata_in_flight <= _MOST_IN_FLIGHT
+        if not (positive and latencies and shared):
+            raise ValueError(f"not a profile: {self}")
+
+    def quiet(self) -> Profile:
+        """The same without other people's load."""
+        return replace(self, noise=0.0)
+
+    def share(self, seed: int, seconds: float) -> float:
+        """What others take of the bandwidth ``seconds`` after the noise began."""
+        if seconds < 0:
+            raise ValueError("the noise has no past")
+        step = int(seconds / self.noise_period)
+        gust = _random(seed, 2 * step)
+        spell = _random(seed, 2 * (step // _STEPS_OF_A_SPELL) + 1)
+        return self.noise * (gust + spell) / 2
+
+
+MB = 1e6
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("fast", 1000 * MB, 0.5e-3, 0.5e-3),
+        Profile("busy", 400 * MB, 1e-3, 1e-3, noise=0.3),
+        Profile("crowded", 200 * MB, 2e-3, 2e-3, noise=0.7),
+    )
+}
+"""A node's share of a busy Lustre: 200 to 1,000 MB/s, operations of 0.5 to 2 ms."""
+
+INSTANT = Profile("instant", math.inf, 0.0, 0.0)
+"""Only what the emulator itself costs."""
+
+
+class Counts(NamedTuple):
+    """What the file system was asked: operations, and the bytes of all reads."""
+
+    lookup: int = 0
+    getattr: int = 0
+    open: int = 0
+    opendir: int = 0
+    readdir: int = 0
+    read: int = 0
+    xattr: int = 0
+    statfs: int = 0
+    read_bytes: int = 0
+
+    @property
+    def operations(self) -> int:
+        return sum(self) - self.read_bytes
+
+    @property
+    def metadata(self) -> int:
+        """The operations that are no reads."""
+        return self.operations - self.read
+
+    def __sub__(self, earlier: Counts) -> Counts:
+        """What was asked since ``earlier``."""
+        return Counts(*(now - then for now, then in zip(self, earlier, strict=True)))
+
+
+class ParallelFileSystem:
+    """``backing`` seen at ``path``, as a context manager; ``path`` is made where it is missing.
+
+    It is read-only. ``backing`` must not change while mounted: a client believes what it knows, as
+    one does that holds locks nobody revokes, until ``bench.harness.drop_caches`` drops that. For
+    root everybody may use it as far as modes allow, for others only they themselves.
+
+    Raises Unusable where it cannot be built or mounted. However its process ends, the mount goes.
+    """
+
+    def __init__(self, backing: Path, path: Path, profile: Profile, *, seed: int = 0) -> None:
+        self.backing = backing
+        self.path = path
+        self.profile = profile
+        self.seed = seed
+
+    def __enter__(self) -> ParallelFileSystem:
+        program = build()
+        self.path.mkdir(exist_ok=True)
+        shared = os.memfd_create("pfs")
+        try:
+            os.ftruncate(shared, mmap.PAGESIZE)
+            self._shared = mmap.mmap(shared, mmap.PAGESIZE)
+            self._counters = memoryview(self._shared).cast("Q")
+            places = [str(program), str(self.backing.resolve()), str(self.path)]
+            self._process = subprocess.Popen(
+                [*places, _options(), str(shared)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=[shared],
+                # Ctrl-C is for the program that measures; this one ends when that closes its input.
+                start_new_session=True,
+            )
+        finally:
+            os.close(shared)
+        try:
+            self._send(restart_noise=True)
+            # The read-ahead is set anew by FUSE_INIT, after which statfs is answered.
+            os.statvfs(self.path)
+            _read_ahead(wait_for_mount(self.path))
+        except BaseException:
+            self._end()
+            raise
+        self._unseen = self._counted()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        # It unmounts by itself, unless somebody killed it.
+        if find_mount(os.path.realpath(self.path)) is not None:
+            detach(self.path)
+
+    @property
+    def pid(self) -> int:
+        """The emulator, for instance to see what processor time it took."""
+        return self._process.pid
+
+    def _send(self, *, restart_noise: bool) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        profile = self.profile
+        rates = (profile.bandwidth, profile.metadata_seconds, profile.read_seconds)
+        noise = (profile.noise, profile.noise_period)
+        numbers = (profile.metadata_in_flight, self.seed & _MASK, int(restart_noise))
+        try:
+            self._process.stdin.write(_SETTINGS.pack(*rates, *noise, *numbers))
+            answered = self._process.stdout.read(1)
+        except BrokenPipeError:
+            answered = b""
+        if not answered:
+            raise Unusable("the emulated file system has ended: see the error above")
+
+    def use(self, profile: Profile) -> None:
+        """From now on; what is under way ends as it began, and the noise goes on."""
+        self.profile = profile
+        self._send(restart_noise=False)
+
+    def restart_noise(self) -> None:
+        """Begins the same noise anew."""
+        self._send(restart_noise=True)
+
+    def _counted(self) -> Counts:
+        return Counts(*self._counters[: len(Counts._fields)])
+
+    def counts(self) -> Counts:
+        """Since mounted, also when unmounted meanwhile. An operation counts when it begins, with
+        all its bytes; a system call's own are there when it returns, while the kernel may go on to
+        read ahead. Costs a microsecond, and the file system nothing."""
+        return self._counted() - self._unseen
+
+
+def _options() -> str:
+    options = ["ro", "nosuid", "nodev", "default_permissions", "fsname=pfs", "subtype=pfs"]
+    return ",".join([*options, "allow_other"] if os.geteuid() == 0 else options)
+
+
+def _random(seed: int, number: int) -> float:
+    """As in the C program."""
+    x = ((seed & _MASK) + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return ((x ^ (x >> 31)) >> 11) * 2.0**-53
+
+
+def wait_for_mount(path: Path) -> Mount:
+    """The mount on ``path``, once there is one."""
+    real = os.path.realpath(path)
+    wait_for(lambda: find_mount(real) is not None, f"a mount on {path}")
+    mount = find_mount(real)
+    assert mount is not None
+    return mount
+
+
+def _read_ahead(mount: Mount) -> None:
+    setting = Path(f"/sys/class/bdi/{mount.major}:{mount.minor}/read_ahead_kb")
+    if os.access(setting, os.W_OK):
+        setting.write_text(str(READ_AHEAD_KIB))
+    else:
+        print("bench: only root can have the kernel read ahead further", file=sys.stderr)
+
+
+def build(directory: Path = REPOSITORY / "build" / "bench") -> Path:
+    """The program, compiled where it is missing or older than its source. Several may build at
+    once. Raises Unusable without a compiler or libfuse3."""
+    sources = sorted((REPOSITORY / "bench").glob(f"{PROGRAM}*.[ch]"))
+    program = directory / PROGRAM
+    newest = max(source.stat().st_mtime for source in sources)
+    if program.exists() and program.stat().st_mtime > newest:
+        return program
+    missing = [tool for tool in ("gcc", "pkg-config") if shutil.which(tool) is None]
+    if missing:
+        raise Unusable(f"{' and '.join(missing)} not found: run make setup")
+    flags = subprocess.run(
+        ["pkg-config", "--cflags", "--libs", "fuse3"], capture_output=True, text=True, check=False
+    )
+    if flags.returncode != 0:
+        raise Unusable("libfuse3 is not installed for building: run make setup")
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        built = Path(place, PROGRAM)
+        options = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-pthread"]
+        units = [source for source in sources if source.suffix == ".c"]
+        done = subprocess.run(
+            ["gcc", *options, "-o", built, *units, *shlex.split(flags.stdout), "-lm"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise Unusable(f"{PROGRAM} does not compile: {done.stderr.strip()}")
+        built.replace(program)
+    return program
