@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from bench.harness import REPOSITORY, Unusable, detach, wait_for
+from bench.harness import REPOSITORY, Unusable, detach
 from monarchfs.fuse.mountinfo import Mount, find_mount
 
 PROGRAM = "pfs_emulator"
@@ -156,11 +156,13 @@ class ParallelFileSystem:
             os.close(shared)
         try:
             self._send(restart_noise=True)
-            # The read-ahead is set anew by FUSE_INIT, after which statfs is answered.
+            # FUSE_INIT sets the read-ahead anew; after it statfs is answered.
             os.statvfs(self.path)
-            _read_ahead(wait_for_mount(self.path))
-        except BaseException:
+            self._read_ahead()
+        except BaseException as error:
             self._end()
+            if isinstance(error, OSError):
+                raise Unusable(f"the emulated file system does not answer: {error}") from error
             raise
         self._unseen = self._counted()
         return self
@@ -184,8 +186,20 @@ class ParallelFileSystem:
             self._process.wait()
         self._process.stdout.close()
         # It unmounts by itself, unless somebody killed it.
-        if find_mount(os.path.realpath(self.path)) is not None:
+        if self._mount() is not None:
             detach(self.path)
+
+    def _mount(self) -> Mount | None:
+        return find_mount(os.path.realpath(self.path))
+
+    def _read_ahead(self) -> None:
+        mount = self._mount()
+        assert mount is not None
+        setting = Path(f"/sys/class/bdi/{mount.major}:{mount.minor}/read_ahead_kb")
+        if os.access(setting, os.W_OK):
+            setting.write_text(str(READ_AHEAD_KIB))
+        else:
+            print("bench: only root can have the kernel read ahead further", file=sys.stderr)
 
     @property
     def pid(self) -> int:
@@ -237,23 +251,6 @@ def _random(seed: int, number: int) -> float:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return ((x ^ (x >> 31)) >> 11) * 2.0**-53
-
-
-def wait_for_mount(path: Path) -> Mount:
-    """The mount on ``path``, once there is one."""
-    real = os.path.realpath(path)
-    wait_for(lambda: find_mount(real) is not None, f"a mount on {path}")
-    mount = find_mount(real)
-    assert mount is not None
-    return mount
-
-
-def _read_ahead(mount: Mount) -> None:
-    setting = Path(f"/sys/class/bdi/{mount.major}:{mount.minor}/read_ahead_kb")
-    if os.access(setting, os.W_OK):
-        setting.write_text(str(READ_AHEAD_KIB))
-    else:
-        print("bench: only root can have the kernel read ahead further", file=sys.stderr)
 
 
 def build(directory: Path = REPOSITORY / "build" / "bench") -> Path:

@@ -6,304 +6,39 @@
  *     pfs_emulator weather SEED NOISE PERIOD COUNT
  *
  * COUNTERS is the number of an inherited descriptor of shared memory: uint64_t in the order of enum
- * counter. Standard input takes `struct settings`, each answered with a byte on standard output (one
- * more says that the mount is made); its end, or the parent's, unmounts and ends the program.
+ * counter. Standard input takes `struct settings`, each answered with a byte on standard output, the
+ * first when the mount is made. The input's end, or the parent's, unmounts and ends the program.
  *
- * No request is ever postponed by work: when it comes, the time of its answer is computed, and its
- * thread does the work and sleeps until then. */
+ * When a request comes, the time of its answer is computed; its thread does the work meanwhile, and
+ * sleeps until then. */
 #define FUSE_USE_VERSION 312
 #define _GNU_SOURCE
+#include "pfs_emulator_plan.h"
+#include "pfs_emulator_tree.h"
+
 #include <fuse_lowlevel.h>
 
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <limits.h>
-#include <math.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdatomic.h>
 #include <stdbool.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/xattr.h>
-#include <time.h>
 #include <unistd.h>
 
 #define VALID_SECONDS 86400.0 /* of names and attributes: a lock that nobody revokes */
 #define MOST_THREADS 128
-#define MOST_IN_FLIGHT 64
 #define MOST_BACKGROUND 64 /* reads ahead that the kernel sends before it waits */
 #define LISTING_BYTES (1 << 20) /* of a directory in one answer of the server */
-#define STEPS_OF_A_SPELL 8
-
-enum counter {
-	LOOKUP,
-	GETATTR,
-	OPEN,
-	OPENDIR,
-	READDIR,
-	READ,
-	XATTR,
-	STATFS,
-	READ_BYTES,
-	COUNTERS,
-};
-
-static _Atomic uint64_t *counters;
-
-/* -- settings and time */
-
-struct settings {
-	double bandwidth; /* bytes a second; infinite: no limit */
-	double metadata_seconds;
-	double read_seconds;
-	double noise; /* the share that others take at worst, below 1 */
-	double noise_period;
-	uint64_t metadata_in_flight;
-	uint64_t seed;
-	uint64_t restart_noise; /* not 0: the noise begins anew now */
-};
-
-static pthread_mutex_t plan = PTHREAD_MUTEX_INITIALIZER; /* guards what follows */
-static struct settings settings;
-static double noise_began;
-static double link_free; /* when the last byte promised so far has come */
-static double slot_free[MOST_IN_FLIGHT]; /* the same of each metadata request at once */
-
-static double now(void)
-{
-	struct timespec time;
-	clock_gettime(CLOCK_MONOTONIC, &time);
-	return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
-
-static void sleep_until(double when)
-{
-	struct timespec time = {.tv_sec = (time_t)when};
-	time.tv_nsec = (long)(1e9 * (when - (double)time.tv_sec));
-	while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &time, NULL) == EINTR)
-		;
-}
-
-/* Steele, Lea, Flood: Fast splittable pseudorandom number generators (OOPSLA 2014), splitmix64's
- * output for a counter. */
-static double random_of(uint64_t seed, uint64_t number)
-{
-	uint64_t x = seed + (number + 1) * 0x9e3779b97f4a7c15;
-	x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-	x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-	x ^= x >> 31;
-	return (double)(x >> 11) * 0x1p-53;
-}
-
-/* What others take in this step of the noise: half of it changes each step, the other half lasts. */
-static double share_in(const struct settings *of, uint64_t step)
-{
-	double gust = random_of(of->seed, 2 * step);
-	double spell = random_of(of->seed, 2 * (step / STEPS_OF_A_SPELL) + 1);
-	return of->noise * (gust + spell) / 2;
-}
-
-static uint64_t step_at(double time)
-{
-	return time <= noise_began ? 0 : (uint64_t)((time - noise_began) / settings.noise_period);
-}
-
-static double share_at(double time)
-{
-	return settings.noise > 0 ? share_in(&settings, step_at(time)) : 0;
-}
-
-/* When `bytes` have come that begin to come at `start`. */
-static double transferred(double start, double bytes)
-{
-	if (settings.noise <= 0)
-		return start + bytes / settings.bandwidth;
-	for (uint64_t step = step_at(start);; step++) {
-		double rate = settings.bandwidth * (1 - share_in(&settings, step));
-		double end = noise_began + (double)(step + 1) * settings.noise_period;
-		double needed = bytes / rate;
-		if (start + needed <= end)
-			return start + needed;
-		if (end > start) {
-			bytes -= (end - start) * rate;
-			start = end;
-		}
-	}
-}
-
-/* A metadata request begins: counts it, and returns when it is answered. */
-static double begin_metadata(enum counter counter)
-{
-	atomic_fetch_add_explicit(&counters[counter], 1, memory_order_relaxed);
-	double begin = now();
-	pthread_mutex_lock(&plan);
-	uint64_t first = 0;
-	for (uint64_t slot = 1; slot < settings.metadata_in_flight; slot++)
-		if (slot_free[slot] < slot_free[first])
-			first = slot;
-	if (slot_free[first] > begin)
-		begin = slot_free[first];
-	double end = begin + settings.metadata_seconds / (1 - share_at(begin));
-	slot_free[first] = end;
-	pthread_mutex_unlock(&plan);
-	return end;
-}
-
-/* The same for reading: requests travel at once, their bytes come one after the other. */
-static double begin_read(size_t bytes)
-{
-	atomic_fetch_add_explicit(&counters[READ], 1, memory_order_relaxed);
-	atomic_fetch_add_explicit(&counters[READ_BYTES], bytes, memory_order_relaxed);
-	double begin = now();
-	pthread_mutex_lock(&plan);
-	begin += settings.read_seconds / (1 - share_at(begin));
-	if (link_free > begin)
-		begin = link_free;
-	double end = transferred(begin, (double)bytes);
-	link_free = end;
-	pthread_mutex_unlock(&plan);
-	return end;
-}
-
-static void set(const struct settings *given)
-{
-	pthread_mutex_lock(&plan);
-	settings = *given;
-	if (given->restart_noise)
-		noise_began = now();
-	pthread_mutex_unlock(&plan);
-}
-
-/* -- the files that the kernel knows */
-
-struct node {
-	struct node *next; /* in its bucket */
-	struct node *parent; /* a reference */
-	char *name;
-	uint64_t ino;
-	dev_t dev;
-	uint64_t lookups;
-	uint64_t references; /* the kernel's (while there are lookups), and its children's */
-};
-
-#define BUCKETS (1 << 20)
-
-static pthread_mutex_t tree = PTHREAD_MUTEX_INITIALIZER; /* guards all nodes */
-static struct node **buckets;
-static struct node root = {.lookups = 1, .references = 1};
-
-static struct node **bucket_of(uint64_t ino)
-{
-	return &buckets[(ino * 0x9e3779b97f4a7c15) >> 44];
-}
-
-static struct node *node_of(fuse_ino_t number)
-{
-	return number == FUSE_ROOT_ID ? &root : (struct node *)(uintptr_t)number;
-}
-
-static void drop(struct node *node)
-{
-	while (node && --node->references == 0) {
-		struct node **link = bucket_of(node->ino);
-		while (*link != node)
-			link = &(*link)->next;
-		*link = node->next;
-		struct node *parent = node->parent;
-		free(node->name);
-		free(node);
-		node = parent;
-	}
-}
-
-/* Puts a component before `start`; NULL where there is no room left. */
-static char *put_before(char *start, const char *path, const char *name)
-{
-	size_t length = strlen(name);
-	if (length + 1 > (size_t)(start - path))
-		return NULL;
-	if (*start)
-		*--start = '/';
-	return memcpy(start - length, name, length);
-}
-
-/* The path of a node, or of a name in it, below the root, which is the working directory; 0 or an
- * errno. */
-static int path_of(fuse_ino_t number, const char *name, char path[static PATH_MAX])
-{
-	char *start = path + PATH_MAX - 1;
-	*start = 0;
-	if (name)
-		start = put_before(start, path, name);
-	pthread_mutex_lock(&tree);
-	for (struct node *node = node_of(number); start && node->parent; node = node->parent)
-		start = put_before(start, path, node->name);
-	pthread_mutex_unlock(&tree);
-	if (!start)
-		return ENAMETOOLONG;
-	if (!*start)
-		*--start = '.';
-	memmove(path, start, (size_t)(path + PATH_MAX - start));
-	return 0;
-}
-
-/* One lookup more of the file that is `name` in `parent`; NULL without memory. */
-static struct node *looked_up(fuse_ino_t parent, const char *name, const struct stat *found)
-{
-	char *copy = strdup(name);
-	if (!copy)
-		return NULL;
-	pthread_mutex_lock(&tree);
-	struct node **bucket = bucket_of(found->st_ino);
-	struct node *node = *bucket;
-	while (node && (node->ino != found->st_ino || node->dev != found->st_dev))
-		node = node->next;
-	struct node *old = NULL;
-	if (!node) {
-		node = calloc(1, sizeof *node);
-		if (!node) {
-			pthread_mutex_unlock(&tree);
-			free(copy);
-			return NULL;
-		}
-		node->ino = found->st_ino;
-		node->dev = found->st_dev;
-		node->next = *bucket;
-		*bucket = node;
-	} else {
-		/* It may have been renamed, or have several names: the last one is there. */
-		old = node->parent;
-		free(node->name);
-	}
-	node->name = copy;
-	node->parent = node_of(parent);
-	node->parent->references++;
-	if (node->lookups++ == 0)
-		node->references++;
-	drop(old);
-	pthread_mutex_unlock(&tree);
-	return node;
-}
-
-static void forget(fuse_req_t req, fuse_ino_t number, uint64_t lookups)
-{
-	struct node *node = node_of(number);
-	pthread_mutex_lock(&tree);
-	node->lookups -= lookups;
-	if (node->lookups == 0)
-		drop(node);
-	pthread_mutex_unlock(&tree);
-	fuse_reply_none(req);
-}
+#define READ_BYTES_AT_ONCE (1 << 20)
 
 /* -- operations */
 
@@ -315,32 +50,37 @@ static void fail(fuse_req_t req, int error, double when)
 
 static void lookup(fuse_req_t req, fuse_ino_t parent, const char *name)
 {
-	double when = begin_metadata(LOOKUP);
+	double when = plan_metadata(LOOKUP);
 	char path[PATH_MAX];
 	struct fuse_entry_param entry = {
 		.attr_timeout = VALID_SECONDS,
 		.entry_timeout = VALID_SECONDS,
 	};
-	int error = path_of(parent, name, path);
+	int error = tree_path(parent, name, path);
 	if (!error && lstat(path, &entry.attr))
 		error = errno;
 	if (error)
 		return fail(req, error, when);
-	struct node *node = looked_up(parent, name, &entry.attr);
-	if (!node)
+	entry.ino = tree_look_up(parent, name, &entry.attr);
+	if (!entry.ino)
 		return fail(req, ENOMEM, when);
-	entry.ino = (uintptr_t)node;
 	sleep_until(when);
 	fuse_reply_entry(req, &entry);
+}
+
+static void forget(fuse_req_t req, fuse_ino_t number, uint64_t lookups)
+{
+	tree_forget(number, lookups);
+	fuse_reply_none(req);
 }
 
 static void get_attributes(fuse_req_t req, fuse_ino_t number, struct fuse_file_info *file)
 {
 	(void)file;
-	double when = begin_metadata(GETATTR);
+	double when = plan_metadata(GETATTR);
 	char path[PATH_MAX];
 	struct stat found;
-	int error = path_of(number, NULL, path);
+	int error = tree_path(number, NULL, path);
 	if (!error && lstat(path, &found))
 		error = errno;
 	if (error)
@@ -352,11 +92,11 @@ static void get_attributes(fuse_req_t req, fuse_ino_t number, struct fuse_file_i
 static void read_link(fuse_req_t req, fuse_ino_t number)
 {
 	/* The attributes' RPC brings the target, too. */
-	double when = begin_metadata(GETATTR);
+	double when = plan_metadata(GETATTR);
 	char path[PATH_MAX];
 	char target[PATH_MAX];
 	ssize_t length = -1;
-	int error = path_of(number, NULL, path);
+	int error = tree_path(number, NULL, path);
 	if (!error && (length = readlink(path, target, sizeof target - 1)) < 0)
 		error = errno;
 	if (error)
@@ -368,9 +108,9 @@ static void read_link(fuse_req_t req, fuse_ino_t number)
 
 static void open_file(fuse_req_t req, fuse_ino_t number, struct fuse_file_info *file)
 {
-	double when = begin_metadata(OPEN);
+	double when = plan_metadata(OPEN);
 	char path[PATH_MAX];
-	int error = path_of(number, NULL, path);
+	int error = tree_path(number, NULL, path);
 	if (!error && (file->flags & O_ACCMODE) != O_RDONLY)
 		error = EROFS;
 	int fd = -1;
@@ -385,26 +125,25 @@ static void open_file(fuse_req_t req, fuse_ino_t number, struct fuse_file_info *
 		close(fd); /* interrupted: no release will come */
 }
 
+/* Copied while it waits: splice would need a larger pipe than a process without CAP_SYS_RESOURCE may
+ * have, and without one libfuse allocates and frees as much for each answer. */
 static void read_file(fuse_req_t req, fuse_ino_t number, size_t size, off_t offset,
 		      struct fuse_file_info *file)
 {
 	(void)number;
-	int fd = (int)file->fh;
-	struct stat found;
-	if (fstat(fd, &found)) {
+	double began = plan_now();
+	static _Thread_local char *buffer;
+	if (!buffer && !(buffer = malloc(READ_BYTES_AT_ONCE))) {
+		fuse_reply_err(req, ENOMEM);
+		return;
+	}
+	ssize_t got = pread((int)file->fh, buffer, size, offset);
+	if (got < 0) {
 		fuse_reply_err(req, errno);
 		return;
 	}
-	off_t left = found.st_size > offset ? found.st_size - offset : 0;
-	if ((off_t)size > left)
-		size = (size_t)left;
-	double when = begin_read(size);
-	struct fuse_bufvec bytes = FUSE_BUFVEC_INIT(size);
-	bytes.buf[0].flags = FUSE_BUF_IS_FD | FUSE_BUF_FD_SEEK;
-	bytes.buf[0].fd = fd;
-	bytes.buf[0].pos = offset;
-	sleep_until(when);
-	fuse_reply_data(req, &bytes, FUSE_BUF_SPLICE_MOVE);
+	sleep_until(plan_read(began, (size_t)got));
+	fuse_reply_buf(req, buffer, (size_t)got);
 }
 
 static void release(fuse_req_t req, fuse_ino_t number, struct fuse_file_info *file)
@@ -423,9 +162,9 @@ struct listing {
 
 static void open_directory(fuse_req_t req, fuse_ino_t number, struct fuse_file_info *file)
 {
-	double when = begin_metadata(OPENDIR);
+	double when = plan_metadata(OPENDIR);
 	char path[PATH_MAX];
-	int error = path_of(number, NULL, path);
+	int error = tree_path(number, NULL, path);
 	struct listing *listing = calloc(1, sizeof *listing);
 	if (!listing)
 		error = ENOMEM;
@@ -485,7 +224,7 @@ static void read_directory(fuse_req_t req, fuse_ino_t number, size_t size, off_t
 		listing->entry = NULL;
 	}
 	if (used > listing->left || (error && used == 0)) {
-		sleep_until(begin_metadata(READDIR));
+		sleep_until(plan_metadata(READDIR));
 		listing->left = LISTING_BYTES;
 	}
 	listing->left -= used;
@@ -518,10 +257,10 @@ static void reply_attribute(fuse_req_t req, const char *value, ssize_t length, s
 
 static void get_attribute(fuse_req_t req, fuse_ino_t number, const char *name, size_t size)
 {
-	double when = begin_metadata(XATTR);
+	double when = plan_metadata(XATTR);
 	char path[PATH_MAX];
 	char value[XATTR_SIZE_MAX];
-	ssize_t length = -path_of(number, NULL, path);
+	ssize_t length = -tree_path(number, NULL, path);
 	if (!length && (length = lgetxattr(path, name, value, size)) < 0)
 		length = -errno;
 	sleep_until(when);
@@ -530,10 +269,10 @@ static void get_attribute(fuse_req_t req, fuse_ino_t number, const char *name, s
 
 static void list_attributes(fuse_req_t req, fuse_ino_t number, size_t size)
 {
-	double when = begin_metadata(XATTR);
+	double when = plan_metadata(XATTR);
 	char path[PATH_MAX];
 	char names[XATTR_LIST_MAX];
-	ssize_t length = -path_of(number, NULL, path);
+	ssize_t length = -tree_path(number, NULL, path);
 	if (!length && (length = llistxattr(path, names, size)) < 0)
 		length = -errno;
 	sleep_until(when);
@@ -543,7 +282,7 @@ static void list_attributes(fuse_req_t req, fuse_ino_t number, size_t size)
 static void stat_fs(fuse_req_t req, fuse_ino_t number)
 {
 	(void)number;
-	double when = begin_metadata(STATFS);
+	double when = plan_metadata(STATFS);
 	struct statvfs found;
 	if (statvfs(".", &found))
 		return fail(req, errno, when);
@@ -556,9 +295,9 @@ static void init(void *data, struct fuse_conn_info *connection)
 	(void)data;
 	/* A listing brings no attributes on Lustre: each name is asked for. */
 	connection->want &= ~(unsigned)(FUSE_CAP_READDIRPLUS | FUSE_CAP_READDIRPLUS_AUTO);
-	connection->want |= connection->capable &
-			    (FUSE_CAP_SPLICE_WRITE | FUSE_CAP_SPLICE_MOVE | FUSE_CAP_CACHE_SYMLINKS |
-			     FUSE_CAP_PARALLEL_DIROPS | FUSE_CAP_ASYNC_READ);
+	connection->want |= connection->capable & (FUSE_CAP_CACHE_SYMLINKS |
+						   FUSE_CAP_PARALLEL_DIROPS | FUSE_CAP_ASYNC_READ);
+	connection->max_read = READ_BYTES_AT_ONCE;
 	connection->max_background = MOST_BACKGROUND;
 	connection->congestion_threshold = MOST_BACKGROUND;
 }
@@ -622,7 +361,7 @@ static void *obey(void *given)
 		int ready = poll(&input, 1, 1000);
 		struct settings message;
 		if (ready > 0 && receive(&message)) {
-			set(&message);
+			plan_set(&message);
 			answer();
 		} else if (ready > 0 || getppid() != parent) {
 			end(session, 0);
@@ -639,7 +378,7 @@ static int weather(char **arguments)
 	};
 	uint64_t count = strtoull(arguments[3], NULL, 10);
 	for (uint64_t step = 0; step < count; step++)
-		printf("%.17g %.17g\n", (double)step * of.noise_period, share_in(&of, step));
+		printf("%.17g %.17g\n", (double)step * of.noise_period, plan_share(&of, step));
 	return 0;
 }
 
@@ -680,21 +419,20 @@ int main(int count, char **arguments)
 	prctl(PR_SET_TIMERSLACK, 1);
 	if (chdir(arguments[1]))
 		return failed(arguments[1]);
-	counters = mmap(NULL, COUNTERS * sizeof *counters, PROT_READ | PROT_WRITE, MAP_SHARED,
-			atoi(arguments[4]), 0);
-	if (counters == MAP_FAILED)
+	if (plan_count_in(atoi(arguments[4])))
 		return failed("counters");
-	buckets = calloc(BUCKETS, sizeof *buckets);
-	if (!buckets)
+	if (tree_begin())
 		return failed("memory");
 	struct settings first;
 	if (!receive(&first)) {
 		fprintf(stderr, "pfs_emulator: no settings on standard input\n");
 		return 2;
 	}
-	set(&first);
-	char *options[] = {arguments[0], "-o", arguments[3]};
-	struct fuse_args given = FUSE_ARGS_INIT(3, options);
+	plan_set(&first);
+	char most[32];
+	snprintf(most, sizeof most, "-omax_read=%d", READ_BYTES_AT_ONCE);
+	char *options[] = {arguments[0], most, "-o", arguments[3]};
+	struct fuse_args given = FUSE_ARGS_INIT(4, options);
 	struct fuse_session *session =
 		fuse_session_new(&given, &operations, sizeof operations, NULL);
 	if (!session || fuse_set_signal_handlers(session))
