@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -253,9 +254,9 @@ def _random(seed: int, number: int) -> float:
     return ((x ^ (x >> 31)) >> 11) * 2.0**-53
 
 
-def build(directory: Path = REPOSITORY / "build" / "bench") -> Path:
-    """The program, compiled where it is missing or older than its source. Several may build at
-    once. Raises Unusable without a compiler or libfuse3."""
+def build(directory: Path = REPOSITORY / "build" / "bench", options: Sequence[str] = ()) -> Path:
+    """The program, compiled (with these options besides) where it is missing or older than its
+    source. Several may build at once. Raises Unusable without a compiler or libfuse3."""
     sources = sorted((REPOSITORY / "bench").glob(f"{PROGRAM}*.[ch]"))
     program = directory / PROGRAM
     newest = max(source.stat().st_mtime for source in sources)
@@ -272,10 +273,10 @@ def build(directory: Path = REPOSITORY / "build" / "bench") -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as place:
         built = Path(place, PROGRAM)
-        options = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-pthread"]
+        fixed = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-pthread", *options]
         units = [source for source in sources if source.suffix == ".c"]
         done = subprocess.run(
-            ["gcc", *options, "-o", built, *units, *shlex.split(flags.stdout), "-lm"],
+            ["gcc", *fixed, "-o", built, *units, *shlex.split(flags.stdout), "-lm"],
             capture_output=True,
             text=True,
             check=False,

@@ -1,0 +1,465 @@
+"""The emulated parallel file system: right bytes, exact counts, never faster than it says, and gone
+afterwards. A machine under load is slower than told, so that only lower bounds of time are tested;
+bench/calibrate.py measures the upper ones."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bench.pfs
+from bench.harness import Unusable, drop_names
+from bench.pfs import INSTANT, PROFILES, Counts, ParallelFileSystem, Profile, build
+from tests.mounting import (
+    REPOSITORY,
+    as_user,
+    fuse_mounts,
+    processes_about,
+    requires_fuse,
+    requires_root,
+    wait_for,
+)
+
+pytestmark = [
+    requires_fuse,
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler"),
+]
+
+MIB = 1 << 20
+SECONDS = 60
+
+DESCRIBE = """
+import hashlib, json, os, sys
+root, found = sys.argv[1], {}
+for folder, folders, files in os.walk(root):
+    for name in (".", *folders, *files):
+        path = os.path.normpath(os.path.join(folder, name))
+        about = os.lstat(path)
+        facts = [about.st_ino, about.st_mode, about.st_nlink, about.st_uid, about.st_gid,
+                 about.st_size, about.st_blocks, about.st_mtime_ns, about.st_ctime_ns]
+        if os.path.islink(path):
+            facts.append(os.readlink(path))
+        else:
+            facts += [[key, os.getxattr(path, key).hex()] for key in sorted(os.listxattr(path))]
+        if os.path.isfile(path) and not os.path.islink(path):
+            with open(path, "rb") as file:
+                facts.append(hashlib.sha256(file.read()).hexdigest())
+        found[os.path.relpath(path, root)] = facts
+print(json.dumps(found))
+"""
+
+
+def python(script: str, *arguments: object, user: str | None = None) -> Any:
+    """What a script prints as JSON. In a process of its own: what reads a mount can hang."""
+    done = subprocess.run(
+        as_user(user, [sys.executable, "-c", script, *map(str, arguments)]),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        cwd="/",
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout or "null")
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that other users may enter, unlike pytest's."""
+    with tempfile.TemporaryDirectory(prefix="monarchfs-test-") as path:
+        os.chmod(path, 0o755)
+        yield Path(path)
+
+
+@pytest.fixture
+def backing(place: Path) -> Path:
+    """Files of several sizes, names and kinds."""
+    root = place / "backing"
+    rng = random.Random(7)
+    (root / "many").mkdir(parents=True)
+    for number in range(300):
+        (root / "many" / f"{number:03}").write_bytes(rng.randbytes(number))
+    (root / "deep" / "er" / "still").mkdir(parents=True)
+    (root / "deep" / "er" / "still" / "ünï çödé\n").write_bytes(b"x")
+    (root / "large").write_bytes(rng.randbytes(3 * MIB + 5))
+    (root / "again").hardlink_to(root / "large")
+    (root / "link").symlink_to("deep/er")
+    (root / "dangling").symlink_to("/nowhere")
+    return root
+
+
+Mounter = Callable[..., ParallelFileSystem]
+
+
+@pytest.fixture
+def mounted(backing: Path, place: Path) -> Iterator[Mounter]:
+    """Mounts the backing; nothing is left in the end."""
+    with ExitStack() as stack:
+
+        def mount(profile: Profile = INSTANT, **options: Any) -> ParallelFileSystem:
+            pfs = ParallelFileSystem(backing, place / "pfs", profile, **options)
+            return stack.enter_context(pfs)
+
+        yield mount
+    assert fuse_mounts(str(place)) == []
+    assert processes_about(str(place)) == []
+
+
+def test_files_are_those_of_the_backing(backing: Path, mounted: Mounter) -> None:
+    pfs = mounted()
+    os.setxattr(backing / "large", "user.kind", b"\0random")
+    assert python(DESCRIBE, pfs.path) == python(DESCRIBE, backing)
+
+
+def test_ranges_are_those_of_the_backing(backing: Path, mounted: Mounter) -> None:
+    script = """
+import hashlib, json, mmap, os, random, sys
+fd, rng, found = os.open(sys.argv[1], os.O_RDONLY), random.Random(3), hashlib.sha256()
+with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as pages:
+    for _ in range(200):
+        start = rng.randrange(len(pages) + 10)
+        found.update(os.pread(fd, rng.randrange(1, 200_000), start))
+        found.update(pages[start : start + rng.randrange(5000)])
+print(json.dumps(found.hexdigest()))
+"""
+    pfs = mounted()
+    assert python(script, pfs.path / "large") == python(script, backing / "large")
+
+
+def test_it_is_read_only_and_refuses_what_is_not_there(mounted: Mounter) -> None:
+    script = """
+import json, os, sys
+def error(action, *given):
+    try:
+        action(*given)
+    except OSError as found:
+        return found.errno
+root = sys.argv[1]
+print(json.dumps([
+    error(os.open, root + "/large", os.O_RDWR), error(os.mkdir, root + "/new"),
+    error(os.unlink, root + "/large"), error(os.stat, root + "/missing"),
+    error(os.getxattr, root + "/large", "user.missing"),
+]))
+"""
+    read_only = [errno.EROFS] * 3
+    assert python(script, mounted().path) == [*read_only, errno.ENOENT, errno.ENODATA]
+
+
+@requires_root
+def test_modes_decide_for_other_users(backing: Path, mounted: Mounter) -> None:
+    (backing / "many" / "000").chmod(0o600)
+    pfs = mounted()
+    script = (
+        "import json, os, sys; print(json.dumps([os.access(p, os.R_OK) for p in sys.argv[1:]]))"
+    )
+    paths = [pfs.path / "many" / name for name in ("000", "001")]
+    assert python(script, *paths, user="nobody") == [False, True]
+    assert python(script, *paths) == [True, True]
+
+
+READ = """
+import json, os, sys
+for path in sys.argv[1:]:
+    with open(path, "rb") as file:
+        file.read()
+"""
+
+
+def asked(pfs: ParallelFileSystem, script: str, *arguments: object) -> Counts:
+    before = pfs.counts()
+    python(script, *arguments)
+    return pfs.counts() - before
+
+
+def test_each_operation_is_counted(backing: Path, mounted: Mounter) -> None:
+    pfs = mounted()
+    assert pfs.counts() == Counts()
+    names = [pfs.path / "many" / f"{number:03}" for number in range(100, 110)]
+    # The directory's name and theirs, then nothing but the opens: it is all still valid.
+    read = Counts(lookup=11, open=10, read=10, read_bytes=sum(range(100, 110)))
+    assert asked(pfs, READ, *names) == read
+    assert asked(pfs, READ, *names) == Counts(open=10)
+    listing = "import os, sys; assert len(os.listdir(sys.argv[1])) == 300"
+    assert asked(pfs, listing, pfs.path / "many") == Counts(opendir=1, readdir=1)
+    assert asked(pfs, "import os, sys; os.statvfs(sys.argv[1])", pfs.path) == Counts(statfs=1)
+    attribute = "import os, sys; os.listxattr(sys.argv[1])"
+    assert asked(pfs, attribute, names[0]) == Counts(xattr=1)
+    stat_all = "import os, sys; [entry.stat() for entry in os.scandir(sys.argv[1])]"
+    stated = asked(pfs, stat_all, pfs.path / "many")
+    assert stated._replace(readdir=0) == Counts(opendir=1, lookup=290)
+    total = pfs.counts()
+    assert total.operations == sum(total[:-1])
+    assert total.metadata == total.operations - 10
+
+
+def test_each_read_is_counted_with_its_bytes(mounted: Mounter) -> None:
+    pfs = mounted()
+    large = pfs.path / "large"
+    direct = """
+import mmap, os, sys
+fd = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT)
+page = mmap.mmap(-1, 1 << 20)
+assert [os.preadv(fd, [page], start << 20) for start in (0, 3, 1)] == [1 << 20, 5, 1 << 20]
+"""
+    got = Counts(lookup=1, open=1, read=3, read_bytes=2 * MIB + 5)
+    assert asked(pfs, direct, large) == got
+    # However the kernel cuts it, everything is read once, and then it is cached.
+    whole = asked(pfs, READ, large)
+    assert whole.read_bytes == 3 * MIB + 5
+    assert whole._replace(read=0, read_bytes=0) == Counts(open=1)
+    assert 4 <= whole.read <= 3 * MIB // 4096 + 1
+    assert asked(pfs, READ, large) == Counts(open=1)
+
+
+@requires_root
+def test_what_was_dropped_is_asked_again(mounted: Mounter) -> None:
+    pfs = mounted()
+    name = pfs.path / "many" / "299"
+    first = asked(pfs, READ, name)
+    assert asked(pfs, READ, name) == Counts(open=1)
+
+    def dropped() -> bool:
+        # The kernel may still be using it.
+        drop_names()
+        return asked(pfs, READ, name) == first
+
+    wait_for(dropped, "names and pages to be dropped")
+
+
+TIMED = """
+import json, os, sys, threading, time
+threads, work, *paths = sys.argv[1:]
+queue = list(paths)
+def run():
+    while queue:
+        try:
+            path = queue.pop()
+        except IndexError:
+            return
+        if work == "stat":
+            os.stat(path)
+        else:
+            with open(path, "rb") as file:
+                file.read()
+workers = [threading.Thread(target=run) for _ in range(int(threads))]
+started = time.monotonic()
+for worker in workers:
+    worker.start()
+for worker in workers:
+    worker.join()
+print(json.dumps([started, time.monotonic()]))
+"""
+
+
+def seconds(threads: int, work: str, *paths: Path) -> float:
+    started, ended = python(TIMED, threads, work, *paths)
+    return float(ended - started)
+
+
+def test_metadata_takes_its_time(mounted: Mounter) -> None:
+    pfs = mounted(replace(INSTANT, metadata_seconds=0.01))
+    names = [pfs.path / "many" / f"{number:03}" for number in range(20)]
+    assert seconds(1, "stat", *names) >= 21 * 0.01
+    # They are known now, and opens are asked for nevertheless; each of these reads nothing.
+    assert seconds(1, "read", *[names[0]] * 10) >= 10 * 0.01
+
+
+def test_only_so_much_metadata_is_under_way_at_once(mounted: Mounter) -> None:
+    pfs = mounted(replace(INSTANT, metadata_seconds=0.01, metadata_in_flight=2))
+    names = [pfs.path / "many" / f"{number:03}" for number in range(40)]
+    assert seconds(8, "stat", *names) >= 40 * 0.01 / 2
+
+
+def test_a_read_takes_its_time(mounted: Mounter) -> None:
+    pfs = mounted(replace(INSTANT, read_seconds=0.02))
+    names = [pfs.path / "many" / f"{number:03}" for number in range(1, 11)]
+    assert seconds(1, "read", *names) >= 10 * 0.02
+
+
+def test_all_readers_share_the_bandwidth(backing: Path, mounted: Mounter) -> None:
+    for number in range(4):
+        shutil.copy(backing / "large", backing / f"large{number}")
+    pfs = mounted(replace(INSTANT, bandwidth=40e6))
+    paths = [pfs.path / f"large{number}" for number in range(4)]
+    assert seconds(4, "read", *paths) >= 4 * (3 * MIB + 5) / 40e6
+
+
+def test_a_profile_is_changed_while_in_use(mounted: Mounter) -> None:
+    pfs = mounted()
+    names = [pfs.path / "many" / f"{number:03}" for number in range(10)]
+    python(TIMED, 1, "stat", *names)
+    pfs.use(replace(INSTANT, metadata_seconds=0.02))
+    assert seconds(1, "read", *names) >= 10 * 0.02
+    assert pfs.profile.metadata_seconds == 0.02
+
+
+def test_others_take_the_share_that_was_drawn(mounted: Mounter) -> None:
+    noisy = replace(INSTANT, bandwidth=20e6, noise=0.9, noise_period=0.05)
+    pfs = mounted(noisy, seed=5)
+    began = time.monotonic()
+    pfs.restart_noise()
+    _, ended = python(TIMED, 1, "read", pfs.path / "large")
+    steps = int((ended - began) / noisy.noise_period) + 1
+    middles = [(step + 0.5) * noisy.noise_period for step in range(steps)]
+    free = [1 - noisy.share(5, middle) for middle in middles]
+    assert sum(free) * noisy.noise_period * noisy.bandwidth >= 3 * MIB + 5
+    assert max(free) - min(free) > 0.1
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
+def test_the_noise_is_the_same_here_as_there(seed: int) -> None:
+    profile = replace(PROFILES["crowded"], noise_period=0.25)
+    done = subprocess.run(
+        [build(), "weather", str(seed), str(profile.noise), str(profile.noise_period), "100"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=True,
+    )
+    there = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
+    assert there == [(0.25 * step, profile.share(seed, 0.25 * step)) for step in range(100)]
+    assert all(0 <= share < profile.noise for _, share in there)
+    assert len({share for _, share in there}) == 100
+
+
+def test_a_quiet_profile_has_no_noise() -> None:
+    assert PROFILES["crowded"].quiet().share(1, 3.0) == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"bandwidth": 0.0}, {"noise": 1.0}, {"noise_period": 0.0}, {"read_seconds": -1.0},
+     {"metadata_in_flight": 0}, {"metadata_in_flight": 65}],
+)  # fmt: skip
+def test_nonsense_is_no_profile(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not a profile"):
+        replace(PROFILES["busy"], **change)
+
+
+def test_a_missing_backing_is_said(place: Path) -> None:
+    with (
+        pytest.raises(Unusable, match="has ended"),
+        ParallelFileSystem(place / "none", place / "pfs", INSTANT),
+    ):
+        pass
+    assert fuse_mounts(str(place)) == []
+
+
+HARNESS = """
+import os, sys, time
+from pathlib import Path
+from bench.pfs import INSTANT, ParallelFileSystem
+with ParallelFileSystem(Path(sys.argv[1]), Path(sys.argv[2]), INSTANT) as pfs:
+    if sys.argv[3] == "fork" and os.fork() == 0:
+        time.sleep(3600)
+    opened = open(pfs.path / "large", "rb")
+    opened.read(10)
+    print(pfs.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("child", ["none", "fork"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_it_ends_with_the_harness(
+    backing: Path, place: Path, number: signal.Signals, child: str
+) -> None:
+    """Also where a child of it, which lives on, still has the other end of the pipe."""
+    pfs = place / "pfs"
+    harness = subprocess.Popen(
+        [sys.executable, "-c", HARNESS, backing, pfs, child],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        start_new_session=True,
+    )
+    try:
+        assert harness.stdout is not None
+        emulator = int(harness.stdout.readline())
+        assert fuse_mounts(str(place)) == [str(pfs)]
+        harness.send_signal(number)
+        wait_for(lambda: not fuse_mounts(str(place)), "the mount to go")
+        wait_for(lambda: not Path(f"/proc/{emulator}").exists(), "the emulator to end")
+    finally:
+        os.killpg(harness.pid, signal.SIGKILL)
+        harness.communicate(timeout=SECONDS)
+
+
+def test_it_unmounts_when_told_to_end(mounted: Mounter, place: Path) -> None:
+    pfs = mounted()
+    os.kill(pfs.pid, signal.SIGTERM)
+    wait_for(lambda: not fuse_mounts(str(place)), "the mount to go")
+
+
+def test_a_killed_emulator_leaves_no_mount(mounted: Mounter) -> None:
+    """The fixture looks."""
+    pfs = mounted()
+    asked(pfs, READ, pfs.path / "many" / "001")
+    os.kill(pfs.pid, signal.SIGKILL)
+    with pytest.raises(Unusable, match="has ended"):
+        pfs.use(INSTANT)
+    assert pfs.counts().read == 1
+
+
+def test_a_file_that_is_open_does_not_keep_it(mounted: Mounter, place: Path) -> None:
+    script = "import sys; file = open(sys.argv[1]); print(flush=True); sys.stdin.read()"
+    pfs = mounted()
+    with subprocess.Popen(
+        [sys.executable, "-c", script, pfs.path / "large"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "\n"
+        pfs.__exit__(None, None, None)
+        assert fuse_mounts(str(place)) == []
+        reader.kill()
+
+
+@requires_root
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_all_threads_at_once(
+    sanitizer: str,
+    backing: Path,
+    mounted: Mounter,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Under the compiler's sanitizers, which say what goes wrong on standard error."""
+    options = ["-g", "-O1", "-Werror", f"-fsanitize={sanitizer}"]
+    try:
+        program = build(place / "build", options)
+    except Unusable as error:
+        if "cannot find" in str(error):
+            pytest.skip("the sanitizer's library is not installed")
+        raise
+    monkeypatch.setattr(bench.pfs, "build", lambda: program)
+    pfs = mounted(PROFILES["fast"])
+    compare = ["diff", "-r", "--no-dereference", str(backing), str(pfs.path)]
+    for _ in range(3):
+        running = [subprocess.Popen(compare) for _ in range(3)]
+        for profile in (PROFILES["crowded"], INSTANT) * 3:
+            pfs.use(profile)
+            pfs.restart_noise()
+            drop_names()
+        assert [process.wait(SECONDS) for process in running] == [0] * 3
+    pfs.__exit__(None, None, None)
+    assert "Sanitizer" not in capfd.readouterr().err
