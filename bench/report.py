@@ -109,7 +109,7 @@ class Series:
     the source (x data)"). Those of the same ``plot`` are drawn together; its name is the title: the
     subject in a few words ("Epoch times, AlexNet"). Those of the same ``panel`` share axes; panels
     lie below each other. ``log`` names the logarithmic axes: "", "x", "y" or "xy". ``goal``
-    is drawn as a line."""
+    is drawn as a line; ``marks`` are where something begins on the axis of time: epochs."""
 
     name: str
     x: str
@@ -120,6 +120,7 @@ class Series:
     panel: str = ""
     log: str = ""
     goal: float | None = None
+    marks: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)

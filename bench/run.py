@@ -22,14 +22,16 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from bench import comparison
 from bench.harness import REPOSITORY, Unusable, check_fuse, workplace
 from bench.progress import Progress, clock
-from bench.report import Missing, Report, Result, print_result, save
+from bench.report import Missing, Report, Result, load, print_result, save
 from bench.suites import MEASUREMENTS, suite
 from bench.task import Size, Task
 
 RESULTS = REPOSITORY / "bench" / "results"
 INTERRUPTED = "interrupted"
+README_PLOT, README_PICTURE = "monarch", "docs/images/epochs.svg"
 
 
 def measure(name: str, arguments: argparse.Namespace, progress: Progress) -> Result:
@@ -57,9 +59,11 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def measure_all(names: Sequence[str], arguments: argparse.Namespace, report: Report) -> None:
-    """Fills the report, and saves it after each measurement. KeyboardInterrupt is raised again."""
-    path = arguments.output / f"{report.stem}.json"
+def measure_all(
+    names: Sequence[str], arguments: argparse.Namespace, report: Report, path: Path
+) -> None:
+    """Fills the report, and saves it as ``path`` after each measurement. KeyboardInterrupt is
+    raised again."""
     began = time.perf_counter()
     with Progress(len(names)) as progress:
         for name in names:
@@ -80,6 +84,47 @@ def measure_all(names: Sequence[str], arguments: argparse.Namespace, report: Rep
             finally:
                 report.seconds = time.perf_counter() - began
                 save(report, path)
+
+
+def write_report(report: Report, folder: Path) -> Path:
+    """The report and its pictures; its path."""
+    # Only now: it takes a second to load.
+    from bench import markdown, plots
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{report.stem}.md"
+    path.write_text(markdown.document(report, plots.save_all(report, folder)), encoding="utf-8")
+    return path
+
+
+def write_readme(report: Report, root: Path = REPOSITORY) -> None:
+    """The headlines into the README, and the first plot of its measurement. ValueError if it has
+    no place for them."""
+    from bench import markdown, plots
+
+    readme = root / "README.md"
+    picture = None
+    series = next((one.series for one in report.results if one.name == README_PLOT), [])
+    for title, some in list(plots.plots(series).items())[:1]:
+        plots.save_svg(plots.draw(title, some), root / README_PICTURE)
+        picture = README_PICTURE
+    text = readme.read_text(encoding="utf-8")
+    figures = markdown.figures(report, picture)
+    readme.write_text(markdown.put_between_marks(text, figures), encoding="utf-8")
+
+
+def from_saved(arguments: argparse.Namespace) -> int:
+    """What is asked of results that were saved. Raises OSError and ValueError."""
+    if arguments.compare:
+        print("\n".join(comparison.show(*map(load, arguments.compare))))
+        return 0
+    report = load(arguments.report)
+    folder = arguments.output or arguments.report.parent
+    print(write_report(report, folder))
+    if arguments.readme:
+        write_readme(report)
+        print(f"{REPOSITORY / 'README.md'}")
+    return 0
 
 
 def show_list() -> None:
@@ -104,7 +149,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         default=Size.QUICK,
         help="full sizes, and without names everything there is (make bench-full)",
     )
-    parser.add_argument("--output", type=Path, default=RESULTS, help="where results are written")
+    parser.add_argument("--output", type=Path, help="where results are written (bench/results)")
     parser.add_argument("--temp", help="where data and replicas lie (default: $TMPDIR)")
     parser.add_argument("--rounds", type=int, help="how often each is measured, at least 1")
     parser.add_argument("--list", action="store_true", help="which measurements there are")
@@ -133,20 +178,29 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.list:
         show_list()
         return 0
+    if arguments.compare or arguments.report:
+        try:
+            return from_saved(arguments)
+        except (OSError, ValueError) as error:
+            print(f"bench: {error}", file=sys.stderr)
+            return 1
     names = arguments.names or suite(arguments.size)
+    folder = arguments.output or RESULTS
     words = sys.argv[1:] if words is None else words
     report = Report(shlex.join(["python", "-m", "bench.run", *words]), arguments.size.value)
     code = 0
     try:
         check_fuse()
-        measure_all(names, arguments, report)
+        measure_all(names, arguments, report, folder / f"{report.stem}.json")
     except Unusable as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("bench: interrupted; everything is unmounted and removed", file=sys.stderr)
         code = 130
-    print(f"\n{arguments.output / report.stem}.json ({clock(report.seconds)})")
+    print(
+        f"\n{folder / report.stem}.json\n{write_report(report, folder)} ({clock(report.seconds)})"
+    )
     return code or int(bool(report.failed))
 
 
