@@ -45,7 +45,7 @@ class Progress:
             return
         self._live = Live(
             console=self._console,
-            get_renderable=self._line,
+            get_renderable=self.line,
             refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
             redirect_stdout=False,
@@ -69,7 +69,8 @@ class Progress:
     def _print(self, text: str) -> None:
         self._console.print(Text(text))
 
-    def _line(self) -> Text:
+    def line(self) -> Text:
+        """Of a terminal."""
         spent = f"{clock(time.monotonic() - self._began)} of about {clock(60 * self._minutes)}"
         text = Text(f"[{self._number}/{self._count}] ", no_wrap=True, overflow="ellipsis")
         text.append(self._name, "bold")

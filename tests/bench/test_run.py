@@ -1,0 +1,266 @@
+"""The command: what is measured, shown, saved, and told by the exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from bench import harness, progress, run, suites
+from bench.report import Result, load, save
+from bench.task import Size, Task
+from tests.bench import made_up
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    before = [signal.getsignal(number) for number in NUMBERS]
+    yield
+    for number, handler in zip(NUMBERS, before, strict=True):
+        signal.signal(number, handler)
+
+
+def good(task: Task) -> Result:
+    assert list(task.place.iterdir()) == []
+    (task.place / "data").write_text("x")
+    task.say("working")
+    result = Result("good", "works")
+    result.figure("rounds", task.rounds_or(1, 2), "", at_most=0)
+    return result
+
+
+def bad(task: Task) -> Result:
+    (task.place / "data").write_text("x")
+    raise RuntimeError("two\nlines")
+
+
+def unusable(_task: Task) -> Result:
+    raise harness.Unusable("no juice: apt-get install juice")
+
+
+def interrupted(_task: Task) -> Result:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, full = suites.BOTH, (Size.FULL,)
+    registered = {
+        name: suites.Measurement(name, f"is {name}", 1, 2, full if name == "bad" else both)
+        for name in ("good", "bad", "unusable", "interrupted", "again")
+    }
+    found = {
+        one.__name__: SimpleNamespace(run=one, __name__=one.__name__)
+        for one in (good, bad, unusable, interrupted)
+    }
+    found["again"] = found["good"]
+    monkeypatch.setattr(suites, "MEASUREMENTS", registered)
+    monkeypatch.setattr(run, "MEASUREMENTS", registered)
+    monkeypatch.setattr(run, "import_module", found.__getitem__)
+    monkeypatch.setattr(run, "check_fuse", lambda: None)
+
+
+def command(tmp_path: Path, *words: str) -> int:
+    places = ["--output", str(tmp_path / "out"), "--temp", str(tmp_path)]
+    return run.main([*words, *places])
+
+
+def saved(tmp_path: Path) -> Path:
+    (path,) = (tmp_path / "out").glob("*.json")
+    return path
+
+
+@pytest.mark.usefixtures("measurements")
+def test_what_was_measured_is_saved_and_reported(tmp_path: Path) -> None:
+    # The goal is missed, which is no failure of the measurement.
+    assert command(tmp_path, "good", "again") == 0
+    report = load(saved(tmp_path))
+    assert [result.name for result in report.results] == ["good", "good"]
+    assert report.results[0].rows[0].value == 1
+    assert report.size == "quick"
+    assert (
+        report.command
+        == f"python -m bench.run good again --output {tmp_path}/out --temp {tmp_path}"
+    )
+    text = saved(tmp_path).with_suffix(".md").read_text()
+    assert "| rounds |" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.usefixtures("measurements")
+def test_sizes_and_rounds_reach_the_measurement(tmp_path: Path) -> None:
+    for words, expected in ((["--full"], 2), (["--full", "--rounds", "7"], 7)):
+        assert command(tmp_path, *words, "good") == 0
+        assert load(saved(tmp_path)).results[0].rows[0].value == expected
+        saved(tmp_path).unlink()
+
+
+@pytest.mark.usefixtures("measurements")
+def test_one_that_fails_is_reported_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(tmp_path, "bad", "unusable", "good") == 1
+    report = load(saved(tmp_path))
+    assert [result.name for result in report.results] == ["good"]
+    assert [(one.what, one.why) for one in report.failed] == [
+        ("bad", "RuntimeError: two lines"),
+        ("unusable", "no juice: apt-get install juice"),
+    ]
+    captured = capsys.readouterr().err
+    assert "bench: unusable: no juice: apt-get install juice\n" in captured
+    assert captured.count("Traceback") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.usefixtures("measurements")
+def test_an_interrupt_ends_it_and_keeps_what_was_measured(tmp_path: Path) -> None:
+    assert command(tmp_path, "good", "interrupted", "again") == 130
+    report = load(saved(tmp_path))
+    assert [result.name for result in report.results] == ["good"]
+    assert [(one.what, one.why) for one in report.failed] == [("interrupted", "interrupted")]
+    assert saved(tmp_path).with_suffix(".md").exists()
+
+
+@pytest.mark.usefixtures("measurements")
+def test_suites() -> None:
+    assert suites.suite(Size.QUICK) == ["good", "unusable", "interrupted", "again"]
+    assert "bad" in suites.suite(Size.FULL)
+
+
+def test_the_list_names_every_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(suites.MEASUREMENTS)
+
+
+def test_the_suites_take_the_time_that_they_promise() -> None:
+    minutes = [suites.MEASUREMENTS[name].quick_minutes for name in suites.suite(Size.QUICK)]
+    assert sum(minutes) <= 18
+    assert set(suites.suite(Size.QUICK)) <= set(suites.suite(Size.FULL))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["nonsense"], ["--rounds", "0"], ["--readme"], ["--compare", "a"], ["--rounds", "x"]],
+)
+def test_wrong_usage(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run.main(words)
+    assert caught.value.code == 2
+
+
+def test_a_report_is_made_again_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.json"
+    save(made_up.report(), path)
+    assert run.main(["--report", str(path)]) == 0
+    report = Path(capsys.readouterr().out.strip())
+    assert report.parent == tmp_path
+    assert "## Headlines" in report.read_text()
+    assert len(list(tmp_path.glob("*.svg"))) == len(list(tmp_path.glob("*.png"))) > 3
+
+
+def test_two_results_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.json"
+    save(made_up.report(), path)
+    assert run.main(["--compare", str(path), str(path)]) == 0
+    assert "| 1.00 |\n" in capsys.readouterr().out
+
+
+def test_files_that_are_not_there_are_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(["--report", str(tmp_path / "none.json")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_readme_gets_headlines_and_a_plot(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("a\n<!-- figures: begin -->\n<!-- figures: end -->\nb\n")
+    run.write_readme(made_up.report(), tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "| First epoch reads |" in text
+    assert text.endswith("<!-- figures: end -->\nb\n")
+    assert (tmp_path / run.README_PICTURE).stat().st_size > 1000
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_behind_but_what_was_measured(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    program = (
+        "import sys, time, types\n"
+        "from bench import run\n"
+        "from tests.bench.test_run import good\n"
+        "def wait(task):\n"
+        "    (task.place / 'data').write_text('x')\n"
+        "    print('waiting', flush=True)\n"
+        "    time.sleep(60)\n"
+        "run.check_fuse = lambda: None\n"
+        "ways = {'bench.names': good, 'bench.epochs': wait}\n"
+        "run.import_module = lambda name: types.SimpleNamespace(run=ways[name])\n"
+        "sys.exit(run.main(sys.argv[1:]))\n"
+    )
+    words = ["names", "epochs", "--output", str(tmp_path / "out"), "--temp", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=harness.REPOSITORY,
+    )
+    try:
+        assert process.stdout is not None
+        while process.stdout.readline() not in ("waiting\n", ""):
+            pass
+        os.kill(process.pid, number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert [result.name for result in load(saved(tmp_path)).results] == ["good"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# What it shows.
+
+
+def test_without_a_terminal_each_step_is_a_line() -> None:
+    console = Console(force_terminal=False, width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file, progress.Progress(2, console) as shown:
+        shown.begin("first", 1.5)
+        shown.say("round 1 of 2")
+        shown.say("round 1 of 2")
+        shown.say("round [2] of 2")
+        shown.end()
+        shown.begin("second", 2)
+        text = console.export_text()
+    assert text.splitlines()[0] == "[1/2] first: about 1.5 min"
+    assert [line.split(maxsplit=1)[1] for line in text.splitlines()[1:3]] == [
+        "round 1 of 2",
+        "round [2] of 2",
+    ]
+    assert text.splitlines()[3:] == ["[2/2] second: about 2 min"]
+
+
+def test_on_a_terminal_one_line_says_it_all() -> None:
+    console = Console(force_terminal=True, width=80, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file, progress.Progress(3, console) as shown:
+        shown.begin("first", 1.5)
+        shown.say("round [1] of 2")
+        with console.capture() as captured:
+            console.print(shown.line())
+    assert captured.get().count("\n") == 1
+    for part in ("[1/3]", "first", "0:00 of about 1:30", "round [1] of 2"):
+        assert part in captured.get()
