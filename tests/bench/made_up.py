@@ -23,6 +23,7 @@ def report() -> Report:
     found.machine |= {"processor": "made up", "kernel": "0.0"}
     found.seconds = 754.0
     found.results = [training(), growth(), utilisation()]
+    found.results.append(crowd())
     found.failed = [Missing("peers", "RuntimeError: it broke")]
     return found
 
@@ -148,4 +149,28 @@ def utilisation() -> Result:
             )
         )
     result.figure("utilisation from epoch 2 on, all local less monarchfs", 1.0, "points", at_most=2)
+    return result
+
+
+def crowd() -> Result:
+    """More than anybody should want to see."""
+    result = Result("crowd", "many arms, many columns, long names", seconds=1.0)
+    for index, arm in enumerate((*ARMS, "cp -r first", "rclone", "juicefs", "relay, immutable")):
+        for panel in ("the first epoch, nothing local", "later epochs"):
+            for place, loader in enumerate(
+                ("ImageFolder", "HDF5", "webdataset", "memmap", "parquet")
+            ):
+                result.series.append(
+                    Series(
+                        *(arm, "loader", "time (s)", [point(loader, [place + 1, index + 1.5])]),
+                        *(Kind.BARS, "Loaders", panel),
+                    )
+                )
+        points = [Point(10.0**power, 100 + index * 0.1) for power in (3, 4)]
+        result.series.append(
+            Series(arm, "files", "rate (1/s)", points, plot="All the same", log="x")
+        )
+    for panel, unit in (("how long", "time (s)"), ("how much", "read (MB)")):
+        bars = [Point("", 3.0), Point("again", 4000.0, 3000, 5000)]
+        result.series.append(Series("rclone", "", unit, bars, Kind.BARS, "Units", panel, "x"))
     return result

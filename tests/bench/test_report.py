@@ -14,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from bench import comparison, markdown, numbers, plots
+from bench import comparison, markdown, numbers, plotlines, plots, plotstyle
 from bench.report import Kind, Point, Report, Result, Series, load, point, save
 from tests.bench import made_up
 
@@ -249,7 +249,7 @@ def test_pictures_are_files_with_something_in_them(tmp_path: Path) -> None:
     for picture in plots.save_all(made_up.report(), tmp_path):
         assert xml.parse(picture.svg).getroot().tag.endswith("svg")
         pixels = mpimg.imread(picture.png)
-        assert pixels.shape[1] == plots.WIDTH_INCHES * plots.DOTS_PER_INCH
+        assert pixels.shape[1] == plotstyle.WIDTH_INCHES * plotstyle.DOTS_PER_INCH
         assert pixels.std() > 0.05
 
 
@@ -260,16 +260,20 @@ def test_the_same_results_make_the_same_picture(tmp_path: Path) -> None:
 
 
 def test_an_arm_has_one_colour_in_all_pictures_and_no_two_the_same() -> None:
-    assert len(set(plots.COLOURS.values())) >= len(plots.COLOURS) - 2  # two names of one thing
+    assert (
+        len(set(plotstyle.COLOURS.values())) >= len(plotstyle.COLOURS) - 2
+    )  # two names of one thing
     names = ["monarchfs cold", "something else", "direct"]
-    assert plots.colours(names)["monarchfs cold"] == plots.colours(names[:1])["monarchfs cold"]
-    assert len(set(plots.colours(names).values())) == 3
+    assert (
+        plotstyle.colours(names)["monarchfs cold"] == plotstyle.colours(names[:1])["monarchfs cold"]
+    )
+    assert len(set(plotstyle.colours(names).values())) == 3
 
 
 def test_neighbours_are_moved_apart_around_their_middle() -> None:
-    assert plots.spread_out([1, 50, 100], 10) == [1, 50, 100]
-    assert plots.spread_out([50, 50, 50], 10) == [40, 50, 60]
-    found = plots.spread_out([0, 1, 2, 3, 90, 91], 10)
+    assert plotlines.spread_out([1, 50, 100], 10) == [1, 50, 100]
+    assert plotlines.spread_out([50, 50, 50], 10) == [40, 50, 60]
+    found = plotlines.spread_out([0, 1, 2, 3, 90, 91], 10)
     assert all(later - earlier >= 9.999 for earlier, later in pairwise(found))
 
 
