@@ -194,8 +194,9 @@ class Mount:
         self._options = options
 
     def __enter__(self) -> Mount:
-        self.place.mkdir()
-        self.path.mkdir()
+        # Both are there where an earlier mount left its tier and its state.
+        self.place.mkdir(exist_ok=True)
+        self.path.mkdir(exist_ok=True)
         command = ["mount", str(self.source), str(self.path), "--tier", f"{self.tier}={self._size}"]
         # Under sudo the mount would be for the user behind it, and closed to this process.
         whose = ["--user", "root"] if os.geteuid() == 0 else []
@@ -246,14 +247,15 @@ class Mount:
         self.umount()
 
 
-def monarchfs(*arguments: str) -> str:
-    """Runs one command of the program; its output. Raises Unusable with its own words."""
+def monarchfs(*arguments: str, seconds: float = 120.0) -> str:
+    """Runs one command of the program; its output. Raises Unusable with its own words, and
+    subprocess.TimeoutExpired after so many seconds."""
     done = subprocess.run(
         [*MONARCHFS, *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds,
         check=False,
         # An interrupt must not stop an unmount that cleans up.
         start_new_session=True,

@@ -1,0 +1,233 @@
+"""The ways in which a job reaches a dataset: directly, from a local copy, or through the mount.
+
+An experiment runs the same job once over each arm. What an arm needs (copies, tiers, state) lies in
+a directory that the experiment gives it; where that is decides how fast local storage is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bench.harness import Mount, Unusable, monarchfs
+from bench.processes import processes_of
+
+if TYPE_CHECKING:
+    from bench.pfs import ParallelFileSystem
+
+SETTLE_SECONDS = 600.0
+
+
+class Reached:
+    """A dataset that a job may read now.
+
+    ``path`` is where; ``ready_seconds`` is what had to be waited for before the job may begin;
+    ``cache`` is a directory that the job may fill itself (None: not in this arm).
+    """
+
+    def __init__(self, path: Path, ready_seconds: float = 0.0, cache: Path | None = None) -> None:
+        self.path = path
+        self.ready_seconds = ready_seconds
+        self.cache = cache
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that serve it, now: for memory limits and processor time."""
+        return []
+
+    def settle(self) -> None:
+        """Until what is copied in the background is copied; TimeoutError after ten minutes."""
+
+    def local_share(self) -> float | None:
+        """How much of what was opened so far was local when it was; None: nobody knows."""
+        return None
+
+
+class ReachedMount(Reached):
+    """By a mount of this project."""
+
+    def __init__(self, mount: Mount, ready_seconds: float) -> None:
+        super().__init__(mount.path, ready_seconds)
+        self.mount = mount
+
+    @property
+    def pids(self) -> list[int]:
+        return processes_of(self.path)
+
+    def settle(self) -> None:
+        self.mount.wait_idle(SETTLE_SECONDS)
+
+    def local_share(self) -> float | None:
+        served = self.mount.status()["served"]
+        local, source = served["local_file_bytes"], served["source_file_bytes"]
+        return local / (local + source) if local + source else None
+
+
+class Arm(Protocol):
+    """``name`` is short, for tables and plots; ``freshness`` says how old what is read may be."""
+
+    name: str
+    freshness: str
+
+    def reach(
+        self, pfs: ParallelFileSystem, place: Path, *, capacity: int | None
+    ) -> AbstractContextManager[Reached]:
+        """``place`` is an empty directory of its own; ``capacity`` are the bytes of local storage
+        that may be used, None: enough for all. Raises Unusable where this cannot be done."""
+        ...
+
+
+class Direct:
+    """The job reads the parallel file system."""
+
+    name = "parallel FS"
+    freshness = "none: reads the source"
+
+    @contextmanager
+    def reach(
+        self, pfs: ParallelFileSystem, place: Path, *, capacity: int | None
+    ) -> Iterator[Reached]:
+        yield Reached(pfs.path)
+
+
+class Local:
+    """The whole dataset lies on local storage, since before the clock."""
+
+    name = "all local"
+    freshness = "copied once"
+
+    @contextmanager
+    def reach(
+        self, pfs: ParallelFileSystem, place: Path, *, capacity: int | None
+    ) -> Iterator[Reached]:
+        data = place / "data"
+        # The real files: the parallel file system is neither waited for nor counted.
+        copy_tree(pfs.backing, data)
+        yield Reached(data)
+
+
+class Copied:
+    """``cp -r`` from the parallel file system, then the job. Where not all fits, it cannot be."""
+
+    name = "cp -r first"
+    freshness = "copied once"
+
+    @contextmanager
+    def reach(
+        self, pfs: ParallelFileSystem, place: Path, *, capacity: int | None
+    ) -> Iterator[Reached]:
+        if capacity is not None and capacity < tree_bytes(pfs.backing):
+            raise Unusable("the dataset does not fit into local storage: copying first cannot be")
+        data = place / "data"
+        started = time.perf_counter()
+        copy_tree(pfs.path, data)
+        yield Reached(data, time.perf_counter() - started)
+
+
+class FrameworkCache:
+    """The job reads the parallel file system and fills a cache of its own on local storage."""
+
+    name = "framework cache"
+    freshness = "copied once"
+
+    @contextmanager
+    def reach(
+        self, pfs: ParallelFileSystem, place: Path, *, capacity: int | None
+    ) -> Iterator[Reached]:
+        if capacity is not None and capacity < tree_bytes(pfs.backing):
+            raise Unusable("the dataset does not fit into local storage: it is cached whole or not")
+        cache = place / "cache"
+        cache.mkdir()
+        yield Reached(pfs.path, cache=cache)
+
+
+class Monarchfs:
+    """A mount of this project. ``warm``: another one was there before and left its copies."""
+
+    def __init__(
+        self,
+        name: str,
+        *options: str,
+        warm: bool = False,
+        freshness: str = "immutable",
+    ) -> None:
+        self.name = name
+        self.freshness = freshness
+        self._warm = warm
+        mode = freshness.replace("ttl ", "ttl=").removesuffix(" s")
+        self._options = ("--freshness", mode, *options)
+
+    @contextmanager
+    def reach(
+        self, pfs: ParallelFileSystem, place: Path, *, capacity: int | None
+    ) -> Iterator[Reached]:
+        size = "100%" if capacity is None else f"{capacity >> 10}K"
+        # The capacity is what limits, not what else lies on that file system.
+        options = (*self._options, "-o", "reserve_percent=0")
+        if self._warm:
+            with unhindered(pfs), Mount(pfs.path, place / "m", *options, size=size) as first:
+                monarchfs("warm", str(first.path), "--wait", seconds=SETTLE_SECONDS)
+        started = time.perf_counter()
+        with Mount(pfs.path, place / "m", *options, size=size) as mount:
+            yield ReachedMount(mount, time.perf_counter() - started)
+
+
+DIRECT = Direct()
+LOCAL = Local()
+COPIED = Copied()
+FRAMEWORK_CACHE = FrameworkCache()
+COLD = Monarchfs("monarchfs, cold")
+WARM = Monarchfs("monarchfs, second job", warm=True)
+
+
+@contextmanager
+def unhindered(pfs: ParallelFileSystem) -> Iterator[None]:
+    """The parallel file system as fast as it can be meanwhile: to prepare what is not measured."""
+    profile = pfs.profile
+    pfs.use(replace(profile, bandwidth=1e12, metadata_seconds=0.0, read_seconds=0.0, noise=0.0))
+    try:
+        yield
+    finally:
+        pfs.use(profile)
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    """As ``cp -r`` does it; blocks until it is done."""
+    subprocess.run(["cp", "-r", "--reflink=never", str(source), str(target)], check=True)
+
+
+def tree_bytes(root: Path) -> int:
+    """Sum of the sizes of all files below it."""
+    return sum(
+        os.lstat(os.path.join(path, name)).st_size
+        for path, _directories, names in os.walk(root)
+        for name in names
+    )
+
+
+@contextmanager
+def place_for(parent: Path, arm: Arm, number: int) -> Iterator[Path]:
+    """An empty directory for one run of an arm, gone afterwards."""
+    path = parent / f"{number}-{''.join(c if c.isalnum() else '-' for c in arm.name)}"
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def described(arms: Sequence[Arm]) -> list[str]:
+    """Notes for a report: how old what each arm reads may be."""
+    return [f"{arm.name}: freshness {arm.freshness}" for arm in arms]
+
+
+def status_of(reached: Reached) -> dict[str, Any] | None:
+    """Of an arm that is a mount of this project; None of others."""
+    return reached.mount.status() if isinstance(reached, ReachedMount) else None
