@@ -10,17 +10,14 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from bench.harness import Mount, Unusable, monarchfs
+from bench.pfs import INSTANT, ParallelFileSystem
 from bench.processes import processes_of
-
-if TYPE_CHECKING:
-    from bench.pfs import ParallelFileSystem
 
 SETTLE_SECONDS = 600.0
 
@@ -191,7 +188,7 @@ WARM = Monarchfs("monarchfs, second job", warm=True)
 def unhindered(pfs: ParallelFileSystem) -> Iterator[None]:
     """The parallel file system as fast as it can be meanwhile: to prepare what is not measured."""
     profile = pfs.profile
-    pfs.use(replace(profile, bandwidth=1e12, metadata_seconds=0.0, read_seconds=0.0, noise=0.0))
+    pfs.use(INSTANT)
     try:
         yield
     finally:
@@ -221,11 +218,6 @@ def place_for(parent: Path, arm: Arm, number: int) -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path)
-
-
-def described(arms: Sequence[Arm]) -> list[str]:
-    """Notes for a report: how old what each arm reads may be."""
-    return [f"{arm.name}: freshness {arm.freshness}" for arm in arms]
 
 
 def status_of(reached: Reached) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """What the training jobs share: how they are paced and asked, and how shards of records are read.
 
 A job prints ``{"ready": true}`` once everything is loaded. Then it waits for the number of an
-epoch, a line each, and prints ``epoch``, ``seconds`` (in all), ``waited_seconds`` (what of it the
-accelerator had nothing to do), ``samples``, ``bytes`` and ``checksum`` at its end. End of input ends
+epoch, a line each, and at its end prints ``epoch``, ``seconds`` (in all), ``waited_seconds`` (what
+of it the accelerator had nothing to do), ``samples``, ``bytes`` and ``checksum``. End of input ends
 the job.
 
 The accelerator is a sleep: it takes a set time for each batch and no processor, as a GPU does while
