@@ -20,6 +20,7 @@ from bench.harness import Unusable, drop_caches
 from bench.job import TFDATA, THREADS, Epoch, Job, Program
 from bench.memory import MemoryLimit, disk
 from bench.pfs import PROFILES, Counts, ParallelFileSystem, Profile
+from bench.processes import cpu_seconds
 from bench.shards import RECORD_BYTES, Shards, generate
 
 EPOCHS = 3
@@ -50,10 +51,12 @@ MODELS = (Model("LeNet", 2500e6), Model("AlexNet", 1000e6), Model("ResNet-50", 1
 
 
 class Measured(NamedTuple):
-    """One epoch, and what the parallel file system was asked meanwhile."""
+    """One epoch, and what the parallel file system was asked meanwhile; ``daemon_seconds`` is the
+    processor time of the processes that served it."""
 
     epoch: Epoch
     counts: Counts
+    daemon_seconds: float
 
 
 @dataclass
@@ -102,10 +105,11 @@ def run_job(
             drop_caches()
             pfs.restart_noise()
             for epoch in range(1, epochs + 1):
-                before = pfs.counts()
-                measured = Measured(job.epoch(epoch), pfs.counts() - before)
-                check(setting.shards, measured.epoch, arm)
-                run.epochs.append(measured)
+                counts, used = pfs.counts(), cpu_seconds(reached.pids)
+                done = job.epoch(epoch)
+                check(setting.shards, done, arm)
+                counts, used = pfs.counts() - counts, cpu_seconds(reached.pids) - used
+                run.epochs.append(Measured(done, counts, used))
     return run
 
 
