@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from bench.harness import Mount, Unusable, monarchfs
+from bench.harness import Mount, Unusable, monarchfs, wait_for
 from bench.pfs import INSTANT, ParallelFileSystem
-from bench.processes import processes_of
+from bench.processes import cpu_seconds, processes_of
 
 SETTLE_SECONDS = 600.0
 
@@ -53,6 +53,18 @@ class ReachedMount(Reached):
     def __init__(self, mount: Mount, ready_seconds: float) -> None:
         super().__init__(mount.path, ready_seconds)
         self.mount = mount
+        self._at_rest()
+
+    def _at_rest(self) -> None:
+        """What a mount does once at its start, such as to load a second worker ahead of need, takes
+        as long however little data there are: a short job is not to be measured with it."""
+        used = [-1.0]
+
+        def rests() -> bool:
+            used.append(cpu_seconds(self.pids))
+            return used[-1] == used[-2] and len(self.pids) > 2
+
+        wait_for(rests, "the mount to be at rest", pause=0.3)
 
     @property
     def pids(self) -> list[int]:
@@ -95,7 +107,8 @@ class Direct:
 
 
 class Local:
-    """The whole dataset lies on local storage, since before the clock."""
+    """The whole dataset lies on local storage, since before the clock. Where not all fits, it
+    cannot be."""
 
     name = "all local"
     freshness = "copied once"
@@ -104,6 +117,7 @@ class Local:
     def reach(
         self, pfs: ParallelFileSystem, place: Path, *, capacity: int | None
     ) -> Iterator[Reached]:
+        check_room(pfs.backing, capacity)
         data = place / "data"
         # The real files: the parallel file system is neither waited for nor counted.
         copy_tree(pfs.backing, data)
@@ -120,8 +134,7 @@ class Copied:
     def reach(
         self, pfs: ParallelFileSystem, place: Path, *, capacity: int | None
     ) -> Iterator[Reached]:
-        if capacity is not None and capacity < tree_bytes(pfs.backing):
-            raise Unusable("the dataset does not fit into local storage: copying first cannot be")
+        check_room(pfs.backing, capacity)
         data = place / "data"
         started = time.perf_counter()
         copy_tree(pfs.path, data)
@@ -138,8 +151,7 @@ class FrameworkCache:
     def reach(
         self, pfs: ParallelFileSystem, place: Path, *, capacity: int | None
     ) -> Iterator[Reached]:
-        if capacity is not None and capacity < tree_bytes(pfs.backing):
-            raise Unusable("the dataset does not fit into local storage: it is cached whole or not")
+        check_room(pfs.backing, capacity)
         cache = place / "cache"
         cache.mkdir()
         yield Reached(pfs.path, cache=cache)
@@ -180,8 +192,8 @@ DIRECT = Direct()
 LOCAL = Local()
 COPIED = Copied()
 FRAMEWORK_CACHE = FrameworkCache()
-COLD = Monarchfs("monarchfs, cold")
-WARM = Monarchfs("monarchfs, second job", warm=True)
+COLD = Monarchfs("monarchfs cold")
+WARM = Monarchfs("monarchfs warm", warm=True)
 
 
 @contextmanager
@@ -193,6 +205,12 @@ def unhindered(pfs: ParallelFileSystem) -> Iterator[None]:
         yield
     finally:
         pfs.use(profile)
+
+
+def check_room(root: Path, capacity: int | None) -> None:
+    """Raises Unusable where not all of a tree fits."""
+    if capacity is not None and capacity < tree_bytes(root):
+        raise Unusable("the dataset does not fit into local storage, and this takes all or nothing")
 
 
 def copy_tree(source: Path, target: Path) -> None:
@@ -210,16 +228,11 @@ def tree_bytes(root: Path) -> int:
 
 
 @contextmanager
-def place_for(parent: Path, arm: Arm, number: int) -> Iterator[Path]:
+def place_for(parent: Path, arm: Arm) -> Iterator[Path]:
     """An empty directory for one run of an arm, gone afterwards."""
-    path = parent / f"{number}-{''.join(c if c.isalnum() else '-' for c in arm.name)}"
+    path = parent / "".join(c if c.isalnum() else "-" for c in arm.name)
     path.mkdir()
     try:
         yield path
     finally:
         shutil.rmtree(path)
-
-
-def status_of(reached: Reached) -> dict[str, Any] | None:
-    """Of an arm that is a mount of this project; None of others."""
-    return reached.mount.status() if isinstance(reached, ReachedMount) else None

@@ -1,4 +1,4 @@
-"""A training job as a process: started, asked for one epoch after the other, and never left behind."""
+"""A training job as a process: started, asked for one epoch after the other, never left behind."""
 
 from __future__ import annotations
 

@@ -1,0 +1,184 @@
+"""What the runs of MONARCH's experiment come to: figures, goals and series."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from bench.arms import COLD, DIRECT, LOCAL, WARM
+from bench.monarch_runs import Run
+from bench.report import Kind, Result, Series, point
+from bench.sampling import share_series
+
+FIRST_EPOCH = 1.05
+LATER_EPOCHS = 1.03
+STILL_READ = 0.46
+# More than the dataset's bytes by what is read ahead and thrown away before anybody used it.
+READ_ONCE = 1.005
+
+
+class Case(NamedTuple):
+    """``what`` was run, whether the dataset ``fits``, and its bytes."""
+
+    what: str
+    fits: bool
+    size: int
+
+
+def rows(result: Result, case: Case, runs: Mapping[str, Sequence[Run]]) -> None:
+    """``runs`` by the arms' names, round by round."""
+
+    def compare(
+        arm: str,
+        what: str,
+        unit: str,
+        value: Callable[[Run], float],
+        *,
+        against: str = DIRECT.name,
+        at_most: float | None = None,
+    ) -> None:
+        mine, others = list(map(value, runs[arm])), list(map(value, runs[against]))
+        if not all(others):
+            return
+        result.compare(
+            *(f"{case.what}: {what}", unit, mine, others),
+            at_most=at_most,
+            against=against,
+            arm=arm,
+        )
+
+    for arm in runs:
+        ours = arm in (COLD.name, WARM.name)
+        first = FIRST_EPOCH if arm == COLD.name else None
+        compare(arm, "epoch 1", "s", first_seconds, at_most=first)
+        if ours and case.fits and LOCAL.name in runs:
+            goal = LATER_EPOCHS
+            compare(arm, "epoch 2 and on", "s", later_seconds, against=LOCAL.name, at_most=goal)
+        compare(arm, "all epochs", "s", Run.seconds)
+        result.figure(
+            f"{case.what}: before the job",
+            statistics.median(run.ready_seconds for run in runs[arm]),
+            "s",
+            arm=arm,
+        )
+        for number, of in enumerate(("epoch 1", "epoch 2 and on")):
+            most = STILL_READ if ours and number and not case.fits else None
+            compare(arm, f"{of}, bytes read", "B", read_bytes(number), at_most=most)
+            compare(arm, f"{of}, operations", "", operations(number), at_most=most)
+        if arm == COLD.name:
+            read = [run.epochs[0].counts.read_bytes / case.size for run in runs[arm]]
+            result.figure(
+                f"{case.what}: epoch 1, bytes read",
+                statistics.median(read),
+                "x data",
+                at_most=READ_ONCE,
+                values=read,
+                arm=arm,
+            )
+            cpu = [run.epochs[0].daemon_seconds / (case.size / 1e9) for run in runs[arm]]
+            result.figure(
+                f"{case.what}: epoch 1, processor time of the daemons a GB",
+                *(statistics.median(cpu), "s"),
+                values=cpu,
+                arm=arm,
+            )
+    series(result, case, runs)
+
+
+def first_seconds(run: Run) -> float:
+    return run.epochs[0].epoch.seconds
+
+
+def later_seconds(run: Run) -> float:
+    return run.seconds(1)
+
+
+def read_bytes(number: int) -> Callable[[Run], float]:
+    """Of the first epoch (0) or of all later ones (1)."""
+
+    def value(run: Run) -> float:
+        chosen = run.epochs[1:] if number else run.epochs[:1]
+        return sum(measured.counts.read_bytes for measured in chosen)
+
+    return value
+
+
+def operations(number: int) -> Callable[[Run], float]:
+    def value(run: Run) -> float:
+        chosen = run.epochs[1:] if number else run.epochs[:1]
+        return sum(measured.counts.operations for measured in chosen)
+
+    return value
+
+
+def series(result: Result, case: Case, runs: Mapping[str, Sequence[Run]]) -> None:
+    """Bars of the epochs by arm, what each reads, and what the mount serves locally over time."""
+    for arm, each in runs.items():
+        epochs = range(len(each[0].epochs))
+        result.series.append(
+            Series(
+                *(arm, "", "time of an epoch (s)"),
+                [
+                    point(f"epoch {n + 1}", [run.epochs[n].epoch.seconds for run in each])
+                    for n in epochs
+                ],
+                Kind.BARS,
+                plot=f"Epoch times: {case.what}",
+            )
+        )
+        result.series.append(
+            Series(
+                *(arm, "", "read of the parallel FS (x data)"),
+                [
+                    point(
+                        f"epoch {n + 1}",
+                        [run.epochs[n].counts.read_bytes / case.size for run in each],
+                    )
+                    for n in epochs
+                ],
+                Kind.BARS,
+                plot=f"Bytes of the parallel file system: {case.what}",
+            )
+        )
+        if each[-1].samples:
+            seconds = [measured.epoch.seconds for measured in each[-1].epochs]
+            began = [sum(seconds[:number]) for number in epochs]
+            plot = f"Served locally: {case.what}"
+            result.series.append(share_series(arm, each[-1].samples, plot, epochs=began))
+
+
+def first_epoch_rows(
+    result: Result, profile: str, share: float, size: int, runs: Mapping[str, Sequence[Run]]
+) -> None:
+    """Of a first epoch with local storage for ``share`` of the dataset of ``size`` bytes."""
+    cold, plain = runs[COLD.name], runs[DIRECT.name]
+    what = f"first epoch alone, {profile}, {share:.0%} fits"
+    ratios = [first_seconds(a) / first_seconds(b) for a, b in zip(cold, plain, strict=True)]
+    result.compare(
+        *(f"{what}: time", "s", list(map(first_seconds, cold)), list(map(first_seconds, plain))),
+        at_most=FIRST_EPOCH,
+        against=DIRECT.name,
+        arm=COLD.name,
+    )
+    read = [run.epochs[0].counts.read_bytes / size for run in cold]
+    result.figure(
+        f"{what}: bytes read",
+        *(statistics.median(read), "x data"),
+        at_most=READ_ONCE,
+        values=read,
+        arm=COLD.name,
+    )
+    plot = "First epoch through an empty cache, to the parallel file system alone"
+    for known in result.series:
+        if known.plot == plot and known.name == profile:
+            known.points.append(point(100 * share, ratios))
+            return
+    result.series.append(
+        Series(
+            *(profile, "room for the dataset (%)", "time (ratio)"),
+            [point(100 * share, ratios)],
+            plot=plot,
+            goal=FIRST_EPOCH,
+        )
+    )
