@@ -39,6 +39,7 @@ class Bootstrap:
     source_root: tuple[int, int] | None = None
     passes: bool = False
     requests_fd: int | None = None
+    counts_fd: int | None = None
 
     @classmethod
     def read(cls, fd: int) -> Bootstrap:
@@ -66,6 +67,7 @@ class Bootstrap:
             tuple(message["source_root"]),
             message["passes"],
             fds["requests"],
+            fds.get("counts"),  # a supervisor of an earlier release has none
         )
 
 

@@ -15,7 +15,7 @@ def status(worker: Worker) -> dict[str, Any]:
     """One JSON-able object. Costs a statvfs a tier; never asks the source."""
     counters = worker.source.counters
     metrics = worker.metrics
-    worker.relay.count()
+    worker.count()
     totals = worker.index.tier_totals().values()
     filling = sum(1 for fill in worker.copier.files.values() if fill.filling)
     return {

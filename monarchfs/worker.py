@@ -51,6 +51,7 @@ from monarchfs.fuse.slots import Slots
 from monarchfs.index import Index, set_aside
 from monarchfs.memory import machine_memory
 from monarchfs.metrics import Metrics
+from monarchfs.metrics.kept import Kept
 from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.lull import Lull
@@ -193,6 +194,7 @@ class Worker:
         self.scan = Scan(self.tree, self.copier, jitter_seconds=config.prefetch_jitter_seconds)
         self.load = Load(self.tree, bootstrap.mount_ns)
         self.lull = Lull(self.copier, self.scan, bootstrap.mount_ns)
+        self._kept = self._keep_counts(bootstrap.counts_fd)
         self.interrupts = Interrupts(self.metrics)
         self.relay.begin(
             self.files,
@@ -286,6 +288,28 @@ class Worker:
             raise
         return index
 
+    def _keep_counts(self, descriptor: int | None) -> Kept:
+        """Goes on from what the worker before has counted."""
+        for tier in self.config.tiers:
+            self.metrics.errors_of_tier(tier.path)
+        parts = {
+            "mount": self.metrics,
+            "source": self.source.counters,
+            "scan": self.scan,
+            "lull": self.lull,
+        }
+        kept = Kept(descriptor, parts)
+        try:
+            kept.restore()
+        except ValueError as error:
+            log.warning("counting from 0 again: %s", error)
+        return kept
+
+    def count(self) -> None:
+        """Bring the counts up to date, and keep them: before they are shown to anybody."""
+        self.relay.count()
+        self._kept.save()
+
     async def start(self) -> None:
         """Everything that must be so before the first request. Raises OSError, MonarchError."""
         if self.config.data_path is DataPath.PASSTHROUGH and not fuse_session.can_back_opens():
@@ -311,9 +335,10 @@ class Worker:
             log.info("took over %d open files", handles)
 
     async def beat(self) -> None:
-        """Show the supervisor that the event loop turns, for ever."""
+        """Show the supervisor that the event loop turns, and keep what was counted, for ever."""
         while True:
             self.slots.beat()
+            self.count()
             await trio.sleep(BEAT_SECONDS)
 
     async def listen(self) -> None:
@@ -420,6 +445,7 @@ class Worker:
             await self.copier.put_aside_all()
             if not self._leaving:  # else somebody waits, and the machine goes on
                 await self.cache.sync()
+        self.count()
         self.cache.close()
         self.index.close(clean=not self._leaving)
 

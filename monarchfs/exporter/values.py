@@ -35,7 +35,7 @@ def values_now(worker: Worker) -> Values:
     """One moment, for ``text.exposition``. Takes the event loop less than a tenth of a millisecond;
     asks neither the source nor a disk."""
     metrics = worker.metrics
-    worker.relay.count()
+    worker.count()
     return {
         **_about_the_mount(worker),
         **_requests(worker),

@@ -94,11 +94,18 @@ def read_vitals(fd: int) -> Vitals:
 def make_table(slots: int = MOST_SLOTS) -> int:
     """A descriptor of new, empty memory for a table; it cannot change its size (memfd_create(2)).
     Takes memory only where slots are used."""
-    fd = os.memfd_create("monarchfs-handles", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, HEADER_BYTES + slots * _SLOT.size)
+    fd = make_memory("monarchfs-handles", HEADER_BYTES + slots * _SLOT.size)
+    os.pwrite(fd, _HEAD.pack(MAGIC, slots, 0), 0)
+    return fd
+
+
+def make_memory(name: str, size: int) -> int:
+    """A descriptor of new, empty memory of ``size`` bytes that cannot change its size, whoever has
+    it (memfd_create(2)). Takes memory only where it is written to."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    os.pwrite(fd, _HEAD.pack(MAGIC, slots, 0), 0)
     return fd
 
 

@@ -11,27 +11,36 @@ _NS = 1_000_000_000
 
 
 class Lull:
-    """Constant: what it watches, when the mount was made. Changing: the last time at which copying
-    ran dry (None before the first)."""
+    """Constant: what it watches, when the mount was made. Changing: ``since``, the last time at
+    which copying ran dry (None before the first); whether anything was copied after that."""
+
+    KEPT = ("since",)
 
     def __init__(self, copier: Copier, scan: Scan, mount_ns: int) -> None:
         self._copier = copier
         self._scan = scan
         self._mount_ns = mount_ns
-        self._since: float | None = None
-        copier.observers.append(self._ended)
-        scan.on_end = lambda: self._ended(0)
+        self.since: float | None = None
+        self._copied = False
+        copier.observers.append(self._copy_ended)
+        scan.on_end = self._look
 
     @property
     def since_uptime_seconds(self) -> float | None:
         """Seconds from the mount until nothing was left to copy; None while something is, and where
         nothing ever was."""
-        return None if self._busy else self._since
+        return None if self._busy else self.since
 
     @property
     def _busy(self) -> bool:
         return bool(self._copier.active or len(self._copier.queue) or self._scan.running)
 
-    def _ended(self, _ino: int) -> None:
-        if not self._busy:
-            self._since = round((time.time_ns() - self._mount_ns) / _NS, 3)
+    def _copy_ended(self, _ino: int) -> None:
+        self._copied = True
+        self._look()
+
+    def _look(self) -> None:
+        # A scan that finds all of it local, as that of a later worker, puts nothing off.
+        if not self._busy and (self._copied or self.since is None):
+            self.since = round((time.time_ns() - self._mount_ns) / _NS, 3)
+            self._copied = False

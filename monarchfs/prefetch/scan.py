@@ -54,7 +54,10 @@ def read_list(path: str, roots: Sequence[bytes]) -> list[bytes]:
 
 
 class Scan:
-    """Walks the mirror in the background. Changing: ``known_files``, ``running``."""
+    """Walks the mirror in the background. Changing: ``running``; ``failed``, how many names it
+    could not look at."""
+
+    KEPT = ("failed",)
 
     def __init__(
         self,

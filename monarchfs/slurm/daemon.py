@@ -96,6 +96,12 @@ def status_of(found: Found, timeout: float = _STATUS_SECONDS) -> dict[str, Any] 
         return None
 
 
+def started_ns(found: Found) -> int | None:
+    """When a mount came about, which tells it from another one in its place; None if that is not
+    known."""
+    return None if found.registered is None else found.registered.entry.started_ns
+
+
 def serves(status: dict[str, Any] | None) -> bool:
     """Whether a mount with this status is fit for a job. A source that does not answer just now
     does not spoil it: what is local is served; nor does a worker whose place another one takes."""

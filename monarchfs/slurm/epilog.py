@@ -131,8 +131,10 @@ def _leave(share: Share, job: int) -> tuple[dict[str, Any], Status | None]:
     share.leave(job)
     if not share.jobs():
         share.rest()
+    # Another daemon may have taken the place of one that died.
+    same = found is not None and entry.get("mount_started_ns") == daemon.started_ns(found)
     dataset = dataset_report(
-        entry.get("before"),
+        entry.get("before") if same else None,
         after,
         variable=str(entry.get("variable", "")),
         source=source,

@@ -139,7 +139,14 @@ def mount_for(
                 others = share.jobs() != [job.id]
                 _mount(site, share, source, options, user, deadline, others=others)
                 before = None
-            share.note(job.id, before=before, source=source, variable=wanted.variable)
+            since = daemon.started_ns(found) if found is not None and before is not None else None
+            share.note(
+                job.id,
+                before=before,
+                mount_started_ns=since,
+                source=source,
+                variable=wanted.variable,
+            )
         except BaseException:
             share.leave(job.id)
             if not share.jobs() and not share.record():

@@ -80,13 +80,10 @@ def unmounted_report(variable: str, source: str, reason: str) -> dict[str, Any]:
 
 
 def counted(before: Status | None, after: Status) -> dict[str, int]:
-    """What was counted between two reports of a mount. A worker that was started anew counts from
-    0 again; what it did not get to say is lost, so the counts are then at least this."""
-    restarts = _COUNTED["worker_restarts"]
-    begun_again = before is not None and _at(after, restarts) != _at(before, restarts)
+    """What was counted between two reports of a mount."""
     return {
-        name: _at(after, path)
-        - (0 if before is None or (begun_again and path[0] != "worker") else _at(before, path))
+        # It goes on counting whatever happens to its workers; below 0 is what makes no sense.
+        name: max(0, _at(after, path) - (0 if before is None else _at(before, path)))
         for name, path in _COUNTED.items()
     }
 

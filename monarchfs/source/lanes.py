@@ -100,7 +100,7 @@ class SourceCounters:
     demand_read_bytes: int = 0
     prefetch_read_bytes: int = 0
     errors: int = 0
-    stuck: int = 0
+    stuck: int = field(default=0, metadata={"kept": False})
     seconds: float = 0.0
     calls: dict[tuple[str, str], CallCounts] = field(default_factory=_no_calls)
     errors_by: ErrorCounts = field(default_factory=ErrorCounts)

@@ -38,14 +38,15 @@ _LARGEST_INIT = 1 << 18
 @dataclass(frozen=True, slots=True)
 class Descriptors:
     """What a worker inherits, and its successors too; ``tiers`` are the dataset's directories in
-    the order of the tiers, ``handles`` is the table of open files, ``metrics`` a listening socket,
-    if there is one."""
+    the order of the tiers, ``handles`` is the table of open files, ``counts`` memory for what
+    workers count, ``metrics`` a listening socket, if there is one."""
 
     fuse: int
     source: int
     state: int
     tiers: tuple[int, ...]
     handles: int
+    counts: int
     requests: int | None
     metrics: int | None = None
 
@@ -197,6 +198,7 @@ def start_worker(
             "state": descriptors.state,
             "tiers": list(descriptors.tiers),
             "handles": descriptors.handles,
+            "counts": descriptors.counts,
             "requests": descriptors.requests,
             "metrics": descriptors.metrics,
         },
@@ -217,6 +219,7 @@ def start_worker(
             [
                 *(descriptors.fuse, descriptors.source, descriptors.state, *descriptors.tiers),
                 *(their_init.fileno(), their_channel.fileno(), memory, descriptors.handles),
+                descriptors.counts,
                 *(() if descriptors.metrics is None else (descriptors.metrics,)),
                 *(() if descriptors.requests is None else (descriptors.requests,)),
             ],

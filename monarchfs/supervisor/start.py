@@ -28,7 +28,7 @@ from monarchfs.fuse.mount import check_device, mount
 from monarchfs.fuse.mountinfo import find_mount, is_network_filesystem
 from monarchfs.fuse.protocol import InitFlag, parse_init_request
 from monarchfs.fuse.requests import make_journal
-from monarchfs.fuse.slots import make_table, read_vitals
+from monarchfs.fuse.slots import make_memory, make_table, read_vitals
 from monarchfs.fuse.unmount import unmount_bounded, waiting_requests
 from monarchfs.supervisor.backing import BackingFiles, check_privileges
 from monarchfs.supervisor.identity import acting_as
@@ -66,6 +66,9 @@ from monarchfs.types import OperationError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+_COUNTS_BYTES = 256 << 10
+"""Ten times what a mount with some tiers needs, twice."""
 
 log = logging.getLogger(__name__)
 
@@ -146,10 +149,12 @@ def _start(
     mount_ns = time.time_ns()
     handles = make_table()
     undo.callback(os.close, handles)
+    counts = make_memory("monarchfs-counts", _COUNTS_BYTES)
+    undo.callback(os.close, counts)
     request = read_init_request(fuse, deadline)
     journal = _journal(config, request, undo)
     descriptors = Descriptors(
-        *(fuse, what.descriptor, state_dir, tuple(tiers), handles, journal),
+        *(fuse, what.descriptor, state_dir, tuple(tiers), handles, counts, journal),
         metrics=None if metrics is None else metrics.fileno(),
     )
     backing = BackingFiles(config, fuse, tiers, handles)
