@@ -1,4 +1,4 @@
-# make setup | demo | test | check | bench | bench-full | man | install-system | clean
+# make setup | demo | test | check | bench | bench-full | cluster | man | install-system | clean
 # Variables: PYTHON (which one makes the virtual environment), ARGS (passed to demo, test, bench)
 
 # The system's own first: every user may run it, and mounts are tested as an ordinary user too.
@@ -12,7 +12,7 @@ ARGS ?=
 PACKAGES := gcc libc6-dev libfuse3-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
 	bindfs attr acl strace procps
 
-.PHONY: help setup packages demo test check bench bench-full man install-system clean
+.PHONY: help setup packages demo test check bench bench-full cluster man install-system clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -73,6 +73,11 @@ bench: $(STAMP)
 
 bench-full: $(STAMP)
 	@$(BIN)/python -m bench.run --full $(ARGS)
+
+# Shows what is promised for clusters on a Slurm cluster of three nodes that it brings up here.
+cluster: $(STAMP)
+	@.ci/cluster-packages build/prometheus
+	@$(BIN)/python -m tests.slurm.prove $(ARGS)
 
 man: $(STAMP)
 	@$(BIN)/python -m monarchfs.cli.man build/man

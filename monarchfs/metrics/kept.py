@@ -60,7 +60,7 @@ class Kept:
             _add(part, saved.get(name))
 
     def save(self) -> None:
-        """Takes some 50 microseconds; does not block. Raises ValueError if there is too much."""
+        """Takes a fifth of a millisecond. Raises ValueError if there is too much."""
         if self._memory is None:
             return
         content = {name: _plain(part) for name, part in self._parts.items()}

@@ -20,6 +20,7 @@ import pytest
 from monarchfs.config.places import ROOT_RUNTIME_DIR
 from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, Kind
 from tests.exporter.nodes import exporter
+from tests.exporter.prometheus import NO_PROMETHEUS, PROMETHEUS, SHIPPED, samples, server
 from tests.exporter.test_scraping import (
     FILES,
     PROMTOOL,
@@ -41,9 +42,7 @@ from tests.mounting import (
     wait_for,
 )
 
-SHIPPED = REPOSITORY / "prometheus"
 DOCUMENT = (REPOSITORY / "docs" / "PROMETHEUS.md").read_text()
-PROMETHEUS = os.environ.get("PROMETHEUS") or shutil.which("prometheus")
 JOB = "4711"
 
 
@@ -149,24 +148,9 @@ class Server:
 
     def __init__(self, directory: Path, target: str) -> None:
         self.port = free_port()
-        rules = (SHIPPED / "rules.yml").read_text()
-        (directory / "rules.yml").write_text(rules)
-        config = (SHIPPED / "prometheus.yml").read_text()
-        config = config.replace("30s", "1s").replace("10s", "1s")
-        config = re.sub(r"targets: \[.*\]", f'targets: ["{target}"]', config)
-        (directory / "prometheus.yml").write_text(config)
-        assert PROMETHEUS is not None
+        command = server(directory, [target], f"127.0.0.1:{self.port}")
         self._log = open(directory / "log", "w")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [
-                PROMETHEUS,
-                f"--config.file={directory}/prometheus.yml",
-                f"--storage.tsdb.path={directory}/data",
-                f"--web.listen-address=127.0.0.1:{self.port}",
-            ],
-            stdout=self._log,
-            stderr=self._log,
-        )
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
 
     def get(self, path: str, **parameters: str) -> Any:
         url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
@@ -179,8 +163,7 @@ class Server:
         return content["data"]
 
     def query(self, query: str) -> list[tuple[dict[str, str], float]]:
-        result = self.get("query", query=query)["result"]
-        return [(one["metric"], float(one["value"][1])) for one in result]
+        return samples(self.get("query", query=query))
 
     def ready(self) -> bool:
         assert self._process.poll() is None
@@ -197,7 +180,7 @@ class Server:
 
 
 @contextmanager
-def server(target: str) -> Iterator[Server]:
+def watching(target: str) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="monarchfs-test-") as directory:
         running = Server(Path(directory), target)
         try:
@@ -224,14 +207,12 @@ def place_of_a_job() -> Iterator[Path]:
 
 @requires_root
 @requires_fuse
-@pytest.mark.skipif(
-    PROMETHEUS is None, reason="Prometheus (Debian's package prometheus) is not installed"
-)
+@pytest.mark.skipif(PROMETHEUS is None, reason=NO_PROMETHEUS)
 def test_every_query_of_the_dashboard_tells_of_a_real_job(work: Bench) -> None:
     """A job reads a dataset twice through a mount that a real server watches."""
     source = work.path / "src"
     make_files(source)
-    with place_of_a_job() as point, exporter() as port, server(f"127.0.0.1:{port}") as prometheus:
+    with place_of_a_job() as point, exporter() as port, watching(f"127.0.0.1:{port}") as prometheus:
         mount = work.mount(source, point=point)
         try:
             this = f'mount="{point}"'

@@ -121,6 +121,10 @@ class Cluster:
             "SLURM_CONF": f"{self.base}/slurm.conf",
         }
 
+    @staticmethod
+    def address(machine: str) -> str:
+        return f"{_NETWORK}.1" + machine[1:] if machine in NODES else f"{_NETWORK}.1"
+
     def local_of(self, node: str) -> Path:
         """A node's local disk, as seen from outside."""
         return self.base / "disks" / node
@@ -234,7 +238,7 @@ class Cluster:
         self._start_munge()
         self._start_machine("ctl")
         self._network_of_ctl()
-        self._daemon("ctl", "slurmctld", "-D")
+        self.daemon("ctl", "slurmctld", "-D")
         for node in NODES:
             self.boot(node)
         self.wait_idle()
@@ -243,7 +247,7 @@ class Cluster:
         """Starts a node that is not running; `wait_idle` says when Slurm has it back."""
         self._start_machine(node)
         self._network_of(node)
-        self._daemon(node, "slurmd", "-D", "-N", node)
+        self.daemon(node, "slurmd", "-D", "-N", node)
 
     def wait_idle(self) -> None:
         """Until Slurm would run jobs on all nodes."""
@@ -274,7 +278,14 @@ class Cluster:
         self.munged = subprocess.Popen(
             [
                 *("setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}"),
-                *("--clear-groups", "munged", "--foreground", f"--key-file={directory}/key"),
+                *(
+                    "--clear-groups",
+                    "--pdeathsig",
+                    "KILL",
+                    "munged",
+                    "--foreground",
+                    f"--key-file={directory}/key",
+                ),
                 *(f"--socket={directory}/socket", f"--pid-file={directory}/pid"),
                 *(f"--seed-file={directory}/seed", f"--log-file={directory}/log"),
             ],
@@ -301,6 +312,8 @@ class Cluster:
         )
         outer = subprocess.Popen(
             [
+                # Nothing is left either where whoever started this is killed.
+                *("setpriv", "--pdeathsig", "KILL"),
                 *("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child"),
                 *("--mount-proc", "--propagation", "private", "sh", "-c", setup),
             ],
@@ -335,8 +348,8 @@ class Cluster:
         _ip(pid, "addr", "add", f"{_NETWORK}.1{node[1:]}/24", "dev", "eth0")
         _ip(pid, "link", "set", "eth0", "up")
 
-    def _daemon(self, machine: str, *words: str) -> None:
-        # Ends with the machine's first process.
+    def daemon(self, machine: str, *words: str) -> None:
+        """Starts a program that ends with the machine's first process."""
         subprocess.run(
             self.machines[machine].command("sh", "-c", 'setsid "$@" &', "-", *words),
             env=self.environment,

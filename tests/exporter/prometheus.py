@@ -1,0 +1,43 @@
+"""Prometheus' server in tests: the shipped configuration, made quick, and how it is started."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.mounting import REPOSITORY
+
+SHIPPED = REPOSITORY / "prometheus"
+_UNPACKED = REPOSITORY / "build" / "prometheus" / "usr" / "bin" / "prometheus"
+PROMETHEUS = (
+    os.environ.get("PROMETHEUS")
+    or shutil.which("prometheus")
+    or (str(_UNPACKED) if _UNPACKED.exists() else None)
+)
+NO_PROMETHEUS = "Prometheus (Debian's package prometheus) is not installed"
+
+
+def server(directory: Path, targets: Sequence[str], listen: str) -> list[str]:
+    """The command of a server that scrapes ``targets`` every second, with the shipped rules; its
+    files are written to ``directory``."""
+    (directory / "rules.yml").write_text((SHIPPED / "rules.yml").read_text())
+    config = (SHIPPED / "prometheus.yml").read_text().replace("30s", "1s").replace("10s", "1s")
+    named = ", ".join(f'"{target}"' for target in targets)
+    config = re.sub(r"targets: \[.*\]", f"targets: [{named}]", config)
+    (directory / "prometheus.yml").write_text(config)
+    assert PROMETHEUS is not None
+    return [
+        PROMETHEUS,
+        f"--config.file={directory}/prometheus.yml",
+        f"--storage.tsdb.path={directory}/data",
+        f"--web.listen-address={listen}",
+    ]
+
+
+def samples(data: Any) -> list[tuple[dict[str, str], float]]:
+    """The labels and values of what a query gave."""
+    return [(one["metric"], float(one["value"][1])) for one in data["result"]]

@@ -1,0 +1,455 @@
+"""What the cluster has to show, each as a function of a running one: it asserts, and returns what
+it measured in one line. The tests run them, and so does ``python -m tests.slurm.prove``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+from tests.exporter.prometheus import NO_PROMETHEUS, PROMETHEUS, samples, server
+from tests.exporter.test_scraping import documented_queries
+from tests.mounting import REPOSITORY, wait_for
+from tests.slurm.cluster import NODES, USERS, Cluster
+from tests.slurm.site import configure
+
+VERIFY = """
+cd "$MONARCHFS_ROOT" && find . -type f | LC_ALL=C sort | xargs sha256sum | sha256sum
+echo "root=$MONARCHFS_ROOT warning=$MONARCHFS_WARNING"
+"""
+
+
+def dataset(slurm: Cluster, name: str, files: int = 12) -> Path:
+    """A dataset of its own for a test; readable by everybody."""
+    path = slurm.base / "lustre" / name
+    path.mkdir()
+    for number in range(files):
+        (path / f"file{number:02}").write_bytes(os.urandom(20_000 + number))
+    return path
+
+
+def digest(path: Path) -> str:
+    """What VERIFY prints of a directory first."""
+    lines = "".join(
+        f"{hashlib.sha256(one.read_bytes()).hexdigest()}  ./{one.name}\n"
+        for one in sorted(path.iterdir())
+    )
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def nothing_left(slurm: Cluster) -> None:
+    """No mount of ours, no job in a set, no daemon, on any node; and all nodes are fine."""
+
+    def left() -> str:
+        points = [f"{node}: {point}" for node in NODES for point in slurm.monarchfs_mounts(node)]
+        kept = "find /run/monarchfs/slurm/shares /run/monarchfs/slurm/env /run/monarchfs/slurm/jobs"
+        files = [slurm.run(node, *kept.split(), "-mindepth", "1").stdout for node in NODES]
+        return "\n".join(points + files).strip()
+
+    wait_for(lambda: not left(), "mounts and what belongs to them to go")
+    slurm.wait_idle()
+
+
+def reports(slurm: Cluster, job: int) -> dict[str, dict[str, Any]]:
+    """A job's reports by node, as written there."""
+    found = {}
+    for node in NODES:
+        path = slurm.local_of(node) / "reports" / f"{job}.{node}.json"
+        if path.exists():
+            found[node] = json.loads(path.read_text())
+    return found
+
+
+def log_of(slurm: Cluster, node: str) -> str:
+    return (slurm.local_of(node) / "log" / "slurm.log").read_text()
+
+
+def after(slurm: Cluster, node: str, data: Path) -> int:
+    """The number of another job, which is over, that used the mount."""
+    job = slurm.sbatch(VERIFY, "-N1", "-w", node, f"--comment=monarchfs={data}")
+    slurm.wait(job)
+    assert "root=/run/monarchfs/slurm/shares/" in slurm.output(job), slurm.logs()
+    return job
+
+
+def a_job_on_three_nodes_reads_its_dataset_through_mounts(slurm: Cluster) -> str:
+    data = dataset(slurm, "threenodes")
+    began = time.monotonic()
+    script = f"srun sh -c '{VERIFY}{VERIFY}'\n"
+    job = slurm.sbatch(script, "-N3", f"--comment=monarchfs={data}:prefetch=all")
+    slurm.wait(job)
+    seconds = time.monotonic() - began
+    output = slurm.output(job)
+    assert output.count(digest(data)) == 6, output + slurm.logs()
+    assert output.count("root=/run/monarchfs/slurm/shares/") == 6
+    assert output.count("/threenodes warning=\n") == 6
+    found = reports(slurm, job)
+    assert set(found) == set(NODES)
+    size = sum(path.stat().st_size for path in data.iterdir())
+    for node, report in found.items():
+        (one,) = report["datasets"]
+        assert one["source"] == str(data)
+        assert one["mounted"] is True
+        assert one["shared_with"] == []
+        # What is read again the kernel has, and it does not ask to open it.
+        assert one["local_opens"] + one["source_opens"] >= 12
+        assert one["copies_failed"] == one["worker_restarts"] == 0
+        assert one["source_read_bytes"] == size
+        assert one["peak_used_bytes"] >= size
+        assert one["resident_after_seconds"] is not None
+        shown = slurm.run(
+            node, f"{slurm.base}/monarchfs", "report", str(job), "--dir", f"{slurm.local}/reports",
+            user="nobody",
+        )  # fmt: skip
+        assert shown.returncode == 0, shown.stderr
+        assert f"job {job} of nobody on {node}" in shown.stdout
+        assert "copies failed" in shown.stdout
+    nothing_left(slurm)
+    return (
+        f"sha256 of 12 files equal in 6 of 6 readings on {len(found)} nodes, {size} bytes read from"
+        f" the source once a node, {len(found)} reports; {seconds:.1f} s with prolog and epilog"
+    )
+
+
+def twenty_jobs_in_a_burst_share_two_datasets(slurm: Cluster) -> str:
+    pair = [dataset(slurm, f"burst{number}") for number in range(2)]
+    began = time.monotonic()
+    jobs = [
+        slurm.sbatch(VERIFY, "-N1", "-w", "n1", f"--comment=monarchfs={pair[number % 2]}")
+        for number in range(20)
+    ]
+    slurm.wait(*jobs, seconds=90)
+    seconds = time.monotonic() - began
+    for number, job in enumerate(jobs):
+        output = slurm.output(job)
+        assert digest(pair[number % 2]) in output, output + slurm.logs()
+        assert "root=/run/monarchfs/slurm/shares/" in output, output + log_of(slurm, "n1")
+    nothing_left(slurm)
+    found = [reports(slurm, job)["n1"]["datasets"][0] for job in jobs]
+    assert {one["source"] for one in found} == {str(path) for path in pair}
+    # The source was read once for all of them, or once again where all had left meanwhile.
+    assert any(one["shared_with"] for one in found)
+    alone = sum(not one["shared_with"] for one in found)
+    assert alone < 10
+    return (
+        f"{len(jobs)} jobs, 2 datasets, bytes right in all; {len(jobs) - alone} shared a mount;"
+        f" 0 mounts left; {seconds:.1f} s"
+    )
+
+
+def the_jobs_of_an_array_use_one_mount_that_lingers(slurm: Cluster) -> str:
+    data = dataset(slurm, "array")
+    configure(slurm.base, 'linger = "4s"')
+    try:
+        job = slurm.sbatch(
+            VERIFY, "-N1", "-w", "n2", "--array=0-7%2", f"--comment=monarchfs={data}"
+        )
+        slurm.wait(job, seconds=90)
+        output = slurm.output(job)
+        assert output.count(digest(data)) == 8, output + slurm.logs()
+        assert output.count("root=/run/monarchfs/slurm/shares/") == 8
+        assert slurm.mount_of("n2", data) is not None, "it lingers"
+        log = log_of(slurm, "n2")
+        assert log.count(f"mounted {data} ") - log.count(f"unmounted {data} ") == 1, log
+        assert log.count(f"shares {data} ") == 7, log
+        nothing_left(slurm)
+    finally:
+        configure(slurm.base)
+    return "8 tasks, 1 mount made, 7 came to it; it lingered, and 0 mounts are left"
+
+
+def a_source_that_hangs_delays_a_job_for_no_longer_than_the_deadline(slurm: Cluster) -> str:
+    backing, point = slurm.base / "backing", slurm.base / "frozen"
+    backing.mkdir()
+    point.mkdir()
+    done = slurm.run("n1", "bindfs", "-r", str(backing), str(point))
+    assert done.returncode == 0, done.stderr
+    pid = slurm.run("n1", "pgrep", "-f", f"^bindfs -r {backing}").stdout.split()[0]
+    slurm.run("n1", "kill", "-STOP", pid)
+    try:
+        began = time.monotonic()
+        job = slurm.sbatch(
+            'echo "root=$MONARCHFS_ROOT warning=$MONARCHFS_WARNING"\n',
+            *("-N1", "-w", "n1", f"--comment=monarchfs={point}"),
+        )
+        slurm.wait(job)
+        seconds = time.monotonic() - began
+        # The deadline of 8 s, and what Slurm itself needs.
+        assert seconds < 8 + 5
+        assert slurm.output(job) == (f"root={point} warning={point} did not answer within 4 s\n"), (
+            slurm.logs()
+        )
+        assert slurm.node_states()["n1"] == "idle"
+        (one,) = reports(slurm, job)["n1"]["datasets"]
+        assert one["mounted"] is False
+        assert one["reason"] == f"{point} did not answer within 4 s"
+    finally:
+        slurm.run("n1", "kill", "-CONT", pid)
+        slurm.run("n1", "umount", "-l", str(point))
+    nothing_left(slurm)
+    return f"job over after {seconds:.1f} s (deadline 8 s), on the source's own path; node idle"
+
+
+def an_epilog_ends_though_a_process_sits_in_the_mount(slurm: Cluster) -> str:
+    data = dataset(slurm, "sitting")
+    # Out of the process group that Slurm kills.
+    script = "cd $MONARCHFS_ROOT; setsid sleep 61 <file00 >/dev/null 2>&1 &\nsleep 0.5\n"
+    job = slurm.sbatch(script, "-N1", "-w", "n3", f"--comment=monarchfs={data}")
+    began = time.monotonic()
+    slurm.wait(job)
+    seconds = time.monotonic() - began
+    assert seconds < 8 + 5
+    sitting = slurm.run("n3", "pgrep", "-f", "^sleep 61").stdout.split()
+    assert len(sitting) == 1, "the process was to outlive its job"
+    slurm.run("n3", "kill", *sitting)
+    assert digest(data) in slurm.output(after(slurm, "n3", data))
+    nothing_left(slurm)
+    return f"unmounted {seconds:.1f} s after the job was submitted (deadline 8 s), next job fine"
+
+
+def a_killed_worker_costs_its_job_nothing(slurm: Cluster) -> str:
+    data = dataset(slurm, "worker")
+    script = (
+        "cd $MONARCHFS_ROOT\n"
+        "round=0; while [ $round -lt 60 ]; do\n"
+        "  find . -type f | LC_ALL=C sort | xargs sha256sum | sha256sum || echo failed\n"
+        "  round=$((round + 1)); sleep 0.05\n"
+        "done; echo done\n"
+    )
+    job = slurm.sbatch(script, "-N1", "-w", "n3", f"--comment=monarchfs={data}")
+    wait_for(lambda: slurm.output(job).count("\n") > 3, "the job to read")
+    point = slurm.mount_of("n3", data)
+    assert point is not None
+    status = slurm.run("n3", f"{slurm.base}/monarchfs", "status", point, "--json").stdout
+    slurm.run("n3", "kill", "-KILL", str(json.loads(status)["worker"]["pid"]))
+    slurm.wait(job)
+    lines = slurm.output(job).splitlines()
+    assert lines == [f"{digest(data)}  -"] * 60 + ["done"], slurm.logs()
+    (one,) = reports(slurm, job)["n3"]["datasets"]
+    assert one["worker_restarts"] == 1
+    # Of both workers: the first has copied all of it, the second nothing.
+    assert one["source_read_bytes"] == sum(path.stat().st_size for path in data.iterdir())
+    assert one["copies_completed"] == 12
+    nothing_left(slurm)
+    return (
+        "60 of 60 checksums right, 0 errors; 1 restart, and its report has what both workers did:"
+        f" 12 copies, {one['source_read_bytes']} bytes of the source"
+    )
+
+
+def a_killed_supervisor_costs_its_job_and_no_other(slurm: Cluster) -> str:
+    data = dataset(slurm, "killed")
+    script = (
+        "cd $MONARCHFS_ROOT; echo reading\n"
+        "while cat file* >/dev/null 2>/tmp/null; do sleep 0.1; done; echo failed\n"
+    ).replace("/tmp/null", "/dev/null")
+    job = slurm.sbatch(script, "-N1", "-w", "n1", f"--comment=monarchfs={data}")
+    wait_for(lambda: "reading" in slurm.output(job), "the job to read")
+    point = slurm.mount_of("n1", data)
+    registered = slurm.run("n1", "sh", "-c", "cat /run/monarchfs/*.json").stdout
+    (entry,) = (json.loads(line) for line in registered.replace("}{", "}\n{").splitlines())
+    assert entry["mountpoint"] == point
+    slurm.run("n1", "kill", "-KILL", str(entry["supervisor_pid"]))
+    slurm.wait(job)
+    assert slurm.output(job).endswith("failed\n"), slurm.logs()
+    (one,) = reports(slurm, job)["n1"]["datasets"]
+    assert one["answered"] is False
+    assert digest(data) in slurm.output(after(slurm, "n1", data))
+    nothing_left(slurm)
+    return "the job read on to an error, its epilog left nothing, the next job's bytes are right"
+
+
+def a_node_that_was_switched_off_serves_the_next_job(slurm: Cluster) -> str:
+    data = dataset(slurm, "switchedoff")
+    first = after(slurm, "n2", data)
+    assert digest(data) in slurm.output(first)
+    job = slurm.sbatch(
+        "echo begun; sleep 60\n",
+        *("-N1", "-w", "n2", "--no-requeue", f"--comment=monarchfs={data}"),
+    )
+    wait_for(lambda: "begun" in slurm.output(job), "the job to run")
+    slurm.machines["n2"].power_cut()
+    slurm.boot("n2")
+    slurm.run("ctl", "scancel", str(job))
+    slurm.wait(job)
+    slurm.wait_idle()
+    last = after(slurm, "n2", data)
+    assert digest(data) in slurm.output(last)
+    # What was copied before is still there.
+    assert reports(slurm, last)["n2"]["datasets"][0]["source_read_bytes"] == 0
+    nothing_left(slurm)
+    return "all processes killed, /run lost: next job's bytes right, 0 bytes read from the source"
+
+
+def nobody_else_gets_anything_of_a_mount_or_its_cache(slurm: Cluster) -> str:
+    data = dataset(slurm, "private")
+    data.chmod(0o750)
+    os.chown(data, -1, 65534)
+    job = slurm.sbatch(
+        "cat $MONARCHFS_ROOT/* >/dev/null && echo $MONARCHFS_ROOT; sleep 60\n",
+        *("-N1", "-w", "n1", f"--comment=monarchfs={data}:prefetch=all"),
+    )
+    wait_for(lambda: "/run/" in slurm.output(job), "the job to have read")
+    point = slurm.output(job).strip()
+    for user in ("daemon", None):
+        # Not even root: the mount is its user's alone.
+        assert slurm.run("n1", "ls", point, user=user).returncode != 0, user
+    (key,) = os.listdir(slurm.local_of("n1") / "cache" / "slurm")[-1:]
+    kept = [f"{slurm.local}/tier", f"{slurm.local}/cache/slurm", "/run/monarchfs/slurm"]
+    seen = slurm.run("n1", "find", *kept, "-readable", "-type", "f", user="daemon").stdout
+    assert seen == ""
+    inner = slurm.run("n1", "find", f"{slurm.local}/tier", "-mindepth", "2", user=None).stdout
+    for path in inner.split():
+        assert slurm.run("n1", "ls", path, user="daemon").returncode != 0, path
+    assert slurm.run("n1", "ls", "/run/monarchfs/slurm/env", user="daemon").returncode != 0
+    # The second user's own request gets what that user may read: nothing.
+    other = slurm.sbatch(
+        'echo "root=$MONARCHFS_ROOT"; ls $MONARCHFS_ROOT\n',
+        *("-N1", "-w", "n1", f"--comment=monarchfs={data}"),
+        user="daemon",
+    )
+    slurm.wait(other)
+    assert f"root={data}\n" in slurm.output(other, "daemon")
+    assert "Permission denied" in slurm.output(other, "daemon")
+    slurm.run("ctl", "scancel", str(job))
+    slurm.wait(job)
+    shown = slurm.run(
+        "n1", f"{slurm.base}/monarchfs", "report", str(job), "--dir", f"{slurm.local}/reports",
+        user="daemon",
+    )  # fmt: skip
+    assert (shown.returncode, shown.stdout) == (1, "")
+    assert shown.stderr == f"monarchfs: the report of job {job} is another user's: ask root\n"
+    assert key
+    nothing_left(slurm)
+    return (
+        "another user and root: mount not listed, 0 files of tier and index readable; that"
+        " user's own job: Permission denied by the source, report refused"
+    )
+
+
+def prometheus_tells_a_jobs_local_share(slurm: Cluster) -> str:
+    """Two jobs on the same nodes: one reads its dataset twice, one's is never copied."""
+    assert PROMETHEUS is not None, NO_PROMETHEUS
+    data, other = dataset(slurm, "watched"), dataset(slurm, "uncached")
+    nodes = [f"{slurm.address(node)}:9465" for node in NODES]
+    for node, address in zip(NODES, nodes, strict=True):
+        slurm.daemon(node, f"{slurm.base}/monarchfs", "exporter", "--listen", address)
+    directory = slurm.base / "prometheus"
+    directory.mkdir()
+    listen = f"{slurm.address('ctl')}:9090"
+    slurm.daemon("ctl", *server(directory, nodes, listen))
+    go_on = slurm.work(USERS[0]) / "go on"
+    script = (
+        "srun sh -c 'cat $MONARCHFS_ROOT/* >/dev/null; echo read; "
+        'while ! test -e "$0"; do sleep 0.1; done; cat $MONARCHFS_ROOT/* >/dev/null; sleep 60\' '
+        f"'{go_on}'\n"
+    )
+    # Where the kernel asks to open each file again, all readings are counted.
+    jobs = {
+        slurm.sbatch(script, "-N3", f"--comment=monarchfs={data}:freshness=ttl=60"),
+        slurm.sbatch(script, "-N3", f"--comment=monarchfs={other}:freshness=ttl=60:prefetch=none"),
+    }
+    twice, never = sorted(jobs)
+    try:
+        for job in jobs:
+            wait_for(lambda: slurm.output(job).count("read\n") == 3, "it to read")  # noqa: B023
+        for node in NODES:
+            wait_for(lambda: _resident(slurm, node, data) == 12, "copies")  # noqa: B023
+        go_on.touch()
+        asked = documented_queries((REPOSITORY / "docs" / "PROMETHEUS.md").read_text())[0]
+
+        def share(job: int) -> float | None:
+            found = _query(slurm, listen, asked.replace("4711", str(job)))
+            return found[0][1] if found else None
+
+        opened = (
+            'sum by (job_id) (monarchfs_mount_job_info{job_id="4711"} * on (instance, user, source,'
+            " mount) group_left sum without (served) (monarchfs_opens_total))"
+        )
+
+        def opens(job: int) -> float:
+            found = _query(slurm, listen, opened.replace("4711", str(job)))
+            return found[0][1] if found else 0
+
+        for job in jobs:
+            wait_for(lambda: opens(job) == 2 * 3 * 12, "all to be scraped")  # noqa: B023
+        local, nothing = share(twice), share(never)
+        assert (local, nothing) == (0.5, 0)
+        up = _query(slurm, listen, "sum(up)")[0][1]
+    finally:
+        for job in jobs:
+            slurm.run("ctl", "scancel", str(job))
+    slurm.wait(*jobs)
+    # What the report says is the same.
+    counts = [reports(slurm, twice)[node]["datasets"][0] for node in NODES]
+    reported = sum(one["local_opens"] for one in counts) / (2 * 3 * 12)
+    assert reported == local
+    for name in ("prometheus", "exporter"):
+        for machine in ("ctl", *NODES):
+            slurm.run(machine, "pkill", "-f", f"{name} --")
+    nothing_left(slurm)
+    return (
+        f"{up:.0f} exporters scraped; local share of two jobs at once, by their numbers:"
+        f" {local:.3f} (its dataset read twice; its report: {reported:.3f}) and {nothing:.3f}"
+        " (prefetch=none)"
+    )
+
+
+def _resident(slurm: Cluster, node: str, data: Path) -> int:
+    point = slurm.mount_of(node, data)
+    assert point is not None
+    status = slurm.run(node, f"{slurm.base}/monarchfs", "status", point, "--json").stdout
+    return int(json.loads(status)["files"]["resident"])
+
+
+def _query(slurm: Cluster, listen: str, query: str) -> list[tuple[dict[str, str], float]]:
+    """An instant query; nothing while the server does not answer yet."""
+    fetch = (
+        "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=10).read().decode())"
+    )
+    url = f"http://{listen}/api/v1/query?" + urllib.parse.urlencode({"query": query})
+    done = slurm.run("ctl", sys.executable, "-I", "-c", fetch, url)
+    return samples(json.loads(done.stdout)["data"]) if done.returncode == 0 else []
+
+
+def without_an_administrator_a_step_runs_its_own_mount(slurm: Cluster) -> str:
+    """``srun monarchfs run``: no prolog has to do with it, and no privilege."""
+    data = dataset(slurm, "ownmount")
+    for node in NODES:
+        own = slurm.local_of(node) / "own"
+        own.mkdir()
+        shutil.chown(own, USERS[0])
+    verify = (
+        "cd $0 && find . -type f | LC_ALL=C sort | xargs sha256sum | sha256sum;"
+        ' grep -c " $0 .* - fuse.monarchfs " /proc/self/mountinfo; id -u; exit 3'
+    )
+    place = f"{slurm.local}/own"
+    words = f"--strict --prefetch all --tier {place}/tier=32M --state-dir {place}/state"
+    script = (
+        f"export XDG_RUNTIME_DIR={place}\n"
+        f'srun sh -c \'{slurm.base}/monarchfs run {data} {words} -- sh -c "$0" {data};'
+        f" echo code=$?; grep -c fuse.monarchfs /proc/self/mountinfo || true' '{verify}'\n"
+    )
+    began = time.monotonic()
+    job = slurm.sbatch(script, "-N3")
+    slurm.wait(job)
+    seconds = time.monotonic() - began
+    output = slurm.output(job)
+    assert output.count(digest(data)) == 3, output
+    assert output.count("code=3\n") == 3, output
+    assert sorted(output.split().count(word) for word in ("1", "0", "65534")) == [3, 3, 3], output
+    nothing_left(slurm)
+    for node in NODES:
+        kept = slurm.local_of(node) / "own" / "tier"
+        assert sum(path.is_file() for path in kept.rglob("*")) == 12
+    return (
+        "3 of 3 nodes: sha256 equal at the source's own path, as an ordinary user; exit code 3"
+        f" passed on, 0 mounts seen outside or left, 12 files kept a node; {seconds:.1f} s"
+    )
