@@ -83,7 +83,7 @@ man: $(STAMP)
 	@$(BIN)/python -m monarchfs.cli.man build/man
 
 # What pip cannot do: the place where mount(8) looks, man pages, completion, units of systemd, rules
-# and dashboard for Prometheus. INSTALLED is where pip put the commands, DESTDIR is for whoever makes
+# and dashboard for Prometheus, Slurm's scripts and (with its headers) plugin. INSTALLED is where pip put the commands, DESTDIR is for whoever makes
 # packages.
 INSTALLED ?= $(abspath $(BIN))
 PREFIX ?= /usr/local
@@ -102,7 +102,15 @@ install-system: man
 			> $(DESTDIR)$(PREFIX)/lib/systemd/system/$$unit || exit 1; \
 	done
 	install -m 644 systemd/imagenet.conf systemd/mnt-imagenet.mount prometheus/*.yml \
-		prometheus/*.json $(DESTDIR)$(PREFIX)/share/monarchfs
+		prometheus/*.json slurm/monarchfs-slurm.toml $(DESTDIR)$(PREFIX)/share/monarchfs
+	install -d $(DESTDIR)$(PREFIX)/lib/monarchfs/slurm
+	for script in prolog epilog task_prolog; do \
+		sed 's|:-monarchfs}|:-$(INSTALLED)/monarchfs}|' slurm/$$script \
+			> $(DESTDIR)$(PREFIX)/lib/monarchfs/slurm/$$script && \
+		chmod 755 $(DESTDIR)$(PREFIX)/lib/monarchfs/slurm/$$script || exit 1; \
+	done
+	@if [ -e /usr/include/slurm/spank.h ]; then $(MAKE) --no-print-directory -C slurm install; \
+	else echo "no Slurm headers here: sbatch --monarchfs is left out (docs/SLURM.md)"; fi
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
