@@ -167,6 +167,18 @@ def test_what_is_made_belongs_to_the_user_alone(work: Area) -> None:
     assert_unmounted(work)
 
 
+def test_the_umask_of_a_service_shuts_nobody_out(root_work: Area) -> None:
+    """What all of them pass through is as open as without it, and what is one user's is not."""
+    work = root_work
+    command = work.command("mount", "src", "mnt", *work.storage, "--user", NOBODY)
+    strict = ["sh", "-c", 'umask 077; exec "$@"', "sh", *command]
+    subprocess.run(strict, check=True, cwd=work.path, env=work.environment, timeout=30)
+    (dataset,) = (work.path / "tier").iterdir()
+    assert dataset.parent.stat().st_mode & 0o777 == 0o755
+    assert dataset.stat().st_mode & 0o777 == 0o700
+    umount(work)
+
+
 def test_root_mounts_for_a_user(root_work: Area) -> None:
     work, nobody = root_work, pwd.getpwnam(NOBODY)
     work.python = interpreter_for(NOBODY)

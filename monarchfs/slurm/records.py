@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monarchfs.slurm.site import Site
+from monarchfs.supervisor import storage
 from monarchfs.types import OperationError
 
 _MOST_BYTES = 1 << 20
@@ -94,9 +95,7 @@ def make_directory(path: str, mode: int) -> None:
     if above != path and not os.path.lexists(above):
         make_directory(above, 0o755)
     try:
-        os.mkdir(path)
-        # Whatever the umask is.
-        os.chmod(path, mode)
+        storage.make_directory(path, mode)
     except FileExistsError:
         st = os.lstat(path)
         if not stat.S_ISDIR(st.st_mode) or st.st_uid != os.geteuid() or st.st_mode & 0o022:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 from monarchfs.config import Config
 from monarchfs.control import Registration, own_mount_namespace, registration_stem
+from monarchfs.supervisor.storage import make_directory
 from monarchfs.types import OperationError, UsageError
 
 _BACKLOG = 64
@@ -28,7 +29,7 @@ def open_runtime_dir(path: str, undo: ExitStack) -> None:
     mode = 0o755 if os.geteuid() == 0 else 0o700
     for directory in (os.path.dirname(path), path):
         try:
-            os.mkdir(directory, mode)
+            make_directory(directory, mode)
         except FileExistsError:
             continue
         except OSError as error:

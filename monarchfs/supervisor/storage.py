@@ -122,6 +122,17 @@ def open_tiers(config: Config, undo: ExitStack) -> list[int]:
     return descriptors
 
 
+def make_directory(path: str, mode: int) -> None:
+    """As mkdir(2), with exactly this mode: a service's umask would shut users out of what is made
+    for all of them. (Not chmod(2) afterwards: by then it could be a link that somebody put there.)
+    For processes of one thread."""
+    before = os.umask(0)
+    try:
+        os.mkdir(path, mode)
+    finally:
+        os.umask(before)
+
+
 def open_log(state_dir: int, name: str, user: User, *, truncate: bool) -> int:
     """A file in the state directory for appending; as the user, who owns the directory and could
     have put a symbolic link there."""
@@ -256,7 +267,7 @@ def _make_parents(path: str, undo: ExitStack) -> None:
         path = os.path.dirname(path)
     mode = 0o755 if os.geteuid() == 0 else 0o700
     for directory in reversed(missing):
-        _try("make", directory, partial(os.mkdir, directory, mode))
+        _try("make", directory, partial(make_directory, directory, mode))
         undo.callback(_remove_if_empty, directory)
 
 
