@@ -408,7 +408,11 @@ class Worker:
             self._nursery.start_soon(self.scan.everything)
         elif config.prefetch is PrefetchMode.FILE and config.prefetch_list is not None:
             roots = [os.fsencode(root) for root in (config.mountpoint, config.source)]
-            paths = await trio.to_thread.run_sync(read_list, config.prefetch_list, roots)
+            try:
+                paths = await trio.to_thread.run_sync(read_list, config.prefetch_list, roots)
+            except OSError as error:  # it was there when this was mounted
+                log.warning("nothing is prefetched: %s: %s", config.prefetch_list, error.strerror)
+                return
             self._nursery.start_soon(self.scan.listed, paths)
 
     def _touch(self) -> Touch:

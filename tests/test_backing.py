@@ -37,7 +37,7 @@ from tests.mounting import (
 )
 from tests.test_protocol import LINUX_6_18, request
 
-HOSTILE = str(Path(__file__).with_name("hostile.py"))
+HOSTILE = str(Path(__file__).with_name("hostile") / "worker.py")
 OURS, DEVICE = 1000, 5
 
 

@@ -194,7 +194,7 @@ def test_wrong_usage_is_not_tried_again(system: Booted) -> None:
 
 
 def test_names_that_are_escaped(system: Booted) -> None:
-    """`%f` is the path again; spaces, quotation marks, dollars, percent signs stay what they are."""
+    """`%f` is the path again; spaces, quotation marks, dollars and percent signs are kept."""
     source = system.work / "it's $HOME, 100%"
     source.mkdir()
     (source / "file").write_bytes(b"bytes")

@@ -90,6 +90,8 @@ def _parsed(path: str, content: bytes) -> tuple[dict[str, Any], str]:
         raise _not_toml(path, text, str(error)) from None
     except RecursionError:
         raise UsageError(f"configuration {path}: not TOML: nested too deeply: correct it") from None
+    except ValueError as error:  # int() takes no more than 4300 digits
+        raise UsageError(f"configuration {path}: {error}: correct it") from None
     return table, text
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import socket
+import stat
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from monarchfs.config.places import Places
@@ -70,14 +71,27 @@ def sockets(search: Search) -> list[Check]:
 
 
 def dead_sockets(directory: str) -> list[str]:
-    """Sockets in a runtime directory without a registration beside them, that nobody listens on."""
+    """Sockets in a runtime directory without a registration beside them, that nobody listens on.
+    A directory that is a link, or that others may write to, is passed over: what lies there is not
+    its user's."""
     try:
+        st = os.lstat(directory)
+        if not stat.S_ISDIR(st.st_mode) or st.st_mode & 0o022:
+            return []
         names = set(os.listdir(directory))
     except OSError:
         return []
     stems = [name.removesuffix(".sock") for name in sorted(names) if name.endswith(".sock")]
     paths = [os.path.join(directory, f"{s}.sock") for s in stems if f"{s}.json" not in names]
-    return [path for path in paths if not _listens(path)]
+    return [path for path in paths if _is_socket_of(st.st_uid, path) and not _listens(path)]
+
+
+def _is_socket_of(uid: int, path: str) -> bool:
+    try:
+        st = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISSOCK(st.st_mode) and st.st_uid == uid
 
 
 def _listens(path: str) -> bool:
@@ -144,7 +158,9 @@ def locked_files() -> set[tuple[int, int, int]]:
 def _idle_holder(state_dir: str, busy: Container[tuple[int, int, int]]) -> Holder | None:
     """Who had a state directory last; None where somebody has it, or nobody can tell."""
     try:
-        lock = os.open(os.path.join(state_dir, LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # What is called so can be a FIFO of the user's, on which a plain open waits.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        lock = os.open(os.path.join(state_dir, LOCK), flags)
     except OSError:
         return None
     try:

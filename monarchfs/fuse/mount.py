@@ -14,6 +14,7 @@ import stat
 import subprocess
 
 from monarchfs.bounded import Answer, bounded_call
+from monarchfs.fuse.mountinfo import open_directory
 from monarchfs.types import OperationError
 
 DEVICE = "/dev/fuse"
@@ -126,9 +127,13 @@ def _mount_call(source: str, mountpoint: str, flags: int, options: str, device: 
         import ctypes  # only here, because loading it is slow
 
         libc = ctypes.CDLL(None, use_errno=True)
+        try:
+            place = open_directory(mountpoint)
+        except OSError as error:
+            return error.errno, ()
         failed = libc.mount(
             os.fsencode(source),
-            os.fsencode(mountpoint),
+            b"/proc/self/fd/%d" % place,
             b"fuse.monarchfs",
             ctypes.c_ulong(flags),
             options.encode(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Collection
@@ -118,6 +119,19 @@ def resolve_mountpoint(path: str, mounts: list[Mount] | None = None) -> str:
         remaining[:0] = target.split("/")
         resolved = "/" if target.startswith("/") else resolved
     return resolved
+
+
+def open_directory(path: str) -> int:
+    """A directory of this very path (absolute, resolved), as a place (O_PATH, open(2)).
+
+    What was resolved a moment ago may lead elsewhere now: who owns a directory on the way can put a
+    link there. Raises OSError, ELOOP for that.
+    """
+    descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if os.readlink(f"/proc/self/fd/{descriptor}") != path:
+        os.close(descriptor)
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+    return descriptor
 
 
 def split_below(path: str, mountpoints: Collection[str]) -> tuple[str, str] | None:

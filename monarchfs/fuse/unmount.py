@@ -14,7 +14,7 @@ from enum import Enum
 
 from monarchfs.bounded import Answer, bounded_call
 from monarchfs.fuse.mount import SYSTEM_PATH, fusermount_path, may_mount
-from monarchfs.fuse.mountinfo import Mount, find_mount, read_mountinfo
+from monarchfs.fuse.mountinfo import Mount, find_mount, open_directory, read_mountinfo
 from monarchfs.types import OperationError
 
 CONNECTIONS = "/sys/fs/fuse/connections"
@@ -133,7 +133,15 @@ def unmount_call(mountpoint: str, *, lazy: bool = False, force: bool = False) ->
         import ctypes  # only here, because loading it is slow
 
         libc = ctypes.CDLL(None, use_errno=True)
-        failed = libc.umount2(os.fsencode(mountpoint), flags)
+        above, name = os.path.split(mountpoint)
+        try:
+            # UMOUNT_NOFOLLOW is about the name alone; what is above it can be the user's to rename,
+            # with a link in its place, and what that leads to is not to be unmounted.
+            os.chdir(directory := open_directory(above))
+            os.close(directory)
+        except OSError as error:
+            return error.errno, ()
+        failed = libc.umount2(os.fsencode(name or above), flags)
         return (ctypes.get_errno() if failed else 0), ()
 
     try:

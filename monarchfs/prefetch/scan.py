@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
@@ -22,6 +24,9 @@ QUEUE_LIMIT = 50_000
 
 BATCH = 256
 
+_LONGEST_PATH = 4096  # PATH_MAX of limits.h
+_LONGEST_LINE = 2 * _LONGEST_PATH  # with that of the root before it
+
 
 class MirrorTree(Protocol):
     """The part of ``monarchfs.fs.tree.Tree`` that is used here."""
@@ -39,16 +44,22 @@ class MirrorTree(Protocol):
 
 def read_list(path: str, roots: Sequence[bytes]) -> list[bytes]:
     """The paths of a prefetch list, one a line: relative to the mount, or absolute below one of
-    ``roots``. Raises OSError."""
+    ``roots``. Lines longer than any path are left out. Raises OSError."""
     paths = []
-    with open(path, "rb") as file:
-        for line in file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a file", path)
+        while line := file.readline(_LONGEST_LINE):
+            if not line.endswith(b"\n") and len(line) == _LONGEST_LINE:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(_LONGEST_LINE)
+                continue
             listed = line.rstrip(b"\n")
             for root in roots:
                 if listed.startswith(root.rstrip(b"/") + b"/"):
                     listed = listed[len(root.rstrip(b"/")) + 1 :]
                     break
-            if listed:
+            if 0 < len(listed) <= _LONGEST_PATH:
                 paths.append(listed)
     return paths
 

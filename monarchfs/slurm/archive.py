@@ -49,12 +49,12 @@ def find_reports(directory: str, job: int) -> list[dict[str, Any]]:
             continue
         try:
             path = os.path.join(directory, entry)
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(descriptor, "rb") as file:
                 found.append(dict(json.loads(file.read(_MOST_BYTES))))
         except PermissionError:
             refused = f"the report of job {job} is another user's: ask root"
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             refused = f"the report {path} cannot be read: {error}"
     if not found:
         raise OperationError(

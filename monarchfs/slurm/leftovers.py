@@ -30,7 +30,7 @@ from monarchfs.slurm.records import Busy, Layout, layout_of, locked, names_in, u
 from monarchfs.slurm.shares import KEY, Share, every_share
 from monarchfs.slurm.site import Site
 from monarchfs.supervisor.recover import Found, find_all, remove_by_force, supervisor_lives
-from monarchfs.supervisor.registration import remove_registration
+from monarchfs.supervisor.registration import remove_registration, unlink_as
 from monarchfs.types import MonarchError, OperationError
 
 YOUNG_SECONDS = 600.0
@@ -104,9 +104,10 @@ class Sweeper:
         """Sockets without a registration that nobody listens on."""
         for directory in search(_owners()):
             for path in dead_sockets(directory):
-                if os.lstat(path).st_uid == os.geteuid() or os.geteuid() == 0:
+                owner = os.lstat(path).st_uid
+                if os.geteuid() in (0, owner):
                     why = "nobody listens there any more"
-                    self._put("socket", path, why, lambda path=path: unlink(path))  # type: ignore[misc]
+                    self._put("socket", path, why, lambda p=path, o=owner: unlink_as(o, p))  # type: ignore[misc]
 
     def mounts(self, search: Search) -> None:
         """Mounts whose daemon is dead."""
@@ -239,7 +240,7 @@ def _owners() -> set[int]:
 
 
 def _forget(registered: Registered) -> None:
-    remove_registration(registered.stem)
+    remove_registration(registered.stem, registered.owner_uid)
 
 
 def _is_dead(found: Found) -> bool:

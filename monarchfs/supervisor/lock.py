@@ -7,9 +7,11 @@ where the index itself cannot be asked.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import stat
 import time
 from dataclasses import asdict, dataclass
 
@@ -54,11 +56,13 @@ def take_lock(state_dir: int, user: User) -> int:
     Opened as ``user``, who owns the directory and could have put a symbolic link there. Raises
     InUse, or OSError.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     while True:
         with acting_as(user):
             lock = os.open(LOCK, flags, 0o600, dir_fd=state_dir)
         try:
+            if not stat.S_ISREG(os.fstat(lock).st_mode):
+                raise OSError(errno.EINVAL, "it is not a file")
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A supervisor that gives up removes the file: a new one is locked by somebody else.
             if _still_named(lock, state_dir):
@@ -86,7 +90,9 @@ def read_holder(lock: int) -> Holder | None:
             tiers=tuple(str(path) for path in content.get("tiers", ())),
             checking=bool(content.get("checking", False)),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+        return None
+    except RecursionError:  # nested too deeply
         return None
     return holder
 

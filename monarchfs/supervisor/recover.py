@@ -168,9 +168,9 @@ def _listens(registered: Registered) -> bool:
 
 def _forget(registered: Registered) -> None:
     try:
-        remove_registration(registered.stem)
-    except PermissionError:
-        pass  # root's to remove; the next mount there replaces it
+        remove_registration(registered.stem, registered.owner_uid)
+    except OSError:
+        pass  # somebody else's to remove; the next mount there replaces it
 
 
 def _kill(registered: Registered) -> None:

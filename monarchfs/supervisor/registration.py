@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
-from monarchfs.config import Config
+from monarchfs.config import Config, User
 from monarchfs.control import Registration, own_mount_namespace, registration_stem
+from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.storage import make_directory
 from monarchfs.types import OperationError, UsageError
 
 _BACKLOG = 64
+_NOGROUP = 65534
 
 
 def check_runtime_dir(path: str) -> None:
@@ -107,11 +109,21 @@ class ControlSocket:
         os.rename(path + ".new", path)
 
 
-def remove_registration(stem: str) -> None:
-    """Removes the files of a registration, as far as they are there."""
+def remove_registration(stem: str, owner_uid: int | None = None) -> None:
+    """Removes the files of a registration, as far as they are there; as ``owner_uid`` where they
+    are somebody else's (`unlink_as`)."""
     for suffix in (".sock", ".json"):
+        unlink_as(os.geteuid() if owner_uid is None else owner_uid, stem + suffix)
+
+
+def unlink_as(uid: int, path: str) -> None:
+    """Removes a file, if it is there, with the rights of ``uid`` where this is root: the directory
+    is that user's, and could be a link by now to one in which only root may remove anything.
+    Raises OSError."""
+    user = User(str(uid), uid, _NOGROUP, ())
+    with acting_as(user) if os.geteuid() == 0 != uid else nullcontext():
         try:
-            os.unlink(stem + suffix)
+            os.unlink(path)
         except FileNotFoundError:
             pass
 

@@ -134,20 +134,23 @@ def make_directory(path: str, mode: int) -> None:
 
 
 def open_log(state_dir: int, name: str, user: User, *, truncate: bool) -> int:
-    """A file in the state directory for appending; as the user, who owns the directory and could
-    have put a symbolic link there."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    with acting_as(user):
-        return os.open(name, flags | (os.O_TRUNC if truncate else 0), 0o600, dir_fd=state_dir)
+    """A file in the state directory for appending. Where something else lies there, nothing is
+    kept, and a warning says so: a log is no reason not to mount."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if truncate else 0)
+    try:
+        return _open_users_file(state_dir, name, flags, user)
+    except OSError as error:
+        log.warning(
+            "%s in the state directory cannot be written: %s: remove it", name, error.strerror
+        )
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def mark_suspect(state_dir: int, user: User) -> None:
     """Leaves word that a worker died as LMDB does of a damaged index: who opens it next checks it
     first. Written as the user; trouble with it is logged."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with acting_as(user):
-            os.close(os.open(SUSPECT, flags, 0o600, dir_fd=state_dir))
+        os.close(_open_users_file(state_dir, SUSPECT, os.O_WRONLY | os.O_CREAT, user))
     except OSError as error:
         log.error("cannot mark the index as suspect: %s", error.strerror)
 
@@ -157,16 +160,27 @@ def last_log_line(state_dir: int, name: str, user: User) -> str:
 
     A traceback of an exception group ends with a frame drawn around it, which says nothing.
     """
-    with acting_as(user):
-        try:
-            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=state_dir)
-        except OSError:
-            return ""
+    try:
+        descriptor = _open_users_file(state_dir, name, os.O_RDONLY, user)
+    except OSError:
+        return ""
     with open(descriptor, "rb") as file:
         file.seek(max(0, os.fstat(descriptor).st_size - 4096))
         text = file.read(4096).decode(errors="replace")
     lines = [line for raw in reversed(text.split("\n")) if (line := raw.strip(" |+-"))]
     return next((line for line in lines if "Error: " in line), lines[0] if lines else "")
+
+
+def _open_users_file(state_dir: int, name: str, flags: int, user: User) -> int:
+    """A file of the state directory, opened as the user, whose directory it is: there may be a link
+    under that name, or a FIFO, on which a plain open(2) would wait. Raises OSError."""
+    safe = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with acting_as(user):
+        descriptor = os.open(name, safe, 0o600, dir_fd=state_dir)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is not a file")
 
 
 def _check_exists(directory: Directory, cache_dir: str) -> str:

@@ -1,7 +1,7 @@
 """A worker that was taken over: it tries what the supervisor must not do for it.
 
-    python -I hostile.py cli ARGUMENTS...       monarchfs with it in the worker's place
-    python -I hostile.py worker --bootstrap-fd K
+    python -I worker.py cli ARGUMENTS...       monarchfs with it in the worker's place
+    python -I worker.py worker --bootstrap-fd K
 
 What came of it is its report. Opens of any file are answered with the backing file that it was
 given for one of its own. Only the standard library, so that any user's interpreter can run it.
@@ -214,7 +214,7 @@ def worker() -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "worker":
         sys.exit(worker())
-    sys.path.insert(0, str(HERE.parent))
+    sys.path.insert(0, str(HERE.parent.parent))
     from monarchfs.cli import main, mount
 
     command = (sys.executable, "-I", __file__, "worker")
