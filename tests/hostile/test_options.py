@@ -13,9 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from monarchfs.cli.main import build_parser, complain
+from monarchfs.cli.main import complain
 from monarchfs.cli.mount import FLAGS
 from monarchfs.cli.mount_helper import _options as helper_options
+from monarchfs.cli.parser import build_parser
 from monarchfs.config.files import _from_bytes, toml_table
 from monarchfs.config.settings import PARSERS, Layer, Settings, from_mount_options, merge
 from monarchfs.slurm.site import Site, site_from
