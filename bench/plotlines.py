@@ -138,6 +138,7 @@ def _name_lines(axis: Axes, series: Sequence[Series], colour: dict[str, str]) ->
             fontweight="bold",
             arrowprops={
                 "arrowstyle": "-",
+                "relpos": (0, 0.5),
                 "color": colour[one.name],
                 "linewidth": 0.6,
                 "alpha": 0.6,
