@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from bench.numbers import number
-from bench.report import Report, Row
+from bench.report import Report, Result, Row
 
 
 class Change(NamedTuple):
@@ -22,12 +22,17 @@ class Change(NamedTuple):
 
 def changes(before: Report, after: Report) -> Iterator[Change]:
     """Of the figures that both have, in the order of the later one."""
-    old = {(result.name, row.what): row for result in before.results for row in result.rows}
+    old = {_key(result, row): row for result in before.results for row in result.rows}
     for result in after.results:
         for row in result.rows:
-            earlier = old.get((result.name, row.what))
-            if earlier is not None and earlier.unit == row.unit:
-                yield Change(result.name, row.what, earlier, row, _factor(earlier, row))
+            earlier = old.get(_key(result, row))
+            if earlier is not None:
+                what = f"{row.what}, {row.arm}" if row.arm else row.what
+                yield Change(result.name, what, earlier, row, _factor(earlier, row))
+
+
+def _key(result: Result, row: Row) -> tuple[str, ...]:
+    return result.name, row.what, row.arm, row.against, row.unit
 
 
 def _factor(before: Row, after: Row) -> float | None:

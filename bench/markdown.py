@@ -68,16 +68,19 @@ def section(result: Result, pictures: Iterable[Picture], size: str) -> list[str]
 
 
 def table(rows: Sequence[Row], *, headline: bool = False) -> list[str]:
+    arms = any(row.arm for row in rows)
     lines = [
-        "| | measured | against | ratio | goal | |",
-        "|---|---:|---:|---:|---|---|",
+        f"| |{' way |' if arms else ''} measured | against | ratio | goal | |",
+        f"|---|{'---|' if arms else ''}---:|---:|---:|---|---|",
     ]
     for row in rows:
-        name = row.headline if headline else row.what
+        name = cell(row.headline if headline else row.what)
+        if arms:
+            name += f" | {cell(row.arm)}"
         other = "" if row.other is None else f"{quantity(row.other, row.unit)}, {cell(row.against)}"
         verdict = "" if row.holds is None else "reached" if row.holds else "**missed**"
         lines.append(
-            f"| {cell(name)} | {measured(row)} | {other} | {ratio(row)} | {cell(row.target)} |"
+            f"| {name} | {measured(row)} | {other} | {ratio(row)} | {cell(row.target)} |"
             f" {verdict} |"
         )
     return lines
@@ -88,8 +91,13 @@ def reasons(rows: Sequence[Row]) -> list[str]:
     missed = [row for row in rows if row.holds is False and row.why]
     return [
         *([""] if missed else []),
-        *(f"- Missed: {cell(row.headline or row.what)}: {cell(row.why)}" for row in missed),
+        *(f"- Missed: {cell(_name(row))}: {cell(row.why)}" for row in missed),
     ]
+
+
+def _name(row: Row) -> str:
+    name = row.headline or row.what
+    return f"{name} ({row.arm})" if row.arm and row.arm not in name else name
 
 
 def measured(row: Row) -> str:

@@ -81,6 +81,9 @@ def draw_lines(series: Sequence[Series]) -> Figure:
             axis.set_yscale("log")
             axis.yaxis.set_major_locator(LogLocator(10, (1.0, 3.0)))
             axis.yaxis.set_minor_locator(NullLocator())
+        elif "ratio" in mine[0].y:
+            axis.axhline(1.0, color=PALE, linewidth=0.9)
+            axis.margins(y=0.2)
         else:
             axis.set_ylim(bottom=0)
         axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short(y)))

@@ -264,15 +264,16 @@ def _processor() -> str:
 
 
 def print_result(result: Result) -> None:
-    width = max((len(row.what) for row in result.rows), default=0)
+    names = [f"{row.what}, {row.arm}" if row.arm else row.what for row in result.rows]
+    width = max(map(len, names), default=0)
     print(f"\n{result.name}: {result.title} ({result.seconds:.0f} s)")
     print(f"  {'':<{width}}  {'measured':>16} {'other':>12} {'ratio':>7}")
-    for row in result.rows:
+    for name, row in zip(names, result.rows, strict=True):
         other = "" if row.other is None else f"{row.other:,.4g}"
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         verdict = "" if row.holds is None else ("reached" if row.holds else "MISSED")
         line = (
-            f"  {row.what:<{width}}  {row.value:>10,.5g} {row.unit:<5} {other:>12} {ratio:>7}"
+            f"  {name:<{width}}  {row.value:>10,.5g} {row.unit:<5} {other:>12} {ratio:>7}"
             f"  {row.target} {verdict}"
         )
         print(line.rstrip())

@@ -15,6 +15,7 @@ ARMS = {
     "all local": (4.0, 3.9, 3.9),
 }
 MODELS = {"LeNet": 0.6, "AlexNet": 1.0, "ResNet-50": 4.0}
+LOADERS = ("ImageFolder", "HDF5", "webdataset", "memmap", "parquet")
 SIZES = (4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)
 
 
@@ -22,7 +23,7 @@ def report() -> Report:
     found = Report("python -m bench.run", "quick", started="2000-01-02T03:04:05Z", commit="0123abc")
     found.machine |= {"processor": "made up", "kernel": "0.0"}
     found.seconds = 754.0
-    found.results = [training(), growth(), utilisation()]
+    found.results = [training(), growth(), utilisation(), sweep()]
     found.results.append(crowd())
     found.failed = [Missing("peers", "RuntimeError: it broke")]
     return found
@@ -157,9 +158,7 @@ def crowd() -> Result:
     result = Result("crowd", "many arms, many columns, long names", seconds=1.0)
     for index, arm in enumerate((*ARMS, "cp -r first", "rclone", "juicefs", "relay, immutable")):
         for panel in ("the first epoch, nothing local", "later epochs"):
-            for place, loader in enumerate(
-                ("ImageFolder", "HDF5", "webdataset", "memmap", "parquet")
-            ):
+            for place, loader in enumerate(LOADERS):
                 result.series.append(
                     Series(
                         *(arm, "loader", "time (s)", [point(loader, [place + 1, index + 1.5])]),
@@ -173,4 +172,18 @@ def crowd() -> Result:
     for panel, unit in (("how long", "time (s)"), ("how much", "read (MB)")):
         bars = [Point("", 3.0), Point("again", 4000.0, 3000, 5000)]
         result.series.append(Series("rclone", "", unit, bars, Kind.BARS, "Units", panel, "x"))
+    return result
+
+
+def sweep() -> Result:
+    result = Result("first", "first epochs with little room", seconds=1.0)
+    for number, profile in enumerate(("fast", "busy", "crowded")):
+        points = [point(room, [0.98 + number / 50, 1.0 + number / 60]) for room in (10, 56, 100)]
+        result.series.append(
+            Series(
+                *(profile, "room for the data (%)", "time (ratio)", points),
+                plot="First epoch, to the parallel file system",
+                goal=1.05,
+            )
+        )
     return result

@@ -162,12 +162,15 @@ def test_a_report_is_made_again_from_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.json"
-    save(made_up.report(), path)
+    saved_report = made_up.report()
+    saved_report.results = [made_up.utilisation()]
+    saved_report.results[0].rows[0].headline = "DLIO"
+    save(saved_report, path)
     assert run.main(["--report", str(path)]) == 0
     report = Path(capsys.readouterr().out.strip())
     assert report.parent == tmp_path
     assert "## Headlines" in report.read_text()
-    assert len(list(tmp_path.glob("*.svg"))) == len(list(tmp_path.glob("*.png"))) > 3
+    assert len(list(tmp_path.glob("*.svg"))) == len(list(tmp_path.glob("*.png"))) == 1
 
 
 def test_two_results_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
