@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -31,28 +31,32 @@ def draw_times(series: Sequence[Series]) -> Figure:
     series = sorted(
         series, key=lambda one: (panels_of(series).index(one.panel), names.index(one.name))
     )
-    figure, axes = new_figure(0.8 * len(series) + 0.9, len(series), 1, sharex=True, sharey=True)
+    figure, axes = new_figure(0.8 * len(series) + 1.1, len(series), 1, sharex=True, sharey=True)
     colour = colours(names)
     for one, (axis,) in zip(series, axes, strict=True):
         xs, ys = [float(p.x) for p in one.points], [p.y for p in one.points]
         axis.fill_between(xs, ys, color=colour[one.name], alpha=0.35, linewidth=0)
         axis.plot(xs, ys, color=colour[one.name], linewidth=1.4)
         heading = ", ".join(part for part in (one.panel, one.name) if part)
-        axis.set_title(heading, loc="left", fontsize=9, color=INK, pad=3)
+        axis.set_title(heading, loc="left", fontsize=9, color=INK, pad=3, fontweight="bold")
         for mark in one.marks:
             axis.axvline(mark, color=PALE, linewidth=0.9, linestyle=(0, (2, 2)))
-        axis.yaxis.set_major_locator(MaxNLocator(2))
         axis.grid(axis="y")
     axes[-1][0].set_xlim(left=0)
-    axes[-1][0].set_ylim(0, _ceiling(p.y for one in series for p in one.points))
+    most = max(p.y for one in series for p in one.points)
+    percent = "%" in series[0].y and most <= 100
+    axes[-1][0].set_ylim(0, 104.0 if percent else most * 1.1 or 1.0)
+    for (axis,) in axes:
+        axis.yaxis.set_major_locator(FixedLocator([0, 50, 100]) if percent else MaxNLocator(2))
     axes[-1][0].set_xlabel(explained(series[0].x, series), loc="left")
-    figure.supylabel(series[0].y, fontsize=9)
+    axes[0][0].annotate(
+        *(series[0].y, (0, 1)),
+        xycoords="axes fraction",
+        xytext=(0, 18),
+        textcoords="offset points",
+        fontsize=9,
+    )
     return figure
-
-
-def _ceiling(values: Iterable[float]) -> float:
-    most = max(values, default=1.0)
-    return 104.0 if 50 < most <= 100 else most * 1.1 or 1.0
 
 
 # Lines: with the name at the end of each.
@@ -67,7 +71,7 @@ def draw_lines(series: Sequence[Series]) -> Figure:
         mine = [one for one in series if one.panel == panel]
         for one in sorted(mine, key=lambda one: names.index(one.name)):
             _line(axis, one, colour[one.name], MARKS[names.index(one.name) % len(MARKS)])
-        axis.set_title(panel, loc="left", fontsize=9.5, color=INK)
+        axis.set_title(panel, loc="left", fontsize=9.5, color=INK, fontweight="bold")
         axis.set_ylabel(mine[0].y)
         axis.grid()
         binary = "bytes" in mine[0].x

@@ -47,8 +47,9 @@ def draw(title: str, series: Sequence[Series]) -> Figure:
             case Kind.LINES:
                 figure = draw_lines(series)
         figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
-        # Placing what depends on sizes needs them.
+        # Where everything lies is found out once, not for each file again.
         figure.canvas.draw()
+        figure.set_layout_engine("none")
     return figure
 
 
