@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from bench import comparison, markdown, numbers, plotlines, plots, plotstyle
+from bench.harness import REPOSITORY
 from bench.report import Kind, Point, Report, Result, Series, load, point, save
 from tests.bench import made_up
 
@@ -148,6 +149,8 @@ def test_the_readme_keeps_what_is_not_between_the_marks() -> None:
     assert markdown.put_between_marks(once, "new") == once
     with pytest.raises(ValueError, match="figures: begin"):
         markdown.put_between_marks("no marks", "new")
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert "\nnew\n" in markdown.put_between_marks(readme, "new")
 
 
 def test_the_readme_shows_the_headlines() -> None:
