@@ -137,7 +137,7 @@ def show_list() -> None:
         )
 
 
-def parse(words: Sequence[str] | None) -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(prog="bench.run", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MEASUREMENTS))
@@ -162,6 +162,11 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         metavar=("BEFORE", "AFTER"),
         help="the ratios of two results",
     )
+    return parser
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = build_parser()
     arguments = parser.parse_args(words)
     unknown = set(arguments.names) - set(MEASUREMENTS)
     if unknown:
