@@ -34,15 +34,24 @@ INTERRUPTED = "interrupted"
 README_PLOT, README_PICTURE = "monarch", "docs/images/epochs.svg"
 
 
-def measure(name: str, arguments: argparse.Namespace, progress: Progress) -> Result:
-    """Runs one measurement in a directory of its own. Raises whatever it raises."""
+def measure(name: str, arguments: argparse.Namespace, progress: Progress, report: Report) -> Result:
+    """Runs one measurement in a directory of its own; its result is in the report then, also what
+    there is of it when something is raised, which may be anything."""
     module = import_module(MEASUREMENTS[name].module)
     started = time.perf_counter()
-    with workplace(f"bench-{name}", arguments.temp) as place:
-        result = module.run(Task(place, arguments.size, arguments.rounds, progress.say))
-    if not isinstance(result, Result):
-        raise TypeError(f"{module.__name__}.run returned {result!r}")
-    result.seconds = time.perf_counter() - started
+    kept: list[Result] = []
+    try:
+        with workplace(f"bench-{name}", arguments.temp) as place:
+            task = Task(place, arguments.size, arguments.rounds, progress.say, kept.append)
+            result = module.run(task)
+        if not isinstance(result, Result):
+            raise TypeError(f"{module.__name__}.run returned {result!r}")
+        kept = [result]
+    finally:
+        for result in kept[-1:]:
+            result.seconds = time.perf_counter() - started
+            if result.rows or result.missing:
+                report.results.append(result)
     return result
 
 
@@ -69,7 +78,7 @@ def measure_all(
         for name in names:
             progress.begin(name, MEASUREMENTS[name].minutes(arguments.size))
             try:
-                report.results.append(measure(name, arguments, progress))
+                result = measure(name, arguments, progress, report)
             except (Exception, KeyboardInterrupt) as error:
                 report.failed.append(Missing(name, reason(error)))
                 progress.end()
@@ -80,7 +89,7 @@ def measure_all(
                 print(f"bench: {name}: {reason(error)}", file=sys.stderr)
             else:
                 progress.end()
-                print_result(report.results[-1])
+                print_result(result)
             finally:
                 report.seconds = time.perf_counter() - began
                 save(report, path)

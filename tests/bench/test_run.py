@@ -51,16 +51,23 @@ def interrupted(_task: Task) -> Result:
     raise KeyboardInterrupt
 
 
+def half(task: Task) -> Result:
+    result = Result("half", "works at first")
+    task.keep(result)
+    result.figure("something", 1.0, "s")
+    raise KeyboardInterrupt
+
+
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     both, full = suites.BOTH, (Size.FULL,)
     registered = {
         name: suites.Measurement(name, f"is {name}", 1, 2, full if name == "bad" else both)
-        for name in ("good", "bad", "unusable", "interrupted", "again")
+        for name in ("good", "bad", "unusable", "interrupted", "again", "half")
     }
     found = {
         one.__name__: SimpleNamespace(run=one, __name__=one.__name__)
-        for one in (good, bad, unusable, interrupted)
+        for one in (good, bad, unusable, interrupted, half)
     }
     found["again"] = found["good"]
     monkeypatch.setattr(suites, "MEASUREMENTS", registered)
@@ -131,8 +138,16 @@ def test_an_interrupt_ends_it_and_keeps_what_was_measured(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("measurements")
+def test_what_a_measurement_had_until_then_is_kept_if_it_says_so(tmp_path: Path) -> None:
+    assert command(tmp_path, "half") == 130
+    report = load(saved(tmp_path))
+    assert [row.what for row in report.results[0].rows] == ["something"]
+    assert [one.what for one in report.failed] == ["half"]
+
+
+@pytest.mark.usefixtures("measurements")
 def test_suites() -> None:
-    assert suites.suite(Size.QUICK) == ["good", "unusable", "interrupted", "again"]
+    assert suites.suite(Size.QUICK) == ["good", "unusable", "interrupted", "again", "half"]
     assert "bad" in suites.suite(Size.FULL)
 
 
