@@ -35,7 +35,7 @@ from bench.probes import (
     page_reads,
     processor_seconds,
     rate,
-    read_whole,
+    read_range,
 )
 from bench.report import Kind, Point, Result, Series
 from bench.task import Task
@@ -81,7 +81,7 @@ def latencies(
     """One round of each kind, nothing of it cached."""
     small = [pfs.path / path for path in data.small]
     folders = [pfs.path / path for path in data.folders]
-    large = pfs.path / data.large[0]
+    large = pfs.path / data.large
     some, many = len(folders), len(small)
     kinds: list[tuple[str, Counts, Callable[[], list[float]]]] = [
         ("lookup", Counts(lookup=some), lambda: each(os.stat, folders)),
@@ -149,12 +149,12 @@ def measure_rates(
                 pfs.use(profile.quiet())
                 for readers in (1, READERS):
                     spent = processor_seconds(pfs.pid)
-                    found = rate(pool, pfs.path, data, readers)
+                    found = rate(pool, pfs.path / data.large, readers)
                     costs.append((processor_seconds(pfs.pid) - spent) / data.bytes * MIB * 1e6)
                     measured.setdefault((profile.name, "pfs", readers), []).append(found / MB)
                     if disk is not None:
                         disk.limit(profile.bandwidth)
-                        found = rate(slow, disk.path, data, readers)
+                        found = rate(slow, disk.path / data.large, readers)
                         measured.setdefault((profile.name, "disk", readers), []).append(found / MB)
     for (name, where, readers), values in measured.items():
         if where == "disk":
@@ -186,7 +186,7 @@ def measure_mirror(
                         paths = [root / path for path in data.small]
                         each(os.stat, paths)
                         opens = each(open_and_close, paths)
-                        reads = page_reads(root / data.large[0], len(paths), number)
+                        reads = page_reads(root / data.large, len(paths), number)
                         found["open"][index].append(1e3 * statistics.median(opens))
                         found["read"][index].append(1e3 * statistics.median(reads))
         except Unusable as missing:
@@ -201,15 +201,15 @@ def measure_scaling(
     task: Task, result: Result, pfs: ParallelFileSystem, data: Data, rounds: int
 ) -> None:
     """Reads of one page by many processes at once, and opens, of which only so many travel."""
-    profile = PROFILES["busy"].quiet()
+    profile = PROFILES["crowded"].quiet()
     pfs.use(profile)
     at_once = 2 * profile.metadata_in_flight
     found: dict[str, list[float]] = {"reads": [], "opens": []}
     count = len(data.small) // 2
     with reader_processes(at_once) as pool:
+        path = pfs.path / data.large
         for number in range(rounds):
             task.say(f"many at once, round {number + 1} of {rounds}")
-            path = pfs.path / data.large[number % READERS]
             drop_pages()
             started = time.perf_counter()
             work = [(path, count, reader) for reader in range(at_once)]
@@ -221,7 +221,7 @@ def measure_scaling(
             found["opens"].append(at_once * count / (time.perf_counter() - started))
     for name, travelling in (("reads", at_once), ("opens", profile.metadata_in_flight)):
         most = travelling / profile.metadata_seconds
-        what = f"busy: {name} of {at_once} processes"
+        what = f"crowded: {name} of {at_once} processes"
         result.compare(what, "1/s", found[name], [most] * rounds, against="as many as may be")
 
 
@@ -244,14 +244,14 @@ def measure_noise(
     pfs.use(profile)
     ratios, again = [], []
     points: list[Point] = []
-    paths = [pfs.path / path for path in data.large]
+    whole = (pfs.path / data.large, 0, data.bytes)
     with reader_processes(1) as pool:
         for number in range(rounds):
             task.say(f"noise, round {number + 1} of {rounds}")
             drop_pages()
             pfs.restart_noise()
             began = time.monotonic()
-            reading = pool.apply_async(read_whole, (paths, began))
+            reading = pool.apply_async(read_range, whole)
             before = pfs.counts()
             samples = [(0.0, 0)]
             while not reading.ready():
@@ -312,10 +312,9 @@ def measure_counters(
         drop_names()
         before = pfs.counts()
         with reader_processes(READERS) as pool:
-            mixed = [*data.small, *data.large] * 2
-            random.Random(2).shuffle(mixed)
-            shares = [[pfs.path / path for path in mixed[number::READERS]] for number in range(4)]
-            pool.starmap(read_whole, [(share, 0.0) for share in shares], chunksize=1)
+            files = [pfs.path / path for path in (*data.small, data.large)] * 2
+            random.Random(2).shuffle(files)
+            pool.starmap(read_range, [(path, 0, path.stat().st_size) for path in files])
             pool.map(os.listdir, [pfs.path / folder for folder in data.folders])
         counted = pfs.counts() - before
     finally:
@@ -325,8 +324,9 @@ def measure_counters(
     seen = [found.groups() for trace in traces for found in TRACED.finditer(trace)]
     reads = [int(answer) for call, _, answer in seen if call == "pread64"]
     directories = sum(call == "openat" and "O_DIRECTORY" in given for call, given, _ in seen)
-    # Each new thread opens the FUSE device, and opendir(3) asks about what it has opened.
-    opened = sum(call == "openat" and "/dev/fuse" not in given for call, given, _ in seen)
+    # New threads open what is not of the backing, which is the working directory; and opendir(3)
+    # asks about what it has opened.
+    opened = sum(call == "openat" and ', "/' not in given for call, given, _ in seen)
     named = sum(call == "newfstatat" and "AT_EMPTY_PATH" not in given for call, given, _ in seen)
     differences = {
         "reads": (counted.read, len(reads)),

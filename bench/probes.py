@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from multiprocessing.pool import Pool
 from pathlib import Path
 
@@ -15,16 +16,15 @@ READERS = 4
 
 
 class Data:
-    """Files to read in whole, and many small ones in directories of a few."""
+    """A file to read in whole, and many small ones in directories of ten. Its paths are relative:
+    the same content is seen at several places."""
 
     def __init__(self, root: Path, large_bytes: int, small: int) -> None:
         self.root = root
-        self.large = [Path(f"large{number}") for number in range(READERS)]
-        self.bytes = 0
+        self.large = Path("large")
+        self.bytes = large_bytes
         rng = random.Random(1)
-        for path in self.large:
-            write_random(root / path, large_bytes // READERS, rng)
-            self.bytes += large_bytes // READERS
+        write_random(root / self.large, large_bytes, rng)
         self.folders = [Path(f"folder{number:03}") for number in range(small // 10)]
         self.small = [folder / str(number) for folder in self.folders for number in range(10)]
         for path in self.small:
@@ -32,28 +32,28 @@ class Data:
             (root / path).write_bytes(rng.randbytes(100))
 
 
-def read_whole(paths: Sequence[Path], begin: float) -> tuple[float, float]:
-    """Reads them one after the other from that moment on; when it began and ended."""
+def read_range(path: Path, start: int, end: int, begin: float = 0.0) -> tuple[float, float]:
+    """Reads it in order from that moment on; when it began and ended (time.monotonic)."""
     buffer = bytearray(MIB)
+    fd = os.open(path, os.O_RDONLY)
     time.sleep(max(0.0, begin - time.monotonic()))
     began = time.monotonic()
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        while os.readv(fd, [buffer]):
-            pass
-        os.close(fd)
-    return began, time.monotonic()
+    while start < end and (got := os.preadv(fd, [buffer], start)):
+        start += got
+    ended = time.monotonic()
+    os.close(fd)
+    return began, ended
 
 
-def rate(pool: Pool, root: Path, data: Data, readers: int) -> float:
-    """Bytes a second of so many processes that read everything once; nothing of it is cached."""
+def rate(pool: Pool, path: Path, readers: int) -> float:
+    """Bytes a second of so many processes that each read a part of it; nothing is cached."""
     drop_pages()
-    for path in data.large:
-        os.stat(root / path)
+    size = path.stat().st_size
+    ends = [size * number // readers for number in range(readers + 1)]
     begin = time.monotonic() + 0.05
-    shares = [[root / path for path in data.large[number::readers]] for number in range(readers)]
-    spans = pool.starmap(read_whole, [(share, begin) for share in shares], chunksize=1)
-    return data.bytes / (max(end for _, end in spans) - min(began for began, _ in spans))
+    parts = [(path, start, end, begin) for start, end in pairwise(ends)]
+    spans = pool.starmap(read_range, parts, chunksize=1)
+    return size / (max(end for _, end in spans) - min(began for began, _ in spans))
 
 
 def each(action: Callable[[Path], object], paths: Sequence[Path]) -> list[float]:
