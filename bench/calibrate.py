@@ -271,7 +271,7 @@ def measure_noise(
         for time_ in (step * profile.noise_period, (step + 0.999) * profile.noise_period)
     ]
     result.figure(
-        "noise: what was free / what came",
+        "noise: bytes that were free / that came",
         statistics.median(ratios),
         "",
         at_most=2 - BANDWIDTH_GOAL,
