@@ -32,14 +32,21 @@ class Data:
             (root / path).write_bytes(rng.randbytes(100))
 
 
-def read_range(path: Path, start: int, end: int, begin: float = 0.0) -> tuple[float, float]:
-    """Reads it in order from that moment on; when it began and ended (time.monotonic)."""
+def read_range(
+    path: Path, start: int, end: int, begin: float = 0.0, passes: int = 1
+) -> tuple[float, float]:
+    """Reads it in order from that moment on, of which nothing is cached before another pass; when
+    it began and ended (time.monotonic)."""
     buffer = bytearray(MIB)
     fd = os.open(path, os.O_RDONLY)
     time.sleep(max(0.0, begin - time.monotonic()))
     began = time.monotonic()
-    while start < end and (got := os.preadv(fd, [buffer], start)):
-        start += got
+    for number in range(passes):
+        if number:
+            forget_pages(fd)
+        at = start
+        while at < end and (got := os.preadv(fd, [buffer], at)):
+            at += got
     ended = time.monotonic()
     os.close(fd)
     return began, ended
