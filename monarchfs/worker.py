@@ -131,11 +131,11 @@ class Worker:
             deadline=config.source_deadline_seconds,
         )
         tiers = [
-            Tier(
+            _open_tier(
                 fd,
                 spec.path,
                 self.index.tier_number(spec.path),
-                directory=os.path.join(spec.path, config.dataset_id),
+                os.path.join(spec.path, config.dataset_id),
             )
             for spec, fd in zip(config.tiers, bootstrap.tier_fds, strict=not bootstrap.safe)
         ]
@@ -499,6 +499,17 @@ def _boot_id() -> bytes:
         return file.read().strip()
 
 
+def _open_tier(fd: int, path: str, number: int, directory: str) -> Tier:
+    """Raises OperationError for one in which something lies that is not ours."""
+    try:
+        return Tier(fd, path, number, directory=directory)
+    except OSError as exc:
+        place = os.path.normpath(os.path.join(directory, exc.filename or ""))
+        raise OperationError(
+            f"tier {path}: {place}: {exc.strerror}: remove it, or name another --tier"
+        ) from None
+
+
 async def run(bootstrap: Bootstrap) -> int:
     """Serve until the file system is unmounted (0) or something failed (1)."""
     channel = Channel(bootstrap.channel_fd)
@@ -512,7 +523,9 @@ async def run(bootstrap: Bootstrap) -> int:
                 nursery.start_soon(worker.beat)
                 await worker.start()
             except (OSError, MonarchError) as exc:
-                await channel.send({"event": "failed", "error": str(exc)})
+                state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
+                error = str(exc).replace(state_dir, bootstrap.config.state_dir)
+                await channel.send({"event": "failed", "error": error})
                 return 1
             nursery.start_soon(worker.listen)
             await worker.session.serve()

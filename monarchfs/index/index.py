@@ -57,6 +57,8 @@ class Index(Listings, Machine, Xattrs):
         Raises IndexUnusable (damaged, foreign, or of another schema version), IndexWriteError
         (it cannot be opened, or moved to memory), OSError.
         """
+        if (what := recovery.planted(directory)) is not None:
+            raise IndexUnusable(what)
         left = recovery.last_close(directory)
         suspicious = (
             left is LastClose.CRASHED

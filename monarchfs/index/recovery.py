@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 INDEX_DIRECTORY = "index"
 _MARK = "mark"
+_LONGEST_MARK = 256
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _SUSPECT = "suspect"
@@ -57,14 +58,31 @@ def last_close(directory: str) -> LastClose:
     except (FileNotFoundError, NotADirectoryError):
         return LastClose.NEW
     try:
-        word, _, rest = (index / _MARK).read_text("ascii", "replace").partition(" ")
-    except FileNotFoundError:
+        with open(index / _MARK, encoding="ascii", errors="replace") as mark:
+            word, _, rest = mark.read(_LONGEST_MARK).partition(" ")
+    except OSError:
         return LastClose.CRASHED
     if word == "clean" and rest == f"{data.st_size} {data.st_mtime_ns}":
         return LastClose.CLEAN
     if word == "open" and rest == _boot_id():
         return LastClose.KILLED
     return LastClose.CRASHED
+
+
+def planted(directory: str) -> str | None:
+    """What lies under a name of the index and is not ours (a symbolic link, a FIFO, something else
+    than was made there); None if all is as it should be. Raises OSError."""
+    index = Path(directory, INDEX_DIRECTORY)
+    try:
+        if not stat.S_ISDIR(index.lstat().st_mode):
+            return f"{index} is not a directory"
+    except FileNotFoundError:
+        return None
+    for name in sorted(_OURS):
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG((index / name).lstat().st_mode):
+                return f"{index / name} is not a file"
+    return None
 
 
 def mark_open(directory: str) -> None:
@@ -81,7 +99,8 @@ def mark_closed(directory: str) -> None:
 def _write_mark(directory: str, text: str) -> None:
     index = Path(directory, INDEX_DIRECTORY)
     staged = index / f"{_MARK}.new"
-    with open(staged, "w", encoding="ascii") as file:
+    staged.unlink(missing_ok=True)
+    with open(staged, "x", encoding="ascii") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -1,0 +1,171 @@
+"""The state directory and the tiers as an enemy left them: right bytes, or one line why not.
+
+Root mounts for an ordinary user, whose directories these are: nothing is followed, nothing outside
+is changed, and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import random
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests import trees
+from tests.faking import interpreter_for
+from tests.hostile import places
+from tests.hostile.places import ANYWHERE, CONTENT, USER, Cache, Spoil, Untouched
+from tests.mounting import fuse_mounts, processes_about, requires_fuse, requires_root, run, wait_for
+
+pytestmark = [requires_root, requires_fuse, pytest.mark.timeout(300)]
+
+DIRECTORIES = ("state directory", "index", "tier's directory", "inside of the tier")
+FILES = ("lock", "data.mdb", "mark and log")
+WRITING = (*CONTENT, places.empty)
+REPLACING = (
+    *(places.removed, places.to_roots_file, places.to_nowhere, places.to_itself),
+    *(places.a_fifo, places.a_directory, places.a_file),
+)
+SET_ASIDE = (
+    *(places.to_roots_file, places.to_users_file, places.to_nowhere, places.to_itself),
+    *(places.a_fifo, places.a_socket, places.to_a_device),
+)
+NAMED = [
+    *((place, spoil) for place in (*DIRECTORIES, *FILES) for spoil in ANYWHERE),
+    *((place, spoil) for place in FILES for spoil in CONTENT),
+    ("replicas", places.cut_off),
+    ("replicas", places.huge),
+]
+
+HARMLESS = {
+    *(("mark and log", spoil) for spoil in (*ANYWHERE, *CONTENT)),
+    *(("data.mdb", spoil) for spoil in CONTENT),
+    *((place, spoil) for place in ("data.mdb", "index") for spoil in SET_ASIDE),
+    *(("lock", spoil) for spoil in CONTENT),
+}
+
+
+@pytest.fixture(scope="module")
+def template() -> Iterator[Path]:
+    """What a mount left; nothing of it is changed."""
+    interpreter_for(USER)
+    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
+    path.chmod(0o755)
+    trees.dataset(path / "src", files=6, largest=300_000)
+    (path / "mnt").mkdir()
+    cache = Cache(path)
+    done = cache.mount()
+    assert done.returncode == 0, done.stderr
+    # A copy of each: what --prefetch all finds is there when the mount has ended.
+    wait_for(
+        lambda: len([p for p in (path / "tier").rglob("*.*") if p.is_file()]) == 6, "the copies"
+    )
+    assert run("umount", f"{path}/mnt").returncode == 0
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def cache(template: Path) -> Iterator[Cache]:
+    with a_copy(template) as copied:
+        yield copied
+
+
+@contextmanager
+def a_copy(template: Path) -> Iterator[Cache]:
+    """The cache, to be spoilt; then it is as before, with the same owners, modes and times."""
+    kept = template.with_name(template.name + "-kept")
+    shutil.copytree(template, kept, symlinks=True)
+    for path in (template, *template.rglob("*")):
+        shutil.chown(kept / path.relative_to(template), path.owner(), path.group())
+    made = Cache(template)
+    untouched = template / "untouched"
+    watchdog = threading.Timer(90, _break_up, [template])
+    watchdog.start()
+    try:
+        yield made
+    finally:
+        watchdog.cancel()
+        watchdog.join()
+        _break_up(template)
+        for name in ("state", "tier"):
+            _put_back(kept / name, template / name)
+        shutil.rmtree(untouched, ignore_errors=True)
+        shutil.rmtree(kept)
+
+
+def _put_back(kept: Path, path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)
+    kept.rename(path)
+
+
+def _break_up(path: Path) -> None:
+    """Of a test that failed: whatever is left."""
+    for pid in processes_about(f"{path}/"):
+        os.kill(pid, 9)
+    for point in fuse_mounts(str(path)):
+        subprocess.run(["umount", "-l", point], check=False)
+
+
+def untouched(cache: Cache) -> Untouched:
+    return Untouched(cache.path / "untouched", pwd.getpwnam(USER).pw_uid)
+
+
+@pytest.mark.parametrize(
+    ("place", "spoil"), NAMED, ids=[f"{place}-{spoil.__name__}" for place, spoil in NAMED]
+)
+def test_one_thing(cache: Cache, place: str, spoil: Spoil) -> None:
+    beside = untouched(cache)
+    for path in cache.places()[place]:
+        spoil(path, beside, random.Random(place + spoil.__name__))
+    works = cache.works_or_refuses()
+    beside.check()
+    # What is merely damaged, or can be set aside, is no reason not to mount.
+    if place == "replicas" or (place, spoil) in HARMLESS:
+        assert works
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    spoils=st.lists(
+        st.tuples(
+            st.sampled_from([*DIRECTORIES, *FILES]),
+            st.sampled_from(ANYWHERE),
+        )
+        | st.tuples(st.sampled_from(FILES), st.sampled_from(CONTENT))
+        | st.tuples(st.just("replicas"), st.sampled_from([places.cut_off, places.removed])),
+        min_size=2,
+        max_size=3,
+    ),
+    seed=st.integers(0, 1 << 32),
+)
+def test_several_things(template: Path, spoils: list[tuple[str, Spoil]], seed: int) -> None:
+    """One after the other, on what the one before it left."""
+    with a_copy(template) as cache:
+        beside = untouched(cache)
+        places_, chosen = cache.places(), random.Random(seed)
+        for place, spoil in spoils:
+            for path in places_[place]:
+                # What is something else by now is not written to, nor what a link leads to.
+                there = path.is_file() if spoil in WRITING else path.exists()
+                if spoil in REPLACING if path.is_symlink() else there:
+                    spoil(path, beside, chosen)
+        cache.works_or_refuses()
+        beside.check()

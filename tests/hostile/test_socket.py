@@ -1,0 +1,208 @@
+"""The control socket of a daemon that lives: whatever comes, it goes on, and within its memory.
+
+What single requests are answered is in tests/test_control.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from monarchfs import commands, control
+from monarchfs.supervisor import supervise
+from tests import trees
+from tests.mounting import Mount, bench, requires_fuse, requires_root, wait_for
+
+pytestmark = [requires_root, requires_fuse]
+
+ANSWER_SECONDS = 5.0
+MOST_GROWTH_BYTES = 48 << 20
+COMMANDS = sorted({*supervise.COMMANDS, *commands.COMMANDS} - {"umount", "restart"})
+
+
+@dataclass
+class Daemon:
+    mount: Mount
+    socket_path: str
+    supervisor: int
+    worker: int
+
+    def memory(self) -> int:
+        return sum(resident_bytes(pid) for pid in (self.supervisor, self.worker))
+
+    def descriptors(self) -> int:
+        return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in (self.supervisor, self.worker))
+
+    def connect(self) -> socket.socket:
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        client.settimeout(ANSWER_SECONDS)
+        wait_for(lambda: client.connect_ex(self.socket_path) == 0, "a place in the backlog")
+        return client
+
+    def answers(self) -> None:
+        """It says that it serves, in time, and still is who it was."""
+        started = time.monotonic()
+        with self.connect() as client:
+            client.sendall(b'{"command": "status"}\n')
+            reply = json.loads(received(client))
+        assert time.monotonic() - started < ANSWER_SECONDS
+        assert reply["ok"] is True
+        result = reply["result"]
+        assert (result["state"], result["worker"]["pid"]) == ("serving", self.worker)
+
+
+def resident_bytes(pid: int) -> int:
+    words = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(words[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def received(client: socket.socket) -> bytes:
+    answer = bytearray()
+    with suppress(ConnectionResetError, BrokenPipeError):
+        while part := client.recv(1 << 16):
+            answer += part
+    return bytes(answer)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with bench() as work:
+        trees.dataset(work.path / "src", files=5, largest=10_000)
+        mount = work.mount(work.path / "src", "--prefetch", "all")
+        mount.wait_idle()
+        (found,) = [
+            one
+            for one in control.find_mounts(["/run/monarchfs"])
+            if one.entry.mountpoint == str(mount.path)
+        ]
+        status = mount.status()
+        worker = status["worker"]["pid"]
+        yield Daemon(mount, found.socket_path, found.entry.supervisor_pid, worker)
+
+
+def check_replies(answer: bytes) -> None:
+    """Nothing, or lines of JSON of which the last is a reply; an error is one line."""
+    if not answer:
+        return
+    assert answer.endswith(b"\n")
+    *progress, last = [json.loads(line) for line in answer.splitlines()]
+    assert all(isinstance(one["progress"], dict) for one in progress)
+    assert isinstance(last["ok"], bool)
+    assert last["ok"] or "\n" not in last["error"]
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(
+        ["", ".", "class0", "class1/..", "../x", "/", "\0", "copy", "check", "\udcff"]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(["paths", "wait", "what", "timeout", "recursive", "pid", "do", "event"])
+REQUESTS = st.builds(
+    lambda command, fields: json.dumps({**fields, "command": command}).encode() + b"\n",
+    st.sampled_from(COMMANDS) | VALUES,
+    st.dictionaries(FIELDS | st.text(max_size=5), VALUES, max_size=4),
+)
+LINES = (
+    REQUESTS
+    | st.binary(max_size=200)
+    | st.binary(max_size=50).map(lambda piece: piece * 1500)
+    | st.integers(1, 30_000).map(lambda depth: b'{"command":' + b"[" * depth)
+    | st.integers(1, 70_000).map(lambda size: b'{"command":"' + b"x" * size)
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(LINES, st.sampled_from(["read", "leave", "half", "stay"])), max_size=6))
+@example([(b'{"command":"warm","paths":[""],"what":"copy","wait":true}\n', "leave")] * 6)
+@example([(b'{"command":"why","paths":["class0"]}\n', "leave")] * 6)
+@example([(b'{"command":"refresh","paths":["' + b"a/" * 1000 + b'"]}\n', "read")])
+@example([(b"\n" * 1000, "read"), (b"\0" * 100_000, "half")])
+def test_whatever_clients_send(daemon: Daemon, clients: list[tuple[bytes, str]]) -> None:
+    with ExitStack() as stack:
+        for content, manner in clients:
+            client = stack.enter_context(daemon.connect())
+            with suppress(BrokenPipeError, ConnectionResetError):
+                client.sendall(content)
+                if manner == "half":
+                    client.shutdown(socket.SHUT_WR)
+            if manner == "leave":
+                client.close()
+            elif manner == "read" and content.endswith(b"\n"):
+                check_replies(received(client))
+        daemon.answers()
+
+
+def flood(daemon: Daemon, content: bytes, count: int, **how: Any) -> None:
+    """So many connections at once, all of which say the same and none of which reads."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            client = stack.enter_context(daemon.connect())
+            with suppress(BrokenPipeError, ConnectionResetError):
+                if fds := how.get("descriptors"):
+                    socket.send_fds(client, [content], fds)
+                else:
+                    client.sendall(content)
+        daemon.answers()
+
+
+@pytest.mark.parametrize(
+    ("content", "count"),
+    [
+        pytest.param(b'{"command": "status"}\n', 300, id="replies that nobody reads"),
+        pytest.param(b'{"command": "why", "paths": [""]}\n', 300, id="commands nobody waits for"),
+        pytest.param(b'{"comm', 300, id="half lines"),
+        pytest.param(b"x" * (60 << 10), 300, id="long half lines"),
+        pytest.param(b"", 300, id="nothing"),
+        pytest.param(
+            b'{"command": "pin", "paths": [' + b'"a",' * 10_000 + b'"a"]}\n', 60, id="lists"
+        ),
+        pytest.param(b'{"command":' + b"[" * 30_000 + b"\n", 60, id="depth"),
+    ],
+)
+def test_many_at_once(daemon: Daemon, content: bytes, count: int) -> None:
+    flood(daemon, content, 20)  # what the first ones cost is no growth
+    before = daemon.memory()
+    for _ in range(3):
+        flood(daemon, content, count)
+    assert daemon.memory() - before < MOST_GROWTH_BYTES
+    # Connections that are closed are forgotten.
+    wait_for(lambda: daemon.descriptors() < 250, "the daemon to close what was closed")
+
+
+def test_descriptors_that_come_along_are_not_kept(daemon: Daemon) -> None:
+    """A client may send descriptors with its bytes (SCM_RIGHTS): nobody asked for them."""
+    with open("/dev/null", "rb") as null:
+        flood(daemon, b'{"command": "status"}\n', 5)
+        wait_for(lambda: daemon.descriptors() < 250, "earlier clients to be gone")
+        before = daemon.descriptors()
+        flood(daemon, b'{"command": "status"}\n', 30, descriptors=[null.fileno()] * 20)
+        flood(daemon, b'{"command": "why", "paths": [""]}\n', 30, descriptors=[null.fileno()] * 20)
+        wait_for(lambda: daemon.descriptors() <= before + 2, "nothing to be kept")
+    daemon.answers()
+
+
+def test_at_the_end_the_mount_is_as_it_was(daemon: Daemon) -> None:
+    status = daemon.mount.status()
+    assert status["worker"]["restarts"] == 0
+    assert status["state"] == "serving"
+    assert (daemon.mount.path / "class0").is_dir()
