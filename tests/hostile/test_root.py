@@ -1,0 +1,315 @@
+"""What root does in places that a user controls: it reads no more than is its own, waits for
+nobody, and neither mounts, unmounts nor removes anything elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from monarchfs.config.model import User
+from monarchfs.control import Registration, find_mounts, own_mount_namespace
+from monarchfs.doctor.leftovers import dead_sockets
+from monarchfs.fuse.mount import mount
+from monarchfs.fuse.mountinfo import find_mount, open_directory
+from monarchfs.fuse.unmount import Unmounted, unmount_bounded, unmount_call
+from monarchfs.slurm.leftovers import Sweeper
+from monarchfs.supervisor import lock as locks
+from monarchfs.supervisor.recover import find_all
+from monarchfs.supervisor.registration import remove_registration, unlink_as
+from monarchfs.types import OperationError
+from tests.mounting import requires_fuse, requires_root, run
+
+pytestmark = requires_root
+
+NOBODY = pwd.getpwnam("nobody")
+
+
+@pytest.fixture
+def users() -> Iterator[Path]:
+    """A directory of the user's, which root's tests may look into."""
+    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
+    path.chmod(0o755)
+    os.chown(path, NOBODY.pw_uid, NOBODY.pw_gid)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def roots() -> Iterator[Path]:
+    """A directory of root's, to which users plant links."""
+    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+def as_the_users(path: Path) -> None:
+    os.chown(path, NOBODY.pw_uid, NOBODY.pw_gid, follow_symlinks=False)
+
+
+def registration(stem: Path, mountpoint: str = "/mnt/gone") -> None:
+    entry = Registration(
+        mountpoint=mountpoint,
+        mount_namespace=own_mount_namespace(),
+        source="/src",
+        uid=NOBODY.pw_uid,
+        supervisor_pid=1 << 22,
+        start_ticks=1,
+        state_dir="/state",
+        started_ns=1,
+    )
+    stem.with_suffix(".json").write_text(entry.to_json())
+    as_the_users(stem.with_suffix(".json"))
+
+
+def left(path: Path) -> list[str]:
+    return sorted(os.listdir(path))
+
+
+def dead_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+    as_the_users(path)
+
+
+def runtime_dir(users: Path) -> Path:
+    run_dir = users / "run"
+    run_dir.mkdir(mode=0o700)
+    as_the_users(run_dir)
+    return run_dir
+
+
+# Removing
+
+
+def test_what_is_dead_is_removed(users: Path) -> None:
+    """So that the tests below are about something."""
+    run_dir = runtime_dir(users)
+    registration(run_dir / "one")
+    dead_socket(run_dir / "two.sock")
+    sweeper = Sweeper(remove=True)
+    sweeper.registrations(lambda _owners: [str(run_dir)])
+    sweeper.sockets(lambda _owners: [str(run_dir)])
+    assert [one.removed for one in sweeper.found] == [True, True], sweeper.found
+    assert left(run_dir) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "socket"])
+def test_a_runtime_directory_that_is_a_link_is_passed_over(
+    users: Path, roots: Path, kind: str
+) -> None:
+    if kind == "file":
+        (roots / "precious.sock").write_text("keep me")
+    else:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(roots / "precious.sock"))
+    (users / "run").symlink_to(roots)
+    as_the_users(users / "run")
+    sweeper = Sweeper(remove=True)
+    for search in (sweeper.sockets, sweeper.registrations):
+        search(lambda _owners: [str(users / "run")])
+    assert sweeper.found == []
+    assert left(roots) == ["precious.sock"]
+
+
+def test_a_directory_becomes_a_link_after_the_look(users: Path, roots: Path) -> None:
+    """What was found is removed with the rights of its owner, who may remove nothing there."""
+    run_dir = runtime_dir(users)
+    registration(run_dir / "precious")
+    dead_socket(run_dir / "other.sock")
+    (found,) = find_mounts([str(run_dir)])
+    (dead,) = dead_sockets(str(run_dir))
+    for name in ("precious.sock", "precious.json", "other.sock"):
+        (roots / name).write_text("keep me")
+    run_dir.rename(users / "aside")
+    run_dir.symlink_to(roots)
+    with pytest.raises(PermissionError):
+        remove_registration(found.stem, found.owner_uid)
+    with pytest.raises(PermissionError):
+        unlink_as(NOBODY.pw_uid, dead)
+    assert left(roots) == ["other.sock", "precious.json", "precious.sock"]
+    assert (os.geteuid(), os.getegid()) == (0, 0)
+
+
+def test_status_of_root_removes_what_is_dead_and_nothing_else(users: Path, roots: Path) -> None:
+    run_dir = runtime_dir(users)
+    registration(run_dir / "one")
+    (roots / "keep").write_text("keep me")
+    (run_dir / "two.json").symlink_to(roots / "keep")
+    os.mkfifo(run_dir / "three.json")
+    (run_dir / "four.json").mkdir()
+    (run_dir / "five.json").write_bytes(b'{"a":' * 10_000)
+    as_the_users(run_dir / "five.json")
+    found = find_all(lambda _owners: [str(run_dir)])
+    assert [one for one in found if one.registered is not None] == []
+    assert left(run_dir) == ["five.json", "four.json", "three.json", "two.json"]
+    assert left(roots) == ["keep"]
+
+
+# Mounting and unmounting
+
+
+@contextmanager
+def mounted(path: Path) -> Iterator[None]:
+    """A file system that is somebody else's."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(path)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_place_is_opened_by_its_own_name(roots: Path) -> None:
+    (roots / "real" / "deep").mkdir(parents=True)
+    (roots / "link").symlink_to("real")
+    os.close(open_directory(str(roots / "real" / "deep")))
+    os.close(open_directory("/"))
+    for wrong, code in (
+        (roots / "link" / "deep", errno.ELOOP),
+        (roots / "link", errno.ENOTDIR),
+        (roots / "none", errno.ENOENT),
+    ):
+        with pytest.raises(OSError, match=r".") as raised:
+            os.close(open_directory(str(wrong)))
+        assert raised.value.errno == code
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_link_on_the_way_is_not_unmounted_through(users: Path, roots: Path, lazy: bool) -> None:
+    """The user's mount was on users/a/data; then `a` became a link to where root has a `data`."""
+    (roots / "data").mkdir()
+    (users / "a").symlink_to(roots)
+    as_the_users(users / "a")
+    with mounted(roots / "data"):
+        assert unmount_call(str(users / "a" / "data"), lazy=lazy) in (errno.ELOOP, errno.ENOTDIR)
+        (users / "b").mkdir()
+        (users / "b" / "a").symlink_to(roots)
+        (roots / "c").mkdir()
+        with mounted(roots / "c"):
+            assert unmount_call(str(users / "b" / "a" / "c"), lazy=lazy) != 0
+            assert find_mount(str(roots / "c")) is not None
+        assert find_mount(str(roots / "data")) is not None
+        # Nor is anything that is no FUSE mount.
+        assert unmount_bounded(str(roots / "data"), 0) is Unmounted.NOT_MOUNTED
+
+
+@requires_fuse
+def test_a_link_on_the_way_is_not_mounted_through(users: Path, roots: Path) -> None:
+    (roots / "data").mkdir()
+    (users / "a").symlink_to(roots)
+    as_the_users(users / "a")
+    with pytest.raises(OperationError, match="Too many levels of symbolic links"):
+        mount(
+            source="/src",
+            mountpoint=str(users / "a" / "data"),
+            uid=NOBODY.pw_uid,
+            gid=NOBODY.pw_gid,
+            allow_other=False,
+            noexec=False,
+        )
+    assert find_mount(str(roots / "data")) is None
+
+
+# Reading
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b'{"pid":' * 100_000, id="depth"),
+        pytest.param(b'{"pid": Infinity}', id="infinity"),
+        pytest.param(b'{"pid": ' + b"9" * 10_000 + b"}", id="digits"),
+        pytest.param(b'{"pid": "1", "mountpoint": "/", "source": "/", "tiers": 5}', id="types"),
+        pytest.param(b'["pid"]', id="a list"),
+        pytest.param(b"\xff\xfe", id="no text"),
+        pytest.param(b"", id="nothing"),
+        pytest.param(b" " * (2 << 20), id="long"),
+    ],
+)
+def test_a_lock_says_nothing_that_makes_no_sense(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "lock").write_bytes(content)
+    descriptor = os.open(tmp_path / "lock", os.O_RDONLY)
+    try:
+        assert locks.read_holder(descriptor) is None
+    finally:
+        os.close(descriptor)
+
+
+def test_a_lock_that_is_no_file_is_refused(users: Path) -> None:
+    user = User("nobody", NOBODY.pw_uid, NOBODY.pw_gid, ())
+    state = os.open(users, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.mkfifo(users / "lock")
+        as_the_users(users / "lock")
+        with pytest.raises(OSError, match="not a file"):
+            locks.take_lock(state, user)
+        (users / "lock").unlink()
+        (users / "lock").symlink_to("/etc/passwd")
+        with pytest.raises(OSError, match="symbolic links"):
+            locks.take_lock(state, user)
+    finally:
+        os.close(state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("fifo", "cannot be read"),
+        ("link", "cannot be read"),
+        ("directory", "cannot be read"),
+        ("depth", "cannot be read"),
+        ("nonsense", "makes no sense"),
+    ],
+)
+def test_a_report_of_any_kind_is_one_line(roots: Path, kind: str, words: str) -> None:
+    path = roots / "7.here.json"
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "link":
+            path.symlink_to("/etc/passwd")
+        case "directory":
+            path.mkdir()
+        case "depth":
+            path.write_bytes(b'{"a":' * 100_000)
+        case _:
+            path.write_text(json.dumps({"datasets": [{"source": 5}], "job": {}}))
+    done = run("report", "7", "--dir", str(roots), timeout=20)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("monarchfs: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize("place", ["lock", "index", "index/mark", "suspect"])
+def test_fsck_by_root_waits_for_no_fifo(users: Path, place: str) -> None:
+    state = users / "state"
+    (state / "index").mkdir(parents=True)
+    (state / "index" / "data.mdb").write_bytes(b"x" * 4096)
+    (state / "lock").write_text("{}")
+    for path in (state, *state.rglob("*")):
+        as_the_users(path)
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    target = state / place
+    if target.is_dir():
+        shutil.rmtree(target)
+    target.unlink(missing_ok=True)
+    os.mkfifo(target, 0o600)
+    as_the_users(target)
+    done = run("fsck", str(state), "--repair", timeout=60)
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (0, 1, 2)
+    if done.returncode == 2 or not done.stdout:
+        assert done.stderr.startswith("monarchfs: ")
+        assert done.stderr.count("\n") == 1
