@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from monarchfs.mirror.file import (
 )
 from monarchfs.types import FileType, SourceStat
 from tests import trees
-from tests.mounting import MONARCHFS, Bench, requires_fuse, run, wait_for
+from tests.mounting import MONARCHFS, Bench, requires_fuse, requires_root, run, wait_for
 
 U64 = st.integers(0, (1 << 63) - 1)
 U32 = st.integers(0, (1 << 32) - 1)
@@ -282,3 +283,24 @@ def test_a_mount_refuses_a_file_that_cannot_be_read(work: Bench, source: Path) -
         assert done.returncode == 2
         assert f"index file {path} cannot be read" in done.stderr
         assert words in done.stderr
+
+
+@requires_root
+@requires_fuse
+@pytest.mark.parametrize(("owner", "mode"), [("nobody", 0o644), ("root", 0o666)])
+def test_modes_for_all_come_from_no_strangers_file(
+    work: Bench, source: Path, owner: str, mode: int
+) -> None:
+    """With allow_other the kernel lets in whom the modes in it let in."""
+    file = work.path / "index"
+    assert run("index", "export", str(source), str(file)).returncode == 0
+    shutil.chown(file, owner)
+    file.chmod(mode)
+    (work.path / "mnt").mkdir()
+    done = run(
+        *("mount", str(source), f"{work.path}/mnt", "-o", "allow_other", "--index", str(file)),
+        *("--tier", f"{work.path}/tier=10M", "--state-dir", f"{work.path}/state"),
+    )
+    assert done.returncode == 2
+    assert "nobody else may write it" in done.stderr
+    assert done.stderr.count("\n") == 1

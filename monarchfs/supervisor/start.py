@@ -286,17 +286,25 @@ def _check_lists(config: Config) -> None:
         _check_readable("prefetch list", config.prefetch_list, config.user, remedy)
     if config.index_file is not None:
         remedy = "name what monarchfs index export has written"
-        _check_readable("index file", config.index_file, config.user, remedy)
+        # The kernel goes by the modes that are in it where it decides who may read what.
+        _check_readable(
+            "index file", config.index_file, config.user, remedy, trusted=config.allow_other
+        )
 
 
-def _check_readable(what: str, path: str, user: User, remedy: str) -> None:
+def _check_readable(
+    what: str, path: str, user: User, remedy: str, *, trusted: bool = False
+) -> None:
     reason = ""
     with acting_as(user):
         try:
             # A FIFO without a writer would be waited for, and could be read once only.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            st = os.fstat(descriptor)
+            if not stat.S_ISREG(st.st_mode):
                 reason = "it is not a file"
+            elif trusted and (st.st_uid not in (0, user.uid) or st.st_mode & 0o022):
+                reason = "with allow_other it must be yours, and nobody else may write it"
             os.close(descriptor)
         except OSError as error:
             reason = str(error.strerror)

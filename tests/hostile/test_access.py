@@ -1,0 +1,296 @@
+"""A user gets through the mount exactly what that user gets in the source, and nobody else gets
+anything: modes, POSIX ACLs, supplementary groups, and a source that root may not enter."""
+
+from __future__ import annotations
+
+import grp
+import json
+import os
+import pwd
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import trees
+from tests.faking import device_mode, interpreter_for
+from tests.mounting import (
+    MONARCHFS,
+    Bench,
+    Mount,
+    fuse_mounts,
+    requires_fuse,
+    requires_root,
+    wait_for,
+)
+
+pytestmark = [requires_root, requires_fuse]
+
+NOBODY = pwd.getpwnam("nobody")
+DAEMON = pwd.getpwnam("daemon")
+GROUP = grp.getgrnam("games").gr_gid
+
+# What each way to look at each name says: bytes, names or the error.
+LOOK = """
+import hashlib, json, os, sys
+def outcome(call):
+    try:
+        return call()
+    except OSError as error:
+        return error.strerror
+def content(path):
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+found = {}
+for name in json.loads(sys.argv[2]):
+    path = os.path.join(sys.argv[1], name)
+    found[name] = [
+        outcome(lambda: content(path)),
+        outcome(lambda: sorted(os.listdir(path))),
+        outcome(lambda: oct(os.stat(path).st_mode)),
+        outcome(lambda: os.access(path, os.R_OK)),
+        outcome(lambda: os.getxattr(path, "user.colour").decode()),
+    ]
+print(json.dumps(found))
+"""
+
+
+def person(entry: pwd.struct_passwd, *groups: int) -> list[str]:
+    """Words before a command that make it that person's, who is in these groups too."""
+    listed = f"--groups={','.join(map(str, groups))}" if groups else "--clear-groups"
+    return ["setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", listed]
+
+
+PEOPLE = {
+    "nobody": person(NOBODY),
+    "nobody in the group": person(NOBODY, GROUP),
+    "daemon": person(DAEMON),
+    "daemon in the group": person(DAEMON, GROUP),
+}
+
+
+def look(who: list[str], root: Path, names: list[str]) -> dict[str, Any]:
+    python = interpreter_for("nobody")
+    done = subprocess.run(
+        [*who, python, "-I", "-c", LOOK, str(root), json.dumps(names)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def facl(path: Path, entry: str) -> None:
+    subprocess.run(["setfacl", "-m", entry, str(path)], check=True)
+
+
+def guarded_tree(root: Path) -> list[str]:
+    """Files and directories that some may read and others not; their names."""
+    root.mkdir()
+    names = []
+    for name, owner, group, mode, acl in (
+        ("open", 0, 0, 0o644, None),
+        ("roots", 0, 0, 0o600, None),
+        ("nobodys", NOBODY.pw_uid, 0, 0o600, None),
+        ("closed to its owner", NOBODY.pw_uid, 0, 0o044, None),
+        ("of the group", 0, GROUP, 0o640, None),
+        ("not of the group", 0, GROUP, 0o604, None),
+        ("acl gives", 0, 0, 0o600, f"u:{NOBODY.pw_uid}:r"),
+        ("acl takes", 0, 0, 0o644, f"u:{NOBODY.pw_uid}:-"),
+        ("acl of the group", 0, 0, 0o600, f"g:{GROUP}:r"),
+    ):
+        for directory in (False, True):
+            path = root / (f"{name} directory" if directory else name)
+            if directory:
+                path.mkdir()
+                (path / "inner").write_text(f"inside of {name}")
+                names.append(f"{path.name}/inner")
+            else:
+                path.write_text(f"content of {name}")
+            os.setxattr(path, "user.colour", b"red")
+            os.chown(path, owner, group)
+            path.chmod(mode | (mode & 0o444) >> 2 if directory else mode)
+            if acl is not None:
+                facl(path, acl + "x" * (directory and not acl.endswith("-")))
+            names.append(path.name)
+    for name, mode in (("names only", 0o744), ("search only", 0o711), ("private", 0o700)):
+        (root / name).mkdir()
+        (root / name / "inner").write_text(f"inside of {name}")
+        (root / name).chmod(mode)
+        names += [name, f"{name}/inner"]
+    return sorted(names)
+
+
+@pytest.fixture
+def guarded(work: Bench) -> tuple[Bench, Path, list[str]]:
+    interpreter_for("nobody")
+    names = guarded_tree(work.path / "src")
+    work.path.chmod(0o777)
+    return work, work.path / "src", names
+
+
+def test_the_people_differ(guarded: tuple[Bench, Path, list[str]]) -> None:
+    """So that what is compared below is about something."""
+    _, source, names = guarded
+    seen = {json.dumps(look(who, source, names)) for who in PEOPLE.values()}
+    assert len(seen) == len(PEOPLE)
+
+
+def mounted_by(work: Bench, source: Path, who: list[str]) -> Mount:
+    """By an ordinary user, with that user's groups."""
+    point = work.path / "own"
+    point.mkdir()
+    uid = next(int(w.partition("=")[2]) for w in who if w.startswith("--reuid="))
+    os.chown(point, uid, -1)
+    storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]
+    done = subprocess.run(
+        [*who, *MONARCHFS, "mount", str(source), str(point), *storage, "--prefetch", "all"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd="/",
+        check=False,
+        env={"PATH": os.environ["PATH"]},
+    )
+    assert done.returncode == 0, done.stderr
+    mount = Mount(source, point, pwd.getpwuid(uid).pw_name)
+    work.mounts.append(mount)
+    return mount
+
+
+@pytest.mark.parametrize("who", ["nobody", "nobody in the group"])
+def test_a_users_own_mount(guarded: tuple[Bench, Path, list[str]], who: str) -> None:
+    work, source, names = guarded
+    with device_mode(0o666):
+        mount = mounted_by(work, source, PEOPLE[who])
+        for _ in range(2):  # not known, and copied
+            assert look(PEOPLE[who], mount.path, names) == look(PEOPLE[who], source, names)
+            mount.wait_idle()
+        assert_denied(mount, PEOPLE["daemon in the group"])
+        assert mount.umount().returncode == 0
+
+
+def test_roots_mount_for_a_user(guarded: tuple[Bench, Path, list[str]]) -> None:
+    work, source, names = guarded
+    mount = work.mount(source, "--user", "nobody", "--prefetch", "all")
+    for _ in range(2):
+        assert look(PEOPLE["nobody"], mount.path, names) == look(PEOPLE["nobody"], source, names)
+        mount.wait_idle()
+    assert_denied(mount, PEOPLE["daemon in the group"])
+    worker = Path(f"/proc/{mount.worker_pid()}/status").read_text()
+    fields = dict(line.split(":\t", 1) for line in worker.splitlines() if ":\t" in line)
+    assert {int(fields[name], 16) for name in ("CapPrm", "CapEff", "CapInh", "CapAmb")} == {0}
+    assert fields["NoNewPrivs"] == "1"
+    assert set(fields["Uid"].split()) == {str(NOBODY.pw_uid)}
+    groups = set(os.getgrouplist("nobody", NOBODY.pw_gid))
+    assert {int(one) for one in fields["Groups"].split()} == groups
+
+
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=60", "open"])
+def test_a_mount_for_all(guarded: tuple[Bench, Path, list[str]], freshness: str) -> None:
+    """The kernel checks; the worker, which reads for all of them, has rights that they have not."""
+    work, source, names = guarded
+    options = ("-o", "allow_other", "--prefetch", "all", "--freshness", freshness)
+    mount = work.mount(source, *options)
+    for _ in range(2):
+        for who in PEOPLE.values():
+            assert look(who, mount.path, names) == look(who, source, names), who
+        mount.wait_idle()
+
+
+def assert_denied(mount: Mount, other: list[str]) -> None:
+    """Somebody else, root included, can neither enter the mount nor read its copies."""
+    copies = mount.path.parent / "tier"
+    scripts = [
+        (other, f'ls "{mount.path}"'),
+        (other, f'ls "{mount.path.parent}/state"'),
+        (other, f'ls "{copies}"/*/*'),
+        ([], f'ls "{mount.path}"'),
+    ]
+    for who, script in scripts:
+        done = subprocess.run(
+            [*who, "sh", "-c", script], capture_output=True, text=True, timeout=20, check=False
+        )
+        assert done.returncode != 0, (who, script, done.stdout)
+    for directory in (mount.path.parent / "state", *copies.iterdir()):
+        st = directory.stat()
+        assert (st.st_uid, st.st_mode & 0o777) == (NOBODY.pw_uid, 0o700)
+
+
+@pytest.fixture
+def squashed(work: Bench) -> Iterator[tuple[Bench, Path]]:
+    """A source that only its user may enter, as a file system with root squash and a directory of
+    mode 0700: a FUSE mount of that user's, of which root gets nothing."""
+    if shutil.which("bindfs") is None:
+        pytest.skip("needs bindfs")
+    interpreter_for("nobody")
+    real, source = work.path / "real", work.path / "lustre"
+    trees.dataset(real, files=6)
+    source.mkdir()
+    for path in (real, *real.rglob("*"), source):
+        os.chown(path, NOBODY.pw_uid, NOBODY.pw_gid)
+    real.chmod(0o700)
+    work.path.chmod(0o777)
+    with device_mode(0o666):
+        words = ["bindfs", "-f", "--no-allow-other", str(real), str(source)]
+        process = subprocess.Popen([*person(NOBODY), *words])
+        try:
+            wait_for(lambda: fuse_mounts(str(source)), "the source to be mounted")
+            yield work, source
+        finally:
+            for mount in work.mounts:
+                mount.umount()
+            subprocess.run(["umount", "-l", str(source)], check=False)
+            process.wait(20)
+
+
+def diff(real: Path, path: Path) -> None:
+    done = subprocess.run(
+        [*person(NOBODY), "diff", "-r", str(real), str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=0", "open"])
+def test_a_source_that_root_may_not_enter(squashed: tuple[Bench, Path], freshness: str) -> None:
+    work, source = squashed
+    with pytest.raises(PermissionError):
+        os.listdir(source)
+    options = ("--user", "nobody", "--prefetch", "all", "--freshness", freshness)
+    mount = work.mount(source, *options)
+    diff(work.path / "real", mount.path)
+    mount.wait_idle()
+    diff(work.path / "real", mount.path)
+    assert_denied(mount, person(DAEMON))
+    # Another worker gets what the first one got.
+    os.kill(mount.worker_pid(), 9)
+    diff(work.path / "real", mount.path)
+    assert mount.status()["files"]["resident"] == 6
+
+
+def test_root_does_not_mount_for_itself_what_it_may_not_enter(
+    squashed: tuple[Bench, Path],
+) -> None:
+    work, source = squashed
+    (work.path / "mnt").mkdir()
+    storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]
+    done = subprocess.run(
+        [*MONARCHFS, "mount", str(source), f"{work.path}/mnt", *storage],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "cannot be read by root" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (work.path / "state").exists()
