@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 
 from monarchfs.config.model import (
     DataPath,
@@ -70,9 +71,8 @@ def parse_tiers(value: object) -> tuple[TierSpec, ...]:
     tiers = tuple(parse_tier(text) for text in texts)
     if not tiers:
         raise UsageError("the list of tiers is empty: name at least one as PATH=SIZE")
-    paths = [tier.path for tier in tiers]
-    for path in paths:
-        if paths.count(path) > 1:
+    for path, count in Counter(tier.path for tier in tiers).items():
+        if count > 1:
             raise UsageError(f"tier {path} is named twice: name each directory once")
     return tiers
 
