@@ -322,16 +322,18 @@ def _lock(config: Config, state_dir: int) -> int:
         raise UsageError(
             f"state directory {config.state_dir} is in use by {error}, or name another --state-dir"
         ) from None
-    write_holder(
-        lock,
-        Holder(
-            pid=os.getpid(),
-            mountpoint=config.mountpoint,
-            source=config.source,
-            dataset_id=config.dataset_id,
-            tiers=tuple(tier.path for tier in config.tiers),
-        ),
+    holder = Holder(
+        pid=os.getpid(),
+        mountpoint=config.mountpoint,
+        source=config.source,
+        dataset_id=config.dataset_id,
+        tiers=tuple(tier.path for tier in config.tiers),
     )
+    try:
+        _try("write", os.path.join(config.state_dir, LOCK), partial(write_holder, lock, holder))
+    except BaseException:
+        os.close(lock)
+        raise
     return lock
 
 
