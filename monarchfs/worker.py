@@ -60,6 +60,7 @@ from monarchfs.prefetch.scan import Scan, read_list
 from monarchfs.prefetch.touch import Touch
 from monarchfs.prefetch.warm import Warming
 from monarchfs.privileges import drop_capabilities, raise_descriptor_limit
+from monarchfs.quiet import behind
 from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.status import status
@@ -124,11 +125,14 @@ class Worker:
         if self.slots.numbers:
             self.index.skip_numbers_after(self.slots.numbers)
         self.slots.numbers = self.index.next_number
+        # Where nobody waits for a copy or a scan, those who read go first.
+        quietly = behind(config.copy_nice)
         self.source = Source(
             posix,
             demand_threads=config.source_threads,
             background_threads=config.copy_workers + BACKGROUND_EXTRA,
             deadline=config.source_deadline_seconds,
+            behind=quietly,
         )
         tiers = [
             _open_tier(
@@ -151,6 +155,7 @@ class Worker:
             eviction=Eviction(config.evict.value),
             reserve_percent=config.reserve_percent,
             readers=self.relay,
+            behind=quietly,
         )
         self.copier = Copier(
             self.source,

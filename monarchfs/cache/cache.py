@@ -184,7 +184,7 @@ class Cache(Filling):
         Raises OSError of the tier."""
         replica.uses += 1
         try:
-            return await self._in_thread(replica.read, offset, size)
+            return await self._in_thread_now(replica.read, offset, size)
         finally:
             self.release(replica)
 

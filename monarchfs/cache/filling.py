@@ -172,7 +172,7 @@ class Filling(Moves):
     async def read_part(self, reservation: Reservation, offset: int, size: int) -> bytes:
         """Bytes that were written already. Raises OSError of the tier."""
         with reservation.using():
-            return await self._in_thread(read_full, reservation.fd, offset, size)
+            return await self._in_thread_now(read_full, reservation.fd, offset, size)
 
     def read_part_nowait(self, reservation: Reservation, offset: int, size: int) -> Data | None:
         """The same, or None where the disk would have to be waited for."""

@@ -33,6 +33,7 @@ from monarchfs.placement.events import (
 )
 from monarchfs.placement.placement import Placement
 from monarchfs.placement.policies import Eviction
+from monarchfs.quiet import RunSync
 from monarchfs.store.tier import Tier
 from monarchfs.types import IndexWriteError, Node, Replica, TierSize
 
@@ -68,12 +69,17 @@ class Records:
         partial_min_bytes: int = 64 << 20,
         headroom: Callable[[], Headroom] | None = None,
         readers: Readers | None = None,
+        behind: RunSync = trio.to_thread.run_sync,
     ) -> None:
         """``local`` limits the threads that read and write tiers, apart from the source's;
         ``headroom`` says how much memory is left for tiers in memory; ``readers`` read replicas
-        without asking."""
+        without asking. ``behind`` runs what no reader waits for; if that is at a lower priority,
+        readers do not wait for its threads either, which have a limit of their own."""
         self.index = index
         self.local = local
+        self._behind = behind
+        apart = behind is not trio.to_thread.run_sync
+        self._local_behind = trio.CapacityLimiter(local.total_tokens) if apart else local
         self.readers: Readers = NoReaders() if readers is None else readers
         self.reasons = Reasons()
         self.noticed: Callable[[int], None] = self._mark_outdated
@@ -208,6 +214,10 @@ class Records:
         raise NotImplementedError
 
     async def _in_thread(self, fn: Callable[..., T], *args: object) -> T:
+        return await self._behind(fn, *args, limiter=self._local_behind)
+
+    async def _in_thread_now(self, fn: Callable[..., T], *args: object) -> T:
+        """For who reads: not behind those who copy."""
         return await trio.to_thread.run_sync(fn, *args, limiter=self.local)
 
 

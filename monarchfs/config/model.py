@@ -90,6 +90,7 @@ class Config:
     requests that a dead worker took are the kernel's to hand out again, where it can.
     ``prefetch_bytes_per_second`` is how fast files are copied that nobody has open, 0 for as fast
     as can be; ``prefetch_jitter_seconds`` by how much, at most, the scan is put off.
+    ``copy_nice`` is the priority (nice(1)) of threads that nobody waits for.
     """
 
     source: str
@@ -122,6 +123,7 @@ class Config:
     kernel_resend: bool = True
     prefetch_bytes_per_second: int = 0
     prefetch_jitter_seconds: float = 0.0
+    copy_nice: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=_enum_value)

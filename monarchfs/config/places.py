@@ -123,6 +123,7 @@ def build_config(
         kernel_resend=settings.kernel_resend,
         prefetch_bytes_per_second=settings.prefetch_rate,
         prefetch_jitter_seconds=settings.prefetch_jitter,
+        copy_nice=settings.copy_nice,
     )
 
 

@@ -54,6 +54,7 @@ class Settings:
     kernel_resend: bool = True
     prefetch_rate: int = 0
     prefetch_jitter: float = 0.0
+    copy_nice: int = 0
 
 
 PARSERS: Mapping[str, Callable[[object], object]] = {
@@ -82,6 +83,7 @@ PARSERS: Mapping[str, Callable[[object], object]] = {
     "kernel_resend": values.parse_flag,
     "prefetch_rate": values.parse_rate,
     "prefetch_jitter": values.parse_interval,
+    "copy_nice": values.parse_nice,
 }
 
 # What mount(8), fstab and systemd put into a list of options without meaning the file system.

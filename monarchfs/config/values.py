@@ -145,6 +145,14 @@ def parse_count(value: object) -> int:
     return int(text)
 
 
+def parse_nice(value: object) -> int:
+    """A whole number from 0 to 19, as nice(1) takes it."""
+    text = _text(value).strip()
+    if not text.isdecimal() or len(text) > 9 or int(text) > 19:
+        raise UsageError(f"'{text}' is no priority: use a number from 0 to 19, as nice(1) takes it")
+    return int(text)
+
+
 def parse_seconds(value: object) -> float:
     """A number of seconds, 0 or more."""
     seconds = _number(value)

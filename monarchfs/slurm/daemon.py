@@ -51,11 +51,9 @@ def start(
     options: Sequence[str],
     log_file: str | None,
     unit: str,
-    nice: int,
     deadline: float,
 ) -> None:
-    """Mounts, for ``user``, with the priority ``nice`` (nice(1)) and, unless that is 0, the lowest
-    one of ordinary I/O.
+    """Mounts, for ``user``.
 
     Raises OperationError, with the reason in one line, if that has not come about by ``deadline``
     (time.monotonic); nothing is mounted then, or soon will not be."""
@@ -67,7 +65,7 @@ def start(
         words += ["-o", option]
     if log_file is not None:
         words += ["--log-file", log_file]
-    command = [*_priority(nice), *command_of_ours(*words)]
+    command = command_of_ours(*words)
     if os.path.isdir(_BOOTED) and os.access(_SYSTEMD_RUN, os.X_OK):
         _run([*_scope(unit), *command], command, deadline)
     else:
@@ -127,16 +125,6 @@ def leave_running(words: Sequence[str]) -> None:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-
-
-def _priority(nice: int) -> list[str]:
-    """The words before a command that change the priority with which it runs."""
-    words = []
-    if nice and os.access("/usr/bin/nice", os.X_OK):
-        words += ["/usr/bin/nice", "-n", str(nice)]
-    if nice and os.access("/usr/bin/ionice", os.X_OK):
-        words += ["/usr/bin/ionice", "-t", "-c", "2", "-n", "7"]
-    return words
 
 
 def _scope(unit: str) -> list[str]:

@@ -159,7 +159,7 @@ def mount_for(
 
 def mount_options(site: Site, job: Job, wanted: Wanted) -> list[str]:
     """What follows ``mount -o``, what counts more after what counts less. Pure."""
-    options = []
+    options = [f"copy_nice={site.nice}"]
     # The prologs of many nodes begin at the same instant; those of a few are no burden.
     jitter = min(_MOST_JITTER_SECONDS, job.nodes * _JITTER_SECONDS_A_NODE)
     if jitter >= 1:
@@ -221,7 +221,6 @@ def _mount(
             options=options,
             log_file=site.log_file,
             unit=f"monarchfs-{share.key}-{os.getpid()}",
-            nice=site.nice,
             deadline=deadline,
         )
     except BaseException:

@@ -13,6 +13,7 @@ from monarchfs.config.settings import from_mount_options
 from monarchfs.config.values import (
     parse_flag,
     parse_interval,
+    parse_nice,
     parse_path,
     parse_tiers,
     parse_timeout,
@@ -156,17 +157,11 @@ def _deadline(value: object) -> float:
     return seconds
 
 
-def _nice(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 19:
-        raise UsageError("this is no priority: write a number from 0 to 19, as nice(1) takes it")
-    return value
-
-
 _PARSERS: Mapping[str, tuple[str, Callable[[object], object]]] = {
     "deadline_seconds": ("deadline_seconds", _deadline),
     "linger": ("linger_seconds", parse_interval),
     "wipe": ("wipe", parse_flag),
-    "nice": ("nice", _nice),
+    "nice": ("nice", parse_nice),
     "run_dir": ("run_dir", parse_path),
     "cache_dir": ("cache_dir", parse_path),
     "report_dir": ("report_dir", parse_path),

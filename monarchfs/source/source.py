@@ -13,6 +13,7 @@ import trio
 from trio import to_thread
 
 from monarchfs.metrics import NS
+from monarchfs.quiet import RunSync
 from monarchfs.source.lanes import Call, LaneThreads, SourceCounters, in_thread, lend
 from monarchfs.source.layout import Layout
 from monarchfs.source.posix import AttributeNames, Batch, Batches, Found, FoundEach, PosixSource
@@ -60,8 +61,10 @@ class Source:
         stuck_seconds: float = 1.0,
         max_stuck: int = 512,
         deadline: float = 5.0,
+        behind: RunSync = to_thread.run_sync,
     ) -> None:
-        """``deadline`` (seconds) is what ``responding`` goes by. Call it inside the trio run."""
+        """``deadline`` (seconds) is what ``responding`` goes by; ``behind`` runs BACKGROUND calls.
+        Call it inside the trio run."""
         self.counters = SourceCounters()
         self.root = posix.root
         self._posix = posix
@@ -70,6 +73,7 @@ class Source:
         self._stuck_seconds = stuck_seconds
         self._max_stuck = max_stuck
         self._deadline = deadline
+        self._behind = behind
         self._token = trio.lowlevel.current_trio_token()
         self._count_late: dict[Lane, Callable[[ReadResult], None]] = {
             lane: partial(self._count_from_thread, lane) for lane in Lane
@@ -184,14 +188,17 @@ class Source:
         dispose: Callable[[T], object] | None = None,
         skipped: Callable[[], object] | None = None,
     ) -> T:
-        threads = self.demand if lane is Lane.DEMAND else self.background
+        demand = lane is Lane.DEMAND
+        threads, run_sync = (
+            (self.demand, to_thread.run_sync) if demand else (self.background, self._behind)
+        )
         counters = self.counters
         counters.operations += 1
         kind = counters.of(lane, fn.__name__)
         kind.operations += 1
         call = Call(threads, fn, args, dispose, skipped)
         try:
-            result = await to_thread.run_sync(call, abandon_on_cancel=True, limiter=threads.limiter)
+            result = await run_sync(call, abandon_on_cancel=True, limiter=threads.limiter)
         except trio.Cancelled:
             call.abandon()
             raise

@@ -246,7 +246,7 @@ def test_where_systemd_runs_a_daemon_gets_a_scope(
     def start() -> None:
         daemon.start(
             "/source", "/mountpoint", _nobody(), tiers=[], state_dir="/state", options=[],
-            log_file=None, unit="monarchfs-x", nice=0, deadline=time.monotonic() + 10,
+            log_file=None, unit="monarchfs-x", deadline=time.monotonic() + 10,
         )  # fmt: skip
 
     script = f'#!/bin/sh\necho "$@" >> {tmp_path}/ran\n'

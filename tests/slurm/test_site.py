@@ -79,7 +79,7 @@ def test_all_that_is_named_must_fit() -> None:
         ({"deadline_seconds": 300}, "deadline_seconds: 300 seconds: use 2 to 100"),
         ({"linger": "long"}, "linger: 'long' is not an interval"),
         ({"wipe": "perhaps"}, "wipe: 'perhaps' is neither"),
-        ({"nice": -5}, "nice: this is no priority"),
+        ({"nice": -5}, "nice: '-5' is no priority"),
         ({"allow": {"roots": "/a"}}, "allow: write it as a table in double brackets"),
         ({"allow": [{}]}, "allow: no directory is named"),
         ({"allow": [{"roots": "/a", "groups": "x"}]}, "allow: 'groups' is not known"),

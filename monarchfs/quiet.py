@@ -1,0 +1,151 @@
+"""Threads for work that nobody waits for, at a low priority of CPU and I/O.
+
+On Linux each thread has priorities of its own (setpriority(2), "C library/kernel differences";
+ioprio_set(2)). Raising one again needs a privilege that a worker does not have: so these threads do
+nothing else, ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import platform
+import threading
+from collections.abc import Callable
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+import outcome
+import trio
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_Job = Callable[[], Callable[[], None]]
+"""Does it, and returns what tells whoever waits for it."""
+
+_IDLE_SECONDS = 10.0
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
+"""The number of the system call (glibc has no function for it), by platform.machine()."""
+_WHO_PROCESS = 1
+_LOWEST_OF_BEST_EFFORT = 2 << 13 | 7
+
+
+class RunSync(Protocol):
+    """``trio.to_thread.run_sync``, and what takes its place."""
+
+    async def __call__(
+        self,
+        sync_fn: Callable[..., T],
+        *args: Any,
+        abandon_on_cancel: bool = False,
+        limiter: trio.CapacityLimiter | None = None,
+    ) -> T: ...
+
+
+class QuietThreads:
+    """For one trio run. Constant: ``nice``. Changing: the threads, which end when they have had
+    nothing to do for a while, and how many of them wait for work that nobody has promised them."""
+
+    def __init__(self, nice: int) -> None:
+        """``nice`` as of nice(1), above 0; with it goes the lowest I/O priority of the best-effort
+        class, which is for all but what is idle."""
+        self.nice = nice
+        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+
+    async def run_sync(
+        self,
+        sync_fn: Callable[..., T],
+        *args: Any,
+        abandon_on_cancel: bool = False,
+        limiter: trio.CapacityLimiter | None = None,
+    ) -> T:
+        """As ``trio.to_thread.run_sync``: the limiter's token is held until ``sync_fn`` returns,
+        also where nobody waits for it any more."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if limiter is None:
+            limiter = trio.to_thread.current_default_thread_limiter()
+        borrower, limits = object(), limiter
+        await limits.acquire_on_behalf_of(borrower)
+        token, task = trio.lowlevel.current_trio_token(), trio.lowlevel.current_task()
+        waits = True
+
+        def finish(result: outcome.Outcome[T]) -> None:
+            limits.release_on_behalf_of(borrower)
+            if waits:
+                trio.lowlevel.reschedule(task, result)
+
+        def job() -> Callable[[], None]:
+            return partial(deliver, outcome.capture(sync_fn, *args))
+
+        def deliver(result: outcome.Outcome[T]) -> None:
+            try:
+                token.run_sync_soon(finish, result)
+            except trio.RunFinishedError:
+                return  # and with it whoever could have waited
+
+        def abort(_raise: Callable[[], object]) -> trio.lowlevel.Abort:
+            nonlocal waits
+            if not abandon_on_cancel:
+                return trio.lowlevel.Abort.FAILED
+            waits = False
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        try:
+            self._start(job)
+        except BaseException:
+            limits.release_on_behalf_of(borrower)
+            raise
+        result: T = await trio.lowlevel.wait_task_rescheduled(abort)
+        return result
+
+    def _start(self, job: _Job) -> None:
+        with self._lock:
+            promised = self._idle > 0
+            self._idle -= promised
+        if not promised:
+            threading.Thread(target=self._serve, args=(job,), name="quiet", daemon=True).start()
+        else:
+            self._jobs.put(job)
+
+    def _serve(self, job: _Job) -> None:
+        lower_this_thread(self.nice)
+        while True:
+            deliver = job()
+            # First, so that who gets the result finds this thread free.
+            with self._lock:
+                self._idle += 1
+            deliver()
+            while True:
+                try:
+                    job = self._jobs.get(timeout=_IDLE_SECONDS)
+                    break
+                except Empty:
+                    with self._lock:
+                        if self._idle > 0:
+                            self._idle -= 1
+                            return
+                    # A job is on its way for each that waits: one is ours.
+
+
+def lower_this_thread(nice: int) -> None:
+    """Never raises a priority, and fails with a line in the log only."""
+    try:
+        # 0 is the calling thread.
+        os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
+        number = _IOPRIO_SET.get(platform.machine())
+        if number is not None:
+            syscall = partial(ctypes.CDLL(None, use_errno=True).syscall, number)
+            if syscall(_WHO_PROCESS, 0, _LOWEST_OF_BEST_EFFORT) != 0:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    except OSError as error:
+        log.warning("copying keeps the priority of everything else: %s", error.strerror)
+
+
+def behind(nice: int) -> RunSync:
+    """What runs functions that nobody waits for: at a low priority, or (0) as any other."""
+    return QuietThreads(nice).run_sync if nice else trio.to_thread.run_sync

@@ -1,0 +1,193 @@
+"""Threads of a low priority: what they run, and that readers do not wait for them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import subprocess
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+from monarchfs import quiet
+from monarchfs.quiet import QuietThreads, behind
+from tests.mounting import Bench, requires_fuse, wait_for
+
+NICE = 7
+BEST_EFFORT_LOWEST = 2 << 13 | 7
+_IOPRIO_GET = {"x86_64": 252, "aarch64": 31, "riscv64": 31, "ppc64le": 274, "s390x": 283}
+
+
+def io_priority(thread: int) -> int:
+    """ioprio_get(2) of one thread."""
+    number = _IOPRIO_GET.get(platform.machine())
+    if number is None:
+        pytest.skip(f"the number of ioprio_get is not known for {platform.machine()}")
+    value: int = ctypes.CDLL(None).syscall(number, 1, thread)
+    return value
+
+
+def nice_of(pid: int, thread: int) -> int:
+    """Field 19 of /proc/PID/task/TID/stat."""
+    stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[16])
+
+
+def own_priorities() -> tuple[int, int, int]:
+    thread = threading.get_native_id()
+    return thread, nice_of(os.getpid(), thread), io_priority(thread)
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with trio.fail_after(30):
+            await main()
+
+    trio.run(bounded)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await trio.sleep(0.001)
+
+
+def test_it_runs_functions_at_a_low_priority_and_changes_nobody_elses() -> None:
+    async def main() -> None:
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        threads = QuietThreads(NICE)
+        seen = set()
+        for _ in range(3):
+            thread, nice, io = await threads.run_sync(own_priorities)
+            assert (nice, io) == (max(NICE, own), BEST_EFFORT_LOWEST)
+            seen.add(thread)
+        assert len(seen) == 1, "one after the other needs one thread"
+        # Neither here nor in the threads of everybody else.
+        assert os.getpriority(os.PRIO_PROCESS, 0) == own
+        _thread, nice, io = await trio.to_thread.run_sync(own_priorities)
+        assert nice == own
+        assert io != BEST_EFFORT_LOWEST
+
+    run(main)
+
+
+def test_results_and_errors_come_back() -> None:
+    async def main() -> None:
+        threads = QuietThreads(NICE)
+        assert await threads.run_sync(divmod, 7, 2) == (3, 1)
+        with pytest.raises(ZeroDivisionError):
+            await threads.run_sync(divmod, 7, 0)
+
+    run(main)
+
+
+def test_as_many_run_at_once_as_the_limiter_lets() -> None:
+    async def main() -> None:
+        threads, limiter = QuietThreads(NICE), trio.CapacityLimiter(3)
+        together = threading.Barrier(3)
+        async with trio.open_nursery() as nursery:
+            for _ in range(9):
+                nursery.start_soon(wait_with_others, threads, limiter, together)
+        assert limiter.borrowed_tokens == 0
+
+    async def wait_with_others(
+        threads: QuietThreads, limiter: trio.CapacityLimiter, together: threading.Barrier
+    ) -> None:
+        await threads.run_sync(together.wait, 20, limiter=limiter)
+
+    run(main)
+
+
+@pytest.mark.parametrize("abandons", [True, False])
+def test_who_is_cancelled_leaves_only_where_that_was_agreed(abandons: bool) -> None:
+    go_on = threading.Event()
+
+    async def main() -> None:
+        threads, limiter = QuietThreads(NICE), trio.CapacityLimiter(1)
+        left = trio.Event()
+
+        async def asks() -> None:
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                with trio.CancelScope(shield=True) as inner:
+                    nursery.start_soon(cancel_when_running, inner)
+                    await threads.run_sync(
+                        go_on.wait, 20, abandon_on_cancel=abandons, limiter=limiter
+                    )
+            left.set()
+
+        async def cancel_when_running(scope: trio.CancelScope) -> None:
+            await until(lambda: limiter.borrowed_tokens)
+            scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(asks)
+            if abandons:
+                await left.wait()
+                assert limiter.borrowed_tokens == 1, "its thread is still at it"
+            else:
+                with trio.move_on_after(0.1):
+                    await left.wait()
+                assert not left.is_set()
+            go_on.set()
+            await left.wait()
+            await until(lambda: not limiter.borrowed_tokens)
+
+    run(main)
+
+
+def test_threads_without_work_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quiet, "_IDLE_SECONDS", 0.02)
+
+    def left() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "quiet"]
+
+    async def main() -> None:
+        threads = QuietThreads(NICE)
+        for _ in range(20):
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(threads.run_sync, os.getpid)
+            await trio.sleep(0.01)  # about as long as they wait
+        await until(lambda: not left())
+        assert await threads.run_sync(os.getpid) == os.getpid()
+
+    run(main)
+
+
+def test_no_priority_is_no_other_thread() -> None:
+    assert behind(0) is trio.to_thread.run_sync
+
+
+@requires_fuse
+def test_a_mount_copies_at_the_priority_that_it_was_given(work: Bench) -> None:
+    source = work.path / "src"
+    source.mkdir()
+    for number in range(20):
+        (source / f"f{number:02}").write_bytes(os.urandom(3 << 20))
+    mount = work.mount(source, "--prefetch", "all", "-o", f"copy_nice={NICE}")
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    paths = [str(mount.path / f"f{number:02}") for number in range(20)]
+    subprocess.run(["cat", *paths], stdout=subprocess.DEVNULL, timeout=60, check=True)
+    now = mount.wait_idle()
+    assert now["files"]["resident"] == 20
+    pid = now["worker"]["pid"]
+
+    def by_nice() -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for name in os.listdir(f"/proc/{pid}/task"):
+            try:
+                found.setdefault(nice_of(pid, int(name)), []).append(int(name))
+            except FileNotFoundError:
+                continue  # it has ended
+        return found
+
+    found = wait_for(lambda: {n: t for n, t in by_nice().items() if len(by_nice()) == 2}, "threads")
+    assert set(found) == {own, NICE}
+    assert pid in found[own], "the event loop is as quick as ever"
+    assert len(found[own]) > 3, "and so are the threads that serve what is local"
+    assert {io_priority(thread) for thread in found[NICE]} == {BEST_EFFORT_LOWEST}
+    assert BEST_EFFORT_LOWEST not in {io_priority(thread) for thread in found[own]}
