@@ -198,8 +198,8 @@ class _Keeper:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        # Stricter than `control.may_ask`: who connects gets the namespaces and holds the mount. Nobody
-        # but this user has a use for that, and root needs no help to enter them.
+        # Stricter than `control.may_ask`: who connects gets the namespaces and holds the mount.
+        # Only this user has a use for that, and root needs no help to enter them.
         if peer_uid(connection) not in (0, os.geteuid()):
             connection.close()
             return

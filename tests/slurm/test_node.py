@@ -29,6 +29,7 @@ from tests.faking import interpreter_for
 from tests.mounting import (
     MONARCHFS,
     Bench,
+    Mount,
     as_user,
     fuse_mounts,
     requires_fuse,
@@ -36,6 +37,7 @@ from tests.mounting import (
     run,
     wait_for,
 )
+from tests.test_quiet import nice_of
 
 pytestmark = [requires_root, requires_fuse]
 
@@ -171,12 +173,13 @@ def test_a_job_from_prolog_to_epilog(node: Node) -> None:
     assert node.mounts() == [root]
     assert node.read(root) == 0
     assert os.stat(f"{node.path}/run/env/1").st_uid == NOBODY.pw_uid
-    for pid in (
-        _supervisor(root),
-        json.loads(run("status", root, "--json").stdout)["worker"]["pid"],
-    ):
-        assert os.getpriority(os.PRIO_PROCESS, pid) == 5
+    worker = json.loads(run("status", root, "--json").stdout)["worker"]["pid"]
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    for pid in (_supervisor(root), worker):
+        assert os.getpriority(os.PRIO_PROCESS, pid) == own
         assert os.getsid(pid) != os.getsid(0)
+    threads = os.listdir(f"/proc/{worker}/task")
+    assert {nice_of(worker, int(one)) for one in threads} == {own, max(own, 5)}, "copying is nice"
     node.job("prolog", 1, f'monarchfs="{data}":name=AB')
     assert node.environment(1)["MONARCHFS_ROOT"] == root
     node.job("epilog", 1)
@@ -192,6 +195,26 @@ def test_a_job_from_prolog_to_epilog(node: Node) -> None:
     node.job("epilog", 2)
     assert node.report(2)[0]["source_read_bytes"] == 0
     assert node.report(2)[0]["local_open_share"] == 1
+
+
+def test_a_report_counts_what_the_daemon_did_that_took_the_place_of_a_dead_one(node: Node) -> None:
+    data = node.dataset("data")
+    comment = f"monarchfs={data}:freshness=ttl=60"  # so that every open is counted
+    node.job("prolog", 1, comment)
+    root = node.environment(1)["MONARCHFS_ROOT"]
+    assert node.read(root) == 0
+    wait_for(lambda: Mount(data, Path(root)).wait_idle()["prefetch"]["completed"] == 4, "copies")
+    assert node.read(root) == 0
+    node.job("prolog", 2, comment)
+    os.kill(_supervisor(root), signal.SIGKILL)
+    node.job("prolog", 3, comment)
+    assert node.read(root) == 0
+    for number in (1, 2, 3):
+        node.job("epilog", number)
+        (one,) = node.report(number)
+        counts = (one["local_opens"], one["source_opens"], one["copies_completed"])
+        assert counts == (4, 0, 0), f"job {number}: of the second daemon"
+    assert node.left() == []
 
 
 def test_a_job_that_asks_for_nothing_leaves_nothing(node: Node) -> None:
