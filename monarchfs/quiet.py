@@ -13,6 +13,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _Job = Callable[[], Callable[[], None]]
 """Does it, and returns what tells whoever waits for it."""
+
+hurried: ContextVar[bool] = ContextVar("hurried", default=False)
+"""Set in a task for whose work somebody may be waiting soon: it has everybody's priority."""
 
 _IDLE_SECONDS = 10.0
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
@@ -65,7 +69,11 @@ class QuietThreads:
         limiter: trio.CapacityLimiter | None = None,
     ) -> T:
         """As ``trio.to_thread.run_sync``: the limiter's token is held until ``sync_fn`` returns,
-        also where nobody waits for it any more."""
+        also where nobody waits for it any more. For a task that is ``hurried`` it is that."""
+        if hurried.get():
+            return await trio.to_thread.run_sync(
+                sync_fn, *args, abandon_on_cancel=abandon_on_cancel, limiter=limiter
+            )
         await trio.lowlevel.checkpoint_if_cancelled()
         if limiter is None:
             limiter = trio.to_thread.current_default_thread_limiter()

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store": {"types"},
     "memory": set(),
     "cache": {"types", "placement", "index", "store", "metrics", "memory", "quiet"},
-    "prefetch": {"types", "cache", "source", "metrics"},
+    "prefetch": {"types", "cache", "source", "metrics", "quiet"},
     "fs": {"types", "cache", "source", "index", "metrics", "units", "mirror"},
     "fuse": {"types", "fs", "metrics", "bounded"},
     "privileges": set(),

@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from monarchfs import quiet
-from monarchfs.quiet import QuietThreads, behind
+from monarchfs.quiet import QuietThreads, behind, hurried
 from tests.mounting import Bench, requires_fuse, wait_for
 
 NICE = 7
@@ -70,6 +70,23 @@ def test_it_runs_functions_at_a_low_priority_and_changes_nobody_elses() -> None:
         _thread, nice, io = await trio.to_thread.run_sync(own_priorities)
         assert nice == own
         assert io != BEST_EFFORT_LOWEST
+
+    run(main)
+
+
+def test_a_task_that_is_in_a_hurry_is_not_put_behind() -> None:
+    async def main() -> None:
+        threads, own = QuietThreads(NICE), os.getpriority(os.PRIO_PROCESS, 0)
+
+        async def hurries() -> None:
+            hurried.set(True)
+            _thread, nice, _io = await threads.run_sync(own_priorities)
+            assert nice == own
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(hurries)
+        _thread, nice, _io = await threads.run_sync(own_priorities)
+        assert nice == max(NICE, own), "others are not"
 
     run(main)
 

@@ -28,6 +28,7 @@ from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.pace import Pace
 from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.remote import RemoteFile
+from monarchfs.quiet import hurried
 from monarchfs.source.source import Source
 from monarchfs.types import Archived, DirRef, Lane, Node
 
@@ -372,6 +373,8 @@ class Copier:
     async def _fetch(self, fill: Fill, fetch: Fetch) -> None:
         started = trio.current_time()
         paced = not fill.handles
+        # Who has opened it may read any moment what is being fetched here.
+        hurried.set(not paced)
         await fill.fetch(fetch, Lane.BACKGROUND)
         self._targets[fetch.target] -= 1
         if paced and fetch.seconds:
