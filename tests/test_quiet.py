@@ -15,7 +15,7 @@ import trio
 
 from monarchfs import quiet
 from monarchfs.quiet import QuietThreads, behind, hurried
-from tests.mounting import Bench, requires_fuse, wait_for
+from tests.mounting import Bench, requires_fuse, run
 
 NICE = 7
 BEST_EFFORT_LOWEST = 2 << 13 | 7
@@ -37,12 +37,27 @@ def nice_of(pid: int, thread: int) -> int:
     return int(stat.rpartition(")")[2].split()[16])
 
 
+def priorities(pid: int) -> set[int]:
+    """Those of a process' threads."""
+    return set(threads_by_nice(pid))
+
+
+def threads_by_nice(pid: int) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for name in os.listdir(f"/proc/{pid}/task"):
+        try:
+            found.setdefault(nice_of(pid, int(name)), []).append(int(name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended
+    return found
+
+
 def own_priorities() -> tuple[int, int, int]:
     thread = threading.get_native_id()
     return thread, nice_of(os.getpid(), thread), io_priority(thread)
 
 
-def run(main: Callable[[], Awaitable[None]]) -> None:
+def in_trio(main: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
         with trio.fail_after(30):
             await main()
@@ -71,7 +86,7 @@ def test_it_runs_functions_at_a_low_priority_and_changes_nobody_elses() -> None:
         assert nice == own
         assert io != BEST_EFFORT_LOWEST
 
-    run(main)
+    in_trio(main)
 
 
 def test_a_task_that_is_in_a_hurry_is_not_put_behind() -> None:
@@ -88,7 +103,7 @@ def test_a_task_that_is_in_a_hurry_is_not_put_behind() -> None:
         _thread, nice, _io = await threads.run_sync(own_priorities)
         assert nice == max(NICE, own), "others are not"
 
-    run(main)
+    in_trio(main)
 
 
 def test_results_and_errors_come_back() -> None:
@@ -98,7 +113,7 @@ def test_results_and_errors_come_back() -> None:
         with pytest.raises(ZeroDivisionError):
             await threads.run_sync(divmod, 7, 0)
 
-    run(main)
+    in_trio(main)
 
 
 def test_as_many_run_at_once_as_the_limiter_lets() -> None:
@@ -115,7 +130,7 @@ def test_as_many_run_at_once_as_the_limiter_lets() -> None:
     ) -> None:
         await threads.run_sync(together.wait, 20, limiter=limiter)
 
-    run(main)
+    in_trio(main)
 
 
 @pytest.mark.parametrize("abandons", [True, False])
@@ -153,7 +168,7 @@ def test_who_is_cancelled_leaves_only_where_that_was_agreed(abandons: bool) -> N
             await left.wait()
             await until(lambda: not limiter.borrowed_tokens)
 
-    run(main)
+    in_trio(main)
 
 
 def test_threads_without_work_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +187,7 @@ def test_threads_without_work_end(monkeypatch: pytest.MonkeyPatch) -> None:
         await until(lambda: not left())
         assert await threads.run_sync(os.getpid) == os.getpid()
 
-    run(main)
+    in_trio(main)
 
 
 def test_no_priority_is_no_other_thread() -> None:
@@ -192,17 +207,9 @@ def test_a_mount_copies_at_the_priority_that_it_was_given(work: Bench) -> None:
     now = mount.wait_idle()
     assert now["files"]["resident"] == 20
     pid = now["worker"]["pid"]
-
-    def by_nice() -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        for name in os.listdir(f"/proc/{pid}/task"):
-            try:
-                found.setdefault(nice_of(pid, int(name)), []).append(int(name))
-            except FileNotFoundError:
-                continue  # it has ended
-        return found
-
-    found = wait_for(lambda: {n: t for n, t in by_nice().items() if len(by_nice()) == 2}, "threads")
+    # That nobody waits for; threads without work end after a while.
+    assert run("refresh", str(mount.path), str(mount.path)).returncode == 0
+    found = threads_by_nice(pid)
     assert set(found) == {own, NICE}
     assert pid in found[own], "the event loop is as quick as ever"
     assert len(found[own]) > 3, "and so are the threads that serve what is local"

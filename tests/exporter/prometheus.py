@@ -12,12 +12,20 @@ from typing import Any
 from tests.mounting import REPOSITORY
 
 SHIPPED = REPOSITORY / "prometheus"
-_UNPACKED = REPOSITORY / "build" / "prometheus" / "usr" / "bin" / "prometheus"
-PROMETHEUS = (
-    os.environ.get("PROMETHEUS")
-    or shutil.which("prometheus")
-    or (str(_UNPACKED) if _UNPACKED.exists() else None)
-)
+
+
+def program(name: str) -> str | None:
+    """One of Debian's package prometheus: named in the environment, on PATH, or where
+    .ci/cluster-packages has put it."""
+    unpacked = REPOSITORY / "build" / "prometheus" / "usr" / "bin" / name
+    return (
+        os.environ.get(name.upper())
+        or shutil.which(name)
+        or (str(unpacked) if unpacked.exists() else None)
+    )
+
+
+PROMETHEUS = program("prometheus")
 NO_PROMETHEUS = "Prometheus (Debian's package prometheus) is not installed"
 
 

@@ -35,7 +35,7 @@ from tests.mounting import (
 pytestmark = [requires_root, requires_fuse]
 
 FILES, SIZE = 12, 50_000
-PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
+PROMTOOL = program("promtool")
 needs_promtool = pytest.mark.skipif(
     PROMTOOL is None, reason="promtool (Debian's package prometheus) is not installed"
 )

@@ -37,7 +37,7 @@ from tests.mounting import (
     run,
     wait_for,
 )
-from tests.test_quiet import nice_of
+from tests.test_quiet import priorities
 
 pytestmark = [requires_root, requires_fuse]
 
@@ -167,7 +167,7 @@ def node(work: Bench) -> Iterator[Node]:
 
 def test_a_job_from_prolog_to_epilog(node: Node) -> None:
     data = node.dataset("a b")
-    assert node.job("prolog", 1, f'monarchfs="{data}":name=AB') == ""
+    assert node.job("prolog", 1, f'monarchfs="{data}":name=AB:prefetch=all') == ""
     root = node.environment(1)["MONARCHFS_ROOT"]
     assert node.environment(1) == {"MONARCHFS_ROOT": root, "MONARCHFS_DATA_AB": root}
     assert node.mounts() == [root]
@@ -178,8 +178,7 @@ def test_a_job_from_prolog_to_epilog(node: Node) -> None:
     for pid in (_supervisor(root), worker):
         assert os.getpriority(os.PRIO_PROCESS, pid) == own
         assert os.getsid(pid) != os.getsid(0)
-    threads = os.listdir(f"/proc/{worker}/task")
-    assert {nice_of(worker, int(one)) for one in threads} == {own, max(own, 5)}, "copying is nice"
+    wait_for(lambda: priorities(worker) == {own, max(own, 5)}, "a scan, with its own priority")
     node.job("prolog", 1, f'monarchfs="{data}":name=AB')
     assert node.environment(1)["MONARCHFS_ROOT"] == root
     node.job("epilog", 1)
