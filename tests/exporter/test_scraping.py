@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ import pytest
 
 from monarchfs.metrics.names import FAMILIES
 from tests import trees
+from tests.exporter.prometheus import program
 from tests.exporter.scraping import Scrape, scrape
 from tests.mounting import (
     WAIT_SECONDS,
