@@ -88,7 +88,8 @@ class RemoteFile:
         else:
             if lane is Lane.BACKGROUND and self.layout is None and self._source.has_layouts:
                 self.layout = await self._source.layout(await self.open(lane), lane)
-            data, version = await self.read(start, end, lane)
+            fd = await self.open(lane)
+            data, version = await self._source.read_once(fd, start, end - start, lane)
             if version != self.version or len(data) != end - start:
                 raise SourceChanged("it changed while it was read")
         self.verified = True

@@ -12,6 +12,7 @@ import errno
 import os
 import stat as stat_module
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from monarchfs.source.dirs import DirHandles, check_name
@@ -185,12 +186,26 @@ class PosixSource:
     def read(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
         """``size`` bytes (fewer only at the end of the file), and the version seen *after* them.
 
-        Bytes that were read while the version was V before and is V now are V's.
+        Bytes that were read while the version was V before and is V now are V's. The kernel may
+        read ahead of a sequential reader.
         """
+        _advise(fd, 0, 0, os.POSIX_FADV_NORMAL)
+        return self._read(fd, offset, size)
+
+    def read_once(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
+        """The same for bytes that are kept: nothing beyond them is read. Somebody may be fetching
+        what follows, and what is read ahead and dropped for want of memory is read twice."""
+        _advise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        return self._read(fd, offset, size)
+
+    def _read(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
         data = os.pread(fd, size, offset)
         st = os.fstat(fd)
         if len(data) < size and offset + len(data) < st.st_size:
             data, st = _read_on(fd, offset, size, data)
+        # The mount's own pages have them now, or a tier: not to be in memory twice or three times.
+        if data:
+            _advise(fd, offset, len(data), os.POSIX_FADV_DONTNEED)
         return data, SourceVersion(
             self._device(st), st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
         )
@@ -208,7 +223,7 @@ class PosixSource:
                 raise SourceChanged(f"{os.fsdecode(name)!r} is another version now")
             if self.has_layouts:
                 self.layout(fd)
-            return self.read(fd, 0, version.size)
+            return self.read_once(fd, 0, version.size)
         finally:
             self.close(fd)
 
@@ -303,6 +318,12 @@ def _proc_path(dir_fd: int, name: bytes) -> bytes:
         return b"/proc/self/fd/%d" % dir_fd
     check_name(name)
     return b"/proc/self/fd/%d/%s" % (dir_fd, name)
+
+
+def _advise(fd: int, offset: int, size: int, advice: int) -> None:
+    """posix_fadvise(2), which is advice: no read fails because it was not taken."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, offset, size, advice)
 
 
 def _read_on(fd: int, offset: int, size: int, data: bytes) -> tuple[bytes, os.stat_result]:

@@ -147,6 +147,10 @@ class Source:
         """
         return await self._counted_read(lane, self._posix.read, (fd, offset, size))
 
+    async def read_once(self, fd: int, offset: int, size: int, lane: Lane) -> ReadResult:
+        """As PosixSource.read_once, and as ``read`` when it is cancelled."""
+        return await self._counted_read(lane, self._posix.read_once, (fd, offset, size))
+
     async def read_whole(
         self, directory: DirRef, name: bytes, version: SourceVersion, lane: Lane
     ) -> bytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 import signal
@@ -176,6 +178,55 @@ def test_read_gives_data_and_the_version_after_it(root: Path, posix: PosixSource
     more, version = posix.read(fd, 299_990, 1000)
     assert more == data[-10:] + b"more"
     assert version == posix.stat(ref(root), b"f").version != st.version
+    posix.close(fd)
+
+
+def cached(fd: int) -> list[int]:
+    """The pages of the file that the kernel has in memory (mincore(2): asking loads none)."""
+    size = os.fstat(fd).st_size
+    pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
+    libc = ctypes.CDLL(None, use_errno=True)
+    with mmap.mmap(fd, size, mmap.MAP_PRIVATE) as mapped:
+        view = ctypes.c_char.from_buffer(mapped)
+        address = ctypes.c_void_p(ctypes.addressof(view))
+        assert libc.mincore(address, ctypes.c_size_t(size), pages) == 0, ctypes.get_errno()
+        del view
+    return [number for number, page in enumerate(pages.raw) if page & 1]
+
+
+def test_what_was_read_is_not_kept_in_memory_too(root: Path, posix: PosixSource) -> None:
+    mib = 1 << 20
+    data = os.urandom(8 * mib)
+    (root / "f").write_bytes(data)
+    fd, st = posix.open(ref(root), b"f")
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if cached(fd):
+            pytest.skip("this file system keeps its files in memory")
+        # In order, as a copy is read: nothing is read ahead, and nothing stays.
+        for start in (0, mib, 2 * mib):
+            found = posix.read_once(fd, start, mib)
+            assert found == (data[start : start + mib], st.version)
+        assert cached(fd) == []
+        # A reader's own reads may be read ahead of; what it got does not stay either.
+        assert posix.read(fd, 3 * mib, mib)[0] == data[3 * mib : 4 * mib]
+        assert not any(page < 4 * mib // mmap.PAGESIZE for page in cached(fd))
+    finally:
+        posix.close(fd)
+
+
+def test_advice_that_is_not_taken_costs_no_read(
+    root: Path, posix: PosixSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "f").write_bytes(b"data")
+    fd, st = posix.open(ref(root), b"f")
+
+    def refuse(*_arguments: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    assert posix.read(fd, 0, 4) == posix.read_once(fd, 0, 4) == (b"data", st.version)
     posix.close(fd)
 
 
