@@ -1,0 +1,279 @@
+"""MONARCH's experiment: its data, its jobs, its little memory, and what it makes of the runs."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import google_crc32c
+import pytest
+
+from bench import shards
+from bench.arms import COLD, COPIED, DIRECT, FRAMEWORK_CACHE, LOCAL, WARM, Reached, place_for
+from bench.harness import MIB, Unusable, drop_caches, wait_for
+from bench.job import THREADS, Epoch, Job, Program
+from bench.jobs.training import interleaved, records, shuffled
+from bench.memory import MemoryLimit, disk
+from bench.monarch_rows import Case, first_epoch_rows, rows
+from bench.monarch_runs import Measured, Run
+from bench.pfs import INSTANT, Counts, ParallelFileSystem
+from bench.report import Result, Row
+from tests.mounting import requires_fuse, requires_root
+
+# Reads a file to its end for each line it gets.
+READER = "import sys\nfor _ in sys.stdin: open(sys.argv[1], 'rb').read(); print('read', flush=True)"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> shards.Shards:
+    root = tmp_path_factory.mktemp("records") / "small"
+    return shards.generate(root, 5 * MIB, MIB)
+
+
+# -- data
+
+
+def test_records_are_framed_as_tensorflow_does_it(dataset: shards.Shards) -> None:
+    # The check value of CRC-32C (RFC 3720, B.4, has others), masked as TFRecord has it.
+    assert google_crc32c.value(b"123456789") == 0xE3069283
+    masked = int.from_bytes(shards._masked(b"123456789"), "little")
+    assert masked == (((0xE3069283 >> 15 | 0xE3069283 << 17) & 0xFFFFFFFF) + 0xA282EAD8) % 2**32
+    first = min(dataset.root.iterdir()).read_bytes()
+    length, data = first[:8], first[12 : 12 + shards.RECORD_BYTES]
+    assert int.from_bytes(length, "little") == shards.RECORD_BYTES
+    assert first[8:12] == shards._masked(length)
+    assert first[12 + shards.RECORD_BYTES :][:4] == shards._masked(data)
+    assert sum(file.stat().st_size for file in dataset.root.iterdir()) == dataset.file_bytes
+
+
+def test_a_file_that_ends_within_a_record_is_no_end(dataset: shards.Shards, tmp_path: Path) -> None:
+    whole = min(dataset.root.iterdir())
+    count = len(list(records(str(whole))))
+    cut = tmp_path / "cut.tfrecord"
+    cut.write_bytes(whole.read_bytes()[:-1])
+    found = records(str(cut))
+    for _number in range(count - 1):
+        next(found)
+    with pytest.raises(ValueError, match="within a record"):
+        next(found)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 50])
+def test_interleaved_gives_every_record_once(dataset: shards.Shards, width: int) -> None:
+    paths = sorted(str(path) for path in dataset.root.iterdir())
+    expected = Counter(record for path in paths for record in records(path))
+    found = list(interleaved(paths, width))
+    assert Counter(found) == expected
+    # The first ones are of as many files as are read side by side.
+    firsts = [next(records(path)) for path in paths[:width]]
+    assert found[: len(firsts)] == firsts
+
+
+def test_shuffled_changes_the_order_only() -> None:
+    found = list(shuffled(range(1000), 50, random.Random(1)))
+    assert sorted(found) == list(range(1000))
+    assert found != list(range(1000))
+    # Nothing comes before it was read.
+    assert all(item <= place + 50 for place, item in enumerate(found))
+
+
+# -- jobs
+
+
+def test_a_job_reads_every_byte_in_each_epoch(dataset: shards.Shards, tmp_path: Path) -> None:
+    arguments = [dataset.root, "--readers", 2, "--batch", 7, "--shuffle", 10, "--compute", 0.001]
+    with Job(THREADS, arguments, tmp_path / "errors") as job:
+        found = [job.epoch(1), job.epoch(2)]
+        pid = job.pid
+    for epoch in found:
+        assert (epoch.samples, epoch.bytes) == (dataset.samples, dataset.payload_bytes)
+        assert epoch.checksum == dataset.checksum
+        batches = dataset.samples // 7
+        assert epoch.seconds >= epoch.waited_seconds + 0.001 * batches
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_job_that_fails_says_why(dataset: shards.Shards, tmp_path: Path) -> None:
+    broken = tmp_path / "data"
+    broken.mkdir()
+    (broken / "a.tfrecord").write_bytes(min(dataset.root.iterdir()).read_bytes()[:-1])
+    with (
+        pytest.raises(Unusable, match="within a record"),
+        Job(THREADS, [broken], tmp_path / "errors") as job,
+    ):
+        job.epoch(1)
+    with pytest.raises(Unusable, match="No module named"):
+        Job(Program("none", "bench.jobs.none"), [], tmp_path / "errors").__enter__()
+
+
+def test_a_job_in_the_middle_of_an_epoch_is_ended(dataset: shards.Shards, tmp_path: Path) -> None:
+    job = Job(THREADS, [dataset.root, "--compute", 3600], tmp_path / "errors").__enter__()
+    assert job._process.stdin is not None
+    job._process.stdin.write(b"1\n")
+    job.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert not Path(f"/proc/{job.pid}").exists()
+
+
+# -- memory and disk
+
+
+@pytest.fixture
+def limit() -> Iterator[MemoryLimit]:
+    try:
+        made = MemoryLimit("test")
+    except Unusable as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
+    assert not made.path.exists()
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    try:
+        with disk(96 * MIB, "test") as point:
+            yield point
+    except Unusable as error:
+        pytest.skip(str(error))
+    assert not point.exists()
+    assert not point.with_suffix(".disk").exists()
+    used = subprocess.run(["losetup", "--all"], capture_output=True, text=True, check=True).stdout
+    assert point.stem not in used
+
+
+def test_a_group_keeps_few_pages(limit: MemoryLimit, small_disk: Path) -> None:
+    file = small_disk / "file"
+    file.write_bytes(os.urandom(64 * MIB))
+    os.sync()
+    drop_caches()
+    command = [sys.executable, "-c", READER, str(file)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as reader:
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+        limit.add([reader.pid])
+        # The reader holds all of the file in memory of its own, which comes on top.
+        limit.hold(100 * MIB)
+        for _epoch in range(2):
+            reader.stdin.write(b"\n")
+            assert reader.stdout.readline() == b"read\n"
+            assert limit.file_bytes() <= 100 * MIB
+        assert limit.file_bytes() >= 16 * MIB
+        limit.hold(8 * MIB)
+        assert limit.file_bytes() <= 9 * MIB
+        reader.stdin.close()
+    wait_for(lambda: limit.own_bytes() < MIB, "the group to be empty")
+
+
+def test_a_group_lets_go_of_whoever_is_left(limit: MemoryLimit) -> None:
+    with subprocess.Popen([sys.executable, "-c", READER, "/dev/null"], stdin=-1) as reader:
+        limit.add([reader.pid])
+        assert str(reader.pid) in (limit.path / "cgroup.procs").read_text().split()
+        limit.__exit__(None, None, None)
+        assert reader.poll() is None
+        assert reader.stdin is not None
+        reader.stdin.close()
+    limit.path.mkdir()  # for the fixture
+
+
+# -- arms
+
+
+@requires_fuse
+@requires_root
+def test_every_arm_shows_the_same_bytes(dataset: shards.Shards, tmp_path: Path) -> None:
+    def read(reached: Reached) -> str:
+        """In a process of its own: a mount that hangs must not stop the tests."""
+        command = ["sh", "-c", 'cd "$0" && sha256sum *.tfrecord', str(reached.path)]
+        done = subprocess.run(command, capture_output=True, check=True, timeout=60)
+        return done.stdout.decode()
+
+    seen = {}
+    with ParallelFileSystem(dataset.root, tmp_path / "pfs", INSTANT) as pfs:
+        for arm in (DIRECT, LOCAL, COPIED, FRAMEWORK_CACHE, COLD, WARM):
+            with (
+                place_for(tmp_path, arm) as place,
+                arm.reach(pfs, place, capacity=2 * dataset.file_bytes) as reached,
+            ):
+                drop_caches()
+                before = pfs.counts()
+                first = read(reached)
+                reached.settle()
+                asked = pfs.counts() - before
+                assert read(reached) == first
+                again = pfs.counts() - before - asked
+                seen[arm.name] = first
+                read_there = arm in (DIRECT, FRAMEWORK_CACHE, COLD)
+                assert asked.read_bytes == (dataset.file_bytes if read_there else 0), arm.name
+                if arm in (COLD, WARM):
+                    assert again.read_bytes == again.open == 0
+                    assert reached.pids
+                    assert (reached.local_share() or 0) >= 0.5
+            assert not place.exists()
+        for arm in (LOCAL, COPIED, FRAMEWORK_CACHE):
+            with place_for(tmp_path, arm) as place, pytest.raises(Unusable, match="does not fit"):
+                arm.reach(pfs, place, capacity=dataset.file_bytes - 1).__enter__()
+    assert len(set(seen.values())) == 1
+
+
+# -- rows
+
+
+def run_of(seconds: list[float], read: list[int], size: int = 1000) -> Run:
+    return Run(
+        0.5,
+        [
+            Measured(Epoch(s, 0.0, 1, 1, 1), Counts(open=count // 100, read_bytes=count), 0.1)
+            for s, count in zip(seconds, read, strict=True)
+        ],
+    )
+
+
+def row(result: Result, what: str, arm: str, unit: str) -> Row:
+    found = [r for r in result.rows if r.what.endswith(what) and r.arm == arm and r.unit == unit]
+    assert len(found) == 1, [r.what for r in found]
+    return found[0]
+
+
+def test_goals_are_judged_by_pairs() -> None:
+    runs = {
+        DIRECT.name: [run_of([10, 10, 10], [1000] * 3), run_of([20, 20, 20], [1000] * 3)],
+        LOCAL.name: [run_of([2, 2, 2], [0] * 3), run_of([4, 4, 4], [0] * 3)],
+        COLD.name: [run_of([10.4, 2, 2], [1000, 0, 0]), run_of([20.8, 4, 4], [1000, 0, 0])],
+        WARM.name: [run_of([2, 3, 3], [0] * 3), run_of([4, 6, 6], [0] * 3)],
+    }
+    result = Result("monarch", "")
+    rows(result, Case("job", True, 1000), runs)
+    first = row(result, "epoch 1", COLD.name, "s")
+    assert first.ratio == pytest.approx(1.04)
+    assert first.holds is True
+    assert row(result, "epoch 2 and on", COLD.name, "s").holds is True
+    assert row(result, "epoch 2 and on", WARM.name, "s").holds is False
+    assert row(result, "epoch 1, bytes read", COLD.name, "x data").holds is True
+    assert {series.name for series in result.series} == set(runs)
+
+
+def test_what_does_not_fit_is_judged_by_what_is_still_read() -> None:
+    runs = {
+        DIRECT.name: [run_of([10, 10, 10], [1000] * 3)],
+        COLD.name: [run_of([10.6, 5, 5], [1020, 450, 450])],
+    }
+    result = Result("monarch", "")
+    rows(result, Case("job", False, 1000), runs)
+    assert row(result, "epoch 1", COLD.name, "s").holds is False
+    assert row(result, "epoch 1, bytes read", COLD.name, "x data").holds is False
+    still = row(result, "epoch 2 and on, bytes read", COLD.name, "B")
+    assert still.ratio == pytest.approx(0.45)
+    assert still.holds is True
+    result = Result("monarch", "")
+    for share in (0.1, 0.25):
+        first_epoch_rows(result, "busy", share, 1000, runs)
+    (series,) = result.series
+    assert [p.x for p in series.points] == pytest.approx([10, 25])
+    assert [p.y for p in series.points] == pytest.approx([1.06, 1.06])
