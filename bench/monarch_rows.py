@@ -37,6 +37,7 @@ def rows(result: Result, case: Case, runs: Mapping[str, Sequence[Run]]) -> None:
         *,
         against: str = DIRECT.name,
         at_most: float | None = None,
+        why: str = "",
     ) -> None:
         mine, others = list(map(value, runs[arm])), list(map(value, runs[against]))
         if not all(others):
@@ -46,12 +47,14 @@ def rows(result: Result, case: Case, runs: Mapping[str, Sequence[Run]]) -> None:
             at_most=at_most,
             against=against,
             arm=arm,
+            why=why,
         )
 
     for arm in runs:
         ours = arm in (COLD.name, WARM.name)
         first = FIRST_EPOCH if arm == COLD.name else None
-        compare(arm, "epoch 1", "s", first_seconds, at_most=first)
+        why = busy(runs[arm], runs[DIRECT.name], case.size)
+        compare(arm, "epoch 1", "s", first_seconds, at_most=first, why=why)
         if ours and case.fits and LOCAL.name in runs:
             goal = LATER_EPOCHS
             compare(arm, "epoch 2 and on", "s", later_seconds, against=LOCAL.name, at_most=goal)
@@ -84,6 +87,19 @@ def rows(result: Result, case: Case, runs: Mapping[str, Sequence[Run]]) -> None:
                 arm=arm,
             )
     series(result, case, runs)
+
+
+def busy(runs: Sequence[Run], plain: Sequence[Run], size: int) -> str:
+    """Why a first epoch takes longer, as far as this machine's processors tell."""
+
+    def idle(some: Sequence[Run]) -> float:
+        return statistics.median(run.epochs[0].idle_share for run in some)
+
+    used = statistics.median(run.epochs[0].daemon_seconds for run in runs) / (size / 1e9)
+    return (
+        f"the daemons took {used:.1f} s of processor time a GB; the machine's processors were"
+        f" {idle(runs):.0%} idle, {idle(plain):.0%} without the mount"
+    )
 
 
 def first_seconds(run: Run) -> float:
@@ -160,6 +176,7 @@ def first_epoch_rows(
         at_most=FIRST_EPOCH,
         against=DIRECT.name,
         arm=COLD.name,
+        why=busy(cold, plain, size),
     )
     read = [run.epochs[0].counts.read_bytes / size for run in cold]
     result.figure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,11 +15,12 @@ from bench.harness import drop_caches
 from bench.job import Epoch, Job, Program
 from bench.memory import MemoryLimit
 from bench.pfs import Counts, ParallelFileSystem
-from bench.processes import cpu_seconds
+from bench.processes import cpu_seconds, idle_seconds
 from bench.sampling import Sample, sampled, served_by
 from bench.shards import RECORD_BYTES, Shards
 
 BATCH = 64
+PROCESSORS = os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,13 @@ class Model:
 
 class Measured(NamedTuple):
     """One epoch, and what the parallel file system was asked meanwhile; ``daemon_seconds`` is the
-    processor time of the processes that served it."""
+    processor time of the processes that served it, ``idle_share`` what of this machine's processors
+    nobody used."""
 
     epoch: Epoch
     counts: Counts
     daemon_seconds: float
+    idle_share: float
 
 
 @dataclass
@@ -91,10 +95,12 @@ def run_job(setting: Setting, arm: Arm, program: Program, model: Model, epochs: 
                 run = Run(reached.ready_seconds, samples=samples)
                 for epoch in range(1, epochs + 1):
                     counts, used = pfs.counts(), cpu_seconds(reached.pids)
+                    idle, began = idle_seconds(), time.monotonic()
                     done = job.epoch(epoch)
-                    check(setting.shards, done, arm)
+                    idle = (idle_seconds() - idle) / (time.monotonic() - began) / PROCESSORS
                     counts, used = pfs.counts() - counts, cpu_seconds(reached.pids) - used
-                    run.epochs.append(Measured(done, counts, used))
+                    check(setting.shards, done, arm)
+                    run.epochs.append(Measured(done, counts, used, idle))
     return run
 
 

@@ -68,6 +68,14 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     return sum(int(field[11]) + int(field[12]) for field in fields) / TICKS
 
 
+def idle_seconds() -> float:
+    """What all processors together have idled since the machine started (proc_stat(5)). Waiting for
+    disks is idling, too."""
+    with open("/proc/stat", encoding="ascii") as file:
+        fields = file.readline().split()
+    return (int(fields[4]) + int(fields[5])) / TICKS
+
+
 def _stat(directory: str) -> list[str]:
     """What proc_pid_stat(5) has after the command's name: state, parent, ..."""
     with open(f"{directory}/stat", encoding="utf-8", errors="replace") as file:

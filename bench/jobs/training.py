@@ -47,9 +47,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--batch", type=int, default=64, help="records")
     result.add_argument("--compute", type=float, default=0.0, help="seconds a batch")
     result.add_argument("--readers", type=int, default=4, help="threads or processes that read")
-    result.add_argument(
-        "--open-shards", type=int, default=8, help="read side by side, all readers"
-    )
+    result.add_argument("--open-shards", type=int, default=8, help="read side by side, all readers")
     result.add_argument("--shuffle", type=int, default=256, help="records to choose the next from")
     result.add_argument("--ahead", type=int, default=4, help="batches read ahead")
     result.add_argument("--cache", type=Path, help="where the framework keeps its own copy")

@@ -229,7 +229,7 @@ def run_of(seconds: list[float], read: list[int], size: int = 1000) -> Run:
     return Run(
         0.5,
         [
-            Measured(Epoch(s, 0.0, 1, 1, 1), Counts(open=count // 100, read_bytes=count), 0.1)
+            Measured(Epoch(s, 0.0, 1, 1, 1), Counts(open=count // 100, read_bytes=count), 0.1, 0.2)
             for s, count in zip(seconds, read, strict=True)
         ],
     )
@@ -266,7 +266,9 @@ def test_what_does_not_fit_is_judged_by_what_is_still_read() -> None:
     }
     result = Result("monarch", "")
     rows(result, Case("job", False, 1000), runs)
-    assert row(result, "epoch 1", COLD.name, "s").holds is False
+    first = row(result, "epoch 1", COLD.name, "s")
+    assert first.holds is False
+    assert "20% idle" in first.why
     assert row(result, "epoch 1, bytes read", COLD.name, "x data").holds is False
     still = row(result, "epoch 2 and on, bytes read", COLD.name, "B")
     assert still.ratio == pytest.approx(0.45)
