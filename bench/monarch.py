@@ -48,19 +48,22 @@ class Plan:
     fits: bool
     rounds: int
     profile: str = "busy"
+    headline: bool = False
 
 
 def plans(task: Task) -> list[Plan]:
     if task.quick:
         return [
-            Plan(TFDATA, LENET, True, task.rounds or 2),
-            Plan(THREADS, LENET, False, task.rounds or 3),
+            Plan(TFDATA, LENET, True, task.rounds or 2, headline=True),
+            Plan(THREADS, LENET, False, task.rounds or 3, headline=True),
             Plan(THREADS, RESNET, True, 1),
         ]
     rounds = task.rounds or 5
     return [
-        *(Plan(TFDATA, model, True, rounds) for model in (LENET, ALEXNET, RESNET)),
-        *(Plan(TFDATA, model, False, rounds) for model in (LENET, RESNET)),
+        Plan(TFDATA, LENET, True, rounds, headline=True),
+        Plan(TFDATA, LENET, False, rounds, headline=True),
+        *(Plan(TFDATA, model, True, rounds) for model in (ALEXNET, RESNET)),
+        Plan(TFDATA, RESNET, False, rounds),
         *(
             Plan(PYTORCH, model, fits, rounds)
             for model in (LENET, ALEXNET)
@@ -122,7 +125,7 @@ def measure(task: Task, data: Data, plan: Plan, result: Result) -> None:
     arms = [arm for arm in ARMS if arm is not FRAMEWORK_CACHE or plan.program is TFDATA]
     with data.reached(shards, plan.profile, share) as setting:
         runs = compare(task, setting, plan, arms, result)
-    rows(result, Case(describe(plan), plan.fits, shards.file_bytes), runs)
+    rows(result, Case(describe(plan), plan.fits, shards.file_bytes, plan.headline), runs)
 
 
 def sweep(task: Task, data: Data, result: Result) -> None:

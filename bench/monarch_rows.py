@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from bench.arms import COLD, DIRECT, LOCAL, WARM
-from bench.monarch_runs import Run
+from bench.monarch_runs import Measured, Run
 from bench.report import Kind, Result, Series, point
 from bench.sampling import share_series
 
@@ -19,11 +19,13 @@ READ_ONCE = 1.005
 
 
 class Case(NamedTuple):
-    """``what`` was run, whether the dataset ``fits``, and its bytes."""
+    """``what`` was run, whether the dataset ``fits``, its bytes, and whether its figures belong
+    into the headlines."""
 
     what: str
     fits: bool
     size: int
+    headline: bool = False
 
 
 def rows(result: Result, case: Case, runs: Mapping[str, Sequence[Run]]) -> None:
@@ -38,54 +40,60 @@ def rows(result: Result, case: Case, runs: Mapping[str, Sequence[Run]]) -> None:
         against: str = DIRECT.name,
         at_most: float | None = None,
         why: str = "",
+        headline: bool = False,
     ) -> None:
-        mine, others = list(map(value, runs[arm])), list(map(value, runs[against]))
-        if not all(others):
-            return
         result.compare(
-            *(f"{case.what}: {what}", unit, mine, others),
+            *(f"{case.what}: {what}", unit, list(map(value, runs[arm]))),
+            list(map(value, runs[against])),
             at_most=at_most,
             against=against,
             arm=arm,
             why=why,
+            headline=f"{case.what}: {what}, {arm}" if headline and case.headline else "",
         )
 
     for arm in runs:
-        ours = arm in (COLD.name, WARM.name)
-        first = FIRST_EPOCH if arm == COLD.name else None
-        why = busy(runs[arm], runs[DIRECT.name], case.size)
-        compare(arm, "epoch 1", "s", first_seconds, at_most=first, why=why)
-        if ours and case.fits and LOCAL.name in runs:
-            goal = LATER_EPOCHS
-            compare(arm, "epoch 2 and on", "s", later_seconds, against=LOCAL.name, at_most=goal)
-        compare(arm, "all epochs", "s", Run.seconds)
-        result.figure(
-            f"{case.what}: before the job",
-            statistics.median(run.ready_seconds for run in runs[arm]),
-            "s",
-            arm=arm,
-        )
-        for number, of in enumerate(("epoch 1", "epoch 2 and on")):
-            most = STILL_READ if ours and number and not case.fits else None
-            compare(arm, f"{of}, bytes read", "B", read_bytes(number), at_most=most)
-            compare(arm, f"{of}, operations", "", operations(number), at_most=most)
-        if arm == COLD.name:
+        if arm == DIRECT.name:
+            continue
+        ours, cold = arm in (COLD.name, WARM.name), arm == COLD.name
+        goal = FIRST_EPOCH if cold else None
+        why = busy(runs[arm], runs[DIRECT.name], case.size) if cold else ""
+        compare(arm, "epoch 1", "s", first_seconds, at_most=goal, why=why, headline=cold)
+        if ours and LOCAL.name in runs:
+            to, what = LOCAL.name, "epoch 2 and on"
+            compare(
+                *(arm, what, "s", later_seconds), against=to, at_most=LATER_EPOCHS, headline=cold
+            )
+        compare(arm, "all epochs", "s", Run.seconds, headline=ours)
+        ready = [run.ready_seconds for run in runs[arm]]
+        if any(ready):
+            what = f"{case.what}: before the job"
+            result.figure(what, statistics.median(ready), "s", values=ready, arm=arm)
+        if arm == LOCAL.name:
+            continue
+        for later, epochs in enumerate(("epoch 1", "epoch 2 and on")):
+            most = STILL_READ if ours and later and not case.fits else None
+            for what, unit, value in (
+                ("bytes read", "B", read_bytes),
+                ("operations", "", operations),
+            ):
+                shown = most is not None and cold
+                compare(
+                    *(arm, f"{epochs}, {what}", unit, value(later)), at_most=most, headline=shown
+                )
+        if cold:
             read = [run.epochs[0].counts.read_bytes / case.size for run in runs[arm]]
+            what = f"{case.what}: epoch 1, bytes read"
             result.figure(
-                f"{case.what}: epoch 1, bytes read",
-                statistics.median(read),
-                "x data",
+                *(what, statistics.median(read), "x data"),
                 at_most=READ_ONCE,
                 values=read,
                 arm=arm,
+                headline=f"{what}, {arm}" if case.headline else "",
             )
-            cpu = [run.epochs[0].daemon_seconds / (case.size / 1e9) for run in runs[arm]]
-            result.figure(
-                f"{case.what}: epoch 1, processor time of the daemons a GB",
-                *(statistics.median(cpu), "s"),
-                values=cpu,
-                arm=arm,
-            )
+            used = [run.epochs[0].daemon_seconds / (case.size / 1e9) for run in runs[arm]]
+            what = f"{case.what}: epoch 1, processor time of the daemons a GB"
+            result.figure(what, statistics.median(used), "s", values=used, arm=arm)
     series(result, case, runs)
 
 
@@ -110,22 +118,18 @@ def later_seconds(run: Run) -> float:
     return run.seconds(1)
 
 
-def read_bytes(number: int) -> Callable[[Run], float]:
+def read_bytes(later: int) -> Callable[[Run], float]:
     """Of the first epoch (0) or of all later ones (1)."""
-
-    def value(run: Run) -> float:
-        chosen = run.epochs[1:] if number else run.epochs[:1]
-        return sum(measured.counts.read_bytes for measured in chosen)
-
-    return value
+    return lambda run: sum(measured.counts.read_bytes for measured in _epochs(run, later))
 
 
-def operations(number: int) -> Callable[[Run], float]:
-    def value(run: Run) -> float:
-        chosen = run.epochs[1:] if number else run.epochs[:1]
-        return sum(measured.counts.operations for measured in chosen)
+def operations(later: int) -> Callable[[Run], float]:
+    """The same, of operations."""
+    return lambda run: sum(measured.counts.operations for measured in _epochs(run, later))
 
-    return value
+
+def _epochs(run: Run, later: int) -> list[Measured]:
+    return run.epochs[1:] if later else run.epochs[:1]
 
 
 def series(result: Result, case: Case, runs: Mapping[str, Sequence[Run]]) -> None:
