@@ -31,6 +31,9 @@ from monarchfs.types import (
 
 log = logging.getLogger(__name__)
 
+AT_ONCE = 32
+"""Names that one call of the source asks for, one after the other, and one transaction records."""
+
 CONFIRMED_KEPT = 100_000
 """Listings of which is remembered that they were confirmed; more are confirmed again."""
 
@@ -196,9 +199,30 @@ class Names:
     async def ask_each(
         self, parent: int, names: list[bytes], lane: Lane
     ) -> list[Node | OSError | None]:
-        """Ask the source about each name, whatever is known, with one call for all, and record the
+        """Ask the source about each name, whatever is known, with few calls for all, and record the
         answers: None for a name that is not there. Raises OSError if the directory cannot be
         used, and IndexWriteError."""
+        parts = [names[at : at + AT_ONCE] for at in range(0, len(names), AT_ONCE)]
+        answers: list[list[Node | OSError | None]] = [[] for _ in parts]
+        errors: list[OSError | IndexWriteError] = []
+
+        async def ask(part: int) -> None:
+            try:
+                answers[part] = await self._ask_some(parent, parts[part], lane)
+            except (OSError, IndexWriteError) as exc:
+                errors.append(exc)
+
+        # Side by side: each name is a round trip to the metadata server.
+        async with trio.open_nursery() as nursery:
+            for part in range(len(parts)):
+                nursery.start_soon(ask, part)
+        if errors:
+            raise errors[0]
+        return [answer for part in answers for answer in part]
+
+    async def _ask_some(
+        self, parent: int, names: list[bytes], lane: Lane
+    ) -> list[Node | OSError | None]:
         directory = self._directory(parent)
         asked_ns = time.time_ns()
         try:
@@ -206,15 +230,19 @@ class Names:
         except SourceChanged as exc:
             self.distrust(parent)
             raise OSError(errno.ESTALE, "its directory was replaced") from exc
+        there = [
+            (name, *answer)
+            for name, answer in zip(names, answers, strict=True)
+            if not isinstance(answer, OSError)
+        ]
+        nodes = iter(self._found_each(parent, there, asked_ns))
         found: list[Node | OSError | None] = []
         for name, answer in zip(names, answers, strict=True):
             if isinstance(answer, (FileNotFoundError, NotADirectoryError)):
                 self._missing(parent, name)
                 found.append(None)
-            elif isinstance(answer, OSError):
-                found.append(answer)
             else:
-                found.append(self._found(parent, name, *answer, asked_ns))
+                found.append(answer if isinstance(answer, OSError) else next(nodes))
         return found
 
     async def refresh_root(self) -> None:
@@ -325,11 +353,24 @@ class Names:
         """Record an answer; the version that the name stood for is outdated by another one."""
         before = self.index.dirent(parent, name)
         node = self.index.record_found(parent, name, stat, target, asked_ns)
+        self._differs(parent, name, before, node)
+        return node
+
+    def _found_each(
+        self, parent: int, found: list[tuple[bytes, SourceStat, bytes]], asked_ns: int
+    ) -> list[Node]:
+        """``_found`` for several names, with one transaction."""
+        befores = [self.index.dirent(parent, name) for name, *_ in found]
+        nodes = self.index.record_found_each(parent, found, asked_ns) if found else []
+        for (name, *_), before, node in zip(found, befores, nodes, strict=True):
+            self._differs(parent, name, before, node)
+        return nodes
+
+    def _differs(self, parent: int, name: bytes, before: Dirent | None, node: Node) -> None:
         if before is None:
             self.shown.changed(parent)
         elif before.ino != node.ino:
             self.replaced(parent, name, before)
-        return node
 
     def _missing(self, parent: int, name: bytes) -> None:
         before = self.index.dirent(parent, name)

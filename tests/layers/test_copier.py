@@ -333,9 +333,10 @@ async def test_an_index_that_cannot_be_written_stops_no_scan(
         def full(*_: object) -> None:
             raise IndexWriteError("the disk is full")
 
-        for call in ("record_found", "begin_listing"):
+        for calls in (("record_found", "record_found_each"), ("begin_listing",)):
             with monkeypatch.context() as patch:
-                patch.setattr(mirror.index, call, full)
+                for call in calls:
+                    patch.setattr(mirror.index, call, full)
                 await (scan.everything() if all_of_it else scan.listed([b"d/a"]))
         assert scan.failed == (2 if all_of_it else 1)
         await mirror.settled()
