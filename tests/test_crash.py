@@ -37,6 +37,7 @@ FILES = {
     "large": content(MIB + MIB // 2 + 5, 5),
     "d/part": content(3 * MIB, 6),
     "empty": b"",
+    **{f"g{number}": content(9000 + number, 10 + number) for number in range(4)},
 }
 
 OWNERS: dict[str, Any] = {"index": Index, "tier": Tier, "cache": Cache, "moves": moves}
@@ -112,6 +113,11 @@ async def work(area: Area, boot_id: bytes) -> None:
         await mirror.idle()
         assert await mirror.read_file("slow") == FILES["slow"]
         await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
+        await mirror.idle()
+        mirror.copier.together = 4
+        for number in range(4):
+            await mirror.want(f"g{number}")
+        mirror.start_copying()
         await mirror.idle()
 
 
@@ -227,8 +233,9 @@ def check(area: Area, tmp_path: Path, crash: Crash, *, kept: bool = True) -> Non
 
 
 WORK = crashes(
-    index__begin_copy=3,
+    index__begin_copies=7,
     index__put_replica=7,
+    index__put_replicas=1,
     index__drop_replica=3,
     index__file_gone=2,
     index__mark_durable=1,
@@ -239,7 +246,7 @@ WORK = crashes(
     index__record_found=1,
     tier__create_part=2,
     tier__write=2,
-    tier__write_whole=2,
+    tier__write_whole=6,
     tier__finish_part=3,
     tier__remove=2,
     tier__remove_part=1,

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import trio
 
-from monarchfs.cache.filling import OUT_OF_DESCRIPTORS, Filling
+from monarchfs.cache.filling import OUT_OF_DESCRIPTORS
+from monarchfs.cache.groups import Groups
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.scrub import Scrub
@@ -44,7 +45,7 @@ class TierRoom(NamedTuple):
         )
 
 
-class Cache(Filling):
+class Cache(Groups):
     """Replicas of one mount: what an earlier one left, those that are read, those to come."""
 
     # -- start and end

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from monarchfs.cache.moves import Moves
@@ -85,33 +85,50 @@ class Filling(Moves):
                 self._tiers.failed(self.tiers[record.tier], "opening a part", exc, reading=True)
                 if exc.errno in OUT_OF_DESCRIPTORS or not self.drop(ino, "its part was lost"):
                     return None
-        (action,) = self._handle(Wanted(ino, node.stat.size, evicts))
+        place = self._room(node, evicts)
+        return None if place is None else self._place([(node, place)])[0]
+
+    def _room(self, node: Node, evicts: bool) -> Place | None:
+        """Ask placement for room; None, and a reason, where it refuses."""
+        (action,) = self._handle(Wanted(node.ino, node.stat.size, evicts))
         if isinstance(action, Place):
-            return self._place(node, action)
+            return action
         assert isinstance(action, Refuse)
         self._metrics.copy_refused(action.reason.value)
         self._refused(action)
         return None
 
-    def _place(self, node: Node, action: Place) -> Reservation | None:
-        tier = self.tiers[action.tier]
-        name = node.stat.version.replica_name
+    def _place(self, places: Sequence[tuple[Node, Place]]) -> list[Reservation | None]:
+        """Journal what is about to lie in the tiers. All are None where that fails."""
+        copies = [(node.ino, place.tier, node.stat.version.replica_name) for node, place in places]
         try:
-            self.index.begin_copy(node.ino, tier.id, name)
+            if copies:
+                self.index.begin_copies(copies)
         except IndexWriteError as exc:
-            self._handle(Abandoned(node.ino))
-            self.reasons.put(node.ino, Cause.UNRECORDED, str(exc))
-            return None
-        self._busy[node.ino] = name
-        after = self._removals.pending(tier.id)
-        return Reservation(node, name, tier, whole=action.whole, after=after)
+            for ino, _tier, _name in copies:
+                self._handle(Abandoned(ino))
+                self.reasons.put(ino, Cause.UNRECORDED, str(exc))
+            return [None] * len(copies)
+        reservations: list[Reservation | None] = []
+        for (node, place), (ino, tier_id, name) in zip(places, copies, strict=True):
+            self._busy[ino] = name
+            tier, after = self.tiers[tier_id], self._removals.pending(tier_id)
+            reservations.append(Reservation(node, name, tier, whole=place.whole, after=after))
+        return reservations
 
-    def _resume(self, node: Node, record: Replica, evicts: bool) -> Reservation:
-        """Raises OSError of the tier, ReplicaLost among them."""
+    def _resume(self, node: Node, record: Replica, evicts: bool) -> Reservation | None:
+        """None where it cannot be recorded. Raises OSError of the tier, ReplicaLost among them."""
         tier = self.tiers[record.tier]
         after = self._removals.pending(tier.id)
         reservation = Reservation(node, record.name, tier, whole=False, after=after, resumed=record)
         reservation.fd = tier.open_part(record.name, record.size)
+        try:
+            # It grows from now on: after a crash its blocks have to be counted anew.
+            self.index.begin_copy(node.ino, tier.id, record.name)
+        except IndexWriteError as exc:
+            reservation.close_now()
+            self.reasons.put(node.ino, Cause.UNRECORDED, str(exc))
+            return None
         self._handle(Resumed(node.ino, record.tier, record.allocated_bytes, evicts))
         self._busy[node.ino] = record.name
         return reservation
@@ -204,24 +221,28 @@ class Filling(Moves):
             return await self._commit(reservation, allocated, checksum)
 
     async def _commit(self, reservation: Reservation, allocated: int, checksum: int) -> bool:
-        ino = reservation.node.ino
-        replica = _replica(reservation, ReplicaState.RESIDENT, allocated, checksum=checksum)
+        replica = replica_of(reservation, ReplicaState.RESIDENT, allocated, checksum=checksum)
         try:
             if not reservation.given_up:
                 # No checkpoint between the index commit and the books.
-                self._put(ino, replica)
-                self._end(reservation, Stored(ino, allocated))
-                self._metrics.copies_completed += 1
-                self.reasons.forget(reservation.node)
-                self._durability.stored(ino, replica)
-                self.readers.stored(ino)
-                self.stored(ino)
+                self._put(reservation.node.ino, replica)
+                self._stored(reservation, replica)
                 return True
         except OSError:
             await self._in_thread(reservation.tier.discard, reservation.name)
             raise
         await self._in_thread(reservation.tier.discard, reservation.name)
         return False
+
+    def _stored(self, reservation: Reservation, replica: Replica) -> None:
+        """The index says that it is resident: so do the books."""
+        ino = reservation.node.ino
+        self._end(reservation, Stored(ino, replica.allocated_bytes))
+        self._metrics.copies_completed += 1
+        self.reasons.forget(reservation.node)
+        self._durability.stored(ino, replica)
+        self.readers.stored(ino)
+        self.stored(ino)
 
     def rest(self, reservation: Reservation, chunk_bytes: int, present: bytes) -> None:
         """Put an unfinished copy aside: what is there is recorded, for this mount and later ones.
@@ -243,7 +264,7 @@ class Filling(Moves):
         # Without a thread, so that whoever opens the file next finds it at rest: fstat(2) of an
         # open file of a local file system asks no disk.
         allocated = reservation.tier.allocated(reservation.fd)
-        replica = _replica(reservation, ReplicaState.PARTIAL, allocated)._replace(
+        replica = replica_of(reservation, ReplicaState.PARTIAL, allocated)._replace(
             chunk_bytes=chunk_bytes, present=present, digests=bytes(reservation.digests)
         )
         self._put(reservation.node.ino, replica, in_flight=in_flight)
@@ -269,7 +290,7 @@ class Filling(Moves):
         if record is not None and not self._forget(ino, record):
             self._end(reservation, Kept(ino, record.allocated_bytes))
             return
-        part = _replica(reservation, ReplicaState.PARTIAL, allocated)
+        part = replica_of(reservation, ReplicaState.PARTIAL, allocated)
         self._end(reservation, Kept(ino, allocated))
         self._handle(Dropped(ino, part.tier, allocated))
         await self._removals.finish(ino, part)
@@ -300,9 +321,10 @@ class Filling(Moves):
         self._handle(event)
 
 
-def _replica(
+def replica_of(
     reservation: Reservation, state: ReplicaState, allocated: int, *, checksum: int = 0
 ) -> Replica:
+    """What is to be recorded; nothing of it is durable yet."""
     return Replica(
         reservation.tier.id,
         state,

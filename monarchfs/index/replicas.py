@@ -152,8 +152,17 @@ class Replicas(Tables):
     def begin_copy(self, ino: int, tier: int, name: bytes) -> None:
         """A file of this name may lie in the tier from now on, until ``put_replica`` records it or
         ``file_gone`` says that it does not."""
-        place = PLACE_KEY.pack(tier, name)
-        self._write(lambda txn: txn.put(place, ID.pack(ino), db=self._db.journal), of_tiers=True)
+        self.begin_copies([(ino, tier, name)])
+
+    def begin_copies(self, copies: Sequence[tuple[int, int, bytes]]) -> None:
+        """``begin_copy`` of each (number, tier, name), in one transaction."""
+        rows = [(PLACE_KEY.pack(tier, name), ID.pack(ino)) for ino, tier, name in copies]
+
+        def put(txn: Any) -> None:
+            for place, key in rows:
+                txn.put(place, key, db=self._db.journal)
+
+        self._write(put, of_tiers=True)
 
     def file_gone(self, tier: int, name: bytes) -> None:
         """No file of this name, complete or not, lies in the tier that is not a record's."""
@@ -174,6 +183,18 @@ class Replicas(Tables):
         def put(txn: Any) -> None:
             self._put(txn, ID.pack(ino), replica)
             if not in_flight:
+                place = PLACE_KEY.pack(replica.tier, replica.name)
+                txn.delete(place, db=self._db.journal)
+
+        self._write(put, of_tiers=True)
+
+    def put_replicas(self, replicas: Sequence[tuple[int, Replica]]) -> None:
+        """``put_replica`` of each, with the end of what was journalled, in one transaction: all of
+        them are recorded, or none. About 10 us each: a hundred at most."""
+
+        def put(txn: Any) -> None:
+            for ino, replica in replicas:
+                self._put(txn, ID.pack(ino), replica)
                 place = PLACE_KEY.pack(replica.tier, replica.name)
                 txn.delete(place, db=self._db.journal)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container
@@ -23,8 +24,9 @@ from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.copy import Copy
-from monarchfs.prefetch.fetch import CHUNK_BYTES, Fetch, State
+from monarchfs.prefetch.fetch import CHUNK_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
+from monarchfs.prefetch.group import Group, Member
 from monarchfs.prefetch.pace import Pace
 from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.remote import RemoteFile
@@ -36,6 +38,9 @@ log = logging.getLogger(__name__)
 
 STUCK_SECONDS = 1.0
 MAX_LENT = 64
+MOST_TOGETHER = 64
+"""So many small files are one errand at most."""
+
 MIN_UNIT_BYTES = 2 * CHUNK_BYTES
 MAX_UNIT_BYTES = 8 << 20
 SHORT_SECONDS, LONG_SECONDS = 0.015, 0.060
@@ -109,6 +114,9 @@ class Copier:
         self._copy_workers = copy_workers
         self.pace = Pace(rate, copy_workers)
         self._targets: Counter[int | None] = Counter()
+        self._groups: set[Group] = set()
+        self._given_back: list[Member] = []
+        self.together = 1
         self._slots: set[_Slot] = set()
         self._lent = 0
         self._wake = trio.Event()
@@ -249,7 +257,7 @@ class Copier:
 
     @property
     def active(self) -> int:
-        return len(self.background)
+        return len(self.background) + sum(len(group.members) for group in self._groups)
 
     async def run(self) -> None:
         """Copy for ever."""
@@ -282,6 +290,9 @@ class Copier:
     def _next_work(self, *, paced: bool) -> tuple[Work | None, int]:
         """What to do next, and how much it asks of the source, roughly, if nobody has the file
         open. Such work only if ``paced``."""
+        if self._given_back:
+            members, self._given_back = self._given_back, []
+            return self._group_work(members), 0
         for fill in self._in_turn():
             work, size = self._next_file(self._goes_before(fill), paced=paced)
             if work is not None:
@@ -322,6 +333,9 @@ class Copier:
         while self.queue.first < before and (job := self.queue.pop()) is not None:
             self._shrunk.set()
             if (node := self._copyable(job[0])) is not None:
+                nodes = self._with_others(node, job[1])
+                if len(nodes) > 1:
+                    return self._begin_group(nodes, job[1])
                 size = 0 if job[1] is Priority.OPENED else min(node.stat.size, self.unit_bytes)
                 return self._begin(node, job[1]), size
             self._tell(job[0])
@@ -370,6 +384,76 @@ class Copier:
         self._tell(node.ino)
         return trio.lowlevel.checkpoint if fetch is None else partial(self._fetch, fill, fetch)
 
+    def _with_others(self, node: Node, priority: Priority) -> list[Node]:
+        """The node, and those of the next small files in the queue that are to be copied with it.
+        Not while readers wait for the source: they are better off with one at a time."""
+        nodes = [node]
+        most = 1 if self._source.demand_waiting or priority is Priority.OPENED else self.together
+        if most == 1 or not self._groups_with(node):
+            return nodes
+        size, unit = node.stat.size, max(self.unit_bytes, WHOLE_BYTES)
+        paced = self.pace.room(trio.current_time())
+        while len(nodes) < most and size <= paced:
+            job = self.queue.peek()
+            if job is None or job[1] is not priority:
+                break
+            other = self._copyable(job[0])
+            if other is not None:
+                size += other.stat.size
+                if size > unit or not self._groups_with(other):
+                    break
+            self.queue.pop()
+            self._shrunk.set()
+            if other is None:
+                self._tell(job[0])
+            else:
+                nodes.append(other)
+        return nodes
+
+    def _groups_with(self, node: Node) -> bool:
+        """Whether it is small, nobody has it open, and it is not too young to be copied."""
+        if not 0 < node.stat.size <= WHOLE_BYTES or node.ino in self.files:
+            return False
+        return self._trusts_times or node.stat.version.settled(time.time_ns())
+
+    def _begin_group(self, nodes: list[Node], priority: Priority) -> tuple[Work, int]:
+        """``_begin`` of each."""
+        places = self._cache.reserve_each(nodes, evicts=priority <= Priority.HINTED)
+        members: list[Member] = []
+        for node, place in zip(nodes, places, strict=True):
+            fill = self._file(node)
+            fill.priority = priority
+            fetch = fill.claim_whole() if fill.begin_filling(place) else None
+            if fetch is None:
+                fill.settle()
+                self._tell(node.ino)
+            else:
+                members.append((fill, fetch))
+        if not members:
+            return trio.lowlevel.checkpoint, 0
+        return self._group_work(members), sum(fill.size for fill, _ in members)
+
+    def _group_work(self, members: list[Member]) -> Work:
+        group = Group(members, self._source, self._cache, self._nursery)
+        self._groups.add(group)
+        return partial(self._copy_group, group)
+
+    async def _copy_group(self, group: Group) -> None:
+        try:
+            seconds, sizes = await group.run(self._failed)
+        finally:
+            self._groups.discard(group)
+        if sizes:
+            now = trio.current_time()
+            self.pace.took(now, seconds / len(sizes), sum(sizes) // len(sizes))
+            self._adapt_together(seconds)
+
+    def _adapt_together(self, seconds: float) -> None:
+        if seconds < SHORT_SECONDS:
+            self.together = min(self.together * 2, MOST_TOGETHER)
+        elif seconds > LONG_SECONDS:
+            self.together = max(self.together // 2, 1)
+
     async def _fetch(self, fill: Fill, fetch: Fetch) -> None:
         started = trio.current_time()
         paced = not fill.handles
@@ -385,6 +469,8 @@ class Copier:
             self._leave_background(fill)
         elif fetch.error is None and fetch.end - fetch.start >= self.unit_bytes:
             self._adapt(trio.current_time() - started)
+        elif paced and self.together == 1 and fetch.data is not None:
+            self._adapt_together(2 * fetch.seconds)  # what two would take
 
     def _adapt(self, seconds: float) -> None:
         if seconds < SHORT_SECONDS:
@@ -442,6 +528,9 @@ class Copier:
         while True:
             await trio.sleep(STUCK_SECONDS / 2)
             before = trio.current_time() - STUCK_SECONDS
+            for group in self._groups:
+                if group.started is not None and group.started < before:
+                    self._given_back += group.give_back()
             for slot in self._slots:
                 if not slot.lent and slot.started < before and self._lent < MAX_LENT:
                     slot.lent = True

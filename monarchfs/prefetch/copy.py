@@ -107,7 +107,10 @@ class Copy:
             return True
         if self.reservation is not None or not self.settled:
             return False  # an earlier one is still being given back, or it is too young
-        reservation = self._cache.reserve(self.node, evicts=evicts)
+        return self.begin_filling(self._cache.reserve(self.node, evicts=evicts))
+
+    def begin_filling(self, reservation: Reservation | None) -> bool:
+        """``start_filling`` where that is known to be possible and the cache was asked already."""
         if reservation is None:
             return False
         if (resumed := reservation.resumed) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -37,7 +38,8 @@ class State(Enum):
 @dataclass(eq=False, slots=True)
 class Fetch:
     """One read of the source under way. ``data`` or ``error``, and the ``seconds`` that the source
-    took, are set before ``done``. ``target`` is the source's storage target, if that is known."""
+    took, are set before ``done``. ``target`` is the source's storage target, if that is known.
+    ``pull`` is to be called by who waits for it, where it is fetched together with others."""
 
     chunks: ChunkMap
     first: int
@@ -49,6 +51,7 @@ class Fetch:
     data: bytes | None = None
     error: OSError | None = None
     seconds: float = 0.0
+    pull: Callable[[], None] | None = None
 
     async def piece(self, offset: int, end: int) -> Data | None:
         """What it brings of [offset, end), which begins in it; None where the source has another

@@ -13,13 +13,14 @@ from collections.abc import Callable
 import trio
 
 from monarchfs.cache.cache import Cache
-from monarchfs.cache.replicas import OpenReplica
+from monarchfs.cache.replicas import OpenReplica, Reservation
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.chunks import CLAIMED, PRESENT
 from monarchfs.prefetch.copy import Copy
 from monarchfs.prefetch.fetch import MOST_AHEAD_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.readahead import Readahead
 from monarchfs.prefetch.remote import RemoteFile
+from monarchfs.source.errand import Answer
 from monarchfs.types import Data, Lane, Node, SourceChanged, SourceVersion
 
 
@@ -91,6 +92,9 @@ class Fill(Copy):
         first, last = chunks.chunk_of(offset), chunks.chunk_of(end - 1) + 1
         if self.size <= WHOLE_BYTES:
             first, last = 0, chunks.count
+            for fetch in self._fetches:
+                if fetch.pull is not None:
+                    fetch.pull()
         self._fetch_now(first, last)
         stop = self._ahead.advance(first, last)
         self.cursor = last
@@ -211,12 +215,16 @@ class Fill(Copy):
             if data is not None and self._keeps(fetch, lane):
                 await self._keep(fetch, data)
         finally:
-            self._fetches.remove(fetch)
-            if fetch.chunks.state(fetch.first) == CLAIMED:
-                fetch.chunks.release(fetch.first, fetch.last)
-            fetch.done.set()
-            self._leave()
-            self._poke(self)
+            self.end(fetch)
+
+    def end(self, fetch: Fetch) -> None:
+        """A claimed fetch is over, whatever came of it. No checkpoint."""
+        self._fetches.remove(fetch)
+        if fetch.chunks.state(fetch.first) == CLAIMED:
+            fetch.chunks.release(fetch.first, fetch.last)
+        fetch.done.set()
+        self._leave()
+        self._poke(self)
 
     async def _fetch_source(self, fetch: Fetch, lane: Lane) -> bytes | None:
         started = trio.current_time()
@@ -258,3 +266,37 @@ class Fill(Copy):
         fetch.chunks.arrive(fetch.first, fetch.last)
         if self.state is State.FILLING and self.chunks.complete:
             self._begin_finish()
+
+    # -- fetched together with others (``Group``)
+
+    def claim_whole(self) -> Fetch | None:
+        """All of a small file of which nothing is local, and for which there is room; None where
+        it is not like that."""
+        fetch = self.claim_next(WHOLE_BYTES)
+        assert fetch is None or (fetch.start, fetch.end) == (0, self.size)
+        return fetch
+
+    def answered(self, fetch: Fetch, answer: Answer) -> None:
+        """The source has said this; what it said before counts. No checkpoint."""
+        if fetch.done.is_set():
+            return
+        try:
+            fetch.data = self.remote.brought(answer)
+        except OSError as exc:
+            fetch.error = exc
+        except SourceChanged:
+            self._changed()
+        fetch.done.set()
+
+    def kept_whole(self, fetch: Fetch) -> Reservation | None:
+        """Where the fetched bytes are to be put; None where they are not kept."""
+        return self.reservation if self._keeps(fetch, Lane.BACKGROUND) else None
+
+    def stored_whole(self, fetch: Fetch, reservation: Reservation, stored: bool | OSError) -> None:
+        """What came of putting them there. No checkpoint."""
+        if isinstance(stored, OSError):
+            self._tier_failed(reservation, stored, "copying failed")
+            return
+        fetch.chunks.arrive(fetch.first, fetch.last)
+        if stored:
+            self._become_resident()

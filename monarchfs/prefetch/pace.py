@@ -7,6 +7,8 @@ others want it, too.
 
 from __future__ import annotations
 
+import math
+
 BURST_SECONDS = 0.5
 """What was left over in this time may be taken at once."""
 
@@ -47,6 +49,10 @@ class Pace:
             return None
         behind = self._owed(now) / self._rate - BURST_SECONDS if self._rate else 0.0
         return max(0.0, behind, self._rest_until - now)
+
+    def room(self, now: float) -> float:
+        """How many bytes may be under way before the next read has to wait for the rate."""
+        return BURST_SECONDS * self._rate - self._owed(now) if self._rate else math.inf
 
     def began(self, now: float, size: int) -> None:
         """A read of ``size`` bytes, or a little less, was begun."""

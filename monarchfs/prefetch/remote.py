@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import trio
 
+from monarchfs.source.errand import Answer, Wanted
 from monarchfs.source.layout import Layout
 from monarchfs.source.source import Source
 from monarchfs.types import DirRef, Lane, SourceChanged, SourceVersion
@@ -94,6 +95,19 @@ class RemoteFile:
                 raise SourceChanged("it changed while it was read")
         self.verified = True
         return data
+
+    def wanted(self) -> Wanted:
+        """For an errand of the source that brings all of it, and others. Raises OSError where its
+        place is not known any more."""
+        return (*self._where(), self.version)
+
+    def brought(self, answer: Answer) -> bytes:
+        """What such an errand brought. Raises as ``fetch``."""
+        with _what_lies_there():
+            if not isinstance(answer, bytes):
+                raise answer
+        self.verified = True
+        return answer
 
     def close_soon(self) -> None:
         """Close the descriptor, if there is one; nobody may be reading."""

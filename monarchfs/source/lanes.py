@@ -37,6 +37,7 @@ OPERATIONS = {
     "read": "read",
     "read_once": "read",
     "read_whole": "read",
+    "read_each": "read",
     "close": "close",
     "getxattr": "xattr",
     "listxattr": "xattr",

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from monarchfs.source.dirs import DirHandles, check_name
+from monarchfs.source.errand import Answer, Errand
 from monarchfs.source.layout import ATTRIBUTE, Layout, parse
 from monarchfs.types import Archived, DirRef, FileType, SourceChanged, SourceStat, SourceVersion
 
@@ -226,6 +227,25 @@ class PosixSource:
             return self.read_once(fd, 0, version.size)
         finally:
             self.close(fd)
+
+    def read_each(self, errand: Errand) -> int:
+        """``read_whole`` of each, for ``errand.answers``; how many bytes the source gave.
+
+        What ``read_whole`` raises stands there; SourceChanged also if a file changed meanwhile.
+        """
+        total = 0
+        for place in errand:
+            directory, name, version = errand.files[place]
+            answer: Answer
+            try:
+                answer, after = self.read_whole(directory, name, version)
+                total += len(answer)
+                if after != version or len(answer) != version.size:
+                    answer = SourceChanged(f"{os.fsdecode(name)!r} changed while it was read")
+            except (OSError, SourceChanged) as error:
+                answer = error.with_traceback(None)
+            errand.answer(place, answer)
+        return total
 
     def layout(self, fd: int) -> Layout | None:
         """Where the file's bytes are, as far as that is known. Raises Archived, OSError."""

@@ -14,6 +14,7 @@ from trio import to_thread
 
 from monarchfs.metrics import NS
 from monarchfs.quiet import RunSync
+from monarchfs.source.errand import Errand, Wanted
 from monarchfs.source.lanes import Call, LaneThreads, SourceCounters, in_thread, lend
 from monarchfs.source.layout import Layout
 from monarchfs.source.posix import AttributeNames, Batch, Batches, Found, FoundEach, PosixSource
@@ -161,6 +162,22 @@ class Source:
             raise SourceChanged(f"{os.fsdecode(name)!r} changed while it was read")
         return data
 
+    def errand(self, files: Sequence[Wanted], tell: Callable[[], object]) -> Errand:
+        """For ``read_each``; ``tell`` is called on the event loop."""
+        return Errand(files, partial(self._soon, tell))
+
+    async def read_each(self, errand: Errand, lane: Lane) -> None:
+        """As PosixSource.read_each. Counts as an operation per file that was read; it holds one
+        slot, so some dozens of files at a time."""
+        dispose = partial(self._count_late_bytes, lane)
+        try:
+            size = await self._call(lane, self._posix.read_each, (errand,), dispose)
+            self._count_bytes(lane, size)
+        finally:
+            others = max(0, len(errand.answers) - 1)
+            self.counters.operations += others
+            self.counters.of(lane, "read_each").operations += others
+
     async def touch(self, directory: DirRef, name: bytes, lane: Lane) -> None:
         await self._call(lane, self._posix.touch, (directory, name))
 
@@ -233,7 +250,9 @@ class Source:
         return result
 
     def _count_read(self, lane: Lane, result: ReadResult) -> None:
-        size = len(result[0])
+        self._count_bytes(lane, len(result[0]))
+
+    def _count_bytes(self, lane: Lane, size: int) -> None:
         self.counters.read_bytes += size
         if lane is Lane.DEMAND:
             self.counters.demand_read_bytes += size
@@ -242,10 +261,17 @@ class Source:
 
     def _count_from_thread(self, lane: Lane, result: ReadResult) -> None:
         """Count a read that nobody waited for to the end: the source served it all the same."""
+        self._soon(self._count_read, lane, result)
+
+    def _count_late_bytes(self, lane: Lane, size: int) -> None:
+        self._soon(self._count_bytes, lane, size)
+
+    def _soon(self, fn: Callable[..., object], *args: object) -> None:
+        """Call it on the event loop; for threads."""
         try:
-            self._token.run_sync_soon(self._count_read, lane, result)
+            self._token.run_sync_soon(fn, *args)
         except trio.RunFinishedError:
-            return  # and with it whoever could have asked for the number
+            return  # and with it whoever could have asked
 
 
 class SourceListing:

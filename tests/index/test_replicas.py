@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from monarchfs.index import Index
 from monarchfs.types import ROOT_INO, Replica, ReplicaState, TierTotals
@@ -281,3 +284,34 @@ def test_what_was_lost_is_told_again_unless_it_was_told_to_the_end(tmp_path: Pat
     index = open_index(tmp_path, trust=True)
     assert index.lost_in_reboot(10) == []
     index.close()
+
+
+def test_several_are_recorded_at_once_or_none(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = [(ino, 0, name_of(ino)) for ino in (20, 21, 22)]
+    index.begin_copies(copies)
+    assert sorted(index.under_way()) == [20, 21, 22]
+    replicas = [(ino, replica(ino)) for ino in (20, 21)]
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "_count", _fail_the_second_time())
+        with pytest.raises(ZeroDivisionError):
+            index.put_replicas(replicas)
+    assert dict(index.replicas()) == {}
+    assert sorted(index.under_way()) == [20, 21, 22]
+    index.put_replicas(replicas)
+    assert dict(index.replicas()) == dict(replicas)
+    assert index.under_way() == [22]
+    assert index.tier_totals()[0].resident == 2
+
+
+def _fail_the_second_time() -> Callable[..., None]:
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ZeroDivisionError
+
+    return count

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import trio
 
+from monarchfs.source.errand import Errand
 from monarchfs.source.posix import Found, FoundEach, PosixSource
 from monarchfs.store.tier import Tier
 from monarchfs.types import Data, DirRef, SourceStat, SourceVersion, Space
@@ -126,6 +127,10 @@ class FaultySource(PosixSource):
     def found_each(self, directory: DirRef, names: object) -> FoundEach:
         self.faults.meet("found_each")
         return super().found_each(directory, names)  # type: ignore[arg-type]
+
+    def read_each(self, errand: Errand) -> int:
+        self.faults.meet("read_each")
+        return super().read_each(errand)
 
     def stat(self, directory: DirRef, name: bytes) -> SourceStat:
         self.faults.meet("stat")

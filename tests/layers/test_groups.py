@@ -1,0 +1,339 @@
+"""Small files that are copied together: that it is so, and that none of them pays for another."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import trio
+import trio.testing
+
+from monarchfs.prefetch import copier
+from monarchfs.prefetch.queue import Priority
+from monarchfs.types import FreshnessMode, IndexWriteError
+from tests.layers.faults import Gate
+from tests.layers.mirror import MIB, Area, Mirror, content, until
+
+
+def files(area: Area, count: int, size: int = 10_000) -> list[str]:
+    names = [f"f{number:03d}" for number in range(count)]
+    for number, name in enumerate(names):
+        area.write(name, content(size, number))
+    return names
+
+
+async def begin(mirror: Mirror, names: list[str], together: int = 64) -> None:
+    """Have them copied, so many at a time."""
+    mirror.copier.together = together
+    for name in names:
+        await mirror.want(name)
+    mirror.start_copying()
+
+
+def states(mirror: Mirror, inos: list[int]) -> list[str]:
+    return [mirror.files.state(ino) for ino in inos]
+
+
+async def check(mirror: Mirror, names: list[str]) -> None:
+    """All are resident and right, and nothing is left over."""
+    await mirror.settled()
+    assert states(mirror, [await mirror.ino(name) for name in names]) == ["resident"] * len(names)
+    read = mirror.source.counters.read_bytes
+    for name in names:
+        assert await mirror.read_file(name) == (mirror.area.source / name).read_bytes()
+    assert mirror.source.counters.read_bytes == read
+
+
+def at_file(mirror: Mirror, name: str) -> Gate:
+    """Where whoever is about to read the file waits."""
+    ino = (mirror.area.source / name).stat().st_ino
+    gate = mirror.posix.faults.gate(name)
+    real = mirror.posix.read
+
+    def read(fd: int, offset: int, size: int) -> object:
+        if os.fstat(fd).st_ino == ino:
+            mirror.posix.faults.meet(name)
+        return real(fd, offset, size)
+
+    mirror.posix.read = read  # type: ignore[assignment,method-assign]
+    return gate
+
+
+async def test_many_files_are_few_errands_and_few_transactions(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = files(area, 100)
+    async with area.mount(copies=False) as mirror:
+        commits = 0
+        real = mirror.index._write
+
+        def write(*args: object, **options: object) -> object:
+            nonlocal commits
+            commits += 1
+            return real(*args, **options)  # type: ignore[arg-type]
+
+        for name in names:
+            await mirror.want(name)
+        monkeypatch.setattr(mirror.index, "_write", write)
+        mirror.copier.together = 50
+        mirror.start_copying()
+        await mirror.idle()
+        assert mirror.posix.faults.calls["read_each"] <= 4
+        assert commits <= 8
+        assert mirror.metrics.copies_completed == 100
+        counters = mirror.source.counters
+        assert counters.read_bytes == counters.prefetch_read_bytes == 100 * 10_000
+        kind = counters.calls["prefetch", "read"]
+        assert kind.operations == 100
+        await check(mirror, names)
+
+
+async def test_how_many_it_are_follows_the_time_that_it_takes(
+    area: Area, clock: trio.testing.MockClock
+) -> None:
+    names = files(area, 60)
+    async with area.mount(copy_workers=1, copies=False) as mirror:
+        await begin(mirror, names[:40], together=1)
+        await mirror.idle()
+        assert mirror.copier.together > 4
+        grown = mirror.copier.together
+        mirror.posix.faults.before("read_each", lambda: clock.jump(2 * copier.LONG_SECONDS))
+        for name in names[40:]:
+            await mirror.want(name)
+        await until(lambda: mirror.copier.together < grown, "a smaller number")
+        while mirror.metrics.copies_completed < 60:
+            clock.jump(1.0)  # the source is slow now, and is spared for a while
+            await trio.testing.wait_all_tasks_blocked(0.001)
+        await check(mirror, names)
+
+
+async def test_large_empty_and_opened_files_are_copied_alone(area: Area) -> None:
+    names = files(area, 4)
+    area.write("large", content(3 * MIB, 50))
+    area.write("empty", b"")
+    async with area.mount(copies=False) as mirror:
+        handle = await mirror.open(names[0])
+        await begin(mirror, [names[0], "large", names[1], "empty", names[2], names[3]])
+        await mirror.want(names[1], Priority.OPENED)
+        await mirror.idle()
+        assert mirror.source.counters.read_bytes == 40_000 + 3 * MIB
+        handle.release()
+        await check(mirror, [*names, "large", "empty"])
+
+
+async def test_a_reader_takes_out_what_has_not_had_its_turn(area: Area) -> None:
+    names = files(area, 8)
+    async with area.mount(copy_workers=1, copies=False) as mirror:
+        gate = at_file(mirror, names[0])
+        await begin(mirror, names)
+        await gate.arrived(1)
+        with trio.fail_after(5):
+            assert await mirror.read_file(names[5]) == content(10_000, 5)
+        assert mirror.copier.active == 7
+        gate.open()
+        await check(mirror, names)
+        assert mirror.source.counters.read_bytes == 80_000
+
+
+async def test_a_reader_gets_what_was_read_before_one_that_hangs(area: Area) -> None:
+    names = files(area, 4)
+    async with area.mount(copy_workers=1, copies=False) as mirror:
+        gate = at_file(mirror, names[2])
+        await begin(mirror, names)
+        await gate.arrived(1)
+        with trio.fail_after(5):
+            assert await mirror.read_file(names[0]) == content(10_000, 0)
+        assert mirror.source.counters.demand_read_bytes == 0
+        gate.open()
+        await check(mirror, names)
+        assert mirror.source.counters.read_bytes == 40_000
+
+
+async def test_a_reader_who_waits_for_a_file_is_answered_before_the_next_is_read(
+    area: Area,
+) -> None:
+    names = files(area, 3)
+    async with area.mount(copy_workers=1, copies=False) as mirror:
+        first, second = at_file(mirror, names[0]), at_file(mirror, names[1])
+        await begin(mirror, names)
+        await first.arrived(1)
+        found: list[bytes] = []
+
+        async def read() -> None:
+            found.append(await mirror.read_file(names[0]))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await trio.testing.wait_all_tasks_blocked()
+            assert found == []
+            first.open()
+            await second.arrived(1)
+        assert found == [content(10_000, 0)]
+        second.open()
+        await check(mirror, names)
+
+
+async def test_one_that_hangs_gives_the_others_back(
+    area: Area, clock: trio.testing.MockClock
+) -> None:
+    names = files(area, 12)
+    async with area.mount(copy_workers=1, copies=False) as mirror:
+        gate = at_file(mirror, names[3])
+        await begin(mirror, names)
+        await gate.arrived(1)
+        for _ in range(6):
+            clock.jump(copier.STUCK_SECONDS / 2)
+            await trio.testing.wait_all_tasks_blocked()
+        # Those that were read before it are written with it.
+        await until(lambda: mirror.metrics.copies_completed == 8, "the others")
+        gate.open()
+        await check(mirror, names)
+        assert mirror.source.counters.read_bytes == 120_000
+
+
+async def test_what_fails_is_tried_again_and_the_others_are_stored(
+    area: Area, clock: trio.testing.MockClock
+) -> None:
+    names = files(area, 6)
+    async with area.mount(copies=False) as mirror:
+        mirror.posix.faults.fail("open", errno.EIO, after=2, times=1)
+        await begin(mirror, names)
+        await until(lambda: mirror.metrics.copies_completed == 5, "the others")
+        await mirror.idle()
+        assert mirror.metrics.copies_failed == 0
+        clock.jump(copier.RETRY_SECONDS[0] + 1)
+        await until(lambda: mirror.metrics.copies_completed == 6, "the second try")
+        await check(mirror, names)
+
+
+@pytest.mark.parametrize("how", ["replaced", "gone", "grown"])
+async def test_a_file_that_has_changed_is_not_stored(area: Area, how: str) -> None:
+    names = files(area, 6)
+    async with area.mount(copies=False) as mirror:
+        inos = [await mirror.ino(name) for name in names]
+        path = area.source / names[2]
+        if how == "replaced":
+            (area.source / "other").write_bytes(b"other")
+            (area.source / "other").replace(path)
+        elif how == "gone":
+            path.unlink()
+        else:
+            with path.open("ab") as file:
+                file.write(b"more")
+        await begin(mirror, names)
+        await mirror.settled()
+        assert states(mirror, inos) == ["resident"] * 2 + ["remote"] + ["resident"] * 3
+        node = mirror.index.node(inos[2])
+        assert node is not None
+        assert node.outdated
+
+
+async def test_a_file_that_changes_while_it_is_read_is_not_stored(area: Area) -> None:
+    names = files(area, 3)
+    async with area.mount(copies=False) as mirror:
+        inos = [await mirror.ino(name) for name in names]
+        (area.source / names[1]).chmod(0o600)
+        real = mirror.posix.read
+
+        def read(fd: int, offset: int, size: int) -> object:
+            os.utime(area.source / names[0], ns=(1, 1))
+            return real(fd, offset, size)
+
+        mirror.posix.read = read  # type: ignore[assignment,method-assign]
+        await begin(mirror, names)
+        await mirror.settled()
+        assert states(mirror, inos) == ["remote", "remote", "resident"]
+
+
+async def test_a_tier_that_fails_one_of_them_has_the_others(area: Area) -> None:
+    names = files(area, 6)
+    async with area.mount(copies=False) as mirror:
+        mirror.tier.faults.fail("write_whole", errno.EIO, after=2, times=1)
+        await begin(mirror, names)
+        await mirror.settled()
+        assert mirror.metrics.copies_completed == 5
+        assert mirror.metrics.tier_errors == 1
+        found = states(mirror, [await mirror.ino(name) for name in names])
+        assert sorted(found) == ["remote"] + ["resident"] * 5
+
+
+@pytest.mark.parametrize("call", ["begin_copies", "put_replicas"])
+async def test_what_cannot_be_recorded_leaves_nothing_behind(
+    area: Area, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    names = files(area, 6)
+    async with area.mount(copies=False) as mirror:
+
+        def full(*_: object) -> None:
+            raise IndexWriteError("the disk is full")
+
+        inos = [await mirror.ino(name) for name in names]
+        with monkeypatch.context() as patch:
+            patch.setattr(mirror.index, call, full)
+            await begin(mirror, names)
+            await mirror.settled()
+        assert states(mirror, inos) == ["remote"] * 6
+        mirror.check_books()
+        await mirror.mend()
+        for name in names:
+            await mirror.want(name)
+        await check(mirror, names)
+
+
+async def test_one_that_is_given_up_while_it_is_written(area: Area) -> None:
+    names = files(area, 4)
+    async with area.mount(copies=False) as mirror:
+        inos = [await mirror.ino(name) for name in names]
+        gate = mirror.tier.faults.gate("write_whole")
+        await begin(mirror, names)
+        await gate.arrived(1)
+        mirror.copier.files[inos[3]].outdated()
+        gate.open()
+        await mirror.settled()
+        assert states(mirror, inos) == ["resident"] * 3 + ["remote"]
+
+
+async def test_there_is_room_for_some_of_them(area: Area) -> None:
+    for number in range(8):
+        area.write(f"f{number}", content(4096 * (10 - number), number))
+    async with area.mount([38 * 4096], copies=False) as mirror:
+        await begin(mirror, [f"f{number}" for number in range(8)])
+        await mirror.settled()
+        found = states(mirror, [await mirror.ino(f"f{number}") for number in range(8)])
+        assert found == ["resident"] * 4 + ["remote"] * 4
+
+
+async def test_one_that_is_too_young_waits_alone(area: Area, clock: trio.testing.MockClock) -> None:
+    names = files(area, 6)
+    await area.settled()
+    async with area.mount(copies=False, mode=FreshnessMode.TTL) as mirror:
+        (area.source / names[2]).write_bytes(content(10_000, 77))
+        young = await mirror.ino(names[2])
+        await begin(mirror, names)
+        await until(lambda: mirror.metrics.copies_completed >= 5, "the others")
+        await area.settled()
+        while mirror.files.state(young) != "resident":
+            clock.jump(copier.YOUNG_SECONDS)
+            await trio.testing.wait_all_tasks_blocked(0.001)
+        await mirror.settled()
+
+
+async def test_one_whose_place_is_not_known_any_more(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    area.write("d/f", content(1000))
+    names = files(area, 3)
+    async with area.mount(copies=False) as mirror:
+        node = await mirror.node("d/f")
+        real = mirror.index.dirref
+        mirror.copier.want(node.ino, Priority.SCANNED)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                mirror.index, "dirref", lambda ino: None if ino == node.parent else real(ino)
+            )
+            await begin(mirror, names)
+            await until(lambda: mirror.metrics.copies_completed == 3, "the others")
+            await mirror.idle()
+        assert mirror.files.state(node.ino) == "remote"
+        assert mirror.copier.again_in(node.ino) is not None
