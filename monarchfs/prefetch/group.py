@@ -57,10 +57,11 @@ class Group:
             sizes = [fill.size for fill, fetch in self.members.values() if fetch.data is not None]
             await self._write()
         finally:
-            for fill, fetch in self.members.values():
+            # Who is told of the last one's end finds that none is left.
+            while self.members:
+                _, (fill, fetch) = self.members.popitem()
                 fetch.pull = None
                 fill.end(fetch)
-            self.members.clear()
         return seconds, sizes
 
     async def _read(self) -> float:

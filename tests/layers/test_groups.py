@@ -10,7 +10,9 @@ import trio
 import trio.testing
 
 from monarchfs.prefetch import copier
+from monarchfs.prefetch.lull import Lull
 from monarchfs.prefetch.queue import Priority
+from monarchfs.prefetch.scan import Scan
 from monarchfs.types import FreshnessMode, IndexWriteError
 from tests.layers.faults import Gate
 from tests.layers.mirror import MIB, Area, Mirror, content, until
@@ -87,6 +89,16 @@ async def test_many_files_are_few_errands_and_few_transactions(
         kind = counters.calls["prefetch", "read"]
         assert kind.operations == 100
         await check(mirror, names)
+
+
+async def test_the_end_of_the_last_one_is_noticed(area: Area) -> None:
+    names = files(area, 6)
+    async with area.mount(copies=False) as mirror:
+        lull = Lull(mirror.copier, Scan(mirror.tree, mirror.copier), 0)
+        await begin(mirror, names)
+        await mirror.idle()
+        assert mirror.copier.active == 0
+        assert lull.since_uptime_seconds is not None
 
 
 async def test_how_many_it_are_follows_the_time_that_it_takes(
