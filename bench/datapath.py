@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.pool import Pool
 from pathlib import Path
 
@@ -31,15 +31,12 @@ from bench.processes import Daemon
 from bench.report import Result
 from bench.task import Task
 
-ROUNDS = 5
-SCALE = float(os.environ.get("DATAPATH_SCALE", "1"))
-LARGE_BYTES = int(1024 * SCALE) * MIB
-RANDOM_READS, RANDOM_BYTES, PAGE = int(20_000 * SCALE), 4096, 4096
-SMALL_FILES, SMALL_BYTES, FILES_PER_DIRECTORY = int(20_000 * SCALE), 110_000, 1000
+RANDOM_BYTES, PAGE = 4096, 4096
+SMALL_BYTES, FILES_PER_DIRECTORY = 110_000, 1000
 SLOW_SHARE = 0.1
 """Of the small files, for mirrors that take about a millisecond for each."""
 MOST_SECONDS = 600.0
-LOAD_READERS, LOAD_SECONDS, ASK_SECONDS = 4, 5.0, 0.02
+LOAD_READERS, ASK_SECONDS = 4, 0.02
 FORGETFUL = ("--freshness", f"ttl={mirrors.DAY}")
 OURS = {
     "relay": (*FORGETFUL, "--data-path", "relay"),
@@ -47,13 +44,28 @@ OURS = {
     "passthrough": (*FORGETFUL, "--data-path", "passthrough"),
 }
 
-Reading = Callable[[str, int], float]
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is read, and how often; the seconds for which readers read as fast as they can."""
+
+    large_bytes: int
+    random_reads: int
+    small_files: int
+    rounds: int
+    load_seconds: float
 
 
-# What a reader process does: work a second, with the files' root and a seed.
+QUICK = Sizes(192 * MIB, 4000, 2000, 3, 2.0)
+FULL = Sizes(1024 * MIB, 20_000, 20_000, 5, 5.0)
+
+Reading = Callable[[str, int, Sizes], float]
 
 
-def sequential(root: str, _seed: int) -> float:
+# What a reader process does: work a second, with the files' root, a seed and the sizes.
+
+
+def sequential(root: str, _seed: int, sizes: Sizes) -> float:
     """MB/s, 1 MiB at a time."""
     buffer = bytearray(MIB)
     started = time.perf_counter()
@@ -61,15 +73,14 @@ def sequential(root: str, _seed: int) -> float:
         size = 0
         while count := file.readinto(buffer):
             size += count
-    assert size == LARGE_BYTES
+    assert size == sizes.large_bytes
     return size / 1e6 / (time.perf_counter() - started)
 
 
-def at_random(root: str, seed: int) -> float:
+def at_random(root: str, seed: int, sizes: Sizes) -> float:
     rng = random.Random(seed)
-    offsets = [
-        rng.randrange(LARGE_BYTES // RANDOM_BYTES) * RANDOM_BYTES for _ in range(RANDOM_READS)
-    ]
+    blocks = sizes.large_bytes // RANDOM_BYTES
+    offsets = [rng.randrange(blocks) * RANDOM_BYTES for _ in range(sizes.random_reads)]
     buffers = [bytearray(RANDOM_BYTES)]
     fd = os.open(f"{root}/large", os.O_RDONLY)
     started = time.perf_counter()
@@ -77,10 +88,10 @@ def at_random(root: str, seed: int) -> float:
         os.preadv(fd, buffers, offset)
     seconds = time.perf_counter() - started
     os.close(fd)
-    return RANDOM_READS / seconds
+    return sizes.random_reads / seconds
 
 
-def mapped(root: str, _seed: int) -> float:
+def mapped(root: str, _seed: int, _sizes: Sizes) -> float:
     """Pages a second, one byte of each."""
     with open(f"{root}/large", "rb") as file:
         started = time.perf_counter()
@@ -90,19 +101,19 @@ def mapped(root: str, _seed: int) -> float:
     return touched / seconds
 
 
-def small(root: str, seed: int) -> float:
+def small(root: str, seed: int, sizes: Sizes) -> float:
     """Files a second, each opened, read at once and closed."""
-    return _small(root, seed, SMALL_FILES)
+    return _small(root, seed, sizes.small_files, sizes.small_files)
 
 
-def some_small(root: str, seed: int) -> float:
+def some_small(root: str, seed: int, sizes: Sizes) -> float:
     """The same for fewer of them, always the same."""
-    return _small(root, seed, int(SMALL_FILES * SLOW_SHARE))
+    return _small(root, seed, sizes.small_files, int(sizes.small_files * SLOW_SHARE))
 
 
-def _small(root: str, seed: int, count: int) -> float:
+def _small(root: str, seed: int, files: int, count: int) -> float:
     buffer = bytearray(SMALL_BYTES + 1)
-    numbers = random.Random(0).sample(range(SMALL_FILES), count)
+    numbers = random.Random(0).sample(range(files), count)
     random.Random(seed).shuffle(numbers)
     paths = [small_path(root, number) for number in numbers]
     started = time.perf_counter()
@@ -117,12 +128,12 @@ def small_path(root: str, number: int) -> str:
     return f"{root}/{number // FILES_PER_DIRECTORY:03d}/{number:06d}.jpg"
 
 
-def read_until(root: str, deadline: float, seed: int) -> int:
+def read_until(root: str, deadline: float, seed: int, files: int) -> int:
     """How many small files were read until time.monotonic() is ``deadline``."""
     rng = random.Random(seed)
     count = 0
     while time.monotonic() < deadline:
-        fd = os.open(small_path(root, rng.randrange(SMALL_FILES)), os.O_RDONLY)
+        fd = os.open(small_path(root, rng.randrange(files)), os.O_RDONLY)
         forget_pages(fd)
         assert len(os.read(fd, SMALL_BYTES + 1)) == SMALL_BYTES
         os.close(fd)
@@ -184,13 +195,14 @@ class Comparison:
     """All ways, each measured in turn with ``direct``. Changing: what was found, by measure and
     way, and what was found directly then."""
 
-    def __init__(self, direct: Path, ways: list[Way], pool: Pool) -> None:
+    def __init__(self, direct: Path, ways: list[Way], pool: Pool, sizes: Sizes) -> None:
         self.values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.others: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.cpu: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._direct = direct
         self._ways = ways
         self._pool = pool
+        self._sizes = sizes
 
     def rounds(self, measures: tuple[Measure, ...], count: int) -> None:
         order = list(self._ways)
@@ -212,7 +224,7 @@ class Comparison:
 
     def _read(self, root: Path, reading: Reading, seed: int) -> float:
         # A reader that a signal ended (SIGBUS) would be waited for for ever.
-        return self._pool.apply_async(reading, (str(root), seed)).get(MOST_SECONDS)
+        return self._pool.apply_async(reading, (str(root), seed, self._sizes)).get(MOST_SECONDS)
 
     def show(self, result: Result, measures: tuple[Measure, ...]) -> None:
         for measure in measures:
@@ -283,32 +295,32 @@ def all_ways(memory: Path, place: Path, source: Path, files: int) -> Iterator[li
         yield ways
 
 
-def large_files(result: Result, place: Path, memory: Path, pool: Pool) -> None:
+def large_files(result: Result, place: Path, memory: Path, pool: Pool, sizes: Sizes) -> None:
     source = memory / "data"
-    write_random(source / "large", LARGE_BYTES, random.Random(1))
+    write_random(source / "large", sizes.large_bytes, random.Random(1))
     with all_ways(memory, place, source, 1) as ways:
-        found = Comparison(source, ways, pool)
+        found = Comparison(source, ways, pool, sizes)
         found.rounds(LARGE[:1], 1)
-        found = Comparison(source, ways, pool)
-        found.rounds(LARGE, ROUNDS)
+        found = Comparison(source, ways, pool, sizes)
+        found.rounds(LARGE, sizes.rounds)
     found.show(result, LARGE)
     for name, seconds in found.cpu["sequential"].items():
-        per_100_gb = seconds / (ROUNDS * LARGE_BYTES) * 100e9
+        per_100_gb = seconds / (sizes.rounds * sizes.large_bytes) * 100e9
         result.figure(f"daemon's CPU time for 100 GB: {name}", per_100_gb, "s")
 
 
-def small_files(result: Result, place: Path, memory: Path, pool: Pool) -> None:
+def small_files(result: Result, place: Path, memory: Path, pool: Pool, sizes: Sizes) -> None:
     source = memory / "data"
     rng = random.Random(1)
-    for number in range(SMALL_FILES):
+    for number in range(sizes.small_files):
         write_random(Path(small_path(str(source), number)), SMALL_BYTES, rng)
-    with all_ways(memory, place, source, SMALL_FILES) as ways:
-        found = Comparison(source, ways, pool)
+    with all_ways(memory, place, source, sizes.small_files) as ways:
+        found = Comparison(source, ways, pool, sizes)
         found.rounds(SMALL[:1], 1)
-        found = Comparison(source, ways, pool)
-        found.rounds(SMALL, ROUNDS)
+        found = Comparison(source, ways, pool, sizes)
+        found.rounds(SMALL, sizes.rounds)
         busy = [
-            (way.name, delays(way.daemon, way.root), delays(way.daemon, source))
+            (way.name, delays(way.daemon, way.root, sizes), delays(way.daemon, source, sizes))
             for way in ways
             if way.daemon is not None
         ]
@@ -316,7 +328,7 @@ def small_files(result: Result, place: Path, memory: Path, pool: Pool) -> None:
     for measure in SMALL:
         found.show_ahead(result, measure.what)
     for name, seconds in found.cpu["small files, page cache"].items():
-        per_million = seconds / (ROUNDS * SMALL_FILES) * 1e6
+        per_million = seconds / (sizes.rounds * sizes.small_files) * 1e6
         result.figure(f"daemon's CPU time for 1,000,000 opens: {name}", per_million, "s")
     for name, milliseconds, others in busy:
         what = f"status under {LOAD_READERS} readers: {name}"
@@ -328,13 +340,13 @@ def small_files(result: Result, place: Path, memory: Path, pool: Pool) -> None:
             result.compare(f"{what}, {which}", "ms", [of(milliseconds)], [of(others)])
 
 
-def delays(daemon: Daemon, root: Path) -> list[float]:
+def delays(daemon: Daemon, root: Path, sizes: Sizes) -> list[float]:
     """How long the worker's event loop takes to answer something else, in ms, while readers read
     the files below ``root`` as fast as they can."""
     found = []
     with reader_processes(LOAD_READERS) as pool:
-        deadline = time.monotonic() + LOAD_SECONDS
-        tasks = [(str(root), deadline, seed) for seed in range(LOAD_READERS)]
+        deadline = time.monotonic() + sizes.load_seconds
+        tasks = [(str(root), deadline, seed, sizes.small_files) for seed in range(LOAD_READERS)]
         load = pool.starmap_async(read_until, tasks, chunksize=1)
         while not load.ready():
             started = time.perf_counter()
@@ -347,21 +359,24 @@ def delays(daemon: Daemon, root: Path) -> list[float]:
 
 def run(task: Task) -> Result:
     place = task.place
+    sizes = QUICK if task.quick else FULL
+    sizes = replace(sizes, rounds=task.rounds or sizes.rounds)
     result = Result("datapath", "resident files, one reader, by every way; share of direct")
     with memory_place() as memory, reader_processes(1) as pool:
         for part in (large_files, small_files):
             here, there = place / part.__name__, memory / part.__name__
             here.mkdir()
             there.mkdir()
-            part(result, here, there, pool)
+            task.say(part.__name__.replace("_", " "))
+            part(result, here, there, pool, sizes)
             shutil.rmtree(there)
     absent = sorted(set(OURS) - set(ours()))
     missing = sorted(set(mirrors.NAMES) - set(mirrors.installed(mirrors.NAMES)))
     cached = "pages" if os.geteuid() == 0 else "the files' pages"
     result.notes = [
-        f"{LARGE_BYTES // MIB} MiB file: 1 MiB reads, {RANDOM_READS:,} preads, a byte of each page;"
-        f" {SMALL_FILES:,} files of {SMALL_BYTES // 1000} KB in random order, opened, read, closed"
-        f" (rclone: {SLOW_SHARE:.0%} of them); {ROUNDS} rounds, order reversed each time,"
+        f"{sizes.large_bytes // MIB} MiB file: 1 MiB reads, {sizes.random_reads:,} preads, a byte of each page;"
+        f" {sizes.small_files:,} files of {SMALL_BYTES // 1000} KB in random order, opened, read, closed"
+        f" (rclone: {SLOW_SHARE:.0%} of them); {sizes.rounds} rounds, order reversed each time,"
         " each beside the same work done directly",
         f"everything on tmpfs; {cached} dropped before, but for 'page cache'; no names either: the"
         " kernel's names and attributes too (only as root)",
@@ -373,6 +388,5 @@ def run(task: Task) -> Result:
         " cache), scaled up",
         *(f"{name}: not in this version, or not for this user" for name in absent),
         *(f"{name} is not installed" for name in missing),
-        *([f"DATAPATH_SCALE={SCALE:g}: sizes and counts are that share"] if SCALE != 1 else []),
     ]
     return result

@@ -22,14 +22,16 @@ def installed(names: tuple[str, ...] = (*NAMES, *TUNED)) -> list[str]:
 
 
 @contextmanager
-def mirror(name: str, source: Path, place: Path) -> Iterator[Path]:
+def mirror(name: str, source: Path, place: Path, capacity: int | None = None) -> Iterator[Path]:
     """``source`` seen through the program ``name``, until the block ends; what it keeps lies in
-    ``place``, which is made."""
+    ``place``, which is made, and is no more than ``capacity`` bytes (None: as much as it likes), if
+    it keeps to that."""
     path = place / "mnt"
     path.mkdir(parents=True)
-    process = subprocess.Popen(
-        _command(name, str(source), str(path), str(place / "cache")), start_new_session=True
-    )
+    command = _command(name, str(source), str(path), str(place / "cache"))
+    if name == "rclone" and capacity is not None:
+        command += ["--vfs-cache-max-size", f"{capacity}B", "--vfs-cache-poll-interval", "1s"]
+    process = subprocess.Popen(command, start_new_session=True)
     try:
         wait_for(lambda: ismount(path) or process.poll() is not None, name, 20)
         yield path

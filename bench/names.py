@@ -1,4 +1,4 @@
-"""The names and attributes of 100,000 known files, beside the source itself and bindfs."""
+"""The names and attributes of known files, beside the source itself and bindfs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from bench.harness import Mount, drop_names, memory_place, reader_processes
 from bench.report import Result
 from bench.task import Task
 
-FILES = int(os.environ.get("NAMES_FILES", "100000"))
+QUICK_FILES, FULL_FILES = 20_000, 100_000
 FILES_PER_DIRECTORY = 1000
 FILE_BYTES = 16
-ROUNDS = 5
 MOST_SECONDS = 600.0
 MIRRORS = ("bindfs", "bindfs, tuned")
 
@@ -29,8 +28,8 @@ def path_of(root: str, number: int) -> str:
     return f"{root}/{number // FILES_PER_DIRECTORY:04d}/{number:06d}.bin"
 
 
-def generate(root: Path) -> None:
-    for number in range(FILES):
+def generate(root: Path, files: int) -> None:
+    for number in range(files):
         path = path_of(str(root), number)
         if number % FILES_PER_DIRECTORY == 0:
             os.makedirs(os.path.dirname(path))
@@ -39,39 +38,41 @@ def generate(root: Path) -> None:
         os.close(fd)
 
 
-def stat_all(root: str, seed: int) -> float:
+def stat_all(root: str, files: int, seed: int) -> float:
     """Microseconds a file, in random order; runs in a reader process."""
-    paths = [path_of(root, number) for number in range(FILES)]
+    paths = [path_of(root, number) for number in range(files)]
     random.Random(seed).shuffle(paths)
     started = time.perf_counter()
     size = sum(os.stat(path).st_size for path in paths)
     seconds = time.perf_counter() - started
-    assert size == FILES * FILE_BYTES
-    return seconds / FILES * 1e6
+    assert size == files * FILE_BYTES
+    return seconds / files * 1e6
 
 
-def find_all(root: str, _seed: int) -> float:
+def find_all(root: str, files: int, _seed: int) -> float:
     """The same for find(1), which asks for each file's size."""
     started = time.perf_counter()
     done = subprocess.run(
         ["find", root, "-type", "f", "-printf", "%s\n"], stdout=subprocess.PIPE, check=True
     )
     seconds = time.perf_counter() - started
-    assert done.stdout == f"{FILE_BYTES}\n".encode() * FILES
-    return seconds / FILES * 1e6
+    assert done.stdout == f"{FILE_BYTES}\n".encode() * files
+    return seconds / files * 1e6
 
 
-WORK: dict[str, Callable[[str, int], float]] = {"stat": stat_all, "find -printf %s": find_all}
+WORK: dict[str, Callable[[str, int, int], float]] = {"stat": stat_all, "find -printf %s": find_all}
 
 
 def run(task: Task) -> Result:
     place = task.place
-    result = Result("names", f"{FILES:,} known files in directories of {FILES_PER_DIRECTORY:,}")
+    files = QUICK_FILES if task.quick else FULL_FILES
+    rounds = task.rounds_or(3, 5)
+    result = Result("names", f"{files:,} known files in directories of {FILES_PER_DIRECTORY:,}")
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     with ExitStack() as stack:
         pool = stack.enter_context(reader_processes(1))
         source = stack.enter_context(memory_place()) / "data"
-        generate(source)
+        generate(source, files)
         roots = {"direct": source}
         for freshness in ("immutable", f"ttl={mirrors.DAY}"):
             options = ("--freshness", freshness, "--prefetch", "none")
@@ -80,11 +81,11 @@ def run(task: Task) -> Result:
         for name in mirrors.installed(MIRRORS):
             roots[name] = stack.enter_context(mirrors.mirror(name, source, place / name))
         for root in roots.values():
-            find_all(str(root), 0)
+            find_all(str(root), files, 0)
         order = list(roots)
-        for seed in range(ROUNDS):
+        for seed in range(rounds):
             for name in order:
-                for what, value in measure(pool, roots[name], seed).items():
+                for what, value in measure(pool, roots[name], files, seed).items():
                     values[what][name].append(value)
             order.reverse()
     for what, by_name in values.items():
@@ -92,7 +93,7 @@ def run(task: Task) -> Result:
             if name != "direct":
                 result.compare(f"{what}: {name}", "us", by_name[name], by_name["direct"])
     result.notes = [
-        f"microseconds a file; source on tmpfs; {ROUNDS} rounds, order reversed each time, after"
+        f"microseconds a file; source on tmpfs; {rounds} rounds, order reversed each time, after"
         " one find that made the names known; stat in random order; nothing is copied",
         "warm: once more, the kernel has what the mount's freshness or the mirror's settings allow",
     ]
@@ -105,11 +106,13 @@ def run(task: Task) -> Result:
     return result
 
 
-def measure(pool: Pool, root: Path, seed: int) -> dict[str, float]:
+def measure(pool: Pool, root: Path, files: int, seed: int) -> dict[str, float]:
     found = {}
     for what, work in WORK.items():
         if os.geteuid() == 0:
             drop_names()
-            found[f"{what}, cold"] = pool.apply_async(work, (str(root), seed)).get(MOST_SECONDS)
-        found[f"{what}, warm"] = pool.apply_async(work, (str(root), seed)).get(MOST_SECONDS)
+            found[f"{what}, cold"] = pool.apply_async(work, (str(root), files, seed)).get(
+                MOST_SECONDS
+            )
+        found[f"{what}, warm"] = pool.apply_async(work, (str(root), files, seed)).get(MOST_SECONDS)
     return found

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import Unusable, wait_for
+from monarchfs.cli.ask import ask
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.control import request
 from monarchfs.fuse.slots import Slots
@@ -90,12 +91,19 @@ class Daemon:
         found = find_one(str(mountpoint), search)
         if found is None or found.registered is None:
             raise Unusable(f"nothing of monarchfs is mounted on {mountpoint}")
+        self._found = found
         self._registered = found.registered
         self.supervisor = found.registered.entry.supervisor_pid
 
     def status(self) -> dict[str, Any]:
         """Raises OperationError where there is no answer within 10 seconds."""
         return request(self._registered, {"command": "status"}, 10.0)
+
+    def warm(self) -> dict[str, Any]:
+        """Has all be copied, and waits for it; the counts of ``monarchfs warm --wait --json``.
+        Raises OperationError."""
+        question = {"command": "warm", "what": "copy", "wait": True, "paths": [""]}
+        return ask(self._found, question, lambda so_far: None)
 
     @property
     def worker(self) -> int | None:
