@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from bench.numbers import number
 from bench.plots import Picture
@@ -11,6 +12,7 @@ from bench.report import Report, Result, Row
 from bench.suites import MEASUREMENTS
 from bench.task import Size
 
+LONG_TABLE = 12
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
@@ -46,11 +48,17 @@ def document(report: Report, pictures: Sequence[Picture]) -> str:
 
 def section(result: Result, pictures: Iterable[Picture], size: str) -> list[str]:
     known = MEASUREMENTS.get(result.name)
-    lines = [f"## {known.what if known else result.name}", "", f"*{sentence(result.title)}*", ""]
+    lines = [
+        f"## {title(known.what if known else result.name)}",
+        "",
+        f"*{sentence(result.title)}*",
+        "",
+    ]
     for picture in pictures:
         lines += [f"![{picture.title}]({picture.svg.name})", ""]
-    if result.rows:
-        lines += [*table(result.rows), *reasons(result.rows), ""]
+    for heading, rows in groups(result.rows).items():
+        lines += [*([f"**{cell(heading)}**", ""] if heading else []), *table(rows)]
+        lines += [*reasons(rows), ""]
     if result.freshness:
         lines += ["| way to the data | what is read is |", "|---|---|"]
         lines += [f"| {cell(arm)} | {cell(how)} |" for arm, how in result.freshness.items()] + [""]
@@ -65,6 +73,21 @@ def section(result: Result, pictures: Iterable[Picture], size: str) -> list[str]
         f"Again: `make {target} ARGS={result.name}` (it took {clock(result.seconds)} minutes)",
         "",
     ]
+
+
+def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Where a table would be long: by what stands before the first colon, which goes then, and in
+    a group what belongs together side by side. The rows are copies then."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.what.partition(": ")[0], []).append(row)
+    if len(rows) <= LONG_TABLE or len(found) < 2 or min(map(len, found.values())) < 2:
+        return {"": list(rows)} if rows else {}
+    for heading, some in found.items():
+        some[:] = [replace(row, what=row.what[len(heading) + 2 :] or row.what) for row in some]
+        places = list(dict.fromkeys(row.what for row in some))
+        some.sort(key=lambda row: places.index(row.what))
+    return found
 
 
 def table(rows: Sequence[Row], *, headline: bool = False) -> list[str]:
@@ -116,6 +139,8 @@ def ratio(row: Row) -> str:
 
 
 def quantity(value: float, unit: str) -> str:
+    if unit == "B" and abs(value) >= 1e6:
+        value, unit = (value / 1e9, "GB") if abs(value) >= 1e9 else (value / 1e6, "MB")
     return f"{number(value)} {cell(unit)}".rstrip()
 
 
@@ -124,9 +149,13 @@ def cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def sentence(text: str) -> str:
+def title(text: str) -> str:
     text = cell(text)
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+    return text[:1].upper() + text[1:]
+
+
+def sentence(text: str) -> str:
+    return title(text) + ("" if text.endswith((".", "?")) else ".")
 
 
 def machine(report: Report) -> list[str]:

@@ -80,6 +80,8 @@ def draw_lines(series: Sequence[Series]) -> Figure:
             axis.set_xscale("log")
             axis.xaxis.set_major_locator(FixedLocator(xs if len(xs) <= 12 else xs[::2]))
             axis.xaxis.set_minor_locator(NullLocator())
+        elif len(xs) <= 6:
+            axis.xaxis.set_major_locator(FixedLocator(xs))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _, binary=binary: short(x, binary)))
         if any("y" in one.log for one in mine):
             axis.set_yscale("log")

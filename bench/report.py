@@ -19,6 +19,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.numbers import number
+
 SCHEMA = 1
 """Of the JSON file. Another number, where a key went or means something else."""
 
@@ -269,11 +271,11 @@ def print_result(result: Result) -> None:
     print(f"\n{result.name}: {result.title} ({result.seconds:.0f} s)")
     print(f"  {'':<{width}}  {'measured':>16} {'other':>12} {'ratio':>7}")
     for name, row in zip(names, result.rows, strict=True):
-        other = "" if row.other is None else f"{row.other:,.4g}"
+        other = "" if row.other is None else number(row.other)
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         verdict = "" if row.holds is None else ("reached" if row.holds else "MISSED")
         line = (
-            f"  {name:<{width}}  {row.value:>10,.5g} {row.unit:<5} {other:>12} {ratio:>7}"
+            f"  {name:<{width}}  {number(row.value):>10} {row.unit:<5} {other:>12} {ratio:>7}"
             f"  {row.target} {verdict}"
         )
         print(line.rstrip())

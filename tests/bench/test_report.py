@@ -126,6 +126,25 @@ def test_every_line_of_a_table_has_its_cells() -> None:
         assert cells == expected or not expected, line
 
 
+def test_a_long_table_is_cut_where_rows_begin_with_the_same() -> None:
+    result = Result("long", "")
+    for case in ("LeNet", "AlexNet"):
+        for arm in ("a", "b"):
+            for what in ("epoch 1", "epoch 2", "bytes", "operations"):
+                result.figure(f"{case}: {what}", 1.0, "s", arm=arm)
+    found = markdown.groups(result.rows)
+    assert {heading: len(rows) for heading, rows in found.items()} == {"LeNet": 8, "AlexNet": 8}
+    assert [(row.what, row.arm) for row in found["LeNet"]][:3] == [
+        *(("epoch 1", "a"), ("epoch 1", "b"), ("epoch 2", "a")),
+    ]
+    assert result.rows[0].what == "LeNet: epoch 1"
+    assert markdown.groups(result.rows[:8]) == {"": result.rows[:8]}
+    text = "\n".join(markdown.section(result, [], "quick"))
+    assert text.count("| epoch 1 |") == 4
+    result.figure("alone", 1.0, "s")
+    assert list(markdown.groups(result.rows)) == [""]
+
+
 def test_a_missed_goal_says_why() -> None:
     report = made_up.report()
     missed = [row for result in report.results for row in result.rows if row.holds is False]
