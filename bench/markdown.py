@@ -48,17 +48,11 @@ def document(report: Report, pictures: Sequence[Picture]) -> str:
 
 def section(result: Result, pictures: Iterable[Picture], size: str) -> list[str]:
     known = MEASUREMENTS.get(result.name)
-    lines = [
-        f"## {title(known.what if known else result.name)}",
-        "",
-        f"*{sentence(result.title)}*",
-        "",
-    ]
+    heading = title(known.what if known else result.name)
+    lines = [f"## {heading}", "", f"*{sentence(result.title)}*", ""]
     for picture in pictures:
         lines += [f"![{picture.title}]({picture.svg.name})", ""]
-    for heading, rows in groups(result.rows).items():
-        lines += [*([f"**{cell(heading)}**", ""] if heading else []), *table(rows)]
-        lines += [*reasons(rows), ""]
+    lines += figures_of(result)
     if result.freshness:
         lines += ["| way to the data | what is read is |", "|---|---|"]
         lines += [f"| {cell(arm)} | {cell(how)} |" for arm, how in result.freshness.items()] + [""]
@@ -73,6 +67,21 @@ def section(result: Result, pictures: Iterable[Picture], size: str) -> list[str]
         f"Again: `make {target} ARGS={result.name}` (it took {clock(result.seconds)} minutes)",
         "",
     ]
+
+
+def figures_of(result: Result) -> list[str]:
+    """Where there are many, those with goals, and all behind a click."""
+    lines: list[str] = []
+    parts = groups(result.rows)
+    goals = [row for row in result.rows if row.holds is not None]
+    folded = len(parts) > 1 and bool(goals)
+    if folded:
+        lines += [*table(goals), *reasons(goals), ""]
+        lines += [f"<details><summary>All {len(result.rows)} figures</summary>", ""]
+    for heading, rows in parts.items():
+        lines += [*([f"**{cell(heading)}**", ""] if heading else []), *table(rows)]
+        lines += [*([] if folded else reasons(rows)), ""]
+    return [*lines, *(["</details>", ""] if folded else [])]
 
 
 def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -146,7 +155,8 @@ def quantity(value: float, unit: str) -> str:
 
 def cell(text: str) -> str:
     """On one line, and without what would end the cell of a table."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    text = " ".join(text.split()).replace("<=", "≤").replace(">=", "≥")
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def title(text: str) -> str:

@@ -141,6 +141,11 @@ def test_a_long_table_is_cut_where_rows_begin_with_the_same() -> None:
     assert markdown.groups(result.rows[:8]) == {"": result.rows[:8]}
     text = "\n".join(markdown.section(result, [], "quick"))
     assert text.count("| epoch 1 |") == 4
+    assert "<details>" not in text  # no goals
+    result.rows[0].target, result.rows[0].holds = "<= 2", True
+    text = "\n".join(markdown.section(result, [], "quick"))
+    assert text.count("| ≤ 2 | reached |") == 2
+    assert text.count("<details>") == text.count("</details>") == 1
     result.figure("alone", 1.0, "s")
     assert list(markdown.groups(result.rows)) == [""]
 
