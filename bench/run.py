@@ -31,7 +31,7 @@ from bench.task import Size, Task
 
 RESULTS = REPOSITORY / "bench" / "results"
 INTERRUPTED = "interrupted"
-README_PLOT, README_PICTURE = "monarch", "docs/images/epochs.svg"
+README_PLOT, README_PANELS, README_PICTURE = "monarch", 3, "docs/images/epochs.svg"
 
 
 def measure(name: str, arguments: argparse.Namespace, progress: Progress, report: Report) -> Result:
@@ -107,15 +107,17 @@ def write_report(report: Report, folder: Path) -> Path:
 
 
 def write_readme(report: Report, root: Path = REPOSITORY) -> None:
-    """The headlines into the README, and the first plot of its measurement. ValueError if it has
-    no place for them."""
+    """The headlines into the README, and the first panels of the first plot of its measurement.
+    ValueError if it has no place for them."""
     from bench import markdown, plots
 
     readme = root / "README.md"
     picture = None
     series = next((one.series for one in report.results if one.name == README_PLOT), [])
     for title, some in list(plots.plots(series).items())[:1]:
-        plots.save_svg(plots.draw(title, some), root / README_PICTURE)
+        panels = list(dict.fromkeys(one.panel for one in some))[:README_PANELS]
+        shown = [one for one in some if one.panel in panels]
+        plots.save_svg(plots.draw(title, shown), root / README_PICTURE)
         picture = README_PICTURE
     text = readme.read_text(encoding="utf-8")
     figures = markdown.figures(report, picture)
