@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -198,21 +199,22 @@ def machine(report: Report) -> list[str]:
 
 
 def figures(report: Report, picture: str | None) -> str:
-    """For the README: the headlines, and the ``picture`` (a path from there)."""
+    """For the README: the headlines, and the ``picture`` (a path from there). ValueError if there
+    are no headlines."""
     rows = [row for result in report.results for row in result.rows if row.headline]
-    target = "bench-full" if report.size == Size.FULL.value else "bench"
+    if not rows:
+        raise ValueError("these results have no headlines: nothing for the README")
     facts = report.machine
+    target = "bench-full" if report.size == Size.FULL.value else "bench"
     user = "root" if facts.get("root") else "an ordinary user"
-    lines = [
+    kernel = ".".join(str(facts.get("kernel", "")).split(".")[:2])
+    about = (
         f"From one run of `make {target}` on {report.started[:10]}, as {user} on a machine with"
-        f" {facts.get('processors')} processors and Linux {cell(str(facts.get('kernel', '')))}. The"
-        " parallel file system is emulated ([BENCHMARKS](docs/BENCHMARKS.md)). Each figure is"
-        " compared with the same work done otherwise in the same run; in brackets the least and the"
-        " most of the rounds.",
-        "",
-        *table(rows, headline=True),
-        *reasons(rows),
-    ]
+        f" {facts.get('processors')} processors and Linux {cell(kernel)}. The parallel file system"
+        " is emulated ([BENCHMARKS](docs/BENCHMARKS.md)). Each figure is compared with the same"
+        " work done otherwise in the same run; in brackets the least and the most of the rounds."
+    )
+    lines = [textwrap.fill(about, 100), "", *table(rows, headline=True), *reasons(rows)]
     if picture is not None:
         lines += ["", f"![Epoch times by way to the data]({picture})"]
     return "\n".join(lines)

@@ -112,16 +112,15 @@ def write_readme(report: Report, root: Path = REPOSITORY) -> None:
     from bench import markdown, plots
 
     readme = root / "README.md"
-    picture = None
     series = next((one.series for one in report.results if one.name == README_PLOT), [])
-    for title, some in list(plots.plots(series).items())[:1]:
+    pictures = list(plots.plots(series).items())[:1]
+    figures = markdown.figures(report, README_PICTURE if pictures else None)
+    text = markdown.put_between_marks(readme.read_text(encoding="utf-8"), figures)
+    for title, some in pictures:
         panels = list(dict.fromkeys(one.panel for one in some))[:README_PANELS]
         shown = [one for one in some if one.panel in panels]
         plots.save_svg(plots.draw(title, shown), root / README_PICTURE)
-        picture = README_PICTURE
-    text = readme.read_text(encoding="utf-8")
-    figures = markdown.figures(report, picture)
-    readme.write_text(markdown.put_between_marks(text, figures), encoding="utf-8")
+    readme.write_text(text, encoding="utf-8")
 
 
 def from_saved(arguments: argparse.Namespace) -> int:

@@ -185,6 +185,9 @@ def test_the_readme_shows_the_headlines() -> None:
         assert f"| {row.headline or row.what} |" in text or not row.headline
     assert len(re.findall("^[|] [A-Z]", text, re.MULTILINE)) == sum(bool(r.headline) for r in rows)
     assert "](docs/images/a.svg)" in text
+    assert max(len(line) for line in text.splitlines() if not line.startswith(("|", "-"))) <= 100
+    with pytest.raises(ValueError, match="no headlines"):
+        markdown.figures(Report("python -m bench.run", "quick"), None)
 
 
 @pytest.mark.parametrize(
