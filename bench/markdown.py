@@ -188,9 +188,9 @@ def machine(report: Report) -> list[str]:
         f"| commit | {commit or 'unknown'}{changed} |",
         "",
         "```",
-        *([f"git checkout {commit}"] if commit else []),
+        *([f"git checkout {commit}"] if commit and "," not in commit else []),
         "make setup",
-        report.command.replace("python ", ".venv/bin/python ", 1),
+        *(line.replace("python ", ".venv/bin/python ", 1) for line in report.command.splitlines()),
         "```",
         "",
         f"`make {target}` makes all measurements of this size. Figures as JSON:"

@@ -13,8 +13,8 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -306,6 +306,27 @@ def load(path: Path) -> Report:
         return Report(**document)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a file of results: {error!r}") from None
+
+
+def merged(reports: Sequence[Report]) -> Report:
+    """The measurements of several runs as one report, called as the first; of those made twice the
+    later. Commands, sizes and commits that differ all stand in it."""
+    first = reports[0]
+    found = {result.name: result for report in reports for result in report.results}
+    failed = {one.what: one for report in reports for one in report.failed}
+
+    def all_of(texts: Iterable[str], between: str) -> str:
+        return between.join(dict.fromkeys(texts))
+
+    return replace(
+        first,
+        command=all_of((report.command for report in reports), "\n"),
+        size=all_of((report.size for report in reports), ", "),
+        commit=all_of((report.commit for report in reports), ", "),
+        seconds=sum(report.seconds for report in reports),
+        results=list(found.values()),
+        failed=[one for one in failed.values() if one.what not in found],
+    )
 
 
 def _result(document: dict[str, Any]) -> Result:

@@ -2,7 +2,7 @@
 
     python -m bench.run [--full] [NAME...]     all of a suite, or the measurements named
     python -m bench.run --list
-    python -m bench.run --report RESULTS.json [--readme]
+    python -m bench.run --report RESULTS.json... [--readme]
     python -m bench.run --compare BEFORE.json AFTER.json
 
 Each measurement works in a directory of its own, which is gone afterwards, also after Ctrl-C; what
@@ -25,7 +25,7 @@ from pathlib import Path
 from bench import comparison
 from bench.harness import REPOSITORY, Unusable, check_fuse, workplace
 from bench.progress import Progress, clock
-from bench.report import Missing, Report, Result, load, print_result, save
+from bench.report import Missing, Report, Result, load, merged, print_result, save
 from bench.suites import MEASUREMENTS, suite
 from bench.task import Size, Task
 
@@ -128,8 +128,8 @@ def from_saved(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         print("\n".join(comparison.show(*map(load, arguments.compare))))
         return 0
-    report = load(arguments.report)
-    folder = arguments.output or arguments.report.parent
+    report = merged([load(path) for path in arguments.report])
+    folder = arguments.output or arguments.report[0].parent
     print(write_report(report, folder))
     if arguments.readme:
         write_readme(report)
@@ -163,7 +163,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--temp", help="where data and replicas lie (default: $TMPDIR)")
     parser.add_argument("--rounds", type=int, help="how often each is measured, at least 1")
     parser.add_argument("--list", action="store_true", help="which measurements there are")
-    parser.add_argument("--report", type=Path, metavar="JSON", help="write its report again")
+    parser.add_argument(
+        "--report",
+        nargs="+",
+        type=Path,
+        metavar="JSON",
+        help="write the report of saved results again, of several runs as one",
+    )
     parser.add_argument("--readme", action="store_true", help="with --report: into the README too")
     parser.add_argument(
         "--compare",

@@ -16,7 +16,7 @@ from matplotlib.text import Text
 
 from bench import comparison, markdown, numbers, plotlines, plots, plotstyle
 from bench.harness import REPOSITORY
-from bench.report import Kind, Point, Report, Result, Series, load, point, save
+from bench.report import Kind, Missing, Point, Report, Result, Series, load, merged, point, save
 from tests.bench import made_up
 
 TITLES = [
@@ -81,6 +81,21 @@ def test_goals(bounds: dict[str, float], target: str, holds: bool | None) -> Non
     result.compare("y", "s", [6.0], [2.0], **bounds)  # type: ignore[arg-type]
     assert [row.holds for row in result.rows] == [holds, holds]
     assert [row.target for row in result.rows] == [target, target and f"ratio {target}"]
+
+
+def test_several_runs_make_one_report() -> None:
+    first, second = made_up.report(), made_up.report()
+    first.results, second.results = first.results[:2], second.results[1:3]
+    second.failed[0] = Missing(first.results[0].name, "it broke later")
+    second.command, second.commit = "python -m bench.run growth", "4567def"
+    second.results[0].title = "later"
+    report = merged([first, second])
+    assert [result.name for result in report.results] == ["monarch", "growth", "dlio"]
+    assert report.results[1].title == "later"
+    assert [one.what for one in report.failed] == ["peers"]
+    assert (report.stem, report.commit, report.size) == (first.stem, "0123abc, 4567def", "quick")
+    assert ".venv/bin/python -m bench.run growth\n" in markdown.document(report, [])
+    assert merged([first]) == first
 
 
 # The report.
