@@ -1,4 +1,4 @@
-# make setup | demo | test | check | bench | bench-full | cluster | man | install-system | clean
+# make setup | demo | test | check | bench | bench-full | frameworks | cluster | man | install-system | clean
 # Variables: PYTHON (which one makes the virtual environment), ARGS (passed to demo, test, bench)
 
 # The system's own first: every user may run it, and mounts are tested as an ordinary user too.
@@ -12,7 +12,8 @@ ARGS ?=
 PACKAGES := gcc libc6-dev libfuse3-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
 	bindfs attr acl strace procps
 
-.PHONY: help setup packages demo test check bench bench-full cluster man install-system clean
+.PHONY: help setup packages demo test check bench bench-full frameworks frameworks-or-not cluster man \
+	install-system clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -68,11 +69,37 @@ check: $(STAMP)
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
-bench: $(STAMP)
+bench: $(STAMP) $(if $(ARGS),,frameworks-or-not)
 	@$(BIN)/python -m bench.run $(ARGS)
 
-bench-full: $(STAMP)
+bench-full: $(STAMP) frameworks-or-not
 	@$(BIN)/python -m bench.run --full $(ARGS)
+
+# PyTorch, TensorFlow and DLIO for the measurements with real loaders, apart from the rest: they need
+# 3 GB. An interrupted installation is taken up where it ended. pip's own settings (PIP_FIND_LINKS,
+# PIP_EXTRA_INDEX_URL) may point to a torch built for processors alone, which saves another 3 GB.
+FRAMEWORKS := .venv-frameworks
+FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
+frameworks: $(FRAMEWORKS_STAMP)
+	@:
+
+# What needs them is left out without them, and named in the report.
+frameworks-or-not:
+	@$(MAKE) --no-print-directory frameworks || echo "bench: going on without the frameworks"
+
+$(FRAMEWORKS_STAMP): bench/frameworks.txt bench/frameworks-bare.txt
+	@$(MAKE) --no-print-directory packages PACKAGES="openmpi-bin libopenmpi3 python3-venv"
+	@echo "installing PyTorch, TensorFlow and DLIO into $(FRAMEWORKS): a few minutes and 3 GB"
+	@test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
+	@$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--requirement bench/frameworks.txt
+	@$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--requirement bench/frameworks-bare.txt
+	@log=$$(mktemp); TF_CPP_MIN_LOG_LEVEL=3 $(FRAMEWORKS)/bin/python -c \
+		'import h5py, mpi4py.MPI, pyarrow, tensorflow, torch, webdataset, dlio_benchmark.main' \
+		2>$$log || { cat $$log >&2; rm -f $$log; exit 1; }; rm -f $$log
+	@du -sh $(FRAMEWORKS)
+	@touch $@
 
 # Shows what is promised for clusters on a Slurm cluster of three nodes that it brings up here.
 cluster: $(STAMP)
@@ -113,6 +140,6 @@ install-system: man
 	else echo "no Slurm headers here: sbatch --monarchfs is left out (docs/SLURM.md)"; fi
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) $(FRAMEWORKS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		bench/results monarchfs/fuse/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
