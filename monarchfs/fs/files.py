@@ -44,6 +44,10 @@ class Unfinished(Protocol):
     def partial(self) -> bool: ...
 
     @property
+    def arriving(self) -> bool:
+        """Whether all of it was fetched, and nothing is left to do but to put it away."""
+
+    @property
     def replica(self) -> OpenReplica | None:
         """What holds all of its bytes by now."""
 
@@ -80,7 +84,7 @@ class Copies(Protocol):
 
     def again_in(self, ino: int) -> float | None: ...
 
-    async def open(self, node: Node) -> Unfinished: ...
+    async def open(self, node: Node, *, to_copy: bool = False) -> Unfinished: ...
 
 
 class FileHandle:
@@ -334,20 +338,21 @@ class Files:
 
     async def open_to_copy(self, ino: int) -> Unfinished:
         """``open_unfinished``, and begin to copy it, if this mount does that."""
-        unfinished = await self.open_unfinished(ino)
-        if self._copies.keeps:
+        keeps = self._copies.keeps
+        unfinished = await self.open_unfinished(ino, to_copy=keeps)
+        if keeps and not unfinished.arriving:
             unfinished.start_filling()
             self._copies.opened(ino)
         return unfinished
 
-    async def open_unfinished(self, ino: int) -> Unfinished:
+    async def open_unfinished(self, ino: int, *, to_copy: bool = False) -> Unfinished:
         node = self._tree.index.node(ino)
         if node is None:
             if not self.opens_are_known:
                 await self._astray.unknown()
             raise OSError(errno.ESTALE, "unknown inode")
         try:
-            return await self._copies.open(node)
+            return await self._copies.open(node, to_copy=to_copy)
         except SourceChanged as exc:
             self.noticed(ino)
             if isinstance(exc, DirectoryChanged):

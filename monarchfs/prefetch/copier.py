@@ -130,17 +130,20 @@ class Copier:
 
     # -- for readers
 
-    async def open(self, node: Node, lane: Lane = Lane.DEMAND) -> Fill:
+    async def open(self, node: Node, *, to_copy: bool = False) -> Fill:
         """The file behind a node that is not resident; its ``handles`` go up by one.
 
         Asks the source for a descriptor, and so for permission, unless that was done already.
+        ``to_copy``: it is about to be copied, and a small file may be at once.
         Raises the source's OSError, or SourceChanged where it holds another version now.
         """
         fill = self._file(node)
         fill.handles += 1
         try:
+            if not fill.remote.verified and to_copy:
+                await fill.fetch_unopened()
             if not fill.remote.verified:
-                await fill.remote.open(lane)
+                await fill.remote.open(Lane.DEMAND)
         except BaseException:
             fill.release()
             raise

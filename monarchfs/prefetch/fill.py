@@ -121,6 +121,23 @@ class Fill(Copy):
         self.busy += 1
         return fetch
 
+    async def fetch_unopened(self) -> None:
+        """Fetch all of a small file in the errand that would have opened it, if there is room for
+        it: who opens a small file reads it. Whether the source let us, ``remote.verified`` says;
+        what it said otherwise is to be learnt from opening the file. Raises nothing."""
+        if not 0 < self.size <= WHOLE_BYTES or not self.start_filling():
+            return
+        if not self._fetches:
+            self._fetch_now(0, self.chunks.count)
+        for fetch in list(self._fetches):
+            await fetch.done.wait()
+
+    @property
+    def arriving(self) -> bool:
+        """Whether all of it was fetched, and is local or on its way into the tier."""
+        missing = self.state is State.FILLING and self.chunks.first_missing(0) is not None
+        return not missing and self.state is not State.DIRECT
+
     def claim_next(self, unit_bytes: int) -> Fetch | None:
         """The next run to be copied in the background, or None where there is none to claim."""
         if self.state is not State.FILLING or self.full or self._finishing:

@@ -80,10 +80,10 @@ class RemoteFile:
 
     async def fetch(self, start: int, end: int, lane: Lane) -> bytes:
         """Exactly these bytes of this version. Raises the source's OSError, SourceChanged, and,
-        where nobody waits for them, Archived."""
+        where nobody holds the file open yet, Archived."""
         whole = start == 0 and end == self.version.size
-        if whole and self._fd < 0 and lane is Lane.BACKGROUND:
-            # One errand of one thread instead of three: nobody holds the file open.
+        if whole and self._fd < 0 and (lane is Lane.BACKGROUND or not self.verified):
+            # One errand of one thread instead of three: nobody holds the file open (yet).
             with _what_lies_there():
                 data = await self._source.read_whole(*self._where(), self.version, lane)
         else:

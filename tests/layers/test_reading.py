@@ -60,6 +60,7 @@ async def take_steps(mirror: Mirror, steps: list[tuple[object, ...]]) -> None:
     tier_gate = mirror.tier.faults.gate("write", "write_whole")
     opened: list[Opened] = []
     scopes: list[trio.CancelScope] = []
+    ending = False
 
     async def read(of: Opened, offset: int, size: int) -> None:
         with trio.CancelScope() as scope:
@@ -74,6 +75,16 @@ async def take_steps(mirror: Mirror, steps: list[tuple[object, ...]]) -> None:
         of.reads -= 1
         of.close_if_done()
 
+    async def open_file(file: int) -> None:
+        """Waits for the source, as a small file's open does."""
+        with trio.CancelScope() as scope:
+            scopes.append(scope)
+            one = Opened(await mirror.open(f"f{file}"), file)
+            opened.append(one)
+            if ending:
+                one.closed = True
+                one.close_if_done()
+
     def choose(which: int) -> Opened | None:
         left = [one for one in opened if not one.closed]
         return left[which % len(left)] if left else None
@@ -82,7 +93,7 @@ async def take_steps(mirror: Mirror, steps: list[tuple[object, ...]]) -> None:
         for step in steps:
             match step:
                 case "open", int(file):
-                    opened.append(Opened(await mirror.open(f"f{file}"), file))
+                    nursery.start_soon(open_file, file)
                 case "read", int(which), float(where), int(size):
                     if one := choose(which):
                         one.reads += 1
@@ -106,6 +117,7 @@ async def take_steps(mirror: Mirror, steps: list[tuple[object, ...]]) -> None:
                     for call in ("after_write", "finish_part"):
                         mirror.tier.faults.fail(call, errno.EIO, times=1)
             await trio.testing.wait_all_tasks_blocked()
+        ending = True
         source_gate.open()
         tier_gate.open()
         while one := choose(0):
@@ -161,20 +173,21 @@ def test_any_order_of_events(
 
 async def test_a_handle_tells_when_its_file_is_complete(area: Area) -> None:
     """So that its reads need no Python any more, however long it stays open."""
-    area.write("a", content(300_000))
+    size = 3 * MIB
+    area.write("a", content(size))
     async with area.mount() as mirror:
         handle = await mirror.open("a")
         at_first = handle.replica
         assert at_first is None
-        assert await mirror.read(handle, 0, 100) == content(300_000)[:100]
+        assert await mirror.read(handle, 0, 100) == content(size)[:100]
         await mirror.idle()
         replica = handle.replica
         assert replica is not None
-        assert os.pread(replica.fd, 300_000, 0) == content(300_000)
+        assert os.pread(replica.fd, size, 0) == content(size)
         stopped: list[int] = []
         mirror.cache.readers.stop = stopped.append  # type: ignore
         mirror.cache.corrupt(handle.ino)
         assert set(stopped) == {handle.ino}
-        assert await mirror.read(handle, 0, 300_000) == content(300_000)
+        assert await mirror.read(handle, 0, size) == content(size)
         handle.release()
         await mirror.settled()
