@@ -374,8 +374,9 @@ def run(task: Task) -> Result:
     missing = sorted(set(mirrors.NAMES) - set(mirrors.installed(mirrors.NAMES)))
     cached = "pages" if os.geteuid() == 0 else "the files' pages"
     result.notes = [
-        f"{sizes.large_bytes // MIB} MiB file: 1 MiB reads, {sizes.random_reads:,} preads, a byte of each page;"
-        f" {sizes.small_files:,} files of {SMALL_BYTES // 1000} KB in random order, opened, read, closed"
+        f"{sizes.large_bytes // MIB} MiB file: 1 MiB reads, {sizes.random_reads:,} preads, a byte"
+        f" of each page; {sizes.small_files:,} files of {SMALL_BYTES // 1000} KB in random order,"
+        " opened, read, closed"
         f" (rclone: {SLOW_SHARE:.0%} of them); {sizes.rounds} rounds, order reversed each time,"
         " each beside the same work done directly",
         f"everything on tmpfs; {cached} dropped before, but for 'page cache'; no names either: the"

@@ -92,14 +92,18 @@ class Fill(Copy):
         first, last = chunks.chunk_of(offset), chunks.chunk_of(end - 1) + 1
         if self.size <= WHOLE_BYTES:
             first, last = 0, chunks.count
-            for fetch in self._fetches:
-                if fetch.pull is not None:
-                    fetch.pull()
+            self._pull()
         self._fetch_now(first, last)
         stop = self._ahead.advance(first, last)
         self.cursor = last
         # Apart from what is asked for, which is then answered as soon as it is there.
         self._fetch_now(last, min(stop, chunks.count))
+
+    def _pull(self) -> None:
+        """Somebody waits for what is fetched together with other files."""
+        for fetch in self._fetches:
+            if fetch.pull is not None:
+                fetch.pull()
 
     def _fetch_now(self, first: int, last: int) -> None:
         for run in list(self.chunks.missing_runs(first, last)):
@@ -127,6 +131,7 @@ class Fill(Copy):
         what it said otherwise is to be learnt from opening the file. Raises nothing."""
         if not 0 < self.size <= WHOLE_BYTES or not self.start_filling():
             return
+        self._pull()
         if not self._fetches:
             self._fetch_now(0, self.chunks.count)
         for fetch in list(self._fetches):
