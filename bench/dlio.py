@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.arms import COLD, DIRECT, LOCAL, WARM, place_for
+from bench.arms import COLD, DIRECT, LOCAL, WARM, place_for, tree_bytes
 from bench.frameworks import program, run_program
 from bench.harness import Unusable, drop_caches, drop_pages, memory_place
 from bench.pfs import PROFILES, Counts, ParallelFileSystem
@@ -262,13 +262,14 @@ Rounds = dict[str, list[list[Epoch]]]
 """By arm, then by round, then by epoch."""
 
 
-def alternate(shape: Shape, task: Task, place: Path, rounds: int) -> Rounds:
-    """Runs DLIO over each arm in turn, ``rounds`` times."""
+def alternate(shape: Shape, task: Task, place: Path, rounds: int) -> tuple[Rounds, int]:
+    """Runs DLIO over each arm in turn, ``rounds`` times; what was found, and the dataset's size."""
     found: Rounds = {arm.name: [] for arm in ARMS}
     with memory_place() as memory:
         backing = memory / "backing"
         task.say(f"{shape.name}: writing {shape.dataset_bytes / 1e6:.0f} MB")
         generate(shape, backing, place)
+        size = tree_bytes(backing)
         with ParallelFileSystem(backing, place / "pfs", PROFILE) as pfs:
             for number in range(rounds):
                 for arm in ARMS:
@@ -278,7 +279,7 @@ def alternate(shape: Shape, task: Task, place: Path, rounds: int) -> Rounds:
                         arm.reach(pfs, own, capacity=None) as reached,
                     ):
                         found[arm.name].append(train(shape, reached.path, own, pfs))
-    return found
+    return found, size
 
 
 def later(epochs: Sequence[Epoch]) -> float:
@@ -357,11 +358,11 @@ def run(task: Task) -> Result:
         own = task.place / name
         own.mkdir()
         try:
-            rounds = alternate(shape, task, own, task.rounds_or(1, 5))
+            rounds, size = alternate(shape, task, own, task.rounds_or(1, 5))
         except Unusable as error:
             result.leave_out(name, str(error))
             continue
-        tell(result, shape, rounds, int(shape.dataset_bytes))
+        tell(result, shape, rounds, size)
         result.notes.append(described(published, shape))
     result.freshness = {arm.name: arm.freshness for arm in ARMS}
     result.notes += [
