@@ -17,6 +17,7 @@ from bench.frameworks import program, run_program
 from bench.harness import MIB, Unusable, drop_caches, drop_pages, memory_place
 from bench.job import Epoch, Job, Program
 from bench.pfs import PROFILES, Counts, ParallelFileSystem
+from bench.processes import cpu_seconds
 from bench.report import Kind, Result, Series, point
 from bench.task import Task
 
@@ -37,10 +38,12 @@ LOADERS = (
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """An epoch, and what the parallel file system was asked for it."""
+    """An epoch, what the parallel file system was asked for it, and the processor time of the
+    processes that served it."""
 
     epoch: Epoch
     asked: Counts
+    daemon_seconds: float
 
 
 Rounds = dict[str, list[list[Timed]]]
@@ -64,8 +67,9 @@ def one(
             for epoch in range(1, EPOCHS + 1):
                 # Pages alone: what a node knows of names is small.
                 drop_pages()
+                used = cpu_seconds(reached.pids)
                 done, now = job.epoch(epoch), pfs.counts()
-                epochs.append(Timed(done, now - before))
+                epochs.append(Timed(done, now - before, cpu_seconds(reached.pids) - used))
                 before = now
     return epochs
 
@@ -131,6 +135,13 @@ def tell(result: Result, name: str, rounds: Rounds, size: int) -> None:
             against=DIRECT.name,
             arm=arm,
         )
+        if result.rows[-1].holds is False:
+            used = statistics.median(run[0].daemon_seconds for run in runs)
+            alone = statistics.median(first(run) for run in local)
+            result.rows[-1].why = (
+                f"both processors are busy: the loader takes {alone:.2f} s from local storage, and"
+                f" the daemon {used:.2f} s of processor time beside it"
+            )
         for other, others in ((DIRECT, direct), (LOCAL, local)):
             result.compare(
                 f"{name}: {rest}",

@@ -37,7 +37,7 @@ def test_every_epoch_reads_all_of_it(tmp_path: Path, loader: Program) -> None:
 
 def timed(seconds: float, read: int = 0, checksum: int = 7) -> loaders.Timed:
     epoch = Epoch(seconds, 0.0, samples=3, bytes=300, checksum=checksum)
-    return loaders.Timed(epoch, Counts(read=1, read_bytes=read))
+    return loaders.Timed(epoch, Counts(read=1, read_bytes=read), daemon_seconds=0.5)
 
 
 def test_other_bytes_are_an_error() -> None:
@@ -60,6 +60,8 @@ def test_figures() -> None:
     first = rows["x: epoch 1", cold, DIRECT.name]
     assert first.ratio == pytest.approx(5 / 4)
     assert first.holds is False
+    assert "1.00 s from local storage" in first.why
+    assert "0.50 s of processor time" in first.why
     later = rows["x: epochs 2 to 3", cold, DIRECT.name]
     assert later.ratio == pytest.approx(1.5 / 5)
     assert rows["x: epochs 2 to 3", cold, LOCAL.name].ratio == pytest.approx(1.5)
