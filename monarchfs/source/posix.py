@@ -190,16 +190,6 @@ class PosixSource:
         Bytes that were read while the version was V before and is V now are V's. The kernel may
         read ahead of a sequential reader.
         """
-        _advise(fd, 0, 0, os.POSIX_FADV_NORMAL)
-        return self._read(fd, offset, size)
-
-    def read_once(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
-        """The same for bytes that are kept: nothing beyond them is read. Somebody may be fetching
-        what follows, and what is read ahead and dropped for want of memory is read twice."""
-        _advise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        return self._read(fd, offset, size)
-
-    def _read(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
         data = os.pread(fd, size, offset)
         st = os.fstat(fd)
         if len(data) < size and offset + len(data) < st.st_size:
@@ -210,6 +200,15 @@ class PosixSource:
         return data, SourceVersion(
             self._device(st), st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
         )
+
+    def read_once(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
+        """The same for bytes that are kept: nothing beyond them is read. Somebody may be fetching
+        what follows, and what is read ahead and dropped for want of memory is read twice."""
+        _advise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        try:
+            return self.read(fd, offset, size)
+        finally:
+            _advise(fd, 0, 0, os.POSIX_FADV_NORMAL)
 
     def read_whole(
         self, directory: DirRef, name: bytes, version: SourceVersion
