@@ -35,6 +35,7 @@ OPERATIONS = {
     "readlink": "readlink",
     "open": "open",
     "read": "read",
+    "read_for_reader": "read",
     "read_once": "read",
     "read_whole": "read",
     "read_each": "read",

@@ -187,8 +187,7 @@ class PosixSource:
     def read(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
         """``size`` bytes (fewer only at the end of the file), and the version seen *after* them.
 
-        Bytes that were read while the version was V before and is V now are V's. The kernel may
-        read ahead of a sequential reader.
+        Bytes that were read while the version was V before and is V now are V's.
         """
         data = os.pread(fd, size, offset)
         st = os.fstat(fd)
@@ -201,14 +200,17 @@ class PosixSource:
             self._device(st), st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
         )
 
+    def read_for_reader(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
+        """``read`` of what is not kept: the kernel may read ahead of a sequential reader."""
+        _advise(fd, 0, 0, os.POSIX_FADV_NORMAL)
+        return self.read(fd, offset, size)
+
     def read_once(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
-        """The same for bytes that are kept: nothing beyond them is read. Somebody may be fetching
-        what follows, and what is read ahead and dropped for want of memory is read twice."""
+        """``read`` of what is kept: nothing beyond it is read. Somebody may be fetching what
+        follows, and what is read ahead and dropped for want of memory is read twice. Fetches of a
+        file run side by side, so the kernel goes on as it was told until ``read_for_reader``."""
         _advise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        try:
-            return self.read(fd, offset, size)
-        finally:
-            _advise(fd, 0, 0, os.POSIX_FADV_NORMAL)
+        return self.read(fd, offset, size)
 
     def read_whole(
         self, directory: DirRef, name: bytes, version: SourceVersion

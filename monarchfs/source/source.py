@@ -143,10 +143,10 @@ class Source:
         return SourceListing(partial(self._next_batch, lane), self._posix.list(directory, batch))
 
     async def read(self, fd: int, offset: int, size: int, lane: Lane) -> ReadResult:
-        """As PosixSource.read. After a cancelled read ``fd`` may be closed at once: the thread may
-        then read something else under that number, but nobody sees it.
+        """As PosixSource.read_for_reader. After a cancelled read ``fd`` may be closed at once: the
+        thread may then read something else under that number, but nobody sees it.
         """
-        return await self._counted_read(lane, self._posix.read, (fd, offset, size))
+        return await self._counted_read(lane, self._posix.read_for_reader, (fd, offset, size))
 
     async def read_once(self, fd: int, offset: int, size: int, lane: Lane) -> ReadResult:
         """As PosixSource.read_once, and as ``read`` when it is cancelled."""
