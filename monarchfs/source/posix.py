@@ -225,7 +225,7 @@ class PosixSource:
                 raise SourceChanged(f"{os.fsdecode(name)!r} is another version now")
             if self.has_layouts:
                 self.layout(fd)
-            return self.read_once(fd, 0, version.size)
+            return self.read(fd, 0, version.size)
         finally:
             self.close(fd)
 
