@@ -25,7 +25,7 @@ class Measurement:
 BOTH = (Size.QUICK, Size.FULL)
 
 MEASUREMENTS = {
-    "monarch": Measurement("bench.monarch", "MONARCH's experiment: epochs by arm", 5, 40, BOTH),
+    "monarch": Measurement("bench.monarch", "MONARCH's experiment: epochs by arm", 5, 90, BOTH),
     "dlio": Measurement("bench.dlio", "DLIO: accelerator utilisation by arm", 2, 20, BOTH),
     "loaders": Measurement("bench.loaders", "real loaders: torch, HDF5, tars, parquet", 4, 20),
     "peers": Measurement(
