@@ -152,9 +152,9 @@ class FaultySource(PosixSource):
         self.faults.meet("statvfs")
         return super().statvfs()
 
-    def _read(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
+    def read(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
         self.faults.meet("read")
-        data, version = super()._read(fd, offset, size)
+        data, version = super().read(fd, offset, size)
         self.reads.append(Read(version.ino, offset, len(data)))
         self.faults.meet("after_read")
         return data, version

@@ -178,14 +178,14 @@ async def test_a_reader_waits_for_no_slot(area: Area) -> None:
     async with area.mount(copy_workers=2) as mirror:
         hanging = {(area.source / name).stat().st_ino for name in names[:2]}
         gate = mirror.posix.faults.gate("hang")
-        real = mirror.posix._read
+        real = mirror.posix.read
 
         def read(fd: int, offset: int, size: int) -> object:
             if os.fstat(fd).st_ino in hanging:
                 mirror.posix.faults.meet("hang")
             return real(fd, offset, size)
 
-        mirror.posix._read = read  # type: ignore[assignment,method-assign]
+        mirror.posix.read = read  # type: ignore[assignment,method-assign]
         for name in names:
             await mirror.want(name)
         await gate.arrived(2)

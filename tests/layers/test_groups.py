@@ -51,14 +51,14 @@ def at_file(mirror: Mirror, name: str) -> Gate:
     """Where whoever is about to read the file waits."""
     ino = (mirror.area.source / name).stat().st_ino
     gate = mirror.posix.faults.gate(name)
-    real = mirror.posix._read
+    real = mirror.posix.read
 
     def read(fd: int, offset: int, size: int) -> object:
         if os.fstat(fd).st_ino == ino:
             mirror.posix.faults.meet(name)
         return real(fd, offset, size)
 
-    mirror.posix._read = read  # type: ignore[assignment,method-assign]
+    mirror.posix.read = read  # type: ignore[assignment,method-assign]
     return gate
 
 
@@ -246,13 +246,13 @@ async def test_a_file_that_changes_while_it_is_read_is_not_stored(area: Area) ->
     async with area.mount(copies=False) as mirror:
         inos = [await mirror.ino(name) for name in names]
         (area.source / names[1]).chmod(0o600)
-        real = mirror.posix._read
+        real = mirror.posix.read
 
         def read(fd: int, offset: int, size: int) -> object:
             os.utime(area.source / names[0], ns=(1, 1))
             return real(fd, offset, size)
 
-        mirror.posix._read = read  # type: ignore[assignment,method-assign]
+        mirror.posix.read = read  # type: ignore[assignment,method-assign]
         await begin(mirror, names)
         await mirror.settled()
         assert states(mirror, inos) == ["remote", "remote", "resident"]
