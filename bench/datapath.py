@@ -376,9 +376,8 @@ def run(task: Task) -> Result:
     result.notes = [
         f"{sizes.large_bytes // MIB} MiB file: 1 MiB reads, {sizes.random_reads:,} preads, a byte"
         f" of each page; {sizes.small_files:,} files of {SMALL_BYTES // 1000} KB in random order,"
-        " opened, read, closed"
-        f" (rclone: {SLOW_SHARE:.0%} of them); {sizes.rounds} rounds, order reversed each time,"
-        " each beside the same work done directly",
+        f" opened, read, closed (rclone: {SLOW_SHARE:.0%} of them); {sizes.rounds} rounds, order"
+        " reversed each time, each beside the same work done directly",
         f"everything on tmpfs; {cached} dropped before, but for 'page cache'; no names either: the"
         " kernel's names and attributes too (only as root)",
         "relay: opens reach the daemon (freshness ttl); tuned: names are cached for a day, pages"

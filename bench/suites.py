@@ -29,9 +29,9 @@ MEASUREMENTS = {
     "dlio": Measurement("bench.dlio", "DLIO: accelerator utilisation by arm", 2, 20, BOTH),
     "loaders": Measurement("bench.loaders", "real loaders: torch, HDF5, tars, parquet", 4, 20),
     "peers": Measurement(
-        "bench.peers", "rclone, juicefs, bindfs, mergerfs, cp -r first", 2, 15, BOTH
+        "bench.peers", "rclone, juicefs, bindfs, mergerfs, cp -r first", 3, 25, BOTH
     ),
-    "copying": Measurement("bench.copying", "copy rate against cp -r and rsync", 2, 15, BOTH),
+    "copying": Measurement("bench.copying", "copy rate against cp -r and rsync", 3, 25, BOTH),
     "datapath": Measurement("bench.datapath", "reads of resident files by every way", 2, 20, BOTH),
     "names": Measurement("bench.names", "stat and find of known files", 1, 5, BOTH),
     "growth": Measurement("bench.growth", "from 1,000 to 1,000,000 files", 2, 25, BOTH),

@@ -1,0 +1,139 @@
+"""Copy rate, growth and other programs, at sizes that take seconds: that they measure what they
+say, and leave nothing behind."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bench import copying, growth, mirrors, peers
+from bench.arms import DIRECT, LOCAL, Arm
+from bench.copying import ALL, CP, NO_LATENCY, READ, RSYNC, WARM, Case, Tree
+from bench.harness import Unusable, reader_processes
+from bench.pfs import INSTANT, Counts, ParallelFileSystem
+from bench.report import Result
+from bench.task import Size, Task
+from tests.mounting import fuse_mounts, requires_fuse, requires_root
+
+# Copy rate.
+
+
+@pytest.mark.parametrize("size", list(Size))
+def test_every_profile_is_copied_from_at_full_size_and_small_before_large(
+    size: Size, tmp_path: Path
+) -> None:
+    found = copying.cases(Task(tmp_path, size))
+    profiles = {case.profile for case in found}
+    assert NO_LATENCY in profiles
+    assert profiles >= ({"fast", "busy"} if size is Size.QUICK else {"fast", "busy", "crowded"})
+    assert {case.tree.large for case in found} == {False, True}
+    assert all(case.rounds == (3 if size is Size.QUICK else 5) for case in found)
+    assert {case.rounds for case in copying.cases(Task(tmp_path, size, 7))} == {7}
+
+
+def test_rates_are_files_of_small_and_megabytes_of_large_files() -> None:
+    seconds = {WARM: [2.0], CP: [4.0], RSYNC: [8.0], READ: [1.0], ALL: [4.0]}
+    small = copying.Found(Case(Tree("s", 100, 1000), "fast", 1), seconds, Counts(open=100))
+    large = copying.Found(Case(Tree("l", 2, 500_000_000), "busy", 1), seconds, Counts())
+    assert small.rates(WARM) == [50.0]
+    assert large.rates(WARM) == [500.0]
+    result = Result("copying", "")
+    copying.show(result, small)
+    copying.show(result, large)
+    rows = {(row.what, row.against): row for row in result.rows}
+    assert rows["s files, fast: warm against cp -r", CP].holds is True
+    missed = rows["l files, busy: warm against reading alone", READ]
+    assert (missed.ratio, missed.holds) == (0.5, False)
+    copying.bars(result, [small, large])
+    assert {one.panel for one in result.series} == {"files of s", "files of l"}
+
+
+@requires_fuse
+@requires_root
+@pytest.mark.timeout(120)
+def test_each_way_copies_all_of_it(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    case = Case(Tree("1 KB", 20, 1000), NO_LATENCY, 1)
+    found = copying.measure(case, Task(tmp_path, Size.QUICK), memory)
+    ways = {CP, WARM, ALL} | ({RSYNC} if shutil.which("rsync") else set())
+    assert set(found.seconds) == ways
+    assert all(seconds > 0 for (seconds,) in found.seconds.values())
+    assert list(memory.iterdir()) == []
+    assert fuse_mounts(str(tmp_path)) == []
+
+
+# Growth.
+
+
+@requires_fuse
+@requires_root
+@pytest.mark.timeout(180)
+def test_growth_of_a_small_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "REMOUNTS", 1)
+    result, grown = Result("growth", ""), growth.Grown()
+    with reader_processes(growth.READERS) as pool:
+        growth.Tree(40, Task(tmp_path, Size.QUICK, 1), result, grown, pool).run()
+    growth.lines(result, grown)
+    assert {one.y for one in result.series} == set(growth.PANELS)
+    whats = {what for whats in growth.PANELS.values() for what in whats}
+    assert set(grown.mine) == whats
+    figures = {row.what: row for row in result.rows}
+    assert figures["40 files: files that are not resident then"].value == 0
+    assert list(tmp_path.iterdir()) == []
+    assert fuse_mounts(str(tmp_path)) == []
+
+
+# Other programs.
+
+
+def test_totals_count_what_had_to_be_waited_for_first() -> None:
+    found = peers.Found(ready=[1.0, 2.0], seconds=[[3.0, 4.0], [5.0, 6.0]])
+    assert found.totals == [8.0, 13.0]
+    assert found.epoch(1) == [4.0, 6.0]
+
+
+def test_a_program_that_is_missing_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "ENVIRONMENT", tmp_path)
+    monkeypatch.setattr(mirrors, "installed", lambda names: [])
+    pfs = ParallelFileSystem(tmp_path, tmp_path, INSTANT)
+    for arm in peers.PEERS:
+        with (
+            pytest.raises(Unusable, match="make bench-packages"),
+            arm.reach(pfs, tmp_path, capacity=None),
+        ):
+            pass
+
+
+@requires_fuse
+@requires_root
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("arm", [DIRECT, LOCAL, *peers.PEERS], ids=lambda arm: arm.name)
+def test_a_job_reads_the_same_bytes_by_every_way(tmp_path: Path, arm: Arm) -> None:
+    data = peers.generate(tmp_path / "data", 3, 0)
+    place = tmp_path / "place"
+    place.mkdir()
+    found = peers.Found()
+    with (
+        ParallelFileSystem(tmp_path / "data", tmp_path / "pfs", INSTANT) as pfs,
+        reader_processes(1) as pool,
+    ):
+        try:
+            peers.job(arm, pfs, place, pool, data, None, found, 0)
+        except Unusable as error:
+            pytest.skip(str(error))
+    assert len(found.seconds[0]) == peers.EPOCHS
+    first = found.counts[0][0].read_bytes
+    assert first == 0 if arm is LOCAL else first >= data.size
+    assert fuse_mounts(str(tmp_path)) == []
+
+
+def test_wrong_bytes_are_an_error(tmp_path: Path) -> None:
+    data = peers.generate(tmp_path / "data", 2, 0)
+    (tmp_path / "data" / data.files[1].path).write_bytes(b"else")
+    with reader_processes(1) as pool, pytest.raises(ValueError, match="1 files had the wrong"):
+        peers.epoch(pool, tmp_path / "data", data.files, 0)
