@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from bench.arms import COLD
+from bench.arms import COLD, COPIED, DIRECT
 from bench.harness import MIB, Mount, drop_caches, memory_place, wait_for, write_random
 from bench.pfs import PROFILES, Counts, ParallelFileSystem
 from bench.processes import Daemon
@@ -66,6 +66,7 @@ def cases(task: Task) -> list[Case]:
             Case(Tree("110 KB", 1000, 110_000), "fast", rounds),
             Case(Tree("110 KB", 500, 110_000), "busy", rounds),
             Case(Tree("10 KB", 1000, 10_000), "fast", rounds),
+            Case(Tree("10 KB", 500, 10_000), "busy", rounds),
             Case(Tree("1 GiB", 1, 1 << 30), "fast", rounds),
             Case(Tree("1 GiB", 1, 1 << 30), "busy", rounds),
             Case(Tree("10 KB", 4000, 10_000), NO_LATENCY, rounds),
@@ -257,25 +258,23 @@ def show(result: Result, found: Found) -> None:
 
 
 def bars(result: Result, all_found: list[Found]) -> None:
-    """Rates by profile; a plot each for small and for large files."""
-    names = {CP: "cp -r first", RSYNC: RSYNC, READ: "parallel FS", WARM: COLD.name}
-    for large, plot, label in (
-        (False, "Copying small files", "files a second (1/s)"),
-        (True, "Copying large files", "rate (MB/s)"),
-    ):
-        some = [found for found in all_found if found.case.tree.large is large]
-        for tree in dict.fromkeys(found.case.tree.what for found in some):
-            for way, name in names.items():
-                points = [
-                    point(found.case.profile, found.rates(way))
-                    for found in some
-                    if found.case.tree.what == tree and way in found.seconds
-                ]
-                if points:
-                    panel = f"files of {tree}"
-                    result.series.append(
-                        Series(name, "", label, points, Kind.BARS, plot=plot, panel=panel)
+    """Rates by profile; a plot each for small files, for large ones, and for those in memory, whose
+    rates are others by far."""
+    names = {CP: COPIED.name, RSYNC: RSYNC, READ: DIRECT.name, WARM: COLD.name}
+    for found in all_found:
+        tree, profile = found.case.tree, found.case.profile
+        plot = "Copying large files" if tree.large else "Copying small files"
+        label = "rate (MB/s)" if tree.large else "files a second (1/s)"
+        if profile == NO_LATENCY:
+            plot += " of a source in memory"
+        for way, name in names.items():
+            if way in found.seconds:
+                result.series.append(
+                    Series(
+                        *(name, "", label, [point(f"files of {tree.what}", found.rates(way))]),
+                        *(Kind.BARS, plot, profile),
                     )
+                )
 
 
 def run(task: Task) -> Result:

@@ -47,7 +47,8 @@ def test_rates_are_files_of_small_and_megabytes_of_large_files() -> None:
     missed = rows["l files, busy: warm against reading alone", READ]
     assert (missed.ratio, missed.holds) == (0.5, False)
     copying.bars(result, [small, large])
-    assert {one.panel for one in result.series} == {"files of s", "files of l"}
+    assert {one.panel for one in result.series} == {"fast", "busy"}
+    assert {one.plot for one in result.series} == {"Copying small files", "Copying large files"}
 
 
 @requires_fuse
