@@ -13,7 +13,7 @@ PACKAGES := gcc libc6-dev libfuse3-dev pkg-config python3-dev python3-venv fuse3
 	bindfs attr acl strace procps
 
 .PHONY: help setup packages bench-packages demo test check bench bench-full frameworks \
-	frameworks-or-not bench-packages-or-not 	cluster man install-system clean
+	frameworks-or-not bench-packages-or-not cluster man install-system clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile

@@ -437,13 +437,13 @@ class Copier:
         return self._group_work(members), sum(fill.size for fill, _ in members)
 
     def _group_work(self, members: list[Member]) -> Work:
-        group = Group(members, self._source, self._cache, self._nursery)
+        group = Group(members, self._source, self._cache, self._nursery, self._failed)
         self._groups.add(group)
         return partial(self._copy_group, group)
 
     async def _copy_group(self, group: Group) -> None:
         try:
-            seconds, sizes = await group.run(self._failed)
+            seconds, sizes = await group.run()
         finally:
             self._groups.discard(group)
         if sizes:

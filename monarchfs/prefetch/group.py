@@ -28,14 +28,21 @@ class Group:
     were taken out; ``started``, when the errand began (trio's clock)."""
 
     def __init__(
-        self, members: Sequence[Member], source: Source, cache: Cache, nursery: trio.Nursery
+        self,
+        members: Sequence[Member],
+        source: Source,
+        cache: Cache,
+        nursery: trio.Nursery,
+        failed: Callable[[Fill, OSError], None],
     ) -> None:
+        """``failed`` is told of what the source said of a file, before that one is let go."""
         self.members: dict[int, Member] = {}
         self.started: float | None = None
         self._wanted: list[Wanted] = []
         self._source = source
         self._cache = cache
         self._nursery = nursery
+        self._failed = failed
         self._errand: Errand | None = None
         for fill, fetch in members:
             try:
@@ -46,23 +53,29 @@ class Group:
             else:
                 self.members[len(self._wanted) - 1] = fill, fetch
 
-    async def run(self, failed: Callable[[Fill, OSError], None]) -> tuple[float, list[int]]:
-        """Copy them. Raises nothing; ``failed`` is told of what the source said. Returns how long
-        the source took, and for files of which sizes."""
+    async def run(self) -> tuple[float, list[int]]:
+        """Copy them. Raises nothing. Returns how long the source took, and for files of which
+        sizes."""
         try:
             seconds = await self._read()
-            for fill, fetch in self.members.values():
-                if fetch.error is not None:
-                    failed(fill, fetch.error)
             sizes = [fill.size for fill, fetch in self.members.values() if fetch.data is not None]
-            await self._write()
+        finally:
+            await self._finish(self.members)
+        return seconds, sizes
+
+    async def _finish(self, members: dict[int, Member]) -> None:
+        """Store what was read, and let go of them all."""
+        try:
+            for fill, fetch in members.values():
+                if fetch.error is not None:
+                    self._failed(fill, fetch.error)
+            await self._write(list(members.values()))
         finally:
             # Who is told of the last one's end finds that none is left.
-            while self.members:
-                _, (fill, fetch) = self.members.popitem()
+            while members:
+                _, (fill, fetch) = members.popitem()
                 fetch.pull = None
                 fill.end(fetch)
-        return seconds, sizes
 
     async def _read(self) -> float:
         errand = self._errand = self._source.errand(self._wanted, self._deliver)
@@ -72,6 +85,9 @@ class Group:
         started = self.started = trio.current_time()
         await self._source.read_each(errand, Lane.BACKGROUND)
         self._deliver()
+        self._errand = None
+        for _, fetch in self.members.values():
+            fetch.pull = None
         return trio.current_time() - started
 
     def _pull(self, place: int, fill: Fill, fetch: Fetch) -> None:
@@ -86,25 +102,30 @@ class Group:
 
     def _deliver(self) -> None:
         """Hand over what was read so far."""
-        assert self._errand is not None
+        if self._errand is None:
+            return  # the last news of one that has ended: all was handed over
         for place, answer in list(self._errand.answers.items()):
             if place in self.members:
                 fill, fetch = self.members[place]
                 fill.answered(fetch, answer)
 
     def give_back(self) -> list[Member]:
-        """What the errand has not begun: it is not of this group any more. No checkpoint."""
+        """The errand hangs: what it has not begun is not of this group any more, and what it has
+        read is stored now. No checkpoint."""
         if self._errand is None:
             return []
         self._deliver()
         taken = [self.members.pop(place) for place in self._errand.take_all()]
         for _, fetch in taken:
             fetch.pull = None
+        done = [place for place, (_, fetch) in self.members.items() if fetch.done.is_set()]
+        if done:
+            self._nursery.start_soon(self._finish, {n: self.members.pop(n) for n in done})
         return taken
 
-    async def _write(self) -> None:
+    async def _write(self, members: list[Member]) -> None:
         kept = []
-        for fill, fetch in self.members.values():
+        for fill, fetch in members:
             place = fill.kept_whole(fetch)
             if place is not None and fetch.data is not None:
                 kept.append((fill, fetch, place, fetch.data))

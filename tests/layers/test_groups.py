@@ -197,11 +197,31 @@ async def test_one_that_hangs_gives_the_others_back(
         for _ in range(6):
             clock.jump(copier.STUCK_SECONDS / 2)
             await trio.testing.wait_all_tasks_blocked()
-        # Those that were read before it are written with it.
-        await until(lambda: mirror.metrics.copies_completed == 8, "the others")
+        await until(lambda: mirror.metrics.copies_completed == 11, "the others")
+        await trio.testing.wait_all_tasks_blocked()
+        assert mirror.copier.active == 1
         gate.open()
         await check(mirror, names)
         assert mirror.source.counters.read_bytes == 120_000
+
+
+async def test_a_tier_that_hangs_has_nothing_written_twice(
+    area: Area, clock: trio.testing.MockClock
+) -> None:
+    names = files(area, 6)
+    async with area.mount(copy_workers=1, copies=False) as mirror:
+        gate = mirror.tier.faults.gate("write_whole")
+        await begin(mirror, names)
+        await gate.arrived(1)
+        for _ in range(6):
+            clock.jump(copier.STUCK_SECONDS / 2)
+            await trio.testing.wait_all_tasks_blocked()
+        for number, name in enumerate(names):
+            assert await mirror.read_file(name) == content(10_000, number)
+        gate.open()
+        await check(mirror, names)
+        assert mirror.tier.faults.calls["write_whole"] == 6
+        assert mirror.source.counters.read_bytes == 60_000
 
 
 async def test_what_fails_is_tried_again_and_the_others_are_stored(
