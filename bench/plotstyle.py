@@ -22,6 +22,8 @@ COLOURS = {
     "rsync -a": "#b06a00",
     "monarchfs cold": "#0072b2",
     "monarchfs warm": "#56b4e9",
+    "monarchfs, passthrough": "#0072b2",
+    "monarchfs, relayed": "#56b4e9",
     "rclone": "#009e73",
     "juicefs": "#d55e00",
     "bindfs": "#c9b800",

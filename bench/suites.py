@@ -33,6 +33,7 @@ MEASUREMENTS = {
     ),
     "copying": Measurement("bench.copying", "copy rate against cp -r and rsync", 3, 25, BOTH),
     "datapath": Measurement("bench.datapath", "reads of resident files by every way", 2, 20, BOTH),
+    "sizes": Measurement("bench.filesizes", "throughput by file size", 1, 2, BOTH),
     "names": Measurement("bench.names", "stat and find of known files", 1, 5, BOTH),
     "growth": Measurement("bench.growth", "from 1,000 to 1,000,000 files", 2, 25, BOTH),
     "calibrate": Measurement("bench.calibrate", "the emulated file system itself", 1, 5),
