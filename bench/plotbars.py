@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from bench.numbers import number, short
 from bench.plotstyle import INK, colours, explained, new_figure, ordered, panels_of
@@ -78,6 +78,9 @@ def _scale(row: Sequence[Axes], series: Sequence[Series]) -> None:
             axis.set_xscale("log")
             least = min((value for value in values if value > 0), default=1.0)
             axis.set_xlim(least / 3, most * (most / least * 3) ** (room - 1))
+        elif "%" in series[0].y and 50 < most <= 100 and min(values) >= 0:
+            axis.set_xlim(0, 100 * room)
+            axis.xaxis.set_major_locator(FixedLocator([0, 25, 50, 75, 100]))
         else:
             axis.set_xlim(min(0.0, *values) * room, max(0.0, most) * room or 1)
             axis.xaxis.set_major_locator(MaxNLocator(4 if len(row) > 1 else 8))

@@ -83,7 +83,8 @@ def draw_lines(series: Sequence[Series]) -> Figure:
         elif len(xs) <= 6:
             axis.xaxis.set_major_locator(FixedLocator(xs))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _, binary=binary: short(x, binary)))
-        if any("y" in one.log for one in mine):
+        ys = [p.y for one in mine for p in one.points]
+        if any("y" in one.log for one in mine) and max(ys) > DECADE * min(ys) > 0:
             axis.set_yscale("log")
             axis.yaxis.set_major_locator(LogLocator(10, (1.0, 3.0)))
             axis.yaxis.set_minor_locator(NullLocator())
@@ -120,6 +121,8 @@ def _line(axis: Axes, one: Series, colour: str, mark: str) -> None:
             )
 
 
+DECADE = 8.0
+"""What spans less than about one gets a linear axis: a logarithmic one would have no ticks."""
 LINE_POINTS = 11.0
 """From one name to the next."""
 
