@@ -48,7 +48,9 @@ def draw_bars(series: Sequence[Series]) -> Figure:
         mine = [one for one in series if one.panel == panel]
         for column, axis in zip(columns, row, strict=True):
             _panel(axis, mine, names[panel], column, colour)
-            axis.set_title(column, loc="left", fontsize=9, color=INK)
+            # The line of the panel's name, which may be as long as the row.
+            room_above = "\n" if panel and column else " " * bool(panel)
+            axis.set_title(room_above + column, loc="left", fontsize=9, color=INK)
             if axis is not row[0]:
                 axis.tick_params(labelleft=False)
         _scale(row, mine)
@@ -60,7 +62,7 @@ def draw_bars(series: Sequence[Series]) -> Figure:
                 textcoords="offset points",
                 fontsize=9.5,
                 fontweight="bold",
-            )
+            ).set_in_layout(False)
         if len(labels) > 1:
             row[0].set_xlabel(mine[0].y, loc="left")
     if len(labels) == 1:

@@ -64,7 +64,11 @@ def draw_times(series: Sequence[Series]) -> Figure:
 
 def draw_lines(series: Sequence[Series]) -> Figure:
     panels = panels_of(series)
-    figure, axes = new_figure(2.7 * len(panels) + 0.7, len(panels), 1, sharex=True)
+    same = len({one.y for one in series}) == 1
+    height = 2.7 if len(panels) < 3 else 1.9
+    figure, axes = new_figure(
+        *(height * len(panels) + 0.7, len(panels), 1), sharex=True, sharey=same
+    )
     names = ordered(one.name for one in series)
     colour = colours(names)
     for panel, (axis,) in zip(panels, axes, strict=True):
@@ -83,7 +87,7 @@ def draw_lines(series: Sequence[Series]) -> Figure:
         elif len(xs) <= 6:
             axis.xaxis.set_major_locator(FixedLocator(xs))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _, binary=binary: short(x, binary)))
-        ys = [p.y for one in mine for p in one.points]
+        ys = [p.y for one in series if one.y == mine[0].y for p in one.points]
         if any("y" in one.log for one in mine) and max(ys) > DECADE * min(ys) > 0:
             axis.set_yscale("log")
             axis.yaxis.set_major_locator(LogLocator(10, (1.0, 3.0)))
@@ -93,6 +97,7 @@ def draw_lines(series: Sequence[Series]) -> Figure:
             axis.margins(y=0.2)
         else:
             axis.set_ylim(bottom=0)
+            axis.yaxis.set_major_locator(MaxNLocator(5))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: short(y)))
         for goal in {one.goal for one in mine if one.goal is not None}:
             axis.axhline(goal, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))

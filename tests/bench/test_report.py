@@ -13,6 +13,7 @@ import matplotlib.image as mpimg
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 from bench import comparison, markdown, numbers, plotlines, plots, plotstyle
 from bench.harness import REPOSITORY
@@ -250,6 +251,14 @@ def drawn(name: str, title: str) -> Figure:
     return plots.draw(title, plots.plots(result.series)[title])
 
 
+def box_of(text: Text) -> Any:
+    """Without the empty line that a text may begin with."""
+    box = Text.get_window_extent(text)
+    if not text.get_text().startswith("\n"):
+        return box
+    return Bbox.from_extents(box.x0, box.y0, box.x1, (box.y0 + box.y1) / 2)
+
+
 def texts(figure: Figure) -> list[tuple[str, Any]]:
     """What can be read, with the box of each, in pixels."""
     unseen: set[Text] = set()
@@ -263,7 +272,7 @@ def texts(figure: Figure) -> list[tuple[str, Any]]:
                 if not low <= label.get_position()[index] <= high
             )
     return [
-        (text.get_text(), Text.get_window_extent(text))
+        (text.get_text().strip(), box_of(text))
         for text in figure.findobj(Text)
         if isinstance(text, Text) and text not in unseen
         if text.get_visible() and text.get_text().strip()
