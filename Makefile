@@ -151,7 +151,6 @@ install-system: man
 	else echo "no Slurm headers here: sbatch --monarchfs is left out (docs/SLURM.md)"; fi
 
 clean:
-	rm -rf $(VENV) .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
-	rm -rf $(VENV) $(FRAMEWORKS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) .venv-peers $(FRAMEWORKS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		bench/results monarchfs/fuse/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
