@@ -244,7 +244,7 @@ def show(result: Result, found: Found) -> None:
             at_least=goal,
             against=other,
             arm=COLD.name,
-            why="" if goal is None else "see the notes",
+            why="" if goal is None or not case.tree.large else BUSY,
             headline=f"Copying {what}, against {other} (rate)" if shown else "",
         )
     base = READ if case.tree.large else CP
