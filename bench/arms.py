@@ -192,7 +192,8 @@ DIRECT = Direct()
 LOCAL = Local()
 COPIED = Copied()
 FRAMEWORK_CACHE = FrameworkCache()
-COLD = Monarchfs("monarchfs cold")
+# What trains reads everything, so everything is copied ahead of it.
+COLD = Monarchfs("monarchfs cold", "--prefetch", "all")
 WARM = Monarchfs("monarchfs warm", warm=True)
 
 
