@@ -11,9 +11,11 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from bench.numbers import number, short
 from bench.plotstyle import INK, colours, explained, new_figure, ordered, panels_of
-from bench.report import Series
+from bench.report import Point, Series
 
 MOST_COLUMNS = 4
+MOST_UNLIKE = 20
+"""Columns of which one has so much longer bars than another have scales of their own."""
 
 
 def draw_bars(series: Sequence[Series]) -> Figure:
@@ -39,7 +41,6 @@ def draw_bars(series: Sequence[Series]) -> Figure:
     heights = [len(names[p]) * 0.235 + 0.25 + above for p in panels]
     figure, axes = new_figure(
         *(sum(heights) + 0.75, len(panels), len(columns)),
-        sharex="row",
         gridspec_kw={"height_ratios": heights},
     )
     colour = colours(ordered(one.name for one in series))
@@ -53,7 +54,7 @@ def draw_bars(series: Sequence[Series]) -> Figure:
             axis.set_title(room_above + column, loc="left", fontsize=9, color=INK)
             if axis is not row[0]:
                 axis.tick_params(labelleft=False)
-        _scale(row, mine)
+        _scale_row(row, mine, columns)
         if panel:
             row[0].annotate(
                 *(panel, (0, 1)),
@@ -70,23 +71,36 @@ def draw_bars(series: Sequence[Series]) -> Figure:
     return figure
 
 
-def _scale(row: Sequence[Axes], series: Sequence[Series]) -> None:
-    """The same for all of a row, with room for a number behind each bar."""
-    values = [p.y for one in series for p in one.points]
-    most = max([p.high or p.y for one in series for p in one.points])
-    room = 1.0 + 0.1 * len(row)
-    for axis in row:
-        if any("x" in one.log for one in series):
-            axis.set_xscale("log")
-            least = min((value for value in values if value > 0), default=1.0)
-            axis.set_xlim(least / 3, most * (most / least * 3) ** (room - 1))
-        elif "%" in series[0].y and 50 < most <= 100 and min(values) >= 0:
-            axis.set_xlim(0, 100 * room)
-            axis.xaxis.set_major_locator(FixedLocator([0, 25, 50, 75, 100]))
-        else:
-            axis.set_xlim(min(0.0, *values) * room, max(0.0, most) * room or 1)
-            axis.xaxis.set_major_locator(MaxNLocator(4 if len(row) > 1 else 8))
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+def _scale_row(row: Sequence[Axes], series: Sequence[Series], columns: Sequence[str]) -> None:
+    """All alike, but for those that would show nothing then. What was not measured is not there."""
+    points = {
+        column: [p for one in series for p in one.points if str(p.x) == column]
+        for column in columns
+    }
+    tops = [top for some in points.values() if (top := max((p.y for p in some), default=0)) > 0]
+    alike = not tops or max(tops) <= MOST_UNLIKE * min(tops)
+    for axis, some in zip(row, points.values(), strict=True):
+        axis.set_visible(bool(some) or axis is row[0])
+        if some:
+            shown = [p for one in points.values() for p in one] if alike else some
+            _scale(axis, series, shown, 1.0 + 0.1 * len(row))
+
+
+def _scale(axis: Axes, series: Sequence[Series], points: Sequence[Point], room: float) -> None:
+    """With room for a number behind each bar."""
+    values = [p.y for p in points]
+    most = max(p.high or p.y for p in points)
+    if any("x" in one.log for one in series):
+        axis.set_xscale("log")
+        least = min((value for value in values if value > 0), default=1.0)
+        axis.set_xlim(least / 3, most * (most / least * 3) ** (room - 1))
+    elif "%" in series[0].y and 50 < most <= 100 and min(values) >= 0:
+        axis.set_xlim(0, 100 * room)
+        axis.xaxis.set_major_locator(FixedLocator([0, 25, 50, 75, 100]))
+    else:
+        axis.set_xlim(min(0.0, *values) * room, max(0.0, most) * room or 1)
+        axis.xaxis.set_major_locator(MaxNLocator(4 if room > 1.1 else 8))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
 
 
 def _panel(

@@ -186,6 +186,11 @@ def sweep() -> Result:
                 goal=1.05,
             )
         )
+    for arm in ("cp -r", "rsync -a"):
+        for panel, rates in (("10 KB", (30.0, 40_000.0, None)), ("110 KB", (3.0, None, 0.0))):
+            found = [Point(str(n), rate) for n, rate in enumerate(rates) if rate is not None]
+            bars = Series(arm, "", "rate (1/s)", found, Kind.BARS, "Some left out", panel)
+            result.series.append(bars)
     speeds = [Point(n / 4, 300 + n % 7) for n in range(50)]
     result.series.append(
         Series("measured", "time (s)", "bandwidth (MB/s)", speeds, Kind.TIME, plot="One alone")

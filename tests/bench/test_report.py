@@ -276,6 +276,7 @@ def texts(figure: Figure) -> list[tuple[str, Any]]:
         for text in figure.findobj(Text)
         if isinstance(text, Text) and text not in unseen
         if text.get_visible() and text.get_text().strip()
+        if text.axes is None or text.axes.get_visible()
     ]
 
 
