@@ -303,29 +303,39 @@ def idle_with(files: int) -> Callable[[dict[str, Any]], bool]:
     return lambda status: status["files"]["known"] >= files and idle(status)
 
 
-PANELS = {
-    "time of a file (us)": ("find, warm", "find, cold", "stat, warm", "stat, cold"),
-    "opening and reading a file (us)": ("open, read, close",),
-    "time (s)": ("scan", "scan and copy", "remount after umount", "remount after kill -9"),
-    "memory of both processes (MB)": ("memory",),
-    "index on the disk (MB)": ("index",),
-    "status (ms)": ("status",),
+COMPARED: dict[str, tuple[str, ...]] = {
+    "Growth: names": (
+        "time of a file (us)",
+        "find, warm",
+        "find, cold",
+        "stat, warm",
+        "stat, cold",
+    ),
+    "Growth: reading": ("time of a file (us)", "open, read, close"),
 }
+"""Pictures that have a panel for each of these, with the mount and the source in it."""
+ALONE = {
+    "time (s)": ("scan", "scan and copy", "remount after umount", "remount after kill -9"),
+    "memory (MB)": ("memory",),
+    "index (MB)": ("index",),
+    "answer (ms)": ("status",),
+}
+"""Panels of one picture, with a line for each of these."""
 
 
 def lines(result: Result, grown: Grown) -> None:
-    for label, whats in PANELS.items():
-        for what in whats:
-            plot = "Growth: " + label.rpartition(" (")[0]
-            for arm, points in ((what, grown.mine), (f"{what}, direct", grown.direct)):
+    for plot, (label, *names) in COMPARED.items():
+        for what in names:
+            for arm, points in ((COLD.name, grown.mine), ("direct", grown.direct)):
                 if what in points:
-                    result.series.append(
-                        Series(
-                            *(arm, "files (1)", label, points[what], Kind.LINES),
-                            plot=plot,
-                            log="xy",
-                        )
-                    )
+                    line = Series(arm, "files", label, points[what], Kind.LINES, plot, what, "xy")
+                    result.series.append(line)
+    for label, whats in ALONE.items():
+        for what in whats:
+            if what in grown.mine:
+                plot, panel = "Growth: time, memory, index", label.partition(" (")[0]
+                line = Series(what, "files", label, grown.mine[what], Kind.LINES, plot, panel, "xy")
+                result.series.append(line)
 
 
 def run(task: Task) -> Result:

@@ -133,7 +133,9 @@ def _epochs(run: Run, later: int) -> list[Measured]:
 
 
 def series(result: Result, case: Case, runs: Mapping[str, Sequence[Run]]) -> None:
-    """Bars of the epochs by arm, what each reads, and what the mount serves locally over time."""
+    """Bars of the epochs by arm, what each reads, and what the mount serves locally over time: one
+    picture of each for all cases that fit, and for those that do not."""
+    panel, _, fits = case.what.rpartition(", ")
     for arm, each in runs.items():
         epochs = range(len(each[0].epochs))
         result.series.append(
@@ -144,7 +146,8 @@ def series(result: Result, case: Case, runs: Mapping[str, Sequence[Run]]) -> Non
                     for n in epochs
                 ],
                 Kind.BARS,
-                plot=f"Epoch times: {case.what}",
+                plot=f"Epoch times, {fits}",
+                panel=panel,
             )
         )
         result.series.append(
@@ -158,14 +161,16 @@ def series(result: Result, case: Case, runs: Mapping[str, Sequence[Run]]) -> Non
                     for n in epochs
                 ],
                 Kind.BARS,
-                plot=f"Bytes of the parallel file system: {case.what}",
+                plot=f"Read of the parallel file system, {fits}",
+                panel=panel,
             )
         )
         if each[-1].samples:
             seconds = [measured.epoch.seconds for measured in each[-1].epochs]
             began = [sum(seconds[:number]) for number in epochs]
-            plot = f"Served locally: {case.what}"
-            result.series.append(share_series(arm, each[-1].samples, plot, epochs=began))
+            plot = f"Served locally, {fits}"
+            samples = each[-1].samples
+            result.series.append(share_series(arm, samples, plot, epochs=began, panel=panel))
 
 
 def first_epoch_rows(
