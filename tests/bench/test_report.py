@@ -263,6 +263,8 @@ def texts(figure: Figure) -> list[tuple[str, Any]]:
     """What can be read, with the box of each, in pixels."""
     unseen: set[Text] = set()
     for axes in figure.axes:
+        if not axes.get_visible():
+            unseen.update(text for text in axes.findobj(Text) if isinstance(text, Text))
         for axis, index in ((axes.xaxis, 0), (axes.yaxis, 1)):
             low, high = sorted(axis.get_view_interval())
             # Matplotlib has labels for ticks outside of the limits, too, and does not draw them.
@@ -276,7 +278,6 @@ def texts(figure: Figure) -> list[tuple[str, Any]]:
         for text in figure.findobj(Text)
         if isinstance(text, Text) and text not in unseen
         if text.get_visible() and text.get_text().strip()
-        if text.axes is None or text.axes.get_visible()
     ]
 
 
