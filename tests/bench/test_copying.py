@@ -78,9 +78,11 @@ def test_growth_of_a_small_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with reader_processes(growth.READERS) as pool:
         growth.Tree(40, Task(tmp_path, Size.QUICK, 1), result, grown, pool).run()
     growth.lines(result, grown)
-    assert {one.y for one in result.series} == set(growth.PANELS)
-    whats = {what for whats in growth.PANELS.values() for what in whats}
-    assert set(grown.mine) == whats
+    compared = {what for _, *whats in growth.COMPARED.values() for what in whats}
+    alone = {what for whats in growth.ALONE.values() for what in whats}
+    assert {one.panel for one in result.series if one.plot in growth.COMPARED} == compared
+    assert {one.name for one in result.series if one.plot not in growth.COMPARED} == alone
+    assert set(grown.mine) == compared | alone
     figures = {row.what: row for row in result.rows}
     assert figures["40 files: files that are not resident then"].value == 0
     assert list(tmp_path.iterdir()) == []
