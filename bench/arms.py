@@ -17,7 +17,7 @@ from typing import Protocol
 
 from bench.harness import Mount, Unusable, monarchfs, wait_for
 from bench.pfs import INSTANT, ParallelFileSystem
-from bench.processes import cpu_seconds, processes_of
+from bench.processes import Daemon, cpu_seconds, processes_of
 
 SETTLE_SECONDS = 600.0
 
@@ -39,6 +39,9 @@ class Reached:
         """The processes that serve it, now: for memory limits and processor time."""
         return []
 
+    def begin(self) -> None:
+        """The job begins now, and with it what is copied ahead of it. To be called once."""
+
     def settle(self) -> None:
         """Until what is copied in the background is copied; TimeoutError after ten minutes."""
 
@@ -48,11 +51,14 @@ class Reached:
 
 
 class ReachedMount(Reached):
-    """By a mount of this project."""
+    """By a mount of this project. ``ahead``: everything is copied ahead of the job, from its
+    beginning on, as `--prefetch all` has it from the mount's."""
 
-    def __init__(self, mount: Mount, ready_seconds: float) -> None:
+    def __init__(self, mount: Mount, ready_seconds: float, *, ahead: bool) -> None:
         super().__init__(mount.path, ready_seconds)
         self.mount = mount
+        self._ahead = ahead
+        self._daemon = Daemon(mount.path)
         self._at_rest()
 
     def _at_rest(self) -> None:
@@ -69,6 +75,10 @@ class ReachedMount(Reached):
     @property
     def pids(self) -> list[int]:
         return processes_of(self.path)
+
+    def begin(self) -> None:
+        if self._ahead:
+            self._daemon.warm(wait=False)
 
     def settle(self) -> None:
         self.mount.wait_idle(SETTLE_SECONDS)
@@ -158,17 +168,20 @@ class FrameworkCache:
 
 
 class Monarchfs:
-    """A mount of this project. ``warm``: another one was there before and left its copies."""
+    """A mount of this project. ``ahead``: what is not local yet is copied ahead of the job.
+    ``warm``: another mount was there before and left its copies."""
 
     def __init__(
         self,
         name: str,
         *options: str,
+        ahead: bool = False,
         warm: bool = False,
         freshness: str = "immutable",
     ) -> None:
         self.name = name
         self.freshness = freshness
+        self._ahead = ahead
         self._warm = warm
         mode = freshness.replace("ttl ", "ttl=").removesuffix(" s")
         self._options = ("--freshness", mode, *options)
@@ -185,7 +198,7 @@ class Monarchfs:
                 monarchfs("warm", str(first.path), "--wait", seconds=SETTLE_SECONDS)
         started = time.perf_counter()
         with Mount(pfs.path, place / "m", *options, size=size) as mount:
-            yield ReachedMount(mount, time.perf_counter() - started)
+            yield ReachedMount(mount, time.perf_counter() - started, ahead=self._ahead)
 
 
 DIRECT = Direct()
@@ -193,7 +206,7 @@ LOCAL = Local()
 COPIED = Copied()
 FRAMEWORK_CACHE = FrameworkCache()
 # What trains reads everything, so everything is copied ahead of it.
-COLD = Monarchfs("monarchfs cold", "--prefetch", "all")
+COLD = Monarchfs("monarchfs cold", ahead=True)
 WARM = Monarchfs("monarchfs warm", warm=True)
 
 

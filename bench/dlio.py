@@ -278,6 +278,7 @@ def alternate(shape: Shape, task: Task, place: Path, rounds: int) -> tuple[Round
                         place_for(memory, arm) as own,
                         arm.reach(pfs, own, capacity=None) as reached,
                     ):
+                        reached.begin()
                         found[arm.name].append(train(shape, reached.path, own, pfs))
     return found, size
 
