@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.arms import COLD, DIRECT, LOCAL, WARM, place_for, tree_bytes
+from bench.arms import COLD, DIRECT, LOCAL, WARM, Reached, place_for, tree_bytes
 from bench.frameworks import program, run_program
 from bench.harness import Unusable, drop_caches, drop_pages, memory_place
 from bench.pfs import PROFILES, Counts, ParallelFileSystem
@@ -232,7 +232,7 @@ def generate(shape: Shape, data: Path, place: Path) -> None:
     run_program([program("dlio_benchmark"), *words], place / "generate.log", search)
 
 
-def train(shape: Shape, data: Path, place: Path, pfs: ParallelFileSystem) -> list[Epoch]:
+def train(shape: Shape, data: Reached, place: Path, pfs: ParallelFileSystem) -> list[Epoch]:
     """Has DLIO train over ``data``. Before each epoch the page cache is emptied, as it would be by
     a dataset that is larger than memory."""
     output = place / "trained"
@@ -243,9 +243,11 @@ def train(shape: Shape, data: Path, place: Path, pfs: ParallelFileSystem) -> lis
             pfs.restart_noise()
         marks.append(pfs.counts())
         drop_pages()
+        if number == 1:
+            data.begin()
 
     drop_caches()
-    words = overrides(shape, data, output, generate=False, epochs=EPOCHS)
+    words = overrides(shape, data.path, output, generate=False, epochs=EPOCHS)
     with at_epochs(output / "dlio.log", begin):
         run_program([program("dlio_benchmark"), *words], place / "train.log")
     marks.append(pfs.counts())
@@ -278,8 +280,7 @@ def alternate(shape: Shape, task: Task, place: Path, rounds: int) -> tuple[Round
                         place_for(memory, arm) as own,
                         arm.reach(pfs, own, capacity=None) as reached,
                     ):
-                        reached.begin()
-                        found[arm.name].append(train(shape, reached.path, own, pfs))
+                        found[arm.name].append(train(shape, reached, own, pfs))
     return found, size
 
 
