@@ -107,9 +107,14 @@ def table(rows: Sequence[Row], *, headline: bool = False) -> list[str]:
         f"|---|{'---|' if arms else ''}---:|---:|---:|---|---|",
     ]
     for row in rows:
-        name = cell(row.headline if headline else row.what)
+        name = row.headline if headline else row.what
         if arms:
-            name += f" | {cell(row.arm)}"
+            # The next column says it.
+            name = (
+                f"{cell(name.replace(f', {row.arm}', '') if row.arm else name)} | {cell(row.arm)}"
+            )
+        else:
+            name = cell(name)
         other = "" if row.other is None else f"{quantity(row.other, row.unit)}, {cell(row.against)}"
         verdict = "" if row.holds is None else "reached" if row.holds else "**missed**"
         lines.append(
@@ -208,8 +213,10 @@ def figures(report: Report, picture: str | None) -> str:
     target = "bench-full" if report.size == Size.FULL.value else "bench"
     user = "root" if facts.get("root") else "an ordinary user"
     kernel = ".".join(str(facts.get("kernel", "")).split(".")[:2])
+    commands = len(report.command.splitlines())
+    runs = "one run" if commands == 1 else f"{commands} runs"
     about = (
-        f"From one run of `make {target}` on {report.started[:10]}, as {user} on a machine with"
+        f"From {runs} of `make {target}` on {report.started[:10]}, as {user} on a machine with"
         f" {facts.get('processors')} processors and Linux {cell(kernel)}. The parallel file system"
         " is emulated ([BENCHMARKS](docs/BENCHMARKS.md)). Each figure is compared with the same"
         " work done otherwise in the same run; in brackets the least and the most of the rounds."
