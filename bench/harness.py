@@ -161,16 +161,24 @@ class Source:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        assert self._process.stdin is not None
         if self._process.poll() is None:
             self.faults()
         detach(self.path)
-        self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end(self._process)
+
+
+def end(process: subprocess.Popen[Any], seconds: float = 10.0) -> None:
+    """Waits for a child that ends when its input is closed, or its mount gone; kills it after
+    ``seconds``."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
 
 
 def detach(path: Path) -> None:

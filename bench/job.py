@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bench.harness import REPOSITORY, Unusable
+from bench.harness import REPOSITORY, Unusable, end
 
 FRAMEWORKS = REPOSITORY / ".venv-frameworks" / "bin" / "python"
 # Loading TensorFlow on a machine that is busy otherwise takes most of a minute.
@@ -135,15 +135,7 @@ class Job:
         return f"{self._command[2]} {how}: {words[-1] if words else 'no word why'}"
 
     def _end(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        end(self._process, 20.0)
 
     def __exit__(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.harness import Unusable, detach, wait_for
+from bench.harness import Unusable, detach, end, wait_for
 
 BLKIO = Path("/sys/fs/cgroup/blkio")
 MIB = 1 << 20
@@ -108,8 +108,4 @@ def delayed_mirror(
     finally:
         # bindfs ends when it is unmounted, and strace with it.
         detach(path)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)

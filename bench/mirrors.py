@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from os.path import ismount
 from pathlib import Path
 
-from bench.harness import detach, wait_for
+from bench.harness import detach, end, wait_for
 
 NAMES = ("bindfs", "mergerfs", "rclone")
 TUNED = ("bindfs, tuned", "mergerfs, tuned")
@@ -37,11 +37,7 @@ def mirror(name: str, source: Path, place: Path, capacity: int | None = None) ->
         yield path
     finally:
         detach(path)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
 
 
 def _command(name: str, source: str, path: str, cache: str) -> list[str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from bench.harness import REPOSITORY, Unusable, detach
+from bench.harness import REPOSITORY, Unusable, detach, end
 from monarchfs.fuse.mountinfo import Mount, find_mount
 
 PROGRAM = "pfs_emulator"
@@ -177,15 +177,7 @@ class ParallelFileSystem:
         self._end()
 
     def _end(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        end(self._process)
         # It unmounts by itself, unless somebody killed it.
         if self._mount() is not None:
             detach(self.path)
