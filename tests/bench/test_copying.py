@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import copying, growth, mirrors, peers
+from bench import copying, epochs, growth, mirrors, peers
 from bench.arms import DIRECT, LOCAL, Arm
 from bench.copying import ALL, CP, NO_LATENCY, READ, RSYNC, WARM, Case, Tree
 from bench.harness import Unusable, reader_processes
@@ -139,4 +139,4 @@ def test_wrong_bytes_are_an_error(tmp_path: Path) -> None:
     data = peers.generate(tmp_path / "data", 2, 0)
     (tmp_path / "data" / data.files[1].path).write_bytes(b"else")
     with reader_processes(1) as pool, pytest.raises(ValueError, match="1 files had the wrong"):
-        peers.epoch(pool, tmp_path / "data", data.files, 0)
+        epochs.epoch(pool, tmp_path / "data", data.files, 0)

@@ -14,7 +14,17 @@ import google_crc32c
 import pytest
 
 from bench import shards
-from bench.arms import COLD, COPIED, DIRECT, FRAMEWORK_CACHE, LOCAL, WARM, Reached, place_for
+from bench.arms import (
+    COLD,
+    COPIED,
+    DIRECT,
+    FRAMEWORK_CACHE,
+    LOCAL,
+    WARM,
+    Reached,
+    ReachedMount,
+    place_for,
+)
 from bench.harness import MIB, Unusable, drop_caches, wait_for
 from bench.job import THREADS, Epoch, Job, Program
 from bench.jobs.training import interleaved, records, shuffled
@@ -203,18 +213,22 @@ def test_every_arm_shows_the_same_bytes(dataset: shards.Shards, tmp_path: Path) 
             ):
                 drop_caches()
                 before = pfs.counts()
+                reached.begin()
                 first = read(reached)
-                reached.settle()
+                if isinstance(reached, ReachedMount):
+                    reached.mount.wait_idle()
                 asked = pfs.counts() - before
                 assert read(reached) == first
                 again = pfs.counts() - before - asked
                 seen[arm.name] = first
                 read_there = arm in (DIRECT, FRAMEWORK_CACHE, COLD)
                 assert asked.read_bytes == (dataset.file_bytes if read_there else 0), arm.name
-                if arm in (COLD, WARM):
+                if isinstance(reached, ReachedMount):
                     assert again.read_bytes == again.open == 0
                     assert reached.pids
-                    assert (reached.local_share() or 0) >= 0.5
+                    served = reached.mount.status()["served"]
+                    assert served["local_file_bytes"] >= served["source_file_bytes"]
+                assert isinstance(reached, ReachedMount) == (arm in (COLD, WARM))
             assert not place.exists()
         for arm in (LOCAL, COPIED, FRAMEWORK_CACHE):
             with place_for(tmp_path, arm) as place, pytest.raises(Unusable, match="does not fit"):
