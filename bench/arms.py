@@ -17,7 +17,7 @@ from typing import Protocol
 
 from bench.harness import Mount, Unusable, monarchfs, wait_for
 from bench.pfs import INSTANT, ParallelFileSystem
-from bench.processes import Daemon, cpu_seconds, processes_of
+from bench.processes import cpu_seconds, processes_of
 
 SETTLE_SECONDS = 600.0
 
@@ -39,19 +39,13 @@ class Reached:
         """The processes that serve it, now: for memory limits and processor time."""
         return []
 
-    def begin(self) -> None:
-        """The job begins now, and with it what is copied ahead of it. To be called once."""
-
 
 class ReachedMount(Reached):
-    """By a mount of this project. ``ahead``: everything is copied ahead of the job, from its
-    beginning on, as `--prefetch all` has it from the mount's."""
+    """By a mount of this project."""
 
-    def __init__(self, mount: Mount, ready_seconds: float, *, ahead: bool) -> None:
+    def __init__(self, mount: Mount, ready_seconds: float) -> None:
         super().__init__(mount.path, ready_seconds)
         self.mount = mount
-        self._ahead = ahead
-        self._daemon = Daemon(mount.path)
         self._at_rest()
 
     def _at_rest(self) -> None:
@@ -68,10 +62,6 @@ class ReachedMount(Reached):
     @property
     def pids(self) -> list[int]:
         return processes_of(self.path)
-
-    def begin(self) -> None:
-        if self._ahead:
-            self._daemon.warm(wait=False)
 
 
 class Arm(Protocol):
@@ -153,20 +143,17 @@ class FrameworkCache:
 
 
 class Monarchfs:
-    """A mount of this project. ``ahead``: what is not local yet is copied ahead of the job.
-    ``warm``: another mount was there before and left its copies."""
+    """A mount of this project. ``warm``: another mount was there before and left its copies."""
 
     def __init__(
         self,
         name: str,
         *options: str,
-        ahead: bool = False,
         warm: bool = False,
         freshness: str = "immutable",
     ) -> None:
         self.name = name
         self.freshness = freshness
-        self._ahead = ahead
         self._warm = warm
         mode = freshness.replace("ttl ", "ttl=").removesuffix(" s")
         self._options = ("--freshness", mode, *options)
@@ -183,15 +170,14 @@ class Monarchfs:
                 monarchfs("warm", str(first.path), "--wait", seconds=SETTLE_SECONDS)
         started = time.perf_counter()
         with Mount(pfs.path, place / "m", *options, size=size) as mount:
-            yield ReachedMount(mount, time.perf_counter() - started, ahead=self._ahead)
+            yield ReachedMount(mount, time.perf_counter() - started)
 
 
 DIRECT = Direct()
 LOCAL = Local()
 COPIED = Copied()
 FRAMEWORK_CACHE = FrameworkCache()
-# What trains reads everything, so everything is copied ahead of it.
-COLD = Monarchfs("monarchfs cold", ahead=True)
+COLD = Monarchfs("monarchfs cold")
 WARM = Monarchfs("monarchfs warm", warm=True)
 
 

@@ -243,8 +243,6 @@ def train(shape: Shape, data: Reached, place: Path, pfs: ParallelFileSystem) -> 
             pfs.restart_noise()
         marks.append(pfs.counts())
         drop_pages()
-        if number == 1:
-            data.begin()
 
     drop_caches()
     words = overrides(shape, data.path, output, generate=False, epochs=EPOCHS)

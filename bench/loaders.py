@@ -68,8 +68,6 @@ def one(
                 # Pages alone: what a node knows of names is small.
                 drop_pages()
                 used = cpu_seconds(reached.pids)
-                if epoch == 1:
-                    reached.begin()
                 done, now = job.epoch(epoch), pfs.counts()
                 epochs.append(Timed(done, now - before, cpu_seconds(reached.pids) - used))
                 before = now

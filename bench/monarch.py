@@ -63,14 +63,8 @@ def plans(task: Task) -> list[Plan]:
         Plan(TFDATA, LENET, True, rounds, headline=True),
         Plan(TFDATA, LENET, False, rounds, headline=True),
         *(Plan(TFDATA, model, True, rounds) for model in (ALEXNET, RESNET)),
-        Plan(TFDATA, RESNET, False, rounds),
-        *(
-            Plan(PYTORCH, model, fits, rounds)
-            for model in (LENET, ALEXNET)
-            for fits in (True, False)
-        ),
+        *(Plan(PYTORCH, LENET, fits, rounds) for fits in (True, False)),
         *(Plan(THREADS, LENET, True, rounds, name) for name in PROFILES),
-        Plan(THREADS, LENET, False, rounds),
     ]
 
 

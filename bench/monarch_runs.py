@@ -96,8 +96,6 @@ def run_job(setting: Setting, arm: Arm, program: Program, model: Model, epochs: 
                 for epoch in range(1, epochs + 1):
                     counts, used = pfs.counts(), cpu_seconds(reached.pids)
                     idle, began = idle_seconds(), time.monotonic()
-                    if epoch == 1:
-                        reached.begin()
                     done = job.epoch(epoch)
                     idle = (idle_seconds() - idle) / (time.monotonic() - began) / PROCESSORS
                     counts, used = pfs.counts() - counts, cpu_seconds(reached.pids) - used

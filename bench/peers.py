@@ -204,8 +204,6 @@ def job(
             drop_caches()
             asked.restart_noise()
             before = asked.counts()
-            if number == 0:
-                reached.begin()
             seconds.append(epoch(pool, reached.path, data.files, 10 * seed + number))
             counts.append(asked.counts() - before)
     # Only of a job that came to its end.

@@ -213,7 +213,6 @@ def test_every_arm_shows_the_same_bytes(dataset: shards.Shards, tmp_path: Path) 
             ):
                 drop_caches()
                 before = pfs.counts()
-                reached.begin()
                 first = read(reached)
                 if isinstance(reached, ReachedMount):
                     reached.mount.wait_idle()
