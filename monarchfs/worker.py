@@ -53,6 +53,7 @@ from monarchfs.memory import machine_memory
 from monarchfs.metrics import Metrics
 from monarchfs.metrics.kept import Kept
 from monarchfs.placement.policies import Eviction
+from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.lull import Lull
 from monarchfs.prefetch.queue import Priority
@@ -409,7 +410,11 @@ class Worker:
         if config.index_file is not None:
             # Before the scan, which then finds what it looks for.
             await self.load.run(config.index_file, self._root_ino)
-        if config.prefetch is PrefetchMode.ALL:
+        if config.prefetch is PrefetchMode.AUTO and config.tiers:
+            ahead = Ahead(self.tree, self.cache, self.copier, self.relay.seen)
+            self.files.counted = ahead.opened
+            self._nursery.start_soon(ahead.run)
+        elif config.prefetch is PrefetchMode.ALL:
             self._nursery.start_soon(self.scan.everything)
         elif config.prefetch is PrefetchMode.FILE and config.prefetch_list is not None:
             roots = [os.fsencode(root) for root in (config.mountpoint, config.source)]

@@ -221,7 +221,7 @@ def test_what_is_no_interval(text: str) -> None:
 def test_without_options_all_is_default() -> None:
     assert settings_from(parse([])) == Settings()
     assert Settings().freshness == Freshness(FreshnessMode.TTL, 60.0)
-    assert Settings().prefetch == (PrefetchMode.ACCESS, None)
+    assert Settings().prefetch == (PrefetchMode.AUTO, None)
 
 
 def test_every_key_is_a_setting_and_the_other_way_round() -> None:

@@ -36,7 +36,7 @@ def read_all(root: str, paths: list[str], seed: int) -> None:
                 pass
 
 
-@pytest.mark.parametrize("prefetch", ["access", "all"])
+@pytest.mark.parametrize("prefetch", ["access", "auto", "all"])
 def test_the_first_epoch_reads_the_source_once_and_the_second_not_at_all(
     work: Bench, source: FaultySource, prefetch: str
 ) -> None:
@@ -299,3 +299,35 @@ def test_a_tier_without_room_on_its_file_system_is_routed_around(
         assert mount.umount().returncode == 0
     finally:
         subprocess.run(["umount", str(tier)], check=True)
+
+
+@pytest.mark.parametrize(("options", "most"), [((), 600), (("--prefetch", "access"), 150)])
+def test_who_opens_many_small_files_finds_others_there(
+    work: Bench, source: FaultySource, options: tuple[str, ...], most: int
+) -> None:
+    paths = [f"{directory}/{number:03d}" for directory in ("a", "b") for number in range(300)]
+    for number, path in enumerate(paths):
+        (source.backing / path).parent.mkdir(exist_ok=True)
+        (source.backing / path).write_bytes(b"%d." % number * 500)
+    mount = work.mount(source.path, "--freshness", "immutable", *options)
+    for path in paths[:150]:
+        assert (mount.path / path).read_bytes() == (source.backing / path).read_bytes()
+    if options:
+        assert mount.wait_idle()["files"]["resident"] == most
+        return
+    # As much again, all of it where something was opened.
+    wait_for(lambda: mount.status()["files"]["resident"] >= 250, "others to be copied")
+    status = mount.wait_idle()
+    total = sum((source.backing / path).stat().st_size for path in paths[:300])
+    assert 250 <= status["files"]["resident"] <= 300
+    assert source.counts()["read_bytes"] <= total
+    before = status["served"]["source_opens"]
+    for path in paths[150:300]:
+        assert (mount.path / path).read_bytes() == (source.backing / path).read_bytes()
+    # What was opened counts, though the kernel did not say it: more of it is worth while.
+    assert mount.status()["served"]["source_opens"] <= before + 30
+    for path in paths[300:]:
+        assert (mount.path / path).read_bytes() == (source.backing / path).read_bytes()
+    wait_for(lambda: mount.status()["files"]["resident"] == most, "all to be copied")
+    total = sum((source.backing / path).stat().st_size for path in paths)
+    assert mount.status()["source_io"]["read_bytes"] == total

@@ -13,8 +13,8 @@ def add_mount_options(parser: argparse.ArgumentParser) -> None:
     option(
         "--prefetch",
         metavar="WHAT",
-        help="what is copied: none, access (opened files; the default), all, or a FILE with paths"
-        " in the order of reading",
+        help="what is copied: none, access (opened files), auto (these, and by what was opened"
+        " small ones beside them; the default), all, or a FILE with paths in the order of reading",
     )
     option(
         "--prefetch-rate",

@@ -20,10 +20,12 @@ would not understand it."""
 
 
 class PrefetchMode(Enum):
-    """What is copied without being asked for: nothing, opened files, all, or a list's files."""
+    """What is copied without being asked for: nothing, opened files, those and as much again of
+    the small ones beside them, all, or a list's files."""
 
     NONE = "none"
     ACCESS = "access"
+    AUTO = "auto"
     ALL = "all"
     FILE = "file"
 
@@ -100,7 +102,7 @@ class Config:
     runtime_dir: str
     dataset_id: str
     user: User
-    prefetch: PrefetchMode = PrefetchMode.ACCESS
+    prefetch: PrefetchMode = PrefetchMode.AUTO
     prefetch_list: str | None = None
     freshness: Freshness = DEFAULT_FRESHNESS
     evict: EvictPolicy = EvictPolicy.KEEP

@@ -31,7 +31,7 @@ class Settings:
 
     tier: tuple[TierSpec, ...] | None = None
     state_dir: str | None = None
-    prefetch: tuple[PrefetchMode, str | None] = (PrefetchMode.ACCESS, None)
+    prefetch: tuple[PrefetchMode, str | None] = (PrefetchMode.AUTO, None)
     freshness: Freshness = DEFAULT_FRESHNESS
     evict: EvictPolicy = EvictPolicy.KEEP
     data_path: DataPath = DataPath.AUTO

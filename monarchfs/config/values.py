@@ -89,12 +89,12 @@ def parse_freshness(value: object) -> Freshness:
 
 
 def parse_prefetch(value: object) -> tuple[PrefetchMode, str | None]:
-    """``none``, ``access``, ``all``, or the path of a list, which is made absolute."""
+    """``none``, ``access``, ``auto``, ``all``, or the path of a list, which is made absolute."""
     text = _text(value)
-    if text in ("none", "access", "all"):
+    if text in ("none", "access", "auto", "all"):
         return PrefetchMode(text), None
     if not text:
-        raise UsageError("prefetch has no value: use none, access, all or the path of a list")
+        raise UsageError("prefetch has no value: use none, access, auto, all or the path of a list")
     return PrefetchMode.FILE, os.path.abspath(text)
 
 

@@ -204,6 +204,8 @@ class Files:
         self.cache = cache
         self.opened_locally: Callable[[int], None] | None = None
         """Told of each open that may be served without reading the source."""
+        self.counted: Callable[[Node, bool], None] | None = None
+        """Told of each open that is counted here, and whether a complete replica serves it."""
         self.opened_elsewhere: Callable[[], Collection[int]] = tuple
         """Says which inodes are open of which no handle is here."""
         self.opens_are_known = True
@@ -285,6 +287,8 @@ class Files:
         return FileHandle(node.ino, self, replica, unfinished, self._keeps_pages(node))
 
     def _count(self, node: Node, replica: OpenReplica | None) -> None:
+        if self.counted is not None:
+            self.counted(node, replica is not None)
         if replica is not None:
             self._metrics.local_opens += 1
             self._metrics.local_file_bytes += node.stat.size

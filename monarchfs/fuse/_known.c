@@ -208,6 +208,13 @@ static PyObject *used(PyObject *self, PyObject *given)
 	return number_in(given, &ino) ? PyBool_FromLong(resident_used(ino)) : NULL;
 }
 
+static PyObject *seen(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	return number_in(given, &ino) ? PyBool_FromLong(resident_seen(ino)) : NULL;
+}
+
 static PyObject *told(PyObject *self, PyObject *unused)
 {
 	static uint64_t inos[MOST_TOLD]; /* under the GIL */
@@ -264,6 +271,8 @@ PyMethodDef known_methods[] = {
 	 "resident_retire(ino): the same, and False, where it is open or being read."},
 	{"resident_has", has, METH_O, "resident_has(ino): whether the threads may read it."},
 	{"resident_used", used, METH_O, "resident_used(ino): whether it is open."},
+	{"resident_seen", seen, METH_O,
+	 "resident_seen(ino): whether it was opened or read since it was put."},
 	{"resident_opened", told, METH_NOARGS,
 	 "Inode numbers that the threads opened since the last call, at most 4096, oldest first."},
 	{"resident_counts", counted, METH_NOARGS,

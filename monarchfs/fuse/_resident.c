@@ -363,6 +363,15 @@ bool resident_used(uint64_t ino)
 	return used;
 }
 
+bool resident_seen(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = look_up(ino);
+	bool seen = entry && entry->seen;
+	pthread_mutex_unlock(&lock);
+	return seen;
+}
+
 size_t resident_opened(uint64_t *inos, size_t most)
 {
 	size_t got = 0;

@@ -68,6 +68,9 @@ void resident_use(uint64_t ino);
 void resident_unuse(uint64_t ino);
 bool resident_used(uint64_t ino);
 
+/* Whether it was opened or read since it was put. */
+bool resident_seen(uint64_t ino);
+
 /* Count an open, and use it once; false where Python is to be asked. */
 bool resident_open(uint64_t ino);
 

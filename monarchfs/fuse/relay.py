@@ -110,6 +110,9 @@ class Relay:
     def used(self, ino: int) -> bool:
         return self._hooks is not None and self._hooks.resident_used(ino)
 
+    def seen(self, ino: int) -> bool:
+        return self._hooks is not None and self._hooks.resident_seen(ino)
+
     def serve(self, tier_id: int, dir_fd: int | None) -> None:
         if self._hooks is None:
             return

@@ -389,9 +389,9 @@ class Copier:
 
     def _with_others(self, node: Node, priority: Priority) -> list[Node]:
         """The node, and those of the next small files in the queue that are to be copied with it.
-        Not while readers wait for the source: they are better off with one at a time."""
+        Also while readers wait for the source: whoever wants one of them takes it out."""
         nodes = [node]
-        most = 1 if self._source.demand_waiting or priority is Priority.OPENED else self.together
+        most = 1 if priority is Priority.OPENED else self.together
         if most == 1 or not self._groups_with(node):
             return nodes
         size, unit = node.stat.size, max(self.unit_bytes, WHOLE_BYTES)

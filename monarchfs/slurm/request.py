@@ -117,8 +117,8 @@ def _check_name(value: str) -> None:
 
 
 def _check_prefetch(value: str) -> None:
-    if value not in ("none", "access", "all"):
-        raise UsageError(f"prefetch '{value[:80]}' is not for jobs: use none, access or all")
+    if value not in ("none", "access", "auto", "all"):
+        raise UsageError(f"prefetch '{value[:80]}' is not for jobs: use none, access, auto or all")
 
 
 def _check_setting(key: str) -> Callable[[str], None]:

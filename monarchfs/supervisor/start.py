@@ -282,7 +282,7 @@ def _check_lists(config: Config) -> None:
     """Raises UsageError for a file that the worker is to read and could not."""
     if config.prefetch is PrefetchMode.FILE:
         assert config.prefetch_list is not None
-        remedy = "use none, access, all or the path of a readable list"
+        remedy = "use none, access, auto, all or the path of a readable list"
         _check_readable("prefetch list", config.prefetch_list, config.user, remedy)
     if config.index_file is not None:
         remedy = "name what monarchfs index export has written"

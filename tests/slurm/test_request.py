@@ -121,7 +121,9 @@ REQUESTS = st.builds(
     st.lists(PARTS, min_size=1, max_size=4).map(lambda parts: "/" + "/".join(parts)),
     st.none() | st.from_regex(r"[A-Za-z][A-Za-z0-9_]{0,31}", fullmatch=True),
     st.dictionaries(
-        st.sampled_from(["prefetch"]), st.sampled_from(["all", "none", "access"]), max_size=1
+        st.sampled_from(["prefetch"]),
+        st.sampled_from(["all", "none", "access", "auto"]),
+        max_size=1,
     ).map(lambda options: tuple(options.items())),
 )
 

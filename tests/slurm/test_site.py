@@ -37,7 +37,7 @@ def test_the_example(tmp_path: Path) -> None:
         pytest.skip("the file has to be root's")
     site = read_site(str(path))
     assert site.path == str(path)
-    assert site.options == ("freshness=immutable", "prefetch=access")
+    assert site.options == ("freshness=immutable", "prefetch=auto")
     assert site.budget["/local/monarchfs"].size == TierSize(bytes=1 << 40)
     assert (site.linger_seconds, site.deadline_seconds) == (60.0, 20.0)
     assert site.roots_for(job()) == ["/lustre/data"]

@@ -1,0 +1,254 @@
+"""Copying ahead of a reader by what it has read: small files that lie beside those it opens.
+
+A small file that is fetched when it is opened costs its reader more than the source alone would
+have; one that was copied before, together with others, next to nothing. Nobody knows what a job
+will open. But one that has opened many small files opens more of them, and where they are. So as
+much is copied ahead as it has opened, and no more until some of that was opened, too: however wrong
+the guess, at most twice as much is asked of the source as the job has asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+
+import trio
+
+from monarchfs.cache.cache import Cache
+from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.fetch import WHOLE_BYTES
+from monarchfs.prefetch.queue import Priority
+from monarchfs.prefetch.scan import WANTED, MirrorTree
+from monarchfs.types import Dirent, IndexWriteError, Lane, Node
+
+log = logging.getLogger(__name__)
+
+MANY = 100
+"""Who has opened fewer small files than this may have looked at some, and no more."""
+
+SMALL_BYTES = WHOLE_BYTES
+"""Larger files are read ahead of their reader as they are."""
+
+MOST_AHEAD = 50_000
+"""So many files wait to be opened at most (about 100 bytes each)."""
+
+MOST_DIRECTORIES = 100_000
+"""Of which is remembered that something in them was opened, and how far they were gone through
+(about 150 bytes each)."""
+
+NAMES_TIMES = 4
+"""So many names are looked up, at most, for each file that was opened: that asks little of the
+source when it is done for many at once, and much of who waits for one."""
+
+BATCH = 64
+"""Names looked at without letting others run: less than a millisecond."""
+
+LOOK_SECONDS, SELDOM_SECONDS = 0.05, 1.0
+"""How often it is looked what was opened of that which was copied ahead, while more is wanted: the
+longer in vain, the less."""
+
+
+Listed = tuple[Dirent, Node | None, float, float]
+"""See ``MirrorTree.entries``."""
+
+
+class Allowance:
+    """How much may be copied ahead. Pure; bytes.
+
+    Changing: how many small files were opened, and of how many bytes, each counted when it was
+    opened from the source, or first after having been copied ahead; ``waiting``, the sizes of those
+    copied ahead, or about to be, that nobody has opened yet, by inode number.
+    """
+
+    def __init__(self) -> None:
+        self.opened_files = 0
+        self.opened_bytes = 0
+        self.waiting: dict[int, int] = {}
+        self.waiting_bytes = 0
+
+    @property
+    def room(self) -> int:
+        """How many bytes more; nothing is left where this is not positive."""
+        if self.opened_files < MANY or len(self.waiting) >= MOST_AHEAD:
+            return 0
+        return self.opened_bytes - self.waiting_bytes
+
+    @property
+    def worth_while(self) -> bool:
+        """Whether there is room for many at a time."""
+        return 8 * self.room > self.opened_bytes
+
+    def opened(self, size: int) -> None:
+        """A small file was opened, and had to be read from the source."""
+        self.opened_files += 1
+        self.opened_bytes += size
+
+    def hit(self, ino: int) -> bool:
+        """A file that is local was opened: whether it is one of those waiting."""
+        size = self.waiting.pop(ino, None)
+        if size is None:
+            return False
+        self.waiting_bytes -= size
+        self.opened(size)
+        return True
+
+    def take(self, ino: int, size: int) -> None:
+        """It is copied ahead now."""
+        self.waiting_bytes += size - self.waiting.get(ino, 0)
+        self.waiting[ino] = size
+
+
+class Walks:
+    """Directories to be gone through, the one in which something was opened last first. Pure.
+
+    Changing: of each, the cookie it was gone through to; those that were to their ends.
+    """
+
+    def __init__(self) -> None:
+        self._cookies: OrderedDict[int, int] = OrderedDict()
+        self._ended: set[int] = set()
+
+    def opened_in(self, directory: int) -> None:
+        """Something was opened there."""
+        if directory not in self._ended:
+            self._cookies.setdefault(directory, 0)
+            self._cookies.move_to_end(directory)
+            if len(self._cookies) > MOST_DIRECTORIES:
+                self._cookies.popitem(last=False)
+
+    def turn(self) -> tuple[int, int] | None:
+        """The directory whose turn it is, and its cookie."""
+        return next(reversed(self._cookies.items()), None)
+
+    def reached(self, directory: int, cookie: int) -> None:
+        if directory in self._cookies:
+            self._cookies[directory] = cookie
+
+    def end(self, directory: int) -> None:
+        """It is not gone through any more."""
+        self._cookies.pop(directory, None)
+        if len(self._ended) >= MOST_DIRECTORIES:
+            self._ended.clear()
+        self._ended.add(directory)
+
+
+class Ahead:
+    """Constant: its parts. Changing: the allowance; ``names``, how many were looked up; the walks
+    through directories for that, and to copy."""
+
+    def __init__(
+        self, tree: MirrorTree, cache: Cache, copier: Copier, seen: Callable[[int], bool]
+    ) -> None:
+        """``seen``: whether a local file was opened or read, also by who does not call
+        ``opened``."""
+        self.allowance = Allowance()
+        self.names = 0
+        self._learning = Walks()
+        self._copying = Walks()
+        self._tree = tree
+        self._cache = cache
+        self._copier = copier
+        self._seen = seen
+        self._news = trio.Event()
+
+    def opened(self, node: Node, local: bool) -> None:
+        """A file was opened; ``local``: all of it was on this node. No checkpoint."""
+        allowance = self.allowance
+        if local:
+            if not (allowance.waiting and allowance.hit(node.ino)):
+                return
+        elif 0 < node.stat.size <= SMALL_BYTES:
+            # One whose turn to be copied had not come yet is not waited for any more.
+            if not allowance.hit(node.ino):
+                allowance.opened(node.stat.size)
+        else:
+            return
+        self._learning.opened_in(node.parent)
+        self._copying.opened_in(node.parent)
+        self._news.set()
+
+    async def run(self) -> None:
+        """Have files copied ahead, for ever."""
+        allowance, pause = self.allowance, LOOK_SECONDS
+        while True:
+            if allowance.opened_files < MANY or not self._spare():
+                self._news = trio.Event()
+                await self._news.wait()
+                await trio.sleep(LOOK_SECONDS)
+                continue
+            opened, moved = allowance.opened_files, False
+            if self.names < NAMES_TIMES * opened and (turn := self._learning.turn()):
+                moved = await self._go_on(self._learning, *turn, self._learn)
+            if (turn := self._copying.turn()) and (allowance.worth_while or self._look()):
+                moved = await self._go_on(self._copying, *turn, self._want)
+            if not moved:
+                await trio.sleep(pause)
+                longer = min(2 * pause, SELDOM_SECONDS)
+                pause = longer if allowance.opened_files == opened else LOOK_SECONDS
+
+    async def _go_on(
+        self, walks: Walks, directory: int, cookie: int, take: Callable[[Node], bool]
+    ) -> bool:
+        """With a batch of a directory, until ``take`` says no. True."""
+        try:
+            await self._tree.open_directory(directory, Lane.BACKGROUND)
+            batch = self._tree.entries(directory, cookie, BATCH)
+            nodes = await self._find(directory, batch)
+        except (OSError, IndexWriteError) as exc:
+            # Who opens something there is told by the source.
+            log.debug("nothing is copied ahead in directory inode %d: %s", directory, exc)
+            walks.end(directory)
+            return True
+        await trio.lowlevel.checkpoint()
+        if not batch:
+            walks.end(directory)
+        for (entry, *_), node in zip(batch, nodes, strict=True):
+            if node is not None and not take(node):
+                break
+            walks.reached(directory, entry.cookie)
+        return True
+
+    async def _find(self, directory: int, batch: list[Listed]) -> list[Node | None]:
+        """What the entries stand for, as far as that may be of use."""
+        unknown = [
+            entry.name
+            for entry, node, *_ in batch
+            if node is None and entry.type in WANTED and entry.name not in (b".", b"..")
+        ]
+        found = await self._tree.find_each(directory, unknown, Lane.BACKGROUND) if unknown else []
+        self.names += len(unknown)
+        nodes = dict(zip(unknown, found, strict=True))
+        return [node or nodes.get(entry.name) for entry, node, *_ in batch]
+
+    def _learn(self, node: Node) -> bool:
+        """It is known now: that was all."""
+        return True
+
+    def _want(self, node: Node) -> bool:
+        """Have it copied if it is small and not here; False where it would be too much."""
+        if self._lacks(node):
+            if self.allowance.room <= 0:
+                return False
+            self.allowance.take(node.ino, node.stat.size)
+            self._copier.want(node.ino, Priority.SCANNED)
+        return True
+
+    def _spare(self) -> bool:
+        """Once half of all room is taken, the rest is for what is opened."""
+        rooms = [room for room in self._cache.room_for(0)[1] if room.out_of_service is None]
+        capacity = sum(room.capacity_bytes for room in rooms)
+        return 2 * sum(room.room.bytes for room in rooms) > capacity
+
+    def _look(self) -> bool:
+        """Ask what was opened that did not come here; whether there is room then."""
+        allowance = self.allowance
+        for ino in [ino for ino in allowance.waiting if self._seen(ino)]:
+            allowance.hit(ino)
+        return allowance.worth_while
+
+    def _lacks(self, node: Node) -> bool:
+        """Whether it is small, and neither here nor on its way."""
+        if node.stat is None or not node.stat.is_regular or not 0 < node.stat.size <= SMALL_BYTES:
+            return False
+        return not (self._copier.pending(node.ino) or self._cache.resident(node))
