@@ -30,7 +30,7 @@ MANY = 100
 SMALL_BYTES = WHOLE_BYTES
 """Larger files are read ahead of their reader as they are."""
 
-MOST_AHEAD = 50_000
+MOST_AHEAD = 20_000
 """So many files wait to be opened at most (about 100 bytes each)."""
 
 MOST_DIRECTORIES = 100_000
@@ -43,6 +43,9 @@ source when it is done for many at once, and much of who waits for one."""
 
 BATCH = 64
 """Names looked at without letting others run: less than a millisecond."""
+
+LOOK_BATCH = 1000
+"""So many files are looked at for whether they were opened: the same."""
 
 LOOK_SECONDS, SELDOM_SECONDS = 0.05, 1.0
 """How often it is looked what was opened of that which was copied ahead, while more is wanted: the
@@ -77,7 +80,7 @@ class Allowance:
     @property
     def worth_while(self) -> bool:
         """Whether there is room for many at a time."""
-        return 8 * self.room > self.opened_bytes
+        return 8 * self.room > self.opened_bytes and len(self.waiting) < MOST_AHEAD * 7 // 8
 
     def opened(self, size: int) -> None:
         """A small file was opened, and had to be read from the source."""
@@ -180,10 +183,11 @@ class Ahead:
             opened, moved = allowance.opened_files, False
             if self.names < NAMES_TIMES * opened and (turn := self._learning.turn()):
                 moved = await self._go_on(self._learning, *turn, self._learn)
-            if (turn := self._copying.turn()) and (allowance.worth_while or self._look()):
+            if allowance.worth_while and (turn := self._copying.turn()):
                 moved = await self._go_on(self._copying, *turn, self._want)
             if not moved:
                 await trio.sleep(pause)
+                await self._look()
                 longer = min(2 * pause, SELDOM_SECONDS)
                 pause = longer if allowance.opened_files == opened else LOOK_SECONDS
 
@@ -240,12 +244,13 @@ class Ahead:
         capacity = sum(room.capacity_bytes for room in rooms)
         return 2 * sum(room.room.bytes for room in rooms) > capacity
 
-    def _look(self) -> bool:
-        """Ask what was opened that did not come here; whether there is room then."""
-        allowance = self.allowance
-        for ino in [ino for ino in allowance.waiting if self._seen(ino)]:
-            allowance.hit(ino)
-        return allowance.worth_while
+    async def _look(self) -> None:
+        """Ask what was opened that did not come here."""
+        waiting = list(self.allowance.waiting)
+        for at in range(0, len(waiting), LOOK_BATCH):
+            for ino in filter(self._seen, waiting[at : at + LOOK_BATCH]):
+                self.allowance.hit(ino)
+            await trio.lowlevel.checkpoint()
 
     def _lacks(self, node: Node) -> bool:
         """Whether it is small, and neither here nor on its way."""

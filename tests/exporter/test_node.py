@@ -108,7 +108,7 @@ def test_mounts_of_several_users_come_and_go(work: Bench) -> None:
         )
         assert of(now, own, "monarchfs_opens_total", served="source") == 0
         assert of(now, given, "monarchfs_opens_total", served="source") == 1
-        labels = {"freshness": "ttl", "prefetch": "access", "evict": "keep"}
+        labels = {"freshness": "ttl", "prefetch": "auto", "evict": "keep"}
         labels["data_path"] = first.status()["data_path"]
         assert of(now, first, "monarchfs_mount_info", **labels) == 1
         started = of(now, first, "monarchfs_mount_start_time_seconds")
