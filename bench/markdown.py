@@ -203,6 +203,12 @@ def machine(report: Report) -> list[str]:
     ]
 
 
+def targets(report: Report) -> list[str]:
+    """Of the Makefile, by which the results were made."""
+    sizes = report.size.split(", ")
+    return [f"bench{'-full' if size == Size.FULL.value else ''}" for size in sorted(sizes)]
+
+
 def figures(report: Report, picture: str | None) -> str:
     """For the README: the headlines, and the ``picture`` (a path from there). ValueError if there
     are no headlines."""
@@ -210,13 +216,13 @@ def figures(report: Report, picture: str | None) -> str:
     if not rows:
         raise ValueError("these results have no headlines: nothing for the README")
     facts = report.machine
-    target = "bench-full" if report.size == Size.FULL.value else "bench"
+    target = " and ".join(f"`make {target}`" for target in targets(report))
     user = "root" if facts.get("root") else "an ordinary user"
     kernel = ".".join(str(facts.get("kernel", "")).split(".")[:2])
     commands = len(report.command.splitlines())
     runs = "one run" if commands == 1 else f"{commands} runs"
     about = (
-        f"From {runs} of `make {target}` on {report.started[:10]}, as {user} on a machine with"
+        f"From {runs} of {target} on {report.started[:10]}, as {user} on a machine with"
         f" {facts.get('processors')} processors and Linux {cell(kernel)}. The parallel file system"
         " is emulated ([BENCHMARKS](docs/BENCHMARKS.md)). Each figure is compared with the same"
         " work done otherwise in the same run; in brackets the least and the most of the rounds."

@@ -175,15 +175,16 @@ class Ahead:
         """Have files copied ahead, for ever."""
         allowance, pause = self.allowance, LOOK_SECONDS
         while True:
-            if allowance.opened_files < MANY or not self._spare():
+            opened, moved = allowance.opened_files, False
+            few, spare = opened < MANY, self._spare()
+            if few or not (spare or self._learning.turn()):
                 self._news = trio.Event()
                 await self._news.wait()
                 await trio.sleep(LOOK_SECONDS)
                 continue
-            opened, moved = allowance.opened_files, False
             if self.names < NAMES_TIMES * opened and (turn := self._learning.turn()):
                 moved = await self._go_on(self._learning, *turn, self._learn)
-            if allowance.worth_while and (turn := self._copying.turn()):
+            if spare and allowance.worth_while and (turn := self._copying.turn()):
                 moved = await self._go_on(self._copying, *turn, self._want)
             if not moved:
                 await trio.sleep(pause)

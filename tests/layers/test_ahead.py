@@ -105,10 +105,21 @@ async def test_half_of_the_room_is_left_to_what_is_opened(area: Area) -> None:
             await trio.sleep(ahead.LOOK_SECONDS)
         await mirror.idle()
         assert resident(mirror) < 28
-        read = set(names[:12])
         for name in names[12:]:
+            assert await mirror.read_file(name) == (area.source / name).read_bytes()
+        await mirror.settled()
+
+
+async def test_names_are_looked_up_also_where_there_is_no_room(area: Area) -> None:
+    names = files(area, "train", 60)
+    async with area.mount([5 * 8192]) as mirror, copying_ahead(mirror) as found:
+        for name in names[:20]:
             await mirror.read_file(name)
-            read.add(name)
+        directory = await mirror.ino("train")
+        await until(lambda: found.names >= 40, "the others to be looked up")
+        for name in names:
+            assert mirror.tree.known_lookup(directory, os.path.basename(name).encode()) is not None
+        assert [mirror.bytes_read(name) for name in names[20:]] == [0] * 40
         await mirror.settled()
 
 
