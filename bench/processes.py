@@ -99,10 +99,10 @@ class Daemon:
         """Raises OperationError where there is no answer within 10 seconds."""
         return request(self._registered, {"command": "status"}, 10.0)
 
-    def warm(self, *, wait: bool = True) -> dict[str, Any]:
+    def warm(self) -> dict[str, Any]:
         """Has all be copied, and waits for it; the counts of ``monarchfs warm --wait --json``.
         Raises OperationError."""
-        question = {"command": "warm", "what": "copy", "wait": wait, "paths": [""]}
+        question = {"command": "warm", "what": "copy", "wait": True, "paths": [""]}
         return ask(self._found, question, lambda so_far: None)
 
     @property
