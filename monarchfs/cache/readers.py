@@ -26,9 +26,6 @@ class Readers(Protocol):
     def used(self, ino: int) -> bool:
         """Whether they know of a handle for it."""
 
-    def seen(self, ino: int) -> bool:
-        """Whether they have opened or read its replica."""
-
     def serve(self, tier_id: int, dir_fd: int | None) -> None:
         """What the tier holds in this directory may be read from now on; with None, nothing. The
         descriptor is the caller's."""
@@ -53,9 +50,6 @@ class NoReaders:
         """As Readers."""
 
     def used(self, ino: int) -> bool:
-        return False
-
-    def seen(self, ino: int) -> bool:
         return False
 
     def serve(self, tier_id: int, dir_fd: int | None) -> None:

@@ -89,6 +89,10 @@ class Relay:
             return False
         return files.opens_until(ino) > 0 and self.offer(ino)
 
+    def seen(self, ino: int) -> bool:
+        """Whether the threads have opened or read its replica."""
+        return self._hooks is not None and self._hooks.resident_seen(ino)
+
     # -- as Readers
 
     def stored(self, ino: int) -> None:
@@ -109,9 +113,6 @@ class Relay:
 
     def used(self, ino: int) -> bool:
         return self._hooks is not None and self._hooks.resident_used(ino)
-
-    def seen(self, ino: int) -> bool:
-        return self._hooks is not None and self._hooks.resident_seen(ino)
 
     def serve(self, tier_id: int, dir_fd: int | None) -> None:
         if self._hooks is None:
