@@ -20,7 +20,10 @@ def pkg_config(option: str) -> list[str]:
     return out.stdout.split()
 
 
-PARTS = ("_session", "_relay", "_bytes", "_resident", "_table", "_known", "_parking", "_journal")
+PARTS = (
+    "_session", "_relay", "_bytes", "_resident", "_unfinished", "_table", "_known", "_parking",
+    "_journal",
+)  # fmt: skip
 
 setup(
     ext_modules=[

@@ -146,6 +146,8 @@ class Worker:
         ]
         free_opens = not self.kernel_reads and _free_opens(config)
         self.relay = Relay(fuse_session.hooks, self.metrics, free_opens=free_opens)
+        self.relay.on_source_reads = self.source.count_elsewhere
+        self.source.reads_elsewhere = lambda: self.relay.waits_for_source
         self.cache = Cache(
             self.index,
             tiers,
@@ -245,6 +247,7 @@ class Worker:
             bootstrap.fuse_fd,
             relays=relays,
             free_opens=self.relay.free_opens,
+            waiting_reads=config.source_threads,
             journal=journal,
         )
         if journal is not None:

@@ -5,6 +5,7 @@
 #include "../monarchfs/fuse/_relay.h"
 #include "../monarchfs/fuse/_resident.h"
 #include "../monarchfs/fuse/_table.h"
+#include "../monarchfs/fuse/_unfinished.h"
 
 #include <linux/fuse.h>
 
@@ -31,7 +32,8 @@
 		}                                                                         \
 	} while (0)
 
-static int kernel, device, tier_fd;
+static int kernel, device, tier_fd, source_fds[FILES + 1];
+static struct stat source_stats[FILES + 1];
 static unsigned requests;
 static bool over;
 static pthread_mutex_t queue = PTHREAD_MUTEX_INITIALIZER;
@@ -63,6 +65,8 @@ static void make_file(uint64_t ino)
 	memset(data, (int)ino, sizeof(data));
 	CHECK(fd >= 0 && write(fd, data, sizeof(data)) == SIZE);
 	close(fd);
+	source_fds[ino] = openat(tier_fd, path, O_RDONLY);
+	CHECK(fstat(source_fds[ino], &source_stats[ino]) == 0);
 }
 
 static void send_request(uint32_t opcode, uint64_t unique, uint64_t ino, const void *body, size_t size)
@@ -160,6 +164,11 @@ static void *be_python(void *unused)
 	return NULL;
 }
 
+static int64_t ns_of(struct timespec time)
+{
+	return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
 static void *be_cache(void *unused)
 {
 	unsigned seed = 2;
@@ -167,7 +176,8 @@ static void *be_cache(void *unused)
 		uint64_t ino = 1 + (uint64_t)rand_r(&seed) % FILES, told[64];
 		struct replica replica;
 		describe(ino, &replica);
-		switch (rand_r(&seed) % 12) {
+		const struct stat *source = &source_stats[ino];
+		switch (rand_r(&seed) % 16) {
 		case 0:
 			resident_stop(ino);
 			break;
@@ -187,8 +197,10 @@ static void *be_cache(void *unused)
 		case 5: {
 			struct relay_counts counts;
 			struct resident_counts others;
+			struct unfinished_counts more;
 			relay_count(&counts);
 			resident_count(&others);
+			unfinished_count(&more);
 			break;
 		}
 		case 6: {
@@ -198,6 +210,22 @@ static void *be_cache(void *unused)
 				CHECK(slot.ino);
 			break;
 		}
+		case 7:
+			unfinished_stop(ino);
+			break;
+		case 8:
+			unfinished_leave_older(rand_r(&seed) % 4 ? 0 : UINT64_MAX);
+			break;
+		case 9:
+			unfinished_leave(rand_r(&seed) % requests << 8 | ino);
+			unfinished_used(ino);
+			break;
+		case 10:
+		case 11:
+			/* Sometimes of a version that it does not have. */
+			unfinished_put(ino, source_fds[ino], SIZE - (uint64_t)(rand_r(&seed) % 4 == 0),
+				       ns_of(source->st_mtim), ns_of(source->st_ctim));
+			break;
 		default:
 			CHECK(resident_put(ino, &replica, true));
 		}
@@ -230,7 +258,7 @@ int main(int count, char **arguments)
 	kernel = ends[0];
 	device = ends[1];
 	uint64_t bounds[] = {1000, 1000000};
-	CHECK(relay_start(ends[1], 4, false, bounds, 2) >= 0);
+	CHECK(relay_start(ends[1], 4, 6, false, bounds, 2) >= 0);
 	pthread_t threads[4];
 	void *(*parts[])(void *) = {be_kernel, be_python, be_cache, be_cache};
 	for (int i = 0; i < 4; i++)
@@ -241,7 +269,9 @@ int main(int count, char **arguments)
 	struct resident_counts others;
 	relay_count(&counts);
 	resident_count(&others);
-	CHECK(counts.bytes && counts.queued && others.opens);
+	struct unfinished_counts more;
+	unfinished_count(&more);
+	CHECK(counts.bytes && counts.queued && others.opens && more.bytes);
 	puts("done");
 	fflush(stdout);
 	_exit(0); /* the threads wait for the kernel */

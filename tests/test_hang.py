@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,87 @@ def test_a_process_that_was_signalled_before_can_still_be_killed(
     wait_for(lambda: state.read_text().rpartition(") ")[2][0] == "D", "the reader to be in D state")
     reader.kill()
     assert reader.wait(5) == -signal.SIGKILL
+
+
+DIRECT_READER = """
+import mmap, os, sys, threading
+path, count, offset = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+wrong = []
+def read(n):
+    fd, page = os.open(f"{path}{n}", os.O_RDONLY | os.O_DIRECT), mmap.mmap(-1, 4096)
+    os.preadv(fd, [page], offset)
+    if page[:] != bytes.fromhex(sys.argv[4]):
+        wrong.append(n)
+threads = [threading.Thread(target=read, args=(n,)) for n in range(count)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+sys.exit(len(wrong))
+"""
+"""Not by the page cache: who waits for a page of it can be killed in any case."""
+
+
+def test_a_process_that_reads_with_o_direct_can_be_killed(
+    work: Bench, source: FaultySource, readers: Readers
+) -> None:
+    """The kernel does not tell of its signal."""
+    (source.backing / "f0").write_bytes(trees.random_bytes(2 << 20, 5))
+    mount = work.mount(source.path)
+    source.faults(hang=["read *"])
+    reader = readers.start(DIRECT_READER, mount.path / "f", 1, 0, "")
+    wait_for(lambda: source.counts()["operations"].get("read"), "the source to be asked")
+    wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "the request to wait")
+    reader.kill()
+    assert reader.wait(5) == -signal.SIGKILL
+
+
+@contextmanager
+def not_kept(work: Bench, source: FaultySource, count: int) -> Iterator[tuple[Mount, str]]:
+    """A mount that keeps nothing of the files f0, f1, ... and whose threads read them; what they
+    hold at 512 KiB."""
+    data = trees.random_bytes(1 << 20, 5)
+    for n in range(count):
+        (source.backing / f"f{n}").write_bytes(data)
+    mount = work.mount(source.path, "--prefetch", "none")
+    with ExitStack() as files:
+        for n in range(count):
+            file = files.enter_context((mount.path / f"f{n}").open("rb", buffering=0))
+            assert file.read(4096) == data[:4096]
+        yield mount, data[1 << 19 : (1 << 19) + 4096].hex()
+
+
+def test_a_process_whose_read_of_what_is_not_kept_hangs_can_be_killed(
+    work: Bench, source: FaultySource, readers: Readers
+) -> None:
+    with not_kept(work, source, 1) as (mount, page):
+        source.faults(hang=["read *"])
+        asked = source.counts()["operations"]["read"]
+        reader = readers.start(DIRECT_READER, mount.path / "f", 1, 1 << 19, page)
+        wait_for(lambda: source.counts()["operations"]["read"] > asked, "the source to be asked")
+        reader.kill()
+        assert reader.wait(5) == -signal.SIGKILL
+        wait_for(lambda: mount.status()["requests"]["waiting"] == 0, "the request to be given up")
+        source.faults()
+        again = readers.start(DIRECT_READER, mount.path / "f", 1, 1 << 19, page)
+        assert again.wait(10) == 0
+
+
+def test_hundreds_of_reads_of_what_is_not_kept_hang_and_are_answered_in_the_end(
+    work: Bench, source: FaultySource, readers: Readers
+) -> None:
+    """They do not keep others waiting, once it is seen that they hang, and a worker that is killed
+    meanwhile takes none of them along."""
+    with not_kept(work, source, 151) as (mount, page):
+        source.faults(hang=[f"read f{n}" for n in range(150)])
+        hung = readers.start(DIRECT_READER, mount.path / "f", 150, 1 << 19, page)
+        wait_for(lambda: mount.status()["requests"]["waiting"] == 150, "the requests to wait")
+        other = readers.start(DIRECT_READER, mount.path / "f15", 1, 1 << 19, page)
+        assert other.wait(10) == 0
+        worker = mount.worker_pid()
+        os.kill(worker, signal.SIGKILL)
+        wait_for(lambda: mount.worker_pid() != worker, "the next worker")
+        wait_for(lambda: mount.status()["requests"]["waiting"] == 150, "them to be asked for again")
+        source.faults()
+        assert hung.wait(20) == 0
 
 
 def test_one_hung_file_does_not_stop_the_others(

@@ -68,7 +68,7 @@ class Threads:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
         library = ctypes.CDLL(hooks.__file__, use_errno=True)
         bounds = (ctypes.c_uint64 * len(BOUNDS))(*BOUNDS)
-        news = library.relay_start(device.detach(), 4, free_opens, bounds, len(BOUNDS))
+        news = library.relay_start(device.detach(), 4, 8, free_opens, bounds, len(BOUNDS))
         assert news >= 0
 
     def serve(self, readable: bool) -> None:
@@ -394,7 +394,78 @@ def many(directory: Path) -> None:
         threads.read(known[ino])
 
 
-@pytest.mark.parametrize("what", [reads, opens, trouble, free, many])
+def from_source(directory: Path) -> None:
+    threads = Threads(directory)
+    hooks = threads.hooks
+    path = directory / "source"
+    data = random.Random(3).randbytes(1_000_000)
+    path.write_bytes(data)
+    fd = os.open(path, os.O_RDONLY)
+    file = File(7, path, b"", 0, data)
+
+    def put() -> bool:
+        st = os.fstat(fd)
+        good: bool = hooks.unfinished_put(7, fd, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
+        return good
+
+    threads.read_by_python(7)
+    assert put()
+    assert not hooks.unfinished_used(7)
+    places = [(0, 1), (4095, 100_000), (0, 1 << 20), (len(data) - 5, 4096)]
+    for offset, size in places:
+        threads.read(file, offset, size)
+    assert hooks.unfinished_used(7)
+    # Many at once, more than there are threads.
+    for unique in range(2, 42, 2):
+        threads.ask(unique, 7, unique * 1000, 20_000)
+    answers = {}
+    for _ in range(20):
+        unique, error, got = threads.answer()
+        assert not error
+        answers[unique] = got
+    assert answers == {n: data[n * 1000 : n * 1000 + 20_000] for n in range(2, 42, 2)}
+    asked = sum(len(data[offset : offset + size]) for offset, size in places) + 20 * 20_000
+    end = time.monotonic() + 10
+    while sum(hooks.unfinished_counts()[2][1]) < len(places) + 20:  # counted after the answer
+        assert time.monotonic() < end
+    size, (answer_ns, took), (read_ns, reads_took) = hooks.unfinished_counts()
+    assert size == asked
+    assert sum(took) == sum(reads_took) == len(places) + 20
+    assert 0 < read_ns < answer_ns
+    assert hooks.relay_counts()[1] == 0, "they are counted apart"
+
+    # Behind the end, of another size, after a change: Python's.
+    threads.read_by_python(7, len(data), 10)
+    threads.read_by_python(7, 1 << 40, 10)
+    os.utime(path)
+    threads.read_by_python(7)
+    assert put()
+    threads.read(file, 5, 10)
+    with path.open("ab") as end_of_it:
+        end_of_it.write(b"more")
+    threads.read_by_python(7)
+    assert not hooks.unfinished_put(7, fd, len(data), 0, 0)
+    os.truncate(path, len(data))
+    assert put()
+    assert put()
+    threads.read(file, 100, 10)
+    hooks.unfinished_stop(7)
+    hooks.unfinished_stop(7)
+    threads.read_by_python(7)
+    # What is resident comes from the tier.
+    assert put()
+    resident = threads.added(7)
+    threads.read(resident)
+    hooks.resident_stop(7)
+    threads.read(file)
+    hooks.unfinished_stop(7)
+    end = time.monotonic() + 10
+    while len(psutil.Process().open_files()) > 1:  # closed by whoever was the last to read
+        assert time.monotonic() < end
+    assert hooks.unfinished_leave_older(0) == 0
+
+
+@pytest.mark.parametrize("what", [reads, opens, trouble, free, many, from_source])
 def test_the_threads(what: Callable[[Path], None], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, tests.test_relay as t; from pathlib import Path;"
@@ -407,7 +478,7 @@ def test_the_threads(what: Callable[[Path], None], tmp_path: Path) -> None:
 
 def test_a_session_that_was_not_begun_has_no_threads() -> None:
     assert hooks is not None
-    assert not hooks.start_relay(0, 0, 1, False, BOUNDS)
+    assert not hooks.start_relay(0, 0, 1, 1, False, BOUNDS)
     with pytest.raises(TypeError):
         hooks.table_end("number")
     with pytest.raises(OverflowError):

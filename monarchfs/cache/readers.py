@@ -1,11 +1,14 @@
 """Who reads replicas apart from this process' Python: the threads of the C part, if there are any.
 
-They are told what they may read, and asked before it is taken away.
+They are told what they may read, and asked before it is taken away. Files that are not resident
+they may read from the source.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
+
+from monarchfs.types import SourceVersion
 
 
 class Readers(Protocol):
@@ -33,6 +36,16 @@ class Readers(Protocol):
     def catch_up(self) -> None:
         """Say what was opened since the last time: ``Cache.accessed``."""
 
+    def from_source(self, ino: int, fd: int, version: SourceVersion) -> bool:
+        """It may be read from the source, where nothing of it is kept; whether it will. The
+        descriptor is the caller's. As soon as the source has another version, it is not."""
+
+    def not_from_source(self, ino: int) -> None:
+        """That ends. What is being read is answered."""
+
+    def reads_source(self, ino: int) -> bool:
+        """Whether it was so read since this was asked the last time."""
+
 
 class NoReaders:
     """Where all reads come to Python."""
@@ -57,3 +70,12 @@ class NoReaders:
 
     def catch_up(self) -> None:
         """As Readers."""
+
+    def from_source(self, ino: int, fd: int, version: SourceVersion) -> bool:
+        return False
+
+    def not_from_source(self, ino: int) -> None:
+        """As Readers."""
+
+    def reads_source(self, ino: int) -> bool:
+        return False

@@ -332,6 +332,10 @@ class Files:
         """As far as that is known: see ``opens_are_known``."""
         return ino in self._opens or self.cache.readers.used(ino)
 
+    def reads_source(self, ino: int) -> bool:
+        """Whether others have read it from the source since this was asked the last time."""
+        return self.cache.readers.reads_source(ino)
+
     def closed(self, handle: FileHandle) -> None:
         """For handles: one is released."""
         left = self._opens[handle.ino] - 1

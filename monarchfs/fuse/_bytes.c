@@ -1,4 +1,4 @@
-/* From a replica to the kernel. See _bytes.h.
+/* From a file to the kernel. See _bytes.h.
  *
  * Larger pieces go through a pipe (splice(2)): it takes the page cache's pages themselves, so that
  * their bytes are copied once, and in the kernel. For 128 KiB that costs a third less than a buffer;
@@ -50,41 +50,20 @@ static bool has_pipe(struct lane *lane, size_t pages)
 	return lane->pipe[0] >= 0 && pages < lane->pages;
 }
 
-static bool fill_pipe(struct lane *lane, const struct fuse_out_header *out, int fd, off_t offset,
-		      size_t size)
-{
-	if (write(lane->pipe[1], out, sizeof(*out)) != (ssize_t)sizeof(*out))
-		return false;
-	while (size) {
-		ssize_t got = splice(fd, &offset, lane->pipe[1], NULL, size, 0);
-		if (got <= 0) {
-			if (got < 0 && errno == EINTR)
-				continue;
-			return false;
-		}
-		size -= (size_t)got;
-	}
-	return true;
-}
+/* An answer that is being made. */
+struct reading {
+	struct lane *lane;
+	int fuse_fd, fd;
+	uint64_t offset;
+	size_t size;
+	struct fuse_out_header out;
+	bool (*good)(void *);
+	void *arg;
+};
 
-static enum answered through_pipe(struct lane *lane, int fuse_fd,
-				  const struct fuse_out_header *out, int fd, uint64_t offset,
-				  size_t size)
+static bool is_good(const struct reading *of)
 {
-	bool filled = fill_pipe(lane, out, fd, (off_t)offset, size);
-	ssize_t sent = -1;
-	while (filled && (sent = splice(lane->pipe[0], NULL, fuse_fd, NULL, out->len, 0)) < 0 &&
-	       errno == EINTR)
-		;
-	int error = errno;
-	if (sent != (ssize_t)out->len) {
-		/* What is left in it must not come before the next answer. */
-		close_pipe(lane);
-		lane->pages = 0;
-	}
-	if (!filled || (sent < 0 && (error == ENOMEM || error == EINVAL || error == EAGAIN)))
-		return NOT_READ; /* or not taken: the request still waits */
-	return sent < 0 ? NOBODY_WAITS : ANSWERED;
+	return !of->good || of->good(of->arg);
 }
 
 static bool read_all(int fd, char *to, size_t size, uint64_t offset)
@@ -103,30 +82,81 @@ static bool read_all(int fd, char *to, size_t size, uint64_t offset)
 	return true;
 }
 
-static enum answered through_buffer(struct lane *lane, int fuse_fd, struct fuse_out_header *out,
-				    int fd, uint64_t offset, size_t size)
+static enum answered through_buffer(const struct reading *of)
 {
-	if (!read_all(fd, lane->buffer, size, offset))
+	char *buffer = of->lane->buffer;
+	if (!read_all(of->fd, buffer, of->size, of->offset) || !is_good(of))
 		return NOT_READ;
-	struct iovec parts[] = {{out, sizeof(*out)}, {lane->buffer, size}};
+	struct iovec parts[] = {{(void *)&of->out, sizeof(of->out)}, {buffer, of->size}};
 	ssize_t sent;
 	do {
-		sent = writev(fuse_fd, parts, size ? 2 : 1);
+		sent = writev(of->fuse_fd, parts, of->size ? 2 : 1);
 	} while (sent < 0 && errno == EINTR);
 	return sent < 0 ? NOBODY_WAITS : ANSWERED;
 }
 
-enum answered bytes_answer(struct lane *lane, int fuse_fd, uint64_t unique, int fd,
-			   uint64_t offset, size_t size)
+static bool fill_pipe(const struct reading *of)
+{
+	int end = of->lane->pipe[1];
+	off_t offset = (off_t)of->offset;
+	if (write(end, &of->out, sizeof(of->out)) != (ssize_t)sizeof(of->out))
+		return false;
+	for (size_t size = of->size; size;) {
+		ssize_t got = splice(of->fd, &offset, end, NULL, size, 0);
+		if (got <= 0) {
+			if (got < 0 && errno == EINTR)
+				continue;
+			errno = got < 0 ? errno : ENODATA;
+			return false;
+		}
+		size -= (size_t)got;
+	}
+	return true;
+}
+
+static enum answered through_pipe(const struct reading *of)
+{
+	struct lane *lane = of->lane;
+	bool filled = fill_pipe(of);
+	if (!filled && errno == EINVAL) { /* a file system without splice(2) */
+		close_pipe(lane);
+		lane->pages = 1;
+		return through_buffer(of);
+	}
+	filled = filled && is_good(of);
+	ssize_t sent = -1;
+	while (filled &&
+	       (sent = splice(lane->pipe[0], NULL, of->fuse_fd, NULL, of->out.len, 0)) < 0 &&
+	       errno == EINTR)
+		;
+	int error = errno;
+	if (sent != (ssize_t)of->out.len) {
+		/* What is left in it must not come before the next answer. */
+		close_pipe(lane);
+		lane->pages = 0;
+	}
+	if (!filled || (sent < 0 && (error == ENOMEM || error == EINVAL || error == EAGAIN)))
+		return NOT_READ; /* or not taken: the request still waits */
+	return sent < 0 ? NOBODY_WAITS : ANSWERED;
+}
+
+enum answered bytes_answer(struct lane *lane, int fuse_fd, uint64_t unique, int fd, uint64_t offset,
+			   size_t size, bool (*good)(void *), void *arg)
 {
 	if (size > MOST_READ_BYTES)
 		return NOT_READ;
-	struct fuse_out_header out = {
-		.len = (uint32_t)(sizeof(out) + size),
-		.unique = unique,
+	const struct reading of = {
+		.lane = lane,
+		.fuse_fd = fuse_fd,
+		.fd = fd,
+		.offset = offset,
+		.size = size,
+		.out = {.len = (uint32_t)(sizeof(of.out) + size), .unique = unique},
+		.good = good,
+		.arg = arg,
 	};
 	size_t pages = (offset % PAGE_BYTES + size + PAGE_BYTES - 1) / PAGE_BYTES;
 	if (size >= SPLICED_FROM_BYTES && has_pipe(lane, pages))
-		return through_pipe(lane, fuse_fd, &out, fd, offset, size);
-	return through_buffer(lane, fuse_fd, &out, fd, offset, size);
+		return through_pipe(&of);
+	return through_buffer(&of);
 }

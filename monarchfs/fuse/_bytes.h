@@ -1,4 +1,4 @@
-/* From a replica to the kernel: the bytes of answers to READ. */
+/* From a file to the kernel: the bytes of answers to READ. */
 #ifndef MONARCHFS_BYTES_H
 #define MONARCHFS_BYTES_H
 
@@ -17,15 +17,16 @@ struct lane {
 };
 
 enum answered {
-	NOT_READ, /* nothing was said to the kernel: the file did not give all of these bytes */
+	NOT_READ, /* nothing was said to the kernel: the file did not give all of these bytes, or they
+		   * are not good */
 	NOBODY_WAITS,
 	ANSWERED,
 };
 
 /* Answer request `unique` of `fuse_fd` with exactly `size` bytes of `fd` at `offset`. Waits for the
- * disk. */
-enum answered bytes_answer(struct lane *lane, int fuse_fd, uint64_t unique, int fd,
-			   uint64_t offset, size_t size);
+ * disk. `good` (NULL: they are) is asked once they were read, and before anything is said. */
+enum answered bytes_answer(struct lane *lane, int fuse_fd, uint64_t unique, int fd, uint64_t offset,
+			   size_t size, bool (*good)(void *), void *arg);
 
 void bytes_end(struct lane *lane);
 

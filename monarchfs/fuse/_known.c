@@ -1,10 +1,11 @@
-/* What Python tells the threads, and asks of them: the table of open files, and which files are
- * resident. */
+/* What Python tells the threads, and asks of them: the table of open files, which files are resident,
+ * and which are read from the source. */
 #define PY_SSIZE_T_CLEAN
 #include "_known.h"
 
 #include "_resident.h"
 #include "_table.h"
+#include "_unfinished.h"
 
 #include <errno.h>
 #include <string.h>
@@ -243,6 +244,45 @@ static PyObject *counted(PyObject *self, PyObject *unused)
 			     (unsigned long long)counts.lost);
 }
 
+/* -- files that are read from the source */
+
+static PyObject *source_put(PyObject *self, PyObject *args)
+{
+	unsigned long long ino, size;
+	long long mtime_ns, ctime_ns;
+	int fd;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KiKLL", &ino, &fd, &size, &mtime_ns, &ctime_ns))
+		return NULL;
+	return PyBool_FromLong(unfinished_put(ino, fd, size, mtime_ns, ctime_ns));
+}
+
+static PyObject *source_stop(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	if (!number_in(given, &ino))
+		return NULL;
+	unfinished_stop(ino);
+	Py_RETURN_NONE;
+}
+
+static PyObject *source_used(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	return number_in(given, &ino) ? PyBool_FromLong(unfinished_used(ino)) : NULL;
+}
+
+static PyObject *leave_older(PyObject *self, PyObject *given)
+{
+	uint64_t before_ns;
+	(void)self;
+	return number_in(given, &before_ns) ?
+		       PyLong_FromUnsignedLong(unfinished_leave_older(before_ns)) :
+		       NULL;
+}
+
 PyMethodDef known_methods[] = {
 	{"table_attach", attach, METH_O,
 	 "table_attach(fd): begin with what is open in that table (slots.py). Raises ValueError for\n"
@@ -277,5 +317,14 @@ PyMethodDef known_methods[] = {
 	 "Inode numbers that the threads opened since the last call, at most 4096, oldest first."},
 	{"resident_counts", counted, METH_NOARGS,
 	 "(opens by the threads, sizes of those files, opens that resident_opened left out)."},
+	{"unfinished_put", source_put, METH_VARARGS,
+	 "unfinished_put(ino, fd, size, mtime_ns, ctime_ns): the threads may read it from the source.\n"
+	 "False where it has another version, or they cannot."},
+	{"unfinished_stop", source_stop, METH_O, "unfinished_stop(ino): not any more."},
+	{"unfinished_used", source_used, METH_O,
+	 "unfinished_used(ino): whether it was read since this was asked the last time."},
+	{"unfinished_leave_older", leave_older, METH_O,
+	 "unfinished_leave_older(before_ns): what has been waiting for the source since before then\n"
+	 "(CLOCK_MONOTONIC) is Python's now. How many others wait."},
 	{NULL, NULL, 0, NULL},
 };

@@ -15,6 +15,7 @@
 #include "_parking.h"
 #include "_resident.h"
 #include "_table.h"
+#include "_unfinished.h"
 
 #include <linux/fuse.h>
 
@@ -71,7 +72,7 @@ static uint64_t now_ns(void)
 	return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
 }
 
-static void count(struct relay_times *times, uint64_t took_ns)
+void relay_time(struct relay_times *times, uint64_t took_ns)
 {
 	unsigned bucket = 0;
 	while (bucket < bounds && bounds_ns[bucket] < took_ns)
@@ -112,14 +113,14 @@ static bool answer_read(const struct fuse_in_header *in, struct lane *lane, uint
 		size = rest < arg->size ? (size_t)rest : arg->size;
 	}
 	enum answered done =
-		bytes_answer(lane, fuse_fd, in->unique, reading.fd, arg->offset, size);
+		bytes_answer(lane, fuse_fd, in->unique, reading.fd, arg->offset, size, NULL, NULL);
 	resident_leave(&reading);
 	if (done == NOT_READ)
 		return false;
 	table_answered();
 	if (done == ANSWERED) {
 		__atomic_fetch_add(&counts.bytes, size, __ATOMIC_RELAXED);
-		count(&counts.reads, now_ns() - started_ns);
+		relay_time(&counts.reads, now_ns() - started_ns);
 	}
 	return true;
 }
@@ -136,7 +137,7 @@ static bool answer_open(const struct fuse_in_header *in, bool again, uint64_t st
 	int added = table_add(in->nodeid, again ? in->unique | RESENT : in->unique, 0, 0, &out.fh);
 	if (added >= 0) {
 		if (answer(in->unique, 0, &out, sizeof(out)))
-			count(&counts.opens, now_ns() - started_ns);
+			relay_time(&counts.opens, now_ns() - started_ns);
 		else if (!added)
 			table_end(out.fh, true, NULL); /* the kernel does not know of it */
 	}
@@ -153,7 +154,8 @@ static bool answer_release(const struct fuse_in_header *in)
 	return !owned && (answer(in->unique, 0, NULL, 0), true);
 }
 
-/* `lane`: NULL: reads are not answered. `again`: an earlier worker has had it. */
+/* Whether it is answered, or will be. `lane`: NULL: reads are not answered. `again`: an earlier
+ * worker has had it. */
 static bool answer_any(const struct fuse_in_header *in, size_t length, struct lane *lane,
 		       bool again, uint64_t started_ns)
 {
@@ -161,7 +163,8 @@ static bool answer_any(const struct fuse_in_header *in, size_t length, struct la
 	switch (in->opcode) {
 	case FUSE_READ:
 		return lane && body >= sizeof(struct fuse_read_in) &&
-		       answer_read(in, lane, started_ns);
+		       (answer_read(in, lane, started_ns) ||
+			unfinished_took(in, length, started_ns));
 	case FUSE_OPEN:
 		return body >= sizeof(struct fuse_open_in) && answer_open(in, again, started_ns);
 	case FUSE_RELEASE:
@@ -349,8 +352,8 @@ static void *serve(void *number)
 	return NULL;
 }
 
-int relay_start(int fd, unsigned threads, bool no_opens, const uint64_t *some_bounds_ns,
-		unsigned some_bounds)
+int relay_start(int fd, unsigned threads, unsigned waiting_reads, bool no_opens,
+		const uint64_t *some_bounds_ns, unsigned some_bounds)
 {
 	if (news_fd >= 0)
 		return -EALREADY;
@@ -368,6 +371,7 @@ int relay_start(int fd, unsigned threads, bool no_opens, const uint64_t *some_bo
 	fuse_fd = fd;
 	news_fd = news;
 	relay_again();
+	unfinished_start(fd, waiting_reads, put_left);
 
 	sigset_t all, before; /* signals are for Python's main thread */
 	sigfillset(&all);

@@ -27,10 +27,11 @@ struct relay_counts {
 };
 
 /* Begin: `fuse_fd` is the mounted descriptor, read and written by `threads` threads from now on.
- * `free_opens`: OPEN is answered with ENOSYS. `bounds_ns`: of relay_times.took, rising. Returns a
+ * At most `waiting_reads` wait for the source without Python (_unfinished.h). `free_opens`: OPEN is
+ * answered with ENOSYS. `bounds_ns`: of relay_times.took, rising. Returns a
  * descriptor that is readable while the queue has something, or -errno. Once only. */
-int relay_start(int fuse_fd, unsigned threads, bool free_opens, const uint64_t *bounds_ns,
-		unsigned bounds);
+int relay_start(int fuse_fd, unsigned threads, unsigned waiting_reads, bool free_opens,
+		const uint64_t *bounds_ns, unsigned bounds);
 
 /* Whether the threads answer OPEN where they can; they do, if nothing else is said. */
 void relay_answer_opens(bool here);
@@ -49,5 +50,8 @@ long relay_next(void *buffer, int *ended_by, bool *again);
 void relay_again(void);
 
 void relay_count(struct relay_counts *counts);
+
+/* Count an answer, or a part of it, that took so long. */
+void relay_time(struct relay_times *times, uint64_t took_ns);
 
 #endif

@@ -33,6 +33,7 @@
 #include "_parking.h"
 #include "_relay.h"
 #include "_table.h"
+#include "_unfinished.h"
 
 /* So often an interrupt is given back that comes before the request it is about. */
 #define MOST_RETURNS 3
@@ -172,8 +173,11 @@ static void interrupted(struct fuse_session *se, const struct fuse_in_header *in
 	PyObject *known = PyObject_CallFunction(on_interrupt, "K", (unsigned long long)arg->unique);
 	if (!known)
 		PyErr_WriteUnraisable(on_interrupt);
-	else if (relaying && known == Py_False)
+	else if (relaying && known == Py_False) {
+		/* It is to be given up if its process dies: for Python. It comes before the interrupt. */
+		unfinished_leave(arg->unique);
 		give_back(real_session_fd(se), in->unique);
+	}
 	Py_XDECREF(known);
 }
 
@@ -370,13 +374,13 @@ static PyObject *read_directly(PyObject *self, PyObject *unused)
 static PyObject *start_relay(PyObject *self, PyObject *args)
 {
 	int init_fd, fd;
-	unsigned threads, bounds = 0;
+	unsigned threads, waiting_reads, bounds = 0;
 	int free_opens;
 	PyObject *given;
 	uint64_t bounds_ns[MOST_BOUNDS];
 	(void)self;
-	if (!PyArg_ParseTuple(args, "iiIpO!", &init_fd, &fd, &threads, &free_opens, &PyTuple_Type,
-			      &given))
+	if (!PyArg_ParseTuple(args, "iiIIpO!", &init_fd, &fd, &threads, &waiting_reads, &free_opens,
+			      &PyTuple_Type, &given))
 		return NULL;
 	for (; bounds < MOST_BOUNDS && bounds < PyTuple_GET_SIZE(given); bounds++) {
 		bounds_ns[bounds] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(given, bounds));
@@ -385,7 +389,7 @@ static PyObject *start_relay(PyObject *self, PyObject *args)
 	}
 	if (waited_fd < 0)
 		Py_RETURN_FALSE;
-	int news = relay_start(fd, threads, free_opens, bounds_ns, bounds);
+	int news = relay_start(fd, threads, waiting_reads, free_opens, bounds_ns, bounds);
 	if (news < 0) {
 		errno = -news;
 		return PyErr_SetFromErrno(PyExc_OSError);
@@ -474,6 +478,21 @@ static PyObject *relay_counts_of(PyObject *self, PyObject *unused)
 			     (unsigned long long)counts.bytes, reads, opens);
 }
 
+static PyObject *unfinished_counts_of(PyObject *self, PyObject *unused)
+{
+	struct unfinished_counts counts;
+	(void)self;
+	(void)unused;
+	unfinished_count(&counts);
+	PyObject *answers = times(&counts.answers), *reads = times(&counts.reads);
+	if (!answers || !reads) {
+		Py_XDECREF(answers);
+		Py_XDECREF(reads);
+		return NULL;
+	}
+	return Py_BuildValue("KNN", (unsigned long long)counts.bytes, answers, reads);
+}
+
 static PyMethodDef methods[] = {
 	{"current", current, METH_NOARGS,
 	 "The request that was received last: (unique, opcode, pid, node id) of its fuse_in_header.\n\n"
@@ -492,8 +511,9 @@ static PyMethodDef methods[] = {
 	{"read_directly", read_directly, METH_NOARGS,
 	 "There will be no threads: pyfuse3 waits for libfuse's descriptor. Before its init."},
 	{"start_relay", start_relay, METH_VARARGS,
-	 "start_relay(init_fd, fuse_fd, threads, free_opens, bounds_ns): have threads read the kernel's\n"
-	 "requests, and answer those they can. free_opens: OPEN is answered with ENOSYS. bounds_ns are\n"
+	 "start_relay(init_fd, fuse_fd, threads, waiting_reads, free_opens, bounds_ns): have threads read\n"
+	 "the kernel's requests, and answer those they can; at most waiting_reads wait for the source\n"
+	 "without Python. free_opens: OPEN is answered with ENOSYS. bounds_ns are\n"
 	 "at most 32 durations that relay_counts tells apart. False where this is not possible. Raises\n"
 	 "OSError."},
 	{"journal", journal, METH_VARARGS,
@@ -509,6 +529,9 @@ static PyMethodDef methods[] = {
 	{"relay_counts", relay_counts_of, METH_NOARGS,
 	 "(requests left to Python, bytes in answers to READ, READ, OPEN), where the two last are\n"
 	 "(nanoseconds that the answers took, how many took at most so long as each of the bounds)."},
+	{"unfinished_counts", unfinished_counts_of, METH_NOARGS,
+	 "Of reads from the source by the threads: (bytes, answers, their part in the source), the two\n"
+	 "last as in relay_counts."},
 	{NULL, NULL, 0, NULL},
 };
 

@@ -75,5 +75,5 @@ class Implicit:
             await trio.sleep(1)
             now = trio.current_time()
             for ino, held in list(self._held.items()):
-                if held.until < now or held.handle.served:
+                if held.handle.served or (held.until < now and not self._files.reads_source(ino)):
                     self._close(ino, held)

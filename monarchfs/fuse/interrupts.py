@@ -6,6 +6,10 @@ signal with FUSE_INTERRUPT, once per request, whatever the signal was. A signal 
 is none of a file system's business (reads of regular files are not interruptible on Lustre
 either), so a request is given up, and answered EINTR, once the kernel has SIGKILL pending for its
 thread: that is what every fatal signal becomes (kernel/signal.c, complete_signal).
+
+Of a read with O_DIRECT the kernel says nothing: it sends it as an asynchronous one, and waits for its
+end whatever happens (fs/fuse/file.c, fuse_direct_IO). So the process behind a request that has been
+waiting for long is looked at unasked.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 """How soon a fatal signal is noticed that came after a harmless one."""
+
+LONG_SECONDS = 1.0
+"""So long a request waits before its process is looked at, and from one such look to the next."""
 
 SIGKILL_BIT = 1 << (signal.SIGKILL - 1)
 
@@ -46,7 +53,7 @@ class Interrupts:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._waiting: dict[int, tuple[trio.CancelScope, int]] = {}
+        self._waiting: dict[int, tuple[trio.CancelScope, int, float]] = {}
         self._signalled: set[int] = set()
         self._news = trio.Event()
 
@@ -60,7 +67,7 @@ class Interrupts:
         ``cancelled_caught`` afterwards."""
         with trio.CancelScope() as scope:
             if unique:  # 0: the C part is missing, and no interrupt will ever be heard of
-                self._waiting[unique] = (scope, pid)
+                self._waiting[unique] = (scope, pid, trio.current_time())
                 if unique & RESENT:
                     # Its process may have got its signal while an earlier worker had it.
                     self._signalled.add(unique)
@@ -81,22 +88,40 @@ class Interrupts:
             waiting = self._waiting.get(unique)
         if waiting is None:
             return False
-        scope, pid = waiting
-        if dying(pid):
-            self._metrics.interrupted_requests += 1
-            scope.cancel()
-        else:
+        if not self._look(unique):
             self._signalled.add(unique)
             self._news.set()
         return True
 
+    def _look(self, unique: int) -> bool:
+        """Give the request up if its process is dying; whether it is given up, or over."""
+        if (waiting := self._waiting.get(unique)) is None:
+            return True
+        scope, pid, _since = waiting
+        if not scope.cancel_called and dying(pid):
+            self._metrics.interrupted_requests += 1
+            scope.cancel()
+        return scope.cancel_called
+
     async def watch(self) -> None:
-        """Look again at requests whose process got a signal that did not kill it, for ever."""
+        """Look again at requests whose process got a signal that did not kill it, and at those that
+        wait for long, for ever."""
+        looked = trio.current_time()
         while True:
-            await self._news.wait()
+            with trio.move_on_after(POLL_SECONDS if self._signalled else LONG_SECONDS):
+                await self._news.wait()
             self._news = trio.Event()
-            while self._signalled:
-                for unique in list(self._signalled):
-                    self._signalled.discard(unique)
-                    self.on_interrupt(unique)
-                await trio.sleep(POLL_SECONDS)
+            self._signalled = {unique for unique in self._signalled if not self._look(unique)}
+            if trio.current_time() - looked >= LONG_SECONDS:
+                await self._look_at_old()
+                looked = trio.current_time()
+
+    async def _look_at_old(self) -> None:
+        before = trio.current_time() - LONG_SECONDS
+        # In the order in which they came.
+        for unique, (_scope, pid, since) in list(self._waiting.items()):
+            if since > before:
+                return
+            if pid:  # without a signal, there is no reason to take who cannot be seen for dead
+                self._look(unique)
+            await trio.lowlevel.checkpoint()

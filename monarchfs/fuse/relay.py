@@ -1,4 +1,5 @@
-"""What the threads of the C part (_relay.c) may answer: opens and reads of resident files.
+"""What the threads of the C part (_relay.c) may answer: opens and reads of resident files, and reads
+of files of which nothing is kept (_unfinished.c).
 
 Python tells them which files those are, and hears what they opened. Without the C part all requests
 come to Python.
@@ -8,14 +9,15 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from types import ModuleType
 
 import trio
 
 from monarchfs.fs.files import Files
 from monarchfs.metrics import Histogram, Metrics
-from monarchfs.types import ReplicaState
+from monarchfs.types import ReplicaState, SourceVersion
 
 MOST_TIERS = 64
 """As in _resident.h; what further tiers hold is read by Python."""
@@ -29,6 +31,9 @@ CATCH_UP_SECONDS = 0.25
 
 WALK_BATCH, WALK_SECONDS = 64, 0.01
 """So many replicas are looked up at once, about a millisecond; and then none for so long."""
+
+SOURCE_NS = 1_000_000_000
+"""A read that has been in the source for so long is Python's from then on."""
 
 _Times = tuple[int, tuple[int, ...]]
 
@@ -49,6 +54,10 @@ class Relay:
         self._opens_here = True
         nothing: _Times = (0, (0,) * len(metrics.requests.read_local.counts))
         self._counted = (0, nothing, nothing, 0, 0)
+        self._counted_source = (0, nothing, nothing)
+        self.on_source_reads: Callable[[int, int, list[int]], None] | None = None
+        """Told of reads of the source when they are counted: their bytes, the nanoseconds that they
+        took, and how many took at most so long as each of DURATION_BOUNDS_NS."""
 
     def begin(self, files: Files, *, lasting_ns: int, tells: bool, opens_here: bool = True) -> None:
         """Opens are good for at most ``lasting_ns``; ``tells``: policies want to hear of them;
@@ -133,12 +142,31 @@ class Relay:
                 if files.opened_locally is not None:
                     files.opened_locally(ino)
 
+    def from_source(self, ino: int, fd: int, version: SourceVersion) -> bool:
+        return self._hooks is not None and self._hooks.unfinished_put(
+            ino, fd, version.size, version.mtime_ns, version.ctime_ns
+        )
+
+    def not_from_source(self, ino: int) -> None:
+        if self._hooks is not None:
+            self._hooks.unfinished_stop(ino)
+
+    def reads_source(self, ino: int) -> bool:
+        return self._hooks is not None and self._hooks.unfinished_used(ino)
+
+    @property
+    def waits_for_source(self) -> bool:
+        """Whether a read is in the source now."""
+        return self._hooks is not None and self._hooks.unfinished_leave_older(0) > 0
+
     # -- tasks
 
     async def run(self) -> None:
-        """Tell policies what was opened, for ever."""
+        """Tell policies what was opened, and take over reads of a source that hangs, for ever."""
         while True:
             self.catch_up()
+            if self._hooks is not None:
+                self._hooks.unfinished_leave_older(time.monotonic_ns() - SOURCE_NS)
             await trio.sleep(CATCH_UP_SECONDS)
 
     async def walk(self) -> None:
@@ -169,6 +197,17 @@ class Relay:
         _add(metrics.requests.open_local, opens, before[2])
         metrics.local_opens += opened - before[3]
         metrics.local_file_bytes += opened_bytes - before[4]
+        self._count_source()
+
+    def _count_source(self) -> None:
+        assert self._hooks is not None
+        size, answers, reads = self._hooks.unfinished_counts()
+        before, self._counted_source = self._counted_source, (size, answers, reads)
+        self._metrics.relayed_bytes += size - before[0]
+        _add(self._metrics.requests.read_source, answers, before[1])
+        if self.on_source_reads is not None:
+            took = [now - then for now, then in zip(reads[1], before[2][1], strict=False)]
+            self.on_source_reads(size - before[0], reads[0] - before[2][0], took)
 
 
 def _add(durations: Histogram, now: _Times, before: _Times) -> None:

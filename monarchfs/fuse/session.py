@@ -153,13 +153,16 @@ class Session:
         *,
         relays: bool = True,
         free_opens: bool = False,
+        waiting_reads: int = 0,
         journal: tuple[int, int] | None = None,
     ) -> None:
         """Without ``relays`` all requests are read on the event loop; ``free_opens``: where they
-        are not, have the kernel open files on its own. ``journal``: the descriptor of one
+        are not, have the kernel open files on its own; ``waiting_reads``: and so many reads at most
+        wait for the source outside of it. ``journal``: the descriptor of one
         (``fuse.requests``), and which of the mount's workers this is; it takes ``relays``. Raises
         OSError."""
         self._free_opens = free_opens
+        self._waiting_reads = waiting_reads
         self._init_fd = init_fd
         self._fuse_fd = fuse_fd
         self._relays = relays
@@ -176,7 +179,8 @@ class Session:
             hooks is None
             or not self._relays
             or not hooks.start_relay(
-                *(self._init_fd, self._fuse_fd, RELAY_THREADS, self._free_opens),
+                *(self._init_fd, self._fuse_fd, RELAY_THREADS, self._waiting_reads),
+                self._free_opens,
                 DURATION_BOUNDS_NS,
             )
         ):

@@ -68,6 +68,7 @@ class Copy:
         self._changes = 0
         self._seen = node.stat.version
         self._finishing = False
+        self._handed_out = False
 
     @property
     def settled(self) -> bool:
@@ -113,6 +114,7 @@ class Copy:
         """``start_filling`` where that is known to be possible and the cache was asked already."""
         if reservation is None:
             return False
+        self._take_back()
         if (resumed := reservation.resumed) is not None:
             self.chunks = ChunkMap(self.size, resumed.chunk_bytes, resumed.present)
         self.reservation = reservation
@@ -153,6 +155,7 @@ class Copy:
     def _changed(self) -> None:
         """The source has another version now: what was read of this one is not mixed with it."""
         self._changes += 1
+        self._take_back()
         self._cache.outdated(self.node)
         if self.state is State.FILLING:
             self._metrics.copies_outdated += 1
@@ -235,6 +238,20 @@ class Copy:
             self.replica, self.state = replica, State.RESIDENT
             self._acquired.append(replica)
 
+    def _hand_out(self) -> None:
+        """Nothing of it is kept, and it was read: others may, without Python. No checkpoint."""
+        if self._handed_out or self._changes or not self.handles or self.remote.fd < 0:
+            return
+        if self.state is State.DIRECT and self.reservation is None:
+            self._handed_out = self._cache.readers.from_source(
+                self.node.ino, self.remote.fd, self.node.stat.version
+            )
+
+    def _take_back(self) -> None:
+        if self._handed_out:
+            self._handed_out = False
+            self._cache.readers.not_from_source(self.node.ino)
+
     def release(self) -> None:
         """A handle is closed."""
         self.handles -= 1
@@ -253,6 +270,7 @@ class Copy:
         if self.state is State.DIRECT and self.reservation is not None:
             return  # its end is under way and comes back here
         self._forget(self)
+        self._take_back()
         self.remote.close_soon()
         self.replica = None
         while self._acquired:

@@ -52,6 +52,11 @@ class RemoteFile:
         self._fd = -1
         self._opening = trio.Lock()
 
+    @property
+    def fd(self) -> int:
+        """The descriptor, -1 where there is none (yet)."""
+        return self._fd
+
     async def open(self, lane: Lane) -> int:
         """The descriptor. Raises the source's OSError, or SourceChanged for another version."""
         if self._fd < 0:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import trio
 from trio import to_thread
 
-from monarchfs.metrics import NS
+from monarchfs.metrics import DURATION_BOUNDS_NS, NS
 from monarchfs.quiet import RunSync
 from monarchfs.source.errand import Errand, Wanted
 from monarchfs.source.lanes import Call, LaneThreads, SourceCounters, in_thread, lend
@@ -75,6 +75,8 @@ class Source:
         self._max_stuck = max_stuck
         self._deadline = deadline
         self._behind = behind
+        self.reads_elsewhere: Callable[[], bool] = lambda: False
+        """Whether somebody waits for a read that does not go through here: ``count_elsewhere``."""
         self._token = trio.lowlevel.current_trio_token()
         self._count_late: dict[Lane, Callable[[ReadResult], None]] = {
             lane: partial(self._count_from_thread, lane) for lane in Lane
@@ -102,7 +104,22 @@ class Source:
     @property
     def demand_waiting(self) -> bool:
         """Whether a DEMAND call is in the source now, those that hang left out."""
-        return self.demand.moving(self._stuck_seconds)
+        return self.reads_elsewhere() or self.demand.moving(self._stuck_seconds)
+
+    def count_elsewhere(self, size: int, took_ns: int, counts: list[int]) -> None:
+        """Reads that somebody waited for, and that did not go through here: their bytes, how long
+        they took together, and how many took at most so long as each of DURATION_BOUNDS_NS."""
+        operations = sum(counts)
+        kind = self.counters.of(Lane.DEMAND, "read")
+        self.counters.operations += operations
+        self.counters.seconds += took_ns / NS
+        self._count_bytes(Lane.DEMAND, size)
+        kind.operations += operations
+        kind.durations.total_ns += took_ns
+        # There are fewer bounds here: the shortest are missing.
+        missing = len(DURATION_BOUNDS_NS) - len(kind.durations.bounds_ns)
+        for bucket, count in enumerate(counts[: len(DURATION_BOUNDS_NS) + 1]):
+            kind.durations.counts[max(0, bucket - missing)] += count
 
     def forget(self, path: bytes) -> None:
         """Drop what is cached about a directory and all below it. Does not block."""
