@@ -147,7 +147,7 @@ class Worker:
         free_opens = not self.kernel_reads and _free_opens(config)
         self.relay = Relay(fuse_session.hooks, self.metrics, free_opens=free_opens)
         self.relay.on_source_reads = self.source.count_elsewhere
-        self.source.reads_elsewhere = lambda: self.relay.waits_for_source
+        self.source.reads_elsewhere = lambda: self.relay.waits
         self.cache = Cache(
             self.index,
             tiers,

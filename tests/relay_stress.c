@@ -34,6 +34,7 @@
 
 static int kernel, device, tier_fd, source_fds[FILES + 1];
 static struct stat source_stats[FILES + 1];
+static char arrived[FILES + 1][SIZE];
 static unsigned requests;
 static bool over;
 static pthread_mutex_t queue = PTHREAD_MUTEX_INITIALIZER;
@@ -65,6 +66,7 @@ static void make_file(uint64_t ino)
 	memset(data, (int)ino, sizeof(data));
 	CHECK(fd >= 0 && write(fd, data, sizeof(data)) == SIZE);
 	close(fd);
+	memset(arrived[ino], (int)ino, SIZE);
 	source_fds[ino] = openat(tier_fd, path, O_RDONLY);
 	CHECK(fstat(source_fds[ino], &source_stats[ino]) == 0);
 }
@@ -177,7 +179,9 @@ static void *be_cache(void *unused)
 		struct replica replica;
 		describe(ino, &replica);
 		const struct stat *source = &source_stats[ino];
-		switch (rand_r(&seed) % 16) {
+		uint64_t first = (uint64_t)rand_r(&seed) % 5;
+		char states[5];
+		switch (rand_r(&seed) % 24) {
 		case 0:
 			resident_stop(ino);
 			break;
@@ -223,8 +227,34 @@ static void *be_cache(void *unused)
 		case 10:
 		case 11:
 			/* Sometimes of a version that it does not have. */
-			unfinished_put(ino, source_fds[ino], SIZE - (uint64_t)(rand_r(&seed) % 4 == 0),
-				       ns_of(source->st_mtim), ns_of(source->st_ctim));
+			unfinished_source(ino, source_fds[ino],
+					  SIZE - (uint64_t)(rand_r(&seed) % 4 == 0),
+					  ns_of(source->st_mtim), ns_of(source->st_ctim));
+			break;
+		case 12:
+			unfinished_no_source(ino);
+			break;
+		case 13:
+		case 14:
+			for (int i = 0; i < 5; i++)
+				states[i] = (char)(rand_r(&seed) % 3);
+			unfinished_fill(ino, SIZE, 1000, states, 5);
+			break;
+		case 15:
+			unfinished_part(ino, source_fds[ino]);
+			break;
+		case 16:
+		case 17:
+			unfinished_chunks(ino, first, 5, rand_r(&seed) % 3);
+			break;
+		case 18:
+			unfinished_ahead(ino, first);
+			break;
+		case 19:
+		case 20:
+			unfinished_arrived(ino, first * 1000, arrived[ino], SIZE - first * 1000, arrived);
+			while (unfinished_unneeded())
+				;
 			break;
 		default:
 			CHECK(resident_put(ino, &replica, true));

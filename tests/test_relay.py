@@ -405,7 +405,7 @@ def from_source(directory: Path) -> None:
 
     def put() -> bool:
         st = os.fstat(fd)
-        good: bool = hooks.unfinished_put(7, fd, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
+        good: bool = hooks.unfinished_source(7, fd, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
         return good
 
     threads.read_by_python(7)
@@ -426,10 +426,10 @@ def from_source(directory: Path) -> None:
     assert answers == {n: data[n * 1000 : n * 1000 + 20_000] for n in range(2, 42, 2)}
     asked = sum(len(data[offset : offset + size]) for offset, size in places) + 20 * 20_000
     end = time.monotonic() + 10
-    while sum(hooks.unfinished_counts()[2][1]) < len(places) + 20:  # counted after the answer
+    while sum(hooks.unfinished_counts()[3][1]) < len(places) + 20:  # counted after the answer
         assert time.monotonic() < end
-    size, (answer_ns, took), (read_ns, reads_took) = hooks.unfinished_counts()
-    assert size == asked
+    size, of_source, (answer_ns, took), (read_ns, reads_took) = hooks.unfinished_counts()
+    assert size == of_source == asked
     assert sum(took) == sum(reads_took) == len(places) + 20
     assert 0 < read_ns < answer_ns
     assert hooks.relay_counts()[1] == 0, "they are counted apart"
@@ -439,13 +439,16 @@ def from_source(directory: Path) -> None:
     threads.read_by_python(7, 1 << 40, 10)
     os.utime(path)
     threads.read_by_python(7)
+    assert not put(), "an inode number is one version"
+    hooks.unfinished_stop(7)
     assert put()
     threads.read(file, 5, 10)
     with path.open("ab") as end_of_it:
         end_of_it.write(b"more")
     threads.read_by_python(7)
-    assert not hooks.unfinished_put(7, fd, len(data), 0, 0)
+    assert not hooks.unfinished_source(7, fd, len(data), 0, 0)
     os.truncate(path, len(data))
+    hooks.unfinished_stop(7)
     assert put()
     assert put()
     threads.read(file, 100, 10)
@@ -458,14 +461,121 @@ def from_source(directory: Path) -> None:
     threads.read(resident)
     hooks.resident_stop(7)
     threads.read(file)
-    hooks.unfinished_stop(7)
+    hooks.unfinished_no_source(7)
     end = time.monotonic() + 10
     while len(psutil.Process().open_files()) > 1:  # closed by whoever was the last to read
         assert time.monotonic() < end
     assert hooks.unfinished_leave_older(0) == 0
 
 
-@pytest.mark.parametrize("what", [reads, opens, trouble, free, many, from_source])
+MISSING, CLAIMED, PRESENT = range(3)
+
+
+def filling(directory: Path) -> None:
+    threads = Threads(directory)
+    hooks = threads.hooks
+    chunk = 4096
+    data = random.Random(4).randbytes(9 * chunk + 100)
+    file = File(7, directory, b"", 0, data)
+    part = (directory / "part").open("wb+")
+    part.truncate(len(data))
+
+    def write(first: int, last: int) -> None:
+        os.pwrite(part.fileno(), data[first * chunk : last * chunk], first * chunk)
+
+    def waiting() -> int:
+        count: int = hooks.unfinished_leave_older(0)
+        return count
+
+    def wait(unique: int, offset: int, size: int) -> None:
+        before = waiting()
+        threads.ask(unique, 7, offset, size)
+        end = time.monotonic() + 10
+        while waiting() == before:
+            assert time.monotonic() < end
+
+    def answered(*expected: tuple[int, int, int]) -> None:
+        answers = [threads.answer() for _ in expected]
+        got = {unique: body for unique, error, body in answers if not error}
+        assert got == {unique: data[at : at + size] for unique, at, size in expected}
+
+    assert not hooks.unfinished_fill(7, len(data), chunk, bytes(9))
+    assert hooks.unfinished_fill(
+        7, len(data), chunk, bytes([*[PRESENT] * 2, *[CLAIMED] * 4, *bytes(4)])
+    )
+    assert not hooks.unfinished_part(8, part.fileno())
+    threads.read_by_python(7, 0, 10)  # where it is has not been said
+    write(0, 2)
+    assert hooks.unfinished_part(7, part.fileno())
+    assert not hooks.unfinished_part(7, part.fileno())
+    threads.read(file, 100, 2 * chunk - 100)
+    threads.read_by_python(7, 6 * chunk, 10)
+    threads.read_by_python(7, 5 * chunk, 2 * chunk)
+    threads.read_by_python(7, len(data), 10)
+
+    # Those who wait are answered from what has arrived, but those who wait for more.
+    wait(2, 2 * chunk, chunk)
+    wait(4, 3 * chunk + 5, chunk)
+    wait(6, chunk, 2 * chunk)
+    wait(8, 4 * chunk, 2 * chunk)
+    hooks.unfinished_arrived(7, 2 * chunk, data[2 * chunk : 5 * chunk])
+    answered((2, 2 * chunk, chunk), (4, 3 * chunk + 5, chunk))
+    threads.read(file, 3 * chunk + 1, chunk)  # from memory: it is not in the part
+    assert waiting() == 1, "one lies half in the part, and is for Python"
+    write(2, 5)
+    hooks.unfinished_chunks(7, 2, 5, PRESENT)
+    threads.read(file, 0, 5 * chunk)
+    # The last one can be read from the part when all of it is there.
+    write(5, 6)
+    hooks.unfinished_chunks(7, 5, 6, PRESENT)
+    answered((8, 4 * chunk, 2 * chunk))
+    assert hooks.unfinished_used(7)
+
+    # What failed is Python's.
+    hooks.unfinished_chunks(7, 6, 10, CLAIMED)
+    wait(10, 6 * chunk, 10)
+    threads.left_to_python(lambda: hooks.unfinished_chunks(7, 6, 8, MISSING))
+    wait(10, 8 * chunk, 1 << 20)
+    hooks.unfinished_arrived(7, 8 * chunk, data[8 * chunk :])
+    answered((10, 8 * chunk, chunk + 100))
+    # And what takes long.
+    hooks.unfinished_chunks(7, 8, 10, CLAIMED)
+    wait(12, 9 * chunk, 100)
+    threads.left_to_python(lambda: hooks.unfinished_leave_older((1 << 64) - 1))
+    wait(14, 9 * chunk, 100)
+
+    # Who reads as far as is said is told of, once.
+    hooks.unfinished_ahead(7, 3)
+    threads.read(file, 0, 2 * chunk)
+    threads.left_to_python(lambda: threads.read(file, 0, 2 * chunk + 1))
+    queued = hooks.relay_counts()[0]
+    threads.read(file, 0, 5 * chunk)
+    assert hooks.relay_counts()[0] == queued
+
+    # What is missing comes from the source, and is asked of it together or not at all.
+    source = directory / "source"
+    source.write_bytes(data)
+    fd = os.open(source, os.O_RDONLY)
+    st = os.fstat(fd)
+    assert hooks.unfinished_source(7, fd, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
+    threads.read(file, 6 * chunk, 2 * chunk)
+    threads.read_by_python(7, 5 * chunk, 2 * chunk)
+    hooks.unfinished_no_source(7)
+    threads.read_by_python(7, 6 * chunk, 2 * chunk)
+    threads.read(file, 0, 5 * chunk)
+
+    # The end: nobody waits for ever, and nothing stays open.
+    threads.left_to_python(lambda: hooks.unfinished_stop(7))
+    threads.read_by_python(7, 0, 10)
+    hooks.unfinished_arrived(7, 0, data[:chunk])
+    os.close(fd)
+    part.close()
+    end = time.monotonic() + 10
+    while psutil.Process().open_files():
+        assert time.monotonic() < end
+
+
+@pytest.mark.parametrize("what", [reads, opens, trouble, free, many, from_source, filling])
 def test_the_threads(what: Callable[[Path], None], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, tests.test_relay as t; from pathlib import Path;"

@@ -1,7 +1,6 @@
 """Who reads replicas apart from this process' Python: the threads of the C part, if there are any.
 
-They are told what they may read, and asked before it is taken away. Files that are not resident
-they may read from the source.
+They are told what they may read, and asked before it is taken away.
 """
 
 from __future__ import annotations
@@ -13,6 +12,9 @@ from monarchfs.types import SourceVersion
 
 class Readers(Protocol):
     """No method has a checkpoint, or waits for anything but local files to be closed."""
+
+    @property
+    def unfinished(self) -> UnfinishedReads: ...
 
     def stored(self, ino: int) -> None:
         """The index has a complete replica of ``ino``: a new one, or one at another place."""
@@ -36,19 +38,45 @@ class Readers(Protocol):
     def catch_up(self) -> None:
         """Say what was opened since the last time: ``Cache.accessed``."""
 
-    def from_source(self, ino: int, fd: int, version: SourceVersion) -> bool:
-        """It may be read from the source, where nothing of it is kept; whether it will. The
-        descriptor is the caller's. As soon as the source has another version, it is not."""
 
-    def not_from_source(self, ino: int) -> None:
+class UnfinishedReads(Protocol):
+    """The same for files that are not resident (yet). An inode number is one version of one file;
+    descriptors are the caller's. No method has a checkpoint, or waits but for ``arrived``."""
+
+    def source(self, ino: int, fd: int, version: SourceVersion) -> bool:
+        """What is missing of it may be read from the source, where it is not kept; whether it will
+        be. Where the source has another version, it is not."""
+
+    def no_source(self, ino: int) -> None:
         """That ends. What is being read is answered."""
 
-    def reads_source(self, ino: int) -> bool:
-        """Whether it was so read since this was asked the last time."""
+    def fill(self, ino: int, size: int, chunk_bytes: int, states: bytes) -> bool:
+        """It is being copied, and somebody reads it; ``states`` as of ``ChunkMap``."""
+
+    def part(self, ino: int, fd: int) -> None:
+        """The part file, before the first chunk is present."""
+
+    def chunks(self, ino: int, first: int, last: int, state: bytes) -> None:
+        """The chunks [first, last) are in that state now."""
+
+    def ahead(self, ino: int, chunk: int | None) -> None:
+        """The next read that goes as far as this chunk is to be told of. None: none is."""
+
+    def arrived(self, ino: int, start: int, data: bytes) -> None:
+        """These bytes of it were fetched. Also from a thread; answers those who wait for them."""
+
+    def stop(self, ino: int) -> None:
+        """It is not to be read any more. What is being read is answered."""
+
+    def used(self, ino: int) -> bool:
+        """Whether it was read since this was asked the last time."""
 
 
 class NoReaders:
     """Where all reads come to Python."""
+
+    def __init__(self) -> None:
+        self.unfinished = NoUnfinishedReads()
 
     def stored(self, ino: int) -> None:
         """As Readers."""
@@ -71,11 +99,33 @@ class NoReaders:
     def catch_up(self) -> None:
         """As Readers."""
 
-    def from_source(self, ino: int, fd: int, version: SourceVersion) -> bool:
+
+class NoUnfinishedReads:
+    """Where all of those come to Python."""
+
+    def source(self, ino: int, fd: int, version: SourceVersion) -> bool:
         return False
 
-    def not_from_source(self, ino: int) -> None:
-        """As Readers."""
+    def no_source(self, ino: int) -> None:
+        """As UnfinishedReads."""
 
-    def reads_source(self, ino: int) -> bool:
+    def fill(self, ino: int, size: int, chunk_bytes: int, states: bytes) -> bool:
+        return False
+
+    def part(self, ino: int, fd: int) -> None:
+        """As UnfinishedReads."""
+
+    def chunks(self, ino: int, first: int, last: int, state: bytes) -> None:
+        """As UnfinishedReads."""
+
+    def ahead(self, ino: int, chunk: int | None) -> None:
+        """As UnfinishedReads."""
+
+    def arrived(self, ino: int, start: int, data: bytes) -> None:
+        """As UnfinishedReads."""
+
+    def stop(self, ino: int) -> None:
+        """As UnfinishedReads."""
+
+    def used(self, ino: int) -> bool:
         return False

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from monarchfs.cache.cache import Cache
+from monarchfs.cache.readers import NoUnfinishedReads, UnfinishedReads
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.fs.astray import Astray
 from monarchfs.fs.freshness import SURELY_SETTLED_NS
@@ -26,7 +27,14 @@ from monarchfs.types import (
     SourceVersion,
 )
 
-__all__ = ["FileHandle", "Files", "OpenReplica", "Unfinished"]
+__all__ = [
+    "FileHandle",
+    "Files",
+    "NoUnfinishedReads",
+    "OpenReplica",
+    "Unfinished",
+    "UnfinishedReads",
+]
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +63,9 @@ class Unfinished(Protocol):
     def local_bytes(self) -> int: ...
 
     def start_filling(self) -> bool: ...
+
+    def came_to(self, first: int, last: int) -> None:
+        """A read that went past Python is of the chunks [first, last). No checkpoint."""
 
     async def read(self, offset: int, size: int) -> Data: ...
 
@@ -332,9 +343,14 @@ class Files:
         """As far as that is known: see ``opens_are_known``."""
         return ino in self._opens or self.cache.readers.used(ino)
 
-    def reads_source(self, ino: int) -> bool:
-        """Whether others have read it from the source since this was asked the last time."""
-        return self.cache.readers.reads_source(ino)
+    def read_ahead(self, ino: int, first: int, last: int) -> None:
+        """A file that is not resident was read elsewhere, of its chunks [first, last)."""
+        if (unfinished := self._copies.unfinished(ino)) is not None:
+            unfinished.came_to(first, last)
+
+    def read_elsewhere(self, ino: int) -> bool:
+        """Whether others have read it, not being resident, since this was asked the last time."""
+        return self.cache.readers.unfinished.used(ino)
 
     def closed(self, handle: FileHandle) -> None:
         """For handles: one is released."""

@@ -1,5 +1,5 @@
 /* What Python tells the threads, and asks of them: the table of open files, which files are resident,
- * and which are read from the source. */
+ * and what may be read of others. */
 #define PY_SSIZE_T_CLEAN
 #include "_known.h"
 
@@ -244,9 +244,17 @@ static PyObject *counted(PyObject *self, PyObject *unused)
 			     (unsigned long long)counts.lost);
 }
 
-/* -- files that are read from the source */
+/* -- files that are not resident (yet) */
 
-static PyObject *source_put(PyObject *self, PyObject *args)
+/* Bytes whose last reader was none of Python's. */
+static void release_unneeded(void)
+{
+	PyObject *data;
+	while ((data = unfinished_unneeded()))
+		Py_DECREF(data);
+}
+
+static PyObject *read_source(PyObject *self, PyObject *args)
 {
 	unsigned long long ino, size;
 	long long mtime_ns, ctime_ns;
@@ -254,20 +262,93 @@ static PyObject *source_put(PyObject *self, PyObject *args)
 	(void)self;
 	if (!PyArg_ParseTuple(args, "KiKLL", &ino, &fd, &size, &mtime_ns, &ctime_ns))
 		return NULL;
-	return PyBool_FromLong(unfinished_put(ino, fd, size, mtime_ns, ctime_ns));
+	return PyBool_FromLong(unfinished_source(ino, fd, size, mtime_ns, ctime_ns));
 }
 
-static PyObject *source_stop(PyObject *self, PyObject *given)
+static PyObject *no_source(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	if (!number_in(given, &ino))
+		return NULL;
+	unfinished_no_source(ino);
+	Py_RETURN_NONE;
+}
+
+static PyObject *fill(PyObject *self, PyObject *args)
+{
+	unsigned long long ino, size, chunk_bytes;
+	const char *states;
+	Py_ssize_t count;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KKKy#", &ino, &size, &chunk_bytes, &states, &count))
+		return NULL;
+	return PyBool_FromLong(unfinished_fill(ino, size, chunk_bytes, states, (size_t)count));
+}
+
+static PyObject *part(PyObject *self, PyObject *args)
+{
+	unsigned long long ino;
+	int fd;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "Ki", &ino, &fd))
+		return NULL;
+	return PyBool_FromLong(unfinished_part(ino, fd));
+}
+
+static PyObject *chunks(PyObject *self, PyObject *args)
+{
+	unsigned long long ino, first, last;
+	unsigned state;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KKKI", &ino, &first, &last, &state))
+		return NULL;
+	unfinished_chunks(ino, first, last, (enum chunk_state)state);
+	release_unneeded();
+	Py_RETURN_NONE;
+}
+
+static PyObject *ahead(PyObject *self, PyObject *args)
+{
+	unsigned long long ino, chunk;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KK", &ino, &chunk))
+		return NULL;
+	unfinished_ahead(ino, chunk);
+	Py_RETURN_NONE;
+}
+
+static PyObject *arrived(PyObject *self, PyObject *args)
+{
+	unsigned long long ino, start;
+	PyObject *data;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KKS", &ino, &start, &data))
+		return NULL;
+	bool kept;
+	Py_INCREF(data);
+	Py_BEGIN_ALLOW_THREADS
+	kept = unfinished_arrived(ino, start, PyBytes_AS_STRING(data),
+				  (size_t)PyBytes_GET_SIZE(data), data);
+	Py_END_ALLOW_THREADS
+	if (!kept)
+		Py_DECREF(data);
+	Py_RETURN_NONE;
+}
+
+
+static PyObject *stop_unfinished(PyObject *self, PyObject *given)
 {
 	uint64_t ino;
 	(void)self;
 	if (!number_in(given, &ino))
 		return NULL;
 	unfinished_stop(ino);
+	release_unneeded();
 	Py_RETURN_NONE;
 }
 
-static PyObject *source_used(PyObject *self, PyObject *given)
+static PyObject *used_unfinished(PyObject *self, PyObject *given)
 {
 	uint64_t ino;
 	(void)self;
@@ -278,9 +359,11 @@ static PyObject *leave_older(PyObject *self, PyObject *given)
 {
 	uint64_t before_ns;
 	(void)self;
-	return number_in(given, &before_ns) ?
-		       PyLong_FromUnsignedLong(unfinished_leave_older(before_ns)) :
-		       NULL;
+	if (!number_in(given, &before_ns))
+		return NULL;
+	unsigned rest = unfinished_leave_older(before_ns);
+	release_unneeded();
+	return PyLong_FromUnsignedLong(rest);
 }
 
 PyMethodDef known_methods[] = {
@@ -317,14 +400,26 @@ PyMethodDef known_methods[] = {
 	 "Inode numbers that the threads opened since the last call, at most 4096, oldest first."},
 	{"resident_counts", counted, METH_NOARGS,
 	 "(opens by the threads, sizes of those files, opens that resident_opened left out)."},
-	{"unfinished_put", source_put, METH_VARARGS,
-	 "unfinished_put(ino, fd, size, mtime_ns, ctime_ns): the threads may read it from the source.\n"
-	 "False where it has another version, or they cannot."},
-	{"unfinished_stop", source_stop, METH_O, "unfinished_stop(ino): not any more."},
-	{"unfinished_used", source_used, METH_O,
+	{"unfinished_source", read_source, METH_VARARGS,
+	 "unfinished_source(ino, fd, size, mtime_ns, ctime_ns): what is missing may be read from the\n"
+	 "source. False where it has another version, or it cannot be done."},
+	{"unfinished_no_source", no_source, METH_O, "unfinished_no_source(ino): not any more."},
+	{"unfinished_fill", fill, METH_VARARGS,
+	 "unfinished_fill(ino, size, chunk_bytes, states): it is being copied; a byte a chunk."},
+	{"unfinished_part", part, METH_VARARGS,
+	 "unfinished_part(ino, fd): the file with what is present, once."},
+	{"unfinished_chunks", chunks, METH_VARARGS,
+	 "unfinished_chunks(ino, first, last, state): of the chunks [first, last)."},
+	{"unfinished_ahead", ahead, METH_VARARGS,
+	 "unfinished_ahead(ino, chunk): the next read that goes as far as this is told of."},
+	{"unfinished_arrived", arrived, METH_VARARGS,
+	 "unfinished_arrived(ino, start, data): answer those who wait for these bytes. Without the GIL."},
+	{"unfinished_stop", stop_unfinished, METH_O,
+	 "unfinished_stop(ino): it is not to be read any more."},
+	{"unfinished_used", used_unfinished, METH_O,
 	 "unfinished_used(ino): whether it was read since this was asked the last time."},
 	{"unfinished_leave_older", leave_older, METH_O,
-	 "unfinished_leave_older(before_ns): what has been waiting for the source since before then\n"
-	 "(CLOCK_MONOTONIC) is Python's now. How many others wait."},
+	 "unfinished_leave_older(before_ns): reads that have been waiting since before then\n"
+	 "(CLOCK_MONOTONIC) are Python's now. How many others wait."},
 	{NULL, NULL, 0, NULL},
 };

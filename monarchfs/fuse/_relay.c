@@ -164,7 +164,7 @@ static bool answer_any(const struct fuse_in_header *in, size_t length, struct la
 	case FUSE_READ:
 		return lane && body >= sizeof(struct fuse_read_in) &&
 		       (answer_read(in, lane, started_ns) ||
-			unfinished_took(in, length, started_ns));
+			unfinished_took(in, length, lane, started_ns));
 	case FUSE_OPEN:
 		return body >= sizeof(struct fuse_open_in) && answer_open(in, again, started_ns);
 	case FUSE_RELEASE:
@@ -229,6 +229,18 @@ static void put(const char *bytes, size_t length)
 static void put_left(const void *request, size_t length)
 {
 	put_last(request, length, true);
+}
+
+static void put_ahead(uint64_t ino, uint64_t first_chunk, uint64_t last)
+{
+	struct {
+		struct fuse_in_header in;
+		uint64_t chunks[2];
+	} note = {
+		.in = {.len = sizeof(note), .opcode = RELAY_AHEAD, .nodeid = ino},
+		.chunks = {first_chunk, last},
+	};
+	put_last((const char *)&note, sizeof(note), false);
 }
 
 static void end(int error)
@@ -371,7 +383,8 @@ int relay_start(int fd, unsigned threads, unsigned waiting_reads, bool no_opens,
 	fuse_fd = fd;
 	news_fd = news;
 	relay_again();
-	unfinished_start(fd, waiting_reads, put_left);
+	const struct unfinished_python python = {.leave = put_left, .ahead = put_ahead};
+	unfinished_start(fd, waiting_reads, &python);
 
 	sigset_t all, before; /* signals are for Python's main thread */
 	sigfillset(&all);

@@ -14,6 +14,10 @@
 
 #define MOST_BOUNDS 32
 
+/* The opcode of what is none of the kernel's, and not answered: a note of _unfinished.c. Behind the
+ * header are two numbers, the chunks that a read of this inode is of. See quick.Opcode. */
+#define RELAY_AHEAD 0xfffe
+
 /* How long answers took. */
 struct relay_times {
 	uint64_t total_ns;

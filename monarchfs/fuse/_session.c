@@ -197,6 +197,18 @@ static void unopened(uint64_t fh)
 	Py_XDECREF(body);
 }
 
+static void ahead(const struct fuse_in_header *in, size_t length)
+{
+	if (!on_request)
+		return;
+	PyObject *done = PyObject_CallFunction(on_request, "IKy#", in->opcode,
+					       (unsigned long long)in->nodeid, (const char *)(in + 1),
+					       (Py_ssize_t)(length - sizeof(*in)));
+	if (!done)
+		PyErr_WriteUnraisable(on_request);
+	Py_XDECREF(done);
+}
+
 /* Whether Python answered the request at once. */
 static bool answered(struct fuse_session *se, const struct fuse_in_header *in, size_t length)
 {
@@ -271,6 +283,8 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 		if (in->opcode == FUSE_INTERRUPT && on_interrupt &&
 		    (size_t)got >= sizeof(*in) + sizeof(struct fuse_interrupt_in))
 			interrupted(se, in); /* never answered */
+		else if (relaying && in->opcode == RELAY_AHEAD)
+			ahead(in, (size_t)got);
 		else if (!answered(se, in, (size_t)got))
 			break;
 		/* There may be more, but other tasks want their turn, too. */
@@ -490,7 +504,8 @@ static PyObject *unfinished_counts_of(PyObject *self, PyObject *unused)
 		Py_XDECREF(reads);
 		return NULL;
 	}
-	return Py_BuildValue("KNN", (unsigned long long)counts.bytes, answers, reads);
+	return Py_BuildValue("KKNN", (unsigned long long)counts.bytes,
+			     (unsigned long long)counts.source_bytes, answers, reads);
 }
 
 static PyMethodDef methods[] = {
@@ -530,8 +545,8 @@ static PyMethodDef methods[] = {
 	 "(requests left to Python, bytes in answers to READ, READ, OPEN), where the two last are\n"
 	 "(nanoseconds that the answers took, how many took at most so long as each of the bounds)."},
 	{"unfinished_counts", unfinished_counts_of, METH_NOARGS,
-	 "Of reads from the source by the threads: (bytes, answers, their part in the source), the two\n"
-	 "last as in relay_counts."},
+	 "Of files that are not resident: (bytes in answers, those of them asked of the source here,\n"
+	 "answers, reads of the source), the two last as in relay_counts."},
 	{NULL, NULL, 0, NULL},
 };
 

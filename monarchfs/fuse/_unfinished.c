@@ -1,18 +1,18 @@
-/* Reads of files that are not resident: from the source, without Python. See _unfinished.h.
+/* Reads of files that are not resident (yet), without Python. See _unfinished.h.
  *
  * The threads that take requests from the kernel must not wait for a parallel file system, which
- * may hang. So these reads have threads of their own: the one that was idle last takes the next
- * (its buffer is in the cache), another is started where none is, and they end when there is nothing
- * to do. A read that takes long becomes Python's, which knows what to do about a source that hangs;
- * the thread goes on hanging, and finds nobody to answer.
+ * may hang. So reads of the source have threads of their own: the one that was idle last takes the
+ * next (its buffer is in the cache), another is started where none is, and they end when there is
+ * nothing to do. Reads of what is being fetched wait without a thread. A read that takes long becomes
+ * Python's, which knows what to do about a source that hangs; a thread that waits for it goes on
+ * hanging, and finds nobody to answer.
  *
- * Bytes are of the version that the file has after they were read: they are answered if that is
- * what it had when it was opened.
+ * Bytes of the source are of the version that the file has after they were read: they are answered
+ * if that is what it had when it was opened.
  */
 #define _GNU_SOURCE
 #include "_unfinished.h"
 
-#include "_bytes.h"
 #include "_journal.h"
 #include "_table.h"
 
@@ -26,6 +26,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -33,7 +34,7 @@
 #define STACK_BYTES (128 * 1024)
 #define IDLE_SECONDS 5
 
-/* So many threads may hang in the source; then all reads are Python's. */
+/* So many threads may hang in the source; then its reads are Python's. */
 #define MOST_STUCK 64
 
 struct version {
@@ -43,22 +44,48 @@ struct version {
 	int64_t mtime_ns, ctime_ns;
 };
 
-/* A file. Under `lock`, but for what is constant: all but the last three. */
+/* Bytes in memory. Under `lock`, but for what is constant: all but the first and the last two. */
+struct piece {
+	struct piece *next; /* of the file, or of those that are not needed any more */
+	uint64_t start;
+	size_t size;
+	const char *data;
+	void *token;
+	unsigned users;
+	bool over;
+};
+
+/* Under `lock`. Descriptors and their version do not change once they are there. */
 struct file {
 	struct file *next; /* in its bucket */
-	uint64_t ino;
-	int fd;
-	struct version version;
+	uint64_t ino, size;
+	int source_fd, part_fd; /* -1: none (yet) */
+	struct version version; /* of the source */
+	bool direct; /* what is missing may be read there */
+	uint64_t chunk_bytes, chunks, ahead;
+	char *states; /* of chunks; NULL: all are missing */
+	struct piece *pieces;
 	unsigned reads; /* under way */
 	bool stopped, used;
+};
+
+enum place {
+	PARKED, /* somebody else brings what it waits for */
+	QUEUED, /* for a thread */
+	BEGUN,
 };
 
 /* A read. Under `lock`, but for what is constant: the file, when it came, and the request. */
 struct job {
 	struct job *next, *previous; /* of all, in the order in which they came */
+	struct job *next_queued;
 	struct file *file;
-	uint64_t started_ns;
-	bool begun, left, answering;
+	uint64_t started_ns, offset;
+	size_t size;
+	enum place place;
+	bool of_part; /* else of the source */
+	struct piece *piece; /* it is answered from */
+	bool left, answering;
 	size_t length;
 	char bytes[];
 };
@@ -72,11 +99,12 @@ struct idle {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct file *buckets[BUCKETS];
-static struct job *oldest, *newest, *next_job; /* `next_job`: the first that was not begun */
+static struct job *oldest, *newest, *first_queued, **last_queued = &first_queued;
+static struct piece *unneeded;
 static struct idle *idle;
 static unsigned threads, most_threads, stuck, moving;
 static int fuse_fd = -1;
-static void (*leave)(const void *, size_t);
+static struct unfinished_python python;
 static struct unfinished_counts counts;
 
 static uint64_t now_ns(void)
@@ -112,7 +140,19 @@ static bool same(const struct version *one, const struct version *other)
 	       one->mtime_ns == other->mtime_ns && one->ctime_ns == other->ctime_ns;
 }
 
-/* -- files. Under `lock`; what is to be closed is returned, because closing may take long */
+static uint64_t unique_of(const struct job *job)
+{
+	return ((const struct fuse_in_header *)job->bytes)->unique;
+}
+
+static void count_answer(uint64_t started_ns, size_t size)
+{
+	table_answered();
+	__atomic_fetch_add(&counts.bytes, size, __ATOMIC_RELAXED);
+	relay_time(&counts.answers, now_ns() - started_ns);
+}
+
+/* -- files. Under `lock`; what is not used any more is returned, because closing may take long */
 
 static struct file **find(uint64_t ino)
 {
@@ -122,77 +162,71 @@ static struct file **find(uint64_t ino)
 	return place;
 }
 
-static int drop(struct file *file)
+static void destroy(struct file *file)
 {
-	int fd = file->fd;
+	if (!file)
+		return;
+	if (file->source_fd >= 0)
+		close(file->source_fd);
+	if (file->part_fd >= 0)
+		close(file->part_fd);
+	free(file->states);
 	free(file);
-	return fd;
 }
 
-static int stop(uint64_t ino)
+static void put_away(struct piece *piece)
+{
+	piece->next = unneeded;
+	unneeded = piece;
+}
+
+/* The pieces with bytes of [start, end) are not for others any more. */
+static void end_pieces(struct file *file, uint64_t start, uint64_t end)
+{
+	struct piece **place = &file->pieces, *piece;
+	while ((piece = *place)) {
+		if (piece->start >= end || piece->start + piece->size <= start) {
+			place = &piece->next;
+			continue;
+		}
+		*place = piece->next;
+		piece->over = true;
+		if (!piece->users)
+			put_away(piece);
+	}
+}
+
+static struct piece *find_piece(const struct file *file, uint64_t start, uint64_t end)
+{
+	struct piece *piece = file->pieces;
+	while (piece && (start < piece->start || end > piece->start + piece->size))
+		piece = piece->next;
+	return piece;
+}
+
+static void leave_piece(struct piece *piece)
+{
+	if (--piece->users == 0 && piece->over)
+		put_away(piece);
+}
+
+static struct file *make(uint64_t ino, uint64_t size)
 {
 	struct file **place = find(ino), *file = *place;
-	if (!file)
-		return -1;
-	*place = file->next;
-	file->stopped = true;
-	return file->reads ? -1 : drop(file);
-}
-
-static int end_read(struct file *file)
-{
-	return --file->reads == 0 && file->stopped ? drop(file) : -1;
-}
-
-static void close_if(int fd)
-{
-	if (fd >= 0)
-		close(fd);
-}
-
-bool unfinished_put(uint64_t ino, int fd, uint64_t size, int64_t mtime_ns, int64_t ctime_ns)
-{
-	struct version version;
-	if (!most_threads || !version_of(fd, &version) || version.size != size ||
-	    version.mtime_ns != mtime_ns || version.ctime_ns != ctime_ns)
-		return false;
-	int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-	if (own < 0)
-		return false;
-	struct file *file = malloc(sizeof(*file));
-	if (!file) {
-		close(own);
-		return false;
+	if (file || !most_threads)
+		return file;
+	file = malloc(sizeof(*file));
+	if (file) {
+		*file = (struct file){
+			.ino = ino, .size = size, .source_fd = -1, .part_fd = -1, .ahead = NO_CHUNK};
+		*place = file;
 	}
-	/* The kernel may read ahead of a sequential reader. It is advice: not taken, it is slower. */
-	(void)posix_fadvise(own, 0, 0, POSIX_FADV_NORMAL);
-	pthread_mutex_lock(&lock);
-	int to_close = stop(ino);
-	struct file **bucket = &buckets[ino % BUCKETS];
-	*file = (struct file){.next = *bucket, .ino = ino, .fd = own, .version = version};
-	*bucket = file;
-	pthread_mutex_unlock(&lock);
-	close_if(to_close);
-	return true;
+	return file;
 }
 
-void unfinished_stop(uint64_t ino)
+static struct file *end_read(struct file *file)
 {
-	pthread_mutex_lock(&lock);
-	int to_close = stop(ino);
-	pthread_mutex_unlock(&lock);
-	close_if(to_close);
-}
-
-bool unfinished_used(uint64_t ino)
-{
-	pthread_mutex_lock(&lock);
-	struct file *file = *find(ino);
-	bool used = file && (file->used || file->reads);
-	if (file)
-		file->used = false;
-	pthread_mutex_unlock(&lock);
-	return used;
+	return --file->reads == 0 && file->stopped ? file : NULL;
 }
 
 /* -- reads. Under `lock` */
@@ -204,14 +238,12 @@ static void append(struct job *job)
 	*(newest ? &newest->next : &oldest) = job;
 	newest = job;
 	moving++;
-	if (!next_job)
-		next_job = job;
+	job->file->used = true;
+	job->file->reads++;
 }
 
 static void take_out(struct job *job)
 {
-	if (next_job == job)
-		next_job = job->next;
 	*(job->previous ? &job->previous->next : &oldest) = job->next;
 	*(job->next ? &job->next->previous : &newest) = job->previous;
 	if (job->left)
@@ -220,38 +252,54 @@ static void take_out(struct job *job)
 		moving--;
 }
 
-/* To Python. The descriptor to be closed, or -1. */
-static int give_up(struct job *job)
+static void queue(struct job *job)
 {
-	int to_close = -1;
-	leave(job->bytes, job->length);
-	if (job->begun) {
+	job->place = QUEUED;
+	job->next_queued = NULL;
+	*last_queued = job;
+	last_queued = &job->next_queued;
+}
+
+static void unqueue(struct job *job)
+{
+	struct job **place = &first_queued;
+	while (*place != job)
+		place = &(*place)->next_queued;
+	*place = job->next_queued;
+	if (last_queued == &job->next_queued)
+		last_queued = place;
+}
+
+/* To Python. A file that is not used any more, or NULL. */
+static struct file *give_up(struct job *job)
+{
+	python.leave(job->bytes, job->length);
+	if (job->place == BEGUN) {
 		job->left = true; /* its thread takes it out */
 		moving--;
 		stuck++;
-	} else {
-		take_out(job);
-		to_close = end_read(job->file);
-		free(job);
+		return NULL;
 	}
-	return to_close;
+	if (job->place == QUEUED)
+		unqueue(job);
+	take_out(job);
+	struct file *unused = end_read(job->file);
+	free(job);
+	return unused;
 }
 
 bool unfinished_leave(uint64_t unique)
 {
-	int to_close = -1;
-	bool found = false;
+	struct file *unused = NULL;
 	pthread_mutex_lock(&lock);
-	for (struct job *job = oldest; job && !found; job = job->next)
-		if (((const struct fuse_in_header *)job->bytes)->unique == unique && !job->left &&
-		    !job->answering) {
-			found = true;
-			to_close = give_up(job);
-			break;
-		}
+	struct job *job = oldest;
+	while (job && (unique_of(job) != unique || job->left || job->answering))
+		job = job->next;
+	if (job)
+		unused = give_up(job);
 	pthread_mutex_unlock(&lock);
-	close_if(to_close);
-	return found;
+	destroy(unused);
+	return job;
 }
 
 unsigned unfinished_leave_older(uint64_t before_ns)
@@ -260,7 +308,7 @@ unsigned unfinished_leave_older(uint64_t before_ns)
 	for (struct job *job = oldest, *next; job && job->started_ns < before_ns; job = next) {
 		next = job->next;
 		if (!job->left && !job->answering)
-			close_if(give_up(job)); /* of a file that nobody reads: of no server's concern */
+			destroy(give_up(job)); /* seldom: closing may take long */
 	}
 	unsigned rest = moving;
 	pthread_mutex_unlock(&lock);
@@ -281,40 +329,41 @@ static bool is_good(void *given)
 	struct job *job = asked->job;
 	struct version now;
 	asked->read_ns = now_ns() - asked->began_ns;
-	if (!version_of(job->file->fd, &now) || !same(&now, &job->file->version))
+	if (!job->of_part &&
+	    (!version_of(job->file->source_fd, &now) || !same(&now, &job->file->version)))
 		return false;
 	pthread_mutex_lock(&lock);
-	job->answering = !job->left;
+	bool wanted = job->answering = !job->left;
 	pthread_mutex_unlock(&lock);
-	return job->answering;
+	return wanted;
 }
 
 static void carry_out(struct job *job, struct lane *lane)
 {
-	const struct fuse_in_header *in = (const void *)job->bytes;
-	const struct fuse_read_in *arg = (const void *)(in + 1);
 	struct file *file = job->file;
-	uint64_t rest = file->version.size - arg->offset;
-	size_t size = rest < arg->size ? (size_t)rest : arg->size;
+	int fd = job->of_part ? file->part_fd : file->source_fd;
 	struct asked asked = {.job = job, .began_ns = now_ns()};
-	enum answered done = bytes_answer(lane, fuse_fd, in->unique, file->fd, arg->offset, size,
+	enum answered done = bytes_answer(lane, fuse_fd, unique_of(job), fd, job->offset, job->size,
 					  is_good, &asked);
 	if (done != NOT_READ) {
-		table_answered();
-		journal_done(in->unique);
-		__atomic_fetch_add(&counts.bytes, size, __ATOMIC_RELAXED);
-		relay_time(&counts.reads, asked.read_ns);
-		relay_time(&counts.answers, now_ns() - job->started_ns);
+		journal_done(unique_of(job));
+		count_answer(job->started_ns, job->size);
 	}
-	/* The mount's own pages have it now: not to be in memory twice. */
-	(void)posix_fadvise(file->fd, (off_t)arg->offset, (off_t)size, POSIX_FADV_DONTNEED);
+	if (!job->of_part) {
+		if (done != NOT_READ) {
+			__atomic_fetch_add(&counts.source_bytes, job->size, __ATOMIC_RELAXED);
+			relay_time(&counts.reads, asked.read_ns);
+		}
+		/* The mount's own pages have it now: not to be in memory twice. */
+		(void)posix_fadvise(fd, (off_t)job->offset, (off_t)job->size, POSIX_FADV_DONTNEED);
+	}
 	pthread_mutex_lock(&lock);
 	if (done == NOT_READ && !job->left)
-		leave(job->bytes, job->length);
+		python.leave(job->bytes, job->length);
 	take_out(job);
-	int to_close = end_read(file);
+	struct file *unused = end_read(file);
 	pthread_mutex_unlock(&lock);
-	close_if(to_close);
+	destroy(unused);
 	free(job);
 }
 
@@ -324,7 +373,7 @@ static struct job *wait_for_job(struct idle *self)
 	struct timespec until;
 	clock_gettime(CLOCK_MONOTONIC, &until);
 	until.tv_sec += IDLE_SECONDS;
-	while (!next_job) {
+	while (!first_queued) {
 		self->woken = false;
 		self->next = idle;
 		idle = self;
@@ -336,13 +385,13 @@ static struct job *wait_for_job(struct idle *self)
 			while (*place != self)
 				place = &(*place)->next;
 			*place = self->next;
-			if (!next_job)
+			if (!first_queued)
 				return NULL;
 		}
 	}
-	struct job *job = next_job;
-	next_job = job->next;
-	job->begun = true;
+	struct job *job = first_queued;
+	unqueue(job);
+	job->place = BEGUN;
 	return job;
 }
 
@@ -374,22 +423,25 @@ static void *serve(void *unused)
 	return NULL;
 }
 
-/* Signals are for Python's main thread: those who call this have them blocked, and so has what they
- * start. */
+/* Signals are for Python's main thread. */
 static bool start_thread(void)
 {
 	pthread_t thread;
 	pthread_attr_t attributes;
+	sigset_t all, before;
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, &before);
 	pthread_attr_init(&attributes);
 	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
 	pthread_attr_setstacksize(&attributes, STACK_BYTES);
 	bool started = pthread_create(&thread, &attributes, serve, NULL) == 0;
 	pthread_attr_destroy(&attributes);
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
 	threads += started;
 	return started;
 }
 
-/* Have somebody carry out what waits. Under `lock`. False where there will be nobody. */
+/* Have somebody carry out what is queued. Under `lock`. False where there will be nobody. */
 static bool wake_one(void)
 {
 	struct idle *self = idle;
@@ -402,41 +454,385 @@ static bool wake_one(void)
 	return threads - stuck >= most_threads || start_thread() || threads > stuck;
 }
 
-bool unfinished_took(const void *request, size_t length, uint64_t started_ns)
+/* -- for those who take requests */
+
+static bool in_state(const struct job *job, enum chunk_state state, bool all)
+{
+	const struct file *file = job->file;
+	uint64_t last = (job->offset + job->size - 1) / file->chunk_bytes;
+	for (uint64_t chunk = job->offset / file->chunk_bytes; chunk <= last; chunk++)
+		if ((file->states[chunk] == (char)state) != all)
+			return !all;
+	return all;
+}
+
+static bool all_are(const struct job *job, enum chunk_state state)
+{
+	return in_state(job, state, true);
+}
+
+static bool some_are(const struct job *job, enum chunk_state state)
+{
+	return in_state(job, state, false);
+}
+
+/* Whether it is not Python's; if so, where it has its place. Under `lock`. */
+static bool is_ours(struct job *job)
+{
+	const struct file *file = job->file;
+	job->place = QUEUED;
+	job->of_part = false;
+	if (!file->states)
+		return file->direct && stuck < MOST_STUCK;
+	job->of_part = file->part_fd >= 0 && all_are(job, CHUNK_PRESENT);
+	job->piece = job->of_part ? NULL :
+				    find_piece(file, job->offset, job->offset + job->size);
+	if (job->of_part || job->piece || (file->direct && stuck < MOST_STUCK && all_are(job, CHUNK_MISSING)))
+		return true;
+	job->place = PARKED;
+	return some_are(job, CHUNK_CLAIMED) && !some_are(job, CHUNK_MISSING);
+}
+
+/* Python hears of it once, and says from where on it is to hear again. Under `lock`. */
+static void look_ahead(const struct job *job)
+{
+	struct file *file = job->file;
+	if (file->ahead == NO_CHUNK || !file->states)
+		return;
+	uint64_t last = (job->offset + job->size - 1) / file->chunk_bytes + 1;
+	if (last >= file->ahead) {
+		file->ahead = NO_CHUNK;
+		python.ahead(file->ino, job->offset / file->chunk_bytes, last);
+	}
+}
+
+static void answer_from(const struct job *job, uint64_t unique, const char *data)
+{
+	struct fuse_out_header out = {
+		.len = (uint32_t)(sizeof(out) + job->size),
+		.unique = unique,
+	};
+	struct iovec parts[] = {{&out, sizeof(out)}, {(void *)data, job->size}};
+	ssize_t sent;
+	do {
+		sent = writev(fuse_fd, parts, 2);
+	} while (sent < 0 && errno == EINTR);
+	/* Else nobody waits any more. */
+	count_answer(job->started_ns, job->size);
+}
+
+/* What is local is read by whoever takes the request. Whether it is answered. */
+static bool read_here(const struct job *job, uint64_t unique, struct lane *lane)
+{
+	struct piece *piece = job->piece;
+	enum answered done = ANSWERED;
+	if (piece) {
+		answer_from(job, unique, piece->data + (job->offset - piece->start));
+	} else {
+		done = bytes_answer(lane, fuse_fd, unique, job->file->part_fd, job->offset,
+				    job->size, NULL, NULL);
+		if (done != NOT_READ)
+			count_answer(job->started_ns, job->size);
+	}
+	pthread_mutex_lock(&lock);
+	if (piece)
+		leave_piece(piece);
+	struct file *unused = end_read(job->file);
+	pthread_mutex_unlock(&lock);
+	destroy(unused);
+	return done != NOT_READ;
+}
+
+/* Under `lock`. */
+static bool keep(const struct job *like, const void *request)
+{
+	struct job *job = malloc(sizeof(*job) + like->length);
+	if (!job)
+		return false;
+	*job = *like;
+	memcpy(job->bytes, request, like->length);
+	append(job);
+	if (job->place == QUEUED) {
+		queue(job);
+		if (!wake_one()) {
+			unqueue(job);
+			take_out(job);
+			job->file->reads--; /* it is not stopped */
+			free(job);
+			return false;
+		}
+	}
+	journal_keep(request, like->length);
+	return true;
+}
+
+bool unfinished_took(const void *request, size_t length, struct lane *lane, uint64_t started_ns)
 {
 	const struct fuse_in_header *in = request;
 	const struct fuse_read_in *arg = (const void *)(in + 1);
-	if (!most_threads)
+	if (!most_threads || !arg->size)
 		return false;
-	struct job *job = NULL;
+	struct job job = {.started_ns = started_ns, .offset = arg->offset, .length = length};
+	bool here = false;
 	pthread_mutex_lock(&lock);
-	struct file *file = *find(in->nodeid);
-	if (file && arg->offset < file->version.size && stuck < MOST_STUCK &&
-	    (job = malloc(sizeof(*job) + length))) {
-		*job = (struct job){.file = file, .started_ns = started_ns, .length = length};
-		memcpy(job->bytes, request, length);
-		append(job);
-		if (wake_one()) {
-			journal_keep(request, length);
-			file->used = true;
-			file->reads++;
-		} else {
-			take_out(job);
-			free(job);
-			job = NULL;
+	job.file = *find(in->nodeid);
+	bool took = job.file && arg->offset < job.file->size;
+	if (took) {
+		uint64_t rest = job.file->size - arg->offset;
+		job.size = rest < arg->size ? (size_t)rest : arg->size;
+		took = is_ours(&job);
+		if (took)
+			look_ahead(&job);
+		here = took && (job.of_part || job.piece);
+		if (here) {
+			if (job.piece)
+				job.piece->users++;
+			job.file->used = true;
+			job.file->reads++;
+		} else if (took) {
+			took = keep(&job, request);
 		}
 	}
 	pthread_mutex_unlock(&lock);
+	return here ? read_here(&job, in->unique, lane) : took;
+}
+
+/* -- for Python */
+
+bool unfinished_source(uint64_t ino, int fd, uint64_t size, int64_t mtime_ns, int64_t ctime_ns)
+{
+	struct version version;
+	if (!version_of(fd, &version) || version.size != size || version.mtime_ns != mtime_ns ||
+	    version.ctime_ns != ctime_ns)
+		return false;
+	int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+	if (own < 0)
+		return false;
+	/* The kernel may read ahead of a sequential reader. It is advice: not taken, it is slower. */
+	(void)posix_fadvise(own, 0, 0, POSIX_FADV_NORMAL);
+	pthread_mutex_lock(&lock);
+	struct file *file = make(ino, size);
+	if (file) {
+		file->direct = file->source_fd < 0 || same(&file->version, &version);
+		if (file->source_fd < 0) {
+			file->source_fd = own;
+			file->version = version;
+			own = -1;
+		}
+	}
+	bool done = file && file->direct;
+	pthread_mutex_unlock(&lock);
+	if (own >= 0)
+		close(own);
+	return done;
+}
+
+/* Under `lock`. Parked reads of the chunks [first, last) that may go on, or never will. */
+static void look_at_parked(struct file *file, uint64_t first, uint64_t last)
+{
+	for (struct job *job = oldest, *next; job; job = next) {
+		next = job->next;
+		if (job->file != file || job->place != PARKED || job->answering ||
+		    job->offset >= last * file->chunk_bytes ||
+		    job->offset + job->size <= first * file->chunk_bytes)
+			continue;
+		if (file->part_fd >= 0 && all_are(job, CHUNK_PRESENT)) {
+			job->of_part = true;
+			queue(job);
+			if (wake_one())
+				continue;
+		} else if (some_are(job, CHUNK_CLAIMED) && !some_are(job, CHUNK_MISSING)) {
+			continue;
+		}
+		(void)give_up(job); /* the file is not stopped */
+	}
+}
+
+static struct file *stop(uint64_t ino)
+{
+	struct file **place = find(ino), *file = *place;
+	if (!file)
+		return NULL;
+	*place = file->next;
+	file->reads++; /* for this function */
+	end_pieces(file, 0, file->size);
+	for (struct job *job = oldest, *next; job; job = next) {
+		next = job->next;
+		if (job->file == file && job->place == PARKED && !job->answering)
+			(void)give_up(job);
+	}
+	file->stopped = true;
+	return end_read(file);
+}
+
+void unfinished_stop(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct file *unused = stop(ino);
+	pthread_mutex_unlock(&lock);
+	destroy(unused);
+}
+
+void unfinished_no_source(uint64_t ino)
+{
+	struct file *unused = NULL;
+	pthread_mutex_lock(&lock);
+	struct file *file = *find(ino);
+	if (file && file->states)
+		file->direct = false;
+	else
+		unused = stop(ino);
+	pthread_mutex_unlock(&lock);
+	destroy(unused);
+}
+
+bool unfinished_fill(uint64_t ino, uint64_t size, uint64_t chunk_bytes, const char *states,
+		     size_t count)
+{
+	if (!chunk_bytes || !count || count != (size - 1) / chunk_bytes + 1)
+		return false;
+	char *own = malloc(count);
+	if (!own)
+		return false;
+	memcpy(own, states, count);
+	pthread_mutex_lock(&lock);
+	struct file *unused = stop(ino);
+	struct file *file = make(ino, size);
+	if (file) {
+		file->chunk_bytes = chunk_bytes;
+		file->chunks = count;
+		file->states = own;
+	}
+	pthread_mutex_unlock(&lock);
+	if (!file)
+		free(own);
+	destroy(unused);
+	return file;
+}
+
+bool unfinished_part(uint64_t ino, int fd)
+{
+	int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+	if (own < 0)
+		return false;
+	pthread_mutex_lock(&lock);
+	struct file *file = *find(ino);
+	bool taken = file && file->states && file->part_fd < 0;
+	if (taken)
+		file->part_fd = own;
+	pthread_mutex_unlock(&lock);
+	if (!taken)
+		close(own);
+	return taken;
+}
+
+void unfinished_chunks(uint64_t ino, uint64_t first, uint64_t last, enum chunk_state state)
+{
+	pthread_mutex_lock(&lock);
+	struct file *file = *find(ino);
+	if (file && file->states && first < last && last <= file->chunks) {
+		memset(file->states + first, state, last - first);
+		end_pieces(file, first * file->chunk_bytes, last * file->chunk_bytes);
+		if (state != CHUNK_CLAIMED)
+			look_at_parked(file, first, last);
+	}
+	pthread_mutex_unlock(&lock);
+}
+
+void unfinished_ahead(uint64_t ino, uint64_t chunk)
+{
+	pthread_mutex_lock(&lock);
+	struct file *file = *find(ino);
+	if (file)
+		file->ahead = chunk;
+	pthread_mutex_unlock(&lock);
+}
+
+/* A parked read of `file` that lies in these bytes. Under `lock`. */
+static struct job *find_parked(const struct file *file, uint64_t start, uint64_t end)
+{
+	struct job *job = oldest;
+	while (job && (job->file != file || job->place != PARKED || job->answering ||
+		       job->offset < start || job->offset + job->size > end))
+		job = job->next;
 	return job;
 }
 
-int unfinished_start(int fd, unsigned some, void (*to_python)(const void *, size_t))
+/* Answer those who wait for bytes of a piece, which is in use. Under `lock`, but not meanwhile. */
+static void answer_parked(const struct file *file, const struct piece *piece)
+{
+	struct job *job;
+	while ((job = find_parked(file, piece->start, piece->start + piece->size))) {
+		job->answering = true;
+		pthread_mutex_unlock(&lock);
+		answer_from(job, unique_of(job), piece->data + (job->offset - piece->start));
+		journal_done(unique_of(job));
+		pthread_mutex_lock(&lock);
+		take_out(job);
+		(void)end_read(job->file); /* it is in use */
+		free(job);
+	}
+}
+
+bool unfinished_arrived(uint64_t ino, uint64_t start, const char *data, size_t size, void *token)
+{
+	struct file *unused = NULL;
+	struct piece *piece = NULL;
+	pthread_mutex_lock(&lock);
+	struct file *file = *find(ino);
+	if (file && file->states && size && start % file->chunk_bytes == 0 &&
+	    start + size <= file->size && !find_piece(file, start, start + size))
+		piece = malloc(sizeof(*piece));
+	if (piece) {
+		uint64_t first = start / file->chunk_bytes;
+		uint64_t last = (start + size - 1) / file->chunk_bytes + 1;
+		*piece = (struct piece){.next = file->pieces, .start = start, .size = size,
+					.data = data, .token = token, .users = 1};
+		file->pieces = piece;
+		file->reads++; /* for this function */
+		for (uint64_t chunk = first; chunk < last; chunk++)
+			if (file->states[chunk] == CHUNK_CLAIMED)
+				file->states[chunk] = CHUNK_ARRIVED;
+		answer_parked(file, piece);
+		look_at_parked(file, first, last);
+		leave_piece(piece);
+		unused = end_read(file);
+	}
+	pthread_mutex_unlock(&lock);
+	destroy(unused);
+	return piece;
+}
+
+void *unfinished_unneeded(void)
+{
+	pthread_mutex_lock(&lock);
+	struct piece *piece = unneeded;
+	if (piece)
+		unneeded = piece->next;
+	pthread_mutex_unlock(&lock);
+	void *token = piece ? piece->token : NULL;
+	free(piece);
+	return token;
+}
+
+bool unfinished_used(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct file *file = *find(ino);
+	bool used = file && (file->used || file->reads);
+	if (file)
+		file->used = false;
+	pthread_mutex_unlock(&lock);
+	return used;
+}
+
+int unfinished_start(int fd, unsigned some, const struct unfinished_python *given)
 {
 	pthread_mutex_lock(&lock);
 	int result = most_threads ? -EALREADY : 0;
 	if (!result) {
 		fuse_fd = fd;
-		leave = to_python;
+		python = *given;
 		most_threads = some;
 	}
 	pthread_mutex_unlock(&lock);

@@ -75,5 +75,5 @@ class Implicit:
             await trio.sleep(1)
             now = trio.current_time()
             for ino, held in list(self._held.items()):
-                if held.handle.served or (held.until < now and not self._files.reads_source(ino)):
+                if held.handle.served or (held.until < now and not self._files.read_elsewhere(ino)):
                     self._close(ino, held)

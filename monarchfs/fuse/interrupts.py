@@ -7,9 +7,9 @@ is none of a file system's business (reads of regular files are not interruptibl
 either), so a request is given up, and answered EINTR, once the kernel has SIGKILL pending for its
 thread: that is what every fatal signal becomes (kernel/signal.c, complete_signal).
 
-Of a read with O_DIRECT the kernel says nothing: it sends it as an asynchronous one, and waits for its
-end whatever happens (fs/fuse/file.c, fuse_direct_IO). So the process behind a request that has been
-waiting for long is looked at unasked.
+Of a read with O_DIRECT the kernel says nothing: it sends it as an asynchronous one, and waits for
+its end whatever happens (fs/fuse/file.c, fuse_direct_IO). So the process behind a request that has
+been waiting for long is looked at unasked.
 """
 
 from __future__ import annotations

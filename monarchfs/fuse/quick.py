@@ -30,6 +30,8 @@ class Opcode:
     RELEASE = 18
     OPENDIR = 27
     RELEASEDIR = 29
+    AHEAD = 0xFFFE
+    """None of the kernel's: a note that a file has been read so far (_relay.h)."""
     UNOPENED = 0xFFFF
     """None of the kernel's: it did not wait for the answer to an open."""
     READDIRPLUS = 44
@@ -45,6 +47,7 @@ MOST_LISTED_BYTES = 32 << 10
 
 _U32 = 0xFFFFFFFF
 _HANDLE = struct.Struct("=Q")
+_CHUNKS = struct.Struct("=QQ")
 _OPEN_IN = struct.Struct("=I")
 _OPEN_OUT = struct.Struct("=QIi")
 _READ_IN = struct.Struct("=QQI")
@@ -129,6 +132,8 @@ class Quick:
                 if (released := self._handles.pop(number)) is not None:
                     released.release()
                 return b""
+            case Opcode.AHEAD:
+                self._files.read_ahead(node, *_CHUNKS.unpack_from(body))
             case Opcode.UNOPENED:
                 number = _HANDLE.unpack_from(body)[0]
                 if (released := self._handles.unopened(number)) is not None:

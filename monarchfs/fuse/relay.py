@@ -1,5 +1,4 @@
-"""What the threads of the C part (_relay.c) may answer: opens and reads of resident files, and reads
-of files of which nothing is kept (_unfinished.c).
+"""What the threads of the C part (_relay.c) may answer: opens and reads of resident files.
 
 Python tells them which files those are, and hears what they opened. Without the C part all requests
 come to Python.
@@ -9,15 +8,15 @@ from __future__ import annotations
 
 import os
 import resource
-import time
 from collections.abc import Callable, Collection
 from types import ModuleType
 
 import trio
 
-from monarchfs.fs.files import Files
+from monarchfs.fs.files import Files, NoUnfinishedReads, UnfinishedReads
+from monarchfs.fuse.unfinished import Unfinished
 from monarchfs.metrics import Histogram, Metrics
-from monarchfs.types import ReplicaState, SourceVersion
+from monarchfs.types import ReplicaState
 
 MOST_TIERS = 64
 """As in _resident.h; what further tiers hold is read by Python."""
@@ -32,9 +31,6 @@ CATCH_UP_SECONDS = 0.25
 WALK_BATCH, WALK_SECONDS = 64, 0.01
 """So many replicas are looked up at once, about a millisecond; and then none for so long."""
 
-SOURCE_NS = 1_000_000_000
-"""A read that has been in the source for so long is Python's from then on."""
-
 _Times = tuple[int, tuple[int, ...]]
 
 
@@ -48,16 +44,26 @@ class Relay:
     def __init__(self, hooks: ModuleType | None, metrics: Metrics, *, free_opens: bool) -> None:
         self.free_opens = free_opens and hooks is not None
         self._hooks = hooks
+        self._unfinished = None if hooks is None else Unfinished(hooks)
         self._metrics = metrics
         self._tiers: dict[int, int] = {}
         self._files: Files | None = None
         self._opens_here = True
         nothing: _Times = (0, (0,) * len(metrics.requests.read_local.counts))
         self._counted = (0, nothing, nothing, 0, 0)
-        self._counted_source = (0, nothing, nothing)
+        self._counted_source = (0, 0, nothing, nothing)
         self.on_source_reads: Callable[[int, int, list[int]], None] | None = None
         """Told of reads of the source when they are counted: their bytes, the nanoseconds that they
         took, and how many took at most so long as each of DURATION_BOUNDS_NS."""
+
+    @property
+    def unfinished(self) -> UnfinishedReads:
+        return NoUnfinishedReads() if self._unfinished is None else self._unfinished
+
+    @property
+    def waits(self) -> bool:
+        """Whether somebody waits for a read of a file that is not resident."""
+        return self._unfinished is not None and self._unfinished.waiting
 
     def begin(self, files: Files, *, lasting_ns: int, tells: bool, opens_here: bool = True) -> None:
         """Opens are good for at most ``lasting_ns``; ``tells``: policies want to hear of them;
@@ -142,31 +148,14 @@ class Relay:
                 if files.opened_locally is not None:
                     files.opened_locally(ino)
 
-    def from_source(self, ino: int, fd: int, version: SourceVersion) -> bool:
-        return self._hooks is not None and self._hooks.unfinished_put(
-            ino, fd, version.size, version.mtime_ns, version.ctime_ns
-        )
-
-    def not_from_source(self, ino: int) -> None:
-        if self._hooks is not None:
-            self._hooks.unfinished_stop(ino)
-
-    def reads_source(self, ino: int) -> bool:
-        return self._hooks is not None and self._hooks.unfinished_used(ino)
-
-    @property
-    def waits_for_source(self) -> bool:
-        """Whether a read is in the source now."""
-        return self._hooks is not None and self._hooks.unfinished_leave_older(0) > 0
-
     # -- tasks
 
     async def run(self) -> None:
         """Tell policies what was opened, and take over reads of a source that hangs, for ever."""
         while True:
             self.catch_up()
-            if self._hooks is not None:
-                self._hooks.unfinished_leave_older(time.monotonic_ns() - SOURCE_NS)
+            if self._unfinished is not None:
+                self._unfinished.leave_long()
             await trio.sleep(CATCH_UP_SECONDS)
 
     async def walk(self) -> None:
@@ -201,13 +190,14 @@ class Relay:
 
     def _count_source(self) -> None:
         assert self._hooks is not None
-        size, answers, reads = self._hooks.unfinished_counts()
-        before, self._counted_source = self._counted_source, (size, answers, reads)
+        now = size, source_bytes, answers, reads = self._hooks.unfinished_counts()
+        before, self._counted_source = self._counted_source, now
         self._metrics.relayed_bytes += size - before[0]
-        _add(self._metrics.requests.read_source, answers, before[1])
+        _add(self._metrics.requests.read_source, answers, before[2])
         if self.on_source_reads is not None:
-            took = [now - then for now, then in zip(reads[1], before[2][1], strict=False)]
-            self.on_source_reads(size - before[0], reads[0] - before[2][0], took)
+            buckets = range(len(self._metrics.requests.read_source.counts))
+            took = [reads[1][bucket] - before[3][1][bucket] for bucket in buckets]
+            self.on_source_reads(source_bytes - before[1], reads[0] - before[3][0], took)
 
 
 def _add(durations: Histogram, now: _Times, before: _Times) -> None:

@@ -38,6 +38,10 @@ class ChunkMap:
         """One byte a chunk: 1 where it is present. What is claimed only does not count."""
         return bytes(self._state).replace(CLAIMED, MISSING).replace(PRESENT, CLAIMED)
 
+    def states(self) -> bytes:
+        """All of them."""
+        return bytes(self._state)
+
     def state(self, chunk: int) -> bytes:
         return bytes(self._state[chunk : chunk + 1])
 

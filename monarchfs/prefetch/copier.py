@@ -530,6 +530,8 @@ class Copier:
     async def _lend_slots(self) -> None:
         while True:
             await trio.sleep(STUCK_SECONDS / 2)
+            for fill in self.files.values():
+                fill.try_again()
             before = trio.current_time() - STUCK_SECONDS
             for group in self._groups:
                 if group.started is not None and group.started < before:

@@ -13,7 +13,7 @@ from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica, Reservation
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.chunks import ChunkMap
-from monarchfs.prefetch.fetch import State, chunk_bytes_for
+from monarchfs.prefetch.fetch import WHOLE_BYTES, State, chunk_bytes_for
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.remote import RemoteFile
 from monarchfs.types import Lane, Node, SourceChanged, SourceVersion
@@ -68,6 +68,7 @@ class Copy:
         self._changes = 0
         self._seen = node.stat.version
         self._finishing = False
+        self._shown = False
         self._handed_out = False
 
     @property
@@ -114,7 +115,7 @@ class Copy:
         """``start_filling`` where that is known to be possible and the cache was asked already."""
         if reservation is None:
             return False
-        self._take_back()
+        self._hide()
         if (resumed := reservation.resumed) is not None:
             self.chunks = ChunkMap(self.size, resumed.chunk_bytes, resumed.present)
         self.reservation = reservation
@@ -155,7 +156,7 @@ class Copy:
     def _changed(self) -> None:
         """The source has another version now: what was read of this one is not mixed with it."""
         self._changes += 1
-        self._take_back()
+        self._hide()
         self._cache.outdated(self.node)
         if self.state is State.FILLING:
             self._metrics.copies_outdated += 1
@@ -167,6 +168,7 @@ class Copy:
             assert self.reservation is not None
             self.reservation.given_up = True  # at once: its last step may be under way
             self.state = State.DIRECT
+            self._hide()
             self._nursery.start_soon(self._abandon, cause, reason)
 
     async def _abandon(self, cause: Cause, reason: str) -> None:
@@ -180,6 +182,7 @@ class Copy:
 
     def _reset(self) -> None:
         """There is no reservation any more, and no part file."""
+        self._hide()
         self.state = State.DIRECT
         self.reservation = None
         self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
@@ -238,19 +241,41 @@ class Copy:
             self.replica, self.state = replica, State.RESIDENT
             self._acquired.append(replica)
 
+    # -- others who read it, without Python
+
+    def _show(self) -> bool:
+        """Somebody reads it: others may read what is there, and wait for what is being fetched. True
+        if that is new. No checkpoint. (A small file's readers hurry what is fetched together with
+        others.)"""
+        reservation = self.reservation
+        if self._shown or self.size <= WHOLE_BYTES or self.state is not State.FILLING:
+            return False
+        chunks, reads = self.chunks, self._cache.readers.unfinished
+        self._shown = reads.fill(self.node.ino, self.size, chunks.chunk_bytes, chunks.states())
+        if self._shown and reservation is not None and reservation.fd >= 0:
+            reads.part(self.node.ino, reservation.fd)
+        return self._shown
+
     def _hand_out(self) -> None:
-        """Nothing of it is kept, and it was read: others may, without Python. No checkpoint."""
+        """What is missing is not kept, and it was read: others may. No checkpoint."""
         if self._handed_out or self._changes or not self.handles or self.remote.fd < 0:
             return
-        if self.state is State.DIRECT and self.reservation is None:
-            self._handed_out = self._cache.readers.from_source(
+        not_kept = self.state is State.DIRECT and self.reservation is None
+        if not_kept or (self._shown and self.full):
+            self._handed_out = self._cache.readers.unfinished.source(
                 self.node.ino, self.remote.fd, self.node.stat.version
             )
 
-    def _take_back(self) -> None:
-        if self._handed_out:
+    def try_again(self) -> None:
+        """There may be room for what is missing: who reads it next shall ask. No checkpoint."""
+        if self._handed_out and self._shown:
             self._handed_out = False
-            self._cache.readers.not_from_source(self.node.ino)
+            self._cache.readers.unfinished.no_source(self.node.ino)
+
+    def _hide(self) -> None:
+        if self._shown or self._handed_out:
+            self._shown = self._handed_out = False
+            self._cache.readers.unfinished.stop(self.node.ino)
 
     def release(self) -> None:
         """A handle is closed."""
@@ -270,7 +295,7 @@ class Copy:
         if self.state is State.DIRECT and self.reservation is not None:
             return  # its end is under way and comes back here
         self._forget(self)
-        self._take_back()
+        self._hide()
         self.remote.close_soon()
         self.replica = None
         while self._acquired:

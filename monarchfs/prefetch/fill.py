@@ -15,7 +15,7 @@ import trio
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.replicas import OpenReplica, Reservation
 from monarchfs.metrics import Metrics
-from monarchfs.prefetch.chunks import CLAIMED, PRESENT
+from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT
 from monarchfs.prefetch.copy import Copy
 from monarchfs.prefetch.fetch import MOST_AHEAD_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.readahead import Readahead
@@ -94,10 +94,27 @@ class Fill(Copy):
             first, last = 0, chunks.count
             self._pull()
         self._fetch_now(first, last)
+        self._go_ahead(first, last)
+
+    def _go_ahead(self, first: int, last: int) -> None:
+        """Fetch what comes after the chunks [first, last), if they are read in sequence. Apart from
+        them, which are then answered as soon as they are there."""
+        chunks = self.chunks
         stop = self._ahead.advance(first, last)
         self.cursor = last
-        # Apart from what is asked for, which is then answered as soon as it is there.
         self._fetch_now(last, min(stop, chunks.count))
+        if self._show():
+            for fetch in self._fetches:
+                if fetch.data is not None:  # on its way into the tier, which may be slow
+                    self._arrived(fetch.start, fetch.data)
+        if self._shown:
+            trigger = self._ahead.trigger if stop < chunks.count else None
+            self._cache.readers.unfinished.ahead(self.node.ino, trigger)
+
+    def came_to(self, first: int, last: int) -> None:
+        """A read that went past Python is of the chunks [first, last). No checkpoint."""
+        if self._shown and first < last <= self.chunks.count:
+            self._go_ahead(first, last)
 
     def _pull(self) -> None:
         """Somebody waits for what is fetched together with other files."""
@@ -118,6 +135,7 @@ class Fill(Copy):
             self.full = True
             return None
         self.chunks.claim(first, last)
+        self._tell(first, last, CLAIMED)
         layout = self.remote.layout
         target = None if layout is None else layout.target(start)
         fetch = Fetch(self.chunks, first, last, start, end, trio.Event(), target)
@@ -245,6 +263,8 @@ class Fill(Copy):
         self._fetches.remove(fetch)
         if fetch.chunks.state(fetch.first) == CLAIMED:
             fetch.chunks.release(fetch.first, fetch.last)
+            if fetch.chunks is self.chunks:
+                self._tell(fetch.first, fetch.last, MISSING)
         fetch.done.set()
         self._leave()
         self._poke(self)
@@ -252,7 +272,8 @@ class Fill(Copy):
     async def _fetch_source(self, fetch: Fetch, lane: Lane) -> bytes | None:
         started = trio.current_time()
         try:
-            fetch.data = await self.remote.fetch(fetch.start, fetch.end, lane)
+            arrived = self._arrived if self.size > WHOLE_BYTES else None
+            fetch.data = await self.remote.fetch(fetch.start, fetch.end, lane, arrived)
         except OSError as exc:
             fetch.error = exc
         except SourceChanged:
@@ -261,6 +282,14 @@ class Fill(Copy):
             fetch.seconds = trio.current_time() - started
             fetch.done.set()
         return fetch.data
+
+    def _arrived(self, start: int, data: bytes) -> None:
+        """In a thread: nobody is to wait for the event loop's turn."""
+        self._cache.readers.unfinished.arrived(self.node.ino, start, data)
+
+    def _tell(self, first: int, last: int, state: bytes) -> None:
+        if self._shown:
+            self._cache.readers.unfinished.chunks(self.node.ino, first, last, state)
 
     def _keeps(self, fetch: Fetch, lane: Lane) -> bool:
         if self.state is not State.FILLING or fetch.chunks is not self.chunks:
@@ -282,11 +311,16 @@ class Fill(Copy):
                 if stored:
                     self._become_resident()
                 return
+            unmade = reservation.fd < 0
             await self._cache.write(reservation, fetch.start, data)
         except OSError as exc:
             self._tier_failed(reservation, exc, "copying failed")
             return
         fetch.chunks.arrive(fetch.first, fetch.last)
+        if self._shown and fetch.chunks is self.chunks:
+            if unmade:
+                self._cache.readers.unfinished.part(self.node.ino, reservation.fd)
+            self._tell(fetch.first, fetch.last, PRESENT)
         if self.state is State.FILLING and self.chunks.complete:
             self._begin_finish()
 

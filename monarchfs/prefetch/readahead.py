@@ -18,6 +18,12 @@ class Readahead:
         self._window = 0
         self._fetched = 0
 
+    @property
+    def trigger(self) -> int | None:
+        """Reads that end before this chunk do not change what is fetched; None: none does, unless
+        it asks for what is missing."""
+        return self._fetched - self._window // 2 if self._window else None
+
     def advance(self, first: int, last: int) -> int:
         """A read of chunks [first, last): up to which chunk to fetch now (``last``: no further).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import trio
 
@@ -83,9 +84,16 @@ class RemoteFile:
         _data, version = await self._source.read(fd, 0, 0, lane)
         return version
 
-    async def fetch(self, start: int, end: int, lane: Lane) -> bytes:
+    async def fetch(
+        self,
+        start: int,
+        end: int,
+        lane: Lane,
+        arrived: Callable[[int, bytes], None] | None = None,
+    ) -> bytes:
         """Exactly these bytes of this version. Raises the source's OSError, SourceChanged, and,
-        where nobody holds the file open yet, Archived."""
+        where nobody holds the file open yet, Archived. ``arrived`` is told of ``start`` and the
+        bytes before anybody: in a thread, or not."""
         whole = start == 0 and end == self.version.size
         if whole and self._fd < 0 and (lane is Lane.BACKGROUND or not self.verified):
             # One errand of one thread instead of three: nobody holds the file open (yet).
@@ -95,10 +103,15 @@ class RemoteFile:
             if lane is Lane.BACKGROUND and self.layout is None and self._source.has_layouts:
                 self.layout = await self._source.layout(await self.open(lane), lane)
             fd = await self.open(lane)
-            data, version = await self._source.read_once(fd, start, end - start, lane)
+            tell = None if arrived is None else partial(arrived, start)
+            data, version = await self._source.read_once(
+                fd, start, end - start, lane, self.version, tell
+            )
             if version != self.version or len(data) != end - start:
                 raise SourceChanged("it changed while it was read")
         self.verified = True
+        if arrived is not None and whole:
+            arrived(start, data)
         return data
 
     def wanted(self) -> Wanted:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import stat as stat_module
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -205,12 +205,23 @@ class PosixSource:
         _advise(fd, 0, 0, os.POSIX_FADV_NORMAL)
         return self.read(fd, offset, size)
 
-    def read_once(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
+    def read_once(
+        self,
+        fd: int,
+        offset: int,
+        size: int,
+        version: SourceVersion | None = None,
+        tell: Callable[[bytes], None] | None = None,
+    ) -> tuple[bytes, SourceVersion]:
         """``read`` of what is kept: nothing beyond it is read. Somebody may be fetching what
         follows, and what is read ahead and dropped for want of memory is read twice. Fetches of a
-        file run side by side, so the kernel goes on as it was told until ``read_for_reader``."""
+        file run side by side, so the kernel goes on as it was told until ``read_for_reader``.
+        ``tell`` is called here, in the thread, if all of it is there and of this ``version``."""
         _advise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        return self.read(fd, offset, size)
+        data, after = self.read(fd, offset, size)
+        if tell is not None and after == version and len(data) == size:
+            tell(data)
+        return data, after
 
     def read_whole(
         self, directory: DirRef, name: bytes, version: SourceVersion

@@ -165,9 +165,18 @@ class Source:
         """
         return await self._counted_read(lane, self._posix.read_for_reader, (fd, offset, size))
 
-    async def read_once(self, fd: int, offset: int, size: int, lane: Lane) -> ReadResult:
+    async def read_once(
+        self,
+        fd: int,
+        offset: int,
+        size: int,
+        lane: Lane,
+        version: SourceVersion | None = None,
+        tell: Callable[[bytes], None] | None = None,
+    ) -> ReadResult:
         """As PosixSource.read_once, and as ``read`` when it is cancelled."""
-        return await self._counted_read(lane, self._posix.read_once, (fd, offset, size))
+        args = (fd, offset, size, version, tell)
+        return await self._counted_read(lane, self._posix.read_once, args)
 
     async def read_whole(
         self, directory: DirRef, name: bytes, version: SourceVersion, lane: Lane
