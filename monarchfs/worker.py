@@ -211,9 +211,10 @@ class Worker:
             opens_here=not self.kernel_reads,
         )
         self.passthrough = Passthrough(
-            self.files, channel.send_now, self.metrics, counts=self.kernel_reads
+            self.files, channel.send_now, self.metrics, self.relay, counts=self.kernel_reads
         )
         self.cache.let_go = self.passthrough.let_go
+        self.cache.take_back = self.passthrough.take_back
         self.cache.stored = self.passthrough.stored
         self.adapter = Adapter(
             self.tree,

@@ -1,6 +1,7 @@
 /* All threads of the C part at once, for a sanitizer: a socket is the kernel, and replicas come and go
  * while they are opened and read. Arguments: a directory for a tier, and how many requests. */
 #define _GNU_SOURCE
+#include "../monarchfs/fuse/_backed.h"
 #include "../monarchfs/fuse/_parking.h"
 #include "../monarchfs/fuse/_relay.h"
 #include "../monarchfs/fuse/_resident.h"
@@ -181,7 +182,7 @@ static void *be_cache(void *unused)
 		const struct stat *source = &source_stats[ino];
 		uint64_t first = (uint64_t)rand_r(&seed) % 5;
 		char states[5];
-		switch (rand_r(&seed) % 24) {
+		switch (rand_r(&seed) % 28) {
 		case 0:
 			resident_stop(ino);
 			break;
@@ -230,6 +231,15 @@ static void *be_cache(void *unused)
 			unfinished_source(ino, source_fds[ino],
 					  SIZE - (uint64_t)(rand_r(&seed) % 4 == 0),
 					  ns_of(source->st_mtim), ns_of(source->st_ctim));
+			break;
+		case 21:
+			relay_answer_opens(rand_r(&seed) % 2);
+			break;
+		case 22:
+			backed_lend(ino, (uint32_t)ino);
+			break;
+		case 23:
+			backed_take_back(ino);
 			break;
 		case 12:
 			unfinished_no_source(ino);

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -32,7 +33,7 @@ RELEASE = struct.Struct("=QIIQ")
 OUT = struct.Struct("=IiQ")
 OPENED = struct.Struct("=QIi")
 FUSE_LOOKUP, FUSE_OPEN, FUSE_READ, FUSE_RELEASE = 1, 14, 15, 18
-KEEP_CACHE = 2
+KEEP_CACHE, PASSTHROUGH = 2, 128
 ENOSYS = 38
 ALWAYS = (1 << 63) - 1
 MOST_FILES = 4
@@ -394,6 +395,45 @@ def many(directory: Path) -> None:
         threads.read(known[ino])
 
 
+def backed(directory: Path) -> None:
+    """Opens that are answered with a backing file, as long as the inode is lent."""
+    threads = Threads(directory)
+    hooks = threads.hooks
+    hooks.answer_opens(False)
+    threads.added(7)
+    threads.opened_by_python(7)
+    assert hooks.backed_lend(7, 42)
+    assert hooks.backed_lend(8, 43)
+    threads.opened_by_python(8)  # it is not resident
+    opened = [threads.open(7, unique=unique) for unique in (20, 22, 24)]
+    assert {flags for _number, flags in opened} == {PASSTHROUGH}
+    assert {slot[3] for slot in hooks.table_list()} == {42}
+    assert hooks.backed_opens() == 3
+    assert hooks.resident_opened() == [7, 7, 7]
+    assert not hooks.resident_retire(7)
+    threads.opened_by_python(7, os.O_RDWR)
+    # Lost, outdated: for Python to decide.
+    hooks.resident_expire(7)
+    threads.opened_by_python(7)
+    threads.release(opened.pop()[0])
+
+    # Taken back with what is open, of which Python hears the end.
+    mine = hooks.table_add(7, 100, 42)
+    assert hooks.backed_take_back(7) == 2
+    assert hooks.backed_take_back(7) == 0
+    threads.added(7)
+    threads.opened_by_python(7)
+    for number in (opened[0][0], opened[1][0], mine):
+        body = RELEASE.pack(number, 0, 0, 0)
+        threads.left_to_python(partial(threads.send, FUSE_RELEASE, 4, 7, body))
+        assert hooks.table_end(number) == 7
+    assert hooks.table_length() == 0
+    assert hooks.backed_lend(7, 44)
+    number, _ = threads.open(7, unique=30)
+    threads.release(number)
+    assert hooks.backed_take_back(7) == 0
+
+
 def from_source(directory: Path) -> None:
     threads = Threads(directory)
     hooks = threads.hooks
@@ -575,7 +615,7 @@ def filling(directory: Path) -> None:
         assert time.monotonic() < end
 
 
-@pytest.mark.parametrize("what", [reads, opens, trouble, free, many, from_source, filling])
+@pytest.mark.parametrize("what", [reads, opens, trouble, free, many, backed, from_source, filling])
 def test_the_threads(what: Callable[[Path], None], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, tests.test_relay as t; from pathlib import Path;"

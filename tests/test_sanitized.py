@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("_relay", "_bytes", "_resident", "_unfinished", "_table", "_journal")
+PARTS = ("_relay", "_bytes", "_resident", "_unfinished", "_backed", "_table", "_journal")
 REQUESTS = 20_000
 
 COMPILER = shutil.which("cc")

@@ -96,16 +96,19 @@ class Moves(Records):
     async def _closed(self, ino: int) -> bool:
         """Wait until nobody has the replica open, within limits."""
         with trio.move_on_after(CLOSED_SECONDS):
-            while (replica := self._open.get(ino)) is not None:
+            while True:
+                self.take_back(ino)  # each time: who closed it may have lent it anew
+                if (replica := self._open.get(ino)) is None:
+                    return True
                 closed = trio.Event()
                 replica.then.append(closed.set)
                 await closed.wait()
-            return True
         return False
 
     def corrupt(self, ino: int) -> None:
         """The replica's bytes are not those that were copied: nobody gets any more of them."""
         self._metrics.replicas_corrupt += 1
+        self.take_back(ino)
         replica = self._open.get(ino)
         if replica is not None:
             replica.bad = True

@@ -93,6 +93,9 @@ class Records:
         self.let_go: Callable[[int], trio.Event | None] = _nobody_keeps
         """Called with an inode number whose replica's file is being removed: set once nobody else
         keeps it open, None where nobody does but ``OpenReplica``. Raises nothing."""
+        self.take_back: Callable[[int], None] = _nobody_opens
+        """Called before it is looked who has a replica open: whoever opens files without
+        ``OpenReplica`` gets one for each that is open, and opens it no more. Raises nothing."""
         self._open: dict[int, OpenReplica] = {}
         self._busy: dict[int, bytes] = {}
         self._taking: set[int] = set()
@@ -145,6 +148,7 @@ class Records:
     def drop(self, ino: int, reason: str, cause: Cause = Cause.LOST) -> bool:
         """Forget and remove the replica of ``ino``: nobody opens it any more, and who has it open
         keeps it. False where there is none, or it cannot be forgotten."""
+        self.take_back(ino)
         record = self.index.replica(ino)
         if record is None or ino in self._busy or not self._forget(ino, record):
             return False
@@ -227,6 +231,10 @@ def _nobody_waits() -> None:
 
 def _nobody_offers(ino: int) -> None:
     """Where only this process reads replicas."""
+
+
+def _nobody_opens(ino: int) -> None:
+    """Where all opens come to this process' Python."""
 
 
 def _nobody_keeps(ino: int) -> None:

@@ -3,6 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include "_known.h"
 
+#include "_backed.h"
 #include "_resident.h"
 #include "_table.h"
 #include "_unfinished.h"
@@ -244,6 +245,30 @@ static PyObject *counted(PyObject *self, PyObject *unused)
 			     (unsigned long long)counts.lost);
 }
 
+static PyObject *lend(PyObject *self, PyObject *args)
+{
+	unsigned long long ino;
+	unsigned backing_id;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KI", &ino, &backing_id))
+		return NULL;
+	return PyBool_FromLong(backed_lend(ino, backing_id));
+}
+
+static PyObject *take_back(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	return number_in(given, &ino) ? PyLong_FromUnsignedLong(backed_take_back(ino)) : NULL;
+}
+
+static PyObject *backed(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	return PyLong_FromUnsignedLongLong(backed_opens());
+}
+
 /* -- files that are not resident (yet) */
 
 /* Bytes whose last reader was none of Python's. */
@@ -400,6 +425,11 @@ PyMethodDef known_methods[] = {
 	 "Inode numbers that the threads opened since the last call, at most 4096, oldest first."},
 	{"resident_counts", counted, METH_NOARGS,
 	 "(opens by the threads, sizes of those files, opens that resident_opened left out)."},
+	{"backed_lend", lend, METH_VARARGS,
+	 "backed_lend(ino, backing_id): opens of it, of which there are none, are answered with this id."},
+	{"backed_take_back", take_back, METH_O,
+	 "backed_take_back(ino): not any more. How many there are, whose RELEASE is Python's now."},
+	{"backed_opens", backed, METH_NOARGS, "How many opens were answered with a backing id."},
 	{"unfinished_source", read_source, METH_VARARGS,
 	 "unfinished_source(ino, fd, size, mtime_ns, ctime_ns): what is missing may be read from the\n"
 	 "source. False where it has another version, or it cannot be done."},

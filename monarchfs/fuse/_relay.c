@@ -10,6 +10,7 @@
 #define _GNU_SOURCE
 #include "_relay.h"
 
+#include "_backed.h"
 #include "_bytes.h"
 #include "_journal.h"
 #include "_parking.h"
@@ -125,13 +126,56 @@ static bool answer_read(const struct fuse_in_header *in, struct lane *lane, uint
 	return true;
 }
 
+/* fuse_open_out and FOPEN_PASSTHROUGH of linux/fuse.h since 6.9. With any flag more the open would
+ * fail (fs/fuse/iomode.c). */
+struct backed_open_out {
+	uint64_t fh;
+	uint32_t open_flags;
+	uint32_t backing_id;
+};
+#define OPEN_PASSTHROUGH (1 << 7)
+
+static void put_last(const char *bytes, size_t length, bool again);
+
+/* The kernel does not know of the open. Where Python does by now, it is told as by the kernel. */
+static void unopened(uint64_t fh)
+{
+	struct {
+		struct fuse_in_header in;
+		struct fuse_release_in release;
+	} end = {
+		.in = {.len = sizeof(end), .opcode = FUSE_RELEASE},
+		.release = {.fh = fh},
+	};
+	bool owned = false;
+	table_end(fh, true, &owned);
+	if (owned)
+		put_last((const char *)&end, sizeof(end), false);
+}
+
+/* An open that an earlier worker may have answered is Python's. */
+static bool answer_backed_open(const struct fuse_in_header *in, bool again, uint64_t started_ns)
+{
+	struct backed_open_out out = {.open_flags = OPEN_PASSTHROUGH};
+	if (again || !backed_open(in->nodeid, in->unique, &out.fh, &out.backing_id))
+		return false;
+	if (answer(in->unique, 0, &out, sizeof(out)))
+		relay_time(&counts.opens, now_ns() - started_ns);
+	else
+		unopened(out.fh);
+	return true;
+}
+
 static bool answer_open(const struct fuse_in_header *in, bool again, uint64_t started_ns)
 {
 	const struct fuse_open_in *arg = (const void *)(in + 1);
 	if (free_opens)
 		return answer(in->unique, -ENOSYS, NULL, 0), true;
-	if (!__atomic_load_n(&opens_here, __ATOMIC_RELAXED) ||
-	    (arg->flags & O_ACCMODE) != O_RDONLY || !resident_open(in->nodeid))
+	if ((arg->flags & O_ACCMODE) != O_RDONLY)
+		return false;
+	if (!__atomic_load_n(&opens_here, __ATOMIC_RELAXED))
+		return answer_backed_open(in, again, started_ns);
+	if (!resident_open(in->nodeid))
 		return false;
 	struct fuse_open_out out = {.open_flags = FOPEN_KEEP_CACHE};
 	int added = table_add(in->nodeid, again ? in->unique | RESENT : in->unique, 0, 0, &out.fh);

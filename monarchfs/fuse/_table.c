@@ -194,6 +194,21 @@ bool table_own(uint64_t number)
 	return slot;
 }
 
+unsigned table_own_all(uint64_t ino, uint32_t backing_id)
+{
+	unsigned count = 0;
+	pthread_mutex_lock(&lock);
+	for (uint32_t index = 0; header && index < used; index++) {
+		struct slot *slot = &slots[index];
+		if (slot->ino == ino && slot->backing_id == backing_id && !(slot->flags & OWNED)) {
+			slot->flags |= OWNED;
+			count++;
+		}
+	}
+	pthread_mutex_unlock(&lock);
+	return count;
+}
+
 uint64_t table_next(size_t *index, struct slot *slot)
 {
 	uint64_t number = 0;

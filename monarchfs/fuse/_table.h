@@ -42,6 +42,10 @@ uint64_t table_ino(uint64_t number);
 /* Have the RELEASE of an open handle go to Python; false if it is not open. */
 bool table_own(uint64_t number);
 
+/* The same for all handles of `ino` with this backing id that are not Python's yet; how many. Looks at
+ * each handle. */
+unsigned table_own_all(uint64_t ino, uint32_t backing_id);
+
 /* The next open slot from *index on: its number (and *index behind it), 0 at the end. */
 uint64_t table_next(size_t *index, struct slot *slot);
 size_t table_length(void);

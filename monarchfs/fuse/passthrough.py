@@ -5,6 +5,10 @@ are opened, in the background, and an open takes the id that is there; one that 
 it, while other requests go on. Ids that no open uses are kept, and the least recently used given
 back where there are too many. An id keeps the blocks of its file occupied: it is given back before
 the removal of a replica counts as done.
+
+An inode that is not open, and for which there is an id, is lent to the threads of the C part
+(``fuse/_backed.c``): they answer its opens. Whoever has to know how often it is open, or has
+something else in mind with it, takes it back first, with the opens that there are.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import errno
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import trio
 
@@ -40,6 +44,16 @@ NEWS_SECONDS = 0.2
 """So long files that became resident are gathered before they are offered."""
 
 
+class Lender(Protocol):
+    """Who answers opens of lent inodes: the C part, by ``Relay``."""
+
+    def lend(self, ino: int, backing_id: int) -> bool:
+        """Whether its opens, of which there are none, are answered from now on with this id."""
+
+    def take_back(self, ino: int) -> int:
+        """How many opens there are; whose ends are told here from now on."""
+
+
 class _Wait:
     """Opens of an inode wait for an id. Constant: the question, the replica's tier. Changing: how
     many opens do; the answer, CACHED for a refusal, None before."""
@@ -57,11 +71,14 @@ class Passthrough:
     """All methods run on the event loop.
 
     Constant: its parts, ``counts``. Changing: ``possible``, whether files are offered; the modes of
-    open inodes; replicas that are held open because the kernel reads them; ids that no open uses;
-    opens that wait; files that became resident; refusals in a row, by tier.
+    open inodes; replicas that are held open because the kernel reads them; ids that no open uses,
+    and those of inodes that are lent; opens that wait; files that became resident; refusals in a
+    row, by tier.
     """
 
-    def __init__(self, files: Files, send: Send, metrics: Metrics, *, counts: bool) -> None:
+    def __init__(
+        self, files: Files, send: Send, metrics: Metrics, lender: Lender, *, counts: bool
+    ) -> None:
         """Without ``counts`` all inodes are in one mode, the daemon's, and none is remembered."""
         self.possible = False
         self.counts = counts
@@ -74,6 +91,8 @@ class Passthrough:
         self._modes = IoModes()
         self._held: dict[int, OpenReplica | None] = {}
         self._idle: OrderedDict[int, int] = OrderedDict()
+        self._lender = lender
+        self._lent: OrderedDict[int, int] = OrderedDict()
         self._waits: dict[int, _Wait] = {}
         self._news: list[int] = []
         self._wake = trio.Event()
@@ -93,7 +112,7 @@ class Passthrough:
     @property
     def ids(self) -> int:
         """How many backing files the kernel keeps open for this worker."""
-        return len(self._held) + len(self._idle)
+        return len(self._held) + len(self._idle) + len(self._lent)
 
     # -- what an open is answered with
 
@@ -106,8 +125,8 @@ class Passthrough:
             return mode
         if (wait := self._waits.get(ino)) is not None:
             return wait.answer
-        if (idle := self._idle.get(ino)) is not None:
-            return idle
+        if (unused := self._idle.get(ino, self._lent.get(ino))) is not None:
+            return unused
         if not self.possible or (self._crowded and self._files.size(ino) < SMALL_BYTES):
             return CACHED
         return None
@@ -135,8 +154,8 @@ class Passthrough:
     def _ask(self, replica: OpenReplica | None) -> _Wait | None:
         if replica is None or not self._wanted(replica):
             return None
-        if self.ids >= self._most and self._idle:
-            self._backing.give_back([self._idle.popitem(last=False)[1]])
+        if self.ids >= self._most:
+            self._give_one_back()
         question = self._backing.ask([replica.fd])
         if question is None:
             self._metrics.backing_refused += 1
@@ -189,7 +208,10 @@ class Passthrough:
         """An open is about to be answered, or was by an earlier worker."""
         if mode != CACHED:
             self._metrics.passthrough_opens += 1
-        if not self.counts or not self._modes.opened(handle.ino, mode) or mode == CACHED:
+        if not self.counts:
+            return
+        self.take_back(handle.ino)
+        if not self._modes.opened(handle.ino, mode) or mode == CACHED:
             return
         ino, replica, cache = handle.ino, handle.replica, self._files.cache
         if (idle := self._idle.pop(ino, mode)) != mode:
@@ -218,8 +240,32 @@ class Passthrough:
 
     def _keep(self, ino: int, backing_id: int) -> None:
         """An id that no open uses."""
-        self._idle[ino] = backing_id
+        alone = self._modes.get(ino) is None and ino not in self._waits
+        if alone and self._lender.lend(ino, backing_id):
+            self._lent[ino] = backing_id
+        else:
+            self._idle[ino] = backing_id
         if self.ids > self._most:
+            self._give_one_back()
+
+    def take_back(self, ino: int) -> None:
+        """For the cache, too, before it looks who has ``ino`` open: if it is lent, it is not any
+        more, and its opens are as if they had come here. No checkpoint."""
+        if (backing_id := self._lent.pop(ino, None)) is None:
+            return
+        opens = self._lender.take_back(ino)
+        for _ in range(opens):
+            self._modes.opened(ino, backing_id)
+        if opens:
+            self._held[ino] = self._files.resident(ino)
+        else:
+            self._idle[ino] = backing_id
+
+    def _give_one_back(self) -> None:
+        """An id that no open uses: the one that has been so for longest, or was lent first."""
+        while self._lent and not self._idle:
+            self.take_back(next(iter(self._lent)))
+        if self._idle:
             self._backing.give_back([self._idle.popitem(last=False)[1]])
 
     # -- replicas that come and go
@@ -272,7 +318,7 @@ class Passthrough:
 
     def _has(self, ino: int) -> bool:
         """Whether there is an id for it, or somebody waits for one."""
-        return ino in self._held or ino in self._idle or ino in self._waits
+        return any(ino in known for known in (self._held, self._idle, self._lent, self._waits))
 
     async def _offer_batch(self, batch: list[OpenReplica]) -> None:
         wanted = [replica for replica in batch if self._wanted(replica)]
@@ -296,6 +342,7 @@ class Passthrough:
     def let_go(self, ino: int) -> trio.Event | None:
         """The replica of ``ino`` is being removed: set once the kernel does not keep it open for
         us any more. None where it does not, or has opens of it. No checkpoint."""
+        self.take_back(ino)
         if ino in self._held:
             # New opens of this inode would have to read what is no replica any more.
             self._files.renumber(ino)

@@ -51,6 +51,7 @@ class Relay:
         self._opens_here = True
         nothing: _Times = (0, (0,) * len(metrics.requests.read_local.counts))
         self._counted = (0, nothing, nothing, 0, 0)
+        self._counted_backed = 0
         self._counted_source = (0, 0, nothing, nothing)
         self.on_source_reads: Callable[[int, int, list[int]], None] | None = None
         """Told of reads of the source when they are counted: their bytes, the nanoseconds that they
@@ -103,6 +104,19 @@ class Relay:
         if files is None or not self._opens_here:
             return False
         return files.opens_until(ino) > 0 and self.offer(ino)
+
+    def lend(self, ino: int, backing_id: int) -> bool:
+        """Have the threads answer its opens, of which there are none, with this id, as far as an
+        open needs not be asked about; whether they do."""
+        files, hooks = self._files, self._hooks
+        if files is None or hooks is None or files.opens_until(ino) <= 0 or not self.offer(ino):
+            return False
+        lent: bool = hooks.backed_lend(ino, backing_id)
+        return lent
+
+    def take_back(self, ino: int) -> int:
+        """Not any more: how many opens of it there are now, whose ends are for Python."""
+        return 0 if self._hooks is None else int(self._hooks.backed_take_back(ino))
 
     def seen(self, ino: int) -> bool:
         """Whether the threads have opened or read its replica."""
@@ -186,6 +200,9 @@ class Relay:
         _add(metrics.requests.open_local, opens, before[2])
         metrics.local_opens += opened - before[3]
         metrics.local_file_bytes += opened_bytes - before[4]
+        backed = self._hooks.backed_opens()
+        metrics.passthrough_opens += backed - self._counted_backed
+        self._counted_backed = backed
         self._count_source()
 
     def _count_source(self) -> None:

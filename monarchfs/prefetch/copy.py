@@ -244,9 +244,9 @@ class Copy:
     # -- others who read it, without Python
 
     def _show(self) -> bool:
-        """Somebody reads it: others may read what is there, and wait for what is being fetched. True
-        if that is new. No checkpoint. (A small file's readers hurry what is fetched together with
-        others.)"""
+        """Somebody reads it: others may read what is there, and wait for what is being fetched.
+        True if that is new. No checkpoint. (A small file's readers hurry what is fetched together
+        with others.)"""
         reservation = self.reservation
         if self._shown or self.size <= WHOLE_BYTES or self.state is not State.FILLING:
             return False

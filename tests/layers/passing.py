@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import trio
 
+from monarchfs.cache.readers import NoReaders
 from monarchfs.config import Config, TierSpec, User
 from monarchfs.fuse import session
 from monarchfs.fuse.adapter import Adapter
@@ -63,6 +64,61 @@ class Open:
         self.descriptor = descriptor
 
 
+class Threads(NoReaders):
+    """Those of the C part, to which inodes are lent. Changing: which are; their own opens, by
+    number."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self.random = rng
+        self.lent: dict[int, int] = {}
+        self.own: dict[int, int] = {}
+        self.opened = 0
+        self.slots: Slots
+
+    def begin(self, slots: Slots) -> None:
+        self.slots = slots
+        self.lent.clear()
+        self.own.clear()
+
+    def lend(self, ino: int, backing_id: int) -> bool:
+        if self.used(ino):
+            raise AssertionError(f"inode {ino} is lent while it is open")
+        if self.random.random() < 0.2:
+            return False
+        self.lent[ino] = backing_id
+        return True
+
+    def take_back(self, ino: int) -> int:
+        del self.lent[ino]
+        numbers = [number for number, opened in self.own.items() if opened == ino]
+        for number in numbers:
+            del self.own[number]
+        return len(numbers)
+
+    def open(self, ino: int, unique: int) -> tuple[int, int] | None:
+        """Number and backing id; None where the open is Python's."""
+        if (backing_id := self.lent.get(ino)) is None:
+            return None
+        number = self.slots.add(ino, unique, backing_id)
+        self.own[number] = ino
+        self.opened += 1
+        return number, backing_id
+
+    def release(self, number: int) -> bool:
+        """Whether the RELEASE is theirs."""
+        if self.own.pop(number, None) is None:
+            return False
+        self.slots.end(number)
+        return True
+
+    def used(self, ino: int) -> bool:
+        return any(slot.ino == ino for slot in self.slots)
+
+    def retire(self, ino: int) -> bool:
+        return not self.used(ino)
+
+
 class Passing:
     """A mirror with an adapter, a supervisor, and the kernel's view of what is open.
 
@@ -87,6 +143,8 @@ class Passing:
         self.opens: list[Open] = []
         self.eio: list[str] = []
         self._unique = 0
+        self.threads = Threads(self.random)
+        mirror.cache.readers = mirror.cache._books._readers = self.threads
         self._backed = (0, 0)
         self._outbox: list[tuple[Passthrough, dict[str, Any]]] = []
         self._in: trio.MemorySendChannel[tuple[Passthrough, dict[str, Any]]]
@@ -102,11 +160,14 @@ class Passing:
             mirror.files,
             lambda *message: self._send(passthrough, *message),
             mirror.metrics,
+            self.threads,
             counts=True,
         )
         mirror.cache.let_go = self.passthrough.let_go
+        mirror.cache.take_back = self.passthrough.take_back
         mirror.cache.stored = self.passthrough.stored
         self.slots = Slots(self.table)
+        self.threads.begin(self.slots)
         self.adapter = Adapter(
             mirror.tree,
             mirror.files,
@@ -176,17 +237,22 @@ class Passing:
 
     async def _open(self, ino: int) -> Open:
         self._unique += 2
-        info = await self.adapter.open(ino, os.O_RDONLY, None)  # type: ignore[arg-type]
-        number, backing_id = self._backed
-        self._backed = (0, 0)
-        if number != info.fh:
-            backing_id = 0
+        keep_cache = False
+        if (opened := self.threads.open(ino, self._unique)) is not None:
+            number, backing_id = opened
+        else:
+            info = await self.adapter.open(ino, os.O_RDONLY, None)  # type: ignore[arg-type]
+            number, backing_id = self._backed
+            self._backed = (0, 0)
+            if number != info.fh:
+                number, backing_id = info.fh, 0
+            keep_cache = info.keep_cache
         # Between the answer and the opener's turn others have theirs, but no RELEASE can come.
-        one = Open(ino, info.fh, backing_id, -1)
+        one = Open(ino, number, backing_id, -1)
         mode = next((o.backing_id for o in self.opens if o.ino == ino), None)
         if mode is not None and mode != backing_id:
             self.eio.append(f"inode {ino}: {backing_id} while {mode}")
-        if backing_id and info.keep_cache:
+        if backing_id and keep_cache:
             self.eio.append(f"inode {ino}: keep_cache with a backing file")
         self.opens.append(one)
         for _ in range(self.random.randrange(3)):
@@ -206,7 +272,8 @@ class Passing:
         self.opens.remove(one)
         if one.descriptor >= 0:
             os.close(one.descriptor)
-        await self.adapter.release(one.number)
+        if not self.threads.release(one.number):
+            await self.adapter.release(one.number)
 
     async def read_file(self, path: str) -> tuple[bytes, bool]:
         """Its bytes, and whether the kernel read them itself."""

@@ -58,7 +58,7 @@ async def test_a_resident_file_is_passed_through(
         await kernel.release(second)
         assert await kernel.read_file("0") == (content(SIZE, 0), True)
         assert (kernel.registry.made, kernel.passthrough.ids) == (1, 1), "it was asked for once"
-        assert mirror.metrics.passthrough_opens == 3
+        assert mirror.metrics.passthrough_opens + kernel.threads.opened == 3
         assert len(kernel.slots) == 0
 
 
@@ -322,7 +322,8 @@ async def test_no_interleaving_breaks_the_kernels_rules(
         assert len(kernel.slots) == 0
         await mirror.idle()
         assert kernel.passthrough.ids == len(kernel.registry.files) == len(kernel.supervisor)
-        assert mirror.metrics.passthrough_opens > 20, "else this test shows nothing"
+        opened = mirror.metrics.passthrough_opens, kernel.threads.opened
+        assert min(opened) > 2, "else this test shows nothing"
         for number in range(8):
             mirror.cache.evict(await mirror.ino(str(number)))
         await mirror.idle()
@@ -351,7 +352,12 @@ class World:
                     continue  # it was replaced twice meanwhile
                 raise
             for _ in range(self.random.randrange(3)):
-                data = await self.kernel.read(one)
+                try:
+                    data = await self.kernel.read(one)
+                except Exception as exc:
+                    if getattr(exc, "errno", None) != errno.ESTALE or one.backing_id:
+                        raise
+                    break  # its copy was lost, and it was replaced in the source
                 assert data in self.contents[name]
                 if one.backing_id:
                     assert self.passed.setdefault(one.ino, data) == data, "one inode, one version"

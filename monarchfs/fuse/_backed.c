@@ -1,0 +1,87 @@
+/* Files whose opens the threads answer with a backing file. See _backed.h. */
+#define _GNU_SOURCE
+#include "_backed.h"
+
+#include "_resident.h"
+#include "_table.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+#define BUCKETS 65536 /* a power of two */
+
+struct lent {
+	struct lent *next;
+	uint64_t ino;
+	uint32_t backing_id;
+};
+
+/* Held from the look at what is lent until the open is in the table, where Python counts it. */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct lent **buckets;
+static uint64_t opens;
+
+static struct lent **find(uint64_t ino)
+{
+	struct lent **place = &buckets[ino % BUCKETS];
+	while (*place && (*place)->ino != ino)
+		place = &(*place)->next;
+	return place;
+}
+
+bool backed_lend(uint64_t ino, uint32_t backing_id)
+{
+	bool done = false;
+	pthread_mutex_lock(&lock);
+	if (!buckets)
+		buckets = calloc(BUCKETS, sizeof(*buckets));
+	struct lent *lent = buckets ? *find(ino) : NULL;
+	if (buckets && !lent && (lent = malloc(sizeof(*lent)))) {
+		*lent = (struct lent){.next = buckets[ino % BUCKETS], .ino = ino};
+		buckets[ino % BUCKETS] = lent;
+	}
+	if (lent) {
+		lent->backing_id = backing_id;
+		done = true;
+	}
+	pthread_mutex_unlock(&lock);
+	return done;
+}
+
+unsigned backed_take_back(uint64_t ino)
+{
+	unsigned open = 0;
+	pthread_mutex_lock(&lock);
+	struct lent **place = buckets ? find(ino) : NULL, *lent = place ? *place : NULL;
+	if (lent) {
+		*place = lent->next;
+		if (resident_used(ino))
+			open = table_own_all(ino, lent->backing_id);
+		free(lent);
+	}
+	pthread_mutex_unlock(&lock);
+	return open;
+}
+
+bool backed_open(uint64_t ino, uint64_t unique, uint64_t *fh, uint32_t *backing_id)
+{
+	bool done = false;
+	pthread_mutex_lock(&lock);
+	const struct lent *lent = buckets ? *find(ino) : NULL;
+	if (lent && resident_open(ino)) {
+		*backing_id = lent->backing_id;
+		done = table_add(ino, unique, lent->backing_id, 0, fh) == 0;
+		resident_unuse(ino);
+		opens += done;
+	}
+	pthread_mutex_unlock(&lock);
+	return done;
+}
+
+uint64_t backed_opens(void)
+{
+	pthread_mutex_lock(&lock);
+	uint64_t now = opens;
+	pthread_mutex_unlock(&lock);
+	return now;
+}

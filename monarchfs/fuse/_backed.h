@@ -1,0 +1,25 @@
+/* Files whose opens the threads answer with a backing file, which the kernel then reads itself.
+ *
+ * The kernel refuses an open that is answered otherwise than the inode's other opens (fs/fuse/iomode.c).
+ * So an inode is either lent to the threads, and then its opens are theirs alone, or Python's: see
+ * passthrough.py. Thread-safe; nothing here waits. */
+#ifndef MONARCHFS_BACKED_H
+#define MONARCHFS_BACKED_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* Opens of `ino`, of which there are none, are answered with this id, as far as resident_open allows
+ * it. False where there is no memory. */
+bool backed_lend(uint64_t ino, uint32_t backing_id);
+
+/* Not any more: how many opens there are, whose RELEASE goes to Python from now on. */
+unsigned backed_take_back(uint64_t ino);
+
+/* Count an open for the request `unique`, with its handle and id; false where Python is to be asked. */
+bool backed_open(uint64_t ino, uint64_t unique, uint64_t *fh, uint32_t *backing_id);
+
+/* How many opens were answered. */
+uint64_t backed_opens(void);
+
+#endif
