@@ -64,6 +64,9 @@ class Unfinished(Protocol):
 
     def start_filling(self) -> bool: ...
 
+    def hand_out(self) -> None:
+        """If nothing of it is kept, others may read it. No checkpoint."""
+
     def came_to(self, first: int, last: int) -> None:
         """A read that went past Python is of the chunks [first, last). No checkpoint."""
 
@@ -367,6 +370,7 @@ class Files:
         if keeps and not unfinished.arriving:
             unfinished.start_filling()
             self._copies.opened(ino)
+        unfinished.hand_out()
         return unfinished
 
     async def open_unfinished(self, ino: int, *, to_copy: bool = False) -> Unfinished:

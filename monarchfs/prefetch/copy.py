@@ -256,8 +256,8 @@ class Copy:
             reads.part(self.node.ino, reservation.fd)
         return self._shown
 
-    def _hand_out(self) -> None:
-        """What is missing is not kept, and it was read: others may. No checkpoint."""
+    def hand_out(self) -> None:
+        """What is missing is not kept: others may read it from the source. No checkpoint."""
         if self._handed_out or self._changes or not self.handles or self.remote.fd < 0:
             return
         not_kept = self.state is State.DIRECT and self.reservation is None

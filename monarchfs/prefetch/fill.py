@@ -234,7 +234,7 @@ class Fill(Copy):
             self._cache.outdated(self.node)
             raise
         self._saw(version)
-        self._hand_out()
+        self.hand_out()
         return data
 
     async def current(self) -> SourceVersion:
