@@ -240,6 +240,26 @@ def test_killed_under_readers(work: Bench, processes: Processes, user: str | Non
     clean_after(work, mount)
 
 
+def test_killed_while_reads_wait_for_the_source(
+    work: Bench, faulty: FaultySource, processes: Processes
+) -> None:
+    """Some wait for what is being copied, some for what will not be kept: a third of it fits."""
+    some_files(faulty.backing, 9, 6_000_000)
+    mount = work.mount(faulty.path, "--evict", "lru", tier="18M")
+    faulty.faults(delay=0.005)
+    readers = [processes.start(READER, faulty.backing, mount.path, "f0") for _ in range(3)]
+    for reader in readers:
+        assert reader.line() == "reading"
+    chance = random.Random(8)
+    for _ in range(8):
+        time.sleep(chance.uniform(0, 0.3))
+        kill(mount)
+    for reader in readers:
+        assert int(reader.end()) > 5
+    faulty.faults()
+    clean_after(work, mount)
+
+
 STATTER = """
 import os, random, sys, select
 while not select.select([sys.stdin], [], [], 0)[0]:

@@ -25,6 +25,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -33,6 +34,9 @@
 #define BUCKETS 4096 /* a power of two */
 #define STACK_BYTES (128 * 1024)
 #define IDLE_SECONDS 5
+
+/* See drop_pages. */
+#define LAG_BYTES (4 << 20)
 
 /* So many threads may hang in the source; then its reads are Python's. */
 #define MOST_STUCK 64
@@ -62,6 +66,7 @@ struct file {
 	int source_fd, part_fd; /* -1: none (yet) */
 	struct version version; /* of the source */
 	bool direct; /* what is missing may be read there */
+	uint64_t read_to, dropped_to; /* by whoever reads on and on */
 	uint64_t chunk_bytes, chunks, ahead;
 	char *states; /* of chunks; NULL: all are missing */
 	struct piece *pieces;
@@ -166,8 +171,10 @@ static void destroy(struct file *file)
 {
 	if (!file)
 		return;
-	if (file->source_fd >= 0)
+	if (file->source_fd >= 0) {
+		(void)posix_fadvise(file->source_fd, 0, 0, POSIX_FADV_DONTNEED);
 		close(file->source_fd);
+	}
 	if (file->part_fd >= 0)
 		close(file->part_fd);
 	free(file->states);
@@ -338,6 +345,30 @@ static bool is_good(void *given)
 	return wanted;
 }
 
+/* The mount's own pages have them now: what was read of the source is not to be in memory twice. But
+ * a reader's requests overtake each other here, and for the one that comes late the kernel would read
+ * ahead again what the other has dropped: so it is done some way behind. */
+static void drop_pages(const struct job *job)
+{
+	struct file *file = job->file;
+	uint64_t end = job->offset + job->size, from = job->offset, to = end;
+	pthread_mutex_lock(&lock);
+	if (from + LAG_BYTES >= file->read_to && from <= file->read_to + LAG_BYTES) {
+		file->read_to = end > file->read_to ? end : file->read_to;
+		from = file->dropped_to;
+		to = file->read_to > LAG_BYTES ? file->read_to - LAG_BYTES : 0;
+		if (to < from + MOST_READ_BYTES)
+			to = from; /* more at once costs less */
+		file->dropped_to = to;
+	} else {
+		file->read_to = file->dropped_to = end;
+	}
+	pthread_mutex_unlock(&lock);
+	if (from < to)
+		(void)posix_fadvise(file->source_fd, (off_t)from, (off_t)(to - from),
+				    POSIX_FADV_DONTNEED);
+}
+
 static void carry_out(struct job *job, struct lane *lane)
 {
 	struct file *file = job->file;
@@ -354,8 +385,8 @@ static void carry_out(struct job *job, struct lane *lane)
 			__atomic_fetch_add(&counts.source_bytes, job->size, __ATOMIC_RELAXED);
 			relay_time(&counts.reads, asked.read_ns);
 		}
-		/* The mount's own pages have it now: not to be in memory twice. */
-		(void)posix_fadvise(fd, (off_t)job->offset, (off_t)job->size, POSIX_FADV_DONTNEED);
+		if (done != NOT_READ)
+			drop_pages(job);
 	}
 	pthread_mutex_lock(&lock);
 	if (done == NOT_READ && !job->left)
@@ -487,7 +518,9 @@ static bool is_ours(struct job *job)
 	job->of_part = file->part_fd >= 0 && all_are(job, CHUNK_PRESENT);
 	job->piece = job->of_part ? NULL :
 				    find_piece(file, job->offset, job->offset + job->size);
-	if (job->of_part || job->piece || (file->direct && stuck < MOST_STUCK && all_are(job, CHUNK_MISSING)))
+	if (job->of_part || job->piece)
+		return true;
+	if (file->direct && stuck < MOST_STUCK && all_are(job, CHUNK_MISSING))
 		return true;
 	job->place = PARKED;
 	return some_are(job, CHUNK_CLAIMED) && !some_are(job, CHUNK_MISSING);
@@ -599,13 +632,25 @@ bool unfinished_took(const void *request, size_t length, struct lane *lane, uint
 
 /* -- for Python */
 
+/* While there are many left: who opens a file is not to find none because of those. */
+static int duplicate(int fd)
+{
+	struct rlimit limit;
+	int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+	if (own >= 0 && getrlimit(RLIMIT_NOFILE, &limit) == 0 && (rlim_t)own >= limit.rlim_cur / 2) {
+		close(own);
+		return -1;
+	}
+	return own;
+}
+
 bool unfinished_source(uint64_t ino, int fd, uint64_t size, int64_t mtime_ns, int64_t ctime_ns)
 {
 	struct version version;
 	if (!version_of(fd, &version) || version.size != size || version.mtime_ns != mtime_ns ||
 	    version.ctime_ns != ctime_ns)
 		return false;
-	int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+	int own = duplicate(fd);
 	if (own < 0)
 		return false;
 	/* The kernel may read ahead of a sequential reader. It is advice: not taken, it is slower. */
@@ -712,7 +757,7 @@ bool unfinished_fill(uint64_t ino, uint64_t size, uint64_t chunk_bytes, const ch
 
 bool unfinished_part(uint64_t ino, int fd)
 {
-	int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+	int own = duplicate(fd);
 	if (own < 0)
 		return false;
 	pthread_mutex_lock(&lock);
