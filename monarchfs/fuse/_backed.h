@@ -9,6 +9,15 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+/* fuse_open_out and FOPEN_PASSTHROUGH of linux/fuse.h since 6.9. With any flag more the open would
+ * fail (fs/fuse/iomode.c). */
+struct backed_open_out {
+	uint64_t fh;
+	uint32_t open_flags;
+	uint32_t backing_id;
+};
+#define OPEN_PASSTHROUGH (1 << 7)
+
 /* Opens of `ino`, of which there are none, are answered with this id, as far as resident_open allows
  * it. False where there is no memory. */
 bool backed_lend(uint64_t ino, uint32_t backing_id);

@@ -126,15 +126,6 @@ static bool answer_read(const struct fuse_in_header *in, struct lane *lane, uint
 	return true;
 }
 
-/* fuse_open_out and FOPEN_PASSTHROUGH of linux/fuse.h since 6.9. With any flag more the open would
- * fail (fs/fuse/iomode.c). */
-struct backed_open_out {
-	uint64_t fh;
-	uint32_t open_flags;
-	uint32_t backing_id;
-};
-#define OPEN_PASSTHROUGH (1 << 7)
-
 static void put_last(const char *bytes, size_t length, bool again);
 
 /* The kernel does not know of the open. Where Python does by now, it is told as by the kernel. */

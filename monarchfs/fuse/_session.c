@@ -28,6 +28,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "_backed.h"
 #include "_journal.h"
 #include "_known.h"
 #include "_parking.h"
@@ -298,16 +299,8 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 	return (int)got;
 }
 
-/* fuse_open_out and FOPEN_PASSTHROUGH of linux/fuse.h since 6.9. */
-struct open_out {
-	uint64_t fh;
-	uint32_t open_flags;
-	int32_t backing_id;
-};
-#define OPEN_PASSTHROUGH (1 << 7)
-
 static uint64_t backed_fh; /* of the open that is answered next */
-static int32_t backing_id; /* 0: none */
+static int backing_id; /* 0: none */
 
 int fuse_reply_open(fuse_req_t req, const struct fuse_file_info *fi)
 {
@@ -321,8 +314,7 @@ int fuse_reply_open(fuse_req_t req, const struct fuse_file_info *fi)
 	if (!backing_id || fi->fh != backed_fh) {
 		sent = real(req, fi);
 	} else {
-		/* With any flag more the open would fail (fs/fuse/iomode.c). */
-		struct open_out out = {fi->fh, OPEN_PASSTHROUGH, backing_id};
+		struct backed_open_out out = {fi->fh, OPEN_PASSTHROUGH, (uint32_t)backing_id};
 		backing_id = 0;
 		sent = fuse_reply_buf(req, (const char *)&out, sizeof(out));
 	}
