@@ -173,16 +173,16 @@ def test_a_process_that_was_signalled_before_can_still_be_killed(
 DIRECT_READER = """
 import mmap, os, sys, threading
 path, count, offset = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-wrong = []
+right = []
 def read(n):
     fd, page = os.open(f"{path}{n}", os.O_RDONLY | os.O_DIRECT), mmap.mmap(-1, 4096)
     os.preadv(fd, [page], offset)
-    if page[:] != bytes.fromhex(sys.argv[4]):
-        wrong.append(n)
+    if page[:] == bytes.fromhex(sys.argv[4]):
+        right.append(n)
 threads = [threading.Thread(target=read, args=(n,)) for n in range(count)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
-sys.exit(len(wrong))
+sys.exit(count - len(right))
 """
 """Not by the page cache: who waits for a page of it can be killed in any case."""
 

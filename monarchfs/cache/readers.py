@@ -39,19 +39,23 @@ class Readers(Protocol):
         """Say what was opened since the last time: ``Cache.accessed``."""
 
 
-class UnfinishedReads(Protocol):
+class UnfinishedReads:
     """The same for files that are not resident (yet). An inode number is one version of one file;
-    descriptors are the caller's. No method has a checkpoint, or waits but for ``arrived``."""
+    descriptors are the caller's. No method has a checkpoint, or waits but for ``arrived``.
+
+    Here they do nothing: all of those reads come to Python."""
 
     def source(self, ino: int, fd: int, version: SourceVersion) -> bool:
         """What is missing of it may be read from the source, where it is not kept; whether it will
         be. Where the source has another version, it is not."""
+        return False
 
     def no_source(self, ino: int) -> None:
         """That ends. What is being read is answered."""
 
     def fill(self, ino: int, size: int, chunk_bytes: int, states: bytes) -> bool:
         """It is being copied, and somebody reads it; ``states`` as of ``ChunkMap``."""
+        return False
 
     def part(self, ino: int, fd: int) -> None:
         """The part file, before the first chunk is present."""
@@ -70,13 +74,14 @@ class UnfinishedReads(Protocol):
 
     def used(self, ino: int) -> bool:
         """Whether it was read since this was asked the last time."""
+        return False
 
 
 class NoReaders:
     """Where all reads come to Python."""
 
     def __init__(self) -> None:
-        self.unfinished = NoUnfinishedReads()
+        self.unfinished = UnfinishedReads()
 
     def stored(self, ino: int) -> None:
         """As Readers."""
@@ -98,34 +103,3 @@ class NoReaders:
 
     def catch_up(self) -> None:
         """As Readers."""
-
-
-class NoUnfinishedReads:
-    """Where all of those come to Python."""
-
-    def source(self, ino: int, fd: int, version: SourceVersion) -> bool:
-        return False
-
-    def no_source(self, ino: int) -> None:
-        """As UnfinishedReads."""
-
-    def fill(self, ino: int, size: int, chunk_bytes: int, states: bytes) -> bool:
-        return False
-
-    def part(self, ino: int, fd: int) -> None:
-        """As UnfinishedReads."""
-
-    def chunks(self, ino: int, first: int, last: int, state: bytes) -> None:
-        """As UnfinishedReads."""
-
-    def ahead(self, ino: int, chunk: int | None) -> None:
-        """As UnfinishedReads."""
-
-    def arrived(self, ino: int, start: int, data: bytes) -> None:
-        """As UnfinishedReads."""
-
-    def stop(self, ino: int) -> None:
-        """As UnfinishedReads."""
-
-    def used(self, ino: int) -> bool:
-        return False

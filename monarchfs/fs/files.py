@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from monarchfs.cache.cache import Cache
-from monarchfs.cache.readers import NoUnfinishedReads, UnfinishedReads
+from monarchfs.cache.readers import UnfinishedReads
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.fs.astray import Astray
 from monarchfs.fs.freshness import SURELY_SETTLED_NS
@@ -27,14 +27,7 @@ from monarchfs.types import (
     SourceVersion,
 )
 
-__all__ = [
-    "FileHandle",
-    "Files",
-    "NoUnfinishedReads",
-    "OpenReplica",
-    "Unfinished",
-    "UnfinishedReads",
-]
+__all__ = ["FileHandle", "Files", "OpenReplica", "Unfinished", "UnfinishedReads"]
 
 log = logging.getLogger(__name__)
 

@@ -66,7 +66,7 @@ static struct relay_counts counts;
 
 /* -- answers */
 
-static uint64_t now_ns(void)
+uint64_t relay_now_ns(void)
 {
 	struct timespec now;
 	clock_gettime(CLOCK_MONOTONIC, &now);
@@ -121,7 +121,7 @@ static bool answer_read(const struct fuse_in_header *in, struct lane *lane, uint
 	table_answered();
 	if (done == ANSWERED) {
 		__atomic_fetch_add(&counts.bytes, size, __ATOMIC_RELAXED);
-		relay_time(&counts.reads, now_ns() - started_ns);
+		relay_time(&counts.reads, relay_now_ns() - started_ns);
 	}
 	return true;
 }
@@ -151,7 +151,7 @@ static bool answer_backed_open(const struct fuse_in_header *in, bool again, uint
 	if (again || !backed_open(in->nodeid, in->unique, &out.fh, &out.backing_id))
 		return false;
 	if (answer(in->unique, 0, &out, sizeof(out)))
-		relay_time(&counts.opens, now_ns() - started_ns);
+		relay_time(&counts.opens, relay_now_ns() - started_ns);
 	else
 		unopened(out.fh);
 	return true;
@@ -172,7 +172,7 @@ static bool answer_open(const struct fuse_in_header *in, bool again, uint64_t st
 	int added = table_add(in->nodeid, again ? in->unique | RESENT : in->unique, 0, 0, &out.fh);
 	if (added >= 0) {
 		if (answer(in->unique, 0, &out, sizeof(out)))
-			relay_time(&counts.opens, now_ns() - started_ns);
+			relay_time(&counts.opens, relay_now_ns() - started_ns);
 		else if (!added)
 			table_end(out.fh, true, NULL); /* the kernel does not know of it */
 	}
@@ -212,7 +212,7 @@ static bool answer_any(const struct fuse_in_header *in, size_t length, struct la
 bool relay_answered(const void *request, size_t length, bool again)
 {
 	const struct fuse_in_header *in = request;
-	if (!answer_any(in, length, NULL, again, now_ns()))
+	if (!answer_any(in, length, NULL, again, relay_now_ns()))
 		return false;
 	journal_done(in->unique);
 	return true;
@@ -385,7 +385,7 @@ static void *serve(void *number)
 		}
 		/* Nothing depends on what the kernel remembers, and no answer is expected. */
 		if (in->opcode != FUSE_FORGET && in->opcode != FUSE_BATCH_FORGET) {
-			uint64_t started_ns = now_ns();
+			uint64_t started_ns = relay_now_ns();
 			table_busy(thread, started_ns);
 			if (!answer_any(in, (size_t)got, &lane, false, started_ns))
 				put(request, (size_t)got);

@@ -32,8 +32,8 @@ struct relay_counts {
 
 /* Begin: `fuse_fd` is the mounted descriptor, read and written by `threads` threads from now on.
  * At most `waiting_reads` wait for the source without Python (_unfinished.h). `free_opens`: OPEN is
- * answered with ENOSYS. `bounds_ns`: of relay_times.took, rising. Returns a
- * descriptor that is readable while the queue has something, or -errno. Once only. */
+ * answered with ENOSYS. `bounds_ns`: of relay_times.took, rising. Returns a descriptor that is
+ * readable while the queue has something, or -errno. Once only. */
 int relay_start(int fuse_fd, unsigned threads, unsigned waiting_reads, bool free_opens,
 		const uint64_t *bounds_ns, unsigned bounds);
 
@@ -54,6 +54,9 @@ long relay_next(void *buffer, int *ended_by, bool *again);
 void relay_again(void);
 
 void relay_count(struct relay_counts *counts);
+
+/* CLOCK_MONOTONIC. */
+uint64_t relay_now_ns(void);
 
 /* Count an answer, or a part of it, that took so long. */
 void relay_time(struct relay_times *times, uint64_t took_ns);

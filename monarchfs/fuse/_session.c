@@ -185,29 +185,23 @@ static void interrupted(struct fuse_session *se, const struct fuse_in_header *in
 /* Not one of the kernel's: see quick.Opcode. */
 #define UNOPENED 0xffff
 
+/* Have Python know of something that is not answered. */
+static void tell(uint32_t opcode, uint64_t node, const void *body, size_t length)
+{
+	if (!on_request)
+		return;
+	PyObject *done = PyObject_CallFunction(on_request, "IKy#", opcode, (unsigned long long)node,
+					       (const char *)body, (Py_ssize_t)length);
+	if (!done)
+		PyErr_WriteUnraisable(on_request);
+	Py_XDECREF(done);
+}
+
 /* The kernel does not wait for the answer to an open: an earlier worker had answered it, and it may
  * have been released since. */
 static void unopened(uint64_t fh)
 {
-	if (!on_request)
-		return;
-	PyObject *body = PyObject_CallFunction(on_request, "IKy#", UNOPENED, 0ULL, (const char *)&fh,
-					       (Py_ssize_t)sizeof(fh));
-	if (!body)
-		PyErr_WriteUnraisable(on_request);
-	Py_XDECREF(body);
-}
-
-static void ahead(const struct fuse_in_header *in, size_t length)
-{
-	if (!on_request)
-		return;
-	PyObject *done = PyObject_CallFunction(on_request, "IKy#", in->opcode,
-					       (unsigned long long)in->nodeid, (const char *)(in + 1),
-					       (Py_ssize_t)(length - sizeof(*in)));
-	if (!done)
-		PyErr_WriteUnraisable(on_request);
-	Py_XDECREF(done);
+	tell(UNOPENED, 0, &fh, sizeof(fh));
 }
 
 /* Whether Python answered the request at once. */
@@ -285,7 +279,7 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 		    (size_t)got >= sizeof(*in) + sizeof(struct fuse_interrupt_in))
 			interrupted(se, in); /* never answered */
 		else if (relaying && in->opcode == RELAY_AHEAD)
-			ahead(in, (size_t)got);
+			tell(in->opcode, in->nodeid, in + 1, (size_t)got - sizeof(*in));
 		else if (!answered(se, in, (size_t)got))
 			break;
 		/* There may be more, but other tasks want their turn, too. */

@@ -112,13 +112,6 @@ static int fuse_fd = -1;
 static struct unfinished_python python;
 static struct unfinished_counts counts;
 
-static uint64_t now_ns(void)
-{
-	struct timespec now;
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
-}
-
 static int64_t ns_of(struct timespec time)
 {
 	return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
@@ -154,7 +147,7 @@ static void count_answer(uint64_t started_ns, size_t size)
 {
 	table_answered();
 	__atomic_fetch_add(&counts.bytes, size, __ATOMIC_RELAXED);
-	relay_time(&counts.answers, now_ns() - started_ns);
+	relay_time(&counts.answers, relay_now_ns() - started_ns);
 }
 
 /* -- files. Under `lock`; what is not used any more is returned, because closing may take long */
@@ -335,7 +328,7 @@ static bool is_good(void *given)
 	struct asked *asked = given;
 	struct job *job = asked->job;
 	struct version now;
-	asked->read_ns = now_ns() - asked->began_ns;
+	asked->read_ns = relay_now_ns() - asked->began_ns;
 	if (!job->of_part &&
 	    (!version_of(job->file->source_fd, &now) || !same(&now, &job->file->version)))
 		return false;
@@ -373,7 +366,7 @@ static void carry_out(struct job *job, struct lane *lane)
 {
 	struct file *file = job->file;
 	int fd = job->of_part ? file->part_fd : file->source_fd;
-	struct asked asked = {.job = job, .began_ns = now_ns()};
+	struct asked asked = {.job = job, .began_ns = relay_now_ns()};
 	enum answered done = bytes_answer(lane, fuse_fd, unique_of(job), fd, job->offset, job->size,
 					  is_good, &asked);
 	if (done != NOT_READ) {

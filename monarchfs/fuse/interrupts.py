@@ -81,12 +81,10 @@ class Interrupts:
     def on_interrupt(self, unique: int) -> bool:
         """FUSE_INTERRUPT for a request; False if it does not wait here: it was answered already, or
         is still to come."""
-        waiting = self._waiting.get(unique)
-        if waiting is None:
+        if unique not in self._waiting:
             # What came out of a journal the kernel knows as it was.
             unique |= RESENT
-            waiting = self._waiting.get(unique)
-        if waiting is None:
+        if unique not in self._waiting:
             return False
         if not self._look(unique):
             self._signalled.add(unique)

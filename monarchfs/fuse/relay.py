@@ -13,7 +13,7 @@ from types import ModuleType
 
 import trio
 
-from monarchfs.fs.files import Files, NoUnfinishedReads, UnfinishedReads
+from monarchfs.fs.files import Files, UnfinishedReads
 from monarchfs.fuse.unfinished import Unfinished
 from monarchfs.metrics import Histogram, Metrics
 from monarchfs.types import ReplicaState
@@ -45,6 +45,7 @@ class Relay:
         self.free_opens = free_opens and hooks is not None
         self._hooks = hooks
         self._unfinished = None if hooks is None else Unfinished(hooks)
+        self.unfinished: UnfinishedReads = self._unfinished or UnfinishedReads()
         self._metrics = metrics
         self._tiers: dict[int, int] = {}
         self._files: Files | None = None
@@ -56,10 +57,6 @@ class Relay:
         self.on_source_reads: Callable[[int, int, list[int]], None] | None = None
         """Told of reads of the source when they are counted: their bytes, the nanoseconds that they
         took, and how many took at most so long as each of DURATION_BOUNDS_NS."""
-
-    @property
-    def unfinished(self) -> UnfinishedReads:
-        return NoUnfinishedReads() if self._unfinished is None else self._unfinished
 
     @property
     def waits(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from types import ModuleType
 
+from monarchfs.fs.files import UnfinishedReads
 from monarchfs.types import SourceVersion
 
 LONG_NS = 1_000_000_000
@@ -13,8 +14,8 @@ LONG_NS = 1_000_000_000
 NO_CHUNK = (1 << 64) - 1
 
 
-class Unfinished:
-    """See ``cache.readers.UnfinishedReads``. Constant: the C part."""
+class Unfinished(UnfinishedReads):
+    """Constant: the C part."""
 
     def __init__(self, hooks: ModuleType) -> None:
         self._hooks = hooks

@@ -99,6 +99,8 @@ class RemoteFile:
             # One errand of one thread instead of three: nobody holds the file open (yet).
             with _what_lies_there():
                 data = await self._source.read_whole(*self._where(), self.version, lane)
+            if arrived is not None:
+                arrived(start, data)
         else:
             if lane is Lane.BACKGROUND and self.layout is None and self._source.has_layouts:
                 self.layout = await self._source.layout(await self.open(lane), lane)
@@ -110,8 +112,6 @@ class RemoteFile:
             if version != self.version or len(data) != end - start:
                 raise SourceChanged("it changed while it was read")
         self.verified = True
-        if arrived is not None and whole:
-            arrived(start, data)
         return data
 
     def wanted(self) -> Wanted:

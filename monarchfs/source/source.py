@@ -118,7 +118,7 @@ class Source:
         kind.durations.total_ns += took_ns
         # There are fewer bounds here: the shortest are missing.
         missing = len(DURATION_BOUNDS_NS) - len(kind.durations.bounds_ns)
-        for bucket, count in enumerate(counts[: len(DURATION_BOUNDS_NS) + 1]):
+        for bucket, count in enumerate(counts):
             kind.durations.counts[max(0, bucket - missing)] += count
 
     def forget(self, path: bytes) -> None:

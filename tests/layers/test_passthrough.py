@@ -323,7 +323,8 @@ async def test_no_interleaving_breaks_the_kernels_rules(
         await mirror.idle()
         assert kernel.passthrough.ids == len(kernel.registry.files) == len(kernel.supervisor)
         opened = mirror.metrics.passthrough_opens, kernel.threads.opened
-        assert min(opened) > 2, "else this test shows nothing"
+        assert sum(opened) > 20, "else this test shows nothing"
+        assert all(opened)
         for number in range(8):
             mirror.cache.evict(await mirror.ino(str(number)))
         await mirror.idle()
