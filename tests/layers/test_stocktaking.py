@@ -56,11 +56,12 @@ async def test_after_a_reboot_what_was_not_synced_is_gone(
         await mirror.cache.sync()
         monkeypatch.setattr(mirror.tier, "sync", lambda: os.stat("/there is no such file"))
         await mirror.copied("large")
+        left = complete(mirror)
+    for path in left:
+        if path.stat().st_size == len(LARGE):
+            path.write_bytes(bytes(len(LARGE)))
     async with files.mount(boot_id=b"second boot") as mirror:
         # Its bytes are not believed, not even before the tier was looked at.
-        for path in complete(mirror):
-            if path.stat().st_size == len(LARGE):
-                path.write_bytes(bytes(len(LARGE)))
         await read_both(mirror)
         await mirror.idle()
         assert mirror.bytes_read("small") == 0
