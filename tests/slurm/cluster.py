@@ -15,10 +15,13 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
+import pytest
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv")
 NODES = ("n1", "n2", "n3")
@@ -27,6 +30,8 @@ USERS = ("nobody", "daemon", "games")
 _NETWORK = "10.77.0"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_SECONDS = 20.0
+_WAIT_SECONDS = 60.0
+"""More than the half minute after which srun asks again at the latest for nodes that were busy."""
 
 _CONFIG = """\
 ClusterName=test
@@ -208,6 +213,34 @@ class Cluster:
             left.split()[4] for left, *right in ours if right and right[0].startswith(f"{source} ")
         ]
         return found[0] if found else None
+
+    def wait_for(
+        self, condition: Callable[[], object], what: str, seconds: float = _WAIT_SECONDS
+    ) -> None:
+        """Waits for something that happens on the nodes; fails the test, and tells all there is
+        to know of them, if it has not after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                pytest.fail(f"waited {seconds:g} s in vain for: {what}\n{self.state()}")
+            time.sleep(0.02)
+
+    def state(self) -> str:
+        """Jobs, what they printed, what each process of the nodes waits for, and the logs."""
+        printed = [
+            f"--- {path}\n{path.read_text(errors='replace')}"
+            for path in sorted((self.base / "work").glob("*/*.out"))[-4:]
+        ]
+        processes = [line for name in self.machines for line in self._processes(name)]
+        return "\n".join([*self.jobs(), *printed, *processes, self.logs()])
+
+    def _processes(self, name: str) -> Iterator[str]:
+        # All but the first are its descendants: it is who takes over the orphans.
+        for process in psutil.Process(self.machines[name].pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+                wait = Path(f"/proc/{process.pid}/wchan").read_text()
+                words = " ".join(process.cmdline())
+                yield f"{name}: {process.pid} {process.status()} in {wait}: {words}"
 
     def logs(self) -> str:
         paths = [self.base / "ctl/log", *(self.base / f"spool/{n}.log" for n in NODES)]

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.exporter.prometheus import NO_PROMETHEUS, PROMETHEUS, samples, server
 from tests.exporter.test_scraping import documented_queries
-from tests.mounting import REPOSITORY, wait_for
+from tests.mounting import REPOSITORY
 from tests.slurm.cluster import NODES, USERS, Cluster
 from tests.slurm.site import configure
 
@@ -53,7 +53,7 @@ def nothing_left(slurm: Cluster) -> None:
         files = [slurm.run(node, *kept.split(), "-mindepth", "1").stdout for node in NODES]
         return "\n".join(points + files).strip()
 
-    wait_for(lambda: not left(), "mounts and what belongs to them to go")
+    slurm.wait_for(lambda: not left(), "mounts and what belongs to them to go")
     slurm.wait_idle()
 
 
@@ -224,7 +224,7 @@ def a_killed_worker_costs_its_job_nothing(slurm: Cluster) -> str:
         "done; echo done\n"
     )
     job = slurm.sbatch(script, "-N1", "-w", "n3", f"--comment=monarchfs={data}")
-    wait_for(lambda: slurm.output(job).count("\n") > 3, "the job to read")
+    slurm.wait_for(lambda: slurm.output(job).count("\n") > 3, "the job to read")
     point = slurm.mount_of("n3", data)
     assert point is not None
     status = slurm.run("n3", f"{slurm.base}/monarchfs", "status", point, "--json").stdout
@@ -251,7 +251,7 @@ def a_killed_supervisor_costs_its_job_and_no_other(slurm: Cluster) -> str:
         "while cat file* >/dev/null 2>/tmp/null; do sleep 0.1; done; echo failed\n"
     ).replace("/tmp/null", "/dev/null")
     job = slurm.sbatch(script, "-N1", "-w", "n1", f"--comment=monarchfs={data}")
-    wait_for(lambda: "reading" in slurm.output(job), "the job to read")
+    slurm.wait_for(lambda: "reading" in slurm.output(job), "the job to read")
     point = slurm.mount_of("n1", data)
     registered = slurm.run("n1", "sh", "-c", "cat /run/monarchfs/*.json").stdout
     (entry,) = (json.loads(line) for line in registered.replace("}{", "}\n{").splitlines())
@@ -274,7 +274,7 @@ def a_node_that_was_switched_off_serves_the_next_job(slurm: Cluster) -> str:
         "echo begun; sleep 60\n",
         *("-N1", "-w", "n2", "--no-requeue", f"--comment=monarchfs={data}"),
     )
-    wait_for(lambda: "begun" in slurm.output(job), "the job to run")
+    slurm.wait_for(lambda: "begun" in slurm.output(job), "the job to run")
     slurm.machines["n2"].power_cut()
     slurm.boot("n2")
     slurm.run("ctl", "scancel", str(job))
@@ -296,7 +296,7 @@ def nobody_else_gets_anything_of_a_mount_or_its_cache(slurm: Cluster) -> str:
         "cat $MONARCHFS_ROOT/* >/dev/null && echo $MONARCHFS_ROOT; sleep 60\n",
         *("-N1", "-w", "n1", f"--comment=monarchfs={data}:prefetch=all"),
     )
-    wait_for(lambda: "/run/" in slurm.output(job), "the job to have read")
+    slurm.wait_for(lambda: "/run/" in slurm.output(job), "the job to have read")
     point = slurm.output(job).strip()
     for user in ("daemon", None):
         # Not even root: the mount is its user's alone.
@@ -359,9 +359,9 @@ def prometheus_tells_a_jobs_local_share(slurm: Cluster) -> str:
     twice, never = sorted(jobs)
     try:
         for job in jobs:
-            wait_for(lambda: slurm.output(job).count("read\n") == 3, "it to read")  # noqa: B023
+            slurm.wait_for(lambda: slurm.output(job).count("read\n") == 3, "it to read")  # noqa: B023
         for node in NODES:
-            wait_for(lambda: _resident(slurm, node, data) == 12, "copies")  # noqa: B023
+            slurm.wait_for(lambda: _resident(slurm, node, data) == 12, "copies")  # noqa: B023
         go_on.touch()
         asked = documented_queries((REPOSITORY / "docs" / "PROMETHEUS.md").read_text())[0]
 
@@ -379,7 +379,7 @@ def prometheus_tells_a_jobs_local_share(slurm: Cluster) -> str:
             return found[0][1] if found else 0
 
         for job in jobs:
-            wait_for(lambda: opens(job) == 2 * 3 * 12, "all to be scraped")  # noqa: B023
+            slurm.wait_for(lambda: opens(job) == 2 * 3 * 12, "all to be scraped")  # noqa: B023
         local, nothing = share(twice), share(never)
         assert (local, nothing) == (0.5, 0)
         up = _query(slurm, listen, "sum(up)")[0][1]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.exporter.prometheus import NO_PROMETHEUS, PROMETHEUS
-from tests.mounting import wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.proofs import (
     VERIFY,
@@ -73,7 +72,7 @@ def test_what_the_site_gives_and_what_it_refuses(slurm: Cluster) -> None:
 def test_gc_takes_out_jobs_that_slurm_does_not_know(slurm: Cluster) -> None:
     data = dataset(slurm, "gc")
     job = slurm.sbatch("echo begun; sleep 60\n", "-N1", "-w", "n3", f"--comment=monarchfs={data}")
-    wait_for(lambda: "begun" in slurm.output(job), "the job to run")
+    slurm.wait_for(lambda: "begun" in slurm.output(job), "the job to run")
     point = slurm.mount_of("n3", data)
     assert point is not None
     jobs = Path(point).parent / "jobs"
@@ -99,7 +98,7 @@ def test_gc_clears_what_killed_daemons_leave(slurm: Cluster) -> None:
     data = dataset(slurm, "gcdead")
     script = "echo begun; sleep 60\n"
     job = slurm.sbatch(script, "-N1", "-w", "n3", f"--comment=monarchfs={data}")
-    wait_for(lambda: "begun" in slurm.output(job), "the job to run")
+    slurm.wait_for(lambda: "begun" in slurm.output(job), "the job to run")
     point = slurm.mount_of("n3", data)
     # Every daemon of ours on this node, as if memory had run out.
     slurm.run("n3", "pkill", "-KILL", "-f", "monarchfs[.]")
@@ -137,7 +136,7 @@ def test_another_set_of_groups_gets_another_mount_and_cache(slurm: Cluster) -> N
     try:
         script = "ls $MONARCHFS_ROOT | wc -l; echo $MONARCHFS_ROOT; sleep 60\n"
         job = slurm.sbatch(script, "-N1", "-w", "n2", f"--comment=monarchfs={data}:prefetch=all")
-        wait_for(lambda: "/run/" in slurm.output(job), "the job with the group to be served")
+        slurm.wait_for(lambda: "/run/" in slurm.output(job), "the job with the group to be served")
         assert slurm.output(job).startswith("12\n"), "read with the group, by the mount's daemon"
     finally:
         slurm.run("n2", "umount", "/etc/group")
