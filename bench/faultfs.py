@@ -5,13 +5,14 @@ Run as ``python -m bench.faultfs DIRECTORY MOUNTPOINT``. It answers JSON lines o
 with a JSON line on standard output:
 
     {"do": "faults", "delay": SECONDS, "delayed": [OP], "rate": BYTES_PER_SECOND,
-     "fail": {"OP PATH": ERRNO}, "hang": ["OP PATH"]}
+     "fail": {"OP PATH": ERRNO}, "hang": ["OP PATH"], "flushes": BOOL}
     {"do": "counts", "reset": BOOL} -> {"operations": {"read": 3, ...}, "read_bytes": 17}
 
-OP is one of lookup, getattr, readdir, open, read, xattr, or ``*`` for all; PATH is relative to the
-root, or ``*``. ``delay`` is what each operation takes, of those in ``delayed`` (left out: of all),
-however many there are at once; ``rate`` is shared by all reads. What a message leaves out is off.
-Reads are not cached by the kernel, so that each one is seen and counted as it was made.
+OP is one of lookup, getattr, readdir, open, read, flush, xattr, or ``*`` for all; PATH is relative
+to the root, or ``*``. There is a flush (at close(2)) only where ``flushes`` was said before the
+first one, and from then on. ``delay`` is what each operation takes, of those in ``delayed`` (left
+out: of all), however many there are at once; ``rate`` is shared by all reads. What a message leaves
+out is off. Reads are not cached by the kernel, so that each one is seen and counted as it was made.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class FaultFS(pyfuse3.Operations):
         self.busy_until = 0.0
         self.fail: dict[str, int] = {}
         self.hang: set[str] = set()
+        # The kernel remembers that a file system does not want to hear of close(2).
+        self.flushes = False
         self.changed = trio.Event()
 
     def set_faults(self, message: dict[str, Any]) -> None:
@@ -69,6 +72,7 @@ class FaultFS(pyfuse3.Operations):
         self.rate = message.get("rate", 0.0)
         self.fail = message.get("fail", {})
         self.hang = set(message.get("hang", []))
+        self.flushes = message.get("flushes", self.flushes)
         self.changed.set()
         self.changed = trio.Event()
 
@@ -152,6 +156,12 @@ class FaultFS(pyfuse3.Operations):
             await trio.sleep_until(self.busy_until)
         self.read_bytes += len(data)
         return data
+
+    @mapped
+    async def flush(self, fh: pyfuse3.FileHandleT) -> None:
+        if not self.flushes:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        await self.fault("flush", self.open_paths[fh])
 
     @mapped
     async def release(self, fh: pyfuse3.FileHandleT) -> None:

@@ -251,6 +251,23 @@ def test_hundreds_of_reads_of_what_is_not_kept_hang_and_are_answered_in_the_end(
         assert hung.wait(20) == 0
 
 
+def test_a_source_that_hangs_at_the_end_of_a_file_holds_up_nobody(
+    work: Bench, source: FaultySource, readers: Readers
+) -> None:
+    """close(2) of its descriptors may wait for it, too."""
+    source.faults(flushes=True)
+    with not_kept(work, source, 3) as (mount, page):
+        worker = mount.worker_pid()
+        source.faults(hang=["flush *"])
+    # Its own descriptor of each file, and the one that the threads have.
+    wait_for(lambda: source.counts()["operations"].get("flush") == 6, "all to be closed")
+    reader = readers.start(DIRECT_READER, mount.path / "f", 3, 1 << 19, page)
+    assert reader.wait(10) == 0
+    assert mount.worker_pid() == worker
+    source.faults()
+    assert mount.umount(timeout=5).returncode == 0
+
+
 def test_one_hung_file_does_not_stop_the_others(
     work: Bench, source: FaultySource, readers: Readers
 ) -> None:

@@ -487,6 +487,9 @@ def from_source(directory: Path) -> None:
         end_of_it.write(b"more")
     threads.read_by_python(7)
     assert not hooks.unfinished_source(7, fd, len(data), 0, 0)
+    hooks.unfinished_stop(7)
+    assert hooks.unfinished_source(7, fd, len(data), 0, 0), "the source is not asked for it"
+    threads.read_by_python(7)
     os.truncate(path, len(data))
     hooks.unfinished_stop(7)
     assert put()

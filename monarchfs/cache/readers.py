@@ -47,7 +47,7 @@ class UnfinishedReads:
 
     def source(self, ino: int, fd: int, version: SourceVersion) -> bool:
         """What is missing of it may be read from the source, where it is not kept; whether it will
-        be. Where the source has another version, it is not."""
+        be. As long as the source has this version. The source is not asked now."""
         return False
 
     def no_source(self, ino: int) -> None:

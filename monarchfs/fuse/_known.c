@@ -432,7 +432,7 @@ PyMethodDef known_methods[] = {
 	{"backed_opens", backed, METH_NOARGS, "How many opens were answered with a backing id."},
 	{"unfinished_source", read_source, METH_VARARGS,
 	 "unfinished_source(ino, fd, size, mtime_ns, ctime_ns): what is missing may be read from the\n"
-	 "source. False where it has another version, or it cannot be done."},
+	 "source, as long as it has this version. False where that cannot be done."},
 	{"unfinished_no_source", no_source, METH_O, "unfinished_no_source(ino): not any more."},
 	{"unfinished_fill", fill, METH_VARARGS,
 	 "unfinished_fill(ino, size, chunk_bytes, states): it is being copied; a byte a chunk."},

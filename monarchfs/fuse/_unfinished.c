@@ -5,7 +5,8 @@
  * next (its buffer is in the cache), another is started where none is, and they end when there is
  * nothing to do. Reads of what is being fetched wait without a thread. A read that takes long becomes
  * Python's, which knows what to do about a source that hangs; a thread that waits for it goes on
- * hanging, and finds nobody to answer.
+ * hanging, and finds nobody to answer. Nobody else calls the source: a descriptor of it is closed by
+ * these threads, too.
  *
  * Bytes of the source are of the version that the file has after they were read: they are answered
  * if that is what it had when it was opened.
@@ -41,9 +42,8 @@
 /* So many threads may hang in the source; then its reads are Python's. */
 #define MOST_STUCK 64
 
+/* Of the file that a descriptor stands for: its number and its device do not change. */
 struct version {
-	dev_t device;
-	ino_t ino;
 	uint64_t size;
 	int64_t mtime_ns, ctime_ns;
 };
@@ -61,7 +61,7 @@ struct piece {
 
 /* Under `lock`. Descriptors and their version do not change once they are there. */
 struct file {
-	struct file *next; /* in its bucket */
+	struct file *next; /* in its bucket, or of those that are to be closed */
 	uint64_t ino, size;
 	int source_fd, part_fd; /* -1: none (yet) */
 	struct version version; /* of the source */
@@ -106,6 +106,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct file *buckets[BUCKETS];
 static struct job *oldest, *newest, *first_queued, **last_queued = &first_queued;
 static struct piece *unneeded;
+static struct file *unclosed;
 static struct idle *idle;
 static unsigned threads, most_threads, stuck, moving;
 static int fuse_fd = -1;
@@ -123,8 +124,6 @@ static bool version_of(int fd, struct version *version)
 	if (fstat(fd, &st) < 0)
 		return false;
 	*version = (struct version){
-		.device = st.st_dev,
-		.ino = st.st_ino,
 		.size = (uint64_t)st.st_size,
 		.mtime_ns = ns_of(st.st_mtim),
 		.ctime_ns = ns_of(st.st_ctim),
@@ -134,8 +133,8 @@ static bool version_of(int fd, struct version *version)
 
 static bool same(const struct version *one, const struct version *other)
 {
-	return one->device == other->device && one->ino == other->ino && one->size == other->size &&
-	       one->mtime_ns == other->mtime_ns && one->ctime_ns == other->ctime_ns;
+	return one->size == other->size && one->mtime_ns == other->mtime_ns &&
+	       one->ctime_ns == other->ctime_ns;
 }
 
 static uint64_t unique_of(const struct job *job)
@@ -150,7 +149,7 @@ static void count_answer(uint64_t started_ns, size_t size)
 	relay_time(&counts.answers, relay_now_ns() - started_ns);
 }
 
-/* -- files. Under `lock`; what is not used any more is returned, because closing may take long */
+/* -- files. Under `lock` */
 
 static struct file **find(uint64_t ino)
 {
@@ -160,10 +159,9 @@ static struct file **find(uint64_t ino)
 	return place;
 }
 
+/* By one of the threads: closing may take long. */
 static void destroy(struct file *file)
 {
-	if (!file)
-		return;
 	if (file->source_fd >= 0) {
 		(void)posix_fadvise(file->source_fd, 0, 0, POSIX_FADV_DONTNEED);
 		close(file->source_fd);
@@ -224,9 +222,19 @@ static struct file *make(uint64_t ino, uint64_t size)
 	return file;
 }
 
-static struct file *end_read(struct file *file)
+static bool wake_one(void);
+
+static void end_read(struct file *file)
 {
-	return --file->reads == 0 && file->stopped ? file : NULL;
+	if (--file->reads || !file->stopped)
+		return;
+	if (file->source_fd < 0 && file->part_fd < 0) {
+		destroy(file);
+		return;
+	}
+	file->next = unclosed;
+	unclosed = file;
+	(void)wake_one(); /* else whoever comes next */
 }
 
 /* -- reads. Under `lock` */
@@ -270,36 +278,34 @@ static void unqueue(struct job *job)
 		last_queued = place;
 }
 
-/* To Python. A file that is not used any more, or NULL. */
-static struct file *give_up(struct job *job)
+/* To Python. */
+static void give_up(struct job *job)
 {
 	python.leave(job->bytes, job->length);
 	if (job->place == BEGUN) {
 		job->left = true; /* its thread takes it out */
 		moving--;
 		stuck++;
-		return NULL;
+		return;
 	}
 	if (job->place == QUEUED)
 		unqueue(job);
 	take_out(job);
-	struct file *unused = end_read(job->file);
+	end_read(job->file);
 	free(job);
-	return unused;
 }
 
 bool unfinished_leave(uint64_t unique)
 {
-	struct file *unused = NULL;
 	pthread_mutex_lock(&lock);
 	struct job *job = oldest;
 	while (job && (unique_of(job) != unique || job->left || job->answering))
 		job = job->next;
+	bool found = job;
 	if (job)
-		unused = give_up(job);
+		give_up(job);
 	pthread_mutex_unlock(&lock);
-	destroy(unused);
-	return job;
+	return found;
 }
 
 unsigned unfinished_leave_older(uint64_t before_ns)
@@ -308,7 +314,7 @@ unsigned unfinished_leave_older(uint64_t before_ns)
 	for (struct job *job = oldest, *next; job && job->started_ns < before_ns; job = next) {
 		next = job->next;
 		if (!job->left && !job->answering)
-			destroy(give_up(job)); /* seldom: closing may take long */
+			give_up(job);
 	}
 	unsigned rest = moving;
 	pthread_mutex_unlock(&lock);
@@ -373,31 +379,27 @@ static void carry_out(struct job *job, struct lane *lane)
 		journal_done(unique_of(job));
 		count_answer(job->started_ns, job->size);
 	}
-	if (!job->of_part) {
-		if (done != NOT_READ) {
-			__atomic_fetch_add(&counts.source_bytes, job->size, __ATOMIC_RELAXED);
-			relay_time(&counts.reads, asked.read_ns);
-		}
-		if (done != NOT_READ)
-			drop_pages(job);
+	if (!job->of_part && done != NOT_READ) {
+		__atomic_fetch_add(&counts.source_bytes, job->size, __ATOMIC_RELAXED);
+		relay_time(&counts.reads, asked.read_ns);
+		drop_pages(job);
 	}
 	pthread_mutex_lock(&lock);
 	if (done == NOT_READ && !job->left)
 		python.leave(job->bytes, job->length);
 	take_out(job);
-	struct file *unused = end_read(file);
+	end_read(file);
 	pthread_mutex_unlock(&lock);
-	destroy(unused);
 	free(job);
 }
 
-/* The next read; NULL where there was nothing to do for a while. Under `lock`. */
-static struct job *wait_for_job(struct idle *self)
+/* Whether there is something to do; not where there was nothing for a while. Under `lock`. */
+static bool wait_for_work(struct idle *self)
 {
 	struct timespec until;
 	clock_gettime(CLOCK_MONOTONIC, &until);
 	until.tv_sec += IDLE_SECONDS;
-	while (!first_queued) {
+	while (!first_queued && !unclosed) {
 		self->woken = false;
 		self->next = idle;
 		idle = self;
@@ -409,41 +411,50 @@ static struct job *wait_for_job(struct idle *self)
 			while (*place != self)
 				place = &(*place)->next;
 			*place = self->next;
-			if (!first_queued)
-				return NULL;
+			return first_queued || unclosed;
 		}
 	}
-	struct job *job = first_queued;
-	unqueue(job);
-	job->place = BEGUN;
-	return job;
+	return true;
 }
 
-static void *serve(void *unused)
+/* Whoever reads goes first. False where there was nothing to do for a while. */
+static bool serve_one(struct idle *self, struct lane *lane)
 {
-	(void)unused;
-	struct lane lane = {.pipe = {-1, -1}};
-	lane.buffer = mmap(NULL, MOST_READ_BYTES, PROT_READ | PROT_WRITE,
-			   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	struct job *job = NULL;
+	struct file *file = NULL;
+	pthread_mutex_lock(&lock);
+	bool there = wait_for_work(self);
+	if (!there) {
+		threads--;
+	} else if ((job = first_queued)) {
+		unqueue(job);
+		job->place = BEGUN;
+	} else {
+		file = unclosed;
+		unclosed = file->next;
+	}
+	pthread_mutex_unlock(&lock);
+	if (job)
+		carry_out(job, lane);
+	else if (file)
+		destroy(file);
+	return there;
+}
+
+static void *serve(void *buffer)
+{
+	struct lane lane = {.buffer = buffer, .pipe = {-1, -1}};
 	struct idle self = {.woken = false};
 	pthread_condattr_t attributes;
 	pthread_condattr_init(&attributes);
 	pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
 	pthread_cond_init(&self.wake, &attributes);
 	pthread_condattr_destroy(&attributes);
-	for (;;) {
-		pthread_mutex_lock(&lock);
-		struct job *job = lane.buffer == MAP_FAILED ? NULL : wait_for_job(&self);
-		threads -= !job;
-		pthread_mutex_unlock(&lock);
-		if (!job)
-			break;
-		carry_out(job, &lane);
-	}
+	while (serve_one(&self, &lane))
+		continue;
 	pthread_cond_destroy(&self.wake);
 	bytes_end(&lane);
-	if (lane.buffer != MAP_FAILED)
-		munmap(lane.buffer, MOST_READ_BYTES);
+	munmap(buffer, MOST_READ_BYTES);
 	return NULL;
 }
 
@@ -453,15 +464,21 @@ static bool start_thread(void)
 	pthread_t thread;
 	pthread_attr_t attributes;
 	sigset_t all, before;
+	void *buffer = mmap(NULL, MOST_READ_BYTES, PROT_READ | PROT_WRITE,
+			    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	if (buffer == MAP_FAILED)
+		return false;
 	sigfillset(&all);
 	pthread_sigmask(SIG_SETMASK, &all, &before);
 	pthread_attr_init(&attributes);
 	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
 	pthread_attr_setstacksize(&attributes, STACK_BYTES);
-	bool started = pthread_create(&thread, &attributes, serve, NULL) == 0;
+	bool started = pthread_create(&thread, &attributes, serve, buffer) == 0;
 	pthread_attr_destroy(&attributes);
 	pthread_sigmask(SIG_SETMASK, &before, NULL);
 	threads += started;
+	if (!started)
+		munmap(buffer, MOST_READ_BYTES);
 	return started;
 }
 
@@ -563,9 +580,8 @@ static bool read_here(const struct job *job, uint64_t unique, struct lane *lane)
 	pthread_mutex_lock(&lock);
 	if (piece)
 		leave_piece(piece);
-	struct file *unused = end_read(job->file);
+	end_read(job->file);
 	pthread_mutex_unlock(&lock);
-	destroy(unused);
 	return done != NOT_READ;
 }
 
@@ -625,46 +641,6 @@ bool unfinished_took(const void *request, size_t length, struct lane *lane, uint
 
 /* -- for Python */
 
-/* While there are many left: who opens a file is not to find none because of those. */
-static int duplicate(int fd)
-{
-	struct rlimit limit;
-	int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-	if (own >= 0 && getrlimit(RLIMIT_NOFILE, &limit) == 0 && (rlim_t)own >= limit.rlim_cur / 2) {
-		close(own);
-		return -1;
-	}
-	return own;
-}
-
-bool unfinished_source(uint64_t ino, int fd, uint64_t size, int64_t mtime_ns, int64_t ctime_ns)
-{
-	struct version version;
-	if (!version_of(fd, &version) || version.size != size || version.mtime_ns != mtime_ns ||
-	    version.ctime_ns != ctime_ns)
-		return false;
-	int own = duplicate(fd);
-	if (own < 0)
-		return false;
-	/* The kernel may read ahead of a sequential reader. It is advice: not taken, it is slower. */
-	(void)posix_fadvise(own, 0, 0, POSIX_FADV_NORMAL);
-	pthread_mutex_lock(&lock);
-	struct file *file = make(ino, size);
-	if (file) {
-		file->direct = file->source_fd < 0 || same(&file->version, &version);
-		if (file->source_fd < 0) {
-			file->source_fd = own;
-			file->version = version;
-			own = -1;
-		}
-	}
-	bool done = file && file->direct;
-	pthread_mutex_unlock(&lock);
-	if (own >= 0)
-		close(own);
-	return done;
-}
-
 /* Under `lock`. Parked reads of the chunks [first, last) that may go on, or never will. */
 static void look_at_parked(struct file *file, uint64_t first, uint64_t last)
 {
@@ -682,46 +658,84 @@ static void look_at_parked(struct file *file, uint64_t first, uint64_t last)
 		} else if (some_are(job, CHUNK_CLAIMED) && !some_are(job, CHUNK_MISSING)) {
 			continue;
 		}
-		(void)give_up(job); /* the file is not stopped */
+		give_up(job);
 	}
 }
 
-static struct file *stop(uint64_t ino)
+static void stop(uint64_t ino)
 {
 	struct file **place = find(ino), *file = *place;
 	if (!file)
-		return NULL;
+		return;
 	*place = file->next;
 	file->reads++; /* for this function */
 	end_pieces(file, 0, file->size);
 	for (struct job *job = oldest, *next; job; job = next) {
 		next = job->next;
 		if (job->file == file && job->place == PARKED && !job->answering)
-			(void)give_up(job);
+			give_up(job);
 	}
 	file->stopped = true;
-	return end_read(file);
+	if (file->reads == 1 && file->part_fd >= 0) {
+		/* At once, so that its room is free once it is removed. It is not yet: this is quick. */
+		close(file->part_fd);
+		file->part_fd = -1;
+	}
+	end_read(file);
+}
+
+/* While there are many left: who opens a file is not to find none because of those. */
+static int duplicate(int fd)
+{
+	struct rlimit limit;
+	/* The lowest number that is free; closing one of `fd` may take long. */
+	int next = fcntl(fuse_fd, F_DUPFD_CLOEXEC, 0);
+	if (next < 0)
+		return -1;
+	close(next);
+	if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && (rlim_t)next >= limit.rlim_cur / 2)
+		return -1;
+	return fcntl(fd, F_DUPFD_CLOEXEC, 0);
+}
+
+bool unfinished_source(uint64_t ino, int fd, uint64_t size, int64_t mtime_ns, int64_t ctime_ns)
+{
+	/* Whether it still is that version, each read tells: the caller must not wait for the source. */
+	const struct version version = {.size = size, .mtime_ns = mtime_ns, .ctime_ns = ctime_ns};
+	pthread_mutex_lock(&lock);
+	struct file *file = make(ino, size);
+	if (file && file->source_fd < 0) {
+		file->source_fd = duplicate(fd);
+		file->version = version;
+		/* The kernel may read ahead of a sequential reader. Not taken, it is slower. */
+		if (file->source_fd >= 0)
+			(void)posix_fadvise(file->source_fd, 0, 0, POSIX_FADV_NORMAL);
+	}
+	bool done = file && file->source_fd >= 0 && same(&file->version, &version);
+	if (file)
+		file->direct = done;
+	if (file && !done && !file->states)
+		stop(ino);
+	pthread_mutex_unlock(&lock);
+	return done;
 }
 
 void unfinished_stop(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);
-	struct file *unused = stop(ino);
+	stop(ino);
 	pthread_mutex_unlock(&lock);
-	destroy(unused);
 }
 
 void unfinished_no_source(uint64_t ino)
 {
-	struct file *unused = NULL;
 	pthread_mutex_lock(&lock);
 	struct file *file = *find(ino);
 	if (file && file->states)
 		file->direct = false;
 	else
-		unused = stop(ino);
+		stop(ino);
 	pthread_mutex_unlock(&lock);
-	destroy(unused);
 }
 
 bool unfinished_fill(uint64_t ino, uint64_t size, uint64_t chunk_bytes, const char *states,
@@ -734,7 +748,7 @@ bool unfinished_fill(uint64_t ino, uint64_t size, uint64_t chunk_bytes, const ch
 		return false;
 	memcpy(own, states, count);
 	pthread_mutex_lock(&lock);
-	struct file *unused = stop(ino);
+	stop(ino);
 	struct file *file = make(ino, size);
 	if (file) {
 		file->chunk_bytes = chunk_bytes;
@@ -744,7 +758,6 @@ bool unfinished_fill(uint64_t ino, uint64_t size, uint64_t chunk_bytes, const ch
 	pthread_mutex_unlock(&lock);
 	if (!file)
 		free(own);
-	destroy(unused);
 	return file;
 }
 
@@ -807,14 +820,13 @@ static void answer_parked(const struct file *file, const struct piece *piece)
 		journal_done(unique_of(job));
 		pthread_mutex_lock(&lock);
 		take_out(job);
-		(void)end_read(job->file); /* it is in use */
+		end_read(job->file);
 		free(job);
 	}
 }
 
 bool unfinished_arrived(uint64_t ino, uint64_t start, const char *data, size_t size, void *token)
 {
-	struct file *unused = NULL;
 	struct piece *piece = NULL;
 	pthread_mutex_lock(&lock);
 	struct file *file = *find(ino);
@@ -834,10 +846,9 @@ bool unfinished_arrived(uint64_t ino, uint64_t start, const char *data, size_t s
 		answer_parked(file, piece);
 		look_at_parked(file, first, last);
 		leave_piece(piece);
-		unused = end_read(file);
+		end_read(file);
 	}
 	pthread_mutex_unlock(&lock);
-	destroy(unused);
 	return piece;
 }
 

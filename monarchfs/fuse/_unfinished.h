@@ -43,8 +43,8 @@ struct unfinished_python {
  * -EALREADY. */
 int unfinished_start(int fuse_fd, unsigned threads, const struct unfinished_python *python);
 
-/* What is missing of `ino` may be read from the source behind `fd` (duplicated), whose version is this:
- * false if it is not, or there is no memory or descriptor for it. */
+/* What is missing of `ino` may be read from the source behind `fd` (duplicated), as long as its version
+ * is this. False where it is being read as another one, or there is no memory or descriptor for it. */
 bool unfinished_source(uint64_t ino, int fd, uint64_t size, int64_t mtime_ns, int64_t ctime_ns);
 
 /* Not any more. What is under way is answered. */
