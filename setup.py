@@ -21,8 +21,8 @@ def pkg_config(option: str) -> list[str]:
 
 
 PARTS = (
-    "_session", "_relay", "_bytes", "_resident", "_unfinished", "_backed", "_table", "_known",
-    "_parking", "_journal",
+    "_session", "_relay", "_bytes", "_resident", "_unfinished", "_pool", "_backed", "_table",
+    "_known", "_parking", "_journal",
 )  # fmt: skip
 
 setup(

@@ -530,11 +530,10 @@ def filling(directory: Path) -> None:
         count: int = hooks.unfinished_leave_older(0)
         return count
 
-    def wait(unique: int, offset: int, size: int) -> None:
-        before = waiting()
+    def wait(unique: int, offset: int, size: int, together: int = 1) -> None:
         threads.ask(unique, 7, offset, size)
         end = time.monotonic() + 10
-        while waiting() == before:
+        while waiting() != together:  # one that was answered is counted for a moment
             assert time.monotonic() < end
 
     def answered(*expected: tuple[int, int, int]) -> None:
@@ -558,9 +557,9 @@ def filling(directory: Path) -> None:
 
     # Those who wait are answered from what has arrived, but those who wait for more.
     wait(2, 2 * chunk, chunk)
-    wait(4, 3 * chunk + 5, chunk)
-    wait(6, chunk, 2 * chunk)
-    wait(8, 4 * chunk, 2 * chunk)
+    wait(4, 3 * chunk + 5, chunk, together=2)
+    wait(6, chunk, 2 * chunk, together=3)
+    wait(8, 4 * chunk, 2 * chunk, together=4)
     hooks.unfinished_arrived(7, 2 * chunk, data[2 * chunk : 5 * chunk])
     answered((2, 2 * chunk, chunk), (4, 3 * chunk + 5, chunk))
     threads.read(file, 3 * chunk + 1, chunk)  # from memory: it is not in the part

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("_relay", "_bytes", "_resident", "_unfinished", "_backed", "_table", "_journal")
+PARTS = (
+    "_relay", "_bytes", "_resident", "_unfinished", "_pool", "_backed", "_table", "_journal",
+)  # fmt: skip
 REQUESTS = 20_000
 
 COMPILER = shutil.which("cc")

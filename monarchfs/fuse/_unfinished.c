@@ -1,12 +1,10 @@
 /* Reads of files that are not resident (yet), without Python. See _unfinished.h.
  *
- * The threads that take requests from the kernel must not wait for a parallel file system, which
- * may hang. So reads of the source have threads of their own: the one that was idle last takes the
- * next (its buffer is in the cache), another is started where none is, and they end when there is
- * nothing to do. Reads of what is being fetched wait without a thread. A read that takes long becomes
- * Python's, which knows what to do about a source that hangs; a thread that waits for it goes on
- * hanging, and finds nobody to answer. Nobody else calls the source: a descriptor of it is closed by
- * these threads, too.
+ * The threads that take requests from the kernel must not wait for a parallel file system, which may
+ * hang. So reads of the source have threads of their own (_pool.h), and reads of what is being fetched
+ * wait without one. A read that takes long becomes Python's, which knows what to do about a source that
+ * hangs; a thread that waits for it goes on hanging, and finds nobody to answer. Nobody else calls the
+ * source: a descriptor of it is closed by these threads, too.
  *
  * Bytes of the source are of the version that the file has after they were read: they are answered
  * if that is what it had when it was opened.
@@ -15,6 +13,7 @@
 #include "_unfinished.h"
 
 #include "_journal.h"
+#include "_pool.h"
 #include "_table.h"
 
 #include <linux/fuse.h>
@@ -22,10 +21,8 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -33,8 +30,6 @@
 #include <unistd.h>
 
 #define BUCKETS 4096 /* a power of two */
-#define STACK_BYTES (128 * 1024)
-#define IDLE_SECONDS 5
 
 /* See drop_pages. */
 #define LAG_BYTES (4 << 20)
@@ -95,23 +90,19 @@ struct job {
 	char bytes[];
 };
 
-/* A thread that waits for its next read. */
-struct idle {
-	struct idle *next;
-	pthread_cond_t wake;
-	bool woken;
-};
-
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct file *buckets[BUCKETS];
 static struct job *oldest, *newest, *first_queued, **last_queued = &first_queued;
 static struct piece *unneeded;
 static struct file *unclosed;
-static struct idle *idle;
-static unsigned threads, most_threads, stuck, moving;
+static unsigned stuck, moving;
 static int fuse_fd = -1;
 static struct unfinished_python python;
 static struct unfinished_counts counts;
+
+static bool any(void);
+static void take(struct lane *lane);
+static struct pool pool = {.lock = &lock, .any = any, .take = take};
 
 static int64_t ns_of(struct timespec time)
 {
@@ -211,7 +202,7 @@ static void leave_piece(struct piece *piece)
 static struct file *make(uint64_t ino, uint64_t size)
 {
 	struct file **place = find(ino), *file = *place;
-	if (file || !most_threads)
+	if (file || !pool.most)
 		return file;
 	file = malloc(sizeof(*file));
 	if (file) {
@@ -221,8 +212,6 @@ static struct file *make(uint64_t ino, uint64_t size)
 	}
 	return file;
 }
-
-static bool wake_one(void);
 
 static void end_read(struct file *file)
 {
@@ -234,7 +223,7 @@ static void end_read(struct file *file)
 	}
 	file->next = unclosed;
 	unclosed = file;
-	(void)wake_one(); /* else whoever comes next */
+	(void)pool_wake(&pool, stuck); /* else whoever comes next */
 }
 
 /* -- reads. Under `lock` */
@@ -393,106 +382,27 @@ static void carry_out(struct job *job, struct lane *lane)
 	free(job);
 }
 
-/* Whether there is something to do; not where there was nothing for a while. Under `lock`. */
-static bool wait_for_work(struct idle *self)
+static bool any(void)
 {
-	struct timespec until;
-	clock_gettime(CLOCK_MONOTONIC, &until);
-	until.tv_sec += IDLE_SECONDS;
-	while (!first_queued && !unclosed) {
-		self->woken = false;
-		self->next = idle;
-		idle = self;
-		int error = 0;
-		while (!self->woken && !error)
-			error = pthread_cond_timedwait(&self->wake, &lock, &until);
-		if (!self->woken) {
-			struct idle **place = &idle;
-			while (*place != self)
-				place = &(*place)->next;
-			*place = self->next;
-			return first_queued || unclosed;
-		}
-	}
-	return true;
+	return first_queued || unclosed;
 }
 
-/* Whoever reads goes first. False where there was nothing to do for a while. */
-static bool serve_one(struct idle *self, struct lane *lane)
+/* Whoever reads goes first. Under `lock`, and not any more afterwards. */
+static void take(struct lane *lane)
 {
-	struct job *job = NULL;
-	struct file *file = NULL;
-	pthread_mutex_lock(&lock);
-	bool there = wait_for_work(self);
-	if (!there) {
-		threads--;
-	} else if ((job = first_queued)) {
+	struct job *job = first_queued;
+	struct file *file = unclosed;
+	if (job) {
 		unqueue(job);
 		job->place = BEGUN;
 	} else {
-		file = unclosed;
 		unclosed = file->next;
 	}
 	pthread_mutex_unlock(&lock);
 	if (job)
 		carry_out(job, lane);
-	else if (file)
+	else
 		destroy(file);
-	return there;
-}
-
-static void *serve(void *buffer)
-{
-	struct lane lane = {.buffer = buffer, .pipe = {-1, -1}};
-	struct idle self = {.woken = false};
-	pthread_condattr_t attributes;
-	pthread_condattr_init(&attributes);
-	pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-	pthread_cond_init(&self.wake, &attributes);
-	pthread_condattr_destroy(&attributes);
-	while (serve_one(&self, &lane))
-		continue;
-	pthread_cond_destroy(&self.wake);
-	bytes_end(&lane);
-	munmap(buffer, MOST_READ_BYTES);
-	return NULL;
-}
-
-/* Signals are for Python's main thread. */
-static bool start_thread(void)
-{
-	pthread_t thread;
-	pthread_attr_t attributes;
-	sigset_t all, before;
-	void *buffer = mmap(NULL, MOST_READ_BYTES, PROT_READ | PROT_WRITE,
-			    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-	if (buffer == MAP_FAILED)
-		return false;
-	sigfillset(&all);
-	pthread_sigmask(SIG_SETMASK, &all, &before);
-	pthread_attr_init(&attributes);
-	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-	pthread_attr_setstacksize(&attributes, STACK_BYTES);
-	bool started = pthread_create(&thread, &attributes, serve, buffer) == 0;
-	pthread_attr_destroy(&attributes);
-	pthread_sigmask(SIG_SETMASK, &before, NULL);
-	threads += started;
-	if (!started)
-		munmap(buffer, MOST_READ_BYTES);
-	return started;
-}
-
-/* Have somebody carry out what is queued. Under `lock`. False where there will be nobody. */
-static bool wake_one(void)
-{
-	struct idle *self = idle;
-	if (self) {
-		idle = self->next;
-		self->woken = true;
-		pthread_cond_signal(&self->wake);
-		return true;
-	}
-	return threads - stuck >= most_threads || start_thread() || threads > stuck;
 }
 
 /* -- for those who take requests */
@@ -596,7 +506,7 @@ static bool keep(const struct job *like, const void *request)
 	append(job);
 	if (job->place == QUEUED) {
 		queue(job);
-		if (!wake_one()) {
+		if (!pool_wake(&pool, stuck)) {
 			unqueue(job);
 			take_out(job);
 			job->file->reads--; /* it is not stopped */
@@ -612,7 +522,7 @@ bool unfinished_took(const void *request, size_t length, struct lane *lane, uint
 {
 	const struct fuse_in_header *in = request;
 	const struct fuse_read_in *arg = (const void *)(in + 1);
-	if (!most_threads || !arg->size)
+	if (!pool.most || !arg->size)
 		return false;
 	struct job job = {.started_ns = started_ns, .offset = arg->offset, .length = length};
 	bool here = false;
@@ -653,7 +563,7 @@ static void look_at_parked(struct file *file, uint64_t first, uint64_t last)
 		if (file->part_fd >= 0 && all_are(job, CHUNK_PRESENT)) {
 			job->of_part = true;
 			queue(job);
-			if (wake_one())
+			if (pool_wake(&pool, stuck))
 				continue;
 		} else if (some_are(job, CHUNK_CLAIMED) && !some_are(job, CHUNK_MISSING)) {
 			continue;
@@ -878,11 +788,11 @@ bool unfinished_used(uint64_t ino)
 int unfinished_start(int fd, unsigned some, const struct unfinished_python *given)
 {
 	pthread_mutex_lock(&lock);
-	int result = most_threads ? -EALREADY : 0;
+	int result = pool.most ? -EALREADY : 0;
 	if (!result) {
 		fuse_fd = fd;
 		python = *given;
-		most_threads = some;
+		pool.most = some;
 	}
 	pthread_mutex_unlock(&lock);
 	return result;
