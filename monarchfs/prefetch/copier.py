@@ -1,9 +1,7 @@
 """Copies files into the tiers: which next, how many at once, in what portions.
 
-A *slot* is one background fetch under way. There are ``copy_workers`` of them; a fetch that hangs
-in the source lends its slot after a second, so that one storage target that does not answer does
-not stop the rest. Readers never wait for a slot: what they need is fetched at once, on the
-source's demand lane.
+There are ``copy_workers`` slots for background fetches (``Slots``). Readers never wait for one:
+what they need is fetched at once, on the source's demand lane.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container
-from dataclasses import dataclass
 from functools import partial
 
 import trio
@@ -30,14 +27,14 @@ from monarchfs.prefetch.group import Group, Member
 from monarchfs.prefetch.pace import Pace
 from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.remote import RemoteFile
+from monarchfs.prefetch.retries import Retries
+from monarchfs.prefetch.slots import STUCK_SECONDS, Slot, Slots
 from monarchfs.quiet import hurried
 from monarchfs.source.source import Source
 from monarchfs.types import Archived, DirRef, Lane, Node
 
 log = logging.getLogger(__name__)
 
-STUCK_SECONDS = 1.0
-MAX_LENT = 64
 MOST_TOGETHER = 64
 """So many small files are one errand at most."""
 
@@ -50,9 +47,6 @@ DEFER_SECONDS = 0.02
 """While readers wait for the source, the fetches of files that nobody has open are put off by
 this much."""
 
-RETRY_SECONDS = (1.0, 5.0, 25.0)
-"""When a copy that failed in the source is tried again."""
-
 YOUNG_SECONDS = 1.1
 """When a file that was changed just before is looked at again."""
 
@@ -61,22 +55,10 @@ CHECKPOINT_MIN_BYTES = 64 << 20
 """A crash costs a smaller file's copy all it had; of a larger one, what the last half minute
 brought."""
 
-TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EMFILE, errno.ENOTCONN}
-
-
 SPREAD_OVER = 16
 """Among so many files it is chosen by where the source has them."""
 
 Work = Callable[[], Awaitable[None]]
-
-
-@dataclass(eq=False, slots=True)
-class _Slot:
-    """``paced``: its copy is one that nobody waits for, and counts for the pace."""
-
-    started: float
-    lent: bool = False
-    paced: bool = False
 
 
 class Copier:
@@ -111,18 +93,15 @@ class Copier:
         self._cache = cache
         self._metrics = metrics
         self._nursery = nursery
-        self._copy_workers = copy_workers
         self.pace = Pace(rate, copy_workers)
         self._targets: Counter[int | None] = Counter()
         self._groups: set[Group] = set()
         self._given_back: list[Member] = []
         self.together = 1
-        self._slots: set[_Slot] = set()
-        self._lent = 0
+        self._slots = Slots(copy_workers, self.pace)
         self._wake = trio.Event()
         self._shrunk = trio.Event()
-        self._attempts: dict[int, int] = {}
-        self._again_at: dict[int, float] = {}
+        self._retries = Retries(nursery, self._again)
         self.observers: list[Callable[[int], None]] = []
         """Each is called with an inode number whenever something of its copying has ended: not
         necessarily all of it, see ``pending``. No checkpoint."""
@@ -225,7 +204,7 @@ class Copier:
         to be tried again."""
         fill = self.files.get(ino)
         under_way = fill is not None and (fill.in_background or fill.fetching or fill.ending)
-        return under_way or ino in self.queue or ino in self._again_at
+        return under_way or ino in self.queue or ino in self._retries
 
     def queued(self, ino: int) -> bool:
         return ino in self.queue
@@ -235,8 +214,7 @@ class Copier:
 
     def again_in(self, ino: int) -> float | None:
         """Seconds until a file that failed or was too young is tried again; None: it is not."""
-        at = self._again_at.get(ino)
-        return None if at is None else max(0.0, at - trio.current_time())
+        return self._retries.due_in(ino)
 
     def local_bytes(self, ino: int) -> int:
         """How much of a copy that is under way is local; 0 where there is none."""
@@ -268,7 +246,7 @@ class Copier:
         self._nursery.start_soon(self._checkpoints)
         while True:
             # A slow tier must not collect what it cannot take in memory.
-            while len(self._slots) - self._lent >= self._copy_workers or self._cache.backlogged:
+            while not self._slots.free or self._cache.backlogged:
                 await self._sleep()
             # Before anything is claimed: a reader must not wait for what is put off.
             if self._source.demand_waiting and not any(fill.handles for fill in self.background):
@@ -280,11 +258,7 @@ class Copier:
                 with trio.move_on_after(wait or math.inf):
                     await self._sleep()
                 continue
-            slot = _Slot(now, paced=paced_bytes > 0)
-            if slot.paced:
-                self.pace.began(now, paced_bytes)
-            self._slots.add(slot)
-            self._nursery.start_soon(self._in_slot, slot, work)
+            self._nursery.start_soon(self._in_slot, self._slots.take(now, paced_bytes), work)
 
     async def _sleep(self) -> None:
         self._wake = trio.Event()
@@ -308,7 +282,7 @@ class Copier:
                 size = 0 if fill.handles else fetch.end - fetch.start
                 return partial(self._fetch, fill, fetch), size
             if fill.state is not State.FILLING or fill.full or fill.chunks.complete:
-                self._attempts.pop(fill.node.ino, None)
+                self._retries.forget_failures(fill.node.ino)
                 self._leave_background(fill)
         return self._next_file(Priority.NOBODY, paced=paced)
 
@@ -353,15 +327,11 @@ class Copier:
             return None
         return None if self._cache.resident(node) else node
 
-    async def _in_slot(self, slot: _Slot, work: Callable[[], Awaitable[None]]) -> None:
+    async def _in_slot(self, slot: Slot, work: Work) -> None:
         try:
-            await work()
+            with self._slots.taken(slot):
+                await work()
         finally:
-            self._slots.discard(slot)
-            if slot.lent:
-                self._lent -= 1
-            if slot.paced:
-                self.pace.ended()
             self._wake.set()
 
     def _begin(self, node: Node, priority: Priority) -> Work:
@@ -382,7 +352,7 @@ class Copier:
             self._cache.reasons.put(
                 node.ino, Cause.YOUNG, "it was changed a moment ago, and may be changed again"
             )
-            self._try_again(node.ino, priority, YOUNG_SECONDS)
+            self._retries.later(node.ino, priority, YOUNG_SECONDS)
         fill.settle()
         self._tell(node.ino)
         return trio.lowlevel.checkpoint if fetch is None else partial(self._fetch, fill, fetch)
@@ -495,23 +465,12 @@ class Copier:
                 node.ino, Cause.ARCHIVED, f"{exc.strerror}: it is copied when it has been read"
             )
             return
-        attempt = self._attempts.get(node.ino, 0)
         self._cache.reasons.put(node.ino, Cause.FAILED, f"copying failed: {exc.strerror}")
-        if exc.errno not in TRANSIENT or attempt >= len(RETRY_SECONDS):
-            self._attempts.pop(node.ino, None)
+        if not self._retries.after_failure(node.ino, fill.priority, exc.errno):
             self._metrics.copy_failed(exc.errno)
             log.warning("inode %d is not copied: %s", node.ino, exc)
-            return
-        self._attempts[node.ino] = attempt + 1
-        self._try_again(node.ino, fill.priority, RETRY_SECONDS[attempt])
 
-    def _try_again(self, ino: int, priority: Priority, seconds: float) -> None:
-        self._again_at[ino] = trio.current_time() + seconds
-        self._nursery.start_soon(self._again, ino, priority, seconds)
-
-    async def _again(self, ino: int, priority: Priority, seconds: float) -> None:
-        await trio.sleep(seconds)
-        self._again_at.pop(ino, None)
+    def _again(self, ino: int, priority: Priority) -> None:
         self.want(ino, priority)
         self._tell(ino)
 
@@ -536,11 +495,5 @@ class Copier:
             for group in self._groups:
                 if group.started is not None and group.started < before:
                     self._given_back += group.give_back()
-            for slot in self._slots:
-                if not slot.lent and slot.started < before and self._lent < MAX_LENT:
-                    slot.lent = True
-                    self._lent += 1
-                    if slot.paced:
-                        slot.paced = False
-                        self.pace.ended()
-                    self._wake.set()
+            if self._slots.lend(before):
+                self._wake.set()

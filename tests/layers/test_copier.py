@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.prefetch import copier
+from monarchfs.prefetch import retries, slots
 from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.scan import Scan
 from monarchfs.types import IndexWriteError
@@ -146,25 +146,25 @@ async def test_a_call_that_hangs_lends_its_slot(area: Area, clock: trio.testing.
             await trio.testing.wait_all_tasks_blocked()
             assert gate.waiting == 2 + lent
             for _ in range(4):
-                clock.jump(copier.STUCK_SECONDS / 2)
+                clock.jump(slots.STUCK_SECONDS / 2)
                 await trio.testing.wait_all_tasks_blocked()
         gate.open()
         await mirror.settled()
-        assert mirror.copier._lent == 0
+        assert mirror.copier._slots.lent == 0
         assert mirror.metrics.copies_completed == 8
 
 
 async def test_so_many_are_lent_and_no_more(
     area: Area, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copier, "MAX_LENT", 3)
+    monkeypatch.setattr(slots, "MAX_LENT", 3)
     names = files(area, 8)
     async with area.mount(copy_workers=2) as mirror:
         gate = mirror.posix.faults.gate("read")
         for name in names:
             await mirror.want(name)
         for _ in range(20):
-            clock.jump(copier.STUCK_SECONDS / 2)
+            clock.jump(slots.STUCK_SECONDS / 2)
             await trio.testing.wait_all_tasks_blocked()
         await gate.arrived(5)
         assert gate.waiting == 5
@@ -244,11 +244,11 @@ async def test_what_fails_is_tried_again_after_a_while(
         assert mirror.posix.faults.calls["read"] == 1
         reason = mirror.reason(await mirror.ino(name))
         assert reason == "copying failed: Input/output error (just now; it is tried again in 1 s)"
-        await let_pass(mirror, clock, copier.RETRY_SECONDS[0] + 0.01)
+        await let_pass(mirror, clock, retries.RETRY_SECONDS[0] + 0.01)
         assert mirror.posix.faults.calls["read"] == 2
-        await let_pass(mirror, clock, copier.RETRY_SECONDS[0] + 0.01)
+        await let_pass(mirror, clock, retries.RETRY_SECONDS[0] + 0.01)
         assert mirror.posix.faults.calls["read"] == 2, "the second time it waits longer"
-        await let_pass(mirror, clock, copier.RETRY_SECONDS[1])
+        await let_pass(mirror, clock, retries.RETRY_SECONDS[1])
         await mirror.settled()
         assert mirror.files.state(await mirror.ino(name)) == "resident"
         assert mirror.metrics.copies_failed == 0
@@ -266,7 +266,7 @@ async def test_what_goes_on_failing_is_given_up(area: Area, clock: trio.testing.
         await gate.arrived(4)
         gate.open()
         await mirror.settled()
-        for seconds in copier.RETRY_SECONDS:
+        for seconds in retries.RETRY_SECONDS:
             assert mirror.metrics.copies_failed == 0
             await let_pass(mirror, clock, seconds + 0.01)
         assert mirror.metrics.copies_failed == 1

@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.prefetch import copier
+from monarchfs.prefetch import copier, retries, slots
 from monarchfs.prefetch.lull import Lull
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan
@@ -195,7 +195,7 @@ async def test_one_that_hangs_gives_the_others_back(
         await begin(mirror, names)
         await gate.arrived(1)
         for _ in range(6):
-            clock.jump(copier.STUCK_SECONDS / 2)
+            clock.jump(slots.STUCK_SECONDS / 2)
             await trio.testing.wait_all_tasks_blocked()
         await until(lambda: mirror.metrics.copies_completed == 11, "the others")
         await trio.testing.wait_all_tasks_blocked()
@@ -214,7 +214,7 @@ async def test_a_tier_that_hangs_has_nothing_written_twice(
         await begin(mirror, names)
         await gate.arrived(1)
         for _ in range(6):
-            clock.jump(copier.STUCK_SECONDS / 2)
+            clock.jump(slots.STUCK_SECONDS / 2)
             await trio.testing.wait_all_tasks_blocked()
         for number, name in enumerate(names):
             assert await mirror.read_file(name) == content(10_000, number)
@@ -234,7 +234,7 @@ async def test_what_fails_is_tried_again_and_the_others_are_stored(
         await until(lambda: mirror.metrics.copies_completed == 5, "the others")
         await mirror.idle()
         assert mirror.metrics.copies_failed == 0
-        clock.jump(copier.RETRY_SECONDS[0] + 1)
+        clock.jump(retries.RETRY_SECONDS[0] + 1)
         await until(lambda: mirror.metrics.copies_completed == 6, "the second try")
         await check(mirror, names)
 

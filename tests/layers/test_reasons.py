@@ -15,8 +15,9 @@ from monarchfs.fs import why as why_module
 from monarchfs.fs.find import Finder
 from monarchfs.fs.why import Why
 from monarchfs.placement.policies import Eviction
-from monarchfs.prefetch.copier import RETRY_SECONDS, YOUNG_SECONDS
+from monarchfs.prefetch.copier import YOUNG_SECONDS
 from monarchfs.prefetch.queue import CopyQueue, Priority
+from monarchfs.prefetch.retries import RETRY_SECONDS
 from monarchfs.types import OperationError
 from tests.layers.asking import OPEN, TTL, Hours
 from tests.layers.mirror import KIB, MIB, Area, Mirror, content, until

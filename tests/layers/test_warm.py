@@ -10,7 +10,7 @@ import trio
 
 from monarchfs import commands
 from monarchfs.placement.policies import Eviction
-from monarchfs.prefetch import copier
+from monarchfs.prefetch import retries
 from monarchfs.prefetch import warm as warm_module
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.warm import Counts, Warming, What
@@ -195,7 +195,7 @@ async def test_what_fails_is_told(area: Area) -> None:
 async def test_what_fails_for_a_while_is_waited_for(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copier, "RETRY_SECONDS", (0.01, 0.02, 0.03))
+    monkeypatch.setattr(retries, "RETRY_SECONDS", (0.01, 0.02, 0.03))
     area.write("a", content(10))
     area.write("b", content(10))
     async with area.mount(copy_workers=1) as mirror:
