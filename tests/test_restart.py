@@ -602,11 +602,13 @@ def test_safe_mode_serves_the_source(
     mount.wait_idle()
     poison.touch()
     os.kill(mount.worker_pid(), signal.SIGKILL)
-    # What is said of tiers may be the last that a dead worker said.
-    wait_for(
-        lambda: mount.status()["state"] == "safe mode" and not mount.status()["tiers"], "safe mode"
-    )
-    report = mount.status()
+
+    def safe() -> dict[str, Any] | None:
+        now = mount.status()
+        # What is said of tiers may be the last that a dead worker said.
+        return now if now["state"] == "safe mode" and now["tiers"] == [] else None
+
+    report = wait_for(safe, "safe mode")
     Path("/proc/sys/vm/drop_caches").write_text("1")
     for name, data in contents.items():
         if freshness != "immutable":
