@@ -1,4 +1,4 @@
-# make setup | demo | test | check | bench | bench-full | frameworks | cluster | man | install-system | clean
+# make setup | demo | test | test-fuzz | check | bench | bench-full | frameworks | cluster | man | install-system | clean
 # Variables: PYTHON (which one makes the virtual environment), ARGS (passed to demo, test, bench)
 
 # The system's own first: every user may run it, and mounts are tested as an ordinary user too.
@@ -6,13 +6,14 @@ PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PAGES ?= build/man
 ARGS ?=
 
-# To build and to mount; then what the tests compare with and look through.
+# To build and to mount; then what the tests compare with and look through (libcachesim loads GLib).
 PACKAGES := gcc libc6-dev libfuse3-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
-	bindfs attr acl strace procps
+	bindfs attr acl strace procps libglib2.0-0
 
-.PHONY: help setup packages bench-packages demo test check bench bench-full frameworks \
+.PHONY: help setup packages bench-packages demo test test-fuzz check bench bench-full frameworks \
 	frameworks-or-not bench-packages-or-not cluster man install-system clean
 
 help:
@@ -22,15 +23,16 @@ setup: $(STAMP)
 	@:
 
 # A bare root (debootstrap) has no /etc/mtab, without which fusermount3 unmounts nothing.
-$(STAMP): Makefile pyproject.toml setup.py $(wildcard monarchfs/fuse/*.c monarchfs/fuse/*.h)
-	@$(MAKE) --no-print-directory packages
+$(STAMP): Makefile pyproject.toml setup.py $(wildcard monarchfs/*/*.c monarchfs/*/*.h)
+	@$(MAKE) --no-print-directory packages STEP="set-up, 1 of 3: "
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "$(PYTHON) is older than Python 3.10: give another one as PYTHON=..." >&2; exit 1; }
 	@test -e /etc/mtab || test "$$(id -u)" != 0 || ln -s ../proc/self/mounts /etc/mtab
-	@echo "installing into $(VENV)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || { echo "set-up, 2 of 3: a virtual environment in $(VENV)"; \
+		$(PYTHON) -m venv $(VENV); }
+	@echo "set-up, 3 of 3: Python packages, and building the C part: a minute the first time"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,demo,bench]'
-	@$(BIN)/python -c 'import monarchfs.fuse._session' || \
+	@$(BIN)/python -c 'import monarchfs.fuse._session, monarchfs.source._whole, monarchfs.store._whole' || \
 		{ echo "the C part was not built: see pip install --verbose --editable ." >&2; exit 1; }
 	@touch $@
 
@@ -40,29 +42,27 @@ packages:
 		echo "not a Debian system: these are its names for what is needed: $(PACKAGES)"; exit 0; }; \
 	missing=; \
 	for name in $(PACKAGES); do \
-		dpkg-query -W -f='$${db:Status-Abbrev}' $$name 2>/dev/null | grep -q '^.i' || \
+		dpkg-query -W -f='$${db:Status-Abbrev}\n' $$name $${name}t64 2>/dev/null | \
+			grep -q '^.i' || \
 			missing="$$missing $$name"; \
 	done; \
 	test -n "$$missing" || exit 0; \
-	as_root=; \
-	if [ "$$(id -u)" != 0 ]; then \
-		command -v sudo >/dev/null || { \
-			echo "please have root run: apt-get install$$missing" >&2; exit 1; }; \
-		as_root=sudo; \
-	fi; \
-	echo "installing Debian packages:$$missing"; \
-	log=$$(mktemp) && \
-	{ $$as_root apt-get -qq update && \
-		$$as_root env DEBIAN_FRONTEND=noninteractive \
-			apt-get -qq -y --no-install-recommends install$$missing; } >$$log 2>&1 || \
-		{ cat $$log >&2; rm -f $$log; exit 1; }; \
-	rm -f $$log
+	test "$$(id -u)" = 0 || command -v sudo >/dev/null || { \
+		echo "please have root run: apt-get install$$missing" >&2; exit 1; }; \
+	echo "$(STEP)installing Debian packages:$$missing: about a minute"; \
+	.ci/install $$missing
 
-demo: $(STAMP)
+demo:
+	@test -e $(STAMP) || echo "first the set-up, a minute or two; it is done once"
+	@$(MAKE) --no-print-directory setup
 	@$(BIN)/python -m bench.demo $(ARGS)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(ARGS)
+
+# Random system calls on a mount and on its source: FUZZ_SEED, FUZZ_SECONDS (180), or ARGS.
+test-fuzz: $(STAMP)
+	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check
@@ -118,7 +118,7 @@ cluster: $(STAMP)
 	@$(BIN)/python -m tests.slurm.prove $(ARGS)
 
 man: $(STAMP)
-	@$(BIN)/python -m monarchfs.cli.man build/man
+	@$(BIN)/python -m monarchfs.cli.man $(PAGES)
 
 # What pip cannot do: the place where mount(8) looks, man pages, completion, units of systemd, rules
 # and dashboard for Prometheus, Slurm's scripts and (with its headers) plugin. INSTALLED is where pip put the commands, DESTDIR is for whoever makes
@@ -130,8 +130,8 @@ install-system: man
 	install -d $(DESTDIR)/sbin $(DESTDIR)$(PREFIX)/share/man/man1 $(DESTDIR)$(PREFIX)/share/man/man8 \
 		$(DESTDIR)$(PREFIX)/share/bash-completion/completions
 	ln -sfn $(INSTALLED)/mount.monarchfs $(DESTDIR)/sbin/mount.monarchfs
-	install -m 644 build/man/monarchfs.1 $(DESTDIR)$(PREFIX)/share/man/man1
-	install -m 644 build/man/mount.monarchfs.8 $(DESTDIR)$(PREFIX)/share/man/man8
+	install -m 644 $(PAGES)/monarchfs.1 $(DESTDIR)$(PREFIX)/share/man/man1
+	install -m 644 $(PAGES)/mount.monarchfs.8 $(DESTDIR)$(PREFIX)/share/man/man8
 	$(BIN)/monarchfs completion bash \
 		> $(DESTDIR)$(PREFIX)/share/bash-completion/completions/monarchfs
 	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system $(DESTDIR)$(PREFIX)/share/monarchfs
@@ -152,5 +152,5 @@ install-system: man
 
 clean:
 	rm -rf $(VENV) .venv-peers $(FRAMEWORKS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
-		bench/results monarchfs/fuse/*.so
+		bench/results monarchfs/*/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,14 +3,17 @@
 import subprocess
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, ExecError, LinkError
+
+NEEDS = (
+    "monarchfs needs a C compiler and the headers of libfuse 3 and Python:"
+    " apt-get install gcc libc6-dev libfuse3-dev pkg-config python3-dev"
+)
 
 
 def pkg_config(option: str) -> list[str]:
-    """Words that pkg-config(1) prints for libfuse 3; none where it is missing.
-
-    The extension is optional: without it the mount works, but a process waiting for a hung source
-    cannot be killed and a cold listing asks the source about every name.
-    """
+    """Words that pkg-config(1) prints for libfuse 3; none where it is missing."""
     try:
         out = subprocess.run(
             ["pkg-config", option, "fuse3"], check=True, capture_output=True, text=True
@@ -20,28 +23,51 @@ def pkg_config(option: str) -> list[str]:
     return out.stdout.split()
 
 
+class BuildOrSayWhy(build_ext):
+    """The compiler's own words come before; the last line names what is missing."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+        except (CompileError, ExecError, LinkError):
+            raise SystemExit(NEEDS) from None
+
+
 PARTS = (
     "_session", "_relay", "_bytes", "_resident", "_unfinished", "_pool", "_backed", "_table",
-    "_known", "_parking", "_journal",
+    "_known", "_parking", "_journal", "_absent",
 )  # fmt: skip
+ENGINE = ("_misses", "_layout", "_bindings")
+
+FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-D_FILE_OFFSET_BITS=64"]
 
 setup(
+    cmdclass={"build_ext": BuildOrSayWhy},
     ext_modules=[
         Extension(
             "monarchfs.fuse._session",
-            [f"monarchfs/fuse/{part}.c" for part in PARTS],
-            depends=[f"monarchfs/fuse/{part}.h" for part in PARTS[1:]],
+            [
+                *(f"monarchfs/fuse/{part}.c" for part in PARTS),
+                *(f"monarchfs/engine/{part}.c" for part in ENGINE),
+            ],
+            depends=[
+                *(f"monarchfs/fuse/{part}.h" for part in PARTS[1:]),
+                *(f"monarchfs/engine/{part}.h" for part in ENGINE),
+            ],
             extra_compile_args=[
                 *(pkg_config("--cflags") or ["-I/usr/include/fuse3"]),
-                "-std=gnu11",
-                "-O2",
-                "-Wall",
-                "-Wextra",
-                "-D_FILE_OFFSET_BITS=64",
+                *FLAGS,
                 "-pthread",
             ],
             extra_link_args=pkg_config("--libs") or ["-lfuse3"],
-            optional=True,
-        )
-    ]
+        ),
+        *(
+            Extension(
+                f"monarchfs.{part}._whole",
+                [f"monarchfs/{part}/_whole.c"],
+                extra_compile_args=FLAGS,
+            )
+            for part in ("source", "store")
+        ),
+    ],
 )

@@ -15,6 +15,7 @@ from bench import epochs
 from bench.harness import Mount, Source, reader_processes, repeated, wait_for
 from bench.report import Result
 from bench.task import Task
+from monarchfs.supervisor.tierdirs import OWNER
 
 SHARE = 0.56
 MOST_READ = 0.46
@@ -34,7 +35,7 @@ class Allocated(NamedTuple):
 
 
 def allocated(root: Path) -> Allocated:
-    """What lies there; what goes meanwhile is not counted."""
+    """What copies take there; what goes meanwhile is not counted."""
     files = directories = 0
     names: list[str] = []
     below = [os.fspath(root)]
@@ -50,6 +51,8 @@ def allocated(root: Path) -> Allocated:
                     if entry.is_dir(follow_symlinks=False):
                         directories += blocks * 512
                         below.append(entry.path)
+                        continue
+                    if entry.name == OWNER:  # says whose the directory is
                         continue
                     files += blocks * 512
                     if len(os.path.basename(path)) == 2:

@@ -183,6 +183,7 @@ def main() -> int:
     started = time.perf_counter()
     try:
         check_fuse()
+        say("this takes about a minute: the same training twice, and what differs")
         with workplace("demo") as place:
             complaints = demo(place)
     except Unusable as error:

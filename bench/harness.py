@@ -50,7 +50,8 @@ def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
 def workplace(name: str, parent: str | None = None) -> Iterator[Path]:
     """A directory that is gone afterwards, also after SIGTERM, SIGHUP or Ctrl-C."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup(1)
+            signal.signal(number, _interrupt)
     path = Path(tempfile.mkdtemp(prefix=f"monarchfs-{name}-", dir=parent))
     path.chmod(0o755)
     try:

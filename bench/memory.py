@@ -111,19 +111,20 @@ class MemoryLimit:
 
 
 @contextmanager
-def disk(size: int, name: str) -> Iterator[Path]:
+def disk(size: int, name: str, parent: Path = MEMORY) -> Iterator[Path]:
     """The mount point of an empty ext4 of ``size`` bytes, beside its own structures; gone
-    afterwards. Raises Unusable without root, mkfs.ext4, loop devices or room on tmpfs."""
+    afterwards. Its image lies in ``parent``. Raises Unusable without root, mkfs.ext4, loop devices
+    or room there."""
     if os.geteuid() != 0:
         raise Unusable("a disk of its own takes root")
     if shutil.which("mkfs.ext4") is None:
         raise Unusable("mkfs.ext4 is missing: apt-get install e2fsprogs")
     # Inodes, bitmaps, the journal and what ext4 keeps for itself.
     size += size // 16 + (64 << 20)
-    free = os.statvfs(MEMORY)
+    free = os.statvfs(parent)
     if free.f_bavail * free.f_frsize < size:
-        raise Unusable(f"{MEMORY} has less than {size >> 20} MiB free for a disk")
-    image = MEMORY / f"monarchfs-{name}-{os.getpid()}.disk"
+        raise Unusable(f"{parent} has less than {size >> 20} MiB free for a disk")
+    image = parent / f"monarchfs-{name}-{os.getpid()}.disk"
     point = image.with_suffix(".mnt")
     try:
         with image.open("wb") as file:

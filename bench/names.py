@@ -1,4 +1,5 @@
-"""The names and attributes of known files, beside the source itself and bindfs."""
+"""The names and attributes of known files, beside the source itself and bindfs; and those of one
+large directory, known or not."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from contextlib import ExitStack
 from multiprocessing.pool import Pool
 from pathlib import Path
 
-from bench import mirrors
+from bench import directory, mirrors
 from bench.harness import Mount, drop_names, memory_place, reader_processes
 from bench.report import Result
 from bench.task import Task
@@ -103,6 +104,7 @@ def run(task: Task) -> Result:
             " come from its daemon (ours: from the index), those of the source from tmpfs, which"
             " keeps them in memory, so 'direct' is as fast as a local file system can be"
         )
+    directory.run(task, result)
     return result
 
 

@@ -13,7 +13,7 @@ from bench.harness import Unusable, wait_for
 from monarchfs.cli.ask import ask
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.control import request
-from monarchfs.fuse.slots import Slots
+from monarchfs.fuse.slots import open_slots
 from monarchfs.supervisor.recover import find_one
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -119,9 +119,6 @@ class Daemon:
         folder = f"/proc/{self.supervisor}/fd"
         for name in os.listdir(folder):
             if "memfd:monarchfs-handles" in os.readlink(f"{folder}/{name}"):
-                with open(f"{folder}/{name}", "r+b") as file:
-                    slots = Slots(file.fileno())
-                    count = sum(1 for _ in slots)
-                    slots.close()
-                    return count
+                with open(f"{folder}/{name}", "rb") as file:
+                    return sum(1 for _ in open_slots(file.fileno()))
         raise Unusable("the supervisor has no table of open files")

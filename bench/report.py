@@ -239,7 +239,7 @@ def commit() -> str:
     try:
         name = git("rev-parse", "--short=12", "HEAD")
         return name + "+" if name and git("status", "--porcelain", "-uno") else name
-    except FileNotFoundError:
+    except OSError:
         return ""
 
 

@@ -28,13 +28,14 @@ MEASUREMENTS = {
     "monarch": Measurement("bench.monarch", "MONARCH's experiment: epochs by arm", 5, 90, BOTH),
     "dlio": Measurement("bench.dlio", "DLIO: accelerator utilisation by arm", 2, 20, BOTH),
     "loaders": Measurement("bench.loaders", "real loaders: torch, HDF5, tars, parquet", 4, 20),
+    "ingest": Measurement("bench.ingest", "first epochs of a source without latency", 8, 90),
     "peers": Measurement(
         "bench.peers", "rclone, juicefs, bindfs, mergerfs, cp -r first", 3, 25, BOTH
     ),
     "copying": Measurement("bench.copying", "copy rate against cp -r and rsync", 3, 25, BOTH),
     "datapath": Measurement("bench.datapath", "reads of resident files by every way", 2, 20, BOTH),
     "sizes": Measurement("bench.filesizes", "throughput by file size", 1, 2, BOTH),
-    "names": Measurement("bench.names", "stat and find of known files", 1, 5, BOTH),
+    "names": Measurement("bench.names", "stat, find, ls -l and du, cold and known", 2, 9, BOTH),
     "growth": Measurement("bench.growth", "from 1,000 to 1,000,000 files", 2, 25, BOTH),
     "calibrate": Measurement("bench.calibrate", "the emulated file system itself", 1, 5),
     "epochs": Measurement("bench.epochs", "two epochs of mixed files", 2, 2),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import trio
 
 from monarchfs.config.model import SPEAKS, Config
+from monarchfs.control import peer_uid
 from monarchfs.types import OperationError
 
 CHANNEL_BYTES = 256 << 10
@@ -70,6 +70,12 @@ class Bootstrap:
             fds.get("counts"),  # a supervisor of an earlier release has none
         )
 
+    @property
+    def supervisor_uid(self) -> int:
+        """Who made the channel: root, where this is the worker of another user's mount."""
+        with socket.socket(fileno=os.dup(self.channel_fd)) as channel:
+            return peer_uid(channel)
+
 
 def tell(channel_fd: int, message: dict[str, Any]) -> None:
     """Before there is a ``Channel``. Blocks."""
@@ -96,10 +102,10 @@ class Channel:
     async def send(self, message: dict[str, Any]) -> None:
         await self._socket.send(json.dumps(message).encode())
 
-    def send_now(self, message: dict[str, Any], descriptors: Sequence[int]) -> bool:
-        """Whether a message, with descriptors, could be sent without waiting."""
+    def send_now(self, message: dict[str, Any]) -> bool:
+        """Whether a message could be sent without waiting."""
         try:
-            socket.send_fds(self._plain, [json.dumps(message).encode()], descriptors)
+            self._plain.send(json.dumps(message).encode())
         except OSError:
             return False
         return True

@@ -21,6 +21,7 @@ line prints with ``--json`` (docs/USAGE.md); that of ``why`` is ``{"paths": [...
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -31,7 +32,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from monarchfs.types import OperationError
@@ -46,13 +47,18 @@ _RETRY_SECONDS = 0.02
 _UCRED = struct.Struct("=iII")
 
 
+UNKNOWN_CONNECTION = -1
+
+
 @dataclass(frozen=True, slots=True)
 class Registration:
     """What a supervisor writes beside its socket.
 
     ``mountpoint`` means something in ``mount_namespace`` only (the inode number, namespaces(7)).
     ``start_ticks`` is when the supervisor's process began (field 22 of proc_pid_stat(5)): with it
-    a process number says for certain who is meant.
+    a process number says for certain who is meant. ``connection`` is the minor number of the
+    mount's device, by which a mount namespace that got a copy of the mount knows it too; releases
+    before this one wrote none.
     """
 
     mountpoint: str
@@ -63,6 +69,7 @@ class Registration:
     start_ticks: int
     state_dir: str
     started_ns: int
+    connection: int = UNKNOWN_CONNECTION
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -80,6 +87,12 @@ class Registered:
     @property
     def socket_path(self) -> str:
         return self.stem + ".sock"
+
+
+def root_uid() -> int:
+    """Root as this process sees it: in a user namespace that does not map root, as that of a user's
+    ``monarchfs run``, another number (user_namespaces(7))."""
+    return os.stat("/").st_uid
 
 
 def own_mount_namespace() -> int:
@@ -218,11 +231,15 @@ class Connection:
         self._socket.settimeout(timeout)
         deadline = time.monotonic() + timeout
         try:
-            directory = os.open(os.path.dirname(socket_path), os.O_PATH | os.O_DIRECTORY)
+            # The socket itself, and no link: a user's could lead root to another mount's daemon.
+            # By its descriptor, because sun_path holds 108 bytes only.
+            place = os.open(socket_path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                self._connect(short_socket_path(directory, socket_path), deadline)
+                if not stat.S_ISSOCK(os.fstat(place).st_mode):
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, "it is not a socket")
+                self._connect(f"/proc/self/fd/{place}", deadline)
             finally:
-                os.close(directory)
+                os.close(place)
         except OSError as error:
             self._socket.close()
             raise OperationError(
@@ -326,7 +343,7 @@ def request(registered: Registered, message: Mapping[str, Any], timeout: float) 
     """
     deadline = time.monotonic() + timeout
     with Connection(registered.socket_path, timeout) as connection:
-        if connection.peer_uid not in (0, registered.owner_uid):
+        if connection.peer_uid != registered.owner_uid:
             raise OperationError(f"somebody else listens on {registered.socket_path}")
         return connection.request(message, max(0.1, deadline - time.monotonic()))
 
@@ -357,11 +374,15 @@ def decode_registration(content: bytes, owner_uid: int) -> Registration:
     """What a file that belongs to ``owner_uid`` says. Raises ValueError for anything else than a
     registration, and for one of another user's mount, unless root wrote it."""
     message = decode_message(content)
+    known = {}
     for field in fields(Registration):
+        if field.name not in message and field.default is not MISSING:
+            continue
         if type(message.get(field.name)).__name__ != field.type:
             raise ValueError(f"it has no {field.name}")
-    entry = Registration(**{field.name: message[field.name] for field in fields(Registration)})
-    if owner_uid not in (0, entry.uid):
+        known[field.name] = message[field.name]
+    entry = Registration(**known)
+    if owner_uid not in (0, entry.uid, root_uid()):
         raise ValueError("it is about another user's mount")
     return entry
 

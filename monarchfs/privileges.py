@@ -8,6 +8,7 @@ import resource
 import struct
 
 PR_SET_NO_NEW_PRIVS = 38
+PR_SET_DUMPABLE = 4
 CAP_DAC_READ_SEARCH = 2
 CAPABILITY_VERSION_3 = 0x20080522
 
@@ -29,6 +30,15 @@ def drop_capabilities() -> None:
     data = struct.pack("=6I", effective, permitted, 0, 0, 0, 0)
     if libc.capset(header, data) != 0:
         raise OSError(ctypes.get_errno(), "capset")
+
+
+def close_to_others() -> None:
+    """Keep other processes of this user from looking into this one, or taking its descriptors
+    (ptrace(2), pidfd_getfd(2), /proc/PID/fd), and from having it dump core; root may go on. What it
+    starts is closed as well until execve(2). Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
 
 
 def raise_descriptor_limit() -> None:

@@ -16,7 +16,8 @@ def status(worker: Worker) -> dict[str, Any]:
     counters = worker.source.counters
     metrics = worker.metrics
     worker.count()
-    totals = worker.index.tier_totals().values()
+    of_tiers = worker.index.tier_totals()
+    totals = [held for tier, held in of_tiers.items() if tier in worker.cache.tiers]
     filling = sum(1 for fill in worker.copier.files.values() if fill.filling)
     return {
         "source": worker.config.source,
@@ -26,6 +27,15 @@ def status(worker: Worker) -> dict[str, Any]:
         "metrics_port": worker.config.metrics_port,
         "freshness": worker.config.freshness.mode.value,
         "tiers": worker.cache.usage(),
+        "other_tiers": [
+            {
+                "path": path,
+                "files": held.resident + held.partial + held.found,
+                "used_bytes": held.allocated_bytes,
+            }
+            for tier, path in sorted(worker.index.tier_paths().items())
+            if tier not in worker.cache.tiers and (held := of_tiers.get(tier)) is not None
+        ],
         "files": {
             "known": worker.index.count_nodes(),
             "resident": sum(tier.resident for tier in totals),
@@ -40,6 +50,7 @@ def status(worker: Worker) -> dict[str, Any]:
             "operation_seconds": round(counters.seconds, 6),
             "errors": counters.errors,
             "stuck": counters.stuck,
+            "closing": worker.source.releases.pending,
             "responding": worker.source.responding,
         },
         "served": {
@@ -86,7 +97,7 @@ def status(worker: Worker) -> dict[str, Any]:
             "loaded_entries": worker.load.entries,
         },
         "requests": {
-            "waiting": worker.interrupts.waiting,
+            "waiting": worker.requests_waiting,
             "interrupted": metrics.interrupted_requests,
         },
         "worker": {"pid": os.getpid(), "restarts": worker.restarts},

@@ -72,6 +72,10 @@ class SourceVersion(NamedTuple):
         return not now_ns - tick_ns <= self.ctime_ns < now_ns + 60_000_000_000
 
 
+SPARSE_MIN_BYTES = 1 << 20
+"""Holes of smaller files, which are written in one go, are not looked for."""
+
+
 class SourceStat(NamedTuple):
     """The attributes of one file of the source, as stat(2) gives them (``blocks`` of 512 bytes)."""
 
@@ -92,6 +96,18 @@ class SourceStat(NamedTuple):
     @property
     def version(self) -> SourceVersion:
         return SourceVersion(self.device, self.ino, self.size, self.mtime_ns, self.ctime_ns)
+
+    @property
+    def occupied_bytes(self) -> int:
+        """What a copy is expected to occupy: less than the size where the file has holes. A guess,
+        as the source may compress, or not have counted what was just written.
+
+        With a 4096th for the blocks in which a file system notes where the pieces lie (ext4: one
+        for 340 of them, and pieces of a replica have 64 KiB or more).
+        """
+        if self.size <= SPARSE_MIN_BYTES:
+            return self.size
+        return min(self.size, self.blocks * 512 * 4097 // 4096)
 
     @property
     def is_directory(self) -> bool:
@@ -208,13 +224,15 @@ class Replica(NamedTuple):
 
 
 class TierFile(NamedTuple):
-    """A file that lies in a tier under a replica's name. ``synced``: its data reached the disk."""
+    """A file that lies in a tier under a replica's name. ``synced``: its data reached the disk.
+    ``made_ns`` is when its last byte was written, since the epoch."""
 
     name: bytes
     checksum: int
     size: int
     allocated_bytes: int
     synced: bool
+    made_ns: int = 0
 
 
 class TierTotals(NamedTuple):

@@ -30,6 +30,8 @@ from monarchfs.bootstrap import Bootstrap, Channel, wait_to_begin
 from monarchfs.cache.cache import Cache
 from monarchfs.commands import Commands
 from monarchfs.config.model import Config, DataPath, EvictPolicy, PrefetchMode
+from monarchfs.engine.misses import Misses
+from monarchfs.escaping import OneLine
 from monarchfs.fs.files import Files
 from monarchfs.fs.find import Finder
 from monarchfs.fs.freshness import NS, Freshness
@@ -41,7 +43,6 @@ from monarchfs.fs.why import Why
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter
 from monarchfs.fuse.datapath import Dataset, kernel_reads
-from monarchfs.fuse.fastslots import FastSlots
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.notify import Notifier
 from monarchfs.fuse.passthrough import Passthrough
@@ -49,18 +50,20 @@ from monarchfs.fuse.quick import Quick
 from monarchfs.fuse.relay import Relay
 from monarchfs.fuse.slots import Slots
 from monarchfs.index import Index, set_aside
+from monarchfs.logs import BoundedLog, FewOfEach
 from monarchfs.memory import machine_memory
 from monarchfs.metrics import Metrics
 from monarchfs.metrics.kept import Kept
 from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch.ahead import Ahead
+from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.lull import Lull
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan, read_list
 from monarchfs.prefetch.touch import Touch
 from monarchfs.prefetch.warm import Warming
-from monarchfs.privileges import drop_capabilities, raise_descriptor_limit
+from monarchfs.privileges import close_to_others, drop_capabilities, raise_descriptor_limit
 from monarchfs.quiet import behind
 from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
@@ -73,6 +76,10 @@ if TYPE_CHECKING:
     from monarchfs.metrics import Histogram
 
 log = logging.getLogger(__name__)
+
+WORKER_LOG = "worker.log"
+"""Standard error, of a daemon; the supervisor knows it by the same name."""
+FEW_LINES = FewOfEach()
 
 BACKGROUND_EXTRA = 8
 """Background threads for scanning, beside those that copy."""
@@ -103,11 +110,11 @@ class Worker:
         config = _safe(bootstrap.config) if bootstrap.safe else bootstrap.config
         self.config = config
         self.restarts = bootstrap.restarts
-        self.slots = _slots(bootstrap.handles_fd)
+        self.slots = Slots(bootstrap.handles_fd, fuse_session.hooks)
         # What is left in a journal, threads take up.
-        journal = fuse_session.journal_of(bootstrap.requests_fd, bootstrap.restarts)
+        journal = bootstrap.requests_fd
         relays = journal is not None or not bootstrap.safe
-        self.slots.begin(fuse_session.relay_threads() if relays else 0)
+        self.slots.begin(fuse_session.RELAY_THREADS if relays else 0)
         self._leaving = False
         self._interrupted: list[int] = []
         self._mount_ns = bootstrap.mount_ns
@@ -140,7 +147,7 @@ class Worker:
                 fd,
                 spec.path,
                 self.index.tier_number(spec.path),
-                os.path.join(spec.path, config.dataset_id),
+                os.path.join(spec.path, spec.directory),
             )
             for spec, fd in zip(config.tiers, bootstrap.tier_fds, strict=not bootstrap.safe)
         ]
@@ -181,14 +188,15 @@ class Worker:
             nursery,
             deadline=config.source_deadline_seconds,
         )
-        self.tree.on_moved = self.slots.note_moved
+        self.tree.on_moved = self._directory_moved
         self.kernel = Notifier(fuse_session.invalidate_inode, fuse_session.invalidate_entry)
         self.files = Files(self.tree, self.cache, self.copier, self.metrics, self.kernel)
         self.cache.noticed = self.files.noticed
         self.cache.forget_pages = self.kernel.invalidate_inode
         self.reasons = Reasons(self.files, self.cache, self.copier)
         finder = Finder(self.tree, [os.fsencode(config.mountpoint), os.fsencode(config.source)])
-        self.warming = Warming(self.tree, self.cache, self.copier, nursery)
+        self.xattrs = Xattrs(self.tree, self.files, self.reasons, self.source, nursery)
+        self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier, nursery)
         self.commands = Commands(
             self.tree,
             self.cache,
@@ -198,12 +206,30 @@ class Worker:
             Why(self.tree, self.cache, self.reasons, finder, lambda: self.source.responding),
             partial(_metrics, self),
         )
-        self.xattrs = Xattrs(self.tree, self.files, self.reasons, self.source)
         self.scan = Scan(self.tree, self.copier, jitter_seconds=config.prefetch_jitter_seconds)
         self.load = Load(self.tree, bootstrap.mount_ns)
         self.lull = Lull(self.copier, self.scan, bootstrap.mount_ns)
         self._kept = self._keep_counts(bootstrap.counts_fd)
         self.interrupts = Interrupts(self.metrics)
+        self.misses = Misses(
+            fuse_session.hooks, self.index, posix.opened_directory, self.files.only_remote
+        )
+        self.arrivals = Arrivals(
+            self.misses,
+            self.cache,
+            self.copier,
+            self.metrics,
+            nursery,
+            self.files.opened_by_others,
+        )
+        if relays:
+            self.misses.start(
+                posix.device,
+                keeps=config.prefetch is not PrefetchMode.NONE,
+                layouts=posix.has_layouts,
+            )
+            self.relay.misses = self.misses
+            self.relay.waiting = lambda: self.interrupts.waiting
         self.relay.begin(
             self.files,
             lasting_ns=freshness.ttl_ns,
@@ -239,6 +265,7 @@ class Worker:
                 self.metrics,
                 current_request,
                 self.passthrough,
+                self.xattrs,
             )
         )
         fuse_session.on_request(quick.answer)
@@ -254,8 +281,7 @@ class Worker:
         if journal is not None:
             self.adapter.answered_soon = fuse_session.answered_soon
         self._exporter = _exporter(self, bootstrap.metrics_fd)
-        if not fuse_session.on_interrupt(self.interrupts.on_interrupt):
-            log.warning("the C part is missing: waiting processes cannot be killed")
+        fuse_session.on_interrupt(self.interrupts.on_interrupt)
 
     def _decide(self, passes: bool) -> bool:
         """Whether resident files are for the kernel to read; ``passes``: it may come to that. It
@@ -265,15 +291,9 @@ class Worker:
             dataset = Dataset(
                 sum(tier.resident for tier in totals), sum(tier.allocated_bytes for tier in totals)
             )
-            self.slots.kernel_reads = (
-                passes
-                and fuse_session.can_back_opens()
-                and (
-                    self.config.data_path is DataPath.PASSTHROUGH
-                    or kernel_reads(
-                        dataset, machine_memory()[1], free_opens=_free_opens(self.config)
-                    )
-                )
+            self.slots.kernel_reads = passes and (
+                self.config.data_path is DataPath.PASSTHROUGH
+                or kernel_reads(dataset, machine_memory()[1], free_opens=_free_opens(self.config))
             )
         return bool(self.slots.kernel_reads)
 
@@ -283,7 +303,8 @@ class Worker:
             return self._open_index_of_root()
         except IndexUnusable as exc:
             aside = set_aside(self._state_dir)
-            log.warning("%s: kept as %s, starting with an empty one", exc, aside)
+            told = f"{exc}: kept as {aside}, starting with an empty one"
+            log.warning("%s", told.replace(self._state_dir, self.config.state_dir))
             return self._open_index_of_root()
 
     def _open_index_of_root(self) -> Index:
@@ -315,18 +336,23 @@ class Worker:
             log.warning("counting from 0 again: %s", error)
         return kept
 
+    @property
+    def requests_waiting(self) -> int:
+        """How many wait for the source, or for a tier."""
+        return self.interrupts.waiting + self.misses.waiting
+
+    def _directory_moved(self, now_ns: int) -> None:
+        self.slots.note_moved(now_ns)
+        self.misses.forget_all()
+
     def count(self) -> None:
         """Bring the counts up to date, and keep them: before they are shown to anybody."""
         self.relay.count()
+        self.arrivals.look()
         self._kept.save()
 
     async def start(self) -> None:
         """Everything that must be so before the first request. Raises OSError, MonarchError."""
-        if self.config.data_path is DataPath.PASSTHROUGH and not fuse_session.can_back_opens():
-            raise OperationError(
-                "--data-path passthrough is not possible: the C part of monarchfs is missing:"
-                " install it where there is a compiler, or use --data-path relay"
-            )
         if self.restarts:
             self._take_over()
         self.cache.load(_boot_id(), self._take_over_files)
@@ -349,6 +375,7 @@ class Worker:
         while True:
             self.slots.beat()
             self.count()
+            FEW_LINES.tell()
             await trio.sleep(BEAT_SECONDS)
 
     async def listen(self) -> None:
@@ -392,6 +419,8 @@ class Worker:
         self._nursery.start_soon(self.passthrough.run)
         self._nursery.start_soon(self.relay.run)
         self._nursery.start_soon(self.relay.walk)
+        if self.relay.misses is not None:
+            self._nursery.start_soon(self.arrivals.run)
         self._nursery.start_soon(self.adapter.implicit.run)
         self._nursery.start_soon(self.copier.run)
         self._nursery.start_soon(self.cache.watch)
@@ -413,7 +442,8 @@ class Worker:
             self.copier.want(ino, Priority.SCANNED)
         if config.index_file is not None:
             # Before the scan, which then finds what it looks for.
-            await self.load.run(config.index_file, self._root_ino)
+            trusted = config.allow_other  # the kernel goes by the modes in it then
+            await self.load.run(config.index_file, self._root_ino, trusted=trusted)
         if config.prefetch is PrefetchMode.AUTO and config.tiers:
             ahead = Ahead(self.tree, self.cache, self.copier, self.relay.seen)
             self.files.counted = ahead.opened
@@ -477,11 +507,6 @@ def _free_opens(config: Config) -> bool:
         and config.evict is EvictPolicy.KEEP
         and not config.touch_source_seconds
     )
-
-
-def _slots(fd: int) -> Slots:
-    hooks = fuse_session.hooks
-    return Slots(fd) if hooks is None else FastSlots(hooks, fd)
 
 
 def _exporter(worker: Worker, descriptor: int | None) -> Exporter | None:
@@ -554,25 +579,29 @@ async def run(bootstrap: Bootstrap) -> int:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="monarchfs.worker")
     parser.add_argument("--bootstrap-fd", type=int, required=True)
+    parser.add_argument("mountpoint", nargs="?", help="for who looks at processes")
     try:
         bootstrap = Bootstrap.read(parser.parse_args(arguments).bootstrap_fd)
     except OperationError as exc:
         sys.exit(str(exc))
     # The supervisor decides where standard error goes.
-    logging.basicConfig(
-        level=bootstrap.config.log_level.upper(),
-        format="%(asctime)s worker %(levelname)s %(message)s",
-    )
+    handler = BoundedLog(bootstrap.state_fd, WORKER_LOG)
+    handler.addFilter(FEW_LINES)
+    handler.setFormatter(OneLine("%(asctime)s worker %(levelname)s %(message)s"))
+    logging.basicConfig(level=bootstrap.config.log_level.upper(), handlers=[handler])
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the foreground is the supervisor's
     drop_capabilities()
+    if bootstrap.supervisor_uid != os.geteuid():
+        close_to_others()
     raise_descriptor_limit()
     if bootstrap.waits:
         if (told := wait_to_begin(bootstrap.channel_fd)) is None:
             return
         bootstrap = replace(bootstrap, restarts=told["restarts"])
     code = trio.run(run, bootstrap)
+    FEW_LINES.tell(all_of_them=True)
     logging.shutdown()
     sys.stderr.flush()
     # A thread that hangs in the source would keep the interpreter from ending.

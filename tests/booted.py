@@ -148,14 +148,14 @@ def _control_groups() -> Path:
             path = Path(left.split()[4] + inside.rstrip("/"))
             if os.access(path, os.W_OK):
                 return path
-    pytest.skip("needs the file system of control groups, version 2")
+    pytest.skip("needs control groups, version 2: mount -t cgroup2 none /sys/fs/cgroup")
 
 
 @contextmanager
 def booted() -> Iterator[Booted]:
     """A systemd that has started up; skips where its surroundings cannot be made."""
     if not os.access(SYSTEMD, os.X_OK):
-        pytest.skip("needs systemd (package systemd)")
+        pytest.skip("needs systemd: apt-get install systemd")
     groups = _control_groups()
     work = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
     work.chmod(0o755)

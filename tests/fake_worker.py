@@ -5,16 +5,21 @@
 MODE is ``serve``; ``hang`` (ready, but answers no FUSE request but the first getattr); ``fail``
 (says so); ``crash`` (ends with a line on stderr); ``silent`` (never ready); ``silent-later`` (its
 successors); ``other`` (cannot take over); ``late`` (takes 2 seconds to end, and then leaves a file
-``synced``). Who looks up ``die``, ``die-always`` (also in safe mode) or ``freeze`` has it do so;
-``later`` is answered by the second worker only.
+``synced``); ``mad`` (says what a control client has it say, see ``go_mad``).
+
+Who looks up ``die``, ``die-always`` (also in safe mode) or ``freeze`` has it do so; ``later`` is
+answered by the second worker only.
 
 Only the standard library, so that any user's interpreter can run it.
 """
 
+import base64
+import contextlib
 import errno
 import json
 import os
 import select
+import signal
 import socket
 import stat
 import struct
@@ -26,15 +31,8 @@ OUT_HEADER = struct.Struct("=IiQ")
 IN_HEADER = struct.Struct("=IIQQIIIHH")
 ATTR = struct.Struct("=6Q10I")
 Bootstrap = dict[str, Any]
-LOOKUP, GETATTR, FORGET, STATFS, OPENDIR, INTERRUPT, BATCH_FORGET, RELEASEDIR = (
-    1,
-    3,
-    2,
-    17,
-    27,
-    36,
-    42,
-    29,
+LOOKUP, FORGET, GETATTR, OPEN, STATFS, RELEASE, OPENDIR, INTERRUPT, BATCH_FORGET, RELEASEDIR = (
+    *(1, 2, 3, 14, 17, 18, 27, 36, 42, 29),
 )
 READDIR, READDIRPLUS = 28, 44
 
@@ -57,11 +55,14 @@ def reply_to(request: bytes) -> bytes | None:
     if opcode == GETATTR and ino == 1:
         attr = ATTR.pack(1, 0, 0, 0, 0, 0, 0, 0, 0, stat.S_IFDIR | 0o755, 2, 0, 0, 0, 4096, 0)
         body = struct.pack("=QII", 0, 0, 0) + attr
-    elif opcode == OPENDIR:
+    elif opcode == LOOKUP and request[IN_HEADER.size :] == b"own\0":
+        attr = ATTR.pack(2, 0, 0, 0, 0, 0, 0, 0, 0, stat.S_IFREG | 0o444, 1, 0, 0, 0, 4096, 0)
+        body = struct.pack("=QQQQII", 2, 0, 0, 0, 0, 0) + attr
+    elif opcode in (OPEN, OPENDIR):
         body = struct.pack("=QII", 1, 0, 0)
     elif opcode == STATFS:
         body = struct.pack("=5Q4I6I", 1, 1, 1, 1, 1, 4096, 255, 4096, *(0,) * 7)
-    elif opcode not in (READDIR, READDIRPLUS, RELEASEDIR):
+    elif opcode not in (READDIR, READDIRPLUS, RELEASE, RELEASEDIR):
         error = -errno.ENOENT if opcode == LOOKUP else -errno.ENOSYS
     return OUT_HEADER.pack(OUT_HEADER.size + len(body), error, unique) + body
 
@@ -72,6 +73,33 @@ def answer_client(connection: int, message: Bootstrap) -> None:
         client.settimeout(5)
         result = {"request": message["request"]}
         client.sendall(json.dumps({"ok": True, "result": result}).encode() + b"\n")
+
+
+def go_mad(channel: socket.socket, bootstrap: Bootstrap, request: Bootstrap) -> None:
+    """``say``: sends what is in ``content`` (base64), ``times`` times, with so many
+    ``descriptors`` if they are taken. ``report``: has it be the next statuses. ``print``: writes it
+    to standard error. ``lend``: a child sends the supervisor a descriptor of a file of this mount,
+    and stops this process."""
+    content = base64.b64decode(request.get("content", ""))
+    descriptors = [0] * int(request.get("descriptors", 0))
+    match request["command"]:
+        case "say":
+            for _ in range(int(request.get("times", 1))):
+                try:
+                    socket.send_fds(channel, [content], descriptors)
+                except PermissionError:
+                    socket.send_fds(channel, [content], [])
+        case "report":
+            bootstrap["report"] = content
+        case "print":
+            for _ in range(int(request.get("times", 1))):
+                os.write(2, content)
+        case "lend" if os.fork() == 0:
+            own = os.open(os.path.join(json.loads(bootstrap["config"])["mountpoint"], "own"), 0)
+            with contextlib.suppress(PermissionError):
+                socket.send_fds(channel, [content], [own])
+            os.kill(os.getppid(), signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def report(bootstrap: Bootstrap) -> Bootstrap:
@@ -113,7 +141,10 @@ def serve(mode: str, channel: socket.socket, bootstrap: Bootstrap) -> int:
                 message = json.loads(content)
                 if message["do"] in ("stop", "leave"):
                     return 0
-                if message["do"] == "status":
+                if message["do"] == "status" and "report" in bootstrap:
+                    number = b"%d" % message["number"]
+                    channel.send(bootstrap["report"].replace(b"NUMBER", number))
+                elif message["do"] == "status":
                     answer = {
                         "event": "status",
                         "number": message["number"],
@@ -121,6 +152,8 @@ def serve(mode: str, channel: socket.socket, bootstrap: Bootstrap) -> int:
                     }
                     channel.send(json.dumps(answer).encode())
                 if message["do"] == "client":
+                    if mode == "mad":
+                        go_mad(channel, bootstrap, message["request"])
                     answer_client(descriptors[0], message)
                 continue
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import surroundings
 from tests.mounting import as_user, fuse_mounts, processes_about, wait_for
 
 FAKE_CLI = str(Path(__file__).with_name("fake_cli.py"))
@@ -31,7 +33,7 @@ def interpreter_for(user: str | None) -> str:
                 return python
         except FileNotFoundError:
             continue
-    pytest.skip(f"{user} can run no Python here")
+    pytest.skip(surroundings.cannot_be(user) if user else "needs a Python")
 
 
 @dataclass
@@ -53,10 +55,11 @@ class Area:
         return path if self.user is None else {**path, "XDG_RUNTIME_DIR": f"{self.path}/run"}
 
     def command(self, *arguments: str, mode: str = "serve") -> list[str]:
+        surroundings.skip_unless_named(arguments)
         return as_user(self.user, [self.python, "-I", FAKE_CLI, mode, *arguments])
 
     def run(
-        self, *arguments: str, mode: str = "serve", timeout: float = 30
+        self, *arguments: str, mode: str = "serve", timeout: float = 90
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(*arguments, mode=mode),
@@ -122,10 +125,15 @@ def area(path: Path, user: str | None) -> Iterator[Area]:
 
 @contextmanager
 def device_mode(mode: int) -> Iterator[None]:
-    """/dev/fuse with another mode for a while."""
-    before = os.stat("/dev/fuse").st_mode & 0o777
-    os.chmod("/dev/fuse", mode)
-    try:
-        yield
-    finally:
-        os.chmod("/dev/fuse", before)
+    """/dev/fuse with another mode for a while, in which no other run of tests changes it."""
+    with open("/dev/fuse", "rb", buffering=0) as device:
+        fcntl.flock(device, fcntl.LOCK_EX)
+        before = os.fstat(device.fileno()).st_mode & 0o777
+        try:
+            os.chmod("/dev/fuse", mode)
+        except OSError as error:
+            pytest.skip(f"needs to change the mode of /dev/fuse ({error.strerror}): chmod 666")
+        try:
+            yield
+        finally:
+            os.chmod("/dev/fuse", before)

@@ -151,7 +151,7 @@ def daemon(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[S
         registration = control.Registration("/mnt", 0, "/src", 0, os.getpid(), 0, "/state", 0)
         registered = control.Registered(one.path.removesuffix(".sock"), os.geteuid(), registration)
         found = Found("/mnt", "/src", None, registered)
-        monkeypatch.setattr(ask, "find_one", lambda path, search: found)
+        monkeypatch.setattr(ask, "find_all", lambda search: [found])
         monkeypatch.setattr(Found, "supervisor_alive", True)
         return one
 
@@ -287,6 +287,20 @@ def test_the_worker_is_asked(work: Area) -> None:
         assert (done.returncode, done.stderr) == (0, "")
         asked = json.loads(done.stdout)["request"]
         assert asked == {"command": command, "paths": ["a", "b"]}
+    # A path in the mount says which mount is meant; what follows is as the shell completes it.
+    for command in ("refresh", "pin", "unpin", "evict", "warm"):
+        done = work.run(command, "mnt/a/../a", "mnt/c d", f"{work.path}/mnt/b", "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        if command != "warm":
+            asked = json.loads(done.stdout)["request"]
+            assert asked == {"command": command, "paths": ["a", "c d", "b"]}
+    for command, mount in (("pin", "mnt"), ("unpin", "mnt/."), ("pin", f"{work.path}//mnt")):
+        done = work.run(command, mount)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert "which PATH" in done.stderr
+    for first, second in (("mnt/a", "src"), ("mnt/a", "a"), ("src/a", "mnt/a")):
+        done = work.run("evict", first, second)
+        assert (done.returncode in (1, 2), done.stderr.count("\n")) == (True, 1)
     done = work.run("pin", "mnt", "../x")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "is not below" in done.stderr

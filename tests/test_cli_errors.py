@@ -138,6 +138,9 @@ BAD_STORAGE = [
     pytest.param(nothing, ["--tier", "tier=101%"], ["101%", "at most 100%"], id="share above 100"),
     pytest.param(nothing, ["--tier", "tier=-5G"], ["-5G", "500M"], id="size negative"),
     pytest.param(nothing, ["--tier", "tier"], ["PATH=SIZE"], id="no size"),
+    pytest.param(nothing, ["--tier", "tier=16"], ["tier", "bytes", "16G"], id="no unit"),
+    pytest.param(nothing, ["--tier", "tier=10B"], ["10B", "16G"], id="nearly nothing"),
+    pytest.param(nothing, ["--tier", "tier=8000P"], ["tier", "8000.0P", "80%"], id="no such disk"),
     pytest.param(nothing, ["--tier", "t=1G", "--tier", "t=2G"], ["twice"], id="tier twice"),
     pytest.param(nothing, ["--tier", "no/such/dir=1G"], ["does not exist"], id="tier too deep"),
     pytest.param(a_file, ["--tier", "file=1G"], ["not a directory"], id="tier a file"),
@@ -172,8 +175,15 @@ def test_storage(root_area: Area, prepare: Prepare, arguments: list[str], words:
 BAD_WORDS = [
     pytest.param(["mount"], ["required"], id="no arguments"),
     pytest.param(["mount", "src"], ["MOUNTPOINT"], id="no mount point"),
-    pytest.param([], ["COMMAND"], id="no command"),
     pytest.param(["format"], ["format"], id="unknown command"),
+    pytest.param(["muont", "src", "mnt"], ["muont", "did you mean mount?"], id="near a command"),
+    pytest.param(["help", "unmont"], ["did you mean umount?"], id="help for a near command"),
+    pytest.param(["mount", "src", "mnt", "--teir", "t=1G"], ["did you mean --tier?"], id="near"),
+    pytest.param(
+        ["mount", "src", "mnt", "--teir=t=1G"], ["did you mean --tier?"], id="near with ="
+    ),
+    pytest.param(["status", "--jsno"], ["--jsno", "did you mean --json?"], id="near in status"),
+    pytest.param(["mount", "src", "mnt", "-o", "teir=t"], ["did you mean tier?"], id="near in -o"),
     pytest.param(["mount", "src", "mnt", "--colour"], ["--colour"], id="unknown flag"),
     pytest.param(["mount", "src", "mnt", "-o", "colour=red"], ["colour=red"], id="unknown option"),
     pytest.param(["mount", "src", "mnt", "-o", "ro,rw"], ["read-only"], id="rw"),
@@ -197,7 +207,6 @@ BAD_WORDS = [
     pytest.param(["umount", "mnt", "--timeout", "soon"], ["soon"], id="nonsense time"),
     pytest.param(["umount", "/proc"], ["type proc", "use umount"], id="umount of another kind"),
     pytest.param(["status", "--yaml"], ["--yaml"], id="status flag"),
-    pytest.param(["pin", "mnt"], ["PATH"], id="pin what"),
     pytest.param(["unpin"], ["MOUNTPOINT"], id="unpin where"),
     pytest.param(["refresh"], ["MOUNTPOINT"], id="refresh where"),
     pytest.param(["fsck"], ["STATE_DIR"], id="fsck what"),
@@ -278,7 +287,7 @@ def test_a_user_mounts_only_on_own_directories(users_area: Area) -> None:
 def test_a_user_needs_leave_for_allow_other(users_area: Area) -> None:
     with open("/etc/fuse.conf") as file:
         if any(line.strip() == "user_allow_other" for line in file):
-            pytest.skip("user_allow_other is set here")
+            pytest.skip("needs a machine without user_allow_other in /etc/fuse.conf")
     arguments = with_storage(users_area, "src", "mnt", "-o", "allow_other")
     assert_refused(users_area, arguments, 1, "allow_other is not allowed", "/etc/fuse.conf")
 
@@ -324,6 +333,48 @@ def test_every_command_has_help_with_examples(
     assert exited.value.code == 0
     text = capsys.readouterr().out
     assert f"examples:\n  monarchfs {command}" in text
+
+
+def test_without_a_command_there_is_short_help(root_area: Area) -> None:
+    done = root_area.run()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert 5 < done.stderr.count("\n") < 20
+    for command in ("mount", "umount", "run", "status", "help COMMAND"):
+        assert f"monarchfs {command}" in done.stderr
+
+
+def test_help_and_version_are_commands_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*words: str) -> str:
+        if words[-1].startswith("--"):
+            with pytest.raises(SystemExit, match=r"^0$"):
+                main(words)
+        else:
+            assert main(words) == 0
+        return capsys.readouterr().out
+
+    assert printed("help") == printed("--help")
+    assert printed("version") == printed("--version")
+    for command in commands_of(build_parser()):
+        assert printed("help", command) == printed(command, "--help")
+
+
+def test_a_tier_larger_than_its_file_system(root_area: Area) -> None:
+    place = root_area.path / "small"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24M", "none", place], check=True)
+    try:
+        command = ["mount", "src", "mnt", "--state-dir", "state", "--tier"]
+        # In a directory that is not there yet, too.
+        for tier in ("small", "small/below"):
+            assert_refused(root_area, [*command, f"{tier}=500M"], 2, tier, "500M", "24M", "80%")
+            done = root_area.run("doctor", "src", "--quick", "--tier", f"{tier}=500M")
+            assert done.returncode == 1
+            assert "which has 24M" in done.stdout
+        done = root_area.run(*command, "small=24M")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert root_area.run("umount", "mnt").returncode == 0
+    finally:
+        subprocess.run(["umount", place], check=True)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

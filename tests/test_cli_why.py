@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,11 @@ from typing import Any
 import pytest
 
 from monarchfs.cli.why import describe
+from monarchfs.escaping import printable
 from monarchfs.fuse.mountinfo import split_below
 from tests.mounting import Bench, Mount, bench, requires_fuse, requires_root, run, wait_for
 from tests.refusing import assert_refused
+from tests.timing import Stopwatch
 
 KIB = 1024
 
@@ -95,7 +96,7 @@ def test_a_source_that_hangs(work: Bench) -> None:
     mount = work.mount(source.path, "--freshness", "ttl=0")
     assert run("warm", str(mount.path), "a", "--wait").returncode == 0
     source.faults(hang=["lookup a", "getattr a", "lookup d", "getattr d", "getattr", "lookup"])
-    started = time.monotonic()
+    started = Stopwatch()
     (report,) = why(mount.path / "a")
     assert (report["state"], report["source_responding"]) == ("resident", False)
     done = run("why", str(mount.path / "a"))
@@ -103,7 +104,7 @@ def test_a_source_that_hangs(work: Bench) -> None:
     done = run("why", str(mount.path / "d" / "c"))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "the source does not answer, and nothing is known of it here" in done.stderr
-    assert time.monotonic() - started < 30
+    assert started.seconds() < 30
     source.faults()
 
 
@@ -200,7 +201,7 @@ BAD_PATHS = [
     (["{mnt}", "x/" * 2000], 1, "o such file or directory"),
     (["{mnt}", "\udcff"], 1, "o such file or directory"),
     (["{mnt}", "--", "-x"], 1, "o such file or directory"),
-    (["{mnt}/d", "b"], 1, "is not a monarchfs mount"),
+    (["{mnt}/d", "b"], 2, "is not below {mnt}:"),
     (["{mnt}x", "a"], 1, "is not a monarchfs mount"),
     (["/proc", "self"], 1, "/proc is not a monarchfs mount"),
     (["/nowhere/at/all", "a"], 1, "is not a monarchfs mount"),
@@ -275,7 +276,7 @@ def test_for_people() -> None:
         **{"freshness": "ttl", "checked_seconds_ago": 3.2, "pinned": True},
     }
     lines = list(describe({**report, "source_responding": False}))
-    assert lines[0] == "/mnt/x\\udcff: partial in /scratch: no room"
+    assert printable(lines[0]) == "/mnt/x\\udcff: partial in /scratch: no room"
     assert (
         lines[1]
         == "  copied: at 1000000000000000019884624838656 (6 min 40 s ago), 4.0K on the disk"

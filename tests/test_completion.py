@@ -10,9 +10,10 @@ import pytest
 
 from monarchfs.cli.completion import completion_for
 from monarchfs.cli.parser import SHELLS, build_parser, commands_of
+from tests import surroundings
 from tests.mounting import Bench, requires_fuse, requires_root, run
 
-needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+needs_bash = surroundings.program("bash")
 
 
 def complete(*words: str, cwd: Path, findmnt: str | None = None) -> list[str]:
@@ -104,7 +105,7 @@ def test_the_command_prints_a_script_that_the_shell_can_read(shell: str, tmp_pat
     assert (done.returncode, done.stderr) == (0, "")
     assert "monarchfs" in done.stdout
     if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed: its script is written, but not read")
+        pytest.skip(f"needs {shell}, to read its script: apt-get install {shell}")
     (tmp_path / "script").write_text(done.stdout)
     subprocess.run([shell, "-n", str(tmp_path / "script")], check=True, timeout=30)
 
@@ -112,5 +113,5 @@ def test_the_command_prints_a_script_that_the_shell_can_read(shell: str, tmp_pat
 def test_a_shell_that_is_not_known() -> None:
     done = run("completion", "csh")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "choose from" in done.stderr
+    assert "use bash, zsh, fish" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -42,7 +42,14 @@ from monarchfs.config.settings import (
     merge,
     split_options,
 )
-from monarchfs.config.values import parse_percent, parse_rate, parse_size, parse_tier
+from monarchfs.config.values import (
+    parse_freshness,
+    parse_percent,
+    parse_rate,
+    parse_seconds,
+    parse_size,
+    parse_tier,
+)
 from monarchfs.types import TierSize, UsageError
 
 ALICE = User("alice", 1000, 1000, (1000, 27))
@@ -86,6 +93,38 @@ def test_nonsense_sizes_are_refused_in_one_line(text: object) -> None:
     message = str(caught.value)
     assert "\n" not in message
     assert "write it like" in message or "must be" in message or "use text" in message
+
+
+@pytest.mark.parametrize("size", ["16", "500", "1048575", "1B", "16B", "0.5K", "63K"])
+def test_sizes_nobody_can_mean_are_refused_in_one_line(size: str) -> None:
+    with pytest.raises(UsageError, match=r"^tier /dev/shm: .*\b\d+G$"):
+        parse_tier(f"/dev/shm={size}")
+    assert parse_tier("/dev/shm=64K").size.bytes == 64 << 10
+    assert parse_tier("/dev/shm=1048576").size.bytes == 1 << 20
+
+
+@pytest.mark.parametrize("rate", ["20", "200", "1000"])
+def test_rates_nobody_can_mean_are_refused_in_one_line(rate: str) -> None:
+    with pytest.raises(UsageError, match=rf"as in {rate}M$"):
+        parse_rate(rate)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("60", 60), (60, 60), ("0", 0), ("0.5", 0.5), ("90s", 90), ("10m", 600), ("1.5H", 5400)],
+)
+def test_times_may_have_a_unit(text: object, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+    assert parse_freshness(f"ttl={text}").ttl_seconds == seconds
+    assert parse_freshness("ttl=1h").ttl_seconds == 3600
+
+
+@pytest.mark.parametrize(
+    "text", ["", "soon", "-1", "1x", "h", "1 h", "nan", "inf", "9" * 400 + "h"]
+)
+def test_nonsense_times_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="as in 60, or 10m or 1h"):
+        parse_seconds(text)
 
 
 def test_a_tiers_path_may_hold_equals_signs() -> None:
@@ -369,9 +408,8 @@ def test_the_machines_file_is_the_lowest_layer(
     system, own = tmp_path / "system.toml", tmp_path / "own.toml"
     system.write_text('evict = "lru"\ncopy_workers = 9\nlog_level = "debug"')
     own.write_text("source_threads = 3")
-    monkeypatch.setattr(
-        "monarchfs.cli.mount.from_system_file", lambda: from_system_file(str(system))
-    )
+    # Whose file it has to be is another matter.
+    monkeypatch.setattr("monarchfs.cli.mount.from_system_file", lambda: from_file(str(system)))
     settings = settings_from(parse(["-o", "copy_workers=8", "--log-level", "error"]))
     assert settings == Settings(evict=EvictPolicy.LRU, copy_workers=8, log_level="error")
     assert settings_from(parse(["--config", str(own)])) == Settings(source_threads=3)
@@ -464,10 +502,11 @@ def test_a_datasets_name_depends_on_source_and_user() -> None:
 
 def test_a_users_cache_is_local(tmp_path: Path) -> None:
     environ = {"HOME": str(tmp_path), "TMPDIR": "/var/tmp", "XDG_RUNTIME_DIR": str(tmp_path)}
-    local = default_places(1000, environ, is_network=lambda path: False)
+    user = os.geteuid() or 1000  # who owns the directory, or root does
+    local = default_places(user, environ, is_network=lambda path: False)
     assert local == Places(f"{tmp_path}/.cache/monarchfs", f"{tmp_path}/monarchfs")
-    remote = default_places(1000, environ, is_network=lambda path: path.startswith(str(tmp_path)))
-    assert remote.cache_dir == "/var/tmp/monarchfs-1000"
+    remote = default_places(user, environ, is_network=lambda path: path.startswith(str(tmp_path)))
+    assert remote.cache_dir == f"/var/tmp/monarchfs-{user}"
     bare = default_places(4242, {"HOME": "/nonexistent/home"}, is_network=lambda path: True)
     assert bare == Places("/tmp/monarchfs-4242", "/tmp/monarchfs-4242/run")
 

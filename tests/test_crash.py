@@ -247,7 +247,7 @@ WORK = crashes(
     tier__create_part=2,
     tier__write=2,
     tier__write_whole=6,
-    tier__finish_part=3,
+    tier__finish_part=2,
     tier__remove=2,
     tier__remove_part=1,
     tier__mark_synced=1,
@@ -261,6 +261,22 @@ WORK = crashes(
 def test_killed_at_work(area: Area, tmp_path: Path, kill: Kill, crash: Crash) -> None:
     kill(area, b"first boot", crash)
     check(area, tmp_path, crash)
+
+
+@pytest.mark.parametrize("nth", [3, 5, 8])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_killed_amid_a_small_file(
+    area: Area, tmp_path: Path, kill: Kill, nth: int, indexed: bool
+) -> None:
+    """It lies under its final name from its first byte on."""
+    crash = ("tier.write_whole", "after", nth)
+    kill(area, b"first boot", crash)
+    found = [path for path in area.path.glob("tier*/??/*") if path.stat().st_mode & 0o777 == 0o600]
+    newest = max(found, key=lambda path: path.stat().st_mtime_ns)
+    os.truncate(newest, newest.stat().st_size // 2)
+    if not indexed:
+        shutil.rmtree(area.state / "index")
+    check(area, tmp_path, crash, kept=indexed)
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarchfs.supervisor.deaths import (
+    KILLED_PAUSE_SECONDS,
     LONG_LIFE_SECONDS,
     MOST_EARLY,
     MOST_IN_SAFE_MODE,
     PAUSES_SECONDS,
+    RETRY_SECONDS,
     Deaths,
     Follows,
     Life,
     Verdict,
 )
-from monarchfs.supervisor.pulse import BUSY_SECONDS, DEAD_SILENT_SECONDS, Pulse, Signs
+from monarchfs.supervisor.pulse import (
+    ASLEEP_SECONDS,
+    BUSY_SECONDS,
+    DEAD_SILENT_SECONDS,
+    SILENT_SECONDS,
+    STARVED_SECONDS,
+    Activity,
+    Pulse,
+    Signs,
+)
 
 GOOD = Life(5.0, answered=True, waited=True)
 IDLE = Life(5.0, answered=False, waited=False)
@@ -62,6 +73,32 @@ def test_safe_mode_is_not_left_by_itself() -> None:
     assert [verdict.follows for verdict in verdicts[3:]] == [Follows.START_SAFE] * 4
 
 
+def test_a_try_that_fails_leads_back_to_safe_mode_at_once_and_for_longer() -> None:
+    deaths = Deaths()
+    lasted = []
+    for _ in range(3 + len(RETRY_SECONDS)):
+        while not deaths.safe:
+            verdict = deaths.died(USELESS)
+        lasted.append(deaths.retry_seconds)
+        assert verdict == SAFE
+        deaths.tried()
+        assert deaths.died(GOOD) == AT_ONCE  # it did its work: no reason to give it up
+        assert deaths.died(USELESS) == SAFE
+        lasted.append(deaths.retry_seconds)
+        deaths.tried()
+    assert lasted[: len(RETRY_SECONDS)] == list(RETRY_SECONDS)
+    assert set(lasted[len(RETRY_SECONDS) :]) == {RETRY_SECONDS[-1]}
+
+
+def test_a_try_that_lives_long_is_none_any_more() -> None:
+    deaths = Deaths()
+    for life in [USELESS] * 4:
+        deaths.died(life)
+    deaths.tried()
+    assert [deaths.died(life) for life in (LONG, USELESS)] == [AT_ONCE] * 2
+    assert deaths.retry_seconds == RETRY_SECONDS[0]
+
+
 def test_a_long_life_in_safe_mode_ends_its_count() -> None:
     assert after(*[USELESS] * 4, *[USELESS, USELESS, LONG] * 3)[-1].follows is Follows.START_SAFE
     assert after(*[USELESS] * 4, *[USELESS, GOOD] * 3)[-2] == END
@@ -76,11 +113,39 @@ def test_a_worker_that_is_replaced_on_purpose_leaves_safe_mode() -> None:
     assert deaths.died(USELESS) == AT_ONCE
 
 
+KILLED = Life(None, answered=False, waited=True, killed=True)
+
+
+def test_one_that_is_killed_is_followed_at_once_or_soon_for_ever() -> None:
+    verdicts = after(*[KILLED] * 200)
+    assert verdicts[0] == AT_ONCE
+    assert verdicts[1:] == [Verdict(Follows.START, KILLED_PAUSE_SECONDS)] * 199
+    assert KILLED_PAUSE_SECONDS <= 0.25
+    # Also one that serves, however short: what it did says how soon.
+    assert after(*[EARLY._replace(killed=True)] * 200) == [AT_ONCE] * 200
+
+
+@given(st.lists(st.booleans(), max_size=30), st.lists(st.sampled_from([USELESS, EARLY, GOOD])))
+def test_kills_change_nothing_of_what_follows_other_deaths(
+    kills: list[bool], row: list[Life]
+) -> None:
+    """A crash loop is one, whether somebody kills workers meanwhile or not."""
+    with_kills, without = Deaths(), Deaths()
+    kills += [False] * len(row)
+    for life in row:
+        while kills.pop(0):
+            follows = with_kills.died(KILLED).follows
+            assert follows is (Follows.START_SAFE if without.safe else Follows.START)
+            kills.append(False)
+        assert with_kills.died(life) == without.died(life)
+
+
 LIVES = st.builds(
     Life,
     st.one_of(st.none(), st.floats(0, 2 * LONG_LIFE_SECONDS)),
     answered=st.booleans(),
     waited=st.booleans(),
+    killed=st.booleans(),
 )
 
 
@@ -89,6 +154,11 @@ def test_nothing_goes_on_for_ever_and_nothing_ends_without_need(lives: list[Life
     deaths, row, verdict = Deaths(), 0, AT_ONCE
     for life in lives:
         verdict = deaths.died(life)
+        if life.killed:
+            assert verdict.follows is not Follows.END
+            assert verdict.pause_seconds <= KILLED_PAUSE_SECONDS
+            row = 0 if (life.seconds or 0.0) >= LONG_LIFE_SECONDS else row
+            continue
         bad = life.seconds is None or life.seconds < 0.5 or (life.waited and not life.answered)
         row = row + 1 if bad else 0
         assert 0 <= verdict.pause_seconds <= max(PAUSES_SECONDS)
@@ -120,11 +190,77 @@ def test_one_that_beats_does_not_hang() -> None:
 
 
 def test_one_that_is_silent_while_requests_wait() -> None:
-    assert looks((0.5, Signs(7, 3)), *[(0.5, Signs(7, 3))] * 8)[0] == 3.5
+    assert looks((0.5, Signs(7, 3)), *[(0.5, Signs(7, 3))] * 8)[0] == 0.5 + SILENT_SECONDS
     assert looks((0.5, Signs(7, 0)), *[(0.5, Signs(7, 0))] * 18) == []
     for waiting in (0, None):
         found = looks((0.5, Signs(7, waiting)), *[(0.5, Signs(7, waiting))] * 30)
         assert found[0] == 0.5 + DEAD_SILENT_SECONDS
+
+
+ASLEEP = Activity(runs=False, cpu_seconds=1.0, rests=True)
+AT_THE_DISK = Activity(runs=False, cpu_seconds=1.0, rests=False)
+
+
+def test_one_whose_threads_all_sleep_is_not_given_long_where_nobody_can_see_who_waits() -> None:
+    for waiting in (None, 2):
+        signs = Signs(7, waiting, activity=ASLEEP)
+        assert looks((0.5, signs), *[(0.5, signs)] * 30)[0] == 0.5 + ASLEEP_SECONDS
+    idle = Signs(7, 0, activity=ASLEEP)
+    assert looks((0.5, idle), *[(0.5, idle)] * 30)[0] == 0.5 + DEAD_SILENT_SECONDS
+    disk = Signs(7, None, activity=AT_THE_DISK)
+    assert looks((0.5, disk), *[(0.5, disk)] * 30)[0] == 0.5 + DEAD_SILENT_SECONDS
+    # From the last look on that found it at something.
+    mixed = [disk if n == 3 else disk._replace(activity=ASLEEP) for n in range(30)]
+    assert looks(*[(0.5, signs) for signs in mixed])[0] == 4 * 0.5 + ASLEEP_SECONDS
+    busy = [disk if n % 4 == 3 else disk._replace(activity=ASLEEP) for n in range(30)]
+    assert looks(*[(0.5, signs) for signs in busy])[0] == 0.5 + DEAD_SILENT_SECONDS
+
+
+def silent(share: float, waiting: int | None) -> list[tuple[float, Signs]]:
+    """Looks at one that wants to run, and gets a share of the time."""
+    return [
+        (0.5, Signs(7, waiting, activity=Activity(True, 0.5 * n * share, rests=False)))
+        for n in range(130)
+    ]
+
+
+def test_one_that_does_not_get_the_processor_is_not_to_blame() -> None:
+    for waiting in (None, 0, 5):
+        assert looks(*silent(0.25, waiting))[0] >= STARVED_SECONDS
+    # One that has it, and does not come back, is.
+    assert looks(*silent(1.0, 5))[0] <= SILENT_SECONDS + 1.0
+    assert DEAD_SILENT_SECONDS <= looks(*silent(1.0, None))[0] <= DEAD_SILENT_SECONDS + 1.0
+
+
+ACTIVITIES = st.none() | st.builds(
+    Activity, runs=st.booleans(), cpu_seconds=st.floats(0, 1e6), rests=st.booleans()
+)
+LOOKS = st.tuples(
+    st.floats(0, 5),
+    st.builds(
+        Signs,
+        st.integers(0, 3),
+        st.none() | st.integers(0, 3),
+        st.just(0),
+        ACTIVITIES,
+    ),
+)
+
+
+@given(st.lists(LOOKS, max_size=80))
+def test_no_silence_is_short_and_none_is_for_ever(steps: list[tuple[float, Signs]]) -> None:
+    pulse, now, since, beats = Pulse(100.0), 100.0, 100.0, None
+    counted = 0.0
+    for step, signs in steps:
+        now += step
+        if signs.beats != beats:
+            beats, since, counted = signs.beats, now, 0.0
+        else:
+            counted += min(step, 1.0)
+        if pulse.look(signs, now) is not None:
+            assert now - since >= ASLEEP_SECONDS
+        else:
+            assert counted < STARVED_SECONDS
 
 
 def test_who_was_stopped_with_it_does_not_blame_it() -> None:

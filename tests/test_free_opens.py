@@ -6,17 +6,17 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from monarchfs.fuse.session import hooks
 from tests.faking import interpreter_for
 from tests.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
 from tests.reader import Reader, reader
 
-pytestmark = [requires_fuse, pytest.mark.skipif(hooks is None, reason="the C part was not built")]
+pytestmark = requires_fuse
 
 SIZE = 300_000
 TTL = ("--freshness", "ttl=3600")
@@ -165,18 +165,26 @@ def test_a_file_that_becomes_resident_while_it_is_open(
 
 
 def test_what_nobody_reads_is_closed(work: Bench, process: Reader) -> None:
-    source = dataset(work, "a")
+    """A small file at once, a larger one after a while."""
+    source = dataset(work, "small")
+    (source / "large").write_bytes(bytes(range(256)) * (8 << 10))
     mount = work.mount(source, "--data-path", "relay", *IMMUTABLE, "--prefetch", "none")
-    fd = process.open(mount.path / "a")
-    assert process.read(fd, 5, 10) == content("a")[5:15]
+    small, large = process.open(mount.path / "small"), process.open(mount.path / "large")
     worker = psutil.Process(mount.worker_pid())
 
-    def open_in_source() -> bool:
-        return any(entry.path == str(source / "a") for entry in worker.open_files())
+    def open_in_source(name: str) -> bool:
+        return any(entry.path == str(source / name) for entry in worker.open_files())
 
-    assert open_in_source()
-    wait_for(lambda: not open_in_source(), "the source to be closed")
-    assert process.read(fd, 5, 10) == content("a")[5:15]
+    def is_closed(name: str) -> bool:
+        return not open_in_source(name)
+
+    for fd, name in ((small, "small"), (large, "large")):
+        data = (source / name).read_bytes()
+        assert process.read(fd, 5, 10) == data[5:15]
+        if name == "large":
+            assert open_in_source(name)
+        wait_for(partial(is_closed, name), "the source to be closed")
+        assert process.read(fd, 5, 10) == data[5:15]
 
 
 def test_what_the_source_refuses_is_said_by_the_first_read(work: Bench, process: Reader) -> None:
@@ -210,7 +218,7 @@ def test_permissions_of_a_mount_for_one_user(work: Bench) -> None:
     interpreter_for("nobody")
     source = dataset(work, "a", "secret")
     (source / "secret").chmod(0)
-    work.path.chmod(0o777)
+    work.path.chmod(0o1777)
     mount = work.mount(source, "--data-path", "relay", *IMMUTABLE, "--user", "nobody")
     with reader("nobody") as process:
         fd = process.open(mount.path / "a")

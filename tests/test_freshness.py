@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import trees
+from tests import surroundings, trees
 from tests.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
 
 pytestmark = [requires_root, requires_fuse]
@@ -145,7 +145,7 @@ def coarse(work: Bench) -> Iterator[Path]:
     for command in (make, ["mount", "-o", "loop", str(image), str(point)]):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            pytest.skip(f"no file system with coarse times: {done.stderr}")
+            pytest.skip(surroundings.no_loop_device() or f"needs ext4: {done.stderr.strip()}")
     try:
         yield point
     finally:

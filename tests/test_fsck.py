@@ -28,6 +28,7 @@ from monarchfs.index import Index
 from monarchfs.store.tier import Tier
 from monarchfs.supervisor.lock import Holder, InUse, read_holder, take_lock, write_holder
 from monarchfs.types import ROOT_INO, Replica, ReplicaState, SourceStat
+from tests import surroundings
 from tests.faking import NOBODY, interpreter_for
 from tests.mounting import as_user, requires_root, wait_for
 
@@ -618,7 +619,7 @@ def test_a_name_cannot_command_the_terminal(
         index.put_replica(node.ino, record)
     assert main(["fsck", str(cache.state)]) == 1
     first = capfd.readouterr().out.splitlines()[0]
-    assert first == r"missing: a\n\x1b[2J\xff: its copy is not there"
+    assert first == r"missing: a\n\x1b[2J\udcff: its copy is not there"
 
 
 # Who may, and when.
@@ -755,7 +756,7 @@ def test_interrupted_in_the_middle(cache: Cache, fsck: Fsck) -> None:
         wait_for(is_full, "the command to be held up")
         process.send_signal(signal.SIGINT)
         _, complaint = process.communicate(timeout=20)
-    assert (process.returncode, complaint) == (1, b"monarchfs: interrupted\n")
+    assert (process.returncode, complaint) == (-signal.SIGINT, b"monarchfs: interrupted\n")
     with cache.locked() as held:
         assert read_holder(held) == cache.holder
     left = fsck("--repair")
@@ -767,7 +768,7 @@ def test_interrupted_in_the_middle(cache: Cache, fsck: Fsck) -> None:
 
 def test_a_bar_on_a_terminal_and_nothing_of_it_in_the_output(cache: Cache) -> None:
     cache.fill(1)
-    terminal, end = os.openpty()
+    terminal, end = surroundings.open_terminal()
     try:
         done = subprocess.run(
             [sys.executable, "-m", "monarchfs.cli.main", "fsck", str(cache.state), "--json"],

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.fuse.session import hooks
 from tests.exporter.scraping import scrape
 from tests.mounting import (
     Bench,
@@ -26,7 +25,6 @@ from tests.mounting import (
 )
 
 pytestmark = [requires_root, requires_fuse]
-requires_c = pytest.mark.skipif(hooks is None, reason="the C part was not built")
 
 FILES = 300
 
@@ -74,7 +72,6 @@ class Counted:
 FIND = ("find", "d", "-type", "f", "-printf", "%f %s\n")
 
 
-@requires_c
 def test_a_listing_that_is_known_is_not_asked_for_again(work: Bench, source: Path) -> None:
     counted = Counted(work, source, "--freshness", "immutable")
     assert run("warm", str(counted.mount.path), "--metadata", "--wait").returncode == 0
@@ -93,7 +90,6 @@ def test_a_listing_that_is_known_is_not_asked_for_again(work: Bench, source: Pat
     wait_for(not_asked, "a listing from the kernel's memory")
 
 
-@requires_c
 def test_refresh_reaches_listings_that_the_kernel_has(work: Bench, source: Path) -> None:
     counted = Counted(work, source, "--freshness", "immutable")
     directory = counted.mount.path / "d"
@@ -204,6 +200,46 @@ def test_types_and_attributes_of_what_is_listed(work: Bench, source: Path) -> No
             for name in ("mode", "nlink", "uid", "gid", "size", "mtime_ns", "ctime_ns", "blocks"):
                 assert getattr(mine, f"st_{name}") == getattr(its, f"st_{name}"), here.name
         assert run("warm", str(mount.path), "--metadata", "--wait").returncode == 0
+
+
+def operations(mount: Mount) -> int:
+    return int(mount.status()["source_io"]["operations"])
+
+
+def long_listing(path: Path) -> list[str]:
+    """What ``ls -l`` says of a directory, but for its own size."""
+    done = run_command("ls", "-l", "--time-style=full-iso", str(path / "d"))
+    return done.splitlines()[1:]
+
+
+def run_command(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=3600"])
+def test_ls_l_asks_the_source_no_more_than_directly_and_then_not_at_all(
+    work: Bench, source: Path, freshness: str
+) -> None:
+    with_list = source / "d" / "f7"
+    run_command("setfacl", "-m", "u:daemon:r", str(with_list))
+    expected = long_listing(source)
+    assert [line.split()[0][-1] for line in expected].count("+") == 1
+    for warmed in (False, True):
+        mount = work.mount(source, "--freshness", freshness, "--prefetch", "none")
+        if warmed:
+            assert run("warm", str(mount.path), "--metadata", "--wait").returncode == 0
+        before = operations(mount)
+        assert long_listing(mount.path) == expected
+        first = operations(mount)
+        assert first - before <= (8 if warmed else 3 * FILES + 20)
+        for _ in range(2):
+            assert long_listing(mount.path) == expected
+        assert operations(mount) - first <= 1, "what ls asks of one file, if it is another one"
+        for number in (7, 8):
+            path = mount.path / "d" / f"f{number}"
+            assert os.getxattr(path, "user.monarchfs.state") == b"remote"
+            assert os.listxattr(path) == os.listxattr(source / "d" / f"f{number}")
+        assert mount.umount().returncode == 0
 
 
 OPEN_ONLY = "import os, sys; os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECTORY)"

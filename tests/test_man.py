@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,10 @@ import pytest
 from monarchfs.cli.man import helper_page, monarchfs_page
 from monarchfs.cli.mount_helper import build_helper_parser
 from monarchfs.cli.parser import build_parser, commands_of
+from tests import surroundings
 from tests.mounting import REPOSITORY
 
-needs_groff = pytest.mark.skipif(shutil.which("groff") is None, reason="needs groff")
+needs_groff = surroundings.program("groff", "groff-base")
 
 
 @pytest.fixture

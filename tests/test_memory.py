@@ -309,14 +309,14 @@ def own_v2_parent() -> Path:
     group = parse_groups(Path("/proc/self/cgroup").read_bytes()).get(2)
     hierarchy = hierarchy_of(hierarchies, 2, group) if group is not None else None
     if group is None or hierarchy is None:
-        pytest.skip("no cgroups of version 2 here")
+        pytest.skip("needs control groups, version 2: mount -t cgroup2 none /sys/fs/cgroup")
     # Beside our own group: one that holds processes may not hand out controllers.
     mine = os.fsdecode(hierarchy.mount_point + next(levels(group, hierarchy.root)))
     parent = Path(mine) if group == hierarchy.root else Path(mine).parent
     if "memory" not in (parent / "cgroup.subtree_control").read_text().split():
-        pytest.skip("version 2 does not have the memory controller here")
+        pytest.skip("needs version 2 of the memory controller: boot with cgroup_no_v1=memory")
     if not os.access(parent / "cgroup.procs", os.W_OK):
-        pytest.skip("cgroups are not writable here")
+        pytest.skip("needs control groups that can be written: for a container: --privileged")
     return parent
 
 

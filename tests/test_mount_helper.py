@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from monarchfs.cli import mount_helper
+from tests import surroundings
 from tests.faking import device_mode, interpreter_for
 from tests.mounting import (
     REPOSITORY,
@@ -25,7 +26,7 @@ from tests.mounting import (
     wait_for,
 )
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = [requires_root, requires_fuse, surroundings.requires_namespaces]
 
 AS_NOBODY = "setpriv --reuid=nobody --regid=nogroup --clear-groups"
 NAMESPACE = ["unshare", "--mount", "--propagation", "private"]
@@ -132,7 +133,7 @@ def test_all_of_fstab_and_user_lines_that_root_mounts(place: Bench) -> None:
 
 def test_a_user_mounts_and_unmounts_what_fstab_allows(place: Bench) -> None:
     if not os.stat("/usr/bin/mount").st_mode & 0o4000:
-        pytest.skip("mount(8) is not setuid root here")
+        pytest.skip("needs mount(8) setuid root: chmod u+s /usr/bin/mount")
     for name in ("mnt", "tier", "state"):
         (place.path / name).mkdir(exist_ok=True)
         os.chown(place.path / name, 65534, 65534)

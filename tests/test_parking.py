@@ -10,13 +10,11 @@ import time
 
 import pytest
 
-from monarchfs.fuse.session import hooks
 from tests.mounting import Bench, Mount, requires_fuse, requires_root
 
 pytestmark = [
     requires_root,
     requires_fuse,
-    pytest.mark.skipif(hooks is None, reason="the C part was not built"),
     pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of statx"),
 ]
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from monarchfs.fuse.session import hooks
 from tests.mounting import (
     WATCHDOG_SECONDS,
     Bench,
@@ -31,7 +30,6 @@ from tests.mounting import (
 pytestmark = [
     requires_root,
     requires_fuse,
-    pytest.mark.skipif(hooks is None, reason="the C part was not built"),
 ]
 
 LOAD = str(Path(__file__).with_name("passing_load.py"))
@@ -219,7 +217,7 @@ def test_no_id_is_leaked(work: Bench) -> None:
         "the room of what was evicted to be free",
     )
     for tier in (work.path / "fast", work.path / "slow"):
-        assert [p for p in tier.rglob("*") if p.is_file()] == []
+        assert [p for p in tier.rglob("*") if p.is_file() and p.name != "owner"] == []
 
 
 def serving(mount: Mount) -> int | None:
@@ -285,7 +283,7 @@ def test_many_processes_and_all_that_may_happen(work: Bench, policy: str, kills:
             process.stdout.close()
     status = mount.wait_idle()
     assert status["data_path"] == "passthrough"
-    assert status["worker"]["restarts"] >= killed > 1 if kills else killed == 0
+    assert status["worker"]["restarts"] >= killed >= 1 if kills else killed == 0
     assert kills or status["served"]["passthrough_opens"] > 20
     assert status["passthrough"]["refused"] == 0
     read = ["sh", "-c", 'cat "$0"/*', str(mount.path)]

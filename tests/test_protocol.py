@@ -99,6 +99,7 @@ def test_the_amended_reply_for_a_real_kernel() -> None:
         | InitFlag.MAX_PAGES
         | InitFlag.CACHE_SYMLINKS
         | InitFlag.INIT_EXT
+        | InitFlag.DIRECT_IO_ALLOW_MMAP
         | InitFlag.HAS_RESEND
     )
     assert amended == InitReply(

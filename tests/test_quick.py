@@ -14,7 +14,6 @@ import pytest
 
 from monarchfs.fs.tree import Entry, Missing
 from monarchfs.fuse import quick
-from monarchfs.fuse.session import hooks
 from monarchfs.types import Dirent, FileType, Node, SourceStat
 from tests.mounting import Bench, requires_fuse
 
@@ -44,7 +43,6 @@ def stats(root: Path, names: list[str]) -> object:
 
 
 @requires_fuse
-@pytest.mark.skipif(hooks is None, reason="the C part was not built")
 def test_attributes_are_the_sources(work: Bench) -> None:
     source = work.path / "src"
     source.mkdir()

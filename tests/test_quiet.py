@@ -17,7 +17,8 @@ from monarchfs import quiet
 from monarchfs.quiet import QuietThreads, behind, hurried
 from tests.mounting import Bench, requires_fuse, run
 
-NICE = 7
+OWN = os.getpriority(os.PRIO_PROCESS, 0)
+NICE = min(19, OWN + 7)
 BEST_EFFORT_LOWEST = 2 << 13 | 7
 _IOPRIO_GET = {"x86_64": 252, "aarch64": 31, "riscv64": 31, "ppc64le": 274, "s390x": 283}
 
@@ -26,7 +27,7 @@ def io_priority(thread: int) -> int:
     """ioprio_get(2) of one thread."""
     number = _IOPRIO_GET.get(platform.machine())
     if number is None:
-        pytest.skip(f"the number of ioprio_get is not known for {platform.machine()}")
+        pytest.skip(f"needs the number of ioprio_get on {platform.machine()}: add it to this file")
     value: int = ctypes.CDLL(None).syscall(number, 1, thread)
     return value
 
@@ -195,6 +196,7 @@ def test_no_priority_is_no_other_thread() -> None:
 
 
 @requires_fuse
+@pytest.mark.skipif(OWN == NICE, reason="needs a lower priority than its own: nice -n 18 at most")
 def test_a_mount_copies_at_the_priority_that_it_was_given(work: Bench) -> None:
     source = work.path / "src"
     source.mkdir()

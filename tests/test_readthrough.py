@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from monarchfs.supervisor.tierdirs import OWNER
 from tests import trees
 from tests.mounting import Bench, FaultySource, requires_fuse, requires_root, wait_for
 
@@ -167,7 +168,9 @@ def test_many_readers_of_one_byte_range_cause_one_read(work: Bench, source: Faul
 
 
 def allocated(directory: Path) -> int:
-    return sum(p.stat().st_blocks * 512 for p in directory.rglob("*") if p.is_file())
+    """What copies take: all files but the one that says whose the directory is."""
+    files = [p for p in directory.rglob("*") if p.is_file() and p.name != OWNER]
+    return sum(p.stat().st_blocks * 512 for p in files)
 
 
 def test_a_full_tier_is_never_exceeded_and_small_files_still_get_in(
@@ -290,7 +293,7 @@ def test_a_tier_without_room_on_its_file_system_is_routed_around(
         contents = {f"f{n}": trees.random_bytes(700_000, n) for n in range(5)}
         for name, data in contents.items():
             (source.backing / name).write_bytes(data)
-        mount = work.mount(source.path, tiers=[f"{tier}=1G"])
+        mount = work.mount(source.path, tiers=[f"{tier}=2M"])
         (tier / "foreign").write_bytes(bytes(900_000))
         for name, data in contents.items():
             assert (mount.path / name).read_bytes() == data
@@ -325,7 +328,8 @@ def test_who_opens_many_small_files_finds_others_there(
     for path in paths[150:300]:
         assert (mount.path / path).read_bytes() == (source.backing / path).read_bytes()
     # What was opened counts, though the kernel did not say it: more of it is worth while.
-    assert mount.status()["served"]["source_opens"] <= before + 30
+    not_there = 300 - status["files"]["resident"]
+    assert mount.status()["served"]["source_opens"] <= before + not_there
     for path in paths[300:]:
         assert (mount.path / path).read_bytes() == (source.backing / path).read_bytes()
     wait_for(lambda: mount.status()["files"]["resident"] == most, "all to be copied")

@@ -23,8 +23,6 @@ from monarchfs.fuse.session import hooks
 from monarchfs.fuse.slots import ANSWERED, make_table
 from monarchfs.store.files import fan_out, replica_file
 
-pytestmark = pytest.mark.skipif(hooks is None, reason="the C part was not built")
-
 BOUNDS = (10**9, 2 * 10**9)
 IN = struct.Struct("=IIQQIIIHH")
 READ = struct.Struct("=QQIIQII")
@@ -55,7 +53,6 @@ class Threads:
 
     def __init__(self, directory: Path, *, free_opens: bool = False) -> None:
         # Not by start_relay: that needs a session of libfuse.
-        assert hooks is not None
         self.hooks: ModuleType = hooks
         self.tier = directory / "tier"
         self.tier.mkdir()
@@ -629,7 +626,6 @@ def test_the_threads(what: Callable[[Path], None], tmp_path: Path) -> None:
 
 
 def test_a_session_that_was_not_begun_has_no_threads() -> None:
-    assert hooks is not None
     assert not hooks.start_relay(0, 0, 1, 1, False, BOUNDS)
     with pytest.raises(TypeError):
         hooks.table_end("number")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import pwd
 import shlex
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests import surroundings
 from tests.faking import interpreter_for
 from tests.mounting import (
     MONARCHFS,
@@ -31,8 +31,9 @@ from tests.mounting import (
     run,
     wait_for,
 )
+from tests.timing import Stopwatch
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = [requires_root, requires_fuse, surroundings.requires_namespaces]
 
 NOBODY = pwd.getpwnam("nobody")
 GROUP = 4
@@ -163,7 +164,8 @@ def _place(work: Bench, *, user: bool) -> Place:
     (work.path / "run").mkdir(mode=0o700)
     if user:
         os.chown(work.path / "run", NOBODY.pw_uid, NOBODY.pw_gid)
-    work.path.chmod(0o777)
+    if user:
+        work.path.chmod(0o1777)
     place = Place(work.path, user)
     if user:
         _skip_without_user_namespaces(place)
@@ -177,7 +179,7 @@ def _skip_without_user_namespaces(place: Place) -> None:
         [*place.wrapper(), *probe], capture_output=True, text=True, timeout=30, check=False
     )
     if done.returncode != 0:
-        pytest.skip(f"no user namespace with /dev/fuse in it here: {done.stderr.strip()}")
+        pytest.skip("needs user namespaces of ordinary users, and TMPDIR without nodev: no chroot")
 
 
 @pytest.fixture(params=["root", "user"])
@@ -431,6 +433,57 @@ def test_without_a_mount_the_command_runs_all_the_same(place: Place) -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_a_mistyped_source_runs_nothing(place: Place) -> None:
+    """Also where something else is wrong; the nearest name beside it is shown."""
+    command = ["sh", "-c", f"echo ran >{place.path}/ran"]
+    before = place.command(*command)
+    for typed, words, more in (
+        (place.path / "sorce", f"did you mean {place.source}?", []),
+        (place.path / "sorce" / "below", f"did you mean {place.source}/below?", ["--strict"]),
+        (place.path / "quite other", "name an existing directory", []),
+        (place.source / "file" / "below", "does not exist", []),
+        (place.path / "sorce", "did you mean", ["--tier", f"{place.path}/no/such=1G"]),
+    ):
+        arguments = [str(typed) if word == str(place.source) else word for word in before]
+        where = arguments.index("--")
+        done = subprocess.run(
+            [*arguments[:where], *more, *arguments[where:]],
+            env=place.environment,
+            cwd=place.path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert f"source {typed} does not exist: " in done.stderr or more
+        assert words in done.stderr
+    assert not (place.path / "ran").exists()
+
+
+def test_a_source_in_a_directory_that_may_not_be_entered_is_no_mistyped_one(users: Place) -> None:
+    hidden = users.path / "hidden"
+    (hidden / "source").mkdir(parents=True)
+    hidden.chmod(0o700)
+    command = [str(hidden / "source") if w == str(users.source) else w for w in users.command("ls")]
+    done = subprocess.run(
+        command, env=users.environment, cwd=users.path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, "the command decides what it can do without"
+    assert "is read without a cache" in done.stderr
+
+
+def test_an_empty_source_is_refused_where_files_are_required(users: Place) -> None:
+    for name in ("file", "below/other"):
+        (users.source / name).unlink()
+    (users.source / "below").rmdir()
+    done = users.run("echo", "ran", options=["--require-files"])
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith(f"monarchfs: source {users.source} is empty: ")
+    done = users.run("echo", "ran")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")
+
+
 def test_a_mistake_in_the_machines_file_keeps_no_command_from_running(users: Place) -> None:
     script = """
 cp -a /etc "$0/etc" && echo nonsense = 1 >"$0/etc/monarchfs.toml" && mount --bind "$0/etc" /etc
@@ -523,6 +576,23 @@ def test_each_signal_reaches_the_command_once(place: Place, to_group: bool) -> N
     assert running.returncode == 0
 
 
+def test_signals_that_are_ignored_stay_ignored(place: Place) -> None:
+    """As nohup(1) and a shell's background jobs have them."""
+    ignoring = ["env", "--ignore-signal=INT,HUP,QUIT,USR1"]
+    script = "grep SigIgn /proc/self/status"
+    plain = subprocess.run([*ignoring, "sh", "-c", script], capture_output=True, text=True)
+    assert int(plain.stdout.split()[1], 16) & 0b1000000111 == 0b1000000111
+    seen = subprocess.run(
+        [*ignoring, *place.command("sh", "-c", script)],
+        env=place.environment,
+        cwd=place.path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (seen.stdout, seen.stderr, seen.returncode) == (plain.stdout, "", 0)
+
+
 def _command_of(place: Place, word: str) -> int | None:
     """The process of a command that is neither run's own nor a wrapper's."""
     for pid in processes_about(word):
@@ -555,7 +625,7 @@ def test_stopping_run_stops_the_command_and_continuing_continues_it(place: Place
 
 
 def test_a_terminals_interrupt_reaches_the_command_once(place: Place) -> None:
-    ours, theirs = pty.openpty()
+    ours, theirs = surroundings.open_terminal()
     running = subprocess.Popen(
         ["setsid", "--ctty", "--wait", *place.command(sys.executable, "-c", COUNTING)],
         env=place.environment,
@@ -697,10 +767,10 @@ def test_what_a_killed_job_leaves_goes_with_the_next_run(place: Place) -> None:
 
 def test_what_outlives_the_command_does_not_keep_the_mount(place: Place) -> None:
     script = "cd source; sleep 60.125 >/dev/null 2>&1 & echo $!"
-    began = time.monotonic()
+    began = Stopwatch()
     done = place.run("sh", "-c", script)
     assert done.returncode == 0
-    assert time.monotonic() - began < 15
+    assert began.seconds() < 15
     left = int(done.stdout)
     mounts = Path(f"/proc/{left}/mountinfo").read_text()
     os.kill(left, signal.SIGKILL)

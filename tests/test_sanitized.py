@@ -1,41 +1,93 @@
-"""The C part under the compiler's sanitizers: races between its threads, and memory."""
+"""The C part in programs of its own: under sanitizers, and killed at any instruction."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests import surroundings
+
 ROOT = Path(__file__).parent.parent
 PARTS = (
-    "_relay", "_bytes", "_resident", "_unfinished", "_pool", "_backed", "_table", "_journal",
+    "fuse/_relay", "fuse/_bytes", "fuse/_resident", "fuse/_unfinished", "fuse/_pool",
+    "fuse/_backed", "fuse/_table", "fuse/_journal", "fuse/_absent", "engine/_misses",
+    "engine/_layout",
 )  # fmt: skip
+MEMORY = ("fuse/_table", "fuse/_resident", "fuse/_journal")
 REQUESTS = 20_000
 
 COMPILER = shutil.which("cc")
 
+pytestmark = surroundings.program("cc", "gcc")
 
-@pytest.mark.skipif(COMPILER is None, reason="no C compiler")
-@pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
-def test_all_threads_at_once(tmp_path: Path, sanitizers: str) -> None:
+
+def build(directory: Path, name: str, *flags: str, parts: tuple[str, ...] = PARTS) -> Path:
+    """The program ``name`` of tests/c with the C part."""
+    program = directory / name
     assert COMPILER is not None
-    program = tmp_path / "stress"
     built = subprocess.run(
-        [COMPILER, "-std=gnu11", "-g", "-O1", f"-fsanitize={sanitizers}", "-o", str(program),
-         str(ROOT / "tests" / "relay_stress.c"),
-         *(str(ROOT / "monarchfs" / "fuse" / f"{part}.c") for part in PARTS), "-pthread"],
+        [COMPILER, "-std=gnu11", "-g", "-O1", *flags, "-o", str(program),
+         str(ROOT / "tests" / "c" / f"{name}.c"),
+         *(str(ROOT / "monarchfs" / f"{part}.c") for part in parts), "-pthread"],
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     if built.returncode != 0 and "cannot find" in built.stderr:
-        pytest.skip("the sanitizer's library is not installed")
+        pytest.skip("needs this compiler's sanitizers: apt-get install gcc")
     assert built.returncode == 0, built.stderr
-    tier = tmp_path / "tier"
-    tier.mkdir()
+    return program
+
+
+def run(program: Path, *arguments: object) -> None:
     done = subprocess.run(
-        [str(program), str(tier), str(REQUESTS)], capture_output=True, text=True, timeout=100
+        [str(program), *map(str, arguments)], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "done\n"
     assert "Sanitizer" not in done.stderr, done.stderr
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Path:
+    tier = tmp_path / "tier"
+    tier.mkdir()
+    return tier
+
+
+SANITIZERS = pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
+
+
+@SANITIZERS
+def test_all_threads_at_once(tmp_path: Path, tier: Path, sanitizers: str) -> None:
+    run(build(tmp_path, "stress", f"-fsanitize={sanitizers}"), tier, REQUESTS)
+
+
+@SANITIZERS
+@pytest.mark.parametrize("opens", ["opens", "no opens"])
+def test_misses_while_files_change(tmp_path: Path, tier: Path, sanitizers: str, opens: str) -> None:
+    """No byte of another version is answered, whoever puts, forgets, holds and replaces files."""
+    program = build(tmp_path, "misses", f"-fsanitize={sanitizers}")
+    run(program, tier, REQUESTS, int(opens == "no opens"))
+
+
+@SANITIZERS
+def test_an_open_that_is_handed_out_again_meanwhile(
+    tmp_path: Path, tier: Path, sanitizers: str
+) -> None:
+    """The kernel refuses the one of two answers, and has the handle from the other."""
+    run(build(tmp_path, "opens", f"-fsanitize={sanitizers}", "-Dwritev=take_answer"), tier)
+
+
+@pytest.mark.parametrize("memory", ["table", "journal"])
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="steps through atomic instructions")
+def test_a_kill_at_any_instruction(tmp_path: Path, memory: str) -> None:
+    """No number of a handle is given out twice, and no request is lost, halved or doubled."""
+    run(build(tmp_path, "kills", parts=MEMORY), memory)
+
+
+def test_threads_that_outlive_their_worker(tmp_path: Path) -> None:
+    """What one that was killed has in hand is taken up once, and only when it is whole."""
+    run(build(tmp_path, "corpses", parts=MEMORY))

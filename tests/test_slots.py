@@ -5,26 +5,27 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarchfs.fuse.fastslots import FastSlots
 from monarchfs.fuse.handles import Handles
 from monarchfs.fuse.session import hooks
-from monarchfs.fuse.slots import HEADER_BYTES, RESENT, Slot, Slots, make_table
+from monarchfs.fuse.slots import (
+    HEADER_BYTES,
+    RESENT,
+    Slot,
+    Slots,
+    backing_ids,
+    make_table,
+    open_slots,
+)
 
-View = Callable[[int], Slots]
 
-
-def fast(fd: int) -> Slots:
-    """The C part's, where it was built."""
-    return Slots(fd) if hooks is None else FastSlots(hooks, fd)
-
-
-both = pytest.mark.parametrize("view", [Slots, fast])
+def view(table: int) -> Slots:
+    return Slots(table, hooks)
 
 
 @pytest.fixture
@@ -43,12 +44,9 @@ class File:
         self.released += 1
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(["open", "close", "die"]), st.integers(0, 7))),
-    st.sampled_from([Slots, fast]),
-)
-def test_against_a_dictionary(steps: list[tuple[str, int]], view: View) -> None:
-    """Also where one kind goes on with what the other has left."""
+@given(st.lists(st.tuples(st.sampled_from(["open", "close", "die"]), st.integers(0, 7))))
+def test_against_a_dictionary(steps: list[tuple[str, int]]) -> None:
+    """Also as the supervisor reads it, and where one worker goes on with what another has left."""
     fd = make_table(4)
     try:
         slots, expected, given_out = view(fd), dict[int, Slot](), set[int]()
@@ -68,8 +66,10 @@ def test_against_a_dictionary(steps: list[tuple[str, int]], view: View) -> None:
                 assert slots.end(number) == (None if slot is None else slot.ino)
             elif what == "die":
                 slots.close()
-                slots = (Slots if which % 2 else fast)(fd)
+                slots = view(fd)
             assert {slot.number: slot for slot in slots} == expected
+            assert {slot.number: slot for slot in open_slots(fd)} == expected
+            assert backing_ids(fd) == {slot.backing_id for slot in slots} - {0}
             assert len(slots) == len(expected)
             for number in given_out:
                 known = expected.get(number)
@@ -80,8 +80,7 @@ def test_against_a_dictionary(steps: list[tuple[str, int]], view: View) -> None:
         os.close(fd)
 
 
-@both
-def test_an_open_that_is_carried_out_twice_is_one_handle(table: int, view: View) -> None:
+def test_an_open_that_is_carried_out_twice_is_one_handle(table: int) -> None:
     number = view(table).add(7, 100)
     slots = view(table)
     assert slots.add(7, 100 | RESENT) == number
@@ -91,8 +90,8 @@ def test_an_open_that_is_carried_out_twice_is_one_handle(table: int, view: View)
 
 
 def test_a_handle_that_was_taken_over_is_released_once(table: int) -> None:
-    number = Slots(table).add(7, 100)
-    handles: Handles[File] = Handles(Slots(table))
+    number = view(table).add(7, 100)
+    handles: Handles[File] = Handles(view(table))
     first, second = File(7), File(7)
     handles.take_over(number, first)
     assert handles.add(second, 100 | RESENT) == number
@@ -106,8 +105,7 @@ def test_a_handle_that_was_taken_over_is_released_once(table: int) -> None:
     assert first.released == 2
 
 
-@both
-def test_a_worker_killed_in_the_middle_of_an_open(table: int, view: View) -> None:
+def test_a_worker_killed_in_the_middle_of_an_open(table: int) -> None:
     slots = view(table)
     slots.add(7, 100)
     os.pwrite(table, bytes(8), HEADER_BYTES)  # the inode number is what is written last
@@ -124,24 +122,21 @@ def test_its_memory_cannot_shrink_under_its_users(table: int) -> None:
         fcntl.fcntl(table, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
-@both
 @pytest.mark.parametrize("at", [0, 8, 12])
-def test_what_is_no_table(table: int, at: int, view: View) -> None:
+def test_what_is_no_table(table: int, at: int) -> None:
     os.pwrite(table, b"\xff" * 4, at)
     with pytest.raises(ValueError, match="not a table"):
         view(table)
 
 
-@pytest.mark.skipif(hooks is None, reason="the C part was not built")
 def test_what_is_open_is_counted_by_inode(table: int) -> None:
     """Whoever opened it: its replica is not to be evicted."""
-    assert hooks is not None
-    slots = fast(table)
+    slots = view(table)
     numbers = [slots.add(70, 100), slots.add(70, 102), slots.add(2**40, 104)]
     assert slots.add(70, 100 | RESENT) == numbers[0]
     slots.close()
     assert not hooks.resident_used(70)
-    slots = fast(table)
+    slots = view(table)
     assert hooks.resident_used(70)
     assert hooks.resident_used(2**40)
     assert not hooks.resident_retire(70)

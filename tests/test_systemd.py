@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +18,7 @@ import pytest
 
 from monarchfs.config.settings import is_known_option, split_options
 from monarchfs.supervisor.notify_systemd import ServiceManager
-from tests import trees
+from tests import surroundings, trees
 from tests.faking import interpreter_for
 from tests.mounting import (
     MONARCHFS,
@@ -68,9 +67,7 @@ NAMESPACES = {
 }
 """With any of these, systemd gives a unit a mount namespace of its own (or a root that is none)."""
 
-needs_systemd = pytest.mark.skipif(
-    shutil.which("systemd-analyze") is None, reason="needs systemd-analyze (package systemd)"
-)
+needs_systemd = surroundings.program("systemd-analyze", "systemd")
 
 
 def directives(unit: str) -> dict[str, list[str]]:
@@ -155,8 +152,9 @@ def test_examples_have_known_options() -> None:
 
 
 def test_the_units_are_installed_with_the_commands_path(tmp_path: Path) -> None:
+    words = [f"DESTDIR={tmp_path}", "INSTALLED=/opt/monarchfs/bin", f"PAGES={tmp_path}/man"]
     subprocess.run(
-        ["make", "-s", "install-system", f"DESTDIR={tmp_path}", "INSTALLED=/opt/monarchfs/bin"],
+        ["make", "-s", "install-system", *words, f"BUILD={tmp_path}/build"],
         cwd=REPOSITORY,
         check=True,
         capture_output=True,
@@ -248,7 +246,7 @@ def read_all(mount: Mount) -> None:
 @requires_root
 @requires_fuse
 def test_the_units_command_mounts_also_with_no_options(work: Bench) -> None:
-    words = command_of("monarchfs@.service", Path("/nowhere"), Path("/mnt"), "")
+    words = command_of("monarchfs@.service", Path("/nowhere"), work.path, "")
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
     assert done.stderr == "monarchfs: source /nowhere does not exist: name an existing directory\n"
@@ -261,7 +259,7 @@ def test_the_units_command_mounts_also_with_no_options(work: Bench) -> None:
 
 @requires_root
 @requires_fuse
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv (package util-linux)")
+@surroundings.program("setpriv", "util-linux")
 def test_the_capabilities_of_the_unit_are_enough(work: Bench) -> None:
     """For another user, a second time, and with a worker that has to be killed."""
     interpreter_for("nobody")
@@ -293,7 +291,7 @@ def system_calls(name: str, known: dict[str, list[str]]) -> set[str]:
 @needs_systemd
 @requires_root
 @requires_fuse
-@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+@surroundings.program("strace")
 def test_the_system_calls_of_the_unit_are_enough(work: Bench) -> None:
     known: dict[str, list[str]] = {}
     for line in analyze("syscall-filter", cwd=work.path).stdout.splitlines():
@@ -407,7 +405,7 @@ def test_a_watchdog_of_another_process_is_not_ours(manager: Manager) -> None:
     for given, beats in (
         ({"WATCHDOG_USEC": "2000000"}, 2),
         ({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": str(os.getpid())}, 2),
-        ({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": "1"}, 0),
+        ({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": str(os.getpid() + 1)}, 0),
         ({"WATCHDOG_USEC": "0"}, 0),
         ({"WATCHDOG_USEC": "soon"}, 0),
         ({}, 0),

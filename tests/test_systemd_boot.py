@@ -38,7 +38,9 @@ def system() -> Iterator[Booted]:
     """One for all tests here, with everything installed as an administrator does it."""
     with booted() as running:
         if running.run(*MONARCHFS, "--version", check=False).returncode != 0:
-            pytest.skip("this Python is not on the root file system")
+            pytest.skip(
+                "needs a Python on the root file system: make setup PYTHON=/usr/bin/python3"
+            )
         trees.dataset(running.work / "src", files=FILES)
         running.run("make", "-s", "-C", REPOSITORY, "install-system")
         running.run("systemctl", "daemon-reload")

@@ -12,7 +12,7 @@ import pytest
 
 from tests import trees
 from tests.exporter.scraping import scrape
-from tests.faking import interpreter_for
+from tests.faking import device_mode, interpreter_for
 from tests.mounting import Bench, as_user, free_port, requires_fuse, requires_root, run
 
 pytestmark = [requires_root, requires_fuse]
@@ -23,10 +23,8 @@ NOBODY = pwd.getpwnam("nobody")
 @pytest.fixture
 def open_device() -> Iterator[None]:
     """/dev/fuse as on most machines: everybody may open it."""
-    before = os.stat("/dev/fuse").st_mode
-    os.chmod("/dev/fuse", 0o666)
-    yield
-    os.chmod("/dev/fuse", before)
+    with device_mode(0o666):
+        yield
 
 
 @pytest.fixture
@@ -34,7 +32,7 @@ def area(work: Bench) -> Bench:
     """A place where nobody may make directories."""
     interpreter_for("nobody")
     (work.path / "source").mkdir()
-    work.path.chmod(0o777)
+    work.path.chmod(0o1777)
     return work
 
 
@@ -73,7 +71,9 @@ def test_an_ordinary_users_mount_has_metrics(area: Bench) -> None:
 @pytest.mark.usefixtures("open_device")
 def test_a_port_that_only_root_may_have_is_refused(area: Bench) -> None:
     if int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) <= 81:
-        pytest.skip("here, everybody may have that port")
+        pytest.skip(
+            "needs ports that are not everybody's: sysctl net.ipv4.ip_unprivileged_port_start=1024"
+        )
     (area.path / "mnt").mkdir()
     os.chown(area.path / "mnt", NOBODY.pw_uid, -1)
     done = run(

@@ -7,14 +7,12 @@ import fcntl
 import io
 import json
 import os
-import pty
 import re
 import select
 import signal
 import struct
 import subprocess
 import termios
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +31,9 @@ from monarchfs.cli.text import (
 )
 from monarchfs.cli.watch import Moment, lines
 from monarchfs.units import format_seconds
+from tests import surroundings
 from tests.mounting import MONARCHFS, Bench, requires_fuse, requires_root, wait_for
+from tests.timing import Stopwatch
 
 REPORT: dict[str, Any] = {
     "source": "/lustre/d\udcff\x1b[2J",
@@ -382,6 +382,11 @@ class Terminal:
         self.read()
         self.seen = len(self.output)
 
+    def is_still(self) -> bool:
+        """Nothing has been drawn for longer than the interval that the tests name."""
+        self.read()
+        return not select.select([self.master], [], [], 0.5)[0]
+
     def type(self, keys: bytes) -> None:
         os.write(self.master, keys)
 
@@ -391,7 +396,12 @@ class Terminal:
 
     def assert_left_alone(self) -> None:
         """The terminal is as it was."""
-        self.process.wait(10)
+
+        def ended() -> bool:
+            self.read()  # a terminal that nobody reads holds up who writes to it
+            return self.process.poll() is not None
+
+        wait_for(ended, "the program to end")
         self.read()
         assert self.output.count(b"\x1b[?1049h") == self.output.count(b"\x1b[?1049l") == 1
         assert self.output.rindex(b"\x1b[?25h") > self.output.rindex(b"\x1b[?25l")
@@ -401,7 +411,7 @@ class Terminal:
 
 @contextmanager
 def terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
-    master, slave = pty.openpty()
+    master, slave = surroundings.open_terminal()
     fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     before = termios.tcgetattr(slave)
 
@@ -517,11 +527,11 @@ def test_keys_are_heard_while_nothing_answers(mounted: Any) -> None:
         supervisor = int(supervisor_of(mounted.worker_pid()))
         os.kill(supervisor, signal.SIGSTOP)
         try:
-            time.sleep(0.5)  # by then the next question is under way
-            started = time.monotonic()
+            wait_for(screen.is_still, "a question that is not answered")
+            started = Stopwatch()
             screen.type(b"q")
             screen.assert_left_alone()
-            assert time.monotonic() - started < 3
+            assert started.seconds() < 3
         finally:
             os.kill(supervisor, signal.SIGCONT)
 
@@ -540,7 +550,7 @@ def test_lines_where_there_is_no_terminal(mounted: Any) -> None:
         assert process.stderr is not None
         texts = [process.stdout.readline().decode() for _ in range(3)]
         process.stdout.close()
-        assert process.wait(10) == 0, "whoever reads may leave"
+        assert process.wait(60) == 0, "whoever reads may leave"
         assert process.stderr.read() == b""
     assert all(f"{mounted.path} serving: local" in text for text in texts)
     assert "files/s" in texts[2]
@@ -556,4 +566,4 @@ def test_objects_for_programs(mounted: Any) -> None:
             report = json.loads(process.stdout.readline())
             assert report["files"]["resident"] == 5
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0

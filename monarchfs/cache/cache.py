@@ -206,8 +206,11 @@ class Cache(Groups):
         try:
             fd = tier.open_replica(record.name, record.checksum, record.size)
         except ReplicaLost as exc:
-            log.warning("replica of inode %d is gone, reading the source: %s", node.ino, exc)
             self._metrics.replicas_lost += 1
+            if tier.id in self._taking:
+                self._stock.lost[tier.id] += 1  # told with all others, at the end of that
+            else:
+                log.warning("replica of inode %d is gone, reading the source: %s", node.ino, exc)
             self.drop(node.ino, "its replica was lost")
             return None
         except OSError as exc:
@@ -215,7 +218,7 @@ class Cache(Groups):
             if exc.errno not in OUT_OF_DESCRIPTORS:
                 self.drop(node.ino, f"its replica could not be opened: {exc.strerror}")
             return None
-        return OpenReplica(node.ino, fd, record.size, tier.id, tier.memory_backed)
+        return OpenReplica(node.ino, fd, record, tier.memory_backed)
 
     # -- what people ask for
 

@@ -33,6 +33,7 @@ from monarchfs.placement.events import (
 )
 from monarchfs.store.checksum import combine
 from monarchfs.store.read import read_full, read_nowait
+from monarchfs.store.tier import Tier
 from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState
 
 MOST_UNWRITTEN_BYTES = 256 << 20
@@ -90,7 +91,7 @@ class Filling(Moves):
 
     def _room(self, node: Node, evicts: bool) -> Place | None:
         """Ask placement for room; None, and a reason, where it refuses."""
-        (action,) = self._handle(Wanted(node.ino, node.stat.size, evicts))
+        (action,) = self._handle(Wanted(node.ino, node.stat.occupied_bytes, evicts))
         if isinstance(action, Place):
             return action
         assert isinstance(action, Refuse)
@@ -113,7 +114,14 @@ class Filling(Moves):
         for (node, place), (ino, tier_id, name) in zip(places, copies, strict=True):
             self._busy[ino] = name
             tier, after = self.tiers[tier_id], self._removals.pending(tier_id)
-            reservations.append(Reservation(node, name, tier, whole=place.whole, after=after))
+            reservations.append(
+                Reservation(
+                    *(node, name, tier),
+                    whole=place.whole,
+                    after=after,
+                    reserved_bytes=place.reserved_bytes,
+                )
+            )
         return reservations
 
     def _resume(self, node: Node, record: Replica, evicts: bool) -> Reservation | None:
@@ -134,9 +142,13 @@ class Filling(Moves):
         return reservation
 
     def grow(self, reservation: Reservation, size: int) -> bool:
-        """``size`` bytes more for a partial replica; False where there is no room."""
-        if reservation.whole:
+        """``size`` bytes more for a partial replica; False where there is no room. How much of them
+        a file with holes needs shows when they are written, and is asked for then."""
+        if reservation.whole or (reservation.sparse and not reservation.tight):
             return True
+        return self._grow(reservation, size)
+
+    def _grow(self, reservation: Reservation, size: int) -> bool:
         self._tiers.look()
         (action,) = self._handle(RoomWanted(reservation.node.ino, size))
         if not isinstance(action, Grant):
@@ -144,6 +156,17 @@ class Filling(Moves):
             self._refused(action)
             return False
         reservation.after += self._removals.pending(reservation.tier.id)
+        reservation.reserved_bytes += size
+        return True
+
+    def _take(self, reservation: Reservation, size: int) -> bool:
+        """``size`` bytes of what is reserved for a file with holes, or more room; False where there
+        is none. No checkpoint."""
+        missing = max(reservation.needed, reservation.written) + size - reservation.reserved_bytes
+        if missing > 0 and not self._grow(reservation, missing):
+            reservation.tight = True
+            return False
+        reservation.needed += size
         return True
 
     def _refused(self, refusal: Refuse) -> None:
@@ -172,19 +195,29 @@ class Filling(Moves):
 
     # -- bytes
 
-    async def write(self, reservation: Reservation, offset: int, data: bytes) -> None:
-        """Put bytes of the source into the part file. Raises OSError of the tier."""
+    async def write(self, reservation: Reservation, offset: int, data: bytes) -> bool:
+        """Put bytes of the source into the part file; False, and nothing is written, where a file
+        with holes needs more room than there is. Raises OSError of the tier."""
+        tier = reservation.tier
         with reservation.using(), self._unwritten(len(data)):
+            if reservation.sparse:
+                needed = await self._in_thread(tier.needed, data)
+                if not self._take(reservation, needed):
+                    return False
             if reservation.after:
                 await reservation.room()
             if reservation.fd < 0:
                 async with reservation.lock:
                     if reservation.fd < 0:
                         reservation.fd = await self._in_thread(reservation.new_part)
-            digests = await self._in_thread(reservation.tier.write, reservation.fd, offset, data)
+            digests, allocated = await self._in_thread(_write, tier, reservation.fd, offset, data)
         reservation.put_digests(offset, digests)
-        reservation.written += len(data)
-        self._tiers.written[reservation.tier.id] += len(data)
+        before = 0 if reservation.resumed is None else reservation.resumed.allocated_bytes
+        # Of two writes that end together the later one may come first.
+        more = max(0, allocated - before - reservation.written)
+        reservation.written += more
+        self._tiers.written[tier.id] += more
+        return True
 
     async def read_part(self, reservation: Reservation, offset: int, size: int) -> bytes:
         """Bytes that were written already. Raises OSError of the tier."""
@@ -241,7 +274,7 @@ class Filling(Moves):
         self._metrics.copies_completed += 1
         self.reasons.forget(reservation.node)
         self._durability.stored(ino, replica)
-        self.readers.stored(ino)
+        self.readers.stored(ino, replica)
         self.stored(ino)
 
     def rest(self, reservation: Reservation, chunk_bytes: int, present: bytes) -> None:
@@ -319,6 +352,11 @@ class Filling(Moves):
         reservation.written = 0
         self._busy.pop(reservation.node.ino, None)
         self._handle(event)
+
+
+def _write(tier: Tier, fd: int, offset: int, data: Data) -> tuple[bytes, int]:
+    """The digests of the blocks, and what the part occupies then. For a thread."""
+    return tier.write(fd, offset, data), tier.allocated(fd)
 
 
 def replica_of(

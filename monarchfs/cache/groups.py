@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from monarchfs.cache.filling import Filling, replica_of
 from monarchfs.cache.replicas import Reservation
 from monarchfs.placement.events import Place
-from monarchfs.types import IndexWriteError, Node, Replica, ReplicaState
-
-Written = tuple[int, int] | OSError
-"""Allocated bytes and checksum."""
+from monarchfs.store.tier import Written
+from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState
 
 
 class Groups(Filling):
@@ -38,49 +35,56 @@ class Groups(Filling):
             reservations[n] = reservation
         return reservations
 
-    async def write_each(self, files: Sequence[tuple[Reservation, bytes]]) -> list[bool | OSError]:
+    async def write_each(self, files: Sequence[tuple[Reservation, Data]]) -> list[bool | OSError]:
         """``write_all`` of each: what that would have returned, or raised. Raises nothing."""
-        with ExitStack() as stack:
-            stack.enter_context(self._unwritten(sum(len(data) for _, data in files)))
-            results: list[bool | OSError] = []
+        size = sum(len(data) for _, data in files)
+        self.unwritten_bytes += size
+        for reservation, _ in files:
+            reservation.use()
+        try:
+            return await self._write_each(files)
+        finally:
             for reservation, _ in files:
-                stack.enter_context(reservation.using())
+                reservation.unuse()
+            self.unwritten_bytes -= size
+
+    async def _write_each(self, files: Sequence[tuple[Reservation, Data]]) -> list[bool | OSError]:
+        results: list[bool | OSError] = [True] * len(files)
+        for n, (reservation, _) in enumerate(files):
+            if reservation.after:
                 try:
                     await reservation.room()
-                    results.append(True)
-                except OSError as exc:
-                    results.append(exc)
-            wanted = [n for n, result in enumerate(results) if result is True]
-            written = await self._in_thread(_write_each, [files[n] for n in wanted])
-            stored: dict[int, tuple[Reservation, Replica]] = {}
-            for n, outcome in zip(wanted, written, strict=True):
-                reservation = files[n][0]
-                if isinstance(outcome, OSError):
-                    results[n] = outcome
-                elif reservation.given_up:
-                    results[n] = False
-                else:
-                    allocated, checksum = outcome
-                    stored[n] = (
-                        reservation,
-                        replica_of(
-                            reservation, ReplicaState.RESIDENT, allocated, checksum=checksum
-                        ),
-                    )
-            unwanted = [n for n, result in enumerate(results) if result is False]
-            try:
-                # No checkpoint between the look at what was given up, the commit and the books.
-                self._store(list(stored.values()))
-            except OSError as exc:
-                unwanted += stored
-                results = [exc if n in stored else result for n, result in enumerate(results)]
-            for n in unwanted:
-                reservation = files[n][0]
-                try:
-                    await self._in_thread(reservation.tier.discard, reservation.name)
                 except OSError as exc:
                     results[n] = exc
-            return results
+        wanted = [n for n, result in enumerate(results) if result is True]
+        written = await self._in_thread(_write_each, [files[n] for n in wanted])
+        stored: dict[int, tuple[Reservation, Replica]] = {}
+        for n, outcome in zip(wanted, written, strict=True):
+            reservation = files[n][0]
+            if isinstance(outcome, OSError):
+                results[n] = outcome
+            elif reservation.given_up:
+                results[n] = False
+            else:
+                allocated, total = outcome
+                stored[n] = (
+                    reservation,
+                    replica_of(reservation, ReplicaState.RESIDENT, allocated, checksum=total),
+                )
+        unwanted = [n for n, result in enumerate(results) if result is False]
+        try:
+            # No checkpoint between the look at what was given up, the commit and the books.
+            self._store(list(stored.values()))
+        except OSError as exc:
+            unwanted += stored
+            results = [exc if n in stored else result for n, result in enumerate(results)]
+        for n in unwanted:
+            reservation = files[n][0]
+            try:
+                await self._in_thread(reservation.tier.discard, reservation.name)
+            except OSError as exc:
+                results[n] = exc
+        return results
 
     def _store(self, stored: Sequence[tuple[Reservation, Replica]]) -> None:
         """Record replicas that lie in their tiers: all of them, or none and OSError."""
@@ -95,12 +99,17 @@ class Groups(Filling):
             self._stored(reservation, replica)
 
 
-def _write_each(files: Sequence[tuple[Reservation, bytes]]) -> list[Written]:
+def _write_each(files: Sequence[tuple[Reservation, Data]]) -> list[Written]:
     """``Reservation.write_whole`` of each, for a thread."""
-    results: list[Written] = []
-    for reservation, data in files:
-        try:
-            results.append(reservation.write_whole(data))
-        except OSError as exc:
-            results.append(exc.with_traceback(None))
+    results: list[Written] = [(0, 0)] * len(files)
+    for tier in {reservation.tier for reservation, _ in files}:
+        places = [n for n, (reservation, _) in enumerate(files) if reservation.tier is tier]
+        written = tier.write_each([(files[n][0].name, files[n][1]) for n in places])
+        for n, result in zip(places, written, strict=True):
+            results[n] = result
+            if isinstance(result, FileExistsError):
+                try:
+                    results[n] = files[n][0].write_whole(files[n][1])
+                except OSError as exc:
+                    results[n] = exc.with_traceback(None)
     return results

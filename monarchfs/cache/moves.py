@@ -88,7 +88,7 @@ class Moves(Records):
         self._durability.stored(ino, replica)
         self._metrics.replicas_moved += 1
         self._handle(Moved(ino, allocated))
-        self.readers.stored(ino)
+        self.readers.stored(ino, replica)
         self._removals.start(ino, record)
         self.stored(ino)
         return True

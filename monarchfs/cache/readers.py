@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from monarchfs.types import SourceVersion
+from monarchfs.types import Replica, SourceVersion
 
 
 class Readers(Protocol):
@@ -16,8 +16,8 @@ class Readers(Protocol):
     @property
     def unfinished(self) -> UnfinishedReads: ...
 
-    def stored(self, ino: int) -> None:
-        """The index has a complete replica of ``ino``: a new one, or one at another place."""
+    def stored(self, ino: int, replica: Replica) -> None:
+        """The index has this complete replica of ``ino``: a new one, or one at another place."""
 
     def stop(self, ino: int) -> None:
         """Its replica is not to be read any more, whoever has it open."""
@@ -37,6 +37,14 @@ class Readers(Protocol):
 
     def catch_up(self) -> None:
         """Say what was opened since the last time: ``Cache.accessed``."""
+
+    def hold(self, ino: int, *, held: bool) -> None:
+        """This process' Python reads the file from the source, or not any more: meanwhile nobody
+        else is to begin with that."""
+
+    def busy(self, ino: int) -> bool:
+        """Whether somebody else is reading the whole file from the source, or has, and it will be
+        known here in a moment."""
 
 
 class UnfinishedReads:
@@ -83,7 +91,7 @@ class NoReaders:
     def __init__(self) -> None:
         self.unfinished = UnfinishedReads()
 
-    def stored(self, ino: int) -> None:
+    def stored(self, ino: int, replica: Replica) -> None:
         """As Readers."""
 
     def stop(self, ino: int) -> None:
@@ -103,3 +111,9 @@ class NoReaders:
 
     def catch_up(self) -> None:
         """As Readers."""
+
+    def hold(self, ino: int, *, held: bool) -> None:
+        """As Readers."""
+
+    def busy(self, ino: int) -> bool:
+        return False

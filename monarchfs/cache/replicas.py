@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from monarchfs.store.checksum import BLOCK_BYTES, DIGEST_BYTES
+from monarchfs.store.files import replica_path
 from monarchfs.store.read import read_full, read_nowait
 from monarchfs.store.tier import Tier
 from monarchfs.types import Data, Node, Replica
@@ -26,17 +27,23 @@ class OpenReplica:
     nobody reads it any more; ``then``, what is to be done once it is closed.
     """
 
-    __slots__ = ("bad", "fd", "in_memory", "ino", "size", "then", "tier", "uses")
+    __slots__ = ("_record", "bad", "fd", "in_memory", "ino", "size", "then", "tier", "uses")
 
-    def __init__(self, ino: int, fd: int, size: int, tier: int, in_memory: bool) -> None:
+    def __init__(self, ino: int, fd: int, record: Replica, in_memory: bool) -> None:
         self.ino = ino
         self.fd = fd
-        self.size = size
-        self.tier = tier
+        self.size = record.size
+        self.tier = record.tier
         self.in_memory = in_memory
         self.uses = 0
         self.bad = False
         self.then: list[Callable[[], object]] = []
+        self._record = record
+
+    @property
+    def path(self) -> str:
+        """Where it lies in the dataset's directory of its tier."""
+        return replica_path(self._record.name, self._record.checksum)
 
     def read_nowait(self, offset: int, size: int) -> Data | None:
         """The bytes at ``offset``, fewer only at the end of the file; None where the disk would
@@ -59,24 +66,30 @@ class Reservation:
     """Room for one replica that is being filled, and the part file's descriptor.
 
     Constant: ``whole`` says that there is room for all of it, ``resumed`` is the record of what is
-    in the part file already. Changing: ``fd``, which the first write opens, ``written`` bytes,
-    ``after``, the removals that make the room, and ``given_up``, set once its end is ``abandon``.
-    Who holds a reservation ends it with exactly one of ``finish``, ``write_all``, ``rest``,
-    ``cancel``, ``abandon``.
+    in the part file already; ``sparse``: the file has holes, and each write takes what it needs of
+    what is reserved. Changing: ``fd``, which the first write opens, ``written``, the bytes of
+    blocks that it took, ``after``, the removals that make the room, and ``given_up``, set once its
+    end is ``abandon``. Of a sparse one: ``reserved_bytes``, what its writes ``needed`` so far, also
+    those under way; ``tight``: there was no room for one. Who holds a reservation ends it with
+    exactly one of ``finish``, ``write_all``, ``rest``, ``cancel``, ``abandon``.
     """
 
     __slots__ = (
         "_digests",
+        "_lock",
         "_unused",
         "_users",
         "after",
         "fd",
         "given_up",
-        "lock",
         "name",
+        "needed",
         "node",
+        "reserved_bytes",
         "resumed",
+        "sparse",
         "tier",
+        "tight",
         "whole",
         "written",
     )
@@ -89,21 +102,33 @@ class Reservation:
         *,
         whole: bool,
         after: list[Removal],
+        reserved_bytes: int = 0,
         resumed: Replica | None = None,
     ) -> None:
         self.node = node
         self.name = name
         self.tier = tier
-        self.whole = whole
+        self.sparse = node.stat.occupied_bytes < node.stat.size
+        self.whole = whole and not self.sparse
+        self.reserved_bytes = reserved_bytes
+        self.needed = 0
+        self.tight = False
         self.after = after
         self.resumed = resumed
         self.fd = -1
         self.given_up = False
         self.written = 0
-        self.lock = trio.Lock()
+        self._lock: trio.Lock | None = None
         self._digests = bytearray(resumed.digests) if resumed is not None else None
         self._users = 0
-        self._unused = trio.Event()
+        self._unused: trio.Event | None = None
+
+    @property
+    def lock(self) -> trio.Lock:
+        """Held by who makes the part file."""
+        if self._lock is None:
+            self._lock = trio.Lock()
+        return self._lock
 
     @property
     def size(self) -> int:
@@ -134,13 +159,20 @@ class Reservation:
     @contextmanager
     def using(self) -> Iterator[None]:
         """The part's descriptor is not closed inside: threads may be reading or writing it."""
-        self._users += 1
+        self.use()
         try:
             yield
         finally:
-            self._users -= 1
-            if not self._users:
-                self._unused.set()
+            self.unuse()
+
+    def use(self) -> None:
+        """Begin ``using``, for who ends it by ``unuse``."""
+        self._users += 1
+
+    def unuse(self) -> None:
+        self._users -= 1
+        if not self._users and self._unused is not None:
+            self._unused.set()
 
     async def close(self) -> None:
         """Close the part's descriptor, if it is open, as soon as nobody uses it."""
@@ -165,7 +197,7 @@ class Reservation:
             self.tier.remove_part(self.name)
             return self.tier.create_part(self.name, self.size)
 
-    def write_whole(self, data: bytes) -> tuple[int, int]:
+    def write_whole(self, data: Data) -> tuple[int, int]:
         """All of the replica at once; returns its allocated bytes and checksum. As ``new_part``."""
         try:
             return self.tier.write_whole(self.name, data)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -41,8 +42,6 @@ FAN_OUTS = 256
 LOST_BATCH = 256
 SAMPLED = 8
 
-_RIGHT = b"right"
-
 
 class Stocktaking:
     """Constant: its parts."""
@@ -61,6 +60,10 @@ class Stocktaking:
         self._metrics = metrics
         self._in_thread = in_thread
         self._dropping = trio.Lock()
+        self.lost: Counter[int] = Counter()
+        """By tier: what was recorded and is not there, as it turned out while it was looked at."""
+        self._found: Counter[int] = Counter()
+        self._removed: Counter[int] = Counter()
 
     def recover(self) -> None:
         """End what a crash interrupted: the files of copies and removals that were under way.
@@ -96,13 +99,13 @@ class Stocktaking:
     def needed(self, tier: Tier, *, rebooted: bool) -> bool:
         """Whether the books of a tier may be wrong. Blocks for the disk, as short as an empty tier
         takes. Raises OSError of the tier, IndexWriteError."""
-        right = not rebooted and self._index.meta_get(_mark(tier)) == _RIGHT
+        right = not rebooted and self._index.meta_get(_mark(tier)) == _right(tier)
         if right and not self._was_cleaned(tier):
             return False
         known = self._index.tier_totals().get(tier.id, TierTotals())
         if any(known) or tier.parts() or any(tier.files(n) for n in range(FAN_OUTS)):
             return True
-        self._index.meta_put(_mark(tier), _RIGHT)
+        self._index.meta_put(_mark(tier), _right(tier))
         return False
 
     def _was_cleaned(self, tier: Tier) -> bool:
@@ -120,7 +123,7 @@ class Stocktaking:
                 else:
                     fd = tier.open_replica(record.name, record.checksum, record.size)
             except ReplicaLost as exc:
-                log.warning("tier %s: what it held is not there: %s", tier.path, exc)
+                log.debug("tier %s: what it held is not there: %s", tier.path, exc)
                 return True
             os.close(fd)
         return False
@@ -142,8 +145,21 @@ class Stocktaking:
                 await self._in_thread(tier.remove_part, finding.file.name)
         await self._mend(tier, [f for f in findings if not isinstance(f, Orphan)])
         self._load(tier)
-        self._index.meta_put(_mark(tier), _RIGHT)
+        self._index.meta_put(_mark(tier), _right(tier))
         self._tiers.let_go(tier.id, Hold.STOCK)
+        self._tell(tier)
+
+    def _tell(self, tier: Tier) -> None:
+        """What was found: one line, however many files."""
+        lost, found = self.lost.pop(tier.id, 0), self._found.pop(tier.id, 0)
+        removed = self._removed.pop(tier.id, 0)
+        parts = [
+            *([f"{lost} copies are not there any more"] if lost else ()),
+            *([f"{found} are there of which no record knew"] if found else ()),
+            *([f"{removed} were removed because they cannot be trusted"] if removed else ()),
+        ]
+        if parts:
+            log.warning("tier %s was looked at: %s", tier.path, "; ".join(parts))
 
     def suspect(self, tier: Tier) -> None:
         """The books of the tier are not to be trusted, also by the next mount."""
@@ -161,6 +177,7 @@ class Stocktaking:
                 for ino, record in lost:
                     await self._drop(ino, record)
                 self._metrics.replicas_lost += len(lost)
+                self.lost.update(record.tier for _, record in lost)
                 await trio.lowlevel.checkpoint()
 
     async def _drop(self, ino: int, record: Replica) -> None:
@@ -200,11 +217,16 @@ class Stocktaking:
                     if file.name not in journal:
                         orphans.append(file)
                 case Missing(ino=ino, replica=replica) | WrongSize(ino=ino, replica=replica):
+                    now = self._index.replica(ino)
+                    if now is None or (now.tier, now.name) != (tier.id, replica.name):
+                        continue  # a reader found out first, and may have copied it elsewhere
                     self._metrics.replicas_lost += 1
+                    self.lost[tier.id] += 1
                     self._index.drop_replica(ino)
                     await self._in_thread(tier.discard, replica.name)
                     self._index.file_gone(tier.id, replica.name)
                 case WrongChecksumName(file=file) | Ambiguous(file=file):
+                    self._removed[tier.id] += 1
                     await self._in_thread(tier.remove, file.name, file.checksum)
                 case WrongBlocks(ino=ino, allocated_bytes=allocated):
                     if (record := self._index.replica(ino)) is not None:
@@ -219,8 +241,9 @@ class Stocktaking:
         for file in orphans:
             # Without a record nobody knows whether a reboot came before its data reached the disk.
             if file not in proven:
+                self._removed[tier.id] += 1
                 await self._in_thread(tier.remove, file.name, file.checksum)
-        self._index.record_found_files(tier.id, proven)
+        self._found[tier.id] += len(self._index.record_found_files(tier.id, proven))
 
     def _load(self, tier: Tier) -> None:
         totals = self._index.tier_totals().get(tier.id, TierTotals())
@@ -230,3 +253,8 @@ class Stocktaking:
 
 def _mark(tier: Tier) -> bytes:
     return b"stock:%d" % tier.id
+
+
+def _right(tier: Tier) -> bytes:
+    """The mark of books that are right. One that another state directory had has another name."""
+    return b"right " + os.fsencode(os.path.basename(tier.directory or ""))

@@ -14,7 +14,8 @@ from monarchfs.cli.progress import Progress
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.config.values import parse_path
 from monarchfs.control import Connection, too_long
-from monarchfs.supervisor.recover import Found, find_one
+from monarchfs.fuse.mountinfo import split_below
+from monarchfs.supervisor.recover import Found, find_all
 from monarchfs.types import OperationError, UsageError
 from monarchfs.units import format_bytes
 
@@ -22,6 +23,7 @@ _CONNECT_SECONDS = 5.0
 _BATCH_BYTES = 32 << 10
 """Of paths in one request, which may have 64 KiB (``control.MOST_REQUEST_BYTES``)."""
 
+_NEEDS_PATH = ("pin", "unpin")
 _DONE = {"pin": "pinned", "unpin": "unpinned", "evict": "evicted"}
 
 
@@ -51,12 +53,22 @@ def mount_and_paths(
     arguments: argparse.Namespace, environ: Mapping[str, str]
 ) -> tuple[Found, list[str]]:
     """The mount that is meant, and the paths as the worker takes them; all of it where none is
-    given. Raises UsageError or OperationError."""
-    typed = parse_path(arguments.mountpoint)
-    found = find_one(typed, partial(runtime_dirs_to_search, os.geteuid(), environ))
-    if found is None:
+    given. Instead of the mount a path in it may stand first, as in `monarchfs why`. Raises
+    UsageError or OperationError."""
+    typed, paths = parse_path(arguments.mountpoint), list(arguments.path)
+    mounts = find_all(partial(runtime_dirs_to_search, os.geteuid(), environ))
+    by_point = {found.mountpoint: found for found in mounts}
+    place = split_below(typed, by_point)
+    if place is None:
         raise OperationError(f"{typed} is not a monarchfs mount: see monarchfs status for those")
-    return found, [below(path, (typed, found.mountpoint)) for path in arguments.path] or [""]
+    mountpoint, first = place
+    if first:
+        # After a path, not a mount point, paths are what they are to every other command.
+        paths = [first, *(parse_path(path) if path else path for path in paths)]
+    elif arguments.command in _NEEDS_PATH and not paths:
+        raise UsageError(f"which PATH in {typed}? see monarchfs {arguments.command} --help")
+    names = (mountpoint,) if first else (typed, mountpoint)
+    return by_point[mountpoint], [below(path, names) for path in paths] or [""]
 
 
 def ask(
@@ -70,7 +82,7 @@ def ask(
             f" monarchfs umount {found.mountpoint}"
         )
     with Connection(found.registered.socket_path, _CONNECT_SECONDS) as connection:
-        if connection.peer_uid not in (0, found.registered.owner_uid):
+        if connection.peer_uid != found.registered.owner_uid:
             raise OperationError(f"the daemon of {found.mountpoint} is not who it says")
         return connection.long_request(request, progress)
 

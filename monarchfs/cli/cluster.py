@@ -1,4 +1,4 @@
-"""The parsers of what is for clusters: ``job``, ``report`` and ``gc``."""
+"""The parsers of what is for clusters and whole nodes: ``job``, ``report``, ``gc``, ``cache``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 
 JOB_STEPS = ("prolog", "epilog", "sweep")
+CACHE_STEPS = ("list", "show", "remove", "prune")
 _Add = Callable[[str, str, str], argparse.ArgumentParser]
 
 _JOB_EXAMPLES = """\
@@ -38,11 +39,29 @@ beyond the budget. What is in use is never touched. Exit code: 1 if something co
 removed."""
 
 
+_CACHE_EXAMPLES = """\
+examples:
+  monarchfs cache list
+  sudo monarchfs cache list --json
+  monarchfs cache show /lustre/imagenet
+  monarchfs cache remove /lustre/imagenet
+  monarchfs cache prune --dry-run
+  sudo monarchfs cache prune --older-than 30d --yes
+
+The caches of this node, mounted or not: as a user your own, as root those of all. A NAME is a
+source, a state directory, a mount point, or a path in a cache. prune removes stranded copies (no
+state directory claims them, or its last mount did not name their tier); with --older-than whole
+caches that were not used for so long as well, with --source-gone those whose source is not there,
+which holds for one that is not mounted now, too. What is in use is never removed. Exit code: 1 if
+something could not be removed, or NAME is not known or in use."""
+
+
 def add_cluster_commands(add: _Add) -> None:
     """``add`` makes the parser of a command of this name, summary and examples."""
     _add_job(add)
     _add_report(add)
     _add_gc(add)
+    _add_cache(add)
 
 
 def _add_job(add: _Add) -> None:
@@ -64,5 +83,29 @@ def _add_gc(add: _Add) -> None:
     parser = add("gc", "remove what crashes left behind", _GC_EXAMPLES)
     option = parser.add_argument
     option("--dry-run", action="store_true", help="remove nothing, tell what would be")
+    option("--config", metavar="FILE", help="the site's (default /etc/monarchfs-slurm.toml)")
+    option("--json", action="store_true", help="one JSON object, for programs")
+
+
+def _add_cache(add: _Add) -> None:
+    parser = add("cache", "show and remove caches of this node", _CACHE_EXAMPLES)
+    parser.add_argument("what", metavar="WHAT", choices=CACHE_STEPS, help=", ".join(CACHE_STEPS))
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        nargs="*",
+        help="which caches: of show and remove, and of prune if not all",
+    )
+    option = parser.add_argument
+    older_help = "of prune: also what was not used for so long, as in 30d"
+    option("--older-than", metavar="TIME", help=older_help)
+    option("--source-gone", action="store_true", help="of prune: also where SOURCE is not there")
+    option("--dry-run", action="store_true", help="remove nothing, tell what would be")
+    option("--yes", action="store_true", help="do not ask before removing")
+    many: list[str] = []
+    tier_help = "look for copies in this tier, too; may be repeated"
+    option("--tier", metavar="PATH", action="append", default=many, help=tier_help)
+    state_help = "look at this state directory, too; may be repeated"
+    option("--state-dir", metavar="PATH", action="append", default=many, help=state_help)
     option("--config", metavar="FILE", help="the site's (default /etc/monarchfs-slurm.toml)")
     option("--json", action="store_true", help="one JSON object, for programs")

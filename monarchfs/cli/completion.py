@@ -55,6 +55,7 @@ _COMPLETED: Mapping[str, Mapping[str, object]] = {
     "mountpoint": _MOUNTED,
     "source": shtab.DIRECTORY,
     "state_dir": shtab.DIRECTORY,
+    "name": shtab.FILE,
     "tier": shtab.DIRECTORY,
     "config": shtab.FILE,
     "index": shtab.FILE,

@@ -8,9 +8,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 
-from monarchfs.cli.mount import settings_from
+from monarchfs.cli.mount import config_and_personal, settings_from
 from monarchfs.cli.progress import Progress
+from monarchfs.cli.text import printable
+from monarchfs.config.files import SYSTEM_FILE
 from monarchfs.config.model import Config
 from monarchfs.config.places import (
     Places,
@@ -20,7 +23,7 @@ from monarchfs.config.places import (
     runtime_dirs_to_search,
 )
 from monarchfs.config.values import parse_path, parse_timeout
-from monarchfs.doctor.checks import Check, State
+from monarchfs.doctor.checks import Check, State, Value
 from monarchfs.doctor.run import Subject, examine, summary
 from monarchfs.supervisor.start import path_is_remote
 
@@ -41,9 +44,10 @@ def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         partial(runtime_dirs_to_search, os.geteuid(), environ),
         measures=not arguments.quick,
     )
-    checks = []
+    checks: list[Check] = []
     with Progress() as progress:
-        for check in examine(subject, timeout, lambda name: progress.show(f"looking at {name}")):
+        found = examine(subject, timeout, lambda name: progress.show(f"looking at {name}"))
+        for check in chain([configuration(arguments, environ)], found):
             checks.append(check)
             if not arguments.json:
                 progress.clear()
@@ -61,17 +65,32 @@ def config_from(
 ) -> tuple[Config, Places]:
     """What a mount of ``source`` with these options would be, on no mount point. Raises
     UsageError."""
-    settings = settings_from(arguments, _FLAGS)
+    settings = settings_from(arguments, _FLAGS, environ=environ)
     user = resolve_user(settings.user, environ)
     places = default_places(os.geteuid(), environ, path_is_remote)
     config = build_config(settings, source=source, mountpoint="", user=user, places=places)
     return config, places
 
 
+def configuration(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Check:
+    """Which files and environment variables have a say, the one that wins last."""
+    named, own = config_and_personal(arguments, environ)
+    standard = [SYSTEM_FILE] if os.path.exists(SYSTEM_FILE) else []
+    files = [*standard, *([own.file] if own.file else [])] if named is None else [named]
+    said = [*files, *(f"${name}" for name in own.variables)]
+    detail = f"taken from {', '.join(said)}" if said else "defaults, and the command line"
+    numbers: dict[str, Value] = {"files": files, "variables": list(own.variables)}
+    if own.unknown:
+        detail += f"; not known: {', '.join(f'${name}' for name in own.unknown)}"
+        remedy = "see docs/CONFIGURATION.md for the names of options"
+        return Check("configuration", State.WARNING, detail, remedy, numbers)
+    return Check("configuration", State.OK, detail, "", numbers)
+
+
 def describe(check: Check) -> str:
     """A check for people: one line, and one more with the remedy."""
-    text = f"{check.state.value:<8} {check.name:<12} {_printable(check.detail)}"
-    return text + (f"\n{'':<21} -> {_printable(check.remedy)}" if check.remedy else "")
+    text = f"{check.state.value:<8} {check.name:<12} {printable(check.detail)}"
+    return text + (f"\n{'':<21} -> {printable(check.remedy)}" if check.remedy else "")
 
 
 def conclusion(checks: Sequence[Check]) -> str:
@@ -94,13 +113,6 @@ def _print(check: Check) -> None:
     coloured = Text(text)
     coloured.stylize(_COLOURS[check.state], 0, len(check.state.value))
     Console(highlight=False, soft_wrap=True).print(coloured)
-
-
-def _printable(text: str) -> str:
-    """One line, whatever bytes a path is made of, and nothing that a terminal would obey."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
 
 
 def _counted(count: int, what: str) -> str:

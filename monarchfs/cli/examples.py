@@ -12,7 +12,9 @@ examples:
 
 Sizes are powers of 1024 (500M, 16G, 1.5T) or a share of the file system (80%). Without --tier,
 half of the file system of /var/cache/monarchfs (root) or of your cache directory is used.
-Every option can also be given as -o OPTION=VALUE, or as OPTION = VALUE in a TOML file."""
+Every option can also be given as -o OPTION=VALUE, as MONARCHFS_OPTION=VALUE in the environment, or
+as OPTION = VALUE in a TOML file: ~/.config/monarchfs.toml, /etc/monarchfs.toml, or --config FILE.
+The command line wins over the environment, and that over files."""
 UMOUNT_EXAMPLES = """\
 examples:
   monarchfs umount /mnt/imagenet

@@ -42,6 +42,8 @@ def exporter_command(arguments: argparse.Namespace, environ: Mapping[str, str]) 
     finally:
         if listener is not None:
             stop_listening(listener)
+    if code > 1 and arguments.once:
+        raise OperationError(f"cannot write the output: {os.strerror(code)}")
     if code:
         raise OperationError("the exporter ended unexpectedly: its log says more")
     return 0

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from monarchfs.cli.progress import Progress, bar
+from monarchfs.cli.text import printable
 from monarchfs.config import User
 from monarchfs.config.places import dataset_id, resolve_user
 from monarchfs.config.values import parse_path
@@ -29,6 +30,8 @@ from monarchfs.supervisor.lock import (
     take_lock,
     write_holder,
 )
+from monarchfs.supervisor.tierdirs import read_record
+from monarchfs.trusted import place_of
 from monarchfs.types import OperationError, UsageError
 from monarchfs.units import format_bytes
 
@@ -57,6 +60,7 @@ def fsck_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
         task = {
             "state": state_dir,
             "dataset_id": holder.dataset_id,
+            "directories": read_record(state_dir, user),
             "tiers": holder.tiers,
             "repair": arguments.repair,
             "checksum": arguments.checksum,
@@ -86,13 +90,18 @@ def describe(report: Mapping[str, Any], *, repair: bool) -> str:
         lines.append(
             f"{report['state_dir']}: {found} found ({kinds}), {report['repaired']} put right{rest}"
         )
-    return "\n".join(map(_printable, lines))
+    return "\n".join(map(printable, lines))
 
 
 def _open_state_dir(path: str) -> tuple[int, User]:
     """The open directory and whose it is."""
     try:
         descriptor = os.open(path, _DIRECTORY)
+        if os.fstat(descriptor).st_uid == 0 == os.geteuid():
+            # A link of another's could lead to any directory of root's.
+            os.close(descriptor)
+            with place_of(path, alone=False) as place:
+                descriptor = place.open(_DIRECTORY)
     except OSError as error:
         raise UsageError(
             f"{path}: {error.strerror}: name a directory as --state-dir of mount has it"
@@ -101,13 +110,16 @@ def _open_state_dir(path: str) -> tuple[int, User]:
         st = os.fstat(descriptor)
         if st.st_uid != os.geteuid() and os.geteuid() != 0:
             raise OperationError(f"{path} belongs to {_name(st.st_uid)}: ask them, or use root")
-        if st.st_mode & 0o022:
-            raise OperationError(f"{path} can be written by others: chmod 700 {path}")
         if not any(_is_there(name, descriptor) for name in (_INDEX, LOCK)):
             raise UsageError(
                 f"{path} holds no cache of monarchfs: name a directory as --state-dir of mount"
                 " has it"
             )
+        if st.st_mode & 0o022:
+            # What everybody shares (/tmp) is not to be closed to them.
+            shared = st.st_mode & stat.S_ISVTX
+            remedy = "it is no state directory" if shared else f"chmod 700 {path}"
+            raise OperationError(f"{path} can be written by others: {remedy}")
         return descriptor, _owner(st)
     except BaseException:
         os.close(descriptor)
@@ -176,7 +188,7 @@ def _listen(lines: Iterable[bytes], progress: Progress, *, quiet: bool) -> dict[
             raise OperationError(str(message["failed"]))
         if "progress" in message:
             now = message["progress"]
-            progress.show(f"{bar(now['done'], now['of'])} {_printable(now['text'])}")
+            progress.show(f"{bar(now['done'], now['of'])} {printable(now['text'])}")
         elif not quiet:
             finding = message["finding"]
             shown[finding["kind"]] += 1
@@ -231,7 +243,7 @@ def _show_rest(shown: Mapping[str, int], counts: Mapping[str, int]) -> None:
 
 def _line(finding: Mapping[str, Any]) -> str:
     done = f": {finding['done']}" if finding["done"] else ""
-    return _printable(f"{finding['kind']}: {finding['what']}: {finding['detail']}{done}")
+    return printable(f"{finding['kind']}: {finding['what']}: {finding['detail']}{done}")
 
 
 def _name(uid: int) -> str:
@@ -239,10 +251,3 @@ def _name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return f"user {uid}"
-
-
-def _printable(text: str) -> str:
-    """One line, whatever bytes a name is made of, and nothing that a terminal would obey."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from functools import partial
 
+from monarchfs.cli.cache import look
 from monarchfs.cli.text import printable
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.config.values import parse_path
@@ -42,6 +43,11 @@ def gc_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int
             sweeper.shares(site)
         sweeper.budget(site)
         sweeper.caches(site)
+    stranded = [one for one in look(site, environ, measure=False).caches() if one.stranded_part()]
+    if stranded:
+        sweeper.notes.append(
+            f"stranded copies of {len(stranded)} caches stay: see monarchfs cache prune --dry-run"
+        )
     _print(sweeper, as_json=arguments.json)
     return int(any(one.error is not None for one in sweeper.found))
 

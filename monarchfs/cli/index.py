@@ -14,6 +14,7 @@ from typing import Any
 
 from monarchfs.bounded import Tell, bounded_call, bounded_talk
 from monarchfs.cli.progress import Progress
+from monarchfs.cli.text import printable
 from monarchfs.config.values import parse_path
 from monarchfs.doctor.source import refuse_ours
 from monarchfs.mirror.export import Exported, export
@@ -67,7 +68,7 @@ def _text(result: Mapping[str, Any]) -> str:
         lines.append(f"{result['unreadable']} directories could not be listed")
     if result["unknown"]:
         lines.append(f"{result['unknown']} names changed meanwhile: mounts ask the source for them")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _directory(path: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 from monarchfs.cli.text import printable
 from monarchfs.config.values import parse_path
+from monarchfs.escaping import OneLine
 from monarchfs.slurm.epilog import run_epilog, sweep
 from monarchfs.slurm.job import job_from, parse_job_id
 from monarchfs.slurm.prolog import run_prolog
@@ -68,17 +69,9 @@ def _site(arguments: argparse.Namespace) -> Site | None:
     return site
 
 
-class _OneLine(logging.Formatter):
-    """What users wrote is in many messages: it makes no line of its own, nor moves a cursor."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        lines = super().format(record).split("\n")
-        return "\n".join(map(printable, lines)) if record.exc_info else printable("\n".join(lines))
-
-
 def _log_to(path: str | None, what: str) -> None:
     handler = _first_that_works(path)
-    handler.setFormatter(_OneLine(f"%(asctime)s %(levelname)s {what}: %(message)s"))
+    handler.setFormatter(OneLine(f"%(asctime)s %(levelname)s {what}: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)

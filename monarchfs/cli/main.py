@@ -1,6 +1,7 @@
 """The command line: which command, and how errors and exit codes look.
 
 0 done, 1 failed, 2 wrong usage; an error is one line on stderr that begins with ``monarchfs:``.
+What Ctrl-C interrupts dies of SIGINT, which a shell shows as 130.
 """
 
 from __future__ import annotations
@@ -11,9 +12,15 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 
+from monarchfs.cli.output import (
+    INTERRUPTED,
+    complain,
+    die_of_interrupt,
+    output_written,
+    prepare_streams,
+)
 from monarchfs.cli.parser import build_parser
 from monarchfs.cli.run_options import split_command
-from monarchfs.cli.text import printable
 from monarchfs.types import MonarchError, UsageError
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -21,19 +28,38 @@ Command = Callable[[Namespace, Mapping[str, str]], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line ``arguments`` (without the program's name); the exit code."""
+    """Runs the command line ``arguments`` (without the program's name); the exit code.
+
+    Ends by SIGINT, as whoever started it can see, where that interrupted it.
+    """
+    prepare_streams()
     try:
-        words, behind = split_command(sys.argv[1:] if arguments is None else arguments)
+        return output_written(_outcome(sys.argv[1:] if arguments is None else arguments))
+    except SystemExit as end:  # of argparse, which has printed what --help or --version asks for
+        raise SystemExit(output_written(end.code if isinstance(end.code, int) else 1)) from None
+    except KeyboardInterrupt as interrupt:
+        complain(str(interrupt) or "interrupted", INTERRUPTED)
+        return die_of_interrupt(output_written(INTERRUPTED))
+
+
+def _outcome(arguments: Sequence[str]) -> int:
+    if not arguments:
+        from monarchfs.cli.help import SHORT_HELP
+
+        sys.stderr.write(SHORT_HELP)
+        return 2
+    try:
+        words, behind = split_command(arguments)
         parsed = build_parser().parse_args(words)
         if parsed.command == "run":
             if parsed.argv:
                 raise UsageError(f"write -- before the command: -- {parsed.argv[0]} ...")
             parsed.argv = behind
-        return _output_written(_command(parsed.command)(parsed, os.environ))
+        return _command(parsed.command)(parsed, os.environ)
     except UsageError as error:
         return complain(str(error), 2)
     except BrokenPipeError:
-        return _output_written(0)
+        return 0
     except MonarchError as error:
         return complain(str(error), 1)
     except OSError as error:
@@ -41,29 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.filename is None and error.errno in _DISK_ERRORS:
             return complain(f"cannot write the output: {error.strerror}", 1)
         return complain(str(error), 1)
-    except KeyboardInterrupt:
-        return complain("interrupted", 1)
-
-
-def complain(message: str, code: int, program: str = "monarchfs") -> int:
-    """Prints an error as the one line it has to be; returns ``code``."""
-    # A path may hold a line break, bytes that are no text, and what moves a terminal's cursor.
-    print(f"{program}: {printable(' '.join(message.splitlines()))}", file=sys.stderr)
-    return code
-
-
-def _output_written(code: int) -> int:
-    """The exit code once all output is out: a full disk is an error, a reader who left is none."""
-    try:
-        if sys.stdout is not None:  # it may be closed from the start
-            sys.stdout.flush()
-        return code
-    except OSError as error:
-        # What is left in the buffer must not fail again when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return code
-        return complain(f"cannot write the output: {error.strerror}", 1)
 
 
 def _command(name: str) -> Command:
@@ -129,6 +132,10 @@ def _command(name: str) -> Command:
             from monarchfs.cli.report import report_command
 
             return report_command
+        case "cache":
+            from monarchfs.cli.cache import cache_command
+
+            return cache_command
         case "gc":
             from monarchfs.cli.gc import gc_command
 
@@ -137,6 +144,14 @@ def _command(name: str) -> Command:
             from monarchfs.cli.completion import completion_command
 
             return completion_command
+        case "help":
+            from monarchfs.cli.help import help_command
+
+            return help_command
+        case "version":
+            from monarchfs.cli.help import version_command
+
+            return version_command
         case _:
             raise UsageError(f"there is no command '{name}': see monarchfs --help")
 

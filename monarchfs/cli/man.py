@@ -39,7 +39,9 @@ def monarchfs_page(parser: argparse.ArgumentParser) -> str:
         ]
     lines += [
         *(".SH EXIT STATUS", *_text(_EXIT_CODES)),
+        *(".SH ENVIRONMENT", ".TP", ".I MONARCHFS_OPTION", "An option of mount and run."),
         *(".SH FILES", ".TP", f".I {_escape(SYSTEM_FILE)}", "Defaults of this machine."),
+        *(".TP", f".I {_escape('~/.config/monarchfs.toml')}", "Your own."),
         *(".SH SEE ALSO", ".BR mount.monarchfs (8),", ".BR fusermount3 (1)"),
     ]
     return "\n".join(lines) + "\n"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 from monarchfs.config.files import from_file, from_system_file
+from monarchfs.config.personal import Personal, read_personal
 from monarchfs.config.places import default_places, resolve_user
-from monarchfs.config.settings import Settings, from_flags, from_mount_options, merge
+from monarchfs.config.settings import Layer, Settings, from_flags, from_mount_options, merge
 from monarchfs.config.values import parse_path
 from monarchfs.supervisor.daemon import run_in_background
 from monarchfs.supervisor.start import check_mount, mount_and_supervise, path_is_remote
+from monarchfs.types import UsageError
 
 FLAGS = (
     *("tier", "state_dir", "prefetch", "freshness", "evict", "scrub", "user"),
@@ -22,6 +25,7 @@ FLAGS = (
     "data_path",
     "metrics_port",
     "touch_source",
+    "require_files",
     *("foreground", "log_file", "log_level"),
 )
 _PARENT_GRACE_SECONDS = 5.0
@@ -37,9 +41,14 @@ def mount_command(
 
     Raises UsageError or OperationError. ``worker_command`` replaces the worker in tests.
     """
-    settings = settings_from(arguments)
+    settings = settings_from(arguments, environ=environ)
     return mount_with(
-        settings, arguments.source, arguments.mountpoint, environ, worker_command=worker_command
+        settings,
+        arguments.source,
+        arguments.mountpoint,
+        environ,
+        source_fd=_descriptor(arguments.source_fd),
+        worker_command=worker_command,
     )
 
 
@@ -50,6 +59,7 @@ def mount_with(
     environ: Mapping[str, str],
     *,
     check_only: bool = False,
+    source_fd: int | None = None,
     worker_command: Sequence[str] | None = None,
 ) -> int:
     """`mount_command` with its words parsed. With ``check_only`` nothing is mounted."""
@@ -57,7 +67,7 @@ def mount_with(
     user = resolve_user(settings.user, environ)
     places = default_places(os.geteuid(), environ, path_is_remote)
     if check_only:
-        check_mount(settings, source, mountpoint, user, places)
+        check_mount(settings, source, mountpoint, user, places, source_fd)
         return 0
     run = partial(
         mount_and_supervise,
@@ -66,6 +76,7 @@ def mount_with(
         mountpoint,
         user,
         places,
+        source_fd=source_fd,
         worker_command=worker_command,
     )
     if settings.foreground:
@@ -77,14 +88,56 @@ def mount_with(
         timeout=timeout,
         overdue=f"the mount of {source} on {mountpoint} did not come about within {timeout:g} s:"
         " check the file systems of both",
+        keep=() if source_fd is None else (source_fd,),
     )
     return 0
 
 
-def settings_from(arguments: argparse.Namespace, flags: Sequence[str] = FLAGS) -> Settings:
-    """Defaults, then the file (the machine's, if none is named), then ``-o``, then flags."""
-    return merge(
-        from_system_file() if arguments.config is None else from_file(parse_path(arguments.config)),
+def _descriptor(text: str | None) -> int | None:
+    """The number of an open descriptor. Nothing is asked of its file system, which may hang."""
+    if text is None:
+        return None
+    try:
+        descriptor = int(text)
+        fcntl.fcntl(descriptor, fcntl.F_GETFD)
+    except (ValueError, OverflowError, OSError):
+        raise UsageError(
+            f"--source-fd {text} is no open descriptor: give the number of one of a directory"
+        ) from None
+    return descriptor
+
+
+def settings_from(
+    arguments: argparse.Namespace,
+    flags: Sequence[str] = FLAGS,
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> Settings:
+    """Defaults, then files (the machine's and the user's own, if none is named), then the
+    environment, then ``-o``, then flags. Without ``environ`` nothing of the user's own counts."""
+    typed = words_of(arguments, flags)
+    if environ is None:
+        named, own = arguments.config, Personal()
+    else:
+        named, own = config_and_personal(arguments, environ)
+    files = (from_system_file(), own.home) if named is None else (from_file(parse_path(named)),)
+    return merge(*files, own.environment, *typed)
+
+
+def words_of(arguments: argparse.Namespace, flags: Sequence[str] = FLAGS) -> tuple[Layer, Layer]:
+    """What the command line says itself: ``-o``, then flags. Raises UsageError."""
+    return (
         from_mount_options(arguments.options or ()),
         from_flags({name: getattr(arguments, name) for name in flags}),
     )
+
+
+def config_and_personal(
+    arguments: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[str | None, Personal]:
+    """The file that replaces the machine's and the user's own, if one is named, and what of the
+    user's own counts. Raises UsageError."""
+    options, flags = words_of(arguments, ("user",))
+    user = {**options, **flags}.get("user")
+    own = read_personal(environ, user if isinstance(user, str) else None)
+    return arguments.config if arguments.config is not None else own.config, own

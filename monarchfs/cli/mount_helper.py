@@ -15,8 +15,9 @@ import sys
 from collections.abc import Sequence
 
 from monarchfs import __version__
-from monarchfs.cli.main import complain
+from monarchfs.cli.output import complain, output_written, prepare_streams
 from monarchfs.cli.parser import Parser, build_parser
+from monarchfs.cli.text import printable
 from monarchfs.config.settings import escape_option, is_known_option, split_options
 from monarchfs.types import MonarchError, OperationError, UsageError
 
@@ -65,6 +66,19 @@ def build_helper_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the helper's command line; the exit code."""
+    prepare_streams()
+    try:
+        return output_written(_outcome(arguments), _complain)
+    except SystemExit as end:  # of argparse, which has printed what -h or -V asks for
+        code = end.code if isinstance(end.code, int) else USAGE
+        raise SystemExit(output_written(code, _complain)) from None
+
+
+def _complain(message: str, code: int) -> int:
+    return complain(message, code, PROGRAM)
+
+
+def _outcome(arguments: Sequence[str] | None) -> int:
     try:
         given = build_helper_parser().parse_args(arguments)
         options = _options(given.options or (), sloppy=given.sloppy)
@@ -74,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = ["mount", "-o", ",".join(options), "--", given.source, given.mountpoint]
         settings = settings_from(build_parser().parse_args(words))
     except UsageError as error:
-        return complain(str(error), USAGE, PROGRAM)
+        return _complain(str(error), USAGE)
     # Under sudo as at boot: fstab says whose mount it is.
     environ = {name: value for name, value in os.environ.items() if name != "SUDO_UID"}
     try:
@@ -82,13 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _enter(given.namespace)
         mount_with(settings, given.source, given.mountpoint, environ, check_only=given.fake)
     except (MonarchError, OSError) as error:
-        return complain(str(error), FAILED, PROGRAM)
-    except KeyboardInterrupt:
-        return complain("interrupted", INTERRUPTED, PROGRAM)
+        return _complain(str(error), FAILED)
+    except KeyboardInterrupt as interrupt:
+        return _complain(str(interrupt) or "interrupted", INTERRUPTED)
     if given.verbose:
         done = "could be mounted" if given.fake else "mounted"
         listed = ",".join(("ro", "nosuid", "nodev", *options))
-        print(f"{PROGRAM}: {given.source} {done} on {given.mountpoint} ({listed})")
+        print(printable(f"{PROGRAM}: {given.source} {done} on {given.mountpoint} ({listed})"))
     return 0
 
 

@@ -69,6 +69,12 @@ def add_mount_options(parser: argparse.ArgumentParser) -> None:
         help="read a byte of each used file from the source every INTERVAL, as 6h or 1d, where old"
         " access times get files purged (default: off)",
     )
+    option(
+        "--require-files",
+        action="store_const",
+        const=True,
+        help="mount no source that is empty, as one is that was not mounted on this node",
+    )
     option("--user", metavar="USER", help="whose mount it is (root only; default: who ran sudo)")
     option(
         "-o", dest="options", metavar="OPT,...", action="append", help="mount options, as in fstab"

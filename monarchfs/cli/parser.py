@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from monarchfs import __version__
 from monarchfs.cli.cluster import add_cluster_commands
@@ -26,6 +28,7 @@ from monarchfs.cli.examples import (
     WARM_EXAMPLES,
     WHY_EXAMPLES,
 )
+from monarchfs.cli.help import HELP_EXAMPLES, VERSION_EXAMPLES
 from monarchfs.cli.mount_options import add_mount_options, add_mounts_options
 from monarchfs.cli.run_options import RUN_EXAMPLES, add_run_options
 from monarchfs.types import UsageError
@@ -34,10 +37,35 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse prints its usage before an error; one line is clearer, and easier to log."""
+    """argparse prints its usage before an error; one line is clearer, and easier to log. What is
+    mistyped is answered by what comes nearest."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}: see {self.prog} --help")
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        # A command's parser hands what it does not know to the one above, which knows less.
+        parsed, unknown = super().parse_known_args(args, namespace)
+        option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
+        if option is not None:
+            known = [word for action in self._actions for word in action.option_strings]
+            self.error(f"there is no option {option}{did_you_mean(option, known)}")
+        return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        is_command = isinstance(action, argparse._SubParsersAction) or action.dest == "topic"
+        if is_command:
+            self.error(f"there is no command '{value}'{did_you_mean(str(value), choices)}")
+        self.error(f"there is no {action.metavar} '{value}': use {', '.join(choices)}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """What to append to a complaint about a word: nothing, where none that is known is near it."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f": did you mean {close[0]}?" if close else ""
 
 
 if TYPE_CHECKING:
@@ -60,10 +88,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_warm(commands)
     _add_why(commands)
-    _add_ask(commands, "refresh", "look at the source again, now", REFRESH_EXAMPLES, "*")
-    _add_ask(commands, "pin", "keep the copies of files or directories", PIN_EXAMPLES, "+")
-    _add_ask(commands, "unpin", "no longer keep them", UNPIN_EXAMPLES, "+")
-    _add_ask(commands, "evict", "remove local copies", EVICT_EXAMPLES, "*")
+    _add_ask(commands, "refresh", "look at the source again, now", REFRESH_EXAMPLES)
+    _add_ask(commands, "pin", "keep the copies of files or directories", PIN_EXAMPLES)
+    _add_ask(commands, "unpin", "no longer keep them", UNPIN_EXAMPLES)
+    _add_ask(commands, "evict", "remove local copies", EVICT_EXAMPLES)
     _add_fsck(commands)
     _add_doctor(commands)
     _add_plan(commands)
@@ -71,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_exporter(commands)
     add_cluster_commands(partial(_add_command, commands))
     _add_completion(commands)
+    _add_help(commands)
     return parser
 
 
@@ -103,6 +132,11 @@ def _add_mount(commands: _Commands) -> None:
     parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
     parser.add_argument("mountpoint", metavar="MOUNTPOINT", help="where to mount; may be SOURCE")
     add_mount_options(parser)
+    parser.add_argument(
+        "--source-fd",
+        metavar="N",
+        help="mount the directory that descriptor N stands for; SOURCE is only what it is called",
+    )
     parser.add_argument(
         "-f", "--foreground", action="store_const", const=True, help="stay, and log to the terminal"
     )
@@ -149,23 +183,21 @@ def _add_status(commands: _Commands) -> None:
     )
 
 
-def _add_ask(
-    commands: _Commands, name: str, summary: str, examples: str, how_many: Literal["*", "+"]
-) -> None:
-    _add_ask_arguments(_add_command(commands, name, summary, examples), how_many)
+def _add_ask(commands: _Commands, name: str, summary: str, examples: str) -> None:
+    _add_ask_arguments(_add_command(commands, name, summary, examples))
 
 
-def _add_ask_arguments(parser: argparse.ArgumentParser, how_many: Literal["*", "+"]) -> None:
-    parser.add_argument("mountpoint", metavar="MOUNTPOINT")
+def _add_ask_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("mountpoint", metavar="MOUNTPOINT", help="the mount, or a path in it")
     parser.add_argument(
-        "path", metavar="PATH", nargs=how_many, help="absolute, or relative to the mount point"
+        "path", metavar="PATH", nargs="*", help="absolute, or relative to the mount point"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
 
 
 def _add_warm(commands: _Commands) -> None:
     parser = _add_command(commands, "warm", "copy before anybody opens", WARM_EXAMPLES)
-    _add_ask_arguments(parser, "*")
+    _add_ask_arguments(parser)
     flag = parser.add_argument
     flag("--wait", action="store_true", help="until each file is resident or will not be")
     flag("--check", action="store_true", help="copy nothing; tell how much is resident")
@@ -246,3 +278,12 @@ def _add_completion(commands: _Commands) -> None:
     summary = "print the completion for a shell"
     parser = _add_command(commands, "completion", summary, COMPLETION_EXAMPLES)
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or fish")
+
+
+def _add_help(commands: _Commands) -> None:
+    parser = _add_command(
+        commands, "help", "show all commands, or the options of one", HELP_EXAMPLES
+    )
+    names = [*commands.choices, "version"]
+    parser.add_argument("topic", metavar="COMMAND", nargs="?", choices=names, help="a command")
+    _add_command(commands, "version", "print the version", VERSION_EXAMPLES)

@@ -13,6 +13,7 @@ from typing import Any
 from monarchfs.bounded import Answer, Tell, bounded_call, bounded_talk
 from monarchfs.cli.doctor import config_from
 from monarchfs.cli.progress import Progress
+from monarchfs.cli.text import printable
 from monarchfs.config import Config
 from monarchfs.config.values import parse_count, parse_path, parse_timeout
 from monarchfs.doctor.run import source_rates, tier_rates
@@ -23,6 +24,8 @@ from monarchfs.plan.survey import survey_and_fit
 from monarchfs.plan.times import SourceSpeed, TierSpeed, Times, Work, times, total
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.probe import probe_source
+from monarchfs.supervisor.storage import recorded_directories
+from monarchfs.supervisor.tierdirs import names_for
 from monarchfs.types import OperationError, Space
 from monarchfs.units import format_bytes
 
@@ -181,7 +184,7 @@ def _survey(
         become(config.user)
         try:
             return survey_and_fit(
-                config.source, config.dataset_id, rooms, config.reserve_percent, seconds, tell
+                config.source, _cached(config), rooms, config.reserve_percent, seconds, tell
             )
         except OSError as error:
             raise OperationError(
@@ -205,11 +208,33 @@ def _survey(
     return result
 
 
+def _cached(config: Config) -> list[str]:
+    """The dataset's directory in each tier, there or not: the one recorded, else the newest."""
+    own = recorded_directories(config)
+    return [own.get(tier.path) or _newest(tier.path, config) for tier in config.tiers]
+
+
+def _newest(tier: str, config: Config) -> str:
+    # As earlier releases named it, where no mount has been since.
+    name = config.dataset_id
+    try:
+        directory = os.open(tier, os.O_PATH | os.O_DIRECTORY)
+    except OSError:
+        return os.path.join(tier, name)
+    try:
+        name = next(iter(names_for(name, directory, config.user.uid)), name)
+    except OSError:
+        return os.path.join(tier, name)
+    finally:
+        os.close(directory)
+    return os.path.join(tier, name)
+
+
 def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
     amount = partial(_described, plan)
     at_least = "" if plan["complete"] else "at least "
     yield (
-        f"{_printable(plan['source'])}: {at_least}{plan['files']} files,"
+        f"{printable(plan['source'])}: {at_least}{plan['files']} files,"
         f" {format_bytes(plan['bytes'])}, {plan['directories']} directories"
     )
     if not plan["complete"]:
@@ -226,7 +251,7 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
         cached = f", {tier['cached_files']} of them already" if tier["cached_files"] else ""
         yield _line(
             "tier",
-            f"{_printable(tier['path'])}: {tier['files']} files, {format_bytes(tier['bytes'])} of"
+            f"{printable(tier['path'])}: {tier['files']} files, {format_bytes(tier['bytes'])} of"
             f" {format_bytes(tier['capacity_bytes'])}{cached}",
         )
     yield _line("resident", amount("resident"))
@@ -249,7 +274,7 @@ def _estimates(plan: Mapping[str, Any]) -> Iterator[str]:
         yield _line("rates", "not measured")
         return
     tiers = ", ".join(
-        f"{_printable(tier['path'])} writes {tier['write_bytes_per_second'] / 1e6:.0f} and reads"
+        f"{printable(tier['path'])} writes {tier['write_bytes_per_second'] / 1e6:.0f} and reads"
         f" {tier['read_bytes_per_second'] / 1e6:.0f} MB/s"
         for tier in rates["tiers"]
     )
@@ -286,10 +311,3 @@ def _duration(seconds: float) -> str:
 
 def _line(label: str, text: str) -> str:
     return f"  {label:<9} {text}"
-
-
-def _printable(text: str) -> str:
-    """One line, whatever bytes a path is made of, and nothing that a terminal would obey."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )

@@ -9,26 +9,33 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from monarchfs.bounded import bounded_call
 from monarchfs.cli.child import run_child
-from monarchfs.cli.main import complain
-from monarchfs.cli.mount import FLAGS, settings_from
+from monarchfs.cli.mount import FLAGS, config_and_personal, settings_from, words_of
+from monarchfs.cli.output import complain
 from monarchfs.cli.text import format_count, format_share
 from monarchfs.config import User
 from monarchfs.config.files import from_file
+from monarchfs.config.personal import RUN_FLAGS, flag_of_run
 from monarchfs.config.places import default_places, resolve_user, runtime_dirs_to_search
-from monarchfs.config.settings import Settings, from_flags, from_mount_options, merge
+from monarchfs.config.settings import Settings, merge
 from monarchfs.config.values import parse_path
 from monarchfs.control import Connection
 from monarchfs.fuse.mountinfo import resolve_mountpoint
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.keeper import Wanted
 from monarchfs.supervisor.namespace import bind, join, leave_for_own
+from monarchfs.supervisor.probe import (
+    EmptySource,
+    check_exists,
+    check_filled,
+    complaint_of_empty,
+    probe_source,
+)
 from monarchfs.supervisor.recover import Found, find_all, find_private
 from monarchfs.supervisor.shared import Hold, hold_mount, stem_of
 from monarchfs.supervisor.start import path_is_remote
@@ -36,6 +43,7 @@ from monarchfs.types import MonarchError, OperationError, UsageError
 from monarchfs.units import format_bytes
 
 _STATUS_SECONDS = 5.0
+_LOOK_SECONDS = 5.0
 _NAMES = tuple(name for name in FLAGS if name != "foreground")
 
 
@@ -55,7 +63,8 @@ def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
     """Runs the command behind ``--`` and returns its exit code (126, 127 and 128 + N as of shells).
 
     Where nothing can be mounted the command runs on the plain source, and standard error says why;
-    with ``--strict`` that raises UsageError or OperationError instead, as other misuse does always.
+    with ``--strict`` that raises UsageError or OperationError instead, as other misuse does always:
+    a source that does not exist among it, and with ``--require-files`` an empty one.
     """
     if not arguments.argv:
         raise UsageError("there is no command: monarchfs run SOURCE -- COMMAND [ARGUMENT]...")
@@ -64,57 +73,64 @@ def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     source = parse_path(arguments.source)
     # Under sudo, too, the command is root's: other than a mount it is used at once, by who asked.
-    user = resolve_user(_words_of(arguments).user, {})
+    user = resolve_user(_words_of(arguments, environ).user, {})
+    for name in RUN_FLAGS:
+        if flag_of_run(environ, None if user.uid == os.geteuid() else user.name, name):
+            setattr(arguments, name, True)
     report = None if arguments.json is None else _open_report(parse_path(arguments.json))
     began = time.monotonic()
     reason = None
     view = View("none", lambda: None)
     try:
         view = _view_of(arguments, source, user, environ)
-    except (MonarchError, OSError) as error:
+    except EmptySource:
+        raise
+    except Exception as error:
+        # Nothing of ours keeps the command from running.
         if arguments.strict:
             raise
-        reason = str(error)
+        if isinstance(error, UsageError):
+            check_exists(source, user, _LOOK_SECONDS)
+        expected = isinstance(error, (MonarchError, OSError))
+        reason = str(error) if expected else f"unexpected {error!r}"
         _warn(source, reason)
-    code = run_child(
-        arguments.argv, partial(_prepare, view, user, source, arguments.strict), _complain
-    )
+    about = {"source": source, "view": view.kind, "reason": reason}
+    prepare = partial(_prepare, view, user, source, arguments.strict)
+    code = run_child(arguments.argv, prepare, complain)
     seconds = round(time.monotonic() - began, 3)
+    try:
+        _end(view, arguments, report, {**about, "exit_code": code, "seconds": seconds})
+    except Exception as error:  # noqa: BLE001 - it is over: only its own exit code counts
+        complain(f"nothing can be reported of {source}: {error!r}", 0)
+    return code
+
+
+def _end(
+    view: View, arguments: argparse.Namespace, report: int | None, result: dict[str, Any]
+) -> None:
+    """Lets go of the mount, and says what was asked for."""
     status = None
     if view.control is not None and (arguments.report or report is not None):
         status = _status(view)
     if view.hold is not None:
         view.hold.close()
     if arguments.report:
-        _complain(_summary(source, status), 0)
+        complain(_summary(result["source"], status), 0)
     if report is not None:
-        _write_report(
-            report,
-            {
-                "source": source,
-                "view": view.kind,
-                "reason": reason,
-                "exit_code": code,
-                "seconds": seconds,
-                "status": status,
-            },
-        )
-    return code
+        _write_report(report, {**result, "status": status})
 
 
-def _words_of(arguments: argparse.Namespace) -> Settings:
+def _words_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
     """The settings that the user named, without the machine's file: raises UsageError for them."""
-    return merge(
-        {} if arguments.config is None else from_file(parse_path(arguments.config)),
-        from_mount_options(arguments.options or ()),
-        from_flags({name: getattr(arguments, name) for name in _NAMES}),
-    )
+    named, own = config_and_personal(arguments, environ)
+    file = {} if named is None else from_file(parse_path(named))
+    return merge(own.home if named is None else file, own.environment, *words_of(arguments, _NAMES))
 
 
 def _view_of(
     arguments: argparse.Namespace, source: str, user: User, environ: Mapping[str, str]
 ) -> View:
-    settings = replace(settings_from(arguments, _NAMES), foreground=False)
+    settings = replace(settings_from(arguments, _NAMES, environ=environ), foreground=False)
     deadline = time.monotonic() + settings.start_timeout_seconds
     real = _resolved(source, settings.start_timeout_seconds)
     found = _existing(real, user, environ)
@@ -122,6 +138,7 @@ def _view_of(
         assert found.registered is not None
         enter = partial(_enter_existing, found.mountpoint, real)
         return View("existing", enter, found.registered.socket_path, found.registered.owner_uid)
+    _check_filled(real, user, settings)
     places = default_places(os.geteuid(), environ, path_is_remote)
     stem = stem_of(places, real, user, environ)
     others = find_private(lambda _: [places.runtime_dir])
@@ -130,8 +147,19 @@ def _view_of(
     except MonarchError as error:
         raise _better_reason(error, real, user, others) from None
     if not hold.same_settings:
-        _complain(f"{source} is mounted already for this job: with the options of that mount", 0)
+        complain(f"{source} is mounted already for this job: with the options of that mount", 0)
     return View("own", partial(join, hold.spaces), hold.control, hold.owner_uid, hold)
+
+
+def _check_filled(source: str, user: User, settings: Settings) -> None:
+    """The keeper of the mount has nowhere to say it."""
+    found = probe_source(source, user, settings.start_timeout_seconds)
+    os.close(found.descriptor)
+    complaint = complaint_of_empty(found)
+    if settings.require_files:
+        check_filled(found)
+    elif complaint is not None:
+        complain(complaint, 0)
 
 
 def _better_reason(
@@ -186,14 +214,14 @@ def _prepare(view: View, user: User, source: str, strict: bool) -> None:
         view.enter()
     except (MonarchError, OSError) as error:
         if strict:
-            raise SystemExit(_complain(f"cannot show the cached view: {error}", 1)) from None
+            raise SystemExit(complain(f"cannot show the cached view: {error}", 1)) from None
         _warn(source, str(error))
     # By name: what lies below the source is to be that of the mount. Root may enter directories
     # that the user may not, and the user a mount that root may not.
     there = path is not None and _go_to(path)
     become(user)
     if not there and not (path is not None and _go_to(path)) and not _go_to(here):
-        _complain("the working directory cannot be entered: / is used instead", 0)
+        complain("the working directory cannot be entered: / is used instead", 0)
         os.chdir("/")
 
 
@@ -206,22 +234,14 @@ def _go_to(directory: str | int) -> bool:
 
 
 def _warn(source: str, reason: str) -> None:
-    _complain(f"{source} is read without a cache: {reason}", 0)
-
-
-def _complain(message: str, code: int) -> int:
-    """Prints a line on standard error and returns ``code``. That nobody reads it, or that it is
-    full, is not to change what becomes of the command."""
-    with suppress(OSError):
-        complain(message, code)
-    return code
+    complain(f"{source} is read without a cache: {reason}", 0)
 
 
 def _status(view: View) -> dict[str, Any] | None:
     assert view.control is not None
     try:
         with Connection(view.control, _STATUS_SECONDS) as connection:
-            if connection.peer_uid not in (0, view.owner_uid):
+            if connection.peer_uid != view.owner_uid:
                 return None
             return connection.request({"command": "status"}, _STATUS_SECONDS)
     except OperationError:
@@ -262,4 +282,4 @@ def _write_report(descriptor: int, result: Mapping[str, Any]) -> None:
                 os.ftruncate(descriptor, 0)
             file.write(json.dumps(result) + "\n")
     except OSError as error:
-        _complain(f"the report cannot be written: {error.strerror}", 0)
+        complain(f"the report cannot be written: {error.strerror}", 0)

@@ -31,7 +31,8 @@ _LEAST_WATCH_SECONDS = 0.1
 _MOST_WATCH_SECONDS = 86400.0
 _NOT_WELL = ("dead", "unknown", "silent", "down", "worker not answering")
 _HEADINGS = ["MOUNT POINT", "SOURCE", "STATE", "RESIDENT", "LOCAL", "USED"]
-_APART = ("error", "last_death")
+_PRIVATE = "not visible in this mount namespace"
+_APART = ("error", "last_death", "retry_seconds")
 _LABELS = {
     "files": "files",
     "source_io": "source",
@@ -130,8 +131,9 @@ def report_of(found: Found, deadline: float | None = None) -> Report:
     silent = {"source": found.source, "mountpoint": found.mountpoint, "private": found.private}
     remedy = f"clear it with monarchfs umount {found.mountpoint}"
     if found.registered is None:
-        # Another container's, perhaps, or one whose runtime directory was emptied.
-        return {**silent, "state": "unknown", "error": f"no daemon is known for it: {remedy}"}
+        # Its runtime directory is another container's, perhaps, or was emptied.
+        error = f"no daemon can be seen from here; if the mount does not answer either, {remedy}"
+        return {**silent, "state": "unknown", "error": error}
     if not found.supervisor_alive:
         return {**silent, "state": "dead", "error": f"its daemon is dead: {remedy}"}
     left = _ANSWER_SECONDS if deadline is None else deadline - time.monotonic()
@@ -195,7 +197,7 @@ def _lines(report: Report) -> Iterator[str]:
     worker = report.get("worker")
     of_worker = worker.get("error") if isinstance(worker, Mapping) else None
     state = [printable(report[key]) for key in ("state", "data_path", "error") if report.get(key)]
-    state += ["private"] if report.get("private") else []
+    state += [f"private ({_PRIVATE})"] if report.get("private") else []
     yield _line("state", ", ".join([*state, *([printable(of_worker)] if of_worker else [])]))
     if report.get("age_seconds", 0) and report.get("state") != "serving":
         yield _line("", f"what follows is {format_seconds(report['age_seconds'])} old")

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from monarchfs.escaping import printable as printable
+
 SPARKS = "▁▂▃▄▅▆▇█"
 ASCII_SPARKS = "_.:-=+*#"
-
-
-def printable(value: object) -> str:
-    """``value`` on one line that does nothing to a terminal: a path may hold line breaks, escape
-    sequences and bytes that are no text."""
-    text = str(value).encode(errors="backslashreplace").decode()
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def format_count(count: float) -> str:

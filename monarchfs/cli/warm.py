@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from monarchfs.cli.ask import add, ask, batches, mount_and_paths
 from monarchfs.cli.progress import Progress
+from monarchfs.cli.text import printable
 from monarchfs.types import OperationError, UsageError
 from monarchfs.units import format_bytes, format_seconds
 
@@ -29,7 +30,7 @@ _RATE_SECONDS = 10.0
 
 def warm_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """1 if something failed or, with ``--check``, is not resident. Raises UsageError,
-    OperationError."""
+    OperationError, and KeyboardInterrupt that says what goes on."""
     if arguments.check and (arguments.wait or arguments.metadata):
         raise UsageError("--check only looks: leave out --wait and --metadata")
     what = "check" if arguments.check else "metadata" if arguments.metadata else "copy"
@@ -47,20 +48,16 @@ def warm_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
                 total = add(total, ask(found, {**request, "paths": batch}, tell))
     except KeyboardInterrupt:
         goes_on = "" if arguments.check else f" the waiting; {_goes_on(found.mountpoint)}"
-        raise OperationError(f"interrupted{goes_on}") from None
+        raise KeyboardInterrupt(f"interrupted{goes_on}") from None
     total.pop("ended", None)
     if arguments.json:
         print(json.dumps({"waited": waits, "what": what, **(total if waits else {})}))
     elif not waits:
         what_is = "all of it" if paths == [""] else paths[0] if len(paths) == 1 else "these paths"
-        print(f"warming {_printable(what_is)}: {_goes_on(found.mountpoint)}")
+        print(printable(f"warming {what_is}: {_goes_on(found.mountpoint)}"))
     else:
         print("\n".join(summary(what, total)))
     return _result(arguments, total)
-
-
-def _printable(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _goes_on(mountpoint: str) -> str:

@@ -193,7 +193,8 @@ def _wake_ups(look: Look, interval: float) -> Iterator[tuple[int, _Sampler]]:
     before: dict[signal.Signals, Any] = {}
     old_wake_up = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for caught in (signal.SIGWINCH, signal.SIGCONT, signal.SIGINT, *_ENDING):
-        before[caught] = signal.signal(caught, _nothing)
+        if signal.getsignal(caught) is not signal.SIG_IGN:  # nohup(1)
+            before[caught] = signal.signal(caught, _nothing)
     sampler = _Sampler(look, interval, writing)
     try:
         yield reading, sampler

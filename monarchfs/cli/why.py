@@ -12,6 +12,7 @@ from typing import Any
 
 from monarchfs.cli.ask import ask, batches, below
 from monarchfs.cli.progress import Progress
+from monarchfs.cli.text import printable
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.config.values import parse_path
 from monarchfs.fuse.mountinfo import split_below
@@ -40,7 +41,7 @@ def why_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
         return int(bool(errors))
     known = [report for report in reports if "error" not in report]
     if known:
-        print("\n".join(line for report in known for line in describe(report)))
+        print("\n".join(printable(line) for report in known for line in describe(report)))
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise OperationError(f"{errors[0]}{more}")
@@ -82,7 +83,7 @@ def _reports(found: Found, paths: list[str]) -> Iterator[dict[str, Any]]:
 
 def describe(report: Mapping[str, Any]) -> Iterator[str]:
     """A report as text: what is so, then what goes with it, indented."""
-    path = str(report["path"]).encode(errors="backslashreplace").decode()
+    path = report["path"]
     if report.get("type") == "directory":
         yield f"{path}: {_of(report)} resident"
         yield from _of_directory(report)

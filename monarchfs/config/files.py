@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import sys
-from typing import Any
+from typing import Any, BinaryIO
 
 from monarchfs.config.settings import PARSERS, Layer, nearest, parse_value
 from monarchfs.types import UsageError
@@ -26,10 +26,15 @@ def from_file(path: str) -> Layer:
     """The layer that a TOML file makes. Raises UsageError for what it cannot take."""
     try:
         with open(path, "rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
+            content = read_limited(file)
     except OSError as error:
         raise _unreadable(path, error) from None
-    return _from_bytes(path, content)
+    return from_content(path, content)
+
+
+def read_limited(file: BinaryIO) -> bytes:
+    """What `from_content` takes of a file; a byte too much of one that is too large."""
+    return file.read(_LARGEST_FILE + 1)
 
 
 def from_system_file(path: str = SYSTEM_FILE) -> Layer:
@@ -40,7 +45,7 @@ def from_system_file(path: str = SYSTEM_FILE) -> Layer:
     does not map root, it has another number.
     """
     content = read_trusted(path)
-    return {} if content is None else _from_bytes(path, content)
+    return {} if content is None else from_content(path, content)
 
 
 def read_trusted(path: str) -> bytes | None:
@@ -59,7 +64,7 @@ def read_trusted(path: str) -> bytes | None:
                     f"configuration {path} can be written by others: chmod 644 {path}, or name"
                     " another with --config"
                 )
-            return file.read(_LARGEST_FILE + 1)
+            return read_limited(file)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -95,7 +100,8 @@ def _parsed(path: str, content: bytes) -> tuple[dict[str, Any], str]:
     return table, text
 
 
-def _from_bytes(path: str, content: bytes) -> Layer:
+def from_content(path: str, content: bytes) -> Layer:
+    """The layer of a file's content. Raises UsageError, with file, line and key."""
     table, text = _parsed(path, content)
     layer: dict[str, object] = {}
     for name, value in table.items():

@@ -61,10 +61,12 @@ DEFAULT_FRESHNESS = Freshness()
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """A tier as the user named it: the dataset's own directory lies below ``path``."""
+    """A tier as the user named it. The dataset's own directory below ``path`` is called
+    ``directory``, once the supervisor has opened it."""
 
     path: str
     size: TierSize
+    directory: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class User:
 class Config:
     """One mount. All paths are absolute; ``source`` and ``mountpoint`` have no symbolic links.
 
-    ``dataset_id`` names the dataset's directory inside each tier. ``runtime_dir`` holds the
+    ``dataset_id`` is a short name of what the user sees of the source. ``runtime_dir`` holds the
     control socket. ``source_deadline_seconds`` is how long a revalidation may take before what is
     known is served instead (freshness ``ttl``). ``reserve_percent`` of each tier's file system is
     never used. ``prefetch_list`` is set in mode FILE only. ``scrub_bytes_per_second`` is how fast
@@ -135,7 +137,13 @@ class Config:
         """The Config that `to_json` wrote; raises KeyError, TypeError or ValueError otherwise."""
         fields: dict[str, Any] = json.loads(text)
         fields["tiers"] = tuple(
-            TierSpec(tier["path"], TierSize(**tier["size"])) for tier in fields["tiers"]
+            TierSpec(
+                tier["path"],
+                TierSize(**tier["size"]),
+                # A supervisor of an earlier release names it as the dataset.
+                tier.get("directory", fields["dataset_id"]),
+            )
+            for tier in fields["tiers"]
         )
         user = fields["user"]
         fields["user"] = User(user["name"], user["uid"], user["gid"], tuple(user["groups"]))

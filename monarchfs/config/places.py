@@ -5,8 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import pwd
+import re
+import secrets
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 
 from monarchfs.config.model import Config, TierSpec, User
 from monarchfs.config.settings import Settings
@@ -15,6 +20,8 @@ from monarchfs.types import TierSize, UsageError
 ROOT_CACHE_DIR = "/var/cache/monarchfs"
 ROOT_RUNTIME_DIR = "/run/monarchfs"
 DEFAULT_TIER_SIZE = TierSize(percent=50.0)
+_TEMPORARY = "/tmp"
+_MOST_OWN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,7 @@ def default_places(
     exist yet) lies on a network file system, as homes on a cluster do."""
     if _owns_the_system(uid):
         return Places(ROOT_CACHE_DIR, ROOT_RUNTIME_DIR)
-    temporary = os.path.join(_absolute(environ.get("TMPDIR")) or "/tmp", f"monarchfs-{uid}")
+    temporary = own_directory(_absolute(environ.get("TMPDIR")) or _TEMPORARY, uid)
     home = _absolute(environ.get("HOME")) or _home_of(uid)
     cache_home = _absolute(environ.get("XDG_CACHE_HOME")) or (home and os.path.join(home, ".cache"))
     cache_dir = temporary
@@ -46,9 +53,49 @@ def runtime_dir_of(uid: int, environ: Mapping[str, str]) -> str:
     if _owns_the_system(uid):
         return ROOT_RUNTIME_DIR
     runtime = _absolute(environ.get("XDG_RUNTIME_DIR"))
-    if runtime and os.path.isdir(runtime):
+    if runtime and os.path.isdir(runtime) and os.stat(runtime).st_uid in (0, uid):
         return os.path.join(runtime, "monarchfs")
-    return f"/tmp/monarchfs-{uid}/run"
+    return os.path.join(own_directory(_TEMPORARY, uid), "run")
+
+
+def own_directory(parent: str, uid: int) -> str:
+    """The directory that ``uid`` keeps in one to which everybody may write; it may be missing.
+
+    Where somebody else has taken its name first, it is called by a random number as well, which
+    nobody knows before it is made; `own_directories` finds it again.
+    """
+    usual = os.path.join(parent, f"monarchfs-{uid}")
+    try:
+        taken = os.lstat(usual).st_uid != uid
+    except OSError:
+        taken = False
+    if not taken:
+        return usual
+    return next(iter(own_directories(parent, uid)), f"{usual}.{_random_suffix()}")
+
+
+def own_directories(parent: str, uid: int) -> list[str]:
+    """Those of ``uid`` beside the usual one, by name."""
+    name = re.compile(rf"monarchfs-{uid}\.[0-9a-f]{{16}}")
+    try:
+        found = [os.path.join(parent, one) for one in os.listdir(parent) if name.fullmatch(one)]
+    except OSError:
+        return []
+    return list(islice((path for path in sorted(found) if _is_own(path, uid)), _MOST_OWN))
+
+
+def _is_own(path: str, uid: int) -> bool:
+    try:
+        st = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(st.st_mode) and st.st_uid == uid and not st.st_mode & 0o022
+
+
+@lru_cache(maxsize=1)
+def _random_suffix() -> str:
+    """One for all that this process makes."""
+    return secrets.token_hex(8)
 
 
 def runtime_dirs_to_search(uid: int, environ: Mapping[str, str], mount_uids: set[int]) -> list[str]:
@@ -56,8 +103,9 @@ def runtime_dirs_to_search(uid: int, environ: Mapping[str, str], mount_uids: set
     owners of the mounts there are. Another user's $XDG_RUNTIME_DIR is where pam_systemd puts it."""
     dirs = [runtime_dir_of(uid, environ), ROOT_RUNTIME_DIR]
     for owner in sorted(mount_uids if uid == 0 else {uid}):
-        if owner != 0:
-            dirs += [f"/run/user/{owner}/monarchfs", f"/tmp/monarchfs-{owner}/run"]
+        if owner != 0 or not _owns_the_system(owner):
+            dirs += [f"/run/user/{owner}/monarchfs", f"{_TEMPORARY}/monarchfs-{owner}/run"]
+            dirs += [os.path.join(own, "run") for own in own_directories(_TEMPORARY, owner)]
     return list(dict.fromkeys(dirs))
 
 

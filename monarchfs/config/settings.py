@@ -38,6 +38,7 @@ class Settings:
     user: str | None = None
     allow_other: bool = False
     noexec: bool = False
+    require_files: bool = False
     foreground: bool = False
     log_file: str | None = None
     log_level: str = "info"
@@ -67,6 +68,7 @@ PARSERS: Mapping[str, Callable[[object], object]] = {
     "user": values.parse_name,
     "allow_other": values.parse_flag,
     "noexec": values.parse_flag,
+    "require_files": values.parse_flag,
     "foreground": values.parse_flag,
     "log_file": values.parse_path,
     "log_level": values.parse_log_level,

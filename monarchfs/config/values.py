@@ -26,6 +26,10 @@ _SIZE = re.compile(
 )
 _EXPONENT = {"": 0, "B": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 _LARGEST_SIZE = 1 << 63
+_LEAST_TIER_BYTES = 64 << 10
+_LEAST_PLAIN_BYTES = 1 << 20
+"""What a number without a unit has to be: less was meant to be so many gigabytes, say."""
+_LEAST_RATE = 1 << 10
 _INTERVAL = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[smhdw]?)")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _LONGEST_INTERVAL = 366 * 86400
@@ -60,9 +64,20 @@ def parse_tier(value: object) -> TierSpec:
     if not equals or not path:
         raise UsageError(f"tier '{text}' has no size: write it as PATH=SIZE, as in /scratch=500G")
     try:
-        return TierSpec(os.path.abspath(path), parse_size(size))
+        return TierSpec(os.path.abspath(path), _tier_size(size))
     except UsageError as error:
         raise UsageError(f"tier {path}: {error}") from None
+
+
+def _tier_size(text: str) -> TierSize:
+    size = parse_size(text)
+    if size.bytes is not None:
+        plain = text.strip().isdecimal()
+        if plain and size.bytes < _LEAST_PLAIN_BYTES:
+            raise UsageError(f"{size.bytes} means bytes: write a unit, as in {size.bytes}G")
+        if size.bytes < _LEAST_TIER_BYTES:
+            raise UsageError(f"'{text}' holds next to nothing: write a size like 500M or 16G")
+    return size
 
 
 def parse_tiers(value: object) -> tuple[TierSpec, ...]:
@@ -78,7 +93,7 @@ def parse_tiers(value: object) -> tuple[TierSpec, ...]:
 
 
 def parse_freshness(value: object) -> Freshness:
-    """``immutable``, ``open`` or ``ttl=SECONDS``."""
+    """``immutable``, ``open`` or ``ttl=TIME`` (seconds, or as in ``1h``)."""
     text = _text(value).strip()
     mode, equals, seconds = text.partition("=")
     if not equals and mode in (FreshnessMode.IMMUTABLE.value, FreshnessMode.OPEN.value):
@@ -154,10 +169,15 @@ def parse_nice(value: object) -> int:
 
 
 def parse_seconds(value: object) -> float:
-    """A number of seconds, 0 or more."""
+    """A number of seconds, 0 or more, or a time with a unit, as ``90s``, ``10m`` or ``1h``."""
     seconds = _number(value)
-    if seconds is None or seconds < 0:
-        raise UsageError(f"'{_text(value)}' is not a time: use a number of seconds, as in 60")
+    if seconds is None:
+        match = _INTERVAL.fullmatch(_text(value).strip().lower())
+        seconds = None if match is None else float(match["number"]) * _SECONDS[match["unit"]]
+    if seconds is None or not 0 <= seconds < math.inf:
+        raise UsageError(
+            f"'{_text(value)}' is not a time: use a number of seconds, as in 60, or 10m or 1h"
+        )
     return seconds
 
 
@@ -201,6 +221,8 @@ def parse_rate(value: object) -> int:
         return 0
     match = _SIZE.fullmatch(text)
     rate = 0 if match is None or match["unit"] == "%" else _bytes_of(match)
+    if 0 < rate < _LEAST_RATE and text.isdecimal():
+        raise UsageError(f"{rate} means bytes per second: write a unit, as in {rate}M")
     if not 0 < rate < _LARGEST_SIZE:
         raise UsageError(
             f"'{_text(value)}' is not a rate: write it like 20M (bytes per second), or off"

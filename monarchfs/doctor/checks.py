@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
-Value = str | int | float | bool | None
+Value = str | int | float | bool | list[str] | None
 
 
 class State(Enum):

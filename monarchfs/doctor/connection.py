@@ -38,11 +38,15 @@ def ask_kernel() -> InitFlag:
         fd = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise OperationError(f"cannot open {DEVICE}: {error.strerror}") from None
-    flags = ctypes.c_ulong(_MS_REC | _MS_PRIVATE)
-    _checked(libc.mount(b"none", b"/", None, flags, None), "leave the mounts of others alone")
+    target = b"/tmp" if os.path.isdir("/tmp") else b"/"
+    private = ctypes.c_ulong(_MS_REC | _MS_PRIVATE)
+    if libc.mount(b"none", b"/", None, private, None) != 0:
+        # mount(2): EINVAL where the root directory is no mount point (chroot). /proc is one.
+        target = b"/proc/self"
+        private = ctypes.c_ulong(_MS_PRIVATE)
+        _checked(libc.mount(b"none", b"/proc", None, private, None), "leave mounts of others alone")
     options = b"fd=%d,rootmode=40000,user_id=0,group_id=0" % fd
     flags = ctypes.c_ulong(MS_RDONLY | MS_NOSUID | MS_NODEV)
-    target = b"/tmp" if os.path.isdir("/tmp") else b"/"
     _checked(libc.mount(TRIAL_NAME.encode(), target, b"fuse", flags, options), "mount")
     poll = select.poll()
     poll.register(fd, select.POLLIN)

@@ -13,12 +13,11 @@ from monarchfs.config.places import Places
 from monarchfs.doctor.checks import Check, State, Value, from_error
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
 from monarchfs.supervisor.lock import LOCK, Holder, read_holder
-from monarchfs.supervisor.recover import Found, find_all
+from monarchfs.supervisor.recover import Found, find_all, find_private
 from monarchfs.supervisor.registration import check_runtime_dir
 from monarchfs.types import MonarchError
 
 _CONNECT_SECONDS = 1.0
-_DATASET = re.compile(r"[0-9a-f]{16}")
 _PLACE = re.compile(r"\b([0-9a-f]+):([0-9a-f]+):(\d+) ")
 
 Search = Callable[[set[int]], Iterable[str]]
@@ -34,7 +33,7 @@ def runtime_dir(path: str) -> list[Check]:
 
 def mounts(search: Search) -> list[Check]:
     """Looks at the table of mounts and at registrations; no mount itself is touched."""
-    return judge_mounts(find_all(search))
+    return judge_mounts([*find_all(search), *find_private(search)])
 
 
 def judge_mounts(found: Sequence[Found]) -> list[Check]:
@@ -42,13 +41,19 @@ def judge_mounts(found: Sequence[Found]) -> list[Check]:
     for one in found:
         if one.supervisor_alive:
             continue
-        known = "its daemon is dead" if one.registered else "no daemon is known for it"
-        detail = f"the mount on {one.mountpoint} is stale: {known}"
         remedy = f"monarchfs umount {one.mountpoint}"
+        if one.registered is not None:
+            detail = f"the mount on {one.mountpoint} is stale: its daemon is dead"
+        else:
+            # It may be in another container, and serve.
+            detail = f"no daemon of the mount on {one.mountpoint} can be seen from here"
+            remedy = f"if it does not answer: {remedy}"
         numbers: dict[str, Value] = {"mountpoint": one.mountpoint}
         checks.append(Check("stale_mount", State.WARNING, detail, remedy, numbers))
     alive = len(found) - len(checks)
+    hidden = sum(one.private for one in found)
     text = "none" if not found else f"{alive} alive, {len(checks)} stale"
+    text += f"; {hidden} of them not visible in this mount namespace" if hidden else ""
     return [Check("mounts", State.OK, text, "", {"alive": alive, "stale": len(checks)}), *checks]
 
 
@@ -130,11 +135,8 @@ def judge_caches(kept: Sequence[tuple[str, Holder]], exists: Callable[[str], boo
     for path, holder in kept:
         if exists(holder.source):
             continue
-        # The file is the user's: root is not to be told to remove whatever it names.
-        known = holder.dataset_id if _DATASET.fullmatch(holder.dataset_id) else None
-        replicas = [os.path.join(tier, known) for tier in holder.tiers if known]
         detail = f"{path} is the cache of {holder.source}, which is not there"
-        remedy = f"if it will not come back: rm -r {shlex.join([path, *replicas])}"
+        remedy = f"if it will not come back: monarchfs cache remove {shlex.quote(path)}"
         checks.append(Check("orphan", State.WARNING, detail, remedy, {"path": path}))
     if kept:
         text = f"{len(kept)} kept for later mounts, {len(checks)} of a source that is not there"

@@ -15,7 +15,7 @@ from monarchfs.fuse.mountinfo import (
     resolve_mountpoint,
 )
 from monarchfs.plan.times import RELAY_BYTES_PER_SECOND
-from monarchfs.supervisor.probe import probe_source
+from monarchfs.supervisor.probe import complaint_of_empty, probe_source
 from monarchfs.types import MonarchError, UsageError
 
 OFTEN_PURGED = frozenset(
@@ -34,6 +34,10 @@ def source(path: str, user: User, seconds: float, *, touches: bool) -> list[Chec
         refuse_ours(found.path)
     except MonarchError as error:
         return [from_error("source", error)]
+    complaint = complaint_of_empty(found)
+    if complaint is not None:
+        numbers: dict[str, Value] = {"path": found.path}
+        return [Check("source", State.WARNING, complaint, "mount it, or name another", numbers)]
     mount = mount_of(found.path)
     if mount is None:
         detail = f"{found.path} is on a file system that the table of mounts does not have"

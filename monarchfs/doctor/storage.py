@@ -10,7 +10,7 @@ from monarchfs.config import Config, TierSpec
 from monarchfs.doctor.checks import Check, State, Value, from_error
 from monarchfs.fuse.mountinfo import Mount, mount_of, read_mountinfo
 from monarchfs.memory import Headroom, MemoryProbe
-from monarchfs.supervisor.storage import Directory, check_directory, directories_of
+from monarchfs.supervisor.storage import Directory, check_directory, check_size, directories_of
 from monarchfs.types import MonarchError, OperationError, Space, TierSize, UsageError
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -102,6 +102,7 @@ def check_and_look(spec: TierSpec, config: Config, cache_dir: str) -> Place:
             f"tier {spec.path} is on a file system that holds no files ({place.fstype}): name"
             " another --tier"
         )
+    check_size(spec, place.existing)
     return place
 
 

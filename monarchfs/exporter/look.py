@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from itertools import islice
 from monarchfs.config.places import ROOT_RUNTIME_DIR
 from monarchfs.control import MOST_REQUEST_BYTES, decode_registration, encode_message
 from monarchfs.exporter.jobs import jobs_in, way_to_jobs
-from monarchfs.fuse.mountinfo import read_mountinfo
+from monarchfs.fuse.mountinfo import mount_id, read_mountinfo
 
 MOST_OF_ROOT = 512
 MOST_OF_A_USER = 16
@@ -33,7 +34,8 @@ QUESTION = encode_message({"command": "metrics"})
 
 _MOST_NAMES = 4096
 _NAME = re.compile(r"([0-9a-f]{24})\.json")
-_UID = re.compile(r"0|[1-9][0-9]{0,9}")
+_UID = re.compile(r"(0|[1-9][0-9]{0,9})(?:\.[0-9a-f]{16})?")
+"""The end of a user's directory's name; in /tmp it may have a random number (`config.places`)."""
 _PLACE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -78,13 +80,16 @@ class Look:
     def sights(self) -> Iterator[Sight]:
         """All registered mounts, one at a time; what goes away meanwhile is passed over."""
         left = MOST_IN_ALL
+        looked_at: Counter[int] = Counter()
         for owner, path, directory in self._directories():
             with ExitStack() as closing:
                 closing.callback(os.close, directory)
-                most = min(left, MOST_OF_ROOT if owner == 0 else MOST_OF_A_USER)
+                limit = MOST_OF_ROOT if owner == 0 else MOST_OF_A_USER
+                most = min(left, limit - looked_at[owner])
                 stems = _stems(directory)
                 self.left_off += max(0, len(stems) - most)
                 left -= len(stems[:most])
+                looked_at[owner] += len(stems[:most])
                 for stem in stems[:most]:
                     sight = _sight(directory, path, stem, owner)
                     if sight is not None:
@@ -115,8 +120,8 @@ def _plain(path: str, owner: int) -> Iterator[tuple[int, str, int]]:
 def _of_users(
     root: str, prefix: str, name: str, other_mounts: set[int]
 ) -> Iterator[tuple[int, str, int]]:
-    """``ROOT/PREFIXuid/NAME`` where both belong to that uid. The directory of the uid may be one of
-    ``other_mounts``."""
+    """``ROOT/PREFIXuid/NAME``, or with ``uid.RANDOM``, where both belong to that uid. The directory
+    of the uid may be one of ``other_mounts``."""
     try:
         top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -124,15 +129,20 @@ def _of_users(
     with ExitStack() as closing:
         closing.callback(os.close, top)
         with os.scandir(top) as entries:
-            uids = [e.name.removeprefix(prefix) for e in entries if e.name.startswith(prefix)]
-        for uid in sorted(filter(_UID.fullmatch, uids)):
+            ends = [e.name.removeprefix(prefix) for e in entries if e.name.startswith(prefix)]
+        seen: Counter[int] = Counter()
+        for match in filter(None, map(_UID.fullmatch, sorted(ends))):
+            uid, user = int(match[1]), prefix + match[0]
+            if seen[uid] >= MOST_OF_A_USER:
+                continue
             try:
-                with _step(top, prefix + uid, os.O_DIRECTORY, other_mounts) as above:
-                    if not _private(above, int(uid)):
+                with _step(top, user, os.O_DIRECTORY, other_mounts) as above:
+                    if not _private(above, uid):
                         continue
                     with _step(above, name, os.O_DIRECTORY) as directory:
-                        if _private(directory, int(uid)):
-                            yield int(uid), f"{root}/{prefix}{uid}/{name}", os.dup(directory)
+                        if _private(directory, uid):
+                            seen[uid] += 1
+                            yield uid, f"{root}/{user}/{name}", os.dup(directory)
             except OSError:
                 continue
 
@@ -145,21 +155,12 @@ def _step(
     before anything is asked of it."""
     place = os.open(name, _PLACE | flags, dir_fd=directory)
     try:
-        mount = _mount_id(place)
-        if mount != _mount_id(directory) and mount not in (other_mounts or ()):
+        mount = mount_id(place)
+        if mount != mount_id(directory) and mount not in (other_mounts or ()):
             raise OSError(errno.EXDEV, "something is mounted there")
         yield place
     finally:
         os.close(place)
-
-
-def _mount_id(descriptor: int) -> int:
-    """In which mount it is (proc_pid_fdinfo(5)): the kernel alone is asked."""
-    with open(f"/proc/self/fdinfo/{descriptor}", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("mnt_id:"):
-                return int(line.split()[1])
-    raise OSError(errno.ENOSYS, "the kernel names no mount")
 
 
 def _private(directory: int, owner: int) -> bool:

@@ -310,6 +310,7 @@ def _name_of(uid: int) -> str:
 
 
 async def _run(channel: socket.socket, listener: socket.socket | None, own_uid: int | None) -> int:
+    code = 0
     async with trio.open_nursery() as nursery:
         node = Node(channel, nursery, own_uid)
 
@@ -322,9 +323,20 @@ async def _run(channel: socket.socket, listener: socket.socket | None, own_uid: 
         if listener is not None:
             await serve(listener, node.page, CONTENT_TYPE)
         else:
-            sys.stdout.buffer.write(await node.page())
-            sys.stdout.flush()
+            code = _print(await node.page())
         nursery.cancel_scope.cancel()
+    return code
+
+
+def _print(page: bytes) -> int:
+    """0, or the errno with which standard output took it not; a reader who left is no error."""
+    try:
+        sys.stdout.buffer.write(page)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return 0
+    except OSError as error:
+        return error.errno or 1
     return 0
 
 
@@ -332,5 +344,5 @@ def serve_node(
     channel: socket.socket, *, listener: socket.socket | None, own_uid: int | None
 ) -> int:
     """Serves the page on ``listener`` until the broker is gone, or writes it to standard output
-    once, where there is none; the exit code."""
+    once, where there is none; the exit code, an errno where that cannot be written."""
     return trio.run(_run, channel, listener, own_uid)

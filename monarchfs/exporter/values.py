@@ -76,7 +76,7 @@ def _requests(worker: Worker) -> Values:
         names.REQUEST_DURATION: list(_request_durations(metrics.requests)),
         names.REQUEST_ERRORS: _labelled(metrics.request_errors.by_name.items()),
         names.REQUESTS_INTERRUPTED: [((), metrics.interrupted_requests)],
-        names.REQUESTS_WAITING: [((), worker.interrupts.waiting)],
+        names.REQUESTS_WAITING: [((), worker.requests_waiting)],
     }
 
 
@@ -101,6 +101,7 @@ def _source(worker: Worker) -> Values:
         names.SOURCE_ERRORS: _labelled(counters.errors_by.by_name.items()),
         names.SOURCE_CALLS_ACTIVE: _labelled((n, len(lane.running)) for n, lane in lanes),
         names.SOURCE_CALLS_STUCK: [((), counters.stuck)],
+        names.SOURCE_CLOSING: [((), worker.source.releases.pending)],
         names.SOURCE_OLDEST_CALL: _labelled((n, lane.oldest_seconds()) for n, lane in lanes),
     }
 

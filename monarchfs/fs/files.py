@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -24,7 +26,7 @@ from monarchfs.types import (
     Node,
     ReplicaState,
     SourceChanged,
-    SourceVersion,
+    SourceStat,
 )
 
 __all__ = ["FileHandle", "Files", "OpenReplica", "Unfinished", "UnfinishedReads"]
@@ -33,6 +35,9 @@ log = logging.getLogger(__name__)
 
 YOUNG_KEPT = 10_000
 """Inodes of which is remembered that they were opened in the tick of their last change."""
+
+MAPS_DIRECT = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 6)
+"""Whether files that are opened with direct I/O can be mapped (FUSE_DIRECT_IO_ALLOW_MMAP)."""
 
 
 class Unfinished(Protocol):
@@ -65,7 +70,7 @@ class Unfinished(Protocol):
 
     async def read(self, offset: int, size: int) -> Data: ...
 
-    async def current(self) -> SourceVersion:
+    async def current(self) -> SourceStat:
         """What the source has now under the descriptor that is read. Raises as ``read``."""
 
     def outdated(self) -> None:
@@ -93,12 +98,15 @@ class Copies(Protocol):
 
     async def open(self, node: Node, *, to_copy: bool = False) -> Unfinished: ...
 
+    async def open_as_is(self, node: Node) -> Unfinished: ...
+
 
 class FileHandle:
-    """One open of one file. Constant: ino, and ``keep_cache``, whether what the kernel has of it
-    in its page cache may be kept. Changing: where its bytes come from."""
+    """One open of one file. Constant: ino; ``keep_cache``, whether what the kernel has of it in its
+    page cache may be kept; ``direct``, whether reads are not to go through that at all. Changing:
+    where its bytes come from."""
 
-    __slots__ = ("_files", "_replica", "_unfinished", "ino", "keep_cache")
+    __slots__ = ("_files", "_replica", "_unfinished", "direct", "ino", "keep_cache")
 
     def __init__(
         self,
@@ -107,9 +115,11 @@ class FileHandle:
         replica: OpenReplica | None,
         unfinished: Unfinished | None,
         keep_cache: bool,
+        direct: bool = False,
     ) -> None:
         self.ino = ino
         self.keep_cache = keep_cache
+        self.direct = direct
         self._files = files
         self._replica = replica
         self._unfinished = unfinished
@@ -226,6 +236,7 @@ class Files:
         self._young: OrderedDict[int, int] = OrderedDict()
         self._young_ns: tuple[int, int] | None = None
         tree.on_outdated = self._outdated
+        tree.on_appeared = self._kernel.invalidate_entry
 
     def known_open(self, ino: int) -> FileHandle | None:
         """``open`` where nobody has to be asked: a fresh inode with a complete replica."""
@@ -235,8 +246,18 @@ class Files:
             return None
         return self._handle(node, replica, None)
 
-    async def open(self, ino: int) -> FileHandle:
-        """Raises OSError with the source's errno; ESTALE for an outdated inode."""
+    async def open(self, ino: int, *, again: bool = False) -> FileHandle:
+        """Raises OSError with the source's errno; ESTALE for an outdated inode. ``again``: the
+        caller was told ESTALE, and the number is what its name was found to stand for since; the
+        kernel asks no third time, so what may be outdated by now is opened all the same."""
+        try:
+            return await self._open(ino)
+        except OSError as exc:
+            if exc.errno != errno.ESTALE or not again:
+                raise
+        return await self._open_as_is(ino)
+
+    async def _open(self, ino: int) -> FileHandle:
         node = await self._tree.revalidated(ino)
         if not node.stat.is_regular:
             raise OSError(errno.ENXIO, "not a regular file")
@@ -244,6 +265,25 @@ class Files:
         if replica is not None:
             return self._handle(node, replica, None)
         return self._handle(node, None, await self.open_to_copy(ino))
+
+    async def _open_as_is(self, ino: int) -> FileHandle:
+        """An outdated inode: all of its version where that is local, else what the source has now,
+        as a plain file would show it. Others may have pages of the inode, of another time, so these
+        reads pass by them."""
+        node = self._tree.index.node(ino)
+        if node is None:
+            raise OSError(errno.ESTALE, "unknown inode")
+        replica = self.cache.acquire(node)
+        if replica is not None:
+            return self._handle(node, replica, None)
+        try:
+            unfinished = await self._copies.open_as_is(node)
+        except SourceChanged as exc:
+            self._tree.distrust(node.parent)
+            raise OSError(errno.ESTALE, "its directory was replaced") from exc
+        # The kernel has the size of the version that was found by the name.
+        await self._kernel.forget_attributes(ino)
+        return self._handle(node, None, unfinished, direct=True)
 
     def reopened(self, ino: int) -> FileHandle:
         """A handle for a file that an earlier process of this mount has opened. What it reads from
@@ -285,13 +325,48 @@ class Files:
         return 0 if node is None else node.stat.size
 
     def _handle(
-        self, node: Node, replica: OpenReplica | None, unfinished: Unfinished | None
+        self,
+        node: Node,
+        replica: OpenReplica | None,
+        unfinished: Unfinished | None,
+        *,
+        direct: bool = False,
     ) -> FileHandle:
         self._count(node, replica)
         if self.opened_locally is not None and (unfinished is None or unfinished.partial):
             self.opened_locally(node.ino)
         self._opens[node.ino] = self._opens.get(node.ino, 0) + 1
-        return FileHandle(node.ino, self, replica, unfinished, self._keeps_pages(node))
+        # The kernel fills up with zeros what a file that is cut short meanwhile does not have, if
+        # its attributes come in the same moment (fs/fuse/file.c, fuse_short_read).
+        direct = direct or (
+            MAPS_DIRECT
+            and replica is None
+            and self._tree.freshness.may_be_written(node.stat.ctime_ns, time.time_ns())
+        )
+        return FileHandle(node.ino, self, replica, unfinished, self._keeps_pages(node), direct)
+
+    def opened_by_others(self, node: Node, opens: int) -> None:
+        """Others have opened it, to be read from the source, so often."""
+        if self.counted is not None:
+            self.counted(node, False)
+        self._metrics.source_opens += opens
+        self._metrics.source_file_bytes += opens * node.stat.size
+
+    def only_remote(self, node: Node) -> bool:
+        """Whether all of the node is to be had from the source, and nowhere else; and who reads it
+        can tell it from later versions, and keep it in memory. No checkpoint."""
+        ctime_ns, now_ns = node.stat.ctime_ns, time.time_ns()
+        freshness = self._tree.freshness
+        if (
+            node.outdated
+            or node.ino in self._young
+            or self._forgotten(ctime_ns)
+            or not freshness.settled(ctime_ns, min(node.fetched_ns, now_ns))
+            or freshness.may_be_written(ctime_ns, now_ns)
+            or self._copies.unfinished(node.ino) is not None
+        ):
+            return False
+        return self.cache.claim(node) is None
 
     def _count(self, node: Node, replica: OpenReplica | None) -> None:
         if self.counted is not None:
@@ -320,11 +395,11 @@ class Files:
         """Whether it may be among those that were too many to remember."""
         return self._young_ns is not None and self._young_ns[0] <= ctime_ns <= self._young_ns[1]
 
-    def opens_until(self, ino: int) -> int:
+    def opens_until(self, node: Node) -> int:
         """Until when (time.time_ns) opens of a resident file need not come here, ``open_elsewhere``
-        them: 0 where each has to."""
-        node, now_ns = self._tree.index.node(ino), time.time_ns()
-        if node is None or not node.stat.is_regular or ino in self._young:
+        them: 0 where each has to. ``node`` is as the index has it."""
+        now_ns = time.time_ns()
+        if not node.stat.is_regular or node.ino in self._young:
             return 0
         freshness, ctime_ns = self._tree.freshness, node.stat.ctime_ns
         if not freshness.settled(ctime_ns, now_ns) or self._forgotten(ctime_ns):
@@ -422,9 +497,10 @@ class Files:
         known = self._tree.known_attributes(ino)
         return None if known is not None and known.node.outdated else known
 
-    async def attributes(self, ino: int) -> Entry:
+    async def attributes(self, ino: int, *, again: bool = False) -> Entry:
         """What fstat(2) shows. Raises OSError with the source's errno; ESTALE where nobody has
-        ``ino`` open and it is outdated: the kernel then looks the name up again (fs/stat.c)."""
+        ``ino`` open and it is outdated: the kernel then looks the name up again (fs/stat.c).
+        ``again`` as for ``open``."""
         node = self._tree.index.node(ino)
         try:
             found = await self._tree.attributes(ino)
@@ -439,6 +515,8 @@ class Files:
         if self.opens_are_known and not self.is_open(ino):
             if node.stat.is_directory:
                 return found
+            if again:
+                return await self._tree.attributes_of_place(node)
             raise OSError(errno.ESTALE, "the source has another version")
         unfinished = self._copies.unfinished(ino)
         if unfinished is None or self.state(ino) == "resident":

@@ -22,6 +22,12 @@ OPEN_ATTRIBUTES_SECONDS = 1.0
 UNSETTLED_SECONDS = 0.05
 """The kernel asks again after this long about what may have changed since without a trace."""
 
+NEAR_EXPIRY = 0.75
+"""The share of the ttl from which on a directory that is used is asked for ahead."""
+
+WRITTEN_NS = NS
+"""A file that was changed so recently is taken to be still being written."""
+
 SURELY_SETTLED_NS = 2 * NS
 """Longer than any tick of ``SourceVersion.settled``."""
 
@@ -63,6 +69,12 @@ class Freshness:
                 return 0 <= now_ns - checked_ns < self.ttl_ns
             case FreshnessMode.OPEN:
                 return False
+
+    def near_expiry_ns(self, now_ns: int) -> int | None:
+        """What was asked for then or earlier is to be asked for again soon; None: nothing is."""
+        if self.mode is not FreshnessMode.TTL:
+            return None
+        return now_ns - int(self.ttl_ns * NEAR_EXPIRY)
 
     def fresh_node(self, node: Node, now_ns: int) -> bool:
         """``fresh`` of a node's attributes, outdated or not."""
@@ -111,6 +123,10 @@ class Freshness:
         """Whether what was read by ``now_ns`` is told from what comes later by its times, or is
         believed whatever they are."""
         return self.trusts_times or settled(ctime_ns, now_ns)
+
+    def may_be_written(self, ctime_ns: int, now_ns: int) -> bool:
+        """Whether a file of which changes count may be being written just now."""
+        return not self.trusts_times and abs(now_ns - ctime_ns) < WRITTEN_NS
 
     def _holds(self, ctime_ns: int, seen_ns: int, now_ns: int) -> bool:
         """What was seen in the tick of its last change is believed for that tick only."""

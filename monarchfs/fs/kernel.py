@@ -12,6 +12,10 @@ class Kernel(Protocol):
         """Forget the attributes of an inode and, unless ``attributes_only``, its pages, mapped
         ones too. Done soon, by somebody else: never blocks."""
 
+    async def forget_attributes(self, ino: int) -> None:
+        """Forget the attributes of an inode before this returns, or soon where that takes long.
+        For requests: the kernel waits for nothing to do it. Raises nothing."""
+
     def invalidate_entry(self, parent: int, name: bytes) -> None:
         """Forget what ``name`` stands for, or that it stands for nothing. Never blocks."""
 
@@ -24,6 +28,9 @@ class NoKernel:
     """Where nobody remembers anything: the file system is not mounted."""
 
     def invalidate_inode(self, ino: int, *, attributes_only: bool = False) -> None:
+        """As Kernel."""
+
+    async def forget_attributes(self, ino: int) -> None:
         """As Kernel."""
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 
@@ -70,7 +71,7 @@ class LoadedListing:
             if known is not None:
                 now = index.dirent(ino, one.name)
                 if now is not None and now.ino != known.ino:
-                    self._tree.replaced(ino, one.name, known)
+                    self._tree.replaced(ino, one.name, known.ino)
 
     async def complete(self) -> None:
         """There are no others."""
@@ -89,9 +90,10 @@ class Load:
         self._tree = tree
         self._mount_ns = mount_ns
 
-    async def run(self, path: str, root_ino: int) -> None:
+    async def run(self, path: str, root_ino: int, *, trusted: bool = False) -> None:
         """Record what the file at ``path`` holds, but for what this node has asked the source about
-        since it was written. ``root_ino``: the inode number of the source's root.
+        since it was written. ``root_ino``: the inode number of the source's root. ``trusted``: only
+        from a file that nobody but this user or root can have written.
 
         Raises nothing: what comes before something that is wrong is kept, and the source is asked
         for the rest.
@@ -100,6 +102,9 @@ class Load:
         started = time.monotonic()
         try:
             async with await trio.open_file(path, "rb") as file:
+                st = os.fstat(file.wrapped.fileno())
+                if trusted and (st.st_uid not in (0, os.geteuid()) or st.st_mode & 0o022):
+                    raise Malformed("others can have written it")
                 reader = await trio.to_thread.run_sync(Reader, file.wrapped)
                 if reader.head.root_ino != root_ino:
                     raise Malformed(f"it is of another directory, {reader.head.source!r}")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
+import os
+import stat as stat_module
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -13,6 +17,8 @@ import trio
 from monarchfs.fs.asking import Asking
 from monarchfs.fs.freshness import UNANSWERED_SECONDS, Freshness, settled
 from monarchfs.fs.shown import Shown
+from monarchfs.fs.statahead import Statahead
+from monarchfs.fs.unlisted import Unlisted
 from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
 from monarchfs.source.source import Source
@@ -26,7 +32,6 @@ from monarchfs.types import (
     Node,
     SourceChanged,
     SourceStat,
-    SourceVersion,
 )
 
 log = logging.getLogger(__name__)
@@ -34,8 +39,19 @@ log = logging.getLogger(__name__)
 AT_ONCE = 32
 """Names that one call of the source asks for, one after the other, and one transaction records."""
 
+SURE_NAME_BYTES = 143
+"""Any file system takes names of so many bytes (eCryptfs no longer ones, others 255, some more). Of
+a longer one that is not known the source says whether there is none (ENOENT), or cannot be
+(ENAMETOOLONG)."""
+
+ERRAND_SECONDS = 0.1
+"""What a thread has found by then, others need not wait for."""
+
 CONFIRMED_KEPT = 100_000
 """Listings of which is remembered that they were confirmed; more are confirmed again."""
+
+DENIED_KEPT = 100
+"""Missing names of a directory of which is remembered that the kernel may know them."""
 
 
 class Entry(NamedTuple):
@@ -52,12 +68,13 @@ class Missing(NamedTuple):
     timeout: float
 
 
-class Names:
+class Names(ABC):
     """What the names of one mount stand for, and the attributes of that.
 
     Constant: its parts. ``on_outdated`` is told of every inode number that was found to stand for
-    what the source does not hold any more; ``denied``, the directories in which the kernel may
-    remember missing names that no listing tells of, is for ``Refresh``.
+    what the source does not hold any more, ``on_appeared`` of each name (directory, name) that is
+    there by now, and which the kernel may remember as missing. ``_denied`` are names that it may so
+    remember and no listing tells of, by directory; None stands for more than ``DENIED_KEPT``.
     """
 
     def __init__(
@@ -75,10 +92,15 @@ class Names:
         self.index = index
         self.freshness = freshness
         self.on_outdated: Callable[[int], None] = lambda ino: None
-        self.denied: set[int] = set()
+        self.on_appeared: Callable[[int, bytes], None] = lambda parent, name: None
+        self._denied: dict[int, set[bytes] | None] = {}
         self.shown = Shown()
         self._source = source
         self._asking = Asking(source, freshness, metrics, nursery, deadline)
+        self._statahead = Statahead(
+            nursery, index.entries, index.count_entries, self._lacks, self._ask_ahead
+        )
+        self._unlisted = Unlisted(nursery, self._directory_bytes, self._list_ahead)
         self.on_moved: Callable[[int], None] = lambda now_ns: None
         """Told when a directory was seen moved (nanoseconds since 1970)."""
         self._all_denied = False
@@ -94,7 +116,7 @@ class Names:
 
     def may_be_denied(self, ino: int) -> bool:
         """Whether the kernel may remember missing names there, with or without a listing."""
-        return self._all_denied or ino in self.denied
+        return self._all_denied or ino in self._denied
 
     async def load_root(self) -> None:
         """Know the root before the kernel asks. Raises OSError where the source does not say."""
@@ -109,6 +131,8 @@ class Names:
         now = time.time_ns()
         dirent = self.index.dirent(parent, name)
         if dirent is None:
+            if len(name) > SURE_NAME_BYTES:
+                return None
             confirmed_ns = self._listed(parent, now)
             if confirmed_ns is None:
                 return None
@@ -147,6 +171,11 @@ class Names:
             return None
         return node if self.freshness.fresh_node(node, time.time_ns()) else None
 
+    def asked_ns(self, ino: int) -> int:
+        """When the source was asked about it last; 0 for what is not known."""
+        node = self.index.node(ino)
+        return 0 if node is None else node.fetched_ns
+
     def known_target(self, ino: int) -> bytes | None:
         """A symbolic link's; a link that points elsewhere later is another inode."""
         node = self.index.node(ino)
@@ -169,7 +198,14 @@ class Names:
             node = self.index.node(dirent.ino)
             if node is not None and not node.outdated:
                 fallback = Entry(node, UNANSWERED_SECONDS, UNANSWERED_SECONDS)
-        fetch = self._fetch_absent if isinstance(fallback, Missing) else self._fetch_name
+        fetch = self._fetch_listed
+        if isinstance(fallback, Missing) and len(name) <= SURE_NAME_BYTES:
+            fetch = self._fetch_absent
+        elif dirent is not None and fallback is None:
+            # Who waits for an errand that others started needs no task of his own for it.
+            if (known := await self._brought(parent, name, lane)) is not None:
+                return known
+            fetch = self._fetch_name
         return await self._asking.ask(
             ("name", parent, name), lambda: fetch(parent, name, lane), fallback
         )
@@ -221,29 +257,34 @@ class Names:
         return [answer for part in answers for answer in part]
 
     async def _ask_some(
-        self, parent: int, names: list[bytes], lane: Lane
+        self, parent: int, names: list[bytes], lane: Lane, seconds: float = math.inf
     ) -> list[Node | OSError | None]:
+        """About the first of them, as many as ``seconds`` are enough for, and one at least."""
         directory = self._directory(parent)
         asked_ns = time.time_ns()
         try:
-            answers = await self._source.found_each(directory, names, lane)
+            answers = await self._source.found_each(directory, names, lane, seconds)
         except SourceChanged as exc:
             self.distrust(parent)
             raise OSError(errno.ESTALE, "its directory was replaced") from exc
-        there = [
-            (name, *answer)
-            for name, answer in zip(names, answers, strict=True)
-            if not isinstance(answer, OSError)
-        ]
-        nodes = iter(self._found_each(parent, there, asked_ns))
-        found: list[Node | OSError | None] = []
+        names = names[: len(answers)]
+        there: list[tuple[bytes, SourceStat, bytes]] = []
+        missing: list[bytes] = []
         for name, answer in zip(names, answers, strict=True):
-            if isinstance(answer, (FileNotFoundError, NotADirectoryError)):
-                self._missing(parent, name)
-                found.append(None)
-            else:
-                found.append(answer if isinstance(answer, OSError) else next(nodes))
-        return found
+            if not isinstance(answer, OSError):
+                there.append((name, *answer))
+            elif isinstance(answer, (FileNotFoundError, NotADirectoryError)):
+                missing.append(name)
+        nodes = iter(self._found_each(parent, there, asked_ns))
+        self._missing(parent, missing)
+        return [
+            None
+            if isinstance(answer, (FileNotFoundError, NotADirectoryError))
+            else answer
+            if isinstance(answer, OSError)
+            else next(nodes)
+            for answer in answers
+        ]
 
     async def refresh_root(self) -> None:
         """Ask for the root's attributes, whatever is known."""
@@ -259,18 +300,26 @@ class Names:
         return await self._asking.ask(("node", ino), lambda: self._fetch_node(ino), fallback)
 
     async def attributes_of_open(
-        self, node: Node, current: Callable[[], Awaitable[SourceVersion]]
+        self, node: Node, current: Callable[[], Awaitable[SourceStat]]
     ) -> Entry:
         """Those of a file that is open and has no place in the source that is known, or whose
         bytes are read from the source as it is: what ``current`` tells of it. Never kept."""
 
         async def ask() -> Entry:
-            version = await current()
-            times = {"mtime_ns": version.mtime_ns, "ctime_ns": version.ctime_ns}
-            stat = node.stat._replace(size=version.size, **times)
-            return Entry(node._replace(stat=stat), 0.0, 0.0)
+            return Entry(node._replace(stat=await current()), 0.0, 0.0)
 
         return await self._asking.ask(("open", node.ino), ask, Entry(node, 0.0, 0.0))
+
+    async def attributes_of_place(self, node: Node) -> Entry:
+        """Under the number of an outdated file, those of the one that has its name now. Never kept.
+        Raises OSError ENOENT where there is none, ESTALE where it is no file of the same type."""
+        found = await self.lookup(node.parent, node.name)
+        if isinstance(found, Missing):
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+        stat = found.node.stat
+        if stat_module.S_IFMT(stat.mode) != stat_module.S_IFMT(node.stat.mode):
+            raise OSError(errno.ESTALE, "something else has its name")
+        return Entry(node._replace(stat=stat, outdated=True), 0.0, 0.0)
 
     async def revalidated(self, ino: int) -> Node:
         """The node as ``open`` needs it: fresh by the mount's promise.
@@ -304,9 +353,9 @@ class Names:
         try:
             stat, target = await self._source.found(directory, name, lane)
         except (FileNotFoundError, NotADirectoryError):
-            self._missing(parent, name)
+            self._missing(parent, [name])
             if self.freshness.trusts_times and self.index.listing(parent) is None:
-                self.denied.add(parent)
+                self._deny(parent, name)
             return Missing(self.freshness.timeouts(asked_ns, time.time_ns())[0])
         except SourceChanged as exc:
             self.distrust(parent)
@@ -314,6 +363,65 @@ class Names:
         # ``asked_ns``, not the time of the answer: the promise counts from when it was true.
         node = self._found(parent, name, stat, target, asked_ns)
         return self._entry(node, asked_ns, time.time_ns())
+
+    def _lacks(self, dirent: Dirent, node: Node | None) -> bool:
+        """Whether a look-up of it would ask the source."""
+        if node is None or node.outdated:
+            return True
+        return self.freshness.kept(node, dirent.checked_ns, time.time_ns()) is None
+
+    async def _ask_ahead(self, parent: int, names: list[bytes]) -> tuple[int, int]:
+        answers = await self._ask_some(parent, names, Lane.DEMAND, ERRAND_SECONDS)
+        return len(answers), sum(isinstance(answer, Node) for answer in answers)
+
+    async def _fetch_listed(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:
+        known = await self._brought(parent, name, lane)
+        return known or await self._fetch_name(parent, name, lane)
+
+    async def _brought(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing | None:
+        """An answer that an errand brings together with others, if there is one for the name.
+        Others there may be asked for next: those that have a record are brought, too."""
+        if lane is not Lane.DEMAND or not self.freshness.serves_stale:
+            return None
+        # It may be known by now.
+        known, dirent = self.known_lookup(parent, name), self.index.dirent(parent, name)
+        if known is not None:
+            return known
+        if dirent is not None:
+            await self._statahead.bring(parent, dirent)
+            return self.known_lookup(parent, name)
+        if self.index.listing(parent) is None:
+            self._missed_unlisted(parent)
+        return None
+
+    def _missed_unlisted(self, parent: int) -> None:
+        times = self._statahead.missed(parent)
+        # What the listing has the kernel may go on taking for missing, and refresh not notice.
+        unsure = self._all_denied or self._denied.get(parent, ()) is None
+        if not (unsure and self.freshness.trusts_times):
+            self._unlisted.missed(parent, times)
+
+    def _directory_bytes(self, ino: int) -> int:
+        node = self.index.node(ino)
+        return 0 if node is None else node.stat.size
+
+    @abstractmethod
+    async def _list_ahead(self, ino: int, most_names: int, tell: Callable[[], None]) -> int | None:
+        """See ``Unlisted``."""
+
+    def _deny(self, parent: int, name: bytes) -> None:
+        """The kernel may remember that there is no such name; no listing tells of that."""
+        names = self._denied.setdefault(parent, set())
+        if names is not None:
+            names.add(name)
+            if len(names) > DENIED_KEPT:
+                self._denied[parent] = None
+
+    def _denied_before(self, ino: int) -> None:
+        """The directory was listed: the kernel may take for missing what there is now."""
+        for name in self._denied.pop(ino, None) or ():
+            if self.index.dirent(ino, name) is not None:
+                self.on_appeared(ino, name)
 
     async def _fetch_absent(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:
         """A name that an old listing does not have: where the directory's times are what they were,
@@ -338,7 +446,7 @@ class Names:
         # Through the name, so that a file that was replaced is found out.
         found = await self._asking.fly(
             ("name", node.parent, node.name),
-            lambda: self._fetch_name(node.parent, node.name, Lane.DEMAND),
+            lambda: self._fetch_listed(node.parent, node.name, Lane.DEMAND),
         )
         if isinstance(found, Missing) or found.node.ino != ino:
             self.outdate(ino)
@@ -353,36 +461,37 @@ class Names:
         """Record an answer; the version that the name stood for is outdated by another one."""
         before = self.index.dirent(parent, name)
         node = self.index.record_found(parent, name, stat, target, asked_ns)
-        self._differs(parent, name, before, node)
+        if before is None or before.ino != node.ino:
+            self._differs(parent, name, None if before is None else before.ino)
         return node
 
     def _found_each(
         self, parent: int, found: list[tuple[bytes, SourceStat, bytes]], asked_ns: int
     ) -> list[Node]:
         """``_found`` for several names, with one transaction."""
-        befores = [self.index.dirent(parent, name) for name, *_ in found]
-        nodes = self.index.record_found_each(parent, found, asked_ns) if found else []
-        for (name, *_), before, node in zip(found, befores, nodes, strict=True):
-            self._differs(parent, name, before, node)
-        return nodes
+        recorded = self.index.record_found_each(parent, found, asked_ns) if found else []
+        for (name, *_), (node, before) in zip(found, recorded, strict=True):
+            if before != node.ino:
+                self._differs(parent, name, before)
+        return [node for node, _before in recorded]
 
-    def _differs(self, parent: int, name: bytes, before: Dirent | None, node: Node) -> None:
+    def _differs(self, parent: int, name: bytes, before: int | None) -> None:
         if before is None:
             self.shown.changed(parent)
-        elif before.ino != node.ino:
+        else:
             self.replaced(parent, name, before)
 
-    def _missing(self, parent: int, name: bytes) -> None:
-        before = self.index.dirent(parent, name)
-        self.index.record_missing(parent, name)
-        if before is not None:
-            self.replaced(parent, name, before)
+    def _missing(self, parent: int, names: list[bytes]) -> None:
+        befores = self.index.record_missing(parent, names) if names else []
+        for name, before in zip(names, befores, strict=True):
+            if before is not None:
+                self.replaced(parent, name, before)
 
-    def replaced(self, parent: int, name: bytes, before: Dirent) -> None:
+    def replaced(self, parent: int, name: bytes, before: int) -> None:
         """``name`` stands for something else now, or for nothing: what it stood for is outdated,
         unless that is a directory, or was found at another place since."""
         self.shown.changed(parent)
-        node = self.index.node(before.ino)
+        node = self.index.node(before)
         if node is None or node.stat.is_directory:
             return
         if node.outdated:

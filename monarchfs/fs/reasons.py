@@ -49,7 +49,7 @@ class Reasons:
             self.cause(node),
             self.sentence(node, exact=exact),
             self._cache.tiers[record.tier].path if record is not None and known else None,
-            record.created_ns if record is not None else None,
+            (record.created_ns or None) if record is not None else None,
             record.allocated_bytes if record is not None else 0,
             self._local_bytes(node, record),
         )
@@ -120,8 +120,9 @@ class Reasons:
         return f"{reason.text} ({ago}{then})"
 
     def _no_room(self, node: Node, reason: Reason, ago: str) -> str:
-        local = self._local_bytes(node, self._cache.state(node.ino))
-        need, rooms = self._cache.room_for(node.stat.size - local)
+        record = self._cache.state(node.ino)
+        local = self._local_bytes(node, record)
+        need, rooms = self._cache.room_for(_rest(node, record, local))
         short = f"{format_bytes(reason.missing_bytes)} short"
         if any(room.takes(need) for room in rooms):
             return (
@@ -155,6 +156,13 @@ class Reasons:
         if record is None or record.state is not ReplicaState.PARTIAL:
             return 0
         return min(node.stat.size, record.present.count(1) * record.chunk_bytes)
+
+
+def _rest(node: Node, record: Replica | None, local: int) -> int:
+    """What a copy may still need: of a file with holes what they leave, as far as is known."""
+    size, expected = node.stat.size, node.stat.occupied_bytes
+    held = 0 if record is None else record.allocated_bytes
+    return expected - held if held < expected < size else size - local
 
 
 def _left(room: TierRoom) -> str:

@@ -7,9 +7,10 @@ asked. The others wait, and raise OSError with the errno that the caller of the 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import trio
@@ -67,18 +68,38 @@ class Tree(Names):
         the source has to be asked first."""
         now = time.time_ns()
         listing = self.index.listing(ino)
-        if listing is None or self._listed(ino, now) is None:
+        if listing is None or self._listed(ino, now) is None or self._due(ino, now) is not None:
             return None
         return self.shown.opened(ino, listing.fetched_ns, now)
 
     async def open_directory(self, ino: int, lane: Lane = Lane.DEMAND) -> None:
         """Have the directory's entries in the index, as fresh as the mount promises."""
+        if lane is Lane.DEMAND:
+            self._renew(ino)
         listing = self.index.listing(ino)
         if listing is not None and self._listed(ino, time.time_ns()) is not None:
             return
         # True stands for "what is in the index will do".
         fallback = True if listing is not None else None
         await self._asking.ask(("list", ino), lambda: self._confirm_or_list(ino, lane), fallback)
+
+    def _due(self, ino: int, now_ns: int) -> int | None:
+        """What of a directory that somebody goes through again was asked for then or earlier is
+        about to be too old, if much of it is."""
+        near_ns = self.freshness.near_expiry_ns(now_ns)
+        if near_ns is None or not self._statahead.gone_through_before(ino, near_ns):
+            return None
+        return near_ns
+
+    def _renew(self, ino: int) -> None:
+        near_ns = self._due(ino, time.time_ns())
+        if near_ns is not None:
+            self._statahead.renew(
+                ino,
+                lambda dirent, node: (
+                    node is not None and min(dirent.checked_ns, node.fetched_ns) <= near_ns
+                ),
+            )
 
     async def _confirm_or_list(self, ino: int, lane: Lane) -> bool:
         if await self._confirm_listing(ino, lane):
@@ -95,14 +116,35 @@ class Tree(Names):
     ) -> None:
         """Ask the source for a whole listing, whatever is known. Raises OSError, and
         IndexWriteError."""
+        self._unlisted.stop(ino)
+        await self._list(ino, lane, batch_names, differences)
+
+    async def _list_ahead(self, ino: int, most_names: int, tell: Callable[[], None]) -> int | None:
+        return await self._list(ino, Lane.BACKGROUND, LISTING_BATCH, None, most_names, tell)
+
+    async def _list(
+        self,
+        ino: int,
+        lane: Lane,
+        batch_names: int,
+        differences: Differences | None,
+        most_names: float = math.inf,
+        tell: Callable[[], None] | None = None,
+    ) -> int | None:
+        """``list_again``; how many names there are. None: more than ``most_names``; those that were
+        found by then stay."""
         directory = self._directory(ino)
         compares = differences is not None or self.index.listing(ino) is not None
-        asked_ns = time.time_ns()
+        count, asked_ns = 0, time.time_ns()
         sequence = self.index.begin_listing(ino)
         try:
             stat = await self._source.stat(directory, b"", lane)
             async with self._source.list(directory, lane, batch_names) as batches:
                 async for batch in batches:
+                    if (count := count + len(batch)) > most_names:
+                        return None
+                    if tell is not None:
+                        tell()
                     known = [self.index.dirent(ino, e[0]) for e in batch] if compares else []
                     self.index.add_entries(ino, sequence, batch, asked_ns)
                     if compares:
@@ -115,6 +157,7 @@ class Tree(Names):
         if compares:
             await self._outdate_gone(ino, asked_ns, batch_names, differences)
         await self._record_listed(ino, sequence, stat.mtime_ns, stat.ctime_ns, asked_ns)
+        return count
 
     async def finish_listing(
         self, ino: int, sequence: int, mtime_ns: int, ctime_ns: int, asked_ns: int
@@ -129,7 +172,7 @@ class Tree(Names):
     ) -> None:
         for _step in self.index.finish_listing(ino, sequence, mtime_ns, ctime_ns, asked_ns):
             await trio.lowlevel.checkpoint()
-        self.denied.discard(ino)
+        self._denied_before(ino)
 
     def _compare(
         self,
@@ -143,7 +186,7 @@ class Tree(Names):
                 now = self.index.dirent(ino, name)
                 if now is None or now.ino == known.ino:
                     continue
-                self.replaced(ino, name, known)
+                self.replaced(ino, name, known.ino)
             if differences is not None:
                 differences.name(name, known)
 
@@ -160,7 +203,7 @@ class Tree(Names):
             cookie = rows[-1][0].cookie
             for dirent, _node in rows:
                 if dirent.checked_ns < asked_ns:
-                    self.replaced(ino, dirent.name, dirent)
+                    self.replaced(ino, dirent.name, dirent.ino)
                     if differences is not None:
                         differences.name(dirent.name, dirent)
             await trio.lowlevel.checkpoint()

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
+import stat as stat_module
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import trio
 
 from monarchfs.fs.files import Files
 from monarchfs.fs.reasons import Reasons
+from monarchfs.fs.statahead import Statahead
 from monarchfs.fs.tree import Tree
 from monarchfs.source.source import Source
-from monarchfs.types import Lane, SourceChanged
+from monarchfs.types import Dirent, FileType, Lane, Node, SourceChanged
 
 PREFIX = b"user.monarchfs."
 STATE, TIER, REASON = PREFIX + b"state", PREFIX + b"tier", PREFIX + b"reason"
@@ -20,38 +27,125 @@ LIST = b""
 
 ACCESS_KEPT = 100_000
 
+WRITTEN = {stat_module.S_IFREG, stat_module.S_IFDIR, stat_module.S_IFLNK}
+
 LASTING = {errno.ENODATA, errno.EOPNOTSUPP}
 """Errors that are an answer about the attribute, and not about the source's day."""
+
+LISTED = (b"security.", b"system.posix_acl_")
+"""How attributes begin that ``ls -l`` asks for of every file, and hardly any has. listxattr(2) of a
+file system that has them tells of them: one call for all."""
+
+LABEL = b"security.selinux"
+"""Where SELinux is on, the kernel answers for it and never asks. Where it is off nobody goes by it,
+but ``ls -l`` asks for it of each file, unless it hears once that the file system has no labels."""
+
+ERRAND_SECONDS = 0.1
+"""What a thread has found by then, others need not wait for."""
+
+
+Names = list[bytes]
+
+
+class _Kind(NamedTuple):
+    """Files that answer alike when they are asked for an attribute that they do not have."""
+
+    device: int
+    type: int
+    name: bytes
 
 
 class Xattrs:
     """What one inode (one version of a file) has; therefore what was asked once stays true.
 
     The attributes of a directory and the rights on it may change under the same number: they are
-    remembered with its ctime.
+    remembered with its ctime. Changing: ``_absent``, the errno of attributes that a file does not
+    have; ``_unlisted``, file systems (st_dev, 0: the source's own) whose lists do not tell all;
+    ``_labelled``, whether a file with a ``LABEL`` was seen.
     """
 
-    def __init__(self, tree: Tree, files: Files, reasons: Reasons, source: Source) -> None:
+    def __init__(
+        self, tree: Tree, files: Files, reasons: Reasons, source: Source, nursery: trio.Nursery
+    ) -> None:
         self._tree = tree
         self._files = files
         self._reasons = reasons
         self._source = source
         self._access: OrderedDict[tuple[int, int, int], bool] = OrderedDict()
+        self._absent: dict[_Kind, int] = {}
+        self._unlisted: set[int] = set()
+        self._labelled = False
+        self._statahead = Statahead(
+            nursery,
+            tree.index.entries,
+            tree.index.count_entries,
+            self._lacks,
+            self._ask_ahead,
+        )
+        self.on_plain: Callable[[list[int]], None] = lambda inos: None
+        """Told of regular files on the source's own file system that have no attribute of
+        ``LISTED``: ``absent`` answers for them, for good."""
 
     def known(self, ino: int, name: bytes) -> bytes | None:
         """The value where it is known. Raises OSError where it is known that there is none."""
         if name.startswith(PREFIX) and (own := self._own(ino, name)) is not None:
             return own
-        value = self._tree.index.xattr(ino, self._key(ino, name))
+        node = self._tree.index.node(ino)
+        if name.startswith(LISTED) and node is not None:
+            code = self._known_absent(node, name)
+            if code is not None:
+                raise OSError(code, os.strerror(code))
+        value = self._tree.index.xattr(ino, _key(node, name))
         if isinstance(value, int):
             raise OSError(value, os.strerror(value))
         return value
 
-    def _key(self, ino: int, name: bytes) -> bytes:
+    def _known_absent(self, node: Node, name: bytes) -> int | None:
+        """The errno if the attribute is one of ``LISTED``, and known not to be there."""
+        names = self._known_list(node)
+        if names is None:
+            code = self._absent.get(_kind(node, name))
+            return code if code == errno.EOPNOTSUPP else None
+        return None if name in names else self._errno(_kind(node, name))
+
+    def _errno(self, kind: _Kind) -> int | None:
+        """Of an attribute that is not in the list; None where it has not been asked for yet."""
+        if kind.name == LABEL and not self._labelled:
+            return errno.EOPNOTSUPP
+        return self._absent.get(kind)
+
+    def absent(self, name: bytes) -> int | None:
+        """What is answered where a file that ``on_plain`` was told of is asked for ``name``; None
+        where that is not known yet."""
+        return self._errno(_Kind(0, FileType.REGULAR, name))
+
+    def plain(self, ino: int) -> bool:
+        """Whether it is one of those that ``on_plain`` is told of."""
         node = self._tree.index.node(ino)
-        if node is not None and node.stat is not None and node.stat.is_directory:
-            return node.stat.ctime_ns.to_bytes(8, "big", signed=True) + name
-        return name
+        names = None if node is None else self._known_list(node)
+        return node is not None and names is not None and self._is_plain(node, names)
+
+    def _note_list(self, node: Node, names: Names) -> bool:
+        """A list was read. Whether the file is one of those that ``on_plain`` is told of."""
+        self._labelled = self._labelled or LABEL in names
+        return self._is_plain(node, names)
+
+    def _is_plain(self, node: Node, names: Names) -> bool:
+        return (
+            node.stat.is_regular
+            and node.stat.device == 0
+            and not self._unlisted
+            and not any(name.startswith(LISTED) for name in names)
+        )
+
+    def _known_list(self, node: Node) -> Names | None:
+        """The names that the source's list has, where it is known and can be relied on."""
+        if node.stat.device in self._unlisted:
+            return None
+        value = self._tree.index.xattr(node.ino, _key(node, LIST))
+        if not isinstance(value, bytes):
+            return None
+        return value.split(b"\0") if value else []
 
     def _own(self, ino: int, name: bytes) -> bytes | None:
         node = self._tree.index.node(ino)
@@ -71,6 +165,9 @@ class Xattrs:
     async def get(self, ino: int, name: bytes) -> bytes:
         if (known := self.known(ino, name)) is not None:
             return known
+        listed = name.startswith(LISTED) and await self._listed(ino)
+        if listed and (known := self.known(ino, name)) is not None:
+            return known
         place = self._tree.place(ino)
         try:
             value = await self._source.getxattr(*place, name, Lane.DEMAND)
@@ -78,15 +175,29 @@ class Xattrs:
             raise OSError(errno.ESTALE, "its directory was replaced") from exc
         except OSError as exc:
             if exc.errno in LASTING:
-                self._tree.index.put_xattr(ino, self._key(ino, name), exc.errno)
+                self._answered(ino, name, exc.errno)
             raise
-        self._tree.index.put_xattr(ino, self._key(ino, name), value)
+        self._answered(ino, name, value)
         return value
 
-    async def list(self, ino: int) -> list[bytes]:
+    def _answered(self, ino: int, name: bytes, answer: bytes | int) -> None:
+        """The source was asked for an attribute."""
+        node = self._tree.index.node(ino)
+        if node is not None and name.startswith(LISTED):
+            names = self._known_list(node)
+            if isinstance(answer, bytes):
+                if names is not None and name not in names:
+                    self._unlisted.add(node.stat.device)
+            elif answer == errno.EOPNOTSUPP or (names is not None and name not in names):
+                self._absent[_kind(node, name)] = answer
+                return
+        self._tree.index.put_xattr(ino, _key(node, name), answer)
+
+    async def list(self, ino: int) -> Names:
         """The source's names. Ours are not among them: ``cp -a`` and ``rsync -X`` copy what is
         listed."""
-        key = self._key(ino, LIST)
+        node = self._tree.index.node(ino)
+        key = _key(node, LIST)
         value = self._tree.index.xattr(ino, key)
         if value is None:
             place = self._tree.place(ino)
@@ -96,16 +207,91 @@ class Xattrs:
                 raise OSError(errno.ESTALE, "its directory was replaced") from exc
             value = b"\0".join(names)
             self._tree.index.put_xattr(ino, key, value)
+            if node is not None and self._note_list(node, names):
+                self.on_plain([ino])
         assert isinstance(value, bytes)
         return value.split(b"\0") if value else []
 
+    # -- the lists of many files
+
+    def _lacks(self, dirent: Dirent, node: Node | None) -> bool:
+        """Whether the list is not known. Of what was never looked up nothing can be recorded."""
+        if node is None or node.outdated or node.stat.device in self._unlisted:
+            return False
+        return self._tree.index.xattr(node.ino, _key(node, LIST)) is None
+
+    async def _listed(self, ino: int) -> bool:
+        """Have the list of names, and those of files that follow; whether there is one."""
+        node = self._tree.index.node(ino)
+        if node is None or node.stat.device in self._unlisted:
+            return False
+        dirent = self._tree.index.dirent(node.parent, node.name)
+        if dirent is not None and dirent.ino == ino and self._lacks(dirent, node):
+            await self._statahead.bring(node.parent, dirent)
+        try:
+            await self.list(ino)
+        except OSError as exc:
+            if exc.errno in LASTING:
+                self._unlisted.add(node.stat.device)
+                return False
+            raise
+        return True
+
+    async def _ask_ahead(self, parent: int, names: Names) -> tuple[int, int]:
+        return await self._ask_lists(parent, names, Lane.DEMAND, ERRAND_SECONDS)
+
+    async def list_each(self, parent: int, names: Names, lane: Lane) -> None:
+        """Have the lists of these files, as far as the source tells. Raises OSError if the
+        directory cannot be used, and IndexWriteError."""
+        index = self._tree.index
+        lacking = []
+        for name in names:
+            dirent = index.dirent(parent, name)
+            if dirent is not None and self._lacks(dirent, index.node(dirent.ino)):
+                lacking.append(name)
+        if lacking:
+            await self._ask_lists(parent, lacking, lane, math.inf)
+
+    async def _ask_lists(
+        self, parent: int, names: Names, lane: Lane, seconds: float
+    ) -> tuple[int, int]:
+        """Of the first of them, as many as ``seconds`` are enough for; how many those are, and how
+        many lists there were."""
+        index = self._tree.index
+        directory = self._tree.place(parent)[0]
+        try:
+            answers = await self._source.listxattr_each(directory, names, lane, seconds)
+        except SourceChanged as exc:
+            raise OSError(errno.ESTALE, "its directory was replaced") from exc
+        rows: list[tuple[int, bytes, bytes]] = []
+        plain: list[int] = []
+        for name, answer in zip(names, answers, strict=False):
+            dirent = index.dirent(parent, name)
+            node = None if dirent is None else index.node(dirent.ino)
+            if node is None:
+                continue
+            if isinstance(answer, OSError):
+                if answer.errno in LASTING:
+                    self._unlisted.add(node.stat.device)
+                continue
+            rows.append((node.ino, _key(node, LIST), b"\0".join(answer)))
+            if self._note_list(node, answer):
+                plain.append(node.ino)
+        index.put_xattrs(rows)
+        self.on_plain(plain)
+        return len(answers), len(rows)
+
+    # -- rights
+
     def known_access(self, ino: int, mask: int) -> bool | None:
-        """Whether the user may (os.R_OK | os.X_OK); None where the source has to be asked."""
+        """Whether the user may (os.R_OK | os.X_OK); None where the source has to be asked. Raises
+        OSError EROFS for os.W_OK, but of what can be written to on a read-only file system:
+        sockets, FIFOs, devices (fs/namei.c, sb_permission)."""
         if not mask & (os.R_OK | os.X_OK | os.W_OK):
             return True
-        if mask & os.W_OK:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         node = self._tree.index.node(ino)
+        if mask & os.W_OK and (node is None or stat_module.S_IFMT(node.stat.mode) in WRITTEN):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         if node is None or node.stat is None:
             return None
         return self._access.get((ino, mask, node.stat.ctime_ns))
@@ -124,3 +310,13 @@ class Xattrs:
             if len(self._access) > ACCESS_KEPT:
                 self._access.popitem(last=False)
         return allowed
+
+
+def _key(node: Node | None, name: bytes) -> bytes:
+    if node is not None and node.stat.is_directory:
+        return node.stat.ctime_ns.to_bytes(8, "big", signed=True) + name
+    return name
+
+
+def _kind(node: Node, name: bytes) -> _Kind:
+    return _Kind(node.stat.device, node.stat.mode >> 12, name)

@@ -23,12 +23,14 @@ _INDEX_FILES = frozenset({"data.mdb", "lock.mdb", "mark", "mark.new"})
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to check. ``state`` is the open state directory, locked by who started this; the
-    dataset's directory in each tier is called ``dataset_id``; ``tiers`` are the paths of those of
-    the last mount, for where the index does not know."""
+    """What to check. ``state`` is the open state directory, locked by who started this;
+    ``directories`` are the names of the dataset's directories by their tiers' paths, and in others
+    it is called ``dataset_id``, as earlier releases did; ``tiers`` are the paths of those of the
+    last mount, for where the index does not know."""
 
     state: int
     dataset_id: str
+    directories: dict[str, str]
     tiers: tuple[str, ...]
     repair: bool
     checksum: bool
@@ -186,7 +188,7 @@ class Check:
 
     def _open_tier(self, path: str, number: int) -> Tier:
         """Raises OSError, also for a directory that is not ours alone."""
-        name = os.path.join(path, self._task.dataset_id)
+        name = os.path.join(path, self._task.directories.get(path, self._task.dataset_id))
         directory = os.open(name, _DIRECTORY)
         try:
             st = os.fstat(directory)

@@ -6,6 +6,7 @@ nothing to be believed, if this process ends half-way.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from monarchfs.cache.stock import (
@@ -239,7 +240,7 @@ class TierCheck:
 
 
 def source_path(index: Index, ino: int) -> str | None:
-    """Where a file was seen in the source, with backslashes for bytes that are no text."""
+    """Where a file was seen in the source (os.fsdecode)."""
     names: list[bytes] = []
     while ino != ROOT_INO:
         node = index.node(ino)
@@ -247,7 +248,7 @@ def source_path(index: Index, ino: int) -> str | None:
             return None
         names.append(node.name)
         ino = node.parent
-    return b"/".join(reversed(names)).decode(errors="backslashreplace") or None
+    return os.fsdecode(b"/".join(reversed(names))) or None
 
 
 def forget_lost(index: Index, report: Report) -> None:

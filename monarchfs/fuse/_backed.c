@@ -70,7 +70,10 @@ bool backed_open(uint64_t ino, uint64_t unique, uint64_t *fh, uint32_t *backing_
 	const struct lent *lent = buckets ? *find(ino) : NULL;
 	if (lent && resident_open(ino)) {
 		*backing_id = lent->backing_id;
-		done = table_add(ino, unique, lent->backing_id, 0, fh) == 0;
+		int added = table_add(ino, unique, lent->backing_id, ANSWERING, fh);
+		done = added == 0;
+		if (added > 0) /* Python answers with it */
+			table_opened(*fh, true);
 		resident_unuse(ino);
 		opens += done;
 	}

@@ -4,6 +4,9 @@
  * their bytes are copied once, and in the kernel. For 128 KiB that costs a third less than a buffer;
  * what is small is cheaper in one. Mapping the file would save the same copy, but then a disk that
  * fails shows in the middle of the answer, which is the reader's; here it shows before.
+ *
+ * What is in a pipe is still the file's: who writes to that on this node changes it there. So bytes that
+ * are looked at before they are given away (`good`) are copied out of the file first.
  */
 #define _GNU_SOURCE
 #include "_bytes.h"
@@ -61,11 +64,6 @@ struct reading {
 	void *arg;
 };
 
-static bool is_good(const struct reading *of)
-{
-	return !of->good || of->good(of->arg);
-}
-
 static bool read_all(int fd, char *to, size_t size, uint64_t offset)
 {
 	while (size) {
@@ -85,7 +83,7 @@ static bool read_all(int fd, char *to, size_t size, uint64_t offset)
 static enum answered through_buffer(const struct reading *of)
 {
 	char *buffer = of->lane->buffer;
-	if (!read_all(of->fd, buffer, of->size, of->offset) || !is_good(of))
+	if (!read_all(of->fd, buffer, of->size, of->offset) || (of->good && !of->good(of->arg)))
 		return NOT_READ;
 	struct iovec parts[] = {{(void *)&of->out, sizeof(of->out)}, {buffer, of->size}};
 	ssize_t sent;
@@ -123,7 +121,6 @@ static enum answered through_pipe(const struct reading *of)
 		lane->pages = 1;
 		return through_buffer(of);
 	}
-	filled = filled && is_good(of);
 	ssize_t sent = -1;
 	while (filled &&
 	       (sent = splice(lane->pipe[0], NULL, of->fuse_fd, NULL, of->out.len, 0)) < 0 &&
@@ -156,7 +153,7 @@ enum answered bytes_answer(struct lane *lane, int fuse_fd, uint64_t unique, int 
 		.arg = arg,
 	};
 	size_t pages = (offset % PAGE_BYTES + size + PAGE_BYTES - 1) / PAGE_BYTES;
-	if (size >= SPLICED_FROM_BYTES && has_pipe(lane, pages))
+	if (!good && size >= SPLICED_FROM_BYTES && has_pipe(lane, pages))
 		return through_pipe(&of);
 	return through_buffer(&of);
 }

@@ -24,7 +24,8 @@ enum answered {
 };
 
 /* Answer request `unique` of `fuse_fd` with exactly `size` bytes of `fd` at `offset`. Waits for the
- * disk. `good` (NULL: they are) is asked once they were read, and before anything is said. */
+ * disk. `good` (NULL: they are) is asked once they were read, and before anything is said; what it has
+ * seen then nobody changes any more. */
 enum answered bytes_answer(struct lane *lane, int fuse_fd, uint64_t unique, int fd, uint64_t offset,
 			   size_t size, bool (*good)(void *), void *arg);
 

@@ -8,6 +8,21 @@
  *
  * The layout is that of fuse/requests.py: a header; one buffer for each thread that reads from the
  * kernel; entries for requests that wait for their answers, found by `unique`.
+ *
+ * Nobody acts on half of a request, and none is lost:
+ *
+ *   - Each buffer has a lock, which its thread holds as long as it lives: a robust one, which the kernel
+ *     releases when the thread has left its last system call (futex_exit_release, kernel/futex/core.c).
+ *     A thread that was killed may still be in read(2), which goes on writing there. So what is in a
+ *     buffer counts when its lock was had: then nobody writes any more, and either read(2) gave all of a
+ *     request, or nothing (a request that the kernel cannot copy as a whole it ends itself).
+ *   - A thread that was killed with a request in hand may wait for its disk, and not die. That it has
+ *     all of the request it said in `taken`, after read(2) and before anything else; it is 0 again before
+ *     the next read(2). So what was copied between two looks at the same `taken` is whole.
+ *   - A buffer is emptied after its request was answered, or is in an entry. An entry counts by its
+ *     `length`, which is stored last (release), and ends with one store.
+ *
+ * tests/c/kills.c kills at each instruction of that, tests/c/journal.c has the threads that live on.
  */
 #include "_journal.h"
 
@@ -24,10 +39,18 @@
 #define BUFFERS 64 /* several workers' after each other: one may be killed and still not be gone */
 #define ENTRY_BYTES 512
 
+#define TAKEN_BYTES (BUFFERS * 8)
+
 struct header {
 	uint64_t magic;
 	uint32_t buffers, entries;
+	uint32_t ready; /* the locks are */
+	char unused[HEADER_BYTES - TAKEN_BYTES - BUFFERS * sizeof(pthread_mutex_t) - 20];
+	pthread_mutex_t locks[BUFFERS];
+	uint64_t taken[BUFFERS]; /* `unique` of the request that is in the buffer, all of it; else 0 */
 };
+
+_Static_assert(sizeof(struct header) == HEADER_BYTES, "as requests.py has it");
 
 /* A request lies at most so many entries after its place. */
 #define MOST_STEPS 32
@@ -39,12 +62,31 @@ struct entry {
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct header *header;
 static char *buffers;
 static struct entry *entries;
 static uint32_t entry_count;
-static unsigned first_buffer; /* of this worker's threads */
+static pthread_mutex_t picking = PTHREAD_MUTEX_INITIALIZER; /* before `lock`; for the next two */
+static bool own[BUFFERS]; /* of a thread of this process */
+static uint64_t copied[BUFFERS]; /* what was `taken` when it was copied from one that lives on */
 
-int journal_start(int fd, unsigned number)
+/* By the first worker that uses it: none that had locks was before. */
+static int make_locks(struct header *made)
+{
+	pthread_mutexattr_t attributes;
+	pthread_mutexattr_init(&attributes);
+	pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+	pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
+	int error = 0;
+	for (unsigned number = 0; number < BUFFERS && !error; number++)
+		error = pthread_mutex_init(&made->locks[number], &attributes);
+	pthread_mutexattr_destroy(&attributes);
+	if (!error)
+		__atomic_store_n(&made->ready, 1, __ATOMIC_RELEASE);
+	return error;
+}
+
+int journal_start(int fd)
 {
 	struct stat st;
 	if (entries)
@@ -56,18 +98,17 @@ int journal_start(int fd, unsigned number)
 	char *memory = mmap(NULL, (size_t)st.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
 	if (memory == MAP_FAILED)
 		return -errno;
-	const struct header *header = (const void *)memory;
+	header = (void *)memory;
 	size_t size = HEADER_BYTES + (size_t)BUFFERS * JOURNAL_BUFFER_BYTES +
 		      (size_t)header->entries * ENTRY_BYTES;
 	if (header->magic != MAGIC || header->buffers != BUFFERS || !header->entries ||
-	    (size_t)st.st_size != size) {
+	    (size_t)st.st_size != size || (!header->ready && make_locks(header))) {
 		munmap(memory, (size_t)st.st_size);
 		return -EINVAL;
 	}
 	buffers = memory + HEADER_BYTES;
-	entries = (void *)(buffers + (size_t)BUFFERS * JOURNAL_BUFFER_BYTES);
 	entry_count = header->entries;
-	first_buffer = number * JOURNAL_THREADS % BUFFERS;
+	entries = (void *)(buffers + (size_t)BUFFERS * JOURNAL_BUFFER_BYTES);
 	return 0;
 }
 
@@ -76,20 +117,38 @@ bool journal_used(void)
 	return entries != NULL;
 }
 
-static char *buffer_of(unsigned number)
+static struct fuse_in_header *request_in(unsigned number)
 {
-	return buffers + (size_t)number * JOURNAL_BUFFER_BYTES;
+	return (void *)(buffers + (size_t)number * JOURNAL_BUFFER_BYTES);
 }
 
-char *journal_buffer(unsigned thread)
+static unsigned number_of(const char *buffer)
 {
-	return entries && thread < JOURNAL_THREADS ? buffer_of(first_buffer + thread) : NULL;
+	return (unsigned)((size_t)(buffer - buffers) / JOURNAL_BUFFER_BYTES);
+}
+
+/* Whether nobody has the buffer, or who had it is dead: it is the caller's then. */
+static bool lock_buffer(unsigned number)
+{
+	int error = pthread_mutex_trylock(&header->locks[number]);
+	if (error == EOWNERDEAD)
+		error = pthread_mutex_consistent(&header->locks[number]);
+	return !error;
+}
+
+void journal_taken(char *buffer)
+{
+	const struct fuse_in_header *in = (const void *)buffer;
+	__atomic_store_n(&header->taken[number_of(buffer)], in->unique, __ATOMIC_RELEASE);
 }
 
 void journal_clear(char *buffer)
 {
 	struct fuse_in_header *in = (void *)buffer;
+	size_t length = in->len < JOURNAL_BUFFER_BYTES ? in->len : JOURNAL_BUFFER_BYTES;
+	__atomic_store_n(&header->taken[number_of(buffer)], 0, __ATOMIC_RELEASE);
 	__atomic_store_n(&in->len, 0, __ATOMIC_RELEASE);
+	memset(buffer, 0, length); /* of one request nothing is found behind another */
 }
 
 /* Numbers rise by two, so that neighbours lie beside each other. */
@@ -142,22 +201,66 @@ void journal_done(uint64_t unique)
 	pthread_mutex_unlock(&lock);
 }
 
-void journal_left(void (*take)(const void *request, size_t length))
+/* What is left in a buffer, copied: its length, 0 for nothing. `locked`: it is the caller's. */
+static size_t copy_left(unsigned number, bool locked, char *to)
 {
-	if (!entries)
-		return;
-	for (unsigned number = 0; number < BUFFERS; number++) {
-		char *buffer = buffer_of(number);
-		const struct fuse_in_header *in = (const void *)buffer;
-		/* Half of a request: it was not taken, or read(2) had not come back yet. */
-		if (in->len < sizeof(*in) || in->len > JOURNAL_BUFFER_BYTES)
+	const struct fuse_in_header *in = request_in(number);
+	uint64_t taken = __atomic_load_n(&header->taken[number], __ATOMIC_ACQUIRE);
+	if (taken ? taken == copied[number] : !locked)
+		return 0;
+	size_t length = in->len;
+	if (length < sizeof(*in) || length > JOURNAL_BUFFER_BYTES)
+		return 0;
+	memcpy(to, in, length);
+	__atomic_thread_fence(__ATOMIC_ACQUIRE);
+	if (!locked && __atomic_load_n(&header->taken[number], __ATOMIC_RELAXED) != taken)
+		return 0;
+	copied[number] = taken;
+	in = (const void *)to;
+	return in->opcode != FUSE_FORGET && in->opcode != FUSE_BATCH_FORGET &&
+			       in->opcode != FUSE_INTERRUPT ?
+		       length :
+		       0;
+}
+
+/* Take what is left in a buffer: into an entry, or (`now`, and what is too large for one) at once. */
+static void empty(unsigned number, bool locked, bool now, journal_take take)
+{
+	char request[JOURNAL_BUFFER_BYTES];
+	size_t length = copy_left(number, locked, request);
+	if (length && (!journal_keep(request, length) || now))
+		take(request, length);
+	if (locked)
+		journal_clear((char *)request_in(number));
+}
+
+char *journal_buffer(journal_take take)
+{
+	char *buffer = NULL;
+	pthread_mutex_lock(&picking);
+	for (unsigned number = 0; entries && !buffer && number < BUFFERS; number++) {
+		if (!lock_buffer(number))
 			continue;
-		if (in->opcode != FUSE_FORGET && in->opcode != FUSE_BATCH_FORGET &&
-		    in->opcode != FUSE_INTERRUPT)
-			journal_keep(buffer, in->len);
-		journal_clear(buffer);
+		own[number] = true;
+		empty(number, true, true, take);
+		buffer = (char *)request_in(number);
 	}
-	for (uint32_t i = 0; i < entry_count; i++) {
+	pthread_mutex_unlock(&picking);
+	return buffer;
+}
+
+void journal_left(bool all, journal_take take)
+{
+	pthread_mutex_lock(&picking);
+	for (unsigned number = 0; entries && number < BUFFERS; number++) {
+		bool locked = !own[number] && lock_buffer(number);
+		if (!own[number])
+			empty(number, locked, !all, take);
+		if (locked)
+			pthread_mutex_unlock(&header->locks[number]);
+	}
+	pthread_mutex_unlock(&picking);
+	for (uint32_t i = 0; all && i < entry_count; i++) {
 		const struct fuse_in_header *in = (const void *)entries[i].request;
 		if (entries[i].length >= sizeof(*in) && entries[i].length == in->len)
 			take(entries[i].request, entries[i].length);

@@ -3,10 +3,13 @@
 #define PY_SSIZE_T_CLEAN
 #include "_known.h"
 
+#include "_absent.h"
 #include "_backed.h"
 #include "_resident.h"
 #include "_table.h"
 #include "_unfinished.h"
+
+#include "../engine/_misses.h"
 
 #include <errno.h>
 #include <string.h>
@@ -23,6 +26,19 @@ static bool number_in(PyObject *given, uint64_t *number)
 {
 	*number = PyLong_AsUnsignedLongLong(given);
 	return !(*number == (uint64_t)-1 && PyErr_Occurred());
+}
+
+PyObject *durations_object(const struct relay_times *of)
+{
+	PyObject *took = PyTuple_New(MOST_BOUNDS + 1);
+	for (Py_ssize_t i = 0; took && i <= MOST_BOUNDS; i++) {
+		PyObject *number = PyLong_FromUnsignedLongLong(of->took[i]);
+		if (!number)
+			Py_CLEAR(took);
+		else
+			PyTuple_SET_ITEM(took, i, number);
+	}
+	return took ? Py_BuildValue("KN", (unsigned long long)of->total_ns, took) : NULL;
 }
 
 /* -- the table of open files */
@@ -59,7 +75,7 @@ static PyObject *add(PyObject *self, PyObject *args)
 	(void)self;
 	if (!PyArg_ParseTuple(args, "KK|I", &ino, &unique, &backing_id))
 		return NULL;
-	int result = table_add(ino, unique, backing_id, OWNED, &number);
+	int result = table_add(ino, unique, backing_id, OWNED | HELD, &number);
 	return result < 0 ? failed(-result) : PyLong_FromUnsignedLongLong(number);
 }
 
@@ -74,7 +90,12 @@ static PyObject *end(PyObject *self, PyObject *given)
 {
 	uint64_t number;
 	(void)self;
-	return number_in(given, &number) ? ino_or_none(table_end(number, false, NULL)) : NULL;
+	if (!number_in(given, &number))
+		return NULL;
+	uint64_t ino = table_end(number, false, NULL);
+	if (ino)
+		misses_released(ino);
+	return ino_or_none(ino);
 }
 
 static PyObject *ino_of(PyObject *self, PyObject *given)
@@ -89,6 +110,16 @@ static PyObject *own(PyObject *self, PyObject *given)
 	uint64_t number;
 	(void)self;
 	return number_in(given, &number) ? PyBool_FromLong(table_own(number)) : NULL;
+}
+
+static PyObject *own_all(PyObject *self, PyObject *args)
+{
+	unsigned long long ino;
+	unsigned backing_id;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KI", &ino, &backing_id))
+		return NULL;
+	return PyLong_FromUnsignedLong(table_own_all(ino, backing_id));
 }
 
 static PyObject *list(PyObject *self, PyObject *unused)
@@ -391,7 +422,41 @@ static PyObject *leave_older(PyObject *self, PyObject *given)
 	return PyLong_FromUnsignedLong(rest);
 }
 
+/* -- attributes that files do not have */
+
+static PyObject *add_absent(PyObject *self, PyObject *inos)
+{
+	(void)self;
+	PyObject *each, *iterator = PyObject_GetIter(inos);
+	while (iterator && (each = PyIter_Next(iterator))) {
+		uint64_t ino;
+		if (number_in(each, &ino))
+			absent_add(ino);
+		Py_DECREF(each);
+		if (PyErr_Occurred())
+			break;
+	}
+	Py_XDECREF(iterator);
+	if (PyErr_Occurred())
+		return NULL;
+	Py_RETURN_NONE;
+}
+
+static PyObject *name_absent(PyObject *self, PyObject *args)
+{
+	const char *name;
+	int error;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "yi", &name, &error))
+		return NULL;
+	return PyBool_FromLong(absent_name(name, error) == 0);
+}
+
 PyMethodDef known_methods[] = {
+	{"absent_add", add_absent, METH_O,
+	 "absent_add(inos): they have none of the attributes that absent_name names."},
+	{"absent_name", name_absent, METH_VARARGS,
+	 "absent_name(name, error): the errno of that attribute, for those. False: too many names."},
 	{"table_attach", attach, METH_O,
 	 "table_attach(fd): begin with what is open in that table (slots.py). Raises ValueError for\n"
 	 "what is none, OSError."},
@@ -403,6 +468,9 @@ PyMethodDef known_methods[] = {
 	{"table_ino", ino_of, METH_O, "table_ino(number): its inode number, None if it is not open."},
 	{"table_own", own, METH_O,
 	 "table_own(number): its RELEASE is Python's from now on. False if it is not open."},
+	{"table_own_all", own_all, METH_VARARGS,
+	 "table_own_all(ino, backing_id): the same for all of it with this id, that are not Python's\n"
+	 "yet. How many."},
 	{"table_list", list, METH_NOARGS, "What is open: [(number, ino, unique, backing id)]."},
 	{"table_length", length, METH_NOARGS, "How many files are open."},
 	{"resident_start", start, METH_VARARGS,

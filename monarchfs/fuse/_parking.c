@@ -70,7 +70,8 @@ bool parking_answered(const void *request, size_t length)
 	static __thread PyThreadState *state;
 	const struct fuse_in_header *in = request;
 	if (in->opcode != FUSE_LOOKUP && in->opcode != FUSE_GETATTR && in->opcode != FUSE_OPENDIR &&
-	    in->opcode != FUSE_READDIRPLUS && in->opcode != FUSE_RELEASEDIR)
+	    in->opcode != FUSE_READDIRPLUS && in->opcode != FUSE_RELEASEDIR &&
+	    in->opcode != FUSE_GETXATTR)
 		return false;
 	if (__atomic_load_n(&leaving, __ATOMIC_RELAXED))
 		return false;

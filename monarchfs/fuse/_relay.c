@@ -6,17 +6,25 @@
  * What they may answer is what Python told _resident.c of. Whatever goes wrong (an unknown file, a
  * short read, an error of the disk) is left to Python, to which the request looks as if it had just
  * come.
+ *
+ * A read may wait for a slow disk. Two of the threads never do: where as many as the others are at reads,
+ * further ones are put off, until one of those is done; where none is for a while, for threads of their
+ * own (_pool.c). What else is asked is taken by the two.
  */
 #define _GNU_SOURCE
 #include "_relay.h"
 
+#include "_absent.h"
 #include "_backed.h"
 #include "_bytes.h"
 #include "_journal.h"
 #include "_parking.h"
+#include "_pool.h"
 #include "_resident.h"
 #include "_table.h"
 #include "_unfinished.h"
+
+#include "../engine/_misses.h"
 
 #include <linux/fuse.h>
 
@@ -35,6 +43,9 @@
 
 #define STACK_BYTES (512 * 1024) /* Python runs in them, too */
 #define MOST_WAITING 3
+#define NO_READERS 2 /* of the threads */
+#define MOST_MORE_READERS 64
+#define STALLED_NS 100000000 /* a read that was put off for so long has a thread of its own */
 
 /* Of each buffer for requests, so much is in memory before the first one comes (an extended
  * attribute's name is the longest that one has). The kernel ends a request with EIO that it cannot
@@ -44,7 +55,8 @@
 
 struct request {
 	struct request *next;
-	bool again;
+	uint64_t started_ns; /* of a read */
+	enum relay_past past;
 	size_t length;
 	char bytes[];
 };
@@ -56,6 +68,14 @@ static int end_errno;
 
 static int fuse_fd = -1, news_fd = -1;
 static bool free_opens, opens_here = true;
+
+static pthread_mutex_t reads_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct request *first_read, **last_read = &first_read; /* that were put off */
+static unsigned reading, most_reading; /* threads that are at a read; so many may be */
+static bool any_read(void);
+static void take_read(struct lane *lane);
+static struct pool readers = {
+	.lock = &reads_lock, .any = any_read, .take = take_read, .most = MOST_MORE_READERS};
 
 static pthread_mutex_t idle_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wanted = PTHREAD_COND_INITIALIZER;
@@ -126,10 +146,12 @@ static bool answer_read(const struct fuse_in_header *in, struct lane *lane, uint
 	return true;
 }
 
-static void put_last(const char *bytes, size_t length, bool again);
+static void put_last(const char *bytes, size_t length, enum relay_past past);
 
-/* The kernel does not know of the open. Where Python does by now, it is told as by the kernel. */
-static void unopened(uint64_t fh)
+/* Answer an open. Where the kernel knows of no answer with this handle, but Python does by now, that is
+ * told as by the kernel. */
+static void answer_with_handle(uint64_t unique, uint64_t fh, const void *out, size_t length,
+			       struct relay_times *times, uint64_t started_ns)
 {
 	struct {
 		struct fuse_in_header in;
@@ -138,10 +160,11 @@ static void unopened(uint64_t fh)
 		.in = {.len = sizeof(end), .opcode = FUSE_RELEASE},
 		.release = {.fh = fh},
 	};
-	bool owned = false;
-	table_end(fh, true, &owned);
-	if (owned)
-		put_last((const char *)&end, sizeof(end), false);
+	bool accepted = answer(unique, 0, out, length);
+	if (accepted)
+		relay_time(times, relay_now_ns() - started_ns);
+	if (table_opened(fh, accepted))
+		put_last((const char *)&end, sizeof(end), NEW);
 }
 
 /* An open that an earlier worker may have answered is Python's. */
@@ -150,10 +173,17 @@ static bool answer_backed_open(const struct fuse_in_header *in, bool again, uint
 	struct backed_open_out out = {.open_flags = OPEN_PASSTHROUGH};
 	if (again || !backed_open(in->nodeid, in->unique, &out.fh, &out.backing_id))
 		return false;
-	if (answer(in->unique, 0, &out, sizeof(out)))
-		relay_time(&counts.opens, relay_now_ns() - started_ns);
-	else
-		unopened(out.fh);
+	answer_with_handle(in->unique, out.fh, &out, sizeof(out), &counts.opens, started_ns);
+	return true;
+}
+
+bool relay_answer_open(const struct fuse_in_header *in, struct relay_times *times,
+		       uint64_t started_ns)
+{
+	struct fuse_open_out out = {.open_flags = FOPEN_KEEP_CACHE};
+	if (table_add(in->nodeid, in->unique, 0, ANSWERING, &out.fh) < 0)
+		return false;
+	answer_with_handle(in->unique, out.fh, &out, sizeof(out), times, started_ns);
 	return true;
 }
 
@@ -169,13 +199,11 @@ static bool answer_open(const struct fuse_in_header *in, bool again, uint64_t st
 	if (!resident_open(in->nodeid))
 		return false;
 	struct fuse_open_out out = {.open_flags = FOPEN_KEEP_CACHE};
-	int added = table_add(in->nodeid, again ? in->unique | RESENT : in->unique, 0, 0, &out.fh);
-	if (added >= 0) {
-		if (answer(in->unique, 0, &out, sizeof(out)))
-			relay_time(&counts.opens, relay_now_ns() - started_ns);
-		else if (!added)
-			table_end(out.fh, true, NULL); /* the kernel does not know of it */
-	}
+	uint64_t unique = again ? in->unique | RESENT : in->unique;
+	int added = table_add(in->nodeid, unique, 0, ANSWERING, &out.fh);
+	if (added >= 0)
+		answer_with_handle(in->unique, out.fh, &out, sizeof(out), &counts.opens,
+				   started_ns);
 	resident_unuse(in->nodeid);
 	return added >= 0;
 }
@@ -185,11 +213,24 @@ static bool answer_release(const struct fuse_in_header *in)
 {
 	const struct fuse_release_in *arg = (const void *)(in + 1);
 	bool owned = true;
-	table_end(arg->fh, true, &owned);
+	uint64_t ino = table_end(arg->fh, true, &owned);
+	if (ino)
+		misses_released(ino);
 	return !owned && (answer(in->unique, 0, NULL, 0), true);
 }
 
-/* Whether it is answered, or will be. `lane`: NULL: reads are not answered. `again`: an earlier
+/* Of a file that does not have the attribute. The name ends with a zero. */
+static bool answer_getxattr(const struct fuse_in_header *in, size_t body)
+{
+	const char *name = (const char *)(in + 1) + sizeof(struct fuse_getxattr_in);
+	if (body <= sizeof(struct fuse_getxattr_in) ||
+	    !memchr(name, 0, body - sizeof(struct fuse_getxattr_in)))
+		return false;
+	int error = absent_errno(in->nodeid, name);
+	return error && (answer(in->unique, -error, NULL, 0), true);
+}
+
+/* Whether it is answered, or will be. `lane`: NULL: what would have to wait is not. `again`: an earlier
  * worker has had it. */
 static bool answer_any(const struct fuse_in_header *in, size_t length, struct lane *lane,
 		       bool again, uint64_t started_ns)
@@ -199,23 +240,36 @@ static bool answer_any(const struct fuse_in_header *in, size_t length, struct la
 	case FUSE_READ:
 		return lane && body >= sizeof(struct fuse_read_in) &&
 		       (answer_read(in, lane, started_ns) ||
-			unfinished_took(in, length, lane, started_ns));
+			unfinished_took(in, length, lane, started_ns) ||
+			misses_took(in, length, false, started_ns));
 	case FUSE_OPEN:
 		return body >= sizeof(struct fuse_open_in) && answer_open(in, again, started_ns);
 	case FUSE_RELEASE:
 		return body >= sizeof(struct fuse_release_in) && answer_release(in);
+	case FUSE_GETXATTR:
+		return answer_getxattr(in, body);
 	default:
 		return false;
 	}
 }
 
-bool relay_answered(const void *request, size_t length, bool again)
+/* `kept`: the journal has it. */
+static bool open_missed(const struct fuse_in_header *in, size_t length, bool kept, uint64_t started_ns)
+{
+	return in->opcode == FUSE_OPEN && misses_took(in, length, kept, started_ns);
+}
+
+bool relay_answered(const void *request, size_t length, enum relay_past past)
 {
 	const struct fuse_in_header *in = request;
-	if (!answer_any(in, length, NULL, again, relay_now_ns()))
-		return false;
-	journal_done(in->unique);
-	return true;
+	uint64_t started_ns = relay_now_ns();
+	if (answer_any(in, length, NULL, past == TAKEN, started_ns)) {
+		journal_done(in->unique);
+		return true;
+	}
+	/* What waits there stays in the journal. */
+	return past == NEW && (open_missed(in, length, true, started_ns) ||
+			       (in->opcode == FUSE_READ && misses_took(in, length, true, started_ns)));
 }
 
 void relay_answer_opens(bool here)
@@ -233,15 +287,20 @@ static void tell(void)
 		;
 }
 
-static void put_last(const char *bytes, size_t length, bool again)
+static struct request *copy_of(const char *bytes, size_t length)
 {
 	struct request *request;
 	while (!(request = malloc(sizeof(*request) + length)))
 		poll(NULL, 0, 10); /* somebody waits for the answer: there is nothing better to do */
-	request->next = NULL;
-	request->length = length;
-	request->again = again;
+	*request = (struct request){.length = length};
 	memcpy(request->bytes, bytes, length);
+	return request;
+}
+
+static void put_last(const char *bytes, size_t length, enum relay_past past)
+{
+	struct request *request = copy_of(bytes, length);
+	request->past = past;
 	__atomic_fetch_add(&counts.queued, 1, __ATOMIC_RELAXED);
 	pthread_mutex_lock(&queue_lock);
 	bool news = !first;
@@ -258,12 +317,17 @@ static void put(const char *bytes, size_t length)
 		return;
 	if (((const struct fuse_in_header *)bytes)->opcode != FUSE_INTERRUPT)
 		journal_keep(bytes, length);
-	put_last(bytes, length, false);
+	put_last(bytes, length, NEW);
+}
+
+static void put_again(const void *request, size_t length)
+{
+	put_last(request, length, TAKEN);
 }
 
 static void put_left(const void *request, size_t length)
 {
-	put_last(request, length, true);
+	put_last(request, length, WAITED);
 }
 
 static void put_ahead(uint64_t ino, uint64_t first_chunk, uint64_t last)
@@ -275,7 +339,7 @@ static void put_ahead(uint64_t ino, uint64_t first_chunk, uint64_t last)
 		.in = {.len = sizeof(note), .opcode = RELAY_AHEAD, .nodeid = ino},
 		.chunks = {first_chunk, last},
 	};
-	put_last((const char *)&note, sizeof(note), false);
+	put_last((const char *)&note, sizeof(note), NEW);
 }
 
 static void end(int error)
@@ -290,18 +354,13 @@ static void end(int error)
 	pthread_mutex_unlock(&queue_lock);
 }
 
-void relay_again(void)
-{
-	journal_left(put_left);
-}
-
-long relay_next(void *buffer, int *ended_by, bool *again)
+long relay_next(void *buffer, int *ended_by, enum relay_past *past)
 {
 	pthread_mutex_lock(&queue_lock);
 	struct request *request = first;
 	long length = request ? (long)request->length : ended ? 0 : -EAGAIN;
 	*ended_by = end_errno;
-	*again = request && request->again;
+	*past = request ? request->past : NEW;
 	if (request) {
 		first = request->next;
 		if (!first)
@@ -321,11 +380,95 @@ long relay_next(void *buffer, int *ended_by, bool *again)
 	return length;
 }
 
+/* -- reads for more threads */
+
+static bool any_read(void)
+{
+	return __atomic_load_n(&first_read, __ATOMIC_SEQ_CST);
+}
+
+/* Under `reads_lock`, and not any more afterwards. */
+static void take_read(struct lane *lane)
+{
+	struct request *read = first_read;
+	if (read) {
+		__atomic_store_n(&first_read, read->next, __ATOMIC_SEQ_CST);
+		if (!read->next)
+			last_read = &first_read;
+	}
+	pthread_mutex_unlock(&reads_lock);
+	if (!read)
+		return;
+	const struct fuse_in_header *in = (const void *)read->bytes;
+	if (answer_read(in, lane, read->started_ns))
+		journal_done(in->unique);
+	else if (!unfinished_took(in, read->length, lane, read->started_ns) &&
+		 !misses_took(in, read->length, false, read->started_ns))
+		put(read->bytes, read->length);
+	free(read);
+}
+
+static void put_off(const char *bytes, size_t length, uint64_t started_ns)
+{
+	struct request *read = copy_of(bytes, length);
+	read->started_ns = started_ns;
+	journal_keep(bytes, length);
+	pthread_mutex_lock(&reads_lock);
+	__atomic_store_n(last_read, read, __ATOMIC_SEQ_CST);
+	last_read = &read->next;
+	pthread_mutex_unlock(&reads_lock);
+}
+
+/* To be called after each time that `reading` was made less: what was put off goes on, as far as there
+ * may be more at reads. Who puts one off stores it before it looks at `reading`, who is done with one
+ * looks for it after that became less: so one of them sees the other. */
+static void read_on(struct lane *lane)
+{
+	while (any_read()) {
+		bool may = __atomic_add_fetch(&reading, 1, __ATOMIC_SEQ_CST) <= most_reading;
+		if (may) {
+			pthread_mutex_lock(&reads_lock);
+			take_read(lane);
+		}
+		if (__atomic_sub_fetch(&reading, 1, __ATOMIC_SEQ_CST) >= most_reading)
+			break;
+	}
+}
+
+/* Where nobody is done with one, in time. */
+static void give_threads_to_reads(void)
+{
+	pthread_mutex_lock(&reads_lock);
+	for (struct request *read = first_read;
+	     read && read->started_ns + STALLED_NS < relay_now_ns() && pool_wake(&readers, 0);)
+		read = read->next;
+	pthread_mutex_unlock(&reads_lock);
+}
+
+static void read_or_put(const char *request, size_t length, struct lane *lane, uint64_t started_ns)
+{
+	const struct fuse_in_header *in = (const void *)request;
+	if (__atomic_add_fetch(&reading, 1, __ATOMIC_SEQ_CST) > most_reading)
+		put_off(request, length, started_ns);
+	else if (!answer_any(in, length, lane, false, started_ns))
+		put(request, length);
+	__atomic_sub_fetch(&reading, 1, __ATOMIC_SEQ_CST);
+	read_on(lane);
+}
+
+void relay_again(void)
+{
+	give_threads_to_reads();
+	journal_left(false, put_again);
+}
+
 /* -- the threads */
 
 /* Of the threads that have nothing to do, few wait for the kernel, which wakes the one that waits
- * longest: the others would take turns with them, each with a cold cache. */
-static ssize_t take(char *buffer, size_t size)
+ * longest: the others would take turns with them, each with a cold cache. Who takes a request that is
+ * answered at once counts as waiting all the while. (Whoever is answered may well have the processor
+ * before this one is back: each request would wake another thread, and in the end all of them.) */
+static void begin_waiting(void)
 {
 	pthread_mutex_lock(&idle_lock);
 	while (waiting >= MOST_WAITING) {
@@ -335,17 +478,17 @@ static ssize_t take(char *buffer, size_t size)
 	}
 	waiting++;
 	pthread_mutex_unlock(&idle_lock);
-	ssize_t got = read(fuse_fd, buffer, size);
-	int error = errno;
+}
+
+/* `ends`: nobody rests once the end is known. */
+static void end_waiting(bool ends)
+{
 	pthread_mutex_lock(&idle_lock);
 	waiting--;
-	/* Nobody rests once the end is known. */
-	bool wake = resting && (!waiting || (got < 0 && error == ENODEV));
+	bool wake = resting && (!waiting || ends);
 	pthread_mutex_unlock(&idle_lock);
 	if (wake)
 		pthread_cond_signal(&wanted);
-	errno = error;
-	return got;
 }
 
 static void *serve(void *number)
@@ -357,16 +500,20 @@ static void *serve(void *number)
 		end(ENOMEM);
 		return NULL;
 	}
-	char *request = journal_buffer(thread);
+	char *request = journal_buffer(put_again);
 	const bool kept = request;
 	const size_t most = kept ? JOURNAL_BUFFER_BYTES : REQUEST_BYTES;
 	if (!kept)
 		request = buffer;
 	memset(request, 0, most < TOUCHED_BYTES ? most : TOUCHED_BYTES);
 	struct lane lane = {.buffer = buffer + REQUEST_BYTES, .pipe = {-1, -1}};
+	bool waits = false;
 	for (;;) {
 		table_busy(thread, 0);
-		ssize_t got = take(request, most);
+		if (!waits)
+			begin_waiting();
+		waits = true;
+		ssize_t got = read(fuse_fd, request, most);
 		if (got < 0) {
 			if (errno == EAGAIN) { /* somebody made the descriptor non-blocking */
 				struct pollfd poller = {.fd = fuse_fd, .events = POLLIN};
@@ -378,6 +525,8 @@ static void *serve(void *number)
 			}
 			continue;
 		}
+		if (kept)
+			journal_taken(request);
 		const struct fuse_in_header *in = (const void *)request;
 		if ((size_t)got < sizeof(*in)) {
 			end(EIO);
@@ -387,13 +536,24 @@ static void *serve(void *number)
 		if (in->opcode != FUSE_FORGET && in->opcode != FUSE_BATCH_FORGET) {
 			uint64_t started_ns = relay_now_ns();
 			table_busy(thread, started_ns);
-			if (!answer_any(in, (size_t)got, &lane, false, started_ns))
-				put(request, (size_t)got);
+			bool reads = in->opcode == FUSE_READ &&
+				     (size_t)got >= sizeof(*in) + sizeof(struct fuse_read_in);
+			bool done = !reads && (answer_any(in, (size_t)got, NULL, false, started_ns) ||
+					       open_missed(in, (size_t)got, false, started_ns));
+			if (!done) {
+				end_waiting(false);
+				waits = false;
+				if (reads)
+					read_or_put(request, (size_t)got, &lane, started_ns);
+				else
+					put(request, (size_t)got);
+			}
 		}
 		if (kept)
 			journal_clear(request);
 	}
 	table_busy(thread, 0);
+	end_waiting(true);
 	bytes_end(&lane);
 	munmap(buffer, REQUEST_BYTES + MOST_READ_BYTES);
 	return NULL;
@@ -414,12 +574,14 @@ int relay_start(int fd, unsigned threads, unsigned waiting_reads, bool no_opens,
 	int news = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	if (news < 0)
 		return -errno;
+	most_reading = threads > NO_READERS ? threads - NO_READERS : 1;
 	free_opens = no_opens;
 	fuse_fd = fd;
 	news_fd = news;
-	relay_again();
+	journal_left(true, put_again);
 	const struct unfinished_python python = {.leave = put_left, .ahead = put_ahead};
 	unfinished_start(fd, waiting_reads, &python);
+	misses_serve(fd, waiting_reads, no_opens, put_left);
 
 	sigset_t all, before; /* signals are for Python's main thread */
 	sigfillset(&all);

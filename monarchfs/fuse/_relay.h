@@ -40,17 +40,28 @@ int relay_start(int fuse_fd, unsigned threads, unsigned waiting_reads, bool free
 /* Whether the threads answer OPEN where they can; they do, if nothing else is said. */
 void relay_answer_opens(bool here);
 
-/* Try once more with a request that was queued (not a READ); true if it is answered now. `again`:
- * see relay_next. */
-bool relay_answered(const void *request, size_t length, bool again);
+/* What became of a request before it was queued. */
+enum relay_past {
+	NEW,
+	WAITED, /* with the threads, which leave it to Python */
+	TAKEN, /* by an earlier worker, which may have carried it out */
+};
+
+struct fuse_in_header;
+
+/* Answer an OPEN, of which `times` counts the answer. False where too many files are open. */
+bool relay_answer_open(const struct fuse_in_header *in, struct relay_times *times,
+		       uint64_t started_ns);
+
+/* Try once more with a request that was queued; true if it is answered now, or will be. */
+bool relay_answered(const void *request, size_t length, enum relay_past past);
 
 /* The next request that is not for the threads, copied to `buffer` (of REQUEST_BYTES): its length;
- * 0 after the last one of a mount that has ended, with *ended_by its errno; -EAGAIN for none. *again:
- * an earlier worker has had it, and may have carried it out. */
-long relay_next(void *buffer, int *ended_by, bool *again);
+ * 0 after the last one of a mount that has ended, with *ended_by its errno; -EAGAIN for none. */
+long relay_next(void *buffer, int *ended_by, enum relay_past *past);
 
-/* Queue what earlier workers left in the journal, too: relay_start does, and it is to be done again
- * when one has ended that ran on. */
+/* Queue what threads of earlier workers had in hand that have died since, and have reads go on that wait
+ * for others that hang. Several times a second; by one thread. */
 void relay_again(void);
 
 void relay_count(struct relay_counts *counts);

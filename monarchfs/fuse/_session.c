@@ -21,6 +21,7 @@
 
 #include <dlfcn.h>
 #include <errno.h>
+#include <poll.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
@@ -36,6 +37,9 @@
 #include "_table.h"
 #include "_unfinished.h"
 
+#include "../engine/_bindings.h"
+#include "../engine/_misses.h"
+
 /* So often an interrupt is given back that comes before the request it is about. */
 #define MOST_RETURNS 3
 #define RETURNS_KEPT 64
@@ -44,7 +48,7 @@
 #define TURN_NS 1000000
 
 static uint64_t current_unique, current_node;
-static bool current_again;
+static enum relay_past current_past;
 static uint32_t current_opcode;
 static uint32_t current_pid;
 static PyObject *on_interrupt; /* callable(unique) or NULL */
@@ -145,7 +149,7 @@ static ssize_t receive_here(struct fuse_session *se, void *buffer)
 static ssize_t receive_queued(void *buffer)
 {
 	int ended_by = 0;
-	long got = relay_next(buffer, &ended_by, &current_again);
+	long got = relay_next(buffer, &ended_by, &current_past);
 	if (got == -EAGAIN)
 		return -EINTR;
 	return got == 0 && ended_by != ENODEV ? -ended_by : got;
@@ -176,7 +180,8 @@ static void interrupted(struct fuse_session *se, const struct fuse_in_header *in
 		PyErr_WriteUnraisable(on_interrupt);
 	else if (relaying && known == Py_False) {
 		/* It is to be given up if its process dies: for Python. It comes before the interrupt. */
-		unfinished_leave(arg->unique);
+		if (!unfinished_leave(arg->unique))
+			misses_leave(arg->unique);
 		give_back(real_session_fd(se), in->unique);
 	}
 	Py_XDECREF(known);
@@ -207,36 +212,44 @@ static void unopened(uint64_t fh)
 /* Whether Python answered the request at once. */
 static bool answered(struct fuse_session *se, const struct fuse_in_header *in, size_t length)
 {
-	if (!on_request || !relaying)
+	/* Without threads pyfuse3 answers, but for listings: those it cannot give without attributes. */
+	if (!on_request || (!relaying && in->opcode != FUSE_READDIRPLUS))
 		return false;
+	if (in->opcode == FUSE_READ && ((const struct fuse_read_in *)(in + 1))->fh)
+		return false; /* pyfuse3 has its handle */
+	if (in->opcode == FUSE_RELEASE && !in->unique &&
+	    table_held(((const struct fuse_release_in *)(in + 1))->fh))
+		return true; /* not the kernel's: and that has the handle from another answer by now */
 	if (in->opcode != FUSE_LOOKUP && in->opcode != FUSE_GETATTR && in->opcode != FUSE_OPEN &&
 	    in->opcode != FUSE_RELEASE && in->opcode != FUSE_OPENDIR &&
-	    in->opcode != FUSE_READDIRPLUS && in->opcode != FUSE_RELEASEDIR)
+	    in->opcode != FUSE_READDIRPLUS && in->opcode != FUSE_RELEASEDIR &&
+	    in->opcode != FUSE_GETXATTR && in->opcode != FUSE_READ)
 		return false;
 	PyObject *body = PyObject_CallFunction(on_request, "IKy#", in->opcode,
 					       (unsigned long long)in->nodeid, (const char *)(in + 1),
 					       (Py_ssize_t)(length - sizeof(*in)));
-	if (!body || !PyBytes_Check(body)) {
+	const bool fails = body && PyLong_CheckExact(body);
+	if (!body || (!fails && !PyBytes_Check(body))) {
 		bool again = body == Py_True;
 		if (!body) /* a bug; pyfuse3 meets it again, and answers EIO */
 			PyErr_WriteUnraisable(on_request);
 		Py_XDECREF(body);
-		return again && relay_answered(in, length, current_again);
+		return again && relay_answered(in, length, current_past);
 	}
+	const size_t size = fails ? 0 : (size_t)PyBytes_GET_SIZE(body);
 	struct fuse_out_header out = {
-		.len = (uint32_t)(sizeof(out) + (size_t)PyBytes_GET_SIZE(body)),
+		.len = (uint32_t)(sizeof(out) + size),
+		.error = fails ? -(int)PyLong_AsLong(body) : 0,
 		.unique = in->unique,
 	};
-	struct iovec parts[] = {
-		{&out, sizeof(out)},
-		{PyBytes_AS_STRING(body), (size_t)PyBytes_GET_SIZE(body)},
-	};
+	struct iovec parts[] = {{&out, sizeof(out)}, {fails ? NULL : PyBytes_AS_STRING(body), size}};
 	/* Fails where nobody waits any more. */
 	ssize_t sent;
 	do {
 		sent = writev(real_session_fd(se), parts, 2);
 	} while (sent < 0 && errno == EINTR);
-	if (sent < 0 && errno == ENOENT && in->opcode == FUSE_OPEN && current_again)
+	if (sent < 0 && errno == ENOENT && in->opcode == FUSE_OPEN &&
+	    current_past == TAKEN)
 		unopened(((const struct fuse_open_out *)PyBytes_AS_STRING(body))->fh);
 	Py_DECREF(body);
 	journal_done(in->unique);
@@ -250,28 +263,31 @@ static bool answered_here(const void *request, size_t length)
 
 int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 {
-	if (!buf->mem) {
-		buf->mem = malloc(REQUEST_BYTES);
-		if (!buf->mem)
+	/* pyfuse3 keeps what is in `buf` while the request waits: a copy of its own size. In memory from
+	 * the beginning, as the threads' buffers (_relay.c). */
+	static char *received;
+	if (!received) {
+		received = malloc(REQUEST_BYTES);
+		if (!received)
 			return -ENOMEM;
-		memset(buf->mem, 0, REQUEST_BYTES); /* as the threads do (_relay.c) */
+		memset(received, 0, REQUEST_BYTES);
 	}
-	const struct fuse_in_header *in = buf->mem;
+	const struct fuse_in_header *in = (const void *)received;
 	ssize_t got;
 	session = se;
 	answering(0);
 	const int64_t until_ns = parking_now_ns() + TURN_NS;
 	for (bool parks = false;; parks = relaying) {
-		got = relaying ? receive_queued(buf->mem) : receive_here(se, buf->mem);
+		got = relaying ? receive_queued(received) : receive_here(se, received);
 		if (got == -EINTR && parks && parking_wait(answered_here, news_fd, until_ns))
-			got = receive_queued(buf->mem);
+			got = receive_queued(received);
 		if (got == 0)
 			fuse_session_exit(se);
 		if (got <= 0)
 			return (int)got;
 		if ((size_t)got < sizeof(*in))
 			return -EIO;
-		current_unique = current_again ? in->unique | RESENT : in->unique;
+		current_unique = current_past == TAKEN ? in->unique | RESENT : in->unique;
 		current_node = in->nodeid;
 		current_opcode = in->opcode;
 		current_pid = in->pid;
@@ -288,6 +304,11 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 	}
 	if (relaying && !is_handled(in->opcode))
 		answering(in->unique);
+	void *copy = NULL;
+	while (!(copy = realloc(buf->mem, (size_t)got)))
+		poll(NULL, 0, 10); /* somebody waits for the answer: there is nothing better to do */
+	memcpy(copy, received, (size_t)got);
+	buf->mem = copy;
 	buf->size = (size_t)got;
 	buf->flags = 0;
 	return (int)got;
@@ -405,14 +426,13 @@ static PyObject *start_relay(PyObject *self, PyObject *args)
 	Py_RETURN_TRUE;
 }
 
-static PyObject *journal(PyObject *self, PyObject *args)
+static PyObject *journal(PyObject *self, PyObject *given)
 {
-	int fd;
-	unsigned number;
 	(void)self;
-	if (!PyArg_ParseTuple(args, "iI", &fd, &number))
+	long fd = PyLong_AsLong(given);
+	if (fd == -1 && PyErr_Occurred())
 		return NULL;
-	int error = journal_start(fd, number);
+	int error = journal_start((int)fd);
 	if (error < 0) {
 		errno = -error;
 		return PyErr_SetFromErrno(PyExc_OSError);
@@ -449,26 +469,13 @@ static PyObject *answer_opens(PyObject *self, PyObject *here)
 	Py_RETURN_NONE;
 }
 
-static PyObject *times(const struct relay_times *of)
-{
-	PyObject *took = PyTuple_New(MOST_BOUNDS + 1);
-	for (Py_ssize_t i = 0; took && i <= MOST_BOUNDS; i++) {
-		PyObject *number = PyLong_FromUnsignedLongLong(of->took[i]);
-		if (!number)
-			Py_CLEAR(took);
-		else
-			PyTuple_SET_ITEM(took, i, number);
-	}
-	return took ? Py_BuildValue("KN", (unsigned long long)of->total_ns, took) : NULL;
-}
-
 static PyObject *relay_counts_of(PyObject *self, PyObject *unused)
 {
 	struct relay_counts counts;
 	(void)self;
 	(void)unused;
 	relay_count(&counts);
-	PyObject *reads = times(&counts.reads), *opens = times(&counts.opens);
+	PyObject *reads = durations_object(&counts.reads), *opens = durations_object(&counts.opens);
 	if (!reads || !opens) {
 		Py_XDECREF(reads);
 		Py_XDECREF(opens);
@@ -484,7 +491,7 @@ static PyObject *unfinished_counts_of(PyObject *self, PyObject *unused)
 	(void)self;
 	(void)unused;
 	unfinished_count(&counts);
-	PyObject *answers = times(&counts.answers), *reads = times(&counts.reads);
+	PyObject *answers = durations_object(&counts.answers), *reads = durations_object(&counts.reads);
 	if (!answers || !reads) {
 		Py_XDECREF(answers);
 		Py_XDECREF(reads);
@@ -507,8 +514,8 @@ static PyMethodDef methods[] = {
 	 "libfuse, which ignores them."},
 	{"set_request_handler", set_request_handler, METH_O,
 	 "Call handler(opcode, node id, body) with LOOKUP, GETATTR, OPEN, RELEASE, OPENDIR,\n"
-	 "READDIRPLUS and RELEASEDIR: bytes are the body of the answer, None leaves the request to\n"
-	 "pyfuse3, True has the threads' code try it once more. Only while threads relay."},
+	 "READDIRPLUS, RELEASEDIR and GETXATTR: bytes are the body of the answer, a number its errno,\n"
+	 "None leaves the request to pyfuse3, True has the threads' code try it once more. Only while threads relay."},
 	{"read_directly", read_directly, METH_NOARGS,
 	 "There will be no threads: pyfuse3 waits for libfuse's descriptor. Before its init."},
 	{"start_relay", start_relay, METH_VARARGS,
@@ -517,14 +524,15 @@ static PyMethodDef methods[] = {
 	 "without Python. free_opens: OPEN is answered with ENOSYS. bounds_ns are\n"
 	 "at most 32 durations that relay_counts tells apart. False where this is not possible. Raises\n"
 	 "OSError."},
-	{"journal", journal, METH_VARARGS,
-	 "journal(fd, number): keep requests in a journal (fuse/requests.py) until they are answered, as\n"
-	 "worker `number` of the mount; start_relay begins with what is left in it. Raises OSError."},
+	{"journal", journal, METH_O,
+	 "journal(fd): keep requests in a journal (fuse/requests.py) until they are answered; start_relay\n"
+	 "begins with what is left in it. Raises OSError."},
 	{"answered_soon", answered_soon, METH_O,
 	 "answered_soon(unique): the handler of this request ends now, and pyfuse3 answers. With a\n"
 	 "journal only."},
 	{"take_again", take_again, METH_NOARGS,
-	 "Begin anew with what earlier workers left in the journal. Nothing without one."},
+	 "Begin anew with what was in the hands of an earlier worker's threads that have died since.\n"
+	 "Nothing without a journal."},
 	{"answer_opens", answer_opens, METH_O,
 	 "answer_opens(here): whether the threads answer OPEN where they can. They do at first."},
 	{"relay_counts", relay_counts_of, METH_NOARGS,
@@ -547,7 +555,7 @@ static struct PyModuleDef module = {
 PyMODINIT_FUNC PyInit__session(void)
 {
 	PyObject *m = PyModule_Create(&module);
-	if (m && PyModule_AddFunctions(m, known_methods) < 0)
+	if (m && (PyModule_AddFunctions(m, known_methods) < 0 || engine_add_to(m) < 0))
 		Py_CLEAR(m);
 	return m;
 }

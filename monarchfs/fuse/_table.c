@@ -1,4 +1,18 @@
-/* The table of open files. See _table.h and slots.py. */
+/* The table of open files. See _table.h and slots.py.
+ *
+ * A worker may be killed between any two instructions; the next one sees what was stored before, in the
+ * order of the stores below. Each handle begins and ends with one store, that of `ino`:
+ *
+ *   - A slot that is taken gets its next generation, and all else, before its `ino` (release). Killed
+ *     before, it is free as it was, and nobody was told of the number. So no number is given out twice:
+ *     each had another generation, which was stored before the number could be told to anybody.
+ *   - A slot that is given back gets `ino` 0, and nothing else counts from then on.
+ *
+ * An open may be answered by two threads: the kernel may hand out again, under another name (RESENT),
+ * what a thread is at, and refuse the answer to the old name. So each answer that is on its way is
+ * counted in the slot, which ends with the last of them if the kernel took none. What an earlier worker
+ * opened the kernel may hold.
+ */
 #define _GNU_SOURCE
 #include "_table.h"
 
@@ -92,7 +106,7 @@ int table_attach(int fd)
 	freed = list;
 	used = memory->used;
 	for (uint32_t index = used; index-- > 0;) {
-		slots[index].flags = 0;
+		slots[index].flags = HELD;
 		if (slots[index].ino)
 			resident_use(slots[index].ino);
 		else
@@ -119,7 +133,8 @@ static int add(uint64_t ino, uint64_t unique, uint32_t backing_id, uint64_t flag
 		unique &= ~RESENT;
 		struct slot *before = made_before(ino, unique);
 		if (before) {
-			before->flags |= flags;
+			before->flags = (before->flags | (flags & (OWNED | HELD))) +
+					(flags & ANSWERING);
 			*number = number_of((uint32_t)(before - slots));
 			return 1;
 		}
@@ -135,7 +150,7 @@ static int add(uint64_t ino, uint64_t unique, uint32_t backing_id, uint64_t flag
 	}
 	struct slot *slot = &slots[index];
 	slot->unique = unique;
-	slot->generation = slot->generation ? slot->generation : 1;
+	slot->generation = slot->generation == UINT32_MAX ? 1 : slot->generation + 1;
 	slot->backing_id = backing_id;
 	slot->flags = flags;
 	__atomic_store_n(&slot->ino, ino, __ATOMIC_RELEASE);
@@ -155,24 +170,53 @@ int table_add(uint64_t ino, uint64_t unique, uint32_t backing_id, uint64_t flags
 	return result;
 }
 
+/* Under `lock`. Its inode number. */
+static uint64_t end(struct slot *slot)
+{
+	uint64_t ino = slot->ino;
+	__atomic_store_n(&slot->ino, 0, __ATOMIC_RELEASE);
+	freed[freed_count++] = (uint32_t)(slot - slots);
+	return ino;
+}
+
 uint64_t table_end(uint64_t number, bool unowned, bool *owned)
 {
 	pthread_mutex_lock(&lock);
 	struct slot *slot = find(number);
 	if (owned)
 		*owned = slot && slot->flags & OWNED;
-	uint64_t ino = slot && !(unowned && slot->flags & OWNED) ? slot->ino : 0;
-	if (ino) {
-		__atomic_store_n(&slot->ino, 0, __ATOMIC_RELEASE);
-		slot->unique = slot->flags = 0;
-		slot->backing_id = 0;
-		slot->generation = slot->generation == UINT32_MAX ? 1 : slot->generation + 1;
-		freed[freed_count++] = (uint32_t)(slot - slots);
-	}
+	uint64_t ino = slot && !(unowned && slot->flags & OWNED) ? end(slot) : 0;
 	pthread_mutex_unlock(&lock);
 	if (ino)
 		resident_unuse(ino);
 	return ino;
+}
+
+bool table_opened(uint64_t number, bool accepted)
+{
+	bool owned = false;
+	uint64_t ino = 0;
+	pthread_mutex_lock(&lock);
+	struct slot *slot = find(number); /* the kernel may have released it already */
+	if (slot) {
+		slot->flags = (slot->flags | (accepted ? HELD : 0)) - ANSWERING;
+		bool over = slot->flags < ANSWERING && !(slot->flags & HELD);
+		owned = over && slot->flags & OWNED;
+		ino = over && !owned ? end(slot) : 0;
+	}
+	pthread_mutex_unlock(&lock);
+	if (ino)
+		resident_unuse(ino);
+	return owned;
+}
+
+bool table_held(uint64_t number)
+{
+	pthread_mutex_lock(&lock);
+	const struct slot *slot = find(number);
+	bool held = slot && slot->flags & HELD;
+	pthread_mutex_unlock(&lock);
+	return held;
 }
 
 uint64_t table_ino(uint64_t number)
@@ -189,7 +233,7 @@ bool table_own(uint64_t number)
 	pthread_mutex_lock(&lock);
 	struct slot *slot = find(number);
 	if (slot)
-		slot->flags |= OWNED;
+		slot->flags |= OWNED | HELD;
 	pthread_mutex_unlock(&lock);
 	return slot;
 }

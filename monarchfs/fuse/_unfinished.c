@@ -223,7 +223,7 @@ static void end_read(struct file *file)
 	}
 	file->next = unclosed;
 	unclosed = file;
-	(void)pool_wake(&pool, stuck); /* else whoever comes next */
+	(void)pool_wake(&pool, stuck); /* else unfinished_leave_older */
 }
 
 /* -- reads. Under `lock` */
@@ -306,6 +306,8 @@ unsigned unfinished_leave_older(uint64_t before_ns)
 			give_up(job);
 	}
 	unsigned rest = moving;
+	if (unclosed)
+		(void)pool_wake(&pool, stuck); /* there may have been no thread for it */
 	pthread_mutex_unlock(&lock);
 	return rest;
 }
@@ -487,6 +489,8 @@ static bool read_here(const struct job *job, uint64_t unique, struct lane *lane)
 		if (done != NOT_READ)
 			count_answer(job->started_ns, job->size);
 	}
+	if (done != NOT_READ)
+		journal_done(unique);
 	pthread_mutex_lock(&lock);
 	if (piece)
 		leave_piece(piece);

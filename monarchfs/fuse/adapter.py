@@ -25,21 +25,18 @@ from monarchfs.fuse.handles import Handles
 from monarchfs.fuse.implicit import Implicit
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
+from monarchfs.fuse.refused import Refused
 from monarchfs.fuse.relay import Relay
 from monarchfs.fuse.slots import Slots
 from monarchfs.metrics import Metrics
-from monarchfs.types import Data, Dirent
+from monarchfs.types import Data
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
-READDIR_BATCH = 128
-"""Entries fetched from the index at a time; a reply of 4 KiB takes about 20."""
-
-
-NO_TROUBLE = {errno.ENODATA, errno.ENOSYS, errno.ERANGE}
+NO_TROUBLE = {errno.ENODATA, errno.ENOSYS, errno.EOPNOTSUPP, errno.ERANGE}
 """Answers that are errors to the kernel alone; they are not counted."""
 
 Handler = Callable[Concatenate["Adapter", P], Coroutine[Any, Any, T]]
@@ -123,6 +120,7 @@ class Adapter(pyfuse3.Operations):
         self._current_node = current_node
         self.handles: Handles[FileHandle] = Handles(slots, passthrough)
         self.implicit = Implicit(files)
+        self._refused = Refused(tree.asked_ns)
         self.answered_soon: Callable[[int], None] | None = None
         """Told of each request when its handler ends: where there is a journal of them."""
 
@@ -165,6 +163,7 @@ class Adapter(pyfuse3.Operations):
         took.observe(now_ns() - started)
         if isinstance(found, Missing):
             return _negative(found.timeout)
+        self._relay.found(found.node)
         return _attributes(found)
 
     @answers
@@ -173,7 +172,9 @@ class Adapter(pyfuse3.Operations):
         found = self._files.known_attributes(inode)
         if found is None:
             took = self.took.getattr_source
-            found = await self._waiting(lambda: self._files.attributes(inode))
+            again = self._refused.again(inode, thread := self._current_request()[1])
+            with self._refused.noting(inode, thread):
+                found = await self._waiting(lambda: self._files.attributes(inode, again=again))
         took.observe(now_ns() - started)
         return _attributes(found)
 
@@ -197,29 +198,6 @@ class Adapter(pyfuse3.Operations):
         return inode  # all that READDIR has to know, also of another worker
 
     @answers
-    @timed
-    async def readdir(self, fh: FileHandleT, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        """Only where the C part is missing; see ``Quick``. Through pyfuse3 an entry cannot be given
-        without its attributes."""
-        ino, cookie = int(fh), start_id
-        while batch := self._tree.entries(ino, cookie, READDIR_BATCH):
-            for dirent, node, entry_timeout, attr_timeout in batch:
-                cookie = dirent.cookie
-                if dirent.name in (b".", b".."):
-                    entry = _dot(dirent)
-                elif node is not None:
-                    entry = _attributes(Entry(node, entry_timeout, attr_timeout))
-                else:
-                    found = await self._tree.lookup(ino, dirent.name)
-                    if isinstance(found, Missing):
-                        continue
-                    entry = _attributes(found)
-                if not pyfuse3.readdir_reply(token, dirent.name, entry, cookie):
-                    return
-            if len(batch) < READDIR_BATCH:
-                return
-
-    @answers
     async def releasedir(self, fh: FileHandleT) -> None:
         """There is nothing to give back."""
 
@@ -234,18 +212,21 @@ class Adapter(pyfuse3.Operations):
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         started, took = now_ns(), self.took.open_local
-        unique, _pid = self._current_request()
+        unique, thread = self._current_request()
         opened = self._known_open(inode, unique)
         if opened is None:
-            opened = await self._waiting(lambda: self._open(inode, unique))
+            again = self._refused.again(inode, thread)
+            with self._refused.noting(inode, thread):
+                opened = await self._waiting(lambda: self._open(inode, unique, again))
         number, handle, backing_id = opened
         if not handle.local:
             took = self.took.open_source
         took.observe(now_ns() - started)
         if backing_id:
             self._answer_with(number, backing_id)
-        keep_cache = handle.keep_cache and not backing_id
-        return pyfuse3.FileInfo(fh=FileHandleT(number), keep_cache=keep_cache)
+        direct = handle.direct and not backing_id
+        keep_cache = handle.keep_cache and not (direct or backing_id)
+        return pyfuse3.FileInfo(fh=FileHandleT(number), keep_cache=keep_cache, direct_io=direct)
 
     def _known_open(self, ino: int, unique: int) -> tuple[int, FileHandle, int] | None:
         """``_open`` where nobody has to be asked."""
@@ -259,9 +240,9 @@ class Adapter(pyfuse3.Operations):
             handle.release()
             raise
 
-    async def _open(self, ino: int, unique: int) -> tuple[int, FileHandle, int]:
+    async def _open(self, ino: int, unique: int, again: bool) -> tuple[int, FileHandle, int]:
         """Number, handle and backing id."""
-        handle = self._files.known_open(ino) or await self._files.open(ino)
+        handle = self._files.known_open(ino) or await self._files.open(ino, again=again)
         try:
             return await self._passthrough.decided(
                 handle, lambda backing: (self._opened(handle, unique, backing), handle, backing)
@@ -375,13 +356,6 @@ def _negative(timeout: float) -> pyfuse3.EntryAttributes:
     entry = pyfuse3.EntryAttributes()
     entry.st_ino = InodeT(0)
     entry.entry_timeout = timeout
-    return entry
-
-
-def _dot(dirent: Dirent) -> pyfuse3.EntryAttributes:
-    entry = pyfuse3.EntryAttributes()
-    entry.st_ino = InodeT(dirent.ino)
-    entry.st_mode = pyfuse3.ModeT(dirent.type << 12)
     return entry
 
 

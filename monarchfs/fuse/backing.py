@@ -8,16 +8,19 @@ from typing import Any
 
 import trio
 
-Send = Callable[[dict[str, Any], Sequence[int]], bool]
-"""Sends the supervisor a message and descriptors; whether that was possible at once."""
+Send = Callable[[dict[str, Any]], bool]
+"""Sends the supervisor a message; whether that was possible at once."""
+
+Offer = tuple[int, str, int]
+"""A file: its tier's place among the tiers, its path there, its inode number."""
 
 MOST_AT_ONCE = 32
-"""Descriptors in one message: as many as the supervisor takes."""
+"""Files in one message: as many as the supervisor takes."""
 
 
 class Question:
     """Constant: ``number``. Changing: the answer, complete once ``done`` is set: ``ids`` in the
-    order of the descriptors, 0 for those that were refused, and why the last one was."""
+    order of the files, 0 for those that were refused, and why the last one was."""
 
     __slots__ = ("code", "done", "ids", "number", "reason")
 
@@ -39,12 +42,12 @@ class BackingIds:
         self._unsent: list[int] = []
         self._number = 0
 
-    def ask(self, descriptors: Sequence[int]) -> Question | None:
+    def ask(self, offers: Sequence[Offer]) -> Question | None:
         """Offer files, at most MOST_AT_ONCE; who asks and waits no longer says so with ``drop``.
         None where the supervisor takes no message now."""
         question = self._next()
-        message = {"event": "back", "number": question.number}
-        if not self._send(message, descriptors):
+        message = {"event": "back", "number": question.number, "files": offers}
+        if not self._send(message):
             return None
         self._questions[question.number] = question
         return question
@@ -59,7 +62,7 @@ class BackingIds:
         question = self._next()
         self._unsent += ids
         message = {"event": "unback", "number": question.number, "ids": self._unsent}
-        if self._send(message, []):
+        if self._send(message):
             self._unsent = []
             self._questions[question.number] = question
         else:

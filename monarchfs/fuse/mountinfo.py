@@ -75,6 +75,16 @@ def mount_of(path: str, mounts: list[Mount] | None = None) -> Mount | None:
     return _longest_above(os.path.realpath(path), same or mounts)
 
 
+def mount_id(descriptor: int) -> int:
+    """In which mount something open is (proc_pid_fdinfo(5)): the kernel alone is asked, also of
+    what was opened as a place (O_PATH). Raises OSError."""
+    with open(f"/proc/self/fdinfo/{descriptor}", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("mnt_id:"):
+                return int(line.split()[1])
+    raise OSError(errno.ENOSYS, "the kernel names no mount")
+
+
 def is_network_type(fstype: str) -> bool:
     """Whether files of that type are (or may well be) kept on another machine.
 

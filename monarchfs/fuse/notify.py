@@ -23,6 +23,10 @@ MOST_WAITING = 1000
 """From how many on those wait who are not requests."""
 
 
+FORGET_SECONDS = 1.0
+"""So long a request waits for it, which takes microseconds."""
+
+
 class Notifier:
     """The ``Kernel`` of ``monarchfs.fs.kernel``. On the event loop.
 
@@ -51,6 +55,20 @@ class Notifier:
     def invalidate_inode(self, ino: int, *, attributes_only: bool = False) -> None:
         """Forget its attributes and, unless ``attributes_only``, its pages. Does not block."""
         self._put(ino, attributes_only and self._waiting.get(ino, True))
+
+    async def forget_attributes(self, ino: int) -> None:
+        """Forget the attributes of an inode before this returns, or after FORGET_SECONDS. Raises
+        nothing. (For attributes alone the kernel takes no lock that a request may hold:
+        fuse_reverse_inval_inode.)"""
+        with trio.move_on_after(FORGET_SECONDS):
+            try:
+                await trio.to_thread.run_sync(
+                    self._invalidate_inode, ino, True, abandon_on_cancel=True
+                )
+            except OSError as exc:
+                self._refused(ino, exc)
+            return
+        self.invalidate_inode(ino, attributes_only=True)
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
         """Forget what a name stands for. Does not block."""
@@ -88,8 +106,11 @@ class Notifier:
                     self._call, what, attributes_only, abandon_on_cancel=True, limiter=self._limiter
                 )
             except OSError as exc:
-                self.failed += 1
-                log.warning("the kernel does not forget %r: %s", what, exc)
+                self._refused(what, exc)
+
+    def _refused(self, what: int | tuple[int, bytes], exc: OSError) -> None:
+        self.failed += 1
+        log.warning("the kernel does not forget %r: %s", what, exc)
 
     def _call(self, what: int | tuple[int, bytes], attributes_only: bool) -> None:
         if isinstance(what, int):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
@@ -22,7 +23,7 @@ from typing import Protocol, TypeVar
 import trio
 
 from monarchfs.fs.files import FileHandle, Files, OpenReplica
-from monarchfs.fuse.backing import MOST_AT_ONCE, BackingIds, Question, Send
+from monarchfs.fuse.backing import MOST_AT_ONCE, BackingIds, Offer, Question, Send
 from monarchfs.fuse.iomodes import CACHED, IoModes
 from monarchfs.metrics import Metrics
 from monarchfs.types import ReplicaState
@@ -36,6 +37,10 @@ ANSWER_SECONDS = 1.0
 
 MOST_REFUSALS = 3
 """In a row; then files of that tier are offered no more."""
+
+_PASSING = frozenset((errno.ENOSPC, errno.ENOENT, errno.ESTALE))
+"""Refusals that say nothing of the tier: the files that are open leave no room for this one, or it
+was removed, or replaced, meanwhile."""
 
 SMALL_BYTES = 1 << 20
 """Where there are more files than ids, those below are not worth the wait for one at each open."""
@@ -52,6 +57,9 @@ class Lender(Protocol):
 
     def take_back(self, ino: int) -> int:
         """How many opens there are; whose ends are told here from now on."""
+
+    def cached(self, ino: int) -> int:
+        """The same of opens that were answered without an id, as it was not resident."""
 
 
 class _Wait:
@@ -83,6 +91,7 @@ class Passthrough:
         self.possible = False
         self.counts = counts
         self._files = files
+        self._places = {tier: place for place, tier in enumerate(files.cache.tiers)}
         self._backing = BackingIds(send)
         self.answered = self._backing.answered
         self._metrics = metrics
@@ -121,6 +130,7 @@ class Passthrough:
         find out. Holds until the next checkpoint."""
         if not self.counts:
             return CACHED
+        self._look_for_cached(ino)
         if (mode := self._modes.get(ino)) is not None:
             return mode
         if (wait := self._waits.get(ino)) is not None:
@@ -130,6 +140,12 @@ class Passthrough:
         if not self.possible or (self._crowded and self._files.size(ino) < SMALL_BYTES):
             return CACHED
         return None
+
+    def _look_for_cached(self, ino: int) -> None:
+        """Who opened it before it was resident, without Python, sets the mode."""
+        if self._modes.get(ino) is None:
+            for _ in range(self._lender.cached(ino)):
+                self._modes.opened(ino, CACHED)
 
     async def decided(self, handle: FileHandle, open_it: Callable[[int], T]) -> T:
         """Call ``open_it``, which must not wait, with the backing id for ``handle``, or CACHED.
@@ -156,12 +172,15 @@ class Passthrough:
             return None
         if self.ids >= self._most:
             self._give_one_back()
-        question = self._backing.ask([replica.fd])
+        question = self._backing.ask([self._offer_of(replica)])
         if question is None:
             self._metrics.backing_refused += 1
             return None
         wait = self._waits[replica.ino] = _Wait(question, replica.tier)
         return wait
+
+    def _offer_of(self, replica: OpenReplica) -> Offer:
+        return self._places[replica.tier], replica.path, os.fstat(replica.fd).st_ino
 
     def _wanted(self, replica: OpenReplica) -> bool:
         return (
@@ -193,8 +212,8 @@ class Passthrough:
             self._refusals[tier] = 0
             return
         self._metrics.backing_refused += 1
-        if question.code == errno.ENOSPC:
-            return  # the files that are open now leave no room for this one
+        if question.code in _PASSING:
+            return
         refusals = self._refusals[tier] = self._refusals.get(tier, 0) + 1
         if refusals == MOST_REFUSALS:
             tiers = self._files.cache.tiers
@@ -240,6 +259,7 @@ class Passthrough:
 
     def _keep(self, ino: int, backing_id: int) -> None:
         """An id that no open uses."""
+        self._look_for_cached(ino)
         alone = self._modes.get(ino) is None and ino not in self._waits
         if alone and self._lender.lend(ino, backing_id):
             self._lent[ino] = backing_id
@@ -318,11 +338,11 @@ class Passthrough:
 
     def _has(self, ino: int) -> bool:
         """Whether there is an id for it, or somebody waits for one."""
-        return any(ino in known for known in (self._held, self._idle, self._lent, self._waits))
+        return ino in self._lent or ino in self._idle or ino in self._held or ino in self._waits
 
     async def _offer_batch(self, batch: list[OpenReplica]) -> None:
         wanted = [replica for replica in batch if self._wanted(replica)]
-        question = self._backing.ask([replica.fd for replica in wanted]) if wanted else None
+        question = self._backing.ask(list(map(self._offer_of, wanted))) if wanted else None
         if question is None:
             await trio.sleep(NEWS_SECONDS)
             return

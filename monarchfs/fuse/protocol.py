@@ -57,6 +57,7 @@ class InitFlag(IntFlag):
     CACHE_SYMLINKS = 1 << 23
     NO_OPENDIR_SUPPORT = 1 << 24
     INIT_EXT = 1 << 30
+    DIRECT_IO_ALLOW_MMAP = 1 << 36
     PASSTHROUGH = 1 << 37
     HAS_RESEND = 1 << 39
 
@@ -69,6 +70,8 @@ _WANTED = (
     | InitFlag.CACHE_SYMLINKS
     | InitFlag.MAX_PAGES
     | InitFlag.INIT_EXT
+    # A file that changes while it is being opened is read past the page cache; maps go on working.
+    | InitFlag.DIRECT_IO_ALLOW_MMAP
     # Another worker may take a dead one's place.
     | InitFlag.HAS_RESEND
 )

@@ -7,6 +7,7 @@ to wait goes on to pyfuse3, as if it had not been here. The messages are those o
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from time import perf_counter_ns as now_ns
 
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fs.tree import Entry, Missing, Tree
+from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.handles import Handles
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
@@ -27,7 +29,9 @@ class Opcode:
     LOOKUP = 1
     GETATTR = 3
     OPEN = 14
+    READ = 15
     RELEASE = 18
+    GETXATTR = 22
     OPENDIR = 27
     RELEASEDIR = 29
     AHEAD = 0xFFFE
@@ -51,6 +55,8 @@ _CHUNKS = struct.Struct("=QQ")
 _OPEN_IN = struct.Struct("=I")
 _OPEN_OUT = struct.Struct("=QIi")
 _READ_IN = struct.Struct("=QQI")
+_GETXATTR_IN = struct.Struct("=I4x")
+_GETXATTR_OUT = struct.Struct("=I4x")
 _ATTR = "QQQqqqIIIIIIIIII"
 _ATTR_OUT = struct.Struct("=QII" + _ATTR)
 _ENTRY_OUT = struct.Struct("=QQQQII" + _ATTR)
@@ -73,6 +79,7 @@ class Quick:
         metrics: Metrics,
         current_request: Callable[[], tuple[int, int]],
         passthrough: Passthrough,
+        xattrs: Xattrs,
     ) -> None:
         """``current_request`` tells (unique, pid) of the request that is to be answered."""
         self._current_request = current_request
@@ -82,12 +89,14 @@ class Quick:
         self._files = files
         self._handles = handles
         self._relay = relay
+        self._xattrs = xattrs
         self._took = metrics.requests
+        xattrs.on_plain = relay.plain
 
-    def answer(self, opcode: int, node: int, body: bytes) -> bytes | bool | None:
-        """What follows the header of a successful answer; None: not here; True: the C part knows
-        more now, and may answer. ``body`` is what follows the header of the request. No checkpoint;
-        raises nothing that is foreseen."""
+    def answer(self, opcode: int, node: int, body: bytes) -> bytes | int | None:
+        """What follows the header of a successful answer, or an errno; None: not here; True: the C
+        part knows more now, and may answer. ``body`` is what follows the header of the request. No
+        checkpoint; raises nothing that is foreseen."""
         started = now_ns()
         match opcode:
             case Opcode.LOOKUP:
@@ -96,7 +105,10 @@ class Quick:
                     return None
                 self._took.lookup_local.observe(now_ns() - started)
                 self._count_answer()
-                return _negative(found) if isinstance(found, Missing) else _entry(found)
+                if isinstance(found, Missing):
+                    return _negative(found)
+                self._relay.found(found.node)
+                return _entry(found)
             case Opcode.GETATTR:
                 known = self._files.known_attributes(node)
                 if known is None:
@@ -108,8 +120,8 @@ class Quick:
                 if _OPEN_IN.unpack_from(body)[0] & os.O_ACCMODE != os.O_RDONLY:
                     return None
                 if (backing_id := self._passthrough.known(node)) is None:
-                    return None
-                if self._relay.opens(node):
+                    return True if self._relay.misses_open(node) else None
+                if self._relay.opens(node) or self._relay.misses_open(node):
                     return True
                 try:
                     handle = self._files.known_open(node)
@@ -127,6 +139,9 @@ class Quick:
                 if backing_id:
                     return _OPEN_OUT.pack(number, FOPEN_PASSTHROUGH, backing_id)
                 return _OPEN_OUT.pack(number, FOPEN_KEEP_CACHE if handle.keep_cache else 0, 0)
+            case Opcode.READ:  # of what was not opened
+                if self._relay.misses_open(node):
+                    return True
             case Opcode.RELEASE:
                 number = _HANDLE.unpack_from(body)[0]
                 if (released := self._handles.pop(number)) is not None:
@@ -157,7 +172,28 @@ class Quick:
                 self._took.readdir.observe(now_ns() - started)
                 self._count_answer()
                 return listing
+            case Opcode.GETXATTR:
+                return self._attribute(node, body, started)
         return None
+
+    def _attribute(self, ino: int, body: bytes, started: int) -> bytes | int | None:
+        (size,) = _GETXATTR_IN.unpack_from(body)
+        name = body[_GETXATTR_IN.size : -1]
+        try:
+            value = self._xattrs.known(ino, name)
+        except OSError as exc:
+            self._count_answer()
+            code = exc.errno or errno.EIO
+            if code == self._xattrs.absent(name) and self._xattrs.plain(ino):
+                self._relay.absent(ino, name, code)
+            return code
+        if value is None:
+            return None
+        self._took.getxattr.observe(now_ns() - started)
+        self._count_answer()
+        if not size:
+            return _GETXATTR_OUT.pack(len(value))
+        return value if len(value) <= size else errno.ERANGE
 
     def _listing(self, ino: int, after_cookie: int, size: int) -> bytes:
         """As many entries as ``size`` takes."""

@@ -1,6 +1,6 @@
 """What the threads of the C part (_relay.c) may answer: opens and reads of resident files.
 
-Python tells them which files those are, and hears what they opened. Without the C part all requests
+Python tells them which files those are, and hears what they opened. In safe mode all requests
 come to Python.
 """
 
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
 
 import trio
 
-from monarchfs.fs.files import Files, UnfinishedReads
+from monarchfs.engine.misses import Counts, Misses
+from monarchfs.fs.files import Files
 from monarchfs.fuse.unfinished import Unfinished
 from monarchfs.metrics import Histogram, Metrics
-from monarchfs.types import ReplicaState
+from monarchfs.types import Node, Replica, ReplicaState
 
 MOST_TIERS = 64
 """As in _resident.h; what further tiers hold is read by Python."""
@@ -37,15 +38,14 @@ _Times = tuple[int, tuple[int, ...]]
 class Relay:
     """See ``cache.readers.Readers``.
 
-    Constant: the C part, or None; ``free_opens``, whether the kernel is told not to say what it
+    Constant: the C part; ``free_opens``, whether the kernel is told not to say what it
     opens. Changing: ``_counted``, what the metrics know of; the tiers' numbers in the C part.
     """
 
-    def __init__(self, hooks: ModuleType | None, metrics: Metrics, *, free_opens: bool) -> None:
-        self.free_opens = free_opens and hooks is not None
+    def __init__(self, hooks: ModuleType, metrics: Metrics, *, free_opens: bool) -> None:
+        self.free_opens = free_opens
         self._hooks = hooks
-        self._unfinished = None if hooks is None else Unfinished(hooks)
-        self.unfinished: UnfinishedReads = self._unfinished or UnfinishedReads()
+        self.unfinished = Unfinished(hooks)
         self._metrics = metrics
         self._tiers: dict[int, int] = {}
         self._files: Files | None = None
@@ -54,6 +54,10 @@ class Relay:
         self._counted = (0, nothing, nothing, 0, 0)
         self._counted_backed = 0
         self._counted_source = (0, 0, nothing, nothing)
+        self._counted_misses = Counts(0, 0, 0, nothing, nothing, nothing)
+        self.misses: Misses | None = None
+        self.waiting: Callable[[], int] = lambda: 0
+        """Says how many requests wait in Python."""
         self.on_source_reads: Callable[[int, int, list[int]], None] | None = None
         """Told of reads of the source when they are counted: their bytes, the nanoseconds that they
         took, and how many took at most so long as each of DURATION_BOUNDS_NS."""
@@ -61,7 +65,7 @@ class Relay:
     @property
     def waits(self) -> bool:
         """Whether somebody waits for a read of a file that is not resident."""
-        return self._unfinished is not None and self._unfinished.waiting
+        return self.unfinished.waiting or (self.misses is not None and self.misses.anybody_waits)
 
     def begin(self, files: Files, *, lasting_ns: int, tells: bool, opens_here: bool = True) -> None:
         """Opens are good for at most ``lasting_ns``; ``tells``: policies want to hear of them;
@@ -70,29 +74,39 @@ class Relay:
         self._opens_here = opens_here
         files.opened_elsewhere = self._open_now
         files.opens_are_known = not self.free_opens
-        if self._hooks is not None:
-            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            count = MOST_OPEN_FILES if most < 0 else max(1, min(MOST_OPEN_FILES, most // 4))
-            self._hooks.resident_start(count, os.geteuid(), lasting_ns, self.free_opens, tells)
-            self._hooks.answer_opens(opens_here)
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        count = MOST_OPEN_FILES if most < 0 else max(1, min(MOST_OPEN_FILES, most // 4))
+        self._hooks.resident_start(count, os.geteuid(), lasting_ns, self.free_opens, tells)
+        self._hooks.answer_opens(opens_here)
 
     def offer(self, ino: int, *, seen: bool = False) -> bool:
         """Have the threads answer for ``ino`` if it is resident; whether they do. ``seen``: it
         counts as opened. About 10 us."""
-        hooks, files = self._hooks, self._files
-        if hooks is None or files is None:
-            return False
-        index = files.cache.index
-        record = index.replica(ino)
+        files = self._files
+        return files is not None and self._offer(files, ino, files.cache.index.replica(ino), seen)
+
+    def _offer(
+        self,
+        files: Files,
+        ino: int,
+        record: Replica | None,
+        seen: bool = False,
+        *,
+        opens_too: bool = False,
+    ) -> bool:
+        """``opens_too``: only if opens need not be asked about now."""
         if record is None or record.state is not ReplicaState.RESIDENT:
             return False
         tier = self._tiers.get(record.tier)
-        node = index.node(ino)
+        node = files.cache.index.node(ino)
         # What is outdated may be read from the source as it is, by some.
         if tier is None or node is None or node.outdated:
             return False
         replica = (tier, record.name, record.checksum, record.size)
-        offered: bool = hooks.resident_put(ino, *replica, files.opens_until(ino), seen)
+        opens_until = files.opens_until(node)
+        if opens_too and opens_until <= 0:
+            return False
+        offered: bool = self._hooks.resident_put(ino, *replica, opens_until, seen)
         return offered
 
     def opens(self, ino: int) -> bool:
@@ -100,49 +114,94 @@ class Relay:
         files = self._files
         if files is None or not self._opens_here:
             return False
-        return files.opens_until(ino) > 0 and self.offer(ino)
+        return self._offer(files, ino, files.cache.index.replica(ino), opens_too=True)
 
     def lend(self, ino: int, backing_id: int) -> bool:
         """Have the threads answer its opens, of which there are none, with this id, as far as an
         open needs not be asked about; whether they do."""
-        files, hooks = self._files, self._hooks
-        if files is None or hooks is None or files.opens_until(ino) <= 0 or not self.offer(ino):
+        files = self._files
+        if files is None:
             return False
-        lent: bool = hooks.backed_lend(ino, backing_id)
+        record = files.cache.index.replica(ino)
+        if not self._offer(files, ino, record, opens_too=True):
+            return False
+        lent: bool = self._hooks.backed_lend(ino, backing_id)
         return lent
 
     def take_back(self, ino: int) -> int:
         """Not any more: how many opens of it there are now, whose ends are for Python."""
-        return 0 if self._hooks is None else int(self._hooks.backed_take_back(ino))
+        opens: int = self._hooks.backed_take_back(ino)
+        return opens
+
+    def cached(self, ino: int) -> int:
+        """How many opens of it the threads have answered without a backing id, whose ends are for
+        Python from now on, and were not before."""
+        if not self._hooks.resident_used(ino):
+            return 0
+        opens: int = self._hooks.table_own_all(ino, 0)
+        return opens
 
     def seen(self, ino: int) -> bool:
         """Whether the threads have opened or read its replica."""
-        return self._hooks is not None and self._hooks.resident_seen(ino)
+        seen: bool = self._hooks.resident_seen(ino)
+        return seen
+
+    def plain(self, inos: Sequence[int]) -> None:
+        """These have none of the attributes that ``absent`` was told of."""
+        self._hooks.absent_add(inos)
+
+    def absent(self, ino: int, name: bytes, code: int) -> None:
+        """``plain``; and those are answered with the errno ``code`` when asked for ``name``."""
+        self._hooks.absent_name(name, code)
+        self._hooks.absent_add([ino])
+
+    def misses_open(self, ino: int) -> bool:
+        """Whether the threads open and read it in the source, as of now."""
+        files = self._files
+        if files is None or self.misses is None:
+            return False
+        node = files.cache.index.node(ino)
+        return node is not None and self.misses.offer(node)
+
+    def found(self, node: Node) -> None:
+        """A name was looked up: it may be opened next."""
+        if self.misses is not None:
+            self.misses.offer(node)
 
     # -- as Readers
 
-    def stored(self, ino: int) -> None:
+    def stored(self, ino: int, replica: Replica) -> None:
+        files = self._files
         # Whoever has it open was counted then.
-        if not self.offer(ino, seen=self._files is not None and self._files.is_open(ino)):
+        if files is None or not self._offer(files, ino, replica, files.is_open(ino)):
             self.stop(ino)
+        if self.misses is not None:
+            self.misses.forget(ino)
 
     def stop(self, ino: int) -> None:
-        if self._hooks is not None:
-            self._hooks.resident_stop(ino)
+        self._hooks.resident_stop(ino)
 
     def retire(self, ino: int) -> bool:
-        return self._hooks is None or self._hooks.resident_retire(ino)
+        retired: bool = self._hooks.resident_retire(ino)
+        return retired
 
     def outdated(self, ino: int) -> None:
-        if self._hooks is not None:
-            self._hooks.resident_expire(ino)
+        self._hooks.resident_expire(ino)
+        if self.misses is not None:
+            self.misses.forget(ino)
+
+    def hold(self, ino: int, *, held: bool) -> None:
+        if self.misses is not None:
+            self.misses.hold(ino, held=held)
+
+    def busy(self, ino: int) -> bool:
+        return self.misses is not None and self.misses.busy(ino)
 
     def used(self, ino: int) -> bool:
-        return self._hooks is not None and self._hooks.resident_used(ino)
+        used: bool = self._hooks.resident_used(ino)
+        return used
 
     def serve(self, tier_id: int, dir_fd: int | None) -> None:
-        if self._hooks is None:
-            return
         number = self._tiers.setdefault(tier_id, len(self._tiers))
         if number < MOST_TIERS:
             self._hooks.resident_tier(number, -1 if dir_fd is None else dir_fd)
@@ -151,7 +210,7 @@ class Relay:
 
     def catch_up(self) -> None:
         files = self._files
-        if self._hooks is None or files is None:
+        if files is None:
             return
         while inos := self._hooks.resident_opened():
             for ino in inos:
@@ -162,16 +221,19 @@ class Relay:
     # -- tasks
 
     async def run(self) -> None:
-        """Tell policies what was opened, and take over reads of a source that hangs, for ever."""
+        """Tell policies what was opened, and take over reads of a source that hangs, and what a
+        worker that had been killed let go of since, for ever."""
         while True:
             self.catch_up()
-            if self._unfinished is not None:
-                self._unfinished.leave_long()
+            self._hooks.take_again()
+            self.unfinished.leave_long()
+            if self.misses is not None:
+                self.misses.leave_long(self.waiting())
             await trio.sleep(CATCH_UP_SECONDS)
 
     async def walk(self) -> None:
         """Offer what is resident already."""
-        if self._hooks is None or self._files is None:
+        if self._files is None:
             return
         for count, (ino, record) in enumerate(self._files.cache.index.replicas(), 1):
             if record.state is ReplicaState.RESIDENT and not self._hooks.resident_has(ino):
@@ -180,14 +242,10 @@ class Relay:
                 await trio.sleep(WALK_SECONDS)
 
     def _open_now(self) -> Collection[int]:
-        if self._hooks is None:
-            return ()
         return [ino for _number, ino, _unique, _backing_id in self._hooks.table_list()]
 
     def count(self) -> None:
         """Bring the metrics up to date."""
-        if self._hooks is None:
-            return
         _queued, relayed, reads, opens = self._hooks.relay_counts()
         opened, opened_bytes, _lost = self._hooks.resident_counts()
         before, self._counted = self._counted, (relayed, reads, opens, opened, opened_bytes)
@@ -201,17 +259,32 @@ class Relay:
         metrics.passthrough_opens += backed - self._counted_backed
         self._counted_backed = backed
         self._count_source()
+        if self.misses is not None:
+            self._count_misses(self.misses.count())
+
+    def _count_misses(self, now: Counts) -> None:
+        before, self._counted_misses = self._counted_misses, now
+        metrics = self._metrics
+        metrics.relayed_bytes += now.answered_bytes - before.answered_bytes
+        metrics.source_opens += now.untold_opens - before.untold_opens
+        _add(metrics.requests.open_source, now.opens, before.opens)
+        _add(metrics.requests.read_source, now.reads, before.reads)
+        self._tell_source(
+            now.source_bytes - before.source_bytes, now.source_reads, before.source_reads
+        )
 
     def _count_source(self) -> None:
-        assert self._hooks is not None
         now = size, source_bytes, answers, reads = self._hooks.unfinished_counts()
         before, self._counted_source = self._counted_source, now
         self._metrics.relayed_bytes += size - before[0]
         _add(self._metrics.requests.read_source, answers, before[2])
+        self._tell_source(source_bytes - before[1], reads, before[3])
+
+    def _tell_source(self, size: int, reads: _Times, before: _Times) -> None:
         if self.on_source_reads is not None:
             buckets = range(len(self._metrics.requests.read_source.counts))
-            took = [reads[1][bucket] - before[3][1][bucket] for bucket in buckets]
-            self.on_source_reads(source_bytes - before[1], reads[0] - before[3][0], took)
+            took = [reads[1][bucket] - before[1][bucket] for bucket in buckets]
+            self.on_source_reads(size, reads[0] - before[0], took)
 
 
 def _add(durations: Histogram, now: _Times, before: _Times) -> None:

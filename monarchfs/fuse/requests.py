@@ -9,7 +9,10 @@ offset size        what
 ====== =========== =====================================================================
 0      u64         MAGIC
 8      u32, u32    how many buffers there are, and how many entries
-4096   12 KiB each buffers that threads have requests written to: 8 for each of 8 workers in turn
+16     u32         1: the locks are there
+..3583 64          locks of the buffers: robust mutexes (pthread_mutexattr_setrobust(3))
+3584   64 x u64    ``unique`` of the request that is in the buffer, all of it; else 0
+4096   12 KiB each buffers that threads have requests written to, each the lock's holder's
 then   512 each    entries: u64, the length of the request (0: none), and the request
 ====== =========== =====================================================================
 """

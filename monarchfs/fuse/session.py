@@ -17,98 +17,66 @@ import trio
 
 from monarchfs.metrics import DURATION_BOUNDS_NS
 
-
-def _load_hooks() -> ModuleType | None:
-    """The C part, with its symbols in the global scope: this must come before pyfuse3."""
-    flags = sys.getdlopenflags()
-    sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
-    try:
-        from monarchfs.fuse import _session
-    except ImportError:
-        return None
-    finally:
-        sys.setdlopenflags(flags)
-    return _session
-
-
 if "pyfuse3" in sys.modules:
     raise ImportError("monarchfs.fuse.session must be imported before pyfuse3")
-hooks = _load_hooks()
+# libfuse finds the C part's functions in the global scope, so pyfuse3 comes after it.
+_flags = sys.getdlopenflags()
+sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
+try:
+    from monarchfs.fuse import _session
+finally:
+    sys.setdlopenflags(_flags)
+hooks: ModuleType = _session
 
 import pyfuse3  # noqa: E402
 
-RELAY_THREADS = 8
-"""So many reads of resident files wait for the local disk at once. Idle ones cost nothing."""
+RELAY_THREADS = 10
+"""All but two may wait for a local disk; further reads are put off, so that a slow tier holds up
+nothing else. Idle ones cost nothing."""
 
 MAX_TASKS = 10_000
 """So many requests may wait for a source that hangs before the mount stops taking new ones."""
 
 
 def current_request() -> tuple[int, int]:
-    """(unique, pid) of the request received last; zeros where the C part is missing."""
-    if hooks is None:
-        return 0, 0
+    """(unique, pid) of the request received last."""
     unique, _opcode, pid, _node = hooks.current()
     return unique, pid
 
 
 def current_node() -> int:
-    """The node id of the request received last. Raises OSError where the C part is missing: it
-    alone has the kernel send requests that do not say what they are about."""
-    if hooks is None:
-        raise OSError(errno.EBADF, "unknown handle")
+    """The node id of the request received last."""
     node: int = hooks.current()[3]
     return node
 
 
-def on_interrupt(handler: Callable[[int], bool]) -> bool:
-    """Have FUSE_INTERRUPT reported; False where the C part is missing. The handler answers False
-    for a request that it does not know."""
-    if hooks is None:
-        return False
+def on_interrupt(handler: Callable[[int], bool]) -> None:
+    """Have FUSE_INTERRUPT reported. The handler answers False for a request that it does not
+    know."""
     hooks.set_interrupt_handler(handler)
-    return True
 
 
-def on_request(handler: Callable[[int, int, bytes], bytes | bool | None]) -> None:
+def on_request(handler: Callable[[int, int, bytes], bytes | int | None]) -> None:
     """Have ``handler`` answer those requests of ``quick.Opcode`` that it can: called with opcode,
-    node id and what follows the request's header, it returns what follows the answer's, None, or
-    True: then the C part tries once more. Nothing where that is missing: pyfuse3 answers all."""
-    if hooks is not None:
-        hooks.set_request_handler(handler)
-
-
-def journal_of(fd: int | None, number: int) -> tuple[int, int] | None:
-    """For ``Session``: the journal, and which worker this is; None without the C part."""
-    return None if fd is None or hooks is None else (fd, number)
+    node id and what follows the request's header, it returns what follows the answer's, an errno,
+    None, or True: then the C part tries once more."""
+    hooks.set_request_handler(handler)
 
 
 def answered_soon(unique: int) -> None:
     """The handler of a request ends now: for the journal, where there is one."""
-    assert hooks is not None
     hooks.answered_soon(unique)
 
 
 def take_again() -> None:
-    """Begin anew with what earlier workers left in the journal; nothing without one."""
-    if hooks is not None:
-        hooks.take_again()
-
-
-def relay_threads() -> int:
-    """How many threads answer reads without Python."""
-    return 0 if hooks is None else RELAY_THREADS
-
-
-def can_back_opens() -> bool:
-    """Whether opens can be answered with a backing file: not where the C part is missing."""
-    return hooks is not None
+    """Begin anew with what an earlier worker's threads had in hand that have died since; nothing
+    without a journal. Microseconds."""
+    hooks.take_again()
 
 
 def back_open(number: int, backing_id: int) -> None:
     """Have the kernel read ``backing_id`` itself for the handle ``number``, which is what is
-    answered next. Where the C part is there."""
-    assert hooks is not None
+    answered next."""
     hooks.back_open(number, backing_id)
 
 
@@ -154,47 +122,42 @@ class Session:
         relays: bool = True,
         free_opens: bool = False,
         waiting_reads: int = 0,
-        journal: tuple[int, int] | None = None,
+        journal: int | None = None,
     ) -> None:
         """Without ``relays`` all requests are read on the event loop; ``free_opens``: where they
         are not, have the kernel open files on its own; ``waiting_reads``: and so many reads at most
-        wait for the source outside of it. ``journal``: the descriptor of one
-        (``fuse.requests``), and which of the mount's workers this is; it takes ``relays``. Raises
-        OSError."""
+        wait for the source outside of it. ``journal``: the descriptor of one (``fuse.requests``);
+        it takes ``relays``. Raises OSError."""
         self._free_opens = free_opens
         self._waiting_reads = waiting_reads
         self._init_fd = init_fd
         self._fuse_fd = fuse_fd
         self._relays = relays
         self._handed_over = False
-        if hooks is not None and not relays:
+        if not relays:
             hooks.read_directly()
-        if hooks is not None and journal is not None:
-            hooks.journal(*journal)
+        if journal is not None:
+            hooks.journal(journal)
         pyfuse3.init(operations, f"/dev/fd/{init_fd}", set())
 
     def hand_over(self) -> None:
         """FUSE_INIT is answered: take the real descriptor. No checkpoint."""
-        if (
-            hooks is None
-            or not self._relays
-            or not hooks.start_relay(
-                *(self._init_fd, self._fuse_fd, RELAY_THREADS, self._waiting_reads),
-                self._free_opens,
-                DURATION_BOUNDS_NS,
-            )
+        if not self._relays or not hooks.start_relay(
+            *(self._init_fd, self._fuse_fd, RELAY_THREADS, self._waiting_reads),
+            self._free_opens,
+            DURATION_BOUNDS_NS,
         ):
             # An earlier worker may have had threads that waited in read(2).
             os.set_blocking(self._fuse_fd, False)
             # First wake and unregister, while the old descriptor is still what epoll knows.
             trio.lowlevel.notify_closing(self._init_fd)
-        # libfuse answers here; with the C part, its threads alone read.
+        # libfuse answers here; the threads, where there are any, are the only ones that read.
         os.dup2(self._fuse_fd, self._init_fd, inheritable=False)
         self._handed_over = True
 
     async def serve(self) -> None:
         """Answer requests until the file system is unmounted."""
-        # Without the C part, the hand-over ends the task that waits for the old descriptor just
+        # Without threads, the hand-over ends the task that waits for the old descriptor just
         # then, if there is one, and the loop with it if that was the only one.
         while not self._handed_over:
             await pyfuse3.main(min_tasks=4, max_tasks=MAX_TASKS)

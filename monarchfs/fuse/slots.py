@@ -25,9 +25,10 @@ offset type    header
 ====== ======= ======================================================================
 offset type    slot
 ====== ======= ======================================================================
-0      u64     inode number; 0: free. Written last, so that a slot counts when it is whole
+0      u64     inode number; 0: free, and nothing else counts. Written last, so that a slot
+               counts when it is whole, and ends with one store
 8      u64     ``unique`` of the OPEN request, without RESENT
-16     u32     generation: rises when the slot is freed
+16     u32     generation: rises when the slot is taken
 20     u32     backing id: reads do not come here but go to this file; 0: they come here
 24     u64     flags of the worker that uses the table (_table.h)
 ====== ======= ======================================================================
@@ -35,12 +36,12 @@ offset type    slot
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
 import struct
 from collections.abc import Iterator
+from types import ModuleType
 from typing import NamedTuple
 
 MAGIC = int.from_bytes(b"mnrchfs1", "little")
@@ -58,7 +59,6 @@ _U64 = struct.Struct("=Q")
 _SLOT = struct.Struct("=QQIIQ")
 _HIGH_WATER = struct.Struct("=I")
 _HIGH_WATER_AT = 12
-_LOW = (1 << 32) - 1
 _MOST = (1 << 64) - 1
 _READ_SLOTS = 1 << 15
 _BY_DAEMON, _BY_KERNEL = 1, 2
@@ -109,103 +109,72 @@ def make_memory(name: str, size: int) -> int:
     return fd
 
 
-def backing_ids(fd: int) -> set[int]:
-    """The backing ids that open files use, for who does not trust those who write them: nothing is
-    mapped. Raises OSError."""
-    used, count = _HIGH_WATER.unpack(os.pread(fd, _HIGH_WATER.size, _HIGH_WATER_AT))[0], 0
-    found = set()
-    while count < used:
-        part = os.pread(fd, _READ_SLOTS * _SLOT.size, HEADER_BYTES + count * _SLOT.size)
+def open_slots(fd: int) -> Iterator[Slot]:
+    """What is open, for who does not trust those who write the table: nothing is mapped. Raises
+    OSError."""
+    used, index = _HIGH_WATER.unpack(os.pread(fd, _HIGH_WATER.size, _HIGH_WATER_AT))[0], 0
+    while index < used:
+        part = os.pread(fd, _READ_SLOTS * _SLOT.size, HEADER_BYTES + index * _SLOT.size)
         if not part:
             break  # there are not that many
         slots = _SLOT.iter_unpack(part[: len(part) // _SLOT.size * _SLOT.size])
-        found |= {backing_id for ino, _, _, backing_id, _ in slots if ino and backing_id}
-        count += _READ_SLOTS
-    return found
+        for at, (ino, unique, generation, backing_id, _) in enumerate(slots, index):
+            if ino:
+                yield Slot(generation << 32 | at, ino, unique, backing_id)
+        index += _READ_SLOTS
+
+
+def backing_ids(fd: int) -> set[int]:
+    """The backing ids that open files use. As ``open_slots``."""
+    return {slot.backing_id for slot in open_slots(fd) if slot.backing_id}
 
 
 class Slots:
-    """A worker's view of the table.
+    """A worker's view of the table, of which a process has one. Threads of the C part (_table.c)
+    add to it and take from it, too.
 
-    Constant: the memory. Changing: the slots, and ``_free``, those that were used before.
+    Constant: the C part; the memory of the header, which is written here.
     """
 
-    def __init__(self, fd: int) -> None:
-        """Takes over what is open in the table. Raises ValueError for what is none."""
-        self._memory = mmap.mmap(fd, 0)
-        magic, count, used = _HEAD.unpack_from(self._memory, 0)
-        size = HEADER_BYTES + count * _SLOT.size
-        if magic != MAGIC or size != len(self._memory) or used > count:
-            raise ValueError("not a table of open files")
-        self._count: int = count
-        self._used: int = used
-        self._free = [index for index in reversed(range(self._used)) if not self._slot(index)[0]]
-        self._words = memoryview(self._memory)[:HEADER_BYTES].cast("Q")
+    def __init__(self, fd: int, hooks: ModuleType) -> None:
+        """Takes over what is open in the table. ``hooks`` is the C part. Raises ValueError
+        for what is no table, OSError."""
+        hooks.table_attach(fd)
+        self._hooks = hooks
+        self._memory = mmap.mmap(fd, HEADER_BYTES)
+        self._words = memoryview(self._memory).cast("Q")
 
     def __len__(self) -> int:
         """How many files are open."""
-        return self._used - len(self._free)
+        length: int = self._hooks.table_length()
+        return length
 
     def __iter__(self) -> Iterator[Slot]:
         """What is open, in no particular order."""
-        for index in range(self._used):
-            ino, unique, generation, backing_id, _ = self._slot(index)
-            if ino:
-                yield Slot(generation << 32 | index, ino, unique, backing_id)
+        for slot in self._hooks.table_list():
+            yield Slot(*slot)
 
     def add(self, ino: int, unique: int, backing_id: int = 0) -> int:
         """The number of a new handle, never given out before. The request ``unique`` may have been
         carried out by an earlier worker: then it is the number that it had. Raises OSError ENFILE
         where too many files are open."""
-        if unique & RESENT:
-            unique &= ~RESENT
-            for slot in self:
-                if slot.unique == unique and slot.ino == ino:
-                    return slot.number
-        if self._free:
-            index = self._free.pop()
-        elif self._used < self._count:
-            index = self._used
-            self._used += 1
-            _HIGH_WATER.pack_into(self._memory, _HIGH_WATER_AT, self._used)
-        else:
-            raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
-        at = HEADER_BYTES + index * _SLOT.size
-        generation = max(self._slot(index)[2], 1)
-        _SLOT.pack_into(self._memory, at, 0, unique, generation, backing_id, 0)
-        _U64.pack_into(self._memory, at, ino)
-        return generation << 32 | index
+        number: int = self._hooks.table_add(ino, unique, backing_id)
+        return number
 
     def end(self, number: int) -> int | None:
         """The inode number of the handle, which is open no more; None if it was not."""
-        ino = self.ino(number)
-        if ino is None:
-            return None
-        index, generation = number & _LOW, number >> 32
-        at = HEADER_BYTES + index * _SLOT.size
-        _U64.pack_into(self._memory, at, 0)
-        _SLOT.pack_into(self._memory, at, 0, 0, generation % _LOW + 1, 0, 0)
-        self._free.append(index)
+        ino: int | None = self._hooks.table_end(number)
         return ino
 
     def ino(self, number: int) -> int | None:
         """The inode number of an open handle; None for one that is not open."""
-        index = number & _LOW
-        if index >= self._used:
-            return None
-        ino, _, generation, _, _ = self._slot(index)
-        return ino if ino and generation == number >> 32 else None
+        ino: int | None = self._hooks.table_ino(number)
+        return ino
 
     def own(self, number: int) -> bool:
-        """Its end is for this process' Python to know; whether it is open. (Here that is always
-        so: see ``FastSlots``.)"""
-        return self.ino(number) is not None
-
-    def _slot(self, index: int) -> tuple[int, int, int, int, int]:
-        found: tuple[int, int, int, int, int] = _SLOT.unpack_from(
-            self._memory, HEADER_BYTES + index * _SLOT.size
-        )
-        return found
+        """Its end is for this process' Python to know; whether it is open."""
+        owned: bool = self._hooks.table_own(number)
+        return owned
 
     # -- the header
 
@@ -263,5 +232,6 @@ class Slots:
 
     def close(self) -> None:
         """Give the memory back; what is open stays so."""
+        self._hooks.table_detach()
         self._words.release()
         self._memory.close()

@@ -33,6 +33,8 @@ class Unfinished(UnfinishedReads):
 
     def source(self, ino: int, fd: int, version: SourceVersion) -> bool:
         times = version.mtime_ns, version.ctime_ns
+        if any(not -(1 << 63) <= time_ns < 1 << 63 for time_ns in times):
+            return False  # a year beyond 2262, or before 1678: they know no such version
         done: bool = self._hooks.unfinished_source(ino, fd, version.size, *times)
         return done
 

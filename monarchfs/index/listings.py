@@ -58,6 +58,10 @@ class Listings(Tree):
             found.append((dirent, None if node is None else unpack_node(dirent.ino, node)))
         return found
 
+    def count_entries(self, parent: int, most: int) -> int:
+        """How many entries there are, counted up to ``most``: a quarter of a microsecond each."""
+        return self._count_keys(self._db.entries, ID.pack(parent), most)
+
     # Recording a listing.
 
     def begin_listing(self, parent: int) -> int:

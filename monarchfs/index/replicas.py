@@ -190,13 +190,30 @@ class Replicas(Tables):
 
     def put_replicas(self, replicas: Sequence[tuple[int, Replica]]) -> None:
         """``put_replica`` of each, with the end of what was journalled, in one transaction: all of
-        them are recorded, or none. About 10 us each: a hundred at most."""
+        them are recorded, or none. Some 5 us each: a few hundred at most."""
+        rows = [
+            (ID.pack(ino), PLACE_KEY.pack(replica.tier, replica.name), replica)
+            for ino, replica in replicas
+        ]
 
         def put(txn: Any) -> None:
-            for ino, replica in replicas:
-                self._put(txn, ID.pack(ino), replica)
-                place = PLACE_KEY.pack(replica.tier, replica.name)
-                txn.delete(place, db=self._db.journal)
+            db, (boot,) = self._db, BOOT.unpack(self._boot)
+            totals: dict[tuple[int, int], list[int]] = {}
+            for key, place, replica in rows:
+                # Nearly always there is no other record, neither of the number nor of the file.
+                if not txn.put(place, key, overwrite=False, db=db.files):
+                    self._put(txn, key, replica)
+                elif not txn.put(key, pack_replica(replica, boot), overwrite=False, db=db.replicas):
+                    txn.delete(place, db=db.files)
+                    self._put(txn, key, replica)
+                else:
+                    total = totals.setdefault((replica.tier, replica.state), [0, 0])
+                    total[0] += 1
+                    total[1] += replica.allocated_bytes
+                    self._note_outdated(txn, key, replica)
+                txn.delete(place, db=db.journal)
+            for (tier, state), (number, allocated) in totals.items():
+                self._count(txn, tier, state, number, allocated)
 
         self._write(put, of_tiers=True)
 
@@ -251,7 +268,7 @@ class Replicas(Tables):
                     size=file.size,
                     allocated_bytes=file.allocated_bytes,
                     durable=file.synced,
-                    created_ns=0,
+                    created_ns=file.made_ns,
                     checksum=file.checksum,
                 )
                 self._put(txn, ID.pack(ino), replica)
@@ -339,6 +356,10 @@ class Replicas(Tables):
         (boot,) = BOOT.unpack(self._boot)
         txn.put(key, pack_replica(replica, boot), db=self._db.replicas)
         txn.put(place, key, db=self._db.files)
+        self._note_outdated(txn, key, replica)
+
+    def _note_outdated(self, txn: Any, key: bytes, replica: Replica) -> None:
+        """That nobody will ask for it, if that is so."""
         node = txn.get(key, None, self._db.nodes)
         if replica.state is ReplicaState.FOUND or (node is not None and node_outdated(node)):
             txn.put(TIER_KEY.pack(replica.tier) + key, b"", db=self._db.outdated)

@@ -101,6 +101,20 @@ class Tables:
             raise IndexUnusable(f"reading the index failed: {error}") from error
         return rows
 
+    def _count_keys(self, table: Any, prefix: bytes, limit: int) -> int:
+        """How many rows have keys that begin with ``prefix``, counted up to ``limit``."""
+        count = 0
+        try:
+            with (self._reader or self._begin_read()).cursor(table) as cursor:
+                if cursor.set_range(prefix):
+                    for key in cursor.iternext(keys=True, values=False):
+                        if count == limit or not key.startswith(prefix):
+                            break
+                        count += 1
+        except lmdb.Error as error:
+            raise IndexUnusable(f"reading the index failed: {error}") from error
+        return count
+
     def _count_rows(self, table: Any) -> int:
         try:
             return int((self._reader or self._begin_read()).stat(table)["entries"])

@@ -107,13 +107,13 @@ class Tree(Outdated):
         hard link, a rename); another version gets a new one, and the node of the old is outdated. A
         pin goes to the new number, of a changed file as of a name that stands for another file.
         """
-        return self._write(lambda txn: self._found(txn, parent, name, stat, target, now_ns))
+        return self._write(lambda txn: self._found(txn, parent, name, stat, target, now_ns)[0])
 
     def record_found_each(
         self, parent: int, found: Sequence[tuple[bytes, SourceStat, bytes]], now_ns: int
-    ) -> list[Node]:
+    ) -> list[tuple[Node, int | None]]:
         """``record_found`` of each (name, stat, target), in one transaction: about 8 us a name, so
-        a hundred at most."""
+        a hundred at most. With each node the number for which the name stood before, if any."""
         return self._write(
             lambda txn: [
                 self._found(txn, parent, name, stat, target, now_ns) for name, stat, target in found
@@ -122,7 +122,7 @@ class Tree(Outdated):
 
     def _found(
         self, txn: Any, parent: int, name: bytes, stat: SourceStat, target: bytes, now_ns: int
-    ) -> Node:
+    ) -> tuple[Node, int | None]:
         source_key = ID_PAIR.pack(stat.device, stat.ino)
         number = txn.get(source_key, None, self._db.by_source)
         value = None if number is None else txn.get(number, None, self._db.nodes)
@@ -148,12 +148,12 @@ class Tree(Outdated):
         # Seen as of the last number given out, so by every listing under way: none removes it.
         seen = self._next_id - 1
         type_ = FILE_TYPES[stat.mode >> 12 & 15]
-        self._put_name(txn, parent, name, type_, ino, now_ns, seen)
-        return node
+        return node, self._put_name(txn, parent, name, type_, ino, now_ns, seen)
 
-    def record_missing(self, parent: int, name: bytes) -> None:
-        """There is no ``name`` in ``parent``. What it stood for may live on under another name."""
-        self._write(lambda txn: self._remove_name(txn, parent, name))
+    def record_missing(self, parent: int, names: Sequence[bytes]) -> list[int | None]:
+        """There are no such names in ``parent``. The numbers for which they stood, if any: what
+        those stand for may live on under another name."""
+        return self._write(lambda txn: [self._remove_name(txn, parent, name) for name in names])
 
     # Within a transaction.
 
@@ -180,24 +180,30 @@ class Tree(Outdated):
         ino: int,
         checked_ns: int,
         seen: int,
-    ) -> None:
-        """Make ``name`` stand for ``ino``, with the cookie it has or a new one."""
+    ) -> int | None:
+        """Make ``name`` stand for ``ino``, with the cookie it has or a new one. The number for
+        which it stood before."""
         key = ID.pack(parent)
+        before: int | None = None
         cookie = txn.get(key + name, None, self._db.names)
         if cookie is None:
             cookie = ID.pack(self._new_ids(txn))
             txn.put(key + name, cookie, db=self._db.names)
-        elif self._pin_count:
-            _, old, _, _ = ENTRY.unpack_from(txn.get(key + cookie, None, self._db.entries))
-            self._move_pin_of_name(txn, parent, name, ID.pack(old), ID.pack(ino))
+        else:
+            before = ENTRY.unpack_from(txn.get(key + cookie, None, self._db.entries))[1]
+            if self._pin_count:
+                self._move_pin_of_name(txn, parent, name, ID.pack(before), ID.pack(ino))
         value = pack_entry(type_, ino, checked_ns, seen, name)
         txn.put(key + cookie, value, db=self._db.entries)
+        return before
 
-    def _remove_name(self, txn: Any, parent: int, name: bytes) -> None:
+    def _remove_name(self, txn: Any, parent: int, name: bytes) -> int | None:
         key = ID.pack(parent)
         cookie = txn.pop(key + name, self._db.names)
-        if cookie is not None:
-            txn.delete(key + cookie, db=self._db.entries)
+        if cookie is None:
+            return None
+        ino: int = ENTRY.unpack_from(txn.pop(key + cookie, self._db.entries))[1]
+        return ino
 
 
 def _identity(stat: SourceStat) -> tuple[int, int]:

@@ -105,6 +105,7 @@ SOURCE_CALLS_ACTIVE = _gauge("source_calls_active", "Calls that are in the sourc
 SOURCE_CALLS_STUCK = _gauge(
     "source_calls_stuck", "Calls that have been in the source for more than a second"
 )
+SOURCE_CLOSING = _gauge("source_closing", "Files and directories of the source being closed")
 SOURCE_OLDEST_CALL = _gauge(
     "source_oldest_call_seconds",
     "How long the call has been in the source that is there longest, 0 for none",

@@ -73,25 +73,28 @@ class _NoBooks:
         return ()
 
 
-def fit(sizes: Iterable[int], rooms: Sequence[TierRoom], reserve_percent: float) -> Fitted:
-    """Places files of these sizes in this order, as a mount with ``--evict keep`` does that copies
-    one after the other."""
+def fit(
+    files: Iterable[tuple[int, int]], rooms: Sequence[TierRoom], reserve_percent: float
+) -> Fitted:
+    """Places files in this order, as a mount with ``--evict keep`` does that copies one after the
+    other. Of each the size, and what a copy is expected to occupy: less where it has holes."""
     placement = Placement(range(len(rooms)), _NoBooks(), reserve_percent=reserve_percent)
     for number, room in enumerate(rooms):
         placement.handle(Loaded(number, room.held_files, room.held_bytes))
         placement.handle(TierSeen(number, room.capacity_bytes, room.space))
     fitted = Fitted([Amount() for _ in rooms])
-    for ino, size in enumerate(sizes):
-        (action,) = placement.handle(Wanted(ino, size))
+    for ino, (size, occupied) in enumerate(files):
+        (action,) = placement.handle(Wanted(ino, occupied))
         if not isinstance(action, Place):
             fitted.remote.add(size)
         elif action.whole:
-            placement.handle(Stored(ino, blocks(size)))
+            placement.handle(Stored(ino, blocks(occupied)))
             fitted.tiers[action.tier].add(size)
             fitted.whole.add(size)
         else:
-            kept = _grow(placement, ino, size)
-            placement.handle(Kept(ino, blocks(kept)))
+            granted = _grow(placement, ino, occupied)
+            placement.handle(Kept(ino, blocks(granted)))
+            kept = granted * size // occupied
             fitted.tiers[action.tier].add(kept)
             fitted.partial.add(kept)
             fitted.remote.bytes += size - kept

@@ -45,12 +45,14 @@ class Sizes:
 
 @dataclass(slots=True)
 class Survey:
-    """What was found. ``cached_in_tier`` are complete replicas of files as they are now."""
+    """What was found. ``cached_in_tier`` are complete replicas of files as they are now; of ``new``
+    ones the sizes, and what copies are expected to occupy."""
 
     counts: Counts = field(default_factory=Counts)
     sizes: Sizes = field(default_factory=Sizes)
     all: Amount = field(default_factory=Amount)
     new: array[int] = field(default_factory=lambda: array("q"))
+    new_occupied: array[int] = field(default_factory=lambda: array("q"))
     cached_in_tier: list[Amount] = field(default_factory=list)
     held_bytes: list[int] = field(default_factory=list)
     complete: bool = True
@@ -75,16 +77,17 @@ class _Clock:
 
 def survey_and_fit(
     root: str,
-    dataset_id: str,
+    cached: Sequence[str],
     rooms: Sequence[TierRoom],
     reserve_percent: float,
     seconds: float,
     tell: Tell,
 ) -> dict[str, Any]:
-    """Walks ``root`` for at most ``seconds`` and fits what it found; JSON-able. Raises OSError if
-    ``root`` cannot be listed."""
+    """Walks ``root`` for at most ``seconds`` and fits what it found into ``rooms``; JSON-able.
+    ``cached`` are the dataset's directories there now. Raises OSError if ``root`` cannot be listed.
+    """
     clock = _Clock(tell, seconds)
-    known = [_replicas(os.path.join(room.path, dataset_id), clock) for room in rooms]
+    known = [_replicas(path, clock) for path in cached]
     survey = Survey(cached_in_tier=[Amount() for _ in rooms], held_bytes=[0] * len(rooms))
     _walk(survey, walk(root, survey.counts), known, clock)
     known.clear()
@@ -92,7 +95,11 @@ def survey_and_fit(
         replace(room, held_files=cached.files, held_bytes=held)
         for room, cached, held in zip(rooms, survey.cached_in_tier, survey.held_bytes, strict=True)
     ]
-    fitted = fit(_with_progress(survey.new, clock), rooms, reserve_percent)
+    fitted = fit(
+        zip(_with_progress(survey.new, clock), survey.new_occupied, strict=True),
+        rooms,
+        reserve_percent,
+    )
     return _report(survey, fitted)
 
 
@@ -111,6 +118,7 @@ def _walk(
         tier = next((n for n, names in enumerate(known) if file.replica_name in names), None)
         if tier is None:
             survey.new.append(file.size)
+            survey.new_occupied.append(file.occupied_bytes)
         else:
             survey.cached_in_tier[tier].add(file.size)
             survey.held_bytes[tier] += known[tier][file.replica_name]

@@ -13,9 +13,11 @@ from monarchfs.types import SourceStat
 
 
 class File(NamedTuple):
-    """A regular file: its size, and the name that a replica of this version has."""
+    """A regular file: its size, what a copy is expected to occupy, and the name that a replica of
+    this version has."""
 
     size: int
+    occupied_bytes: int
     replica_name: bytes
 
 
@@ -52,4 +54,5 @@ def walk(root: str, counts: Counts) -> Iterator[File]:
                         counts.hard_links += 1
                         continue
                     linked.add((st.st_dev, st.st_ino))
-                yield File(st.st_size, SourceStat.of(st, device).version.replica_name)
+                found = SourceStat.of(st, device)
+                yield File(found.size, found.occupied_bytes, found.version.replica_name)

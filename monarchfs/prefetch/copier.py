@@ -97,11 +97,13 @@ class Copier:
         self._targets: Counter[int | None] = Counter()
         self._groups: set[Group] = set()
         self._given_back: list[Member] = []
+        self._directories: dict[int, DirRef | None] | None = None
         self.together = 1
         self._slots = Slots(copy_workers, self.pace)
         self._wake = trio.Event()
         self._shrunk = trio.Event()
         self._retries = Retries(nursery, self._again)
+        self._arriving: set[int] = set()
         self.observers: list[Callable[[int], None]] = []
         """Each is called with an inode number whenever something of its copying has ended: not
         necessarily all of it, see ``pending``. No checkpoint."""
@@ -128,10 +130,25 @@ class Copier:
             raise
         return fill
 
+    async def open_as_is(self, node: Node) -> Fill:
+        """The same for an outdated node: what is read is what the source has now at its place, or
+        what those read who have it open already; nothing of it is kept. Raises as ``open``,
+        SourceChanged where the directory lies elsewhere."""
+        fill = self._file(node)
+        fill.handles += 1
+        try:
+            await fill.open_as_is()
+        except BaseException:
+            fill.release()
+            raise
+        fill.outdated()
+        return fill
+
     def _file(self, node: Node) -> Fill:
         fill = self.files.get(node.ino)
         if fill is None:
             fill = self.files[node.ino] = self._new_fill(node)
+            self._cache.readers.hold(node.ino, held=True)
         return fill
 
     def _new_fill(self, node: Node) -> Fill:
@@ -149,14 +166,22 @@ class Copier:
 
     def _where(self, node: Node) -> tuple[DirRef, bytes]:
         current = self._cache.index.node(node.ino) or node
-        directory = self._cache.index.dirref(current.parent)
+        directory = self._dirref(current.parent)
         if directory is None:
             raise OSError(errno.ESTALE, "its directory is not known any more")
         return directory, current.name
 
+    def _dirref(self, ino: int) -> DirRef | None:
+        if (known := self._directories) is None:
+            return self._cache.index.dirref(ino)
+        if ino not in known:
+            known[ino] = self._cache.index.dirref(ino)
+        return known[ino]
+
     def _forget(self, fill: Copy) -> None:
         if self.files.get(fill.node.ino) is fill:
             del self.files[fill.node.ino]
+            self._cache.readers.hold(fill.node.ino, held=False)
             self._tell(fill.node.ino)
 
     def opened(self, ino: int) -> None:
@@ -204,7 +229,7 @@ class Copier:
         to be tried again."""
         fill = self.files.get(ino)
         under_way = fill is not None and (fill.in_background or fill.fetching or fill.ending)
-        return under_way or ino in self.queue or ino in self._retries
+        return under_way or ino in self.queue or ino in self._retries or ino in self._arriving
 
     def queued(self, ino: int) -> bool:
         return ino in self.queue
@@ -225,6 +250,19 @@ class Copier:
         """How much of these files is local, of those that are being copied now."""
         return sum(fill.local_bytes for fill in self.background if fill.node.ino in inos)
 
+    def arriving(self, ino: int) -> bool:
+        """Others have read all of the file from the source, and are about to store it; False where
+        it is being copied here. No checkpoint."""
+        if ino in self.files or ino in self._arriving:
+            return False
+        self._arriving.add(ino)
+        return True
+
+    def arrived(self, ino: int) -> None:
+        """That is over, whatever came of it."""
+        self._arriving.discard(ino)
+        self._tell(ino)
+
     def _tell(self, ino: int) -> None:
         for observer in self.observers:
             observer(ino)
@@ -238,7 +276,8 @@ class Copier:
 
     @property
     def active(self) -> int:
-        return len(self.background) + sum(len(group.members) for group in self._groups)
+        copied = len(self.background) + sum(len(group.members) for group in self._groups)
+        return copied + len(self._arriving)
 
     async def run(self) -> None:
         """Copy for ever."""
@@ -322,6 +361,8 @@ class Copier:
         fill = self.files.get(ino)
         if fill is not None and (fill.in_background or fill.state is State.RESIDENT):
             return None
+        if ino in self._arriving or self._cache.readers.busy(ino):
+            return None
         node = self._cache.index.node(ino)
         if node is None or node.outdated or node.stat is None or not node.stat.is_regular:
             return None
@@ -364,7 +405,7 @@ class Copier:
         most = 1 if priority is Priority.OPENED else self.together
         if most == 1 or not self._groups_with(node):
             return nodes
-        size, unit = node.stat.size, max(self.unit_bytes, WHOLE_BYTES)
+        size, unit = node.stat.size, MAX_UNIT_BYTES
         paced = self.pace.room(trio.current_time())
         while len(nodes) < most and size <= paced:
             job = self.queue.peek()
@@ -407,7 +448,12 @@ class Copier:
         return self._group_work(members), sum(fill.size for fill, _ in members)
 
     def _group_work(self, members: list[Member]) -> Work:
-        group = Group(members, self._source, self._cache, self._nursery, self._failed)
+        # No checkpoint: directories that are asked for several times stay what they are.
+        self._directories = {}
+        try:
+            group = Group(members, self._source, self._cache, self._nursery, self._failed)
+        finally:
+            self._directories = None
         self._groups.add(group)
         return partial(self._copy_group, group)
 

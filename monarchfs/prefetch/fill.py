@@ -21,7 +21,7 @@ from monarchfs.prefetch.fetch import MOST_AHEAD_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.readahead import Readahead
 from monarchfs.prefetch.remote import RemoteFile
 from monarchfs.source.errand import Answer
-from monarchfs.types import Data, Lane, Node, SourceChanged, SourceVersion
+from monarchfs.types import Data, Lane, Node, SourceChanged, SourceStat
 
 
 class Fill(Copy):
@@ -237,15 +237,23 @@ class Fill(Copy):
         self.hand_out()
         return data
 
-    async def current(self) -> SourceVersion:
+    async def current(self) -> SourceStat:
         """What the source has now under the descriptor that is read. Raises as ``read``."""
         self.busy += 1
         try:
-            version = await self.remote.current(Lane.DEMAND)
-            self._saw(version)
-            return version
+            stat = await self.remote.current(Lane.DEMAND)
+            self._saw(stat.version)
+            return stat
         finally:
             self._leave()
+
+    async def open_as_is(self) -> None:
+        """Read what the source has now, whatever version that is, unless all of this one is local.
+        Raises the source's OSError, SourceChanged where the directory lies elsewhere."""
+        if self.replica is None:
+            version = await self.remote.open_as_is(Lane.DEMAND)
+            if version != self.node.stat.version:
+                self._saw(version)
 
     # -- fetching
 
@@ -312,7 +320,9 @@ class Fill(Copy):
                     self._become_resident()
                 return
             unmade = reservation.fd < 0
-            await self._cache.write(reservation, fetch.start, data)
+            if not await self._cache.write(reservation, fetch.start, data):
+                self.full = True
+                return
         except OSError as exc:
             self._tier_failed(reservation, exc, "copying failed")
             return

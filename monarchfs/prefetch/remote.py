@@ -12,7 +12,7 @@ import trio
 from monarchfs.source.errand import Answer, Wanted
 from monarchfs.source.layout import Layout
 from monarchfs.source.source import Source
-from monarchfs.types import DirRef, Lane, SourceChanged, SourceVersion
+from monarchfs.types import DirRef, Lane, SourceChanged, SourceStat, SourceVersion
 
 _NOT_THERE = {errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO}
 """What PosixSource answers where nothing lies, or something else than a regular file."""
@@ -35,7 +35,7 @@ class RemoteFile:
 
     Constant: ``version``. Changing: the descriptor (-1 before ``open``); ``verified``, whether the
     source was seen to hold this version and to let us read it; ``layout``, where its bytes are, as
-    soon as that is known.
+    soon as that is known; ``_as_is``, whether the descriptor was of another version when opened.
     """
 
     def __init__(
@@ -51,7 +51,15 @@ class RemoteFile:
         self._where = where
         self._source = source
         self._fd = -1
-        self._opening = trio.Lock()
+        self._as_is = False
+        self._lock: trio.Lock | None = None
+
+    @property
+    def _opening(self) -> trio.Lock:
+        """Held by who opens it. Most files are never opened: they are read in one errand."""
+        if self._lock is None:
+            self._lock = trio.Lock()
+        return self._lock
 
     @property
     def fd(self) -> int:
@@ -70,19 +78,33 @@ class RemoteFile:
                         raise SourceChanged("another version is at its place")
                     self._fd = fd
                     self.verified = True
+        if self._as_is:
+            raise SourceChanged("another version is read")
         return self._fd
+
+    async def open_as_is(self, lane: Lane) -> SourceVersion:
+        """Open what the source has now at this place, whatever version that is, unless a descriptor
+        is there already; the version that is read. Raises the source's OSError, SourceChanged where
+        the directory lies elsewhere."""
+        async with self._opening:
+            if self._fd < 0:
+                fd, stat = await self._source.open(*self._where(), lane)
+                self._fd, self._as_is = fd, stat.version != self.version
+                return stat.version
+        return (await self.current(lane)).version
+
+    async def _descriptor(self, lane: Lane) -> int:
+        return self._fd if self._fd >= 0 else await self.open(lane)
 
     async def read(self, start: int, end: int, lane: Lane) -> tuple[bytes, SourceVersion]:
         """The bytes [start, end), fewer at the end of the file, and the version that was read,
         unless another was there before. Raises as ``open``."""
-        fd = await self.open(lane)
+        fd = await self._descriptor(lane)
         return await self._source.read(fd, start, end - start, lane)
 
-    async def current(self, lane: Lane) -> SourceVersion:
-        """The version that the descriptor has now. Raises as ``open``."""
-        fd = await self.open(lane)
-        _data, version = await self._source.read(fd, 0, 0, lane)
-        return version
+    async def current(self, lane: Lane) -> SourceStat:
+        """What the file behind the descriptor is now. Raises as ``open``."""
+        return await self._source.fstat(await self._descriptor(lane), lane)
 
     async def fetch(
         self,
@@ -129,6 +151,6 @@ class RemoteFile:
 
     def close_soon(self) -> None:
         """Close the descriptor, if there is one; nobody may be reading."""
-        fd, self._fd = self._fd, -1
+        fd, self._fd, self._as_is = self._fd, -1, False
         if fd >= 0:
             self._source.close_soon(fd)

@@ -23,6 +23,7 @@ QUEUE_LIMIT = 50_000
 """The scan waits while so many files wait to be copied: the queue must not hold the whole tree."""
 
 BATCH = 256
+_MOST_NAMED = 10
 
 _LONGEST_PATH = 4096  # PATH_MAX of limits.h
 _LONGEST_LINE = 2 * _LONGEST_PATH  # with that of the root before it
@@ -112,17 +113,20 @@ class Scan:
     async def listed(self, paths: Iterable[bytes]) -> None:
         """Want these files in this order; paths are relative to the mount's root."""
         self.running = True
+        before = self.failed
         for path in paths:
             await self._copier.queue_below(QUEUE_LIMIT)
             try:
                 node = await self._walk(path)
             except (OSError, IndexWriteError) as exc:
-                self._skip(repr(path), exc)
+                self._skip_listed(path, exc, before)
                 continue
             if node is None or node.stat is None or not node.stat.is_regular:
-                self._skip(repr(path), OSError(errno.ENOENT, "no such file"))
+                self._skip_listed(path, OSError(errno.ENOENT, "no such file"), before)
                 continue
             self._copier.want(node.ino, Priority.LISTED)
+        if self.failed > before:
+            log.warning("%d paths of the list were not prefetched", self.failed - before)
         self.running = False
         self.on_end()
 
@@ -160,6 +164,13 @@ class Scan:
                 elif node.stat.is_regular:
                     self._copier.want(node.ino, Priority.SCANNED)
         return directories
+
+    def _skip_listed(self, path: bytes, exc: Exception, before: int) -> None:
+        """The first few are named, all are counted: a list may be of another dataset altogether."""
+        if self.failed - before < _MOST_NAMED:
+            self._skip(repr(path), exc)
+        else:
+            self.failed += 1
 
     def _skip(self, what: str, exc: Exception) -> None:
         self.failed += 1

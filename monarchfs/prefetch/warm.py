@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import trio
 
@@ -50,6 +51,13 @@ VERSIONS = 3
 WARMS_MOST = 100
 """Requests under way at once."""
 
+
+class AttributeLists(Protocol):
+    """The part of ``monarchfs.fs.xattrs.Xattrs`` that is used here."""
+
+    async def list_each(self, parent: int, names: list[bytes], lane: Lane) -> None: ...
+
+
 _NOTED = b"warming"
 _NOTED_BYTES = 4000
 """What an index keeps under one key is small: requests that name too many files are not noted."""
@@ -62,9 +70,9 @@ class What(Enum):
 
     COPY = "copy"
     METADATA = "metadata"
-    """It is known afterwards; nothing is copied."""
+    """It is known afterwards, with what ``ls -l`` asks for; nothing is copied."""
     CHECK = "check"
-    """The same, and it is looked at where its bytes are."""
+    """It is known afterwards, and it is looked at where its bytes are."""
 
 
 @dataclass(slots=True)
@@ -102,8 +110,16 @@ class Warm:
     directories to be walked; ``outstanding``, the files that wait for their copy, each with how
     many of its versions were tried and how many of its names (hard links) were found."""
 
-    def __init__(self, tree: MirrorTree, cache: Cache, copier: Copier, what: What) -> None:
+    def __init__(
+        self,
+        tree: MirrorTree,
+        xattrs: AttributeLists,
+        cache: Cache,
+        copier: Copier,
+        what: What,
+    ) -> None:
         self.what = what
+        self._xattrs = xattrs
         self.counts = Counts()
         self.done = trio.Event()
         self.outstanding: dict[int, tuple[int, int]] = {}
@@ -182,6 +198,8 @@ class Warm:
             # Links, too: whoever opens what they lead to has to read them.
             names = [dirent.name for dirent, *_rest in batch if dirent.name not in (b".", b"..")]
             nodes = await self._tree.find_each(ino, names, Lane.BACKGROUND)
+            if self.what is What.METADATA:
+                await self._xattrs.list_each(ino, names, Lane.BACKGROUND)
             for name, node in zip(names, nodes, strict=True):
                 if node is None:
                     node = await self._ask_again(ino, name)
@@ -321,9 +339,15 @@ class Warming:
     the index, also this process, for the next one of the same mount."""
 
     def __init__(
-        self, tree: MirrorTree, cache: Cache, copier: Copier, nursery: trio.Nursery
+        self,
+        tree: MirrorTree,
+        xattrs: AttributeLists,
+        cache: Cache,
+        copier: Copier,
+        nursery: trio.Nursery,
     ) -> None:
         self._tree = tree
+        self._xattrs = xattrs
         self._cache = cache
         self._copier = copier
         self._nursery = nursery
@@ -342,7 +366,7 @@ class Warming:
 
     def request(self, what: What) -> Warm:
         """One to be run by the caller."""
-        return Warm(self._tree, self._cache, self._copier, what)
+        return Warm(self._tree, self._xattrs, self._cache, self._copier, what)
 
     def start(self, what: What, roots: Sequence[Node]) -> Warm:
         """Begin, and go on whatever becomes of the caller. Raises OperationError where too many

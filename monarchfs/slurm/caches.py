@@ -6,17 +6,16 @@ directory is root's and says where it lies; the copies themselves, and the index
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from monarchfs.config.model import TierSpec, User
+from monarchfs.inventory.trees import in_use, tree_bytes
 from monarchfs.slurm.records import (
     Busy,
     Layout,
@@ -30,7 +29,6 @@ from monarchfs.slurm.records import (
 )
 from monarchfs.slurm.shares import Share, share_key
 from monarchfs.slurm.site import Site
-from monarchfs.supervisor.lock import LOCK
 from monarchfs.types import OperationError, TierSize
 from monarchfs.units import format_bytes
 
@@ -170,41 +168,6 @@ def trash_in(layout: Layout, site: Site) -> list[str]:
     ]
 
 
-def remove_tree(path: str) -> None:
-    """Removes a directory of the user's whose parent is root's. Follows no link, whatever the user
-    does meanwhile (shutil.rmtree works by descriptors). Raises OperationError, after all that can
-    be removed was, if something cannot."""
-    assert shutil.rmtree.avoids_symlink_attacks
-    errors: list[BaseException] = []
-
-    def failed(_call: object, _where: str, info: Any) -> None:
-        if not isinstance(info[1], FileNotFoundError):
-            errors.append(info[1])
-
-    shutil.rmtree(path, onerror=failed)
-    if errors:
-        raise OperationError(f"cannot remove all of {path}: {errors[0]}")
-
-
-def tree_bytes(path: str, seconds: float = _MEASURE_SECONDS) -> int:
-    """The blocks of all files below, in bytes; what was found in ``seconds``, if that is too
-    short."""
-    deadline = time.monotonic() + seconds
-    total = 0
-    directories = [path]
-    while directories and time.monotonic() < deadline:
-        try:
-            with os.scandir(directories.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        directories.append(entry.path)
-                    else:
-                        total += entry.stat(follow_symlinks=False).st_blocks * 512
-        except OSError:
-            continue  # removed meanwhile
-    return total
-
-
 def budget_bytes(site: Site, tier: str) -> int | None:
     """What all caches together may have in a tier, None without a limit."""
     spec = site.budget.get(tier)
@@ -273,23 +236,6 @@ def discard(layout: Layout, key: str, why: str) -> bool:
             return True
     except Busy:
         return False
-
-
-def in_use(state_dir: str) -> bool:
-    """Whether a mount, or fsck, holds the lock of a state directory."""
-    path = os.path.join(state_dir, LOCK)
-    try:
-        # The directory is the user's, and so may be what is called like the lock.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _size(size: TierSize) -> str:

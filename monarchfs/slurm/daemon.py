@@ -18,6 +18,7 @@ from monarchfs import control
 from monarchfs.config.model import User
 from monarchfs.config.places import ROOT_RUNTIME_DIR
 from monarchfs.fuse.mount import SYSTEM_PATH
+from monarchfs.slurm.identity import Dataset
 from monarchfs.supervisor.launch import module_command
 from monarchfs.supervisor.recover import Found, find_all, find_one, unmount_found
 from monarchfs.types import OperationError
@@ -42,7 +43,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def start(
-    source: str,
+    dataset: Dataset,
     mountpoint: str,
     user: User,
     *,
@@ -58,7 +59,8 @@ def start(
     Raises OperationError, with the reason in one line, if that has not come about by ``deadline``
     (time.monotonic); nothing is mounted then, or soon will not be."""
     left = deadline - time.monotonic()
-    words = ["mount", source, mountpoint, "--user", user.name, "--state-dir", state_dir]
+    words = ["mount", dataset.path, mountpoint, "--source-fd", str(dataset.descriptor)]
+    words += ["--user", user.name, "--state-dir", state_dir]
     for tier in tiers:
         words += ["--tier", tier]
     for option in (*options, f"start_timeout_seconds={max(1.0, left - 0.5):.1f}"):
@@ -67,9 +69,9 @@ def start(
         words += ["--log-file", log_file]
     command = command_of_ours(*words)
     if os.path.isdir(_BOOTED) and os.access(_SYSTEMD_RUN, os.X_OK):
-        _run([*_scope(unit), *command], command, deadline)
+        _run([*_scope(unit), *command], command, dataset.descriptor, deadline)
     else:
-        _run(command, None, deadline)
+        _run(command, None, dataset.descriptor, deadline)
 
 
 def find(mountpoint: str) -> Found | None:
@@ -133,8 +135,11 @@ def _scope(unit: str) -> list[str]:
     return [_SYSTEMD_RUN, "--scope", "--quiet", "--collect", "--slice=monarchfs", *named, "--"]
 
 
-def _run(command: Sequence[str], instead: Sequence[str] | None, deadline: float) -> None:
-    """Runs ``command``; ``instead`` if it failed without a word of ours."""
+def _run(
+    command: Sequence[str], instead: Sequence[str] | None, descriptor: int, deadline: float
+) -> None:
+    """Runs ``command``; ``instead`` if it failed without a word of ours. Either inherits
+    ``descriptor``."""
     # Not a pipe: a process that hangs in the kernel would keep it open.
     with open(os.memfd_create("monarchfs-mount-errors"), "w+b") as errors:
         process = subprocess.Popen(
@@ -144,6 +149,7 @@ def _run(command: Sequence[str], instead: Sequence[str] | None, deadline: float)
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
+            pass_fds=[descriptor],
             start_new_session=True,
         )
         try:
@@ -157,7 +163,7 @@ def _run(command: Sequence[str], instead: Sequence[str] | None, deadline: float)
         return
     said = next((line for line in reversed(lines) if line.startswith("monarchfs: ")), None)
     if said is None and instead is not None:
-        _run(instead, None, deadline)
+        _run(instead, None, descriptor, deadline)
         return
     reason = (said or (lines[-1] if lines else f"exit code {code}")).removeprefix("monarchfs: ")
     raise OperationError(reason)

@@ -8,11 +8,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from monarchfs.inventory.trees import remove_tree
 from monarchfs.slurm import caches, daemon
 from monarchfs.slurm.archive import keep_report
 from monarchfs.slurm.job import Job
 from monarchfs.slurm.prolog import sweep_words
-from monarchfs.slurm.records import Busy, Layout, layout_of, locked, prepare, read_record, unlink
+from monarchfs.slurm.records import (
+    Busy,
+    Layout,
+    layout_of,
+    locked,
+    prepare,
+    read_record,
+    remove_unfinished,
+    unlink,
+)
 from monarchfs.slurm.report import Status, dataset_report, job_report, unmounted_report
 from monarchfs.slurm.shares import Share, every_share, shares_of
 from monarchfs.slurm.site import Site
@@ -35,6 +45,8 @@ def run_epilog(site: Site, job: Job) -> None:
     deadline = time.monotonic() + site.deadline_seconds - _REPORT_SECONDS - 1.0
     layout = layout_of(site)
     prepare(layout)
+    for path in (layout.environment(job.id), layout.facts(job.id)):
+        remove_unfinished(path)
     facts = read_record(layout.facts(job.id))
     shares = shares_of(layout, job.id)
     if facts is None and not shares:
@@ -115,7 +127,7 @@ def _sweep_until_done(site: Site, layout: Layout) -> None:
             return
         for path in sorted(trash):
             with _trouble_logged(path):
-                caches.remove_tree(path)
+                remove_tree(path)
         # What cannot be removed is left to `gc`, which says so.
         tried |= trash
         # Once more in any case: what came to rest meanwhile finds nobody else to see to it.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from monarchfs.bounded import Answer, bounded_call
 from monarchfs.config.model import User
 from monarchfs.slurm.site import is_below
 from monarchfs.supervisor.identity import become
+from monarchfs.supervisor.probe import path_of
 from monarchfs.types import OperationError
 
 
@@ -35,8 +37,20 @@ def user_of(uid: int, timeout: float) -> User:
     return User(name, uid, gid, tuple(groups))
 
 
-def resolve(path: str, roots: Sequence[str] | None, user: User, timeout: float) -> str:
-    """The directory that ``path`` is for ``user``, without symbolic links.
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """A directory that was looked up once, for good: ``path`` has no symbolic links, and
+    ``descriptor`` stands for what it was then (O_PATH). To be closed."""
+
+    path: str
+    descriptor: int
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+def resolve(path: str, roots: Sequence[str] | None, user: User, timeout: float) -> Dataset:
+    """The directory that ``path`` is for ``user``.
 
     Raises OperationError if it is none, if it lies (links followed) in none of ``roots``, where
     those are given, or if that is not known within ``timeout`` seconds.
@@ -45,16 +59,19 @@ def resolve(path: str, roots: Sequence[str] | None, user: User, timeout: float) 
     def call() -> Answer:
         become(user)
         try:
-            real = os.path.realpath(path, strict=True)
-            os.close(os.open(real, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            place = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            os.close(os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=place))
+            # Where it is, not where the path leads by now.
+            real = path_of(place)
         except OSError as error:
             raise OperationError(f"{path}: {error.strerror} (for {user.name})") from None
-        allowed = roots is None or is_below(real, [os.path.realpath(root) for root in roots])
-        return [real, allowed], ()
+        if roots is not None and not is_below(real, [os.path.realpath(root) for root in roots]):
+            raise OperationError(
+                f"{path} is {real}, which is in none of the roots that are allowed"
+            )
+        return real, [place]
 
-    (real, allowed), _ = bounded_call(
+    real, (descriptor,) = bounded_call(
         call, timeout=timeout, overdue=f"{path} did not answer within {timeout:.0f} s"
     )
-    if not allowed:
-        raise OperationError(f"{path} is {real}, which is in none of the roots that are allowed")
-    return str(real)
+    return Dataset(real, descriptor)

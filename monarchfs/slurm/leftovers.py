@@ -24,6 +24,7 @@ from monarchfs.control import Registered, find_mounts
 from monarchfs.doctor.leftovers import dead_sockets
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
+from monarchfs.inventory.trees import in_use, remove_tree
 from monarchfs.slurm import caches
 from monarchfs.slurm.epilog import end_share, last_status
 from monarchfs.slurm.records import Busy, Layout, layout_of, locked, names_in, unlink
@@ -31,6 +32,7 @@ from monarchfs.slurm.shares import KEY, Share, every_share
 from monarchfs.slurm.site import Site
 from monarchfs.supervisor.recover import Found, find_all, remove_by_force, supervisor_lives
 from monarchfs.supervisor.registration import remove_registration, unlink_as
+from monarchfs.supervisor.tierdirs import FORMER_NAME, NAME, OWNER
 from monarchfs.types import MonarchError, OperationError
 
 YOUNG_SECONDS = 600.0
@@ -40,7 +42,8 @@ GONE_USER_SECONDS = 86400.0
 _LOOK_SECONDS = 2.0
 _SQUEUE_SECONDS = 10.0
 _UMOUNT_SECONDS = 5.0
-_DATASET = re.compile(r"[0-9a-f]{16}")
+_DATASET = re.compile(rf"{FORMER_NAME.pattern}|{NAME.pattern}")
+_ID_DIGITS = 16
 
 Search = Callable[[set[int]], Iterable[str]]
 
@@ -66,7 +69,7 @@ class Sweeper:
         self.remove = remove
         self.found: list[Leftover] = []
         self.notes: list[str] = []
-        """What could not be looked at, and why."""
+        """What could not be looked at, and why; what other commands are there for."""
 
     def _put(self, kind: str, path: str, why: str, remove: Callable[[], object]) -> None:
         """Notes something, and removes it; ``remove`` raises, or returns False, if it cannot."""
@@ -203,8 +206,8 @@ class Sweeper:
                 st = os.lstat(path)
                 if _DATASET.fullmatch(name) is None or st.st_mtime > old or _user_exists(st.st_uid):
                     continue
-                state = os.path.join(states, name)
-                if not caches.in_use(state):
+                state = os.path.join(states, name[:_ID_DIGITS])
+                if not in_use(state) and not in_use(path, OWNER):
                     why = f"user {st.st_uid} is gone"
                     self._put("cache", path, why, _plain(path, state))
 
@@ -305,21 +308,21 @@ def _orphan(layout: Layout, key: str, path: str) -> Callable[[], object]:
             share = Share(layout, key)
             if not mine or share.record() or share.jobs() or os.path.exists(layout.cache(key)):
                 return False
-            caches.remove_tree(path)
+            remove_tree(path)
             return True
 
     return remove
 
 
 def _trash(path: str) -> Callable[[], object]:
-    return lambda: caches.remove_tree(path)
+    return lambda: remove_tree(path)
 
 
 def _plain(path: str, state: str) -> Callable[[], object]:
     def remove() -> bool:
-        if caches.in_use(state):
+        if in_use(state) or in_use(path, OWNER):
             return False
-        caches.remove_tree(path)
+        remove_tree(path)
         return True
 
     return remove

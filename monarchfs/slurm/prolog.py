@@ -7,12 +7,13 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from monarchfs.config.model import User
 from monarchfs.config.settings import escape_option
 from monarchfs.slurm import caches, daemon
-from monarchfs.slurm.identity import resolve, user_of
+from monarchfs.slurm.identity import Dataset, resolve, user_of
 from monarchfs.slurm.job import Job
 from monarchfs.slurm.records import Layout, layout_of, locked, prepare, write_record, write_text
 from monarchfs.slurm.request import Request
@@ -116,18 +117,39 @@ def mount_for(
 ) -> str:
     """The directory in which the job finds a dataset, mounted now or by another job. Raises
     MonarchError or OSError, with the job in no set, by ``deadline`` (time.monotonic) and some."""
+    with ExitStack() as opened:
+        return _mount_for(site, layout, job, wanted, user, deadline, opened)
+
+
+def _mount_for(
+    site: Site,
+    layout: Layout,
+    job: Job,
+    wanted: Wanted,
+    user: User,
+    deadline: float,
+    opened: ExitStack,
+) -> str:
     request = wanted.request
     roots = None if wanted.by_site else site.roots_for(job)
     if roots is not None and not is_below(request.path, roots):
         # Before anything of it is touched.
         named = ", ".join(roots) or "no directory"
         raise OperationError(f"{request.path}: this job may ask for what lies below {named}")
-    source = request.path
+
+    def resolved() -> Dataset:
+        """Once: by whose path it is looked up could have another there a moment later."""
+        left = deadline - time.monotonic()
+        dataset = resolve(request.path, roots, user, max(1.0, 0.6 * left))
+        opened.callback(dataset.close)
+        return dataset
+
+    source, dataset = request.path, None
     share = Share(layout, share_key(source, user))
     # A dataset that is mounted under this name needs nothing of a source that may hang.
     if not _known(share, source):
-        left = deadline - time.monotonic()
-        source = resolve(request.path, roots, user, max(1.0, 0.6 * left))
+        dataset = resolved()
+        source = dataset.path
         share = Share(layout, share_key(source, user))
     with locked(share.lock, deadline):
         share.enter(job.id)
@@ -135,9 +157,12 @@ def mount_for(
             found = daemon.find(share.mountpoint(source))
             before = daemon.status_of(found) if found is not None else None
             if not daemon.serves(before):
+                dataset = dataset or resolved()
+                if dataset.path != source:
+                    raise OperationError(f"{source} has become {dataset.path}")
                 options = mount_options(site, job, wanted)
                 others = share.jobs() != [job.id]
-                _mount(site, share, source, options, user, deadline, others=others)
+                _mount(site, share, dataset, options, user, deadline, others=others)
                 before = None
             since = daemon.started_ns(found) if found is not None and before is not None else None
             share.note(
@@ -182,7 +207,7 @@ def _known(share: Share, source: str) -> bool:
 def _mount(
     site: Site,
     share: Share,
-    source: str,
+    dataset: Dataset,
     options: Sequence[str],
     user: User,
     deadline: float,
@@ -190,6 +215,7 @@ def _mount(
     others: bool,
 ) -> None:
     """Mounts a share, having removed a mount there that does not serve."""
+    source = dataset.path
     mountpoint = share.mountpoint(source)
     found = daemon.find(mountpoint)
     if found is not None:
@@ -213,7 +239,7 @@ def _mount(
     try:
         tiers = caches.open_cache(share.layout, site, share, source, user)
         daemon.start(
-            source,
+            dataset,
             mountpoint,
             user,
             tiers=tiers,

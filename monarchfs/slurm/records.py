@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monarchfs.slurm.site import Site
-from monarchfs.supervisor import storage
+from monarchfs.trusted import Untrusted, make_directories
 from monarchfs.types import OperationError
 
 _MOST_BYTES = 1 << 20
@@ -89,22 +89,22 @@ def prepare(layout: Layout) -> None:
 
 
 def make_directory(path: str, mode: int) -> None:
-    """A directory that only we can change; one of ours that is there already keeps its mode, and
-    missing ones above it are made. Raises OperationError."""
-    above = os.path.dirname(path)
-    if above != path and not os.path.lexists(above):
-        make_directory(above, 0o755)
+    """A directory that only we can change, as all those above it; one of ours that is there already
+    keeps its mode, and missing ones are made. Raises OperationError."""
     try:
-        storage.make_directory(path, mode)
-    except FileExistsError:
+        if os.geteuid() == 0:
+            make_directories(path, mode)
+        else:
+            os.makedirs(path, mode, exist_ok=True)
         st = os.lstat(path)
-        if not stat.S_ISDIR(st.st_mode) or st.st_uid != os.geteuid() or st.st_mode & 0o022:
-            raise OperationError(
-                f"{path} is not a directory that only root can change: remove it, or configure"
-                " another"
-            ) from None
+    except Untrusted as error:
+        raise OperationError(f"{path}: {error.strerror}: configure another") from None
     except OSError as error:
         raise OperationError(f"cannot make {path}: {error.strerror}") from None
+    if not stat.S_ISDIR(st.st_mode) or st.st_uid != os.geteuid() or st.st_mode & 0o022:
+        raise OperationError(
+            f"{path} is not a directory that only root can change: remove it, or configure another"
+        )
 
 
 def write_record(path: str, record: Mapping[str, Any], *, mode: int = 0o600) -> None:
@@ -134,6 +134,14 @@ def write_text(path: str, text: str, *, mode: int = 0o600, owner: int | None = N
     except BaseException:
         unlink(temporary)
         raise
+
+
+def remove_unfinished(path: str) -> None:
+    """Removes what a process that was killed in `write_text` left of ``path``."""
+    directory, name = os.path.split(path)
+    for found in names_in(directory, hidden=True):
+        if found.startswith(f".{name}."):
+            unlink(os.path.join(directory, found))
 
 
 def read_record(path: str) -> dict[str, Any] | None:

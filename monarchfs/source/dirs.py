@@ -69,15 +69,17 @@ class DirHandles:
     """The least recently used cache of directory descriptors. Thread-safe.
 
     Constant: the root's handle (the caller owns its descriptor) and the limit. Changing, under the
-    lock: the table path -> handle. No system call but close(2) of O_PATH descriptors happens under
-    the lock, so that a hung source never holds it. At most ``limit`` handles are kept; more
-    descriptors than that are open only while they are in use.
+    lock: the table (path, inode number) -> handle, and the newest handle of each path. Two
+    directories that take turns at one path both stay open. No system call but close(2) of O_PATH
+    descriptors happens under the lock, so that a hung source never holds it. At most ``limit``
+    handles are kept; more descriptors than that are open only while they are in use.
     """
 
     def __init__(self, root_fd: int, root_ino: int, limit: int = 512) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._handles: OrderedDict[bytes, DirHandle] = OrderedDict()
+        self._handles: OrderedDict[tuple[bytes, int], DirHandle] = OrderedDict()
+        self._newest: dict[bytes, DirHandle] = {}
         self._root = DirHandle(self, b"", root_fd, root_ino)
 
     def __len__(self) -> int:
@@ -94,11 +96,11 @@ class DirHandles:
         """
         path = ref.path
         with self._lock:
-            handle = self._handles.get(path) if path else self._root
+            handle = self._handles.get((path, ref.ino)) if path else self._root
             if handle is not None and handle.ino == ref.ino:
                 handle.users += 1
                 if path:
-                    self._handles.move_to_end(path)
+                    self._handles.move_to_end((path, ref.ino))
                 return handle
         if not path:
             raise _changed(ref)
@@ -111,12 +113,29 @@ class DirHandles:
                 start = self._root
         return self._walk(ref, start)
 
+    def known(self, ref: DirRef) -> DirHandle | None:
+        """``acquire`` where that need not ask the source; else None."""
+        with self._lock:
+            handle = self._handles.get((ref.path, ref.ino)) if ref.path else self._root
+            if handle is None or handle.ino != ref.ino:
+                return None
+            handle.users += 1
+            return handle
+
+    def open(self, parent: DirHandle, name: bytes) -> DirHandle:
+        """The directory ``name`` in ``parent``, whichever it is now, to be used as ``with``.
+
+        Who is told of a directory can use it from then on, also where others replace it at once.
+        Blocks. Raises DirectoryChanged where there is no such directory, and OSError.
+        """
+        check_name(name)
+        return self._open(DirRef(_join(parent.path, name), 0), parent, name)
+
     def release(self, handle: DirHandle, *, drop: bool = False) -> None:
         """End one use; ``drop`` also takes the handle out of the cache."""
         with self._lock:
-            if drop and self._handles.get(handle.path) is handle:
-                del self._handles[handle.path]
-                handle.dropped = True
+            if drop and self._handles.get((handle.path, handle.ino)) is handle:
+                self._drop(self._take(handle))
             handle.users -= 1
             _close_if_unused(handle)
 
@@ -124,9 +143,9 @@ class DirHandles:
         """Drop the handles of ``path`` and of everything below it (``b""``: all)."""
         below = path + b"/"
         with self._lock:
-            for known in list(self._handles):
-                if not path or known == path or known.startswith(below):
-                    self._drop(self._handles.pop(known))
+            for handle in list(self._handles.values()):
+                if not path or handle.path == path or handle.path.startswith(below):
+                    self._drop(self._take(handle))
 
     def close(self) -> None:
         """Close what is not in use, and what is as soon as it is not. The root is the caller's."""
@@ -139,7 +158,7 @@ class DirHandles:
                 path = path.rpartition(b"/")[0]
                 if not path:
                     return self._root
-                handle = self._handles.get(path)
+                handle = self._newest.get(path)
                 if handle is not None:
                     handle.users += 1
                     return handle
@@ -178,21 +197,31 @@ class DirHandles:
         except BaseException:
             os.close(fd)
             raise
-        path = parent.path + b"/" + name if parent.path else name
-        handle = DirHandle(self, path, fd, ino)
+        handle = DirHandle(self, _join(parent.path, name), fd, ino)
         with self._lock:
-            replaced = self._handles.pop(path, None)
+            replaced = self._handles.get((handle.path, ino))
             if replaced is not None:
-                self._drop(replaced)
-            self._handles[path] = handle
+                self._drop(self._take(replaced))
+            self._handles[handle.path, ino] = self._newest[handle.path] = handle
             if len(self._handles) > self._limit:
-                self._drop(self._handles.popitem(last=False)[1])
+                self._drop(self._take(next(iter(self._handles.values()))))
+        return handle
+
+    def _take(self, handle: DirHandle) -> DirHandle:
+        """Out of the cache. Under the lock."""
+        del self._handles[handle.path, handle.ino]
+        if self._newest.get(handle.path) is handle:
+            del self._newest[handle.path]
         return handle
 
     @staticmethod
     def _drop(handle: DirHandle) -> None:
         handle.dropped = True
         _close_if_unused(handle)
+
+
+def _join(path: bytes, name: bytes) -> bytes:
+    return path + b"/" + name if path else name
 
 
 def _close_if_unused(handle: DirHandle) -> None:

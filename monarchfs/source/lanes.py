@@ -7,7 +7,6 @@ calls that move.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -16,13 +15,11 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import outcome
 import trio
 
 from monarchfs.metrics import DURATION_BOUNDS_NS, ErrorCounts, Histogram
+from monarchfs.source.releases import Releases
 from monarchfs.types import Lane
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -31,6 +28,7 @@ OPERATIONS = {
     "stat": "stat",
     "found": "stat",
     "found_each": "stat",
+    "fstat": "stat",
     "next": "list",
     "readlink": "readlink",
     "open": "open",
@@ -42,6 +40,7 @@ OPERATIONS = {
     "close": "close",
     "getxattr": "xattr",
     "listxattr": "xattr",
+    "listxattr_each": "xattr",
     "access": "access",
     "statvfs": "statfs",
     "touch": "touch",
@@ -116,15 +115,16 @@ class SourceCounters:
 class LaneThreads:
     """The limit of one lane and the calls that are in the source now.
 
-    Constant: ``lane``, ``slots``. ``limiter`` has ``slots`` tokens plus those lent. ``running``
-    (oldest first; a dict for its order) and ``returned``, the time.monotonic() of the last return,
-    are changed by the threads, each in one step under the interpreter's lock.
+    Constant: ``lane``, ``slots``, ``releases``. ``limiter`` has ``slots`` tokens plus those lent.
+    ``running`` (oldest first; a dict for its order) and ``returned``, the time.monotonic() of the
+    last return, are changed by the threads, each in one step under the interpreter's lock.
     """
 
-    __slots__ = ("lane", "limiter", "returned", "running", "slots")
+    __slots__ = ("lane", "limiter", "releases", "returned", "running", "slots")
 
-    def __init__(self, lane: Lane, slots: int) -> None:
+    def __init__(self, lane: Lane, slots: int, releases: Releases) -> None:
         self.lane = lane
+        self.releases = releases
         self.slots = slots
         self.limiter = trio.CapacityLimiter(slots)
         self.running: dict[Call[Any], None] = {}
@@ -256,17 +256,7 @@ class Call(Generic[T]):
             state = self.state
             self.state = _State.ABANDONED
         if state is _State.WAITING and self.skipped is not None:
-            in_thread(self.skipped)
+            self.lane.releases.soon(self.skipped)
         elif state is _State.DONE and self.dispose is not None:
             assert self.result is not None
-            in_thread(partial(self.dispose, self.result))
-
-
-def in_thread(fn: Callable[[], object]) -> None:
-    """Run ``fn`` in some thread, without a limit and without waiting; an error is only logged."""
-    trio.lowlevel.start_thread_soon(fn, _log_error)
-
-
-def _log_error(result: outcome.Outcome[object]) -> None:
-    if isinstance(result, outcome.Error):
-        logger.warning("Releasing a resource of the source failed", exc_info=result.error)
+            self.lane.releases.soon(partial(self.dispose, self.result))

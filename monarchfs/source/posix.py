@@ -9,13 +9,17 @@ means is not at its path any more. Any of them may block for as long as the sour
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat as stat_module
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
-from monarchfs.source.dirs import DirHandles, check_name
+from monarchfs.source import _whole
+from monarchfs.source.dirs import DirHandle, DirHandles, check_name
 from monarchfs.source.errand import Answer, Errand
 from monarchfs.source.layout import ATTRIBUTE, Layout, parse
 from monarchfs.types import Archived, DirRef, FileType, SourceChanged, SourceStat, SourceVersion
@@ -24,6 +28,14 @@ from monarchfs.types import Archived, DirRef, FileType, SourceChanged, SourceSta
 # O_NONBLOCK: should the file have become a FIFO meanwhile, opening it must not wait for a writer.
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _LINK_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+MOST_NAME_BYTES = 255
+"""Longer names, which some FUSE file systems have, are not mirrored: they are no use to most
+programs (NAME_MAX in limits.h)."""
+
+
+ACCESS_ACL = b"system.posix_acl_access"
 
 
 class SourceEntry(NamedTuple):
@@ -39,9 +51,11 @@ class SourceEntry(NamedTuple):
     device: int
 
 
+T = TypeVar("T")
 Found = tuple[SourceStat, bytes]
 FoundEach = list[Found | OSError]
 AttributeNames = list[bytes]
+AttributeNamesEach = list[AttributeNames | OSError]
 Batch = list[SourceEntry]
 Batches = Generator[Batch, None, None]
 
@@ -80,6 +94,16 @@ class PosixSource:
         """Drop the descriptors of a directory and of all below it. Does not block."""
         self._dirs.forget(path)
 
+    @property
+    def device(self) -> int:
+        """st_dev of the root."""
+        return self._root_device
+
+    def opened_directory(self, directory: DirRef) -> DirHandle | None:
+        """A descriptor (O_PATH) of a directory, to be used as ``with``, if it is open already: the
+        source is not asked."""
+        return self._dirs.known(directory)
+
     def stat(self, directory: DirRef, name: bytes) -> SourceStat:
         """lstat(2) of an entry, or of the directory itself where ``name`` is empty."""
         with self._dirs.acquire(directory) as fd:
@@ -99,11 +123,18 @@ class PosixSource:
         """The attributes of an entry and, of a symbolic link, its target (else ``b""``).
 
         Both are of the same inode: the link is opened, and asked through its descriptor
-        (readlink(2) with an empty path).
+        (readlink(2) with an empty path). A directory is opened, too: what is in it can be asked
+        for from then on, also where another one takes its place at once. Raises OSError
+        ENAMETOOLONG for a name of more than MOST_NAME_BYTES that the source has.
         """
         check_name(name)
-        with self._dirs.acquire(directory) as dir_fd:
+        with (parent := self._dirs.acquire(directory)) as dir_fd:
             st = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+            if len(name) > MOST_NAME_BYTES:
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), name)
+            if stat_module.S_ISDIR(st.st_mode):
+                st = self._opened_directory(parent, name, st)
+                return SourceStat.of(st, self._root_device), b""
             if not stat_module.S_ISLNK(st.st_mode):
                 return SourceStat.of(st, self._root_device), b""
             fd = os.open(name, _LINK_FLAGS, dir_fd=dir_fd)
@@ -115,18 +146,26 @@ class PosixSource:
                 os.close(fd)
         return SourceStat.of(st, self._root_device), target
 
-    def found_each(self, directory: DirRef, names: Sequence[bytes]) -> FoundEach:
-        """``found`` of each name, in order, for a scan: one thread's errand instead of many.
+    def _opened_directory(
+        self, parent: DirHandle, name: bytes, seen: os.stat_result
+    ) -> os.stat_result:
+        """The attributes of a directory that stays open for a while; ``seen`` where it cannot be
+        opened, because it is gone, say."""
+        try:
+            with self._dirs.open(parent, name) as fd:
+                return os.fstat(fd)
+        except (OSError, SourceChanged):
+            return seen
 
-        An OSError stands where ``found`` would have raised it; SourceChanged is raised.
+    def found_each(
+        self, directory: DirRef, names: Sequence[bytes], seconds: float = math.inf
+    ) -> FoundEach:
+        """``found`` of each name, in order: one thread's errand instead of many.
+
+        An OSError stands where ``found`` would have raised it; SourceChanged is raised. After
+        ``seconds`` no further name is asked for: the answers are of the first names.
         """
-        results: FoundEach = []
-        for name in names:
-            try:
-                results.append(self.found(directory, name))
-            except OSError as error:
-                results.append(error.with_traceback(None))
-        return results
+        return _each(partial(self.found, directory), names, seconds)
 
     def open(self, directory: DirRef, name: bytes) -> tuple[int, SourceStat]:
         """Open a regular file for reading; the caller closes the descriptor.
@@ -150,16 +189,22 @@ class PosixSource:
             raise
         return fd, SourceStat.of(st, self._root_device)
 
+    def fstat(self, fd: int) -> SourceStat:
+        """The attributes that the file behind a descriptor from ``open`` has now."""
+        return SourceStat.of(os.fstat(fd), self._root_device)
+
     def close(self, fd: int) -> None:
         """Close a descriptor from ``open``; a network file system may tell its server."""
         os.close(fd)
 
     def list(self, directory: DirRef, batch: int) -> Batches:
-        """All entries but ``.`` and ``..``, in the directory's order, ``batch`` at a time.
+        """All entries but ``.``, ``..`` and those of more than MOST_NAME_BYTES, in the directory's
+        order, ``batch`` at a time.
 
         Costs no stat(2) for regular files, directories and links of a source that tells types
         (d_type); other entries are asked for one by one. Nothing is opened before the first batch
-        is taken; a caller that stops early closes the iterator.
+        is taken; a caller that stops early closes the iterator. A batch of fewer is the last one,
+        and with it nothing is open any more.
         """
         with self._dirs.acquire(directory) as path_fd:
             # The descriptor in hand, not its path, and not ".", which needs search permission that
@@ -171,18 +216,17 @@ class PosixSource:
             with os.scandir(fd) as scan:
                 for entry in scan:
                     kind = _type_of(entry)
-                    if kind is None:
+                    name = os.fsencode(entry.name)
+                    if kind is None or len(name) > MOST_NAME_BYTES:
                         continue
-                    entries.append(
-                        SourceEntry(os.fsencode(entry.name), kind, entry.inode(), device)
-                    )
+                    entries.append(SourceEntry(name, kind, entry.inode(), device))
                     if len(entries) >= batch:
                         yield entries
                         entries = []
-            if entries:
-                yield entries
         finally:
             os.close(fd)
+        if entries:
+            yield entries
 
     def read(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
         """``size`` bytes (fewer only at the end of the file), and the version seen *after* them.
@@ -250,14 +294,40 @@ class PosixSource:
             directory, name, version = errand.files[place]
             answer: Answer
             try:
-                answer, after = self.read_whole(directory, name, version)
-                total += len(answer)
-                if after != version or len(answer) != version.size:
-                    answer = SourceChanged(f"{os.fsdecode(name)!r} changed while it was read")
+                data = self._read_at_once(directory, name, version)
+                if data is not None:
+                    answer = data
+                    total += len(data)
+                else:
+                    answer, after = self.read_whole(directory, name, version)
+                    total += len(answer)
+                    if after != version or len(answer) != version.size:
+                        answer = SourceChanged(f"{os.fsdecode(name)!r} changed while it was read")
             except (OSError, SourceChanged) as error:
                 answer = error.with_traceback(None)
             errand.answer(place, answer)
         return total
+
+    def _read_at_once(self, directory: DirRef, name: bytes, version: SourceVersion) -> bytes | None:
+        """``read_whole`` with as few hand-overs of the interpreter's lock as can be; None where not
+        all is as it is expected. Raises OSError, SourceChanged and Archived."""
+        expected = (version.device or self._root_device, *version[1:])
+        check_name(name)
+        try:
+            with self._dirs.acquire(directory) as dir_fd:
+                if not self.has_layouts:
+                    return _whole.read_whole(dir_fd, name, expected)
+                fd = _whole.open_known(dir_fd, name, expected)
+        except OverflowError:
+            return None  # a time that no 64 bits hold
+        if fd is None:
+            return None
+        try:
+            self.layout(fd)
+        except BaseException:
+            self.close(fd)
+            raise
+        return _whole.read_known(fd, expected)
 
     def layout(self, fd: int) -> Layout | None:
         """Where the file's bytes are, as far as that is known. Raises Archived, OSError."""
@@ -294,10 +364,20 @@ class PosixSource:
             return os.getxattr(_proc_path(fd, name), attribute, follow_symlinks=not name)
 
     def listxattr(self, directory: DirRef, name: bytes) -> AttributeNames:
-        """As ``getxattr``."""
+        """As ``getxattr``. An access ACL is among them also where the file system does not list it
+        (SMB): who may read what goes by it."""
         with self._dirs.acquire(directory) as fd:
-            names = os.listxattr(_proc_path(fd, name), follow_symlinks=not name)
-        return [os.fsencode(attribute) for attribute in names]
+            path, follow = _proc_path(fd, name), not name
+            names = [os.fsencode(one) for one in os.listxattr(path, follow_symlinks=follow)]
+            if ACCESS_ACL not in names and _has_acl(path, follow):
+                names.append(ACCESS_ACL)
+        return names
+
+    def listxattr_each(
+        self, directory: DirRef, names: Sequence[bytes], seconds: float = math.inf
+    ) -> AttributeNamesEach:
+        """``listxattr`` of each name, as ``found_each``."""
+        return _each(partial(self.listxattr, directory), names, seconds)
 
     def access(self, directory: DirRef, name: bytes, mask: int) -> bool:
         """Whether the source lets this process (its effective ids) do what ``mask`` asks.
@@ -323,6 +403,31 @@ class PosixSource:
 
     def _device(self, st: os.stat_result) -> int:
         return 0 if st.st_dev == self._root_device else st.st_dev
+
+
+def _has_acl(path: bytes, follow: bool) -> bool:
+    """Raises OSError where the source does not say."""
+    try:
+        os.getxattr(path, ACCESS_ACL, follow_symlinks=follow)
+    except OSError as error:
+        if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True
+
+
+def _each(ask: Callable[[bytes], T], names: Sequence[bytes], seconds: float) -> list[T | OSError]:
+    """What ``ask`` answers or raises for each name, until ``seconds`` have passed."""
+    end = time.monotonic() + seconds
+    results: list[T | OSError] = []
+    for name in names:
+        try:
+            results.append(ask(name))
+        except OSError as error:
+            results.append(error.with_traceback(None))
+        if time.monotonic() > end:
+            break
+    return results
 
 
 def _knows_layouts(root_fd: int) -> bool:

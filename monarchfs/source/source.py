@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -15,9 +16,18 @@ from trio import to_thread
 from monarchfs.metrics import DURATION_BOUNDS_NS, NS
 from monarchfs.quiet import RunSync
 from monarchfs.source.errand import Errand, Wanted
-from monarchfs.source.lanes import Call, LaneThreads, SourceCounters, in_thread, lend
+from monarchfs.source.lanes import Call, LaneThreads, SourceCounters, lend
 from monarchfs.source.layout import Layout
-from monarchfs.source.posix import AttributeNames, Batch, Batches, Found, FoundEach, PosixSource
+from monarchfs.source.posix import (
+    AttributeNames,
+    AttributeNamesEach,
+    Batch,
+    Batches,
+    Found,
+    FoundEach,
+    PosixSource,
+)
+from monarchfs.source.releases import Release, Releases
 from monarchfs.types import DirRef, Lane, SourceChanged, SourceStat, SourceVersion
 
 T = TypeVar("T")
@@ -69,8 +79,9 @@ class Source:
         self.counters = SourceCounters()
         self.root = posix.root
         self._posix = posix
-        self.demand = LaneThreads(Lane.DEMAND, demand_threads)
-        self.background = LaneThreads(Lane.BACKGROUND, background_threads)
+        self.releases = Releases(stuck_seconds=stuck_seconds)
+        self.demand = LaneThreads(Lane.DEMAND, demand_threads, self.releases)
+        self.background = LaneThreads(Lane.BACKGROUND, background_threads, self.releases)
         self._stuck_seconds = stuck_seconds
         self._max_stuck = max_stuck
         self._deadline = deadline
@@ -83,12 +94,14 @@ class Source:
         }
 
     async def watch(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Lend the slots of stuck calls, and take them back; runs until it is cancelled."""
+        """Lend the slots of stuck calls, and take them back; see to releases that wait; runs until
+        it is cancelled."""
         task_status.started()
         while True:
             self.counters.stuck = lend(
                 (self.demand, self.background), self._stuck_seconds, self._max_stuck
             )
+            self.releases.go_on()
             await trio.sleep(self._stuck_seconds / 4)
 
     @property
@@ -138,26 +151,41 @@ class Source:
     async def found(self, directory: DirRef, name: bytes, lane: Lane) -> Found:
         return await self._call(lane, self._posix.found, (directory, name))
 
-    async def found_each(self, directory: DirRef, names: Sequence[bytes], lane: Lane) -> FoundEach:
+    async def found_each(
+        self,
+        directory: DirRef,
+        names: Sequence[bytes],
+        lane: Lane,
+        seconds: float = math.inf,
+    ) -> FoundEach:
         """Counts as one operation per name. Some dozens of names at a time: it holds one slot."""
-        self.counters.operations += len(names) - 1
-        self.counters.of(lane, "found_each").operations += len(names) - 1
-        return await self._call(lane, self._posix.found_each, (directory, names))
+        found = await self._call(lane, self._posix.found_each, (directory, names, seconds))
+        self._count_others(lane, "found_each", len(found))
+        return found
+
+    def _count_others(self, lane: Lane, function: str, count: int) -> None:
+        """A call was made for so many names, and counted once."""
+        self.counters.operations += max(0, count - 1)
+        self.counters.of(lane, function).operations += max(0, count - 1)
 
     async def open(self, directory: DirRef, name: bytes, lane: Lane) -> tuple[int, SourceStat]:
         return await self._call(lane, self._posix.open, (directory, name), _close_opened)
+
+    async def fstat(self, fd: int, lane: Lane) -> SourceStat:
+        return await self._call(lane, self._posix.fstat, (fd,))
 
     async def close(self, fd: int, lane: Lane) -> None:
         """Close ``fd``; if cancelled, it is closed all the same."""
         await self._call(lane, self._posix.close, (fd,), None, partial(self._posix.close, fd))
 
     def close_soon(self, fd: int) -> None:
-        """Close ``fd`` without waiting, for clean-up: no slot, no counting. Does not block."""
-        in_thread(partial(self._posix.close, fd))
+        """Close ``fd`` without waiting, for clean-up: no slot. Does not block; raises nothing."""
+        self.releases.soon(partial(self._posix.close, fd))
 
     def list(self, directory: DirRef, lane: Lane, batch: int = 1000) -> SourceListing:
         """``async with source.list(...) as batches: async for entries in batches: ...``"""
-        return SourceListing(partial(self._next_batch, lane), self._posix.list(directory, batch))
+        batches = self._posix.list(directory, batch)
+        return SourceListing(partial(self._next_batch, lane), batches, batch, self.releases.soon)
 
     async def read(self, fd: int, offset: int, size: int, lane: Lane) -> ReadResult:
         """As PosixSource.read_for_reader. After a cancelled read ``fd`` may be closed at once: the
@@ -200,9 +228,7 @@ class Source:
             size = await self._call(lane, self._posix.read_each, (errand,), dispose)
             self._count_bytes(lane, size)
         finally:
-            others = max(0, len(errand.answers) - 1)
-            self.counters.operations += others
-            self.counters.of(lane, "read_each").operations += others
+            self._count_others(lane, "read_each", len(errand.answers))
 
     async def touch(self, directory: DirRef, name: bytes, lane: Lane) -> None:
         await self._call(lane, self._posix.touch, (directory, name))
@@ -211,7 +237,20 @@ class Source:
         return await self._call(lane, self._posix.getxattr, (directory, name, attribute))
 
     async def listxattr(self, directory: DirRef, name: bytes, lane: Lane) -> AttributeNames:
+        self._count_others(lane, "listxattr", 2)
         return await self._call(lane, self._posix.listxattr, (directory, name))
+
+    async def listxattr_each(
+        self,
+        directory: DirRef,
+        names: Sequence[bytes],
+        lane: Lane,
+        seconds: float = math.inf,
+    ) -> AttributeNamesEach:
+        """As ``found_each``, but two operations a name: the list, and whether there is an ACL."""
+        found = await self._call(lane, self._posix.listxattr_each, (directory, names, seconds))
+        self._count_others(lane, "listxattr_each", 2 * len(found))
+        return found
 
     async def access(self, directory: DirRef, name: bytes, mask: int, lane: Lane) -> bool:
         return await self._call(lane, self._posix.access, (directory, name, mask))
@@ -307,8 +346,16 @@ class SourceListing:
     thread that may still be using it will.
     """
 
-    def __init__(self, fetch: Callable[[Batches], Awaitable[Batch]], batches: Batches) -> None:
+    def __init__(
+        self,
+        fetch: Callable[[Batches], Awaitable[Batch]],
+        batches: Batches,
+        size: int,
+        release: Callable[[Release], None],
+    ) -> None:
         self._fetch = fetch
+        self._size = size
+        self._release = release
         self._batches: Batches | None = batches
 
     async def __aenter__(self) -> SourceListing:
@@ -322,7 +369,7 @@ class SourceListing:
     ) -> None:
         # Closing a directory may tell a server, and there may be no time to wait for that.
         if self._batches is not None:
-            in_thread(self._batches.close)
+            self._release(self._batches.close)
             self._batches = None
 
     def __aiter__(self) -> SourceListing:
@@ -337,7 +384,8 @@ class SourceListing:
         batch = await self._fetch(batches)
         if not batch:
             raise StopAsyncIteration
-        self._batches = batches
+        if len(batch) == self._size:
+            self._batches = batches
         return batch
 
 

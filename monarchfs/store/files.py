@@ -54,6 +54,11 @@ def replica_file(name: bytes, checksum: int) -> str:
     return f"{name.hex()}.{checksum:016x}"
 
 
+def replica_path(name: bytes, checksum: int) -> str:
+    """Where a complete replica lies, relative to the dataset's directory in its tier."""
+    return f"{fan_out(name)}/{replica_file(name, checksum)}"
+
+
 def parse_part(file: str) -> tuple[bytes, int] | None:
     """The replica's name and 0, or None if no part is called that."""
     return (bytes.fromhex(file), 0) if _PART.fullmatch(file) else None
@@ -113,11 +118,22 @@ def write_sparse(fd: int, offset: int, data: Data) -> None:
     start = 0
     for at in range(0, len(view), _HOLE_BYTES):
         chunk = view[at : at + _HOLE_BYTES]
-        # The first and last byte tell nearly always, and then cost nothing.
-        if chunk[0] == 0 and chunk[-1] == 0 and bytes(chunk) == _ZEROS[: len(chunk)]:
+        if _is_hole(chunk):
             write_all(fd, offset + start, view[start:at])
             start = at + len(chunk)
     write_all(fd, offset + start, view[start:])
+
+
+def sparse_bytes(data: Data) -> int:
+    """How many of these bytes ``write_sparse`` writes, in blocks of 4 KiB."""
+    view = memoryview(data).cast("B")
+    chunks = (view[at : at + _HOLE_BYTES] for at in range(0, len(view), _HOLE_BYTES))
+    return sum(-(-len(chunk) // 4096) * 4096 for chunk in chunks if not _is_hole(chunk))
+
+
+def _is_hole(chunk: memoryview) -> bool:
+    # The first and last byte tell nearly always, and then cost nothing.
+    return chunk[0] == 0 and chunk[-1] == 0 and bytes(chunk) == _ZEROS[: len(chunk)]
 
 
 def is_in_memory(fd: int) -> bool:

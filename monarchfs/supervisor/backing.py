@@ -1,11 +1,12 @@
-"""Backing files: which descriptors of a worker's the kernel may read in the daemon's place.
+"""Backing files: which files of its tiers a worker may have the kernel read in the daemon's place.
 
 The kernel lets CAP_SYS_ADMIN alone register one, and asks no more: it opens the file again itself,
 with the registrar's rights and whatever mode the application's open(2) has (fs/fuse/passthrough.c),
 and it takes descriptors that were opened with O_PATH, which say nothing of what their owner may
-read (fs/fuse/backing.c). So what a worker offers is looked at here, as if it were hostile. What is
-accepted belongs to the mount's user and lies on the device of a tier: it gives nobody more than the
-owner of the file can give away himself.
+read (fs/fuse/backing.c). So what a worker offers is looked at here, as if it were hostile. It names
+files below its tiers and sends no descriptors: closing one may wait for whoever serves its file.
+What is accepted belongs to the mount's user and lies on the device of a tier: it gives nobody more
+than the owner of the file can give away himself.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import logging
 import os
 import stat
 import struct
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from monarchfs.config import Config, DataPath
 from monarchfs.fuse.mountinfo import mount_of
 from monarchfs.fuse.protocol import InitFlag, ProtocolError, parse_init_request
 from monarchfs.fuse.slots import backing_ids
+from monarchfs.supervisor.beneath import find_beneath
 from monarchfs.supervisor.identity import in_first_user_namespace
+from monarchfs.supervisor.messages import Back, Offer, Unback
 from monarchfs.types import OperationError, UsageError
 
 log = logging.getLogger(__name__)
@@ -45,7 +48,7 @@ _STACKED = frozenset(("overlay", "ecryptfs"))
 
 
 class Refused(Exception):
-    """A descriptor, or a message, that is not accepted. ``code`` is an errno for the worker."""
+    """A file that is not accepted. ``code`` is an errno for the worker."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -64,19 +67,17 @@ def most_ids(memory_bytes: int) -> int:
     return max(1, min(MOST_IDS, memory_bytes // _BYTES_PER_ID))
 
 
-def check(st: os.stat_result, flags: int, uid: int, devices: Collection[int]) -> None:
-    """Raises Refused unless a descriptor with these fstat(2) and F_GETFL may be registered: one of
-    a regular file of ``uid``, on one of ``devices``, that was opened for reading alone."""
-    if flags & os.O_PATH:
-        raise Refused(errno.EBADF, "it was opened with O_PATH")
-    if flags & os.O_ACCMODE != os.O_RDONLY:
-        raise Refused(errno.EBADF, "it was opened for writing")
+def check(st: os.stat_result, ino: int, uid: int, devices: Collection[int]) -> None:
+    """Raises Refused unless a file with this stat(2) may be registered: the regular file ``ino`` of
+    ``uid``, on one of ``devices``."""
     if not stat.S_ISREG(st.st_mode):
         raise Refused(errno.EINVAL, "it is not a regular file")
     if st.st_dev not in devices:
         raise Refused(errno.EXDEV, "it lies on the device of no tier")
     if st.st_uid != uid:
         raise Refused(errno.EPERM, f"it belongs to user {st.st_uid}")
+    if st.st_ino != ino:
+        raise Refused(errno.ESTALE, "another file has its name")
 
 
 class BackingFiles:
@@ -130,6 +131,11 @@ class BackingFiles:
             return
         devices = set()
         for path, tier in self._tiers:
+            mount = mount_of(path)
+            if mount is not None and mount.fstype.startswith("fuse"):
+                # Who serves it could have this process wait, for ever.
+                self._impossible(f"tier {path} lies on a FUSE file system")
+                continue
             try:
                 devices.add(probe(self._fuse, tier))
             except OSError as error:
@@ -153,15 +159,20 @@ class BackingFiles:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def open(self, descriptor: int) -> int:
-        """A new id for the file behind ``descriptor``, which may be closed then. Raises Refused.
-        Takes a few microseconds."""
+    def open(self, offer: Offer) -> int:
+        """A new id for a file. Raises Refused. Takes a few microseconds; the names of files that
+        are open in the worker are in the kernel's memory."""
         if len(self._ids) >= self.most:
             raise Refused(errno.ENOSPC, f"there are {self.most} already")
+        if offer.tier >= len(self._tiers):
+            raise Refused(errno.EXDEV, "it lies in no tier")
         try:
-            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-            check(os.fstat(descriptor), flags, self._uid, self._devices)
-            number = register(self._fuse, descriptor)
+            descriptor = find_beneath(self._tiers[offer.tier][1], offer.path)
+            try:
+                check(os.fstat(descriptor), offer.ino, self._uid, self._devices)
+                number = register(self._fuse, descriptor)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             raise Refused(error.errno or errno.EIO, str(error.strerror)) from None
         self._ids.add(number)
@@ -179,27 +190,21 @@ class BackingFiles:
         if self._ids:
             self.close(self._ids - backing_ids(self._handles))
 
-    def answer(
-        self, message: Mapping[str, Any], descriptors: Collection[int]
-    ) -> dict[str, Any] | None:
-        """The reply to a worker's ``back`` or ``unback`` (docs/ARCHITECTURE.md, The channel), None
-        for what is neither. The caller closes the descriptors, and the reply's ids where it cannot
-        be sent. One of them is 0 where a descriptor was refused."""
-        match message:
-            case {"event": "back", "number": int(number)}:
-                ids: list[int] = []
-                reply: dict[str, Any] = {"do": "backed", "number": number, "ids": ids}
-                for descriptor in descriptors:
-                    try:
-                        ids.append(self.open(descriptor))
-                    except Refused as refused:
-                        ids.append(0)
-                        reply |= {"error": refused.code, "reason": str(refused)}
-                return reply
-            case {"event": "unback", "number": int(number), "ids": list(given)}:
-                self.close(one for one in given if isinstance(one, int))
-                return {"do": "backed", "number": number, "ids": []}
-        return None
+    def answer(self, message: Back | Unback) -> dict[str, Any]:
+        """The reply to it (docs/ARCHITECTURE.md, The channel). The caller closes its ids where it
+        cannot be sent. One of them is 0 where a file was refused."""
+        if isinstance(message, Unback):
+            self.close(message.ids)
+            return {"do": "backed", "number": message.number, "ids": []}
+        ids: list[int] = []
+        reply: dict[str, Any] = {"do": "backed", "number": message.number, "ids": ids}
+        for offer in message.offers:
+            try:
+                ids.append(self.open(offer))
+            except Refused as refused:
+                ids.append(0)
+                reply |= {"error": refused.code, "reason": str(refused)}
+        return reply
 
 
 def _may_register() -> bool:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from monarchfs.supervisor.launch import Worker
+from monarchfs.supervisor.messages import Failed, Loaded, Malformed
 from monarchfs.supervisor.startup import Owner
 from monarchfs.types import OperationError
 
@@ -51,7 +52,7 @@ class Candidate:
     def drop(self) -> None:
         """End it: it is not wanted. It has not touched anything yet."""
         self._owner.unwatch(self.worker.channel)
-        self.worker.process.kill()
+        self.worker.kill()
         self.worker.channel.close()
         self.worker.init.close()
 
@@ -60,15 +61,15 @@ class Candidate:
             message = self.worker.channel.receive(0)
         except (TimeoutError, BlockingIOError):
             return
-        except (OSError, ValueError) as error:
-            self.refused = f"it speaks nonsense: {error}"
+        except (OSError, Malformed) as nonsense:
+            self.refused = f"it speaks nonsense: {nonsense}"
             return
         match message:
-            case {"event": "loaded"}:
+            case Loaded():
                 self._owner.unwatch(self.worker.channel)
                 self.loaded = True
-            case {"event": "failed", "error": error}:
-                self.refused = str(error)
+            case Failed(error):
+                self.refused = error
             case None:
                 self._owner.unwatch(self.worker.channel)  # the tick sees how it ended
 
@@ -102,6 +103,8 @@ class Spare:
             if self._candidate.refused is None:
                 return
             log.warning("no worker could be loaded ahead: %s", self._candidate.refused)
+            if self._candidate.worker.was_killed:
+                self._at = now + AHEAD_AFTER_SECONDS
             self.drop()
         if now >= self._at:
             self._at = now + _AGAIN_SECONDS

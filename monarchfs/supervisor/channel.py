@@ -1,23 +1,43 @@
-"""Messages between supervisor and worker: JSON objects and descriptors over SOCK_SEQPACKET."""
+"""Messages between supervisor and worker: JSON objects over SOCK_SEQPACKET. Descriptors go from the
+supervisor to the worker alone (docs/SECURITY.md)."""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from monarchfs.supervisor.hearing import Hearing
+from monarchfs.supervisor.messages import Malformed, Message, parse
+
 MESSAGE_BYTES = 256 << 10
-MOST_DESCRIPTORS = 32
+
+_SO_PASSRIGHTS = 83
+"""Linux 6.16: whether a socket takes descriptors (include/uapi/asm-generic/socket.h)."""
+
+
+def refuse_descriptors(end: socket.socket) -> None:
+    """Whoever sends this socket a descriptor gets EPERM from now on; a listener's connections
+    inherit that.
+
+    The last close of a descriptor can wait for whoever serves its file, and the first one too: a
+    worker that is stopped, the source. Before Linux 6.16 the kernel takes no such wish; what is
+    received without room for it (recvmsg(2)) is closed there before this process sees it, which
+    asks nobody for most file systems.
+    """
+    with suppress(OSError):
+        end.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
 
 
 class Channel:
-    """The supervisor's end. Never blocks longer than the timeout that is given; what a worker
-    says is not trusted to be well-formed."""
+    """The supervisor's end. Never blocks longer than the timeout that is given."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, hearing: Hearing) -> None:
         self._socket = end
+        self._hearing = hearing
+        refuse_descriptors(end)
         # A request that came with a connection can be 64 KiB of text; numbers in it can be longer
         # when they are written again.
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE_BYTES)
@@ -34,42 +54,28 @@ class Channel:
             return False
         return True
 
-    def receive(
-        self, timeout: float, descriptors: list[int] | None = None
-    ) -> dict[str, Any] | None:
-        """The next message; None if the worker closed its end. Raises TimeoutError, or ValueError
-        for what is no message.
-
-        What came with it is closed, or, with a list, put there for the caller to close, also where
-        this raises."""
+    def receive(self, timeout: float) -> Message | None:
+        """The next message; None if the worker closed its end. Raises TimeoutError, or Malformed,
+        which has been counted and logged, for what is no message."""
         self._socket.settimeout(max(timeout, 0.001))
         try:
-            content, came, _, _ = socket.recv_fds(
-                self._socket, MESSAGE_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
+            content, _, flags, _ = self._socket.recvmsg(MESSAGE_BYTES)
         except ConnectionResetError:
             return None
-        if descriptors is not None:
-            descriptors += came
-        else:
-            close_all(came)
-        if not content:
+        if not content and not flags & socket.MSG_CTRUNC:
             return None
         try:
-            message = json.loads(content)
-        except RecursionError:
-            raise ValueError("a worker's message is too deep") from None
-        if not isinstance(message, dict):
-            raise ValueError("a worker's message must be a JSON object")
-        return message
+            if flags & socket.MSG_CTRUNC:
+                raise Malformed("it sends descriptors")
+            if flags & socket.MSG_TRUNC:
+                raise Malformed(f"it says more than {MESSAGE_BYTES} bytes at once")
+            return parse(content)
+        except Malformed as malformed:
+            self._hearing.drop(str(malformed))
+            raise
 
     def close(self) -> None:
         self._socket.close()
-
-
-def close_all(descriptors: Iterable[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def encode(message: Mapping[str, Any]) -> bytes:

@@ -8,7 +8,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from monarchfs.types import MonarchError, OperationError, UsageError
 
@@ -20,17 +20,29 @@ Report = Callable[[], None]
 _GONE_SECONDS = 5.0
 
 
-def run_in_background(run: Callable[[Report], int], *, timeout: float, overdue: str) -> int:
+def ending_signals() -> list[signal.Signals]:
+    """Those that end a supervisor in the orderly way. One that was ignored when this process began
+    stays ignored, as nohup(1) and a shell's background jobs want it; SIGTERM never does."""
+    terminal = (signal.SIGINT, signal.SIGHUP)
+    heeded = [number for number in terminal if signal.getsignal(number) is not signal.SIG_IGN]
+    return [signal.SIGTERM, *heeded]
+
+
+def run_in_background(
+    run: Callable[[Report], int], *, timeout: float, overdue: str, keep: Collection[int] = ()
+) -> int:
     """Runs ``run(report)`` in a daemon; returns its process number when it has called ``report``.
+    The daemon has no descriptor of this process but 0 to 2 and those in ``keep``.
 
     Raises what ``run`` raised before, if that is a MonarchError. After ``timeout`` seconds the
     daemon is killed, not waited for (it may hang in the kernel), and OperationError(``overdue``)
-    raised. For processes of one thread, because it forks.
+    raised. KeyboardInterrupt ends the daemon, and says so. For processes of one thread, because it
+    forks.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
-        _become_daemon(run, writing)
+        _become_daemon(run, writing, keep)
     os.close(writing)
     try:
         message = _read_until(reading, time.monotonic() + timeout)
@@ -40,7 +52,7 @@ def run_in_background(run: Callable[[Report], int], *, timeout: float, overdue: 
     except KeyboardInterrupt:
         os.kill(pid, signal.SIGTERM)
         _wait(pid)
-        raise OperationError("interrupted: nothing was mounted") from None
+        raise KeyboardInterrupt("interrupted: nothing was mounted") from None
     finally:
         os.close(reading)
     if message == {"ok": True}:
@@ -51,7 +63,7 @@ def run_in_background(run: Callable[[Report], int], *, timeout: float, overdue: 
     raise OperationError(message.get("error", "the daemon was killed while it started"))
 
 
-def _become_daemon(run: Callable[[Report], int], pipe: int) -> None:
+def _become_daemon(run: Callable[[Report], int], pipe: int, keep: Collection[int]) -> None:
     """The child's life. Never returns."""
     code = 1
     try:
@@ -59,7 +71,7 @@ def _become_daemon(run: Callable[[Report], int], pipe: int) -> None:
         os.chdir("/")
         # The caller's descriptors (a lock of a batch script, say) must not live as long as we do.
         for number in map(int, os.listdir("/proc/self/fd")):
-            if number > 2 and number != pipe:
+            if number > 2 and number != pipe and number not in keep:
                 os.closerange(number, number + 1)
         code = run(lambda: _report(pipe))
     except UsageError as error:

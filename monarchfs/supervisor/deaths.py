@@ -2,7 +2,8 @@
 
 One that did its work before it died is replaced at once, however often. One that died without
 having done any will probably do so again: so there are pauses, then a worker that leaves out all
-that can be left out, then the end, so that who waits gets an error.
+that can be left out, then the end, so that who waits gets an error. After a while in safe mode a
+whole worker is tried again; one that fails leads back there at once, for longer.
 """
 
 from __future__ import annotations
@@ -21,14 +22,23 @@ kills who takes it is among those that every successor gets."""
 MOST_IN_SAFE_MODE = 3
 LONG_LIFE_SECONDS = 60.0
 
+RETRY_SECONDS = (60.0, 300.0, 1800.0)
+"""How long the first, second and each later safe mode lasts before a whole worker is tried."""
+
+
+KILLED_PAUSE_SECONDS = 0.25
+"""Before the start that follows one that was killed before it was of any use, if the one before it
+was as well."""
+
 
 class Life(NamedTuple):
     """A worker's, as it ended. ``seconds`` since it served, None if it never did; ``answered``: it
-    answered a request; ``waited``: some wait now."""
+    answered a request; ``waited``: some wait now; ``killed``: by SIGKILL, and not by us."""
 
     seconds: float | None
     answered: bool
     waited: bool
+    killed: bool = False
 
 
 class Follows(Enum):
@@ -48,13 +58,30 @@ class Verdict(NamedTuple):
 
 class Deaths:
     """Changing: how many lives in a row were of no use, or short; ``safe``, and how many ended so
-    in safe mode."""
+    in safe mode; how often safe mode was left for a try, and whether one is going on."""
 
     def __init__(self) -> None:
         self.replaced()
 
     def replaced(self) -> None:
         """A worker was replaced on purpose: what was before does not count."""
+        self._kills = 0
+        self._tries = 0
+        self._on_trial = False
+        self._leave_safe_mode()
+
+    def tried(self) -> None:
+        """A whole worker takes the place of the one in safe mode."""
+        self._tries += 1
+        self._on_trial = True
+        self._leave_safe_mode()
+
+    @property
+    def retry_seconds(self) -> float:
+        """How long safe mode lasts before the next try."""
+        return RETRY_SECONDS[min(self._tries, len(RETRY_SECONDS) - 1)]
+
+    def _leave_safe_mode(self) -> None:
         self.safe = False
         self._useless = self._early = self._in_safe_mode = 0
 
@@ -62,8 +89,13 @@ class Deaths:
         """A worker ended that nobody asked to."""
         if life.seconds is not None and life.seconds >= LONG_LIFE_SECONDS:
             self._useless = self._early = self._in_safe_mode = 0
+            if not self.safe:
+                self._tries, self._on_trial = 0, False
         useless = life.seconds is None or (life.waited and not life.answered)
         early = life.seconds is None or life.seconds < EARLY_SECONDS
+        if life.killed:
+            return self._killed(useless)
+        self._kills = 0
         self._useless = self._useless + 1 if useless else 0
         self._early = self._early + 1 if early else 0
         if self.safe:
@@ -71,7 +103,15 @@ class Deaths:
             if self._in_safe_mode >= MOST_IN_SAFE_MODE:
                 return Verdict(Follows.END)
             return Verdict(Follows.START_SAFE, PAUSES_SECONDS[self._in_safe_mode])
-        if self._useless > len(PAUSES_SECONDS) or self._early >= MOST_EARLY:
-            self.safe = True
+        failed_again = self._on_trial and (useless or early)
+        if failed_again or self._useless > len(PAUSES_SECONDS) or self._early >= MOST_EARLY:
+            self.safe, self._on_trial = True, False
             return Verdict(Follows.START_SAFE)
         return Verdict(Follows.START, PAUSES_SECONDS[self._useless - 1] if self._useless else 0.0)
+
+    def _killed(self, useless: bool) -> Verdict:
+        """Whoever did it, or the kernel where memory ran out, it says nothing about the worker: so
+        it counts neither for a loop nor against one."""
+        self._kills = self._kills + 1 if useless else 0
+        follows = Follows.START_SAFE if self.safe else Follows.START
+        return Verdict(follows, KILLED_PAUSE_SECONDS if self._kills > 1 else 0.0)

@@ -25,10 +25,14 @@ from monarchfs.config import Config
 from monarchfs.config.model import SPEAKS
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.fuse.protocol import ProtocolError, amend_init_reply
-from monarchfs.supervisor.channel import Channel
+from monarchfs.supervisor.channel import Channel, refuse_descriptors
+from monarchfs.supervisor.hearing import Hearing
 from monarchfs.supervisor.identity import is_self
+from monarchfs.supervisor.messages import Failed, Malformed, Ready
+from monarchfs.supervisor.pulse import Activity
 from monarchfs.types import OperationError
 
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _CRASHES = frozenset({-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT})
 
 _LARGEST_INIT = 1 << 18
@@ -75,6 +79,7 @@ class Worker:
         self.process = process
         self.channel = channel
         self.init = init
+        self._killed = False
 
     @property
     def pid(self) -> int:
@@ -95,6 +100,28 @@ class Worker:
         if fields[0] not in (b"Z", b"X") or int(fields[49]) == 0:
             return None
         return os.waitstatus_to_exitcode(int(fields[49]))
+
+    def kill(self) -> None:
+        """Have it die; it may take its time (`is_gone`)."""
+        self._killed = True
+        self.process.kill()
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether somebody else killed it (SIGKILL): that says nothing about it."""
+        return not self._killed and self.exit_code == -signal.SIGKILL
+
+    def activity(self) -> Activity | None:
+        """What its threads are doing now; None where that cannot be seen. Blocks for nothing."""
+        try:
+            with open(f"/proc/{self.pid}/task/{self.pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b") ")[2].split()
+        except OSError:
+            return None
+        # proc_pid_stat(5): state, utime and stime.
+        cpu_seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
+        rests = not any(state in b"RD" for state in self._thread_states())
+        return Activity(fields[0] == b"R", cpu_seconds, rests)
 
     def is_quiet(self) -> bool:
         """Whether none of its threads can run any more: each is gone, or dead, or waits in the
@@ -151,7 +178,7 @@ class Worker:
         another. Idempotent."""
         self.channel.send({"do": "stop"})
         if not self.wait_gone(patience):
-            self.process.kill()
+            self.kill()
             self.wait_gone(1.0)
         self.channel.close()
         self.init.close()
@@ -170,6 +197,7 @@ def start_worker(
     descriptors: Descriptors,
     mount_ns: int,
     stderr: int,
+    hearing: Hearing,
     *,
     restarts: int = 0,
     safe: bool = False,
@@ -187,6 +215,7 @@ def start_worker(
     """
     our_init, their_init = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     our_channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    refuse_descriptors(our_init)
     bootstrap: dict[str, Any] = {
         "speaks": SPEAKS,
         "config": config.to_json(),
@@ -214,7 +243,8 @@ def start_worker(
         os.write(memory, json.dumps(bootstrap).encode())
         os.lseek(memory, 0, os.SEEK_SET)
         process = _spawn(
-            [*command, "--bootstrap-fd", str(memory)],
+            # The mount point is for people who look at processes (ps(1)).
+            [*command, "--bootstrap-fd", str(memory), config.mountpoint],
             config,
             [
                 *(descriptors.fuse, descriptors.source, descriptors.state, *descriptors.tiers),
@@ -233,7 +263,7 @@ def start_worker(
         os.close(memory)
         their_init.close()
         their_channel.close()
-    return Worker(process, Channel(our_channel), our_init)
+    return Worker(process, Channel(our_channel, hearing), our_init)
 
 
 def read_init_request(fuse: int, deadline: float) -> bytes:
@@ -290,14 +320,14 @@ def _expect_alive(worker: Worker, deadline: float) -> bool:
         message = worker.channel.receive(deadline - time.monotonic())
     except TimeoutError:
         raise OperationError("the worker did not become ready in time") from None
-    except ValueError as error:
-        raise OperationError(f"the worker speaks nonsense: {error}") from None
+    except Malformed as malformed:
+        raise OperationError(f"the worker speaks nonsense: {malformed}") from None
     if message is None:
         worker.wait_gone(1.0)
         raise OperationError(f"the worker {worker.describe_end()} while it started")
-    if message.get("event") == "failed":
-        raise OperationError(str(message.get("error", "the worker failed without a reason")))
-    return message.get("event") == "ready"
+    if isinstance(message, Failed):
+        raise OperationError(message.error)
+    return isinstance(message, Ready)
 
 
 def _spawn(

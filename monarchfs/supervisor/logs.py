@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import stat
 import sys
+from contextlib import suppress
+from functools import partial
+from typing import TextIO
 
-from monarchfs.config import Config
-from monarchfs.supervisor.storage import SUPERVISOR_LOG, open_log
+from monarchfs.config import Config, User
+from monarchfs.escaping import OneLine
+from monarchfs.logs import ToStream, keep_small, put_aside
+from monarchfs.supervisor.identity import acting_as
+from monarchfs.supervisor.storage import SUPERVISOR_LOG, open_log, open_users_file
+from monarchfs.trusted import Place, Untrusted, place_of
 from monarchfs.types import UsageError
 
 _SYSLOG = "/dev/log"
 _TIMED = "%(asctime)s %(levelname)s %(message)s"
 
 
-def check_log_file(path: str) -> None:
+def check_log_file(path: str, user: User) -> None:
     """Raises UsageError if the log file could not be written. Changes nothing."""
-    target = path if os.path.lexists(path) else os.path.dirname(path)
-    if os.path.isdir(path) or not os.access(target, os.W_OK):
-        raise UsageError(f"log file {path} cannot be written: name another --log-file")
+    try:
+        os.close(_open_log_file(path, user, make=False))
+    except FileNotFoundError:
+        reason = None if _may_make(path, user) else "its directory is missing, or not writable"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    else:
+        reason = None
+    if reason is not None:
+        raise _not_writable(path, reason)
+
+
+def _not_writable(path: str, reason: str | None) -> UsageError:
+    return UsageError(f"log file {path} cannot be written: {reason}: name another --log-file")
 
 
 def log_to_stderr(level: str) -> None:
@@ -29,13 +49,16 @@ def log_to_stderr(level: str) -> None:
 def log_as_daemon(config: Config, state_dir: int) -> None:
     """To the log file, else to syslog, else to a file in the state directory.
 
-    Raises OSError if the file cannot be opened.
+    Raises UsageError if the file cannot be opened.
     """
     import logging.handlers  # only here, because loading it is slow
 
     if config.log_file is not None:
-        # Opened again when it was rotated away.
-        _install(logging.handlers.WatchedFileHandler(config.log_file), config.log_level, _TIMED)
+        try:
+            handler = log_file_handler(config.log_file, config.user)
+        except OSError as error:
+            raise _not_writable(config.log_file, error.strerror) from None
+        _install(handler, config.log_level, _TIMED)
         return
     if os.path.exists(_SYSLOG):
         syslog = logging.handlers.SysLogHandler(
@@ -43,12 +66,133 @@ def log_as_daemon(config: Config, state_dir: int) -> None:
         )
         _install(syslog, config.log_level, f"monarchfs[{os.getpid()}]: %(message)s")
         return
-    descriptor = open_log(state_dir, SUPERVISOR_LOG, config.user, truncate=False)
-    _install(logging.StreamHandler(os.fdopen(descriptor, "a")), config.log_level, _TIMED)
+    _install(_InStateDirectory(state_dir, config.user), config.log_level, _TIMED)
+
+
+class _InStateDirectory(ToStream):
+    """The log in the state directory, begun anew when it has become too large."""
+
+    def __init__(self, state_dir: int, user: User) -> None:
+        descriptor = open_log(state_dir, SUPERVISOR_LOG, user, truncate=False)
+        super().__init__(os.fdopen(descriptor, "a"))
+        self._state_dir = state_dir
+        self._user = user
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        keep_small(self.stream.fileno(), self._begin_anew)
+
+    def _begin_anew(self) -> None:
+        ours = self.stream.fileno()
+        with acting_as(self._user):
+            put_aside(SUPERVISOR_LOG, self._state_dir, ours)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        new = open_users_file(self._state_dir, SUPERVISOR_LOG, flags, self._user)
+        os.dup2(new, ours, inheritable=False)
+        os.close(new)
+
+
+def log_file_handler(path: str, user: User) -> logging.Handler:
+    """Writes to a file, which is opened again when it was rotated away, by others or because it has
+    become too large. Raises OSError if it cannot be opened now; if it cannot later, lines are lost
+    until it can."""
+    import logging.handlers
+
+    class Watched(logging.handlers.WatchedFileHandler):
+        opened = False
+
+        def _open(self) -> TextIO:  # type: ignore[override]
+            try:
+                descriptor = _open_log_file(path, user, make=True)
+                self.opened = True
+            except OSError:
+                if not self.opened:
+                    raise
+                descriptor = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            return os.fdopen(descriptor, "a")
+
+        def emit(self, record: logging.LogRecord) -> None:
+            super().emit(record)
+            if self.stream is not None:
+                descriptor = self.stream.fileno()
+                keep_small(descriptor, partial(_put_aside, path, descriptor, user))
+
+    return Watched(path)
+
+
+def _put_aside(path: str, descriptor: int, user: User) -> None:
+    """As root or as the user, as `_open_log_file`. Raises OSError."""
+    if os.geteuid() == 0:
+        try:
+            with place_of(path) as place:
+                _refuse_others(place)
+                put_aside(place.name, place.directory, descriptor)
+                return
+        except Untrusted:
+            if user.uid == 0:
+                raise
+    with acting_as(user):
+        directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            put_aside(os.path.basename(path), directory, descriptor)
+        finally:
+            os.close(directory)
+
+
+def _refuse_others(place: Place) -> None:
+    """What root's log would replace must not be somebody else's."""
+    with suppress(FileNotFoundError):
+        st = os.stat(place.name + ".1", dir_fd=place.directory, follow_symlinks=False)
+        if st.st_uid != os.geteuid() and place.shared:
+            raise PermissionError(errno.EPERM, "others have put something there")
+
+
+def _open_log_file(path: str, user: User, *, make: bool) -> int:
+    """A file for appending: as root where root alone could have put it there, else as the mount's
+    user, whose link or file it may be. Raises OSError."""
+    flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT if make else 0)
+    if os.geteuid() == 0:
+        try:
+            with place_of(path, alone=user.uid != 0) as place:
+                descriptor = place.open(flags)
+                st = os.fstat(descriptor)
+                if not place.shared or (st.st_uid == 0 and st.st_nlink == 1):
+                    return _regular(descriptor)
+                os.close(descriptor)
+                raise Untrusted(path)
+        except Untrusted:
+            if user.uid == 0:
+                raise
+    safe = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with acting_as(user):
+        return _regular(os.open(path, safe, 0o666))
+
+
+def _regular(descriptor: int) -> int:
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is not a file")
+
+
+def _may_make(path: str, user: User) -> bool:
+    """Whether `_open_log_file` could make the file."""
+    directory = os.path.dirname(path)
+    if os.geteuid() == 0:
+        try:
+            with place_of(path, alone=user.uid != 0):
+                return os.access(directory, os.W_OK | os.X_OK)
+        except Untrusted:
+            if user.uid == 0:
+                return False
+        except OSError:
+            return False
+    with acting_as(user):
+        return os.access(directory, os.W_OK | os.X_OK, effective_ids=True)
 
 
 def _install(handler: logging.Handler, level: str, line_format: str) -> None:
-    handler.setFormatter(logging.Formatter(line_format))
+    handler.setFormatter(OneLine(line_format))
     root = logging.getLogger()
     for previous in root.handlers[:]:
         root.removeHandler(previous)

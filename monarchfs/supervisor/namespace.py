@@ -79,7 +79,9 @@ def leave_for_own() -> bool:
             ) from None
     propagation = ctypes.c_ulong(_MS_REC | _MS_SLAVE)
     if (code := _call("mount", b"none", b"/", None, propagation, None)) != 0:
-        raise OperationError(f"cannot make the mounts private: {os.strerror(code)}")
+        # mount(2): the root directory is no mount point.
+        remedy = ": in a chroot, bind it on itself first" if code == errno.EINVAL else ""
+        raise OperationError(f"cannot make the mounts private: {os.strerror(code)}{remedy}")
     return as_user
 
 

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import stat
 from dataclasses import dataclass
+from itertools import islice
 
 from monarchfs.bounded import Answer, bounded_call
 from monarchfs.config import User
-from monarchfs.fuse.mountinfo import MONARCHFS, Mount, find_mount, resolve_mountpoint
+from monarchfs.fuse.mountinfo import (
+    MONARCHFS,
+    Mount,
+    find_mount,
+    is_network_type,
+    read_mountinfo,
+    resolve_mountpoint,
+)
 from monarchfs.supervisor.identity import become
+from monarchfs.trusted import place_of
 from monarchfs.types import OperationError, UsageError
+
+_MOST_NAMES = 10_000
+"""Of a directory's, in which a name like a mistyped one is looked for."""
 
 Identity = tuple[int, int]
 """st_dev and st_ino."""
+
+
+class EmptySource(OperationError):
+    """There is nothing in the source, and that is an error where files are required."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +42,7 @@ class Source:
     descriptor: int
     path: str
     lineage: tuple[Identity, ...]
+    empty: bool
 
     @property
     def identity(self) -> Identity:
@@ -43,8 +61,18 @@ class Mountpoint:
         return self.lineage[0]
 
 
-def probe_source(path: str, user: User, timeout: float) -> Source:
-    """Opens the directory ``path`` (absolute) as ``user``.
+def path_of(descriptor: int) -> str:
+    """Where an open directory lies now, which a symbolic link that was changed since does not
+    change (proc_pid_fd(5)). Raises OSError where it was removed or moved meanwhile."""
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
+    if not os.path.samestat(os.stat(path), os.fstat(descriptor)):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    return path
+
+
+def probe_source(path: str, user: User, timeout: float, opened: int | None = None) -> Source:
+    """Opens the directory ``path`` (absolute) as ``user``; that of the descriptor ``opened``, if
+    there is one: ``path`` is what it is called then.
 
     Raises UsageError if it is missing or no directory, OperationError if the user may not read it
     or it does not answer within ``timeout`` seconds.
@@ -53,19 +81,86 @@ def probe_source(path: str, user: User, timeout: float) -> Source:
     def call() -> Answer:
         become(user)
         try:
-            real = os.path.realpath(path, strict=True)
-            descriptor = os.open(real, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            os.scandir(descriptor).close()
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            if opened is None:
+                descriptor = os.open(path, flags)
+                real = path_of(descriptor)
+            else:
+                descriptor = os.open(".", flags, dir_fd=opened)
+                real = path
+            with os.scandir(descriptor) as entries:
+                empty = next(entries, None) is None
         except OSError as error:
             raise _source_error(path, user, error) from None
-        return [real, lineage(descriptor)], [descriptor]
+        return [real, lineage(descriptor), empty], [descriptor]
 
-    (real, identities), descriptors = bounded_call(
+    (real, identities, empty), descriptors = bounded_call(
         call,
         timeout=timeout,
         overdue=f"source {path} did not answer within {timeout:g} s: check its file system",
+        keep=[] if opened is None else [opened],
     )
-    return Source(descriptors[0], real, _tuples(identities))
+    return Source(descriptors[0], real, _tuples(identities), empty)
+
+
+def check_exists(path: str, user: User, timeout: float) -> None:
+    """Raises UsageError if ``user`` can see that there is no ``path`` (absolute), and nothing where
+    that cannot be known within ``timeout`` seconds."""
+
+    def call() -> Answer:
+        become(user)
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise UsageError(_missing(path)) from None
+        except OSError:
+            return None, ()  # it may be there
+        return None, ()
+
+    try:
+        bounded_call(call, timeout=timeout, overdue="")
+    except UsageError:
+        raise
+    except OperationError:
+        return
+
+
+def seems_unmounted(source: Source, mounts: list[Mount] | None = None) -> str | None:
+    """The mount point of a file system beside an empty source on which none is mounted: it looks as
+    if that was forgotten on this node, or failed. None where nothing looks like it."""
+    mounts = read_mountinfo() if mounts is None else mounts
+    is_mounted = any(mount.mountpoint == source.path for mount in mounts)
+    devices = [device for device, _ in source.lineage[:2]]
+    if not source.empty or is_mounted or len(set(devices)) > 1:
+        return None
+    return next(
+        (
+            mount.mountpoint
+            for mount in mounts
+            if os.path.dirname(mount.mountpoint) == os.path.dirname(source.path)
+            and (is_network_type(mount.fstype) or mount.source.startswith("/dev/"))
+            and mount.fstype != MONARCHFS
+        ),
+        None,
+    )
+
+
+def complaint_of_empty(source: Source) -> str | None:
+    """What to tell of a source that seems not to be mounted; None where nothing is odd."""
+    beside = seems_unmounted(source)
+    if beside is None:
+        return None
+    return (
+        f"source {source.path} is empty, and no file system is mounted on it, as on {beside} beside"
+        " it: see whether it is mounted on this node"
+    )
+
+
+def check_filled(source: Source) -> None:
+    """Raises EmptySource for one that is."""
+    if source.empty:
+        why = complaint_of_empty(source) or f"source {source.path} is empty: name another directory"
+        raise EmptySource(f"{why}, or leave out --require-files")
 
 
 def probe_mountpoint(path: str, timeout: float) -> Mountpoint:
@@ -83,6 +178,10 @@ def probe_mountpoint(path: str, timeout: float) -> Mountpoint:
         if existing is not None:
             _refuse_ours(existing)
         try:
+            if os.geteuid() == 0:
+                # A link of a user's could have root hide any directory behind the mount.
+                with place_of(path, alone=False):
+                    pass
             descriptor = os.open(resolved, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             return [resolved, lineage(descriptor)], ()
         except OSError as error:
@@ -132,7 +231,7 @@ def _refuse_ours(mount: Mount) -> None:
 def _source_error(path: str, user: User, error: OSError) -> Exception:
     match error.errno:
         case errno.ENOENT:
-            return UsageError(f"source {path} does not exist: name an existing directory")
+            return UsageError(_missing(path))
         case errno.ENOTDIR:
             return UsageError(f"source {path} is not a directory: name the dataset's directory")
         case errno.ELOOP:
@@ -148,6 +247,25 @@ def _source_error(path: str, user: User, error: OSError) -> Exception:
             return OperationError(
                 f"source {path} cannot be opened: {error.strerror}: check its file system"
             )
+
+
+def _missing(path: str) -> str:
+    """Says that there is no source of that path, and which one was meant perhaps."""
+    above, name = os.path.split(os.path.normpath(path))
+    while not os.path.isdir(above):
+        above, name = os.path.split(above)
+    rest = os.path.relpath(path, os.path.join(above, name))
+    try:
+        with os.scandir(above) as entries:
+            names = [entry.name for entry in islice(entries, _MOST_NAMES) if entry.is_dir()]
+    except OSError:
+        names = []  # it may be entered, but not listed
+    close = difflib.get_close_matches(name, names, n=1)
+    remedy = "name an existing directory"
+    if close:
+        near = os.path.normpath(os.path.join(above, close[0], rest))
+        remedy = f"did you mean {near}?" if os.path.isdir(near) else f"did you mean {close[0]}?"
+    return f"source {path} does not exist: {remedy}"
 
 
 def _mountpoint_error(path: str, error: OSError) -> Exception:

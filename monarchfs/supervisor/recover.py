@@ -8,7 +8,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from monarchfs.control import Connection, Registered, find_mounts, own_mount_namespace
+from monarchfs.control import (
+    Connection,
+    Registered,
+    find_mounts,
+    own_mount_namespace,
+    root_uid,
+)
 from monarchfs.fuse.mountinfo import (
     MONARCHFS,
     Mount,
@@ -16,7 +22,7 @@ from monarchfs.fuse.mountinfo import (
     read_mountinfo,
     resolve_mountpoint,
 )
-from monarchfs.fuse.unmount import Unmounted, unmount_bounded
+from monarchfs.fuse.unmount import Unmounted, unmount_bounded, unmount_call
 from monarchfs.supervisor.registration import remove_registration, start_ticks
 from monarchfs.types import OperationError
 
@@ -37,31 +43,43 @@ class Found:
 
     @property
     def supervisor_alive(self) -> bool:
-        return self.registered is not None and supervisor_lives(self.registered)
+        if self.registered is None:
+            return False
+        # In another process namespace its number says nothing; that it listens does.
+        return supervisor_lives(self.registered) or (
+            self.made_elsewhere and _listens(self.registered)
+        )
 
     @property
-    def private(self) -> bool:
-        """Whether it is in another mount namespace than this process."""
+    def made_elsewhere(self) -> bool:
+        """Whether it was mounted in another mount namespace than this process's, which may have
+        got a copy of the mount."""
         entry = self.registered.entry if self.registered is not None else None
         return entry is not None and entry.mount_namespace != own_mount_namespace()
 
+    @property
+    def private(self) -> bool:
+        """Whether it is in another mount namespace than this process, and not in this one."""
+        return self.made_elsewhere and self.mount is None
+
 
 def find_all(search: Callable[[set[int]], Iterable[str]]) -> list[Found]:
-    """All mounts of ours in this mount namespace; ``search`` names the runtime directories to look
-    into, given whose mounts there are. Registrations of what is gone altogether are removed."""
+    """All mounts of ours in this mount namespace, those among them that were copied from another
+    one; ``search`` names the runtime directories to look into, given whose mounts there are.
+    Registrations of what is gone altogether are removed."""
     mounts = [mount for mount in read_mountinfo() if mount.fstype == MONARCHFS]
     owners = {mount.user_id for mount in mounts if mount.user_id is not None}
     namespace = own_mount_namespace()
-    registrations = [
-        registered
-        for registered in find_mounts(search(owners))
-        if registered.entry.mount_namespace == namespace
-    ]
+    known = find_mounts(search(owners))
+    registrations = [one for one in known if one.entry.mount_namespace == namespace]
+    elsewhere = [one for one in known if one.entry.mount_namespace != namespace]
     found = []
     for mount in {mount.mountpoint: mount for mount in mounts}.values():
         match = _registration_of(mount, registrations)
         if match is not None:
             registrations.remove(match)
+        else:
+            match = _original_of(mount, elsewhere)
         found.append(Found(mount.mountpoint, mount.source, mount, match))
     for registered in registrations:
         entry = registered.entry
@@ -73,16 +91,18 @@ def find_all(search: Callable[[set[int]], Iterable[str]]) -> list[Found]:
 
 
 def find_private(search: Callable[[set[int]], Iterable[str]]) -> list[Found]:
-    """The mounts in other mount namespaces, as ``monarchfs run`` makes them, that answer.
+    """The mounts in other mount namespaces, as ``monarchfs run`` makes them, that answer and cannot
+    be seen in this one.
 
     Registrations of those that are gone are removed. A daemon may be in another process namespace,
     where its number says nothing; that nobody listens any more does.
     """
     namespace = own_mount_namespace()
+    visible = {mount.minor for mount in read_mountinfo() if mount.fstype == MONARCHFS}
     found = []
     for registered in find_mounts(search(set())):
         entry = registered.entry
-        if entry.mount_namespace == namespace:
+        if entry.mount_namespace == namespace or entry.connection in visible:
             continue
         if supervisor_lives(registered) or _listens(registered):
             found.append(Found(entry.mountpoint, entry.source, None, registered))
@@ -114,7 +134,12 @@ def supervisor_lives(registered: Registered) -> bool:
 
 def unmount_found(found: Found, deadline: float) -> bool:
     """Unmounts by ``deadline`` (time.monotonic), by the supervisor or, where that does not do it,
-    by force; whether the mount is gone."""
+    by force; whether the mount is gone. Of a mount that was made in another mount namespace only
+    the copy in this one goes: those who use it there are not cut off."""
+    if found.made_elsewhere:
+        unmount_call(found.mountpoint, lazy=True)
+        top = find_mount(found.mountpoint)
+        return found.mount is None or top is None or top.mount_id != found.mount.mount_id
     return _supervisor_did_it(found, deadline) or remove_by_force(found, deadline)
 
 
@@ -140,7 +165,7 @@ def _supervisor_did_it(found: Found, deadline: float) -> bool:
     reserve = min(_FORCE_SECONDS, left / 3)
     try:
         with Connection(found.registered.socket_path, left - reserve) as connection:
-            if connection.peer_uid not in (0, found.registered.owner_uid):
+            if connection.peer_uid != found.registered.owner_uid:
                 return False
             asked = {"command": "umount", "timeout": left - reserve}
             connection.request(asked, deadline - reserve - time.monotonic())
@@ -153,7 +178,17 @@ def _registration_of(mount: Mount, registrations: list[Registered]) -> Registere
     """The registration of a mount; its owner's word counts, or root's."""
     for registered in registrations:
         same = registered.entry.mountpoint == mount.mountpoint
-        if same and registered.owner_uid in (0, mount.user_id):
+        if same and registered.owner_uid in (0, root_uid(), mount.user_id):
+            return registered
+    return None
+
+
+def _original_of(mount: Mount, registrations: list[Registered]) -> Registered | None:
+    """The registration, in another mount namespace, of what this one has a copy of; its owner's
+    word counts, or root's."""
+    for registered in registrations:
+        same = registered.entry.connection == mount.minor
+        if same and registered.owner_uid in (0, root_uid(), mount.user_id):
             return registered
     return None
 

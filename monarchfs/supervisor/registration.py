@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 
 from monarchfs.config import Config, User
-from monarchfs.control import Registration, own_mount_namespace, registration_stem
+from monarchfs.control import (
+    UNKNOWN_CONNECTION,
+    Registration,
+    own_mount_namespace,
+    registration_stem,
+)
+from monarchfs.supervisor.channel import refuse_descriptors
 from monarchfs.supervisor.identity import acting_as
-from monarchfs.supervisor.storage import make_directory
+from monarchfs.trusted import make_directories
 from monarchfs.types import OperationError, UsageError
 
 _BACKLOG = 64
@@ -28,24 +34,31 @@ def check_runtime_dir(path: str) -> None:
 
 def open_runtime_dir(path: str, undo: ExitStack) -> None:
     """Makes the runtime directory (and the one above it) where it is missing."""
-    mode = 0o755 if os.geteuid() == 0 else 0o700
-    for directory in (os.path.dirname(path), path):
-        try:
-            make_directory(directory, mode)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise OperationError(
-                f"cannot make {directory} for the control socket: {error.strerror}"
-            ) from None
-        undo.callback(_remove_directory, directory)
+    try:
+        if os.geteuid() == 0:
+            make_directories(path, 0o755, undo)
+        else:
+            for directory in (os.path.dirname(path), path):
+                with suppress(FileExistsError):
+                    os.mkdir(directory, 0o700)
+                    undo.callback(_remove_directory, directory)
+    except OSError as error:
+        raise OperationError(
+            f"cannot make {path} for the control socket: {error.strerror}"
+        ) from None
     check_runtime_dir(path)
 
 
 class ControlSocket:
     """The listening socket and its registration; removed by `close`."""
 
-    def __init__(self, config: Config, state_dir: str, started_ns: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        state_dir: str,
+        started_ns: int,
+        connection: int = UNKNOWN_CONNECTION,
+    ) -> None:
         self.stem = registration_stem(config.runtime_dir, config.mountpoint)
         self.registration = Registration(
             mountpoint=config.mountpoint,
@@ -56,10 +69,12 @@ class ControlSocket:
             start_ticks=start_ticks(os.getpid()) or 0,
             state_dir=state_dir,
             started_ns=started_ns,
+            connection=connection,
         )
         self._runtime_dir = config.runtime_dir
         self._inode = 0
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        refuse_descriptors(self.listener)
         try:
             self._listen(config.user.uid, config.user.gid)
             self._register()
@@ -85,23 +100,24 @@ class ControlSocket:
         remove_registration(self.stem)
         # Through the directory's descriptor, because sun_path holds 108 bytes only.
         directory = os.open(self._runtime_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        name = os.path.basename(path)
         before = os.umask(0o177)
         try:
-            self.listener.bind(f"/proc/self/fd/{directory}/{os.path.basename(path)}")
+            self.listener.bind(f"/proc/self/fd/{directory}/{name}")
+            self._inode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_ino
+            if os.geteuid() != uid:
+                # Only root can put anything there (`open_runtime_dir`).
+                os.chown(name, uid, gid, dir_fd=directory, follow_symlinks=False)
         finally:
             os.umask(before)
             os.close(directory)
-        self._inode = os.lstat(path).st_ino
-        if os.geteuid() != uid:
-            os.chown(path, uid, gid, follow_symlinks=False)
         self.listener.listen(_BACKLOG)
         self.listener.setblocking(False)
 
     def _register(self) -> None:
         path = self.stem + ".json"
-        descriptor = os.open(
-            path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
-        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path + ".new", flags, 0o644)
         with open(descriptor, "w") as file:
             # Readable for the mount's user also where the umask is strict.
             os.fchmod(descriptor, 0o644)

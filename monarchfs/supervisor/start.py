@@ -12,12 +12,10 @@ import select
 import signal
 import socket
 import stat
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.util import find_spec
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -31,6 +29,8 @@ from monarchfs.fuse.requests import make_journal
 from monarchfs.fuse.slots import make_memory, make_table, read_vitals
 from monarchfs.fuse.unmount import unmount_bounded, waiting_requests
 from monarchfs.supervisor.backing import BackingFiles, check_privileges
+from monarchfs.supervisor.daemon import ending_signals
+from monarchfs.supervisor.hearing import Hearing
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.launch import (
     Descriptors,
@@ -41,9 +41,20 @@ from monarchfs.supervisor.launch import (
     read_init_request,
     start_worker,
 )
+from monarchfs.supervisor.leftout import left_out
+from monarchfs.supervisor.lists import complaint_of_list
 from monarchfs.supervisor.logs import check_log_file, log_as_daemon, log_to_stderr
+from monarchfs.supervisor.messages import printable
+from monarchfs.supervisor.output import WorkerOutput
 from monarchfs.supervisor.port import listen_locally, stop_listening
-from monarchfs.supervisor.probe import Mountpoint, Source, probe_mountpoint, probe_source
+from monarchfs.supervisor.probe import (
+    Mountpoint,
+    Source,
+    check_filled,
+    complaint_of_empty,
+    probe_mountpoint,
+    probe_source,
+)
 from monarchfs.supervisor.readahead import read_ahead
 from monarchfs.supervisor.registration import (
     ControlSocket,
@@ -58,10 +69,10 @@ from monarchfs.supervisor.storage import (
     mark_suspect,
     open_log,
     open_state_dir,
-    open_tiers,
 )
 from monarchfs.supervisor.succession import Succession
 from monarchfs.supervisor.supervise import Supervisor
+from monarchfs.supervisor.tieropening import open_tiers
 from monarchfs.types import OperationError, UsageError
 
 if TYPE_CHECKING:
@@ -81,10 +92,12 @@ def mount_and_supervise(
     places: Places,
     *,
     report: Callable[[], None],
+    source_fd: int | None = None,
     worker_command: Sequence[str] | None = None,
 ) -> int:
     """Mounts ``source`` on ``mountpoint`` (absolute paths), calls ``report`` when the mount answers
-    and supervises it until it is gone; the process's exit code.
+    and supervises it until it is gone; the process's exit code. With ``source_fd`` the directory
+    behind that descriptor, which is closed then, is mounted, and ``source`` is its name.
 
     Raises UsageError or OperationError, having taken everything back, if it does not come about
     within ``settings.start_timeout_seconds``.
@@ -99,6 +112,7 @@ def mount_and_supervise(
                 mountpoint,
                 user,
                 places,
+                source_fd,
                 worker_command or default_worker_command(),
                 deadline,
                 undo,
@@ -113,13 +127,18 @@ def mount_and_supervise(
 
 
 def check_mount(
-    settings: Settings, source: str, mountpoint: str, user: User, places: Places
+    settings: Settings,
+    source: str,
+    mountpoint: str,
+    user: User,
+    places: Places,
+    source_fd: int | None = None,
 ) -> None:
     """Looks at all that `mount_and_supervise` looks at before it makes anything, and raises what
     that would raise. Changes nothing."""
     deadline = time.monotonic() + settings.start_timeout_seconds
     with ExitStack() as undo:
-        _checked(settings, source, mountpoint, user, places, deadline, undo)
+        _checked(settings, source, mountpoint, user, places, source_fd, deadline, undo)
 
 
 def path_is_remote(path: str) -> bool:
@@ -133,14 +152,18 @@ def _start(
     mountpoint: str,
     user: User,
     places: Places,
+    source_fd: int | None,
     command: Sequence[str],
     deadline: float,
     undo: ExitStack,
 ) -> Supervisor:
-    config, what = _checked(settings, source, mountpoint, user, places, deadline, undo)
+    config, what = _checked(settings, source, mountpoint, user, places, source_fd, deadline, undo)
+    if source_fd is not None:
+        os.close(source_fd)
     open_runtime_dir(config.runtime_dir, undo)
     state_dir, lock = open_state_dir(config, undo)
-    tiers = open_tiers(config, undo)
+    config, directories = open_tiers(config, state_dir, undo)
+    tiers = [directory.descriptor for directory in directories.opened]
     metrics = None
     if config.metrics_port is not None:
         metrics = listen_locally(config.metrics_port)
@@ -159,12 +182,18 @@ def _start(
     )
     backing = BackingFiles(config, fuse, tiers, handles)
     backing.prepare(request)
+    hearing = Hearing()
+    output = WorkerOutput() if config.foreground else None
+    if output is not None:
+        undo.callback(output.close)
     launch = partial(
         _start_worker,
         config,
         command,
         descriptors,
         mount_ns,
+        hearing,
+        None if output is None else output.end,
         source_root=what.identity,
         passes=backing.stack_depth > 0,
     )
@@ -178,16 +207,20 @@ def _start(
         restarts = 1
         worker = serve(undo, init_answered=crash.init_answered, restarts=restarts)
     read_ahead(connection)
-    control_socket = ControlSocket(config, config.state_dir, mount_ns)
+    control_socket = ControlSocket(config, config.state_dir, mount_ns, connection)
     undo.callback(control_socket.close)
+    stay = [(logging.WARNING, line) for line in left_out(config, directories.record)]
     if not config.foreground:
+        for level, line in stay:
+            log.log(level, "%s", line)  # to who mounts; the log gets it, too
         log_as_daemon(config, state_dir)
+    for level, line in (*directories.remarks, *stay):
+        log.log(level, "%s", line)
     suspect = partial(mark_suspect, state_dir, config.user)
     mounted = Mounted(
         fuse,
         request,
         journal is not None,
-        journal is not None or _kernel_resends(config, request),
         config.start_timeout_seconds,
         partial(read_vitals, handles),
         partial(_waiting, connection, fuse),
@@ -196,13 +229,14 @@ def _start(
     )
     return Supervisor(
         config,
-        Succession(worker, launch, mounted, restarts),
+        Succession(worker, launch, mounted, restarts, hearing),
         control_socket,
         fuse=fuse,
         connection=connection,
         backing=backing,
+        output=output,
         mark_suspect=suspect,
-        release=partial(_release, lock, metrics),
+        release=partial(_release, [lock, *directories.locks], metrics),
     )
 
 
@@ -216,22 +250,19 @@ def _waiting(connection: int, fuse: int) -> int | None:
     return 1 if poll.poll(0) else None
 
 
-def _kernel_resends(config: Config, request: bytes) -> bool:
-    return config.kernel_resend and bool(parse_init_request(request).flags & InitFlag.HAS_RESEND)
-
-
 def _journal(config: Config, request: bytes, undo: ExitStack) -> int | None:
     """For what workers take of the kernel, which would be lost with them otherwise; they write it
     in their C part."""
-    if _kernel_resends(config, request) or find_spec("monarchfs.fuse._session") is None:
+    if config.kernel_resend and parse_init_request(request).flags & InitFlag.HAS_RESEND:
         return None
     journal = make_journal()
     undo.callback(os.close, journal)
     return journal
 
 
-def _release(lock: int, metrics: socket.socket | None) -> None:
-    os.close(lock)
+def _release(locks: Sequence[int], metrics: socket.socket | None) -> None:
+    for lock in locks:
+        os.close(lock)
     if metrics is not None:
         stop_listening(metrics)
 
@@ -242,6 +273,7 @@ def _checked(
     mountpoint: str,
     user: User,
     places: Places,
+    source_fd: int | None,
     deadline: float,
     undo: ExitStack,
 ) -> tuple[Config, Source]:
@@ -250,15 +282,23 @@ def _checked(
     check_device()
     check_runtime_dir(places.runtime_dir)
     if settings.log_file is not None:
-        check_log_file(settings.log_file)
+        check_log_file(settings.log_file, user)
     where = probe_mountpoint(mountpoint, _left(deadline))
-    what = probe_source(source, user, _left(deadline))
+    what = probe_source(source, user, _left(deadline), source_fd)
     undo.callback(os.close, what.descriptor)
     _check_overlap(what, where)
+    if settings.require_files:
+        check_filled(what)
+    elif (complaint := complaint_of_empty(what)) is not None:
+        log.warning("%s", complaint)
     config = build_config(
         settings, source=what.path, mountpoint=where.path, user=user, places=places
     )
     _check_lists(config)
+    if config.prefetch_list is not None:
+        complaint = complaint_of_list(config.prefetch_list, what, config.mountpoint, user)
+        if complaint is not None:
+            log.warning("%s", complaint)
     check_storage(config, what, where, places.cache_dir, _left(deadline))
     return config, what
 
@@ -390,6 +430,8 @@ def _start_worker(
     command: Sequence[str],
     descriptors: Descriptors,
     mount_ns: int,
+    hearing: Hearing,
+    output: int | None,
     *,
     source_root: tuple[int, int],
     passes: bool,
@@ -409,18 +451,19 @@ def _start_worker(
         source_root=source_root,
         passes=passes,
     )
-    if config.foreground:
-        return start(sys.stderr.fileno())
+    if output is not None:
+        return start(output, hearing)
     # What the dead said is kept.
     stderr = open_log(descriptors.state, WORKER_LOG, config.user, truncate=not restarts)
     try:
-        return start(stderr)
+        return start(stderr, hearing)
     finally:
         os.close(stderr)
 
 
 def _with_last_words(error: str, config: Config, state_dir: int) -> str:
     words = "" if config.foreground else last_log_line(state_dir, WORKER_LOG, config.user)
+    words = printable(words)
     return f"cannot serve {config.source}: {error}" + (
         f" (its last words: {words})" if words else ""
     )
@@ -436,17 +479,18 @@ class _Interrupted(OperationError):
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Signals end the start in the orderly way, instead of the process."""
+    """Signals end the start in the orderly way, instead of the process (see `ending_signals`)."""
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
         raise _Interrupted(f"interrupted by {signal.Signals(number).name}: nothing was mounted")
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    numbers = ending_signals()
+    for number in numbers:
         signal.signal(number, interrupt)
     try:
         yield
     except BaseException:
         # Not again while things are being taken back.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in numbers:
             signal.signal(number, signal.SIG_IGN)
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from monarchfs.fuse.protocol import RESEND, ProtocolError, parse_init_reply
@@ -24,13 +24,12 @@ _LARGEST_INIT = 1 << 18
 class Mounted(NamedTuple):
     """What is known of the mount. ``vitals`` are the worker's (beats, answered, stuck_since), from
     memory that it shares; ``waiting`` is how many requests do, None where that cannot be seen;
-    ``journal``: workers find in memory of the mount what those before them took and did not answer;
-    ``resends``: so, or by the kernel, it is handed out again."""
+    ``journal``: workers find in memory of the mount what those before them took and did not answer,
+    as the kernel does not hand it out again."""
 
     fuse: int
     init_request: bytes
     journal: bool
-    resends: bool
     start_seconds: float
     vitals: Callable[[], tuple[int, int, int]]
     waiting: Callable[[], int | None]
@@ -62,11 +61,11 @@ class Owner(Protocol):
     def unwatch(self, what: Any) -> None:
         """No longer; nothing where it is not watched."""
 
-    def reported(self, number: int, report: dict[str, Any]) -> None:
+    def reported(self, number: int, report: Mapping[str, Any]) -> None:
         """The worker answered a question."""
 
     def silenced(self) -> None:
-        """The worker answers nobody any more."""
+        """The worker answers nobody any more, or what it answered was not understood."""
 
     def deserted(self, why: str) -> None:
         """No worker can serve the mount."""

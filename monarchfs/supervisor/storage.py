@@ -2,6 +2,7 @@
 
 Checks come first and change nothing. What is made is noted in an ExitStack, which takes it back if
 the mount does not come about: only directories that were made here, and only while they are empty.
+Who makes and removes it, root or the mount's user, ``owned`` decides.
 """
 
 from __future__ import annotations
@@ -9,45 +10,42 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import pwd
 import stat
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from monarchfs.bounded import Answer, bounded_call
-from monarchfs.config import Config, User
+from monarchfs.config import Config, TierSpec, User
 from monarchfs.fuse.mountinfo import is_network_filesystem, mount_of
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.lock import LOCK, Holder, InUse, take_lock, write_holder
+from monarchfs.supervisor.owned import open_own, refuse_foreign, user_name
 from monarchfs.supervisor.probe import Mountpoint, Source, lineage
+from monarchfs.supervisor.tierdirs import RECORD, RECORD_NEW, read_record_of
+from monarchfs.trusted import Untrusted, place_of
 from monarchfs.types import OperationError, UsageError
+from monarchfs.units import format_bytes
 
 WORKER_LOG = "worker.log"
 SUPERVISOR_LOG = "supervisor.log"
 SUSPECT = "suspect"
 """Says that the index may be damaged; ``index.recovery`` knows it by the same name."""
 
-_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """A directory that the user named (or left to the default), for messages and checks; the
-    dataset's own lies ``below`` it."""
+    """A directory that the user named (or left to the default), for messages and checks. ``own``
+    is the one that the dataset has there: itself, below it, or none yet."""
 
     what: str
     option: str
     path: str
-    below: str
-
-    @property
-    def own(self) -> str:
-        return os.path.join(self.path, self.below) if self.below else self.path
+    own: str | None
 
 
 def check_storage(
@@ -64,7 +62,9 @@ def check_storage(
             _check_apart(directory, existing, source, mountpoint)
             _check_local(directory, existing)
             _check_own(directory, config.user)
-            _check_writable(directory)
+            _check_writable(directory, config.user)
+        for tier in config.tiers:
+            check_size(tier, _nearest(tier.path))
         return None, ()
 
     paths = ", ".join([tier.path for tier in config.tiers] + [config.state_dir])
@@ -76,13 +76,23 @@ def check_storage(
 
 
 def directories_of(config: Config) -> list[Directory]:
-    """The tiers' directories in their order, then the state directory."""
+    """The tiers' directories in their order, then the state directory. Blocks."""
+    owned = recorded_directories(config)
     directories = [
-        Directory(f"tier {tier.path}", "--tier", tier.path, config.dataset_id)
+        Directory(f"tier {tier.path}", "--tier", tier.path, owned.get(tier.path))
         for tier in config.tiers
     ]
     state = f"state directory {config.state_dir}"
-    return [*directories, Directory(state, "--state-dir", config.state_dir, "")]
+    return [*directories, Directory(state, "--state-dir", config.state_dir, config.state_dir)]
+
+
+def recorded_directories(config: Config) -> dict[str, str]:
+    """The dataset's directories of the last mount, by their tiers' paths. Blocks."""
+    try:
+        record = read_record_of(config.state_dir, config.user)
+    except OSError:
+        return {}
+    return {path: os.path.join(path, name) for path, name in record.items()}
 
 
 def check_directory(directory: Directory, cache_dir: str, user: User) -> str:
@@ -92,8 +102,21 @@ def check_directory(directory: Directory, cache_dir: str, user: User) -> str:
     existing = _check_exists(directory, cache_dir)
     _check_local(directory, existing)
     _check_own(directory, user)
-    _check_writable(directory)
+    _check_writable(directory, user)
     return existing
+
+
+def check_size(tier: TierSpec, existing: str) -> None:
+    """Raises UsageError for a tier that is larger than all of the file system of ``existing``, a
+    directory: a slip, or a size that was meant for another node. Blocks as the file system does."""
+    vfs = os.statvfs(existing)
+    total = vfs.f_blocks * vfs.f_frsize
+    size = tier.size.resolve(total)
+    if size > total > 0:  # some file systems do not say how large they are
+        raise UsageError(
+            f"tier {tier.path}: its size, {format_bytes(size)}, is more than all of its file"
+            f" system, which has {format_bytes(total)}: give less, or a share of it, as in 80%"
+        )
 
 
 def open_state_dir(config: Config, undo: ExitStack) -> tuple[int, int]:
@@ -102,35 +125,12 @@ def open_state_dir(config: Config, undo: ExitStack) -> tuple[int, int]:
     The lock is held until the second is closed. Raises UsageError, naming the other mount, if
     another supervisor holds it.
     """
-    _make_parents(os.path.dirname(config.state_dir), undo)
-    descriptor = _open_own(config.state_dir, "--state-dir", config.user, undo)
+    descriptor = open_own(config.state_dir, "--state-dir", config.user, undo)
     undo.callback(os.close, descriptor)
     lock = _lock(config, descriptor)
     undo.callback(os.close, lock)
-    undo.callback(_clear_if_unused, descriptor)
+    undo.callback(_clear_if_unused, descriptor, config.user)
     return descriptor, lock
-
-
-def open_tiers(config: Config, undo: ExitStack) -> list[int]:
-    """Makes and opens the dataset's directory in each tier, in the order of the tiers."""
-    descriptors = []
-    for tier in config.tiers:
-        _make_parents(tier.path, undo)
-        path = os.path.join(tier.path, config.dataset_id)
-        descriptors.append(_open_own(path, "--tier", config.user, undo))
-        undo.callback(os.close, descriptors[-1])
-    return descriptors
-
-
-def make_directory(path: str, mode: int) -> None:
-    """As mkdir(2), with exactly this mode: a service's umask would shut users out of what is made
-    for all of them. (Not chmod(2) afterwards: by then it could be a link that somebody put there.)
-    For processes of one thread."""
-    before = os.umask(0)
-    try:
-        os.mkdir(path, mode)
-    finally:
-        os.umask(before)
 
 
 def open_log(state_dir: int, name: str, user: User, *, truncate: bool) -> int:
@@ -138,7 +138,7 @@ def open_log(state_dir: int, name: str, user: User, *, truncate: bool) -> int:
     kept, and a warning says so: a log is no reason not to mount."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if truncate else 0)
     try:
-        return _open_users_file(state_dir, name, flags, user)
+        return open_users_file(state_dir, name, flags, user)
     except OSError as error:
         log.warning(
             "%s in the state directory cannot be written: %s: remove it", name, error.strerror
@@ -150,7 +150,7 @@ def mark_suspect(state_dir: int, user: User) -> None:
     """Leaves word that a worker died as LMDB does of a damaged index: who opens it next checks it
     first. Written as the user; trouble with it is logged."""
     try:
-        os.close(_open_users_file(state_dir, SUSPECT, os.O_WRONLY | os.O_CREAT, user))
+        os.close(open_users_file(state_dir, SUSPECT, os.O_WRONLY | os.O_CREAT, user))
     except OSError as error:
         log.error("cannot mark the index as suspect: %s", error.strerror)
 
@@ -161,7 +161,7 @@ def last_log_line(state_dir: int, name: str, user: User) -> str:
     A traceback of an exception group ends with a frame drawn around it, which says nothing.
     """
     try:
-        descriptor = _open_users_file(state_dir, name, os.O_RDONLY, user)
+        descriptor = open_users_file(state_dir, name, os.O_RDONLY, user)
     except OSError:
         return ""
     with open(descriptor, "rb") as file:
@@ -171,7 +171,7 @@ def last_log_line(state_dir: int, name: str, user: User) -> str:
     return next((line for line in lines if "Error: " in line), lines[0] if lines else "")
 
 
-def _open_users_file(state_dir: int, name: str, flags: int, user: User) -> int:
+def open_users_file(state_dir: int, name: str, flags: int, user: User) -> int:
     """A file of the state directory, opened as the user, whose directory it is: there may be a link
     under that name, or a FIFO, on which a plain open(2) would wait. Raises OSError."""
     safe = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -195,7 +195,7 @@ def _check_exists(directory: Directory, cache_dir: str) -> str:
         raise UsageError(f"{what}: {parent} does not exist: create it, or name another {option}")
     owner = os.stat(existing).st_uid
     if existing == cache_dir and owner not in (0, os.geteuid()):
-        raise UsageError(f"{what} belongs to {_user_name(owner)}: name another {option}")
+        raise UsageError(f"{what} belongs to {user_name(owner)}: name another {option}")
     return existing
 
 
@@ -233,21 +233,39 @@ def _check_local(directory: Directory, existing: str) -> None:
 
 
 def _check_own(directory: Directory, user: User) -> None:
-    """A directory of the dataset that is there already must be the user's own."""
+    """A state directory that is there already must be the user's own. (In a tier, another one is
+    made where it is not.)"""
     try:
-        st = os.lstat(directory.own)
+        st = os.lstat(directory.path)
     except FileNotFoundError:
         return
     except OSError as error:
         raise UsageError(
             f"{directory.what}: {error.strerror}: name another {directory.option}"
         ) from None
-    _refuse_foreign(st, directory.own, directory.option, user)
+    if directory.own == directory.path:
+        refuse_foreign(st, directory.path, directory.option, user)
 
 
-def _check_writable(directory: Directory) -> None:
-    existing = _nearest(directory.own)
-    if not os.access(existing, os.W_OK | os.X_OK):
+def _check_writable(directory: Directory, user: User) -> None:
+    """By root where root alone can change the way there, else by the user: as `open_own`."""
+    own = directory.own
+    existing = own if own is not None and os.path.isdir(own) else _nearest(directory.path)
+    inside = "" if existing == own else "/."
+    who: AbstractContextManager[None] = nullcontext()
+    if os.geteuid() == 0:
+        try:
+            with place_of(existing + inside, alone=user.uid != 0):
+                pass
+        except Untrusted as error:
+            if user.uid == 0:
+                raise UsageError(
+                    f"{directory.what}: {error.strerror}: name another {directory.option}"
+                ) from None
+            who = acting_as(user)
+    with who:
+        writable = os.access(existing, os.W_OK | os.X_OK, effective_ids=True)
+    if not writable:
         raise UsageError(
             f"{directory.what}: {existing} is not writable: name another {directory.option}, or"
             " have it made writable"
@@ -258,48 +276,6 @@ def _nearest(path: str) -> str:
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return path
-
-
-def _refuse_foreign(st: os.stat_result, path: str, option: str, user: User) -> None:
-    if not stat.S_ISDIR(st.st_mode):
-        raise UsageError(f"{path} is not a directory: remove it, or name another {option}")
-    if st.st_uid != user.uid:
-        raise UsageError(
-            f"{path} belongs to {_user_name(st.st_uid)}, not to {user.name}: name another {option}"
-        )
-    if st.st_mode & 0o022:
-        raise UsageError(
-            f"{path} can be written by others: chmod 700 {path}, or name another {option}"
-        )
-
-
-def _make_parents(path: str, undo: ExitStack) -> None:
-    """Makes ``path`` and what is missing above it (`_check_exists` limits how much that is)."""
-    missing = []
-    while not os.path.lexists(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    mode = 0o755 if os.geteuid() == 0 else 0o700
-    for directory in reversed(missing):
-        _try("make", directory, partial(make_directory, directory, mode))
-        undo.callback(_remove_if_empty, directory)
-
-
-def _open_own(path: str, option: str, user: User, undo: ExitStack) -> int:
-    """Opens the directory ``path``, made with mode 0700 for ``user`` if it is missing."""
-    created = not os.path.lexists(path)
-    if created:
-        _try("make", path, partial(os.mkdir, path, 0o700))
-        undo.callback(_remove_if_empty, path)
-    descriptor: int = _try("open", path, partial(os.open, path, _OPEN_DIRECTORY))
-    try:
-        if created and os.fstat(descriptor).st_uid == os.geteuid() != user.uid:
-            os.fchown(descriptor, user.uid, user.gid)
-        _refuse_foreign(os.fstat(descriptor), path, option, user)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _try(verb: str, path: str, call: Callable[[], Any]) -> Any:
@@ -337,25 +313,11 @@ def _lock(config: Config, state_dir: int) -> int:
     return lock
 
 
-def _clear_if_unused(state_dir: int) -> None:
+def _clear_if_unused(state_dir: int, user: User) -> None:
     """Removes what the supervisor itself put into the state directory, if that is all there is."""
-    ours = {LOCK, SUSPECT, WORKER_LOG, SUPERVISOR_LOG}
-    names = set(os.listdir(state_dir))
-    if names <= ours:
-        for name in names:
-            os.unlink(name, dir_fd=state_dir)
-
-
-def _remove_if_empty(path: str) -> None:
-    try:
-        os.rmdir(path)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-            log.warning("cannot remove %s: %s", path, error.strerror)
-
-
-def _user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
+    ours = {LOCK, SUSPECT, WORKER_LOG, SUPERVISOR_LOG, RECORD, RECORD_NEW}
+    with acting_as(user):
+        names = set(os.listdir(state_dir))
+        if names <= ours:
+            for name in names:
+                os.unlink(name, dir_fd=state_dir)

@@ -16,15 +16,20 @@ from enum import Enum
 from typing import NamedTuple
 
 from monarchfs.supervisor.candidates import Candidate, Spare
-from monarchfs.supervisor.channel import close_all
 from monarchfs.supervisor.deaths import Deaths, Follows, Life
+from monarchfs.supervisor.hearing import Hearing
 from monarchfs.supervisor.launch import Worker
-from monarchfs.supervisor.pulse import Pulse, Signs
+from monarchfs.supervisor.messages import Back, Failed, Malformed, Ready, Report, Unback
+from monarchfs.supervisor.reaper import Reaper
 from monarchfs.supervisor.stacks import describe_threads
 from monarchfs.supervisor.startup import SOON_SECONDS, Mounted, Owner, Start, Startup
+from monarchfs.supervisor.watchdog import Watchdog
 from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)
+
+TRY_SECONDS = 60.0
+"""How long a worker may take to load that is to end safe mode."""
 
 LEAVE_SECONDS = 5.0
 """How long a worker that is replaced on purpose may take to put things aside."""
@@ -32,16 +37,9 @@ LEAVE_SECONDS = 5.0
 STACKS_SIGNAL = signal.SIGUSR1
 """What has a worker write its threads' stacks into its log."""
 
-_LOOK_SECONDS = 0.5
 _STACKS_SECONDS = 0.3
 _KILLED_SECONDS = 2.0
 _CLOSED_SECONDS = 1.0
-
-
-_OLD_KERNEL = (
-    "this kernel cannot hand requests over to another worker, nor can the C part, which was not"
-    " built: unmount, and mount again"
-)
 
 
 class Phase(Enum):
@@ -69,7 +67,9 @@ class Succession:
     """Constant: the mount, how a worker is started. Changing: ``worker``, the one that serves or
     the last that did or tried; ``phase``; what is left of earlier ones; how they died."""
 
-    def __init__(self, worker: Worker, start: Start, mounted: Mounted, restarts: int) -> None:
+    def __init__(
+        self, worker: Worker, start: Start, mounted: Mounted, restarts: int, hearing: Hearing
+    ) -> None:
         """``worker`` serves, after ``restarts`` others."""
         self.worker = worker
         self.phase = Phase.SERVING
@@ -77,13 +77,15 @@ class Succession:
         self.last_death: Death | None = None
         self._start_worker = start
         self._mount = mounted
+        self._hearing = hearing
         self._deaths = Deaths()
         self._startup: Startup | None = None
-        self._corpses: list[Worker] = []
-        self._spare = Spare(self._start_ahead, self._corpses.append)
-        self._unquiet: list[Worker] = []
+        self._reaper = Reaper(mounted)
+        self._spare = Spare(self._start_ahead, self._reaper.add)
         self._candidate: Candidate | None = None
         self._then: Callable[[str | None], None] | None = None
+        self._trying = False
+        self._retry_at = 0.0
         self._until = 0.0
         self._why = ""
         self._words = ""
@@ -100,9 +102,19 @@ class Succession:
         return self.phase is Phase.SERVING
 
     @property
+    def not_understood(self) -> int:
+        """How much of what its workers said made no sense."""
+        return self._hearing.not_understood
+
+    @property
     def safe(self) -> bool:
         """Whether the worker, if there is one, leaves out all but the source."""
         return self._deaths.safe
+
+    @property
+    def retry_seconds(self) -> float | None:
+        """In how many seconds safe mode is left for a try; None outside of it."""
+        return max(0.0, self._retry_at - time.monotonic()) if self.safe else None
 
     @property
     def trouble(self) -> str | None:
@@ -119,9 +131,9 @@ class Succession:
         """A time.monotonic()."""
         now = time.monotonic()
         goes = self.phase in (Phase.LEAVING, Phase.ENDING) or self._closed_at is not None
-        if goes or self._unquiet:
+        if goes or self._reaper.waits:
             return now + SOON_SECONDS
-        times = [now + _LOOK_SECONDS]
+        times = [now + self._watchdog.pause_seconds]
         if self._loads_ahead:
             times.append(self._spare.at)
         if self.phase in (Phase.HUNG, Phase.PAUSING):
@@ -138,9 +150,6 @@ class Succession:
         if self._then is not None or self.phase is not Phase.SERVING:
             then("the worker is being replaced already: see monarchfs status")
             return
-        if not self._mount.resends:
-            then(_OLD_KERNEL)
-            return
         try:
             worker = self._start_ahead()
         except OperationError as error:
@@ -153,7 +162,8 @@ class Succession:
     def tick(self) -> None:
         """Go on with what is due."""
         now = time.monotonic()
-        self._bury()
+        self._hearing.tick()
+        self._reaper.tick(self.worker if self.phase is Phase.SERVING else None)
         if self._candidate is not None and self.phase is Phase.SERVING:
             self._consider(self._candidate, now)
         if self.phase in (Phase.SERVING, Phase.STARTING) and self._has_ended(now):
@@ -163,6 +173,8 @@ class Succession:
             case Phase.SERVING:
                 if self._loads_ahead:
                     self._spare.tick(self._owner, now)
+                if self.safe and self._candidate is None and now >= self._retry_at:
+                    self._try_whole_worker(now)
                 self._look(now)
             case Phase.HUNG if now >= self._until:
                 for line in describe_threads(self.worker.pid):
@@ -197,33 +209,43 @@ class Succession:
     def _begin_life(self, now: float) -> None:
         self._served_at: float | None = now
         self._answered = self._mount.vitals()[1]
-        self._pulse = Pulse(now)
+        self._watchdog = Watchdog(self.worker, self._mount, now)
         self._spare.wanted_from(now, soon=self.restarts > 0)
 
     @property
     def _loads_ahead(self) -> bool:
-        return self.serves and self._mount.resends and not self.safe and self._candidate is None
+        return self.serves and not self.safe and self._candidate is None
 
     def _start_ahead(self) -> Worker:
         return self._start_worker(restarts=self.restarts + 1, safe=False, waits=True)
 
     def _look(self, now: float) -> None:
-        beats, _answered, stuck_since = self._mount.vitals()
-        why = self._pulse.look(Signs(beats, self._mount.waiting(), stuck_since), now)
+        why = self._watchdog.look(now)
         if why is None:
             return
         log.error("the worker hangs: %s; it is replaced", why)
         self._why = f"the worker hung: {why}"
         if self._served_at is not None:
             # What it did not do at the end was no life.
-            self._served_at += self._pulse.silent_seconds
+            self._served_at += self._watchdog.silent_seconds
         self._until, self.phase = now + _STACKS_SECONDS, Phase.HUNG
         self._owner.silenced()
         # faulthandler writes its stacks into its log.
         self.worker.process.send_signal(STACKS_SIGNAL)
 
+    def _try_whole_worker(self, now: float) -> None:
+        log.info("safe mode: trying a whole worker")
+        self._retry_at = now + self._deaths.retry_seconds  # where it cannot be loaded
+        self.replace(self._tried, TRY_SECONDS)
+        self._trying = self._candidate is not None
+
+    def _tried(self, error: str | None) -> None:
+        if error is not None:
+            seconds = self._deaths.retry_seconds
+            log.warning("no whole worker serves: %s; safe mode for %g s more", error, seconds)
+
     def _kill(self, phase: Phase, now: float) -> None:
-        self.worker.process.kill()
+        self.worker.kill()
         self._until, self.phase = now + _KILLED_SECONDS, phase
 
     def _has_ended(self, now: float) -> bool:
@@ -231,18 +253,18 @@ class Succession:
             return True
         if self._closed_at is not None and now >= self._closed_at + _CLOSED_SECONDS:
             # It has nothing more to say to us; it may be unable to end.
-            self.worker.process.kill()
+            self.worker.kill()
             self._closed_at = now
         return False
 
     def _died(self, why: str, now: float) -> None:
         served_at, self._served_at = self._served_at, None
-        if self._mount.resends:
-            self._mount.resend()  # for the kernel to show whether there is anything
+        self._mount.resend()  # for the kernel to show whether there is anything
         life = Life(
             None if served_at is None else now - served_at,
             self._mount.vitals()[1] != self._answered,
             bool(self._mount.waiting()),
+            self.worker.was_killed,
         )
         self.last_death = Death(why, time.time())
         if self.worker.crashed:
@@ -253,14 +275,22 @@ class Succession:
         self._leave_behind()
         self._drop_candidate()
         self._answer(f"{why}; another one takes its place: see monarchfs status")
-        if verdict.follows is Follows.END or not self._mount.resends:
+        if verdict.follows is Follows.END:
             self.phase = Phase.ENDED
             self._owner.deserted(why)
             return
         if self.safe and not was_safe:
             # One of the dead may have left it damaged, whatever it died of.
             self._mount.mark_suspect()
-            log.error("%s, as those before it: the next one only serves the source", why)
+            self._retry_at = now + self._deaths.retry_seconds
+            log.error(
+                "%s, as those before it: the next one only serves the source; a whole one is tried"
+                " in %g s",
+                *(why, self._deaths.retry_seconds),
+            )
+        elif life.killed:
+            # By the user, perhaps, again and again.
+            self._hearing.say(logging.ERROR, f"{why}: starting another one")
         else:
             log.error("%s: starting another one", why)
         self.restarts += 1
@@ -269,12 +299,11 @@ class Succession:
             self._start(now)
 
     def _leave_behind(self) -> None:
-        """What cannot die holds nobody up; it is waited for now and then."""
         self._owner.unwatch(self.worker.channel)
         self._owner.unwatch(self.worker.init)
         self.worker.channel.close()
         self.worker.init.close()
-        self._corpses.append(self.worker)
+        self._reaper.add(self.worker)
         self._closed_at, self._words, self._startup = None, "", None
 
     def _start(self, now: float) -> None:
@@ -308,7 +337,7 @@ class Succession:
         self.worker = worker
         self.phase = Phase.STARTING
         self._owner.watch(worker.channel, self._on_message)
-        self._startup = Startup(worker, self._mount, self._owner, self._is_quiet)
+        self._startup = Startup(worker, self._mount, self._owner, self._reaper.all_quiet)
 
     def _go_on_starting(self, now: float) -> None:
         assert self._startup is not None
@@ -318,60 +347,44 @@ class Succession:
             self._startup = None
             self._kill(Phase.ENDING, now)
         elif self._startup.serves:
-            self._unquiet = list(self._corpses) if self._startup.was_hurried else []
+            self._reaper.overtaken(hurried=self._startup.was_hurried)
             self._startup = None
             self.phase = Phase.SERVING
             self._begin_life(now)
-            log.info("worker %d serves", self.worker.pid)
+            self._hearing.say(logging.INFO, f"worker {self.worker.pid} serves")
             self._answer(None)
 
     def _on_message(self) -> None:
-        descriptors: list[int] = []
         try:
-            self._take_message(descriptors)
-        finally:
-            close_all(descriptors)
-
-    def _take_message(self, descriptors: list[int]) -> None:
-        try:
-            message = self.worker.channel.receive(0, descriptors)
+            message = self.worker.channel.receive(0)
         except (TimeoutError, BlockingIOError):
             return
-        except (OSError, ValueError) as error:
-            log.warning("the worker speaks nonsense: %s", error)
+        except Malformed:
+            self._owner.silenced()  # it may have been the answer that somebody waits for
+            return
+        except OSError as broken:
+            self._hearing.drop(str(broken.strerror))
             return
         match message:
             case None:
                 # Whether it is dead the ticks will see; the channel has nothing more to say.
                 self._owner.unwatch(self.worker.channel)
                 self._closed_at = time.monotonic()
-            case {"event": "ready"} if self._startup is not None:
+            case Ready() if self._startup is not None:
                 self._startup.ready()
                 self._go_on_starting(time.monotonic())
-            case {"event": "status", "number": int(number), "status": dict(report)}:
+            case Report(number, report, dropped):
+                if dropped:
+                    self._hearing.drop("a part of its status", dropped)
                 if self.phase is Phase.SERVING:
                     self._owner.reported(number, report)
-            case {"event": "failed", "error": error}:
-                log.error("worker: %s", error)
+            case Failed(error):
+                self._hearing.say(logging.ERROR, f"worker: {error}")
                 self._words = f" ({error})"
-            case {"event": "back" | "unback"}:
-                reply = self._mount.backing.answer(message, descriptors)
-                if reply is not None and not self.worker.channel.send(reply):
+            case Back() | Unback():
+                reply = self._mount.backing.answer(message)
+                if not self.worker.channel.send(reply):
                     self._mount.backing.close(reply["ids"])
-
-    def _is_quiet(self) -> bool:
-        return all(corpse.is_quiet() for corpse in self._corpses)
-
-    def _bury(self) -> None:
-        """Take notice of the end of earlier workers. What one took from the kernel that ran on when
-        its successor came is handed out again."""
-        self._corpses[:] = [corpse for corpse in self._corpses if corpse.process.poll() is None]
-        left = [corpse for corpse in self._unquiet if not corpse.is_quiet()]
-        if len(left) < len(self._unquiet) and self.phase is Phase.SERVING:
-            self._mount.resend()
-            if self._mount.journal:
-                self.worker.channel.send({"do": "again"})
-        self._unquiet = left
 
     # -- a worker that is replaced on purpose
 
@@ -395,17 +408,21 @@ class Succession:
         if self.worker.crashed:
             self._mount.mark_suspect()
         self._leave_behind()
-        self._deaths.replaced()
+        if self._trying:
+            self._deaths.tried()
+        else:
+            self._deaths.replaced()
+        self._trying = False
         self.restarts += 1
         self._served_at = None
         candidate.unwatch()
         self._have_begin(candidate.worker)
 
     def _drop_candidate(self) -> None:
-        candidate, self._candidate = self._candidate, None
+        candidate, self._candidate, self._trying = self._candidate, None, False
         if candidate is not None:
             candidate.drop()
-            self._corpses.append(candidate.worker)
+            self._reaper.add(candidate.worker)
 
     def _answer(self, error: str | None) -> None:
         then, self._then = self._then, None

@@ -10,7 +10,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,9 @@ from monarchfs import control
 from monarchfs.config import Config
 from monarchfs.fuse.unmount import Unmount, Unmounted, abort_connection
 from monarchfs.supervisor.backing import BackingFiles
+from monarchfs.supervisor.daemon import ending_signals
 from monarchfs.supervisor.notify_systemd import ServiceManager
+from monarchfs.supervisor.output import WorkerOutput
 from monarchfs.supervisor.registration import ControlSocket
 from monarchfs.supervisor.reports import Reports
 from monarchfs.supervisor.succession import Phase, Succession
@@ -72,6 +74,7 @@ class Supervisor:
         fuse: int,
         connection: int,
         backing: BackingFiles,
+        output: WorkerOutput | None,
         mark_suspect: Callable[[], None],
         release: Callable[[], None],
     ) -> None:
@@ -81,6 +84,7 @@ class Supervisor:
         self.fuse = fuse
         self.connection = connection
         self._backing = backing
+        self._output = output
         self._mark_suspect = mark_suspect
         self._release = release
         self._clients: dict[int, Client] = {}
@@ -97,7 +101,7 @@ class Supervisor:
         """From here on signals unmount; those that come before `run` are kept for it."""
         self._wake_writing.setblocking(False)
         signal.set_wakeup_fd(self._wake_writing.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in ending_signals():
             # The number arrives through the descriptor; the handler only has to exist.
             signal.signal(number, lambda _number, _frame: None)
 
@@ -106,6 +110,8 @@ class Supervisor:
         register = partial(self._selector.register, events=selectors.EVENT_READ)
         register(self._wake_reading, data=self._on_signal)
         register(self.control_socket.listener, data=self._on_connection)
+        if self._output is not None:
+            register(self._output, data=self._output.pass_on)
         self.succession.attach(self)
         self._manager.ready(f"serving {self.config.source} on {self.config.mountpoint}")
         while self._exit_code is None:
@@ -178,7 +184,7 @@ class Supervisor:
         with contextlib.suppress(KeyError, ValueError):  # it is not watched; it is closed
             self._selector.unregister(what)
 
-    def reported(self, number: int, report: dict[str, Any]) -> None:
+    def reported(self, number: int, report: Mapping[str, Any]) -> None:
         self._reports.arrived(number, report, time.monotonic())
 
     def silenced(self) -> None:
@@ -192,6 +198,8 @@ class Supervisor:
     def _tick(self) -> None:
         now = time.monotonic()
         self._manager.beat(now)
+        if self._output is not None:
+            self._output.tick()
         for client in [c for c in self._clients.values() if c.deadline <= now]:
             self._forget(client)
             self._reply(client.connection, control.encode_error("no request came in time"))
@@ -254,14 +262,16 @@ class Supervisor:
             **last.get("worker", {}),
             "pid": succession.worker.pid,
             "restarts": succession.restarts,
+            "not_understood": succession.not_understood,
             "error": None,
             "last_death": death and {"why": death.why, "unix_seconds": round(death.when, 3)},
+            "retry_seconds": _rounded(succession.retry_seconds),
         }
         known = {
-            "source": self.config.source,
-            "mountpoint": self.config.mountpoint,
             "state": "starting",
             **last,
+            "source": self.config.source,
+            "mountpoint": self.config.mountpoint,
             "age_seconds": round(now - self._reports.came, 3) if last else None,
             "uptime_seconds": round(now - self._started, 3),
             "worker": worker,
@@ -278,7 +288,8 @@ class Supervisor:
             known["state"] = "safe mode"
             worker["error"] = (
                 "the workers before it died one after the other, so it only serves the source:"
-                f" monarchfs restart {self.config.mountpoint} tries again"
+                f" a whole one is tried in {succession.retry_seconds:.0f} s, and by"
+                f" monarchfs restart {self.config.mountpoint} at once"
             )
         return known
 
@@ -338,6 +349,9 @@ class Supervisor:
         left = self._unmount.deadline - now if self._unmount is not None else 0.0
         answers = self.succession.serves and not self._reports.overdue(now)
         self.succession.close(max(1.0, min(_SYNC_SECONDS, left)) if answers else 1.0)
+        if self._output is not None:
+            self._selector.unregister(self._output)
+            self._output.close()
         if self.succession.worker.crashed:  # perhaps only now, while it closed
             self._mark_suspect()
         abort_connection(self.connection)
@@ -364,3 +378,7 @@ class Supervisor:
         if self._unmount is not None:
             times.append(self._unmount.next_step)
         return max(0.0, min(times) - now)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)

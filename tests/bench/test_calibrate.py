@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from bench.pfs import PROFILES, ParallelFileSystem
 from bench.probes import Data
 from bench.report import Result
 from bench.task import Task
+from tests import surroundings
 from tests.mounting import fuse_mounts, processes_about, requires_fuse, requires_root
 
 
@@ -27,8 +27,8 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 @requires_root
 @requires_fuse
-@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+@surroundings.program("strace")
+@surroundings.program("gcc")
 def test_the_counters_say_what_strace_saw(place: Path) -> None:
     (place / "data").mkdir()
     data = Data(place / "data", 8 << 20, 30)
@@ -42,9 +42,8 @@ def test_the_counters_say_what_strace_saw(place: Path) -> None:
 
 @requires_root
 @requires_fuse
-@pytest.mark.skipif(
-    shutil.which("bindfs") is None or shutil.which("strace") is None, reason="needs bindfs, strace"
-)
+@surroundings.program("bindfs")
+@surroundings.program("strace")
 def test_a_delayed_mirror_leaves_nothing(place: Path) -> None:
     (place / "data").mkdir()
     with delayed_mirror(place / "data", place / "mirror", 0.001, 0.001) as mirror:

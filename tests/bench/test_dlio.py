@@ -26,7 +26,8 @@ TINY = replace(
 )
 
 requires_dlio = pytest.mark.skipif(
-    not (ENVIRONMENT / "bin" / "dlio_benchmark").exists(), reason="needs make frameworks"
+    not (ENVIRONMENT / "bin" / "dlio_benchmark").exists(),
+    reason="needs DLIO: make frameworks",
 )
 
 
@@ -142,7 +143,7 @@ def test_a_real_run(tmp_path: Path) -> None:
     try:
         subprocess.run([program("python"), "-c", "import mpi4py.MPI"], check=True)
     except subprocess.CalledProcessError:
-        pytest.skip("the frameworks' MPI cannot be loaded here")
+        pytest.skip("needs MPI that can be loaded: rm -r .venv-frameworks; make frameworks")
     data = tmp_path / "data"
     dlio.generate(TINY, data, tmp_path)
     assert len(list((data / "train").glob("*.npz"))) == TINY.files

@@ -14,7 +14,7 @@ from bench.pfs import Counts
 from bench.report import Result
 
 requires_frameworks = pytest.mark.skipif(
-    not (ENVIRONMENT / "bin" / "python").exists(), reason="needs make frameworks"
+    not (ENVIRONMENT / "bin" / "python").exists(), reason="needs the frameworks: make frameworks"
 )
 
 

@@ -25,6 +25,7 @@ import pytest
 import bench.pfs
 from bench.harness import Unusable, drop_names
 from bench.pfs import INSTANT, PROFILES, Counts, ParallelFileSystem, Profile, build
+from tests import surroundings
 from tests.mounting import (
     REPOSITORY,
     as_user,
@@ -37,7 +38,8 @@ from tests.mounting import (
 
 pytestmark = [
     requires_fuse,
-    pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler"),
+    surroundings.program("gcc"),
+    surroundings.requires_own_clone,
 ]
 
 MIB = 1 << 20
@@ -449,7 +451,7 @@ def test_all_threads_at_once(
         program = build(place / "build", options)
     except Unusable as error:
         if "cannot find" in str(error):
-            pytest.skip("the sanitizer's library is not installed")
+            pytest.skip("needs this compiler's sanitizers: apt-get install gcc")
         raise
     monkeypatch.setattr(bench.pfs, "build", lambda: program)
     pfs = mounted(PROFILES["fast"])

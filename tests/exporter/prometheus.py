@@ -26,7 +26,7 @@ def program(name: str) -> str | None:
 
 
 PROMETHEUS = program("prometheus")
-NO_PROMETHEUS = "Prometheus (Debian's package prometheus) is not installed"
+NO_PROMETHEUS = "needs prometheus: .ci/cluster-packages build/prometheus"
 
 
 def server(directory: Path, targets: Sequence[str], listen: str) -> list[str]:

@@ -18,7 +18,7 @@ import pytest
 
 from monarchfs.control import Registration
 from monarchfs.exporter import jobs, look
-from monarchfs.exporter.look import Look, Roots
+from monarchfs.exporter.look import MOST_OF_A_USER, Look, Roots
 from tests.mounting import REPOSITORY, Bench, requires_fuse, requires_root
 
 pytestmark = requires_root
@@ -46,7 +46,7 @@ class Node:
             temporary=f"{self.path}/tmp",
         )
 
-    def directory(self, root: str = "run", uid: int = 0, name: int | None = None) -> Path:
+    def directory(self, root: str = "run", uid: int = 0, name: int | str | None = None) -> Path:
         """The runtime directory of ``uid``, made; ``name`` if its path names another uid."""
         named = uid if name is None else name
         if root == "run":
@@ -211,7 +211,7 @@ def test_a_lease_on_a_registration_holds_nobody_up(node: Node) -> None:
         try:
             fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         except OSError:
-            pytest.skip("the file system has no leases")
+            pytest.skip("needs leases (fcntl(2)): TMPDIR on ext4, xfs or tmpfs")
         # A signal comes (SIGIO by default), which nobody has asked for here.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, 28)  # SIGWINCH: ignored
         assert node.look() == ({}, 0)
@@ -258,7 +258,7 @@ def test_more_mounts_than_one_may_have_are_left_off(
 
 LOOK = """
 import os, sys
-from monarchfs.exporter.look import Look, Roots
+from monarchfs.exporter.look import MOST_OF_A_USER, Look, Roots
 for sight in Look(Roots(*sys.argv[1:4])).sights():
     print(sight.stem, sight.connection is not None)
 """
@@ -366,3 +366,17 @@ def test_jobs_are_bounded(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)
     assert len(jobs.jobs_in(descriptor)) == jobs.MOST_JOBS
     os.close(descriptor)
+
+
+def test_a_user_whose_name_was_taken_is_found_and_gets_no_more(node: Node) -> None:
+    """Under names with a random number, of which nobody has another's."""
+    directories = [
+        node.directory("tmp", USER, name=f"{USER}.{number:016x}")
+        for number in range(MOST_OF_A_USER + 3)
+    ]
+    stems = [node.register(directory, USER) for directory in directories]
+    node.register(node.directory("tmp", OTHER, name=f"{USER}.{99:016x}"), OTHER)
+    node.register(node.directory("tmp", USER, name=f"{USER}.x"), USER)
+    other = node.register(node.directory("tmp", OTHER), OTHER)
+    found, _ = node.look()
+    assert found == {**dict.fromkeys(stems[:MOST_OF_A_USER], True), other: True}

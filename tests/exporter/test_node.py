@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from monarchfs.control import Registration, own_mount_namespace
+from tests import surroundings
 from tests.exporter.nodes import exporter, exporter_process, of, reader_of, up, wait_answering
 from tests.exporter.scraping import Scrape, parse, scrape
 from tests.exporter.test_scraping import (
@@ -28,7 +29,7 @@ from tests.exporter.test_scraping import (
     read_all,
     sums_are_right,
 )
-from tests.faking import interpreter_for
+from tests.faking import device_mode, interpreter_for
 from tests.mounting import (
     MONARCHFS,
     Bench,
@@ -40,6 +41,7 @@ from tests.mounting import (
     run,
     wait_for,
 )
+from tests.timing import Stopwatch
 
 pytestmark = [requires_root, requires_fuse]
 
@@ -53,17 +55,15 @@ BOUND_SECONDS = 5.0
 @pytest.fixture
 def open_device() -> Iterator[None]:
     """/dev/fuse as on most machines: everybody may open it."""
-    before = os.stat("/dev/fuse").st_mode
-    os.chmod("/dev/fuse", 0o666)
-    yield
-    os.chmod("/dev/fuse", before)
+    with device_mode(0o666):
+        yield
 
 
 def mounted(work: Bench, name: str, *options: str, user: str | None = None) -> Mount:
     """One of several mounts of a test, each with a source, a state and a tier of its own."""
     place = work.path / name
-    place.mkdir(mode=0o777)
-    place.chmod(0o777)
+    place.mkdir(mode=0o1777)
+    place.chmod(0o1777)
     make_files(place / "src")
     return work.mount(
         place / "src",
@@ -75,9 +75,9 @@ def mounted(work: Bench, name: str, *options: str, user: str | None = None) -> M
 
 
 def timely(port: int) -> Scrape:
-    started = time.monotonic()
+    started = Stopwatch()
     now = scrape(port)
-    assert time.monotonic() - started < BOUND_SECONDS
+    assert started.seconds() < BOUND_SECONDS
     return now
 
 
@@ -211,7 +211,7 @@ def test_a_registration_that_is_all_that_is_left_is_no_mount(work: Bench) -> Non
         assert up(timely(port), mount) is None
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare (util-linux)")
+@surroundings.requires_namespaces
 def test_a_mount_in_another_mount_namespace_is_seen(work: Bench) -> None:
     """Two of them on the same mount point: the second gets a number."""
     outside = mounted(work, "x")
@@ -336,10 +336,10 @@ def test_a_part_that_is_stopped_costs_a_scrape_a_bounded_time(work: Bench) -> No
     with exporter_process() as (process, port):
         process.send_signal(signal.SIGSTOP)
         for _ in range(2):
-            started = time.monotonic()
+            started = Stopwatch()
             with pytest.raises(AssertionError):  # status 500
                 scrape(port)
-            assert time.monotonic() - started < BOUND_SECONDS
+            assert started.seconds() < BOUND_SECONDS
         process.send_signal(signal.SIGCONT)
         wait_for(lambda: up(timely(port), mount) == 1, "it to go on")
 
@@ -357,7 +357,7 @@ def test_ctrl_c_ends_it_with_one_line() -> None:
     reader = reader_of(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=10)
-    assert (process.returncode, errors) == (1, "monarchfs: interrupted\n")
+    assert (process.returncode, errors) == (-signal.SIGINT, "monarchfs: interrupted\n")
     wait_for(lambda: not Path(f"/proc/{reader}").exists(), "the reader to end")
 
 
@@ -407,7 +407,7 @@ def test_it_listens_on_ipv6_too() -> None:
     try:
         socket.create_server(("::1", port), family=socket.AF_INET6).close()
     except OSError:
-        pytest.skip("there is no IPv6 here")
+        pytest.skip("needs IPv6: sysctl net.ipv6.conf.lo.disable_ipv6=0")
     process = subprocess.Popen([*MONARCHFS, "exporter", "--listen", f"[::1]:{port}"], cwd="/")
     try:
 
@@ -476,7 +476,7 @@ def hostile_daemon(answer: str, *, started_ns: int = 1) -> Iterator[None]:
         started_ns=started_ns,
     )
     if directory.exists() and list(directory.iterdir()):
-        pytest.skip(f"{directory} is in use")
+        pytest.skip(f"needs {directory} unused: umount the mounts of {HOSTILE.pw_name}")
     shutil.rmtree(directory, ignore_errors=True)
     python = interpreter_for(HOSTILE.pw_name)
     process = subprocess.Popen(

@@ -130,7 +130,7 @@ def guarded_tree(root: Path) -> list[str]:
 def guarded(work: Bench) -> tuple[Bench, Path, list[str]]:
     interpreter_for("nobody")
     names = guarded_tree(work.path / "src")
-    work.path.chmod(0o777)
+    work.path.chmod(0o1777)
     return work, work.path / "src", names
 
 
@@ -227,7 +227,7 @@ def squashed(work: Bench) -> Iterator[tuple[Bench, Path]]:
     """A source that only its user may enter, as a file system with root squash and a directory of
     mode 0700: a FUSE mount of that user's, of which root gets nothing."""
     if shutil.which("bindfs") is None:
-        pytest.skip("needs bindfs")
+        pytest.skip("needs bindfs: apt-get install bindfs")
     interpreter_for("nobody")
     real, source = work.path / "real", work.path / "lustre"
     trees.dataset(real, files=6)
@@ -235,7 +235,7 @@ def squashed(work: Bench) -> Iterator[tuple[Bench, Path]]:
     for path in (real, *real.rglob("*"), source):
         os.chown(path, NOBODY.pw_uid, NOBODY.pw_gid)
     real.chmod(0o700)
-    work.path.chmod(0o777)
+    work.path.chmod(0o1777)
     with device_mode(0o666):
         words = ["bindfs", "-f", "--no-allow-other", str(real), str(source)]
         process = subprocess.Popen([*person(NOBODY), *words])

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from monarchfs.cli.main import complain
 from monarchfs.cli.mount import FLAGS
 from monarchfs.cli.mount_helper import _options as helper_options
+from monarchfs.cli.output import complain
 from monarchfs.cli.parser import build_parser
-from monarchfs.config.files import _from_bytes, toml_table
+from monarchfs.config.files import from_content, toml_table
 from monarchfs.config.settings import PARSERS, Layer, Settings, from_mount_options, merge
 from monarchfs.slurm.site import Site, site_from
 from monarchfs.types import UsageError
@@ -132,7 +132,7 @@ def test_each_setting_takes_any_value(key: str, value: object) -> None:
 @example(b"copy_workers = " + b"9" * 5_000)
 @example(b"user = 1979-05-27T07:32:00Z")
 def test_a_file_of_any_bytes(content: bytes) -> None:
-    layer = refused_or(lambda: _from_bytes("/etc/x.toml", content))
+    layer = refused_or(lambda: from_content("/etc/x.toml", content))
     if layer is not None:
         check(layer)
 
@@ -160,7 +160,7 @@ TABLES = st.dictionaries(WORDS | VALUES, PLAIN, max_size=4)
 @settings(deadline=None)
 @given(TABLES)
 def test_a_file_of_any_settings(table: dict[str, Any]) -> None:
-    layer = refused_or(lambda: _from_bytes("/etc/x.toml", toml_of(table)))
+    layer = refused_or(lambda: from_content("/etc/x.toml", toml_of(table)))
     if layer is not None:
         check(layer)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from monarchfs import control
 from monarchfs.config.model import User
 from monarchfs.control import Registration, find_mounts, own_mount_namespace
 from monarchfs.doctor.leftovers import dead_sockets
@@ -28,6 +29,7 @@ from monarchfs.supervisor import lock as locks
 from monarchfs.supervisor.recover import find_all
 from monarchfs.supervisor.registration import remove_registration, unlink_as
 from monarchfs.types import OperationError
+from tests import surroundings
 from tests.mounting import requires_fuse, requires_root, run
 
 pytestmark = requires_root
@@ -163,7 +165,7 @@ def test_status_of_root_removes_what_is_dead_and_nothing_else(users: Path, roots
 @contextmanager
 def mounted(path: Path) -> Iterator[None]:
     """A file system that is somebody else's."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(path)], check=True)
+    surroundings.mount_tmpfs(path, "size=1M")
     try:
         yield
     finally:
@@ -219,6 +221,61 @@ def test_a_link_on_the_way_is_not_mounted_through(users: Path, roots: Path) -> N
             noexec=False,
         )
     assert find_mount(str(roots / "data")) is None
+
+
+@requires_fuse
+@pytest.mark.parametrize("last", [False, True])
+def test_root_hides_nothing_that_a_users_link_leads_to(
+    users: Path, roots: Path, last: bool
+) -> None:
+    """The link is there all the time."""
+    (roots / "data").mkdir()
+    (roots / "src").mkdir()
+    (users / "a").symlink_to(roots / "data" if last else roots)
+    as_the_users(users / "a")
+    point = users / "a" if last else users / "a" / "data"
+    storage = ["--state-dir", f"{users}/state", "--tier", f"{users}/tier=10M"]
+    done = run("mount", str(roots / "src"), str(point), "--user", "nobody", *storage)
+    if done.returncode == 0:
+        run("umount", str(roots / "data"), "--timeout", "5")
+    assert done.returncode == 1, done.stderr
+    assert f"others than root can change {users}/a" in done.stderr
+    assert find_mount(str(roots / "data")) is None
+
+
+def test_fsck_is_led_to_nothing_of_roots(users: Path, roots: Path) -> None:
+    (roots / "state" / "index").mkdir(parents=True)
+    (users / "a").symlink_to(roots)
+    as_the_users(users / "a")
+    done = run("fsck", str(users / "a" / "state"), "--repair")
+    assert done.returncode == 2
+    assert "others than root can change" in done.stderr
+    assert left(roots / "state") == ["index"]
+
+
+# Asking
+
+
+@pytest.mark.parametrize("how", ["link", "directory"])
+def test_what_root_asks_a_users_daemon_reaches_no_other(users: Path, roots: Path, how: str) -> None:
+    """What is meant for the user's mount would unmount another's: root's daemon obeys root."""
+    run_dir = runtime_dir(users)
+    registration(run_dir / "one")
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.bind(str((roots if how == "link" else run_dir) / "one.sock"))
+        daemon.listen()
+        daemon.settimeout(0)
+        if how == "link":
+            (run_dir / "one.sock").symlink_to(roots / "one.sock")
+        (found,) = find_mounts([str(run_dir)])
+        with pytest.raises(OperationError, match=r"does not answer|somebody else listens"):
+            control.request(found, {"command": "umount", "timeout": 1}, 2)
+        try:
+            connection, _ = daemon.accept()
+        except BlockingIOError:
+            return
+        with connection:
+            assert connection.recv(1) == b""
 
 
 # Reading

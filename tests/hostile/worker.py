@@ -7,7 +7,6 @@ What came of it is its report. Opens of any file are answered with the backing f
 given for one of its own. Only the standard library, so that any user's interpreter can run it.
 """
 
-import array
 import errno
 import functools
 import json
@@ -44,10 +43,10 @@ class Supervisor:
     def tell(self, content: bytes, descriptors: Sequence[int] = ()) -> None:
         socket.send_fds(self.channel, [content], list(descriptors))
 
-    def ask(self, event: str, descriptors: Sequence[int] = (), **rest: object) -> Message:
+    def ask(self, event: str, **rest: object) -> Message:
         self.number += 1
         message = {"event": event, "number": self.number, **rest}
-        self.tell(json.dumps(message).encode(), descriptors)
+        self.tell(json.dumps(message).encode())
         while True:
             answer: Message = json.loads(self.channel.recv(1 << 18))
             if answer["do"] == "backed" and answer["number"] == self.number:
@@ -55,10 +54,8 @@ class Supervisor:
             self.later.append(answer)
 
 
-def offer(supervisor: Supervisor, descriptors: Sequence[int]) -> Message:
-    answer = supervisor.ask("back", descriptors)
-    for descriptor in descriptors:
-        os.close(descriptor)
+def offer(supervisor: Supervisor, files: Sequence[object]) -> Message:
+    answer = supervisor.ask("back", files=files)
     return {
         "ids": [bool(one) for one in answer["ids"]],
         "error": errno.errorcode.get(answer.get("error", 0), ""),
@@ -71,33 +68,39 @@ def attack(supervisor: Supervisor, tier: int, things: str) -> tuple[int, Message
     make = os.open("own", os.O_CREAT | os.O_RDWR, 0o600, dir_fd=tier)
     os.write(make, OWN)
     os.close(make)
-    own = functools.partial(os.open, "own", dir_fd=tier)
+
+    def called(name: str) -> tuple[int, str, int]:
+        return 0, name, os.stat(name, dir_fd=tier, follow_symlinks=False).st_ino
+
+    own = called("own")
     os.mkfifo("fifo", dir_fd=tier)
+    os.mkdir("inside", dir_fd=tier)
+    os.symlink(at("secret"), "link", dir_fd=tier)
+    os.symlink(things, "way", dir_fd=tier)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(f"/proc/self/fd/{tier}/socket")
     found: Message = {}
-    for name, descriptor in {
-        "a secret, by O_PATH": os.open(at("secret"), os.O_PATH),
-        "what all may read": os.open(at("public"), os.O_RDONLY),
-        "its own, by O_PATH": own(os.O_PATH),
-        "its own, for writing": own(os.O_RDWR),
-        "its own, for writing alone": own(os.O_WRONLY),
-        "a directory": os.open(at("."), os.O_RDONLY),
-        "a FIFO": os.open("fifo", os.O_RDONLY | os.O_NONBLOCK, dir_fd=tier),
-        "a device": os.open("/dev/null", os.O_RDONLY),
-        "a socket": socket.socket().detach(),
-        "another file system's": os.open(f"/proc/self/fd/{os.memfd_create('x')}", os.O_RDONLY),
+    for name, file in {
+        "a link to a secret": (0, "link", os.stat(at("secret")).st_ino),
+        "what lies behind a link": (0, "way/public", os.stat(at("public")).st_ino),
+        "somebody else's": called("theirs"),
+        "another file by its name": (0, "own", own[2] + 1),
+        "a directory": called("inside"),
+        "a FIFO": called("fifo"),
+        "a socket": called("socket"),
+        "what is not there": (0, "nothing", 1),
+        "no tier": (7, "own", own[2]),
     }.items():
-        found[name] = offer(supervisor, [descriptor])
+        found[name] = offer(supervisor, [file])
     found["nothing"] = offer(supervisor, [])
-    found["some of each"] = offer(supervisor, [own(os.O_RDONLY), own(os.O_RDWR), own(os.O_RDONLY)])
-    # More than one message may carry: the kernel drops the rest.
-    crowd = [own(os.O_RDONLY) for _ in range(200)]
-    content = json.dumps({"event": "back", "number": 0}).encode()
-    supervisor.channel.sendmsg(
-        [content], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", crowd))]
-    )
-    found["a crowd"] = len(json.loads(supervisor.channel.recv(1 << 18))["ids"])
-    for descriptor in crowd:
-        os.close(descriptor)
+    found["some of each"] = offer(supervisor, [own, called("fifo"), own])
+    found["more than a message may hold"] = unanswered(supervisor, [own] * 33)
+    try:
+        null = os.open("/dev/null", os.O_RDONLY)
+        supervisor.tell(b'{"event": "back", "number": 0, "files": []}', [null])
+        found["descriptors"] = unanswered(supervisor)
+    except PermissionError:
+        found["descriptors"] = "EPERM"
 
     supervisor.ask("unback", ids=[-1, 0, 1 << 70, 4_000_000_000, "1", None, [], {}, 1.5, True])
     for nonsense in (
@@ -106,30 +109,38 @@ def attack(supervisor: Supervisor, tier: int, things: str) -> tuple[int, Message
         b"7",
         b"{}",
         b'{"event": "back"}',
-        b'{"event": "back", "number": "1"}',
+        b'{"event": "back", "number": "1", "files": []}',
+        b'{"event": "back", "number": 1, "files": [[0, "../own", 1]]}',
+        b'{"event": "back", "number": 1, "files": [[0, "/etc/passwd", 1]]}',
+        b'{"event": "back", "number": 1, "files": [[0, "own"]]}',
         b'{"event": "unback", "number": 1}',
         b'{"event": "unback", "number": 1, "ids": {}}',
         b'{"event": ["back"], "number": 1}',
         b'{"event": "status"}',
         b"[" * 100_000,
     ):
-        supervisor.tell(nonsense, [own(os.O_RDONLY) for _ in range(3)])
+        supervisor.tell(nonsense)
     made: list[int] = []
     while True:
-        batch = [own(os.O_RDONLY) for _ in range(32)]
-        ids = supervisor.ask("back", batch)["ids"]
-        for descriptor in batch:
-            os.close(descriptor)
+        ids = supervisor.ask("back", files=[own] * 32)["ids"]
         made += filter(None, ids)
         if 0 in ids:
             break
     found["as many as it likes"] = len(made)
     for start in range(0, len(made), 10_000):
         supervisor.ask("unback", ids=made[start : start + 10_000])
-    kept = own(os.O_RDONLY)
-    (number,) = supervisor.ask("back", [kept])["ids"]
-    os.close(kept)
+    (number,) = supervisor.ask("back", files=[own])["ids"]
     return number, found
+
+
+def unanswered(supervisor: Supervisor, files: Sequence[object] | None = None) -> str:
+    """What comes of a message that is to be dropped: the next one is answered, it is not."""
+    if files is not None:
+        message = {"event": "back", "number": 0, "files": files}
+        supervisor.tell(json.dumps(message).encode())
+    supervisor.ask("unback", ids=[])
+    numbers = [one["number"] for one in supervisor.later if one["do"] == "backed"]
+    return "an answer" if 0 in numbers else "no answer"
 
 
 def init_reply(request: bytes) -> bytes:

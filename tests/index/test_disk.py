@@ -14,6 +14,7 @@ import pytest
 
 from monarchfs.index import Index, LastClose, check_in_child, last_close, problems
 from monarchfs.types import ROOT_INO, IndexWriteError
+from tests import surroundings
 from tests.index.tools import (
     DIRECTORY,
     NOW,
@@ -38,7 +39,7 @@ def run(*command: str) -> None:
 def disk(tmp_path: Path) -> Iterator[Path]:
     """An ext4 of 32 MiB, mounted."""
     if os.geteuid() != 0:
-        pytest.skip("mounting a disk takes root")
+        pytest.skip("needs root, for a loop device: sudo make test")
     image, mounted = tmp_path / "image", tmp_path / "disk"
     with open(image, "wb") as file:
         file.truncate(32 << 20)
@@ -47,7 +48,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         run("mkfs.ext4", "-q", "-F", "-m", "0", str(image))
         run("mount", "-o", "loop", str(image), str(mounted))
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no loop device can be mounted here: {error}")
+        pytest.skip(surroundings.no_loop_device() or f"needs a loop device: {error}")
     before = shared_memory()
     try:
         yield mounted

@@ -125,7 +125,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(parent=PARENTS, name=NAMES)
     def missing(self, parent: int, name: bytes) -> None:
-        self.index.record_missing(parent, name)
+        self.index.record_missing(parent, [name])
         self.names.pop((parent, name), None)
         self.cookies.pop((parent, name), None)
 

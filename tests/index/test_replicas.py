@@ -294,7 +294,7 @@ def test_several_are_recorded_at_once_or_none(
     assert sorted(index.under_way()) == [20, 21, 22]
     replicas = [(ino, replica(ino)) for ino in (20, 21)]
     with monkeypatch.context() as patch:
-        patch.setattr(index, "_count", _fail_the_second_time())
+        patch.setattr(index, "_note_outdated", _fail_the_second_time())
         with pytest.raises(ZeroDivisionError):
             index.put_replicas(replicas)
     assert dict(index.replicas()) == {}
@@ -303,6 +303,25 @@ def test_several_are_recorded_at_once_or_none(
     assert dict(index.replicas()) == dict(replicas)
     assert index.under_way() == [22]
     assert index.tier_totals()[0].resident == 2
+
+
+def test_among_several_are_some_in_place_of_others(index: Index) -> None:
+    index.put_replica(20, replica(20))
+    index.put_replica(21, replica(21))
+    index.put_replica(30, replica(22))  # a file that becomes another number's
+    several = [
+        (20, replica(20)._replace(allocated_bytes=8192, size=5000)),
+        (21, replica(41)),
+        (22, replica(22)),
+        (23, replica(23)),
+    ]
+    index.put_replicas(several)
+    assert dict(index.replicas()) == dict(several)
+    assert index.journal() == [(0, name_of(21))]
+    assert [index.owner(0, name_of(n)) for n in (20, 41, 22, 23, 21)] == [20, 21, 22, 23, None]
+    totals = index.tier_totals()[0]
+    assert totals.resident == 4
+    assert totals.allocated_bytes == sum(one.allocated_bytes for _, one in several)
 
 
 def _fail_the_second_time() -> Callable[..., None]:

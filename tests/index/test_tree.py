@@ -129,13 +129,13 @@ def test_the_roots_attributes_are_its_newest(index: Index) -> None:
 def test_a_missing_name_is_gone_and_its_cookie_never_used_again(index: Index) -> None:
     index.record_found(ROOT_INO, b"a", source_stat(10), b"", NOW)
     first = index.dirent(ROOT_INO, b"a")
-    index.record_missing(ROOT_INO, b"a")
-    index.record_missing(ROOT_INO, b"a")
+    assert first is not None
+    assert index.record_missing(ROOT_INO, [b"none", b"a"]) == [None, first.ino]
+    assert index.record_missing(ROOT_INO, [b"a"]) == [None]
     assert index.dirent(ROOT_INO, b"a") is None
     assert names_in(index, ROOT_INO) == []
     node = index.record_found(ROOT_INO, b"a", source_stat(10), b"", NOW)
     again = index.dirent(ROOT_INO, b"a")
-    assert first is not None
     assert again is not None
     assert (again.ino, node.ino) == (first.ino, first.ino)
     assert again.cookie > first.cookie

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import trio
 
 from monarchfs.source.errand import Errand
-from monarchfs.source.posix import Found, FoundEach, PosixSource
-from monarchfs.store.tier import Tier
+from monarchfs.source.posix import Batches, Found, FoundEach, PosixSource
+from monarchfs.store.tier import Tier, Written
 from monarchfs.types import Data, DirRef, SourceStat, SourceVersion, Space
 
 
@@ -124,13 +125,22 @@ class FaultySource(PosixSource):
         self.faults.meet("found")
         return super().found(directory, name)
 
-    def found_each(self, directory: DirRef, names: object) -> FoundEach:
+    def found_each(
+        self, directory: DirRef, names: Sequence[bytes], seconds: float = math.inf
+    ) -> FoundEach:
         self.faults.meet("found_each")
-        return super().found_each(directory, names)  # type: ignore[arg-type]
+        return super().found_each(directory, names, seconds)
+
+    def list(self, directory: DirRef, batch: int) -> Batches:
+        self.faults.meet("list")
+        yield from super().list(directory, batch)
 
     def read_each(self, errand: Errand) -> int:
         self.faults.meet("read_each")
         return super().read_each(errand)
+
+    def _read_at_once(self, directory: DirRef, name: bytes, version: SourceVersion) -> bytes | None:
+        return None  # so that there is an open and a read of each
 
     def stat(self, directory: DirRef, name: bytes) -> SourceStat:
         self.faults.meet("stat")
@@ -169,6 +179,15 @@ class FaultyTier(Tier):
         self.faults.meet("write_whole")
         self.faults.meet("after_write")
         return super().write_whole(name, data)
+
+    def write_each(self, files: Sequence[tuple[bytes, Data]]) -> list[Written]:
+        results: list[Written] = []
+        for name, data in files:
+            try:
+                results.append(self.write_whole(name, data))
+            except OSError as error:
+                results.append(error)
+        return results
 
     def create_part(self, name: bytes, size: int) -> int:
         self.faults.meet("create_part")

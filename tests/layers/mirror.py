@@ -199,7 +199,7 @@ class Mirror:
         self.files = Files(self.tree, self.cache, self.copier, self.metrics, self.kernel)
         self.cache.noticed = self.files.noticed
         self.reasons = Reasons(self.files, self.cache, self.copier)
-        self.xattrs = Xattrs(self.tree, self.files, self.reasons, self.source)
+        self.xattrs = Xattrs(self.tree, self.files, self.reasons, self.source, nursery)
         self._copying = False
 
     def start_copying(self) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 
+from monarchfs.fuse.session import hooks  # isort: skip  # before pyfuse3
 from monarchfs.cache.readers import NoReaders
 from monarchfs.config import Config, TierSpec, User
-from monarchfs.fuse import session
 from monarchfs.fuse.adapter import Adapter
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
@@ -22,10 +23,9 @@ from monarchfs.fuse.relay import Relay
 from monarchfs.fuse.slots import Slots, make_table
 from monarchfs.supervisor import backing
 from monarchfs.supervisor.backing import BackingFiles
+from monarchfs.supervisor.messages import Back, Unback, parse
 from monarchfs.types import TierSize
 from tests.layers.mirror import Mirror
-
-assert session  # pyfuse3 is to be imported after it
 
 
 class Registry:
@@ -43,7 +43,7 @@ class Registry:
         if code:
             raise OSError(code, os.strerror(code))
         self.made += 1
-        self.files[self.made] = os.dup(descriptor)
+        self.files[self.made] = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
         return self.made
 
     def _unregister(self, _fuse: int, number: int) -> None:
@@ -65,14 +65,21 @@ class Open:
 
 
 class Threads(NoReaders):
-    """Those of the C part, to which inodes are lent. Changing: which are; their own opens, by
-    number."""
+    """Those of the C part, to which inodes are lent, and which open what is not resident in the
+    source. Changing: which are; their own opens, by number, of both kinds; ``misses``, the share
+    that they open of what has no replica; what those read, ``held``."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
         self.random = rng
         self.lent: dict[int, int] = {}
         self.own: dict[int, int] = {}
+        self.missed: dict[int, int] = {}
+        self.misses = 0.0
+        self.missed_opens = 0
+        self.held: dict[int, bytes] = {}
+        self.missing: Callable[[int], bytes | None] = lambda ino: None
+        self.wanted: Callable[[int], None] = lambda ino: None
         self.opened = 0
         self.slots: Slots
 
@@ -80,6 +87,8 @@ class Threads(NoReaders):
         self.slots = slots
         self.lent.clear()
         self.own.clear()
+        self.missed.clear()
+        self.held.clear()
 
     def lend(self, ino: int, backing_id: int) -> bool:
         if self.used(ino):
@@ -96,8 +105,21 @@ class Threads(NoReaders):
             del self.own[number]
         return len(numbers)
 
+    def cached(self, ino: int) -> int:
+        numbers = [number for number in self.missed if self.missed[number] == ino]
+        for number in numbers:
+            del self.missed[number]
+        return len(numbers)
+
     def open(self, ino: int, unique: int) -> tuple[int, int] | None:
         """Number and backing id; None where the open is Python's."""
+        if self.random.random() < self.misses and (data := self.missing(ino)) is not None:
+            number = self.slots.add(ino, unique, 0)
+            self.missed[number] = ino
+            self.held[number] = data
+            self.missed_opens += 1
+            self.wanted(ino)
+            return number, 0
         if (backing_id := self.lent.get(ino)) is None:
             return None
         number = self.slots.add(ino, unique, backing_id)
@@ -107,7 +129,8 @@ class Threads(NoReaders):
 
     def release(self, number: int) -> bool:
         """Whether the RELEASE is theirs."""
-        if self.own.pop(number, None) is None:
+        self.held.pop(number, None)
+        if self.own.pop(number, None) is None and self.missed.pop(number, None) is None:
             return False
         self.slots.end(number)
         return True
@@ -135,7 +158,8 @@ class Passing:
         user = User("me", os.getuid(), os.getgid())
         tiers = tuple(TierSpec(tier.path, TierSize(bytes=1)) for tier in mirror.tiers)
         config = Config("/s", "/m", tiers, "/state", "/run", "0" * 16, user)
-        self.supervisor = BackingFiles(config, -1, [-1 for _tier in tiers], self.table)
+        places = [tier.dir_fd for tier in mirror.tiers]
+        self.supervisor = BackingFiles(config, -1, places, self.table)
         self.supervisor.most = most
         devices = frozenset(os.stat(tier.path).st_dev for tier in mirror.tiers)
         self.supervisor._devices = devices
@@ -144,6 +168,8 @@ class Passing:
         self.eio: list[str] = []
         self._unique = 0
         self.threads = Threads(self.random)
+        self.threads.wanted = mirror.copier.opened
+        self.threads.missing = self._missing
         mirror.cache.readers = mirror.cache._books._readers = self.threads
         self._backed = (0, 0)
         self._outbox: list[tuple[Passthrough, dict[str, Any]]] = []
@@ -158,7 +184,7 @@ class Passing:
         self.supervisor.close_unused()  # as ``supervisor.startup`` does
         self.passthrough = passthrough = Passthrough(
             mirror.files,
-            lambda *message: self._send(passthrough, *message),
+            lambda message: self._send(passthrough, message),
             mirror.metrics,
             self.threads,
             counts=True,
@@ -166,7 +192,7 @@ class Passing:
         mirror.cache.let_go = self.passthrough.let_go
         mirror.cache.take_back = self.passthrough.take_back
         mirror.cache.stored = self.passthrough.stored
-        self.slots = Slots(self.table)
+        self.slots = Slots(self.table, hooks)
         self.threads.begin(self.slots)
         self.adapter = Adapter(
             mirror.tree,
@@ -174,7 +200,7 @@ class Passing:
             mirror.xattrs,
             Interrupts(mirror.metrics),
             mirror.metrics,
-            Relay(None, mirror.metrics, free_opens=False),
+            Relay(hooks, mirror.metrics, free_opens=False),
             self.slots,
             self.passthrough,
             self._answer_with,
@@ -183,6 +209,16 @@ class Passing:
         )
         self.adapter.take_over()
         self.passthrough.begin(self.supervisor.most)
+
+    def _missing(self, ino: int) -> bytes | None:
+        """All of a file that has no replica, as the source has it; None for another version."""
+        node = self.mirror.index.node(ino)
+        if node is None or node.outdated or self.mirror.index.replica(ino) is not None:
+            return None
+        path = self.mirror.area.source / os.fsdecode(node.name)
+        st = path.stat()
+        version = st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
+        return path.read_bytes() if version == node.stat.version[1:] else None
 
     def kill_worker(self) -> None:
         """All that it had in memory is gone; what the cache counts of it, too."""
@@ -200,11 +236,10 @@ class Passing:
 
     # -- the channel
 
-    def _send(
-        self, sender: Passthrough, message: dict[str, Any], descriptors: Sequence[int]
-    ) -> bool:
-        reply = self.supervisor.answer(message, descriptors)
-        assert reply is not None
+    def _send(self, sender: Passthrough, message: dict[str, Any]) -> bool:
+        said = parse(json.dumps(message).encode())
+        assert isinstance(said, (Back, Unback))
+        reply = self.supervisor.answer(said)
         if self.answers:
             self._in.send_nowait((sender, reply))
         return True
@@ -266,6 +301,8 @@ class Passing:
     async def read(self, one: Open) -> bytes:
         if one.backing_id:
             return os.pread(one.descriptor, 1 << 20, 0)
+        if one.number in self.threads.held:
+            return self.threads.held[one.number]
         return bytes(await self.adapter.read(one.number, 0, 1 << 20))
 
     async def release(self, one: Open) -> None:

@@ -15,6 +15,10 @@ class RecordingKernel:
     def invalidate_inode(self, ino: int, *, attributes_only: bool = False) -> None:
         (self.attributes if attributes_only else self.pages).append(ino)
 
+    async def forget_attributes(self, ino: int) -> None:
+        self.attributes.append(ino)
+        await trio.lowlevel.checkpoint()
+
     def invalidate_entry(self, parent: int, name: bytes) -> None:
         self.entries.append((parent, name))
 

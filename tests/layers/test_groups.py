@@ -91,6 +91,26 @@ async def test_many_files_are_few_errands_and_few_transactions(
         await check(mirror, names)
 
 
+async def test_what_others_have_read_is_kept_from_any_buffer(area: Area) -> None:
+    names = files(area, 5, 7000)
+    async with area.mount(copies=False) as mirror:
+        nodes = [await mirror.node(name) for name in names]
+        places = mirror.cache.reserve_each(nodes, evicts=False)
+        data = memoryview(bytearray(b"".join(content(7000, number) for number in range(5))))
+        given_up, *kept = [place for place in places if place is not None]
+        given_up.given_up = True
+        cut = [data[7000 * n : 7000 * (n + 1)] for n in range(5)]
+        results = await mirror.cache.write_each([*zip((given_up, *kept), cut, strict=True)])
+        assert results == [False, True, True, True, True]
+        mirror.cache.cancel(given_up)
+        data[:] = bytes(35_000)  # it is not looked at any more
+        assert states(mirror, [node.ino for node in nodes]) == ["remote"] + ["resident"] * 4
+        for number in range(1, 5):
+            assert await mirror.read_file(names[number]) == content(7000, number)
+        assert mirror.source.counters.read_bytes == 0
+        await mirror.settled()
+
+
 async def test_the_end_of_the_last_one_is_noticed(area: Area) -> None:
     names = files(area, 6)
     async with area.mount(copies=False) as mirror:

@@ -313,6 +313,7 @@ async def test_no_interleaving_breaks_the_kernels_rules(
         passing(mirror, monkeypatch, most=(64, 5)[seed % 2], seed=seed) as kernel,
     ):
         world = World(mirror, kernel, seed)
+        kernel.threads.misses = 0.3
         mirror.nursery.start_soon(kernel.passthrough.run)
         async with trio.open_nursery() as nursery:
             for _ in range(6):
@@ -325,6 +326,7 @@ async def test_no_interleaving_breaks_the_kernels_rules(
         opened = mirror.metrics.passthrough_opens, kernel.threads.opened
         assert sum(opened) > 20, "else this test shows nothing"
         assert all(opened)
+        assert kernel.threads.missed_opens > 0
         for number in range(8):
             mirror.cache.evict(await mirror.ino(str(number)))
         await mirror.idle()

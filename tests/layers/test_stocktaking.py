@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from monarchfs.cache.stock import Missing
+from monarchfs.cache.tiers import Hold
 from monarchfs.index import set_aside
 from monarchfs.store.tier import Tier
 from monarchfs.types import ReplicaState
@@ -92,6 +94,7 @@ async def test_a_new_index_takes_over_what_lies_there(files: Area) -> None:
     async with files.mount() as mirror:
         await read_both(mirror)
         await mirror.cache.sync()
+        made = {path.stat().st_mtime_ns for path in complete(mirror)}
     set_aside(str(files.state))
     async with files.mount() as mirror:
         await mirror.idle()
@@ -102,6 +105,9 @@ async def test_a_new_index_takes_over_what_lies_there(files: Area) -> None:
         assert mirror.posix.reads == []
         assert mirror.metrics.replicas_adopted == 2
         assert mirror.index.tier_totals()[mirror.tier.id].resident == 2
+        nodes = [await mirror.node(name) for name in ("small", "large")]
+        # When they were made is told, too.
+        assert {mirror.reasons.of(node).since_ns for node in nodes} == made
         await mirror.settled()
 
 
@@ -167,6 +173,55 @@ async def test_a_tier_that_somebody_emptied(files: Area) -> None:
         await mirror.idle()
         assert mirror.placement.usage(mirror.tier.id)[0] == 0
         await read_both(mirror)
+        await mirror.settled()
+
+
+async def test_a_tier_that_was_lost_is_told_in_one_line(
+    area: Area, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a tier in memory is by a reboot; the files are opened while it is being looked at."""
+    names = [f"n{number}" for number in range(200)]
+    for name in names:
+        area.write(name, content(1_000, len(name)))
+    async with area.mount() as mirror:
+        for name in names:
+            await mirror.read_file(name)
+        await mirror.idle()
+        root = Path(mirror.tier.path)
+        lost = {path.parent for path in complete(mirror)}
+    for path in lost:
+        shutil.rmtree(path)
+    caplog.clear()
+    async with area.mount() as mirror:
+        for name in names:
+            await mirror.read_file(name)
+        await mirror.idle()
+        assert mirror.metrics.replicas_lost == len(names)
+        await mirror.settled()
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "not there" in line or "gone" in line] == [
+        f"tier {root} was looked at: {len(names)} copies are not there any more"
+    ]
+
+
+async def test_what_a_reader_missed_first_is_neither_lost_twice_nor_is_its_new_copy(
+    files: Area,
+) -> None:
+    async with files.mount([ALL_ROOM, ALL_ROOM]) as mirror:
+        ino = await mirror.copied("other")
+        record = mirror.record(ino)
+        assert record is not None
+        # Between the comparison and what is done about it: the reader, and the copy.
+        mirror.cache.drop(ino, "its replica was lost")
+        await mirror.idle()
+        mirror.cache._tiers.hold(mirror.tier.id, Hold.STOCK, "it is being looked at")
+        await mirror.copied("other")
+        await mirror.cache._stock._mend(mirror.tier, [Missing(ino, record)])
+        again = mirror.record(ino)
+        assert again is not None
+        assert again.tier == mirror.tiers[1].id
+        assert mirror.metrics.replicas_lost == 0
+        mirror.cache._tiers.let_go(mirror.tier.id, Hold.STOCK)
         await mirror.settled()
 
 

@@ -20,7 +20,7 @@ from tests.layers.mirror import KIB, MIB, Area, Mirror, content, until
 
 
 def warming(mirror: Mirror) -> Warming:
-    return Warming(mirror.tree, mirror.cache, mirror.copier, mirror.nursery)
+    return Warming(mirror.tree, mirror.xattrs, mirror.cache, mirror.copier, mirror.nursery)
 
 
 async def warmed(mirror: Mirror, *paths: str, what: What = What.COPY) -> Counts:

@@ -23,6 +23,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.timing import Stopwatch
+
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv")
 NODES = ("n1", "n2", "n3")
 USERS = ("nobody", "daemon", "games")
@@ -76,9 +78,9 @@ PartitionName=gpu Nodes=n[1-3] OverSubscribe=FORCE:8
 def missing() -> str:
     """Why there can be no cluster here; empty if there can."""
     if os.geteuid() != 0:
-        return "needs root"
+        return "needs root: sudo make cluster"
     absent = [name for name in NEEDED if shutil.which(name, path=_PATH) is None]
-    return f"needs {', '.join(absent)}" if absent else ""
+    return f"needs {', '.join(absent)}: .ci/cluster-packages build/prometheus" if absent else ""
 
 
 @dataclass
@@ -185,14 +187,14 @@ class Cluster:
 
     def wait(self, *ids: int, seconds: float = 60) -> None:
         """Waits until jobs are over everywhere, or all jobs if none is named."""
-        deadline = time.monotonic() + seconds
+        watch = Stopwatch()
         wanted = {str(one) for one in ids}
 
         def left() -> list[str]:
             return [j for j in self.jobs() if not wanted or j.split()[0].split("_")[0] in wanted]
 
         while jobs := left():
-            assert time.monotonic() < deadline, f"still there: {jobs}\n{self.logs()}"
+            assert watch.seconds() < seconds, f"still there: {jobs}\n{self.logs()}"
             time.sleep(0.1)
 
     def node_states(self) -> dict[str, str]:
@@ -219,9 +221,9 @@ class Cluster:
     ) -> None:
         """Waits for something that happens on the nodes; fails the test, and tells all there is
         to know of them, if it has not after ``seconds``."""
-        deadline = time.monotonic() + seconds
+        watch = Stopwatch()
         while not condition():
-            if time.monotonic() > deadline:
+            if watch.seconds() > seconds:
                 pytest.fail(f"waited {seconds:g} s in vain for: {what}\n{self.state()}")
             time.sleep(0.02)
 
@@ -284,13 +286,15 @@ class Cluster:
 
     def wait_idle(self) -> None:
         """Until Slurm would run jobs on all nodes."""
-        deadline = time.monotonic() + _START_SECONDS
+        watch = Stopwatch()
         while True:
             done = self.run("ctl", "sinfo", "--noheader", "-N", "--format=%T")
             states = set(done.stdout.split())
             if done.returncode == 0 and states == {"idle"}:
                 return
-            assert time.monotonic() < deadline, f"{done.stderr}{states}\n{self.logs()}"
+            shown = f"nodes are {', '.join(sorted(states))}" if states else "no node is known"
+            said = done.stderr.strip() or shown
+            assert watch.seconds() < _START_SECONDS, f"Slurm is not ready: {said}\n{self.logs()}"
             time.sleep(0.1)
 
     def close(self) -> None:
@@ -327,10 +331,10 @@ class Cluster:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + _START_SECONDS
+        watch = Stopwatch()
         while not (directory / "socket").exists():
             assert self.munged.poll() is None, (directory / "log").read_text()
-            assert time.monotonic() < deadline, "munged does not come up"
+            assert watch.seconds() < _START_SECONDS, "munged does not come up"
             time.sleep(0.02)
 
     def _start_machine(self, name: str) -> None:

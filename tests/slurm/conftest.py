@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.slurm.cluster import Cluster, missing
 from tests.slurm.site import site_cluster
+from tests.surroundings import no_fuse, no_namespaces
 
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Cluster]:
-    if reason := missing():
-        pytest.skip(f"a Slurm cluster {reason}")
-    if not os.path.exists("/dev/fuse"):
-        pytest.skip("needs /dev/fuse")
+    if reason := missing() or no_fuse() or no_namespaces():
+        pytest.skip(reason)
     with site_cluster() as running:
         yield running

@@ -20,7 +20,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("root")
     words = [f"DESTDIR={root}", f"INSTALLED={root}/opt/bin", "PLUGINDIR=/plugins"]
     done = subprocess.run(
-        ["make", "-s", "install-system", *words, f"BUILD={root}/build"],
+        # Nothing is written to the clone, which may be another user's.
+        ["make", "-s", "install-system", *words, f"BUILD={root}/build", f"PAGES={root}/man"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

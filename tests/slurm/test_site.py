@@ -34,7 +34,7 @@ def test_the_example(tmp_path: Path) -> None:
     path.write_bytes(EXAMPLE.read_bytes())
     path.chmod(0o644)
     if os.geteuid() != 0:
-        pytest.skip("the file has to be root's")
+        pytest.skip("needs root, whose the file has to be: sudo make test")
     site = read_site(str(path))
     assert site.path == str(path)
     assert site.options == ("freshness=immutable", "prefetch=auto")

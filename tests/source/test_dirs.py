@@ -96,8 +96,25 @@ def test_a_cached_directory_goes_on_meaning_the_old_one_until_forgotten(
     assert posix.stat(new, b"new").is_regular
     with pytest.raises(FileNotFoundError):
         posix.stat(new, b"old")
+    # Both stay open, as they may take turns at this path.
+    assert posix.stat(old, b"old").is_regular
+    posix.forget(b"d")
+    assert posix.stat(new, b"new").is_regular
     with pytest.raises(SourceChanged):
         posix.stat(old, b"old")
+
+
+def test_a_directory_that_was_found_can_be_used_when_it_is_replaced_at_once(
+    root: Path, posix: PosixSource
+) -> None:
+    (root / "d").mkdir()
+    (root / "d" / "f").write_bytes(b"of the first one")
+    found, _ = posix.found(posix.root, b"d")
+    (root / "d").rename(root / "moved")
+    (root / "d").mkdir()
+    fd, stat = posix.open(DirRef(b"d", found.ino), b"f")
+    assert stat.size == 16
+    posix.close(fd)
 
 
 def test_forget_drops_what_is_below_and_nothing_else(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from monarchfs.source.layout import Layout, Part, parse
+from tests import surroundings
 
 MIB = 1 << 20
 EOF = (1 << 64) - 1
@@ -129,3 +134,40 @@ def test_no_bytes_are_harmful(start: bytes, rest: bytes) -> None:
         for offset in (0, MIB, 1 << 60):
             layout.target(offset)
             assert 0 < layout.span(offset, MIB) <= MIB
+
+
+# -- what the C part reads out of it
+
+BODIES = st.sampled_from(
+    [
+        plain([7]),
+        plain([3, 1], pool=b"flash"),
+        plain([], pattern=RELEASED),
+        plain([1], pattern=RELEASED, pool=b"flash"),
+        b"",
+        struct.pack("<I", 0x0BD40BD0) + b"another kind" * 4,
+    ]
+)
+VALUES = BODIES | st.lists(
+    st.tuples(st.sampled_from([0, 0x10, 0x11]), st.just(0), st.just(EOF), BODIES), max_size=4
+).map(composite)
+
+
+@pytest.fixture(scope="module")
+def released_in_c(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bytes], bool]:
+    library = tmp_path_factory.mktemp("c") / "layout.so"
+    code = Path(__file__).parents[2] / "monarchfs" / "engine" / "_layout.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, code], check=True, timeout=60)
+    function = ctypes.CDLL(str(library)).layout_released
+    function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_size_t], ctypes.c_bool
+    return lambda value: bool(function(value, len(value)))
+
+
+@surroundings.program("cc", "gcc")
+@given(VALUES, st.integers(0, 1 << 10))
+def test_the_c_part_knows_what_lies_in_an_archive(
+    released_in_c: Callable[[bytes], bool], value: bytes, length: int
+) -> None:
+    for part in (value, value[:length]):
+        layout = parse(part)
+        assert released_in_c(part) == (layout is not None and layout.released)

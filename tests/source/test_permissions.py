@@ -14,12 +14,13 @@ from monarchfs.types import (
     DirRef,
     FileType,
 )
+from tests import surroundings
 from tests.source.tools import (
     everything,
     ref,
 )
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+needs_root = surroundings.requires_root
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_xattrs_of_files_directories_and_links(root: Path, posix: PosixSource) -
 def test_a_file_system_mounted_below_the_root_has_a_device(root: Path, posix: PosixSource) -> None:
     (root / "m").mkdir()
     covered = ref(root, b"m")
-    subprocess.run(["mount", "-t", "tmpfs", "none", root / "m"], check=True)
+    surroundings.mount_tmpfs(root / "m")
     try:
         (root / "m" / "f").touch()
         st = posix.stat(ref(root), b"m")

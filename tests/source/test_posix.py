@@ -24,6 +24,7 @@ from monarchfs.types import (
     SourceChanged,
     SourceStat,
 )
+from tests import surroundings
 from tests.source.tools import (
     everything,
     open_descriptors,
@@ -136,7 +137,7 @@ def test_a_listing_can_be_left_early(root: Path, posix: PosixSource) -> None:
         next(posix.list(DirRef(b"none", 1), 4))
 
 
-@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+@surroundings.program("strace")
 def test_listing_100000_names_costs_no_stat_each(root: Path, tmp_path: Path) -> None:
     fd = os.open(root, os.O_RDONLY)
     for number in range(100_000):
@@ -203,7 +204,7 @@ def test_what_was_read_is_not_kept_in_memory_too(root: Path, posix: PosixSource)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         if cached(fd):
-            pytest.skip("this file system keeps its files in memory")
+            pytest.skip("needs a TMPDIR on a disk: it is in memory")
         # In order, as a copy is read: nothing is read ahead, and nothing stays.
         for start in (0, mib, 2 * mib):
             found = posix.read_once(fd, start, mib)

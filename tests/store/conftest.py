@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from monarchfs.store import Tier
+from tests import surroundings
 from tests.store.tools import open_tier
 
 
@@ -38,6 +39,6 @@ def tier(path: Path) -> Iterator[Tier]:
 def small(path: Path) -> Iterator[Path]:
     """A tmpfs of 1 MiB and 64 inodes."""
     options = "size=1M,nr_inodes=64,mode=700"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", path], check=True)
+    surroundings.mount_tmpfs(path, options)
     yield path
     subprocess.run(["umount", "-l", path], check=True)

@@ -9,8 +9,9 @@ import pytest
 
 from monarchfs.store import Tier
 from monarchfs.store.checksum import checksum
+from tests import surroundings
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+needs_root = surroundings.requires_root
 
 KIB = 1024
 BLOCK = 128 * KIB

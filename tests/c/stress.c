@@ -1,52 +1,29 @@
 /* All threads of the C part at once, for a sanitizer: a socket is the kernel, and replicas come and go
  * while they are opened and read. Arguments: a directory for a tier, and how many requests. */
 #define _GNU_SOURCE
-#include "../monarchfs/fuse/_backed.h"
-#include "../monarchfs/fuse/_parking.h"
-#include "../monarchfs/fuse/_relay.h"
-#include "../monarchfs/fuse/_resident.h"
-#include "../monarchfs/fuse/_table.h"
-#include "../monarchfs/fuse/_unfinished.h"
+#include "../../monarchfs/fuse/_backed.h"
+#include "../../monarchfs/fuse/_relay.h"
+#include "../../monarchfs/fuse/_resident.h"
+#include "../../monarchfs/fuse/_table.h"
+#include "../../monarchfs/fuse/_unfinished.h"
+
+#include "kernel.h"
 
 #include <linux/fuse.h>
 
-#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define FILES 40
 #define SIZE 5000
-#define MOST_ASKED 8 /* at once */
 
-#define CHECK(condition)                                                                  \
-	do {                                                                              \
-		if (!(condition)) {                                                       \
-			fprintf(stderr, "line %d: %s (%d)\n", __LINE__, #condition, errno); \
-			abort();                                                          \
-		}                                                                         \
-	} while (0)
-
-static int kernel, device, tier_fd, source_fds[FILES + 1];
+static int tier_fd, source_fds[FILES + 1];
 static struct stat source_stats[FILES + 1];
 static char arrived[FILES + 1][SIZE];
-static unsigned requests;
-static bool over;
-static pthread_mutex_t queue = PTHREAD_MUTEX_INITIALIZER;
-
-/* There is no Python. */
-bool parking_answered(const void *request, size_t length)
-{
-	(void)request;
-	(void)length;
-	return false;
-}
 
 static void describe(uint64_t ino, struct replica *replica)
 {
@@ -72,20 +49,10 @@ static void make_file(uint64_t ino)
 	CHECK(fstat(source_fds[ino], &source_stats[ino]) == 0);
 }
 
-static void send_request(uint32_t opcode, uint64_t unique, uint64_t ino, const void *body, size_t size)
-{
-	char message[256];
-	struct fuse_in_header in = {.len = (uint32_t)(sizeof(in) + size), .opcode = opcode,
-				    .unique = unique, .nodeid = ino};
-	memcpy(message, &in, sizeof(in));
-	memcpy(message + sizeof(in), body, size);
-	CHECK(send(kernel, message, in.len, 0) == (ssize_t)in.len);
-}
-
 static void ask(unsigned *seed, uint64_t unique, uint64_t *handles)
 {
 	uint64_t ino = 1 + (uint64_t)rand_r(seed) % FILES;
-	struct fuse_read_in read_in = {.offset = 100, .size = 1000};
+	struct fuse_read_in read_in = {.offset = 100, .size = READ_BYTES};
 	struct fuse_open_in open_in = {.flags = O_RDONLY};
 	struct fuse_release_in release_in = {.fh = handles[ino]};
 	switch (rand_r(seed) % 4) {
@@ -101,60 +68,19 @@ static void ask(unsigned *seed, uint64_t unique, uint64_t *handles)
 	}
 }
 
-/* The kernel: `requests` of them, and every byte of the answers. */
-static void *be_kernel(void *unused)
-{
-	unsigned seed = 1, asked = 0, answered = 0;
-	uint64_t handles[FILES + 1] = {0};
-	while (answered < requests) {
-		while (asked < requests && asked - answered < MOST_ASKED)
-			ask(&seed, ++asked, handles);
-		char message[8192];
-		ssize_t got = recv(kernel, message, sizeof(message), 0);
-		struct fuse_out_header out;
-		CHECK(got >= (ssize_t)sizeof(out));
-		memcpy(&out, message, sizeof(out));
-		uint64_t ino = out.unique & 255;
-		size_t size = (size_t)got - sizeof(out);
-		answered++;
-		if (size == sizeof(struct fuse_open_out)) {
-			struct fuse_open_out opened;
-			memcpy(&opened, message + sizeof(out), sizeof(opened));
-			struct fuse_release_in release_in = {.fh = handles[ino]};
-			if (handles[ino]) {
-				send_request(FUSE_RELEASE, 0, ino, &release_in, sizeof(release_in));
-				answered--;
-			}
-			handles[ino] = opened.fh;
-		} else if (size) {
-			CHECK(size == 1000);
-			for (size_t i = 0; i < size; i++)
-				CHECK(message[sizeof(out) + i] == (char)ino);
-		}
-	}
-	(void)unused;
-	pthread_mutex_lock(&queue);
-	over = true;
-	pthread_mutex_unlock(&queue);
-	return NULL;
-}
-
 /* What comes to Python is answered with nothing. */
 static void *be_python(void *unused)
 {
 	char *buffer = malloc(REQUEST_BYTES);
 	for (;;) {
 		int ended_by;
-		bool again;
-		long got = relay_next(buffer, &ended_by, &again);
-		pthread_mutex_lock(&queue);
-		bool done = over;
-		pthread_mutex_unlock(&queue);
-		if (done)
+		enum relay_past past;
+		long got = relay_next(buffer, &ended_by, &past);
+		if (is_over())
 			break;
 		if (got > 0) {
 			const struct fuse_in_header *in = (const void *)buffer;
-			if (relay_answered(buffer, (size_t)got, again))
+			if (relay_answered(buffer, (size_t)got, past))
 				continue;
 			struct fuse_out_header out = {.len = sizeof(out), .unique = in->unique};
 			CHECK(send(device, &out, sizeof(out), 0) == sizeof(out));
@@ -165,11 +91,6 @@ static void *be_python(void *unused)
 	free(buffer);
 	(void)unused;
 	return NULL;
-}
-
-static int64_t ns_of(struct timespec time)
-{
-	return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
 static void *be_cache(void *unused)
@@ -269,10 +190,7 @@ static void *be_cache(void *unused)
 		default:
 			CHECK(resident_put(ino, &replica, true));
 		}
-		pthread_mutex_lock(&queue);
-		bool done = over;
-		pthread_mutex_unlock(&queue);
-		if (done)
+		if (is_over())
 			break;
 	}
 	(void)unused;

@@ -1,0 +1,258 @@
+"""``monarchfs cache``: the caches of this node, mounted or not; to look at, and to remove."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from monarchfs.cli.text import printable
+from monarchfs.config.places import ROOT_CACHE_DIR, runtime_dirs_to_search
+from monarchfs.config.values import parse_interval, parse_path
+from monarchfs.inventory.looking import (
+    Cache,
+    Inventory,
+    source_gone,
+    user_of,
+    users_of_node,
+)
+from monarchfs.inventory.removing import remove_cache
+from monarchfs.inventory.trees import remove_tree
+from monarchfs.slurm.caches import all_caches, discard, trash_in
+from monarchfs.slurm.records import layout_of, prepare
+from monarchfs.slurm.site import Site, read_site
+from monarchfs.supervisor.recover import find_all, find_private
+from monarchfs.types import MonarchError, OperationError, UsageError
+from monarchfs.units import format_bytes, format_seconds
+
+
+def cache_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Shows or removes caches; 1 if something could not be removed. Raises UsageError or
+    OperationError."""
+    logging.getLogger().addHandler(logging.NullHandler())
+    step, names = arguments.what, [parse_path(name) for name in arguments.name]
+    if step != "prune" and bool(names) != (step in ("show", "remove")):
+        want = "name a SOURCE, a STATE_DIR or a PATH" if not names else "it takes no names"
+        raise UsageError(f"cache {step}: {want}: see monarchfs cache --help")
+    older = None if arguments.older_than is None else parse_interval(arguments.older_than)
+    if step != "prune" and (older is not None or arguments.source_gone):
+        raise UsageError("--older-than and --source-gone are for cache prune")
+    site = None
+    if os.geteuid() == 0:
+        site = read_site(None if arguments.config is None else parse_path(arguments.config))
+    inventory = look(
+        site,
+        environ,
+        tiers=[parse_path(path) for path in arguments.tier],
+        state_dirs=[*(parse_path(path) for path in arguments.state_dir), *names],
+        named=len(arguments.state_dir),
+    )
+    found = inventory.caches()
+    if names:
+        found = [one for name in names for one in _chosen(found, name)]
+        found = list({tuple(_paths(one)): one for one in found}.values())
+    if step == "prune":
+        found = [
+            part for one in found if (part := _prunable(one, older, gone=arguments.source_gone))
+        ]
+    if step in ("list", "show"):
+        _print(found, inventory.notes, as_json=arguments.json, whole=step == "show")
+        return 0
+    busy = [one for one in found if one.in_use] if step == "remove" else []
+    if busy:
+        where = f" by the mount on {busy[0].mountpoint}" if busy[0].mountpoint else ""
+        raise OperationError(f"the cache of {busy[0].source} is in use{where}: unmount that first")
+    if found and not arguments.dry_run and not arguments.yes:
+        _ask(found)
+    return _remove(found, inventory.notes, site, dry_run=arguments.dry_run, as_json=arguments.json)
+
+
+def look(
+    site: Site | None,
+    environ: Mapping[str, str],
+    *,
+    tiers: Sequence[str] = (),
+    state_dirs: Sequence[str] = (),
+    named: int = 0,
+    measure: bool = True,
+) -> Inventory:
+    """All places that are known looked at: those of users, of mounts, of Slurm, and what was named.
+    The first ``named`` of the state directories have to be some. Raises OperationError."""
+    inventory = Inventory(measure=measure)
+    me = user_of(os.geteuid())
+    for number, path in enumerate(state_dirs):
+        if not inventory.state_dir(path, None) and number < named:
+            raise OperationError(f"{path} holds no cache of monarchfs that is yours to look at")
+    for path in tiers:
+        inventory.tier(path, me)
+    search = partial(runtime_dirs_to_search, os.geteuid(), environ)
+    for mount in [*find_all(search), *find_private(search)]:
+        if mount.registered is not None:
+            entry, writer = mount.registered.entry, mount.registered.owner_uid
+            # Who is not root speaks for himself alone.
+            uid = entry.uid if writer == 0 else writer
+            if os.geteuid() in (0, uid):
+                inventory.state_dir(entry.state_dir, user_of(uid))
+    inventory.base(ROOT_CACHE_DIR, me)
+    inventory.users([me], environ)
+    if site is not None:
+        inventory.base(site.cache_dir, me)
+        for tier in site.tiers:
+            inventory.tier(tier.path, me)
+        layout = layout_of(site)
+        for cache in all_caches(layout) if os.path.isdir(layout.caches) else ():
+            state = os.path.join(layout.cache(cache.key), "state")
+            inventory.state_dir(state, user_of(cache.uid))
+        inventory.users(users_of_node(), {})
+    return inventory
+
+
+def as_dict(cache: Cache) -> dict[str, Any]:
+    """A cache as ``--json`` has it (docs/USAGE.md)."""
+    return {
+        "source": cache.source,
+        "user": cache.user.name,
+        "uid": cache.user.uid,
+        "state_dir": cache.state_dir,
+        "state_dir_claims": cache.claimed,
+        "in_use": cache.in_use,
+        "mountpoint": cache.mountpoint if cache.in_use else None,
+        "last_used_unix_seconds": cache.last_used,
+        "used_bytes": cache.used_bytes,
+        "tiers": [
+            {
+                "tier": one.tier,
+                "path": one.path,
+                "used_bytes": one.size.bytes,
+                "files": one.size.files,
+                "complete": one.size.whole,
+                "in_use": one.in_use,
+                "stranded": one.stranded,
+            }
+            for one in cache.directories
+        ],
+    }
+
+
+def _chosen(found: Sequence[Cache], name: str) -> list[Cache]:
+    """The caches that a name means: of a source, by its state directory, mounted somewhere, or with
+    a directory that the path is, or lies in. A stranded directory alone, where that is meant."""
+    chosen = []
+    for one in found:
+        if name in (one.source, one.state_dir, one.mountpoint if one.in_use else None):
+            chosen.append(one)
+            continue
+        for directory in one.directories:
+            if name == directory.path or name.startswith(directory.path + "/"):
+                part = one.stranded_part() if directory.stranded else one
+                chosen.append(part or one)
+    if not chosen:
+        raise OperationError(f"no cache is of {name}, or lies there: see monarchfs cache list")
+    return chosen
+
+
+def _prunable(cache: Cache, older: float | None, *, gone: bool) -> Cache | None:
+    """What of a cache goes: all of it, its stranded directories, or nothing."""
+    if cache.claimed and not cache.in_use:
+        if older is not None and cache.last_used < time.time() - older:
+            return cache
+        if gone and source_gone(cache.source, cache.user):
+            return cache
+    return cache.stranded_part()
+
+
+def _ask(found: Sequence[Cache]) -> None:
+    """Goes on only if somebody at a terminal agrees. Raises UsageError or OperationError."""
+    if not sys.stdin.isatty():
+        raise UsageError("nobody can be asked here: say --yes, or --dry-run to look first")
+    for one in found:
+        print("\n".join(_lines(one, whole=False)), file=sys.stderr)
+    print("Remove these? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise OperationError("nothing was removed")
+
+
+def _remove(
+    found: Sequence[Cache], notes: list[str], site: Site | None, *, dry_run: bool, as_json: bool
+) -> int:
+    results = []
+    for one in found:
+        error = None
+        if not dry_run:
+            try:
+                _removal(one, site)()
+            except (MonarchError, OSError) as failed:
+                error = str(failed)
+        results.append({**as_dict(one), "removed": not dry_run and error is None, "error": error})
+        if not as_json:
+            did = "would remove" if dry_run else "removed" if error is None else "cannot remove"
+            paths = ", ".join(_paths(one))
+            text = f"{did} {format_bytes(one.used_bytes)} of {one.source}: {paths}"
+            print(printable(text + (f": {error}" if error else "")))
+    if as_json:
+        print(json.dumps({"dry_run": dry_run, "caches": results, "notes": notes}))
+    else:
+        for note in notes:
+            print(printable(note))
+        if not found:
+            print("there is nothing to remove")
+    return int(any(one["error"] is not None for one in results))
+
+
+def _removal(cache: Cache, site: Site | None) -> Callable[[], None]:
+    if site is None or cache.part or not cache.claimed:
+        return partial(remove_cache, cache)
+    layout = layout_of(site)
+    key = os.path.basename(os.path.dirname(cache.state_dir))
+    if cache.state_dir != os.path.join(layout.cache(key), "state"):
+        return partial(remove_cache, cache)
+
+    def of_slurm() -> None:
+        prepare(layout)
+        if not discard(layout, key, "as root asked"):
+            raise OperationError("a job uses it")
+        for path in trash_in(layout, site):
+            remove_tree(path)
+
+    return of_slurm
+
+
+def _paths(cache: Cache) -> list[str]:
+    state = [cache.state_dir] if cache.claimed and not cache.part else []
+    return [*state, *(one.path for one in cache.directories)]
+
+
+def _print(found: Sequence[Cache], notes: list[str], *, as_json: bool, whole: bool) -> None:
+    if as_json:
+        print(json.dumps({"caches": [as_dict(one) for one in found], "notes": notes}))
+        return
+    for one in found:
+        print("\n".join(_lines(one, whole=whole)))
+    for note in notes:
+        print(printable(note))
+    if not found:
+        print("there is no cache")
+
+
+def _lines(cache: Cache, *, whole: bool) -> list[str]:
+    """A row a cache, and below it one a directory in a tier."""
+    ago = format_seconds(max(0.0, time.time() - cache.last_used))
+    state = "not in use"
+    if cache.in_use:
+        state = f"in use by {cache.mountpoint or 'somebody'}"
+    used = format_bytes(cache.used_bytes)
+    whose = f"state {cache.state_dir}" + ("" if cache.claimed else " (gone, or has another)")
+    lines = [f"{cache.source}  {cache.user.name}  {used}  used {ago} ago  {state}  {whose}"]
+    for one in cache.directories:
+        place = one.path if whole or one.stranded else one.tier
+        size = ("" if one.size.whole else "at least ") + format_bytes(one.size.bytes)
+        count = "file" if one.size.files == 1 else "files"
+        why = f"  stranded: {one.stranded}" if one.stranded else ""
+        lines.append(f"    {place}  {size}  {one.size.files} {count}{why}")
+    return [printable(line) for line in lines]

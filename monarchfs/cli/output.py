@@ -1,0 +1,97 @@
+"""Standard output and standard error, which may be closed, full, or without a reader.
+
+What is said on standard error never decides what becomes of a command: what cannot be written there
+is dropped. Python alone would end with exit code 120 (``sys.exit``), whatever the command did.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from monarchfs.cli.text import printable
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit code that a shell shows for who died of SIGINT."""
+
+Complain = Callable[[str, int], int]
+
+
+class _Lossy(io.RawIOBase):
+    """A descriptor that takes everything, also what it cannot write."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        left = memoryview(data).cast("B")
+        size = left.nbytes
+        try:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        except OSError:
+            # There is nowhere to tell that the place for telling is full or gone.
+            return size
+        return size
+
+
+def prepare_streams() -> None:
+    """Opens /dev/null in place of standard descriptors that are closed, so that no other file gets
+    their numbers, and lets `sys.stderr` drop what cannot be written. What is run later gets them
+    closed as they were (O_CLOEXEC)."""
+    while (lowest := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
+        pass
+    os.close(lowest)
+    if sys.stderr is sys.__stderr__:
+        # Unbuffered: a child that is forked must not print again what its parent has printed.
+        sys.stderr = io.TextIOWrapper(
+            _Lossy(2),
+            encoding=getattr(sys.stderr, "encoding", None),
+            errors="backslashreplace",
+            line_buffering=True,
+            write_through=True,
+        )
+
+
+def complain(message: str, code: int, program: str = "monarchfs") -> int:
+    """Prints an error as the one line it has to be; returns ``code``."""
+    # A path may hold a line break, bytes that are no text, and what moves a terminal's cursor.
+    print(f"{program}: {printable(' '.join(message.splitlines()))}", file=sys.stderr)
+    return code
+
+
+def output_written(code: int, complain: Complain = complain) -> int:
+    """The exit code once all output is out: a full disk is an error of a command that has done
+    everything else, a reader who left is none."""
+    try:
+        if sys.stdout is not None:  # it may be closed from the start
+            sys.stdout.flush()
+        return code
+    except OSError as error:
+        # What is left in the buffer must not fail again when the interpreter ends.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+        if code or isinstance(error, BrokenPipeError):
+            return code
+        return complain(f"cannot write the output: {error.strerror}", 1)
+
+
+def die_of_interrupt(code: int) -> int:
+    """Ends this process by SIGINT: a shell that runs a script goes on after an exit code of any
+    kind, and stops where its child died of the signal. Returns ``code`` where SIGINT is blocked."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+    return code

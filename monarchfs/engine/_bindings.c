@@ -1,0 +1,244 @@
+/* What Python tells the data engine, and hears from it. See engine/misses.py. */
+#define PY_SSIZE_T_CLEAN
+#include "_bindings.h"
+
+#include "_misses.h"
+
+#include "../fuse/_known.h"
+
+#include <errno.h>
+
+/* The bytes of a file, as a buffer. */
+struct file_bytes {
+	PyObject_HEAD
+	struct miss_bytes *bytes;
+};
+
+static int get_buffer(PyObject *self, Py_buffer *view, int flags)
+{
+	struct miss_bytes *bytes = ((struct file_bytes *)self)->bytes;
+	return PyBuffer_FillInfo(view, self, bytes->data, (Py_ssize_t)bytes->size, 1, flags);
+}
+
+static Py_ssize_t length_of(PyObject *self)
+{
+	return (Py_ssize_t)((struct file_bytes *)self)->bytes->size;
+}
+
+static void dealloc(PyObject *self)
+{
+	misses_leave_bytes(((struct file_bytes *)self)->bytes);
+	Py_TYPE(self)->tp_free(self);
+}
+
+static PyBufferProcs buffer = {.bf_getbuffer = get_buffer};
+static PySequenceMethods sequence = {.sq_length = length_of};
+static PyTypeObject file_bytes_type = {
+	PyVarObject_HEAD_INIT(NULL, 0)
+	.tp_name = "monarchfs.fuse._session.FileBytes",
+	.tp_doc = "The bytes of a file, read-only; for memoryview.",
+	.tp_basicsize = sizeof(struct file_bytes),
+	.tp_flags = Py_TPFLAGS_DEFAULT,
+	.tp_dealloc = dealloc,
+	.tp_as_buffer = &buffer,
+	.tp_as_sequence = &sequence,
+};
+
+static PyObject *failed(int error)
+{
+	errno = error;
+	return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+static bool number_in(PyObject *given, uint64_t *number)
+{
+	*number = PyLong_AsUnsignedLongLong(given);
+	return !(*number == (uint64_t)-1 && PyErr_Occurred());
+}
+
+static PyObject *start(PyObject *self, PyObject *args)
+{
+	unsigned long long memory_bytes, device;
+	int keeps, layouts;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KKpp", &memory_bytes, &device, &keeps, &layouts))
+		return NULL;
+	const struct miss_options options = {
+		.memory_bytes = memory_bytes,
+		.device = (dev_t)device,
+		.keeps = keeps,
+		.layouts = layouts,
+	};
+	int fd = misses_start(&options);
+	return fd < 0 ? failed(-fd) : PyLong_FromLong(fd);
+}
+
+static PyObject *directory(PyObject *self, PyObject *args)
+{
+	unsigned number;
+	int fd;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "Ii", &number, &fd))
+		return NULL;
+	int error = -misses_directory(number, fd);
+	if (error)
+		return failed(error);
+	Py_RETURN_NONE;
+}
+
+static PyObject *put(PyObject *self, PyObject *args)
+{
+	unsigned long long ino, source_ino, size;
+	long long mtime_ns, ctime_ns;
+	unsigned number;
+	const char *name;
+	Py_ssize_t length;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KIy#KKLL", &ino, &number, &name, &length, &source_ino, &size,
+			      &mtime_ns, &ctime_ns))
+		return NULL;
+	const struct miss_version version = {source_ino, size, mtime_ns, ctime_ns};
+	return PyBool_FromLong(misses_put(ino, number, name, (size_t)length, &version));
+}
+
+static PyObject *has(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	return number_in(given, &ino) ? PyBool_FromLong(misses_has(ino)) : NULL;
+}
+
+static PyObject *forget(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	if (!number_in(given, &ino))
+		return NULL;
+	misses_forget(ino);
+	Py_RETURN_NONE;
+}
+
+static PyObject *forget_all(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	misses_forget_all();
+	Py_RETURN_NONE;
+}
+
+static PyObject *hold(PyObject *self, PyObject *args)
+{
+	unsigned long long ino;
+	int held;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "Kp", &ino, &held))
+		return NULL;
+	return PyBool_FromLong(misses_hold(ino, held));
+}
+
+static PyObject *busy(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	return number_in(given, &ino) ? PyBool_FromLong(misses_busy(ino)) : NULL;
+}
+
+/* Takes the bytes over. */
+static PyObject *object_of(struct miss_bytes *bytes)
+{
+	if (!bytes)
+		Py_RETURN_NONE;
+	struct file_bytes *object = PyObject_New(struct file_bytes, &file_bytes_type);
+	if (object)
+		object->bytes = bytes;
+	else
+		misses_leave_bytes(bytes);
+	return (PyObject *)object;
+}
+
+static PyObject *events(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	PyObject *found = PyList_New(0);
+	struct miss_event *event = misses_events();
+	while (event) {
+		struct miss_event *next = event->next;
+		PyObject *bytes = object_of(event->bytes), *each = NULL;
+		if (bytes && found)
+			each = Py_BuildValue("KIO", (unsigned long long)event->ino, event->opens,
+					     bytes);
+		if (!each || PyList_Append(found, each) < 0)
+			Py_CLEAR(found); /* the rest is let go of */
+		Py_XDECREF(each);
+		Py_XDECREF(bytes);
+		free(event);
+		event = next;
+	}
+	return found;
+}
+
+static PyObject *leave_older(PyObject *self, PyObject *args)
+{
+	unsigned long long before_ns;
+	unsigned most;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KI", &before_ns, &most))
+		return NULL;
+	return PyLong_FromUnsignedLong(misses_leave_older(before_ns, most));
+}
+
+static PyObject *any_since(PyObject *self, PyObject *given)
+{
+	uint64_t since_ns;
+	(void)self;
+	return number_in(given, &since_ns) ? PyBool_FromLong(misses_any_since(since_ns)) : NULL;
+}
+
+static PyObject *counted(PyObject *self, PyObject *unused)
+{
+	struct miss_counts counts;
+	(void)self;
+	(void)unused;
+	misses_count(&counts);
+	return Py_BuildValue("KKKNNN", (unsigned long long)counts.bytes,
+			     (unsigned long long)counts.source_bytes,
+			     (unsigned long long)counts.lost, durations_object(&counts.opens),
+			     durations_object(&counts.reads), durations_object(&counts.source));
+}
+
+static PyMethodDef methods[] = {
+	{"misses_start", start, METH_VARARGS,
+	 "misses_start(memory_bytes, device, keeps, layouts): see _misses.h. A descriptor that is\n"
+	 "readable while there are events. Raises OSError."},
+	{"misses_directory", directory, METH_VARARGS,
+	 "misses_directory(number, fd): an open directory of the source. Raises OSError."},
+	{"misses_put", put, METH_VARARGS,
+	 "misses_put(ino, directory, name, source ino, size, mtime_ns, ctime_ns): what it stands for.\n"
+	 "False where it cannot be known."},
+	{"misses_has", has, METH_O, "misses_has(ino): whether it is known."},
+	{"misses_forget", forget, METH_O, "misses_forget(ino): it is not to be served any more."},
+	{"misses_forget_all", forget_all, METH_NOARGS, "The same, of all."},
+	{"misses_hold", hold, METH_VARARGS,
+	 "misses_hold(ino, held): Python reads it, or not any more. True where it is being read here."},
+	{"misses_busy", busy, METH_O,
+	 "misses_busy(ino): whether it is being read, or its bytes wait in an event."},
+	{"misses_events", events, METH_NOARGS,
+	 "What was served since the last call, oldest first: [(ino, opens, bytes or None)]."},
+	{"misses_leave_older", leave_older, METH_VARARGS,
+	 "misses_leave_older(before_ns, most): what has been waiting since before then (CLOCK_MONOTONIC)\n"
+	 "is Python's now, see _misses.h. How many others wait."},
+	{"misses_any_since", any_since, METH_O,
+	 "misses_any_since(since_ns): whether a request waits that came since then."},
+	{"misses_counts", counted, METH_NOARGS,
+	 "(bytes in answers, those asked of the source, opens that no event tells of, opens, reads, files\n"
+	 "read from the source), the three last as in relay_counts."},
+	{NULL, NULL, 0, NULL},
+};
+
+int engine_add_to(PyObject *module)
+{
+	if (PyType_Ready(&file_bytes_type) < 0)
+		return -1;
+	return PyModule_AddFunctions(module, methods);
+}

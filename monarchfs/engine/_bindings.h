@@ -1,0 +1,10 @@
+/* What Python tells the data engine, and hears from it. */
+#ifndef MONARCHFS_ENGINE_BINDINGS_H
+#define MONARCHFS_ENGINE_BINDINGS_H
+
+#include <Python.h>
+
+/* 0, or -1 with an exception. */
+int engine_add_to(PyObject *module);
+
+#endif

@@ -1,0 +1,907 @@
+/* Opens and reads of small files that are not cached. See _misses.h.
+ *
+ * An entry is REMOTE, QUEUED for a source thread, READING in one, or has its bytes in memory:
+ *
+ *   request  REMOTE, QUEUED, READING            bytes in memory
+ *   OPEN     waits for a source thread          waits, too: the version is looked at for each open
+ *   READ     waits for a source thread          is answered at once
+ *
+ * Opening the file and comparing its version is all that an open has to ask in any mode: what is at the
+ * name now is what it was known to be. Bytes are of a version that was seen before and after they were
+ * read (fstat(2)). Nobody waits for the source under `lock`; whoever waits for it in a thread of these
+ * answers first, and closes then, because close(2) may wait, too.
+ */
+#define _GNU_SOURCE
+#include "_misses.h"
+
+#include "_layout.h"
+
+#include "../fuse/_bytes.h"
+#include "../fuse/_journal.h"
+#include "../fuse/_pool.h"
+#include "../fuse/_resident.h"
+#include "../fuse/_table.h"
+
+#include <linux/fuse.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <sys/xattr.h>
+#include <unistd.h>
+
+#define BUCKETS (1U << 16)
+#define MOST_ENTRIES (1U << 17) /* some 160 bytes each */
+#define MOST_EVENTS 65536
+#define MOST_STUCK 64 /* so many threads may hang in the source; then all of this is Python's */
+#define LAYOUT_BYTES 4096
+
+/* A request. */
+struct waiter {
+	struct waiter *next;
+	uint64_t started_ns;
+	size_t length;
+	char request[];
+};
+
+enum state {
+	REMOTE,
+	QUEUED,
+	READING,
+};
+
+/* Under `lock`, but for what is constant: the number, the name, the version. */
+struct entry {
+	struct entry *next; /* in its bucket */
+	struct entry *later, *sooner; /* of those QUEUED, or of those READING */
+	uint64_t ino;
+	struct miss_version version;
+	struct waiter *waiters;
+	struct miss_bytes *bytes;
+	struct entry *older, *newer; /* of those with bytes */
+	size_t answered; /* bytes of it */
+	unsigned answering; /* threads */
+	unsigned generation; /* of the directory */
+	uint16_t directory;
+	uint8_t state;
+	bool held; /* Python reads it */
+	bool over; /* served from memory while it is open, and then forgotten */
+	bool told; /* its bytes wait for Python */
+	bool stuck; /* its thread is not counted on */
+	bool gone; /* not to be found any more */
+	char name[];
+};
+
+struct directory {
+	int fd;
+	unsigned generation;
+	unsigned users;
+	bool replaced;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct miss_options options;
+static int fuse_fd;
+static bool free_opens;
+static void (*leave)(const void *request, size_t length);
+static struct entry *buckets[BUCKETS];
+static struct {
+	struct entry *first, *last;
+} queue, reading, filled;
+static size_t entry_count, memory;
+static unsigned stuck, waiting;
+static struct directory *directories[MISS_DIRECTORIES];
+static unsigned generations;
+static struct miss_event *first_event, **last_event = &first_event;
+static unsigned event_count;
+static int events_fd = -1;
+static pthread_cond_t no_answers = PTHREAD_COND_INITIALIZER; /* of some entry are under way */
+static struct miss_counts counts;
+
+static bool any(void);
+static void take(struct lane *lane);
+static struct pool pool = {.lock = &lock, .any = any, .take = take};
+
+/* -- bytes. Under `lock` */
+
+static void leave_bytes(struct miss_bytes *bytes)
+{
+	if (bytes && --bytes->users == 0) {
+		memory -= bytes->size;
+		free(bytes);
+	}
+}
+
+void misses_leave_bytes(struct miss_bytes *bytes)
+{
+	pthread_mutex_lock(&lock);
+	leave_bytes(bytes);
+	pthread_mutex_unlock(&lock);
+}
+
+static void fill(struct entry *entry, struct miss_bytes *bytes)
+{
+	entry->bytes = bytes;
+	entry->answered = 0;
+	entry->older = filled.last;
+	entry->newer = NULL;
+	*(filled.last ? &filled.last->newer : &filled.first) = entry;
+	filled.last = entry;
+}
+
+static void empty(struct entry *entry)
+{
+	if (!entry->bytes)
+		return;
+	*(entry->older ? &entry->older->newer : &filled.first) = entry->newer;
+	*(entry->newer ? &entry->newer->older : &filled.last) = entry->older;
+	leave_bytes(entry->bytes);
+	entry->bytes = NULL;
+}
+
+/* -- entries. Under `lock` */
+
+static struct entry **place_of(uint64_t ino)
+{
+	struct entry **place = &buckets[(ino * 0x9e3779b97f4a7c15ULL) >> 48];
+	while (*place && (*place)->ino != ino)
+		place = &(*place)->next;
+	return place;
+}
+
+static void add_to(struct entry **first, struct entry **last, struct entry *entry)
+{
+	entry->later = NULL;
+	entry->sooner = *last;
+	*(*last ? &(*last)->later : first) = entry;
+	*last = entry;
+}
+
+static void take_from(struct entry **first, struct entry **last, struct entry *entry)
+{
+	*(entry->sooner ? &entry->sooner->later : first) = entry->later;
+	*(entry->later ? &entry->later->sooner : last) = entry->sooner;
+}
+
+static void leave_waiters(struct entry *entry)
+{
+	struct waiter *waiter;
+	while ((waiter = entry->waiters)) {
+		entry->waiters = waiter->next;
+		leave(waiter->request, waiter->length);
+		free(waiter);
+		waiting--;
+	}
+}
+
+/* It is not needed by this thread any more. */
+static void leave_entry(struct entry *entry)
+{
+	if (entry->gone && entry->state == REMOTE && !entry->answering) {
+		empty(entry);
+		free(entry);
+	}
+}
+
+/* Nobody finds it any more; it is freed by who still uses it. */
+static void forget(struct entry **place)
+{
+	struct entry *entry = *place;
+	*place = entry->next;
+	entry_count--;
+	if (entry->state == QUEUED) {
+		take_from(&queue.first, &queue.last, entry);
+		entry->state = REMOTE;
+	}
+	leave_waiters(entry);
+	entry->gone = true;
+	leave_entry(entry);
+}
+
+/* The same, but who has it open goes on reading what is in memory. */
+static void forget_unless_open(struct entry **place)
+{
+	struct entry *entry = *place;
+	if (!entry->bytes || free_opens || !resident_used(entry->ino)) {
+		forget(place);
+		return;
+	}
+	if (entry->state == QUEUED) {
+		take_from(&queue.first, &queue.last, entry);
+		entry->state = REMOTE;
+	}
+	leave_waiters(entry);
+	entry->over = true;
+}
+
+/* -- directories. Under `lock` */
+
+static void leave_directory(struct directory *directory)
+{
+	if (--directory->users == 0 && directory->replaced) {
+		close(directory->fd); /* of O_PATH: asks nobody */
+		free(directory);
+	}
+}
+
+int misses_directory(unsigned number, int fd)
+{
+	if (number >= MISS_DIRECTORIES)
+		return -EINVAL;
+	struct directory *directory = malloc(sizeof(*directory));
+	if (!directory)
+		return -ENOMEM;
+	*directory = (struct directory){.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0), .users = 1};
+	if (directory->fd < 0) {
+		int error = errno;
+		free(directory);
+		return -error;
+	}
+	pthread_mutex_lock(&lock);
+	struct directory *before = directories[number];
+	directory->generation = ++generations;
+	directories[number] = directory;
+	if (before) {
+		before->replaced = true;
+		leave_directory(before);
+	}
+	pthread_mutex_unlock(&lock);
+	return 0;
+}
+
+/* -- events. Under `lock` */
+
+static void tell(struct entry *entry, unsigned opens, struct miss_bytes *bytes)
+{
+	struct miss_event *event =
+		event_count < MOST_EVENTS || bytes ? malloc(sizeof(*event)) : NULL;
+	if (!event) {
+		__atomic_fetch_add(&counts.lost, opens, __ATOMIC_RELAXED);
+		return;
+	}
+	if (bytes)
+		bytes->users++;
+	*event = (struct miss_event){.ino = entry->ino, .opens = opens, .bytes = bytes};
+	entry->told |= bytes != NULL;
+	bool news = !first_event;
+	*last_event = event;
+	last_event = &event->next;
+	event_count++;
+	uint64_t one = 1;
+	/* It cannot be full: it is written to when there was nothing only. */
+	while (news && write(events_fd, &one, sizeof(one)) < 0 && errno == EINTR)
+		;
+}
+
+struct miss_event *misses_events(void)
+{
+	uint64_t count;
+	pthread_mutex_lock(&lock);
+	struct miss_event *events = first_event;
+	first_event = NULL;
+	last_event = &first_event;
+	event_count = 0;
+	while (events && read(events_fd, &count, sizeof(count)) < 0 && errno == EINTR)
+		;
+	for (const struct miss_event *event = events; event; event = event->next) {
+		struct entry *entry = event->bytes ? *place_of(event->ino) : NULL;
+		if (entry)
+			entry->told = false;
+	}
+	pthread_mutex_unlock(&lock);
+	return events;
+}
+
+/* -- answers */
+
+static void answer_read(struct entry *entry, const struct fuse_in_header *in, uint64_t started_ns)
+{
+	const struct fuse_read_in *arg = (const void *)(in + 1);
+	size_t size = 0;
+	if (arg->offset < entry->version.size) {
+		uint64_t rest = entry->version.size - arg->offset;
+		size = rest < arg->size ? (size_t)rest : arg->size;
+	}
+	struct fuse_out_header out = {.len = (uint32_t)(sizeof(out) + size), .unique = in->unique};
+	struct iovec parts[] = {{&out, sizeof(out)},
+				{size ? entry->bytes->data + arg->offset : NULL, size}};
+	ssize_t sent;
+	do {
+		sent = writev(fuse_fd, parts, size ? 2 : 1);
+	} while (sent < 0 && errno == EINTR);
+	table_answered();
+	if (sent >= 0) { /* else nobody waits any more */
+		__atomic_fetch_add(&counts.bytes, size, __ATOMIC_RELAXED);
+		__atomic_fetch_add(&entry->answered, size, __ATOMIC_RELAXED);
+		relay_time(&counts.reads, relay_now_ns() - started_ns);
+	}
+}
+
+/* Whether its bytes are of no use to readers any more. Under `lock`. */
+static bool served(const struct entry *entry)
+{
+	if (entry->state != REMOTE || entry->answering)
+		return false;
+	return free_opens ? entry->answered >= entry->version.size :
+				    !resident_used(entry->ino);
+}
+
+/* Under `lock`. */
+static void put_down(struct entry *entry)
+{
+	if (entry->gone || !served(entry))
+		return;
+	if (entry->over)
+		forget(place_of(entry->ino));
+	else
+		empty(entry);
+}
+
+/* The end of an answer that was begun with `answering` raised. Under `lock`. */
+static void answered(struct entry *entry)
+{
+	if (--entry->answering)
+		return;
+	pthread_cond_broadcast(&no_answers);
+	if (entry->gone)
+		leave_entry(entry);
+	else
+		put_down(entry);
+}
+
+void misses_released(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = *place_of(ino);
+	if (entry && entry->bytes)
+		put_down(entry);
+	pthread_mutex_unlock(&lock);
+}
+
+/* -- the source threads */
+
+static int64_t ns_of(struct timespec time)
+{
+	return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static bool has_version(int fd, const struct miss_version *version)
+{
+	struct stat st;
+	return fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_dev == options.device &&
+	       st.st_ino == version->ino && (uint64_t)st.st_size == version->size &&
+	       ns_of(st.st_mtim) == version->mtime_ns && ns_of(st.st_ctim) == version->ctime_ns;
+}
+
+/* Whether reading the file has it brought back from an archive. */
+static bool is_archived(int fd)
+{
+	unsigned char layout[LAYOUT_BYTES];
+	ssize_t size = fgetxattr(fd, "lustre.lov", layout, sizeof(layout));
+	if (size < 0)
+		return errno != ENODATA && errno != EOPNOTSUPP;
+	return layout_released(layout, (size_t)size);
+}
+
+static struct miss_bytes *read_whole(int fd, const struct miss_version *version)
+{
+	size_t size = (size_t)version->size;
+	struct miss_bytes *bytes = malloc(sizeof(*bytes) + size);
+	if (!bytes)
+		return NULL;
+	*bytes = (struct miss_bytes){.users = 1, .size = size};
+	for (size_t done = 0; done < size;) {
+		ssize_t got = pread(fd, bytes->data + done, size - done, (off_t)done);
+		if (got < 0 && errno == EINTR)
+			continue;
+		if (got <= 0) {
+			free(bytes);
+			return NULL;
+		}
+		done += (size_t)got;
+	}
+	if (!has_version(fd, version)) {
+		free(bytes);
+		return NULL;
+	}
+	return bytes;
+}
+
+/* What a source thread is to do, and what came of it. */
+struct errand {
+	struct entry *entry;
+	int fd;
+	bool must_read, may_read, good;
+	struct miss_bytes *bytes;
+};
+
+static void carry_out(struct errand *errand, int directory_fd)
+{
+	/* O_NONBLOCK: should it be a FIFO by now, opening it must not wait for a writer. Lustre's reads
+	 * honour it, so it does not stay. */
+	const int flags =
+		O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
+	const struct entry *entry = errand->entry;
+	const struct miss_version *version = &entry->version;
+	errand->fd = openat(directory_fd, entry->name, flags);
+	errand->good = errand->fd >= 0 && has_version(errand->fd, version);
+	if (!errand->good || !(errand->must_read || errand->may_read))
+		return;
+	/* An open alone does not read that. */
+	errand->good = errand->must_read || !options.layouts || !is_archived(errand->fd);
+	if (!errand->good)
+		return;
+	errand->good = fcntl(errand->fd, F_SETFL, flags & ~O_NONBLOCK) == 0 &&
+		       (errand->bytes = read_whole(errand->fd, version));
+}
+
+/* Under `lock`. */
+static void count_errand(const struct errand *errand, uint64_t took_ns)
+{
+	if (errand->bytes)
+		__atomic_fetch_add(&counts.source_bytes, errand->bytes->size, __ATOMIC_RELAXED);
+	relay_time(&counts.source, took_ns);
+}
+
+/* Those who wait are answered, or become Python's. Under `lock`, but not while the kernel is told. */
+static void deliver(struct errand *errand)
+{
+	struct entry *entry = errand->entry;
+	struct waiter *waiters = entry->waiters, *waiter;
+	bool good = errand->good && !entry->gone && entry->bytes;
+	unsigned opens = 0;
+	if (!good) {
+		leave_waiters(entry);
+		leave_entry(entry);
+		return;
+	}
+	entry->waiters = NULL;
+	entry->answering++;
+	for (waiter = waiters; waiter; waiter = waiter->next) {
+		opens += ((const struct fuse_in_header *)waiter->request)->opcode == FUSE_OPEN;
+		waiting--;
+	}
+	if (free_opens)
+		opens = errand->bytes != NULL;
+	/* Before the answers: who has read a file finds that Python knows of it. */
+	if (opens || errand->bytes)
+		tell(entry, opens, options.keeps ? errand->bytes : NULL);
+	pthread_mutex_unlock(&lock);
+	while ((waiter = waiters)) {
+		const struct fuse_in_header *in = (const void *)waiter->request;
+		waiters = waiter->next;
+		bool done = true;
+		if (in->opcode == FUSE_READ)
+			answer_read(entry, in, waiter->started_ns);
+		else
+			done = relay_answer_open(in, &counts.opens, waiter->started_ns);
+		if (done)
+			journal_done(in->unique);
+		else
+			leave(waiter->request, waiter->length);
+		free(waiter);
+	}
+	pthread_mutex_lock(&lock);
+	answered(entry);
+}
+
+static bool any(void)
+{
+	return queue.first;
+}
+
+/* Whether there is memory for so much more: what nobody needs just now goes, and what waits for Python
+ * is to be read again. Under `lock`. */
+static bool make_room(size_t size)
+{
+	struct entry *entry = filled.first;
+	struct miss_event *event = first_event;
+	while (entry && memory + size > options.memory_bytes) {
+		struct entry *newer = entry->newer;
+		if (free_opens ? entry->state == REMOTE && !entry->answering : served(entry))
+			empty(entry);
+		entry = newer;
+	}
+	for (; event && memory + size > options.memory_bytes; event = event->next) {
+		leave_bytes(event->bytes);
+		event->bytes = NULL;
+	}
+	return memory + size <= options.memory_bytes;
+}
+
+static bool reads_any(const struct entry *entry)
+{
+	const struct waiter *waiter = entry->waiters;
+	while (waiter && ((const struct fuse_in_header *)waiter->request)->opcode != FUSE_READ)
+		waiter = waiter->next;
+	return waiter;
+}
+
+/* Under `lock`, and not any more afterwards. */
+static void take(struct lane *lane)
+{
+	(void)lane;
+	struct entry *entry = queue.first;
+	struct directory *directory = directories[entry->directory];
+	struct errand errand = {.entry = entry, .fd = -1};
+	size_t size = entry->version.size;
+	take_from(&queue.first, &queue.last, entry);
+	errand.must_read = !entry->bytes && reads_any(entry);
+	errand.may_read = !entry->bytes && make_room(size);
+	bool reads = errand.must_read || errand.may_read;
+	memory += reads ? size : 0;
+	entry->state = READING;
+	add_to(&reading.first, &reading.last, entry);
+	directory->users++;
+	pthread_mutex_unlock(&lock);
+
+	uint64_t began_ns = relay_now_ns();
+	carry_out(&errand, directory->fd);
+	uint64_t took_ns = relay_now_ns() - began_ns;
+
+	pthread_mutex_lock(&lock);
+	count_errand(&errand, took_ns);
+	leave_directory(directory);
+	take_from(&reading.first, &reading.last, entry);
+	entry->state = REMOTE;
+	stuck -= entry->stuck;
+	entry->stuck = false;
+	if (reads && !errand.bytes)
+		memory -= size;
+	if (errand.bytes && !entry->gone)
+		fill(entry, errand.bytes);
+	else if (errand.bytes)
+		leave_bytes(errand.bytes);
+	if (!errand.good && !entry->gone) {
+		tell(entry, 0, NULL);
+		forget_unless_open(place_of(entry->ino));
+	} else {
+		/* Without bytes it is Python's: what is open has to stay in memory. */
+		deliver(&errand);
+	}
+	pthread_mutex_unlock(&lock);
+	if (errand.fd >= 0) {
+		/* The mount's pages have them now: not to be in memory twice. */
+		if (errand.bytes)
+			(void)posix_fadvise(errand.fd, 0, 0, POSIX_FADV_DONTNEED);
+		close(errand.fd);
+	}
+}
+
+/* -- for those who take requests */
+
+static bool is_open_for_reading(const void *arg)
+{
+	return (((const struct fuse_open_in *)arg)->flags & O_ACCMODE) == O_RDONLY;
+}
+
+/* Under `lock`. */
+static bool add_waiter(struct entry *entry, const void *request, size_t length, uint64_t started_ns)
+{
+	struct waiter *waiter = malloc(sizeof(*waiter) + length);
+	if (!waiter)
+		return false;
+	*waiter = (struct waiter){.started_ns = started_ns, .length = length};
+	memcpy(waiter->request, request, length);
+	struct waiter **last = &entry->waiters;
+	while (*last)
+		last = &(*last)->next;
+	*last = waiter;
+	waiting++;
+	return true;
+}
+
+/* Have it wait for a source thread. Under `lock`. */
+static bool enqueue(struct entry *entry, const void *request, size_t length, bool kept,
+		    uint64_t started_ns)
+{
+	const struct directory *directory = directories[entry->directory];
+	if (!directory || directory->generation != entry->generation || stuck >= MOST_STUCK)
+		return false;
+	if (!add_waiter(entry, request, length, started_ns))
+		return false;
+	if (entry->state == REMOTE) {
+		entry->state = QUEUED;
+		add_to(&queue.first, &queue.last, entry);
+		if (!pool_wake(&pool, stuck)) {
+			take_from(&queue.first, &queue.last, entry);
+			entry->state = REMOTE;
+			free(entry->waiters);
+			entry->waiters = NULL;
+			waiting--;
+			return false;
+		}
+	}
+	if (!kept)
+		journal_keep(request, length);
+	return true;
+}
+
+/* Under `lock`. */
+static bool takes(struct entry *entry, const struct fuse_in_header *in, size_t length, bool kept,
+		  uint64_t started_ns)
+{
+	const void *arg = in + 1;
+	if (entry->held || entry->over)
+		return false;
+	if (in->opcode == FUSE_OPEN &&
+	    (!is_open_for_reading(arg) || (!entry->bytes && !make_room(entry->version.size))))
+		return false; /* what is open has to stay in memory */
+	return enqueue(entry, in, length, kept, started_ns);
+}
+
+bool misses_took(const void *request, size_t length, bool kept, uint64_t started_ns)
+{
+	const struct fuse_in_header *in = request;
+	size_t body = length - sizeof(*in);
+	bool reads = in->opcode == FUSE_READ;
+	if (!pool.most ||
+	    body < (reads ? sizeof(struct fuse_read_in) : sizeof(struct fuse_open_in)))
+		return false;
+	pthread_mutex_lock(&lock);
+	struct entry *entry = *place_of(in->nodeid);
+	bool here = entry && reads && entry->bytes;
+	bool took = here || (entry && takes(entry, in, length, kept, started_ns));
+	if (here) {
+		entry->answering++;
+		pthread_mutex_unlock(&lock);
+		answer_read(entry, in, started_ns);
+		if (kept)
+			journal_done(in->unique);
+		pthread_mutex_lock(&lock);
+		answered(entry);
+	}
+	pthread_mutex_unlock(&lock);
+	return took;
+}
+
+/* -- for Python */
+
+/* Have a waiter carried out by Python. Under `lock`. */
+static void leave_one(struct waiter **place)
+{
+	struct waiter *waiter = *place;
+	*place = waiter->next;
+	leave(waiter->request, waiter->length);
+	free(waiter);
+	waiting--;
+}
+
+/* Nobody waits for it any more: it need not be asked for. Under `lock`. */
+static void dequeue(struct entry *entry)
+{
+	if (entry->state == QUEUED && !entry->waiters) {
+		take_from(&queue.first, &queue.last, entry);
+		entry->state = REMOTE;
+	}
+}
+
+static struct waiter **find_waiter(struct entry *entry, uint64_t unique)
+{
+	struct waiter **place = &entry->waiters;
+	while (*place && ((const struct fuse_in_header *)(*place)->request)->unique != unique)
+		place = &(*place)->next;
+	return place;
+}
+
+bool misses_leave(uint64_t unique)
+{
+	bool found = false;
+	pthread_mutex_lock(&lock);
+	struct entry *lists[] = {queue.first, reading.first};
+	for (unsigned list = 0; list < 2; list++) {
+		for (struct entry *entry = lists[list], *later; entry && !found; entry = later) {
+			struct waiter **place = find_waiter(entry, unique);
+			later = entry->later;
+			if ((found = *place)) {
+				leave_one(place);
+				dequeue(entry);
+			}
+		}
+	}
+	pthread_mutex_unlock(&lock);
+	return found;
+}
+
+/* Of an open the kernel tells when who waits for it gets a signal. So it may go on waiting here for a
+ * thread, which takes less memory; a read may not (O_DIRECT). */
+static bool may_stay(const struct entry *entry, const struct waiter *waiter)
+{
+	return entry->state == QUEUED &&
+	       ((const struct fuse_in_header *)waiter->request)->opcode == FUSE_OPEN;
+}
+
+static void leave_those_before(struct entry *entry, uint64_t before_ns, unsigned *most)
+{
+	bool left = false;
+	for (struct waiter **place = &entry->waiters; *place;) {
+		if ((*place)->started_ns >= before_ns || (!*most && may_stay(entry, *place))) {
+			place = &(*place)->next;
+			continue;
+		}
+		*most -= *most > 0;
+		leave_one(place);
+		left = true;
+	}
+	if (left && entry->state == READING && !entry->stuck) {
+		entry->stuck = true;
+		stuck++;
+	}
+	dequeue(entry);
+}
+
+unsigned misses_leave_older(uint64_t before_ns, unsigned most)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *lists[] = {queue.first, reading.first};
+	for (unsigned list = 0; before_ns && list < 2; list++) {
+		for (struct entry *entry = lists[list], *later; entry; entry = later) {
+			later = entry->later;
+			leave_those_before(entry, before_ns, &most);
+		}
+	}
+	unsigned rest = waiting;
+	pthread_mutex_unlock(&lock);
+	return rest;
+}
+
+bool misses_any_since(uint64_t since_ns)
+{
+	bool found = false;
+	pthread_mutex_lock(&lock);
+	const struct entry *last[] = {queue.last, reading.last};
+	for (unsigned list = 0; list < 2; list++)
+		if (last[list] && last[list]->waiters)
+			found |= last[list]->waiters->started_ns >= since_ns;
+	pthread_mutex_unlock(&lock);
+	return found;
+}
+
+/* Some entry that nobody needs goes. Under `lock`. */
+static void evict(void)
+{
+	static unsigned hand;
+	for (unsigned tries = 0; tries < BUCKETS; tries++) {
+		struct entry **place = &buckets[hand++ % BUCKETS];
+		for (struct entry *entry; (entry = *place); place = &entry->next) {
+			if (entry->state == REMOTE && !entry->bytes && !entry->answering &&
+			    !entry->told && !entry->held) {
+				forget(place);
+				return;
+			}
+		}
+	}
+}
+
+bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length,
+		const struct miss_version *version)
+{
+	if (events_fd < 0 || !version->size || version->size > MISS_MOST_BYTES || !length ||
+	    length > MISS_NAME_BYTES || number >= MISS_DIRECTORIES)
+		return false;
+	struct entry *made = malloc(sizeof(*made) + length + 1);
+	if (!made)
+		return false;
+	*made = (struct entry){
+		.ino = ino,
+		.version = *version,
+		.directory = (uint16_t)number,
+	};
+	memcpy(made->name, name, length);
+	made->name[length] = 0;
+	pthread_mutex_lock(&lock);
+	struct entry **place = place_of(ino), *known = *place;
+	bool busy = known && (known->state != REMOTE || known->bytes || known->answering ||
+			      known->told || known->held);
+	bool put = directories[number] && !busy;
+	if (put && known)
+		forget(place);
+	if (put && entry_count >= MOST_ENTRIES)
+		evict();
+	put = put && entry_count < MOST_ENTRIES;
+	if (put) {
+		place = place_of(ino);
+		made->generation = directories[number]->generation;
+		made->next = *place;
+		*place = made;
+		entry_count++;
+	}
+	pthread_mutex_unlock(&lock);
+	if (!put)
+		free(made);
+	return put || busy;
+}
+
+bool misses_has(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	const struct entry *entry = *place_of(ino);
+	const struct directory *directory = entry ? directories[entry->directory] : NULL;
+	bool has = entry && !entry->over &&
+		   directory && directory->generation == entry->generation;
+	pthread_mutex_unlock(&lock);
+	return has;
+}
+
+void misses_forget(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	/* Opens that are just being answered are in the table of open files afterwards. */
+	struct entry **place;
+	while (*(place = place_of(ino)) && (*place)->answering)
+		pthread_cond_wait(&no_answers, &lock);
+	if (*place)
+		forget_unless_open(place);
+	pthread_mutex_unlock(&lock);
+}
+
+void misses_forget_all(void)
+{
+	pthread_mutex_lock(&lock);
+	for (unsigned bucket = 0; bucket < BUCKETS; bucket++) {
+		struct entry **place = &buckets[bucket], *entry;
+		while ((entry = *place)) {
+			forget_unless_open(place);
+			if (*place == entry)
+				place = &entry->next;
+		}
+	}
+	pthread_mutex_unlock(&lock);
+}
+
+bool misses_hold(uint64_t ino, bool held)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = *place_of(ino);
+	if (entry)
+		entry->held = held;
+	bool busy = entry && entry->state == READING;
+	pthread_mutex_unlock(&lock);
+	return busy;
+}
+
+bool misses_busy(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	const struct entry *entry = *place_of(ino);
+	bool busy = entry && (entry->state != REMOTE || entry->told);
+	pthread_mutex_unlock(&lock);
+	return busy;
+}
+
+int misses_start(const struct miss_options *given)
+{
+	pthread_mutex_lock(&lock);
+	int result = events_fd < 0 ? eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK) : -EALREADY;
+	if (result >= 0) {
+		options = *given;
+		events_fd = result;
+	} else if (events_fd < 0) {
+		result = -errno;
+	}
+	pthread_mutex_unlock(&lock);
+	return result;
+}
+
+void misses_serve(int fd, unsigned threads, bool no_opens,
+		  void (*python)(const void *request, size_t length))
+{
+	pthread_mutex_lock(&lock);
+	fuse_fd = fd;
+	free_opens = no_opens;
+	leave = python;
+	pool.most = events_fd < 0 ? 0 : threads;
+	pthread_mutex_unlock(&lock);
+}
+
+void misses_count(struct miss_counts *to)
+{
+	const uint64_t *from = (const uint64_t *)&counts;
+	for (size_t i = 0; i < sizeof(counts) / sizeof(*from); i++)
+		((uint64_t *)to)[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
+}

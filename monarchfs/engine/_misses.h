@@ -1,0 +1,111 @@
+/* Opens and reads of small files that are not cached (cache misses), without Python.
+ *
+ * Python says what an inode number stands for: a name in an open directory of the source, and a
+ * version. A source thread then opens the file, reads all of it, and answers whoever waits; the bytes
+ * stay in memory while the file is open, and Python gets them afterwards, many files at a time, to keep
+ * them in a tier. Whatever goes wrong (another version, an error, a source that hangs) is left to
+ * Python, to which the request looks as if it had just come. Thread-safe. */
+#ifndef MONARCHFS_MISSES_H
+#define MONARCHFS_MISSES_H
+
+#include "../fuse/_relay.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+/* Larger files are Python's. */
+#define MISS_MOST_BYTES (1 << 20)
+#define MISS_NAME_BYTES 255
+#define MISS_DIRECTORIES 4096
+
+/* On the source's own device. */
+struct miss_version {
+	uint64_t ino, size;
+	int64_t mtime_ns, ctime_ns;
+};
+
+/* All bytes of one file. */
+struct miss_bytes {
+	unsigned users;
+	size_t size;
+	char data[];
+};
+
+/* What was served since the last call. `bytes` (NULL: none) is the receiver's to leave. */
+struct miss_event {
+	struct miss_event *next;
+	uint64_t ino;
+	unsigned opens;
+	struct miss_bytes *bytes;
+};
+
+struct miss_counts {
+	uint64_t bytes; /* in answers to READ */
+	uint64_t source_bytes; /* asked of the source */
+	uint64_t lost; /* opens that no event tells of */
+	struct relay_times opens, reads; /* answers */
+	struct relay_times source; /* files opened, and read if that was wanted */
+};
+
+struct miss_options {
+	size_t memory_bytes; /* for files */
+	dev_t device; /* of the source */
+	bool keeps; /* events have the bytes */
+	bool layouts; /* files may lie in an archive (Lustre HSM): an open alone does not read those */
+};
+
+/* Python wants this. A descriptor that is readable while there are events, or -errno. Once only. */
+int misses_start(const struct miss_options *options);
+
+/* Begin, if Python wants it. `threads` wait for the source at once, those that hang there left out;
+ * `no_opens`: there is no OPEN, and the first READ counts as one; `leave` has Python carry a request out,
+ * and does not wait. */
+void misses_serve(int fuse_fd, unsigned threads, bool no_opens,
+		  void (*leave)(const void *request, size_t length));
+
+/* An open directory of the source (duplicated) under a number of the caller's, below
+ * MISS_DIRECTORIES; what that stood for before is closed when nobody uses it. 0 or -errno. */
+int misses_directory(unsigned number, int fd);
+
+/* `ino` stands for this. False where it cannot be known here. */
+bool misses_put(uint64_t ino, unsigned directory, const char *name, size_t length,
+		const struct miss_version *version);
+bool misses_has(uint64_t ino);
+
+/* It is not to be served any more: it is resident, or stands for nothing. No open is being answered when
+ * this returns; it waits for the kernel to take answers, for nobody else. */
+void misses_forget(uint64_t ino);
+void misses_forget_all(void);
+
+/* Python reads the file itself (`held`), or not any more: what is not in memory is not asked for here
+ * meanwhile. True where it is being read here already. */
+bool misses_hold(uint64_t ino, bool held);
+
+/* Whether the file is being read here, or its bytes wait for Python. */
+bool misses_busy(uint64_t ino);
+
+/* Whether the request, OPEN or READ, is answered, or will be from here. `kept`: the journal has it. */
+bool misses_took(const void *request, size_t length, bool kept, uint64_t started_ns);
+
+/* The kernel has closed a handle of `ino`. */
+void misses_released(uint64_t ino);
+
+/* Give a request to Python that waits here; false where there is none. */
+bool misses_leave(uint64_t unique);
+
+/* The same for those that have been here since before then, but for opens that no thread has begun with
+ * when there were `most`. How many others wait. */
+unsigned misses_leave_older(uint64_t before_ns, unsigned most);
+
+/* Whether a request waits that came since then. */
+bool misses_any_since(uint64_t since_ns);
+
+/* What happened, oldest first, to be freed by the caller. */
+struct miss_event *misses_events(void);
+void misses_leave_bytes(struct miss_bytes *bytes);
+
+void misses_count(struct miss_counts *counts);
+
+#endif

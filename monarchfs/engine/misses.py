@@ -1,0 +1,201 @@
+"""Files that the C part opens and reads in the source by itself (_misses.c), because nothing of
+them is local: it has to be told what they are.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import NamedTuple, Protocol
+
+from monarchfs.types import DirRef, Node
+
+MOST_BYTES = 1 << 20
+"""As in _misses.h: larger files are read here."""
+
+MEMORY_BYTES = 64 << 20
+"""For files that were read, and are open or not in a tier yet."""
+
+MOST_DIRECTORIES = 4096
+"""As in _misses.h; or an eighth of the descriptors that the process may have, if that is less."""
+
+LONG_NS = 1_000_000_000
+"""A request that has been waiting for so long is Python's from then on."""
+
+MOST_LEFT = 256
+"""Where so many requests wait in Python, it gets no more opens than it must."""
+
+_TIMES = range(-(1 << 63), 1 << 63)
+"""Of nanoseconds: the years from 1678 to 2262."""
+
+Times = tuple[int, tuple[int, ...]]
+
+
+class Served(NamedTuple):
+    """A file was read, or opened: ``opens`` times. ``data``: all of its bytes, where they are to be
+    kept. Neither: it could not be opened, or had another version."""
+
+    ino: int
+    opens: int
+    data: memoryview | None
+
+
+class Counts(NamedTuple):
+    """Since the beginning; durations as in ``relay_counts``."""
+
+    answered_bytes: int
+    source_bytes: int
+    untold_opens: int
+    opens: Times
+    reads: Times
+    source_reads: Times
+
+
+class Places(Protocol):
+    """Where files lie in the source."""
+
+    def dirref(self, ino: int) -> DirRef | None: ...
+
+    def node(self, ino: int) -> Node | None: ...
+
+
+class Misses:
+    """Constant: the C part, and who knows. Changing: ``_directories``, the number under which it
+    has a directory, by inode number of the mount, the one that was used least recently first;
+    ``_free``, numbers below the highest one that stand for nothing."""
+
+    def __init__(
+        self,
+        hooks: ModuleType,
+        places: Places,
+        opened_directory: Callable[[DirRef], AbstractContextManager[int] | None],
+        may_serve: Callable[[Node], bool],
+    ) -> None:
+        """``opened_directory`` gives a descriptor of a directory without waiting, if there is one;
+        ``may_serve`` tells whether the bytes of a node are to be had from the source alone, and its
+        version tells them from later ones."""
+        self.events_fd = -1
+        self._hooks = hooks
+        self._places = places
+        self._opened_directory = opened_directory
+        self._may_serve = may_serve
+        self._directories: OrderedDict[int, int] = OrderedDict()
+        self._free: list[int] = []
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = MOST_DIRECTORIES if most < 0 else max(1, min(MOST_DIRECTORIES, most // 8))
+
+    def start(self, device: int, *, keeps: bool, layouts: bool) -> None:
+        """``device`` is st_dev of the source; ``keeps``: its bytes are told; ``layouts``: its files
+        may lie in an archive. Before the session's threads; raises OSError."""
+        self.events_fd = self._hooks.misses_start(MEMORY_BYTES, device, keeps, layouts)
+
+    def offer(self, node: Node) -> bool:
+        """Have the C part serve a node, if that is possible; whether it does. 1 us where it knows
+        the node, 10 us else. No checkpoint; raises nothing."""
+        ino = node.ino
+        if self.events_fd < 0 or self._hooks.resident_has(ino):
+            return False
+        if self._hooks.misses_has(ino):
+            return True
+        stat = node.stat
+        if (
+            not stat.is_regular
+            or not 0 < stat.size <= MOST_BYTES
+            or stat.device  # another file system, mounted below the source
+            or stat.mtime_ns not in _TIMES
+            or stat.ctime_ns not in _TIMES
+            or not self._may_serve(node)
+        ):
+            return False
+        number = self._directory(node.parent)
+        if number is None:
+            return False
+        known: bool = self._hooks.misses_put(
+            ino, number, node.name, stat.ino, stat.size, stat.mtime_ns, stat.ctime_ns
+        )
+        return known
+
+    def _directory(self, ino: int) -> int | None:
+        number = self._directories.get(ino)
+        if number is not None:
+            self._directories.move_to_end(ino)
+            return number
+        ref = self._places.dirref(ino)
+        opened = None if ref is None else self._opened_directory(ref)
+        if opened is None:
+            return None
+        if self._free:
+            number = self._free.pop()
+        elif len(self._directories) < self._most:
+            number = len(self._directories)
+        else:
+            _ino, number = self._directories.popitem(last=False)
+        try:
+            with opened as descriptor:
+                self._hooks.misses_directory(number, descriptor)
+        except OSError:  # no descriptor is left
+            self._free.append(number)
+            return None
+        self._directories[ino] = number
+        return number
+
+    def forget(self, ino: int) -> None:
+        """It is resident, or another version: it is served otherwise from now on. Who has it open
+        goes on reading what is in memory."""
+        self._hooks.misses_forget(ino)
+
+    def forget_all(self) -> None:
+        """Directories have moved, perhaps."""
+        self._directories.clear()
+        self._free.clear()
+        self._hooks.misses_forget_all()
+
+    def hold(self, ino: int, *, held: bool) -> None:
+        """Python reads the file from the source, or not any more."""
+        self._hooks.misses_hold(ino, held)
+
+    def busy(self, ino: int) -> bool:
+        """Whether the file is being read, or was and ``served`` tells of it."""
+        busy: bool = self._hooks.misses_busy(ino)
+        return busy
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for the source."""
+        waiting: int = self._hooks.misses_leave_older(0, 0)
+        return waiting
+
+    @property
+    def anybody_waits(self) -> bool:
+        """Whether somebody does, who has not been waiting for long."""
+        waits: bool = self._hooks.misses_any_since(time.monotonic_ns() - LONG_NS)
+        return waits
+
+    def leave_long(self, waiting: int) -> None:
+        """Give what takes long to Python, which knows what to do about it; ``waiting``: so many
+        requests wait there already. Opens that wait for a thread may go on waiting here, where they
+        take a hundredth of the memory."""
+        most = max(0, MOST_LEFT - waiting)
+        self._hooks.misses_leave_older(time.monotonic_ns() - LONG_NS, most)
+
+    def served(self) -> list[Served]:
+        """What was served since this was called last, oldest first."""
+        found = []
+        for ino, opens, data in self._hooks.misses_events():
+            if not opens and data is None:
+                self._failed(ino)
+            found.append(Served(ino, opens, None if data is None else memoryview(data)))
+        return found
+
+    def _failed(self, ino: int) -> None:
+        """Its directory may be another one by now."""
+        node = self._places.node(ino)
+        if node is not None and (number := self._directories.pop(node.parent, None)) is not None:
+            self._free.append(number)
+
+    def count(self) -> Counts:
+        return Counts(*self._hooks.misses_counts())

@@ -1,0 +1,123 @@
+"""Trees that are a user's, looked at and removed whatever that user does meanwhile."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from monarchfs.fuse.mountinfo import mount_id
+from monarchfs.supervisor.lock import LOCK
+from monarchfs.trusted import open_directory
+from monarchfs.types import OperationError
+
+_MEASURE_SECONDS = 3.0
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DEEPEST = 8
+"""Copies lie three directories below their tier's."""
+
+
+def open_users(path: str, uid: int) -> int | None:
+    """A directory of the user's that this process is; None where it is another's or others may
+    change it. Raises OSError, as root also where a link of another's is on the way."""
+    if os.geteuid() == 0:
+        place = open_directory(path, alone=False)
+        try:
+            directory = os.open(".", _DIRECTORY, dir_fd=place)
+        finally:
+            os.close(place)
+    else:
+        directory = os.open(path, _DIRECTORY)
+    st = os.fstat(directory)
+    if st.st_uid == uid and not st.st_mode & 0o022:
+        return directory
+    os.close(directory)
+    return None
+
+
+@dataclass(slots=True)
+class Size:
+    """What a tree takes: ``bytes`` are its blocks. ``whole``: all of it was looked at."""
+
+    bytes: int = 0
+    files: int = 0
+    whole: bool = True
+
+
+def remove_tree(path: str) -> None:
+    """Removes a directory of the user's whose parent is root's. Follows no link, whatever the user
+    does meanwhile (shutil.rmtree works by descriptors). Raises OperationError, after all that can
+    be removed was, if something cannot."""
+    assert shutil.rmtree.avoids_symlink_attacks
+    errors: list[BaseException] = []
+
+    def failed(_call: object, _where: str, info: Any) -> None:
+        if not isinstance(info[1], FileNotFoundError):
+            errors.append(info[1])
+
+    shutil.rmtree(path, onerror=failed)
+    if errors:
+        raise OperationError(f"cannot remove all of {path}: {errors[0]}")
+
+
+def tree_bytes(path: str, seconds: float = _MEASURE_SECONDS) -> int:
+    """`tree_size` in bytes alone."""
+    return tree_size(path, seconds).bytes
+
+
+def tree_size(path: str, seconds: float = _MEASURE_SECONDS) -> Size:
+    """The blocks and number of all files below; what was found in ``seconds``, if that is too
+    short."""
+    size = Size()
+    top = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _add_below(size, top, path.lstrip("/"), time.monotonic() + seconds, _DEEPEST)
+    finally:
+        os.close(top)
+    return size
+
+
+def _add_below(size: Size, directory: int, name: str, deadline: float, deepest: int) -> None:
+    """Of one directory in another. The tree is a user's: no link is followed, nor is anything asked
+    that the user has mounted in it, and may never answer."""
+    flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with ExitStack() as closing:
+        try:
+            place = os.open(name, os.O_PATH | flags, dir_fd=directory)
+            closing.callback(os.close, place)
+            if deepest < _DEEPEST and mount_id(place) != mount_id(directory):
+                return
+            listed = os.open(".", os.O_RDONLY | flags, dir_fd=place)
+            closing.callback(os.close, listed)
+            for entry in closing.enter_context(os.scandir(listed)):
+                if time.monotonic() > deadline:
+                    size.whole = False
+                    break
+                if not entry.is_dir(follow_symlinks=False):
+                    size.bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                    size.files += 1
+                elif deepest:
+                    _add_below(size, listed, entry.name, deadline, deepest - 1)
+        except OSError:
+            return  # removed meanwhile
+
+
+def in_use(directory: str, lock: str = LOCK) -> bool:
+    """Whether a mount, or fsck, holds the lock of a state directory, or of a tier's."""
+    path = os.path.join(directory, lock)
+    try:
+        # The directory is the user's, and so may be what is called like the lock.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,116 @@
+"""What keeps a worker's log short: few lines of a kind, and a file of a bounded size.
+
+What is told of a single file can be told of a million of them, all at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    ToStream = logging.StreamHandler[TextIO]
+else:  # not to be subscripted before Python 3.11
+    ToStream = logging.StreamHandler
+
+MOST_LINES = 3
+"""Lines of a kind (one place in the program) in an interval; the others are only counted."""
+INTERVAL_SECONDS = 60.0
+MOST_BYTES = 10 << 20
+"""Of a log; as much again is kept of what it held before."""
+
+log = logging.getLogger(__name__)
+
+
+class FewOfEach(logging.Filter):
+    """Lets through the first lines of each kind, and counts the others until the interval is over.
+
+    Changing, under the lock: by kind, when its interval began, how many lines came, the last one.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kinds: dict[tuple[str, int], tuple[float, int, logging.LogRecord]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name == __name__:
+            return True
+        kind = (record.pathname, record.lineno)
+        with self._lock:
+            began, count, _ = self._kinds.get(kind, (self._clock(), 0, record))
+            self._kinds[kind] = (began, count + 1, record)
+        return count < MOST_LINES
+
+    def tell(self, *, all_of_them: bool = False) -> None:
+        """Say how many lines were left out, of the kinds whose interval is over. Costs next to
+        nothing where there are none."""
+        if not self._kinds:
+            return
+        until = self._clock() - (0.0 if all_of_them else INTERVAL_SECONDS)
+        with self._lock:
+            over = {kind: seen for kind, seen in self._kinds.items() if seen[0] <= until}
+            for kind in over:
+                del self._kinds[kind]
+        for began, count, last in over.values():
+            if count > MOST_LINES:
+                log.log(
+                    *(last.levelno, "and %d more like this in %.0f s, the last one: %s"),
+                    *(count - MOST_LINES, self._clock() - began, last.getMessage()),
+                )
+
+
+def keep_small(descriptor: int, put_aside: Callable[[], None]) -> None:
+    """Has a log that has become too large put aside; emptied, if that raises OSError."""
+    st = os.fstat(descriptor)
+    if st.st_size <= MOST_BYTES or not stat.S_ISREG(st.st_mode):
+        return
+    try:
+        put_aside()
+    except OSError:
+        os.ftruncate(descriptor, 0)
+
+
+def put_aside(name: str, directory: int, descriptor: int) -> None:
+    """Renames the log ``name``, which ``descriptor`` is open on, to ``name``.1. One that somebody
+    else put aside meanwhile stays as it is. Raises OSError."""
+    with suppress(FileNotFoundError):
+        there = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        if os.path.samestat(os.fstat(descriptor), there):
+            os.rename(name, name + ".1", src_dir_fd=directory, dst_dir_fd=directory)
+
+
+class BoundedLog(ToStream):
+    """Standard error, which is begun anew when it is a log in ``directory`` and too large.
+
+    The file is the user's, and so is this process.
+    """
+
+    def __init__(self, directory: int, name: str) -> None:
+        super().__init__(sys.stderr)
+        self._directory = directory
+        self._name = name
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        keep_small(2, self._begin_anew)
+
+    def _begin_anew(self) -> None:
+        put_aside(self._name, self._directory, 2)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(self._name, flags | os.O_CLOEXEC, 0o600, dir_fd=self._directory)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "it is not a file")
+            os.dup2(descriptor, 2)
+        finally:
+            os.close(descriptor)

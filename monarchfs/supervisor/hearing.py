@@ -1,0 +1,69 @@
+"""What is made of the words of workers: log lines, few enough, and counts of what made no sense."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+LINES_PER_SECOND = 0.2
+LINES_AT_ONCE = 20
+
+
+class Throttle:
+    """A token bucket. Pure. Changing: how many lines may be said now; ``left_out`` since the last
+    one that was."""
+
+    def __init__(self, per_second: float, at_once: int) -> None:
+        self.left_out = 0
+        self._per_second = per_second
+        self._most = at_once
+        self._tokens = float(at_once)
+        self._at: float | None = None
+
+    def take(self, now: float) -> bool:
+        """Whether one more line may be said; times never go back."""
+        if self._at is not None:
+            gained = (now - self._at) * self._per_second
+            self._tokens = min(float(self._most), self._tokens + gained)
+        self._at = now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+class Hearing:
+    """Of one mount, for all of its workers. Changing: ``not_understood``, how many messages and
+    values were dropped."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.not_understood = 0
+        self._clock = clock
+        self._throttle = Throttle(LINES_PER_SECOND, LINES_AT_ONCE)
+
+    def say(self, level: int, line: str) -> None:
+        """A line for the log that a worker caused, unless there are too many of them. Its words in
+        it are printable."""
+        if self._throttle.take(self._clock()):
+            self._count()
+            log.log(level, "%s", line)
+        else:
+            self._throttle.left_out += 1
+
+    def drop(self, why: str, count: int = 1) -> None:
+        """Something was not understood."""
+        self.not_understood += count
+        self.say(logging.WARNING, f"the worker speaks nonsense: {why}")
+
+    def tick(self) -> None:
+        """Say how many lines were left out, if any were and there may be one more."""
+        if self._throttle.left_out and self._throttle.take(self._clock()):
+            self._count()
+
+    def _count(self) -> None:
+        count, self._throttle.left_out = self._throttle.left_out, 0
+        if count:
+            log.warning("%d more lines about workers were left out", count)

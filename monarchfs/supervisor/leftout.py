@@ -1,0 +1,74 @@
+"""Copies that a mount leaves where they are: in tiers that it had before, and has not now."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Mapping
+
+from monarchfs.bounded import Answer, bounded_call
+from monarchfs.config import Config
+from monarchfs.supervisor.identity import become
+from monarchfs.supervisor.tierdirs import OPEN_DIRECTORY, OWNER
+from monarchfs.types import MonarchError
+from monarchfs.units import format_bytes
+
+_LOOK_SECONDS = 2.0
+_MEASURE_SECONDS = 0.5
+_MOST_TIERS = 8
+"""More than anybody had; the record is the user's file."""
+
+
+def left_out(config: Config, record: Mapping[str, str]) -> list[str]:
+    """A line for each tier of ``record`` (`tierdirs.read_record`) that ``config`` does not have and
+    that holds copies. Blocks for 2 seconds a tier at most; looks as the user."""
+    tiers = {tier.path for tier in config.tiers}
+    others = [item for item in sorted(record.items()) if item[0] not in tiers]
+    lines = []
+    for tier, name in others[:_MOST_TIERS]:
+        path = os.path.join(tier, name)
+        if (held := _held(path, config)) is None:
+            continue
+        count, whole = held
+        lines.append(
+            f"copies of an earlier mount stay in {path} ({'' if whole else 'at least '}"
+            f"{format_bytes(count)}), which no --tier names: name --tier {tier} again to use them,"
+            f" or remove them with rm -r {shlex.quote(path)}"
+        )
+    return lines
+
+
+def _held(path: str, config: Config) -> tuple[int, bool] | None:
+    def call() -> Answer:
+        become(config.user)
+        try:
+            directory = os.open(path, OPEN_DIRECTORY)
+        except OSError:
+            return None, ()  # it is gone
+        try:
+            if os.fstat(directory).st_uid != config.user.uid:
+                return None, ()
+            return _measured(directory), ()
+        finally:
+            os.close(directory)
+
+    try:
+        answer, _ = bounded_call(call, timeout=_LOOK_SECONDS, overdue=f"{path} hangs")
+    except MonarchError:
+        return None
+    return None if answer is None or not answer[0] else (answer[0], answer[1])
+
+
+def _measured(directory: int) -> tuple[int, bool]:
+    """The blocks of what lies there, in bytes, and whether all of it was looked at."""
+    until = time.monotonic() + _MEASURE_SECONDS
+    total = 0
+    for _, _, files, inside in os.fwalk(".", dir_fd=directory):
+        for file in files:
+            if file != OWNER:
+                st = os.stat(file, dir_fd=inside, follow_symlinks=False)
+                total += st.st_blocks * 512
+            if time.monotonic() > until:
+                return total, False
+    return total, True

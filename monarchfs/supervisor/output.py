@@ -1,0 +1,91 @@
+"""What workers write to standard error while the supervisor is in the foreground.
+
+It goes where the supervisor's own lines go, a journal or a terminal of root's, perhaps: so it comes
+by way of a pipe, line by line, with nothing in it that moves a cursor, and not too much of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from monarchfs.supervisor.hearing import Throttle
+from monarchfs.supervisor.messages import printable
+
+LINES_PER_SECOND = 20.0
+LINES_AT_ONCE = 2000
+"""The stacks of a hundred threads."""
+
+_PIPE_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
+_MOST_LINE = 4096
+_TURNS = 16
+
+
+class WorkerOutput:
+    """One pipe for all workers of a mount. Neither end ever blocks: a worker loses what finds no
+    room in the pipe, so a supervisor that is stopped stops none.
+
+    Constant: ``end``, what workers inherit. Changing: the beginning of a line; how many lines were
+    left out.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._reading, self.end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        with suppress(OSError):  # pipe-user-pages-soft (pipe(7)): more of it is lost then
+            fcntl.fcntl(self.end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._clock = clock
+        self._throttle = Throttle(LINES_PER_SECOND, LINES_AT_ONCE)
+        self._begun = b""
+
+    def fileno(self) -> int:
+        return self._reading
+
+    def pass_on(self) -> bool:
+        """Write what came to standard error; whether there was anything."""
+        try:
+            part = os.read(self._reading, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        *lines, self._begun = (self._begun + part).split(b"\n")
+        if len(self._begun) > _MOST_LINE:
+            lines.append(self._begun)
+            self._begun = b""
+        now = self._clock()
+        self._write("".join(self._line(line, now) for line in lines))
+        return bool(part)
+
+    def tick(self) -> None:
+        """Say how many lines were left out, if there may be one more."""
+        if self._throttle.left_out and self._throttle.take(self._clock()):
+            self._write(self._count())
+
+    def close(self) -> None:
+        """Write what is left, as far as it comes; there are no workers any more."""
+        turns = 0
+        while turns < _TURNS and self.pass_on():
+            turns += 1
+        rest, self._begun = self._begun, b""
+        self._write((self._line(rest, self._clock()) if rest else "") + self._count())
+        os.close(self._reading)
+        os.close(self.end)
+
+    def _line(self, line: bytes, now: float) -> str:
+        if not self._throttle.take(now):
+            self._throttle.left_out += 1
+            return ""
+        return f"{self._count()}{printable(line.decode(errors='replace'), _MOST_LINE)}\n"
+
+    def _count(self) -> str:
+        count, self._throttle.left_out = self._throttle.left_out, 0
+        return f"monarchfs: {count} more lines of workers were left out\n" if count else ""
+
+    def _write(self, text: str) -> None:
+        try:
+            os.write(sys.stderr.fileno(), text.encode())
+        except OSError:
+            self._throttle.left_out += text.count("\n")  # no room, or nobody reads

@@ -1,0 +1,47 @@
+"""Workers that were left behind: killed, and dead as soon as the kernel lets them be."""
+
+from __future__ import annotations
+
+from monarchfs.supervisor.launch import Worker
+from monarchfs.supervisor.startup import Mounted
+
+
+class Reaper:
+    """What cannot die holds nobody up; it is waited for now and then. Nothing here waits.
+
+    Changing: the workers that were not reaped so far; those of them that might still take requests
+    from the kernel while another one serves.
+    """
+
+    def __init__(self, mounted: Mounted) -> None:
+        self._mounted = mounted
+        self._left: list[Worker] = []
+        self._unquiet: list[Worker] = []
+
+    def add(self, worker: Worker) -> None:
+        """It was killed, or ended."""
+        self._left.append(worker)
+
+    def all_quiet(self) -> bool:
+        """Whether none of them can take a request any more."""
+        return all(worker.is_quiet() for worker in self._left)
+
+    def overtaken(self, *, hurried: bool) -> None:
+        """Another one serves; ``hurried``: though they were not all quiet."""
+        self._unquiet = list(self._left) if hurried else []
+
+    def tick(self, serving: Worker | None) -> None:
+        """Take notice of their ends. What one took from the kernel that ran on when its successor
+        came is handed out again, if there is one to hand it to."""
+        self._left[:] = [worker for worker in self._left if worker.process.poll() is None]
+        unquiet = [worker for worker in self._unquiet if not worker.is_quiet()]
+        if len(unquiet) < len(self._unquiet) and serving is not None:
+            self._mounted.resend()
+            if self._mounted.journal:
+                serving.channel.send({"do": "again"})
+        self._unquiet = unquiet
+
+    @property
+    def waits(self) -> bool:
+        """Whether ``tick`` may soon have something to hand out."""
+        return bool(self._unquiet)

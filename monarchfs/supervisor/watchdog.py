@@ -1,0 +1,39 @@
+"""Looks whether the worker that serves hangs: reads what ``pulse`` decides on."""
+
+from __future__ import annotations
+
+from monarchfs.supervisor.launch import Worker
+from monarchfs.supervisor.pulse import Pulse, Signs
+from monarchfs.supervisor.startup import Mounted
+
+LOOK_SECONDS = 0.5
+SILENT_LOOK_SECONDS = 0.25
+
+
+class Watchdog:
+    """Of one worker, since it began to serve. Constant: the worker, the mount. Changing: its
+    pulse."""
+
+    def __init__(self, worker: Worker, mounted: Mounted, now: float) -> None:
+        self._worker = worker
+        self._mounted = mounted
+        self._pulse = Pulse(now)
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long it has given no sign of life."""
+        return self._pulse.silent_seconds
+
+    @property
+    def pause_seconds(self) -> float:
+        """When to look again."""
+        return SILENT_LOOK_SECONDS if self._pulse.silent_seconds else LOOK_SECONDS
+
+    def look(self, now: float) -> str | None:
+        """Why it is taken to hang, in words for a log; None if it is not."""
+        beats, _answered, stuck_since = self._mounted.vitals()
+        signs = Signs(beats, self._mounted.waiting(), stuck_since)
+        if beats == self._pulse.beats:
+            # Only now, because it takes a file of /proc for each thread.
+            signs = signs._replace(activity=self._worker.activity())
+        return self._pulse.look(signs, now)

@@ -1,0 +1,197 @@
+/* Files that are not cached, opened and read by the source threads while others put, forget and hold
+ * them, and replace them in the source: for a sanitizer. A socket is the kernel. Arguments: a directory
+ * for the source, how many requests, and whether there are no opens. */
+#define _GNU_SOURCE
+#include "../../monarchfs/engine/_misses.h"
+#include "../../monarchfs/fuse/_relay.h"
+#include "../../monarchfs/fuse/_resident.h"
+#include "../../monarchfs/fuse/_table.h"
+
+#include "kernel.h"
+
+#include <linux/fuse.h>
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define SIZE 5000
+#define DIRECTORY 3
+
+static int source_fd;
+static bool no_opens;
+static uint64_t told_opens, told_bytes;
+static pthread_mutex_t replacing = PTHREAD_MUTEX_INITIALIZER;
+
+/* `ino` stands for a file full of its number. `right`: so it is; else another file lies there. */
+static void replace(uint64_t ino, bool right)
+{
+	char name[16], data[SIZE];
+	struct stat st;
+	snprintf(name, sizeof(name), "%u", (unsigned)ino);
+	memset(data, right ? (int)ino : 0xff, sizeof(data));
+	int fd = openat(source_fd, "new", O_WRONLY | O_CREAT | O_TRUNC, 0600);
+	CHECK(fd >= 0 && write(fd, data, sizeof(data)) == SIZE && fstat(fd, &st) == 0);
+	close(fd);
+	struct timespec times[2] = {st.st_atim, {.tv_sec = 1000, .tv_nsec = right}};
+	CHECK(utimensat(source_fd, "new", times, 0) == 0);
+	CHECK(renameat(source_fd, "new", source_fd, name) == 0);
+	if (!right)
+		return;
+	CHECK(fstatat(source_fd, name, &st, 0) == 0);
+	const struct miss_version version = {st.st_ino, SIZE, ns_of(st.st_mtim), ns_of(st.st_ctim)};
+	misses_put(ino, DIRECTORY, name, strlen(name), &version);
+}
+
+static void ask(unsigned *seed, uint64_t unique, uint64_t *handles)
+{
+	uint64_t ino = 1 + (uint64_t)rand_r(seed) % FILES;
+	struct fuse_read_in read_in = {.offset = (uint64_t)rand_r(seed) % 5 * READ_BYTES,
+				       .size = READ_BYTES};
+	struct fuse_open_in open_in = {.flags = O_RDONLY};
+	struct fuse_release_in release_in = {.fh = handles[ino]};
+	switch (no_opens ? 3 : rand_r(seed) % 4) {
+	case 0:
+		send_request(FUSE_OPEN, unique << 8 | ino, ino, &open_in, sizeof(open_in));
+		break;
+	case 1:
+		send_request(FUSE_RELEASE, unique << 8, ino, &release_in, sizeof(release_in));
+		handles[ino] = 0;
+		break;
+	default:
+		send_request(FUSE_READ, unique << 8 | ino, ino, &read_in, sizeof(read_in));
+	}
+}
+
+static void take_events(void)
+{
+	struct miss_event *event = misses_events();
+	while (event) {
+		struct miss_event *next = event->next;
+		told_opens += event->opens;
+		if (event->bytes) {
+			for (size_t i = 0; i < SIZE; i++)
+				CHECK(event->bytes->data[i] == (char)event->ino);
+			told_bytes += event->bytes->size;
+			misses_leave_bytes(event->bytes);
+		}
+		free(event);
+		event = next;
+	}
+}
+
+/* What comes to Python is answered with nothing. */
+static void *be_python(void *unused)
+{
+	char *buffer = malloc(REQUEST_BYTES);
+	while (!is_over()) {
+		int ended_by;
+		enum relay_past past;
+		long got = relay_next(buffer, &ended_by, &past);
+		if (got > 0) {
+			const struct fuse_in_header *in = (const void *)buffer;
+			if (relay_answered(buffer, (size_t)got, past))
+				continue;
+			struct fuse_out_header out = {.len = sizeof(out), .unique = in->unique};
+			CHECK(send(device, &out, sizeof(out), 0) == sizeof(out));
+		} else {
+			take_events();
+			usleep(200);
+		}
+	}
+	free(buffer);
+	(void)unused;
+	return NULL;
+}
+
+static void *be_others(void *unused)
+{
+	unsigned seed = 2;
+	while (!is_over()) {
+		uint64_t ino = 1 + (uint64_t)rand_r(&seed) % FILES;
+		switch (rand_r(&seed) % 40) {
+		case 0:
+			misses_forget(ino);
+			break;
+		case 1:
+			misses_forget_all();
+			break;
+		case 2:
+			misses_hold(ino, true);
+			misses_busy(ino);
+			break;
+		case 3:
+		case 4:
+			misses_hold(ino, false);
+			misses_has(ino);
+			break;
+		case 5:
+			CHECK(misses_directory(DIRECTORY, source_fd) == 0);
+			break;
+		case 6:
+			misses_leave_older(rand_r(&seed) % 4 ? 0 : UINT64_MAX, rand_r(&seed) % 2);
+			break;
+		case 7:
+			misses_leave(rand_r(&seed) % requests << 8 | ino);
+			misses_any_since(0);
+			break;
+		case 8: {
+			struct miss_counts counts;
+			misses_count(&counts);
+			break;
+		}
+		default:
+			pthread_mutex_lock(&replacing);
+			replace(ino, rand_r(&seed) % 4);
+			pthread_mutex_unlock(&replacing);
+			usleep(50);
+		}
+	}
+	(void)unused;
+	return NULL;
+}
+
+int main(int count, char **arguments)
+{
+	CHECK(count == 4);
+	requests = (unsigned)atoi(arguments[2]);
+	no_opens = atoi(arguments[3]);
+	source_fd = open(arguments[1], O_RDONLY | O_DIRECTORY);
+	CHECK(source_fd >= 0);
+	int table = memfd_create("table", 0), ends[2];
+	uint64_t head[2] = {0x3173666863726e6dULL, 1000};
+	struct stat st;
+	CHECK(ftruncate(table, 4096 + 1000 * 32) == 0);
+	CHECK(pwrite(table, head, sizeof(head), 0) == sizeof(head));
+	CHECK(table_attach(table) == 0);
+	CHECK(resident_start(8, geteuid(), 1, no_opens, false) == 0);
+	CHECK(fstat(source_fd, &st) == 0);
+	const struct miss_options options = {
+		.memory_bytes = 20 * SIZE, .device = st.st_dev, .keeps = true};
+	CHECK(misses_start(&options) >= 0);
+	CHECK(misses_directory(DIRECTORY, source_fd) == 0);
+	for (uint64_t ino = 1; ino <= FILES; ino++)
+		replace(ino, true);
+	CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends) == 0);
+	kernel = ends[0];
+	device = ends[1];
+	uint64_t bounds[] = {1000, 1000000};
+	CHECK(relay_start(ends[1], 4, 6, no_opens, bounds, 2) >= 0);
+	pthread_t threads[4];
+	void *(*parts[])(void *) = {be_kernel, be_python, be_others, be_others};
+	for (int i = 0; i < 4; i++)
+		CHECK(pthread_create(&threads[i], NULL, parts[i], NULL) == 0);
+	for (int i = 0; i < 4; i++)
+		CHECK(pthread_join(threads[i], NULL) == 0);
+	struct miss_counts counts;
+	misses_count(&counts);
+	take_events();
+	CHECK(counts.bytes && counts.source_bytes && told_opens && told_bytes);
+	puts("done");
+	fflush(stdout);
+	_exit(0); /* the threads wait for the kernel */
+}

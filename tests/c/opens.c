@@ -1,0 +1,209 @@
+/* An open that the kernel hands out again, under another name, while a thread is at it: what it took of
+ * the two answers lasts. The answers are looked at by a function in the place of writev(2). */
+#define _GNU_SOURCE
+#include "../../monarchfs/fuse/_backed.h"
+#include "../../monarchfs/fuse/_parking.h"
+#include "../../monarchfs/fuse/_relay.h"
+#include "../../monarchfs/fuse/_resident.h"
+#include "../../monarchfs/fuse/_table.h"
+
+#include "check.h"
+
+#include <linux/fuse.h>
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#define INO 1
+#define SIZE 4096
+#define THREADS 4
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static uint64_t held_back, handle; /* the answer that waits; of the last one that was accepted */
+static bool arrived, let_go, refuse_all;
+static unsigned answers;
+static int kernel;
+static const uint64_t *busy_since;
+
+/* There is no Python. */
+bool parking_answered(const void *request, size_t length)
+{
+	(void)request;
+	(void)length;
+	return false;
+}
+
+ssize_t take_answer(int fd, const struct iovec *parts, int count);
+
+/* The kernel refuses the answer that is held back. */
+ssize_t take_answer(int fd, const struct iovec *parts, int count)
+{
+	struct fuse_out_header out;
+	memcpy(&out, parts[0].iov_base, sizeof(out));
+	bool accepted = !refuse_all;
+	(void)fd;
+	pthread_mutex_lock(&lock);
+	if (out.unique == held_back) {
+		accepted = false;
+		arrived = true;
+		pthread_cond_broadcast(&changed);
+		while (!let_go)
+			pthread_cond_wait(&changed, &lock);
+	} else if (accepted && count == 2 && parts[1].iov_len == sizeof(struct fuse_open_out)) {
+		memcpy(&handle, parts[1].iov_base, sizeof(handle));
+	}
+	answers++;
+	pthread_cond_broadcast(&changed);
+	pthread_mutex_unlock(&lock);
+	errno = ENOENT;
+	return accepted ? (ssize_t)out.len : -1;
+}
+
+static void ask(uint32_t opcode, uint64_t unique, const void *body, size_t size)
+{
+	char message[256];
+	struct fuse_in_header in = {.len = (uint32_t)(sizeof(in) + size), .opcode = opcode,
+				    .unique = unique, .nodeid = INO};
+	memcpy(message, &in, sizeof(in));
+	memcpy(message + sizeof(in), body, size);
+	CHECK(send(kernel, message, in.len, 0) == (ssize_t)in.len);
+}
+
+static void ask_open(uint64_t unique)
+{
+	struct fuse_open_in open_in = {.flags = O_RDONLY};
+	ask(FUSE_OPEN, unique, &open_in, sizeof(open_in));
+}
+
+static void wait_for_answers(unsigned count)
+{
+	pthread_mutex_lock(&lock);
+	while (answers < count)
+		pthread_cond_wait(&changed, &lock);
+	pthread_mutex_unlock(&lock);
+}
+
+static void begin(uint64_t unique, bool all)
+{
+	pthread_mutex_lock(&lock);
+	held_back = unique;
+	arrived = let_go = false;
+	refuse_all = all;
+	answers = 0;
+	handle = 0;
+	pthread_mutex_unlock(&lock);
+	ask_open(unique);
+	pthread_mutex_lock(&lock);
+	while (!arrived)
+		pthread_cond_wait(&changed, &lock);
+	pthread_mutex_unlock(&lock);
+}
+
+static void let_it_go(void)
+{
+	pthread_mutex_lock(&lock);
+	let_go = true;
+	pthread_cond_broadcast(&changed);
+	pthread_mutex_unlock(&lock);
+	for (int thread = 0; thread < THREADS; thread++)
+		while (__atomic_load_n(&busy_since[thread], __ATOMIC_RELAXED))
+			usleep(100);
+}
+
+static void make_replica(int tier_fd, struct replica *replica)
+{
+	char path[64], data[SIZE] = {0};
+	*replica = (struct replica){.size = SIZE, .opens_until_ns = ALWAYS};
+	CHECK(mkdirat(tier_fd, "00", 0700) == 0);
+	snprintf(path, sizeof(path), "00/%032d.%016d", 0, 0);
+	int fd = openat(tier_fd, path, O_WRONLY | O_CREAT, 0600);
+	CHECK(fd >= 0 && write(fd, data, SIZE) == SIZE && close(fd) == 0);
+}
+
+static long next_of_python(void)
+{
+	static char buffer[REQUEST_BYTES];
+	int ended_by;
+	enum relay_past past;
+	return relay_next(buffer, &ended_by, &past);
+}
+
+int main(int count, char **arguments)
+{
+	CHECK(count == 2);
+	int tier_fd = open(arguments[1], O_RDONLY | O_DIRECTORY), ends[2];
+	int table = memfd_create("table", 0);
+	uint64_t head[2] = {0x3173666863726e6dULL, 100}, bounds[] = {1000}, number;
+	struct replica replica;
+	make_replica(tier_fd, &replica);
+	CHECK(ftruncate(table, 4096 + 100 * 32) == 0);
+	CHECK(pwrite(table, head, sizeof(head), 0) == sizeof(head));
+	char *memory = mmap(NULL, 4096, PROT_READ, MAP_SHARED, table, 0);
+	CHECK(memory != MAP_FAILED && table_attach(table) == 0);
+	busy_since = (const uint64_t *)(memory + 1024);
+	CHECK(resident_start(8, geteuid(), 1, false, false) == 0);
+	CHECK(resident_tier(0, tier_fd) == 0 && resident_put(INO, &replica, true));
+	CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends) == 0);
+	kernel = ends[0];
+	CHECK(relay_start(ends[1], THREADS, 0, false, bounds, 1) >= 0);
+
+	/* The second answer is accepted, and the first then refused. */
+	begin(2, false);
+	ask_open(2 | RESENT);
+	wait_for_answers(1);
+	let_it_go();
+	CHECK(handle && table_ino(handle) == INO && resident_used(INO));
+	struct fuse_release_in release = {.fh = handle};
+	ask(FUSE_RELEASE, 4, &release, sizeof(release));
+	wait_for_answers(3);
+	CHECK(!table_length() && !resident_used(INO));
+
+	/* The same, and the handle is another open's by the time that the first is refused. */
+	begin(6, false);
+	ask_open(6 | RESENT);
+	wait_for_answers(1);
+	release.fh = handle;
+	ask(FUSE_RELEASE, 8, &release, sizeof(release));
+	wait_for_answers(2);
+	ask_open(10);
+	wait_for_answers(3);
+	let_it_go();
+	CHECK(handle != release.fh && table_ino(handle) == INO && table_length() == 1);
+	table_end(handle, false, NULL);
+
+	/* The kernel takes neither. */
+	begin(12, true);
+	ask_open(12 | RESENT);
+	wait_for_answers(1);
+	let_it_go();
+	CHECK(!table_length() && !resident_used(INO));
+
+	/* With a backing file: the second is Python's, which has the handle from then on. */
+	relay_answer_opens(false);
+	CHECK(backed_lend(INO, 7));
+	begin(14, false);
+	ask_open(14 | RESENT);
+	while (next_of_python() <= 0)
+		usleep(100);
+	CHECK(backed_take_back(INO) == 1);
+	CHECK(table_add(INO, 14 | RESENT, 7, OWNED | HELD, &number) == 1);
+	let_it_go();
+	CHECK(table_ino(number) == INO && next_of_python() == -EAGAIN);
+	table_end(number, false, NULL);
+	/* And without a second: Python, which has taken it back, is told of its end. */
+	CHECK(backed_lend(INO, 7));
+	begin(16, false);
+	CHECK(backed_take_back(INO) == 1);
+	let_it_go();
+	CHECK(next_of_python() > 0 && table_length() == 1);
+	puts("done");
+	fflush(stdout);
+	_exit(0); /* the threads wait for the kernel */
+}

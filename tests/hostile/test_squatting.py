@@ -1,0 +1,116 @@
+"""Another user takes the names in /tmp first that a user's mounts would use."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from monarchfs.config import places
+from monarchfs.config.places import own_directory, runtime_dir_of, runtime_dirs_to_search
+from tests import trees
+from tests.faking import device_mode, interpreter_for
+from tests.mounting import Bench, requires_fuse, requires_root, run
+
+pytestmark = requires_root
+
+USER, SQUATTER = pwd.getpwnam("nobody"), pwd.getpwnam("daemon")
+USUAL = Path(f"/tmp/monarchfs-{USER.pw_uid}")
+
+
+def a_directory(path: Path) -> None:
+    path.mkdir(0o755)
+
+
+def a_file(path: Path) -> None:
+    path.touch()
+
+
+def a_link(path: Path) -> None:
+    path.symlink_to("/nowhere")
+
+
+@pytest.fixture
+def usual() -> Iterator[Path]:
+    """The user's name in /tmp, free; what has it is put aside meanwhile."""
+    aside = USUAL.with_name(f"{USUAL.name}-aside")
+    there = os.path.lexists(USUAL)
+    if there:
+        USUAL.rename(aside)
+    yield USUAL
+    for path in Path("/tmp").glob(f"{USUAL.name}*"):
+        if path.is_dir() and not path.is_symlink() and path != aside:
+            shutil.rmtree(path)
+        elif path != aside:
+            path.unlink()
+    if there:
+        aside.rename(USUAL)
+
+
+def squat(path: Path, make: Callable[[Path], None] = a_directory) -> None:
+    make(path)
+    os.chown(path, SQUATTER.pw_uid, SQUATTER.pw_gid, follow_symlinks=False)
+
+
+@requires_fuse
+def test_a_user_mounts_all_the_same(usual: Path, work: Bench) -> None:
+    """Every command finds the mount again, the user's and root's."""
+    interpreter_for(USER.pw_name)
+    squat(usual)
+    for decoy in ("0" * 16, "f" * 16):
+        squat(usual.with_name(f"{usual.name}.{decoy}"))
+    source = work.path / "src"
+    source.mkdir()
+    trees.dataset(source, files=1)
+    os.chown(work.path, USER.pw_uid, USER.pw_gid)
+    with device_mode(0o666):
+        mount = work.mount(source, user=USER.pw_name)
+        for user in (USER.pw_name, None):
+            listed = run("status", user=user)
+            assert f"{mount.path}" in listed.stdout, listed
+            asked = run("status", str(mount.path), "--json", user=user)
+            assert asked.returncode == 0, asked.stderr
+        (own,) = (p for p in Path("/tmp").glob(f"{usual.name}.*") if p.owner() == USER.pw_name)
+        assert own.stat().st_mode & 0o777 == 0o700
+        # The next one has the same place.
+        assert own_directory("/tmp", USER.pw_uid) == str(own)
+        done = mount.umount()
+        assert done.returncode == 0, done.stderr
+        assert os.listdir(own / "run") == []
+
+
+@pytest.mark.parametrize("make", [a_directory, a_file, a_link])
+def test_a_taken_name_is_passed_over(usual: Path, make: Callable[[Path], None]) -> None:
+    assert own_directory("/tmp", USER.pw_uid) == str(usual)
+    squat(usual, make)
+    places._random_suffix.cache_clear()
+    first = own_directory("/tmp", USER.pw_uid)
+    assert own_directory("/tmp", USER.pw_uid) == first
+    places._random_suffix.cache_clear()
+    other = own_directory("/tmp", USER.pw_uid)
+    assert first != other
+    assert {Path(first).parent, Path(other).parent} == {usual.parent}
+    # What another owns, or may write to, is none of the user's.
+    for path, owner, mode in ((first, SQUATTER.pw_uid, 0o700), (other, USER.pw_uid, 0o777)):
+        os.mkdir(path)
+        os.chmod(path, mode)
+        os.chown(path, owner, -1)
+    assert own_directory("/tmp", USER.pw_uid) not in (first,)
+    os.chmod(other, 0o700)
+    assert own_directory("/tmp", USER.pw_uid) == other
+    for uid in (0, USER.pw_uid):
+        assert f"{other}/run" in runtime_dirs_to_search(uid, {}, {USER.pw_uid})
+        assert f"{first}/run" not in runtime_dirs_to_search(uid, {}, {USER.pw_uid})
+
+
+def test_another_users_session_directory_is_not_used(usual: Path, tmp_path: Path) -> None:
+    """As `su` leaves it in the environment."""
+    os.chown(tmp_path, SQUATTER.pw_uid, -1)
+    assert runtime_dir_of(USER.pw_uid, {"XDG_RUNTIME_DIR": str(tmp_path)}) == f"{usual}/run"
+    os.chown(tmp_path, USER.pw_uid, -1)
+    used = runtime_dir_of(USER.pw_uid, {"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert used == f"{tmp_path}/monarchfs"

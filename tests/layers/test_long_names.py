@@ -1,0 +1,61 @@
+"""Names that are too long for some file system: the source says what is wrong with them."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from monarchfs.fs.tree import Missing
+from monarchfs.source.posix import Found, PosixSource
+from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
+from tests.layers.asking import IMMUTABLE, OPEN, TTL
+from tests.layers.mirror import Area
+
+
+@pytest.mark.parametrize("mode", [IMMUTABLE, TTL, OPEN])
+@pytest.mark.parametrize("listed", [False, True])
+async def test_a_name_that_is_too_long(files: Area, mode: FreshnessMode, listed: bool) -> None:
+    async with files.mount(mode=mode) as mirror:
+        if listed:
+            await mirror.tree.open_directory(ROOT_INO)
+        for size in (256, 503, 504, 1024):
+            name = b"n" * size
+            assert mirror.tree.known_lookup(ROOT_INO, name) is None
+            for _ in range(2):
+                with pytest.raises(OSError, match="too long") as raised:
+                    await mirror.tree.lookup(ROOT_INO, name)
+                assert raised.value.errno == errno.ENAMETOOLONG
+            (answer,) = await mirror.tree.ask_each(ROOT_INO, [name], Lane.BACKGROUND)
+            assert isinstance(answer, OSError)
+        assert isinstance(await mirror.tree.lookup(ROOT_INO, b"n" * 255), Missing)
+
+
+@pytest.mark.parametrize("limit", [143, 1023])
+async def test_the_limit_is_the_sources(
+    files: Area, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with a lower one says so even where its listing is known; one with a higher one, that
+    there is no such name."""
+    there = b"l" * 300
+    found = PosixSource.found
+
+    def limited(self: PosixSource, directory: DirRef, name: bytes) -> Found:
+        if len(name) > limit:
+            raise OSError(errno.ENAMETOOLONG, "too long for it")
+        if name == there:
+            return found(self, directory, b"a")
+        if len(name) > 255:
+            raise FileNotFoundError(errno.ENOENT, "there is none")
+        return found(self, directory, name)
+
+    monkeypatch.setattr(PosixSource, "found", limited)
+    async with files.mount(mode=IMMUTABLE) as mirror:
+        await mirror.tree.open_directory(ROOT_INO)
+        for size in (144, 255, 256, 504, 1023):
+            if size > limit:
+                with pytest.raises(OSError, match="too long for it"):
+                    await mirror.tree.lookup(ROOT_INO, b"n" * size)
+            else:
+                assert isinstance(await mirror.tree.lookup(ROOT_INO, b"n" * size), Missing)
+                assert await mirror.tree.ask_each(ROOT_INO, [b"n" * size], Lane.DEMAND) == [None]

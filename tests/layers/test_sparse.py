@@ -1,0 +1,170 @@
+"""Files with holes: their copies reserve and use about their blocks, never more than there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from monarchfs.prefetch.queue import Priority
+from monarchfs.types import ReplicaState, SourceStat
+from tests.layers.mirror import KIB, MIB, Area, Mirror, content
+
+SIZE = 64 * MIB
+DATA = content(300 * KIB, 5)
+
+
+def make_sparse(area: Area, name: str, pieces: list[tuple[int, bytes]], size: int = SIZE) -> bytes:
+    """A file with ``pieces`` at their offsets; its bytes."""
+    path = area.source / name
+    with path.open("wb") as opened:
+        opened.truncate(size)
+        for offset, data in pieces:
+            opened.seek(offset)
+            opened.write(data)
+    return path.read_bytes()
+
+
+def occupied(mirror: Mirror) -> int:
+    return sum(f.stat().st_blocks * 512 for f in Path(mirror.tier.path).rglob("*") if f.is_file())
+
+
+def watch_capacity(mirror: Mirror, capacity: int) -> list[int]:
+    """What the tier holds after each write; it is looked at there that this is not too much."""
+    seen: list[int] = []
+
+    def look() -> None:
+        seen.append(occupied(mirror))
+        assert seen[-1] <= capacity
+
+    write = mirror.tier.write
+
+    def watched(fd: int, offset: int, data: bytes) -> bytes:
+        digests = write(fd, offset, data)
+        look()
+        return digests
+
+    mirror.tier.write = watched  # type: ignore[assignment,method-assign]
+    return seen
+
+
+@pytest.fixture
+def lying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source says of each large file that it occupies next to nothing."""
+    few = property(lambda stat: min(stat.size, 64 * KIB))
+    monkeypatch.setattr(SourceStat, "occupied_bytes", few)
+
+
+async def test_it_is_placed_by_its_blocks(area: Area) -> None:
+    data = make_sparse(area, "f", [(0, DATA), (40 * MIB + 5, DATA), (SIZE - 10, b"the end..")])
+    async with area.mount([2 * MIB]) as mirror:
+        watch_capacity(mirror, 2 * MIB)
+        ino = await mirror.copied("f")
+        record = mirror.record(ino)
+        assert record is not None
+        assert record.allocated_bytes == occupied(mirror) < MIB
+        assert await mirror.read_file("f") == data
+        assert not mirror.posix.reads
+        await mirror.settled()
+    async with area.mount([2 * MIB]) as again:
+        assert await again.read_file("f") == data
+        assert not again.posix.reads
+
+
+async def test_nothing_but_a_hole(area: Area) -> None:
+    make_sparse(area, "f", [])
+    async with area.mount([MIB]) as mirror:
+        await mirror.copied("f")
+        assert occupied(mirror) == 0
+        await mirror.settled()
+
+
+async def test_zeros_that_are_blocks_in_the_source_become_holes(area: Area) -> None:
+    area.write("f", DATA + bytes(9 * MIB) + DATA)
+    area.write("g", bytes(2 * MIB))
+    async with area.mount([64 * MIB]) as mirror:
+        for name in ("f", "g"):
+            await mirror.copied(name)
+        assert occupied(mirror) < MIB
+        await mirror.settled()
+
+
+async def test_many_fit_where_their_sizes_would_not(area: Area) -> None:
+    for number in range(12):
+        make_sparse(area, f"f{number}", [(number * 5 * MIB, DATA)])
+    async with area.mount([6 * MIB], copy_workers=8) as mirror:
+        watch_capacity(mirror, 6 * MIB)
+        for number in range(12):
+            await mirror.want(f"f{number}", Priority.SCANNED)
+        await mirror.idle()
+        for number in range(12):
+            assert mirror.files.state(await mirror.ino(f"f{number}")) == "resident"
+        await mirror.settled()
+
+
+@pytest.mark.usefixtures("lying")
+async def test_one_that_turns_out_to_have_more_blocks_asks_for_more_room(area: Area) -> None:
+    area.write("f", content(9 * MIB + 5))
+    async with area.mount([10 * MIB]) as mirror:
+        watch_capacity(mirror, 10 * MIB)
+        await mirror.copied("f")
+        await mirror.settled()
+
+
+@pytest.mark.usefixtures("lying")
+@pytest.mark.parametrize("opened", [True, False], ids=["opened", "scanned"])
+async def test_and_ends_as_no_room_where_there_is_none(area: Area, opened: bool) -> None:
+    data = area.write("f", content(9 * MIB + 5))
+    async with area.mount([4 * MIB]) as mirror:
+        watch_capacity(mirror, 4 * MIB)
+        if opened:
+            assert await mirror.read_file("f", 300_000) == data
+        else:
+            await mirror.want("f")
+        await mirror.idle()
+        ino = await mirror.ino("f")
+        record = mirror.record(ino)
+        assert record is not None
+        assert record.state is ReplicaState.PARTIAL
+        assert 2 * MIB <= record.allocated_bytes <= 4 * MIB
+        assert mirror.reason(ino).startswith("no room for the rest")
+        await mirror.settled()
+        assert await mirror.read_file("f", 300_000) == data
+        await mirror.settled()
+    async with area.mount([16 * MIB]) as roomy:
+        await roomy.want("f")
+        await roomy.settled()
+        assert roomy.files.state(await roomy.ino("f")) == "resident"
+        assert roomy.bytes_read("f") <= len(data) - 2 * MIB
+        assert await roomy.read_file("f") == data
+
+
+@pytest.mark.usefixtures("lying")
+async def test_the_promise_holds_for_many_at_once(area: Area) -> None:
+    for number in range(8):
+        area.write(f"f{number}", content(2 * MIB, number))
+    area.write("small", content(100 * KIB, 9))
+    async with area.mount([7 * MIB], copy_workers=8) as mirror:
+        seen = watch_capacity(mirror, 7 * MIB)
+        for number in range(8):
+            await mirror.want(f"f{number}")
+        await mirror.idle()
+        assert max(seen) > 4 * MIB
+        await mirror.settled()
+
+
+async def test_what_was_put_aside_goes_on_in_as_little_room(area: Area) -> None:
+    data = make_sparse(area, "f", [(0, DATA), (40 * MIB, DATA)])
+    async with area.mount([MIB], copies=False) as mirror:
+        handle = await mirror.open("f")
+        assert await mirror.read(handle, 0, 1000) == data[:1000]
+        assert await mirror.read(handle, 20 * MIB, 1000) == bytes(1000)
+        handle.release()
+        await mirror.settled()
+        assert mirror.files.state(await mirror.ino("f")) == "partial"
+    async with area.mount([MIB]) as again:
+        watch_capacity(again, MIB)
+        await again.want("f")
+        await again.settled()
+        assert again.files.state(await again.ino("f")) == "resident"
+        assert await again.read_file("f") == data

@@ -1,0 +1,150 @@
+"""What the source gave is given back, whatever hangs and whatever cannot be had."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import outcome
+import pytest
+
+from monarchfs.source.releases import FEW_THREADS, MOST_THREADS, Releases
+from tests.mounting import as_user, requires_root
+from tests.source.tools import eventually
+
+NO_THREADS = """
+import os, resource, sys, time
+sys.path.insert(0, sys.argv[1])
+from monarchfs.source.releases import Releases
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.005)
+
+def is_open(fd):
+    try:
+        return bool(os.fstat(fd))
+    except OSError:
+        return False
+
+releases = Releases()
+descriptors = [os.open("/", os.O_RDONLY) for _ in range(100)]
+_soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
+for fd in descriptors:
+    releases.soon(lambda fd=fd: os.close(fd))
+assert releases.pending == 100 and releases.threads == 0, (releases.pending, releases.threads)
+assert all(map(is_open, descriptors))
+resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
+releases.go_on()
+until(lambda: not releases.pending)
+assert not any(map(is_open, descriptors))
+"""
+
+
+@requires_root
+def test_where_no_thread_can_be_started_nothing_is_lost() -> None:
+    """pthread_create(3) fails, by the limit of processes of a user who is not root."""
+    command = as_user("nobody", [sys.executable, "-c", NO_THREADS, str(Path(__file__).parents[2])])
+    probe = as_user("nobody", [sys.executable, "-c", "import trio"])
+    if subprocess.run(probe, capture_output=True, check=False).returncode:
+        pytest.skip("nobody can run no Python with trio here")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("wait for a thread: can't start new thread") == 1
+
+
+class Fake:
+    """Threads that are there once they are asked for, unless ``refuses``."""
+
+    def __init__(self) -> None:
+        self.refuses = False
+        self.started = 0
+
+    def __call__(
+        self, run: Callable[[], None], deliver: Callable[[outcome.Outcome[None]], None]
+    ) -> None:
+        if self.refuses:
+            raise RuntimeError("can't start new thread")
+        self.started += 1
+        threading.Thread(target=lambda: deliver(outcome.capture(run)), daemon=True).start()
+
+
+def test_few_threads_do_it_and_more_where_those_hang() -> None:
+    hang, lock = threading.Event(), threading.Lock()
+    done: list[int] = []
+    releases = Releases(stuck_seconds=0.05, start_thread=Fake())
+
+    def wait(number: int) -> None:
+        assert hang.wait(30)
+        with lock:
+            done.append(number)
+
+    for number in range(1000):
+        releases.soon(partial(wait, number))
+    assert releases.threads == FEW_THREADS
+
+    def grows_to(count: int) -> bool:
+        releases.go_on()
+        return releases.threads >= count
+
+    eventually(lambda: grows_to(MOST_THREADS))
+    eventually(lambda: grows_to(MOST_THREADS))
+    releases.go_on()
+    assert (releases.threads, releases.pending) == (MOST_THREADS, 1000)
+    hang.set()
+    eventually(lambda: not releases.pending)
+    assert sorted(done) == list(range(1000))
+    assert releases.threads == 0
+
+
+def test_one_thread_that_hangs_holds_up_nobody_else() -> None:
+    hang = threading.Event()
+    done: list[int] = []
+    releases = Releases(stuck_seconds=10, start_thread=Fake())
+    releases.soon(lambda: hang.wait(30))
+    for number in range(100):
+        releases.soon(partial(done.append, number))
+    eventually(lambda: len(done) == 100)
+    hang.set()
+    eventually(lambda: not releases.pending)
+
+
+def test_what_fails_is_logged_and_the_rest_is_done(caplog: pytest.LogCaptureFixture) -> None:
+    start = Fake()
+    releases = Releases(start_thread=start)
+    start.refuses = True
+    ends = os.pipe()
+    releases.soon(lambda: os.close(ends[0]))
+    releases.soon(lambda: os.close(-1))
+    releases.soon(lambda: os.close(ends[1]))
+    assert releases.pending == 3
+    start.refuses = False
+    releases.go_on()
+    eventually(lambda: not releases.pending)
+    assert "Bad file descriptor" in caplog.text
+    for end in ends:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(end)
+
+
+def test_its_threads_are_no_more_than_the_limit_at_once() -> None:
+    """Of the process, not of this object: many ends at once, as when a mount's files are closed."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    releases, before = Releases(), threading.active_count()
+    peak = 0
+    for _ in range(min(2000, soft // 2)):
+        fd = os.open("/", os.O_RDONLY)
+        releases.soon(partial(os.close, fd))
+        peak = max(peak, releases.threads)
+    eventually(lambda: not releases.pending)
+    assert peak <= FEW_THREADS
+    assert threading.active_count() <= before + 2 * FEW_THREADS

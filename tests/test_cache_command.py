@@ -1,0 +1,206 @@
+"""``monarchfs cache``: which caches there are, whose, in use by which mount; and how they go."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.faking import interpreter_for
+from tests.mounting import (
+    MONARCHFS,
+    Bench,
+    Mount,
+    as_user,
+    bench,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
+
+pytestmark = [requires_root, requires_fuse, pytest.mark.timeout(120)]
+
+FILES = 3
+BIN = pwd.getpwnam("bin").pw_uid
+
+
+@pytest.fixture
+def work() -> Iterator[Bench]:
+    with bench() as made:
+        (made.path / "src").mkdir()
+        for number in range(FILES):
+            (made.path / "src" / f"f{number}").write_bytes(b"%d" % number * 5000)
+        (made.path / "tier").mkdir(mode=0o755)
+        (made.path / "other").mkdir(mode=0o755)
+        yield made
+
+
+def mounted(work: Bench, state: str, *options: str, tier: str = "tier") -> Mount:
+    """All of it copied."""
+    arguments = ("--state-dir", f"{work.path}/{state}", "--prefetch", "all", *options)
+    mount = work.mount(work.path / "src", *arguments, tiers=[f"{work.path}/{tier}=100M"])
+    wait_for(lambda: mount.status()["tiers"][0]["files"] == FILES, "all copies")
+    return mount
+
+
+def cache(work: Bench, *arguments: str, code: int = 0, user: str | None = None) -> dict[str, Any]:
+    """What the command says, looking into the tiers of the test."""
+    tiers = ("--tier", f"{work.path}/tier", "--tier", f"{work.path}/other", "--json")
+    done = run("cache", *arguments, *tiers, user=user)
+    assert (done.returncode, done.stderr.count("\n")) == (code, int(code > 0)), done.stderr
+    said: dict[str, Any] = json.loads(done.stdout) if code == 0 else {"error": done.stderr}
+    return said
+
+
+def of_test(work: Bench, said: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in said["caches"] if one["source"] == f"{work.path}/src"]
+
+
+def test_caches_are_listed_and_removed(work: Bench) -> None:
+    """Root's, mounted, and a user's; the user sees and removes nothing of root's."""
+    interpreter_for("bin")
+    one = mounted(work, "one")
+    other = mounted(work, "two", "--user", "bin")
+    assert other.umount().returncode == 0
+    rows = {row["state_dir"]: row for row in of_test(work, cache(work, "list"))}
+    used, idle = rows[f"{work.path}/one"], rows[f"{work.path}/two"]
+    assert (used["in_use"], used["mountpoint"], used["user"]) == (True, str(one.path), "root")
+    assert (idle["in_use"], idle["mountpoint"], idle["user"]) == (False, None, "bin")
+    for row in (used, idle):
+        (tier,) = row["tiers"]
+        assert (tier["tier"], tier["files"], tier["stranded"]) == (f"{work.path}/tier", FILES, None)
+        assert row["used_bytes"] == tier["used_bytes"] > 0
+    # In use: one line, and nothing happens, also where another cache of the source is not.
+    assert str(one.path) in cache(work, "remove", f"{work.path}/src", "--yes", code=1)["error"]
+    assert len(of_test(work, cache(work, "list"))) == 2
+    # Nobody can be asked.
+    assert "--yes" in cache(work, "remove", f"{work.path}/two", code=2)["error"]
+    theirs = of_test(work, cache(work, "list", user="bin"))
+    assert [row["uid"] for row in theirs] == [BIN]
+    cache(work, "remove", f"{work.path}/one", "--yes", code=1, user="bin")
+    # Somebody else's file in the state directory stays, and with it the directory.
+    (work.path / "two" / "notes.txt").write_text("")
+    (row,) = cache(work, "remove", f"{work.path}/two", "--yes")["caches"]
+    assert row["removed"]
+    assert os.listdir(work.path / "two") == ["notes.txt"]
+    assert len(list((work.path / "tier").iterdir())) == 1
+    text = run("cache", "show", str(one.path)).stdout
+    assert f"in use by {one.path}" in text
+    assert one.umount().returncode == 0
+    # Not used for a second, once that second is over.
+    old = ("prune", f"{work.path}/src", "--older-than", "1s", "--yes")
+    wait_for(lambda: cache(work, *old)["caches"], "it to be old")
+    assert list((work.path / "tier").iterdir()) == []
+    assert not (work.path / "one").exists()
+
+
+def test_stranded_copies_are_pruned(work: Bench) -> None:
+    """Of a state directory that is gone, and of another --tier, also under the running mount."""
+    assert mounted(work, "gone").umount().returncode == 0
+    shutil.move(work.path / "tier", work.path / "before")
+    (work.path / "tier").mkdir()
+    assert mounted(work, "state").umount().returncode == 0
+    for path in (work.path / "before").iterdir():
+        path.rename(work.path / "tier" / path.name)
+    shutil.rmtree(work.path / "gone")
+    mount = mounted(work, "state", tier="other")
+    said = cache(work, "prune", f"{work.path}/src", "--dry-run")
+    reasons = sorted(tier["stranded"] for row in of_test(work, said) for tier in row["tiers"])
+    assert reasons == ["its last mount did not name this tier", "no state directory claims it"]
+    assert len(list((work.path / "tier").iterdir())) == 2
+    gc = json.loads(run("gc", "--dry-run", "--json").stdout)
+    assert any("monarchfs cache prune" in note for note in gc["notes"])
+    assert all(
+        row["removed"] for row in cache(work, "prune", f"{work.path}/src", "--yes")["caches"]
+    )
+    assert list((work.path / "tier").iterdir()) == []
+    assert mount.status()["tiers"][0]["files"] == FILES
+    assert mount.umount().returncode == 0
+    # A source that is not there is gone only where that is said.
+    shutil.move(work.path / "src", work.path / "moved")
+    prune = ("prune", f"{work.path}/src", "--state-dir", f"{work.path}/state", "--yes")
+    assert of_test(work, cache(work, *prune)) == []
+    assert len(of_test(work, cache(work, *prune, "--source-gone"))) == 1
+    assert list((work.path / "other").iterdir()) == []
+
+
+def test_links_lead_root_nowhere(work: Bench) -> None:
+    """A user's state directory and tiers name, or are links to, what is root's."""
+    precious = work.path / "precious"
+    (precious / "index").mkdir(parents=True, mode=0o700)
+    (precious / "index" / "data.mdb").write_text("root's")
+    (precious / "owner").write_text(json.dumps({"source": "/s", "uid": BIN, "state_dir": "/x"}))
+    precious.chmod(0o700)
+    own = work.path / "own"
+    name = f"{'a' * 16}-{'b' * 16}"
+    script = f"""
+import json, os
+os.chdir({str(own)!r})
+os.makedirs("state")
+open("state/lock", "w").write(json.dumps({{"pid": 1, "mountpoint": "/m", "source": "/evil",
+    "dataset_id": "{"a" * 16}", "tiers": []}}))
+open("state/tiers", "w").write(json.dumps({{"tiers": {{os.getcwd() + "/t": "{name}",
+    os.getcwd() + "/u": "{name}"}}}}))
+os.symlink({str(precious)!r}, "state/index")
+os.makedirs("t"); os.symlink({str(precious)!r}, "t/{name}")
+os.makedirs("u/{name}", 0o700)
+open("u/{name}/owner", "w").write(json.dumps({{"source": "/evil", "uid": {BIN},
+    "state_dir": os.getcwd() + "/state"}}))
+os.symlink({str(precious)!r}, "u/{name}/aa")
+os.mkfifo("state/worker.log")
+"""
+    own.mkdir()
+    os.chown(own, BIN, BIN)
+    python = interpreter_for("bin")
+    subprocess.run(as_user("bin", [python, "-c", script]), check=True)
+    before = sorted(str(path) for path in precious.rglob("*"))
+    # Root's own directory, by way of a link of theirs.
+    (precious / "lock").write_text((own / "state" / "lock").read_text())
+    os.symlink(work.path, own / "link")
+    os.lchown(own / "link", BIN, BIN)
+    assert run("cache", "remove", f"{own}/link/precious", "--yes").returncode == 1
+    (precious / "lock").unlink()
+    done = run("cache", "remove", f"{own}/state", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert sorted(str(path) for path in precious.rglob("*")) == before
+    assert (precious / "index" / "data.mdb").read_text() == "root's"
+    assert not (own / "state").exists()
+    assert not (own / "u" / name).exists()
+
+
+def test_who_is_at_a_terminal_is_asked(work: Bench) -> None:
+    state = work.path / "state"
+    state.mkdir(mode=0o700)
+    holder = {"pid": 1, "mountpoint": "/m", "source": "/gone", "dataset_id": "", "tiers": []}
+    (state / "lock").write_text(json.dumps(holder))
+    for answer, code in (("n", 1), ("y", 0)):
+        ours, theirs = os.openpty()
+        os.write(ours, answer.encode() + b"\n")
+        done = subprocess.run(
+            [*MONARCHFS, "cache", "remove", str(state)],
+            stdin=theirs,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        os.close(ours)
+        os.close(theirs)
+        assert done.returncode == code, done.stderr
+        assert "/gone" in done.stderr
+        assert state.exists() == (answer == "n")
+
+
+@pytest.mark.parametrize(
+    "words", [["list", "x"], ["show"], ["remove"], ["list", "--older-than", "1d"], ["pruned"]]
+)
+def test_wrong_usage(words: list[str]) -> None:
+    done = run("cache", *words)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -1,0 +1,209 @@
+"""Files and directories that change all the time: no open, stat or path walk fails for it.
+
+What is read is what a plain open and read of the source could have given: records that are whole,
+in order, and of one version where the file was replaced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.mounting import Bench, Mount, requires_fuse, requires_root, wait_for
+
+pytestmark = [requires_root, requires_fuse]
+
+RECORD = 64
+ROUNDS = 60
+READERS = 3
+RENAME_EXCHANGE = 2
+AT_FDCWD = -100
+libc = ctypes.CDLL(None, use_errno=True)
+
+MODES = {
+    "ttl": ("--freshness", "ttl=1"),
+    "open": ("--freshness", "open"),
+    "open, relayed": ("--freshness", "open", "--data-path", "relay"),
+    "open, nothing kept": ("--freshness", "open", "--prefetch", "none"),
+    "immutable": ("--freshness", "immutable", "--evict", "lru"),
+}
+
+
+def record(number: int) -> bytes:
+    """That says which it is, and whether it is whole."""
+    body = b"%055d" % number
+    return body + b"%08x\n" % zlib.crc32(body)
+
+
+def records(first: int, count: int) -> bytes:
+    return b"".join(record(number) for number in range(first, first + count))
+
+
+def numbers(data: bytes) -> list[int]:
+    """Of the records. Raises AssertionError where one is not what was written."""
+    assert len(data) % RECORD == 0
+    texts = [data[at : at + 55] for at in range(0, len(data), RECORD)]
+    found = [int(text) if text.isdigit() else -1 for text in texts]
+    assert data == b"".join(record(number) for number in found)
+    return found
+
+
+def in_order(data: bytes) -> list[int]:
+    found = numbers(data)
+    assert found, "nothing was read"
+    assert found == list(range(found[0], found[0] + len(found)))
+    return found
+
+
+def of_a_version(data: bytes) -> None:
+    """Version k begins with record 1000 k, and has 50 + k % 100."""
+    first, *_ = found = in_order(data)
+    assert first % 1000 == 0
+    assert len(found) == 50 + first // 1000 % 100
+
+
+def version(number: int) -> bytes:
+    return records(number * 1000, 50 + number % 100)
+
+
+class Changes:
+    """Who changes the source: one step a file, again and again."""
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+        self.steps = 0
+        (source / "d").mkdir(parents=True)
+        for name in ("log", "swapped", "rewritten"):
+            (source / "d" / name).write_bytes(version(1))
+        for number, name in enumerate(("e", "e.other"), 1):
+            (source / name / "deep").mkdir(parents=True)
+            (source / name / "deep" / "f").write_bytes(version(number))
+
+    def step(self) -> None:
+        self.steps += 1
+        directory = self.source / "d"
+        with (directory / "log").open("ab", buffering=0) as log:
+            log.write(record(1000 + os.fstat(log.fileno()).st_size // RECORD))
+        if self.steps % 2:
+            (directory / "new").write_bytes(version(self.steps))
+            (directory / "new").rename(directory / "swapped")
+            exchange(self.source / "e", self.source / "e.other")
+        else:
+            # Each record stays whole, whenever it is read; how many there are changes.
+            with (directory / "rewritten").open("r+b", buffering=0) as file:
+                file.truncate(RECORD * (self.steps % 7))
+                file.write(version(self.steps))
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        stop = threading.Event()
+
+        def run() -> None:
+            while not stop.wait(0.004):
+                self.step()
+
+        writer = threading.Thread(target=run)
+        writer.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            writer.join()
+
+
+def exchange(one: Path, other: Path) -> None:
+    if libc.renameat2(AT_FDCWD, bytes(one), AT_FDCWD, bytes(other), RENAME_EXCHANGE):
+        raise OSError(ctypes.get_errno(), "renameat2")
+
+
+CHECKS: dict[str, Callable[[bytes], object]] = {
+    "d/log": in_order,
+    "d/swapped": of_a_version,
+    "d/rewritten": numbers,
+    "e/deep/f": of_a_version,
+}
+
+
+def read_all(fd: int) -> bytes:
+    return b"".join(iter(lambda: os.read(fd, 1 << 20), b""))
+
+
+def read_each(root: Path, errors: Counter[str], found: list[str]) -> None:
+    """All that is to succeed, of each file, once."""
+    for name, check in CHECKS.items():
+        path = root / name
+
+        @contextmanager
+        def call(what: str, name: str = name) -> Iterator[None]:
+            try:
+                yield
+            except OSError as exc:
+                errors[f"{what} {name}: {errno.errorcode[exc.errno or 0]}"] += 1
+            except AssertionError as exc:
+                found.append(f"{what} {name}: {exc!s:.300}")
+
+        with call("stat"):
+            assert os.stat(path).st_size % RECORD == 0
+        with call("access"):
+            assert os.access(path, os.R_OK), "it may not be read"
+        with call("getxattr"):
+            os.getxattr(path, "user.monarchfs.state")
+        with call("listdir"):
+            assert path.name in os.listdir(path.parent)
+        with call("open"):
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                with call("fstat"):
+                    assert os.fstat(fd).st_size % RECORD == 0
+                with call("read"):
+                    check(read_all(fd))
+                with call("open again"):
+                    again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+                    try:
+                        check(read_all(again))
+                    finally:
+                        os.close(again)
+            finally:
+                os.close(fd)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_call_fails_while_files_change(work: Bench, mode: str) -> None:
+    changes = Changes(work.path / "source")
+    mount = work.mount(changes.source, *MODES[mode])
+    errors: Counter[str] = Counter()
+    found: list[str] = []
+
+    def read() -> None:
+        for _ in range(ROUNDS // READERS):
+            read_each(mount.path, errors, found)
+
+    with changes.going_on():
+        readers = [threading.Thread(target=read) for _ in range(READERS)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+    assert changes.steps > 10
+    assert errors == Counter()
+    assert found == []
+    # In the end all of it is what the source has, and still is when it was copied.
+    if mode != "immutable":
+        for _ in range(2):
+            for name in CHECKS:
+                wait_for(partial(same, mount, name), f"{name} to be the source's")
+            mount.wait_idle()
+
+
+def same(mount: Mount, name: str) -> bool:
+    return (mount.path / name).read_bytes() == (mount.source / name).read_bytes()

@@ -1,0 +1,133 @@
+"""Logs stay short: few lines of a kind, and files of a bounded size."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monarchfs import logs
+from monarchfs.config import User
+from monarchfs.logs import INTERVAL_SECONDS, MOST_LINES, FewOfEach
+from monarchfs.supervisor.logs import log_file_handler
+
+ME = User("me", os.geteuid(), os.getegid(), tuple(os.getgroups()))
+log = logging.getLogger("monarchfs.of_this_test")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def few(clock: Clock) -> Iterator[tuple[FewOfEach, Lines]]:
+    lines, few = Lines(), FewOfEach(clock)
+    lines.addFilter(few)
+    root = logging.getLogger()
+    root.addHandler(lines)
+    yield few, lines
+    root.removeHandler(lines)
+
+
+def many(count: int) -> None:
+    for number in range(count):
+        log.warning("replica %d is gone", number)
+
+
+def test_what_is_told_of_each_file_is_told_of_a_few(
+    few: tuple[FewOfEach, Lines], clock: Clock
+) -> None:
+    said, lines = few[0], few[1].lines
+    many(10_000)
+    log.warning("something else")
+    assert lines == [f"replica {n} is gone" for n in range(MOST_LINES)] + ["something else"]
+    said.tell()
+    assert len(lines) == MOST_LINES + 1
+    clock.now += INTERVAL_SECONDS
+    said.tell()
+    assert lines[MOST_LINES + 1 :] == [
+        f"and {10_000 - MOST_LINES} more like this in 60 s, the last one: replica 9999 is gone"
+    ]
+    # A new interval: told again.
+    many(1)
+    assert lines[-1] == "replica 0 is gone"
+
+
+def test_nothing_is_left_untold_at_the_end(few: tuple[FewOfEach, Lines]) -> None:
+    many(MOST_LINES + 2)
+    few[0].tell(all_of_them=True)
+    assert few[1].lines[-1].startswith("and 2 more like this in 0 s")
+
+
+WRITES = """
+import logging, os, sys
+from monarchfs import logs
+directory = os.open(sys.argv[1], os.O_RDONLY)
+logs.MOST_BYTES = 10_000
+logging.basicConfig(handlers=[logs.BoundedLog(directory, "worker.log")])
+for number in range(1000):
+    logging.warning("line %d of what a worker says", number)
+os.write(2, b"the last words\\n")
+"""
+
+
+@pytest.mark.parametrize("beside", ["nothing", "link", "fifo"])
+def test_a_workers_log_is_bounded(tmp_path: Path, beside: str) -> None:
+    path, other = tmp_path / "worker.log", tmp_path / "other"
+    other.write_text("keep me")
+    match beside:
+        case "link":
+            (tmp_path / "worker.log.1").symlink_to(other)
+        case "fifo":
+            os.mkfifo(tmp_path / "worker.log.1")
+    with open(path, "a") as stderr:
+        subprocess.run(
+            [sys.executable, "-c", WRITES, str(tmp_path)], stderr=stderr, check=True, timeout=30
+        )
+    before = (tmp_path / "worker.log.1").read_text()
+    assert path.read_text().endswith("the last words\n")
+    assert max(len(before), path.stat().st_size) < 10_200
+    assert before.splitlines()[-1].startswith("WARNING:root:line ")
+    assert other.read_text() == "keep me"
+    assert sorted(os.listdir(tmp_path)) == ["other", "worker.log", "worker.log.1"]
+
+
+def test_a_supervisors_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MOST_BYTES", 10_000)
+    path = tmp_path / "log"
+    (tmp_path / "log.1").write_text("of long ago")
+    # Two mounts may share a file.
+    handlers = [log_file_handler(str(path), ME) for _ in range(2)]
+    for number in range(1000):
+        record = log.makeRecord("x", logging.INFO, "f", 1, f"line {number} of a mount", (), None)
+        handlers[number % 2].handle(record)
+    for handler in handlers:
+        handler.close()
+    text = (tmp_path / "log.1").read_text() + path.read_text()
+    assert text.endswith("line 999 of a mount\n")
+    numbers = [int(line.split()[1]) for line in text.splitlines()]
+    assert numbers == list(range(numbers[0], 1000))
+    assert max(path.stat().st_size, (tmp_path / "log.1").stat().st_size) < 10_200
+    assert sorted(os.listdir(tmp_path)) == ["log", "log.1"]

@@ -1,0 +1,129 @@
+"""Seen from another mount namespace, as a container's or that of ``monarchfs run``: the truth."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests import surroundings
+from tests.mounting import MONARCHFS, Bench, Mount, bench, requires_fuse, requires_root, run
+
+pytestmark = [requires_root, requires_fuse, surroundings.requires_namespaces]
+
+NAMESPACES = {
+    "mounts": ["--mount", "--propagation", "private"],
+    "mounts and processes": ["--mount", "--propagation", "private", "--pid", "--fork"],
+}
+
+
+@pytest.fixture
+def work() -> Iterator[Bench]:
+    with bench() as opened:
+        yield opened
+
+
+@pytest.fixture
+def mount(work: Bench) -> Mount:
+    (work.path / "source").mkdir()
+    (work.path / "source" / "file").write_text("content")
+    return work.mount(work.path / "source")
+
+
+def inside(kind: str, script: str) -> str:
+    """What a shell prints in a mount namespace of its own; ``m`` is the command."""
+    proc = "mount -t proc proc /proc; " if "processes" in kind else ""
+    done = subprocess.run(
+        [
+            *("unshare", *NAMESPACES[kind], "sh", "-ec"),
+            f'm() {{ {shlex.join(MONARCHFS)} "$@"; }}; {proc}{script}',
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def assert_served(mount: Mount) -> None:
+    assert mount.status()["state"] == "serving"
+    assert (mount.path / "file").read_text() == "content"
+
+
+@pytest.mark.parametrize("kind", NAMESPACES)
+def test_a_copy_of_a_mount_is_what_it_is(mount: Mount, kind: str) -> None:
+    point = shlex.quote(str(mount.path))
+    script = f"m status {point} --json; m status --json; m doctor --quick --json || true"
+    one, listed, doctor = map(json.loads, inside(kind, script).splitlines())
+    assert (one["state"], one["private"]) == ("serving", False)
+    assert one["worker"]["pid"] == mount.worker_pid()
+    ours = [m for m in listed["mounts"] if m["mountpoint"] == str(mount.path)]
+    assert [(m["state"], m["private"]) for m in ours] == [("serving", False)]
+    assert_not_stale(doctor, mount)
+    inside(kind, f"m warm {point} --wait; m why {point}/file; m evict {point}/file")
+    assert_served(mount)
+
+
+@pytest.mark.parametrize("kind", NAMESPACES)
+def test_a_mount_that_is_not_there_serves_elsewhere(mount: Mount, kind: str) -> None:
+    point = shlex.quote(str(mount.path))
+    hidden = f"umount -l {point}; "
+    look = f"m status {point} --json; m status --json; m doctor --quick --json || true"
+    one, listed, doctor = map(json.loads, inside(kind, hidden + look).splitlines())
+    assert (one["state"], one["private"]) == ("serving", True)
+    ours = [m for m in listed["mounts"] if m["mountpoint"] == str(mount.path)]
+    assert [(m["state"], m["private"]) for m in ours] == [("serving", True)]
+    assert_not_stale(doctor, mount)
+    text = inside(kind, f"{hidden} m status {point}")
+    assert "serving" in text
+    assert "not visible in this mount namespace" in text
+    assert_served(mount)
+
+
+def assert_not_stale(doctor: dict[str, Any], mount: Mount) -> None:
+    checks = [check for check in doctor["checks"] if check["name"] == "stale_mount"]
+    assert [check for check in checks if check["mountpoint"] == str(mount.path)] == []
+
+
+@pytest.mark.parametrize("kind", NAMESPACES)
+def test_unmounting_a_copy_takes_nothing_from_others(mount: Mount, kind: str) -> None:
+    point = shlex.quote(str(mount.path))
+    assert inside(kind, f"m umount {point}; ! mountpoint -q {point}; m umount {point}").endswith(
+        "is not mounted\n"
+    )
+    assert_served(mount)
+
+
+def test_in_run_all_are_what_they_are(work: Bench, mount: Mount) -> None:
+    other = work.path / "other"
+    other.mkdir()
+    (other / "file").write_text("more")
+    storage = ["--tier", f"{work.path}/tier2=10M", "--state-dir", f"{work.path}/state2"]
+    script = f'for p in {mount.path} {other}; do "$@" status "$p" --json; done'
+    script += '; "$@" doctor --quick --json || true'
+    done = run("run", str(other), *storage, "--", "sh", "-ec", script, "sh", *MONARCHFS)
+    assert done.returncode == 0, done.stderr
+    outer, own, doctor = map(json.loads, done.stdout.splitlines())
+    assert [(m["state"], m["private"]) for m in (outer, own)] == [("serving", False)] * 2
+    for path in (mount.path, other):
+        assert_not_stale(doctor, Mount(path, path))
+    assert_served(mount)
+
+
+def test_a_directory_that_all_share_is_not_to_be_closed(work: Bench) -> None:
+    shared = work.path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    for with_index in (False, True):
+        if with_index:
+            (shared / "index").mkdir()
+        done = run("fsck", str(shared))
+        assert done.returncode in (1, 2)
+        assert done.stderr.count("\n") == 1
+        assert "chmod" not in done.stderr

@@ -1,0 +1,133 @@
+"""Names of any bytes: no output moves a cursor or begins a line, and JSON gives them back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.mounting import MONARCHFS, WAIT_SECONDS, fuse_mounts, requires_fuse, requires_root
+
+ODD = b"a\x1b[31m\nb\xff\xe2\x80\xae\x07c"
+"""A colour, a line break, a byte that is no text, a right-to-left override and a bell."""
+NAME = os.fsdecode(ODD)
+ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("SUDO_", "XDG_", "SLURM_"))}
+
+
+class Oddities:
+    """A source, a mount point, a tier and files that are all called so."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.source, self.point = path / f"src{NAME}", path / f"mnt{NAME}"
+        self.point.mkdir()
+        (self.source / f"dir{NAME}").mkdir(parents=True)
+        self.file = f"dir{NAME}/file{NAME}"
+        (self.source / self.file).write_text("content")
+        tier, state = f"{path}/tier{NAME}=10M", f"{path}/state{NAME}"
+        self.storage = ["--tier", tier, "--state-dir", state, "--log-file", f"{path}/log"]
+
+    def run(self, *words: str, code: int = 0) -> str:
+        """What a command prints, which is nothing that a terminal would obey."""
+        done = subprocess.run(
+            [*MONARCHFS, *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            cwd=self.path,
+            env=ENVIRONMENT,
+            timeout=WAIT_SECONDS,
+            check=False,
+        )
+        assert done.returncode == code, (words[0], done.stderr)
+        for output in (done.stdout, done.stderr):
+            for line in output.decode(errors="surrogateescape").splitlines():
+                assert line.isprintable(), (words[0], line)
+                assert not line.startswith("b"), (words[0], line)
+        return done.stdout.decode() + done.stderr.decode()
+
+    def ask(self, *words: str, code: int = 0) -> object:
+        return json.loads(self.run(*words, "--json", code=code))
+
+
+@pytest.fixture
+def odd() -> Iterator[Oddities]:
+    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
+    try:
+        yield Oddities(path)
+    finally:
+        for point in fuse_mounts(os.fspath(path)):
+            subprocess.run(["umount", "-l", os.fsencode(point)], check=False)
+        shutil.rmtree(path)
+
+
+def texts(value: object) -> Iterator[str]:
+    """All texts in an object of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from texts(inner)
+
+
+@requires_root
+@requires_fuse
+def test_every_command_shows_them_escaped_and_gives_them_back(odd: Oddities) -> None:
+    source, point, file = os.fspath(odd.source), os.fspath(odd.point), odd.file
+    shown = r"a\x1b[31m"
+    assert odd.run("mount", source, point, *odd.storage) == ""
+    try:
+        assert shown in odd.run("mount", source, point, *odd.storage, code=2)
+        worker = odd.ask("status", point)
+        assert isinstance(worker, dict)
+        shown_by_ps = Path(f"/proc/{worker['worker']['pid']}/cmdline").read_bytes()
+        assert os.fsencode(point) in shown_by_ps.split(b"\0")
+        path = os.path.join(point, file)
+        assert shown in odd.run("warm", point, file)
+        odd.run("warm", point, file, "--wait")
+        for command in ("why", "status"):
+            assert shown in odd.run(command, path if command == "why" else point)
+        assert shown in odd.run("status")
+        assert shown in odd.run("why", path + "x", code=1)
+        assert shown in odd.run("status", path, code=1)
+        assert shown in odd.run("pin", point, "../" + NAME, code=2)
+        assert shown in odd.run("evict", point, NAME + "x", code=1)
+        for command in ("pin", "unpin", "refresh", "evict"):
+            odd.run(command, point, file)
+        assert shown in odd.run("doctor", source, "--quick", *odd.storage[:2])
+        odd.run("warm", path, "--wait")
+        assert set(texts(odd.ask("status", point))) >= {source, point}
+        assert path in set(texts(odd.ask("why", path)))
+        assert any(file in text for text in texts(odd.ask("why", path + "x", code=1)))
+    finally:
+        assert odd.run("umount", point) == ""
+    assert shown in odd.run("umount", point)
+    plain = [*odd.storage[:4]]
+    assert shown in odd.run("plan", source, "--quick", *plain)
+    assert source in set(texts(odd.ask("plan", source, "--quick", *plain)))
+    odd.run("index", "export", source, f"{odd.path}/index{NAME}")
+    assert shown in odd.run("index", "export", source + "x", f"{odd.path}/index", code=2)
+    for replica in (odd.path / f"tier{NAME}").rglob("*.*"):
+        replica.unlink()
+    state = odd.storage[3]
+    assert shown in odd.run("fsck", state, code=1)
+    assert state in set(texts(odd.ask("fsck", state, code=1)))
+    assert shown in odd.run("fsck", state + "x", code=2)
+    done = odd.run("run", source, *odd.storage, "--report", "--", "true")
+    assert shown in done
+    assert shown in odd.run("run", source + "x", "--", "true", code=2)
+    assert shown in odd.run("mount", source + "x", point, code=2)
+    assert shown in odd.run("mount", source, point, "--tier", f"/no{NAME}/x=1G", code=2)
+    assert shown in odd.run("mount", source, point, "-o", f"x{NAME}", code=2)
+    assert shown in odd.run("mount", source, point, f"--x{NAME}", code=2)
+    assert shown in odd.run(f"x{NAME}", code=2)
+    for line in (odd.path / "log").read_text().splitlines():
+        assert line.isprintable(), line

@@ -1,0 +1,220 @@
+"""Whose a directory in a tier is: no two mounts share one, nobody else can be first, and what an
+earlier mount copied is found again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs.config.places import dataset_id
+from tests.faking import NOBODY, interpreter_for
+from tests.mounting import Bench, Mount, as_user, bench, requires_fuse, requires_root, run, wait_for
+
+pytestmark = [requires_root, requires_fuse, pytest.mark.timeout(120)]
+
+FILES = 5
+
+
+@pytest.fixture
+def work() -> Iterator[Bench]:
+    with bench() as made:
+        (made.path / "src").mkdir()
+        for number in range(FILES):
+            (made.path / "src" / f"f{number}").write_bytes(b"%d" % number * 5000)
+        (made.path / "tier").mkdir(mode=0o755)
+        yield made
+
+
+def mounted(work: Bench, state: str = "state", *options: str, tier: str = "tier") -> Mount:
+    """All of it copied."""
+    arguments = ("--state-dir", f"{work.path}/{state}", "--prefetch", "all", *options)
+    mount = work.mount(work.path / "src", *arguments, tiers=[f"{work.path}/{tier}=100M"])
+    mount.wait_idle()
+    # A new index knows what lies there once somebody looked.
+    wait_for(lambda: files_in(mount) == FILES, f"{FILES} copies, not {mount.status()['tiers']}")
+    return mount
+
+
+def files_in(mount: Mount) -> int:
+    return int(mount.status()["tiers"][0]["files"])
+
+
+def copied(mount: Mount) -> int:
+    """How many files this mount has read from the source."""
+    return int(mount.status()["prefetch"]["completed"])
+
+
+def directories(tier: Path) -> list[Path]:
+    return sorted(path for path in tier.iterdir() if path.is_dir())
+
+
+def ended(mount: Mount) -> None:
+    done = mount.umount()
+    assert done.returncode == 0, done.stderr
+
+
+def fsck(state: Path) -> dict[str, Any]:
+    done = run("fsck", str(state), "--json")
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def test_two_state_directories_share_no_copies(work: Bench) -> None:
+    one, other = mounted(work, "one"), mounted(work, "two")
+    assert copied(other) == FILES
+    assert run("evict", str(one.path)).returncode == 0
+    wait_for(lambda: files_in(one) == 0, "the copies to be removed")
+    assert files_in(other) == FILES
+    for mount in (one, other):
+        ended(mount)
+    for state, files in (("one", 0), ("two", FILES)):
+        report = fsck(work.path / state)
+        assert (report["findings"], report["tiers"][0]["files"]) == ({}, files)
+
+
+def test_nobody_else_can_be_first(work: Bench) -> None:
+    """In a directory that everybody may write to, another user has made what could be guessed."""
+    tier = work.path / "tier"
+    tier.chmod(0o1777)
+    source = str(work.path / "src")
+    for uid in (0, 2):
+        name = dataset_id(source, uid)
+        squatted = [tier / name, tier / f"{name}-{'0' * 16}"]
+        for path in squatted:
+            subprocess.run(as_user(NOBODY, ["mkdir", "-m", "777", str(path)]), check=True)
+        python_of = {0: None, 2: interpreter_for("bin")}
+        options = () if python_of[uid] is None else ("--user", "bin")
+        mount = mounted(work, f"state{uid}", *options)
+        own = [path for path in directories(tier) if path.stat().st_uid == uid]
+        assert [path.stat().st_mode & 0o777 for path in own] == [0o700]
+        assert all(not list(path.iterdir()) for path in squatted)
+        ended(mount)
+        # The next mount finds its own.
+        mount = mounted(work, f"state{uid}", *options)
+        assert copied(mount) == 0
+        ended(mount)
+
+
+def test_copies_are_found_again(work: Bench) -> None:
+    """After the loss of the index, of the state directory, and by another one once that is gone."""
+    ended(mounted(work))
+    (before,) = directories(work.path / "tier")
+    shutil.rmtree(work.path / "state" / "index")
+    mount = mounted(work)
+    assert (copied(mount), directories(work.path / "tier")) == (0, [before])
+    ended(mount)
+    shutil.rmtree(work.path / "state")
+    mount = mounted(work)
+    assert copied(mount) == 0
+    ended(mount)
+    (work.path / "state").rename(work.path / "kept")
+    mount = mounted(work, "another")
+    assert copied(mount) == 0
+    assert "took over" in work.log()
+    ended(mount)
+    # The first one is back: what was its own is the other's by now.
+    (work.path / "kept").rename(work.path / "state")
+    mount = mounted(work)
+    assert copied(mount) == FILES
+    ended(mount)
+    assert len(directories(work.path / "tier")) == 2
+    assert fsck(work.path / "another")["findings"] == {}
+
+
+def test_copies_in_use_are_not_taken_over(work: Bench) -> None:
+    """Not even where the other one's state directory cannot be seen, as from another container."""
+    one = mounted(work, "one")
+    (work.path / "one").rename(work.path / "hidden")
+    other = mounted(work, "two")
+    assert copied(other) == FILES
+    assert run("evict", str(other.path)).returncode == 0
+    wait_for(lambda: files_in(other) == 0, "the copies to be removed")
+    assert files_in(one) == FILES
+    (work.path / "hidden").rename(work.path / "one")
+    for mount in (one, other):
+        ended(mount)
+
+
+def test_copies_of_the_former_layout_are_taken_over(work: Bench) -> None:
+    ended(mounted(work))
+    (made,) = directories(work.path / "tier")
+    (made / "owner").unlink()
+    former = work.path / "tier" / dataset_id(str(work.path / "src"), 0)
+    made.rename(former)
+    (work.path / "state" / "tiers").unlink()
+    assert fsck(work.path / "state")["findings"] == {}
+    mount = mounted(work)
+    assert copied(mount) == 0
+    assert "took over" in work.log()
+    assert not former.exists()
+    # And of the mount that was not there first, with nothing taken from this one.
+    other = mounted(work, "two")
+    assert copied(other) == FILES
+    for one in (mount, other):
+        ended(one)
+
+
+@pytest.mark.parametrize("spoilt", ["link", "file", "foreign", "open", "fifo"])
+def test_a_directory_that_is_not_ours_any_more(work: Bench, spoilt: str) -> None:
+    ended(mounted(work))
+    (made,) = directories(work.path / "tier")
+    beside = work.path / "beside"
+    made.rename(beside)
+    match spoilt:
+        case "link":
+            made.symlink_to(beside)
+        case "file":
+            made.write_text("")
+        case "foreign":
+            made.mkdir()
+            shutil.chown(made, NOBODY)
+        case "open":
+            made.mkdir()
+            made.chmod(0o777)
+        case _:
+            made.mkdir(0o700)
+            os.mkfifo(made / "owner")
+    before = sorted(os.listdir(beside))
+    mount = mounted(work)
+    assert copied(mount) == FILES
+    assert sorted(os.listdir(beside)) == before
+    ended(mount)
+    mount = mounted(work)
+    assert copied(mount) == 0
+    ended(mount)
+
+
+def test_copies_in_a_tier_that_is_not_named_are_told(work: Bench) -> None:
+    """Who mounts is told once, the status counts them, and they are used once it is named again."""
+    (work.path / "other").mkdir()
+    ended(mounted(work))
+    (before,) = directories(work.path / "tier")
+    point = work.path / "point"
+    point.mkdir()
+    done = run(
+        *("mount", f"{work.path}/src", str(point), "--state-dir", f"{work.path}/state"),
+        *("--tier", f"{work.path}/other=100M", "--prefetch", "none"),
+    )
+    assert done.returncode == 0, done.stderr
+    mount = Mount(work.path / "src", point)
+    work.mounts.append(mount)
+    lines = [line for line in done.stderr.splitlines() if "no --tier names" in line]
+    assert len(lines) == 1
+    assert f"stay in {before} (" in lines[0]
+    assert f"--tier {work.path}/tier again" in lines[0]
+    status = mount.status()
+    (other,) = status["other_tiers"]
+    assert (other["path"], other["files"]) == (f"{work.path}/tier", FILES)
+    assert other["used_bytes"] > 0
+    assert status["files"]["resident"] == 0
+    ended(mount)
+    mount = mounted(work)
+    assert (copied(mount), mount.status()["other_tiers"]) == (0, [])
+    ended(mount)

@@ -1,0 +1,89 @@
+"""A dataset whose file system is not mounted on this node: an empty directory beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from monarchfs.fuse.mountinfo import Mount as Entry
+from monarchfs.supervisor.probe import Source, seems_unmounted
+from tests.mounting import Bench, bench, requires_fuse, requires_root, run
+
+
+@pytest.fixture
+def work() -> Iterator[Bench]:
+    with bench() as opened:
+        yield opened
+
+
+def entry(point: str, fstype: str, source: str = "none") -> Entry:
+    return Entry(1, 0, 0, 7, "/", point, "rw", fstype, source, "rw")
+
+
+def source(path: str = "/data/b", *, empty: bool = True, device: int = 1) -> Source:
+    return Source(-1, path, ((device, 5), (1, 4), (1, 2)), empty)
+
+
+@pytest.mark.parametrize(
+    ("mounts", "beside"),
+    [
+        ([], None),
+        ([entry("/data/a", "lustre")], "/data/a"),
+        ([entry("/data/a", "autofs")], "/data/a"),
+        ([entry("/data/a", "ext4", "/dev/sdb1")], "/data/a"),
+        ([entry("/data/a", "tmpfs")], None),
+        ([entry("/data/a", "fuse.monarchfs")], None),
+        ([entry("/data/a/deeper", "lustre"), entry("/data", "lustre")], None),
+        ([entry("/data/a", "lustre"), entry("/data/b", "lustre")], None),
+    ],
+)
+def test_what_lies_beside_it_tells(mounts: list[Entry], beside: str | None) -> None:
+    assert seems_unmounted(source(), mounts) == beside
+    assert seems_unmounted(source(empty=False), mounts) is None
+    assert seems_unmounted(source(device=9), mounts) is None
+
+
+@requires_root
+@requires_fuse
+def test_it_is_told_and_refused_where_files_are_required(work: Bench) -> None:
+    backing = work.path / "backing"
+    backing.mkdir()
+    neighbour = work.faulty_source(backing)
+    dataset, point = work.path / "dataset", work.path / "mnt"
+    dataset.mkdir()
+    point.mkdir()
+    storage = ["--tier", f"{work.path}/tier=10M", "--state-dir", f"{work.path}/state"]
+    command = ["mount", str(dataset), str(point), *storage]
+    says = f"source {dataset} is empty, and no file system is mounted on it, as on {neighbour.path}"
+
+    for form in (["--require-files"], ["-o", "require_files"]):
+        done = run(*command, *form)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert says in done.stderr
+        assert not (work.path / "state").exists()
+    done = run(*command)
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1)
+    assert says in done.stderr
+    assert run("umount", str(point)).returncode == 0
+
+    done = run("run", str(dataset), *storage, "--", "echo", "ran")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "ran\n", 1)
+    assert says in done.stderr
+    done = run("doctor", str(dataset), "--quick", *storage)
+    assert says in done.stdout
+    (dataset / "file").write_text("content")
+    done = run(*command, "--require-files")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert run("umount", str(point)).returncode == 0
+
+
+@requires_root
+@requires_fuse
+def test_the_nearest_name_is_shown_for_a_source_that_is_not_there(work: Bench) -> None:
+    (work.path / "imagenet" / "train").mkdir(parents=True)
+    (work.path / "mnt").mkdir()
+    for typed, near in (("imagnet", "imagenet"), ("imagnet/train", "imagenet/train")):
+        done = run("mount", f"{work.path}/{typed}", f"{work.path}/mnt")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert f"did you mean {work.path}/{near}?" in done.stderr
