@@ -38,9 +38,9 @@ class Readers(Protocol):
     def catch_up(self) -> None:
         """Say what was opened since the last time: ``Cache.accessed``."""
 
-    def hold(self, ino: int, *, held: bool) -> None:
+    def hold(self, ino: int, *, held: bool) -> bool:
         """This process' Python reads the file from the source, or not any more: meanwhile nobody
-        else is to begin with that."""
+        else is to begin with that. Whether somebody else had begun, as of ``busy``."""
 
     def busy(self, ino: int) -> bool:
         """Whether somebody else is reading the whole file from the source, or has, and it will be
@@ -112,8 +112,8 @@ class NoReaders:
     def catch_up(self) -> None:
         """As Readers."""
 
-    def hold(self, ino: int, *, held: bool) -> None:
-        """As Readers."""
+    def hold(self, ino: int, *, held: bool) -> bool:
+        return False
 
     def busy(self, ino: int) -> bool:
         return False

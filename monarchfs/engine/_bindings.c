@@ -220,7 +220,7 @@ static PyMethodDef methods[] = {
 	{"misses_forget", forget, METH_O, "misses_forget(ino): it is not to be served any more."},
 	{"misses_forget_all", forget_all, METH_NOARGS, "The same, of all."},
 	{"misses_hold", hold, METH_VARARGS,
-	 "misses_hold(ino, held): Python reads it, or not any more. True where it is being read here."},
+	 "misses_hold(ino, held): Python reads it, or not any more. Whether it was busy."},
 	{"misses_busy", busy, METH_O,
 	 "misses_busy(ino): whether it is being read, or its bytes wait in an event."},
 	{"misses_events", events, METH_NOARGS,

@@ -117,13 +117,6 @@ static void leave_bytes(struct miss_bytes *bytes)
 	}
 }
 
-void misses_leave_bytes(struct miss_bytes *bytes)
-{
-	pthread_mutex_lock(&lock);
-	leave_bytes(bytes);
-	pthread_mutex_unlock(&lock);
-}
-
 static void fill(struct entry *entry, struct miss_bytes *bytes)
 {
 	entry->bytes = bytes;
@@ -334,7 +327,8 @@ static bool served(const struct entry *entry)
 /* Under `lock`. */
 static void put_down(struct entry *entry)
 {
-	if (entry->gone || !served(entry))
+	/* While they are on their way into a tier, the next one to open it is answered from them. */
+	if (entry->gone || !entry->bytes || entry->bytes->users > 1 || !served(entry))
 		return;
 	if (entry->over)
 		forget(place_of(entry->ino));
@@ -358,7 +352,18 @@ void misses_released(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);
 	struct entry *entry = *place_of(ino);
-	if (entry && entry->bytes)
+	if (entry)
+		put_down(entry);
+	pthread_mutex_unlock(&lock);
+}
+
+void misses_leave_bytes(struct miss_bytes *bytes)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = bytes->users > 1 ? *place_of(bytes->ino) : NULL;
+	bool same = entry && entry->bytes == bytes;
+	leave_bytes(bytes);
+	if (same)
 		put_down(entry);
 	pthread_mutex_unlock(&lock);
 }
@@ -388,13 +393,13 @@ static bool is_archived(int fd)
 	return layout_released(layout, (size_t)size);
 }
 
-static struct miss_bytes *read_whole(int fd, const struct miss_version *version)
+static struct miss_bytes *read_whole(int fd, uint64_t ino, const struct miss_version *version)
 {
 	size_t size = (size_t)version->size;
 	struct miss_bytes *bytes = malloc(sizeof(*bytes) + size);
 	if (!bytes)
 		return NULL;
-	*bytes = (struct miss_bytes){.users = 1, .size = size};
+	*bytes = (struct miss_bytes){.ino = ino, .users = 1, .size = size};
 	for (size_t done = 0; done < size;) {
 		ssize_t got = pread(fd, bytes->data + done, size - done, (off_t)done);
 		if (got < 0 && errno == EINTR)
@@ -437,7 +442,7 @@ static void carry_out(struct errand *errand, int directory_fd)
 	if (!errand->good)
 		return;
 	errand->good = fcntl(errand->fd, F_SETFL, flags & ~O_NONBLOCK) == 0 &&
-		       (errand->bytes = read_whole(errand->fd, version));
+		       (errand->bytes = read_whole(errand->fd, entry->ino, version));
 }
 
 /* Under `lock`. */
@@ -854,13 +859,19 @@ void misses_forget_all(void)
 	pthread_mutex_unlock(&lock);
 }
 
+/* Under `lock`. */
+static bool is_busy(const struct entry *entry)
+{
+	return entry && (entry->state != REMOTE || entry->told);
+}
+
 bool misses_hold(uint64_t ino, bool held)
 {
 	pthread_mutex_lock(&lock);
 	struct entry *entry = *place_of(ino);
+	bool busy = is_busy(entry);
 	if (entry)
 		entry->held = held;
-	bool busy = entry && entry->state == READING;
 	pthread_mutex_unlock(&lock);
 	return busy;
 }
@@ -868,8 +879,7 @@ bool misses_hold(uint64_t ino, bool held)
 bool misses_busy(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);
-	const struct entry *entry = *place_of(ino);
-	bool busy = entry && (entry->state != REMOTE || entry->told);
+	bool busy = is_busy(*place_of(ino));
 	pthread_mutex_unlock(&lock);
 	return busy;
 }

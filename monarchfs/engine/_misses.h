@@ -28,7 +28,8 @@ struct miss_version {
 
 /* All bytes of one file. */
 struct miss_bytes {
-	unsigned users;
+	uint64_t ino;
+	unsigned users; /* its entry, events, Python */
 	size_t size;
 	char data[];
 };
@@ -80,7 +81,7 @@ void misses_forget(uint64_t ino);
 void misses_forget_all(void);
 
 /* Python reads the file itself (`held`), or not any more: what is not in memory is not asked for here
- * meanwhile. True where it is being read here already. */
+ * meanwhile. Whether it was busy before. */
 bool misses_hold(uint64_t ino, bool held);
 
 /* Whether the file is being read here, or its bytes wait for Python. */

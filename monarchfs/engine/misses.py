@@ -154,9 +154,10 @@ class Misses:
         self._free.clear()
         self._hooks.misses_forget_all()
 
-    def hold(self, ino: int, *, held: bool) -> None:
-        """Python reads the file from the source, or not any more."""
-        self._hooks.misses_hold(ino, held)
+    def hold(self, ino: int, *, held: bool) -> bool:
+        """Python reads the file from the source, or not any more; whether it was ``busy``."""
+        busy: bool = self._hooks.misses_hold(ino, held)
+        return busy
 
     def busy(self, ino: int) -> bool:
         """Whether the file is being read, or was and ``served`` tells of it."""

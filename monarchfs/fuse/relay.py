@@ -190,9 +190,8 @@ class Relay:
         if self.misses is not None:
             self.misses.forget(ino)
 
-    def hold(self, ino: int, *, held: bool) -> None:
-        if self.misses is not None:
-            self.misses.hold(ino, held=held)
+    def hold(self, ino: int, *, held: bool) -> bool:
+        return self.misses is not None and self.misses.hold(ino, held=held)
 
     def busy(self, ino: int) -> bool:
         return self.misses is not None and self.misses.busy(ino)

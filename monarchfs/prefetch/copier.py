@@ -151,6 +151,16 @@ class Copier:
             self._cache.readers.hold(node.ino, held=True)
         return fill
 
+    def _file_to_copy(self, node: Node) -> Fill | None:
+        """The same; None where somebody else has begun to read all of it for a reader."""
+        fill = self.files.get(node.ino)
+        if fill is None:
+            fill = self.files[node.ino] = self._new_fill(node)
+            if self._cache.readers.hold(node.ino, held=True):
+                fill.settle()
+                return None
+        return fill
+
     def _new_fill(self, node: Node) -> Fill:
         remote = RemoteFile(node.stat.version, lambda: self._where(node), self._source)
         return Fill(
@@ -378,7 +388,9 @@ class Copier:
     def _begin(self, node: Node, priority: Priority) -> Work:
         """Ask for room; what is left to do is to fetch the first portion. Not by the slot: tasks
         that start together run in any order, and room is given in the order of the queue."""
-        fill = self._file(node)
+        fill = self._file_to_copy(node)
+        if fill is None:
+            return trio.lowlevel.checkpoint
         fetch = None
         settled = fill.settled
         evicts = priority <= Priority.HINTED
@@ -432,15 +444,17 @@ class Copier:
 
     def _begin_group(self, nodes: list[Node], priority: Priority) -> tuple[Work, int]:
         """``_begin`` of each."""
-        places = self._cache.reserve_each(nodes, evicts=priority <= Priority.HINTED)
+        fills = [fill for node in nodes if (fill := self._file_to_copy(node))]
+        places = self._cache.reserve_each(
+            [fill.node for fill in fills], evicts=priority <= Priority.HINTED
+        )
         members: list[Member] = []
-        for node, place in zip(nodes, places, strict=True):
-            fill = self._file(node)
+        for fill, place in zip(fills, places, strict=True):
             fill.priority = priority
             fetch = fill.claim_whole() if fill.begin_filling(place) else None
             if fetch is None:
                 fill.settle()
-                self._tell(node.ino)
+                self._tell(fill.node.ino)
             else:
                 members.append((fill, fetch))
         if not members:
