@@ -207,7 +207,8 @@ class Replica(NamedTuple):
     was, so that it counts after a reboot. ``checksum`` (64 bits, see ``store.checksum``) is a
     complete replica's. ``chunk_bytes``, ``present`` (one byte a chunk, 1 where it is there) and
     ``digests`` (8 bytes a block, see ``store.checksum``) describe a partial replica; they are 0 and
-    empty for others.
+    empty for others. ``segment`` (64 bits; 0: the replica is a file of its own) and ``offset`` in
+    bytes say where a complete replica lies that shares a file with others (``store.segments``).
     """
 
     tier: int
@@ -221,11 +222,14 @@ class Replica(NamedTuple):
     chunk_bytes: int = 0
     present: bytes = b""
     digests: bytes = b""
+    segment: int = 0
+    offset: int = 0
 
 
 class TierFile(NamedTuple):
-    """A file that lies in a tier under a replica's name. ``synced``: its data reached the disk.
-    ``made_ns`` is when its last byte was written, since the epoch."""
+    """A replica that lies in a tier, as a file of its own or in a segment (as of ``Replica``).
+    ``synced``: its data reached the disk. ``made_ns`` is when its last byte was written, since the
+    epoch."""
 
     name: bytes
     checksum: int
@@ -233,6 +237,8 @@ class TierFile(NamedTuple):
     allocated_bytes: int
     synced: bool
     made_ns: int = 0
+    segment: int = 0
+    offset: int = 0
 
 
 class TierTotals(NamedTuple):

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from monarchfs.index import records
-from monarchfs.index.records import ENTRY, ID, ID_PAIR, PLACE_KEY, TIER_INO, TIER_KEY
+from monarchfs.index.records import (
+    ENTRY,
+    ID,
+    ID_PAIR,
+    PLACE_KEY,
+    RECORD_KEY,
+    SEGMENT_KEY,
+    TIER_INO,
+    TIER_KEY,
+)
 from monarchfs.types import ReplicaState
 
 Tables = dict[bytes, Any]
@@ -20,6 +29,7 @@ def inconsistencies(txn: Any, tables: Tables) -> Iterator[str]:
     yield from _names(txn, tables, next_id)
     yield from _replicas(txn, tables)
     yield from _files(txn, tables)
+    yield from _segments(txn, tables)
 
 
 def _nodes(txn: Any, tables: Tables, next_id: int) -> Iterator[str]:
@@ -100,3 +110,24 @@ def _files(txn: Any, tables: Tables) -> Iterator[str]:
         replica = txn.get(value, None, tables[b"replicas"])
         if replica is None or records.replica_head(replica).place != key:
             yield f"file {name.hex()} of tier {tier} belongs to a replica that is not recorded"
+
+
+def _segments(txn: Any, tables: Tables) -> Iterator[str]:
+    before, end = b"", 0
+    for key, value in txn.cursor(tables[b"records"]):
+        tier, segment, offset = RECORD_KEY.unpack(key)
+        where = f"offset {offset} of segment {segment:016x} of tier {tier}"
+        replica = txn.get(value, None, tables[b"replicas"])
+        if replica is None or records.replica_head(replica).record != key:
+            yield f"{where} belongs to a replica that is not recorded"
+            continue
+        place = key[: SEGMENT_KEY.size]
+        if txn.get(place, None, tables[b"segments"]) is None:
+            yield f"{where} has a replica, but no such segment is known"
+        if place == before and offset < end:
+            yield f"{where} belongs to two replicas"
+        before, end = place, offset + records.replica_head(replica).allocated_bytes
+    for key, value in txn.cursor(tables[b"replicas"]):
+        head = records.replica_head(value)
+        if head.segment and txn.get(head.record, None, tables[b"records"]) != key:
+            yield f"the record of the replica of inode {ID.unpack(key)[0]} is not its own"

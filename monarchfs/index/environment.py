@@ -38,6 +38,8 @@ class Databases(NamedTuple):
     replicas: Any
     xattrs: Any
     files: Any
+    segments: Any
+    records: Any
     journal: Any
     stale: Any
     outdated: Any

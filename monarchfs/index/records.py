@@ -17,6 +17,8 @@ listings     ino                      ``LISTING``
 replicas     ino                      ``REPLICA``, the bitmap compressed, the digests
 xattrs       ino, name of the xattr   ``XATTR``, value
 files        ``PLACE_KEY``            ino: whose replica the file of that name in that tier is
+segments     ``SEGMENT_KEY``          ``SEGMENT``: a file that holds many replicas lies in the tier
+records      ``RECORD_KEY``           ino: whose replica lies at that offset of that segment
 journal      ``PLACE_KEY``            ino: the file may lie in the tier though no record says so
 stale        ino                      ``STALE``: since when the node is outdated
 outdated     tier, ino                nothing: a replica that is found, or its node outdated
@@ -41,7 +43,7 @@ from monarchfs.types import (
 )
 
 FORMAT = b"monarchfs index"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 DATABASES = (
     b"meta",
@@ -53,6 +55,8 @@ DATABASES = (
     b"replicas",
     b"xattrs",
     b"files",
+    b"segments",
+    b"records",
     b"journal",
     b"stale",
     b"outdated",
@@ -80,6 +84,13 @@ ID_PAIR = struct.Struct(">QQ")
 TIER_KEY = struct.Struct(">H")
 PLACE_KEY = struct.Struct(">H16s")
 """Where a replica's file lies: tier, name."""
+SEGMENT_KEY = struct.Struct(">HQ")
+"""Tier, segment."""
+RECORD_KEY = struct.Struct(">HQQ")
+"""Tier, segment, offset in bytes."""
+SEGMENT = struct.Struct("<B")
+"""1: there may be bytes in it that no record has, because it is written to, or a record went; 0:
+there are none."""
 TIER_INO = struct.Struct(">HQ")
 BOOT = struct.Struct("<I")
 STALE = struct.Struct("<q")
@@ -155,6 +166,8 @@ REPLICA = struct.Struct(
     "Q"  # allocated_bytes
     "Q"  # checksum
     "q"  # created_ns
+    "Q"  # segment
+    "Q"  # offset in it
     "I"  # chunk_bytes, 0 for a complete replica
     "I"  # length of the compressed bitmap that follows; the digests follow that
 )
@@ -262,6 +275,8 @@ def pack_replica(replica: Replica, boot: int) -> bytes:
         replica.allocated_bytes,
         replica.checksum,
         replica.created_ns,
+        replica.segment,
+        replica.offset,
         replica.chunk_bytes,
         len(present),
     )
@@ -269,14 +284,14 @@ def pack_replica(replica: Replica, boot: int) -> bytes:
 
 
 def unpack_replica(value: bytes) -> Replica:
-    durable, _, tier, state, name, size, allocated, checksum, created_ns, chunk_bytes, length = (
-        REPLICA.unpack_from(value)
-    )
-    if not chunk_bytes:
-        return Replica(
-            tier, _STATES[state], name, size, allocated, bool(durable), created_ns, checksum
-        )
-    present_end = REPLICA.size + length
+    fields = REPLICA.unpack_from(value)
+    durable, _, tier, state, name, size, allocated, checksum, created_ns, *place = fields
+    segment, offset, chunk_bytes, length = place
+    present = digests = b""
+    if chunk_bytes:
+        present_end = REPLICA.size + length
+        present = zlib.decompress(value[REPLICA.size : present_end]) if length else b""
+        digests = value[present_end:]
     return Replica(
         tier,
         _STATES[state],
@@ -287,8 +302,10 @@ def unpack_replica(value: bytes) -> Replica:
         created_ns,
         checksum,
         chunk_bytes,
-        zlib.decompress(value[REPLICA.size : present_end]) if length else b"",
-        value[present_end:],
+        present,
+        digests,
+        segment,
+        offset,
     )
 
 
@@ -299,6 +316,12 @@ class ReplicaHead(NamedTuple):
     state: int
     name: bytes
     allocated_bytes: int
+    segment: int
+    offset: int
+
+    @property
+    def record(self) -> bytes:
+        return RECORD_KEY.pack(self.tier, self.segment, self.offset)
 
     @property
     def place(self) -> bytes:
@@ -306,8 +329,8 @@ class ReplicaHead(NamedTuple):
 
 
 def replica_head(value: bytes) -> ReplicaHead:
-    _, _, tier, state, name, _, allocated, *_ = REPLICA.unpack_from(value)
-    return ReplicaHead(tier, state, name, allocated)
+    _, _, tier, state, name, _, allocated, _, _, segment, offset, *_ = REPLICA.unpack_from(value)
+    return ReplicaHead(tier, state, name, allocated, segment, offset)
 
 
 def replica_counts(value: bytes, boot: bytes) -> bool:

@@ -12,6 +12,9 @@ from monarchfs.index.records import (
     META_SWEPT,
     META_TIER,
     PLACE_KEY,
+    RECORD_KEY,
+    SEGMENT,
+    SEGMENT_KEY,
     TIER_INO,
     TIER_KEY,
     TOTALS,
@@ -147,7 +150,51 @@ class Replicas(Tables):
         rows = self._rows(self._db.journal, b"", b"", self._count_rows(self._db.journal))
         return [int.from_bytes(value, "big") for _, value in rows]
 
-    # Writing. All raise IndexWriteError where the index is frozen, but file_gone.
+    def segments(self, tier: int) -> dict[int, bool]:
+        """The segments that may lie in ``tier``, and whether each may have bytes that no record
+        has."""
+        prefix = TIER_KEY.pack(tier)
+        most = self._count_rows(self._db.segments)
+        rows = self._rows(self._db.segments, prefix, prefix, most)
+        return {SEGMENT_KEY.unpack(key)[1]: bool(value[0]) for key, value in rows}
+
+    def segment_records(self, tier: int, segment: int) -> list[tuple[int, int]]:
+        """Offset and inode number of each replica that lies in a segment, by rising offset; lost
+        ones, too."""
+        prefix = SEGMENT_KEY.pack(tier, segment)
+        found: list[tuple[int, int]] = []
+        start = prefix
+        while rows := self._rows(self._db.records, start, prefix, _BATCH):
+            found += [(RECORD_KEY.unpack(key)[2], int.from_bytes(ino, "big")) for key, ino in rows]
+            start = rows[-1][0] + b"\0"
+        return found
+
+    # Writing. All raise IndexWriteError where the index is frozen, but file_gone and segment_gone.
+
+    def begin_segments(self, tier: int, segments: Sequence[int]) -> None:
+        """Files of these segments may lie in the tier from now on, until ``segment_gone``."""
+        keys = [SEGMENT_KEY.pack(tier, segment) for segment in segments]
+
+        def put(txn: Any) -> None:
+            for key in keys:
+                txn.put(key, SEGMENT.pack(1), db=self._db.segments)
+
+        self._write(put, of_tiers=True)
+
+    def segment_clean(self, tier: int, segment: int) -> None:
+        """There are no bytes in it but those of records, and none will come."""
+        key = SEGMENT_KEY.pack(tier, segment)
+
+        def put(txn: Any) -> None:
+            if txn.get(key, None, self._db.segments) is not None:
+                txn.put(key, SEGMENT.pack(0), db=self._db.segments)
+
+        self._write(put, of_tiers=True)
+
+    def segment_gone(self, tier: int, segment: int) -> None:
+        """Its file is not in the tier any more."""
+        key = SEGMENT_KEY.pack(tier, segment)
+        self._write(lambda txn: txn.delete(key, db=self._db.segments))
 
     def begin_copy(self, ino: int, tier: int, name: bytes) -> None:
         """A file of this name may lie in the tier from now on, until ``put_replica`` records it or
@@ -182,7 +229,7 @@ class Replicas(Tables):
 
         def put(txn: Any) -> None:
             self._put(txn, ID.pack(ino), replica)
-            if not in_flight:
+            if not in_flight and not replica.segment:
                 place = PLACE_KEY.pack(replica.tier, replica.name)
                 txn.delete(place, db=self._db.journal)
 
@@ -207,11 +254,14 @@ class Replicas(Tables):
                     txn.delete(place, db=db.files)
                     self._put(txn, key, replica)
                 else:
+                    if replica.segment:
+                        self._put_record(txn, key, replica)
                     total = totals.setdefault((replica.tier, replica.state), [0, 0])
                     total[0] += 1
                     total[1] += replica.allocated_bytes
                     self._note_outdated(txn, key, replica)
-                txn.delete(place, db=db.journal)
+                if not replica.segment:
+                    txn.delete(place, db=db.journal)
             for (tier, state), (number, allocated) in totals.items():
                 self._count(txn, tier, state, number, allocated)
 
@@ -270,6 +320,8 @@ class Replicas(Tables):
                     durable=file.synced,
                     created_ns=file.made_ns,
                     checksum=file.checksum,
+                    segment=file.segment,
+                    offset=file.offset,
                 )
                 self._put(txn, ID.pack(ino), replica)
             return list(range(first, first + len(new)))
@@ -356,7 +408,13 @@ class Replicas(Tables):
         (boot,) = BOOT.unpack(self._boot)
         txn.put(key, pack_replica(replica, boot), db=self._db.replicas)
         txn.put(place, key, db=self._db.files)
+        if replica.segment:
+            self._put_record(txn, key, replica)
         self._note_outdated(txn, key, replica)
+
+    def _put_record(self, txn: Any, key: bytes, replica: Replica) -> None:
+        record = RECORD_KEY.pack(replica.tier, replica.segment, replica.offset)
+        txn.put(record, key, db=self._db.records)
 
     def _note_outdated(self, txn: Any, key: bytes, replica: Replica) -> None:
         """That nobody will ask for it, if that is so."""
@@ -373,7 +431,10 @@ class Replicas(Tables):
         self._count(txn, head.tier, head.state, -1, -head.allocated_bytes)
         txn.delete(head.place, db=self._db.files)
         txn.delete(TIER_KEY.pack(head.tier) + key, db=self._db.outdated)
-        if lies_there:
+        if head.segment:
+            txn.delete(head.record, db=self._db.records)
+            txn.put(head.record[: SEGMENT_KEY.size], SEGMENT.pack(1), db=self._db.segments)
+        elif lies_there:
             txn.put(head.place, key, db=self._db.journal)
 
     def _count(self, txn: Any, tier: int, state: int, number: int, allocated: int) -> None:
