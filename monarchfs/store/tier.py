@@ -7,6 +7,9 @@ Layout, below the directory that the caller opened:
                             ``store.checksum``. Mode 0400: its data reached the disk; 0600: perhaps
     parts/<name>            one that is being filled
     parts/.probe-<hex>      a trial, see ``probe``
+    segments/<16 hex>       a segment: many small complete replicas, see ``store.segments``
+    segments/<16 hex>.list  which replicas lie in it, for when the index is lost
+    segments/.probe-<hex>   a trial, see ``Segments.gives_back``
 
 Anything else that lies there is not ours: what is not a regular file of the user's under such a
 name is never listed, followed, changed or removed.
@@ -48,6 +51,7 @@ from monarchfs.store import _whole
 from monarchfs.store import files as on_disk
 from monarchfs.store.checksum import BLOCK_BYTES, checksum, digests
 from monarchfs.store.errors import ReplicaLost
+from monarchfs.store.segments import Segments
 from monarchfs.store.verify import stored_checksum
 from monarchfs.types import SPARSE_MIN_BYTES, Data, Space, TierFile
 
@@ -65,9 +69,10 @@ Written = tuple[int, int] | OSError
 class Tier:
     """Replicas of one dataset on one tier.
 
-    Constant: ``id``, ``path`` (for messages). Changing: ``memory_backed``, the directory's
-    descriptor and the table of open sub-directories, all under the lock; no descriptor is closed
-    before ``close``, because a thread may be using it. ``_incomplete``, by name: files under final
+    Constant: ``id``, ``path`` (for messages). Changing: ``memory_backed``, ``segments`` (another
+    object after ``reopen`` said so), the directory's descriptor and the table of open
+    sub-directories, all under the lock; no descriptor is closed before ``close``, because a thread
+    may be using it. ``_incomplete``, by name: files under final
     names that could be neither written nor removed; who gives their room back tries once more.
     """
 
@@ -86,8 +91,11 @@ class Tier:
         self._uid = os.geteuid()
         self._remarked: set[str] = set()
         self._incomplete: dict[bytes, str] = {}
+        self._all_segments: list[Segments] = []
         try:
             self.memory_backed = on_disk.is_in_memory(self._fd)
+            self.segments = Segments(self._fd, path, self._uid)
+            self._all_segments.append(self.segments)
             self._subdir(_PARTS)
         except BaseException:
             self.close()
@@ -101,8 +109,11 @@ class Tier:
     def close(self) -> None:
         """Close the directories; nothing of the tier may be in use any more."""
         with self._lock:
+            for segments in self._all_segments:
+                segments.close()
             for fd in (*self._subdirs.values(), *self._retired, self._fd):
                 os.close(fd)
+            self._all_segments.clear()
             self._subdirs.clear()
             self._retired.clear()
 
@@ -120,6 +131,8 @@ class Tier:
                 if os.path.samestat(os.fstat(fd), os.fstat(self._fd)):
                     os.close(fd)
                     return False
+                self.segments = Segments(fd, self.path, self._uid)
+                self._all_segments.append(self.segments)
                 self._incomplete.clear()
                 self._retired += (self._fd, *self._subdirs.values())
                 self._subdirs.clear()

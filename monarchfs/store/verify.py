@@ -15,36 +15,48 @@ READ_BYTES = 1024 * 1024
 
 
 def stored_checksum(
-    fd: int, size: int, paced: Callable[[int], None], *, memory_backed: bool, name: str
+    fd: int,
+    size: int,
+    paced: Callable[[int], None],
+    *,
+    memory_backed: bool,
+    name: str,
+    base: int = 0,
 ) -> int:
-    """The checksum of the ``size`` bytes that lie in the file ``fd`` (``name`` is for the error).
+    """The checksum of the ``size`` bytes that lie in the file ``fd`` (``name`` is for the error),
+    from ``base`` on, a multiple of a page.
 
-    From the disk if its file system can read past the page cache. Otherwise as any reader, and the
-    file's pages are dropped afterwards, also those that were cached before (there is no telling).
+    From the disk if its file system can read past the page cache. Otherwise as any reader, and
+    their pages are dropped afterwards, also those that were cached before (there is no telling).
     Changes the descriptor's flags. Blocks, also in ``paced``, which is called with the number of
     bytes before each reading. Raises ReplicaLost if the file ends before, OSError if it cannot be
     read, and what ``paced`` raises.
     """
     # O_DIRECT wants memory, offset and length aligned to the device's blocks: whole pages of a map.
-    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = _pages(size)
     view = memoryview(mmap.mmap(-1, min(max(pages, mmap.PAGESIZE), READ_BYTES)))
     found = []
     _try_direct(fd)
     try:
         for start in range(0, size, READ_BYTES):
             wanted = min(READ_BYTES, size - start)
+            room = _pages(wanted)
             have = 0
             while have < wanted:
                 paced(wanted - have)
-                count = _read(fd, view[have:], start + have)
+                count = _read(fd, view[have:room], base + start + have)
                 if count == 0:
                     raise ReplicaLost(name, f"Ends at {start + have} instead of {size}")
                 have += count
             found.append(digests(view[:wanted]))
-            _drop_pages(fd, start, wanted, memory_backed)
+            _drop_pages(fd, base + start, room, memory_backed)
     finally:
-        _drop_pages(fd, 0, 0, memory_backed)  # those of a reading that failed midway
+        _drop_pages(fd, base, pages, memory_backed)  # those of a reading that failed midway
     return combine(b"".join(found))
+
+
+def _pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _drop_pages(fd: int, offset: int, length: int, memory_backed: bool) -> None:

@@ -1,0 +1,73 @@
+"""The list beside a segment: which replicas lie in it, for when the index is lost.
+
+Batches, one after the other, each of a header (magic, version, number of rows, CRC-32) and its rows
+(name, size, checksum, offset). The CRC is of the segment's number, the rest of the header and the
+rows. A batch that was torn or damaged ends the list. A later row is right about the bytes it names.
+"""
+
+from __future__ import annotations
+
+import bisect
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+
+from monarchfs.types import TierFile
+
+MAX_BYTES = 4 << 20
+"""What is read of a list: six times what one row for each block of a segment takes."""
+
+_MAGIC = b"mfsl"
+_VERSION = 1
+_HEADER = struct.Struct("<4sIII")
+_ROW = struct.Struct("<16sQQQ")
+_SEED = struct.Struct("<QII")
+
+
+def batch(segment: int, rows: Sequence[TierFile]) -> bytes:
+    """The bytes of one batch."""
+    body = b"".join([_ROW.pack(row.name, row.size, row.checksum, row.offset) for row in rows])
+    crc = zlib.crc32(body, zlib.crc32(_SEED.pack(segment, _VERSION, len(rows))))
+    return _HEADER.pack(_MAGIC, _VERSION, len(rows), crc) + body
+
+
+def rows(segment: int, data: bytes, made_ns: int) -> list[TierFile]:
+    """The rows of the intact batches that ``data`` begins with, as they stand there; their
+    allocated bytes are 0."""
+    found: list[TierFile] = []
+    at = 0
+    while at + _HEADER.size <= len(data):
+        magic, version, count, crc = _HEADER.unpack_from(data, at)
+        body = memoryview(data)[at + _HEADER.size : at + _HEADER.size + count * _ROW.size]
+        if (magic, version) != (_MAGIC, _VERSION) or not count or len(body) < count * _ROW.size:
+            break
+        if crc != zlib.crc32(body, zlib.crc32(_SEED.pack(segment, version, count))):
+            break
+        found += [
+            TierFile(name, checksum, size, 0, True, made_ns, segment, offset)
+            for name, size, checksum, offset in _ROW.iter_unpack(body)
+        ]
+        at += _HEADER.size + len(body)
+    return found
+
+
+def sound(found: Iterable[TierFile], *, segment_bytes: int, align: int) -> list[TierFile]:
+    """Those that can be as they say, with their allocated bytes, by rising offset.
+
+    Left out are rows that are empty, unaligned or beyond the segment's ``segment_bytes``, and those
+    that a later one overlaps.
+    """
+    kept: list[TierFile] = []
+    starts: list[int] = []
+    for row in reversed(list(found)):
+        if not row.size or row.offset % align or row.offset + row.size > segment_bytes:
+            continue
+        end = row.offset + -(-row.size // align) * align
+        n = bisect.bisect_left(starts, row.offset)
+        if n < len(starts) and starts[n] < end:
+            continue
+        if n and starts[n - 1] + kept[n - 1].allocated_bytes > row.offset:
+            continue
+        starts.insert(n, row.offset)
+        kept.insert(n, row._replace(allocated_bytes=end - row.offset))
+    return kept

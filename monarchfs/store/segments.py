@@ -1,0 +1,394 @@
+"""Files that hold many replicas: segments.
+
+ext4 takes some ten times as long to make a file as to append to one. So small replicas lie as
+*records* in segments: each begins at a multiple of ``Segments.align`` and is written whole, without
+holes. A segment is only ever written by the object that made it; every other one may read it and
+give room back. What a record was is punched out of it; the room is not used again.
+
+The caller keeps this order:
+
+    1. enter the segment in the index (what ``Allocator.place`` says begins);
+    2. write the records;
+    3. commit the index records that make them resident;
+    4. sync the data, then ``note`` them beside the segment.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from monarchfs.store import _whole, listed
+from monarchfs.store import files as on_disk
+from monarchfs.store.allocator import (
+    ALIGN_BYTES,
+    SEGMENT_BYTES,
+    SMALL_BYTES,
+    Allocator,
+    allocated,
+    new_segment,
+)
+from monarchfs.store.directory import Directory
+from monarchfs.store.errors import ReplicaLost
+from monarchfs.store.verify import stored_checksum
+from monarchfs.types import Data, TierFile
+
+__all__ = [
+    "ALIGN_BYTES", "SEGMENT_BYTES", "SMALL_BYTES", "Allocator", "Segments", "allocated",
+    "new_segment",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+_DIRECTORY = "segments"
+_SEGMENT = re.compile(r"[0-9a-f]{16}")
+_PROBE = re.compile(r"\.probe-[0-9a-f]+")
+_PROBE_BYTES = 32 * 1024
+_OPEN = 64  # descriptors of segments that are kept
+_TAKEN_AWAY = (-1, -1)  # no file has it
+
+_NO_PUNCHING = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+@dataclass(slots=True)
+class _Held:
+    """An open segment, and how many calls are using it. ``gone``: the last one closes it."""
+
+    fd: int
+    users: int = 0
+    gone: bool = False
+
+
+class Segments:
+    """The segments of one dataset on one tier.
+
+    They lie in ``segments/``, each under its number as 16 hex digits (mode 0600), with a list of
+    its replicas beside it (``<number>.list``, see ``store.listed``). Anything else that lies there
+    is not ours: it is never followed, changed or removed. The directory is made for the first
+    segment.
+
+    Constant: ``path`` (for messages), ``memory_backed``, ``align``, what records' offsets are
+    multiples of: 4096, or the file system's block if that is larger. Changing, under ``_lock``:
+    ``_held``, segments that are open, the one used last at the end; ``_made``, the device and inode
+    of each segment that this object made. ``_noting`` keeps batches of lists apart.
+
+    All methods block and raise OSError. Thread-safe.
+    """
+
+    def __init__(self, dir_fd: int, path: str, uid: int) -> None:
+        """``dir_fd``, the dataset's directory in the tier, stays the caller's."""
+        self.path = path
+        self._lock = threading.Lock()
+        self._noting = threading.Lock()
+        self._held: OrderedDict[int, _Held] = OrderedDict()
+        self._made: dict[int, tuple[int, int]] = {}
+        self.memory_backed = on_disk.is_in_memory(dir_fd)
+        self.align = allocated(max(os.fstatvfs(dir_fd).f_frsize, ALIGN_BYTES))
+        self._files = Directory(dir_fd, _DIRECTORY, path, uid)
+
+    def close(self) -> None:
+        """Close all descriptors; no call may be under way any more."""
+        with self._lock:
+            for segment in list(self._held):
+                self._let_go(segment)
+        self._files.close()
+
+    # Writing
+
+    def create(self, segment: int) -> None:
+        """Make an empty segment. Raises FileExistsError if there is one."""
+        with self._lock:
+            self._make(segment)
+
+    def write_each(self, records: Sequence[tuple[int, int, Data]]) -> list[OSError | None]:
+        """Write each of (segment, offset, data); for each None, or why it was not written.
+
+        Segments that this object has not made yet are made. One that somebody else made is not
+        written to (FileExistsError). Of a record that was not written whole, the room is given
+        back.
+        """
+        results: list[OSError | None] = [None] * len(records)
+        with ExitStack() as stack:
+            opened: dict[int, int | OSError] = {}
+            for segment in dict.fromkeys(segment for segment, _, _ in records):
+                try:
+                    opened[segment] = stack.enter_context(self._in_use(segment, to_write=True))
+                except OSError as error:
+                    opened[segment] = error.with_traceback(None)
+            wanted: list[tuple[int, int, Data]] = []
+            which: list[int] = []
+            for n, (segment, offset, data) in enumerate(records):
+                fd = opened[segment]
+                if isinstance(fd, OSError):
+                    results[n] = fd
+                else:
+                    wanted.append((fd, offset, data))
+                    which.append(n)
+            codes = _whole.put_each(wanted)
+            for n, (fd, offset, data), code in zip(which, wanted, codes, strict=True):
+                if code:
+                    file = _name(records[n][0])
+                    results[n] = OSError(code, os.strerror(code), file)
+                    length = allocated(memoryview(data).nbytes, self.align)
+                    self._punch_after_failure(fd, file, offset, length)
+        return results
+
+    def punch(self, segment: int, ranges: Sequence[tuple[int, int]]) -> None:
+        """Give the room of each (offset, length) back; it reads as zeros then.
+
+        It is no error if there is no such segment. Where one range fails the others are tried, and
+        the first failure is raised.
+        """
+        if not ranges:
+            return
+        try:
+            with self._in_use(segment) as fd:
+                code = _whole.punch(fd, ranges)
+        except OSError as error:
+            if _is_missing(error):
+                return
+            raise
+        if code:
+            raise OSError(code, os.strerror(code), _name(segment))
+
+    def remove(self, segment: int) -> None:
+        """Remove a segment and its list; it is no error if there is none. Nothing may be writing
+        to it any more."""
+        self._files.remove(_name(segment))
+        with self._lock:
+            # Only now: what is opened before would keep its room.
+            self._made.pop(segment, None)
+            self._let_go(segment)
+        self._files.remove(_list_name(segment))
+
+    # Reading
+
+    def open(self, segment: int, end: int) -> int:
+        """A new descriptor of a segment, for reading; it is the caller's.
+
+        Raises ReplicaLost unless it is a regular file of ours, of at least ``end`` bytes.
+        """
+        return self._files.open(_name(segment), on_disk.READ, end)
+
+    def verify(
+        self,
+        segment: int,
+        offset: int,
+        size: int,
+        checksum: int,
+        paced: Callable[[int], None] = lambda _: None,
+    ) -> bool:
+        """Whether a record's bytes, all read from the disk, still have its checksum; otherwise as
+        ``Tier.verify``."""
+        fd = self.open(segment, offset + size)
+        try:
+            found = stored_checksum(
+                fd,
+                size,
+                paced,
+                memory_backed=self.memory_backed,
+                name=_name(segment),
+                base=offset,
+            )
+        finally:
+            os.close(fd)
+        return found == checksum
+
+    def blocks(self, segment: int) -> int:
+        """Bytes of the blocks that a segment occupies; 0 where there is none."""
+        st = self._files.stat(_name(segment))
+        return 0 if st is None else st.st_blocks * 512
+
+    def data_ranges(self, segment: int) -> list[tuple[int, int]]:
+        """Start and end of each range of a segment that has blocks (lseek(2), SEEK_DATA), rising;
+        none where there is no such segment. The last one may end amid a block, with the file."""
+        try:
+            fd = self._files.open(_name(segment), on_disk.READ)
+        except ReplicaLost as error:
+            if _is_missing(error):
+                return []
+            raise
+        ranges = []
+        try:
+            end = 0
+            while True:
+                start = os.lseek(fd, end, os.SEEK_DATA)
+                end = os.lseek(fd, start, os.SEEK_HOLE)
+                ranges.append((start, end))
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # no data behind ``end``
+                raise
+        finally:
+            os.close(fd)
+        return ranges
+
+    def found(self) -> list[int]:
+        """The segments that lie there, by rising number."""
+        return sorted(
+            int(name, 16)
+            for name in self._files.names()
+            if _SEGMENT.fullmatch(name) and int(name, 16) and self._files.stat(name) is not None
+        )
+
+    # The list beside a segment
+
+    def note(self, segment: int, rows: Sequence[TierFile]) -> None:
+        """Append rows to the list of a segment, whose data are on the disk. It is not synced."""
+        if not rows:
+            return
+        with self._noting:
+            fd = self._open_list(_list_name(segment))
+            try:
+                before = os.fstat(fd).st_size
+                try:
+                    on_disk.write_all(fd, before, memoryview(listed.batch(segment, rows)))
+                except BaseException:
+                    # What follows a torn batch would not be read.
+                    os.ftruncate(fd, before)
+                    raise
+            finally:
+                os.close(fd)
+
+    def noted(self, segment: int) -> list[TierFile]:
+        """The replicas that lie in a segment by its list, by rising offset; none without a list.
+
+        Reads at most 4 MiB. Their bytes are not looked at: the data may be another's since.
+        """
+        st = self._files.stat(_name(segment))
+        if st is None:
+            return []
+        try:
+            fd = self._files.open(_list_name(segment), on_disk.READ)
+        except ReplicaLost:
+            return []
+        try:
+            made_ns = os.fstat(fd).st_mtime_ns
+            with open(fd, "rb", closefd=False) as file:
+                data = file.read(listed.MAX_BYTES)
+        finally:
+            os.close(fd)
+        return listed.sound(
+            listed.rows(segment, data, made_ns), segment_bytes=st.st_size, align=self.align
+        )
+
+    # Trial
+
+    def gives_back(self) -> bool:
+        """Whether the file system frees the blocks that ``punch`` takes out of a file, by trial.
+
+        Removes the files that a crash amid this left behind.
+        """
+        for name in self._files.names():
+            if _PROBE.fullmatch(name):
+                self._files.remove(name)
+        file = f".probe-{secrets.token_hex(8)}"
+        fd = self._files.create(file)
+        try:
+            half = max(_PROBE_BYTES, self.align)
+            return self._falls(fd, half, synced=False) or self._falls(fd, half, synced=True)
+        finally:
+            os.close(fd)
+            self._files.remove(file)
+
+    def _falls(self, fd: int, half: int, *, synced: bool) -> bool:
+        """Some file systems count blocks only when they are on the disk."""
+        # Nothing that a file system could compress.
+        on_disk.write_all(fd, 0, memoryview(secrets.token_bytes(2 * half)))
+        if synced:
+            os.fdatasync(fd)
+        before = os.fstat(fd).st_blocks
+        code = _whole.punch(fd, [(half, half)])
+        if code in _NO_PUNCHING:
+            return False
+        if code:
+            raise OSError(code, os.strerror(code), self.path)
+        if synced:
+            os.fdatasync(fd)
+        return (before - os.fstat(fd).st_blocks) * 512 >= half
+
+    # Descriptors
+
+    @contextmanager
+    def _in_use(self, segment: int, *, to_write: bool = False) -> Iterator[int]:
+        """A segment's descriptor for writing or punching, which nobody closes meanwhile.
+
+        ``to_write``: it is made if it was not; only one that was made here, and that still has a
+        name, is given.
+        """
+        with self._lock:
+            if to_write and segment not in self._made:
+                self._make(segment)
+            held = self._held.get(segment)
+            if held is None:
+                held = self._held[segment] = _Held(self._files.open(_name(segment), on_disk.WRITE))
+            self._held.move_to_end(segment)
+            if to_write:
+                st = os.fstat(held.fd)
+                if not st.st_nlink or (st.st_dev, st.st_ino) != self._made[segment]:
+                    self._let_go(segment)
+                    self._made[segment] = _TAKEN_AWAY  # its inode may be given out again
+                    raise ReplicaLost(_name(segment), "Not the segment that was made")
+            held.users += 1
+            self._close_some()
+        try:
+            yield held.fd
+        finally:
+            with self._lock:
+                held.users -= 1
+                if held.gone and not held.users:
+                    os.close(held.fd)
+
+    def _make(self, segment: int) -> None:
+        fd = self._files.create(_name(segment))
+        st = os.fstat(fd)
+        self._let_go(segment)
+        self._held[segment] = _Held(fd)
+        self._made[segment] = (st.st_dev, st.st_ino)
+        self._close_some()
+
+    def _close_some(self) -> None:
+        idle = [segment for segment, held in self._held.items() if not held.users]
+        for segment in idle[: max(len(self._held) - _OPEN, 0)]:
+            self._let_go(segment)
+
+    def _let_go(self, segment: int) -> None:
+        held = self._held.pop(segment, None)
+        if held is not None:
+            held.gone = True
+            if not held.users:
+                os.close(held.fd)
+
+    def _open_list(self, file: str) -> int:
+        try:
+            return self._files.create(file)
+        except FileExistsError:
+            return self._files.open(file, on_disk.WRITE)
+
+    def _punch_after_failure(self, fd: int, file: str, offset: int, length: int) -> None:
+        code = _whole.punch(fd, [(offset, length)]) if length else 0
+        if code:
+            logger.warning(
+                "%s: could not give back %d bytes at %d of %s/%s: %s",
+                self.path, length, offset, _DIRECTORY, file, os.strerror(code),
+            )  # fmt: skip
+
+
+def _name(segment: int) -> str:
+    return f"{segment:016x}"
+
+
+def _list_name(segment: int) -> str:
+    return f"{segment:016x}.list"
+
+
+def _is_missing(error: OSError) -> bool:
+    """Whether a ReplicaLost says that there is no such file."""
+    return isinstance(error.__cause__, FileNotFoundError)

@@ -1,0 +1,455 @@
+"""Segments on real file systems: what is written and read, given back, refused, and failed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from monarchfs.store import ReplicaLost, Tier, _whole, segments
+from monarchfs.store.checksum import checksum
+from monarchfs.store.segments import Allocator, Segments, allocated
+from monarchfs.types import Data, TierFile
+from tests.store.tools import (
+    KIB,
+    PLANTED,
+    files_below,
+    mode_of,
+    name_of,
+    needs_root,
+    open_tier,
+    plant,
+)
+
+ONE, TWO = 0x1, 0xFEDC_BA98_7654_3210
+FILE = f"segments/{ONE:016x}"
+
+
+def open_segments(path: Path) -> Segments:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return Segments(fd, str(path), os.geteuid())
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture
+def own(path: Path) -> Iterator[Segments]:
+    opened = open_segments(path)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(params=["here", "memory", "disk"])
+def any_path(request: pytest.FixtureRequest) -> Path:
+    fixture = {"here": "path", "memory": "small", "disk": "disk"}[request.param]
+    found: Path = request.getfixturevalue(fixture)
+    return found
+
+
+def record(own: Segments, segment: int, offset: int, size: int) -> bytes:
+    fd = own.open(segment, offset + size)
+    try:
+        return os.pread(fd, size, offset)
+    finally:
+        os.close(fd)
+
+
+def code_of(result: OSError | None) -> int | None:
+    return None if result is None else result.errno
+
+
+# Records
+
+
+def test_records_are_written_read_and_given_back(any_path: Path) -> None:
+    own = open_segments(any_path)
+    sizes = [1, 4096, 4097, 100_000, 20_000, 0, 300]
+    data = [os.urandom(size) for size in sizes]
+    places, begun = Allocator(256 * KIB).place(sizes)
+    assert len(begun) == 1
+    written = [(*place, each) for place, each in zip(places, data, strict=True)]
+    assert own.write_each(written) == [None] * len(sizes)
+    assert own.found() == begun
+    for (segment, offset), each in zip(places, data, strict=True):
+        assert record(own, segment, offset, len(each)) == each
+        assert own.verify(segment, offset, len(each), checksum(each))
+        assert not own.verify(segment, offset, len(each), checksum(each) ^ 1)
+    before = own.blocks(begun[0])
+    assert before >= sum(allocated(size) for size in sizes)
+
+    own.punch(begun[0], [(places[n][1], allocated(sizes[n])) for n in (1, 3)])
+    assert before - own.blocks(begun[0]) == 4096 + allocated(100_000)
+    for n, (segment, offset) in enumerate(places):
+        expected = bytes(sizes[n]) if n in (1, 3) else data[n]
+        assert record(own, segment, offset, sizes[n]) == expected
+    assert own.verify(begun[0], places[2][1], sizes[2], checksum(data[2]))
+    assert not own.verify(begun[0], places[3][1], sizes[3], checksum(data[3]))
+
+    own.remove(begun[0])
+    own.remove(begun[0])
+    assert own.found() == []
+    assert own.blocks(begun[0]) == 0
+    assert own.data_ranges(begun[0]) == []
+    own.punch(begun[0], [(0, 4096)])
+    assert os.statvfs(any_path).f_bfree > 0
+    own.close()
+
+
+def test_layout(path: Path, tier: Tier) -> None:
+    assert not (path / "segments").exists()
+    assert tier.segments.found() == []
+    assert tier.segments.blocks(TWO) == 0
+    tier.segments.remove(TWO)
+    with pytest.raises(ReplicaLost):
+        tier.segments.open(TWO, 0)
+    tier.segments.punch(TWO, [(0, 4096)])
+    assert not (path / "segments").exists()
+    tier.segments.create(TWO)
+    tier.segments.note(TWO, [TierFile(name_of(1), 1, 1, 4096, True)])
+    assert files_below(path) == {"segments/fedcba9876543210", "segments/fedcba9876543210.list"}
+    assert mode_of(path / "segments") == 0o700
+    assert mode_of(path / "segments/fedcba9876543210") == 0o600
+    tier.segments.remove(TWO)
+    assert files_below(path) == set()
+
+
+def test_zeros_are_written(any_path: Path) -> None:
+    own = open_segments(any_path)
+    assert own.write_each([(ONE, 0, bytes(128 * KIB)), (ONE, 256 * KIB, b"x" * 4096)]) == [None] * 2
+    assert own.data_ranges(ONE) == [(0, 128 * KIB), (256 * KIB, 260 * KIB)]
+    own.punch(ONE, [(4 * KIB, 4 * KIB), (64 * KIB, 4 * KIB)])
+    assert own.data_ranges(ONE) == [
+        (0, 4 * KIB),
+        (8 * KIB, 64 * KIB),
+        (68 * KIB, 128 * KIB),
+        (256 * KIB, 260 * KIB),
+    ]
+    own.close()
+
+
+def test_any_buffer_is_data(own: Segments) -> None:
+    view = memoryview(b"-abc-")[1:4]
+    records: list[tuple[int, int, Data]] = [
+        (ONE, 0, b"abc"),
+        (ONE, 4096, bytearray(b"abc")),
+        (ONE, 8192, view),
+    ]
+    assert own.write_each(records) == [None] * 3
+    assert [record(own, ONE, n * 4096, 3) for n in range(3)] == [b"abc"] * 3
+    assert own.write_each([]) == []
+    with pytest.raises(TypeError):
+        _whole.put_each([(1, 0, "text")])  # type: ignore[list-item]
+
+
+def test_a_descriptor_for_reading_only(own: Segments) -> None:
+    own.write_each([(ONE, 0, b"good")])
+    fd = own.open(ONE, 4)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(fd, b"x")
+    assert not os.get_inheritable(fd)
+    own.remove(ONE)
+    assert os.pread(fd, 5, 0) == b"good"
+    os.close(fd)
+
+
+def test_a_shorter_segment_is_lost(own: Segments) -> None:
+    own.write_each([(ONE, 4096, b"good")])
+    os.close(own.open(ONE, 4100))
+    with pytest.raises(ReplicaLost):
+        own.open(ONE, 4101)
+    with pytest.raises(ReplicaLost):
+        own.verify(ONE, 4096, 5, 0)
+    with pytest.raises(ReplicaLost):
+        own.verify(TWO, 0, 1, 0)
+
+
+def test_verifying_is_paced_and_reads_no_neighbour(own: Segments) -> None:
+    data = os.urandom((2 << 20) + 5)
+    own.write_each([(ONE, 0, b"a" * 4096), (ONE, 4096, data), (ONE, 4 << 20, b"b" * 4096)])
+    asked: list[int] = []
+    assert own.verify(ONE, 4096, len(data), checksum(data), asked.append)
+    assert asked == [1 << 20, 1 << 20, 5]
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        own.verify(ONE, 4096, len(data), checksum(data), stop)
+
+
+# One writer
+
+
+def test_only_who_made_a_segment_writes_to_it(path: Path, own: Segments) -> None:
+    own.create(ONE)
+    with pytest.raises(FileExistsError):
+        own.create(ONE)
+    assert own.write_each([(ONE, 0, b"a" * 8192)]) == [None]
+    other = open_segments(path)
+    results = other.write_each([(ONE, 0, b"b"), (TWO, 0, b"c"), (ONE, 4096, b"d")])
+    assert [code_of(each) for each in results] == [errno.EEXIST, None, errno.EEXIST]
+    other.punch(ONE, [(4096, 4096)])
+    # Not even when it has it open.
+    assert code_of(*other.write_each([(ONE, 0, b"b")])) == errno.EEXIST
+    assert record(own, ONE, 0, 8192) == b"a" * 4096 + bytes(4096)
+    assert own.write_each([(ONE, 4096, b"a" * 4096)]) == [None]
+    assert record(other, ONE, 0, 8192) == b"a" * 8192
+    other.close()
+
+
+def test_a_segment_that_was_taken_away_is_not_written_to(path: Path, own: Segments) -> None:
+    own.write_each([(ONE, 0, b"a"), (TWO, 0, b"a")])
+    os.unlink(path / FILE)
+    results = own.write_each([(ONE, 4096, b"b"), (TWO, 4096, b"b")])
+    assert isinstance(results[0], ReplicaLost)
+    assert results[1] is None
+    (path / FILE).write_bytes(b"another")
+    (result,) = own.write_each([(ONE, 4096, b"b")])
+    assert isinstance(result, ReplicaLost)
+    assert (path / FILE).read_bytes() == b"another"
+    shutil.rmtree(path / "segments")
+    with pytest.raises(ReplicaLost):
+        own.open(TWO, 0)
+    assert own.write_each([(3, 0, b"c")]) == [None]
+    assert own.found() == [3]
+    assert record(own, 3, 0, 1) == b"c"
+
+
+def test_few_descriptors_are_kept(path: Path, own: Segments) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    numbers = range(1, 201)
+    assert own.write_each([(n, 0, b"%d" % n) for n in numbers]) == [None] * 200
+    own.punch(1, [(4096, 4096)])
+    assert len(os.listdir("/proc/self/fd")) - before == 64 + 1  # and the directory
+    # Those that were closed are still written to.
+    assert own.write_each([(n, 4096, b"more") for n in numbers]) == [None] * 200
+    for n in numbers:
+        assert record(own, n, 0, 4100).rstrip(b"\0") == (b"%d" % n).ljust(4096, b"\0") + b"more"
+    for n in numbers:
+        own.remove(n)
+    assert len(os.listdir("/proc/self/fd")) - before == 1
+    assert files_below(path) == set()
+
+
+def test_four_threads_write_at_once(own: Segments) -> None:
+    allocator = Allocator(1 << 20)
+    batches = []
+    for number in range(60):
+        data = [os.urandom(1000 * (1 + (number + n) % 40)) for n in range(16)]
+        places, _ = allocator.place([len(each) for each in data])
+        batches.append([(*place, each) for place, each in zip(places, data, strict=True)])
+    with ThreadPoolExecutor(4) as pool:
+        for results in pool.map(own.write_each, batches):
+            assert results == [None] * 16
+        list(pool.map(own.punch, own.found(), [[(2 << 20, 4096)]] * 60))
+    for batch in batches:
+        for segment, offset, written in batch:
+            assert record(own, segment, offset, len(written)) == written
+
+
+# Failures
+
+
+def test_what_could_not_be_written_leaves_the_others_right(own: Segments) -> None:
+    data = os.urandom(20_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    try:
+        results = own.write_each(
+            [(ONE, 0, data), (ONE, 20 * KIB, data), (TWO, 0, data), (TWO, 40 * KIB, data)]
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [code_of(each) for each in results] == [None, errno.EFBIG, None, errno.EFBIG]
+    assert own.data_ranges(ONE) == [(0, 20 * KIB)]
+    assert own.data_ranges(TWO) == [(0, 20_000)]
+    for segment in (ONE, TWO):
+        assert own.verify(segment, 0, len(data), checksum(data))
+        assert own.blocks(segment) == 20 * KIB
+
+
+@needs_root
+def test_a_full_tier(small: Path) -> None:
+    own = open_segments(small)
+    data = os.urandom(400 * KIB)
+    little = (ONE, 1200 * KIB, b"little")
+    results = own.write_each([(ONE, n * 400 * KIB, data) for n in range(3)])
+    assert [code_of(each) for each in results] == [None, None, errno.ENOSPC]
+    assert own.blocks(ONE) == 800 * KIB
+    assert own.write_each([little]) == [None]
+    assert own.blocks(ONE) == 804 * KIB
+    assert [record(own, ONE, n * 400 * KIB, len(data)) for n in (0, 1)] == [data, data]
+    assert record(own, ONE, 1200 * KIB, 6) == b"little"
+    own.punch(ONE, [(0, 400 * KIB)])
+    assert own.write_each([(ONE, 800 * KIB, data)]) == [None]
+    with pytest.raises(OSError, match="No space left"):
+        own.note(ONE, [TierFile(name_of(1), 1, 1, 4096, True)] * 10_000)
+    assert os.stat(small / f"{FILE}.list").st_size == 0
+    own.close()
+
+
+@needs_root
+def test_a_full_disk(disk: Path) -> None:
+    own = open_segments(disk)
+    data = os.urandom(1 << 20)
+    results = own.write_each([(ONE, n << 20, data) for n in range(40)])
+    stored = [n for n, each in enumerate(results) if each is None]
+    assert 15 < len(stored) < 40
+    assert {code_of(each) for each in results} == {None, errno.ENOSPC}
+    os.sync()
+    for n in stored:
+        assert own.verify(ONE, n << 20, len(data), checksum(data))
+    assert own.blocks(ONE) < (len(stored) + 1) << 20
+    own.close()
+
+
+def test_a_failed_punch_is_raised_after_the_others_were_tried(own: Segments) -> None:
+    own.write_each([(ONE, 0, os.urandom(64 * KIB))])
+    with pytest.raises(OSError, match="Invalid argument"):
+        own.punch(ONE, [(0, 4096), (0, 0), (8192, 4096)])
+    assert own.data_ranges(ONE) == [(4096, 8192), (12288, 64 * KIB)]
+
+
+def test_room_that_a_failure_keeps_is_logged(
+    own: Segments, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_whole, "put_each", lambda records: [errno.EIO] * len(records))
+    monkeypatch.setattr(_whole, "punch", lambda _fd, _ranges: errno.EOPNOTSUPP)
+    with caplog.at_level(logging.WARNING):
+        (result,) = own.write_each([(ONE, 0, b"x")])
+    assert code_of(result) == errno.EIO
+    assert "could not give back 4096 bytes" in caplog.text
+
+
+# What is not ours
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_planted_segments_are_refused_and_unharmed(path: Path, tmp_path: Path, kind: str) -> None:
+    own = open_segments(path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"good" * 1024)
+    (path / "segments").mkdir(0o700)
+    plant(path / FILE, kind, elsewhere)
+    before = os.lstat(path / FILE)
+    own.create(TWO)
+    assert own.found() == [TWO]
+    assert own.blocks(ONE) == 0
+    assert own.noted(ONE) == []
+    for call in (
+        lambda: own.open(ONE, 0),
+        lambda: own.punch(ONE, [(0, 4096)]),
+        lambda: own.data_ranges(ONE),
+        lambda: own.verify(ONE, 0, 4, checksum(b"good")),
+    ):
+        with pytest.raises(ReplicaLost):
+            call()
+    assert code_of(*own.write_each([(ONE, 0, b"bad")])) == errno.EEXIST
+    with pytest.raises(FileExistsError):
+        own.create(ONE)
+    own.remove(ONE)
+    assert os.lstat(path / FILE) == before
+    assert elsewhere.read_bytes() == b"good" * 1024
+    own.close()
+
+
+@pytest.mark.parametrize("kind", ["symlink", "fifo", "socket"])
+def test_a_planted_directory_is_refused_and_unharmed(path: Path, tmp_path: Path, kind: str) -> None:
+    own = open_segments(path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / f"{ONE:016x}").write_bytes(b"good" * 1024)
+    plant(path / "segments", kind, elsewhere)
+    before = os.lstat(path / "segments")
+    assert own.found() == []
+    assert own.blocks(ONE) == 0
+    assert own.noted(ONE) == []
+    own.remove(ONE)
+    with pytest.raises(ReplicaLost):
+        own.open(ONE, 0)
+    with pytest.raises(ReplicaLost):
+        own.punch(ONE, [(0, 4096)])
+    assert code_of(*own.write_each([(TWO, 0, b"bad")])) in (errno.ENOTDIR, errno.ELOOP)
+    with pytest.raises(OSError, match="segments"):
+        own.gives_back()
+    assert os.lstat(path / "segments") == before
+    assert files_below(elsewhere) == {f"{ONE:016x}"}
+    assert (elsewhere / f"{ONE:016x}").read_bytes() == b"good" * 1024
+    own.close()
+
+
+def test_only_segments_are_found(path: Path, own: Segments) -> None:
+    own.write_each([(ONE, 0, b"a"), (TWO, 0, b"b")])
+    own.note(ONE, [TierFile(name_of(1), 1, 1, 4096, True)])
+    for name in ("0" * 16, "1" * 15, "1" * 17, "A" * 16, ".probe-12", f"{3:016x}.list", "x"):
+        (path / "segments" / name).touch()
+    assert own.found() == [ONE, TWO]
+
+
+# Trial
+
+
+def test_whether_room_comes_back(any_path: Path) -> None:
+    own = open_segments(any_path)
+    assert own.gives_back()
+    assert files_below(any_path / "segments") == set()
+    (any_path / "segments" / ".probe-0123").write_bytes(b"x")
+    (any_path / "segments" / ".probe-other").write_bytes(b"x")
+    assert own.gives_back()
+    assert files_below(any_path / "segments") == {".probe-other"}
+    own.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(errno.EOPNOTSUPP, False), (0, False), (errno.EIO, None)]
+)
+def test_room_that_does_not_come_back(
+    path: Path,
+    own: Segments,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    expected: bool | None,
+) -> None:
+    monkeypatch.setattr(_whole, "punch", lambda _fd, _ranges: code)
+    if expected is None:
+        with pytest.raises(OSError, match="Input/output error"):
+            own.gives_back()
+    else:
+        assert own.gives_back() is expected
+    assert files_below(path / "segments") == set()
+
+
+# The tier
+
+
+def test_a_tier_goes_on_in_another_directory(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    tier = open_tier(tmp_path / "a")
+    first = tier.segments
+    first.write_each([(ONE, 0, b"good")])
+    for name, expected in (("a", False), ("b", True)):
+        fd = os.open(tmp_path / name, os.O_RDONLY)
+        assert tier.reopen(fd) is expected
+        os.close(fd)
+        assert (tier.segments is not first) is expected
+    # Who had the earlier one may still use it.
+    assert record(first, ONE, 0, 4) == b"good"
+    assert tier.segments.found() == []
+    tier.segments.create(TWO)
+    assert files_below(tmp_path / "b") == {f"segments/{TWO:016x}"}
+    assert first.found() == [ONE]
+    tier.close()
+
+
+def test_sizes() -> None:
+    assert segments.SMALL_BYTES <= segments.SEGMENT_BYTES // 8
+    assert segments.SEGMENT_BYTES % segments.ALIGN_BYTES == 0
