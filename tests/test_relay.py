@@ -46,6 +46,21 @@ class File(NamedTuple):
     name: bytes
     checksum: int
     data: bytes
+    segment: int = 0
+    offset: int = 0
+
+
+class Reading(ctypes.Structure):
+    """As in _resident.h."""
+
+    _fields_ = (
+        ("ino", ctypes.c_uint64),
+        ("start", ctypes.c_uint64),
+        ("size", ctypes.c_uint64),
+        ("stamp", ctypes.c_uint32),
+        ("fd", ctypes.c_int),
+        ("place", ctypes.c_int),
+    )
 
 
 class Threads:
@@ -64,7 +79,7 @@ class Threads:
         self.kernel.settimeout(10)
         for end in (self.kernel, device):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-        library = ctypes.CDLL(hooks.__file__, use_errno=True)
+        self.library = library = ctypes.CDLL(hooks.__file__, use_errno=True)
         bounds = (ctypes.c_uint64 * len(BOUNDS))(*BOUNDS)
         news = library.relay_start(device.detach(), 4, 8, free_opens, bounds, len(BOUNDS))
         assert news >= 0
@@ -84,7 +99,34 @@ class Threads:
 
     def put(self, file: File, until_ns: int = ALWAYS, *, seen: bool = False) -> None:
         replica = (3, file.name, file.checksum, len(file.data))
-        assert self.hooks.resident_put(file.ino, *replica, until_ns, seen)
+        place = (file.segment, file.offset)
+        assert self.hooks.resident_put(file.ino, *replica, until_ns, seen, *place)
+
+    def make_segment(self, number: int, sizes: dict[int, int]) -> dict[int, File]:
+        """A segment with a record of such a size for each inode; other bytes between them."""
+        path = self.tier / "segments" / f"{number:016x}"
+        path.parent.mkdir(exist_ok=True)
+        files, content = {}, b""
+        for ino, size in sizes.items():
+            rng = random.Random(ino)
+            content += b"\xee" * (4096 + -len(content) % 4096)
+            files[ino] = File(
+                ino, path, rng.randbytes(16), ino, rng.randbytes(size), number, len(content)
+            )
+            content += files[ino].data
+        path.write_bytes(content + b"\xee" * 4096)
+        return files
+
+    def enter(self, ino: int) -> Reading:
+        """Begin to read it, as a thread."""
+        reading = Reading()
+        enter = self.library.resident_enter
+        enter.restype = ctypes.c_bool
+        assert enter(ctypes.c_uint64(ino), ctypes.c_uint64(0), ctypes.byref(reading))
+        return reading
+
+    def leave(self, reading: Reading) -> None:
+        self.library.resident_leave(ctypes.byref(reading))
 
     def added(self, ino: int, size: int = 10_000, until_ns: int = ALWAYS) -> File:
         file = self.make(ino, size)
@@ -315,10 +357,151 @@ def trouble(directory: Path) -> None:
     assert not threads.kept_open()
 
     with pytest.raises(ValueError, match="16 bytes"):
-        threads.hooks.resident_put(1, 3, b"name", 0, 0, 0, False)
+        threads.hooks.resident_put(1, 3, b"name", 0, 0, 0, False, 0, 0)
     with pytest.raises(OSError, match="Invalid argument"):
         threads.hooks.resident_tier(64, -1)
-    assert not threads.hooks.resident_put(1, 64, bytes(16), 0, 0, 0, False)
+    assert not threads.hooks.resident_put(1, 64, bytes(16), 0, 0, 0, False, 0, 0)
+
+
+def segments(directory: Path) -> None:
+    threads = Threads(directory)
+    hooks = threads.hooks
+    number = 0xFEDCBA9876543210
+    files = threads.make_segment(number, {7: 10_000, 8: 110_000, 9: 1 << 20, 10: 0, 11: 4096})
+    for file in files.values():
+        threads.put(file)
+    # Nothing of what lies before or behind a record, through a pipe or not.
+    for file in files.values():
+        size = len(file.data)
+        for offset in (0, 1, 5000, max(0, size - 10), max(0, size - 50_000), size, 1 << 40):
+            threads.read(file, offset)
+    assert threads.kept_open() == [str(files[7].path)], "one descriptor for all of them"
+    assert hooks.resident_retire(10)
+    threads.read_by_python(10)
+    threads.read(files[9])
+    threads.release(threads.open(7)[0])
+
+    # Another place is another replica; in a file of its own, too.
+    moved = threads.make_segment(number + 1, {8: 110_000, 9: 1 << 20})
+    threads.put(moved[8])
+    threads.read(moved[8])
+    other = threads.make_segment(number + 2, {50: 5000, 8: 5000})[8]
+    threads.put(other)
+    threads.read(other)
+    threads.put(other._replace(offset=4096))
+    threads.ask(2, 8, 0, 1 << 20)
+    assert threads.answer()[2] != other.data, "it was told of another place"
+    own = threads.added(8, 110_000)
+    threads.read(own)
+    threads.put(files[8])
+    threads.read(files[8], 50_000, 50_000)
+    assert threads.kept_open() == [str(files[8].path)], "what was left is not kept open"
+
+    # A tier that is not read for a while.
+    threads.serve(False)
+    threads.read_by_python(7)
+    assert not threads.kept_open()
+    threads.serve(True)
+    threads.read(files[7])
+
+    # Not all of it is there, or it is not ours.
+    for ino, spoil in enumerate(
+        (os.unlink, to_link, to_fifo, to_directory, other_owner, shortened), 20
+    ):
+        bad = threads.make_segment(ino, {ino: 5000})[ino]
+        threads.put(bad)
+        threads.read(bad)
+        hooks.resident_stop(ino)
+        spoil(bad.path)
+        threads.put(bad)
+        threads.read_by_python(ino)
+    size = len(files[11].data)
+    place = (3, bytes(16), 0, size, ALWAYS, False, number)
+    assert not hooks.resident_put(30, *place, (1 << 63) - size)
+    assert hooks.resident_put(30, *place, (1 << 63) - size - 1)
+    threads.read_by_python(30)
+    while len(threads.kept_open()) > 1:
+        hooks.resident_stop(30)
+
+    # No more descriptors than were allowed, and none of a segment that nobody has records in.
+    many = [threads.make_segment(n, {2 * n: 9000, 2 * n + 1: 70_000}) for n in range(100, 110)]
+    every = [file for segment in many for file in segment.values()]
+    for file in every:
+        threads.put(file)
+    for _ in range(5):
+        for file in random.Random(1).sample(every, len(every)):
+            threads.read(file)
+    assert len(threads.kept_open()) == MOST_FILES
+    end = time.monotonic() + 10
+    for file in [*every, *files.values()]:
+        while not hooks.resident_retire(file.ino):  # the last one's reader has yet to leave
+            assert time.monotonic() < end
+    assert not threads.kept_open()
+
+
+def holding(directory: Path) -> None:
+    """A record is held for as long as it is being read, whatever becomes of its inode."""
+    threads = Threads(directory)
+    hooks = threads.hooks
+    places = [threads.make_segment(number, {7: 5000, 8: 5000}) for number in (1, 2, 3)]
+    own = threads.make(7, 5000)
+    threads.put(places[0][7])
+    threads.put(places[0][8])
+    first = threads.enter(7)
+    assert (first.start, first.size) == (places[0][7].offset, 5000)
+    assert not hooks.resident_retire(7)
+    assert hooks.resident_retire(8), "only another one of the segment is being read"
+    assert not hooks.resident_reading(7), "nothing was taken away"
+    hooks.resident_stop(7)
+    hooks.resident_stop(7)
+    assert hooks.resident_reading(7)
+    assert not hooks.resident_retire(7)
+    threads.read_by_python(7)
+
+    # It comes back at another place, twice, and is read there.
+    threads.put(places[1][7])
+    second = threads.enter(7)
+    threads.put(places[1][7])
+    threads.leave(first)
+    assert not hooks.resident_reading(7)
+    assert not hooks.resident_retire(7)
+    threads.put(places[2][7])
+    third = threads.enter(7)
+    assert hooks.resident_reading(7)
+    threads.put(own)
+    fourth = threads.enter(7)
+    assert os.pread(fourth.fd, 5000, fourth.start) == own.data
+    threads.leave(third)
+    assert hooks.resident_reading(7), "the second one is still at it"
+    assert os.pread(second.fd, 5000, second.start) == places[1][7].data
+    threads.leave(second)
+    assert not hooks.resident_reading(7)
+    threads.leave(fourth)
+    assert threads.kept_open() == [str(own.path)]
+    assert hooks.resident_retire(7)
+
+    # The tier goes meanwhile, and no descriptor is free.
+    for ino in range(100, 100 + MOST_FILES):
+        threads.added(ino)
+    busy = [threads.enter(ino) for ino in range(100, 100 + MOST_FILES)]
+    threads.put(places[0][8])
+    alone = threads.enter(8)
+    assert alone.place == -1
+    assert not hooks.resident_retire(8)
+    threads.serve(False)
+    hooks.resident_stop(8)
+    assert hooks.resident_reading(8)
+    threads.leave(alone)
+    for reading in busy:
+        assert not hooks.resident_reading(reading.ino)
+        threads.leave(reading)
+    assert not hooks.resident_reading(8)
+    assert hooks.resident_retire(8)
+    assert not threads.kept_open()
+
+
+def shortened(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 5000)
 
 
 def to_link(path: Path) -> None:
@@ -614,7 +797,9 @@ def filling(directory: Path) -> None:
         assert time.monotonic() < end
 
 
-@pytest.mark.parametrize("what", [reads, opens, trouble, free, many, backed, from_source, filling])
+@pytest.mark.parametrize(
+    "what", [reads, opens, trouble, segments, holding, free, many, backed, from_source, filling]
+)
 def test_the_threads(what: Callable[[Path], None], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, tests.test_relay as t; from pathlib import Path;"

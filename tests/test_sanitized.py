@@ -66,6 +66,14 @@ def test_all_threads_at_once(tmp_path: Path, tier: Path, sanitizers: str) -> Non
 
 
 @SANITIZERS
+def test_records_that_are_written_over(tmp_path: Path, tier: Path, sanitizers: str) -> None:
+    """No answer has a byte of what comes after a record that was taken away."""
+    parts = ("fuse/_resident", "fuse/_bytes")
+    flags = (f"-fsanitize={sanitizers}", "-Dsplice=splice_at_once")
+    run(build(tmp_path, "records", *flags, parts=parts), tier, REQUESTS // 10)
+
+
+@SANITIZERS
 @pytest.mark.parametrize("opens", ["opens", "no opens"])
 def test_misses_while_files_change(tmp_path: Path, tier: Path, sanitizers: str, opens: str) -> None:
     """No byte of another version is answered, whoever puts, forgets, holds and replaces files."""

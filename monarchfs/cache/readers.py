@@ -25,6 +25,10 @@ class Readers(Protocol):
     def retire(self, ino: int) -> bool:
         """The same, unless it is open or being read: then False."""
 
+    def reading(self, ino: int) -> bool:
+        """Whether a replica of it that was taken away, by ``stop`` or because another one was
+        ``stored``, is still being read: its bytes are to stay. Once this is False it stays so."""
+
     def outdated(self, ino: int) -> None:
         """Its version is not the source's any more: who has it open keeps it, nobody opens it."""
 
@@ -99,6 +103,9 @@ class NoReaders:
 
     def retire(self, ino: int) -> bool:
         return True
+
+    def reading(self, ino: int) -> bool:
+        return False
 
     def outdated(self, ino: int) -> None:
         """As Readers."""

@@ -21,13 +21,25 @@ if TYPE_CHECKING:
 
 
 class OpenReplica:
-    """A complete replica with its descriptor, shared by all handles of its inode.
+    """A complete replica with the descriptor of the file that it lies in, shared by all handles of
+    its inode.
 
     Constant: all but these. Changing: ``uses``; ``bad``, set once its bytes were found to be wrong:
     nobody reads it any more; ``then``, what is to be done once it is closed.
     """
 
-    __slots__ = ("_record", "bad", "fd", "in_memory", "ino", "size", "then", "tier", "uses")
+    __slots__ = (
+        "_record",
+        "_start",
+        "bad",
+        "fd",
+        "in_memory",
+        "ino",
+        "size",
+        "then",
+        "tier",
+        "uses",
+    )
 
     def __init__(self, ino: int, fd: int, record: Replica, in_memory: bool) -> None:
         self.ino = ino
@@ -39,10 +51,17 @@ class OpenReplica:
         self.bad = False
         self.then: list[Callable[[], object]] = []
         self._record = record
+        self._start = record.offset if record.segment else 0
+
+    @property
+    def in_segment(self) -> bool:
+        """Whether it shares its file with others."""
+        return self._record.segment != 0
 
     @property
     def path(self) -> str:
-        """Where it lies in the dataset's directory of its tier."""
+        """Where it lies in the dataset's directory of its tier. Only of a file of its own."""
+        assert not self.in_segment
         return replica_path(self._record.name, self._record.checksum)
 
     def read_nowait(self, offset: int, size: int) -> Data | None:
@@ -53,13 +72,14 @@ class OpenReplica:
         size = min(size, self.size - offset)
         if size <= 0:
             return b""
-        return read_nowait(self.fd, offset, size, memory_backed=self.in_memory)
+        return read_nowait(self.fd, self._start + offset, size, memory_backed=self.in_memory)
 
     def read(self, offset: int, size: int) -> bytes:
         """The same, waiting; for a thread."""
         if self.bad:
             raise OSError(errno.EIO, "the replica is corrupt")
-        return read_full(self.fd, offset, max(0, min(size, self.size - offset)))
+        size = max(0, min(size, self.size - offset))
+        return read_full(self.fd, self._start + offset, size)
 
 
 class Reservation:

@@ -179,15 +179,15 @@ static PyObject *tier(PyObject *self, PyObject *args)
 
 static PyObject *put(PyObject *self, PyObject *args)
 {
-	unsigned long long ino, checksum, size;
+	unsigned long long ino, checksum, size, segment, offset;
 	long long until_ns;
 	struct replica replica;
 	const char *name;
 	Py_ssize_t name_bytes;
 	int seen;
 	(void)self;
-	if (!PyArg_ParseTuple(args, "KIy#KKLp", &ino, &replica.tier, &name, &name_bytes,
-			      &checksum, &size, &until_ns, &seen))
+	if (!PyArg_ParseTuple(args, "KIy#KKLpKK", &ino, &replica.tier, &name, &name_bytes,
+			      &checksum, &size, &until_ns, &seen, &segment, &offset))
 		return NULL;
 	if (name_bytes != NAME_BYTES) {
 		PyErr_SetString(PyExc_ValueError, "a replica's name has 16 bytes");
@@ -196,6 +196,8 @@ static PyObject *put(PyObject *self, PyObject *args)
 	memcpy(replica.name, name, NAME_BYTES);
 	replica.checksum = checksum;
 	replica.size = size;
+	replica.segment = segment;
+	replica.offset = offset;
 	replica.opens_until_ns = until_ns;
 	return PyBool_FromLong(resident_put(ino, &replica, seen));
 }
@@ -225,6 +227,13 @@ static PyObject *retire(PyObject *self, PyObject *given)
 	uint64_t ino;
 	(void)self;
 	return number_in(given, &ino) ? PyBool_FromLong(resident_retire(ino)) : NULL;
+}
+
+static PyObject *being_read(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	return number_in(given, &ino) ? PyBool_FromLong(resident_reading(ino)) : NULL;
 }
 
 static PyObject *has(PyObject *self, PyObject *given)
@@ -479,12 +488,15 @@ PyMethodDef known_methods[] = {
 	 "resident_tier(tier, dir_fd): a tier's directory; -1: nothing is read there for now. Raises\n"
 	 "OSError."},
 	{"resident_put", put, METH_VARARGS,
-	 "resident_put(ino, tier, name, checksum, size, opens_until_ns, seen): the threads may read it;\n"
-	 "False where they know too many."},
+	 "resident_put(ino, tier, name, checksum, size, opens_until_ns, seen, segment, offset): the\n"
+	 "threads may read it, where it lies in that segment (0: in a file of its own). False where\n"
+	 "they know too many."},
 	{"resident_expire", expire, METH_O, "resident_expire(ino): its opens are to be asked about."},
 	{"resident_stop", stop, METH_O, "resident_stop(ino): it is not to be read any more."},
 	{"resident_retire", retire, METH_O,
 	 "resident_retire(ino): the same, and False, where it is open or being read."},
+	{"resident_reading", being_read, METH_O,
+	 "resident_reading(ino): whether a replica of it that was stopped is still being read."},
 	{"resident_has", has, METH_O, "resident_has(ino): whether the threads may read it."},
 	{"resident_used", used, METH_O, "resident_used(ino): whether it is open."},
 	{"resident_seen", seen, METH_O,

@@ -134,7 +134,8 @@ static bool answer_read(const struct fuse_in_header *in, struct lane *lane, uint
 		size = rest < arg->size ? (size_t)rest : arg->size;
 	}
 	enum answered done =
-		bytes_answer(lane, fuse_fd, in->unique, reading.fd, arg->offset, size, NULL, NULL);
+		bytes_answer(lane, fuse_fd, in->unique, reading.fd, reading.start + arg->offset,
+			     size, NULL, NULL);
 	resident_leave(&reading);
 	if (done == NOT_READ)
 		return false;

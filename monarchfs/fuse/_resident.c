@@ -23,31 +23,39 @@
 #define RING 65536 /* opens that wait for resident_opened, a power of two */
 #define NOT_OPEN UINT32_MAX
 #define FILE_BYTES 64 /* "xx/" + 32 digits + "." + 16 digits, and a terminating zero */
+#define MOST_AT_ONE 200 /* threads at one inode */
 
 struct entry {
 	uint64_t ino; /* 0: no entry */
 	uint64_t size, checksum;
 	int64_t opens_until_ns;
-	unsigned char name[NAME_BYTES];
-	uint32_t open; /* its place in `files`, or NOT_OPEN */
+	union {
+		unsigned char name[NAME_BYTES];
+		struct {
+			uint64_t segment, offset;
+		};
+	};
 	uint32_t uses; /* how often it is open */
 	uint32_t stamp; /* another one with each replica */
 	uint8_t tier;
-	bool resident; /* else it is only counted */
-	bool seen; /* was read, or opened */
-	uint8_t opening; /* threads that are at it */
+	bool resident : 1; /* else it is only counted */
+	bool seen : 1; /* was read, or opened */
+	bool in_segment : 1; /* it has no file of its own */
+	uint8_t readers; /* threads that are at it, from before it is opened */
+	uint8_t former; /* the same of replicas that it had before */
 };
 
 _Static_assert(sizeof(struct entry) == 64, "two cache lines' worth is too much");
 
-/* A replica's descriptor. Under `lock`. */
+/* The descriptor of a replica, or of a segment. Under `lock`. */
 struct file {
-	uint64_t ino;
+	uint64_t number; /* of the inode, or of the segment */
 	int fd; /* -1: a free place */
 	uint32_t reads; /* under way */
-	uint32_t next_free;
+	uint32_t next; /* in its bucket, or of the free ones */
 	uint8_t tier;
-	bool stopped; /* to be closed after the last of them */
+	bool segment;
+	bool stopped; /* to be closed after the last of them, and in no bucket */
 	bool used; /* since the hand went by */
 };
 
@@ -55,6 +63,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct entry *entries;
 static uint32_t entry_count, resident_total, stamps;
 static struct file *files;
+static uint32_t *buckets; /* as many as files */
 static uint32_t most_files, hand, first_free = NOT_OPEN;
 static struct {
 	int fd; /* of its directory, if it is known */
@@ -103,7 +112,7 @@ static struct entry *make(uint64_t ino)
 	while (entries[place].ino)
 		place = (place + 1) & (PLACES - 1);
 	entry_count++;
-	entries[place] = (struct entry){.ino = ino, .open = NOT_OPEN};
+	entries[place] = (struct entry){.ino = ino};
 	return &entries[place];
 }
 
@@ -127,28 +136,70 @@ static void unmake(struct entry *entry)
 
 static void tidy(struct entry *entry)
 {
-	if (!entry->resident && !entry->uses && !entry->opening)
+	if (!entry->resident && !entry->uses && !entry->readers && !entry->former)
 		unmake(entry);
 }
 
+/* Another replica, or none: who reads the one that there was is told apart from now on. */
+static void renew(struct entry *entry)
+{
+	entry->stamp = ++stamps;
+	entry->former += entry->readers;
+	entry->readers = 0;
+}
+
+/* One thread less is at the replica with that stamp. */
+static void leave(struct entry *entry, uint32_t stamp)
+{
+	if (entry->stamp == stamp)
+		entry->readers--;
+	else
+		entry->former--;
+	tidy(entry);
+}
+
 /* -- open files. Under `lock`; what is to be closed is returned, because closing may take long */
+
+static uint64_t number_of(const struct entry *entry)
+{
+	return entry->in_segment ? entry->segment : entry->ino;
+}
+
+static uint32_t *bucket_of(uint64_t number)
+{
+	return &buckets[(number * 0x9e3779b97f4a7c15ULL >> 32) % most_files];
+}
+
+/* Where the file that the entry's replica lies in is open, or NOT_OPEN. */
+static uint32_t find_file(const struct entry *entry)
+{
+	uint64_t number = number_of(entry);
+	uint32_t place = *bucket_of(number);
+	while (place != NOT_OPEN &&
+	       (files[place].number != number || files[place].tier != entry->tier ||
+		files[place].segment != entry->in_segment))
+		place = files[place].next;
+	return place;
+}
 
 static int release_place(uint32_t place)
 {
 	int fd = files[place].fd;
 	files[place].fd = -1;
-	files[place].next_free = first_free;
+	files[place].next = first_free;
 	first_free = place;
 	return fd;
 }
 
-/* The entry's descriptor is not for reading any more. */
-static int put_down(struct entry *entry)
+/* The descriptor is not for reading any more. */
+static int put_down(uint32_t place)
 {
-	uint32_t place = entry->open;
 	if (place == NOT_OPEN)
 		return -1;
-	entry->open = NOT_OPEN;
+	uint32_t *link = bucket_of(files[place].number);
+	while (*link != place)
+		link = &files[*link].next;
+	*link = files[place].next;
 	if (!files[place].reads)
 		return release_place(place);
 	files[place].stopped = true;
@@ -160,21 +211,19 @@ static uint32_t find_place(int *to_close)
 {
 	*to_close = -1;
 	for (uint32_t tries = 2 * most_files; first_free == NOT_OPEN && tries; tries--) {
-		struct file *file = &files[hand];
+		uint32_t place = hand;
+		struct file *file = &files[place];
 		hand = (hand + 1) % most_files;
 		if (file->fd < 0 || file->reads || file->stopped)
 			continue;
-		if (file->used) {
+		if (file->used)
 			file->used = false;
-			continue;
-		}
-		struct entry *entry = look_up(file->ino);
-		if (entry)
-			*to_close = put_down(entry);
+		else
+			*to_close = put_down(place);
 	}
 	uint32_t place = first_free;
 	if (place != NOT_OPEN)
-		first_free = files[place].next_free;
+		first_free = files[place].next;
 	return place;
 }
 
@@ -194,14 +243,21 @@ int resident_start(unsigned some, uid_t uid, int64_t lasting_ns, bool free_opens
 	if (!some)
 		return -EINVAL;
 	struct file *memory = calloc(some, sizeof(*memory));
-	if (!memory)
+	uint32_t *heads = malloc(some * sizeof(*heads));
+	if (!memory || !heads) {
+		free(memory);
+		free(heads);
 		return -ENOMEM;
+	}
 	pthread_mutex_lock(&lock);
 	files = memory;
+	buckets = heads;
 	most_files = some;
-	for (uint32_t place = 0; place < some; place++)
-		files[place] = (struct file){.fd = -1, .next_free = place + 1};
-	files[some - 1].next_free = NOT_OPEN;
+	for (uint32_t place = 0; place < some; place++) {
+		files[place] = (struct file){.fd = -1, .next = place + 1};
+		buckets[place] = NOT_OPEN;
+	}
+	files[some - 1].next = NOT_OPEN;
 	first_free = 0;
 	owner = uid;
 	span_ns = lasting_ns;
@@ -237,42 +293,68 @@ int resident_tier(unsigned tier, int dir_fd)
 	}
 	tiers[tier].served = dir_fd >= 0;
 	for (uint32_t place = 0; place < most_files; place++) {
-		struct entry *entry = NULL;
-		if (files[place].fd >= 0 && files[place].tier == tier && !files[place].stopped)
-			entry = look_up(files[place].ino);
-		if (entry && (own >= 0 || dir_fd < 0))
-			close_if(put_down(entry));
+		const struct file *file = &files[place];
+		if (file->fd >= 0 && file->tier == tier && !file->stopped &&
+		    (own >= 0 || dir_fd < 0))
+			close_if(put_down(place));
 	}
 	pthread_mutex_unlock(&lock);
 	return 0;
 }
 
-static bool same(const struct entry *entry, const struct replica *replica)
+static struct entry as_entry(uint64_t ino, const struct replica *replica)
 {
-	return entry->resident && entry->tier == replica->tier && entry->size == replica->size &&
-	       entry->checksum == replica->checksum &&
-	       !memcmp(entry->name, replica->name, NAME_BYTES);
+	struct entry entry = {.ino = ino, .size = replica->size, .checksum = replica->checksum,
+			      .tier = (uint8_t)replica->tier, .in_segment = replica->segment != 0};
+	if (entry.in_segment) {
+		entry.segment = replica->segment;
+		entry.offset = replica->offset;
+	} else {
+		memcpy(entry.name, replica->name, NAME_BYTES);
+	}
+	return entry;
+}
+
+static bool same(const struct entry *one, const struct entry *other)
+{
+	return one->tier == other->tier && one->size == other->size &&
+	       one->checksum == other->checksum && one->in_segment == other->in_segment &&
+	       !memcmp(one->name, other->name, NAME_BYTES);
+}
+
+/* Under `lock`: its replica is not to be read any more. */
+static int take_away(struct entry *entry)
+{
+	int to_close = entry->resident ? put_down(find_file(entry)) : -1;
+	resident_total -= entry->resident;
+	entry->resident = false;
+	renew(entry);
+	return to_close;
 }
 
 bool resident_put(uint64_t ino, const struct replica *replica, bool seen)
 {
 	int to_close = -1;
+	if (replica->tier >= MOST_TIERS ||
+	    (replica->segment &&
+	     (replica->size > INT64_MAX || replica->offset > INT64_MAX - replica->size)))
+		return false;
+	const struct entry new = as_entry(ino, replica);
 	pthread_mutex_lock(&lock);
 	struct entry *entry = look_up(ino);
-	if (files && replica->tier < MOST_TIERS &&
-	    ((entry && entry->resident) || resident_total < MOST_RESIDENT))
+	if (files && ((entry && entry->resident) || resident_total < MOST_RESIDENT))
 		entry = make(ino);
 	else
 		entry = NULL;
-	if (entry && !same(entry, replica)) {
-		to_close = put_down(entry);
-		resident_total += !entry->resident;
+	if (entry && !(entry->resident && same(entry, &new))) {
+		to_close = take_away(entry);
+		resident_total++;
 		entry->resident = true;
-		entry->stamp = ++stamps;
-		entry->tier = (uint8_t)replica->tier;
-		entry->size = replica->size;
-		entry->checksum = replica->checksum;
-		memcpy(entry->name, replica->name, NAME_BYTES);
+		entry->tier = new.tier;
+		entry->size = new.size;
+		entry->checksum = new.checksum;
+		entry->in_segment = new.in_segment;
+		memcpy(entry->name, new.name, NAME_BYTES);
 	}
 	if (entry) {
 		entry->opens_until_ns = replica->opens_until_ns;
@@ -294,10 +376,7 @@ void resident_expire(uint64_t ino)
 
 static int stop(struct entry *entry)
 {
-	int to_close = put_down(entry);
-	resident_total -= entry->resident;
-	entry->resident = false;
-	entry->stamp = ++stamps;
+	int to_close = take_away(entry);
 	tidy(entry);
 	return to_close;
 }
@@ -316,13 +395,21 @@ bool resident_retire(uint64_t ino)
 	int to_close = -1;
 	pthread_mutex_lock(&lock);
 	struct entry *entry = look_up(ino);
-	bool busy = entry && (entry->uses || entry->opening ||
-			      (entry->open != NOT_OPEN && files[entry->open].reads));
+	bool busy = entry && (entry->uses || entry->readers || entry->former);
 	if (entry && !busy)
 		to_close = stop(entry);
 	pthread_mutex_unlock(&lock);
 	close_if(to_close);
 	return !busy;
+}
+
+bool resident_reading(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = look_up(ino);
+	bool reading = entry && entry->former;
+	pthread_mutex_unlock(&lock);
+	return reading;
 }
 
 bool resident_has(uint64_t ino)
@@ -450,11 +537,13 @@ static int open_below(int dir_fd, const char *file)
 	if (fd >= 0 || (errno != ENOSYS && errno != EPERM))
 		return fd;
 	/* Before Linux 5.6, or forbidden by a container's filter. */
-	char subdir[] = {file[0], file[1], 0};
+	char subdir[FILE_BYTES] = {0};
+	size_t length = strcspn(file, "/");
+	memcpy(subdir, file, length);
 	int sub_fd = openat(dir_fd, subdir, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
 	if (sub_fd < 0)
 		return -1;
-	fd = openat(sub_fd, file + 3, flags);
+	fd = openat(sub_fd, file + length + 1, flags);
 	close(sub_fd);
 	return fd;
 }
@@ -466,53 +555,84 @@ static char *hex(char *to, uint64_t number, unsigned digits)
 	return to + digits;
 }
 
-static int open_replica(int dir_fd, const struct entry *wanted)
+static void name_file(char *to, const struct entry *of)
 {
-	char file[FILE_BYTES], *to = file;
-	to = hex(to, wanted->name[0], 2);
+	if (of->in_segment) {
+		*hex(stpcpy(to, "segments/"), of->segment, 16) = 0;
+		return;
+	}
+	to = hex(to, of->name[0], 2);
 	*to++ = '/';
 	for (unsigned i = 0; i < NAME_BYTES; i++)
-		to = hex(to, wanted->name[i], 2);
+		to = hex(to, of->name[i], 2);
 	*to++ = '.';
-	*hex(to, wanted->checksum, 16) = 0;
+	*hex(to, of->checksum, 16) = 0;
+}
+
+/* Whether a file of so many bytes has the replica. */
+static bool fits(const struct entry *wanted, uint64_t bytes)
+{
+	return wanted->in_segment ? bytes >= wanted->offset + wanted->size : bytes == wanted->size;
+}
+
+static int open_replica(int dir_fd, const struct entry *wanted)
+{
+	char file[FILE_BYTES];
+	name_file(file, wanted);
 	int fd = open_below(dir_fd, file);
 	struct stat st;
 	if (fd >= 0 && (fstat(fd, &st) < 0 || !S_ISREG(st.st_mode) || st.st_uid != owner ||
-			(uint64_t)st.st_size != wanted->size)) {
+			!fits(wanted, (uint64_t)st.st_size))) {
 		close(fd);
 		return -1;
 	}
 	return fd;
 }
 
+/* Under `lock`: a read of the entry's replica, in the file at that place, or in one of its own. */
+static void begin(const struct entry *entry, uint32_t place, int fd, struct reading *reading)
+{
+	*reading = (struct reading){
+		.ino = entry->ino,
+		.start = entry->in_segment ? entry->offset : 0,
+		.size = entry->size,
+		.stamp = entry->stamp,
+		.fd = fd,
+		.place = -1,
+	};
+	if (place == NOT_OPEN)
+		return;
+	files[place].reads++;
+	files[place].used = true;
+	reading->fd = files[place].fd;
+	reading->place = (int)place;
+}
+
 /* Under `lock`: of a descriptor that was opened without it. False where the replica has gone, or
  * another one has come, meanwhile. */
 static bool take(uint64_t ino, uint32_t stamp, int fd, struct reading *reading, int *to_close)
 {
-	struct entry *entry = look_up(ino);
-	if (!entry)
-		return false;
-	entry->opening--;
+	struct entry *entry = look_up(ino); /* it is there: this thread is counted */
 	if (!entry->resident || entry->stamp != stamp || !tiers[entry->tier].served ||
 	    fd < 0) {
-		tidy(entry);
+		leave(entry, stamp);
 		return false;
 	}
-	uint32_t place = entry->open;
+	uint32_t place = find_file(entry);
 	if (place != NOT_OPEN) {
 		*to_close = fd; /* another thread was faster */
-	} else {
-		place = find_place(to_close);
-		if (place == NOT_OPEN) {
-			*reading = (struct reading){ino, fd, entry->size, -1};
-			return true;
-		}
-		files[place] = (struct file){.ino = ino, .fd = fd, .tier = entry->tier};
-		entry->open = place;
+	} else if ((place = find_place(to_close)) != NOT_OPEN) {
+		uint32_t *bucket = bucket_of(number_of(entry));
+		files[place] = (struct file){
+			.number = number_of(entry),
+			.fd = fd,
+			.next = *bucket,
+			.tier = entry->tier,
+			.segment = entry->in_segment,
+		};
+		*bucket = place;
 	}
-	files[place].reads++;
-	files[place].used = true;
-	*reading = (struct reading){ino, files[place].fd, entry->size, (int)place};
+	begin(entry, place, fd, reading);
 	return true;
 }
 
@@ -520,24 +640,21 @@ bool resident_enter(uint64_t ino, uint64_t offset, struct reading *reading)
 {
 	int dir_fd = -1, to_close = -1;
 	struct entry wanted;
+	bool entered = false;
 	pthread_mutex_lock(&lock);
 	struct entry *entry = readable(ino);
-	bool entered = entry && entry->open != NOT_OPEN;
+	if (entry && by_first_reads && (!offset || !entry->seen))
+		opened(entry);
+	if (entry && entry->readers + entry->former >= MOST_AT_ONE)
+		entry = NULL;
 	if (entry) {
-		if (by_first_reads && (!offset || !entry->seen))
-			opened(entry);
-		if (entered) {
-			struct file *file = &files[entry->open];
-			file->reads++;
-			file->used = true;
-			*reading = (struct reading){ino, file->fd, entry->size, (int)entry->open};
-		} else if (entry->opening < UINT8_MAX) {
-			entry->opening++;
-			wanted = *entry;
-			dir_fd = tiers[entry->tier].fd;
-		} else {
-			entry = NULL;
-		}
+		uint32_t place = find_file(entry);
+		entered = place != NOT_OPEN;
+		entry->readers++;
+		wanted = *entry;
+		dir_fd = tiers[entry->tier].fd;
+		if (entered)
+			begin(entry, place, -1, reading);
 	}
 	pthread_mutex_unlock(&lock);
 	if (entered || !entry)
@@ -553,13 +670,14 @@ bool resident_enter(uint64_t ino, uint64_t offset, struct reading *reading)
 void resident_leave(const struct reading *reading)
 {
 	int to_close = reading->fd;
+	pthread_mutex_lock(&lock);
 	if (reading->place >= 0) {
-		pthread_mutex_lock(&lock);
 		struct file *file = &files[reading->place];
 		to_close = --file->reads == 0 && file->stopped ?
 				   release_place((uint32_t)reading->place) :
 				   -1;
-		pthread_mutex_unlock(&lock);
 	}
+	leave(look_up(reading->ino), reading->stamp);
+	pthread_mutex_unlock(&lock);
 	close_if(to_close);
 }

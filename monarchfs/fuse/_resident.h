@@ -22,14 +22,18 @@ struct replica {
 	unsigned char name[NAME_BYTES];
 	uint64_t checksum;
 	uint64_t size;
+	uint64_t segment; /* that it lies in, at `offset`; 0: it is a file of its own, called `name` */
+	uint64_t offset;
 	int64_t opens_until_ns; /* opens need not be asked about until then, CLOCK_REALTIME; 0: all */
 };
 
 /* A replica that is being read: see resident_enter. */
 struct reading {
 	uint64_t ino;
-	int fd;
+	uint64_t start; /* where it begins in the file */
 	uint64_t size;
+	uint32_t stamp; /* of the replica */
+	int fd;
 	int place; /* among the open files; -1: this reader's own */
 };
 
@@ -48,17 +52,23 @@ int resident_start(unsigned files, uid_t uid, int64_t lasting_ns, bool free_open
 int resident_tier(unsigned tier, int dir_fd);
 
 /* `ino` may be read from, and opened, by the threads. `seen`: its first read was. False where there
- * are too many. */
+ * are too many, and for a place that no file has. */
 bool resident_put(uint64_t ino, const struct replica *replica, bool seen);
 
 /* Its opens are to be asked about from now on. */
 void resident_expire(uint64_t ino);
 
-/* It is not to be read any more; its descriptor is closed as soon as nobody is reading. */
+/* It is not to be read any more; its descriptor is closed as soon as nobody is reading. That of a
+ * segment, too: so it is not kept open when its last record goes, and who reads another one opens it
+ * again. */
 void resident_stop(uint64_t ino);
 
 /* The same, unless it is open or being read: then false. */
 bool resident_retire(uint64_t ino);
+
+/* Whether a replica of it that was stopped, or another one put in its place, is still being read. Once
+ * that is false it stays so: what lay there may be overwritten. */
+bool resident_reading(uint64_t ino);
 
 /* Whether it may be read here. */
 bool resident_has(uint64_t ino);
@@ -74,7 +84,8 @@ bool resident_seen(uint64_t ino);
 /* Count an open, and use it once; false where Python is to be asked. */
 bool resident_open(uint64_t ino);
 
-/* A descriptor for reading `ino` at `offset`; each needs a resident_leave. */
+/* A descriptor for reading `ino` at `offset`; each needs a resident_leave, once the answer is written:
+ * what is on its way in a pipe is still the file's. */
 bool resident_enter(uint64_t ino, uint64_t offset, struct reading *reading);
 void resident_leave(const struct reading *reading);
 

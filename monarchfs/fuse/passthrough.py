@@ -9,6 +9,9 @@ the removal of a replica counts as done.
 An inode that is not open, and for which there is an id, is lent to the threads of the C part
 (``fuse/_backed.c``): they answer its opens. Whoever has to know how often it is open, or has
 something else in mind with it, takes it back first, with the opens that there are.
+
+A replica that shares its file with others is none to be passed through: the kernel would read that
+file from its beginning. Such an inode is read through the daemon.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from monarchfs.fs.files import FileHandle, Files, OpenReplica
 from monarchfs.fuse.backing import MOST_AT_ONCE, BackingIds, Offer, Question, Send
 from monarchfs.fuse.iomodes import CACHED, IoModes
 from monarchfs.metrics import Metrics
-from monarchfs.types import ReplicaState
+from monarchfs.types import Replica, ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,9 @@ was removed, or replaced, meanwhile."""
 
 SMALL_BYTES = 1 << 20
 """Where there are more files than ids, those below are not worth the wait for one at each open."""
+
+LOOKED_AT = 64
+"""So many replicas are looked at before others may run, some tenths of a millisecond."""
 
 NEWS_SECONDS = 0.2
 """So long files that became resident are gathered before they are offered."""
@@ -139,7 +145,8 @@ class Passthrough:
             return unused
         if not self.possible or (self._crowded and self._files.size(ino) < SMALL_BYTES):
             return CACHED
-        return None
+        record = self._files.cache.index.replica(ino)
+        return CACHED if record is not None and record.segment else None
 
     def _look_for_cached(self, ino: int) -> None:
         """Who opened it before it was resident, without Python, sets the mode."""
@@ -186,6 +193,7 @@ class Passthrough:
         return (
             self.possible
             and not replica.bad
+            and not replica.in_segment
             and self._refusals.get(replica.tier, 0) < MOST_REFUSALS
         )
 
@@ -301,26 +309,38 @@ class Passthrough:
         if not self.possible:
             return
         index = self._files.cache.index
-        self._crowded = sum(t.resident for t in index.tier_totals().values()) > self._most
-        await self._offer(ino for ino, r in index.replicas() if r.state is ReplicaState.RESIDENT)
+        resident = sum(totals.resident for totals in index.tier_totals().values())
+        self._crowded = resident - index.segment_replicas() > self._most
+        await self._offer(index.replicas())
         while True:
             await self._wake.wait()
             await trio.sleep(NEWS_SECONDS)
             self._wake = trio.Event()
             news, self._news = self._news, []
-            await self._offer(news)
+            await self._offer((ino, index.replica(ino)) for ino in news)
 
-    async def _offer(self, inos: Iterable[int]) -> None:
-        for batch in self._batches(inos):
+    async def _offer(self, records: Iterable[tuple[int, Replica | None]]) -> None:
+        for batch in self._batches(records):
             try:
-                await self._offer_batch(batch)
+                if batch:
+                    await self._offer_batch(batch)
+                else:
+                    await trio.lowlevel.checkpoint()
             finally:
                 for replica in batch:
                     self._files.cache.release(replica)
 
-    def _batches(self, inos: Iterable[int]) -> Iterator[list[OpenReplica]]:
+    def _batches(
+        self, records: Iterable[tuple[int, Replica | None]]
+    ) -> Iterator[list[OpenReplica]]:
+        """Replicas to be offered at once; none where others may run first."""
         batch: list[OpenReplica] = []
-        for ino in inos:
+        for count, (ino, record) in enumerate(records, 1):
+            if count % LOOKED_AT == 0:
+                yield batch
+                batch = []
+            if record is None or record.state is not ReplicaState.RESIDENT or record.segment:
+                continue
             if self.ids + len(batch) >= self._most:
                 self._crowded = True
                 break

@@ -106,7 +106,8 @@ class Relay:
         opens_until = files.opens_until(node)
         if opens_too and opens_until <= 0:
             return False
-        offered: bool = self._hooks.resident_put(ino, *replica, opens_until, seen)
+        place = (record.segment, record.offset)
+        offered: bool = self._hooks.resident_put(ino, *replica, opens_until, seen, *place)
         return offered
 
     def opens(self, ino: int) -> bool:
@@ -184,6 +185,10 @@ class Relay:
     def retire(self, ino: int) -> bool:
         retired: bool = self._hooks.resident_retire(ino)
         return retired
+
+    def reading(self, ino: int) -> bool:
+        reading: bool = self._hooks.resident_reading(ino)
+        return reading
 
     def outdated(self, ino: int) -> None:
         self._hooks.resident_expire(ino)

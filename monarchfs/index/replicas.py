@@ -169,6 +169,10 @@ class Replicas(Tables):
             start = rows[-1][0] + b"\0"
         return found
 
+    def segment_replicas(self) -> int:
+        """How many replicas lie in segments; lost ones, too."""
+        return self._count_rows(self._db.records)
+
     # Writing. All raise IndexWriteError where the index is frozen, but file_gone and segment_gone.
 
     def begin_segments(self, tier: int, segments: Sequence[int]) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import logging
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import pytest
 import trio
 
 from monarchfs.fuse import passthrough
 from monarchfs.placement.policies import Eviction
+from monarchfs.store.files import replica_path
 from monarchfs.types import FreshnessMode
 from tests.layers.mirror import ALL_ROOM, KIB, Area, Mirror, content, until
 from tests.layers.passing import Passing
@@ -130,6 +132,70 @@ async def test_a_moved_replica_is_let_go(files: Area, monkeypatch: pytest.Monkey
         assert kernel.registry.files == {}, "the old one is not kept open"
         assert await kernel.read_file("1") == (content(SIZE, 1), True)
         assert str(kernel.open_replicas()[0]).startswith(mirror.tiers[0].path)
+
+
+async def test_what_shares_its_file_is_never_passed_through(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither ahead nor at an open; and the tier is not blamed for it."""
+    async with files.mount() as mirror:
+        inos = [await mirror.copied(name) for name in "01"]
+        with in_a_segment(mirror, inos):
+            async with passing(mirror, monkeypatch) as kernel:
+                await mirror.copied("2")
+                mirror.nursery.start_soon(kernel.passthrough.run)
+                await until(lambda: kernel.passthrough.ids == 1, "what has its own to be offered")
+                assert [kernel.passthrough.known(ino) for ino in inos] == [0, 0]
+                ones = [await kernel.open(name) for name in "0101"]
+                assert [one.backing_id for one in ones] == [0, 0, 0, 0]
+                for one in ones:
+                    await kernel.release(one)
+                kernel.passthrough.stored(inos[0])
+                await mirror.copied("3")
+                await until(lambda: kernel.passthrough.ids == 2, "another one to be offered")
+                assert kernel.registry.made == 2
+                metrics = mirror.metrics
+                assert (metrics.passthrough_opens, metrics.backing_refused) == (0, 0)
+                assert kernel.threads.opened == 0
+
+
+@contextmanager
+def in_a_segment(mirror: Mirror, inos: list[int]) -> Iterator[None]:
+    """The replicas of these lie in one, too, and the index knows of no other place meanwhile."""
+    tier, segment, room = mirror.tiers[0], 5, 1 << 16
+    own = {ino: record for ino, record in mirror.index.replicas() if ino in inos}
+    directory = Path(tier.path) / "segments"
+    directory.mkdir(exist_ok=True)
+    mirror.index.begin_segments(tier.id, [segment])
+    with (directory / f"{segment:016x}").open("wb") as file:
+        for place, (ino, record) in enumerate(own.items()):
+            path = Path(tier.path) / replica_path(record.name, record.checksum)
+            file.write(path.read_bytes().ljust(room, b"\xee"))
+            there = record._replace(segment=segment, offset=place * room)
+            mirror.index.put_replica(ino, there)
+    yield
+    for ino, record in own.items():
+        mirror.index.put_replica(ino, record)
+    (directory / f"{segment:016x}").unlink()
+    mirror.index.segment_gone(tier.id, segment)
+
+
+async def test_an_open_that_asks_for_what_shares_its_file_by_now(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+        ino = await mirror.copied("0")
+        replica = mirror.files.resident(ino)
+        assert replica is not None
+        record = replica._record
+        replica._record = record._replace(segment=5)
+        assert kernel.passthrough.known(ino) is None
+        one = await kernel.open("0")
+        assert one.backing_id == 0
+        assert kernel.registry.made == 0
+        await kernel.release(one)
+        replica._record = record
+        mirror.cache.release(replica)
 
 
 @pytest.mark.parametrize("corrupt", [True, False])

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from monarchfs.cache.replicas import OpenReplica
 from monarchfs.store import ReplicaLost, Tier, read_full, read_nowait
 from monarchfs.store.checksum import checksum
+from monarchfs.types import Replica, ReplicaState
 from tests.store.tools import NAME, needs_root, open_tier
 
 
@@ -68,4 +70,24 @@ def test_reading_in_full_never_returns_less(tier: Tier, monkeypatch: pytest.Monk
     assert read_full(fd, 1, 4_999) == data[1:]
     with pytest.raises(ReplicaLost, match="Replica ends at 5000"):
         read_full(fd, 1_000, 4_001)
+    os.close(fd)
+
+
+def test_a_record_is_read_where_it_lies(tmp_path: Path) -> None:
+    data = os.urandom(10_000)
+    path = tmp_path / "segment"
+    path.write_bytes(b"\xee" * 8192 + data + b"\xee" * 8192)
+    record = Replica(0, ReplicaState.RESIDENT, NAME, len(data), 12_288, False, 0, 1)
+    fd = os.open(path, os.O_RDONLY)
+    there = OpenReplica(7, fd, record._replace(segment=9, offset=8192), True)
+    for offset, size in ((0, 1 << 20), (0, 10_000), (5_000, 100), (9_990, 100), (10_000, 9)):
+        assert there.read(offset, size) == data[offset : offset + size]
+        assert there.read_nowait(offset, size) == data[offset : offset + size]
+    assert there.read(20_000, 10) == b""
+    assert there.in_segment
+    with pytest.raises(AssertionError):
+        _ = there.path
+    alone = OpenReplica(7, fd, record._replace(offset=8192), True)
+    assert alone.read(0, 100) == b"\xee" * 100
+    assert alone.path.endswith(".0000000000000001")
     os.close(fd)
