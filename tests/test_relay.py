@@ -597,6 +597,27 @@ def backed(directory: Path) -> None:
     threads.opened_by_python(7)
     threads.release(opened.pop()[0])
 
+    # What lies in a segment is opened without an id, and read by the threads.
+    record = threads.make_segment(5, {70: 5000})[70]
+    threads.put(record)
+    first, second = (threads.open(70, unique=unique) for unique in (30, 32))
+    assert (first[1], second[1]) == (KEEP_CACHE, KEEP_CACHE)
+    assert {slot[3] for slot in hooks.table_list() if slot[1] == 70} == {0}
+    threads.read(record)
+    threads.release(first[0])
+    assert not hooks.resident_retire(70)
+    hooks.resident_expire(70)
+    threads.opened_by_python(70)
+    # Python takes it over, before it answers an open itself. From then on it may have an id again.
+    threads.put(threads.make(70, 5000))
+    assert (hooks.backed_cached(70), hooks.backed_cached(70)) == (1, 0)
+    threads.opened_by_python(70)
+    body = RELEASE.pack(second[0], 0, 0, 0)
+    threads.left_to_python(partial(threads.send, FUSE_RELEASE, 4, 70, body))
+    assert hooks.table_end(second[0]) == 70
+    assert hooks.backed_opens() == 3
+    assert hooks.resident_opened() == [70, 70]
+
     # Taken back with what is open, of which Python hears the end.
     mine = hooks.table_add(7, 100, 42)
     assert hooks.backed_take_back(7) == 2

@@ -1,4 +1,4 @@
-/* Files whose opens the threads answer with a backing file. See _backed.h. */
+/* Opens that the threads answer where the kernel reads replicas itself. See _backed.h. */
 #define _GNU_SOURCE
 #include "_backed.h"
 
@@ -63,19 +63,27 @@ unsigned backed_take_back(uint64_t ino)
 	return open;
 }
 
+unsigned backed_cached(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	unsigned open = resident_used(ino) ? table_own_all(ino, 0) : 0;
+	pthread_mutex_unlock(&lock);
+	return open;
+}
+
 bool backed_open(uint64_t ino, uint64_t unique, uint64_t *fh, uint32_t *backing_id)
 {
 	bool done = false;
 	pthread_mutex_lock(&lock);
 	const struct lent *lent = buckets ? *find(ino) : NULL;
-	if (lent && resident_open(ino)) {
-		*backing_id = lent->backing_id;
-		int added = table_add(ino, unique, lent->backing_id, ANSWERING, fh);
+	if ((lent || resident_in_segment(ino)) && resident_open(ino)) {
+		*backing_id = lent ? lent->backing_id : 0;
+		int added = table_add(ino, unique, *backing_id, ANSWERING, fh);
 		done = added == 0;
 		if (added > 0) /* Python answers with it */
 			table_opened(*fh, true);
 		resident_unuse(ino);
-		opens += done;
+		opens += done && *backing_id;
 	}
 	pthread_mutex_unlock(&lock);
 	return done;

@@ -1,8 +1,9 @@
-/* Files whose opens the threads answer with a backing file, which the kernel then reads itself.
+/* Opens that the threads answer where the kernel reads replicas itself: with a backing file, or without
+ * one for what lies in a segment, of which none is ever made.
  *
  * The kernel refuses an open that is answered otherwise than the inode's other opens (fs/fuse/iomode.c).
- * So an inode is either lent to the threads, and then its opens are theirs alone, or Python's: see
- * passthrough.py. Thread-safe; nothing here waits. */
+ * So an inode with a backing file is either lent to the threads, and then its opens are theirs alone, or
+ * Python's: see passthrough.py. Thread-safe; nothing here waits. */
 #ifndef MONARCHFS_BACKED_H
 #define MONARCHFS_BACKED_H
 
@@ -25,10 +26,15 @@ bool backed_lend(uint64_t ino, uint32_t backing_id);
 /* Not any more: how many opens there are, whose RELEASE goes to Python from now on. */
 unsigned backed_take_back(uint64_t ino);
 
-/* Count an open for the request `unique`, with its handle and id; false where Python is to be asked. */
+/* How many opens without an id there are that were not Python's; their RELEASE goes to Python from now
+ * on. Once its replica is none of a segment, no others are added. */
+unsigned backed_cached(uint64_t ino);
+
+/* Count an open for the request `unique`, with its handle and id (0: none); false where Python is to be
+ * asked. */
 bool backed_open(uint64_t ino, uint64_t unique, uint64_t *fh, uint32_t *backing_id);
 
-/* How many opens were answered. */
+/* How many opens were answered with an id. */
 uint64_t backed_opens(void);
 
 #endif

@@ -112,16 +112,6 @@ static PyObject *own(PyObject *self, PyObject *given)
 	return number_in(given, &number) ? PyBool_FromLong(table_own(number)) : NULL;
 }
 
-static PyObject *own_all(PyObject *self, PyObject *args)
-{
-	unsigned long long ino;
-	unsigned backing_id;
-	(void)self;
-	if (!PyArg_ParseTuple(args, "KI", &ino, &backing_id))
-		return NULL;
-	return PyLong_FromUnsignedLong(table_own_all(ino, backing_id));
-}
-
 static PyObject *list(PyObject *self, PyObject *unused)
 {
 	(void)self;
@@ -302,6 +292,13 @@ static PyObject *take_back(PyObject *self, PyObject *given)
 	return number_in(given, &ino) ? PyLong_FromUnsignedLong(backed_take_back(ino)) : NULL;
 }
 
+static PyObject *cached(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	return number_in(given, &ino) ? PyLong_FromUnsignedLong(backed_cached(ino)) : NULL;
+}
+
 static PyObject *backed(PyObject *self, PyObject *unused)
 {
 	(void)self;
@@ -477,9 +474,6 @@ PyMethodDef known_methods[] = {
 	{"table_ino", ino_of, METH_O, "table_ino(number): its inode number, None if it is not open."},
 	{"table_own", own, METH_O,
 	 "table_own(number): its RELEASE is Python's from now on. False if it is not open."},
-	{"table_own_all", own_all, METH_VARARGS,
-	 "table_own_all(ino, backing_id): the same for all of it with this id, that are not Python's\n"
-	 "yet. How many."},
 	{"table_list", list, METH_NOARGS, "What is open: [(number, ino, unique, backing id)]."},
 	{"table_length", length, METH_NOARGS, "How many files are open."},
 	{"resident_start", start, METH_VARARGS,
@@ -509,6 +503,9 @@ PyMethodDef known_methods[] = {
 	 "backed_lend(ino, backing_id): opens of it, of which there are none, are answered with this id."},
 	{"backed_take_back", take_back, METH_O,
 	 "backed_take_back(ino): not any more. How many there are, whose RELEASE is Python's now."},
+	{"backed_cached", cached, METH_O,
+	 "backed_cached(ino): how many opens without an id there are, whose RELEASE is Python's now, and\n"
+	 "was not before."},
 	{"backed_opens", backed, METH_NOARGS, "How many opens were answered with a backing id."},
 	{"unfinished_source", read_source, METH_VARARGS,
 	 "unfinished_source(ino, fd, size, mtime_ns, ctime_ns): what is missing may be read from the\n"

@@ -171,9 +171,10 @@ static void answer_with_handle(uint64_t unique, uint64_t fh, const void *out, si
 /* An open that an earlier worker may have answered is Python's. */
 static bool answer_backed_open(const struct fuse_in_header *in, bool again, uint64_t started_ns)
 {
-	struct backed_open_out out = {.open_flags = OPEN_PASSTHROUGH};
+	struct backed_open_out out = {0};
 	if (again || !backed_open(in->nodeid, in->unique, &out.fh, &out.backing_id))
 		return false;
+	out.open_flags = out.backing_id ? OPEN_PASSTHROUGH : FOPEN_KEEP_CACHE;
 	answer_with_handle(in->unique, out.fh, &out, sizeof(out), &counts.opens, started_ns);
 	return true;
 }

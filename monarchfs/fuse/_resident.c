@@ -421,6 +421,15 @@ bool resident_has(uint64_t ino)
 	return has;
 }
 
+bool resident_in_segment(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = look_up(ino);
+	bool lies = entry && entry->resident && entry->in_segment;
+	pthread_mutex_unlock(&lock);
+	return lies;
+}
+
 void resident_use(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);

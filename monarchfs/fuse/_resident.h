@@ -73,6 +73,9 @@ bool resident_reading(uint64_t ino);
 /* Whether it may be read here. */
 bool resident_has(uint64_t ino);
 
+/* The same, and it lies in a segment. */
+bool resident_in_segment(uint64_t ino);
+
 /* It is open once more, once less; whether it is. */
 void resident_use(uint64_t ino);
 void resident_unuse(uint64_t ino);

@@ -11,7 +11,8 @@ An inode that is not open, and for which there is an id, is lent to the threads 
 something else in mind with it, takes it back first, with the opens that there are.
 
 A replica that shares its file with others is none to be passed through: the kernel would read that
-file from its beginning. Such an inode is read through the daemon.
+file from its beginning. Such an inode is read through the daemon, and the threads answer its opens,
+without an id.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Lender(Protocol):
         """How many opens there are; whose ends are told here from now on."""
 
     def cached(self, ino: int) -> int:
-        """The same of opens that were answered without an id, as it was not resident."""
+        """The same of opens that were answered without an id, as it was not resident, or is not to
+        be passed through."""
 
 
 class _Wait:

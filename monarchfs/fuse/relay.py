@@ -69,7 +69,8 @@ class Relay:
 
     def begin(self, files: Files, *, lasting_ns: int, tells: bool, opens_here: bool = True) -> None:
         """Opens are good for at most ``lasting_ns``; ``tells``: policies want to hear of them;
-        not ``opens_here``: Python answers them, because it matters how. Once; raises OSError."""
+        not ``opens_here``: Python answers them, because it matters how, but those of what lies in
+        a segment. Once; raises OSError."""
         self._files = files
         self._opens_here = opens_here
         files.opened_elsewhere = self._open_now
@@ -113,9 +114,12 @@ class Relay:
     def opens(self, ino: int) -> bool:
         """``offer``, for an open: whether the threads may answer it."""
         files = self._files
-        if files is None or not self._opens_here:
+        if files is None:
             return False
-        return self._offer(files, ino, files.cache.index.replica(ino), opens_too=True)
+        record = files.cache.index.replica(ino)
+        if not self._opens_here and (record is None or not record.segment):
+            return False
+        return self._offer(files, ino, record, opens_too=True)
 
     def lend(self, ino: int, backing_id: int) -> bool:
         """Have the threads answer its opens, of which there are none, with this id, as far as an
@@ -137,9 +141,7 @@ class Relay:
     def cached(self, ino: int) -> int:
         """How many opens of it the threads have answered without a backing id, whose ends are for
         Python from now on, and were not before."""
-        if not self._hooks.resident_used(ino):
-            return 0
-        opens: int = self._hooks.table_own_all(ino, 0)
+        opens: int = self._hooks.backed_cached(ino)
         return opens
 
     def seen(self, ino: int) -> bool:

@@ -240,6 +240,7 @@ static void *be_cache(void *unused)
 			break;
 		case 23:
 			backed_take_back(ino);
+			backed_cached(ino);
 			break;
 		case 12:
 			unfinished_no_source(ino);
