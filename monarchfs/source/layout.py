@@ -98,6 +98,8 @@ def _composite(value: bytes) -> Layout:
         _id, flags, start, end, offset, size = _COMPONENT.unpack_from(
             value, _COMPOSITE_HEAD.size + number * _COMPONENT.size
         )
+        if offset + size > len(value):
+            raise struct.error("a component is not whole")
         found = _plain(value[offset : offset + size], start, end)
         if found is None:
             released.append(False)
