@@ -382,3 +382,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert exited.value.code == 0
     assert capsys.readouterr().out.startswith("monarchfs ")
+
+
+def test_names_may_stand_before_and_behind_options() -> None:
+    words = ["a", "--yes", "b", "--tier", "/t", "c"]
+    parsed = build_parser().parse_args(["cache", "remove", *words])
+    assert (parsed.what, parsed.name, parsed.yes, parsed.tier) == (
+        "remove",
+        ["a", "b", "c"],
+        True,
+        ["/t"],
+    )

@@ -50,6 +50,11 @@ class Parser(argparse.ArgumentParser):
         if option is not None:
             known = [word for action in self._actions for word in action.option_strings]
             self.error(f"there is no option {option}{did_you_mean(option, known)}")
+        many = next((a for a in self._actions if not a.option_strings and a.nargs == "*"), None)
+        if many is not None and unknown:
+            # argparse gives it what stands before the next option, and nothing that comes later.
+            setattr(parsed, many.dest, [*getattr(parsed, many.dest), *unknown])
+            unknown = []
         return parsed, unknown
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
