@@ -63,11 +63,11 @@ setup(
         ),
         *(
             Extension(
-                f"monarchfs.{part}._whole",
-                [f"monarchfs/{part}/_whole.c"],
+                f"monarchfs.{package}.{module}",
+                [f"monarchfs/{package}/{module}.c"],
                 extra_compile_args=FLAGS,
             )
-            for part in ("source", "store")
+            for package, module in (("source", "_whole"), ("store", "_records"))
         ),
     ],
 )

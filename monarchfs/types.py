@@ -225,6 +225,22 @@ class Replica(NamedTuple):
     segment: int = 0
     offset: int = 0
 
+    @classmethod
+    def found(cls, tier: int, file: TierFile) -> Replica:
+        """One that lies in a tier, and that no record knows."""
+        return cls(
+            tier,
+            ReplicaState.FOUND,
+            file.name,
+            file.size,
+            file.allocated_bytes,
+            file.synced,
+            file.made_ns,
+            file.checksum,
+            segment=file.segment,
+            offset=file.offset,
+        )
+
 
 class TierFile(NamedTuple):
     """A replica that lies in a tier, as a file of its own or in a segment (as of ``Replica``).

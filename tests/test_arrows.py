@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "units",
         "escaping",
     },
-    "inventory": {"types", "config", "supervisor", "fuse", "bounded", "trusted"},
+    "inventory": {"types", "config", "supervisor", "fuse", "store", "bounded", "trusted"},
     "slurm": {
         *("types", "config", "control", "supervisor", "fuse", "bounded", "trusted", "units"),
         *("doctor", "inventory"),

@@ -20,6 +20,7 @@ import pytest
 from monarchfs.config import Config, DataPath, TierSpec, User
 from monarchfs.fuse.session import hooks
 from monarchfs.fuse.slots import Slots, backing_ids, make_table
+from monarchfs.store.segments import SMALL_BYTES
 from monarchfs.supervisor import backing
 from monarchfs.supervisor.backing import MOST_IDS, BackingFiles, Refused, check, most_ids
 from monarchfs.supervisor.beneath import find_beneath
@@ -349,7 +350,8 @@ def test_a_users_mount_that_must_and_cannot(area: Path) -> None:
 def test_a_tier_on_other_file_systems(work: Bench, layers: int, works: bool) -> None:
     """As in a container, whose root is an overlay; the kernel allows one file system below."""
     (work.path / "src").mkdir()
-    (work.path / "src" / "file").write_bytes(b"content")
+    content = bytes(SMALL_BYTES + 1)  # no less is passed through
+    (work.path / "src" / "file").write_bytes(content)
     below = f"{work.path}/lower"
     os.mkdir(below)
     mounted: list[str] = []
@@ -384,7 +386,7 @@ def test_a_tier_on_other_file_systems(work: Bench, layers: int, works: bool) -> 
         try:
             read = ["cat", str(point / "file")]
             for passed in (0, 1):
-                assert subprocess.check_output(read, timeout=60) == b"content"
+                assert subprocess.check_output(read, timeout=60) == content
                 report = wait_for(lambda: resident(point), "the copy")
                 assert report["data_path"] == ("passthrough" if works else "relay")
                 assert report["served"]["passthrough_opens"] == passed * works

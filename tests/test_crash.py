@@ -21,10 +21,13 @@ import pytest
 import trio
 
 from monarchfs.cache import moves
+from monarchfs.cache import segments as sharing
 from monarchfs.cache.cache import Cache
 from monarchfs.index import Index
+from monarchfs.store.segments import Segments
 from monarchfs.store.tier import Tier
 from monarchfs.types import ROOT_INO
+from tests import on_disk
 from tests.layers.asking import names
 from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 
@@ -40,7 +43,10 @@ FILES = {
     **{f"g{number}": content(9000 + number, 10 + number) for number in range(4)},
 }
 
-OWNERS: dict[str, Any] = {"index": Index, "tier": Tier, "cache": Cache, "moves": moves}
+OWNERS: dict[str, Any] = {
+    **{"index": Index, "tier": Tier, "cache": Cache, "moves": moves},
+    **{"segments": Segments, "sharing": sharing},
+}
 
 Crash = tuple[str, str, int]
 """The call, ``before`` or ``after`` it, and the how many-th of them."""
@@ -93,9 +99,9 @@ def known_area(path: Path) -> Area:
     return area
 
 
-async def work(area: Area, boot_id: bytes) -> None:
+async def work(area: Area, boot_id: bytes, shares: bool) -> None:
     """A mount in which everything happens that leaves a trace."""
-    async with area.mount(TIERS, copies=False, boot_id=boot_id) as mirror:
+    async with area.mount(TIERS, copies=False, boot_id=boot_id, shares=shares) as mirror:
         await mirror.idle()
         await names(mirror, ROOT_INO)
         for path in ("small", "slow", "large", "empty"):
@@ -133,13 +139,13 @@ async def read_some(mirror: Mirror) -> None:
 def serve() -> None:
     """Fork for each line of standard input, and answer how that process ended."""
     for line in sys.stdin:
-        path, boot_id, call, when, nth = line.rstrip("\n").split("\t")
+        path, boot_id, shares, call, when, nth = line.rstrip("\n").split("\t")
         pid = os.fork()
         if pid == 0:
             logging.disable()
             try:
                 die_at((call, when, int(nth)))
-                trio.run(work, known_area(Path(path)), boot_id.encode())
+                trio.run(work, known_area(Path(path)), boot_id.encode(), shares == "True")
             finally:
                 os._exit(1)
         _, status = os.waitpid(pid, 0)
@@ -148,7 +154,7 @@ def serve() -> None:
 
 # -- in the tests
 
-Kill = Callable[[Area, bytes, Crash], None]
+Kill = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +171,8 @@ def kill() -> Iterator[Kill]:
         assert stdin is not None
         assert stdout is not None
 
-        def ask(area: Area, boot_id: bytes, crash: Crash) -> None:
-            words = (str(area.path), boot_id.decode(), *map(str, crash))
+        def ask(area: Area, boot_id: bytes, crash: Crash, *, shares: bool = False) -> None:
+            words = (str(area.path), boot_id.decode(), str(shares), *map(str, crash))
             print(*words, sep="\t", file=stdin, flush=True)
             assert int(stdout.readline()) == -signal.SIGKILL, "it did not get there"
 
@@ -177,12 +183,22 @@ def kill() -> Iterator[Kill]:
 @pytest.fixture
 def area(tmp_path: Path) -> Area:
     """With two files in the fast tier, synced."""
-    area = Area(tmp_path)
-    for path, data in FILES.items():
-        area.write(path, data)
+    return prepared(tmp_path, shares=False)
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Area:
+    """The same where small copies share files."""
+    return prepared(tmp_path, shares=True)
+
+
+def prepared(path: Path, *, shares: bool) -> Area:
+    area = Area(path)
+    for name, data in FILES.items():
+        area.write(name, data)
 
     async def prepare() -> None:
-        async with area.mount(TIERS) as mirror:
+        async with area.mount(TIERS, shares=shares) as mirror:
             await mirror.copied("kept")
             await mirror.copied("fast")
 
@@ -193,8 +209,10 @@ def area(tmp_path: Path) -> Area:
 async def comes_up(area: Area, boot_id: bytes, *, kept: bool = True) -> None:
     """The books are right, the bytes too, and what was resident is not read again."""
     async with area.mount(TIERS, boot_id=boot_id) as mirror:
+        await until(lambda: not any_gaps(mirror), "what was left in segments to be given back")
         await mirror.idle()
         mirror.check_books()
+        nothing_left_in_segments(mirror)
         assert mirror.index.journal() == []
         resident = {
             path for path in FILES if mirror.files.state(await mirror.ino(path)) == "resident"
@@ -211,11 +229,29 @@ async def comes_up(area: Area, boot_id: bytes, *, kept: bool = True) -> None:
         assert mirror.metrics.tier_errors == 0
 
 
+def any_gaps(mirror: Mirror) -> bool:
+    """Whether a segment may have bytes without a record, before this mount has made any."""
+    return any(any(mirror.index.segments(tier.id).values()) for tier in mirror.tiers)
+
+
+def nothing_left_in_segments(mirror: Mirror) -> None:
+    """Each segment has a record, each list a segment, and nothing else lies there."""
+    for tier in mirror.tiers:
+        recorded = {r.segment for _, r in mirror.index.replicas() if r.tier == tier.id} - {0}
+        assert set(tier.segments.found()) == recorded == mirror.index.segments(tier.id).keys()
+        files = {path.name.removesuffix(".list") for path in Path(tier.path).glob("segments/*")}
+        assert files == {f"{segment:016x}" for segment in recorded}
+
+
 def lose_what_was_not_synced(area: Area, *, zeros: bool) -> None:
     """What a restart of the machine may do to it."""
     for tier in area.path.glob("tier*"):
+        for segment in on_disk.segments(tier):
+            on_disk.lose_what_was_not_noted(segment, cut=not zeros)
         for path in tier.rglob("*"):
-            if path.is_file() and path.stat().st_mode & 0o777 != 0o400:
+            if path.parent.name == "segments" or not path.is_file():
+                continue
+            if path.stat().st_mode & 0o777 != 0o400:
                 size = path.stat().st_size
                 os.truncate(path, 0)
                 os.truncate(path, size if zeros else size // 2)
@@ -234,8 +270,7 @@ def check(area: Area, tmp_path: Path, crash: Crash, *, kept: bool = True) -> Non
 
 WORK = crashes(
     index__begin_copies=7,
-    index__put_replica=7,
-    index__put_replicas=1,
+    index__put_replica=10,
     index__drop_replica=3,
     index__file_gone=2,
     index__mark_durable=1,
@@ -263,20 +298,70 @@ def test_killed_at_work(area: Area, tmp_path: Path, kill: Kill, crash: Crash) ->
     check(area, tmp_path, crash)
 
 
-@pytest.mark.parametrize("nth", [3, 5, 8])
-@pytest.mark.parametrize("indexed", [True, False])
-def test_killed_amid_a_small_file(
-    area: Area, tmp_path: Path, kill: Kill, nth: int, indexed: bool
+SHARED_WORK = crashes(
+    index__begin_segments=2,
+    index__put_replica=4,
+    index__put_replicas=5,
+    index__drop_replica=3,
+    index__mark_durable=2,
+    index__sync=4,
+    index__segment_clean=1,
+    segments___make=2,
+    segments__write_each=8,
+    segments__punch=3,
+    segments__note=4,
+    tier__sync=4,
+    moves___read=1,
+    sharing___punch_gaps=1,
+)
+
+
+@pytest.mark.parametrize("crash", SHARED_WORK, ids=named)
+def test_killed_at_work_on_shared_files(
+    shared: Area, tmp_path: Path, kill: Kill, crash: Crash
 ) -> None:
-    """It lies under its final name from its first byte on."""
-    crash = ("tier.write_whole", "after", nth)
-    kill(area, b"first boot", crash)
-    found = [path for path in area.path.glob("tier*/??/*") if path.stat().st_mode & 0o777 == 0o600]
-    newest = max(found, key=lambda path: path.stat().st_mtime_ns)
-    os.truncate(newest, newest.stat().st_size // 2)
+    kill(shared, b"first boot", crash, shares=True)
+    check(shared, tmp_path, crash)
+
+
+@pytest.mark.parametrize("nth", [1, 3, 6])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_killed_amid_a_record(
+    shared: Area, tmp_path: Path, kill: Kill, nth: int, indexed: bool
+) -> None:
+    """A part of it is written, and no record knows it."""
+    crash = ("segments.write_each", "after", nth)
+    kill(shared, b"first boot", crash, shares=True)
+    newest = max(on_disk.segments(shared.path), key=lambda path: path.stat().st_mtime_ns)
+    os.truncate(newest, newest.stat().st_size - 5000)
     if not indexed:
-        shutil.rmtree(area.state / "index")
-    check(area, tmp_path, crash, kept=indexed)
+        shutil.rmtree(shared.state / "index")
+    check(shared, tmp_path, crash, kept=indexed)
+
+
+@pytest.mark.parametrize(
+    ("first", "crash"),
+    [
+        (("segments.write_each", "after", 8), crash)
+        for crash in crashes(
+            sharing___punch_gaps=2,
+            segments__punch=1,
+            index__segment_clean=2,
+            segments__gives_back=2,
+        )
+    ]
+    + [
+        (("segments._make", "after", 2), crash)
+        for crash in crashes(segments__remove=1, index__segment_gone=1)
+    ],
+    ids=str,
+)
+def test_killed_while_it_gives_back_what_a_crash_left(
+    shared: Area, tmp_path: Path, kill: Kill, first: Crash, crash: Crash
+) -> None:
+    kill(shared, b"first boot", first, shares=True)
+    kill(shared, b"first boot", crash, shares=True)
+    check(shared, tmp_path, crash)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +408,47 @@ def test_killed_while_a_new_index_finds_what_is_there(
     shutil.rmtree(area.state / "index")
     kill(area, b"first boot", crash)
     check(area, tmp_path, crash, kept=False)
+
+
+@pytest.mark.parametrize(
+    ("first", "crash"),
+    [
+        (("segments.note", "before", 1), crash)
+        for crash in crashes(segments__remove=1, index__segment_gone=1, segments__data_ranges=2)
+    ]
+    + [
+        (("index.sync", "after", 4), crash)
+        for crash in crashes(sharing___punch_gaps=1, segments__punch=1, index__segment_clean=1)
+    ]
+    + [
+        (("segments.note", "after", 2), crash)
+        for crash in crashes(index__begin_boot=1, index__drop_replica=2, index__meta_put=2)
+    ],
+    ids=str,
+)
+def test_killed_while_it_clears_up_shared_files_after_a_reboot(
+    shared: Area, tmp_path: Path, kill: Kill, first: Crash, crash: Crash
+) -> None:
+    kill(shared, b"first boot", first, shares=True)
+    kill(shared, b"second boot", crash, shares=True)
+    check(shared, tmp_path, crash)
+
+
+@pytest.mark.parametrize(
+    "crash",
+    crashes(
+        index__begin_segments=2, index__record_found_files=2, index__claim=2, index__meta_put=2
+    ),
+    ids=named,
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_killed_while_a_new_index_finds_shared_files(
+    shared: Area, tmp_path: Path, kill: Kill, when: str, crash: Crash
+) -> None:
+    kill(shared, b"first boot", ("segments.note", when, 2), shares=True)
+    shutil.rmtree(shared.state / "index")
+    kill(shared, b"first boot", crash, shares=True)
+    check(shared, tmp_path, crash, kept=False)
 
 
 @pytest.mark.parametrize("crash", crashes(tier__remove=2), ids=named)

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from monarchfs.store.segments import SMALL_BYTES
+from tests import on_disk
 from tests.faking import interpreter_for
 from tests.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
 from tests.reader import Reader, reader
@@ -19,6 +21,8 @@ from tests.reader import Reader, reader
 pytestmark = requires_fuse
 
 SIZE = 300_000
+OWN_FILE = SMALL_BYTES + 70_000
+"""What a copy has that lies in a file of its own."""
 TTL = ("--freshness", "ttl=3600")
 IMMUTABLE = ("--freshness", "immutable")
 both = pytest.mark.parametrize("freshness", [TTL, IMMUTABLE], ids=["opens", "free"])
@@ -30,22 +34,22 @@ def process() -> Iterator[Reader]:
         yield found
 
 
-def content(name: str) -> bytes:
+def content(name: str, size: int = SIZE) -> bytes:
     seed = name.encode()
-    return (seed * (SIZE // len(seed) + 1))[:SIZE]
+    return (seed * (size // len(seed) + 1))[:size]
 
 
-def dataset(work: Bench, *names: str) -> Path:
+def dataset(work: Bench, *names: str, size: int = SIZE) -> Path:
     source = work.path / "src"
     source.mkdir()
     for name in names:
-        (source / name).write_bytes(content(name))
+        (source / name).write_bytes(content(name, size))
     return source
 
 
-def resident(work: Bench, *names: str, freshness: tuple[str, ...]) -> Mount:
+def resident(work: Bench, *names: str, freshness: tuple[str, ...], size: int = SIZE) -> Mount:
     mount = work.mount(
-        dataset(work, *names), "--data-path", "relay", *freshness, "--prefetch", "all"
+        dataset(work, *names, size=size), "--data-path", "relay", *freshness, "--prefetch", "all"
     )
     assert mount.wait_idle()["files"]["resident"] == len(names)
     return mount
@@ -58,7 +62,13 @@ def evict(mount: Mount, name: str) -> bool:
 
 
 def replicas(work: Bench) -> list[Path]:
-    return [path for path in work.path.glob("tier/*/??/*") if path.is_file()]
+    """Files that copies lie in."""
+    tier = work.path / "tier"
+    return on_disk.own_files(tier) + on_disk.segments(tier)
+
+
+def occupied(work: Bench) -> int:
+    return sum(path.stat().st_blocks for path in replicas(work)) * 512
 
 
 @both
@@ -102,9 +112,10 @@ def test_an_open_file_is_not_evicted(work: Bench, process: Reader) -> None:
     process.close(first)
     assert not evict(mount, "a")
     assert process.read(second) == content("a")
+    assert occupied(work) >= SIZE
     process.close(second)
     wait_for(lambda: evict(mount, "a"), "the closed file to be evicted")
-    wait_for(lambda: not replicas(work), "its blocks to be given back")
+    wait_for(lambda: not occupied(work), "its blocks to be given back")
 
 
 def test_a_file_that_is_evicted_while_it_is_open_is_read_from_the_source(
@@ -122,16 +133,20 @@ def test_a_file_that_is_evicted_while_it_is_open_is_read_from_the_source(
 
 
 @both
+@pytest.mark.parametrize("size", [SIZE, OWN_FILE])
 @pytest.mark.parametrize("spoil", ["wiped", "cut", "linked", "replaced by a directory"])
 def test_replicas_that_somebody_spoiled(
-    work: Bench, process: Reader, freshness: tuple[str, ...], spoil: str
+    work: Bench, process: Reader, freshness: tuple[str, ...], spoil: str, size: int
 ) -> None:
-    mount = resident(work, "a", "b", freshness=freshness)
+    mount = resident(work, "a", "b", freshness=freshness, size=size)
+    a, b = content("a", size), content("b", size)
     fd = process.open(mount.path / "a")
-    assert process.read(fd) == content("a")
-    for path in replicas(work):
+    assert process.read(fd) == a
+    spoiled = replicas(work)
+    assert len(spoiled) == (1 if size == SIZE else 2)
+    for path in spoiled:
         if spoil == "wiped":
-            shutil.rmtree(path.parent)
+            shutil.rmtree(path.parent, ignore_errors=True)
         elif spoil == "cut":
             os.truncate(path, 1000)
         elif spoil == "linked":
@@ -142,11 +157,11 @@ def test_replicas_that_somebody_spoiled(
             path.mkdir()
     other = process.open(mount.path / "b")
     for _ in range(2):
-        assert process.read(fd) == content("a")
-        assert process.read(other) == content("b")
+        assert process.read(fd) == a
+        assert process.read(other) == b
     process.close(other)
     again = process.open(mount.path / "b")
-    assert process.read(again) == content("b")
+    assert process.read(again) == b
 
 
 @both

@@ -25,9 +25,10 @@ import pytest
 from monarchfs.cli.main import main
 from monarchfs.config import User
 from monarchfs.index import Index
+from monarchfs.store.checksum import checksum
 from monarchfs.store.tier import Tier
 from monarchfs.supervisor.lock import Holder, InUse, read_holder, take_lock, write_holder
-from monarchfs.types import ROOT_INO, Replica, ReplicaState, SourceStat
+from monarchfs.types import ROOT_INO, Replica, ReplicaState, SourceStat, TierFile
 from tests import surroundings
 from tests.faking import NOBODY, interpreter_for
 from tests.mounting import as_user, requires_root, wait_for
@@ -351,16 +352,21 @@ def assert_exact(cache: Cache) -> None:
     with cache.open() as (index, tier):
         files = {file.name: file for xx in range(256) for file in tier.files(xx)}
         parts = {file.name: file for file in tier.parts()}
-        known = {record.name: record for _, record in index.replicas()}
+        known = {record.name: record for _, record in index.replicas() if not record.segment}
         assert known.keys() == files.keys() | parts.keys()
+        sharing = [record for _, record in index.replicas() if record.segment]
+        assert {record.segment for record in sharing} <= index.segments(tier.id).keys()
+        assert set(tier.segments.found()) <= index.segments(tier.id).keys()
+        assert all(tier.verify_complete(record) for record in sharing)
         assert index.journal() == []
         both = {**files, **parts}
         assert {n: r.allocated_bytes for n, r in known.items()} == {
             name: file.allocated_bytes for name, file in both.items()
         }
-        if known:
+        if known or sharing:
             totals = index.tier_totals()[tier.id]
-            assert totals.allocated_bytes == sum(f.allocated_bytes for f in both.values())
+            own = sum(file.allocated_bytes for file in both.values())
+            assert totals.allocated_bytes == own + sum(r.allocated_bytes for r in sharing)
 
 
 def test_bytes_are_looked_at_only_if_asked_to(cache: Cache, fsck: Fsck) -> None:
@@ -387,6 +393,212 @@ def spoil(path: Path) -> None:
         file.seek(1000)
         file.write(b"\xff")
     path.chmod(st.st_mode & 0o777)
+
+
+# Replicas that share a file.
+
+SEGMENT = 0x5E6
+
+
+def fill_segment(cache: Cache, count: int, *, synced: bool = True, boot: bytes = BOOT_ID) -> None:
+    """``count`` resident files of the source that lie in one file."""
+    with cache.open(boot) as (index, tier):
+        index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
+        index.begin_segments(tier.id, [SEGMENT])
+        rows = []
+        for number in range(count):
+            file, at = source_stat(500 + number), number * SHARE
+            node = index.record_found(ROOT_INO, b"s%d" % number, file, b"", NOW)
+            data = content(number)[:SIZE]
+            assert tier.segments.write_each([(SEGMENT, at, data)]) == [None]
+            name = node.stat.version.replica_name
+            rows.append(TierFile(name, checksum(data), SIZE, SHARE, synced, NOW, SEGMENT, at))
+            found = Replica.found(tier.id, rows[-1])
+            index.put_replica(node.ino, found._replace(state=ReplicaState.RESIDENT))
+        if synced:
+            tier.sync()
+            tier.segments.note(SEGMENT, rows)
+
+
+SHARE = 8192
+"""What each of them takes."""
+
+
+def segment_of(cache: Cache) -> Path:
+    return cache.dataset / "segments" / f"{SEGMENT:016x}"
+
+
+def spoil_shared(cache: Cache, number: int) -> None:
+    with segment_of(cache).open("r+b") as file:
+        file.seek(number * SHARE + 1000)
+        file.write(b"\xff")
+
+
+def offsets(cache: Cache) -> list[int]:
+    return sorted(record.offset for _, record in cache.resident() if record.segment)
+
+
+def marked(cache: Cache) -> dict[int, bool]:
+    """The segments, and whether the next mount gives back what no record has."""
+    with cache.open() as (index, tier):
+        return index.segments(tier.id)
+
+
+def test_nothing_is_wrong_with_what_shares_a_file(cache: Cache, fsck: Fsck) -> None:
+    cache.fill(2)
+    fill_segment(cache, 3)
+    before = cache.everything()
+    for options in ((), ("--checksum",), ("--repair",), ("--repair", "--checksum")):
+        done = fsck(*options)
+        assert (done.code, done.report["findings"]) == (0, {})
+        assert done.report["tiers"][0]["files"] == 5
+        assert done.report["checked_bytes"] == (5 * SIZE if "--checksum" in options else 0)
+    assert cache.everything() == before
+    assert_exact(cache)
+
+
+def test_the_bytes_of_what_shares_a_file(cache: Cache, fsck: Fsck) -> None:
+    fill_segment(cache, 4)
+    spoil_shared(cache, 2)
+    assert fsck().code == 0
+    looked = fsck("--checksum")
+    assert (looked.code, looked.report["findings"]) == (1, {"corrupt": 1})
+    assert looked.report["checked_bytes"] == 4 * SIZE
+    assert len(offsets(cache)) == 4
+    assert fsck("--checksum", "--repair").code == 0
+    assert offsets(cache) == [0, SHARE, 3 * SHARE]
+    assert marked(cache) == {SEGMENT: True}
+    assert fsck("--checksum").report["findings"] == {}
+    assert_exact(cache)
+
+
+def lost_segment(cache: Cache) -> None:
+    segment_of(cache).unlink()
+
+
+def lost_segments(cache: Cache) -> None:
+    shutil.rmtree(segment_of(cache).parent)
+
+
+def short_segment(cache: Cache) -> None:
+    os.truncate(segment_of(cache), 2 * SHARE + SIZE - 1)
+
+
+def hole(cache: Cache) -> None:
+    with cache.open() as (_index, tier):
+        tier.segments.punch(SEGMENT, [(SHARE, 4096)])
+
+
+@pytest.mark.parametrize(
+    ("damage", "missing", "left"),
+    [
+        (lost_segment, 4, []),
+        (lost_segments, 4, []),
+        (short_segment, 2, [0, SHARE]),
+        (hole, 1, [0, 2 * SHARE, 3 * SHARE]),
+    ],
+)
+def test_what_shared_a_file_and_is_not_there(
+    cache: Cache, fsck: Fsck, damage: Damage, missing: int, left: list[int]
+) -> None:
+    cache.fill(1)
+    fill_segment(cache, 4)
+    damage(cache)
+    before = cache.everything()
+    looked = fsck()
+    assert (looked.code, looked.report["findings"]) == (1, {"missing": missing})
+    repaired = fsck("--repair")
+    assert (repaired.code, repaired.report["repaired"]) == (0, missing)
+    assert offsets(cache) == left
+    assert fsck("--checksum").report["findings"] == {}
+    assert cache.everything() == before
+    assert marked(cache) == {SEGMENT: True}
+    assert_exact(cache)
+
+
+def test_a_link_in_the_place_of_a_segment(cache: Cache, capfd: pytest.CaptureFixture[str]) -> None:
+    fill_segment(cache, 3)
+    outside = segment_of(cache).rename(cache.path / "outside")
+    segment_of(cache).symlink_to(outside)
+    before = outside.read_bytes()
+    for options, code in (((), 1), (("--repair",), 0), ((), 0)):
+        assert main(["fsck", str(cache.state), *options]) == code
+        assert "is not ours and stays as it is" in capfd.readouterr().err
+    assert cache.resident() == []
+    assert segment_of(cache).is_symlink()
+    assert outside.read_bytes() == before
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_segment_that_no_record_knows_is_taken_over(
+    cache: Cache, fsck: Fsck, whole: bool
+) -> None:
+    cache.fill(2)
+    fill_segment(cache, 4)
+    spoil_shared(cache, 1)
+    if whole:
+        with cache.open() as (index, tier):
+            for _, ino in index.segment_records(tier.id, SEGMENT):
+                index.drop_replica(ino)
+            index.segment_gone(tier.id, SEGMENT)
+    else:
+        shutil.rmtree(cache.state / "index")
+    gone = {} if whole else {"index_missing": 1}
+    looked = fsck()
+    assert (looked.code, looked.report["findings"]) == (1, {"orphan": 1} if whole else gone)
+    repaired = fsck("--repair")
+    assert repaired.code == 0
+    assert repaired.report["findings"] == {"orphan": 1 if whole else 3, **gone}
+    assert offsets(cache) == [0, 2 * SHARE, 3 * SHARE]
+    assert marked(cache) == {SEGMENT: True}
+    assert fsck("--checksum").report["findings"] == {}
+    assert_exact(cache)
+    with cache.open() as (index, tier):
+        index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
+        for number, there in enumerate((True, False, True, True)):
+            file = source_stat(500 + number)
+            node = index.record_found(ROOT_INO, b"s%d" % number, file, b"", NOW)
+            claimed = index.claim(node.ino, file.version.replica_name, SIZE)
+            assert (claimed is not None) == there
+            if claimed is not None:
+                assert claimed.durable
+                fd = tier.open_complete(claimed)
+                assert os.pread(fd, SIZE, claimed.offset) == content(number)[:SIZE]
+                os.close(fd)
+
+
+@pytest.mark.parametrize("list_is", ["missing", "of nothing that is there"])
+def test_a_segment_of_which_nothing_is_known_is_removed(
+    cache: Cache, fsck: Fsck, list_is: str
+) -> None:
+    cache.fill(2)
+    fill_segment(cache, 2)
+    if list_is == "missing":
+        segment_of(cache).with_suffix(".list").unlink()
+    else:
+        spoil_shared(cache, 0)
+        spoil_shared(cache, 1)
+    with cache.open() as (index, tier):
+        for _, ino in index.segment_records(tier.id, SEGMENT):
+            index.drop_replica(ino)
+        index.segment_gone(tier.id, SEGMENT)
+    assert fsck().report["findings"] == fsck("--checksum").report["findings"] == {"orphan": 1}
+    assert segment_of(cache).exists()
+    assert fsck("--repair").code == 0
+    assert list(segment_of(cache).parent.iterdir()) == []
+    assert fsck("--checksum").report["findings"] == {}
+    assert_exact(cache)
+
+
+def test_what_shares_a_file_after_a_reboot(cache: Cache, fsck: Fsck) -> None:
+    cache.fill(1)
+    fill_segment(cache, 3, synced=False, boot=b"an earlier boot")
+    done = fsck("--repair")
+    assert (done.code, done.report["findings"]) == (0, {"lost_in_reboot": 3})
+    assert offsets(cache) == []
+    assert marked(cache) == {SEGMENT: True}
+    assert fsck("--checksum").report["findings"] == {}
+    assert_exact(cache)
 
 
 def test_an_orphan_that_was_not_synced_must_prove_itself(cache: Cache, fsck: Fsck) -> None:

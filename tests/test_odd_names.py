@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import on_disk
 from tests.mounting import MONARCHFS, WAIT_SECONDS, fuse_mounts, requires_fuse, requires_root
 
 ODD = b"a\x1b[31m\nb\xff\xe2\x80\xae\x07c"
@@ -115,8 +116,8 @@ def test_every_command_shows_them_escaped_and_gives_them_back(odd: Oddities) -> 
     assert source in set(texts(odd.ask("plan", source, "--quick", *plain)))
     odd.run("index", "export", source, f"{odd.path}/index{NAME}")
     assert shown in odd.run("index", "export", source + "x", f"{odd.path}/index", code=2)
-    for replica in (odd.path / f"tier{NAME}").rglob("*.*"):
-        replica.unlink()
+    for segment in on_disk.segments(odd.path / f"tier{NAME}"):
+        segment.unlink()
     state = odd.storage[3]
     assert shown in odd.run("fsck", state, code=1)
     assert state in set(texts(odd.ask("fsck", state, code=1)))

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from monarchfs.store.segments import SMALL_BYTES
+from monarchfs.supervisor.tierdirs import OWNER
 from tests.mounting import (
     WATCHDOG_SECONDS,
     Bench,
@@ -36,6 +38,8 @@ LOAD = str(Path(__file__).with_name("passing_load.py"))
 SECONDS = float(os.environ.get("PASSING_SECONDS", "6"))
 OPENS = int(os.environ.get("PASSING_OPENS", "20000"))
 MIB = 1 << 20
+PASSED_BYTES = SMALL_BYTES + 4096
+"""The least that is passed through: smaller copies share files."""
 
 WAYS = """
 import ctypes, hashlib, json, mmap, os, shutil, socket, sys, tempfile
@@ -126,7 +130,7 @@ def test_what_is_open_meanwhile(work: Bench) -> None:
     """A file is copied, evicted by hand and copied again while a process has it open."""
     source = work.path / "src"
     source.mkdir()
-    (source / "file").write_bytes(bytes(MIB))
+    (source / "file").write_bytes(bytes(PASSED_BYTES))
     mount = work.mount(source)
     path = str(mount.path / "file")
     reads = ["cmp", path, str(source / "file")]
@@ -189,11 +193,11 @@ def test_no_id_is_leaked(work: Bench) -> None:
     source = work.path / "src"
     source.mkdir()
     for number in range(40):
-        (source / str(number)).write_bytes(bytes((number,)) * 20_000)
-    fast = f"{work.path}/fast=400K"
+        (source / str(number)).write_bytes(bytes((number,)) * PASSED_BYTES)
+    fast = f"{work.path}/fast=21M"
     mount = work.mount(
         source, "--evict", "lru", "--freshness", "immutable",
-        tiers=[fast, f"{work.path}/slow=380K"],
+        tiers=[fast, f"{work.path}/slow=20M"],
     )  # fmt: skip
     warm(mount)
     rounds = 4
@@ -217,7 +221,7 @@ def test_no_id_is_leaked(work: Bench) -> None:
         "the room of what was evicted to be free",
     )
     for tier in (work.path / "fast", work.path / "slow"):
-        assert [p for p in tier.rglob("*") if p.is_file() and p.name != "owner"] == []
+        assert [p for p in tier.rglob("*") if p.is_file() and p.name != OWNER] == []
 
 
 def serving(mount: Mount) -> int | None:
@@ -237,7 +241,8 @@ def test_many_processes_and_all_that_may_happen(work: Bench, policy: str, kills:
     originals.mkdir()
     chance = random.Random(7)
     for number in range(24):
-        data = chance.randbytes(chance.randrange(1, 400_000))
+        least, most = (PASSED_BYTES, 3 * MIB) if number % 3 else (1, SMALL_BYTES)
+        data = chance.randbytes(chance.randrange(least, most))
         (source / f"f{number}").write_bytes(data)
         (originals / f"f{number}.0").write_bytes(data)
         if number % 2:  # what it becomes
@@ -245,7 +250,7 @@ def test_many_processes_and_all_that_may_happen(work: Bench, policy: str, kills:
     time.sleep(0.05)  # so that versions can be told apart
     mount = work.mount(
         source, "--freshness", "open", "--evict", policy, "--data-path", "passthrough",
-        tiers=[f"{work.path}/fast=1M", f"{work.path}/slow=2M"],
+        tiers=[f"{work.path}/fast=8M", f"{work.path}/slow=16M"],
     )  # fmt: skip
     processes = [
         subprocess.Popen(

@@ -80,8 +80,20 @@ class Cache(Groups):
                 self._begin_stock(tier)
         reopen()
         self._tiers.look()
+        for tier in self.tiers.values():
+            self._segments.begin(tier)
+            if tier.id not in self._taking:
+                self._nursery.start_soon(self._settle, tier)
         if self.placement.tracks:
             self._nursery.start_soon(self._tell_known)
+
+    async def _settle(self, tier: Tier) -> None:
+        try:
+            await self._segments.settle(tier)
+        except OSError as exc:
+            self._tiers.failed(tier, "giving back what a crash left", exc)
+        except IndexWriteError as exc:
+            log.warning("tier %s: the next mount looks at its segments: %s", tier.path, exc)
 
     def _begin_stock(self, tier: Tier) -> None:
         self._taking.add(tier.id)
@@ -91,6 +103,7 @@ class Cache(Groups):
     async def _take_stock(self, tier: Tier) -> None:
         try:
             await self._stock.take(tier)
+            await self._settle(tier)
         except (OSError, IndexWriteError) as exc:
             # It stays out of use: what it holds is not known.
             self._tiers.hold(tier.id, Hold.STOCK, f"what it holds could not be looked at: {exc}")
@@ -204,7 +217,7 @@ class Cache(Groups):
         if tier is None or not self._tiers.readable(tier.id):
             return None
         try:
-            fd = tier.open_replica(record.name, record.checksum, record.size)
+            fd = tier.open_complete(record)
         except ReplicaLost as exc:
             self._metrics.replicas_lost += 1
             if tier.id in self._taking:
@@ -254,6 +267,7 @@ class Cache(Groups):
         self._tiers.look()
         for tier in await self._tiers.probe(self._in_thread):
             if tier.id not in self._taking:
+                self._segments.replaced(tier)
                 self._begin_stock(tier)
         self._removals.retry(self._busy.values())
 
@@ -292,11 +306,17 @@ class Cache(Groups):
         self._tiers.look()
         rooms = []
         for tier in self.tiers.values():
-            capacity = self.placement.usage(tier.id)[1]
+            _used, capacity = self._usage(tier)
             room = self.placement.room(tier.id)
             reason = self._tiers.out_of_service(tier.id)
             rooms.append(TierRoom(tier.path, capacity, room, reason))
         return reservation(size), rooms
+
+    def _usage(self, tier: Tier) -> tuple[int, int]:
+        """Bytes used and capacity: the lists of segments are not placement's."""
+        used, capacity = self.placement.usage(tier.id)
+        lists = tier.segments.list_bytes
+        return used + lists, capacity + lists
 
     def out_of_reach(self, tier_id: int) -> str | None:
         """Why what the tier holds is not served either; None where it is."""
@@ -310,7 +330,7 @@ class Cache(Groups):
         totals = self.index.tier_totals()
         result: list[dict[str, object]] = []
         for tier in self.tiers.values():
-            used, capacity = self.placement.usage(tier.id)
+            used, capacity = self._usage(tier)
             held = totals.get(tier.id, TierTotals())
             self._peaks[tier.id] = max(used, self._peaks.get(tier.id, 0))
             result.append(

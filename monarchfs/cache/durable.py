@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
+from collections.abc import Sequence
 
 import trio
 
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
-from monarchfs.types import IndexWriteError, Replica
+from monarchfs.store.tier import Tier
+from monarchfs.types import IndexWriteError, Replica, TierFile
 
 log = logging.getLogger(__name__)
 
 SYNC_INTERVAL_SECONDS = 30.0
 
-Group = dict[int, tuple[bytes, int]]
-"""Replicas by inode number (in the order of their coming): name and checksum."""
+Group = dict[int, Replica]
+"""Replicas by inode number, in the order of their coming."""
 
 
 class Durability:
     """Changing: the replicas of each tier that were stored since it was last synced, and the group
-    being synced now."""
+    being synced now. What a tmpfs holds is gone after a reboot anyway: of that only segments are
+    told what lies in them."""
 
     def __init__(self, index: Index, tiers: Tiers) -> None:
         self._index = index
@@ -29,9 +33,9 @@ class Durability:
         self._syncing: Group = {}
 
     def stored(self, ino: int, replica: Replica) -> None:
-        """A complete replica was recorded. What a tmpfs holds is gone after a reboot anyway."""
-        if not self._tiers.by_id[replica.tier].memory_backed:
-            self._unsynced[replica.tier][ino] = replica.name, replica.checksum
+        """A complete replica was recorded."""
+        if replica.segment or not self._tiers.by_id[replica.tier].memory_backed:
+            self._unsynced[replica.tier][ino] = replica
 
     def dropped(self, ino: int, tier_id: int) -> None:
         """Its record is gone: what is recorded for this inode next was not synced."""
@@ -60,11 +64,13 @@ class Durability:
         self._syncing, self._unsynced[tier_id] = self._unsynced[tier_id], {}
         tier = self._tiers.by_id[tier_id]
         try:
-            await trio.to_thread.run_sync(tier.sync, abandon_on_cancel=True)
-            # The files themselves say it too, for an index that has to be made anew.
-            files = list(self._syncing.values())
-            await trio.to_thread.run_sync(tier.mark_synced, files, abandon_on_cancel=True)
-            self._index.mark_durable(self._syncing)
+            if not tier.memory_backed:
+                await trio.to_thread.run_sync(tier.sync, abandon_on_cancel=True)
+            # The tier says it too, for an index that has to be made anew.
+            group = list(self._syncing.values())
+            await trio.to_thread.run_sync(_note, tier, group, abandon_on_cancel=True)
+            if not tier.memory_backed:
+                self._index.mark_durable(self._syncing)
             self._syncing = {}
         except OSError as exc:
             self._tiers.failed(tier, "syncing", exc)
@@ -74,3 +80,28 @@ class Durability:
             # Also of one that was cancelled: the end of the mount syncs once more.
             self._unsynced[tier_id] = self._syncing | self._unsynced[tier_id]
             self._syncing = {}
+
+
+def _note(tier: Tier, replicas: Sequence[Replica]) -> None:
+    """That they are on the disk. For a thread."""
+    by_segment: dict[int, list[TierFile]] = defaultdict(list)
+    own = [(replica.name, replica.checksum) for replica in replicas if not replica.segment]
+    for replica in replicas:
+        if replica.segment:
+            by_segment[replica.segment].append(file_of(replica))
+    tier.mark_synced(own)
+    for segment, rows in by_segment.items():
+        tier.segments.note(segment, rows)
+
+
+def file_of(replica: Replica) -> TierFile:
+    """What a segment's list says of it."""
+    return TierFile(
+        replica.name,
+        replica.checksum,
+        replica.size,
+        replica.allocated_bytes,
+        synced=True,
+        segment=replica.segment,
+        offset=replica.offset,
+    )

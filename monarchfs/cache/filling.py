@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from monarchfs.cache.moves import Moves
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
+from monarchfs.cache.segments import Written
 from monarchfs.placement.events import (
     Abandoned,
     Dropped,
@@ -102,22 +103,29 @@ class Filling(Moves):
     def _place(self, places: Sequence[tuple[Node, Place]]) -> list[Reservation | None]:
         """Journal what is about to lie in the tiers. All are None where that fails."""
         copies = [(node.ino, place.tier, node.stat.version.replica_name) for node, place in places]
+        shared = [
+            place.whole
+            and node.stat.occupied_bytes >= node.stat.size
+            and self._segments.takes(place.tier, node.stat.size)
+            for node, place in places
+        ]
         try:
-            if copies:
-                self.index.begin_copies(copies)
+            if files := [copy for copy, shares in zip(copies, shared, strict=True) if not shares]:
+                self.index.begin_copies(files)
         except IndexWriteError as exc:
             for ino, _tier, _name in copies:
                 self._handle(Abandoned(ino))
                 self.reasons.put(ino, Cause.UNRECORDED, str(exc))
             return [None] * len(copies)
         reservations: list[Reservation | None] = []
-        for (node, place), (ino, tier_id, name) in zip(places, copies, strict=True):
+        for (node, place), (ino, tier_id, name), shares in zip(places, copies, shared, strict=True):
             self._busy[ino] = name
             tier, after = self.tiers[tier_id], self._removals.pending(tier_id)
             reservations.append(
                 Reservation(
                     *(node, name, tier),
                     whole=place.whole,
+                    shares=shares,
                     after=after,
                     reserved_bytes=place.reserved_bytes,
                 )
@@ -209,6 +217,7 @@ class Filling(Moves):
             if reservation.fd < 0:
                 async with reservation.lock:
                     if reservation.fd < 0:
+                        self._begin_part(reservation)
                         reservation.fd = await self._in_thread(reservation.new_part)
             digests, allocated = await self._in_thread(_write, tier, reservation.fd, offset, data)
         reservation.put_digests(offset, digests)
@@ -250,8 +259,79 @@ class Filling(Moves):
         with reservation.using(), self._unwritten(len(data)):
             if reservation.after:
                 await reservation.room()
-            allocated, checksum = await self._in_thread(reservation.write_whole, data)
-            return await self._commit(reservation, allocated, checksum)
+            if reservation.shares:
+                (result,) = await self._append_each([(reservation, data)])
+                if isinstance(result, OSError):
+                    raise result
+                return result
+            return await self._write_own(reservation, data)
+
+    async def _write_own(self, reservation: Reservation, data: Data) -> bool:
+        """As a file of its own."""
+        allocated, checksum = await self._in_thread(reservation.write_whole, data)
+        return await self._commit(reservation, allocated, checksum)
+
+    def _begin_part(self, reservation: Reservation) -> None:
+        """What was to share a file gets one of its own. Raises OSError."""
+        if reservation.shares:
+            ino, name = reservation.node.ino, reservation.name
+            try:
+                self.index.begin_copy(ino, reservation.tier.id, name)
+            except IndexWriteError as exc:
+                raise OSError(errno.EBUSY, str(exc)) from exc
+            reservation.shares = False
+
+    async def _append_each(self, files: Sequence[tuple[Reservation, Data]]) -> list[bool | OSError]:
+        """Put whole replicas of one tier into segments; of each whether it is resident now, or why
+        not. Raises nothing."""
+        tier = files[0][0].tier
+        results: list[bool | OSError] = []
+        stored: list[tuple[Reservation, Replica]] = []
+        unwanted: list[Written] = []
+        outcomes = await self._segments.write_each(tier, [data for _, data in files])
+        # No checkpoint between the look at what was given up, the commit and the books.
+        for (reservation, _), outcome in zip(files, outcomes, strict=True):
+            if isinstance(outcome, OSError):
+                results.append(outcome)
+            elif reservation.given_up:
+                results.append(False)
+                unwanted.append(outcome)
+            else:
+                results.append(True)
+                replica = replica_of(
+                    reservation,
+                    ReplicaState.RESIDENT,
+                    outcome.allocated_bytes,
+                    checksum=outcome.checksum,
+                )
+                place = replica._replace(segment=outcome.segment, offset=outcome.offset)
+                stored.append((reservation, place))
+        try:
+            self._store(stored)
+        except OSError as exc:
+            results = [exc if result is True else result for result in results]
+            unwanted = [outcome for outcome in outcomes if isinstance(outcome, Written)]
+        try:
+            if unwanted:
+                await self._segments.discard(tier, unwanted)
+        except OSError as exc:
+            # The next worker looks at the segment.
+            self._tiers.failed(tier, "giving back a part of a file", exc)
+        return results
+
+    def _store(self, stored: Sequence[tuple[Reservation, Replica]]) -> None:
+        """Record replicas that lie in their tiers: all of them, or none and OSError."""
+        replicas = [(reservation.node.ino, replica) for reservation, replica in stored]
+        try:
+            if replicas:
+                self.index.put_replicas(replicas)
+        except IndexWriteError as exc:
+            # An error of the index says nothing of the tier.
+            raise OSError(errno.EBUSY, str(exc)) from exc
+        for reservation, replica in stored:
+            if replica.segment:
+                self._segments.recorded(replica)
+            self._stored(reservation, replica)
 
     async def _commit(self, reservation: Reservation, allocated: int, checksum: int) -> bool:
         replica = replica_of(reservation, ReplicaState.RESIDENT, allocated, checksum=checksum)
@@ -306,7 +386,8 @@ class Filling(Moves):
     def cancel(self, reservation: Reservation) -> None:
         """Give back the room of a copy that has no part file yet."""
         assert reservation.fd < 0
-        self._removals.gone(reservation.tier.id, reservation.name)
+        if not reservation.shares:
+            self._removals.gone(reservation.tier.id, reservation.name)
         self._end(reservation, Abandoned(reservation.node.ino))
 
     async def abandon(self, reservation: Reservation, cause: Cause, reason: str) -> None:

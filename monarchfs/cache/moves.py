@@ -14,8 +14,9 @@ import time
 import trio
 
 from monarchfs.cache.records import Records
+from monarchfs.cache.segments import Written
 from monarchfs.placement.events import Move, Moved, MoveFailed
-from monarchfs.store.checksum import combine
+from monarchfs.store.checksum import checksum, combine
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.read import read_full
 from monarchfs.store.tier import Tier
@@ -50,8 +51,10 @@ class Moves(Records):
         try:
             for removal in self._removals.pending(to.id):
                 await removal.done.wait()
-            self.index.begin_copy(ino, to.id, record.name)
-            moved = await self._copy_and_commit(ino, record, to)
+            shares = bool(record.segment) and self._segments.takes(to.id, record.size)
+            if not shares:
+                self.index.begin_copy(ino, to.id, record.name)
+            moved = await self._copy_and_commit(ino, record, to, shares=shares)
         except ReplicaLost as exc:
             corrupt = True
             log.warning("inode %d is not moved: %s", ino, exc)
@@ -67,23 +70,42 @@ class Moves(Records):
         if corrupt:
             self.corrupt(ino)
 
-    async def _copy_and_commit(self, ino: int, record: Replica, to: Tier) -> bool:
+    async def _copy_and_commit(self, ino: int, record: Replica, to: Tier, *, shares: bool) -> bool:
         """Raises OSError of the tiers, ReplicaLost where the replica is not what it was."""
         source = self.tiers[record.tier]
+        written: Written | None = None
         try:
-            allocated = await self._in_thread(_copy, source, to, record)
+            if shares:
+                data = await self._in_thread(_read, source, record)
+                (result,) = await self._segments.write_each(to, [data])
+                if isinstance(result, OSError):
+                    raise result
+                written = result
+                allocated = written.allocated_bytes
+            else:
+                allocated = await self._in_thread(_copy, source, to, record)
             if not await self._closed(ino):
                 raise OSError(errno.EBUSY, "it stays open")
             # No checkpoint between the index commit and the books.
             replica = record._replace(
-                tier=to.id, allocated_bytes=allocated, durable=False, created_ns=time.time_ns()
+                tier=to.id,
+                allocated_bytes=allocated,
+                durable=False,
+                created_ns=time.time_ns(),
+                segment=0 if written is None else written.segment,
+                offset=0 if written is None else written.offset,
             )
             self.index.put_replica(ino, replica)
         except BaseException:
             with trio.CancelScope(shield=True):
-                await self._in_thread(to.discard, record.name)
-            self._removals.gone(to.id, record.name)
+                if written is not None:
+                    await self._segments.discard(to, [written])
+                elif not shares:
+                    await self._in_thread(to.discard, record.name)
+                    self._removals.gone(to.id, record.name)
             raise
+        if written is not None:
+            self._segments.recorded(replica)
         self._durability.dropped(ino, record.tier)
         self._durability.stored(ino, replica)
         self._metrics.replicas_moved += 1
@@ -117,10 +139,24 @@ class Moves(Records):
         self.forget_pages(ino)
 
 
+def _read(source: Tier, record: Replica) -> bytes:
+    """All of a replica that shares its file. For a thread. Raises as ``_copy``."""
+    fd = source.open_complete(record)
+    try:
+        data = read_full(fd, record.offset, record.size)
+    except OSError as error:
+        raise ReplicaLost(source.path, str(error)) from error
+    finally:
+        os.close(fd)
+    if checksum(data) != record.checksum:
+        raise ReplicaLost(source.path, "A replica's checksum is wrong")
+    return data
+
+
 def _copy(source: Tier, to: Tier, record: Replica) -> int:
     """Copy a replica under its name; its allocated bytes there. For a thread. Leaves what it wrote
     behind where it fails. Raises ReplicaLost where the bytes are not those of its checksum."""
-    fd = source.open_replica(record.name, record.checksum, record.size)
+    fd = source.open_complete(record)
     try:
         to.discard(record.name)
         part = to.create_part(record.name, record.size)
@@ -128,7 +164,7 @@ def _copy(source: Tier, to: Tier, record: Replica) -> int:
             digests = bytearray()
             for at in range(0, record.size, MOVE_BYTES):
                 try:
-                    data = read_full(fd, at, min(MOVE_BYTES, record.size - at))
+                    data = read_full(fd, record.offset + at, min(MOVE_BYTES, record.size - at))
                 except OSError as error:
                     raise ReplicaLost(source.path, str(error)) from error
                 digests += to.write(part, at, data)

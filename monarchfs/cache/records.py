@@ -14,6 +14,7 @@ from monarchfs.cache.readers import NoReaders, Readers
 from monarchfs.cache.reasons import Cause, Reasons
 from monarchfs.cache.removals import Removals
 from monarchfs.cache.replicas import OpenReplica
+from monarchfs.cache.segments import Segments
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
 from monarchfs.memory import Headroom, MemoryProbe
@@ -34,6 +35,7 @@ from monarchfs.placement.events import (
 from monarchfs.placement.placement import Placement
 from monarchfs.placement.policies import Eviction
 from monarchfs.quiet import RunSync
+from monarchfs.store.segments import SMALL_BYTES
 from monarchfs.store.tier import Tier
 from monarchfs.types import IndexWriteError, Node, Replica, TierSize
 
@@ -67,14 +69,16 @@ class Records:
         eviction: Eviction = Eviction.KEEP,
         reserve_percent: float = 10.0,
         partial_min_bytes: int = 64 << 20,
+        shared_bytes: int = SMALL_BYTES,
         headroom: Callable[[], Headroom] | None = None,
         readers: Readers | None = None,
         behind: RunSync = trio.to_thread.run_sync,
     ) -> None:
         """``local`` limits the threads that read and write tiers, apart from the source's;
-        ``headroom`` says how much memory is left for tiers in memory; ``readers`` read replicas
-        without asking. ``behind`` runs what no reader waits for; if that is at a lower priority,
-        readers do not wait for its threads either, which have a limit of their own."""
+        replicas of up to ``shared_bytes`` share files with others; ``headroom`` says how much
+        memory is left for tiers in memory; ``readers`` read replicas without asking. ``behind``
+        runs what no reader waits for; if that is at a lower priority, readers do not wait for its
+        threads either, which have a limit of their own."""
         self.index = index
         self.local = local
         self._behind = behind
@@ -123,8 +127,13 @@ class Records:
         )
         self.tiers = self._tiers.by_id
         self._durability = Durability(index, self._tiers)
+        self._segments = Segments(
+            *(index, self._tiers, self.readers, self._in_thread),
+            capacity=lambda tier_id: self.placement.usage(tier_id)[1],
+            most_bytes=shared_bytes,
+        )
         self._removals = Removals(
-            *(index, self._tiers, self._handle, self._in_thread, nursery),
+            *(index, self._tiers, self._handle, self._in_thread, nursery, self._segments),
             let_go=lambda ino: self.let_go(ino),
         )
 

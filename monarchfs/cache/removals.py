@@ -15,6 +15,7 @@ from typing import Any
 import trio
 
 from monarchfs.cache.replicas import OpenReplica
+from monarchfs.cache.segments import Segments
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
 from monarchfs.placement.events import Action, Dropped, Event, Evicted, EvictionFailed
@@ -46,8 +47,10 @@ class Removals:
         handle: Callable[[Event], list[Action]],
         in_thread: Callable[..., Awaitable[Any]],
         nursery: trio.Nursery,
+        segments: Segments,
         let_go: Callable[[int], trio.Event | None],
     ) -> None:
+        self._segments = segments
         self._index = index
         self._tiers = tiers
         self._handle = handle
@@ -69,12 +72,22 @@ class Removals:
         """Remove the file of a dropped record; placement knows that it is leaving.
 
         ``opened``: somebody still reads it. The blocks of an unlinked file are not free before it
-        is closed; placement hears then that they are.
+        is closed; placement hears then that they are. Those of a replica that shares its file are
+        given back when it is closed.
         """
+        if record.segment:
+            self._segments.leaves(record)
+            if opened is not None and opened.uses:
+                opened.then.append(partial(self._closed, ino, record))
+                return
         removal = Removal()
         self._pending[record.tier].add(removal)
         kept = self._let_go(ino)
         self._nursery.start_soon(self._remove, ino, record, removal, opened, kept)
+
+    def _closed(self, ino: int, record: Replica) -> None:
+        self._handle(Dropped(ino, record.tier, record.allocated_bytes))
+        self.start(ino, record)
 
     async def finish(self, ino: int, record: Replica) -> None:
         """The same, until it is done; also when the mount ends."""
@@ -93,11 +106,15 @@ class Removals:
         tier = self._tiers.by_id[record.tier]
         try:
             with trio.CancelScope(shield=True):
-                if record.state is ReplicaState.PARTIAL:
+                if record.segment:
+                    if kept is not None:
+                        await kept.wait()
+                    await self._segments.remove(ino, record)
+                elif record.state is ReplicaState.PARTIAL:
                     await self._in_thread(tier.remove_part, record.name)
                 else:
                     await self._in_thread(tier.remove, record.name, record.checksum)
-                if kept is not None:
+                if kept is not None and not record.segment:
                     with trio.move_on_after(KEPT_SECONDS):
                         await kept.wait()
         except OSError as exc:
@@ -107,7 +124,8 @@ class Removals:
             if opened is None:
                 self._handle(EvictionFailed(ino, record.tier))
         else:
-            self.gone(record.tier, record.name)
+            if not record.segment:
+                self.gone(record.tier, record.name)
             if opened is None:
                 self._handle(Evicted(ino, record.tier))
             elif opened.uses:
@@ -135,10 +153,10 @@ class Removals:
         one of the names ``busy``: it is being copied anew."""
         again = [item for item in self._stuck if not self._tiers.out_of_service(item[1].tier)]
         for ino, record in again:
-            if record.name in busy:
+            if record.name in busy and not record.segment:
                 continue
             self._stuck.remove((ino, record))
-            if self._index.owner(record.tier, record.name) is not None:
+            if not record.segment and self._index.owner(record.tier, record.name) is not None:
                 # A new replica of the same version took the place of the file.
                 self._given_back(ino, record)
             else:

@@ -85,7 +85,8 @@ class OpenReplica:
 class Reservation:
     """Room for one replica that is being filled, and the part file's descriptor.
 
-    Constant: ``whole`` says that there is room for all of it, ``resumed`` is the record of what is
+    Constant: ``whole`` says that there is room for all of it; ``shares`` that it is to share a file
+    with others, until a part of it is written after all; ``resumed`` is the record of what is
     in the part file already; ``sparse``: the file has holes, and each write takes what it needs of
     what is reserved. Changing: ``fd``, which the first write opens, ``written``, the bytes of
     blocks that it took, ``after``, the removals that make the room, and ``given_up``, set once its
@@ -107,6 +108,7 @@ class Reservation:
         "node",
         "reserved_bytes",
         "resumed",
+        "shares",
         "sparse",
         "tier",
         "tight",
@@ -122,6 +124,7 @@ class Reservation:
         *,
         whole: bool,
         after: list[Removal],
+        shares: bool = False,
         reserved_bytes: int = 0,
         resumed: Replica | None = None,
     ) -> None:
@@ -130,6 +133,7 @@ class Reservation:
         self.tier = tier
         self.sparse = node.stat.occupied_bytes < node.stat.size
         self.whole = whole and not self.sparse
+        self.shares = shares
         self.reserved_bytes = reserved_bytes
         self.needed = 0
         self.tight = False

@@ -67,10 +67,8 @@ class Scrub:
             return
         try:
             sound = await trio.to_thread.run_sync(
-                tier.verify,
-                record.name,
-                record.checksum,
-                record.size,
+                tier.verify_complete,
+                record,
                 self._pacer(),
                 abandon_on_cancel=True,
             )

@@ -7,6 +7,7 @@ is recorded is served meanwhile.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections import Counter
@@ -103,7 +104,9 @@ class Stocktaking:
         if right and not self._was_cleaned(tier):
             return False
         known = self._index.tier_totals().get(tier.id, TierTotals())
-        if any(known) or tier.parts() or any(tier.files(n) for n in range(FAN_OUTS)):
+        if any(known) or tier.parts() or tier.segments.found():
+            return True
+        if any(tier.files(n) for n in range(FAN_OUTS)):
             return True
         self._index.meta_put(_mark(tier), _right(tier))
         return False
@@ -121,7 +124,7 @@ class Stocktaking:
                 if record.state is ReplicaState.PARTIAL:
                     fd = tier.open_part(record.name, record.size)
                 else:
-                    fd = tier.open_replica(record.name, record.checksum, record.size)
+                    fd = tier.open_complete(record)
             except ReplicaLost as exc:
                 log.debug("tier %s: what it held is not there: %s", tier.path, exc)
                 return True
@@ -144,6 +147,7 @@ class Stocktaking:
             if isinstance(finding, Orphan):
                 await self._in_thread(tier.remove_part, finding.file.name)
         await self._mend(tier, [f for f in findings if not isinstance(f, Orphan)])
+        await self._look_at_segments(tier)
         self._load(tier)
         self._index.meta_put(_mark(tier), _right(tier))
         self._tiers.let_go(tier.id, Hold.STOCK)
@@ -187,6 +191,8 @@ class Stocktaking:
         elif (now.tier, now.name) == (record.tier, record.name):
             return  # copied anew meanwhile
         tier = self._tiers.by_id.get(record.tier)
+        if record.segment:
+            return  # a gap from now on
         if tier is not None:
             try:
                 await self._in_thread(tier.discard, record.name)
@@ -197,13 +203,14 @@ class Stocktaking:
         self._index.file_gone(record.tier, record.name)
 
     def _rows(self, tier: Tier, prefix: bytes) -> list[Row]:
-        """The records of a fan-out directory, without the maps of what is there of partial ones."""
+        """The records of files of a fan-out directory, without the maps of what is there of partial
+        ones."""
         rows: list[Row] = []
         after = b""
         while names := self._index.names(tier.id, prefix, after, 1024):
             for name, ino in names:
                 record = self._index.replica(ino)
-                if record is not None:
+                if record is not None and not record.segment:
                     rows.append((name, ino, record._replace(present=b"", digests=b"")))
             after = names[-1][0]
         return rows
@@ -245,10 +252,68 @@ class Stocktaking:
                 await self._in_thread(tier.remove, file.name, file.checksum)
         self._found[tier.id] += len(self._index.record_found_files(tier.id, proven))
 
+    async def _look_at_segments(self, tier: Tier) -> None:
+        """Forget records whose bytes are not there; take over segments that are not known."""
+        known = self._index.segments(tier.id)
+        for segment in known:
+            # In this order: what is recorded has its bytes.
+            records = self._index.segment_records(tier.id, segment)
+            data = await self._in_thread(_data_ranges, tier, segment)
+            for offset, ino in records:
+                record = self._index.replica(ino)
+                if record is None or (record.segment, record.offset) != (segment, offset):
+                    continue
+                end = offset + record.size
+                if not any(start <= offset and end <= stop for start, stop in data):
+                    self._metrics.replicas_lost += 1
+                    self.lost[tier.id] += 1
+                    self._index.drop_replica(ino)
+        for segment in await self._in_thread(tier.segments.found):
+            if segment not in known:
+                await self._adopt_segment(tier, segment)
+
+    async def _adopt_segment(self, tier: Tier, segment: int) -> None:
+        """Count what a segment's list says lies in it, and does."""
+        sound, rows = await self._in_thread(_sound, tier, segment)
+        self._removed[tier.id] += rows - len(sound)
+        if not sound:
+            await self._in_thread(tier.segments.remove, segment)
+            return
+        self._index.begin_segments(tier.id, [segment])
+        self._found[tier.id] += len(self._index.record_found_files(tier.id, sound))
+
     def _load(self, tier: Tier) -> None:
         totals = self._index.tier_totals().get(tier.id, TierTotals())
         files = totals.resident + totals.partial + totals.found
         self._handle(Loaded(tier.id, files, totals.allocated_bytes))
+
+
+def _data_ranges(tier: Tier, segment: int) -> list[tuple[int, int]]:
+    """Where a segment has data; nowhere, where something else lies in its place. For a thread."""
+    try:
+        return tier.segments.data_ranges(segment)
+    except ReplicaLost as exc:
+        log.debug("tier %s: %s", tier.path, exc)
+        return []
+
+
+def _sound(tier: Tier, segment: int) -> tuple[list[TierFile], int]:
+    """Those rows of a segment's list whose bytes have their checksum; how many rows it has. For a
+    thread."""
+    rows = tier.segments.noted(segment)
+    sound = []
+    for row in rows:
+        try:
+            if tier.segments.verify(segment, row.offset, row.size, row.checksum):
+                sound.append(row)
+        except ReplicaLost as exc:
+            log.debug("tier %s: %s", tier.path, exc)
+        except OSError as exc:
+            if exc.errno != errno.EIO:
+                raise
+            # The disk does not give this one back: the others may be sound.
+            log.warning("tier %s: %s", tier.path, exc)
+    return sound, len(rows)
 
 
 def _mark(tier: Tier) -> bytes:

@@ -178,6 +178,9 @@ class Check:
                     here = tier.files(fan_out)
                     files += len(here)
                     allocated += sum(file.allocated_bytes for file in here)
+                for segment in tier.segments.found():
+                    files += len(tier.segments.noted(segment))
+                    allocated += tier.segments.blocks(segment)
             finally:
                 tier.close()
         except OSError:

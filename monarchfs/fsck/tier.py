@@ -55,7 +55,7 @@ class TierCheck:
         to_read = totals.allocated_bytes if self._checksum else 0
         partial: list[Row] = []
         for fan_out in range(FAN_OUTS):
-            rows = list(self._rows(bytes([fan_out])))
+            rows = [row for row in self._rows(bytes([fan_out])) if not row[2].segment]
             partial += [
                 (name, ino, record._replace(present=b"", digests=b""))
                 for name, ino, record in rows
@@ -67,6 +67,9 @@ class TierCheck:
         parts = self._tier.parts()
         for finding in compare_parts(partial, parts):
             self._handle_part(finding)
+        for segment in self._index.segments(self._tier.id):
+            self._check_segment(segment, to_read)
+        self._handle_unknown_segments()
 
     # -- the steps
 
@@ -97,10 +100,50 @@ class TierCheck:
                 gone.add(finding.ino)
         self._handle_orphans(orphans)
         if self._checksum:
-            for name, ino, record in rows:
+            for _name, ino, record in rows:
                 if ino not in gone and record.state is not ReplicaState.PARTIAL:
-                    self._verify(name, ino, record)
+                    self._verify(ino, record)
                     self._report.progress(f"reading {self._tier.path}", self.checked_bytes, to_read)
+
+    def _check_segment(self, segment: int, to_read: int) -> None:
+        """Its records: bytes that no record has are given back by the next mount."""
+        try:
+            data = self._tier.segments.data_ranges(segment)
+        except ReplicaLost:
+            data = []  # something else lies in its place
+        for offset, ino in self._index.segment_records(self._tier.id, segment):
+            record = self._index.replica(ino)
+            if record is None:
+                continue
+            end = offset + record.size
+            if not any(start <= offset and end <= stop for start, stop in data):
+                self._handle(Missing(ino, record))
+            elif self._checksum:
+                self._verify(ino, record)
+                self._report.progress(f"reading {self._tier.path}", self.checked_bytes, to_read)
+
+    def _handle_unknown_segments(self) -> None:
+        known = self._index.segments(self._tier.id)
+        for segment in self._tier.segments.found():
+            if segment in known:
+                continue
+            sound = rows = self._tier.segments.noted(segment)
+            if self._repair or self._checksum:
+                found = [(row, Replica.found(self._tier.id, row)) for row in rows]
+                sound = [row for row, replica in found if self._reads_right(replica)]
+            place = f"{self._tier.path}: segments/{segment:016x}"
+            done = None
+            if self._repair and sound:
+                self._index.begin_segments(self._tier.id, [segment])
+                self._index.record_found_files(self._tier.id, sound)
+                done = "recorded as found"
+            elif self._repair:
+                self._tier.segments.remove(segment)
+                done = "removed"
+            detail = f"no record knows it; its list has {len(rows)} copies"
+            if len(sound) < len(rows):
+                detail += f", {len(rows) - len(sound)} of which are not what it says"
+            self._report.found(Kind.ORPHAN, place, detail, done)
 
     def _handle(self, finding: Finding) -> None:
         done = None
@@ -169,7 +212,7 @@ class TierCheck:
             doubtful = not (file.synced or self._tier.memory_backed)
             sound = True
             if self._checksum or (doubtful and self._repair):
-                sound = self._reads_right(file.name, file.checksum, file.size)
+                sound = self._reads_right(Replica.found(self._tier.id, file))
             place = self._place(file.name, file.checksum)
             if not sound:
                 done = None
@@ -189,8 +232,8 @@ class TierCheck:
         if self._repair and found:
             self._index.record_found_files(self._tier.id, found)
 
-    def _verify(self, name: bytes, ino: int, record: Replica) -> None:
-        if self._reads_right(name, record.checksum, record.size):
+    def _verify(self, ino: int, record: Replica) -> None:
+        if self._reads_right(record):
             return
         what, done = self._path(ino, record), None
         if self._repair:
@@ -198,10 +241,10 @@ class TierCheck:
             done = "removed"
         self._report.found(Kind.CORRUPT, what, "its copy has other bytes than it had", done)
 
-    def _reads_right(self, name: bytes, checksum: int, size: int) -> bool:
+    def _reads_right(self, replica: Replica) -> bool:
         self.checked_files += 1
         try:
-            return self._tier.verify(name, checksum, size, self._count)
+            return self._tier.verify_complete(replica, self._count)
         except ReplicaLost:
             return False
         except OSError:
@@ -224,6 +267,8 @@ class TierCheck:
     def _forget(self, ino: int, record: Replica) -> None:
         """The record and its file: in this order, so that no record is ever without its file."""
         self._index.drop_replica(ino)
+        if record.segment:
+            return  # the next mount gives its room back
         if record.state is ReplicaState.PARTIAL:
             self._tier.remove_part(record.name)
         else:
@@ -232,7 +277,11 @@ class TierCheck:
 
     def _path(self, ino: int, record: Replica) -> str:
         """The source file's, relative to the source; where it has none, the copy's."""
-        return source_path(self._index, ino) or self._place(record.name, record.checksum)
+        if (path := source_path(self._index, ino)) is not None:
+            return path
+        if record.segment:
+            return f"{self._tier.path}: segments/{record.segment:016x} at {record.offset}"
+        return self._place(record.name, record.checksum)
 
     def _place(self, name: bytes, checksum: int | None = None) -> str:
         suffix = "" if checksum is None else f".{checksum:016x}"
@@ -258,6 +307,7 @@ def forget_lost(index: Index, report: Report) -> None:
         for ino, record in lost:
             what = source_path(index, ino) or record.name.hex()
             index.drop_replica(ino)
-            index.file_gone(record.tier, record.name)
+            if not record.segment:
+                index.file_gone(record.tier, record.name)
             detail = "its copy was not synced before the machine went down"
             report.found(Kind.LOST_IN_REBOOT, what, detail, "forgotten")

@@ -250,12 +250,20 @@ class Replicas(Tables):
         def put(txn: Any) -> None:
             db, (boot,) = self._db, BOOT.unpack(self._boot)
             totals: dict[tuple[int, int], list[int]] = {}
+
+            def count() -> None:
+                for (tier, state), (number, allocated) in totals.items():
+                    self._count(txn, tier, state, number, allocated)
+                totals.clear()
+
             for key, place, replica in rows:
                 # Nearly always there is no other record, neither of the number nor of the file.
                 if not txn.put(place, key, overwrite=False, db=db.files):
+                    count()  # it may take the place of one of these
                     self._put(txn, key, replica)
                 elif not txn.put(key, pack_replica(replica, boot), overwrite=False, db=db.replicas):
                     txn.delete(place, db=db.files)
+                    count()
                     self._put(txn, key, replica)
                 else:
                     if replica.segment:
@@ -266,8 +274,7 @@ class Replicas(Tables):
                     self._note_outdated(txn, key, replica)
                 if not replica.segment:
                     txn.delete(place, db=db.journal)
-            for (tier, state), (number, allocated) in totals.items():
-                self._count(txn, tier, state, number, allocated)
+            count()
 
         self._write(put, of_tiers=True)
 
@@ -315,19 +322,7 @@ class Replicas(Tables):
                 return []
             first = self._new_ids(txn, len(new))
             for ino, file in enumerate(new, first):
-                replica = Replica(
-                    tier=tier,
-                    state=ReplicaState.FOUND,
-                    name=file.name,
-                    size=file.size,
-                    allocated_bytes=file.allocated_bytes,
-                    durable=file.synced,
-                    created_ns=file.made_ns,
-                    checksum=file.checksum,
-                    segment=file.segment,
-                    offset=file.offset,
-                )
-                self._put(txn, ID.pack(ino), replica)
+                self._put(txn, ID.pack(ino), Replica.found(tier, file))
             return list(range(first, first + len(new)))
 
         return self._write(record, of_tiers=True)
@@ -404,10 +399,11 @@ class Replicas(Tables):
         owner = txn.get(place, None, self._db.files)
         if owner != key:
             if owner is not None:
-                self._forget(txn, owner, lies_there=False)
+                # The same file, unless this one shares another with others.
+                self._forget(txn, owner, lies_there=bool(replica.segment))
             self._forget(txn, key, lies_there=True)
         else:
-            self._forget(txn, key, lies_there=False)
+            self._forget(txn, key, lies_there=bool(replica.segment))
         self._count(txn, replica.tier, replica.state, 1, replica.allocated_bytes)
         (boot,) = BOOT.unpack(self._boot)
         txn.put(key, pack_replica(replica, boot), db=self._db.replicas)

@@ -23,6 +23,7 @@ from monarchfs.config import User
 from monarchfs.config.places import own_directories, resolve_user
 from monarchfs.fuse.mountinfo import is_network_filesystem
 from monarchfs.inventory.trees import Size, in_use, open_users, tree_size
+from monarchfs.store.segments import Segments
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.lock import LOCK, read_holder
 from monarchfs.supervisor.tierdirs import NAME, OPEN_DIRECTORY, OWNER, claims, read_owner
@@ -325,6 +326,17 @@ def _state(path: str, user: User) -> dict[str, Any] | None:
     }
 
 
+def _sharing(directory: int, user: User) -> int:
+    """How many more copies lie in segments than there are files of segments."""
+    segments = Segments(directory, f"/proc/self/fd/{directory}", user.uid)
+    try:
+        found = segments.found()
+        lists = sum(bool(segments.noted(segment)) for segment in found)
+        return sum(len(segments.present(segment)) for segment in found) - len(found) - lists
+    finally:
+        segments.close()
+
+
 def _directory(path: str, user: User, measure: bool) -> dict[str, Any] | None:
     directory = open_users(path, user.uid)
     if directory is None:
@@ -333,10 +345,11 @@ def _directory(path: str, user: User, measure: bool) -> dict[str, Any] | None:
     owner = read_owner(owner_file)
     here = f"/proc/self/fd/{directory}"
     size = tree_size(f"{here}/.", _MEASURE_SECONDS) if measure else Size(whole=False)
+    # The owner file itself is no copy.
+    copies = max(0, size.files - 1 + (_sharing(directory, user) if measure else 0))
     return {
         "owner": None if owner is None else asdict(owner),
-        # The owner file itself is no copy.
-        "size": (size.bytes, max(0, size.files - 1), size.whole),
+        "size": (size.bytes, copies, size.whole),
         "in_use": in_use(here, OWNER),
         "last_used": os.fstat(owner_file).st_mtime,
     }

@@ -1,6 +1,6 @@
 /* Small files that are read whole, each in one call.
  *
- * As in store/_whole.c: seven system calls a file, after each of which a thread of Python waits for
+ * As in store/_records.c: seven system calls a file, after each of which a thread of Python waits for
  * the interpreter's lock. Where anything is not as it is expected nothing is decided here.
  */
 #define PY_SSIZE_T_CLEAN

@@ -21,12 +21,13 @@ import os
 import re
 import secrets
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from monarchfs.store import _whole, listed
+from monarchfs.store import _records, listed
 from monarchfs.store import files as on_disk
 from monarchfs.store.allocator import (
     ALIGN_BYTES,
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 _DIRECTORY = "segments"
 _SEGMENT = re.compile(r"[0-9a-f]{16}")
+_LIST = re.compile(r"[0-9a-f]{16}\.list")
 _PROBE = re.compile(r"\.probe-[0-9a-f]+")
 _PROBE_BYTES = 32 * 1024
 _OPEN = 64  # descriptors of segments that are kept
@@ -78,7 +80,9 @@ class Segments:
     Constant: ``path`` (for messages), ``memory_backed``, ``align``, what records' offsets are
     multiples of: 4096, or the file system's block if that is larger. Changing, under ``_lock``:
     ``_held``, segments that are open, the one used last at the end; ``_made``, the device and inode
-    of each segment that this object made. ``_noting`` keeps batches of lists apart.
+    of each segment that this object made, and ``_ends``, how far it was written to. Under
+    ``_noting``, which keeps batches of lists apart: ``_list_blocks``, what each list occupies, and
+    their sum ``list_bytes``, which anybody may read.
 
     All methods block and raise OSError. Thread-safe.
     """
@@ -90,6 +94,9 @@ class Segments:
         self._noting = threading.Lock()
         self._held: OrderedDict[int, _Held] = OrderedDict()
         self._made: dict[int, tuple[int, int]] = {}
+        self._ends: dict[int, int] = {}
+        self._list_blocks: dict[int, int] = {}
+        self.list_bytes = 0
         self.memory_backed = on_disk.is_in_memory(dir_fd)
         self.align = allocated(max(os.fstatvfs(dir_fd).f_frsize, ALIGN_BYTES))
         self._files = Directory(dir_fd, _DIRECTORY, path, uid)
@@ -132,7 +139,12 @@ class Segments:
                 else:
                     wanted.append((fd, offset, data))
                     which.append(n)
-            codes = _whole.put_each(wanted)
+            codes = _records.put_each(wanted)
+            self._written(
+                (records[n][0], offset + memoryview(data).nbytes)
+                for n, (_, offset, data), code in zip(which, wanted, codes, strict=True)
+                if not code
+            )
             for n, (fd, offset, data), code in zip(which, wanted, codes, strict=True):
                 if code:
                     file = _name(records[n][0])
@@ -140,6 +152,12 @@ class Segments:
                     length = allocated(memoryview(data).nbytes, self.align)
                     self._punch_after_failure(fd, file, offset, length)
         return results
+
+    def _written(self, ends: Iterable[tuple[int, int]]) -> None:
+        with self._lock:
+            for segment, end in ends:
+                if segment in self._made:
+                    self._ends[segment] = max(end, self._ends.get(segment, 0))
 
     def punch(self, segment: int, ranges: Sequence[tuple[int, int]]) -> None:
         """Give the room of each (offset, length) back; it reads as zeros then.
@@ -151,7 +169,7 @@ class Segments:
             return
         try:
             with self._in_use(segment) as fd:
-                code = _whole.punch(fd, ranges)
+                code = _records.punch(fd, ranges)
         except OSError as error:
             if _is_missing(error):
                 return
@@ -166,8 +184,11 @@ class Segments:
         with self._lock:
             # Only now: what is opened before would keep its room.
             self._made.pop(segment, None)
+            self._ends.pop(segment, None)
             self._let_go(segment)
-        self._files.remove(_list_name(segment))
+        with self._noting:
+            self._files.remove(_list_name(segment))
+            self._count_list(segment, 0)
 
     # Reading
 
@@ -254,8 +275,14 @@ class Segments:
                     # What follows a torn batch would not be read.
                     os.ftruncate(fd, before)
                     raise
+                finally:
+                    self._count_list(segment, os.fstat(fd).st_blocks * 512)
             finally:
                 os.close(fd)
+            if self._files.stat(_name(segment)) is None:
+                # Its last replica went meanwhile.
+                self._files.remove(_list_name(segment))
+                self._count_list(segment, 0)
 
     def noted(self, segment: int) -> list[TierFile]:
         """The replicas that lie in a segment by its list, by rising offset; none without a list.
@@ -278,6 +305,31 @@ class Segments:
         return listed.sound(
             listed.rows(segment, data, made_ns), segment_bytes=st.st_size, align=self.align
         )
+
+    def present(self, segment: int) -> list[TierFile]:
+        """What is ``noted``, but for what was given back since. Bytes are not looked at."""
+        data = self.data_ranges(segment)
+        starts = [start for start, _ in data]
+        found = []
+        for row in self.noted(segment):
+            at = bisect_right(starts, row.offset) - 1
+            if at >= 0 and row.offset + row.size <= data[at][1]:
+                found.append(row)
+        return found
+
+    def count_lists(self) -> None:
+        """Look what the lists occupy: ``list_bytes`` says it from then on."""
+        with self._noting:
+            for name in self._files.names():
+                st = self._files.stat(name) if _LIST.fullmatch(name) else None
+                if st is not None:
+                    self._count_list(int(name[:16], 16), st.st_blocks * 512)
+
+    def _count_list(self, segment: int, allocated_bytes: int) -> None:
+        before = self._list_blocks.pop(segment, 0)
+        if allocated_bytes:
+            self._list_blocks[segment] = allocated_bytes
+        self.list_bytes += allocated_bytes - before
 
     # Trial
 
@@ -305,7 +357,7 @@ class Segments:
         if synced:
             os.fdatasync(fd)
         before = os.fstat(fd).st_blocks
-        code = _whole.punch(fd, [(half, half)])
+        code = _records.punch(fd, [(half, half)])
         if code in _NO_PUNCHING:
             return False
         if code:
@@ -332,7 +384,9 @@ class Segments:
             self._held.move_to_end(segment)
             if to_write:
                 st = os.fstat(held.fd)
-                if not st.st_nlink or (st.st_dev, st.st_ino) != self._made[segment]:
+                same = (st.st_dev, st.st_ino) == self._made[segment]
+                # One that was cut off would be filled up with zeros, where there were records.
+                if not (st.st_nlink and same and st.st_size >= self._ends.get(segment, 0)):
                     self._let_go(segment)
                     self._made[segment] = _TAKEN_AWAY  # its inode may be given out again
                     raise ReplicaLost(_name(segment), "Not the segment that was made")
@@ -373,7 +427,7 @@ class Segments:
             return self._files.open(file, on_disk.WRITE)
 
     def _punch_after_failure(self, fd: int, file: str, offset: int, length: int) -> None:
-        code = _whole.punch(fd, [(offset, length)]) if length else 0
+        code = _records.punch(fd, [(offset, length)]) if length else 0
         if code:
             logger.warning(
                 "%s: could not give back %d bytes at %d of %s/%s: %s",

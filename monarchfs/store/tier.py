@@ -22,15 +22,10 @@ Order of the durable steps of a replica, of which this module does 1, 2 (on requ
     4. commit the index record that makes it resident (the caller);
     5. say so in the file's mode (``mark_synced``).
 
-A file that is written whole (``write_each``) has its final name from the start, where nothing has
-that name: 1 and 3 are one step. A crash amid it leaves fewer bytes than the version has, under a
-name that the index's journal has. Without that journal nothing of mode 0600 is taken over; in
-memory it is if it has all of its bytes: its size grows behind them.
-
 After a crash of the process nothing that 1 wrote is lost. After a reboot only replicas that went
 through 2 count: the record says so (Replica.durable), and where the record is lost the mode does;
-the size alone proves nothing. Small files go 1, 3, 4 with a record that is not durable, and become
-durable with the next group's sync, a second record and 5.
+the size alone proves nothing. Small files go into segments, in the order that ``store.segments``
+has.
 
 All functions block, if only for a local disk, and raise OSError. Thread-safe, except that one
 replica must not be written by two threads at once.
@@ -45,15 +40,14 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
-from monarchfs.store import _whole
 from monarchfs.store import files as on_disk
 from monarchfs.store.checksum import BLOCK_BYTES, checksum, digests
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.segments import Segments
 from monarchfs.store.verify import stored_checksum
-from monarchfs.types import SPARSE_MIN_BYTES, Data, Space, TierFile
+from monarchfs.types import SPARSE_MIN_BYTES, Data, Replica, Space, TierFile
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +56,6 @@ _PROBE = re.compile(r"\.probe-[0-9a-f]+")
 _PROBE_BYTES = 4096
 _REMARKS = 100  # files that are not ours, in the log; more would add nothing
 
-Written = tuple[int, int] | OSError
-"""Allocated bytes and checksum of a replica that was written, or why it was not."""
-
 
 class Tier:
     """Replicas of one dataset on one tier.
@@ -72,8 +63,7 @@ class Tier:
     Constant: ``id``, ``path`` (for messages). Changing: ``memory_backed``, ``segments`` (another
     object after ``reopen`` said so), the directory's descriptor and the table of open
     sub-directories, all under the lock; no descriptor is closed before ``close``, because a thread
-    may be using it. ``_incomplete``, by name: files under final
-    names that could be neither written nor removed; who gives their room back tries once more.
+    may be using it.
     """
 
     def __init__(
@@ -90,11 +80,10 @@ class Tier:
         self._retired: list[int] = []
         self._uid = os.geteuid()
         self._remarked: set[str] = set()
-        self._incomplete: dict[bytes, str] = {}
         self._all_segments: list[Segments] = []
         try:
             self.memory_backed = on_disk.is_in_memory(self._fd)
-            self.segments = Segments(self._fd, path, self._uid)
+            self.segments = self._new_segments(self._fd)
             self._all_segments.append(self.segments)
             self._subdir(_PARTS)
         except BaseException:
@@ -117,6 +106,9 @@ class Tier:
             self._subdirs.clear()
             self._retired.clear()
 
+    def _new_segments(self, dir_fd: int) -> Segments:
+        return Segments(dir_fd, self.path, self._uid)
+
     def reopen(self, dir_fd: int) -> bool:
         """Go on in the directory ``dir_fd`` (which stays the caller's); whether it is another one.
 
@@ -131,9 +123,8 @@ class Tier:
                 if os.path.samestat(os.fstat(fd), os.fstat(self._fd)):
                     os.close(fd)
                     return False
-                self.segments = Segments(fd, self.path, self._uid)
+                self.segments = self._new_segments(fd)
                 self._all_segments.append(self.segments)
-                self._incomplete.clear()
                 self._retired += (self._fd, *self._subdirs.values())
                 self._subdirs.clear()
                 self._fd = fd
@@ -150,62 +141,7 @@ class Tier:
         Replaces one of the same name and checksum; on failure nothing new is left. Raises
         FileExistsError if the replica is being filled as a part.
         """
-        (result,) = self._write_each([(name, data)])
-        if isinstance(result, OSError):
-            raise result
-        return result
-
-    def write_each(self, files: Sequence[tuple[bytes, Data]]) -> list[Written]:
-        """``write_whole`` of each (name, data): what it would return, or raise."""
-        return self._write_each(files)
-
-    def _write_each(self, files: Sequence[tuple[bytes, Data]]) -> list[Written]:
-        totals = [checksum(data) for _, data in files]
-        small = [
-            n for n, (_, data) in enumerate(files) if memoryview(data).nbytes <= SPARSE_MIN_BYTES
-        ]
-        made = dict(zip(small, self._make_each(files, totals, small), strict=True))
-        results: list[Written] = []
-        for n, ((name, data), total) in enumerate(zip(files, totals, strict=True)):
-            # A larger one may have holes.
-            outcome = made.get(n, (0, False))
-            if isinstance(outcome, int):
-                results.append((outcome, total))
-                continue
-            code, incomplete = outcome
-            file = on_disk.replica_file(name, total)
-            try:
-                if incomplete:
-                    self._incomplete[name] = file
-                    self._remove_incomplete(name)
-                    raise OSError(code, os.strerror(code), file)
-                # Something is in its way, perhaps a replica, or its directory is gone.
-                results.append((self._replace(name, data, total), total))
-                if self._incomplete.get(name) == file:
-                    del self._incomplete[name]
-            except OSError as error:
-                results.append(error.with_traceback(None))
-        return results
-
-    def _make_each(
-        self, files: Sequence[tuple[bytes, Data]], totals: Sequence[int], which: Sequence[int]
-    ) -> list[int | tuple[int, bool]]:
-        """Make files where there are none: allocated bytes, or errno and whether an incomplete one
-        lies there now."""
-        wanted = []
-        try:
-            parts = self._subdir(_PARTS)
-            for n in which:
-                name, data = files[n]
-                subdir = self._subdir(on_disk.fan_out(name))
-                file = on_disk.replica_file(name, totals[n])
-                wanted.append((subdir, file, on_disk.part_file(name), data))
-        except OSError as error:
-            return [(error.errno or errno.EIO, False)] * len(which)
-        return _whole.write_each(parts, on_disk.NOT_SYNCED_MODE, wanted)
-
-    def _replace(self, name: bytes, data: Data, total: int) -> int:
-        """Write a part, and rename it; its allocated bytes."""
+        total = checksum(data)
         fd = self._create(on_disk.part_file(name))
         try:
             view = memoryview(data).cast("B")
@@ -214,7 +150,7 @@ class Tier:
                 on_disk.write_sparse(fd, 0, view)
             else:
                 on_disk.write_all(fd, 0, view)
-            return self.finish_part(fd, name, total)
+            return self.finish_part(fd, name, total), total
         except BaseException:
             self._remove_after_failure(on_disk.part_file(name))
             raise
@@ -247,6 +183,13 @@ class Tier:
         return self._open(
             on_disk.fan_out(name), on_disk.replica_file(name, checksum), on_disk.READ, size
         )
+
+    def open_complete(self, replica: Replica) -> int:
+        """Open the file that a complete replica lies in: its own, or a segment. As
+        ``open_replica``."""
+        if replica.segment:
+            return self.segments.open(replica.segment, replica.offset + replica.size)
+        return self.open_replica(replica.name, replica.checksum, replica.size)
 
     def write(self, fd: int, offset: int, data: Data) -> bytes:
         """Write all of ``data`` to a part, where nothing else was ever written.
@@ -331,14 +274,22 @@ class Tier:
             os.close(fd)
         return found == checksum
 
+    def verify_complete(
+        self, replica: Replica, paced: Callable[[int], None] = lambda _: None
+    ) -> bool:
+        """``verify`` of a complete replica, wherever it lies."""
+        name, checksum, size = replica.name, replica.checksum, replica.size
+        if replica.segment:
+            segment, offset = replica.segment, replica.offset
+            return self.segments.verify(segment, offset, size, checksum, paced)
+        return self.verify(name, checksum, size, paced)
+
     def remove(self, name: bytes, checksum: int) -> None:
         """Remove a complete replica; it is no error if there is none."""
         self._remove(on_disk.fan_out(name), on_disk.replica_file(name, checksum))
 
     def remove_part(self, name: bytes) -> None:
-        """Remove a part, or what is left of a replica whose writing failed; it is no error if there
-        is none."""
-        self._remove_incomplete(name)
+        """Remove a part; it is no error if there is none."""
         self._remove(_PARTS, on_disk.part_file(name))
 
     def discard(self, name: bytes) -> None:
@@ -458,12 +409,6 @@ class Tier:
             self._remove(_PARTS, file)
         except OSError as error:
             logger.warning("%s: could not remove %s/%s: %s", self.path, _PARTS, file, error)
-
-    def _remove_incomplete(self, name: bytes) -> None:
-        file = self._incomplete.get(name)
-        if file is not None:
-            self._remove(on_disk.fan_out(name), file)
-            del self._incomplete[name]
 
     def _remark(self, place: str) -> None:
         if place not in self._remarked and len(self._remarked) < _REMARKS:

@@ -274,8 +274,9 @@ def _remove_if_unused(tier: str, name: str, user: User) -> None:
             cleanup.callback(os.close, directory)
             cleanup.callback(os.close, owner)
             with acting_as(user):
-                with suppress(FileNotFoundError):
-                    os.rmdir("parts", dir_fd=directory)
+                for name_below in ("parts", "segments"):
+                    with suppress(FileNotFoundError):
+                        os.rmdir(name_below, dir_fd=directory)
                 if os.listdir(directory) == [OWNER]:
                     os.unlink(OWNER, dir_fd=directory)
             in_tier(root, user, partial(os.rmdir, name, dir_fd=root.descriptor))

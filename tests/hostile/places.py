@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import on_disk
 from tests.mounting import as_user, fuse_mounts, processes_about, run, wait_for
 
 USER = "nobody"
@@ -219,7 +220,9 @@ class Cache:
         """What can be spoilt, by kind."""
         state = self.path / "state"
         (dataset,) = (self.path / "tier").iterdir()
-        replicas = sorted(p for p in dataset.rglob("*.*") if p.is_file())
+        own, (segment,) = on_disk.own_files(dataset), on_disk.segments(dataset)
+        elsewhere = [path for path in own if path.parent != own[0].parent]
+        beside = segment.with_name(f"{segment.name}.list")
         found = {
             "state directory": [state],
             "lock": [state / "lock"],
@@ -228,8 +231,10 @@ class Cache:
             "mark and log": [state / "index" / "mark", state / "worker.log"],
             "who owns what": [state / "tiers", dataset / "owner"],
             "tier's directory": [dataset],
-            "inside of the tier": [dataset / "parts", replicas[0].parent, replicas[-1]],
-            "replicas": replicas,
+            "inside of the tier": [dataset / "parts", own[0].parent, *elsewhere],
+            "segments": [segment.parent],
+            "a segment and its list": [segment, beside],
+            "replicas": [*own, segment, beside],
         }
         assert all(found.values())
         return found

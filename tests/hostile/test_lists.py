@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from monarchfs.control import MOST_PATH_BYTES
 from monarchfs.prefetch.scan import read_list
-from tests import trees
+from tests import on_disk, trees
 from tests.faking import interpreter_for
 from tests.mounting import Bench, requires_fuse, requires_root, run
 
@@ -87,8 +87,9 @@ def test_a_mount_copies_what_is_in_the_source_alone(work: Bench) -> None:
     assert status["files"]["resident"] == 1, status["files"]
     assert status["source_io"]["read_bytes"] == len(contents[wanted])
     assert status["worker"]["restarts"] == 0
-    copies = [p for p in (work.path / "tier").rglob("*.*") if p.is_file()]
+    copies = on_disk.own_files(work.path / "tier")
     assert [p.read_bytes() for p in copies] == [contents[wanted]]
+    assert on_disk.segments(work.path / "tier") == []
 
 
 @requires_root

@@ -21,15 +21,26 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests import trees
+from monarchfs.store.segments import SMALL_BYTES
+from tests import on_disk, trees
 from tests.faking import interpreter_for
 from tests.hostile import places
 from tests.hostile.places import ANYWHERE, CONTENT, USER, Cache, Spoil, Untouched
-from tests.mounting import fuse_mounts, processes_about, requires_fuse, requires_root, run, wait_for
+from tests.mounting import (
+    Mount,
+    fuse_mounts,
+    processes_about,
+    requires_fuse,
+    requires_root,
+    run,
+)
 
 pytestmark = [requires_root, requires_fuse, pytest.mark.timeout(300)]
 
-DIRECTORIES = ("state directory", "index", "tier's directory", "inside of the tier")
+DIRECTORIES = (
+    *("state directory", "index", "tier's directory", "inside of the tier", "segments"),
+    "a segment and its list",
+)
 FILES = ("lock", "data.mdb", "mark and log", "who owns what")
 WRITING = (*CONTENT, places.empty)
 REPLACING = (
@@ -63,14 +74,17 @@ def template() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
     path.chmod(0o755)
     trees.dataset(path / "src", files=6, largest=300_000)
+    for name in ("large", "larger"):
+        (path / "src" / name).write_bytes(trees.random_bytes(SMALL_BYTES + 5000, len(name)))
     (path / "mnt").mkdir()
     cache = Cache(path)
     done = cache.mount()
     assert done.returncode == 0, done.stderr
-    # A copy of each: what --prefetch all finds is there when the mount has ended.
-    wait_for(
-        lambda: len([p for p in (path / "tier").rglob("*.*") if p.is_file()]) == 6, "the copies"
-    )
+    # What --prefetch all finds: the copies of small files share one.
+    status = Mount(path / "src", path / "mnt", USER).wait_idle()
+    assert status["files"]["resident"] == 8
+    assert len(on_disk.own_files(path / "tier")) == 2
+    assert len(on_disk.segments(path / "tier")) == 1
     assert run("umount", f"{path}/mnt").returncode == 0
     yield path
     shutil.rmtree(path)

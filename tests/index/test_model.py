@@ -42,6 +42,9 @@ INOS = st.integers(16, 24)
 """Numbers that the first names, cookies and listings get: some stand for something, some not."""
 TIERS = st.integers(0, 1)
 COPIES = st.integers(0, 4)
+SEGMENTS = st.integers(1, 2)
+SHARED = st.tuples(SEGMENTS, st.integers(0, 3).map(lambda n: n * 4096))
+"""A segment and an offset in it."""
 
 Place = tuple[int, bytes]
 
@@ -60,6 +63,7 @@ class IndexMachine(RuleBasedStateMachine):
         # With each, the boot it was recorded in.
         self.replicas: dict[int, tuple[Replica, int]] = {}
         self.journal: set[Place] = set()
+        self.segments: dict[tuple[int, int], bool] = {}
         self.stale: dict[int, int] = {}
         self.pins: set[int] = set()
         self.boot = 0
@@ -206,11 +210,24 @@ class IndexMachine(RuleBasedStateMachine):
     def put(self, ino: int, record: Replica) -> None:
         owner = self.owner(record.tier, record.name)
         if owner is not None:
-            del self.replicas[owner]
+            self.forget(owner, lies_there=bool(record.segment))
         if ino in self.replicas:
-            old = self.replicas[ino][0]
-            self.journal.add((old.tier, old.name))
+            self.forget(ino, lies_there=True)
         self.replicas[ino] = (record, self.boot)
+
+    def forget(self, ino: int, *, lies_there: bool) -> None:
+        record, _ = self.replicas.pop(ino)
+        if record.segment:
+            self.segments[record.tier, record.segment] = True
+        elif lies_there:
+            self.journal.add((record.tier, record.name))
+
+    def is_free(self, tier: int, segment: int, offset: int) -> bool:
+        """Whether something may be put there: a place in a known segment is used once."""
+        return (tier, segment) in self.segments and not any(
+            (record.tier, record.segment, record.offset) == (tier, segment, offset)
+            for record, _ in self.replicas.values()
+        )
 
     @rule(tier=TIERS, copy=COPIES)
     def begin_copy(self, tier: int, copy: int) -> None:
@@ -235,8 +252,82 @@ class IndexMachine(RuleBasedStateMachine):
     def drop_replica(self, ino: int) -> None:
         self.index.drop_replica(ino)
         if ino in self.replicas:
-            record, _ = self.replicas.pop(ino)
-            self.journal.add((record.tier, record.name))
+            self.forget(ino, lies_there=True)
+
+    # Those that share a file.
+
+    @rule(tier=TIERS, segments=st.sets(SEGMENTS, min_size=1))
+    def begin_segments(self, tier: int, segments: set[int]) -> None:
+        self.index.begin_segments(tier, sorted(segments))
+        self.segments |= dict.fromkeys(((tier, segment) for segment in segments), True)
+
+    @rule(tier=TIERS, segment=SEGMENTS)
+    def segment_clean(self, tier: int, segment: int) -> None:
+        self.index.segment_clean(tier, segment)
+        if (tier, segment) in self.segments:
+            self.segments[tier, segment] = False
+
+    @rule(tier=TIERS, segment=SEGMENTS)
+    def segment_gone(self, tier: int, segment: int) -> None:
+        if not self.index.segment_records(tier, segment):
+            self.index.segment_gone(tier, segment)
+            self.segments.pop((tier, segment), None)
+
+    @rule(
+        tier=TIERS,
+        several=st.dictionaries(INOS, st.tuples(COPIES, st.none() | SHARED), max_size=4),
+        together=st.booleans(),
+    )
+    def put_several(
+        self,
+        tier: int,
+        several: dict[int, tuple[int, tuple[int, int] | None]],
+        together: bool,
+    ) -> None:
+        records: list[tuple[int, Replica]] = []
+        taken = set()
+        copies = set()
+        for ino, (copy, place) in several.items():
+            if copy in copies:
+                continue
+            copies.add(copy)
+            record = replica(copy, tier)
+            if place is not None:
+                if place in taken or not self.is_free(tier, *place):
+                    continue
+                taken.add(place)
+                record = record._replace(segment=place[0], offset=place[1])
+            records.append((ino, record))
+        if together:
+            self.index.put_replicas(records)
+        for ino, record in records:
+            if not together:
+                self.index.put_replica(ino, record)
+            self.put(ino, record)
+            if not record.segment:
+                self.journal.discard((tier, record.name))
+
+    @rule(tier=TIERS, copies=st.dictionaries(COPIES, SHARED), synced=st.booleans())
+    def found_in_segments(
+        self, tier: int, copies: dict[int, tuple[int, int]], synced: bool
+    ) -> None:
+        places = {place: copy for copy, place in copies.items() if self.is_free(tier, *place)}
+        rows = [
+            tier_file(copy, synced=synced)._replace(segment=place[0], offset=place[1])
+            for place, copy in places.items()
+        ]
+        numbers = iter(self.index.record_found_files(tier, rows))
+        for (place, copy), row in zip(places.items(), rows, strict=True):
+            if (tier, row.name) in self.journal or self.owner(tier, row.name) is not None:
+                continue
+            ino = next(numbers)
+            self.new(ino)
+            record = replica(copy, tier, 4096, ReplicaState.FOUND)
+            self.put(
+                ino,
+                record._replace(durable=synced, created_ns=0, segment=place[0], offset=place[1]),
+            )
+        assert list(numbers) == []
 
     @rule(inos=st.sets(INOS))
     def mark_durable(self, inos: set[int]) -> None:
@@ -323,6 +414,7 @@ class IndexMachine(RuleBasedStateMachine):
         for ino in self.replicas:
             assert self.index.replica(ino) == counting.get(ino)
         assert set(self.index.journal()) == self.journal
+        self.segments_agree()
         totals: dict[int, TierTotals] = {}
         for record, _ in self.replicas.values():
             state = record.state
@@ -345,6 +437,19 @@ class IndexMachine(RuleBasedStateMachine):
                 or (ino in self.nodes and self.nodes[ino].outdated)
             ]
             assert self.index.outdated_replicas(tier, 100) == goes
+
+    def segments_agree(self) -> None:
+        for tier in (0, 1):
+            known = {segment: dirty for (t, segment), dirty in self.segments.items() if t == tier}
+            assert self.index.segments(tier) == known
+            for segment in (1, 2, 3):
+                assert self.index.segment_records(tier, segment) == sorted(
+                    (record.offset, ino)
+                    for ino, (record, _) in self.replicas.items()
+                    if (record.tier, record.segment) == (tier, segment)
+                )
+        sharing = sum(1 for record, _ in self.replicas.values() if record.segment)
+        assert self.index.segment_replicas() == sharing
 
     def expected_pin(self, ino: int) -> bool:
         climbed = set()

@@ -12,7 +12,8 @@ import trio
 
 from monarchfs.source.errand import Errand
 from monarchfs.source.posix import Batches, Found, FoundEach, PosixSource
-from monarchfs.store.tier import Tier, Written
+from monarchfs.store.segments import Segments
+from monarchfs.store.tier import Tier
 from monarchfs.types import Data, DirRef, SourceStat, SourceVersion, Space
 
 
@@ -170,24 +171,51 @@ class FaultySource(PosixSource):
         return data, version
 
 
+class FaultySegments(Segments):
+    """With the faults of a tier, under the names of what it does with files."""
+
+    def __init__(self, dir_fd: int, path: str, uid: int, faults: Faults) -> None:
+        self.faults = faults
+        super().__init__(dir_fd, path, uid)
+
+    def write_each(self, records: Sequence[tuple[int, int, Data]]) -> list[OSError | None]:
+        results: list[OSError | None] = []
+        for record in records:
+            try:
+                self.faults.meet("write_whole")
+                self.faults.meet("after_write")
+                results += super().write_each([record])
+            except OSError as error:
+                results.append(error)
+        return results
+
+    def open(self, segment: int, end: int) -> int:
+        self.faults.meet("open_replica")
+        return super().open(segment, end)
+
+    def punch(self, segment: int, ranges: Sequence[tuple[int, int]]) -> None:
+        self.faults.meet("remove")
+        super().punch(segment, ranges)
+        self.faults.meet("after_remove")
+
+    def remove(self, segment: int) -> None:
+        self.faults.meet("remove")
+        super().remove(segment)
+        self.faults.meet("after_remove")
+
+
 class FaultyTier(Tier):
     def __init__(self, dir_fd: int, path: str, tier_id: int) -> None:
         self.faults = Faults()
         super().__init__(dir_fd, path, tier_id, directory=path)
 
+    def _new_segments(self, dir_fd: int) -> Segments:
+        return FaultySegments(dir_fd, self.path, os.geteuid(), self.faults)
+
     def write_whole(self, name: bytes, data: Data) -> tuple[int, int]:
         self.faults.meet("write_whole")
         self.faults.meet("after_write")
         return super().write_whole(name, data)
-
-    def write_each(self, files: Sequence[tuple[bytes, Data]]) -> list[Written]:
-        results: list[Written] = []
-        for name, data in files:
-            try:
-                results.append(self.write_whole(name, data))
-            except OSError as error:
-                results.append(error)
-        return results
 
     def create_part(self, name: bytes, size: int) -> int:
         self.faults.meet("create_part")

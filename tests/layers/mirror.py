@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
@@ -25,6 +26,7 @@ from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.fetch import State
 from monarchfs.prefetch.queue import Priority
 from monarchfs.source.source import Source
+from monarchfs.store.segments import SMALL_BYTES, allocated
 from monarchfs.types import (
     ROOT_INO,
     Data,
@@ -95,12 +97,13 @@ class Area:
         partial_min_bytes: int = 2 * MIB,
         eviction: Eviction = Eviction.KEEP,
         headroom: Callable[[], Headroom] | None = None,
+        shares: bool = True,
         sound: bool = True,
     ) -> AsyncIterator[Mirror]:
         """``tiers`` are capacities in bytes; ``keeps`` is False for ``--prefetch none``, and
         without ``copies`` nothing is copied that nobody reads. Another ``boot_id`` than the last
-        mount's: the machine was restarted. Not ``sound``: the books are not looked at in the
-        end."""
+        mount's: the machine was restarted. Not ``shares``: each replica is a file of its own.
+        Not ``sound``: the books are not looked at in the end."""
         with ExitStack() as stack:
             root_fd = os.open(self.source, os.O_PATH | os.O_DIRECTORY)
             stack.callback(os.close, root_fd)
@@ -129,6 +132,7 @@ class Area:
                     eviction=eviction,
                     partial_min_bytes=partial_min_bytes,
                     headroom=headroom,
+                    shared_bytes=SMALL_BYTES if shares else 0,
                 )
                 freshness = Freshness(mode, int(ttl * NS), time.time_ns())
                 mirror = Mirror(
@@ -314,15 +318,21 @@ class Mirror:
             path = Path(tier.path)
             records = [r for _ino, r in self.index.replicas() if r.tier == tier.id]
             parts = {r.name.hex() for r in records if r.state is ReplicaState.PARTIAL}
+            sharing = [r for r in records if r.segment]
+            records = [r for r in records if not r.segment]
             whole = {
                 f"{r.name.hex()}.{r.checksum:016x}"
                 for r in records
                 if r.state is not ReplicaState.PARTIAL
             }
-            found = sum(r.state is ReplicaState.FOUND for r in records)
+            found = sum(r.state is ReplicaState.FOUND for r in records + sharing)
             assert {file.name for file in (path / "parts").iterdir()} == parts
             assert {file.name for file in path.glob("??/*")} == whole
-            occupied = {f.name: f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file()}
+            occupied = {
+                f.name: f.stat().st_blocks * 512
+                for f in path.rglob("*")
+                if f.is_file() and f.parent.name != "segments"
+            }
             recorded = {
                 r.name.hex()
                 if r.state is ReplicaState.PARTIAL
@@ -330,10 +340,23 @@ class Mirror:
                 for r in records
             }
             assert recorded == occupied
-            blocks = sum(occupied.values())
+            in_segments: Counter[int] = Counter()
+            for r in sharing:
+                in_segments[r.segment] += r.allocated_bytes
+            there = tier.segments.found()
+            assert in_segments.keys() <= set(there) <= self.index.segments(tier.id).keys()
+            assert {segment: data_bytes(tier, segment) for segment in there} == {
+                segment: in_segments[segment] for segment in there
+            }
+            blocks = sum(occupied.values()) + in_segments.total()
             assert self.placement.usage(tier.id)[0] == blocks, (occupied, tier.id)
             totals = self.index.tier_totals().get(tier.id, TierTotals())
-            assert totals == (len(whole) - found, len(parts), found, blocks)
+            assert totals == (
+                len(whole) + len(sharing) - found,
+                len(parts),
+                found,
+                blocks,
+            )
 
     def reason(self, ino: int) -> str:
         """Why it is not resident; empty where it is."""
@@ -345,6 +368,12 @@ class Mirror:
         node = await self.tree.find(ROOT_INO, path.encode(), Lane.BACKGROUND)
         assert node is not None
         self.copier.want(node.ino, Priority(priority))
+
+
+def data_bytes(tier: FaultyTier, segment: int) -> int:
+    """What a segment occupies, without the blocks in which a file system notes where that is."""
+    align = tier.segments.align
+    return sum(allocated(stop, align) - start for start, stop in tier.segments.data_ranges(segment))
 
 
 def _is_settled(version: SourceVersion) -> bool:

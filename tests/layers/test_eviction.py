@@ -11,7 +11,8 @@ import trio.testing
 
 from monarchfs.memory import Headroom
 from monarchfs.placement.policies import Eviction
-from monarchfs.types import FreshnessMode
+from monarchfs.store.files import replica_path
+from monarchfs.types import FreshnessMode, Replica
 from tests.layers.faults import FaultyTier
 from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 
@@ -46,13 +47,22 @@ async def read_all(mirror: Mirror, names: str) -> None:
         await mirror.idle()
 
 
-def complete(tier: FaultyTier) -> list[Path]:
-    return sorted(Path(tier.path).glob("??/*"))
+def damage(tier: FaultyTier, record: Replica | None, offset: int) -> None:
+    """Others wrote over three bytes of a replica."""
+    assert record is not None
+    path = Path(tier.path) / replica_path(record.name, record.checksum)
+    if record.segment:
+        path = Path(tier.path) / "segments" / f"{record.segment:016x}"
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(record.offset + offset)
+        file.write(b"\0\0\0")
 
 
 def blocks(mirror: Mirror) -> int:
+    """Of what the fast tier holds, without the lists of what that is."""
     files = Path(mirror.tier.path).rglob("*")
-    return sum(f.stat().st_blocks for f in files if f.is_file()) * 512
+    return sum(f.stat().st_blocks for f in files if f.is_file() and f.suffix != ".list") * 512
 
 
 async def test_keep_keeps(files: Area) -> None:
@@ -192,15 +202,20 @@ async def test_a_replica_that_cannot_be_removed_counts_until_it_is_gone(files: A
         await mirror.settled()
 
 
-async def test_an_eviction_that_was_cut_off_is_finished_by_the_next_mount(files: Area) -> None:
-    async with files.mount([ROOM], eviction=Eviction.LRU, sound=False) as mirror:
+@pytest.mark.parametrize("shares", [True, False])
+async def test_an_eviction_that_was_cut_off_is_finished_by_the_next_mount(
+    files: Area, shares: bool
+) -> None:
+    async with files.mount([ROOM], eviction=Eviction.LRU, shares=shares, sound=False) as mirror:
         await read_all(mirror, "0123")
         ino = await mirror.ino("0")
         record = mirror.record(ino)
         assert record is not None
         # What a crash between the commit and the unlink leaves.
         mirror.index.drop_replica(ino)
-    async with files.mount([ROOM], eviction=Eviction.LRU) as mirror:
+    async with files.mount([ROOM], eviction=Eviction.LRU, shares=shares) as mirror:
+        used = mirror.placement.usage(mirror.tier.id)[0]
+        await until(lambda: blocks(mirror) == used, "its room")
         mirror.check_books()
         assert await resident(mirror) == set("123")
         assert mirror.index.journal() == []
@@ -252,17 +267,16 @@ async def test_a_tier_in_memory_gives_back_what_others_need(files: Area) -> None
         await mirror.settled()
 
 
-async def test_a_replica_that_was_found_corrupt_is_read_from_the_source(files: Area) -> None:
-    async with files.mount() as mirror:
+@pytest.mark.parametrize("shares", [True, False])
+async def test_a_replica_that_was_found_corrupt_is_read_from_the_source(
+    files: Area, shares: bool
+) -> None:
+    async with files.mount(shares=shares) as mirror:
         ino = await mirror.copied("0")
         forgotten: list[int] = []
         mirror.cache.forget_pages = forgotten.append
         handle = await mirror.open("0")
-        (path,) = complete(mirror.tier)
-        path.chmod(0o600)
-        with path.open("r+b") as file:
-            file.seek(70_000)
-            file.write(b"\0\0\0")
+        damage(mirror.tier, mirror.record(ino), 70_000)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(mirror.cache.scrub, 1 << 40)
             await until(lambda: mirror.metrics.replicas_corrupt == 1, "the scrub to find it")
@@ -304,12 +318,12 @@ async def test_a_file_moves_up_once_there_is_room(files: Area) -> None:
         await mirror.settled()
 
 
-async def test_a_corrupt_replica_does_not_move(files: Area) -> None:
-    async with files.mount([ROOM // 4, ALL_ROOM]) as mirror:
+@pytest.mark.parametrize("shares", [True, False])
+async def test_a_corrupt_replica_does_not_move(files: Area, shares: bool) -> None:
+    async with files.mount([ROOM // 4, ALL_ROOM], shares=shares) as mirror:
         await read_all(mirror, "01")
         ino = await mirror.ino("1")
-        (path,) = complete(mirror.tiers[1])
-        path.write_bytes(bytes(SIZE))
+        damage(mirror.tiers[1], mirror.record(ino), 50_000)
         mirror.cache.drop(await mirror.ino("0"), "for the test")
         await mirror.idle()
         handle = await mirror.open("1")
@@ -321,13 +335,14 @@ async def test_a_corrupt_replica_does_not_move(files: Area) -> None:
         await mirror.settled()
 
 
-async def test_a_move_waits_until_the_replica_is_closed(files: Area) -> None:
-    async with files.mount([ROOM // 4, 8 * MIB]) as mirror:
+@pytest.mark.parametrize("shares", [True, False])
+async def test_a_move_waits_until_the_replica_is_closed(files: Area, shares: bool) -> None:
+    async with files.mount([ROOM // 4, 8 * MIB], shares=shares) as mirror:
         await read_all(mirror, "01")
         mirror.cache.drop(await mirror.ino("0"), "for the test")
         await mirror.idle()
         handle = await mirror.open("1")
-        await until(lambda: bool(list(Path(mirror.tiers[0].path).glob("??/*"))), "the copy")
+        await until(lambda: blocks(mirror) > SIZE, "the copy")
         assert mirror.files.tier(handle.ino) == mirror.tiers[1].path
         assert await mirror.read(handle, 0, SIZE) == content(SIZE, 1)
         handle.release()

@@ -91,6 +91,32 @@ async def test_many_files_are_few_errands_and_few_transactions(
         await check(mirror, names)
 
 
+@pytest.mark.parametrize("shares", [True, False])
+async def test_what_is_about_to_be_written_is_recorded_once(
+    area: Area, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    """Each file of its own before it is made; of files that share one only that."""
+    names = files(area, 6)
+    async with area.mount(copies=False, shares=shares) as mirror:
+        begun: list[str] = []
+
+        def listen(call: str) -> None:
+            real = getattr(mirror.index, call)
+
+            def heard(*given: object) -> None:
+                begun.append(call)
+                real(*given)
+
+            monkeypatch.setattr(mirror.index, call, heard)
+
+        listen("begin_segments")
+        listen("begin_copies")
+        await begin(mirror, names)
+        await check(mirror, names)
+        assert set(begun) == {"begin_segments" if shares else "begin_copies"}
+        assert not shares or len(begun) == len(mirror.tier.segments.found()) == 1
+
+
 async def test_what_others_have_read_is_kept_from_any_buffer(area: Area) -> None:
     names = files(area, 5, 7000)
     async with area.mount(copies=False) as mirror:
@@ -310,14 +336,22 @@ async def test_a_tier_that_fails_one_of_them_has_the_others(area: Area) -> None:
         assert sorted(found) == ["remote"] + ["resident"] * 5
 
 
-@pytest.mark.parametrize("call", ["begin_copies", "put_replicas"])
+@pytest.mark.parametrize(
+    ("call", "shares"),
+    [
+        ("begin_segments", True),
+        ("put_replicas", True),
+        ("begin_copies", False),
+        ("put_replica", False),
+    ],
+)
 async def test_what_cannot_be_recorded_leaves_nothing_behind(
-    area: Area, monkeypatch: pytest.MonkeyPatch, call: str
+    area: Area, monkeypatch: pytest.MonkeyPatch, call: str, shares: bool
 ) -> None:
     names = files(area, 6)
-    async with area.mount(copies=False) as mirror:
+    async with area.mount(copies=False, shares=shares) as mirror:
 
-        def full(*_: object) -> None:
+        def full(*_: object, **options: object) -> None:
             raise IndexWriteError("the disk is full")
 
         inos = [await mirror.ino(name) for name in names]

@@ -207,6 +207,7 @@ async def test_replicas_outlive_a_mount(area: Area) -> None:
     names = sizes(area, 5)
     async with area.mount() as mirror:
         inos = [await mirror.copied(name) for name in names]
+        await mirror.cache.sync()
         used = mirror.cache.usage()[0]["used_bytes"]
     async with area.mount() as again:
         assert again.cache.usage()[0]["used_bytes"] == used

@@ -5,18 +5,16 @@ from __future__ import annotations
 import errno
 import logging
 import random
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
 
 from monarchfs.fuse import passthrough
 from monarchfs.placement.policies import Eviction
-from monarchfs.store.files import replica_path
 from monarchfs.types import FreshnessMode
-from tests.layers.mirror import ALL_ROOM, KIB, Area, Mirror, content, until
+from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 from tests.layers.passing import Passing
 
 SIZE = 50_000
@@ -50,7 +48,7 @@ async def passing(
 async def test_a_resident_file_is_passed_through(
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+    async with files.mount(shares=False) as mirror, passing(mirror, monkeypatch) as kernel:
         await mirror.copied("0")
         first = await kernel.open("0")
         second = await kernel.open("0")
@@ -67,7 +65,7 @@ async def test_a_resident_file_is_passed_through(
 async def test_what_is_open_while_it_is_copied_stays_relayed(
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+    async with files.mount(shares=False) as mirror, passing(mirror, monkeypatch) as kernel:
         early = await kernel.open("0")
         assert await kernel.read(early) == content(SIZE, 0)
         await mirror.idle()
@@ -83,7 +81,7 @@ async def test_what_is_open_while_it_is_copied_stays_relayed(
 async def test_resident_files_are_offered_before_they_are_opened(
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with files.mount() as mirror:
+    async with files.mount(shares=False) as mirror:
         for name in "0123":
             await mirror.copied(name)
         async with passing(mirror, monkeypatch) as kernel:
@@ -101,7 +99,7 @@ async def test_resident_files_are_offered_before_they_are_opened(
 async def test_an_evicted_replica_is_closed_before_its_room_is_given(
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+    async with files.mount(shares=False) as mirror, passing(mirror, monkeypatch) as kernel:
         ino = await mirror.copied("0")
         await kernel.read_file("0")
         (replica,) = kernel.open_replicas()
@@ -117,7 +115,7 @@ async def test_an_evicted_replica_is_closed_before_its_room_is_given(
 
 async def test_a_moved_replica_is_let_go(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     async with (
-        files.mount([64 * KIB, ALL_ROOM]) as mirror,
+        files.mount([64 * KIB, ALL_ROOM], shares=False) as mirror,
         passing(mirror, monkeypatch) as kernel,
     ):
         await mirror.copied("0")
@@ -138,46 +136,27 @@ async def test_what_shares_its_file_is_never_passed_through(
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither ahead nor at an open; and the tier is not blamed for it."""
+    for name in ("large", "late"):
+        files.write(name, content(2 * MIB, len(name)))
     async with files.mount() as mirror:
         inos = [await mirror.copied(name) for name in "01"]
-        with in_a_segment(mirror, inos):
-            async with passing(mirror, monkeypatch) as kernel:
-                await mirror.copied("2")
-                mirror.nursery.start_soon(kernel.passthrough.run)
-                await until(lambda: kernel.passthrough.ids == 1, "what has its own to be offered")
-                assert [kernel.passthrough.known(ino) for ino in inos] == [0, 0]
-                ones = [await kernel.open(name) for name in "0101"]
-                assert [one.backing_id for one in ones] == [0, 0, 0, 0]
-                for one in ones:
-                    await kernel.release(one)
-                kernel.passthrough.stored(inos[0])
-                await mirror.copied("3")
-                await until(lambda: kernel.passthrough.ids == 2, "another one to be offered")
-                assert kernel.registry.made == 2
-                metrics = mirror.metrics
-                assert (metrics.passthrough_opens, metrics.backing_refused) == (0, 0)
-                assert kernel.threads.opened == 0
-
-
-@contextmanager
-def in_a_segment(mirror: Mirror, inos: list[int]) -> Iterator[None]:
-    """The replicas of these lie in one, too, and the index knows of no other place meanwhile."""
-    tier, segment, room = mirror.tiers[0], 5, 1 << 16
-    own = {ino: record for ino, record in mirror.index.replicas() if ino in inos}
-    directory = Path(tier.path) / "segments"
-    directory.mkdir(exist_ok=True)
-    mirror.index.begin_segments(tier.id, [segment])
-    with (directory / f"{segment:016x}").open("wb") as file:
-        for place, (ino, record) in enumerate(own.items()):
-            path = Path(tier.path) / replica_path(record.name, record.checksum)
-            file.write(path.read_bytes().ljust(room, b"\xee"))
-            there = record._replace(segment=segment, offset=place * room)
-            mirror.index.put_replica(ino, there)
-    yield
-    for ino, record in own.items():
-        mirror.index.put_replica(ino, record)
-    (directory / f"{segment:016x}").unlink()
-    mirror.index.segment_gone(tier.id, segment)
+        await mirror.copied("large")
+        async with passing(mirror, monkeypatch) as kernel:
+            mirror.nursery.start_soon(kernel.passthrough.run)
+            await until(lambda: kernel.passthrough.ids == 1, "what has its own to be offered")
+            assert [kernel.passthrough.known(ino) for ino in inos] == [0, 0]
+            ones = [await kernel.open(name) for name in "0101"]
+            assert [one.backing_id for one in ones] == [0, 0, 0, 0]
+            assert await kernel.read(ones[1]) == content(SIZE, 1)
+            for one in ones:
+                await kernel.release(one)
+            await mirror.copied("2")
+            await mirror.copied("late")
+            await until(lambda: kernel.passthrough.ids == 2, "another one to be offered")
+            assert kernel.registry.made == 2
+            metrics = mirror.metrics
+            assert (metrics.passthrough_opens, metrics.backing_refused) == (0, 0)
+            assert kernel.threads.opened == 0
 
 
 async def test_an_open_that_asks_for_what_shares_its_file_by_now(
@@ -185,17 +164,13 @@ async def test_an_open_that_asks_for_what_shares_its_file_by_now(
 ) -> None:
     async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
         ino = await mirror.copied("0")
-        replica = mirror.files.resident(ino)
-        assert replica is not None
-        record = replica._record
-        replica._record = record._replace(segment=5)
-        assert kernel.passthrough.known(ino) is None
+        # It lay in a file of its own when the open began.
+        monkeypatch.setattr(kernel.passthrough, "known", lambda _: None)
         one = await kernel.open("0")
-        assert one.backing_id == 0
+        assert (one.ino, one.backing_id) == (ino, 0)
+        assert await kernel.read(one) == content(SIZE, 0)
         assert kernel.registry.made == 0
         await kernel.release(one)
-        replica._record = record
-        mirror.cache.release(replica)
 
 
 @pytest.mark.parametrize("corrupt", [True, False])
@@ -203,7 +178,7 @@ async def test_a_replica_that_goes_under_an_open(
     files: Area, monkeypatch: pytest.MonkeyPatch, corrupt: bool
 ) -> None:
     """The kernel allows no other mode for its inode, so the file becomes another one."""
-    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+    async with files.mount(shares=False) as mirror, passing(mirror, monkeypatch) as kernel:
         ino = await mirror.copied("0")
         early = await kernel.open("0")
         assert early.backing_id
@@ -229,7 +204,7 @@ async def test_a_replica_that_goes_under_an_open(
 async def test_a_replica_that_goes_while_its_id_is_asked_for(
     files: Area, monkeypatch: pytest.MonkeyPatch, opens: int
 ) -> None:
-    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+    async with files.mount(shares=False) as mirror, passing(mirror, monkeypatch) as kernel:
         ino = await mirror.copied("0")
         kernel.answers = False
         async with trio.open_nursery() as nursery:
@@ -252,7 +227,7 @@ async def _reads(kernel: Passing, name: str) -> None:
 async def test_refusals_are_relayed_and_end_the_asking(
     files: Area, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+    async with files.mount(shares=False) as mirror, passing(mirror, monkeypatch) as kernel:
         await mirror.copied("0")
         kernel.registry.refuses = errno.ELOOP
         with caplog.at_level(logging.WARNING):
@@ -268,7 +243,7 @@ async def test_a_supervisor_that_does_not_answer_delays_an_open_once(
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(passthrough, "ANSWER_SECONDS", 0.01)
-    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+    async with files.mount(shares=False) as mirror, passing(mirror, monkeypatch) as kernel:
         await mirror.copied("0")
         kernel.answers = False
         one = await kernel.open("0")
@@ -283,7 +258,7 @@ async def test_a_supervisor_that_does_not_answer_delays_an_open_once(
 async def test_opens_that_wait_together_get_one_answer(
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+    async with files.mount(shares=False) as mirror, passing(mirror, monkeypatch) as kernel:
         await mirror.copied("0")
         async with trio.open_nursery() as nursery:
             killed = await nursery.start(_killed_in_open, kernel)
@@ -306,7 +281,7 @@ async def _killed_in_open(
 async def test_nobody_waits_for_the_answer_any_more(
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+    async with files.mount(shares=False) as mirror, passing(mirror, monkeypatch) as kernel:
         await mirror.copied("0")
         async with trio.open_nursery() as nursery:
             kernel.answers = False
@@ -320,7 +295,7 @@ async def test_nobody_waits_for_the_answer_any_more(
 
 
 async def test_more_files_than_ids(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with files.mount() as mirror:
+    async with files.mount(shares=False) as mirror:
         for name in "01234567":
             await mirror.copied(name)
         async with passing(mirror, monkeypatch, most=3) as kernel:
@@ -342,7 +317,7 @@ async def test_more_files_than_ids(files: Area, monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_another_worker_goes_on(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with files.mount() as mirror, passing(mirror, monkeypatch) as kernel:
+    async with files.mount(shares=False) as mirror, passing(mirror, monkeypatch) as kernel:
         for name in "012":
             await mirror.copied(name)
         early = await kernel.open("0")
@@ -374,7 +349,11 @@ async def test_no_interleaving_breaks_the_kernels_rules(
     monkeypatch.setattr(passthrough, "SMALL_BYTES", SIZE if seed % 3 else 0)
     async with (
         files.mount(
-            [room, room], mode=FreshnessMode.OPEN, eviction=Eviction.SIEVE, copy_workers=3
+            [room, room],
+            mode=FreshnessMode.OPEN,
+            eviction=Eviction.SIEVE,
+            copy_workers=3,
+            shares=False,
         ) as mirror,
         passing(mirror, monkeypatch, most=(64, 5)[seed % 2], seed=seed) as kernel,
     ):

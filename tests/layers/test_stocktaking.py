@@ -35,8 +35,8 @@ async def read_both(mirror: Mirror) -> None:
     await mirror.idle()
 
 
-def complete(mirror: Mirror) -> list[Path]:
-    return sorted(Path(mirror.tier.path).glob("??/*"))
+def complete(mirror: Mirror, pattern: str = "??/*") -> list[Path]:
+    return sorted(Path(mirror.tier.path).glob(pattern))
 
 
 async def test_after_a_reboot_what_was_synced_counts(files: Area) -> None:
@@ -94,7 +94,11 @@ async def test_a_new_index_takes_over_what_lies_there(files: Area) -> None:
     async with files.mount() as mirror:
         await read_both(mirror)
         await mirror.cache.sync()
-        made = {path.stat().st_mtime_ns for path in complete(mirror)}
+        made = {
+            path.stat().st_mtime_ns
+            for path in complete(mirror) + complete(mirror, "segments/*.list")
+        }
+        assert len(made) == 2
     set_aside(str(files.state))
     async with files.mount() as mirror:
         await mirror.idle()
@@ -176,23 +180,24 @@ async def test_a_tier_that_somebody_emptied(files: Area) -> None:
         await mirror.settled()
 
 
+@pytest.mark.parametrize("shares", [True, False])
 async def test_a_tier_that_was_lost_is_told_in_one_line(
-    area: Area, caplog: pytest.LogCaptureFixture
+    area: Area, caplog: pytest.LogCaptureFixture, shares: bool
 ) -> None:
     """As a tier in memory is by a reboot; the files are opened while it is being looked at."""
     names = [f"n{number}" for number in range(200)]
     for name in names:
         area.write(name, content(1_000, len(name)))
-    async with area.mount() as mirror:
+    async with area.mount(shares=shares) as mirror:
         for name in names:
             await mirror.read_file(name)
         await mirror.idle()
         root = Path(mirror.tier.path)
-        lost = {path.parent for path in complete(mirror)}
+        lost = {path.parent for path in complete(mirror, "*/*")}
     for path in lost:
         shutil.rmtree(path)
     caplog.clear()
-    async with area.mount() as mirror:
+    async with area.mount(shares=shares) as mirror:
         for name in names:
             await mirror.read_file(name)
         await mirror.idle()
@@ -303,7 +308,7 @@ async def test_no_tier_counts_what_another_ones_stocktaking_is_about_to_drop(
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The records that a reboot ended are dropped for all tiers at once."""
-    async with files.mount([100_000, ALL_ROOM]) as mirror:
+    async with files.mount([100_000, ALL_ROOM], shares=False) as mirror:
         monkeypatch.setattr(FaultyTier, "mark_synced", lambda *_: os.stat("/there is no such file"))
         await mirror.copied("small")
         await mirror.copied("large")
@@ -316,7 +321,7 @@ async def test_no_tier_counts_what_another_ones_stocktaking_is_about_to_drop(
         Tier.discard(tier, name)
 
     monkeypatch.setattr(FaultyTier, "discard", slow)
-    async with files.mount([100_000, ALL_ROOM], boot_id=b"second boot") as mirror:
+    async with files.mount([100_000, ALL_ROOM], shares=False, boot_id=b"second boot") as mirror:
         await gate.arrived()
         # The other tier's stocktaking waits: nothing can be awaited but that it had the time.
         end = time.monotonic() + 0.2
@@ -329,7 +334,7 @@ async def test_no_tier_counts_what_another_ones_stocktaking_is_about_to_drop(
 async def test_a_tier_is_counted_although_another_one_does_not_give_up_what_a_reboot_took(
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with files.mount([100_000, ALL_ROOM]) as mirror:
+    async with files.mount([100_000, ALL_ROOM], shares=False) as mirror:
         monkeypatch.setattr(FaultyTier, "mark_synced", lambda *_: os.stat("/there is no such file"))
         await mirror.copied("small")
         await mirror.copied("large")
@@ -340,12 +345,14 @@ async def test_a_tier_is_counted_although_another_one_does_not_give_up_what_a_re
         Tier.discard(tier, name)
 
     monkeypatch.setattr(FaultyTier, "discard", failing)
-    async with files.mount([100_000, ALL_ROOM], boot_id=b"second boot", sound=False) as mirror:
+    async with files.mount(
+        [100_000, ALL_ROOM], shares=False, boot_id=b"second boot", sound=False
+    ) as mirror:
         await mirror.idle()
         assert mirror.cache._tiers.out_of_service(1)
         assert mirror.placement.usage(2)[0] == 0
         await mirror.copied("large")
     monkeypatch.undo()
-    async with files.mount([100_000, ALL_ROOM], boot_id=b"second boot") as mirror:
+    async with files.mount([100_000, ALL_ROOM], shares=False, boot_id=b"second boot") as mirror:
         await mirror.copied("small")
         await mirror.settled()

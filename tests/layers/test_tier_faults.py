@@ -12,7 +12,7 @@ import trio.testing
 
 from monarchfs.cache import filling
 from monarchfs.cache.reasons import Cause
-from monarchfs.types import IndexWriteError, Node, Replica
+from monarchfs.types import IndexWriteError, Node
 from tests.layers.mirror import ALL_ROOM, MIB, Area, Mirror, content, until
 
 SMALL, LARGE = content(50_000, 1), content(3 * MIB + 5, 2)
@@ -103,7 +103,7 @@ async def test_a_part_that_cannot_be_removed_is_removed_by_the_next_mount(files:
 
 
 async def test_a_small_file_whose_part_is_in_the_way(files: Area) -> None:
-    async with files.mount() as mirror:
+    async with files.mount(shares=False) as mirror:
         node = await mirror.node("small")
         os.close(mirror.tier.create_part(node.stat.version.replica_name, 7))
         await mirror.copied("small")
@@ -389,19 +389,20 @@ async def test_a_failed_tier_leaves_the_other_one_to_take_files(
         assert mirror.files.tier(ino) == mirror.tiers[1].path
 
 
-@pytest.mark.parametrize("name", ["small", "large"])
+@pytest.mark.parametrize(("name", "shares"), [("small", True), ("small", False), ("large", True)])
 async def test_an_index_that_cannot_be_written(
-    files: Area, name: str, monkeypatch: pytest.MonkeyPatch
+    files: Area, name: str, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = {"small": SMALL, "large": LARGE}[name]
-    async with files.mount() as mirror:
+    async with files.mount(shares=shares) as mirror:
         ino = await mirror.ino(name)
 
-        def full(ino: int, replica: Replica, *, in_flight: bool = False) -> None:
+        def full(*_: object, **options: object) -> None:
             raise IndexWriteError("the disk is full")
 
         with monkeypatch.context() as patch:
             patch.setattr(mirror.index, "put_replica", full)
+            patch.setattr(mirror.index, "put_replicas", full)
             assert await mirror.read_file(name) == data
             await mirror.settled()
             assert mirror.files.state(ino) == "remote"

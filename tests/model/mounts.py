@@ -29,6 +29,7 @@ TIER_CALLS = (
     *("write_whole", "create_part", "open_part", "open_replica", "write", "finish_part"),
     *("mark_synced", "remove", "remove_part", "discard", "probe", "reopen", "sync"),
 )
+SEGMENT_CALLS = ("create", "punch", "remove", "open", "note", "data_ranges", "found", "gives_back")
 
 
 class Runner:
@@ -37,6 +38,7 @@ class Runner:
     def __init__(self, area: Area, **options: Any) -> None:
         self.violations: list[str] = []
         self.gates: list[Gate] = []
+        self.synced_index: bytes | None = None
         self._area = area
         self._options = options
         self._error: BaseException | None = None
@@ -60,6 +62,7 @@ class Runner:
         async with self._mounted() as mirror:
             self.mirror = mirror
             self._watch_evictions()
+            self._watch_syncs()
             self._ready.set()
             await self._end.wait()
 
@@ -78,6 +81,24 @@ class Runner:
             return bool(evict(action))
 
         cache._evict = watched
+
+    def _watch_syncs(self) -> None:
+        """What a restart of the machine may leave of the index is the last that was synced."""
+        sync, data = self.mirror.index.sync, self._area.state / "index/data.mdb"
+
+        def look() -> None:
+            if data.exists():
+                self.synced_index = data.read_bytes()
+
+        def watched() -> None:
+            sync()
+            try:
+                # What is committed but not synced may reach the disk as well.
+                trio.from_thread.run_sync(look)
+            except RuntimeError:
+                look()  # it is the event loop's thread
+
+        self.mirror.index.sync = watched
 
     def do(self, fn: Callable[..., Awaitable[T]], *args: object) -> T:
         """Run it on the event loop, and wait for it."""
@@ -185,6 +206,9 @@ class Runner:
         for tier in mirror.tiers:
             for call in TIER_CALLS:
                 setattr(tier, call, _dead_tier)
+            for call in SEGMENT_CALLS:
+                setattr(tier.segments, call, _dead_tier)
+            tier.segments.write_each = _dead_segments
         mirror.index._write = _dead_index
         mirror.index.sync = _dead_index
 
@@ -197,6 +221,10 @@ class Runner:
 
 def _dead_tier(*args: object, **kwargs: object) -> NoReturn:
     raise OSError(errno.EIO, "the process is dead")
+
+
+def _dead_segments(records: Sequence[object]) -> list[OSError]:
+    return [OSError(errno.EIO, "the process is dead") for _ in records]
 
 
 def _dead_index(*args: object, **kwargs: object) -> NoReturn:

@@ -40,6 +40,7 @@ from monarchfs.prefetch import fill
 from monarchfs.prefetch.queue import Priority
 from monarchfs.store import read
 from monarchfs.types import FileType, FreshnessMode, Node
+from tests import on_disk
 from tests.layers.asking import Hours, names
 from tests.layers.conftest import descriptors
 from tests.layers.mirror import KIB, MIB, Area, Mirror
@@ -207,6 +208,7 @@ class Model(RuleBasedStateMachine):
             mount.kill([opened.handle for opened in handles])
         else:
             mount.unmount()
+        self.synced_index = mount.synced_index or self.synced_index
 
     @precondition(lambda self: self.mount is None)
     @rule(
@@ -233,11 +235,14 @@ class Model(RuleBasedStateMachine):
                 shutil.rmtree(tier)
                 continue
             for path in sorted(path for path in tier.rglob("*") if path.is_file()):
-                if path.stat().st_mode & 0o777 == 0o400:
+                if path.name.endswith(".list") or path.stat().st_mode & 0o777 == 0o400:
                     continue
                 fate = fates[at % len(fates)]
                 at += 1
-                if fate == "zeroed":
+                if on_disk.is_segment(path):
+                    if fate != "kept":
+                        on_disk.lose_what_was_not_noted(path, cut=fate == "gone")
+                elif fate == "zeroed":
                     size = path.stat().st_size
                     os.truncate(path, 0)
                     os.truncate(path, size)
@@ -511,9 +516,6 @@ class Model(RuleBasedStateMachine):
         if self.at.waiting:
             return
         self.at.do(self.mirror.cache.sync)
-        # What is committed but not synced may reach the disk as well.
-        data = self.area.state / "index/data.mdb"
-        self.synced_index = self.at.do_now(data.read_bytes)
 
     @precondition(lambda self: self.mount is not None)
     @rule()

@@ -14,7 +14,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from monarchfs.supervisor.tierdirs import OWNER
+from tests import on_disk
 from tests.exporter.prometheus import NO_PROMETHEUS, PROMETHEUS, samples, server
 from tests.exporter.test_scraping import documented_queries
 from tests.mounting import REPOSITORY
@@ -449,8 +449,8 @@ def without_an_administrator_a_step_runs_its_own_mount(slurm: Cluster) -> str:
     nothing_left(slurm)
     for node in NODES:
         kept = slurm.local_of(node) / "own" / "tier"
-        copies = [path for path in kept.rglob("*") if path.is_file() and path.name != OWNER]
-        assert len(copies) == 12
+        noted = [row for segment in on_disk.segments(kept) for row in on_disk.noted(segment)]
+        assert len(on_disk.own_files(kept)) + len(noted) == 12
     return (
         "3 of 3 nodes: sha256 equal at the source's own path, as an ordinary user; exit code 3"
         f" passed on, 0 mounts seen outside or left, 12 files kept a node; {seconds:.1f} s"

@@ -15,7 +15,6 @@ from tests.store.tools import (
     BLOCK,
     KIB,
     NAME,
-    content,
     files_below,
     name_of,
     needs_root,
@@ -46,54 +45,6 @@ def test_no_room_leaves_nothing_behind(small: Path) -> None:
     assert space.free_bytes == 1024 * KIB - 5 * BLOCK
     assert space.total_inodes == 64
     assert space.free_inodes == 64 - 4  # the root, parts, a fan-out directory, a replica
-    tier.close()
-
-
-@needs_root
-def test_what_has_no_room_leaves_nothing_and_the_others_are_stored(small: Path) -> None:
-    tier = open_tier(small)
-    data = os.urandom(5 * BLOCK)
-    files = [(name_of(1), data), (name_of(2), data), (name_of(3), b"little")]
-    first, second, third = tier.write_each(files)
-    assert first == (len(data), checksum(data))
-    assert isinstance(second, OSError)
-    assert second.errno == errno.ENOSPC
-    assert third == (4 * KIB, checksum(b"little"))
-    assert files_below(small) == {whole(data, name_of(1)), whole(b"little", name_of(3))}
-    tier.close()
-
-
-@needs_root
-def test_what_could_not_be_removed_is_removed_with_its_part(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = open_tier(small)
-    data = os.urandom(5 * BLOCK)
-    tier.write_whole(name_of(1), data)
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.EIO, "the disk fails")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tier, "_remove", fail)
-        first, second = tier.write_each([(NAME, data), (name_of(8), b"little")])
-        assert isinstance(first, OSError)
-        assert second == (4 * KIB, checksum(b"little"))
-        with pytest.raises(OSError, match="the disk fails"):
-            tier.remove_part(NAME)
-    others = {whole(data, name_of(1)), whole(b"little", name_of(8))}
-    assert files_below(small) == {whole(data), *others}
-    assert os.lstat(small / whole(data)).st_size == 0
-    tier.remove_part(NAME)
-    assert files_below(small) == others
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tier, "_remove", fail)
-        tier.write_each([(NAME, data)])
-    tier.remove(name_of(1), checksum(data))
-    tier.write_whole(NAME, data)
-    tier.remove_part(NAME)
-    assert content(tier, data) == data
     tier.close()
 
 

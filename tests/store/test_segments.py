@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.store import ReplicaLost, Tier, _whole, segments
+from monarchfs.store import ReplicaLost, Tier, _records, segments
 from monarchfs.store.checksum import checksum
 from monarchfs.store.segments import Allocator, Segments, allocated
 from monarchfs.types import Data, TierFile
@@ -146,7 +146,7 @@ def test_any_buffer_is_data(own: Segments) -> None:
     assert [record(own, ONE, n * 4096, 3) for n in range(3)] == [b"abc"] * 3
     assert own.write_each([]) == []
     with pytest.raises(TypeError):
-        _whole.put_each([(1, 0, "text")])  # type: ignore[list-item]
+        _records.put_each([(1, 0, "text")])  # type: ignore[list-item]
 
 
 def test_a_descriptor_for_reading_only(own: Segments) -> None:
@@ -321,8 +321,8 @@ def test_a_failed_punch_is_raised_after_the_others_were_tried(own: Segments) -> 
 def test_room_that_a_failure_keeps_is_logged(
     own: Segments, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_whole, "put_each", lambda records: [errno.EIO] * len(records))
-    monkeypatch.setattr(_whole, "punch", lambda _fd, _ranges: errno.EOPNOTSUPP)
+    monkeypatch.setattr(_records, "put_each", lambda records: [errno.EIO] * len(records))
+    monkeypatch.setattr(_records, "punch", lambda _fd, _ranges: errno.EOPNOTSUPP)
     with caplog.at_level(logging.WARNING):
         (result,) = own.write_each([(ONE, 0, b"x")])
     assert code_of(result) == errno.EIO
@@ -418,7 +418,7 @@ def test_room_that_does_not_come_back(
     code: int,
     expected: bool | None,
 ) -> None:
-    monkeypatch.setattr(_whole, "punch", lambda _fd, _ranges: code)
+    monkeypatch.setattr(_records, "punch", lambda _fd, _ranges: code)
     if expected is None:
         with pytest.raises(OSError, match="Input/output error"):
             own.gives_back()

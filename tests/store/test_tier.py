@@ -96,33 +96,6 @@ def test_whole_replicas_of_any_buffer(tier: Tier, data: bytes) -> None:
     assert content(tier, bytes(data)) == bytes(data)
 
 
-def test_many_are_written_and_none_fails_for_another(path: Path, tmp_path: Path) -> None:
-    tier = open_tier(path)
-    names = [bytes([number]) * 16 for number in range(6)]
-    files = [(name, memoryview(bytes([n]) * 5000)) for n, name in enumerate(names)]
-    tier.write_whole(names[1], files[1][1])  # is replaced
-    os.close(tier.create_part(names[2], 5000))  # is being filled
-    (path / "03").mkdir()
-    plant(path / whole(bytes(files[3][1]), names[3]), "symlink", tmp_path / "elsewhere")
-    (path / "04").symlink_to(tmp_path)
-    first = os.lstat(path / whole(bytes(files[1][1]), names[1])).st_ino
-
-    results = tier.write_each(files)
-    for number in (0, 1, 5):
-        data = bytes(files[number][1])
-        assert results[number] == (8 * KIB, checksum(data))
-        assert content(tier, data, names[number]) == data
-    assert os.lstat(path / whole(bytes(files[1][1]), names[1])).st_ino != first
-    assert isinstance(results[2], FileExistsError)
-    assert isinstance(results[3], FileExistsError)
-    assert isinstance(results[4], NotADirectoryError)
-    assert [part.name for part in tier.parts()] == [names[2]]
-    assert not (tmp_path / "elsewhere").exists()
-    assert len(os.listdir(tmp_path)) == 1
-    assert tier.write_each([]) == []
-    tier.close()
-
-
 def test_writing_again_replaces(path: Path, tier: Tier) -> None:
     tier.write_whole(NAME, b"good")
     tier.mark_synced([(NAME, GOOD)])

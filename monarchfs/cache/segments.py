@@ -1,0 +1,318 @@
+"""Small replicas, which share files: where they are put, and how their bytes go.
+
+A segment is written to by the worker that made it, and by no other. Its order, in which a crash is
+harmless at every point:
+
+1. the index enters the segment;
+2. the store makes its file, and appends replicas to it;
+3. the index commits their records: they are resident. What has no record is a gap;
+4. a record goes: the commit marks its segment as one that may have gaps;
+5. the gap is punched. What a power cut may bring back is never punched: if the record was durable,
+   the index is synced before.
+
+The next worker punches the gaps of the segments that are marked, and writes to none of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import trio
+
+from monarchfs.cache.readers import Readers
+from monarchfs.cache.tiers import Tiers
+from monarchfs.index.index import Index
+from monarchfs.store.checksum import checksum
+from monarchfs.store.segments import SEGMENT_BYTES, SMALL_BYTES, Allocator, allocated
+from monarchfs.store.tier import Tier
+from monarchfs.types import Data, IndexWriteError, Replica
+
+log = logging.getLogger(__name__)
+
+SEGMENTS_OF_A_TIER = 16
+"""A smaller tier has smaller segments."""
+
+LEAST_SEGMENT_BYTES = 4 << 20
+
+READING_SECONDS = 0.002
+"""Between two looks at whether a thread still reads a record that is to go."""
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+Range = tuple[int, int]
+"""Offset and length in bytes."""
+
+
+class Written(NamedTuple):
+    """Where a replica was put."""
+
+    segment: int
+    offset: int
+    allocated_bytes: int
+    checksum: int
+
+
+class Segments:
+    """The segments of all tiers. Runs on the event loop.
+
+    Constant: its parts. Changing: by tier, ``_allocators``: where the next replica goes, None where
+    a tier takes none; ``_own``, the segments that this worker has made; ``_leaving``, what of which
+    segment has no record any more and is not punched yet; ``_waiting``, what is to be punched.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        tiers: Tiers,
+        readers: Readers,
+        in_thread: Callable[..., Awaitable[Any]],
+        capacity: Callable[[int], int],
+        most_bytes: int,
+    ) -> None:
+        """``capacity`` gives that of a tier in bytes, by its number. Larger replicas than
+        ``most_bytes`` lie in files of their own."""
+        self._most_bytes = most_bytes
+        self._index = index
+        self._tiers = tiers
+        self._readers = readers
+        self._in_thread = in_thread
+        self._capacity = capacity
+        self._allocators: dict[int, Allocator | None] = {}
+        self._own: dict[int, set[int]] = defaultdict(set)
+        self._leaving: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        self._waiting: list[tuple[Replica, trio.Event]] = []
+        self._failed: dict[trio.Event, OSError] = {}
+        self._punching = False
+
+    # -- replicas that come
+
+    def begin(self, tier: Tier) -> None:
+        """Find out whether a tier can give back the room of a part of a file; it takes small
+        replicas from then on, in files of their own if it cannot. Blocks for the disk, as short as
+        64 KiB take. Raises nothing."""
+        try:
+            gives_back = tier.segments.gives_back()
+            tier.segments.count_lists()
+        except OSError as exc:
+            gives_back = exc.errno in _FULL  # then nothing can be tried, and most can
+            if not gives_back:
+                self._tiers.failed(tier, "trying to give back a part of a file", exc)
+        self._allocators[tier.id] = None
+        if not gives_back:
+            log.info("tier %s: its small copies lie in files of their own", tier.path)
+        else:
+            size = min(SEGMENT_BYTES, self._capacity(tier.id) // SEGMENTS_OF_A_TIER)
+            self._allocators[tier.id] = Allocator(
+                max(LEAST_SEGMENT_BYTES, size), tier.segments.align
+            )
+
+    def replaced(self, tier: Tier) -> None:
+        """Its directory is another one: what was written to is not there any more."""
+        self._own.pop(tier.id, None)
+        self.begin(tier)
+
+    def takes(self, tier_id: int, size: int) -> bool:
+        """Whether a replica of ``size`` bytes that is written whole shares a file with others."""
+        return 0 < size <= self._most_bytes and self._allocators.get(tier_id) is not None
+
+    async def write_each(self, tier: Tier, replicas: Sequence[Data]) -> list[Written | OSError]:
+        """Put them into segments. They count once they are recorded; what is not recorded is to be
+        given to ``discard``."""
+        allocator = self._allocators[tier.id]
+        if allocator is None:  # its directory is another one since there was room for them
+            return [OSError(errno.EBUSY, "the tier takes no shared files now") for _ in replicas]
+        sizes = [memoryview(data).nbytes for data in replicas]
+        taken = [allocated(size, tier.segments.align) for size in sizes]
+        places, begun = allocator.place(sizes)
+        try:
+            if begun:
+                self._index.begin_segments(tier.id, begun)
+        except IndexWriteError as exc:
+            allocator.seal()
+            # An error of the index says nothing of the tier.
+            return [_unrecorded(exc) for _ in places]
+        self._own[tier.id].update(begun)
+        # Until they are recorded, or punched.
+        for (segment, offset), length in zip(places, taken, strict=True):
+            self._leaving[tier.id, segment][offset] = length
+        records = [(*place, data) for place, data in zip(places, replicas, strict=True)]
+        outcomes = await self._in_thread(_write_each, tier, records)
+        results: list[Written | OSError] = []
+        for (segment, offset), length, outcome in zip(places, taken, outcomes, strict=True):
+            if isinstance(outcome, OSError):
+                allocator.seal()
+                self._left(tier.id, segment, offset)  # the store has punched it
+                results.append(outcome)
+            else:
+                results.append(Written(segment, offset, length, outcome))
+        return results
+
+    def recorded(self, replica: Replica) -> None:
+        """The index has committed it."""
+        self._left(replica.tier, replica.segment, replica.offset)
+
+    async def discard(self, tier: Tier, places: Iterable[Written]) -> None:
+        """They are not recorded. Raises OSError."""
+        by_segment: dict[int, list[Range]] = defaultdict(list)
+        for place in places:
+            by_segment[place.segment].append((place.offset, place.allocated_bytes))
+        for segment, ranges in by_segment.items():
+            await self._in_thread(tier.segments.punch, segment, ranges)
+            for offset, _length in ranges:
+                self._left(tier.id, segment, offset)
+
+    # -- replicas that go
+
+    def leaves(self, replica: Replica) -> None:
+        """Its record is gone; ``remove`` follows. No checkpoint."""
+        place = self._leaving[replica.tier, replica.segment]
+        place[replica.offset] = replica.allocated_bytes
+
+    async def remove(self, ino: int, replica: Replica) -> None:
+        """Give back the room of a replica that ``leaves``, with others that go meanwhile. Raises
+        OSError where that failed."""
+        # Threads of the C part tell nobody when they are done.
+        while self._readers.reading(ino):  # noqa: ASYNC110
+            await trio.sleep(READING_SECONDS)
+        done = trio.Event()
+        self._waiting.append((replica, done))
+        if self._punching:
+            await done.wait()
+        while not done.is_set():
+            self._punching = True
+            try:
+                await self._punch_waiting()
+            finally:
+                self._punching = False
+        if (error := self._failed.pop(done, None)) is not None:
+            raise error
+
+    async def _punch_waiting(self) -> None:
+        while self._waiting:
+            waiting, self._waiting = self._waiting, []
+            by_segment: dict[tuple[int, int], list[tuple[Replica, trio.Event]]] = defaultdict(list)
+            for replica, done in waiting:
+                by_segment[replica.tier, replica.segment].append((replica, done))
+            try:
+                if any(replica.durable for replica, _ in waiting):
+                    await self._in_thread(self._index.sync)
+            except IndexWriteError as exc:
+                for _, done in waiting:
+                    self._failed[done] = _unrecorded(exc)
+                    done.set()
+                continue
+            for (tier_id, segment), going in by_segment.items():
+                await self._punch_segment(self._tiers.by_id[tier_id], segment, going)
+
+    async def _punch_segment(
+        self, tier: Tier, segment: int, going: Sequence[tuple[Replica, trio.Event]]
+    ) -> None:
+        try:
+            if self._is_empty(tier.id, segment, {replica.offset for replica, _ in going}):
+                await self._in_thread(tier.segments.remove, segment)
+                self._gone(tier.id, segment)
+            else:
+                ranges = [(replica.offset, replica.allocated_bytes) for replica, _ in going]
+                await self._in_thread(tier.segments.punch, segment, ranges)
+        except OSError as exc:
+            for _, done in going:
+                self._failed[done] = exc
+        else:
+            for replica, _ in going:
+                self._left(tier.id, segment, replica.offset)
+        finally:
+            for _, done in going:
+                done.set()
+
+    def _is_empty(self, tier_id: int, segment: int, going: Iterable[int] = ()) -> bool:
+        """Whether nothing is in it, nor will be, but what is at the offsets ``going``."""
+        allocator = self._allocators.get(tier_id)
+        if allocator is not None and allocator.current == segment:
+            return False
+        others = self._leaving[tier_id, segment].keys() - set(going)
+        return not others and not self._index.segment_records(tier_id, segment)
+
+    def _left(self, tier_id: int, segment: int, offset: int) -> None:
+        leaving = self._leaving.get((tier_id, segment))
+        if leaving is not None:
+            leaving.pop(offset, None)
+            if not leaving:
+                del self._leaving[tier_id, segment]
+
+    def _gone(self, tier_id: int, segment: int) -> None:
+        self._own[tier_id].discard(segment)
+        try:
+            self._index.segment_gone(tier_id, segment)
+        except IndexWriteError as exc:
+            # The next mount looks for it once more.
+            log.warning("the index keeps a segment that is gone: %s", exc)
+
+    # -- what others left
+
+    async def settle(self, tier: Tier) -> None:
+        """Give back what an earlier worker left in segments without a record. Raises OSError,
+        IndexWriteError."""
+        for segment, marked in self._index.segments(tier.id).items():
+            if not marked or segment in self._own[tier.id]:
+                continue
+            # No checkpoint between the look at the records and the gaps.
+            gaps = self._gaps(tier.id, segment)
+            if gaps is None:
+                await self._in_thread(tier.segments.remove, segment)
+                self._gone(tier.id, segment)
+            else:
+                await self._in_thread(partial(_punch_gaps, tier, segment, gaps))
+                if segment not in {key[1] for key in self._leaving if key[0] == tier.id}:
+                    self._index.segment_clean(tier.id, segment)
+
+    def _gaps(self, tier_id: int, segment: int) -> list[Range] | None:
+        """What of a segment neither a record has, nor somebody who may still read it; the last one
+        has no end (length 0). None where that is all of it."""
+        taken = dict(self._leaving.get((tier_id, segment), {}))
+        for offset, ino in self._index.segment_records(tier_id, segment):
+            record = self._index.replica(ino)
+            # Lost in a reboot: those are dropped one by one.
+            taken[offset] = SMALL_BYTES if record is None else record.allocated_bytes
+        if not taken:
+            return None
+        gaps, end = [], 0
+        for offset, length in sorted(taken.items()):
+            if offset > end:
+                gaps.append((end, offset - end))
+            end = max(end, offset + length)
+        return [*gaps, (end, 0)]
+
+
+def _unrecorded(exc: IndexWriteError) -> OSError:
+    return OSError(errno.EBUSY, str(exc))
+
+
+def _write_each(tier: Tier, records: Sequence[tuple[int, int, Data]]) -> list[int | OSError]:
+    """The checksum of each, or why it was not written. For a thread."""
+    totals = [checksum(data) for _, _, data in records]
+    outcomes = tier.segments.write_each(records)
+    return [
+        total if outcome is None else outcome
+        for total, outcome in zip(totals, outcomes, strict=True)
+    ]
+
+
+def _punch_gaps(tier: Tier, segment: int, gaps: Sequence[Range]) -> None:
+    """Only what has data: most of a gap has been punched before. For a thread."""
+    ranges: list[Range] = []
+    align = tier.segments.align
+    data = [(start, allocated(stop, align)) for start, stop in tier.segments.data_ranges(segment)]
+    for offset, length in gaps:
+        end = offset + length if length else max((stop for _, stop in data), default=offset)
+        ranges += [
+            (max(offset, start), min(end, stop) - max(offset, start))
+            for start, stop in data
+            if start < end and stop > offset
+        ]
+    if ranges:
+        tier.segments.punch(segment, ranges)

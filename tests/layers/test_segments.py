@@ -1,0 +1,848 @@
+"""Small replicas, which share files: where they lie, how they go, and what a crash leaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+from monarchfs.cache.reasons import Cause
+from monarchfs.index import set_aside
+from monarchfs.placement.policies import Eviction
+from monarchfs.store.segments import Segments, allocated
+from monarchfs.types import IndexWriteError, Replica, TierFile
+from tests.layers.faults import FaultySegments, FaultyTier
+from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
+
+SIZE = 10_000
+TAKEN = allocated(SIZE)
+
+
+def files(area: Area, count: int, size: int = SIZE) -> list[str]:
+    names = [f"f{number:03d}" for number in range(count)]
+    for number, name in enumerate(names):
+        area.write(name, content(size, number))
+    return names
+
+
+async def copy(mirror: Mirror, names: list[str]) -> list[int]:
+    """Have them copied together."""
+    mirror.copier.together = 64
+    inos = [await mirror.ino(name) for name in names]
+    for name in names:
+        await mirror.want(name)
+    if not mirror._copying:
+        mirror.start_copying()
+    await mirror.idle()
+    return inos
+
+
+async def read_all(mirror: Mirror, names: list[str]) -> None:
+    for name in names:
+        assert await mirror.read_file(name) == (mirror.area.source / name).read_bytes()
+
+
+async def read_locally(mirror: Mirror, names: list[str]) -> None:
+    mirror.posix.reads.clear()
+    await read_all(mirror, names)
+    assert mirror.posix.reads == []
+
+
+def states(mirror: Mirror, inos: list[int]) -> list[str]:
+    return [mirror.files.state(ino) for ino in inos]
+
+
+def record(mirror: Mirror, ino: int) -> Replica:
+    found = mirror.record(ino)
+    assert found is not None
+    return found
+
+
+def lies_in(tier: FaultyTier, segment: int) -> Path:
+    return Path(tier.path) / "segments" / f"{segment:016x}"
+
+
+def blocks(tier: FaultyTier) -> int:
+    return sum(tier.segments.blocks(segment) for segment in tier.segments.found())
+
+
+def own_files(tier: FaultyTier) -> list[Path]:
+    return sorted(Path(tier.path).glob("??/*"))
+
+
+def segment_bytes(tier: FaultyTier, replica: Replica) -> bytes:
+    with lies_in(tier, replica.segment).open("rb") as file:
+        return os.pread(file.fileno(), replica.size, replica.offset)
+
+
+def scribble(tier: FaultyTier, replica: Replica, data: bytes = b"\0\0\0", at: int = 100) -> None:
+    path = lies_in(tier, replica.segment)
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), data, replica.offset + at)
+
+
+def unsynced(mirror: Mirror) -> None:
+    """As if the machine went down now: nothing is synced at the end of this mount."""
+    for group in mirror.cache._durability._unsynced.values():
+        group.clear()
+
+
+def full(*_: object, **options: object) -> None:
+    raise IndexWriteError("the disk is full")
+
+
+# Coming.
+
+
+async def test_many_files_share_one_and_outlive_the_mount(area: Area) -> None:
+    names = files(area, 150)
+    area.write("empty", b"")
+    area.write("large", content(3 * MIB))
+    names += ["empty", "large"]
+    async with area.mount(copies=False) as mirror:
+        inos = await copy(mirror, names)
+        assert set(states(mirror, inos)) == {"resident"}
+        (segment,) = mirror.tier.segments.found()
+        lying = [record(mirror, ino) for ino in inos[:150]]
+        assert {replica.segment for replica in lying} == {segment}
+        assert sorted(replica.offset for replica in lying) == [n * TAKEN for n in range(150)]
+        assert [record(mirror, ino).segment for ino in inos[150:]] == [0, 0]
+        assert len(own_files(mirror.tier)) == 2
+        await read_locally(mirror, names)
+        await mirror.settled()
+    for boot_id in (b"first boot", b"second boot"):
+        async with area.mount(boot_id=boot_id) as mirror:
+            await read_locally(mirror, names)
+            await mirror.settled()
+            assert mirror.tier.segments.found() == [segment]
+
+
+async def test_no_mount_writes_to_what_another_one_made(area: Area) -> None:
+    names = files(area, 9)
+    for number in range(3):
+        async with area.mount(copies=False) as mirror:
+            await copy(mirror, names[: 3 * number + 3])
+            assert len(mirror.tier.segments.found()) == number + 1
+            await mirror.settled()
+    async with area.mount() as mirror:
+        await read_locally(mirror, names)
+
+
+async def test_a_full_one_is_followed_by_another(area: Area) -> None:
+    """A tier of 64 MiB has segments of 4 MiB."""
+    names = files(area, 9, 900 * KIB)
+    async with area.mount([64 * MIB], copies=False) as mirror:
+        await copy(mirror, names)
+        sizes = [lies_in(mirror.tier, s).stat().st_size for s in mirror.tier.segments.found()]
+        assert len(sizes) == 3
+        assert max(sizes) <= 4 * MIB
+        await read_locally(mirror, names)
+        await mirror.settled()
+
+
+async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> None:
+    names = files(area, 6)
+    async with area.mount(copies=False) as mirror:
+        mirror.tier.faults.fail("after_write", errno.EIO, after=2, times=1)
+        inos = await copy(mirror, names)
+        assert states(mirror, inos).count("remote") == 1
+        assert mirror.metrics.copies_completed == 5
+        await mirror.settled()
+        (first,) = mirror.tier.segments.found()
+        await mirror.mend()
+        await copy(mirror, names)
+        assert set(states(mirror, inos)) == {"resident"}
+        assert len(mirror.tier.segments.found()) == 2, "one that failed is not written to again"
+        assert {record(mirror, ino).segment for ino in inos} >= {first}
+        await mirror.settled()
+
+
+async def test_one_that_is_given_up_while_others_are_written(area: Area) -> None:
+    names = files(area, 4)
+    async with area.mount(copies=False) as mirror:
+        inos = [await mirror.ino(name) for name in names]
+        gate = mirror.tier.faults.gate("write_whole")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(copy, mirror, names)
+            await gate.arrived()
+            mirror.copier.files[inos[1]].outdated()
+            gate.open()
+        await mirror.settled()
+        assert states(mirror, inos) == ["resident", "remote", "resident", "resident"]
+        assert blocks(mirror.tier) == 3 * TAKEN
+
+
+async def test_what_the_index_does_not_take_is_given_back(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = files(area, 6)
+    async with area.mount(copies=False) as mirror:
+        with monkeypatch.context() as patch:
+            patch.setattr(mirror.index, "put_replicas", full)
+            inos = await copy(mirror, names)
+        assert set(states(mirror, inos)) == {"remote"}
+        assert mirror.tier.faults.calls["write_whole"] == 6
+        assert blocks(mirror.tier) == mirror.placement.usage(mirror.tier.id)[0] == 0
+        assert mirror.cache.out_of_service(mirror.tier.id) is None, "it is not to blame"
+        await mirror.settled()
+
+
+async def test_a_tier_that_gives_nothing_back_has_files_of_their_own(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = files(area, 4)
+    async with area.mount(copies=False) as mirror:
+        await copy(mirror, names[:2])
+    monkeypatch.setattr(Segments, "gives_back", lambda _: False)
+    async with area.mount() as mirror:
+        await read_locally(mirror, names[:2])
+        await copy(mirror, names)
+        assert len(own_files(mirror.tier)) == 2
+        await read_locally(mirror, names)
+        await mirror.settled()
+
+
+async def test_a_tier_that_fails_the_trial_has_files_of_their_own(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = files(area, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Segments, "gives_back", lambda _: os.stat("/there is no such file"))
+        async with area.mount(copies=False) as mirror:
+            await mirror.mend()
+            inos = await copy(mirror, names)
+            assert set(states(mirror, inos)) == {"resident"}
+            assert len(own_files(mirror.tier)) == 4
+            await mirror.settled()
+
+
+# Going.
+
+
+async def test_what_is_evicted_gives_its_blocks_back(area: Area) -> None:
+    names = files(area, 9, 900 * KIB)
+    taken = allocated(900 * KIB)
+    async with area.mount([64 * MIB], copies=False) as mirror:
+        inos = await copy(mirror, names)
+        await mirror.cache.sync()
+        by_segment: dict[int, list[int]] = {}
+        for ino in inos:
+            by_segment.setdefault(record(mirror, ino).segment, []).append(ino)
+        left = 9
+        for segment, lying in by_segment.items():
+            for number, ino in enumerate(lying, 1):
+                path = lies_in(mirror.tier, segment)
+                assert path.exists()
+                assert mirror.cache.evict(ino)
+                await mirror.idle()
+                left -= 1
+                assert blocks(mirror.tier) == left * taken
+                last = number == len(lying) and segment != list(by_segment)[-1]
+                assert path.exists() != last
+                assert path.with_suffix(".list").exists() != last
+                mirror.check_books()
+        (empty,) = mirror.index.segments(mirror.tier.id)
+        await mirror.settled()
+    async with area.mount([64 * MIB], copies=False) as mirror:
+        await until(lambda: not mirror.index.segments(mirror.tier.id), "it to be removed")
+        assert empty not in mirror.tier.segments.found()
+        assert not lies_in(mirror.tier, empty).with_suffix(".list").exists()
+
+
+async def test_no_list_outlives_its_segment(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is written to while the last replica goes."""
+    names = files(area, 9, 900 * KIB)
+    async with area.mount([64 * MIB], copies=False) as mirror:
+        inos = await copy(mirror, names)
+        first = record(mirror, inos[0]).segment
+        gate, real = mirror.tier.faults.gate(), FaultySegments.note
+
+        def note(segments: FaultySegments, segment: int, rows: list[TierFile]) -> None:
+            if segment == first:
+                gate.meet()
+            real(segments, segment, rows)
+
+        monkeypatch.setattr(FaultySegments, "note", note)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mirror.cache.sync)
+            await gate.arrived()
+            for ino in inos:
+                if record(mirror, ino).segment == first:
+                    assert mirror.cache.evict(ino)
+            await mirror.idle()
+            assert not lies_in(mirror.tier, first).exists()
+            gate.open()
+        there = {path.stem for path in lies_in(mirror.tier, first).parent.iterdir()}
+        assert f"{first:016x}" not in there
+        await mirror.settled()
+
+
+async def test_a_full_tier_takes_what_is_read_in_place_of_others(area: Area) -> None:
+    names = files(area, 30, 100_000)
+    room = 8 * allocated(100_000)
+    async with area.mount([room], eviction=Eviction.LRU) as mirror:
+        for name in names * 2:
+            assert await mirror.read_file(name) == (area.source / name).read_bytes()
+            await mirror.idle()
+            assert blocks(mirror.tier) <= room
+        assert mirror.metrics.evictions_policy > 40
+        await mirror.settled()
+
+
+@pytest.mark.parametrize("durable", [True, False])
+async def test_what_is_open_is_given_back_when_it_is_closed(area: Area, durable: bool) -> None:
+    names = files(area, 3)
+    async with area.mount() as mirror:
+        inos = [await mirror.copied(name) for name in names]
+        if durable:
+            await mirror.cache.sync()
+        old = record(mirror, inos[1])
+        first, second = await mirror.open(names[1]), await mirror.open(names[1])
+        assert mirror.cache.drop(inos[1], "for the test")
+        await mirror.cache.look_after()
+        await mirror.idle()
+        assert mirror.files.state(inos[1]) == "remote"
+        assert segment_bytes(mirror.tier, old) == content(SIZE, 1)
+        assert blocks(mirror.tier) == mirror.placement.usage(mirror.tier.id)[0] == 3 * TAKEN
+        first.release()
+        await mirror.idle()
+        mirror.posix.reads.clear()
+        assert await mirror.read(second, 5, 5000) == content(SIZE, 1)[5:5005]
+        assert mirror.posix.reads == []
+        # Others get a new one meanwhile.
+        await mirror.copied(names[1])
+        assert record(mirror, inos[1])[-2:] != old[-2:]
+        assert await mirror.read(second, 5, 5000) == content(SIZE, 1)[5:5005]
+        second.release()
+        await mirror.settled()
+        assert blocks(mirror.tier) == 3 * TAKEN
+        assert segment_bytes(mirror.tier, old) == bytes(SIZE)
+        await read_locally(mirror, names)
+
+
+async def test_what_threads_are_reading_stays_until_they_have_read_it(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = files(area, 2)
+    async with area.mount() as mirror:
+        ino = await mirror.copied(names[0])
+        await mirror.copied(names[1])
+        busy = {ino}
+        monkeypatch.setattr(mirror.cache.readers, "reading", busy.__contains__)
+        old = record(mirror, ino)
+        assert mirror.cache.drop(ino, "for the test")
+        await trio.sleep(0.02)
+        assert segment_bytes(mirror.tier, old) == content(SIZE, 0)
+        assert mirror.placement.usage(mirror.tier.id)[0] == 2 * TAKEN
+        busy.clear()
+        await mirror.settled()
+        assert segment_bytes(mirror.tier, old) == bytes(SIZE)
+
+
+def listen(mirror: Mirror, patch: pytest.MonkeyPatch) -> list[str]:
+    """The calls on which the order of a removal depends, in their order."""
+    calls: list[str] = []
+    real = mirror.index.sync
+
+    def sync() -> None:
+        calls.append("begin sync")
+        real()
+        calls.append("end sync")
+
+    patch.setattr(mirror.index, "sync", sync)
+    drop = mirror.index.drop_replica
+
+    def dropping(ino: int) -> None:
+        drop(ino)
+        calls.append("commit")
+
+    patch.setattr(mirror.index, "drop_replica", dropping)
+    mirror.tier.faults.before("remove", lambda: calls.append("punch"))
+    return calls
+
+
+async def test_what_a_power_cut_could_bring_back_is_not_punched_before(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = files(area, 4)
+    async with area.mount(copies=False) as mirror:
+        inos = await copy(mirror, names[:2])
+        await mirror.cache.sync()
+        inos += await copy(mirror, names[2:])
+        calls = listen(mirror, monkeypatch)
+        assert mirror.cache.evict(inos[3])
+        await mirror.idle()
+        assert calls == ["commit", "punch"], "a reboot takes it anyway"
+        calls.clear()
+        assert mirror.cache.evict(inos[1])
+        await mirror.idle()
+        assert calls == ["commit", "begin sync", "end sync", "punch"]
+        assert states(mirror, inos) == ["resident", "remote", "resident", "remote"]
+        await mirror.settled()
+
+
+async def test_those_that_go_together_cost_one_sync(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = files(area, 20)
+    async with area.mount(copies=False, sound=False) as mirror:
+        inos = await copy(mirror, names)
+        await mirror.cache.sync()
+        calls = listen(mirror, monkeypatch)
+        for ino in inos[1:]:
+            assert mirror.cache.evict(ino)
+        await mirror.idle()
+        assert calls.count("commit") == 19
+        assert calls.count("begin sync") <= 2
+        assert calls.count("punch") <= 2
+        # ext4 keeps a block for the map of so many holes: what has data is looked at.
+        (segment,) = mirror.tier.segments.found()
+        assert mirror.tier.segments.data_ranges(segment) == [(0, TAKEN)]
+        assert mirror.placement.usage(mirror.tier.id)[0] == TAKEN
+
+
+async def test_without_the_sync_it_stays_and_is_tried_again(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = files(area, 3)
+    async with area.mount(copies=False) as mirror:
+        inos = await copy(mirror, names)
+        await mirror.cache.sync()
+        old = record(mirror, inos[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(mirror.index, "sync", full)
+            assert mirror.cache.evict(inos[0])
+            await mirror.idle()
+            for _ in range(2):
+                await mirror.cache.look_after()
+                await mirror.idle()
+            assert segment_bytes(mirror.tier, old) == content(SIZE, 0)
+            assert mirror.placement.usage(mirror.tier.id)[0] == blocks(mirror.tier) == 3 * TAKEN
+            assert mirror.cache.out_of_service(mirror.tier.id) is None, "it is not to blame"
+        await mirror.cache.look_after()
+        await mirror.settled()
+        assert blocks(mirror.tier) == 2 * TAKEN
+
+
+async def test_a_frozen_index_has_nothing_punched_that_was_durable(area: Area) -> None:
+    names = files(area, 3)
+    async with area.mount(copies=False, sound=False) as mirror:
+        inos = await copy(mirror, names[:2])
+        await mirror.cache.sync()
+        inos += await copy(mirror, names[2:])
+        lying = [record(mirror, ino) for ino in inos]
+        for ino in (inos[0], inos[2]):
+            assert mirror.cache.evict(ino)
+        mirror.index._frozen = "for the test"
+        assert not mirror.cache.evict(inos[1])
+        await mirror.idle()
+        await mirror.cache.look_after()
+        await mirror.idle()
+        assert segment_bytes(mirror.tier, lying[0]) == content(SIZE, 0)
+        assert segment_bytes(mirror.tier, lying[1]) == content(SIZE, 1)
+    async with area.mount(copies=False) as mirror:
+        await until(lambda: blocks(mirror.tier) == TAKEN, "it to be given back")
+        await read_locally(mirror, [names[1]])
+        await mirror.settled()
+
+
+async def test_what_cannot_be_punched_counts_until_it_is(area: Area) -> None:
+    names = files(area, 3)
+    async with area.mount(copies=False) as mirror:
+        inos = await copy(mirror, names)
+        mirror.tier.faults.fail("remove", errno.EIO)
+        assert mirror.cache.evict(inos[0])
+        await mirror.idle()
+        assert mirror.placement.usage(mirror.tier.id)[0] == blocks(mirror.tier) == 3 * TAKEN
+        await mirror.mend()
+        assert mirror.placement.usage(mirror.tier.id)[0] == blocks(mirror.tier) == 2 * TAKEN
+        await mirror.settled()
+
+
+# Crashes and reboots.
+
+
+async def test_a_crash_before_the_commit_leaves_a_gap(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = files(area, 8)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    async def until_killed() -> None:
+        async with area.mount(copies=False, sound=False) as mirror:
+            await copy(mirror, names[:4])
+            monkeypatch.setattr(mirror.index, "put_replicas", kill)
+            await copy(mirror, names)
+
+    with pytest.RaisesGroup(Killed, flatten_subgroups=True):
+        await until_killed()
+    async with area.mount() as mirror:
+        (segment,) = mirror.tier.segments.found()
+        assert lies_in(mirror.tier, segment).stat().st_size > 7 * TAKEN
+        await until(lambda: blocks(mirror.tier) == 4 * TAKEN, "the gap to be given back")
+        mirror.check_books()
+        assert not mirror.index.segments(mirror.tier.id)[segment]
+        await read_locally(mirror, names[:4])
+        await copy(mirror, names)
+        assert len(mirror.tier.segments.found()) == 2
+        await read_locally(mirror, names)
+        await mirror.settled()
+
+
+@pytest.mark.parametrize("size", [SIZE, 3 * TAKEN, 1])
+async def test_bytes_behind_the_last_record_are_given_back(area: Area, size: int) -> None:
+    """To the last block, also where the file ends amid one."""
+    names = files(area, 2)
+    async with area.mount(copies=False, sound=False) as mirror:
+        inos = await copy(mirror, names)
+        scribble(mirror.tier, record(mirror, inos[1]), content(size), TAKEN)
+    async with area.mount() as mirror:
+        await until(
+            lambda: not any(mirror.index.segments(mirror.tier.id).values()), "it to be looked at"
+        )
+        await mirror.idle()
+        assert blocks(mirror.tier) == 2 * TAKEN
+        await read_locally(mirror, names)
+        await mirror.settled()
+
+
+async def test_gaps_between_records_and_before_the_first_are_given_back(area: Area) -> None:
+    names = files(area, 7)
+    async with area.mount(copies=False, sound=False) as mirror:
+        inos = await copy(mirror, names)
+        for number in (0, 2, 3, 6):
+            mirror.index.drop_replica(inos[number])
+    async with area.mount() as mirror:
+        await until(lambda: blocks(mirror.tier) == 3 * TAKEN, "the gaps to be given back")
+        mirror.check_books()
+        await read_locally(mirror, [names[n] for n in (1, 4, 5)])
+        await mirror.settled()
+
+
+async def test_one_that_was_begun_and_never_made(area: Area) -> None:
+    names = files(area, 2)
+    async with area.mount(copies=False) as mirror:
+        await copy(mirror, names)
+        mirror.index.begin_segments(mirror.tier.id, [77])
+    async with area.mount() as mirror:
+        await until(lambda: 77 not in mirror.index.segments(mirror.tier.id), "it to be forgotten")
+        await read_locally(mirror, names)
+        await mirror.settled()
+
+
+async def test_after_a_reboot_what_was_not_synced_is_not_believed(area: Area) -> None:
+    names = files(area, 6)
+    async with area.mount(copies=False) as mirror:
+        await copy(mirror, names[:3])
+        await mirror.cache.sync()
+        lost = [record(mirror, ino) for ino in await copy(mirror, names[3:])]
+        unsynced(mirror)
+        for replica in lost:
+            scribble(mirror.tier, replica, bytes(SIZE), 0)
+    async with area.mount(boot_id=b"second boot") as mirror:
+        await read_all(mirror, names)
+        await mirror.idle()
+        # More than once, perhaps: the tier takes nothing before it was looked at.
+        assert [bool(mirror.bytes_read(name)) for name in names] == [False] * 3 + [True] * 3
+        await copy(mirror, names)
+        await mirror.settled()
+        assert blocks(mirror.tier) == 6 * TAKEN
+    async with area.mount(boot_id=b"third boot") as mirror:
+        await read_locally(mirror, names)
+        await mirror.settled()
+
+
+async def test_a_reboot_that_lost_the_index_of_a_segment(area: Area) -> None:
+    """What was synced is in the list; what was not is removed with the rest of it."""
+    names = files(area, 5)
+    async with area.mount(copies=False, sound=False) as mirror:
+        await copy(mirror, names[:3])
+        await mirror.cache.sync()
+        before = shutil.copytree(area.state, area.path / "before")
+        await copy(mirror, names[3:])
+        unsynced(mirror)
+    shutil.rmtree(area.state)
+    before.rename(area.state)
+    async with area.mount(boot_id=b"second boot", copies=False) as mirror:
+        await mirror.idle()
+        mirror.check_books()
+        assert blocks(mirror.tier) == 3 * TAKEN
+        await read_locally(mirror, names[:3])
+        await mirror.settled()
+
+
+# A new index.
+
+
+async def test_a_new_index_takes_over_what_the_lists_say_and_is_so(area: Area) -> None:
+    names = files(area, 6)
+    async with area.mount(copies=False, sound=False) as mirror:
+        inos = await copy(mirror, names[:5])
+        await mirror.cache.sync()
+        await copy(mirror, names[5:])  # not in a list
+        unsynced(mirror)
+        scribble(mirror.tier, record(mirror, inos[2]))
+    set_aside(str(area.state))
+    async with area.mount(copies=False) as mirror:
+        await mirror.idle()
+        assert mirror.index.tier_totals()[mirror.tier.id].found == 4
+        assert blocks(mirror.tier) == 4 * TAKEN
+        mirror.check_books()
+        await read_all(mirror, names)
+        assert [mirror.bytes_read(name) for name in names] == [0, 0, SIZE, 0, 0, SIZE]
+        assert mirror.metrics.replicas_adopted == 4
+        await mirror.idle()
+        mirror.check_books()
+        # They go as all others do.
+        assert blocks(mirror.tier) == 6 * TAKEN
+        assert mirror.cache.evict(await mirror.ino(names[0]))
+        await mirror.settled()
+        assert blocks(mirror.tier) == 5 * TAKEN
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn", "of another"])
+async def test_a_segment_without_its_list_is_removed(area: Area, damage: str) -> None:
+    names = files(area, 3)
+    async with area.mount(copies=False) as mirror:
+        await copy(mirror, names)
+    (path,) = (area.tier(1) / "segments").glob("*.list")
+    match damage:
+        case "missing":
+            path.unlink()
+        case "torn":
+            os.truncate(path, path.stat().st_size - 1)
+        case "of another":
+            path.with_suffix("").rename(path.with_name("0" * 15 + "1"))
+            path.rename(path.with_name("0" * 15 + "1.list"))
+    set_aside(str(area.state))
+    async with area.mount(copies=False) as mirror:
+        await mirror.idle()
+        assert mirror.tier.segments.found() == []
+        assert mirror.placement.usage(mirror.tier.id)[0] == 0
+        await copy(mirror, names)
+        await read_locally(mirror, names)
+        await mirror.settled()
+
+
+async def test_two_copies_of_one_version_are_taken_over_once(area: Area) -> None:
+    """One was dropped, and a crash came before its room was given back."""
+    names = files(area, 3)
+    async with area.mount(copies=False, sound=False) as mirror:
+        inos = await copy(mirror, names)
+        await mirror.cache.sync()
+        mirror.index.drop_replica(inos[1])
+        await copy(mirror, names[1:2])
+        await mirror.cache.sync()
+    set_aside(str(area.state))
+    async with area.mount(copies=False) as mirror:
+        await mirror.idle()
+        assert mirror.index.tier_totals()[mirror.tier.id].found == 3
+        assert blocks(mirror.tier) == 3 * TAKEN
+        mirror.check_books()
+        await read_locally(mirror, names)
+        await mirror.settled()
+
+
+async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = files(area, 4)
+    async with area.mount(copies=False, sound=False) as mirror:
+        bad = record(mirror, (await copy(mirror, names))[2])
+    set_aside(str(area.state))
+    real = FaultySegments.verify
+
+    def verify(*given: object) -> bool:
+        if given[2] == bad.offset:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FaultySegments, "verify", verify)
+    async with area.mount(copies=False) as mirror:
+        await mirror.idle()
+        assert mirror.cache.out_of_service(mirror.tier.id) is None
+        assert mirror.index.tier_totals()[mirror.tier.id].found == 3
+        await read_all(mirror, names)
+        await mirror.settled()
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_what_is_not_ours_in_their_place_is_left_alone(area: Area, known: bool) -> None:
+    names = files(area, 3)
+    async with area.mount(copies=False, sound=False) as mirror:
+        (segment,) = {record(mirror, ino).segment for ino in await copy(mirror, names)}
+    path = area.tier(1) / "segments" / f"{segment:016x}"
+    outside = path.rename(area.path / "outside")
+    path.symlink_to(outside)
+    data = outside.read_bytes()
+    if not known:
+        set_aside(str(area.state))
+    async with area.mount(boot_id=b"second boot", copies=False) as mirror:
+        await mirror.idle()
+        assert mirror.cache.out_of_service(mirror.tier.id) is None
+        assert mirror.placement.usage(mirror.tier.id)[0] == 0
+        await copy(mirror, names)
+        await read_locally(mirror, names)
+        await mirror.settled()
+    assert path.is_symlink()
+    assert outside.read_bytes() == data
+
+
+# Moves, and tiers that are not what they were.
+
+
+async def test_small_files_move_from_one_segment_to_another(area: Area) -> None:
+    names = files(area, 3)
+    async with area.mount([TAKEN + 4096, ALL_ROOM]) as mirror:
+        inos = [await mirror.copied(name) for name in names]
+        fast, slow = mirror.tiers
+        assert [record(mirror, ino).tier for ino in inos] == [fast.id, slow.id, slow.id]
+        assert mirror.cache.drop(inos[0], "for the test")
+        await mirror.idle()
+        await mirror.read_file(names[1])
+        await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
+        await mirror.idle()
+        moved = record(mirror, inos[1])
+        assert (moved.tier, moved.segment != 0, moved.durable) == (fast.id, True, False)
+        assert [blocks(fast), blocks(slow)] == [TAKEN, TAKEN]
+        assert own_files(fast) == []
+        await read_locally(mirror, names[1:])
+        await mirror.settled()
+    async with area.mount([TAKEN + 4096, ALL_ROOM], boot_id=b"second boot") as mirror:
+        await read_locally(mirror, names[1:])
+        await mirror.settled()
+
+
+async def test_one_moves_to_where_nothing_is_shared(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Segments.gives_back
+    monkeypatch.setattr(
+        Segments, "gives_back", lambda self: not self.path.endswith("tier1") and real(self)
+    )
+    names = files(area, 2)
+    async with area.mount([TAKEN + 4096, ALL_ROOM]) as mirror:
+        inos = [await mirror.copied(name) for name in names]
+        assert [bool(record(mirror, ino).segment) for ino in inos] == [False, True]
+        assert mirror.cache.drop(inos[0], "for the test")
+        await mirror.idle()
+        await mirror.read_file(names[1])
+        await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
+        await mirror.idle()
+        assert record(mirror, inos[1]).segment == record(mirror, inos[1]).offset == 0
+        assert blocks(mirror.tiers[1]) == 0
+        await read_locally(mirror, names[1:])
+        await mirror.settled()
+
+
+@pytest.mark.parametrize("call", ["put_replica", "begin_segments"])
+async def test_a_move_that_cannot_be_recorded_leaves_nothing(
+    area: Area, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    names = files(area, 2)
+    async with area.mount([TAKEN + 4096, ALL_ROOM]) as mirror:
+        inos = [await mirror.copied(name) for name in names]
+        mirror.cache._segments._allocators[mirror.tier.id].seal()  # type: ignore[union-attr]
+        assert mirror.cache.drop(inos[0], "for the test")
+        await mirror.idle()
+        tried = trio.Event()
+
+        def fail(*_: object, **options: object) -> None:
+            tried.set()
+            full()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(mirror.index, call, fail)
+            await mirror.read_file(names[1])
+            with trio.fail_after(5):
+                await tried.wait()
+            await until(lambda: not mirror.cache._busy, "its end")
+            await mirror.idle()
+        assert record(mirror, inos[1]).tier == mirror.tiers[1].id
+        assert blocks(mirror.tier) == 0
+        await read_locally(mirror, names[1:])
+        await until(lambda: not mirror.cache._busy, "the move")
+        await mirror.settled()
+
+
+def removed(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+def emptied(path: Path) -> None:
+    for child in path.iterdir():
+        shutil.rmtree(child)
+    (path / "parts").mkdir()
+
+
+def replaced(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def without_segments(path: Path) -> None:
+    shutil.rmtree(path / "segments")
+
+
+@pytest.mark.parametrize("how", [removed, emptied, replaced, without_segments])
+async def test_a_tier_that_is_another_one_while_it_is_mounted(
+    area: Area, how: Callable[[Path], None]
+) -> None:
+    """What it had is read from the source; once it is there again it takes files as before."""
+    names = files(area, 6)
+    async with area.mount(copies=False, sound=False) as mirror:
+        await copy(mirror, names[:3])
+        held = await mirror.open(names[0])
+        how(area.path / "tier1")
+        assert await mirror.read(held, 0, SIZE) == content(SIZE, 0), "it is still open"
+        await read_all(mirror, names)
+        await copy(mirror, names)
+        area.tier(1)
+        held.release()
+        for _ in range(4):
+            await mirror.cache.look_after()
+            await mirror.idle()
+            await copy(mirror, names)
+            await read_all(mirror, names)
+        assert mirror.cache.out_of_service(mirror.tier.id) is None
+        inos = [await mirror.ino(name) for name in names]
+        assert states(mirror, inos) == ["resident"] * 6
+        await read_locally(mirror, names)
+        for ino in inos:
+            assert lies_in(mirror.tier, record(mirror, ino).segment).exists()
+        await mirror.settled()
+    async with area.mount() as mirror:
+        await read_locally(mirror, names)
+        await mirror.settled()
+
+
+async def test_a_tier_that_gives_nothing_back_any_more_when_they_are_written(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory became another one after there was room for them."""
+    names = files(area, 2)
+    async with area.mount(copies=False) as mirror:
+        nodes = [await mirror.node(name) for name in names]
+        places = [place for place in mirror.cache.reserve_each(nodes, evicts=False) if place]
+        assert [place.shares for place in places] == [True, True]
+        monkeypatch.setattr(Segments, "gives_back", lambda _: False)
+        mirror.cache._segments.replaced(mirror.tier)
+        data = [content(SIZE, number) for number in range(2)]
+        results = await mirror.cache.write_each([*zip(places, data, strict=True)])
+        for place, result in zip(places, results, strict=True):
+            if result is not True:
+                assert isinstance(result, OSError)
+                await mirror.cache.abandon(place, Cause.FAILED, "for the test")
+        await copy(mirror, names)
+        await read_locally(mirror, names)
+        await mirror.settled()
