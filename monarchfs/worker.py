@@ -51,7 +51,6 @@ from monarchfs.fuse.relay import Relay
 from monarchfs.fuse.slots import Slots
 from monarchfs.index import Index, set_aside
 from monarchfs.logs import BoundedLog, FewOfEach
-from monarchfs.memory import machine_memory
 from monarchfs.metrics import Metrics
 from monarchfs.metrics.kept import Kept
 from monarchfs.placement.policies import Eviction
@@ -293,7 +292,7 @@ class Worker:
             )
             self.slots.kernel_reads = passes and (
                 self.config.data_path is DataPath.PASSTHROUGH
-                or kernel_reads(dataset, machine_memory()[1], free_opens=_free_opens(self.config))
+                or kernel_reads(dataset, free_opens=_free_opens(self.config))
             )
         return bool(self.slots.kernel_reads)
 

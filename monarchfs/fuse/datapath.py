@@ -9,10 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SMALL_BYTES = 1 << 20
-"""Mean size of a file below which an open that costs nothing is worth more than reads that do."""
-
-MEMORY_SHARE = 4
-"""One part in so many of the memory is what the dataset may fill in the page cache."""
+"""As in store/allocator.py."""
 
 
 class Dataset(NamedTuple):
@@ -22,15 +19,12 @@ class Dataset(NamedTuple):
     bytes: int
 
 
-def kernel_reads(dataset: Dataset, memory_bytes: int, *, free_opens: bool) -> bool:
+def kernel_reads(dataset: Dataset, *, free_opens: bool) -> bool:
     """Whether the kernel should read replicas itself, where both are possible.
 
-    ``free_opens``: without passthrough, opens would not reach the daemon. Then many small files
-    that fit in memory are better off with the page cache: it holds them from the second reading on,
-    and opening them costs nothing. Whatever is larger than that is read faster, and without taking
+    ``free_opens``: without passthrough, opens would not reach the daemon. That is best for files
+    that are small on average: most of them share a file with others, which the kernel cannot read
+    by itself, and opening them costs nothing then. Larger ones are read faster, and without taking
     memory twice, from the replica itself. So is a dataset of which nothing is known yet.
     """
-    if not free_opens or dataset.files == 0:
-        return True
-    small = dataset.bytes < dataset.files * SMALL_BYTES
-    return not (small and dataset.bytes * MEMORY_SHARE <= memory_bytes)
+    return not free_opens or dataset.files == 0 or dataset.bytes >= dataset.files * SMALL_BYTES
