@@ -90,6 +90,7 @@ class PlacementMachine(RuleBasedStateMachine):
         self.next_ino = 16
         self.capacity = list(CAPACITIES)
         self.others = [(0, 0)] * 3
+        self.overtaken = [0] * 3  # what was on its way when others' files came
         self.rest: dict[int, tuple[int, int]] = {}  # ino: tier, allocated
         self.copies: dict[int, Copy] = {}
         self.moves: dict[int, Moving] = {}
@@ -154,8 +155,8 @@ class PlacementMachine(RuleBasedStateMachine):
         other_bytes, other_files = self.others[tier]
         assert FILE_SYSTEM.free_bytes - used - other_bytes >= RESERVE_BYTES
         if other_files:
-            # Others may have taken the inode that was free when a copy in progress was placed.
-            files -= sum(copy.tier == tier for copy in self.copies.values())
+            # Others may have taken the inode that was free when a copy or a move was placed.
+            files -= sum(copy.tier == tier for copy in self.copies.values()) + self.overtaken[tier]
         assert FILE_SYSTEM.free_inodes - files - other_files >= RESERVE_INODES
 
     # Carrying out.
@@ -455,6 +456,8 @@ class PlacementMachine(RuleBasedStateMachine):
     def crowded(self, tier: int, others: tuple[int, int]) -> None:
         """Others' files come and go."""
         self.others[tier] = others
+        self.overtaken[tier] += sum(copy.tier == tier for copy in self.copies.values())
+        self.overtaken[tier] += sum(move.to == tier for move in self.moves.values())
         assert self.see(tier) == []
         self.check_relieved(tier)
 
