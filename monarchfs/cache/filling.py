@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from monarchfs.cache.moves import Moves
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
-from monarchfs.cache.segments import Written
+from monarchfs.cache.segments import Written, unrecorded
 from monarchfs.placement.events import (
     Abandoned,
     Dropped,
@@ -278,7 +278,7 @@ class Filling(Moves):
             try:
                 self.index.begin_copy(ino, reservation.tier.id, name)
             except IndexWriteError as exc:
-                raise OSError(errno.EBUSY, str(exc)) from exc
+                raise unrecorded(exc) from exc
             reservation.shares = False
 
     async def _append_each(self, files: Sequence[tuple[Reservation, Data]]) -> list[bool | OSError]:
@@ -320,17 +320,15 @@ class Filling(Moves):
         return results
 
     def _store(self, stored: Sequence[tuple[Reservation, Replica]]) -> None:
-        """Record replicas that lie in their tiers: all of them, or none and OSError."""
+        """Record replicas that lie in segments: all of them, or none and OSError."""
         replicas = [(reservation.node.ino, replica) for reservation, replica in stored]
         try:
             if replicas:
                 self.index.put_replicas(replicas)
         except IndexWriteError as exc:
-            # An error of the index says nothing of the tier.
-            raise OSError(errno.EBUSY, str(exc)) from exc
+            raise unrecorded(exc) from exc
         for reservation, replica in stored:
-            if replica.segment:
-                self._segments.recorded(replica)
+            self._segments.recorded(replica)
             self._stored(reservation, replica)
 
     async def _commit(self, reservation: Reservation, allocated: int, checksum: int) -> bool:
@@ -425,8 +423,7 @@ class Filling(Moves):
         try:
             self.index.put_replica(ino, replica, in_flight=in_flight)
         except IndexWriteError as exc:
-            # An error of the index says nothing of the tier.
-            raise OSError(errno.EBUSY, str(exc)) from exc
+            raise unrecorded(exc) from exc
 
     def _end(self, reservation: Reservation, event: Event) -> None:
         self._tiers.written[reservation.tier.id] -= reservation.written

@@ -134,8 +134,7 @@ class Segments:
                 self._index.begin_segments(tier.id, begun)
         except IndexWriteError as exc:
             allocator.seal()
-            # An error of the index says nothing of the tier.
-            return [_unrecorded(exc) for _ in places]
+            return [unrecorded(exc) for _ in places]
         self._own[tier.id].update(begun)
         # Until they are recorded, or punched.
         for (segment, offset), length in zip(places, taken, strict=True):
@@ -203,7 +202,7 @@ class Segments:
                     await self._in_thread(self._index.sync)
             except IndexWriteError as exc:
                 for _, done in waiting:
-                    self._failed[done] = _unrecorded(exc)
+                    self._failed[done] = unrecorded(exc)
                     done.set()
                 continue
             for (tier_id, segment), going in by_segment.items():
@@ -229,13 +228,13 @@ class Segments:
             for _, done in going:
                 done.set()
 
-    def _is_empty(self, tier_id: int, segment: int, going: Iterable[int] = ()) -> bool:
+    def _is_empty(self, tier_id: int, segment: int, going: Iterable[int]) -> bool:
         """Whether nothing is in it, nor will be, but what is at the offsets ``going``."""
         allocator = self._allocators.get(tier_id)
         if allocator is not None and allocator.current == segment:
             return False
         others = self._leaving[tier_id, segment].keys() - set(going)
-        return not others and not self._index.segment_records(tier_id, segment)
+        return not others and self._index.segment_empty(tier_id, segment)
 
     def _left(self, tier_id: int, segment: int, offset: int) -> None:
         leaving = self._leaving.get((tier_id, segment))
@@ -267,7 +266,7 @@ class Segments:
                 self._gone(tier.id, segment)
             else:
                 await self._in_thread(partial(_punch_gaps, tier, segment, gaps))
-                if segment not in {key[1] for key in self._leaving if key[0] == tier.id}:
+                if (tier.id, segment) not in self._leaving:
                     self._index.segment_clean(tier.id, segment)
 
     def _gaps(self, tier_id: int, segment: int) -> list[Range] | None:
@@ -288,7 +287,8 @@ class Segments:
         return [*gaps, (end, 0)]
 
 
-def _unrecorded(exc: IndexWriteError) -> OSError:
+def unrecorded(exc: IndexWriteError) -> OSError:
+    """An error of the index says nothing of the tier."""
     return OSError(errno.EBUSY, str(exc))
 
 

@@ -158,6 +158,11 @@ class Replicas(Tables):
         rows = self._rows(self._db.segments, prefix, prefix, most)
         return {SEGMENT_KEY.unpack(key)[1]: bool(value[0]) for key, value in rows}
 
+    def segment_empty(self, tier: int, segment: int) -> bool:
+        """Whether no replica lies in a segment."""
+        prefix = SEGMENT_KEY.pack(tier, segment)
+        return not self._rows(self._db.records, prefix, prefix, 1)
+
     def segment_records(self, tier: int, segment: int) -> list[tuple[int, int]]:
         """Offset and inode number of each replica that lies in a segment, by rising offset; lost
         ones, too."""
