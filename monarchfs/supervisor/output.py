@@ -65,12 +65,13 @@ class WorkerOutput:
             self._write(self._count())
 
     def close(self) -> None:
-        """Write what is left, as far as it comes; there are no workers any more."""
+        """Write what is left, as far as it comes; there are no workers any more. Their last words
+        are shown even if they said too much before: it is one line."""
         turns = 0
         while turns < _TURNS and self.pass_on():
             turns += 1
         rest, self._begun = self._begun, b""
-        self._write((self._line(rest, self._clock()) if rest else "") + self._count())
+        self._write(self._count() + (self._shown(rest) if rest else ""))
         os.close(self._reading)
         os.close(self.end)
 
@@ -78,7 +79,11 @@ class WorkerOutput:
         if not self._throttle.take(now):
             self._throttle.left_out += 1
             return ""
-        return f"{self._count()}{printable(line.decode(errors='replace'), _MOST_LINE)}\n"
+        return self._count() + self._shown(line)
+
+    @staticmethod
+    def _shown(line: bytes) -> str:
+        return f"{printable(line.decode(errors='replace'), _MOST_LINE)}\n"
 
     def _count(self) -> str:
         count, self._throttle.left_out = self._throttle.left_out, 0
