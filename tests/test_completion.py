@@ -63,6 +63,8 @@ def test_every_command_and_every_option_is_offered(tmp_path: Path) -> None:
         (["mount", "--freshness", "i"], ["immutable"]),
         (["mount", "--log-level", "w"], ["warning"]),
         (["mount", "--prefetch", "al"], ["all"]),
+        (["mount", "--prefetch", "au"], ["auto"]),
+        (["run", "--data-path", "p"], ["passthrough"]),
         (["mount", "d"], ["data"]),
         (["mount", "data", "d"], ["data"]),
         (["mount", "--config", "s"], ["site.toml"]),

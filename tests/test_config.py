@@ -26,6 +26,7 @@ from monarchfs.config import (
 )
 from monarchfs.config import places as places_module
 from monarchfs.config.files import from_file, from_system_file
+from monarchfs.config.options import OPTIONS
 from monarchfs.config.places import (
     Places,
     build_config,
@@ -35,7 +36,6 @@ from monarchfs.config.places import (
     runtime_dirs_to_search,
 )
 from monarchfs.config.settings import (
-    PARSERS,
     Settings,
     escape_option,
     from_mount_options,
@@ -264,7 +264,7 @@ def test_without_options_all_is_default() -> None:
 
 
 def test_every_key_is_a_setting_and_the_other_way_round() -> None:
-    assert set(PARSERS) == set(Settings.__dataclass_fields__)
+    assert set(OPTIONS) == set(Settings.__dataclass_fields__)
 
 
 def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

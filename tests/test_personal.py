@@ -17,8 +17,9 @@ from monarchfs.cli.mount import settings_from
 from monarchfs.cli.parser import build_parser
 from monarchfs.config import EvictPolicy, Freshness, FreshnessMode, TierSpec
 from monarchfs.config.files import from_file
+from monarchfs.config.options import OPTIONS
 from monarchfs.config.personal import read_personal
-from monarchfs.config.settings import PARSERS, Settings
+from monarchfs.config.settings import Settings
 from monarchfs.slurm import daemon
 from monarchfs.types import TierSize, UsageError
 from tests import surroundings
@@ -126,7 +127,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("key", sorted(set(PARSERS) - {"user", "foreground"}))
+@pytest.mark.parametrize("key", sorted(set(OPTIONS) - {"user", "foreground"}))
 def test_every_option_has_a_variable(key: str) -> None:
     text = VALUES.get(key, "1")
     if key == "tier":
@@ -134,9 +135,9 @@ def test_every_option_has_a_variable(key: str) -> None:
     variable = f"MONARCHFS_{key.upper()}"
     settings = settings_from(parse(), environ={variable: str(text)})
     value = ["/dev/shm=16G", "/scr,atch=80%"] if key == "tier" else text
-    assert getattr(settings, key) == PARSERS[key](value) != getattr(Settings(), key) or key in (
-        "kernel_resend",
-    )
+    assert getattr(settings, key) == OPTIONS[key].parse(value) != getattr(
+        Settings(), key
+    ) or key in ("kernel_resend",)
     assert getattr(settings_from(parse(), environ={variable: ""}), key) == getattr(Settings(), key)
     if key not in ("state_dir", "log_file", "index", "prefetch"):
         with pytest.raises(UsageError, match=f"environment variable {variable}: "):

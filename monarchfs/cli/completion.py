@@ -11,8 +11,7 @@ from collections.abc import Mapping
 import shtab
 
 from monarchfs.cli.parser import build_parser, commands_of
-from monarchfs.config.model import DataPath, EvictPolicy
-from monarchfs.config.values import LOG_LEVELS
+from monarchfs.config.options import OPTIONS, Option
 
 # compgen -W would run what a mount point is named like: `$(command)`, say. Words like "dirs" in a
 # function's name make shtab quote what it prints, as names of files.
@@ -29,10 +28,6 @@ _monarchfs_files_below() {
     /*) compgen -f -- "$1" ;;
     *) (cd -- "${COMP_WORDS[2]}" 2>/dev/null && compgen -f -- "$1") ;;
   esac
-}
-_monarchfs_list_files() {
-  compgen -W "none access all" -- "$1"
-  compgen -f -- "$1"
 }
 _monarchfs_users() { compgen -u -- "$1"; }
 """
@@ -51,28 +46,17 @@ _MOUNTED = {
 _BELOW = {**shtab.FILE, "bash": "_monarchfs_files_below"}
 _USERS = {"bash": "_monarchfs_users", "zsh": "_users", "fish": "(__fish_complete_users)"}
 
+_PATHS = {"file": shtab.FILE, "directory": shtab.DIRECTORY}
+
 _COMPLETED: Mapping[str, Mapping[str, object]] = {
     "mountpoint": _MOUNTED,
     "source": shtab.DIRECTORY,
-    "state_dir": shtab.DIRECTORY,
     "name": shtab.FILE,
-    "tier": shtab.DIRECTORY,
     "config": shtab.FILE,
-    "index": shtab.FILE,
     "file": shtab.FILE,
-    "log_file": shtab.FILE,
-    "prefetch": {**shtab.FILE, "bash": "_monarchfs_list_files"},
     "user": _USERS,
 }
-"""By the name of an argument, whatever the command."""
-
-_CHOICES = {
-    "data_path": tuple(path.value for path in DataPath),
-    "evict": tuple(policy.value for policy in EvictPolicy),
-    "freshness": ("immutable", "ttl=", "open"),
-    "log_level": LOG_LEVELS,
-}
-"""Of options whose values argparse leaves to the settings' own parsers."""
+"""By the name of an argument, whatever the command. Those of options are in their table."""
 
 
 def completion_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -88,7 +72,7 @@ def completion_for(parser: argparse.ArgumentParser, shell: str) -> str:
         below = any(action.dest == "mountpoint" for action in command._actions)
         for action in command._actions:
             _mark(name, action, _BELOW if below else shtab.FILE)
-    preamble = {"bash": _BASH, "zsh": _ZSH, "fish": ""}
+    preamble = {"bash": _BASH + _words_or_files(), "zsh": _ZSH, "fish": ""}
     # Annotated as text; a text for each shell is what its documentation shows.
     script: str = shtab.complete(parser, shell=shell, preamble=preamble)  # type: ignore[arg-type]
     return script
@@ -97,10 +81,34 @@ def completion_for(parser: argparse.ArgumentParser, shell: str) -> str:
 def _mark(command: str, action: argparse.Action, path: Mapping[str, object]) -> None:
     if action.choices is not None or action.nargs == 0:
         return
-    if action.option_strings and action.dest in _CHOICES:
-        action.choices = _CHOICES[action.dest]
-    complete = path if action.dest == "path" else _COMPLETED.get(action.dest)
+    option = OPTIONS.get(action.dest)
+    if action.option_strings and option is not None and not option.paths:
+        action.choices = option.choices or None
+    complete = path if action.dest == "path" else _completed(action.dest, option)
     if command == "mount" and action.dest == "mountpoint":
         complete = shtab.DIRECTORY
     if complete is not None:
         action.complete = complete  # type: ignore[attr-defined]
+
+
+def _completed(name: str, option: Option | None) -> Mapping[str, object] | None:
+    if option is None or not option.paths:
+        return _COMPLETED.get(name)
+    paths = _PATHS[option.paths]
+    return {**paths, "bash": _function_of(name)} if option.choices else paths
+
+
+def _function_of(name: str) -> str:
+    return f"_monarchfs_{name}_words_or_files"
+
+
+def _words_or_files() -> str:
+    """Functions of bash for options that take certain words, or else a file."""
+    return "".join(
+        f"{_function_of(name)}() {{\n"
+        f'  compgen -W "{" ".join(option.choices)}" -- "$1"\n'
+        '  compgen -f -- "$1"\n'
+        "}\n"
+        for name, option in OPTIONS.items()
+        if option.choices and option.paths
+    )

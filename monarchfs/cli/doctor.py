@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain
 
 from monarchfs.cli.mount import config_and_personal, settings_from
+from monarchfs.cli.mount_options import PLAN_OPTIONS
 from monarchfs.cli.progress import Progress
 from monarchfs.cli.text import printable
 from monarchfs.config.files import SYSTEM_FILE
@@ -27,7 +28,6 @@ from monarchfs.doctor.checks import Check, State, Value
 from monarchfs.doctor.run import Subject, examine, summary
 from monarchfs.supervisor.start import path_is_remote
 
-_FLAGS = ("tier", "state_dir", "user")
 _COLOURS = {State.OK: "green", State.WARNING: "yellow", State.PROBLEM: "bold red"}
 
 
@@ -65,7 +65,7 @@ def config_from(
 ) -> tuple[Config, Places]:
     """What a mount of ``source`` with these options would be, on no mount point. Raises
     UsageError."""
-    settings = settings_from(arguments, _FLAGS, environ=environ)
+    settings = settings_from(arguments, PLAN_OPTIONS, environ=environ)
     user = resolve_user(settings.user, environ)
     places = default_places(os.geteuid(), environ, path_is_remote)
     config = build_config(settings, source=source, mountpoint="", user=user, places=places)

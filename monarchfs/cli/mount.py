@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from monarchfs.cli.mount_options import MOUNT_OPTIONS
 from monarchfs.config.files import from_file, from_system_file
 from monarchfs.config.personal import Personal, read_personal
 from monarchfs.config.places import default_places, resolve_user
@@ -17,17 +18,6 @@ from monarchfs.supervisor.daemon import run_in_background
 from monarchfs.supervisor.start import check_mount, mount_and_supervise, path_is_remote
 from monarchfs.types import UsageError
 
-FLAGS = (
-    *("tier", "state_dir", "prefetch", "freshness", "evict", "scrub", "user"),
-    "index",
-    "prefetch_rate",
-    "prefetch_jitter",
-    "data_path",
-    "metrics_port",
-    "touch_source",
-    "require_files",
-    *("foreground", "log_file", "log_level"),
-)
 _PARENT_GRACE_SECONDS = 5.0
 """How much longer the parent waits than the daemon itself would: it takes things back first."""
 
@@ -109,7 +99,7 @@ def _descriptor(text: str | None) -> int | None:
 
 def settings_from(
     arguments: argparse.Namespace,
-    flags: Sequence[str] = FLAGS,
+    flags: Sequence[str] = MOUNT_OPTIONS,
     *,
     environ: Mapping[str, str] | None = None,
 ) -> Settings:
@@ -124,7 +114,9 @@ def settings_from(
     return merge(*files, own.environment, *typed)
 
 
-def words_of(arguments: argparse.Namespace, flags: Sequence[str] = FLAGS) -> tuple[Layer, Layer]:
+def words_of(
+    arguments: argparse.Namespace, flags: Sequence[str] = MOUNT_OPTIONS
+) -> tuple[Layer, Layer]:
     """What the command line says itself: ``-o``, then flags. Raises UsageError."""
     return (
         from_mount_options(arguments.options or ()),

@@ -29,7 +29,7 @@ from monarchfs.cli.examples import (
     WHY_EXAMPLES,
 )
 from monarchfs.cli.help import HELP_EXAMPLES, VERSION_EXAMPLES
-from monarchfs.cli.mount_options import add_mount_options, add_mounts_options
+from monarchfs.cli.mount_options import PLAN_OPTIONS, RUN_OPTIONS, add_mount_options
 from monarchfs.cli.run_options import RUN_EXAMPLES, add_run_options
 from monarchfs.types import UsageError
 
@@ -142,16 +142,13 @@ def _add_mount(commands: _Commands) -> None:
         metavar="N",
         help="mount the directory that descriptor N stands for; SOURCE is only what it is called",
     )
-    parser.add_argument(
-        "-f", "--foreground", action="store_const", const=True, help="stay, and log to the terminal"
-    )
 
 
 def _add_run(commands: _Commands) -> None:
     summary = "run a command that sees the cached view at the source's own path"
     parser = _add_command(commands, "run", summary, RUN_EXAMPLES)
     parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
-    add_mount_options(parser)
+    add_mount_options(parser, RUN_OPTIONS)
     add_run_options(parser)
 
 
@@ -228,7 +225,7 @@ def _add_doctor(commands: _Commands) -> None:
     summary = "see whether this machine can mount, and how well"
     parser = _add_command(commands, "doctor", summary, DOCTOR_EXAMPLES)
     parser.add_argument("source", metavar="SOURCE", nargs="?", help="the dataset's directory")
-    add_mounts_options(parser)
+    add_mount_options(parser, PLAN_OPTIONS)
     option = parser.add_argument
     option("--quick", action="store_true", help="measure no rates")
     option("--timeout", metavar="SECONDS", default="60", help="the time limit (default 60)")
@@ -239,7 +236,7 @@ def _add_plan(commands: _Commands) -> None:
     summary = "say what caching a dataset would bring"
     parser = _add_command(commands, "plan", summary, PLAN_EXAMPLES)
     parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
-    add_mounts_options(parser)
+    add_mount_options(parser, PLAN_OPTIONS)
     option = parser.add_argument
     option("--epochs", metavar="N", default="10", help="how often it is read (default 10)")
     option("--quick", action="store_true", help="measure no rates, estimate no times")

@@ -15,7 +15,8 @@ from typing import Any
 
 from monarchfs.bounded import bounded_call
 from monarchfs.cli.child import run_child
-from monarchfs.cli.mount import FLAGS, config_and_personal, settings_from, words_of
+from monarchfs.cli.mount import config_and_personal, settings_from, words_of
+from monarchfs.cli.mount_options import RUN_OPTIONS
 from monarchfs.cli.output import complain
 from monarchfs.cli.text import format_count, format_share
 from monarchfs.config import User
@@ -44,7 +45,6 @@ from monarchfs.units import format_bytes
 
 _STATUS_SECONDS = 5.0
 _LOOK_SECONDS = 5.0
-_NAMES = tuple(name for name in FLAGS if name != "foreground")
 
 
 @dataclass(slots=True)
@@ -124,13 +124,15 @@ def _words_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Sett
     """The settings that the user named, without the machine's file: raises UsageError for them."""
     named, own = config_and_personal(arguments, environ)
     file = {} if named is None else from_file(parse_path(named))
-    return merge(own.home if named is None else file, own.environment, *words_of(arguments, _NAMES))
+    return merge(
+        own.home if named is None else file, own.environment, *words_of(arguments, RUN_OPTIONS)
+    )
 
 
 def _view_of(
     arguments: argparse.Namespace, source: str, user: User, environ: Mapping[str, str]
 ) -> View:
-    settings = replace(settings_from(arguments, _NAMES, environ=environ), foreground=False)
+    settings = replace(settings_from(arguments, RUN_OPTIONS, environ=environ), foreground=False)
     deadline = time.monotonic() + settings.start_timeout_seconds
     real = _resolved(source, settings.start_timeout_seconds)
     found = _existing(real, user, environ)

@@ -11,7 +11,8 @@ import stat
 import sys
 from typing import Any, BinaryIO
 
-from monarchfs.config.settings import PARSERS, Layer, nearest, parse_value
+from monarchfs.config.options import OPTIONS
+from monarchfs.config.settings import Layer, nearest, parse_value
 from monarchfs.types import UsageError
 
 SYSTEM_FILE = "/etc/monarchfs.toml"
@@ -107,7 +108,7 @@ def from_content(path: str, content: bytes) -> Layer:
     for name, value in table.items():
         key = name.replace("-", "_")
         place = f"configuration {path}{_line_of(name, text)}"
-        if key not in PARSERS:
+        if key not in OPTIONS:
             raise UsageError(f"{place}: key '{name}' is not known: {nearest(key)}")
         if key in layer:
             raise UsageError(f"{place}: {key} is given twice: write it once")

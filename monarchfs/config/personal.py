@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from monarchfs.config.files import from_content, read_limited
-from monarchfs.config.settings import PARSERS, Layer, parse_value, split_options
+from monarchfs.config.options import OPTIONS
+from monarchfs.config.settings import Layer, parse_value, split_options
 from monarchfs.types import UsageError
 
 PREFIX = "MONARCHFS_"
@@ -95,7 +96,7 @@ def _is_known(name: str, value: str) -> bool:
     # A dataset called "path" has its mount point in a variable of that name, in jobs of Slurm.
     if key == "data_path" and value.startswith("/"):
         return False
-    return key in PARSERS and key not in _NOT_FROM_HERE
+    return key in OPTIONS and key not in _NOT_FROM_HERE
 
 
 def _is_runs(name: str) -> bool:

@@ -7,11 +7,10 @@ Each layer is a mapping from key to parsed value; a later layer replaces what an
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from monarchfs.config import values
 from monarchfs.config.model import (
     DEFAULT_FRESHNESS,
     DataPath,
@@ -20,6 +19,7 @@ from monarchfs.config.model import (
     PrefetchMode,
     TierSpec,
 )
+from monarchfs.config.options import OPTIONS
 from monarchfs.types import UsageError
 
 Layer = Mapping[str, object]
@@ -57,36 +57,6 @@ class Settings:
     prefetch_jitter: float = 0.0
     copy_nice: int = 0
 
-
-PARSERS: Mapping[str, Callable[[object], object]] = {
-    "tier": values.parse_tiers,
-    "state_dir": values.parse_path,
-    "prefetch": values.parse_prefetch,
-    "freshness": values.parse_freshness,
-    "evict": values.parse_evict,
-    "data_path": values.parse_data_path,
-    "user": values.parse_name,
-    "allow_other": values.parse_flag,
-    "noexec": values.parse_flag,
-    "require_files": values.parse_flag,
-    "foreground": values.parse_flag,
-    "log_file": values.parse_path,
-    "log_level": values.parse_log_level,
-    "copy_workers": values.parse_count,
-    "source_threads": values.parse_count,
-    "local_threads": values.parse_count,
-    "source_deadline_seconds": values.parse_seconds,
-    "start_timeout_seconds": values.parse_timeout,
-    "reserve_percent": values.parse_percent,
-    "scrub": values.parse_rate,
-    "metrics_port": values.parse_port,
-    "touch_source": values.parse_interval,
-    "index": values.parse_path,
-    "kernel_resend": values.parse_flag,
-    "prefetch_rate": values.parse_rate,
-    "prefetch_jitter": values.parse_interval,
-    "copy_nice": values.parse_nice,
-}
 
 # What mount(8), fstab and systemd put into a list of options without meaning the file system.
 _IGNORED = frozenset(
@@ -138,7 +108,7 @@ def escape_option(option: str) -> str:
 def is_known_option(option: str) -> bool:
     """Whether ``NAME`` or ``NAME=VALUE`` has a meaning in ``-o``, be it that it is refused."""
     key = option.partition("=")[0].replace("-", "_")
-    return _is_ignored(option) or key == "exec" or key in _REFUSED or key in PARSERS
+    return _is_ignored(option) or key == "exec" or key in _REFUSED or key in OPTIONS
 
 
 def from_mount_options(texts: Iterable[str]) -> Layer:
@@ -155,11 +125,11 @@ def from_mount_options(texts: Iterable[str]) -> Layer:
         if option == "exec":
             layer["noexec"] = False
             continue
-        if key not in PARSERS:
+        if key not in OPTIONS:
             raise UsageError(f"mount option '{option}' is not known: {nearest(key)}")
         if key == "tier":
             tiers.append(value)
-        elif not equals and PARSERS[key] is not values.parse_flag:
+        elif not equals and not OPTIONS[key].is_switch:
             raise UsageError(f"mount option '{name}' needs a value: write it as {name}=VALUE")
         else:
             layer[key] = parse_value(key, value, f"mount option {name}")
@@ -187,7 +157,7 @@ def merge(*layers: Layer) -> Settings:
 
 def nearest(key: str) -> str:
     """What to write instead of a key that there is not."""
-    close = difflib.get_close_matches(key, PARSERS, n=1)
+    close = difflib.get_close_matches(key, OPTIONS, n=1)
     return f"did you mean {close[0]}?" if close else "see monarchfs mount --help"
 
 
@@ -200,6 +170,6 @@ def _is_ignored(option: str) -> bool:
 def parse_value(key: str, value: object, place: str) -> object:
     """The value of a setting; UsageError begins with ``place``."""
     try:
-        return PARSERS[key](value)
+        return OPTIONS[key].parse(value)
     except UsageError as error:
         raise UsageError(f"{place}: {error}") from None

@@ -13,18 +13,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from monarchfs.cli.mount import FLAGS
 from monarchfs.cli.mount_helper import _options as helper_options
+from monarchfs.cli.mount_options import MOUNT_OPTIONS
 from monarchfs.cli.output import complain
 from monarchfs.cli.parser import build_parser
 from monarchfs.config.files import from_content, toml_table
-from monarchfs.config.settings import PARSERS, Layer, Settings, from_mount_options, merge
+from monarchfs.config.options import OPTIONS, flag_of
+from monarchfs.config.settings import Layer, Settings, from_mount_options, merge
 from monarchfs.slurm.site import Site, site_from
 from monarchfs.types import UsageError
 
 # What options are made of, so that more than the first word is ever parsed.
 WORDS = st.sampled_from(
-    [*PARSERS, "rw", "exec", "suid", "_netdev", "x-systemd.automount", "fsname", "remount"]
+    [*OPTIONS, "rw", "exec", "suid", "_netdev", "x-systemd.automount", "fsname", "remount"]
 )
 PIECES = (
     st.sampled_from(['"', ",", "\\", "=", "%", "\0", "\n", "\r", "\x1b[2J", "\udcff", "../", "/"])
@@ -37,7 +38,7 @@ PIECES = (
     | st.text(max_size=8)
 )
 VALUES = st.lists(PIECES, max_size=6).map("".join)
-OPTIONS = st.lists(
+LISTED = st.lists(
     st.tuples(WORDS | VALUES, st.sampled_from(["", "="]), VALUES).map("".join), max_size=5
 ).map(",".join)
 SCALARS = (
@@ -83,7 +84,7 @@ def check(layer: Layer) -> None:
 
 
 @settings(deadline=None)
-@given(OPTIONS | st.text())
+@given(LISTED | st.text())
 @example("tier=/a=1G,tier=/a=1G")
 @example('tier="/a,b=1G",state_dir=\\')
 @example("user=")
@@ -95,7 +96,7 @@ def test_mount_options(text: str) -> None:
 
 
 @settings(deadline=None)
-@given(OPTIONS, st.booleans())
+@given(LISTED, st.booleans())
 def test_what_mount_gives_its_helper(text: str, sloppy: bool) -> None:
     """What the helper hands on means the same, or nothing: no word becomes another option."""
     words = refused_or(lambda: helper_options([text], sloppy=sloppy))
@@ -106,7 +107,7 @@ def test_what_mount_gives_its_helper(text: str, sloppy: bool) -> None:
     assert direct == joined
 
 
-@pytest.mark.parametrize("key", sorted(PARSERS))
+@pytest.mark.parametrize("key", sorted(OPTIONS))
 @settings(max_examples=40, deadline=None)
 @given(value=ANYTHING)
 @example(value="")
@@ -118,7 +119,7 @@ def test_what_mount_gives_its_helper(text: str, sloppy: bool) -> None:
 @example(value={"a": 1})
 @example(value="\ud800")
 def test_each_setting_takes_any_value(key: str, value: object) -> None:
-    parsed = refused_or(lambda: PARSERS[key](value))
+    parsed = refused_or(lambda: OPTIONS[key].parse(value))
     if parsed is not None:
         check({key: parsed})
 
@@ -205,7 +206,14 @@ COMMAND_WORDS = st.lists(
     st.sampled_from(
         [
             *("mount", "status", "umount", "warm", "why", "run", "fsck", "report", "--", "-o", "-"),
-            *("--tier", "--config", "--json", "--timeout", "-f", *(f"--{f}" for f in FLAGS)),
+            *(
+                "--tier",
+                "--config",
+                "--json",
+                "--timeout",
+                "-f",
+                *(f"--{flag_of(f)}" for f in MOUNT_OPTIONS),
+            ),
         ]
     )
     | VALUES,

@@ -1,0 +1,160 @@
+"""The options of a mount, each described once.
+
+Flags of the command line, keys of files, mount options, environment variables, shell completion and
+the first lines of each section of docs/CONFIGURATION.md come from here. Defaults are those of
+``Settings``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from monarchfs.config import values
+from monarchfs.config.model import DataPath, EvictPolicy, PrefetchMode
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """``parse`` turns text, or a value of TOML, into the setting; it raises UsageError. ``value``
+    stands for it in documents: "" for a switch. ``help`` is that of the flag: "" where only files
+    and ``-o`` have the option. A shell completes ``choices``, and ``paths``: "file" or "directory".
+    ``toml`` is the value in a file, where that is neither text nor true."""
+
+    parse: Callable[[object], object]
+    value: str = ""
+    help: str = ""
+    choices: tuple[str, ...] = ()
+    paths: str = ""
+    toml: str = ""
+
+    @property
+    def is_switch(self) -> bool:
+        return self.parse is values.parse_flag
+
+    def forms(self, key: str) -> str:
+        """All ways to give it, in Markdown."""
+        flag = f"--{flag_of(key)} {self.value}".rstrip()
+        toml = self.toml or ("true" if self.is_switch else f'"{self.value}"')
+        option = f"-o {key}={self.value}" if self.value else f"-o {key}"
+        forms = [flag] if self.help else []
+        return " · ".join(f"`{form}`" for form in (*forms, option, f"{key} = {toml}"))
+
+
+def flag_of(key: str) -> str:
+    """The name of an option on the command line."""
+    return key.replace("_", "-")
+
+
+OPTIONS: Mapping[str, Option] = {
+    "tier": Option(
+        values.parse_tiers,
+        "PATH=SIZE",
+        "local storage, fastest first",
+        paths="directory",
+        toml='["PATH=SIZE"]',
+    ),
+    "state_dir": Option(
+        values.parse_path,
+        "DIR",
+        "where the index is kept (on a local disk)",
+        paths="directory",
+    ),
+    "prefetch": Option(
+        values.parse_prefetch,
+        "WHAT",
+        "what is copied: none, access (opened files), auto (these, and by what was opened small"
+        " ones beside them; the default), all, or a FILE with paths in the order of reading",
+        choices=tuple(mode.value for mode in PrefetchMode if mode is not PrefetchMode.FILE),
+        paths="file",
+    ),
+    "prefetch_rate": Option(
+        values.parse_rate,
+        "RATE",
+        "copy what nobody has open at no more than RATE bytes per second, as 200M (default: off)",
+    ),
+    "prefetch_jitter": Option(
+        values.parse_interval,
+        "TIME",
+        "begin to scan after a random part of TIME, as 30s, and take files in another order on each"
+        " node (default: off)",
+    ),
+    "index": Option(
+        values.parse_path,
+        "FILE",
+        "names and attributes that monarchfs index export has written, so that the source need not"
+        " be asked for them",
+        paths="file",
+    ),
+    "freshness": Option(
+        values.parse_freshness,
+        "MODE",
+        "when the source is asked again: immutable (never), ttl=SECONDS (default 60) or open (at"
+        " every open)",
+        choices=("immutable", "ttl=", "open"),
+    ),
+    "evict": Option(
+        values.parse_evict,
+        "POLICY",
+        "what happens when a tier is full: keep what is there (the default), or make room for"
+        " opened files by lru or sieve",
+        choices=tuple(policy.value for policy in EvictPolicy),
+    ),
+    "data_path": Option(
+        values.parse_data_path,
+        "PATH",
+        "how local files are read: relay (by the daemon), passthrough (by the kernel itself; root's"
+        " mounts, Linux 6.9 or later), or auto (the default): what is better",
+        choices=tuple(path.value for path in DataPath),
+    ),
+    "scrub": Option(
+        values.parse_rate,
+        "RATE",
+        "read all copies again and again to find damaged ones, at RATE bytes per second, as 20M"
+        " (default: off)",
+    ),
+    "metrics_port": Option(
+        values.parse_port,
+        "PORT",
+        "serve metrics for Prometheus at http://127.0.0.1:PORT/metrics (default: off)",
+        toml="PORT",
+    ),
+    "touch_source": Option(
+        values.parse_interval,
+        "INTERVAL",
+        "read a byte of each used file from the source every INTERVAL, as 6h or 1d, where old"
+        " access times get files purged (default: off)",
+    ),
+    "require_files": Option(
+        values.parse_flag,
+        help="mount no source that is empty, as one is that was not mounted on this node",
+    ),
+    "user": Option(
+        values.parse_name,
+        "USER",
+        "whose mount it is (root only; default: who ran sudo)",
+    ),
+    "log_file": Option(
+        values.parse_path,
+        "FILE",
+        "where a daemon logs (default: syslog)",
+        paths="file",
+    ),
+    "log_level": Option(
+        values.parse_log_level,
+        "LEVEL",
+        "debug, info (the default), warning or error",
+        choices=values.LOG_LEVELS,
+    ),
+    "foreground": Option(values.parse_flag, help="stay, and log to the terminal"),
+    "allow_other": Option(values.parse_flag),
+    "noexec": Option(values.parse_flag),
+    "kernel_resend": Option(values.parse_flag, "false", toml="false"),
+    "copy_workers": Option(values.parse_count, "N", toml="N"),
+    "copy_nice": Option(values.parse_nice, "N", toml="N"),
+    "source_threads": Option(values.parse_count, "N", toml="N"),
+    "local_threads": Option(values.parse_count, "N", toml="N"),
+    "source_deadline_seconds": Option(values.parse_seconds, "S", toml="S"),
+    "start_timeout_seconds": Option(values.parse_timeout, "S", toml="S"),
+    "reserve_percent": Option(values.parse_percent, "N", toml="N"),
+}
