@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -11,82 +12,8 @@ import monarchfs
 
 PACKAGE = Path(monarchfs.__file__).parent
 
-BOTTOM = {"types"}
-MAY_IMPORT: dict[str, set[str]] = {
-    "types": set(),
-    "bounded": {"types"},
-    "trusted": set(),
-    "metrics": set(),
-    "units": set(),
-    "escaping": set(),
-    "quiet": set(),
-    "config": {"types"},
-    "placement": {"types"},
-    "index": {"types"},
-    "source": {"types", "metrics", "quiet"},
-    "store": {"types"},
-    "memory": set(),
-    "cache": {"types", "placement", "index", "store", "metrics", "memory", "quiet"},
-    "engine": {"types"},
-    "prefetch": {"types", "cache", "source", "metrics", "quiet", "engine"},
-    "fs": {"types", "cache", "source", "index", "metrics", "units", "mirror"},
-    "fuse": {"types", "fs", "metrics", "bounded", "engine"},
-    "privileges": set(),
-    "logs": {"types"},
-    "control": {"types", "config"},
-    "commands": {"types", "control", "cache", "prefetch", "fs"},
-    "status": {"types", "worker", "prefetch"},
-    "exporter": {
-        *("types", "config", "metrics", "worker", "control", "fuse", "privileges", "supervisor"),
-    },
-    "bootstrap": {"types", "config", "control"},
-    "worker": {
-        "bootstrap",
-        *("types", "config", "metrics", "placement", "index", "source", "store", "cache"),
-        *("prefetch", "fs", "fuse", "privileges", "logs", "control", "status", "commands"),
-        *("memory", "exporter", "quiet", "escaping", "engine"),
-    },
-    "fsck": {"types", "cache", "index", "store"},
-    "doctor": {"types", "config", "supervisor", "fuse", "bounded", "memory", "plan"},
-    "plan": {"types", "placement", "store", "bounded", "walk"},
-    "walk": set(),
-    "mirror": {"types", "walk"},
-    "supervisor": {
-        "types",
-        "config",
-        "control",
-        "fuse",
-        "bounded",
-        "trusted",
-        "logs",
-        "units",
-        "escaping",
-    },
-    "inventory": {"types", "config", "supervisor", "fuse", "store", "bounded", "trusted"},
-    "slurm": {
-        *("types", "config", "control", "supervisor", "fuse", "bounded", "trusted", "units"),
-        *("doctor", "inventory"),
-    },
-    "cli": {
-        "types",
-        "config",
-        "control",
-        "supervisor",
-        "fuse",
-        "bounded",
-        "trusted",
-        "logs",
-        "doctor",
-        "plan",
-        "units",
-        "escaping",
-        "mirror",
-        "exporter",
-        "slurm",
-        "inventory",
-    },
-}
-"""``fuse`` below ``supervisor``, ``cli`` and ``exporter`` means mount parts, see the last test."""
+ARCHITECTURE = PACKAGE.parent / "docs" / "ARCHITECTURE.md"
+ROW = re.compile(r"^\| `(\w+)` \| .* \| ([^|]*) \|$", re.MULTILINE)
 
 MOUNT_PARTS = {"mount", "mountinfo", "protocol", "requests", "slots", "unmount"}
 ONLY_USER = {"lmdb": "index", "pyfuse3": "fuse"}
@@ -110,7 +37,27 @@ def imports() -> list[tuple[str, str, str]]:
     return found
 
 
+def may_import() -> dict[str, set[str]]:
+    """The table of ARCHITECTURE: each unit, and what it may import."""
+    table = ARCHITECTURE.read_text("utf-8").partition("| unit | holds | may import |")[2]
+    return {unit: set(re.findall(r"`(\w+)`", names)) for unit, names in ROW.findall(table)}
+
+
 IMPORTS = imports()
+MAY_IMPORT = may_import()
+
+
+def test_the_table_has_every_unit_and_only_what_it_imports() -> None:
+    units = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert set(MAY_IMPORT) == units - {"__init__", "__pycache__"}
+    used = {(unit, name.split(".")[1]) for unit, _f, name in IMPORTS if name.count(".")}
+    unused = [
+        (unit, other)
+        for unit, others in MAY_IMPORT.items()
+        for other in others
+        if (unit, other) not in used
+    ]
+    assert not unused
 
 
 @pytest.mark.parametrize("unit", sorted({unit for unit, _f, _n in IMPORTS}))
