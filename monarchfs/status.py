@@ -4,14 +4,56 @@ counted (docs/USAGE.md)."""
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from monarchfs.prefetch.fill import Fill
-    from monarchfs.worker import Worker
+from monarchfs.cache.cache import Cache
+from monarchfs.config.model import Config
+from monarchfs.fs.load import Load
+from monarchfs.fuse.passthrough import Passthrough
+from monarchfs.index.index import Index
+from monarchfs.metrics import Metrics
+from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.fill import Fill
+from monarchfs.prefetch.lull import Lull
+from monarchfs.prefetch.scan import Scan
+from monarchfs.source.source import Source
 
 
-def status(worker: Worker) -> dict[str, Any]:
+class Observed(Protocol):
+    """What a worker shows of itself: to ``status``, and to who collects metrics."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def metrics(self) -> Metrics: ...
+    @property
+    def source(self) -> Source: ...
+    @property
+    def index(self) -> Index: ...
+    @property
+    def cache(self) -> Cache: ...
+    @property
+    def copier(self) -> Copier: ...
+    @property
+    def scan(self) -> Scan: ...
+    @property
+    def load(self) -> Load: ...
+    @property
+    def lull(self) -> Lull: ...
+    @property
+    def passthrough(self) -> Passthrough: ...
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def requests_waiting(self) -> int:
+        """For the source, or for a tier."""
+        ...
+
+    def count(self) -> None:
+        """Bring the counts up to date."""
+
+
+def status(worker: Observed) -> dict[str, Any]:
     """One JSON-able object. Costs a statvfs a tier; never asks the source."""
     counters = worker.source.counters
     metrics = worker.metrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,24 @@ def test_a_module_imports_only_what_it_may(unit: str) -> None:
             imported = name.split(".")[1]
             allowed = MAY_IMPORT[unit] | {unit, "__version__"}
             assert imported in allowed, f"{file} imports {name}"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    modules = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for _unit, file, name in IMPORTS:
+        package = name.rpartition(".")[0]
+        is_c_part = (PACKAGE.parent / name.replace(".", "/")).with_suffix(".pyi").exists()
+        imported = name if name in modules else package
+        if imported in modules and not is_c_part:
+            graph.setdefault(module_of(PACKAGE / file), set()).add(imported)
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+        ".__init__"
+    )
 
 
 @pytest.mark.parametrize("library", sorted(ONLY_USER))

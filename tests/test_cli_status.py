@@ -12,7 +12,7 @@ import pytest
 from monarchfs import control
 from monarchfs.cli import status as cli_status
 from monarchfs.cli.main import main
-from monarchfs.cli.status import format_list, format_report
+from monarchfs.cli.status_text import format_list, format_report
 from monarchfs.fuse.mountinfo import read_mountinfo
 from monarchfs.supervisor.recover import Found
 from monarchfs.types import OperationError

@@ -14,7 +14,7 @@ from typing import Any
 
 import trio
 
-from monarchfs.cache.replicas import OpenReplica
+from monarchfs.cache.replicas import OpenReplica, Removal
 from monarchfs.cache.segments import Segments
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
@@ -25,16 +25,6 @@ log = logging.getLogger(__name__)
 
 KEPT_SECONDS = 2.0
 """So long a removal waits for others to close the file; then it counts as gone all the same."""
-
-
-class Removal:
-    """One file on its way out. ``failed`` is set before ``done``."""
-
-    __slots__ = ("done", "failed")
-
-    def __init__(self) -> None:
-        self.done = trio.Event()
-        self.failed = False
 
 
 class Removals:

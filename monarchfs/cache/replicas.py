@@ -6,7 +6,6 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import trio
 
@@ -16,8 +15,15 @@ from monarchfs.store.read import read_full, read_nowait
 from monarchfs.store.tier import Tier
 from monarchfs.types import Data, Node, Replica
 
-if TYPE_CHECKING:
-    from monarchfs.cache.removals import Removal
+
+class Removal:
+    """One file on its way out. ``failed`` is set before ``done``."""
+
+    __slots__ = ("done", "failed")
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.failed = False
 
 
 class OpenReplica:

@@ -141,3 +141,10 @@ examples:
 Serves the metrics of all mounts on this node, for Prometheus, with labels that say whose mount it
 is, of what and where; as an ordinary user those of your own. A mount that hangs does not hold up
 the others. Stays in the foreground until it is ended."""
+HELP_EXAMPLES = """\
+examples:
+  monarchfs help
+  monarchfs help mount"""
+VERSION_EXAMPLES = """\
+examples:
+  monarchfs version"""

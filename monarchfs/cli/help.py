@@ -6,14 +6,7 @@ import argparse
 from collections.abc import Mapping
 
 from monarchfs import __version__
-
-HELP_EXAMPLES = """\
-examples:
-  monarchfs help
-  monarchfs help mount"""
-VERSION_EXAMPLES = """\
-examples:
-  monarchfs version"""
+from monarchfs.cli.parser import build_parser, commands_of
 
 SHORT_HELP = """\
 usage: monarchfs COMMAND [OPTION]... [ARGUMENT]...
@@ -31,8 +24,6 @@ monarchfs help shows all commands, monarchfs help COMMAND the options of one.
 
 def help_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Prints all commands, or the help of one; returns 0."""
-    from monarchfs.cli.parser import build_parser, commands_of
-
     parser = build_parser()
     chosen = parser if arguments.topic is None else commands_of(parser)[arguments.topic]
     chosen.print_help()

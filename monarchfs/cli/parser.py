@@ -16,6 +16,7 @@ from monarchfs.cli.examples import (
     EVICT_EXAMPLES,
     EXPORTER_EXAMPLES,
     FSCK_EXAMPLES,
+    HELP_EXAMPLES,
     INDEX_EXAMPLES,
     MOUNT_EXAMPLES,
     PIN_EXAMPLES,
@@ -25,10 +26,10 @@ from monarchfs.cli.examples import (
     STATUS_EXAMPLES,
     UMOUNT_EXAMPLES,
     UNPIN_EXAMPLES,
+    VERSION_EXAMPLES,
     WARM_EXAMPLES,
     WHY_EXAMPLES,
 )
-from monarchfs.cli.help import HELP_EXAMPLES, VERSION_EXAMPLES
 from monarchfs.cli.mount_options import PLAN_OPTIONS, RUN_OPTIONS, add_mount_options
 from monarchfs.cli.run_options import RUN_EXAMPLES, add_run_options
 from monarchfs.types import UsageError

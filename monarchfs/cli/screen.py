@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from monarchfs.cli.rates import Report, View, number
-from monarchfs.cli.status import list_row
+from monarchfs.cli.status_text import list_row
 from monarchfs.cli.text import (
     ASCII_SPARKS,
     SPARKS,

@@ -23,7 +23,7 @@ from rich.live import Live
 
 from monarchfs.cli.rates import History, Report, View, number
 from monarchfs.cli.screen import draw, draw_list
-from monarchfs.cli.status import list_row
+from monarchfs.cli.status_text import list_row
 from monarchfs.cli.text import format_count, format_share, printable
 from monarchfs.units import format_bytes
 

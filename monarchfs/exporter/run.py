@@ -13,13 +13,13 @@ from monarchfs.exporter.text import CONTENT_TYPE, exposition
 from monarchfs.exporter.values import values_now
 
 if TYPE_CHECKING:
-    from monarchfs.worker import Worker
+    from monarchfs.status import Observed
 
 
 class Exporter:
     """Constant: the worker, and the listening socket, which the supervisor owns too."""
 
-    def __init__(self, worker: Worker, descriptor: int) -> None:
+    def __init__(self, worker: Observed, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
         self._worker = worker
         self._listener = socket.socket(fileno=descriptor)

@@ -13,7 +13,7 @@ from monarchfs.types import TierTotals
 
 if TYPE_CHECKING:
     from monarchfs.metrics import Metrics
-    from monarchfs.worker import Worker
+    from monarchfs.status import Observed
 
 
 class Durations(NamedTuple):
@@ -31,7 +31,7 @@ Sample = tuple[tuple[str, ...], Value]
 Values = dict[Family, list[Sample]]
 
 
-def values_now(worker: Worker) -> Values:
+def values_now(worker: Observed) -> Values:
     """One moment, for ``text.exposition``. Takes the event loop less than a tenth of a millisecond;
     asks neither the source nor a disk."""
     metrics = worker.metrics
@@ -49,7 +49,7 @@ def values_now(worker: Worker) -> Values:
     }
 
 
-def _about_the_mount(worker: Worker) -> Values:
+def _about_the_mount(worker: Observed) -> Values:
     config = worker.config
     mounted = (
         *(config.source, config.mountpoint, worker.passthrough.data_path),
@@ -63,7 +63,7 @@ def _about_the_mount(worker: Worker) -> Values:
     }
 
 
-def _requests(worker: Worker) -> Values:
+def _requests(worker: Observed) -> Values:
     metrics = worker.metrics
     return {
         names.OPENS: _by_place(metrics.local_opens, metrics.source_opens),
@@ -86,7 +86,7 @@ def _request_durations(requests: Requests) -> Iterator[Sample]:
         yield (operation, served), _durations(getattr(requests, field))
 
 
-def _source(worker: Worker) -> Values:
+def _source(worker: Observed) -> Values:
     source, counters = worker.source, worker.source.counters
     lanes = [(lane.lane.value, lane) for lane in (source.demand, source.background)]
     calls = counters.calls.items()
@@ -106,7 +106,7 @@ def _source(worker: Worker) -> Values:
     }
 
 
-def _tiers(worker: Worker) -> Values:
+def _tiers(worker: Observed) -> Values:
     values: Values = {
         names.TIER_CAPACITY: [],
         names.TIER_USED: [],
@@ -131,7 +131,7 @@ def _tiers(worker: Worker) -> Values:
     return values
 
 
-def _copies(worker: Worker) -> Values:
+def _copies(worker: Observed) -> Values:
     metrics, copier = worker.metrics, worker.copier
     refused = ((reason.replace(" ", "_"), n) for reason, n in metrics.copies_refused_by.items())
     return {
