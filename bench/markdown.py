@@ -1,4 +1,4 @@
-"""The report that people read, and the figures in the README."""
+"""The report that people read, and the figures in docs/BENCHMARKS.md."""
 
 from __future__ import annotations
 
@@ -210,11 +210,11 @@ def targets(report: Report) -> list[str]:
 
 
 def figures(report: Report, picture: str | None) -> str:
-    """For the README: the headlines, and the ``picture`` (a path from there). ValueError if there
-    are no headlines."""
+    """For docs/BENCHMARKS.md: the headlines, and the ``picture`` (a path from there). ValueError if
+    there are no headlines."""
     rows = [row for result in report.results for row in result.rows if row.headline]
     if not rows:
-        raise ValueError("these results have no headlines: nothing for the README")
+        raise ValueError("these results have no headlines: nothing to publish")
     facts = report.machine
     target = " and ".join(f"`make {target}`" for target in targets(report))
     user = "root" if facts.get("root") else "an ordinary user"
@@ -224,8 +224,9 @@ def figures(report: Report, picture: str | None) -> str:
     about = (
         f"From {runs} of {target} on {report.started[:10]}, as {user} on a machine with"
         f" {facts.get('processors')} processors and Linux {cell(kernel)}. The parallel file system"
-        " is emulated ([BENCHMARKS](docs/BENCHMARKS.md)). Each figure is compared with the same"
-        " work done otherwise in the same run; in brackets the least and the most of the rounds."
+        " is emulated ([how](#the-emulated-parallel-file-system)). Each figure is compared with the"
+        " same work done otherwise in the same run; in brackets the least and the most of the"
+        " rounds."
     )
     lines = [textwrap.fill(about, 100), "", *table(rows, headline=True), *reasons(rows)]
     if picture is not None:
@@ -238,5 +239,5 @@ def put_between_marks(text: str, figures: str) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"the README has no lines {BEGIN} and {END}")
+        raise ValueError(f"the document has no lines {BEGIN} and {END}")
     return f"{before}{BEGIN}\n{figures}\n{END}{after}"

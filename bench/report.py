@@ -46,7 +46,7 @@ class Row:
     ``ratio`` is the median of the ratios of neighbouring runs, not the ratio of the medians: the
     machine's speed drifts. ``holds`` says whether the target was reached, ``why`` what is known of
     the reason where it was not. ``arm`` is the way in which the data was reached. A row with a
-    ``headline`` stands by that name in the table on top of the report, and in the README.
+    ``headline`` stands by that name in the table on top of the report, and in docs/BENCHMARKS.md.
     """
 
     what: str

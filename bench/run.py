@@ -2,7 +2,7 @@
 
     python -m bench.run [--full] [NAME...]     all of a suite, or the measurements named
     python -m bench.run --list
-    python -m bench.run --report RESULTS.json... [--readme]
+    python -m bench.run --report RESULTS.json... [--publish]
     python -m bench.run --compare BEFORE.json AFTER.json
 
 Each measurement works in a directory of its own, which is gone afterwards, also after Ctrl-C; what
@@ -31,7 +31,8 @@ from bench.task import Size, Task
 
 RESULTS = REPOSITORY / "bench" / "results"
 INTERRUPTED = "interrupted"
-README_PLOT, README_PANELS, README_PICTURE = "monarch", 3, "docs/images/epochs.svg"
+PUBLISHED = "docs/BENCHMARKS.md"
+PUBLISHED_PLOT, PUBLISHED_PANELS, PUBLISHED_PICTURE = "monarch", 3, "images/epochs.svg"
 
 
 def measure(name: str, arguments: argparse.Namespace, progress: Progress, report: Report) -> Result:
@@ -106,21 +107,21 @@ def write_report(report: Report, folder: Path) -> Path:
     return path
 
 
-def write_readme(report: Report, root: Path = REPOSITORY) -> None:
-    """The headlines into the README, and the first panels of the first plot of its measurement.
+def publish(report: Report, root: Path = REPOSITORY) -> None:
+    """Put the headlines into docs/BENCHMARKS.md, and the first panels of the first plot. Raises
     ValueError if it has no place for them."""
     from bench import markdown, plots
 
-    readme = root / "README.md"
-    series = next((one.series for one in report.results if one.name == README_PLOT), [])
+    document = root / PUBLISHED
+    series = next((one.series for one in report.results if one.name == PUBLISHED_PLOT), [])
     pictures = list(plots.plots(series).items())[:1]
-    figures = markdown.figures(report, README_PICTURE if pictures else None)
-    text = markdown.put_between_marks(readme.read_text(encoding="utf-8"), figures)
+    figures = markdown.figures(report, PUBLISHED_PICTURE if pictures else None)
+    text = markdown.put_between_marks(document.read_text(encoding="utf-8"), figures)
     for title, some in pictures:
-        panels = list(dict.fromkeys(one.panel for one in some))[:README_PANELS]
+        panels = list(dict.fromkeys(one.panel for one in some))[:PUBLISHED_PANELS]
         shown = [one for one in some if one.panel in panels]
-        plots.save_svg(plots.draw(title, shown), root / README_PICTURE)
-    readme.write_text(text, encoding="utf-8")
+        plots.save_svg(plots.draw(title, shown), document.parent / PUBLISHED_PICTURE)
+    document.write_text(text, encoding="utf-8")
 
 
 def from_saved(arguments: argparse.Namespace) -> int:
@@ -131,9 +132,9 @@ def from_saved(arguments: argparse.Namespace) -> int:
     report = merged([load(path) for path in arguments.report])
     folder = arguments.output or arguments.report[0].parent
     print(write_report(report, folder))
-    if arguments.readme:
-        write_readme(report)
-        print(f"{REPOSITORY / 'README.md'}")
+    if arguments.publish:
+        publish(report)
+        print(f"{REPOSITORY / PUBLISHED}")
     return 0
 
 
@@ -170,7 +171,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="write the report of saved results again, of several runs as one",
     )
-    parser.add_argument("--readme", action="store_true", help="with --report: into the README too")
+    parser.add_argument(
+        "--publish", action="store_true", help="with --report: into docs/BENCHMARKS.md too"
+    )
     parser.add_argument(
         "--compare",
         nargs=2,
@@ -189,8 +192,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"no measurement {', '.join(unknown)}: there are {', '.join(MEASUREMENTS)}")
     if arguments.rounds is not None and arguments.rounds < 1:
         parser.error("--rounds: at least 1")
-    if arguments.readme and arguments.report is None:
-        parser.error("--readme goes with --report RESULTS.json")
+    if arguments.publish and arguments.report is None:
+        parser.error("--publish goes with --report RESULTS.json")
     return arguments
 
 

@@ -24,9 +24,17 @@ TROUBLESHOOTING = (REPOSITORY / "docs" / "TROUBLESHOOTING.md").read_text()
 
 COMMANDS = commands_of(build_parser())
 LONG_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-OF_OTHER_PROGRAMS = {"--only-values", "--bind", "--comment", "--monarchfs", "--data", "--now"}
-"""Options in the documents that are getfattr's, a container's, sbatch's, a training script's or
-systemctl's."""
+OF_OTHER_PROGRAMS = {
+    "--vfs-cache-mode",
+    "--only-values",
+    "--bind",
+    "--comment",
+    "--monarchfs",
+    "--data",
+    "--now",
+}
+"""Options in the documents that are getfattr's, a container's, sbatch's, a training script's,
+systemctl's or rclone's."""
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:

@@ -18,6 +18,7 @@ from matplotlib.transforms import Bbox
 from bench import comparison, markdown, numbers, plotlines, plots, plotstyle
 from bench.harness import REPOSITORY
 from bench.report import Kind, Missing, Point, Report, Result, Series, load, merged, point, save
+from bench.run import PUBLISHED
 from tests.bench import made_up
 
 TITLES = [
@@ -182,18 +183,18 @@ def test_a_report_of_nothing_is_one_too() -> None:
     assert "git checkout" not in text
 
 
-def test_the_readme_keeps_what_is_not_between_the_marks() -> None:
+def test_the_document_keeps_what_is_not_between_the_marks() -> None:
     text = f"before\n{markdown.BEGIN}\nold\n{markdown.END}\nafter\n"
     once = markdown.put_between_marks(text, "new")
     assert once == f"before\n{markdown.BEGIN}\nnew\n{markdown.END}\nafter\n"
     assert markdown.put_between_marks(once, "new") == once
     with pytest.raises(ValueError, match="figures: begin"):
         markdown.put_between_marks("no marks", "new")
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    assert "\nnew\n" in markdown.put_between_marks(readme, "new")
+    published = (REPOSITORY / PUBLISHED).read_text(encoding="utf-8")
+    assert "\nnew\n" in markdown.put_between_marks(published, "new")
 
 
-def test_the_readme_shows_the_headlines() -> None:
+def test_the_published_figures_are_the_headlines() -> None:
     report = made_up.report()
     text = markdown.figures(report, "docs/images/a.svg")
     rows = [row for result in report.results for row in result.rows]

@@ -165,7 +165,7 @@ def test_the_suites_take_the_time_that_they_promise() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["nonsense"], ["--rounds", "0"], ["--readme"], ["--compare", "a"], ["--rounds", "x"]],
+    [["nonsense"], ["--rounds", "0"], ["--publish"], ["--compare", "a"], ["--rounds", "x"]],
 )
 def test_wrong_usage(words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -202,13 +202,14 @@ def test_files_that_are_not_there_are_an_error_of_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_readme_gets_headlines_and_a_plot(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("a\n<!-- figures: begin -->\n<!-- figures: end -->\nb\n")
-    run.write_readme(made_up.report(), tmp_path)
-    text = (tmp_path / "README.md").read_text()
+def test_the_document_gets_headlines_and_a_plot(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / run.PUBLISHED).write_text("a\n<!-- figures: begin -->\n<!-- figures: end -->\nb\n")
+    run.publish(made_up.report(), tmp_path)
+    text = (tmp_path / run.PUBLISHED).read_text()
     assert "| First epoch reads |" in text
     assert text.endswith("<!-- figures: end -->\nb\n")
-    assert (tmp_path / run.README_PICTURE).stat().st_size > 1000
+    assert (tmp_path / "docs" / run.PUBLISHED_PICTURE).stat().st_size > 1000
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
