@@ -32,7 +32,7 @@ from bench.harness import (
     workplace,
     write_random,
 )
-from monarchfs.cli.rates import History, View
+from monarchfs.cli.rates import History, MountView
 from monarchfs.cli.screen import draw
 
 FILES = 1200
@@ -70,7 +70,7 @@ def readers(mount: Path, rng: random.Random) -> Iterator[None]:
             thread.join()
 
 
-def watch(mount: Mount, names: Mapping[str, str]) -> View:
+def watch(mount: Mount, names: Mapping[str, str]) -> MountView:
     """What there is to see when RESIDENT_SHARE of the files are; temporary directories under other
     ``names``, for readers of the picture."""
     history = History()

@@ -78,7 +78,7 @@ class Bootstrap:
 
 
 def tell(channel_fd: int, message: dict[str, Any]) -> None:
-    """Before there is a ``Channel``. Blocks."""
+    """Before there is a ``SupervisorChannel``. Blocks."""
     with socket.socket(fileno=os.dup(channel_fd)) as channel:
         channel.send(json.dumps(message).encode())
 
@@ -92,7 +92,7 @@ def wait_to_begin(channel_fd: int) -> dict[str, Any] | None:
     return told if told.get("do") == "begin" else None
 
 
-class Channel:
+class SupervisorChannel:
     """The worker's end of the channel to the supervisor: one JSON object a message."""
 
     def __init__(self, fd: int) -> None:

@@ -46,7 +46,7 @@ _WHAT = {"copy": What.COPY, "metadata": What.METADATA, "check": What.CHECK}
 
 
 @dataclass(slots=True)
-class Counts:
+class DoneCounts:
     """``files`` and ``bytes`` of the source that were dealt with, ``kept`` ones that were not."""
 
     files: int = 0
@@ -112,7 +112,7 @@ class Commands:
         nodes = [await self._finder.find(path) for path in paths]
         if request["command"] == "warm":
             return await self._warm(nodes, request, so_far)
-        counts = Counts()
+        counts = DoneCounts()
         for node in nodes:
             match request["command"]:
                 case "pin":
@@ -193,7 +193,7 @@ class Commands:
                         yield child
                 await trio.lowlevel.checkpoint()
 
-    def _evict(self, node: Node, counts: Counts) -> bool:
+    def _evict(self, node: Node, counts: DoneCounts) -> bool:
         if self._cache.state(node.ino) is None:
             return False
         if self._cache.evict(node.ino):

@@ -29,7 +29,7 @@ _NO_LIMIT = 2**62
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
 
 
-class Headroom(NamedTuple):
+class MemoryHeadroom(NamedTuple):
     """``available_bytes`` may be used still, of ``limit_bytes``; ``limited_by`` says by whom: the
     machine, or the path of a control group."""
 
@@ -46,7 +46,7 @@ class Hierarchy(NamedTuple):
     mount_point: bytes
 
 
-class Files(NamedTuple):
+class MemoryFiles(NamedTuple):
     """What a version's files are called, and which lines of memory.stat can be reclaimed.
 
     The lines of all groups below: the plain ones in version 2, those of total_ in version 1.
@@ -58,12 +58,12 @@ class Files(NamedTuple):
 
 
 _FILES = {
-    1: Files(
+    1: MemoryFiles(
         b"memory.limit_in_bytes",
         b"memory.usage_in_bytes",
         frozenset({b"total_inactive_file", b"total_active_file"}),
     ),
-    2: Files(b"memory.max", b"memory.current", frozenset({b"inactive_file", b"active_file"})),
+    2: MemoryFiles(b"memory.max", b"memory.current", frozenset({b"inactive_file", b"active_file"})),
 }
 
 
@@ -85,7 +85,7 @@ class MemoryProbe:
         self._machine = machine
         self._hierarchies = parse_mountinfo(self._read(b"/proc/self/mountinfo"))
 
-    def read(self) -> Headroom:
+    def read(self) -> MemoryHeadroom:
         """The room now. Does not block but for the kernel's accounts; never raises.
 
         What cannot be read limits nothing. The least room wins, the machine's among equals.
@@ -101,15 +101,15 @@ class MemoryProbe:
                         found.append(room)
         return min(found, key=lambda room: room.available_bytes)
 
-    def _of_machine(self) -> Headroom:
+    def _of_machine(self) -> MemoryHeadroom:
         try:
             available, total = self._machine()
         except (OSError, ValueError, LookupError, RuntimeError):
             # psutil, where /proc is hidden or has unknown contents.
-            return Headroom(UNLIMITED, UNLIMITED, "nothing known")
-        return Headroom(available, total, "machine")
+            return MemoryHeadroom(UNLIMITED, UNLIMITED, "nothing known")
+        return MemoryHeadroom(available, total, "machine")
 
-    def _of_group(self, hierarchy: Hierarchy, below: bytes) -> Headroom | None:
+    def _of_group(self, hierarchy: Hierarchy, below: bytes) -> MemoryHeadroom | None:
         names = _FILES[hierarchy.version]
         directory = hierarchy.mount_point.rstrip(b"/") + below + b"/"
         # The limit first: most groups have none, and the others cost the kernel a summing up.
@@ -122,7 +122,7 @@ class MemoryProbe:
         reclaimable = parse_stat(self._read(directory + b"memory.stat"), names.reclaimable)
         used = max(0, usage - reclaimable)
         group = (hierarchy.root.rstrip(b"/") + below) or b"/"
-        return Headroom(max(0, limit - used), limit, f"cgroup {os.fsdecode(group)}")
+        return MemoryHeadroom(max(0, limit - used), limit, f"cgroup {os.fsdecode(group)}")
 
     def _read(self, path: bytes) -> bytes:
         """All of a file; nothing if it cannot be read."""

@@ -33,7 +33,7 @@ class Untrusted(OSError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TrustedPath:
     """Where a path ends: ``name``, which need not exist and is no link, in the open directory
     ``directory`` (O_PATH). To be closed."""
 
@@ -68,7 +68,7 @@ class Place:
 
 
 @contextmanager
-def place_of(path: str, *, alone: bool = True) -> Iterator[Place]:
+def place_of(path: str, *, alone: bool = True) -> Iterator[TrustedPath]:
     """Where ``path`` (absolute) ends. Blocks as long as the file system does.
 
     Raises Untrusted, or OSError where a directory on the way is missing. With ``alone`` False
@@ -113,7 +113,7 @@ def remove_if_empty(path: str) -> None:
             log.warning("cannot remove %s: %s", path, error.strerror)
 
 
-def _walk(path: str, alone: bool) -> Place:
+def _walk(path: str, alone: bool) -> TrustedPath:
     names, links = path.split("/")[::-1], 0
     with ExitStack() as undo:
         place = _Stepping(undo)
@@ -139,7 +139,7 @@ def _walk(path: str, alone: bool) -> Place:
                     names = ["."]
             else:
                 undo.pop_all()
-                return Place(place.descriptor, name)
+                return TrustedPath(place.descriptor, name)
 
 
 class _Stepping:

@@ -22,7 +22,7 @@ Stats = list[tuple[bytes, os.stat_result | None]]
 """Names, and what lstat(2) says of each; None for one that is gone, or may not be asked about."""
 
 
-class Directory(NamedTuple):
+class WalkedDirectory(NamedTuple):
     """``path`` is absolute. ``stat`` is the directory's, from before its first name was read.
     ``batches`` holds the names that ``walk`` was asked for, in the order of the listing; it is to
     be exhausted before the next directory is taken."""
@@ -40,7 +40,7 @@ class _Listed(NamedTuple):
     stats: Stats
 
 
-def walk(root: str, *, everything: bool) -> Iterator[Directory | None]:
+def walk(root: str, *, everything: bool) -> Iterator[WalkedDirectory | None]:
     """The directories below ``root`` and itself; None for one that cannot be listed.
 
     Directories are among their parents' names only if ``everything`` is wanted: otherwise they cost
@@ -61,7 +61,7 @@ def walk(root: str, *, everything: bool) -> Iterator[Directory | None]:
                 yield None
                 continue
             waiting.extend(directory.below)
-            yield Directory(directory.path, directory.stat, _batches(directory, pool))
+            yield WalkedDirectory(directory.path, directory.stat, _batches(directory, pool))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -26,7 +26,7 @@ import trio
 # The session comes before anything that imports pyfuse3.
 from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs import control
-from monarchfs.bootstrap import Bootstrap, Channel, wait_to_begin
+from monarchfs.bootstrap import Bootstrap, SupervisorChannel, wait_to_begin
 from monarchfs.cache.cache import Cache
 from monarchfs.commands import Commands
 from monarchfs.config.model import Config, DataPath, EvictPolicy, PrefetchMode
@@ -42,7 +42,7 @@ from monarchfs.fs.tree import Tree
 from monarchfs.fs.why import Why
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter
-from monarchfs.fuse.datapath import Dataset, kernel_reads
+from monarchfs.fuse.datapath import ResidentReplicas, kernel_reads
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.notify import Notifier
 from monarchfs.fuse.passthrough import Passthrough
@@ -52,7 +52,7 @@ from monarchfs.fuse.slots import Slots
 from monarchfs.index import Index, set_aside
 from monarchfs.logs import BoundedLog, FewOfEach
 from monarchfs.metrics import Metrics
-from monarchfs.metrics.kept import Kept
+from monarchfs.metrics.kept import PersistentCounts
 from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.arrivals import Arrivals
@@ -105,7 +105,9 @@ def _safe(config: Config) -> Config:
 class Worker:
     """The composition root. Constant: its parts, each of which owns what it opens."""
 
-    def __init__(self, bootstrap: Bootstrap, channel: Channel, nursery: trio.Nursery) -> None:
+    def __init__(
+        self, bootstrap: Bootstrap, channel: SupervisorChannel, nursery: trio.Nursery
+    ) -> None:
         config = _safe(bootstrap.config) if bootstrap.safe else bootstrap.config
         self.config = config
         self.restarts = bootstrap.restarts
@@ -287,7 +289,7 @@ class Worker:
         is decided once a mount: the kernel goes by the first answer to an open."""
         if self.slots.kernel_reads is None:
             totals = self.index.tier_totals().values()
-            dataset = Dataset(
+            dataset = ResidentReplicas(
                 sum(tier.resident for tier in totals), sum(tier.allocated_bytes for tier in totals)
             )
             self.slots.kernel_reads = passes and (
@@ -318,7 +320,7 @@ class Worker:
             raise
         return index
 
-    def _keep_counts(self, descriptor: int | None) -> Kept:
+    def _keep_counts(self, descriptor: int | None) -> PersistentCounts:
         """Goes on from what the worker before has counted."""
         for tier in self.config.tiers:
             self.metrics.errors_of_tier(tier.path)
@@ -328,7 +330,7 @@ class Worker:
             "scan": self.scan,
             "lull": self.lull,
         }
-        kept = Kept(descriptor, parts)
+        kept = PersistentCounts(descriptor, parts)
         try:
             kept.restore()
         except ValueError as error:
@@ -550,7 +552,7 @@ def _open_tier(fd: int, path: str, number: int, directory: str) -> Tier:
 
 async def run(bootstrap: Bootstrap) -> int:
     """Serve until the file system is unmounted (0) or something failed (1)."""
-    channel = Channel(bootstrap.channel_fd)
+    channel = SupervisorChannel(bootstrap.channel_fd)
     worker: Worker | None = None
     try:
         async with trio.open_nursery() as nursery:

@@ -22,7 +22,7 @@ from monarchfs.fuse.session import hooks
 from monarchfs.fuse.slots import Slots, backing_ids, make_table
 from monarchfs.store.segments import SMALL_BYTES
 from monarchfs.supervisor import backing
-from monarchfs.supervisor.backing import MOST_IDS, BackingFiles, Refused, check, most_ids
+from monarchfs.supervisor.backing import MOST_IDS, BackingFiles, BackingRefused, check, most_ids
 from monarchfs.supervisor.beneath import find_beneath
 from monarchfs.supervisor.messages import Back, Offer, Unback
 from monarchfs.types import OperationError, TierSize
@@ -69,7 +69,7 @@ def test_a_file_of_the_users_own_in_a_tier_is_accepted() -> None:
     ],
 )  # fmt: skip
 def test_nothing_else_is(st: os.stat_result, ino: int, code: int) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(BackingRefused) as refused:
         check(st, ino, OURS, {DEVICE})
     assert refused.value.code == code
 

@@ -20,7 +20,7 @@ from monarchfs.cli import ask
 from monarchfs.cli.ask import add, ask_command, batches, below, describe
 from monarchfs.cli.parser import build_parser
 from monarchfs.cli.progress import bar
-from monarchfs.supervisor.recover import Found
+from monarchfs.supervisor.recover import FoundMount
 from monarchfs.types import OperationError, UsageError
 from tests.faking import Area, area
 from tests.mounting import requires_fuse, requires_root
@@ -150,9 +150,9 @@ def daemon(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[S
         running.append(one)
         registration = control.Registration("/mnt", 0, "/src", 0, os.getpid(), 0, "/state", 0)
         registered = control.Registered(one.path.removesuffix(".sock"), os.geteuid(), registration)
-        found = Found("/mnt", "/src", None, registered)
+        found = FoundMount("/mnt", "/src", None, registered)
         monkeypatch.setattr(ask, "find_all", lambda search: [found])
-        monkeypatch.setattr(Found, "supervisor_alive", True)
+        monkeypatch.setattr(FoundMount, "supervisor_alive", True)
         return one
 
     yield start

@@ -14,7 +14,7 @@ from monarchfs.cli import status as cli_status
 from monarchfs.cli.main import main
 from monarchfs.cli.status_text import format_list, format_report
 from monarchfs.fuse.mountinfo import read_mountinfo
-from monarchfs.supervisor.recover import Found
+from monarchfs.supervisor.recover import FoundMount
 from monarchfs.types import OperationError
 from monarchfs.units import format_bytes
 from tests.mounting import MONARCHFS, REPOSITORY, Bench, requires_fuse, requires_root
@@ -102,9 +102,11 @@ def test_all_mounts_are_a_table() -> None:
     ]
 
 
-def found(number: int) -> Found:
+def found(number: int) -> FoundMount:
     registration = control.Registration(f"/mnt{number}", 0, "/src", 0, os.getpid(), 0, "/state", 0)
-    return Found(f"/mnt{number}", "/src", None, control.Registered("/nowhere", 0, registration))
+    return FoundMount(
+        f"/mnt{number}", "/src", None, control.Registered("/nowhere", 0, registration)
+    )
 
 
 def test_many_that_say_nothing_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +117,7 @@ def test_many_that_say_nothing_take_no_longer(monkeypatch: pytest.MonkeyPatch) -
         raise OperationError(f"no answer within {seconds:g} s")
 
     monkeypatch.setattr(cli_status, "request", request)
-    monkeypatch.setattr(Found, "supervisor_alive", True)
+    monkeypatch.setattr(FoundMount, "supervisor_alive", True)
     monkeypatch.setattr(cli_status, "_ANSWER_SECONDS", 0.0)  # the time for all of them is over
     monkeypatch.setattr(cli_status, "_LEAST_ANSWER_SECONDS", 0.01)
     reports = cli_status.reports_of([found(number) for number in range(40)])

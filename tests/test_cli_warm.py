@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from monarchfs.cli import warm as warm_module
-from monarchfs.cli.warm import Pace, summary
+from monarchfs.cli.warm import RateEstimate, summary
 from tests import surroundings
 from tests.mounting import (
     MONARCHFS,
@@ -230,7 +230,7 @@ def test_bad_input(
 
 
 def test_the_pace() -> None:
-    pace = Pace()
+    pace = RateEstimate()
     so_far = {"bytes": 400 << 20, "walked": True}
     assert pace.text({**so_far, "copied_bytes": 0}, 0.0) == ""
     half = {**so_far, "copied_bytes": 90 << 20, "resident_bytes": 90 << 20}

@@ -18,8 +18,8 @@ from monarchfs.config import (
     Config,
     DataPath,
     EvictPolicy,
-    Freshness,
     FreshnessMode,
+    FreshnessSetting,
     PrefetchMode,
     TierSpec,
     User,
@@ -28,7 +28,7 @@ from monarchfs.config import places as places_module
 from monarchfs.config.files import from_file, from_system_file
 from monarchfs.config.options import OPTIONS
 from monarchfs.config.places import (
-    Places,
+    DefaultPlaces,
     build_config,
     dataset_id,
     default_places,
@@ -184,7 +184,7 @@ def test_later_layers_win(tmp_path: Path) -> None:
             TierSpec("/opt", TierSize(bytes=5 << 30)),
             TierSpec("/opt2", TierSize(bytes=6 << 30)),
         ),
-        freshness=Freshness(FreshnessMode.IMMUTABLE),
+        freshness=FreshnessSetting(FreshnessMode.IMMUTABLE),
         copy_workers=9,
         log_level="debug",
         local_threads=3,
@@ -201,7 +201,7 @@ def test_eviction_and_scrubbing_from_everywhere(tmp_path: Path, policy: EvictPol
     assert settings_from(parse(["-o", f"evict={policy.value},scrub=20M"])) == wanted
     assert settings_from(parse(["--evict", policy.value, "--scrub", "20M"])) == wanted
     config = build_config(
-        wanted, source="/s", mountpoint="/m", user=ALICE, places=Places("/cache", "/run/x")
+        wanted, source="/s", mountpoint="/m", user=ALICE, places=DefaultPlaces("/cache", "/run/x")
     )
     assert (config.evict, config.scrub_bytes_per_second) == (policy, 20 << 20)
 
@@ -216,7 +216,7 @@ def test_the_data_path_from_everywhere(tmp_path: Path, data_path: DataPath) -> N
     assert settings_from(parse(["-o", f"data-path={data_path.value}"])) == wanted
     assert settings_from(parse(["--data-path", data_path.value])) == wanted
     config = build_config(
-        wanted, source="/s", mountpoint="/m", user=ALICE, places=Places("/cache", "/run/x")
+        wanted, source="/s", mountpoint="/m", user=ALICE, places=DefaultPlaces("/cache", "/run/x")
     )
     assert config.data_path is data_path
 
@@ -232,7 +232,7 @@ def test_a_metrics_port_from_everywhere(tmp_path: Path, text: str, port: int | N
     assert settings_from(parse(["-o", f"metrics_port={text}"])) == wanted
     assert settings_from(parse(["--metrics-port", text])) == wanted
     config = build_config(
-        wanted, source="/s", mountpoint="/m", user=ALICE, places=Places("/cache", "/run/x")
+        wanted, source="/s", mountpoint="/m", user=ALICE, places=DefaultPlaces("/cache", "/run/x")
     )
     assert config.metrics_port == port
 
@@ -259,7 +259,7 @@ def test_what_is_no_interval(text: str) -> None:
 
 def test_without_options_all_is_default() -> None:
     assert settings_from(parse([])) == Settings()
-    assert Settings().freshness == Freshness(FreshnessMode.TTL, 60.0)
+    assert Settings().freshness == FreshnessSetting(FreshnessMode.TTL, 60.0)
     assert Settings().prefetch == (PrefetchMode.AUTO, None)
 
 
@@ -463,7 +463,7 @@ configs = st.builds(
     ),
     prefetch=st.sampled_from(PrefetchMode),
     prefetch_list=st.none() | paths,
-    freshness=st.builds(Freshness, st.sampled_from(FreshnessMode), st.floats(0, 1e6)),
+    freshness=st.builds(FreshnessSetting, st.sampled_from(FreshnessMode), st.floats(0, 1e6)),
     evict=st.sampled_from(EvictPolicy),
     data_path=st.sampled_from(DataPath),
     scrub_bytes_per_second=st.integers(0, 1 << 60),
@@ -486,7 +486,7 @@ def test_the_default_tier_and_state_follow_the_places() -> None:
         source="/lustre/data",
         mountpoint="/mnt",
         user=ALICE,
-        places=Places("/cache", "/run/x"),
+        places=DefaultPlaces("/cache", "/run/x"),
     )
     identity = dataset_id("/lustre/data", 1000)
     assert config.tiers == (TierSpec("/cache", TierSize(percent=50.0)),)
@@ -504,11 +504,11 @@ def test_a_users_cache_is_local(tmp_path: Path) -> None:
     environ = {"HOME": str(tmp_path), "TMPDIR": "/var/tmp", "XDG_RUNTIME_DIR": str(tmp_path)}
     user = os.geteuid() or 1000  # who owns the directory, or root does
     local = default_places(user, environ, is_network=lambda path: False)
-    assert local == Places(f"{tmp_path}/.cache/monarchfs", f"{tmp_path}/monarchfs")
+    assert local == DefaultPlaces(f"{tmp_path}/.cache/monarchfs", f"{tmp_path}/monarchfs")
     remote = default_places(user, environ, is_network=lambda path: path.startswith(str(tmp_path)))
     assert remote.cache_dir == f"/var/tmp/monarchfs-{user}"
     bare = default_places(4242, {"HOME": "/nonexistent/home"}, is_network=lambda path: True)
-    assert bare == Places("/tmp/monarchfs-4242", "/tmp/monarchfs-4242/run")
+    assert bare == DefaultPlaces("/tmp/monarchfs-4242", "/tmp/monarchfs-4242/run")
 
 
 def test_xdg_cache_home_comes_before_home(tmp_path: Path) -> None:
@@ -520,7 +520,7 @@ def test_xdg_cache_home_comes_before_home(tmp_path: Path) -> None:
 
 def test_roots_places_are_the_systems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(places_module, "ROOT_RUNTIME_DIR", f"{tmp_path}/monarchfs")
-    assert default_places(0, {"HOME": "/root"}, lambda path: True) == Places(
+    assert default_places(0, {"HOME": "/root"}, lambda path: True) == DefaultPlaces(
         "/var/cache/monarchfs", f"{tmp_path}/monarchfs"
     )
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from monarchfs.fuse.datapath import Dataset, kernel_reads
+from monarchfs.fuse.datapath import ResidentReplicas, kernel_reads
 
 GIB = 1 << 30
-NOTHING, SMALL, LARGE = Dataset(0, 0), Dataset(1_000_000, 110_000_000_000), Dataset(100, 100 * GIB)
+NOTHING, SMALL, LARGE = (
+    ResidentReplicas(0, 0),
+    ResidentReplicas(1_000_000, 110_000_000_000),
+    ResidentReplicas(100, 100 * GIB),
+)
 
 
 @pytest.mark.parametrize(
@@ -21,5 +25,5 @@ NOTHING, SMALL, LARGE = Dataset(0, 0), Dataset(1_000_000, 110_000_000_000), Data
         (LARGE, False, True),
     ],
 )
-def test_the_choice(dataset: Dataset, free_opens: bool, expected: bool) -> None:
+def test_the_choice(dataset: ResidentReplicas, free_opens: bool, expected: bool) -> None:
     assert kernel_reads(dataset, free_opens=free_opens) is expected

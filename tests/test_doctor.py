@@ -15,14 +15,14 @@ import pytest
 
 from monarchfs.cli.doctor import conclusion, describe
 from monarchfs.config import Config, User
-from monarchfs.config.places import Places
+from monarchfs.config.places import DefaultPlaces
 from monarchfs.doctor import connection, leftovers, source, speed, storage, system
-from monarchfs.doctor.checks import Check, State, split_remedy
+from monarchfs.doctor.checks import Check, Severity, split_remedy
 from monarchfs.doctor.run import Subject, examine, summary
 from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.fuse.mountinfo import Mount
 from monarchfs.fuse.protocol import InitFlag
-from monarchfs.memory import UNLIMITED, Headroom
+from monarchfs.memory import UNLIMITED, MemoryHeadroom
 from monarchfs.supervisor.identity import in_first_user_namespace
 from monarchfs.supervisor.lock import Holder
 from monarchfs.types import Space, TierSize
@@ -38,10 +38,10 @@ from tests.mounting import (
 )
 
 MIB, GIB = 1 << 20, 1 << 30
-OK, WARNING, PROBLEM = State.OK, State.WARNING, State.PROBLEM
+OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM
 
 
-def states(checks: list[Check]) -> dict[str, State]:
+def states(checks: list[Check]) -> dict[str, Severity]:
     return {check.name: check.state for check in checks}
 
 
@@ -83,7 +83,7 @@ def test_warnings_do_not_keep_from_mounting() -> None:
     ("release", "expected"),
     [("6.18.5-fc", OK), ("4.20.0", OK), ("4.18.0-553.el8", WARNING), ("strange", WARNING)],
 )
-def test_kernels(release: str, expected: State) -> None:
+def test_kernels(release: str, expected: Severity) -> None:
     assert system.judge_kernel(release).state is expected
 
 
@@ -103,7 +103,7 @@ ALL = int(InitFlag.PASSTHROUGH | InitFlag.HAS_RESEND)
     ],
 )
 def test_what_the_kernel_offers(
-    flags: int | None, release: tuple[int, int], is_root: bool, expected: dict[str, State]
+    flags: int | None, release: tuple[int, int], is_root: bool, expected: dict[str, Severity]
 ) -> None:
     found = connection.judge(flags, "EPERM", release, is_root=is_root, passes=is_root)
     assert expected.items() <= states(found).items()
@@ -138,7 +138,7 @@ def mode(bits: int, uid: int = 0) -> os.stat_result:
     ],
 )
 def test_fusermount(
-    st: os.stat_result, honoured: bool, capable: bool, is_root: bool, expected: State
+    st: os.stat_result, honoured: bool, capable: bool, is_root: bool, expected: Severity
 ) -> None:
     check = system.judge_fusermount(
         "/bin/f", "3", st, honoured=honoured, capable=capable, is_root=is_root
@@ -166,25 +166,28 @@ def test_the_workers_program() -> None:
 
 
 @pytest.mark.parametrize(("most", "expected"), [(-1, OK), (1 << 20, OK), (1024, WARNING)])
-def test_descriptors(most: int, expected: State) -> None:
+def test_descriptors(most: int, expected: Severity) -> None:
     assert system.judge_descriptors(most).state is expected
 
 
 def test_memory() -> None:
     huge = "always within_size [advise] never"
-    found = system.judge_memory(Headroom(8 * GIB, 16 * GIB, "machine"), huge)
+    found = system.judge_memory(MemoryHeadroom(8 * GIB, 16 * GIB, "machine"), huge)
     assert (found.state, found.numbers["huge_pages"]) == (OK, "advise")
-    little = system.judge_memory(Headroom(MIB, GIB, "cgroup /job"), "")
+    little = system.judge_memory(MemoryHeadroom(MIB, GIB, "cgroup /job"), "")
     assert (little.state, little.numbers["limited_by"]) == (WARNING, "cgroup /job")
-    unknown = system.judge_memory(Headroom(UNLIMITED, UNLIMITED, "nothing known"), "")
+    unknown = system.judge_memory(MemoryHeadroom(UNLIMITED, UNLIMITED, "nothing known"), "")
     assert (unknown.state, unknown.numbers["available_bytes"]) == (OK, None)
 
 
 def place(
-    free: int = 50 * GIB, inodes: int = 500, fstype: str = "ext4", headroom: Headroom | None = None
-) -> storage.Place:
+    free: int = 50 * GIB,
+    inodes: int = 500,
+    fstype: str = "ext4",
+    headroom: MemoryHeadroom | None = None,
+) -> storage.TierLocation:
     space = Space(100 * GIB, free, 1000, inodes)
-    return storage.Place("/t", "/t", fstype, "rw", 5, space, headroom)
+    return storage.TierLocation("/t", "/t", fstype, "rw", 5, space, headroom)
 
 
 def test_the_room_of_a_tier() -> None:
@@ -204,12 +207,14 @@ def test_the_room_of_a_tier() -> None:
 @pytest.mark.parametrize(
     ("headroom", "size", "expected"),
     [
-        (Headroom(64 * GIB, 64 * GIB, "machine"), GIB, OK),
-        (Headroom(2 * GIB, 64 * GIB, "machine"), 16 * GIB, WARNING),
-        (Headroom(8 * GIB, 16 * GIB, "cgroup /slurm/job_7"), GIB, WARNING),
+        (MemoryHeadroom(64 * GIB, 64 * GIB, "machine"), GIB, OK),
+        (MemoryHeadroom(2 * GIB, 64 * GIB, "machine"), 16 * GIB, WARNING),
+        (MemoryHeadroom(8 * GIB, 16 * GIB, "cgroup /slurm/job_7"), GIB, WARNING),
     ],
 )
-def test_a_tier_in_memory_is_charged(headroom: Headroom, size: int, expected: State) -> None:
+def test_a_tier_in_memory_is_charged(
+    headroom: MemoryHeadroom, size: int, expected: Severity
+) -> None:
     tmpfs = place(fstype="tmpfs", headroom=headroom)
     room = storage.room_of(tmpfs, TierSize(bytes=size), 10)
     (check,) = storage.judge_memory(tmpfs, room)
@@ -244,7 +249,7 @@ def test_who_shares_a_file_system(tmp_path: Path) -> None:
         ("beegfs", "rw,noatime", True, [WARNING]),
     ],
 )
-def test_purges(fstype: str, options: str, touches: bool, expected: list[State]) -> None:
+def test_purges(fstype: str, options: str, touches: bool, expected: list[Severity]) -> None:
     found = source.judge_purge(fstype, options, touches=touches)
     assert [check.state for check in found] == expected
 
@@ -450,7 +455,7 @@ def test_mounts_of_ours_and_stale_ones(work: Bench, src: Path) -> None:
 def subject(work: Bench, **changes: Any) -> Subject:
     me = User("me", os.geteuid(), os.getegid(), tuple(os.getgroups()))
     config = Config("", "", (), f"{work.path}/state", f"{work.path}/run/x", "0" * 16, me)
-    places = Places(f"{work.path}/cache", f"{work.path}/run/x")
+    places = DefaultPlaces(f"{work.path}/cache", f"{work.path}/run/x")
     return Subject(config, places, {}, lambda owners: [f"{work.path}/run"], measures=False)
 
 

@@ -22,9 +22,9 @@ from monarchfs.mirror.file import (
     Complete,
     End,
     Entries,
-    Found,
+    FoundName,
     Head,
-    Malformed,
+    MalformedMirror,
     Reader,
     Record,
     Writer,
@@ -42,20 +42,20 @@ NAMES = st.binary(min_size=1, max_size=255).filter(
 
 
 @st.composite
-def entries(draw: st.DrawFn) -> Found:
+def entries(draw: st.DrawFn) -> FoundName:
     kind = draw(st.sampled_from([k for k in FileType if k is not FileType.UNKNOWN]))
     ino = draw(st.integers(1, (1 << 64) - 1))
     if draw(st.booleans()):
-        return Found(draw(NAMES), kind, ino, None, b"")
+        return FoundName(draw(NAMES), kind, ino, None, b"")
     mode = int(kind) << 12 | draw(st.integers(0, 0o7777))
     before, after = (U64, TIMES, TIMES, TIMES), (U32, U32, U32, U64, U64, U32)
     attributes = [*map(draw, before), mode, *map(draw, after)]
     is_link = kind is FileType.SYMLINK
     target = draw(st.binary(min_size=1, max_size=4095)) if is_link else b""
-    return Found(draw(NAMES), kind, ino, SourceStat._make([0, ino, *attributes]), target)
+    return FoundName(draw(NAMES), kind, ino, SourceStat._make([0, ino, *attributes]), target)
 
 
-def written(directories: list[tuple[list[bytes], list[Found], bool]]) -> bytes:
+def written(directories: list[tuple[list[bytes], list[FoundName], bool]]) -> bytes:
     file = io.BytesIO()
     writer = Writer(file, Head("/lustre/größe\udcff", 7, 123))
     for path, found, complete in directories:
@@ -80,7 +80,7 @@ DIRECTORIES = st.lists(
 
 @given(DIRECTORIES)
 def test_what_is_written_is_read(
-    directories: list[tuple[list[bytes], list[Found], bool]],
+    directories: list[tuple[list[bytes], list[FoundName], bool]],
 ) -> None:
     data = written(directories)
     assert Reader(io.BytesIO(data)).head == Head("/lustre/größe\udcff", 7, 123)
@@ -148,13 +148,13 @@ def test_the_lines_that_others_below_are_a_variation_of() -> None:
     ],
 )
 def test_what_is_refused(lines: list[object], words: str) -> None:
-    with pytest.raises(Malformed, match=words):
+    with pytest.raises(MalformedMirror, match=words):
         read(packed(*lines))
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000 + b"\n", b"\xff\xfe\n", b"nul\0\n", b"\n"])
 def test_what_is_no_json(text: bytes) -> None:
-    with pytest.raises(Malformed, match="no JSON"):
+    with pytest.raises(MalformedMirror, match="no JSON"):
         read(gzip.compress(text))
 
 
@@ -170,7 +170,7 @@ def test_damage_anywhere_is_refused_or_harmless(data: st.DataObject) -> None:
         file[data.draw(st.integers(0, len(file) - 1))] ^= data.draw(st.integers(1, 255))
     try:
         records = read(bytes(file))
-    except Malformed:
+    except MalformedMirror:
         return
     for record in records:
         if isinstance(record, Entries):

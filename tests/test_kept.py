@@ -14,7 +14,7 @@ import pytest
 
 from monarchfs.fuse.slots import make_memory
 from monarchfs.metrics import Metrics
-from monarchfs.metrics.kept import Kept
+from monarchfs.metrics.kept import PersistentCounts
 from monarchfs.source.lanes import SourceCounters
 from monarchfs.types import Lane
 from tests.mounting import Bench, Mount, requires_fuse, run, wait_for
@@ -52,17 +52,17 @@ def fresh() -> dict[str, object]:
 
 def test_the_next_one_goes_on_from_what_was_saved(memory: int) -> None:
     before = counted()
-    Kept(memory, before).save()
+    PersistentCounts(memory, before).save()
     after = fresh()
-    Kept(memory, after).restore()
+    PersistentCounts(memory, after).restore()
     source = before["source"]
     assert isinstance(source, SourceCounters)
     source.stuck = 0  # what is so now, not what was counted
     assert repr(plain(after)) == repr(plain(before))
-    second = Kept(memory, after)
+    second = PersistentCounts(memory, after)
     second.save()
     twice = fresh()
-    Kept(memory, twice).restore()
+    PersistentCounts(memory, twice).restore()
     assert repr(plain(twice)) == repr(plain(before)), "counted once, however many go on from it"
 
 
@@ -81,15 +81,15 @@ def plain(parts: dict[str, object]) -> object:
 def test_without_memory_or_an_earlier_worker_it_begins_at_nothing(memory: int) -> None:
     for fd in (None, memory):
         parts = fresh()
-        kept = Kept(fd, parts)
+        kept = PersistentCounts(fd, parts)
         kept.restore()
         assert repr(plain(parts)) == repr(plain(fresh()))
-    Kept(None, counted()).save()
+    PersistentCounts(None, counted()).save()
 
 
 def test_one_killed_while_it_saves_leaves_what_was_saved_before(memory: int) -> None:
     parts = counted()
-    kept = Kept(memory, parts)
+    kept = PersistentCounts(memory, parts)
     kept.save()
     metrics = parts["mount"]
     assert isinstance(metrics, Metrics)
@@ -99,7 +99,7 @@ def test_one_killed_while_it_saves_leaves_what_was_saved_before(memory: int) -> 
     # All of the second one but its last store.
     os.pwrite(memory, saved[:8], 0)
     after = fresh()
-    Kept(memory, after).restore()
+    PersistentCounts(memory, after).restore()
     assert isinstance(after["mount"], Metrics)
     assert after["mount"].local_opens == 3
 
@@ -119,7 +119,7 @@ def test_what_makes_no_sense_is_refused(memory: int, document: bytes) -> None:
     put(memory, document)
     parts = fresh()
     with pytest.raises(ValueError, match=r"."):
-        Kept(memory, parts).restore()
+        PersistentCounts(memory, parts).restore()
     assert repr(plain(parts)) == repr(plain(fresh()))
 
 
@@ -127,7 +127,7 @@ def test_a_length_beyond_the_memory_is_refused(memory: int) -> None:
     put(memory, b"{}")
     os.pwrite(memory, (1 << 63).to_bytes(8, "little"), 8)
     with pytest.raises(ValueError, match="too long"):
-        Kept(memory, fresh()).restore()
+        PersistentCounts(memory, fresh()).restore()
 
 
 def put(memory: int, document: bytes) -> None:
@@ -150,7 +150,7 @@ def test_what_another_release_has_otherwise_is_passed_over(memory: int) -> None:
     }
     put(memory, json.dumps(other).encode())
     parts = fresh()
-    Kept(memory, parts).restore()
+    PersistentCounts(memory, parts).restore()
     expected = fresh()
     metrics = expected["mount"]
     assert isinstance(metrics, Metrics)
@@ -166,7 +166,7 @@ def test_more_than_fits_is_said(memory: int) -> None:
     for number in range(2000):
         metrics.tier_failed(f"/tiers/{number}", errno.EIO)
     with pytest.raises(ValueError, match="too many"):
-        Kept(memory, parts).save()
+        PersistentCounts(memory, parts).save()
 
 
 # With real workers

@@ -13,8 +13,8 @@ import pytest
 
 from monarchfs.memory import (
     UNLIMITED,
-    Headroom,
     Hierarchy,
+    MemoryHeadroom,
     MemoryProbe,
     hierarchy_of,
     levels,
@@ -27,7 +27,7 @@ from monarchfs.memory import (
 
 MIB = 1024 * 1024
 V1_UNLIMITED = 9223372036854771712
-MACHINE = Headroom(8000 * MIB, 16000 * MIB, "machine")
+MACHINE = MemoryHeadroom(8000 * MIB, 16000 * MIB, "machine")
 
 V2_MOUNT = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
 V1_MOUNT = "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
@@ -74,7 +74,7 @@ class Tree:
     def stat(self, directory: str, stat: dict[str, int]) -> None:
         self.write(f"{directory}/memory.stat", "\n".join(f"{k} {v}" for k, v in stat.items()))
 
-    def read(self) -> Headroom:
+    def read(self) -> MemoryHeadroom:
         return MemoryProbe(str(self.root), lambda: (8000 * MIB, 16000 * MIB)).read()
 
 

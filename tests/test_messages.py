@@ -15,13 +15,13 @@ from monarchfs.supervisor.messages import (
     MOST_WORDS,
     Back,
     Failed,
-    Loaded,
-    Malformed,
+    MalformedMessage,
     Message,
     Offer,
     Ready,
-    Report,
+    StatusReport,
     Unback,
+    WorkerLoaded,
     parse,
     printable,
 )
@@ -54,7 +54,7 @@ def test_whatever_comes_is_one_of_a_few(content: bytes) -> None:
         case str(why):
             assert why.isprintable()
             assert len(why) < 300
-        case Report(number, status, dropped):
+        case StatusReport(number, status, dropped):
             assert 0 <= number < 1 << 64
             assert dropped >= 0
             assert is_plain(status)
@@ -70,13 +70,13 @@ def test_whatever_comes_is_one_of_a_few(content: bytes) -> None:
             assert 0 <= number < 1 << 64
             assert all(type(one) is int for one in ids)
         case _:
-            assert isinstance(message, (Loaded, Ready))
+            assert isinstance(message, (WorkerLoaded, Ready))
 
 
 def understood(content: bytes) -> Message | str:
     try:
         return parse(content)
-    except Malformed as malformed:
+    except MalformedMessage as malformed:
         return str(malformed)
 
 
@@ -101,8 +101,8 @@ def test_what_makes_sense_comes_through() -> None:
         "worker": {"pid": 1, "error": None},
         "served": {"seconds": 0.5, "more": {"of": ["the", "same"]}},
     }
-    assert parse(say(event="status", number=3, status=status)) == Report(3, status, 0)
-    assert parse(say(event="loaded")) == Loaded()
+    assert parse(say(event="status", number=3, status=status)) == StatusReport(3, status, 0)
+    assert parse(say(event="loaded")) == WorkerLoaded()
     assert parse(say(event="ready")) == Ready()
     assert parse(say(event="failed", error="the index is öld")) == Failed("the index is öld")
     files = [[1, "ab/abc.0123", 5]]
@@ -114,15 +114,15 @@ def test_a_part_that_makes_no_sense_is_left_out_and_counted() -> None:
     said = b"""{"event": "status", "number": 3, "status": {"state": 1, "worker": [1], "tiers": [2],
         "passthrough": null, "files": {"known": NaN, "resident": 1e999, "partial": 4},
         "new": [1, -Infinity, 18446744073709551616]}}"""
-    assert parse(said) == Report(3, {"files": {"partial": 4}, "new": [1]}, 8)
-    assert parse(say(event="status", number=3, status=[])) == Report(3, {}, 1)
+    assert parse(said) == StatusReport(3, {"files": {"partial": 4}, "new": [1]}, 8)
+    assert parse(say(event="status", number=3, status=[])) == StatusReport(3, {}, 1)
 
 
 @pytest.mark.parametrize(
     "path", ["", "/", "/etc/passwd", "a/../b", "..", "a//b", "./a", "a\0", "ä", "x" * 256]
 )
 def test_a_path_that_leads_elsewhere_is_none(path: str) -> None:
-    with pytest.raises(Malformed, match="no file"):
+    with pytest.raises(MalformedMessage, match="no file"):
         parse(say(event="back", number=1, files=[[0, path, 1]]))
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from monarchfs.cli.mount import settings_from
 from monarchfs.cli.parser import build_parser
-from monarchfs.config import EvictPolicy, Freshness, FreshnessMode, TierSpec
+from monarchfs.config import EvictPolicy, FreshnessMode, FreshnessSetting, TierSpec
 from monarchfs.config.files import from_file
 from monarchfs.config.options import OPTIONS
 from monarchfs.config.personal import read_personal
@@ -73,7 +73,7 @@ def test_the_nearer_to_the_command_the_stronger(home: Path) -> None:
         local_threads=2,
         scrub=2 << 20,
         evict=EvictPolicy.LRU,
-        freshness=Freshness(FreshnessMode.OPEN),
+        freshness=FreshnessSetting(FreshnessMode.OPEN),
     )
     assert settings_from(typed, environ=environ) == wanted
     named = parse(["--freshness", "open", "-o", "copy_workers=5", "--config", str(other)])
@@ -81,7 +81,7 @@ def test_the_nearer_to_the_command_the_stronger(home: Path) -> None:
         copy_workers=5,
         source_threads=4,
         local_threads=3,
-        freshness=Freshness(FreshnessMode.OPEN),
+        freshness=FreshnessSetting(FreshnessMode.OPEN),
     )
     assert settings_from(named, environ=environ) == without_the_standard_files
     environ["MONARCHFS_CONFIG"] = str(other)

@@ -17,11 +17,11 @@ import pytest
 
 from monarchfs.bounded import Tell, bounded_talk
 from monarchfs.cli.plan import combine
-from monarchfs.plan.fitting import Amount, Fitted, TierRoom, blocks
+from monarchfs.plan.fitting import Amount, Fitted, PlannedTier, blocks
 from monarchfs.plan.fitting import fit as fit_files
 from monarchfs.plan.survey import Sizes, survey_and_fit
 from monarchfs.plan.times import RELAY_FILES_PER_SECOND, SourceSpeed, TierSpeed, Work, times
-from monarchfs.plan.walk import Counts, walk
+from monarchfs.plan.walk import WalkCounts, walk
 from monarchfs.prefetch.copier import MAX_UNIT_BYTES
 from monarchfs.types import OperationError, SourceStat, Space
 from monarchfs.walk import BATCH
@@ -33,14 +33,14 @@ NONE = Amount()
 PLENTY = Space(GIB << 10, GIB << 10, 1 << 20, 1 << 20)
 
 
-def room(capacity: int, space: Space = PLENTY, **held: int) -> TierRoom:
-    return TierRoom("/t", capacity, space, **held)
+def room(capacity: int, space: Space = PLENTY, **held: int) -> PlannedTier:
+    return PlannedTier("/t", capacity, space, **held)
 
 
 # What fits.
 
 
-def fit(sizes: list[int], rooms: list[TierRoom], reserve_percent: float) -> Fitted:
+def fit(sizes: list[int], rooms: list[PlannedTier], reserve_percent: float) -> Fitted:
     return fit_files(((size, size) for size in sizes), rooms, reserve_percent)
 
 
@@ -171,7 +171,7 @@ def test_the_walk_finds_what_find_finds(tmp_path: Path) -> None:
     flat.mkdir()
     for number in range(2 * BATCH + 7):
         (flat / f"{number}").write_bytes(b"x" * (number % 5))
-    counts = Counts()
+    counts = WalkCounts()
     files = list(walk(str(tmp_path), counts))
     script = ["find", str(tmp_path), "-type", "f", "-printf", "%D %i %s\\n"]
     listed = subprocess.run(script, capture_output=True, text=True, check=True).stdout.split("\n")
@@ -190,7 +190,7 @@ def test_the_walk_is_breadth_first_in_the_order_of_listings(tmp_path: Path) -> N
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x" * number)
         sizes[number] = name
-    found = [sizes[file.size] for file in walk(str(tmp_path), Counts())]
+    found = [sizes[file.size] for file in walk(str(tmp_path), WalkCounts())]
     first = [entry.name for entry in os.scandir(tmp_path) if entry.is_dir()]
     expected = {"a": ["a/3"], "b": ["b/1"]}
     deeper = {"a": ["a/d/6"], "b": ["b/c/2"]}
@@ -200,7 +200,7 @@ def test_the_walk_is_breadth_first_in_the_order_of_listings(tmp_path: Path) -> N
 
 def test_a_directory_that_cannot_be_listed_is_counted(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x")
-    counts = Counts()
+    counts = WalkCounts()
     with pytest.raises(FileNotFoundError):
         list(walk(str(tmp_path / "nothing"), counts))
     walking = walk(str(tmp_path), counts)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from monarchfs.cache.stock import (
     Ambiguous,
     Finding,
-    Missing,
+    MissingFile,
     NotSynced,
     Orphan,
     Row,
@@ -73,7 +73,7 @@ def test_each_kind() -> None:
     ]
     assert compare(rows, files) == [
         Orphan(files[0]),
-        Missing(20, rows[0][2]),
+        MissingFile(20, rows[0][2]),
         WrongSize(21, rows[1][2], files[1]),
         WrongChecksumName(22, kept, files[2]),
         WrongBlocks(23, rows[3][2], 8192),
@@ -95,7 +95,7 @@ def test_parts() -> None:
     own = file(b"b", checksum=0, synced=False)
     assert compare_parts([(b"b", 20, part)], [own]) == []
     stray = file(b"a", checksum=0)
-    assert compare_parts([(b"b", 20, part)], [stray]) == [Orphan(stray), Missing(20, part)]
+    assert compare_parts([(b"b", 20, part)], [stray]) == [Orphan(stray), MissingFile(20, part)]
     grown = own._replace(allocated_bytes=8192)
     assert compare_parts([(b"b", 20, part)], [grown]) == [WrongBlocks(20, part, 8192)]
     short = own._replace(size=3)
@@ -143,7 +143,7 @@ def expected(rows: list[Row], files: list[TierFile]) -> set[Finding]:
         own = [one for one in here if complete and one.checksum == record.checksum]
         found |= {WrongChecksumName(ino, record, one) for one in here if one not in own}
         if complete and not own:
-            found.add(Missing(ino, record))
+            found.add(MissingFile(ino, record))
         for one in own:
             if one.size != record.size:
                 found.add(WrongSize(ino, record, one))
@@ -172,7 +172,7 @@ def test_every_file_and_record_of_parts_is_accounted_for(
     found = compare_parts(partial, parts)
     here, recorded = {one.name for one in parts}, {name for name, _, _ in partial}
     orphans = {one.file.name for one in found if isinstance(one, Orphan)}
-    missing = {one.replica.name for one in found if isinstance(one, Missing)}
+    missing = {one.replica.name for one in found if isinstance(one, MissingFile)}
     assert (orphans, missing) == (here - recorded, recorded - here)
     matched = [one for one in found if isinstance(one, (WrongSize, WrongBlocks))]
     assert len(found) == len(orphans) + len(missing) + len(matched)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from monarchfs.fuse.mountinfo import Mount as Entry
-from monarchfs.supervisor.probe import Source, seems_unmounted
+from monarchfs.supervisor.probe import OpenedSource, seems_unmounted
 from tests.mounting import Bench, bench, requires_fuse, requires_root, run
 
 
@@ -21,8 +21,8 @@ def entry(point: str, fstype: str, source: str = "none") -> Entry:
     return Entry(1, 0, 0, 7, "/", point, "rw", fstype, source, "rw")
 
 
-def source(path: str = "/data/b", *, empty: bool = True, device: int = 1) -> Source:
-    return Source(-1, path, ((device, 5), (1, 4), (1, 2)), empty)
+def source(path: str = "/data/b", *, empty: bool = True, device: int = 1) -> OpenedSource:
+    return OpenedSource(-1, path, ((device, 5), (1, 4), (1, 2)), empty)
 
 
 @pytest.mark.parametrize(

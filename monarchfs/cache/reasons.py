@@ -40,7 +40,7 @@ class Reason(NamedTuple):
 _Place = tuple[int, bytes]
 
 
-class Reasons:
+class ReasonLog:
     """The last reason of each inode number, and of each name whose file changed: the new version
     has another number."""
 

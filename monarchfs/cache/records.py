@@ -11,13 +11,13 @@ import trio
 from monarchfs.cache.books import RecordBooks
 from monarchfs.cache.durable import Durability
 from monarchfs.cache.readers import NoReaders, Readers
-from monarchfs.cache.reasons import Cause, Reasons
+from monarchfs.cache.reasons import Cause, ReasonLog
 from monarchfs.cache.removals import Removals
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.segments import Segments
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
-from monarchfs.memory import Headroom, MemoryProbe
+from monarchfs.memory import MemoryHeadroom, MemoryProbe
 from monarchfs.metrics import Metrics
 from monarchfs.placement.events import (
     Abandoned,
@@ -70,7 +70,7 @@ class Records:
         reserve_percent: float = 10.0,
         partial_min_bytes: int = 64 << 20,
         shared_bytes: int = SMALL_BYTES,
-        headroom: Callable[[], Headroom] | None = None,
+        headroom: Callable[[], MemoryHeadroom] | None = None,
         readers: Readers | None = None,
         behind: RunSync = trio.to_thread.run_sync,
     ) -> None:
@@ -85,7 +85,7 @@ class Records:
         apart = behind is not trio.to_thread.run_sync
         self._local_behind = trio.CapacityLimiter(local.total_tokens) if apart else local
         self.readers: Readers = NoReaders() if readers is None else readers
-        self.reasons = Reasons()
+        self.reasons = ReasonLog()
         self.noticed: Callable[[int], None] = self._mark_outdated
         """Called with an inode number whose version the source was seen not to have any more."""
         self.room_appeared: Callable[[], None] = _nobody_waits

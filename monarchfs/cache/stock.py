@@ -30,7 +30,7 @@ class Ambiguous:
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingFile:
     """A record whose file is not there."""
 
     ino: int
@@ -77,7 +77,7 @@ class NotSynced:
     replica: Replica
 
 
-Finding = Orphan | Ambiguous | Missing | WrongSize | WrongChecksumName | WrongBlocks | NotSynced
+Finding = Orphan | Ambiguous | MissingFile | WrongSize | WrongChecksumName | WrongBlocks | NotSynced
 
 
 def compare(rows: Sequence[Row], files: Sequence[TierFile]) -> list[Finding]:
@@ -130,7 +130,7 @@ def compare_parts(rows: Sequence[Row], parts: Sequence[TierFile]) -> list[Findin
 
 def _add_known(findings: list[Finding], ino: int, replica: Replica, own: TierFile | None) -> None:
     if own is None:
-        findings.append(Missing(ino, replica))
+        findings.append(MissingFile(ino, replica))
     elif own.size != replica.size:
         findings.append(WrongSize(ino, replica, own))
     elif own.allocated_bytes != replica.allocated_bytes:

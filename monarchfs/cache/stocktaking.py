@@ -19,7 +19,7 @@ import trio
 from monarchfs.cache.stock import (
     Ambiguous,
     Finding,
-    Missing,
+    MissingFile,
     NotSynced,
     Orphan,
     Row,
@@ -223,7 +223,7 @@ class Stocktaking:
                 case Orphan(file=file):
                     if file.name not in journal:
                         orphans.append(file)
-                case Missing(ino=ino, replica=replica) | WrongSize(ino=ino, replica=replica):
+                case MissingFile(ino=ino, replica=replica) | WrongSize(ino=ino, replica=replica):
                     now = self._index.replica(ino)
                     if now is None or (now.tier, now.name) != (tier.id, replica.name):
                         continue  # a reader found out first, and may have copied it elsewhere

@@ -12,7 +12,7 @@ import trio
 from monarchfs.cache.health import Health
 from monarchfs.cache.readers import Readers
 from monarchfs.index.index import Index
-from monarchfs.memory import Headroom
+from monarchfs.memory import MemoryHeadroom
 from monarchfs.metrics import Metrics
 from monarchfs.placement.events import Action, Event, TierBack, TierLost, TierSeen
 from monarchfs.placement.placement import Placement
@@ -51,7 +51,7 @@ class Tiers:
         placement: Placement,
         handle: Callable[[Event], list[Action]],
         metrics: Metrics,
-        headroom: Callable[[], Headroom],
+        headroom: Callable[[], MemoryHeadroom],
         reserve_percent: float,
         readers: Readers,
     ) -> None:

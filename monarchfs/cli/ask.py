@@ -15,7 +15,7 @@ from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.config.values import parse_path
 from monarchfs.control import Connection, too_long
 from monarchfs.fuse.mountinfo import split_below
-from monarchfs.supervisor.recover import Found, find_all
+from monarchfs.supervisor.recover import FoundMount, find_all
 from monarchfs.types import OperationError, UsageError
 from monarchfs.units import format_bytes
 
@@ -51,7 +51,7 @@ def ask_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
 
 def mount_and_paths(
     arguments: argparse.Namespace, environ: Mapping[str, str]
-) -> tuple[Found, list[str]]:
+) -> tuple[FoundMount, list[str]]:
     """The mount that is meant, and the paths as the worker takes them; all of it where none is
     given. Instead of the mount a path in it may stand first, as in `monarchfs why`. Raises
     UsageError or OperationError."""
@@ -72,7 +72,7 @@ def mount_and_paths(
 
 
 def ask(
-    found: Found, request: Mapping[str, Any], progress: Callable[[dict[str, Any]], None]
+    found: FoundMount, request: Mapping[str, Any], progress: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """The worker's answer; ``progress`` is called with what it says meanwhile. Raises
     OperationError, with the remedy, where there is none."""

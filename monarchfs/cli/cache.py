@@ -16,8 +16,8 @@ from monarchfs.cli.text import printable
 from monarchfs.config.places import ROOT_CACHE_DIR, runtime_dirs_to_search
 from monarchfs.config.values import parse_interval, parse_path
 from monarchfs.inventory.looking import (
-    Cache,
     Inventory,
+    LocalCache,
     source_gone,
     user_of,
     users_of_node,
@@ -113,7 +113,7 @@ def look(
     return inventory
 
 
-def as_dict(cache: Cache) -> dict[str, Any]:
+def as_dict(cache: LocalCache) -> dict[str, Any]:
     """A cache as ``--json`` has it (docs/USAGE.md)."""
     return {
         "source": cache.source,
@@ -140,7 +140,7 @@ def as_dict(cache: Cache) -> dict[str, Any]:
     }
 
 
-def _chosen(found: Sequence[Cache], name: str) -> list[Cache]:
+def _chosen(found: Sequence[LocalCache], name: str) -> list[LocalCache]:
     """The caches that a name means: of a source, by its state directory, mounted somewhere, or with
     a directory that the path is, or lies in. A stranded directory alone, where that is meant."""
     chosen = []
@@ -157,7 +157,7 @@ def _chosen(found: Sequence[Cache], name: str) -> list[Cache]:
     return chosen
 
 
-def _prunable(cache: Cache, older: float | None, *, gone: bool) -> Cache | None:
+def _prunable(cache: LocalCache, older: float | None, *, gone: bool) -> LocalCache | None:
     """What of a cache goes: all of it, its stranded directories, or nothing."""
     if cache.claimed and not cache.in_use:
         if older is not None and cache.last_used < time.time() - older:
@@ -167,7 +167,7 @@ def _prunable(cache: Cache, older: float | None, *, gone: bool) -> Cache | None:
     return cache.stranded_part()
 
 
-def _ask(found: Sequence[Cache]) -> None:
+def _ask(found: Sequence[LocalCache]) -> None:
     """Goes on only if somebody at a terminal agrees. Raises UsageError or OperationError."""
     if not sys.stdin.isatty():
         raise UsageError("nobody can be asked here: say --yes, or --dry-run to look first")
@@ -179,7 +179,12 @@ def _ask(found: Sequence[Cache]) -> None:
 
 
 def _remove(
-    found: Sequence[Cache], notes: list[str], site: Site | None, *, dry_run: bool, as_json: bool
+    found: Sequence[LocalCache],
+    notes: list[str],
+    site: Site | None,
+    *,
+    dry_run: bool,
+    as_json: bool,
 ) -> int:
     results = []
     for one in found:
@@ -205,7 +210,7 @@ def _remove(
     return int(any(one["error"] is not None for one in results))
 
 
-def _removal(cache: Cache, site: Site | None) -> Callable[[], None]:
+def _removal(cache: LocalCache, site: Site | None) -> Callable[[], None]:
     if site is None or cache.part or not cache.claimed:
         return partial(remove_cache, cache)
     layout = layout_of(site)
@@ -223,12 +228,12 @@ def _removal(cache: Cache, site: Site | None) -> Callable[[], None]:
     return of_slurm
 
 
-def _paths(cache: Cache) -> list[str]:
+def _paths(cache: LocalCache) -> list[str]:
     state = [cache.state_dir] if cache.claimed and not cache.part else []
     return [*state, *(one.path for one in cache.directories)]
 
 
-def _print(found: Sequence[Cache], notes: list[str], *, as_json: bool, whole: bool) -> None:
+def _print(found: Sequence[LocalCache], notes: list[str], *, as_json: bool, whole: bool) -> None:
     if as_json:
         print(json.dumps({"caches": [as_dict(one) for one in found], "notes": notes}))
         return
@@ -240,7 +245,7 @@ def _print(found: Sequence[Cache], notes: list[str], *, as_json: bool, whole: bo
         print("there is no cache")
 
 
-def _lines(cache: Cache, *, whole: bool) -> list[str]:
+def _lines(cache: LocalCache, *, whole: bool) -> list[str]:
     """A row a cache, and below it one a directory in a tier."""
     ago = format_seconds(max(0.0, time.time() - cache.last_used))
     state = "not in use"

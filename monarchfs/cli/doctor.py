@@ -17,18 +17,18 @@ from monarchfs.cli.text import printable
 from monarchfs.config.files import SYSTEM_FILE
 from monarchfs.config.model import Config
 from monarchfs.config.places import (
-    Places,
+    DefaultPlaces,
     build_config,
     default_places,
     resolve_user,
     runtime_dirs_to_search,
 )
 from monarchfs.config.values import parse_path, parse_timeout
-from monarchfs.doctor.checks import Check, State, Value
+from monarchfs.doctor.checks import Check, Severity, Value
 from monarchfs.doctor.run import Subject, examine, summary
 from monarchfs.supervisor.start import path_is_remote
 
-_COLOURS = {State.OK: "green", State.WARNING: "yellow", State.PROBLEM: "bold red"}
+_COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "bold red"}
 
 
 def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -62,7 +62,7 @@ def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
 
 def config_from(
     arguments: argparse.Namespace, source: str, environ: Mapping[str, str]
-) -> tuple[Config, Places]:
+) -> tuple[Config, DefaultPlaces]:
     """What a mount of ``source`` with these options would be, on no mount point. Raises
     UsageError."""
     settings = settings_from(arguments, PLAN_OPTIONS, environ=environ)
@@ -83,8 +83,8 @@ def configuration(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     if own.unknown:
         detail += f"; not known: {', '.join(f'${name}' for name in own.unknown)}"
         remedy = "see docs/CONFIGURATION.md for the names of options"
-        return Check("configuration", State.WARNING, detail, remedy, numbers)
-    return Check("configuration", State.OK, detail, "", numbers)
+        return Check("configuration", Severity.WARNING, detail, remedy, numbers)
+    return Check("configuration", Severity.OK, detail, "", numbers)
 
 
 def describe(check: Check) -> str:

@@ -19,7 +19,7 @@ from monarchfs.config.values import parse_count, parse_path, parse_timeout
 from monarchfs.doctor.run import source_rates, tier_rates
 from monarchfs.doctor.source import refuse_ours
 from monarchfs.doctor.storage import check_and_look, room_of
-from monarchfs.plan.fitting import Amount, TierRoom
+from monarchfs.plan.fitting import Amount, PlannedTier
 from monarchfs.plan.survey import survey_and_fit
 from monarchfs.plan.times import SourceSpeed, TierSpeed, Times, Work, times, total
 from monarchfs.supervisor.identity import become
@@ -59,7 +59,7 @@ def plan_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
 def combine(
     source: str,
     report: Mapping[str, Any],
-    rooms: list[TierRoom],
+    rooms: list[PlannedTier],
     rates: tuple[SourceSpeed, list[TierSpeed]] | None,
     epochs: int,
 ) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _amount(amount: Amount) -> dict[str, int]:
 
 
 def _rates_json(
-    rates: tuple[SourceSpeed, list[TierSpeed]] | None, rooms: list[TierRoom]
+    rates: tuple[SourceSpeed, list[TierSpeed]] | None, rooms: list[PlannedTier]
 ) -> dict[str, Any] | None:
     if rates is None:
         return None
@@ -143,7 +143,7 @@ def _seconds_json(estimate: Times | None, epochs: int) -> dict[str, float] | Non
     }
 
 
-def _room(config: Config, number: int, cache_dir: str) -> TierRoom:
+def _room(config: Config, number: int, cache_dir: str) -> PlannedTier:
     """A tier as placement will be told of it. Raises UsageError, OperationError."""
     tier = config.tiers[number]
 
@@ -159,7 +159,7 @@ def _room(config: Config, number: int, cache_dir: str) -> TierRoom:
         timeout=_TIER_SECONDS,
         overdue=f"tier {tier.path} did not answer within {_TIER_SECONDS:g} s: use another disk",
     )
-    return TierRoom(tier.path, capacity, Space(*space))
+    return PlannedTier(tier.path, capacity, Space(*space))
 
 
 def _rates(config: Config, progress: Progress) -> tuple[SourceSpeed, list[TierSpeed]] | None:
@@ -178,7 +178,7 @@ def _rates(config: Config, progress: Progress) -> tuple[SourceSpeed, list[TierSp
 
 
 def _survey(
-    config: Config, rooms: list[TierRoom], seconds: float, progress: Progress
+    config: Config, rooms: list[PlannedTier], seconds: float, progress: Progress
 ) -> dict[str, Any]:
     def call(tell: Tell) -> Any:
         become(config.user)

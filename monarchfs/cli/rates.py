@@ -38,7 +38,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class MountView:
     """One mount at one moment. ``report`` is the newest; ``details`` the newest that says more than
     that there is no answer, and ``old_seconds`` is how old those are. ``left_seconds`` is None
     while nobody knows. The histories have one value an interval, the newest last."""
@@ -69,7 +69,7 @@ class History:
         self._shares: deque[float | None] = deque(maxlen=HISTORY)
         self._bytes: deque[float | None] = deque(maxlen=HISTORY)
 
-    def add(self, at: float, report: Report) -> View:
+    def add(self, at: float, report: Report) -> MountView:
         """What there is to see once ``report`` came at the time ``at``."""
         rates = None
         if "files" in report:
@@ -78,7 +78,7 @@ class History:
             self._shares.append(rates.local_share if rates is not None else None)
             self._bytes.append(rates.source_bytes if rates is not None else None)
         when, details = self._samples[-1] if self._samples else (at, report)
-        return View(
+        return MountView(
             report,
             details,
             max(0.0, at - when),

@@ -28,7 +28,7 @@ from monarchfs.config.values import parse_path
 from monarchfs.control import Connection
 from monarchfs.fuse.mountinfo import resolve_mountpoint
 from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.keeper import Wanted
+from monarchfs.supervisor.keeper import MountRequest
 from monarchfs.supervisor.namespace import bind, join, leave_for_own
 from monarchfs.supervisor.probe import (
     EmptySource,
@@ -37,8 +37,8 @@ from monarchfs.supervisor.probe import (
     complaint_of_empty,
     probe_source,
 )
-from monarchfs.supervisor.recover import Found, find_all, find_private
-from monarchfs.supervisor.shared import Hold, hold_mount, stem_of
+from monarchfs.supervisor.recover import FoundMount, find_all, find_private
+from monarchfs.supervisor.shared import MountLease, hold_mount, stem_of
 from monarchfs.supervisor.start import path_is_remote
 from monarchfs.types import MonarchError, OperationError, UsageError
 from monarchfs.units import format_bytes
@@ -48,7 +48,7 @@ _LOOK_SECONDS = 5.0
 
 
 @dataclass(slots=True)
-class View:
+class CommandView:
     """How the command comes to see the mount. ``kind`` is ``own`` (a private mount, perhaps shared
     with others of the same job), ``existing`` (one that somebody made already) or ``none``."""
 
@@ -56,7 +56,7 @@ class View:
     enter: Callable[[], None]
     control: str | None = None
     owner_uid: int | None = None
-    hold: Hold | None = None
+    hold: MountLease | None = None
 
 
 def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -80,7 +80,7 @@ def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
     report = None if arguments.json is None else _open_report(parse_path(arguments.json))
     began = time.monotonic()
     reason = None
-    view = View("none", lambda: None)
+    view = CommandView("none", lambda: None)
     try:
         view = _view_of(arguments, source, user, environ)
     except EmptySource:
@@ -106,7 +106,7 @@ def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
 
 
 def _end(
-    view: View, arguments: argparse.Namespace, report: int | None, result: dict[str, Any]
+    view: CommandView, arguments: argparse.Namespace, report: int | None, result: dict[str, Any]
 ) -> None:
     """Lets go of the mount, and says what was asked for."""
     status = None
@@ -131,7 +131,7 @@ def _words_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Sett
 
 def _view_of(
     arguments: argparse.Namespace, source: str, user: User, environ: Mapping[str, str]
-) -> View:
+) -> CommandView:
     settings = replace(settings_from(arguments, RUN_OPTIONS, environ=environ), foreground=False)
     deadline = time.monotonic() + settings.start_timeout_seconds
     real = _resolved(source, settings.start_timeout_seconds)
@@ -139,18 +139,20 @@ def _view_of(
     if found is not None:
         assert found.registered is not None
         enter = partial(_enter_existing, found.mountpoint, real)
-        return View("existing", enter, found.registered.socket_path, found.registered.owner_uid)
+        return CommandView(
+            "existing", enter, found.registered.socket_path, found.registered.owner_uid
+        )
     _check_filled(real, user, settings)
     places = default_places(os.geteuid(), environ, path_is_remote)
     stem = stem_of(places, real, user, environ)
     others = find_private(lambda _: [places.runtime_dir])
     try:
-        hold = hold_mount(Wanted(settings, real, user, places, stem), deadline)
+        hold = hold_mount(MountRequest(settings, real, user, places, stem), deadline)
     except MonarchError as error:
         raise _better_reason(error, real, user, others) from None
     if not hold.same_settings:
         complain(f"{source} is mounted already for this job: with the options of that mount", 0)
-    return View("own", partial(join, hold.spaces), hold.control, hold.owner_uid, hold)
+    return CommandView("own", partial(join, hold.spaces), hold.control, hold.owner_uid, hold)
 
 
 def _check_filled(source: str, user: User, settings: Settings) -> None:
@@ -165,7 +167,7 @@ def _check_filled(source: str, user: User, settings: Settings) -> None:
 
 
 def _better_reason(
-    error: MonarchError, source: str, user: User, others: Sequence[Found]
+    error: MonarchError, source: str, user: User, others: Sequence[FoundMount]
 ) -> MonarchError:
     """Why there is no mount, where that is another job's, which nobody here can unmount."""
     for other in others:
@@ -190,7 +192,7 @@ def _resolved(source: str, timeout: float) -> str:
     return str(real)
 
 
-def _existing(real: str, user: User, environ: Mapping[str, str]) -> Found | None:
+def _existing(real: str, user: User, environ: Mapping[str, str]) -> FoundMount | None:
     """A mount of the source that the user may enter, and that this process can see."""
     for found in find_all(partial(runtime_dirs_to_search, os.geteuid(), environ)):
         usable = found.mount is not None and found.mount.user_id == user.uid
@@ -205,7 +207,7 @@ def _enter_existing(mountpoint: str, source: str) -> None:
         bind(mountpoint, source)
 
 
-def _prepare(view: View, user: User, source: str, strict: bool) -> None:
+def _prepare(view: CommandView, user: User, source: str, strict: bool) -> None:
     """In the command's process: into the view, to the directory where we were, and as the user."""
     here = os.open(".", os.O_PATH | os.O_CLOEXEC)
     try:
@@ -239,7 +241,7 @@ def _warn(source: str, reason: str) -> None:
     complain(f"{source} is read without a cache: {reason}", 0)
 
 
-def _status(view: View) -> dict[str, Any] | None:
+def _status(view: CommandView) -> dict[str, Any] | None:
     assert view.control is not None
     try:
         with Connection(view.control, _STATUS_SECONDS) as connection:

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from monarchfs.cli.rates import Report, View, number
+from monarchfs.cli.rates import MountView, Report, number
 from monarchfs.cli.status_text import list_row
 from monarchfs.cli.text import (
     ASCII_SPARKS,
@@ -34,7 +34,7 @@ def style_of(state: object) -> str:
     return _FAIR if state in _FAIR_STATES else _BAD
 
 
-def draw(view: View, *, footer: str = "") -> RenderableType:
+def draw(view: MountView, *, footer: str = "") -> RenderableType:
     """All of one mount, in a frame; ``footer`` below it."""
     body = Table.grid(padding=(0, 1), expand=True)
     body.add_column(style="bold cyan", no_wrap=True, width=_LABEL_CELLS)
@@ -70,7 +70,7 @@ def draw_list(reports: Sequence[Report], *, footer: str = "") -> RenderableType:
     return Group(table, Text(footer, style="dim")) if footer else table
 
 
-def _rows(view: View) -> Iterator[tuple[str, RenderableType]]:
+def _rows(view: MountView) -> Iterator[tuple[str, RenderableType]]:
     report, now, rates = view.report, view.details, view.rates
     yield "state", _state(report)
     worker = report.get("worker")
@@ -125,7 +125,7 @@ def _state(report: Report) -> Text:
     return text
 
 
-def _copying(view: View) -> Text:
+def _copying(view: MountView) -> Text:
     prefetch = view.details.get("prefetch", {})
     text = Text(f"{format_count(number(prefetch, 'queued'))} queued, ")
     text.append(f"{format_count(number(prefetch, 'active'))} active")
@@ -144,7 +144,7 @@ def _copying(view: View) -> Text:
     return text
 
 
-def _local(view: View) -> Text:
+def _local(view: MountView) -> Text:
     served = view.details.get("served", {})
     opens, sizes = (
         (number(served, f"local_{what}"), number(served, f"source_{what}"))
@@ -162,7 +162,7 @@ def _local(view: View) -> Text:
     return text
 
 
-def _source(view: View) -> Text:
+def _source(view: MountView) -> Text:
     rates = view.rates
     if rates is None:
         counts = view.details.get("source_io", {})

@@ -15,7 +15,7 @@ from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.control import request
 from monarchfs.fuse.mountinfo import resolve_mountpoint
-from monarchfs.supervisor.recover import Found, find_all, find_one, find_private
+from monarchfs.supervisor.recover import FoundMount, find_all, find_one, find_private
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 Search = Callable[[set[int]], Iterable[str]]
@@ -98,7 +98,7 @@ def _look_again(
         return gone if isinstance(error, OperationError) else {**gone, "error": str(error)}
 
 
-def reports_of(mounts: Sequence[Found]) -> list[Report]:
+def reports_of(mounts: Sequence[FoundMount]) -> list[Report]:
     """Of each what it says of itself. A mount that says nothing does not hold up the others, and
     all of them take about 10 seconds at most."""
     if len(mounts) < 2:
@@ -110,7 +110,7 @@ def reports_of(mounts: Sequence[Found]) -> list[Report]:
         return list(threads.map(partial(report_of, deadline=deadline), mounts))
 
 
-def report_of(found: Found, deadline: float | None = None) -> Report:
+def report_of(found: FoundMount, deadline: float | None = None) -> Report:
     """What the mount says about itself; of one that says nothing, why. Takes 5 seconds at most,
     and little after ``deadline`` (time.monotonic())."""
     silent = {"source": found.source, "mountpoint": found.mountpoint, "private": found.private}

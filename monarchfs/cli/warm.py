@@ -122,7 +122,7 @@ def _shown(arguments: argparse.Namespace) -> Iterator[_Show]:
             yield bar
 
 
-class Pace:
+class RateEstimate:
     """Bytes a second, and how long the rest takes; from what was done in the last seconds."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class _Nothing:
 class _OneLine:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._pace = Pace()
+        self._pace = RateEstimate()
 
     def show(self, so_far: Mapping[str, Any]) -> None:
         pace = self._pace.text(so_far, time.monotonic())
@@ -181,7 +181,7 @@ class _Lines:
     """For a job's log: now and then a line."""
 
     def __init__(self) -> None:
-        self._pace = Pace()
+        self._pace = RateEstimate()
         self._next = time.monotonic() + _LINE_SECONDS
 
     def show(self, so_far: Mapping[str, Any]) -> None:
@@ -197,7 +197,7 @@ class _Bar:
     def __init__(self, progress: rich.progress.Progress) -> None:
         self._progress = progress
         self._task = progress.add_task("warm", total=None, counts="", pace="")
-        self._pace = Pace()
+        self._pace = RateEstimate()
 
     def show(self, so_far: Mapping[str, Any]) -> None:
         self._progress.update(

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from monarchfs.cli.rates import History, Report, View, number
+from monarchfs.cli.rates import History, MountView, Report, number
 from monarchfs.cli.screen import draw, draw_list
 from monarchfs.cli.status_text import list_row
 from monarchfs.cli.text import format_count, format_share, printable
@@ -88,7 +88,7 @@ def lines(moment: Moment, history: History) -> Iterator[str]:
         yield f"{clock} nothing is mounted"
 
 
-def _line(view: View) -> str:
+def _line(view: MountView) -> str:
     report, now, rates = view.report, view.details, view.rates
     text = f"{printable(report.get('mountpoint', '?'))} {printable(report.get('state', '?'))}"
     if "files" not in now or view.old_seconds >= 1:

@@ -16,7 +16,7 @@ from monarchfs.cli.text import printable
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.config.values import parse_path
 from monarchfs.fuse.mountinfo import split_below
-from monarchfs.supervisor.recover import Found, find_all
+from monarchfs.supervisor.recover import FoundMount, find_all
 from monarchfs.types import OperationError, UsageError
 from monarchfs.units import format_bytes, format_seconds
 
@@ -56,7 +56,7 @@ def _named(mountpoint: str, report: Mapping[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _place(typed: str, mounts: Mapping[str, Found]) -> tuple[str, str]:
+def _place(typed: str, mounts: Mapping[str, FoundMount]) -> tuple[str, str]:
     """The mount point that a path is below, and the path relative to it."""
     place = split_below(parse_path(typed), mounts)
     if place is None:
@@ -68,7 +68,7 @@ def _place(typed: str, mounts: Mapping[str, Found]) -> tuple[str, str]:
     return mountpoint, below(path, (mountpoint,)) if path else ""
 
 
-def _reports(found: Found, paths: list[str]) -> Iterator[dict[str, Any]]:
+def _reports(found: FoundMount, paths: list[str]) -> Iterator[dict[str, Any]]:
     with Progress() as progress:
 
         def show(so_far: Mapping[str, Any]) -> None:

@@ -49,14 +49,14 @@ class DataPath(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Freshness:
+class FreshnessSetting:
     """``ttl_seconds`` counts in mode TTL only."""
 
     mode: FreshnessMode = FreshnessMode.TTL
     ttl_seconds: float = 60.0
 
 
-DEFAULT_FRESHNESS = Freshness()
+DEFAULT_FRESHNESS = FreshnessSetting()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Config:
     user: User
     prefetch: PrefetchMode = PrefetchMode.AUTO
     prefetch_list: str | None = None
-    freshness: Freshness = DEFAULT_FRESHNESS
+    freshness: FreshnessSetting = DEFAULT_FRESHNESS
     evict: EvictPolicy = EvictPolicy.KEEP
     data_path: DataPath = DataPath.AUTO
     allow_other: bool = False
@@ -148,7 +148,9 @@ class Config:
         user = fields["user"]
         fields["user"] = User(user["name"], user["uid"], user["gid"], tuple(user["groups"]))
         freshness = fields["freshness"]
-        fields["freshness"] = Freshness(FreshnessMode(freshness["mode"]), freshness["ttl_seconds"])
+        fields["freshness"] = FreshnessSetting(
+            FreshnessMode(freshness["mode"]), freshness["ttl_seconds"]
+        )
         fields["prefetch"] = PrefetchMode(fields["prefetch"])
         fields["evict"] = EvictPolicy(fields["evict"])
         fields["data_path"] = DataPath(fields["data_path"])

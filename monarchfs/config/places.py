@@ -25,7 +25,7 @@ _MOST_OWN = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class DefaultPlaces:
     """Default directories of whoever runs the command."""
 
     cache_dir: str
@@ -34,18 +34,18 @@ class Places:
 
 def default_places(
     uid: int, environ: Mapping[str, str], is_network: Callable[[str], bool]
-) -> Places:
+) -> DefaultPlaces:
     """Where ``uid`` keeps caches and sockets. ``is_network`` tells whether a path (which need not
     exist yet) lies on a network file system, as homes on a cluster do."""
     if _owns_the_system(uid):
-        return Places(ROOT_CACHE_DIR, ROOT_RUNTIME_DIR)
+        return DefaultPlaces(ROOT_CACHE_DIR, ROOT_RUNTIME_DIR)
     temporary = own_directory(_absolute(environ.get("TMPDIR")) or _TEMPORARY, uid)
     home = _absolute(environ.get("HOME")) or _home_of(uid)
     cache_home = _absolute(environ.get("XDG_CACHE_HOME")) or (home and os.path.join(home, ".cache"))
     cache_dir = temporary
     if cache_home and _may_create_in(cache_home) and not is_network(cache_home):
         cache_dir = os.path.join(cache_home, "monarchfs")
-    return Places(cache_dir, runtime_dir_of(uid, environ))
+    return DefaultPlaces(cache_dir, runtime_dir_of(uid, environ))
 
 
 def runtime_dir_of(uid: int, environ: Mapping[str, str]) -> str:
@@ -135,7 +135,7 @@ def resolve_user(name: str | None, environ: Mapping[str, str]) -> User:
 
 
 def build_config(
-    settings: Settings, *, source: str, mountpoint: str, user: User, places: Places
+    settings: Settings, *, source: str, mountpoint: str, user: User, places: DefaultPlaces
 ) -> Config:
     """The frozen description of mounting ``source`` (resolved) on ``mountpoint`` (resolved)."""
     identity = dataset_id(source, user.uid)

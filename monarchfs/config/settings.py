@@ -15,7 +15,7 @@ from monarchfs.config.model import (
     DEFAULT_FRESHNESS,
     DataPath,
     EvictPolicy,
-    Freshness,
+    FreshnessSetting,
     PrefetchMode,
     TierSpec,
 )
@@ -32,7 +32,7 @@ class Settings:
     tier: tuple[TierSpec, ...] | None = None
     state_dir: str | None = None
     prefetch: tuple[PrefetchMode, str | None] = (PrefetchMode.AUTO, None)
-    freshness: Freshness = DEFAULT_FRESHNESS
+    freshness: FreshnessSetting = DEFAULT_FRESHNESS
     evict: EvictPolicy = EvictPolicy.KEEP
     data_path: DataPath = DataPath.AUTO
     user: str | None = None

@@ -14,7 +14,7 @@ from collections import Counter
 from monarchfs.config.model import (
     DataPath,
     EvictPolicy,
-    Freshness,
+    FreshnessSetting,
     PrefetchMode,
     TierSpec,
 )
@@ -92,14 +92,14 @@ def parse_tiers(value: object) -> tuple[TierSpec, ...]:
     return tiers
 
 
-def parse_freshness(value: object) -> Freshness:
+def parse_freshness(value: object) -> FreshnessSetting:
     """``immutable``, ``open`` or ``ttl=TIME`` (seconds, or as in ``1h``)."""
     text = _text(value).strip()
     mode, equals, seconds = text.partition("=")
     if not equals and mode in (FreshnessMode.IMMUTABLE.value, FreshnessMode.OPEN.value):
-        return Freshness(FreshnessMode(mode))
+        return FreshnessSetting(FreshnessMode(mode))
     if mode == FreshnessMode.TTL.value:
-        return Freshness(FreshnessMode.TTL, parse_seconds(seconds) if equals else 60.0)
+        return FreshnessSetting(FreshnessMode.TTL, parse_seconds(seconds) if equals else 60.0)
     raise UsageError(f"freshness '{text}' is not known: use immutable, ttl=SECONDS or open")
 
 

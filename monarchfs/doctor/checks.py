@@ -10,7 +10,7 @@ from typing import Any
 Value = str | int | float | bool | list[str] | None
 
 
-class State(Enum):
+class Severity(Enum):
     """``PROBLEM``: mounting will fail; ``WARNING``: it will not be what it could be."""
 
     OK = "ok"
@@ -24,7 +24,7 @@ class Check:
     in their names. Names of checks are stable; a tier's has its path in ``numbers``."""
 
     name: str
-    state: State
+    state: Severity
     detail: str
     remedy: str = ""
     numbers: Mapping[str, Value] = field(default_factory=dict)
@@ -40,15 +40,15 @@ class Check:
             k: v for k, v in fields.items() if k not in ("name", "state", "detail", "remedy")
         }
         return cls(
-            fields["name"], State(fields["state"]), fields["detail"], fields["remedy"], numbers
+            fields["name"], Severity(fields["state"]), fields["detail"], fields["remedy"], numbers
         )
 
 
 def can_mount(checks: Iterable[Check]) -> bool:
-    return all(check.state is not State.PROBLEM for check in checks)
+    return all(check.state is not Severity.PROBLEM for check in checks)
 
 
-def from_error(name: str, error: Exception, state: State = State.PROBLEM) -> Check:
+def from_error(name: str, error: Exception, state: Severity = Severity.PROBLEM) -> Check:
     """A check out of one of our errors, whose texts end with the remedy."""
     detail, remedy = split_remedy(str(error))
     return Check(name, state, detail, remedy)

@@ -7,7 +7,7 @@ import ctypes
 import os
 import select
 
-from monarchfs.doctor.checks import Check, State
+from monarchfs.doctor.checks import Check, Severity
 from monarchfs.fuse.mount import DEVICE, MS_NODEV, MS_NOSUID, MS_RDONLY
 from monarchfs.fuse.protocol import InitFlag, ProtocolError, parse_init_request
 from monarchfs.supervisor.namespace import map_ids
@@ -67,9 +67,9 @@ def judge(
     checks = []
     if flags is None and is_root:
         remedy = "root needs CAP_SYS_ADMIN here (in a container: --cap-add SYS_ADMIN)"
-        checks.append(Check("mount", State.PROBLEM, f"a trial mount failed: {refusal}", remedy))
+        checks.append(Check("mount", Severity.PROBLEM, f"a trial mount failed: {refusal}", remedy))
     elif flags is not None:
-        checks.append(Check("mount", State.OK, "a trial mount in a namespace of its own works"))
+        checks.append(Check("mount", Severity.OK, "a trial mount in a namespace of its own works"))
     seen = f"Linux {release[0]}.{release[1]}"
     known = "offered by the kernel" if flags is not None else f"expected of {seen}, not tried"
     tried = flags is not None
@@ -90,7 +90,7 @@ def judge(
             passes=passes,
         )
     )
-    checks.append(Check("resend", State.OK, how, "", numbers))
+    checks.append(Check("resend", Severity.OK, how, "", numbers))
     return checks
 
 
@@ -102,11 +102,11 @@ def _passthrough(
         why = f"{seen} does not offer it" if old else "this kernel was built without"
         remedy = "Linux {}.{} or later with CONFIG_FUSE_PASSTHROUGH".format(*FIRST_PASSTHROUGH)
         detail = f"{why}: reads are relayed by the daemon"
-        return Check("passthrough", State.WARNING, detail, remedy, numbers)
+        return Check("passthrough", Severity.WARNING, detail, remedy, numbers)
     if not passes:
         detail = f"{known}; only mounts made by root may use it, outside of any user namespace"
-        return Check("passthrough", State.OK, detail, "", {**numbers, "available": False})
-    return Check("passthrough", State.OK, known, "", numbers)
+        return Check("passthrough", Severity.OK, detail, "", {**numbers, "available": False})
+    return Check("passthrough", Severity.OK, known, "", numbers)
 
 
 def _checked(result: int, doing: str) -> None:

@@ -9,11 +9,11 @@ import socket
 import stat
 from collections.abc import Callable, Container, Iterable, Sequence
 
-from monarchfs.config.places import Places
-from monarchfs.doctor.checks import Check, State, Value, from_error
+from monarchfs.config.places import DefaultPlaces
+from monarchfs.doctor.checks import Check, Severity, Value, from_error
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
 from monarchfs.supervisor.lock import LOCK, Holder, read_holder
-from monarchfs.supervisor.recover import Found, find_all, find_private
+from monarchfs.supervisor.recover import FoundMount, find_all, find_private
 from monarchfs.supervisor.registration import check_runtime_dir
 from monarchfs.types import MonarchError
 
@@ -28,7 +28,7 @@ def runtime_dir(path: str) -> list[Check]:
         check_runtime_dir(path)
     except MonarchError as error:
         return [from_error("runtime_dir", error)]
-    return [Check("runtime_dir", State.OK, path, "", {"path": path})]
+    return [Check("runtime_dir", Severity.OK, path, "", {"path": path})]
 
 
 def mounts(search: Search) -> list[Check]:
@@ -36,7 +36,7 @@ def mounts(search: Search) -> list[Check]:
     return judge_mounts([*find_all(search), *find_private(search)])
 
 
-def judge_mounts(found: Sequence[Found]) -> list[Check]:
+def judge_mounts(found: Sequence[FoundMount]) -> list[Check]:
     checks = []
     for one in found:
         if one.supervisor_alive:
@@ -49,12 +49,12 @@ def judge_mounts(found: Sequence[Found]) -> list[Check]:
             detail = f"no daemon of the mount on {one.mountpoint} can be seen from here"
             remedy = f"if it does not answer: {remedy}"
         numbers: dict[str, Value] = {"mountpoint": one.mountpoint}
-        checks.append(Check("stale_mount", State.WARNING, detail, remedy, numbers))
+        checks.append(Check("stale_mount", Severity.WARNING, detail, remedy, numbers))
     alive = len(found) - len(checks)
     hidden = sum(one.private for one in found)
     text = "none" if not found else f"{alive} alive, {len(checks)} stale"
     text += f"; {hidden} of them not visible in this mount namespace" if hidden else ""
-    return [Check("mounts", State.OK, text, "", {"alive": alive, "stale": len(checks)}), *checks]
+    return [Check("mounts", Severity.OK, text, "", {"alive": alive, "stale": len(checks)}), *checks]
 
 
 def sockets(search: Search) -> list[Check]:
@@ -66,7 +66,7 @@ def sockets(search: Search) -> list[Check]:
     return [
         Check(
             "stale_socket",
-            State.WARNING,
+            Severity.WARNING,
             f"{path}: nobody listens there any more",
             f"rm {shlex.quote(path)}",
             {"path": path},
@@ -116,7 +116,7 @@ def _listens(path: str) -> bool:
     return True
 
 
-def caches(places: Places) -> list[Check]:
+def caches(places: DefaultPlaces) -> list[Check]:
     """State directories in the default place. Asks the file systems of their sources."""
     base = os.path.join(places.cache_dir, "state")
     try:
@@ -137,11 +137,11 @@ def judge_caches(kept: Sequence[tuple[str, Holder]], exists: Callable[[str], boo
             continue
         detail = f"{path} is the cache of {holder.source}, which is not there"
         remedy = f"if it will not come back: monarchfs cache remove {shlex.quote(path)}"
-        checks.append(Check("orphan", State.WARNING, detail, remedy, {"path": path}))
+        checks.append(Check("orphan", Severity.WARNING, detail, remedy, {"path": path}))
     if kept:
         text = f"{len(kept)} kept for later mounts, {len(checks)} of a source that is not there"
         numbers: dict[str, Value] = {"kept": len(kept), "orphans": len(checks)}
-        checks.insert(0, Check("caches", State.OK, text, "", numbers))
+        checks.insert(0, Check("caches", Severity.OK, text, "", numbers))
     return checks
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from monarchfs.bounded import Answer, bounded_call
 from monarchfs.config import Config
-from monarchfs.config.places import Places
+from monarchfs.config.places import DefaultPlaces
 from monarchfs.doctor import leftovers, source, speed, storage, system
-from monarchfs.doctor.checks import Check, State, can_mount
+from monarchfs.doctor.checks import Check, Severity, can_mount
 from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.supervisor.identity import become
 from monarchfs.types import MonarchError, OperationError
@@ -29,7 +29,7 @@ class Subject:
     defaults, ``search`` names runtime directories; ``measures``: rates too."""
 
     config: Config
-    places: Places
+    places: DefaultPlaces
     environ: Mapping[str, str]
     search: leftovers.Search
     measures: bool
@@ -48,7 +48,7 @@ def examine(
     for name, seconds, probe in _probes(subject):
         show(name)
         for check in _guarded(name, min(seconds, deadline - time.monotonic()), probe):
-            if check.state is State.PROBLEM:
+            if check.state is Severity.PROBLEM:
                 failed.add(str(check.numbers.get("path", check.name)))
             yield check
     if subject.measures:
@@ -85,9 +85,11 @@ def _guarded(name: str, seconds: float, probe: Probe) -> list[Check]:
     def call() -> Answer:
         return [check.to_json() for check in probe()], ()
 
-    state = State.WARNING if name in _HARMLESS else State.PROBLEM
+    state = Severity.WARNING if name in _HARMLESS else Severity.PROBLEM
     if seconds < LEAST_SECONDS:
-        return [Check(name, State.WARNING, "not looked at: time is up", "give it more --timeout")]
+        return [
+            Check(name, Severity.WARNING, "not looked at: time is up", "give it more --timeout")
+        ]
     try:
         found, _ = bounded_call(call, timeout=seconds, overdue=f"no answer within {seconds:.0f} s")
     except MonarchError as error:
@@ -106,7 +108,9 @@ def _speeds(
             of_source = source_rates(config, deadline - time.monotonic())
             yield source.judge_source_speed(of_source)
         except OperationError as error:
-            yield Check("source_speed", State.WARNING, str(error), "see whether it is overloaded")
+            yield Check(
+                "source_speed", Severity.WARNING, str(error), "see whether it is overloaded"
+            )
     for tier in config.tiers:
         if tier.path in failed:
             continue
@@ -115,7 +119,7 @@ def _speeds(
             rates = tier_rates(tier.path, deadline - time.monotonic())
         except OperationError as error:
             detail, numbers = f"{tier.path}: {error}", {"path": tier.path}
-            yield Check("tier_speed", State.WARNING, detail, "see whether it fails", numbers)
+            yield Check("tier_speed", Severity.WARNING, detail, "see whether it fails", numbers)
             continue
         yield source.judge_tier_speed(tier.path, rates, of_source)
 
@@ -157,7 +161,7 @@ def summary(checks: Sequence[Check]) -> dict[str, Any]:
     """What ``--json`` prints."""
     return {
         "can_mount": can_mount(checks),
-        "warnings": sum(check.state is State.WARNING for check in checks),
-        "problems": sum(check.state is State.PROBLEM for check in checks),
+        "warnings": sum(check.state is Severity.WARNING for check in checks),
+        "problems": sum(check.state is Severity.PROBLEM for check in checks),
         "checks": [check.to_json() for check in checks],
     }

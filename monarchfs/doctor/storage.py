@@ -7,10 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from monarchfs.config import Config, TierSpec
-from monarchfs.doctor.checks import Check, State, Value, from_error
+from monarchfs.doctor.checks import Check, Severity, Value, from_error
 from monarchfs.fuse.mountinfo import Mount, mount_of, read_mountinfo
-from monarchfs.memory import Headroom, MemoryProbe
-from monarchfs.supervisor.storage import Directory, check_directory, check_size, directories_of
+from monarchfs.memory import MemoryHeadroom, MemoryProbe
+from monarchfs.supervisor.storage import (
+    StorageDirectory,
+    check_directory,
+    check_size,
+    directories_of,
+)
 from monarchfs.types import MonarchError, OperationError, Space, TierSize, UsageError
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -21,7 +26,7 @@ COMMON_SCRATCH = ("/tmp", "/var/tmp", "/scratch", "/local", "/localscratch")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TierLocation:
     """What a tier lies on. ``existing`` is its directory, or the nearest above that exists;
     ``device`` is st_dev. ``headroom`` is set for a tier in memory."""
 
@@ -31,7 +36,7 @@ class Place:
     mount_options: str
     device: int
     space: Space
-    headroom: Headroom | None
+    headroom: MemoryHeadroom | None
 
     @property
     def in_memory(self) -> bool:
@@ -39,7 +44,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class UsableRoom:
     """``capacity_bytes`` is what was asked for, ``usable_bytes`` what there is of it now."""
 
     capacity_bytes: int
@@ -54,12 +59,12 @@ def nearest(path: str) -> str:
     return path
 
 
-def look(path: str, existing: str) -> Place:
+def look(path: str, existing: str) -> TierLocation:
     """Blocks as long as the file system does. Raises OSError."""
     st, vfs = os.stat(existing), os.statvfs(existing)
     mount = mount_of(existing)
     fstype = mount.fstype if mount else "unknown"
-    return Place(
+    return TierLocation(
         path,
         existing,
         fstype,
@@ -70,7 +75,7 @@ def look(path: str, existing: str) -> Place:
     )
 
 
-def room_of(place: Place, size: TierSize, reserve_percent: float) -> Room:
+def room_of(place: TierLocation, size: TierSize, reserve_percent: float) -> UsableRoom:
     """How much a tier could hold if it were empty now."""
     capacity = size.resolve(place.space.total_bytes)
     kept = int(place.space.total_bytes * reserve_percent / 100)
@@ -87,10 +92,10 @@ def room_of(place: Place, size: TierSize, reserve_percent: float) -> Room:
         )
         limits.append((spare, f"memory ({place.headroom.limited_by})"))
     usable, by = min(limits, key=lambda limit: limit[0])
-    return Room(capacity, max(0, usable), by)
+    return UsableRoom(capacity, max(0, usable), by)
 
 
-def check_and_look(spec: TierSpec, config: Config, cache_dir: str) -> Place:
+def check_and_look(spec: TierSpec, config: Config, cache_dir: str) -> TierLocation:
     """Raises UsageError for what a mount would refuse, OperationError for a disk that fails."""
     directory = next(d for d in directories_of(config) if d.path == spec.path)
     try:
@@ -121,7 +126,7 @@ def tier(spec: TierSpec, config: Config, cache_dir: str, environ: Mapping[str, s
 
 
 def state_dir(config: Config, cache_dir: str) -> list[Check]:
-    directory: Directory = directories_of(config)[-1]
+    directory: StorageDirectory = directories_of(config)[-1]
     try:
         existing = check_directory(directory, cache_dir, config.user)
     except MonarchError as error:
@@ -131,11 +136,11 @@ def state_dir(config: Config, cache_dir: str) -> list[Check]:
     numbers: dict[str, Value] = {"path": config.state_dir, "free_bytes": free_bytes}
     if free_bytes < LITTLE_BYTES:
         detail = f"{config.state_dir}: {free_bytes >> 20}M are free, too little for a large index"
-        return [Check("state_dir", State.WARNING, detail, "name another --state-dir", numbers)]
-    return [Check("state_dir", State.OK, config.state_dir, "", numbers)]
+        return [Check("state_dir", Severity.WARNING, detail, "name another --state-dir", numbers)]
+    return [Check("state_dir", Severity.OK, config.state_dir, "", numbers)]
 
 
-def judge_room(place: Place, room: Room, xattrs: bool) -> Check:
+def judge_room(place: TierLocation, room: UsableRoom, xattrs: bool) -> Check:
     space = place.space
     numbers: dict[str, Value] = {
         "path": place.path,
@@ -150,27 +155,29 @@ def judge_room(place: Place, room: Room, xattrs: bool) -> Check:
     what = f"{place.path} ({place.fstype})"
     if space.total_inodes and space.free_inodes < space.total_inodes / 10:
         detail = f"{what}: {space.free_inodes} inodes are free, of which none are used for copies"
-        return Check("tier", State.WARNING, detail, "remove small files there", numbers)
+        return Check("tier", Severity.WARNING, detail, "remove small files there", numbers)
     if room.usable_bytes < room.capacity_bytes:
         detail = (
             f"{what}: of {_size(room.capacity_bytes)} only {_size(room.usable_bytes)} can be used:"
             f" limited by {room.limited_by}"
         )
-        return Check("tier", State.WARNING, detail, "give it less, or make room there", numbers)
+        return Check("tier", Severity.WARNING, detail, "give it less, or make room there", numbers)
     inodes = f", {space.free_inodes} inodes free" if space.total_inodes else ""
-    return Check("tier", State.OK, f"{what}: {_size(room.usable_bytes)}{inodes}", "", numbers)
+    return Check("tier", Severity.OK, f"{what}: {_size(room.usable_bytes)}{inodes}", "", numbers)
 
 
-def judge_sharing(place: Place, scratch: Sequence[str], reserve_percent: float) -> list[Check]:
+def judge_sharing(
+    place: TierLocation, scratch: Sequence[str], reserve_percent: float
+) -> list[Check]:
     """``scratch``: what jobs use on the same file system."""
     if not scratch:
         return []
     detail = f"{place.path} shares its file system with {', '.join(scratch)}, which jobs may fill"
     remedy = f"choose a size that leaves them room ({reserve_percent:g}% are left in any case)"
-    return [Check("scratch", State.WARNING, detail, remedy, {"path": place.path})]
+    return [Check("scratch", Severity.WARNING, detail, remedy, {"path": place.path})]
 
 
-def judge_memory(place: Place, room: Room) -> list[Check]:
+def judge_memory(place: TierLocation, room: UsableRoom) -> list[Check]:
     headroom = place.headroom
     if headroom is None:
         return []
@@ -188,8 +195,8 @@ def judge_memory(place: Place, room: Room) -> list[Check]:
     charged = headroom.limited_by.startswith("cgroup")
     if charged or room.capacity_bytes > headroom.available_bytes:
         remedy = "ask for so much more memory (Slurm: --mem), or give the tier less"
-        return [Check("tier_memory", State.WARNING, detail, remedy, numbers)]
-    return [Check("tier_memory", State.OK, detail, "", numbers)]
+        return [Check("tier_memory", Severity.WARNING, detail, remedy, numbers)]
+    return [Check("tier_memory", Severity.OK, detail, "", numbers)]
 
 
 def scratch_directories(environ: Mapping[str, str]) -> list[str]:

@@ -15,9 +15,9 @@ from typing import Any
 from monarchfs.bounded import Answer, bounded_call
 from monarchfs.config import User
 from monarchfs.doctor import connection
-from monarchfs.doctor.checks import Check, State, Value, from_error
+from monarchfs.doctor.checks import Check, Severity, Value, from_error
 from monarchfs.fuse.mount import DEVICE, FUSERMOUNT, SYSTEM_PATH, check_device, fusermount_path
-from monarchfs.memory import UNLIMITED, Headroom, MemoryProbe
+from monarchfs.memory import UNLIMITED, MemoryHeadroom, MemoryProbe
 from monarchfs.supervisor.identity import in_first_user_namespace, is_self
 from monarchfs.supervisor.launch import module_command
 from monarchfs.types import OperationError
@@ -58,8 +58,8 @@ def judge_kernel(release: str) -> Check:
     numbers = {"release": release}
     if release_of(release) < FIRST_LARGE_READS:
         detail = f"Linux {release} asks for 128 KiB at a time at most"
-        return Check("kernel", State.WARNING, detail, "Linux 4.20 or later", numbers)
-    return Check("kernel", State.OK, f"Linux {release}", "", numbers)
+        return Check("kernel", Severity.WARNING, detail, "Linux 4.20 or later", numbers)
+    return Check("kernel", Severity.OK, f"Linux {release}", "", numbers)
 
 
 def device() -> list[Check]:
@@ -71,8 +71,10 @@ def device() -> list[Check]:
         return [from_error("device", error)]
     except OSError as error:
         remedy = f"load the kernel's module (modprobe fuse), or in a container --device {DEVICE}"
-        return [Check("device", State.PROBLEM, f"cannot open {DEVICE}: {error.strerror}", remedy)]
-    return [Check("device", State.OK, f"{DEVICE} can be opened")]
+        return [
+            Check("device", Severity.PROBLEM, f"cannot open {DEVICE}: {error.strerror}", remedy)
+        ]
+    return [Check("device", Severity.OK, f"{DEVICE} can be opened")]
 
 
 def fusermount() -> list[Check]:
@@ -81,7 +83,7 @@ def fusermount() -> list[Check]:
     except OperationError as error:
         if os.geteuid() == 0:
             detail = f"{FUSERMOUNT} is not there, and root does not need it"
-            return [Check("fusermount3", State.OK, detail)]
+            return [Check("fusermount3", Severity.OK, detail)]
         return [from_error("fusermount3", error)]
     done = subprocess.run(
         [path, "-V"], capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=False
@@ -110,15 +112,15 @@ def judge_fusermount(
     numbers: dict[str, Value] = {"path": path, "version": version, "setuid": privileged}
     text = f"{path} {version}"
     if is_root:
-        return Check("fusermount3", State.OK, f"{text}; root does not need it", "", numbers)
+        return Check("fusermount3", Severity.OK, f"{text}; root does not need it", "", numbers)
     if not privileged:
         remedy = "reinstall the package fuse3, or mount as root"
-        return Check("fusermount3", State.PROBLEM, f"{text} is not setuid root", remedy, numbers)
+        return Check("fusermount3", Severity.PROBLEM, f"{text} is not setuid root", remedy, numbers)
     if not honoured:
         detail = f"{text} is setuid, but that has no effect here (no_new_privs or nosuid)"
         remedy = "in a container, mount outside of it and bind the mount in"
-        return Check("fusermount3", State.PROBLEM, detail, remedy, numbers)
-    return Check("fusermount3", State.OK, f"{text}, setuid root", "", numbers)
+        return Check("fusermount3", Severity.PROBLEM, detail, remedy, numbers)
+    return Check("fusermount3", Severity.OK, f"{text}, setuid root", "", numbers)
 
 
 def no_new_privileges() -> bool:
@@ -141,12 +143,12 @@ def judge_allow_other(fuse_conf: str, *, is_root: bool) -> Check:
     allowed = any(line.strip() == "user_allow_other" for line in fuse_conf.splitlines())
     numbers = {"allowed": allowed or is_root}
     if is_root:
-        return Check("allow_other", State.OK, "root may let others in", "", numbers)
+        return Check("allow_other", Severity.OK, "root may let others in", "", numbers)
     if allowed:
-        return Check("allow_other", State.OK, "you may let others in", "", numbers)
+        return Check("allow_other", Severity.OK, "you may let others in", "", numbers)
     detail = "only you can enter your mounts"
     remedy = f"for -o allow_other: have user_allow_other put into {FUSE_CONF}"
-    return Check("allow_other", State.OK, detail, remedy, numbers)
+    return Check("allow_other", Severity.OK, detail, remedy, numbers)
 
 
 def kernel_offers() -> list[Check]:
@@ -188,11 +190,11 @@ def worker(user: User) -> list[Check]:
         )
     except subprocess.TimeoutExpired:
         detail = f"the worker's program did not load within {_WORKER_SECONDS:g} s"
-        return [Check("worker", State.PROBLEM, detail, "install monarchfs on a local disk")]
+        return [Check("worker", Severity.PROBLEM, detail, "install monarchfs on a local disk")]
     except OSError as error:
         detail = f"{user.name} may not run {command[0]}: {error.strerror}"
         remedy = "install monarchfs where every user can read it"
-        return [Check("worker", State.PROBLEM, detail, remedy)]
+        return [Check("worker", Severity.PROBLEM, detail, remedy)]
     return [judge_worker(done.returncode, done.stdout, done.stderr, user.name)]
 
 
@@ -201,11 +203,11 @@ def judge_worker(code: int, output: str, errors: str, user: str) -> Check:
         last = (errors.strip().splitlines() or [f"exit code {code}"])[-1]
         detail = f"the worker's program does not run as {user}: {last}"
         return Check(
-            "worker", State.PROBLEM, detail, "install monarchfs again, where users can read it"
+            "worker", Severity.PROBLEM, detail, "install monarchfs again, where users can read it"
         )
     found = json.loads(output)
     detail = f"Python {found['python']}, pyfuse3 {found['pyfuse3']}, libfuse {found['libfuse']}"
-    return Check("worker", State.OK, detail, "", found)
+    return Check("worker", Severity.OK, detail, "", found)
 
 
 def descriptors() -> list[Check]:
@@ -218,9 +220,9 @@ def judge_descriptors(most: int) -> Check:
     if not unlimited and most < FEW_DESCRIPTORS:
         detail = f"{most} open files at most; each open file of the mount needs one or two"
         remedy = f"ulimit -Hn {FEW_DESCRIPTORS} or more (limits.conf, LimitNOFILE=)"
-        return Check("descriptors", State.WARNING, detail, remedy, numbers)
+        return Check("descriptors", Severity.WARNING, detail, remedy, numbers)
     detail = f"{'any number of' if unlimited else most} open files at most"
-    return Check("descriptors", State.OK, detail, "", numbers)
+    return Check("descriptors", Severity.OK, detail, "", numbers)
 
 
 def memory() -> list[Check]:
@@ -232,7 +234,7 @@ def memory() -> list[Check]:
     return [judge_memory(MemoryProbe().read(), huge)]
 
 
-def judge_memory(room: Headroom, huge: str) -> Check:
+def judge_memory(room: MemoryHeadroom, huge: str) -> Check:
     """``huge``: the contents of shmem_enabled, which has the setting in brackets."""
     match = re.search(r"\[(\w+)\]", huge)
     numbers: dict[str, Any] = {
@@ -242,12 +244,12 @@ def judge_memory(room: Headroom, huge: str) -> Check:
         "huge_pages": match[1] if match else None,
     }
     if room.available_bytes >= UNLIMITED:
-        return Check("memory", State.OK, "no limit is known", "", numbers)
+        return Check("memory", Severity.OK, "no limit is known", "", numbers)
     detail = f"{_gib(room.available_bytes)} of {_gib(room.limit_bytes)} left ({room.limited_by})"
     if room.available_bytes < LITTLE_MEMORY:
         remedy = "ask for more memory (Slurm: --mem), or use no tier in memory"
-        return Check("memory", State.WARNING, detail, remedy, numbers)
-    return Check("memory", State.OK, detail, "", numbers)
+        return Check("memory", Severity.WARNING, detail, remedy, numbers)
+    return Check("memory", Severity.OK, detail, "", numbers)
 
 
 def probes(user: User) -> Sequence[tuple[str, float, Any]]:

@@ -44,7 +44,7 @@ class Served(NamedTuple):
     data: memoryview | None
 
 
-class Counts(NamedTuple):
+class MissCounts(NamedTuple):
     """Since the beginning; durations as in ``relay_counts``."""
 
     answered_bytes: int
@@ -198,5 +198,5 @@ class Misses:
         if node is not None and (number := self._directories.pop(node.parent, None)) is not None:
             self._free.append(number)
 
-    def count(self) -> Counts:
-        return Counts(*self._hooks.misses_counts())
+    def count(self) -> MissCounts:
+        return MissCounts(*self._hooks.misses_counts())

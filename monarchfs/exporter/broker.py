@@ -99,7 +99,7 @@ def _encoded(number: int, message: dict[str, Any]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class LookEnd:
     """A look is over; ``left_off`` says how many mounts were more than the limits."""
 
     left_off: int
@@ -111,7 +111,7 @@ def ask(channel: socket.socket, number: int) -> None:
     channel.send(b"%d" % number)
 
 
-def receive(channel: socket.socket) -> tuple[int, Sight | End] | None:
+def receive(channel: socket.socket) -> tuple[int, Sight | LookEnd] | None:
     """In the child: what came next, and of which look; None when the parent is gone. Raises
     BlockingIOError where there is nothing yet, if the socket does not block."""
     data, descriptors, _flags, _address = socket.recv_fds(
@@ -121,7 +121,7 @@ def receive(channel: socket.socket) -> tuple[int, Sight | End] | None:
         return None
     message = json.loads(data)
     if not descriptors:
-        return message["look"], End(message["left_off"])
+        return message["look"], LookEnd(message["left_off"])
     registration, *connection = descriptors
     return message["look"], Sight(
         message["stem"],

@@ -109,7 +109,7 @@ class UserNames:
         self.known.setdefault(uid, name)
 
 
-class _Flight:
+class _PageInFlight:
     """A page on its way, for all who wait for it; None where it could not be made."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class _Flight:
         self.page: bytes | None = None
 
 
-class Node:
+class NodeExporter:
     """Constant: the socket to the broker; ``own_uid`` where it is not root that looks. Changing:
     the page under way, the number of the look and what came of it, the names that were given."""
 
@@ -127,8 +127,8 @@ class Node:
         self._nursery = nursery
         self._own_uid = own_uid
         self._number = 0
-        self._arrived, _ = trio.open_memory_channel[Sight | broker.End](math.inf)
-        self._flight: _Flight | None = None
+        self._arrived, _ = trio.open_memory_channel[Sight | broker.LookEnd](math.inf)
+        self._flight: _PageInFlight | None = None
         self._naming = Naming()
         self._users = UserNames()
 
@@ -137,14 +137,14 @@ class Node:
         where it cannot be made."""
         flight = self._flight
         if flight is None:
-            flight = self._flight = _Flight()
+            flight = self._flight = _PageInFlight()
             self._nursery.start_soon(self._fly, flight)
         await flight.done.wait()
         if flight.page is None:
             raise OSError("the page could not be made")
         return flight.page
 
-    async def _fly(self, flight: _Flight) -> None:
+    async def _fly(self, flight: _PageInFlight) -> None:
         try:
             sights, left_off = await self._look()
             mounts = await self._ask(sights)
@@ -182,7 +182,7 @@ class Node:
     async def _look(self) -> tuple[list[Sight], int]:
         """All registered mounts, and how many were left off. Raises trio.TooSlowError."""
         self._number += 1
-        self._arrived, arrivals = trio.open_memory_channel[Sight | broker.End](math.inf)
+        self._arrived, arrivals = trio.open_memory_channel[Sight | broker.LookEnd](math.inf)
         sights: list[Sight] = []
         try:
             broker.ask(self._channel, self._number)
@@ -312,7 +312,7 @@ def _name_of(uid: int) -> str:
 async def _run(channel: socket.socket, listener: socket.socket | None, own_uid: int | None) -> int:
     code = 0
     async with trio.open_nursery() as nursery:
-        node = Node(channel, nursery, own_uid)
+        node = NodeExporter(channel, nursery, own_uid)
 
         async def receive() -> None:
             await node.receive()

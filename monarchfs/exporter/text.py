@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from monarchfs.exporter.values import Durations, Sample, Values
 from monarchfs.metrics import NS
-from monarchfs.metrics.names import FAMILIES, Family, Kind
+from monarchfs.metrics.names import FAMILIES, Family, MetricType
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -43,13 +43,13 @@ class _Collected(Collector):
 
 
 def _metric(family: Family, samples: Iterable[Sample]) -> Metric:
-    if family.kind is Kind.HISTOGRAM:
+    if family.kind is MetricType.HISTOGRAM:
         histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
         for labels, value in samples:
             assert isinstance(value, Durations)
             histogram.add_metric(_printable(labels), _buckets(value), value.total_ns / NS)
         return histogram
-    kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
+    kind = CounterMetricFamily if family.kind is MetricType.COUNTER else GaugeMetricFamily
     metric = kind(family.name, family.help, labels=family.labels)
     for labels, value in samples:
         assert not isinstance(value, Durations)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from monarchfs.exporter.values import Durations, Sample, Value, Values
-from monarchfs.metrics.names import FAMILIES, Family, Kind
+from monarchfs.metrics.names import FAMILIES, Family, MetricType
 
 MOST_LINES = 4096
 """Of one mount in the text: with a tier there are about 650."""
@@ -58,7 +58,7 @@ def decode(result: Mapping[str, Any]) -> Values:
         samples = list(_samples(family, rows, bounds))
         if len({labels for labels, _value in samples}) != len(samples):
             raise ValueError(f"{name} comes twice with the same labels")
-        lines += len(samples) * (len(bounds) + 3 if family.kind is Kind.HISTOGRAM else 1)
+        lines += len(samples) * (len(bounds) + 3 if family.kind is MetricType.HISTOGRAM else 1)
         if lines > MOST_LINES:
             raise ValueError("there are too many metrics")
         values[family] = samples
@@ -94,7 +94,7 @@ def _label(name: str, value: object) -> str:
 
 
 def _value(family: Family, value: object, bounds: tuple[int, ...]) -> Value:
-    if family.kind is not Kind.HISTOGRAM:
+    if family.kind is not MetricType.HISTOGRAM:
         return _number(family, value)
     if not isinstance(value, list) or len(value) != len(bounds) + 2:
         raise ValueError(f"{family.name} is no histogram")

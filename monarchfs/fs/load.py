@@ -15,8 +15,8 @@ from monarchfs.mirror.file import (
     Complete,
     End,
     Entries,
-    Found,
-    Malformed,
+    FoundName,
+    MalformedMirror,
     Reader,
     Record,
 )
@@ -54,7 +54,7 @@ class LoadedListing:
             await trio.lowlevel.checkpoint()
         self._sequence = index.begin_listing(self._ino)
 
-    def add(self, found: Sequence[Found]) -> None:
+    def add(self, found: Sequence[FoundName]) -> None:
         """Some of its entries: a millisecond for a hundred."""
         index, ino = self._tree.index, self._ino
         before = [(one, index.dirent(ino, one.name)) for one in found]
@@ -104,12 +104,12 @@ class Load:
             async with await trio.open_file(path, "rb") as file:
                 st = os.fstat(file.wrapped.fileno())
                 if trusted and (st.st_uid not in (0, os.geteuid()) or st.st_mode & 0o022):
-                    raise Malformed("others can have written it")
+                    raise MalformedMirror("others can have written it")
                 reader = await trio.to_thread.run_sync(Reader, file.wrapped)
                 if reader.head.root_ino != root_ino:
-                    raise Malformed(f"it is of another directory, {reader.head.source!r}")
+                    raise MalformedMirror(f"it is of another directory, {reader.head.source!r}")
                 await self._take(reader)
-        except (OSError, Malformed, IndexWriteError) as exc:
+        except (OSError, MalformedMirror, IndexWriteError) as exc:
             self.state = "failed"
             log.warning("index file %s: %s: the source is asked for the rest", path, exc)
         else:

@@ -14,8 +14,8 @@ import signal
 import sys
 from types import FrameType
 
-from monarchfs.fsck.check import Check, Task
-from monarchfs.fsck.report import Report
+from monarchfs.fsck.check import CacheCheck, Task
+from monarchfs.fsck.report import FsckReport
 from monarchfs.types import MonarchError
 
 
@@ -24,9 +24,9 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, _end)
     fields = json.loads(arguments[0])
     task = Task(**{**fields, "tiers": tuple(fields["tiers"])})
-    report = Report(sys.stdout)
+    report = FsckReport(sys.stdout)
     try:
-        report.tell({"report": Check(task, report).run()})
+        report.tell({"report": CacheCheck(task, report).run()})
     except BrokenPipeError:
         _fall_silent()
         return 1

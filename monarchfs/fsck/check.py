@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from monarchfs.fsck.report import Kind, Report
+from monarchfs.fsck.report import FindingKind, FsckReport
 from monarchfs.fsck.tier import FAN_OUTS, TierCheck, forget_lost
 from monarchfs.index import Index, LastClose, last_close, problems, set_aside
 from monarchfs.store.tier import Tier
@@ -36,10 +36,10 @@ class Task:
     checksum: bool
 
 
-class Check:
+class CacheCheck:
     """Constant: the task. Changing: what was seen."""
 
-    def __init__(self, task: Task, report: Report) -> None:
+    def __init__(self, task: Task, report: FsckReport) -> None:
         self._task = task
         self._report = report
         self._directory = f"/proc/self/fd/{task.state}"
@@ -74,16 +74,16 @@ class Check:
         """How it was found, and the open index; None if it cannot be used, nor is replaced."""
         self._report.progress("checking the index", 0, 1)
         if last_close(self._directory) is LastClose.NEW:
-            return "missing", self._replaced(Kind.INDEX_MISSING, "it is not there")
+            return "missing", self._replaced(FindingKind.INDEX_MISSING, "it is not there")
         wrong = problems(self._directory)
         if wrong:
-            return "damaged", self._replaced(Kind.INDEX_DAMAGED, "; ".join(wrong))
+            return "damaged", self._replaced(FindingKind.INDEX_DAMAGED, "; ".join(wrong))
         try:
             return "clean", self._open()
         except IndexUnusable as error:
-            return "foreign", self._replaced(Kind.INDEX_FOREIGN, str(error))
+            return "foreign", self._replaced(FindingKind.INDEX_FOREIGN, str(error))
 
-    def _replaced(self, kind: Kind, detail: str) -> Index | None:
+    def _replaced(self, kind: FindingKind, detail: str) -> Index | None:
         if not self._task.repair:
             self._report.found(kind, "index", detail)
             return None
@@ -104,7 +104,7 @@ class Check:
             if _ASIDE.fullmatch(name):
                 removed = self._task.repair and self._remove_index(name)
                 done = "removed" if removed else None
-                self._report.found(Kind.INDEX_SET_ASIDE, name, "set aside earlier", done)
+                self._report.found(FindingKind.INDEX_SET_ASIDE, name, "set aside earlier", done)
 
     def _remove_index(self, name: str) -> bool:
         """Whether it was a directory that held an index and nothing else, and is gone."""
@@ -152,7 +152,7 @@ class Check:
             # One that an earlier mount had and that holds nothing is missed by nobody.
             if number in index.tier_totals():
                 detail = f"cannot be opened, what is recorded of it stays: {error.strerror}"
-                self._report.found(Kind.TIER_GONE, path, detail)
+                self._report.found(FindingKind.TIER_GONE, path, detail)
             return False
         check = TierCheck(
             index, tier, self._report, repair=self._task.repair, checksum=self._task.checksum
@@ -160,7 +160,7 @@ class Check:
         try:
             check.run()
         except OSError as error:
-            self._report.found(Kind.TIER_FAILED, path, f"{error.strerror}: left as it is")
+            self._report.found(FindingKind.TIER_FAILED, path, f"{error.strerror}: left as it is")
         finally:
             tier.close()
             self._checked["checked_files"] += check.checked_files

@@ -15,7 +15,7 @@ MOST_LINES = 100
 _PROGRESS_SECONDS = 0.2
 
 
-class Kind(Enum):
+class FindingKind(Enum):
     """What can be found; the value is its name in ``--json``."""
 
     INDEX_MISSING = "index_missing"
@@ -37,12 +37,19 @@ class Kind(Enum):
     NOT_SYNCED = "not_synced"
 
 
-NOTES = frozenset({Kind.INDEX_SET_ASIDE, Kind.LOST_IN_REBOOT, Kind.WRONG_BLOCKS, Kind.NOT_SYNCED})
+NOTES = frozenset(
+    {
+        FindingKind.INDEX_SET_ASIDE,
+        FindingKind.LOST_IN_REBOOT,
+        FindingKind.WRONG_BLOCKS,
+        FindingKind.NOT_SYNCED,
+    }
+)
 """What is worth a line, but happens where all is well: a file system may give a file blocks, or
 take them back, after it was written; a reboot takes what was not synced."""
 
 
-class Report:
+class FsckReport:
     """Changing: the counts. ``output`` gets one JSON object a line:
 
     ``{"finding": {"kind", "what", "detail", "done"}}``, at most MOST_LINES of a kind; ``what`` is
@@ -52,11 +59,11 @@ class Report:
 
     def __init__(self, output: TextIO) -> None:
         self._output = output
-        self._counts: Counter[Kind] = Counter()
-        self._repaired: Counter[Kind] = Counter()
+        self._counts: Counter[FindingKind] = Counter()
+        self._repaired: Counter[FindingKind] = Counter()
         self._next_progress = 0.0
 
-    def found(self, kind: Kind, what: str, detail: str, done: str | None = None) -> None:
+    def found(self, kind: FindingKind, what: str, detail: str, done: str | None = None) -> None:
         """One finding; ``done`` says how it was put right, if it was."""
         self._counts[kind] += 1
         if done is not None:
@@ -75,10 +82,14 @@ class Report:
     def summary(self) -> dict[str, Any]:
         """The counts: of each kind, of what was repaired, and whether nothing wrong is left."""
         return {
-            "findings": {kind.value: self._counts[kind] for kind in Kind if self._counts[kind]},
+            "findings": {
+                kind.value: self._counts[kind] for kind in FindingKind if self._counts[kind]
+            },
             "repaired": self._repaired.total(),
             "clean": all(
-                self._counts[kind] == self._repaired[kind] for kind in Kind if kind not in NOTES
+                self._counts[kind] == self._repaired[kind]
+                for kind in FindingKind
+                if kind not in NOTES
             ),
         }
 

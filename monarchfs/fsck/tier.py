@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from monarchfs.cache.stock import (
     Ambiguous,
     Finding,
-    Missing,
+    MissingFile,
     NotSynced,
     Orphan,
     Row,
@@ -22,7 +22,7 @@ from monarchfs.cache.stock import (
     compare,
     compare_parts,
 )
-from monarchfs.fsck.report import Kind, Report
+from monarchfs.fsck.report import FindingKind, FsckReport
 from monarchfs.index import Index
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.tier import Tier
@@ -37,7 +37,7 @@ class TierCheck:
     """Constant: its parts, what to do. Changing: counts of what was seen."""
 
     def __init__(
-        self, index: Index, tier: Tier, report: Report, *, repair: bool, checksum: bool
+        self, index: Index, tier: Tier, report: FsckReport, *, repair: bool, checksum: bool
     ) -> None:
         self._index = index
         self._tier = tier
@@ -86,7 +86,9 @@ class TierCheck:
                     # Its record says what ought to be there; the comparison does the rest.
                     done = "the record stands"
                 self._index.file_gone(self._tier.id, name)
-            self._report.found(Kind.INTERRUPTED, self._place(name), "copying it was cut off", done)
+            self._report.found(
+                FindingKind.INTERRUPTED, self._place(name), "copying it was cut off", done
+            )
 
     def _check_fan_out(self, rows: list[Row], files: list[TierFile], to_read: int) -> None:
         gone = set()
@@ -96,7 +98,7 @@ class TierCheck:
                 orphans.append(finding.file)
             else:
                 self._handle(finding)
-            if isinstance(finding, (Missing, WrongSize)):
+            if isinstance(finding, (MissingFile, WrongSize)):
                 gone.add(finding.ino)
         self._handle_orphans(orphans)
         if self._checksum:
@@ -117,7 +119,7 @@ class TierCheck:
                 continue
             end = offset + record.size
             if not any(start <= offset and end <= stop for start, stop in data):
-                self._handle(Missing(ino, record))
+                self._handle(MissingFile(ino, record))
             elif self._checksum:
                 self._verify(ino, record)
                 self._report.progress(f"reading {self._tier.path}", self.checked_bytes, to_read)
@@ -143,7 +145,7 @@ class TierCheck:
             detail = f"no record knows it; its list has {len(rows)} copies"
             if len(sound) < len(rows):
                 detail += f", {len(rows) - len(sound)} of which are not what it says"
-            self._report.found(Kind.ORPHAN, place, detail, done)
+            self._report.found(FindingKind.ORPHAN, place, detail, done)
 
     def _handle(self, finding: Finding) -> None:
         done = None
@@ -153,39 +155,43 @@ class TierCheck:
                     self._tier.remove(file.name, file.checksum)
                     done = "removed"
                 place = self._place(file.name, file.checksum)
-                self._report.found(Kind.AMBIGUOUS, place, "one of several of this name", done)
-            case Missing(ino=ino, replica=record):
+                self._report.found(
+                    FindingKind.AMBIGUOUS, place, "one of several of this name", done
+                )
+            case MissingFile(ino=ino, replica=record):
                 what = self._path(ino, record)
                 if self._repair:
                     self._forget(ino, record)
                     done = "forgotten"
-                self._report.found(Kind.MISSING, what, "its copy is not there", done)
+                self._report.found(FindingKind.MISSING, what, "its copy is not there", done)
             case WrongSize(ino=ino, replica=record, file=file):
                 what = self._path(ino, record)
                 if self._repair:
                     self._forget(ino, record)
                     done = "removed"
                 detail = f"its copy has {file.size} bytes instead of {record.size}"
-                self._report.found(Kind.WRONG_SIZE, what, detail, done)
+                self._report.found(FindingKind.WRONG_SIZE, what, detail, done)
             case WrongChecksumName(ino=ino, file=file):
                 if self._repair:
                     self._tier.remove(file.name, file.checksum)
                     done = "removed"
                 place = self._place(file.name, file.checksum)
-                self._report.found(Kind.EXTRA_FILE, place, "not the copy that is recorded", done)
+                self._report.found(
+                    FindingKind.EXTRA_FILE, place, "not the copy that is recorded", done
+                )
             case WrongBlocks(ino=ino, replica=record, allocated_bytes=allocated):
                 if self._repair:
                     self._index.put_replica(ino, record._replace(allocated_bytes=allocated))
                     done = "recorded"
                 detail = f"its copy occupies {allocated} bytes, recorded {record.allocated_bytes}"
-                self._report.found(Kind.WRONG_BLOCKS, self._path(ino, record), detail, done)
+                self._report.found(FindingKind.WRONG_BLOCKS, self._path(ino, record), detail, done)
             case NotSynced(ino=ino, replica=record):
                 if self._repair:
                     self._tier.sync()
                     self._tier.mark_synced([(record.name, record.checksum)])
                     done = "marked"
                 detail = "its copy is not marked as synced"
-                self._report.found(Kind.NOT_SYNCED, self._path(ino, record), detail, done)
+                self._report.found(FindingKind.NOT_SYNCED, self._path(ino, record), detail, done)
 
     def _handle_part(self, finding: Finding) -> None:
         if isinstance(finding, Orphan):
@@ -194,7 +200,7 @@ class TierCheck:
                 self._tier.remove_part(finding.file.name)
                 done = "removed"
             place = f"{self._tier.path}: parts/{finding.file.name.hex()}"
-            self._report.found(Kind.ORPHAN_PART, place, "no record knows it", done)
+            self._report.found(FindingKind.ORPHAN_PART, place, "no record knows it", done)
         elif isinstance(finding, WrongBlocks):
             # The slim row has lost the map of what is there.
             record = self._index.replica(finding.ino)
@@ -220,11 +226,11 @@ class TierCheck:
                     self._tier.remove(file.name, file.checksum)
                     done = "removed"
                 detail = "no record knows it, and its bytes are not what its name says"
-                self._report.found(Kind.CORRUPT, place, detail, done)
+                self._report.found(FindingKind.CORRUPT, place, detail, done)
                 continue
             (proven if doubtful else found).append(file)
             done = "recorded as found" if self._repair else None
-            self._report.found(Kind.ORPHAN, place, "no record knows it", done)
+            self._report.found(FindingKind.ORPHAN, place, "no record knows it", done)
         if self._repair and proven:
             self._tier.sync()
             self._tier.mark_synced([(file.name, file.checksum) for file in proven])
@@ -239,7 +245,7 @@ class TierCheck:
         if self._repair:
             self._forget(ino, record)
             done = "removed"
-        self._report.found(Kind.CORRUPT, what, "its copy has other bytes than it had", done)
+        self._report.found(FindingKind.CORRUPT, what, "its copy has other bytes than it had", done)
 
     def _reads_right(self, replica: Replica) -> bool:
         self.checked_files += 1
@@ -300,7 +306,7 @@ def source_path(index: Index, ino: int) -> str | None:
     return os.fsdecode(b"/".join(reversed(names))) or None
 
 
-def forget_lost(index: Index, report: Report) -> None:
+def forget_lost(index: Index, report: FsckReport) -> None:
     """Forget the records of replicas that a reboot may have taken. Their files are then orphans,
     and treated as such. Raises IndexWriteError."""
     while lost := index.lost_in_reboot(_BATCH):
@@ -310,4 +316,4 @@ def forget_lost(index: Index, report: Report) -> None:
             if not record.segment:
                 index.file_gone(record.tier, record.name)
             detail = "its copy was not synced before the machine went down"
-            report.found(Kind.LOST_IN_REBOOT, what, detail, "forgotten")
+            report.found(FindingKind.LOST_IN_REBOOT, what, detail, "forgotten")

@@ -12,14 +12,14 @@ SMALL_BYTES = 1 << 20
 """As in store/allocator.py."""
 
 
-class Dataset(NamedTuple):
+class ResidentReplicas(NamedTuple):
     """What an earlier mount left of a dataset: complete replicas, and their allocated bytes."""
 
     files: int
     bytes: int
 
 
-def kernel_reads(dataset: Dataset, *, free_opens: bool) -> bool:
+def kernel_reads(dataset: ResidentReplicas, *, free_opens: bool) -> bool:
     """Whether the kernel should read replicas itself, where both are possible.
 
     ``free_opens``: without passthrough, opens would not reach the daemon. That is best for files

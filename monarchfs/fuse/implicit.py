@@ -21,7 +21,7 @@ IDLE_SECONDS = 5.0
 """A file that was not read for so long is closed."""
 
 
-class _Held:
+class _HeldHandle:
     __slots__ = ("handle", "readers", "until")
 
     def __init__(self, handle: FileHandle) -> None:
@@ -35,7 +35,7 @@ class Implicit:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._held: OrderedDict[int, _Held] = OrderedDict()
+        self._held: OrderedDict[int, _HeldHandle] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -45,7 +45,7 @@ class Implicit:
         """For one read of ``ino``. What is wrong with the file shows in the read."""
         held = self._held.get(ino)
         if held is None:
-            held = self._held[ino] = _Held(self._files.first_read(ino))
+            held = self._held[ino] = _HeldHandle(self._files.first_read(ino))
         held.readers += 1
         self._held.move_to_end(ino)
         try:
@@ -58,7 +58,7 @@ class Implicit:
             elif len(self._held) > MOST_KEPT:
                 self._close_first()
 
-    def _close(self, ino: int, held: _Held) -> None:
+    def _close(self, ino: int, held: _HeldHandle) -> None:
         if not held.readers:
             del self._held[ino]
             held.handle.release()

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import trio
 
-from monarchfs.engine.misses import Counts, Misses
+from monarchfs.engine.misses import MissCounts, Misses
 from monarchfs.fs.files import Files
 from monarchfs.fuse.unfinished import Unfinished
 from monarchfs.metrics import Histogram, Metrics
@@ -54,7 +54,7 @@ class Relay:
         self._counted = (0, nothing, nothing, 0, 0)
         self._counted_backed = 0
         self._counted_source = (0, 0, nothing, nothing)
-        self._counted_misses = Counts(0, 0, 0, nothing, nothing, nothing)
+        self._counted_misses = MissCounts(0, 0, 0, nothing, nothing, nothing)
         self.misses: Misses | None = None
         self.waiting: Callable[[], int] = lambda: 0
         """Says how many requests wait in Python."""
@@ -268,7 +268,7 @@ class Relay:
         if self.misses is not None:
             self._count_misses(self.misses.count())
 
-    def _count_misses(self, now: Counts) -> None:
+    def _count_misses(self, now: MissCounts) -> None:
         before, self._counted_misses = self._counted_misses, now
         metrics = self._metrics
         metrics.relayed_bytes += now.answered_bytes - before.answered_bytes

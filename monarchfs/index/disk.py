@@ -36,7 +36,7 @@ def trouble(error: BaseException | None) -> str | None:
     return os.strerror(code) if code in TROUBLE else None
 
 
-class Headroom:
+class Preallocation:
     """Blocks allocated beyond the used part of the data file, so that a commit does not fail when
     others fill the disk. Best effort: not every file system can.
 

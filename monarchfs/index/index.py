@@ -16,11 +16,11 @@ from monarchfs.index.environment import MAP_BYTES, Databases, open_environment
 from monarchfs.index.listings import Listings
 from monarchfs.index.machine import Machine
 from monarchfs.index.recovery import INDEX_DIRECTORY, LastClose
-from monarchfs.index.xattrs import Xattrs
+from monarchfs.index.xattrs import XattrTables
 from monarchfs.types import IndexUnusable, IndexWriteError
 
 
-class Index(Listings, Machine, Xattrs):
+class Index(Listings, Machine, XattrTables):
     """The open index. All calls but ``sync`` come from one thread at a time.
 
     Calls take microseconds, except where they say otherwise. Writing calls raise IndexWriteError

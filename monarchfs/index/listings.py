@@ -18,7 +18,7 @@ from monarchfs.index.records import (
     unpack_listing,
     unpack_node,
 )
-from monarchfs.index.tree import Tree
+from monarchfs.index.tree import TreeTables
 from monarchfs.types import Dirent, FileType, Listing, Node
 
 FoundName = tuple[bytes, FileType, int, int]
@@ -28,7 +28,7 @@ _SWEEP = 500
 """Entries looked at in one step of ``finish_listing``: about half a millisecond."""
 
 
-class Listings(Tree):
+class Listings(TreeTables):
     """What whole directories hold.
 
     A listing is recorded as ``begin_listing``, ``add_entries`` for each batch and

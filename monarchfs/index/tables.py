@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import lmdb
 
 from monarchfs.index import disk, records
-from monarchfs.index.disk import DATA_FILE, Headroom
+from monarchfs.index.disk import DATA_FILE, Preallocation
 from monarchfs.index.environment import Databases, open_environment
 from monarchfs.index.records import ID
 from monarchfs.types import IndexUnusable, IndexWriteError
@@ -45,7 +45,7 @@ class Tables:
     def __init__(self, env: Any, databases: Databases, next_id: int, source_id: str) -> None:
         self._env = env
         self._data = os.open(os.path.join(env.path(), DATA_FILE), os.O_RDWR | os.O_CLOEXEC)
-        self._headroom = Headroom(self._data)
+        self._headroom = Preallocation(self._data)
         self._db = databases
         self._next_id = next_id
         self._source_id = source_id

@@ -28,7 +28,7 @@ from monarchfs.types import (
 )
 
 
-class Tree(Outdated):
+class TreeTables(Outdated):
     """What was found in the source, by name and by number.
 
     A number is given out in the transaction that records what it stands for, and is never given

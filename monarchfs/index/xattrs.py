@@ -8,7 +8,7 @@ from monarchfs.index.records import ID, pack_xattr, unpack_xattr
 from monarchfs.index.tables import Tables
 
 
-class Xattrs(Tables):
+class XattrTables(Tables):
     """What the source answered when it was asked for extended attributes."""
 
     def xattr(self, ino: int, name: bytes) -> bytes | int | None:

@@ -43,7 +43,7 @@ _TEMPORARY = "/tmp"
 
 
 @dataclass(frozen=True, slots=True)
-class Directory:
+class TierDirectory:
     """One in a tier. ``size`` is of its copies. ``stranded`` says why no mount uses them."""
 
     tier: str
@@ -55,7 +55,7 @@ class Directory:
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class LocalCache:
     """A state directory with its directories in tiers; or, not ``claimed``, one directory whose
     state directory is gone or has another. ``part``: only some of its directories are meant.
     ``mountpoint`` is where it is mounted, or was last; times are in seconds since 1970."""
@@ -63,7 +63,7 @@ class Cache:
     source: str
     user: User
     state_dir: str
-    directories: tuple[Directory, ...]
+    directories: tuple[TierDirectory, ...]
     in_use: bool
     last_used: float
     mountpoint: str | None = None
@@ -74,7 +74,7 @@ class Cache:
     def used_bytes(self) -> int:
         return sum(one.size.bytes for one in self.directories)
 
-    def stranded_part(self) -> Cache | None:
+    def stranded_part(self) -> LocalCache | None:
         """The cache with nothing but its stranded directories, None without any."""
         left = tuple(one for one in self.directories if one.stranded)
         return replace(self, directories=left, part=True, in_use=False) if left else None
@@ -86,12 +86,12 @@ class Inventory:
 
     def __init__(self, *, measure: bool = True) -> None:
         self._measure = measure
-        self._found: dict[tuple[str, int], Cache] = {}
+        self._found: dict[tuple[str, int], LocalCache] = {}
         self._claimed: set[tuple[str, int]] = set()
         self._tiers: dict[tuple[str, int], User] = {}
         self.notes: list[str] = []
 
-    def caches(self) -> list[Cache]:
+    def caches(self) -> list[LocalCache]:
         """All that were found, the least recently used first; looks for stranded ones in the tiers
         that are known by now."""
         looked: set[tuple[str, int]] = set()
@@ -150,7 +150,7 @@ class Inventory:
                 owned.append(directory[0])
         used = said["in_use"] or any(one.in_use for one in owned)
         last = max([said["last_used"], *(one.last_used for one in owned)])
-        cache = Cache(said["source"], user, path, tuple(owned), used, last, said["mountpoint"])
+        cache = LocalCache(said["source"], user, path, tuple(owned), used, last, said["mountpoint"])
         self._found[path, user.uid] = cache
         return True
 
@@ -169,18 +169,18 @@ class Inventory:
                 continue
             used = found[0].in_use
             one = found[0] if used else replace(found[0], stranded=UNCLAIMED)
-            cache = Cache(said["source"], owner, state_dir, (one,), used, one.last_used)
+            cache = LocalCache(said["source"], owner, state_dir, (one,), used, one.last_used)
             self._found[path, owner.uid] = replace(cache, claimed=False)
 
     def _directory(
         self, tier: str, name: str, user: User
-    ) -> tuple[Directory, dict[str, Any] | None] | None:
+    ) -> tuple[TierDirectory, dict[str, Any] | None] | None:
         path = os.path.join(tier, name)
         said = self._asked(user, path, partial(_directory, path, user, self._measure))
         if said is None:
             return None
         size = Size(*said["size"])
-        return Directory(tier, path, size, said["in_use"], said["last_used"]), said["owner"]
+        return TierDirectory(tier, path, size, said["in_use"], said["last_used"]), said["owner"]
 
     def _names(self, path: str, user: User, pattern: re.Pattern[str]) -> Iterable[tuple[str, User]]:
         """The directories in one, of the user; of all users, where it is root's alone."""

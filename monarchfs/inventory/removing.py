@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from monarchfs.bounded import Tell, bounded_talk
-from monarchfs.inventory.looking import Cache
+from monarchfs.inventory.looking import LocalCache
 from monarchfs.inventory.trees import open_users, remove_tree
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.lock import LOCK
@@ -25,7 +25,7 @@ _OURS = re.compile(r"tiers(\.new)?|index(\.bad-\d+)?|suspect|(worker|supervisor)
 it is whatever directory --state-dir named."""
 
 
-def remove_cache(cache: Cache) -> None:
+def remove_cache(cache: LocalCache) -> None:
     """Removes a cache: its directories, and unless only a part is meant its state directory.
 
     Blocks until all is removed, or a file system is silent for two minutes. Raises OperationError

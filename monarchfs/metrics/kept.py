@@ -23,7 +23,7 @@ from monarchfs.metrics.counts import Histogram
 _WORD = struct.Struct("=Q")
 
 
-class Kept:
+class PersistentCounts:
     """Constant: the memory (``slots.make_memory``); ``parts``, by names that mean the same to every
     release. A part is a dataclass, or has the names of its counts in ``KEPT``. Counts are numbers
     (None: not known yet), histograms, and dataclasses and dictionaries of such; what a field's

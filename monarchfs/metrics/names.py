@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Kind(Enum):
+class MetricType(Enum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -21,7 +21,7 @@ class Family:
     """One metric. ``labels`` are the names of its labels, in the order in which values come."""
 
     name: str
-    kind: Kind
+    kind: MetricType
     help: str
     labels: tuple[str, ...] = ()
 
@@ -29,22 +29,22 @@ class Family:
 FAMILIES: list[Family] = []
 
 
-def _add(kind: Kind, name: str, meaning: str, labels: tuple[str, ...]) -> Family:
+def _add(kind: MetricType, name: str, meaning: str, labels: tuple[str, ...]) -> Family:
     family = Family(f"monarchfs_{name}", kind, meaning, labels)
     FAMILIES.append(family)
     return family
 
 
 def _counter(name: str, meaning: str, *labels: str) -> Family:
-    return _add(Kind.COUNTER, name, meaning, labels)
+    return _add(MetricType.COUNTER, name, meaning, labels)
 
 
 def _gauge(name: str, meaning: str, *labels: str) -> Family:
-    return _add(Kind.GAUGE, name, meaning, labels)
+    return _add(MetricType.GAUGE, name, meaning, labels)
 
 
 def _histogram(name: str, meaning: str, *labels: str) -> Family:
-    return _add(Kind.HISTOGRAM, name, meaning, labels)
+    return _add(MetricType.HISTOGRAM, name, meaning, labels)
 
 
 BUILD_INFO = _gauge("build_info", "1; the labels say what runs", "version", "python")
@@ -156,25 +156,25 @@ INDEX_FROZEN = _gauge("index_frozen", "1 while nothing new can be recorded on di
 NODE_FAMILIES = (
     Family(
         "monarchfs_mount_up",
-        Kind.GAUGE,
+        MetricType.GAUGE,
         "1 if the mount answered when it was asked for this scrape, else 0",
         ("user", "source", "mount"),
     ),
     Family(
         "monarchfs_mount_start_time_seconds",
-        Kind.GAUGE,
+        MetricType.GAUGE,
         "When the mount was made, in seconds since 1970",
         ("user", "source", "mount"),
     ),
     Family(
         "monarchfs_mount_job_info",
-        Kind.GAUGE,
+        MetricType.GAUGE,
         "1; the labels say which job uses which mount",
         ("user", "source", "mount", "job_id"),
     ),
     Family(
         "monarchfs_exporter_mounts_left_off",
-        Kind.GAUGE,
+        MetricType.GAUGE,
         "Mounts that were not asked because their user has too many",
     ),
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO
 
-from monarchfs.mirror.file import Found, Head, Writer
+from monarchfs.mirror.file import FoundName, Head, Writer
 from monarchfs.types import FileType, SourceStat
 from monarchfs.walk import Stats, walk
 
@@ -64,7 +64,7 @@ def export(root: str, file: IO[bytes], tell: Callable[[Exported], None]) -> Expo
     return result
 
 
-def _found(directory: bytes, batch: Stats, device: int, taken_ns: int) -> list[Found]:
+def _found(directory: bytes, batch: Stats, device: int, taken_ns: int) -> list[FoundName]:
     found = []
     for name, st in batch:
         if st is None or st.st_dev != device:
@@ -78,5 +78,5 @@ def _found(directory: bytes, batch: Stats, device: int, taken_ns: int) -> list[F
                 target = os.readlink(os.path.join(directory, name))
             except OSError:
                 attributes = None
-        found.append(Found(name, FileType.of_mode(st.st_mode), st.st_ino, attributes, target))
+        found.append(FoundName(name, FileType.of_mode(st.st_mode), st.st_ino, attributes, target))
     return found

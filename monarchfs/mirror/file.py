@@ -55,7 +55,7 @@ class Head(NamedTuple):
     taken_ns: int
 
 
-class Found(NamedTuple):
+class FoundName(NamedTuple):
     """A name in a directory; ``stat`` is None where it alone is known."""
 
     name: bytes
@@ -76,7 +76,7 @@ class Begin(NamedTuple):
 class Entries(NamedTuple):
     """Some of its entries."""
 
-    found: list[Found]
+    found: list[FoundName]
 
 
 class Complete(NamedTuple):
@@ -93,7 +93,7 @@ class End(NamedTuple):
 Record: TypeAlias = Begin | Entries | Complete | End
 
 
-class Malformed(OperationError):
+class MalformedMirror(OperationError):
     """The file is not what it should be; the message says what is wrong."""
 
 
@@ -113,7 +113,7 @@ class Writer:
         self.directories += 1
         self._put(["d", os.fsdecode(path), mtime_ns, ctime_ns])
 
-    def add(self, found: list[Found]) -> None:
+    def add(self, found: list[FoundName]) -> None:
         """Entries of the directory."""
         self.entries += len(found)
         for start in range(0, len(found), ENTRIES_PER_LINE):
@@ -133,7 +133,7 @@ class Writer:
         self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
 
-def _entry(found: Found) -> list[Any]:
+def _entry(found: FoundName) -> list[Any]:
     entry: list[Any] = [os.fsdecode(found.name), int(found.type), found.ino]
     if found.stat is not None:
         entry += found.stat[2:]
@@ -153,13 +153,13 @@ class Reader:
         match line:
             case [str(form), int(version), str(source), int(ino), int(taken_ns)]:
                 if form != FORMAT:
-                    raise Malformed("it is no exported index")
+                    raise MalformedMirror("it is no exported index")
                 if version != VERSION:
-                    raise Malformed(f"it has version {version}; this program reads {VERSION}")
+                    raise MalformedMirror(f"it has version {version}; this program reads {VERSION}")
                 _check(0 < ino < _U64 and abs(taken_ns) < _MOST_TIME, "a number is out of range")
                 self.head = Head(source, ino, taken_ns)
             case _:
-                raise Malformed("it is no exported index")
+                raise MalformedMirror("it is no exported index")
 
     def __iter__(self) -> Iterator[Record]:
         """All that follows; Malformed where there is no end, or it is another than it should be."""
@@ -188,7 +188,7 @@ class Reader:
         try:
             return self._file.readline(most)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise Malformed(f"it is damaged: {error}") from None
+            raise MalformedMirror(f"it is damaged: {error}") from None
 
     def _line(self) -> list[Any]:
         line = self._read(MOST_LINE_BYTES)
@@ -196,7 +196,7 @@ class Reader:
         try:
             found = json.loads(line)
         except (ValueError, RecursionError):
-            raise Malformed("a line is no JSON") from None
+            raise MalformedMirror("a line is no JSON") from None
         _check(isinstance(found, list), "a line is no array")
         return found  # type: ignore[no-any-return]
 
@@ -213,22 +213,22 @@ def _record(line: list[Any]) -> Record:
         case ["end", int(directories), int(entries)]:
             return End(directories, entries)
         case _:
-            raise Malformed("a line is not known")
+            raise MalformedMirror("a line is not known")
 
 
-def _found(entry: object) -> Found:
+def _found(entry: object) -> FoundName:
     match entry:
         case [str(name), int(type_), int(ino), *attributes]:
             pass
         case _:
-            raise Malformed("an entry is not known")
+            raise MalformedMirror("an entry is not known")
     _check(0 < ino < _U64, "an inode number is out of range")
     try:
         kind = FileType(type_)
     except ValueError:
-        raise Malformed(f"there is no file type {type_}") from None
+        raise MalformedMirror(f"there is no file type {type_}") from None
     if not attributes:
-        return Found(_name(name), kind, ino, None, b"")
+        return FoundName(_name(name), kind, ino, None, b"")
     target = b""
     if len(attributes) == _STAT_FIELDS + 1 and isinstance(text := attributes.pop(), str):
         target = _bytes(text)
@@ -237,12 +237,12 @@ def _found(entry: object) -> Found:
     found = SourceStat(0, ino, *map(_number, attributes, _LIMITS))
     _check(FileType.of_mode(found.mode) is kind, "a type is another than the mode's")
     _check(bool(target) == stat.S_ISLNK(found.mode), "a target of no symbolic link, or none of one")
-    return Found(_name(name), kind, ino, found, target)
+    return FoundName(_name(name), kind, ino, found, target)
 
 
 def _number(value: object, limit: int | None) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise Malformed("an attribute is no number")
+        raise MalformedMirror("an attribute is no number")
     fits = abs(value) < _MOST_TIME if limit is None else 0 <= value < limit
     _check(fits, "an attribute is out of range")
     return value
@@ -265,9 +265,9 @@ def _bytes(text: str) -> bytes:
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
-        raise Malformed("a name has surrogates that stand for no byte") from None
+        raise MalformedMirror("a name has surrogates that stand for no byte") from None
 
 
 def _check(fine: bool, otherwise: str) -> None:
     if not fine:
-        raise Malformed(otherwise)
+        raise MalformedMirror(otherwise)

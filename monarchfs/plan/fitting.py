@@ -24,7 +24,7 @@ _CHUNK_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class TierRoom:
+class PlannedTier:
     """A tier as placement is told of it. ``held_files`` of this dataset, of ``held_bytes`` in
     blocks, lie in it already; ``space`` is what there is beside them."""
 
@@ -74,7 +74,7 @@ class _NoBooks:
 
 
 def fit(
-    files: Iterable[tuple[int, int]], rooms: Sequence[TierRoom], reserve_percent: float
+    files: Iterable[tuple[int, int]], rooms: Sequence[PlannedTier], reserve_percent: float
 ) -> Fitted:
     """Places files in this order, as a mount with ``--evict keep`` does that copies one after the
     other. Of each the size, and what a copy is expected to occupy: less where it has holes."""

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from monarchfs.bounded import Tell
-from monarchfs.plan.fitting import Amount, Fitted, TierRoom, fit
-from monarchfs.plan.walk import Counts, File, walk
+from monarchfs.plan.fitting import Amount, Fitted, PlannedTier, fit
+from monarchfs.plan.walk import File, WalkCounts, walk
 from monarchfs.store import files as on_disk
 from monarchfs.store.segments import Segments
 from monarchfs.types import TierFile
@@ -51,7 +51,7 @@ class Survey:
     """What was found. ``cached_in_tier`` are complete replicas of files as they are now; of ``new``
     ones the sizes, and what copies are expected to occupy."""
 
-    counts: Counts = field(default_factory=Counts)
+    counts: WalkCounts = field(default_factory=WalkCounts)
     sizes: Sizes = field(default_factory=Sizes)
     all: Amount = field(default_factory=Amount)
     new: array[int] = field(default_factory=lambda: array("q"))
@@ -81,7 +81,7 @@ class _Clock:
 def survey_and_fit(
     root: str,
     cached: Sequence[str],
-    rooms: Sequence[TierRoom],
+    rooms: Sequence[PlannedTier],
     reserve_percent: float,
     seconds: float,
     tell: Tell,

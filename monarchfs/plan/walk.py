@@ -22,7 +22,7 @@ class File(NamedTuple):
 
 
 @dataclass(slots=True)
-class Counts:
+class WalkCounts:
     """What was come across beside files: ``others`` are links and special files, ``unreadable``
     directories that could not be listed, ``hard_links`` further names of files counted already."""
 
@@ -32,7 +32,7 @@ class Counts:
     hard_links: int = 0
 
 
-def walk(root: str, counts: Counts) -> Iterator[File]:
+def walk(root: str, counts: WalkCounts) -> Iterator[File]:
     """The files below ``root``; ``counts`` is kept up to date. Blocks as long as the source does.
     Raises OSError if ``root`` itself cannot be listed."""
     device = os.stat(root).st_dev

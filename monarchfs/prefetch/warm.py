@@ -76,7 +76,7 @@ class What(Enum):
 
 
 @dataclass(slots=True)
-class Counts:
+class WarmCounts:
     """So far. Found at and below the paths: ``files`` of ``bytes``, and ``directories``.
 
     Of them ``resident``, all of whose bytes are local (``copied``: since it was asked for),
@@ -120,7 +120,7 @@ class Warm:
     ) -> None:
         self.what = what
         self._xattrs = xattrs
-        self.counts = Counts()
+        self.counts = WarmCounts()
         self.done = trio.Event()
         self.outstanding: dict[int, tuple[int, int]] = {}
         self._tree = tree

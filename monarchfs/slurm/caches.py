@@ -18,7 +18,7 @@ from monarchfs.config.model import TierSpec, User
 from monarchfs.inventory.trees import in_use, tree_bytes
 from monarchfs.slurm.records import (
     Busy,
-    Layout,
+    SitePaths,
     locked,
     make_directory,
     names_in,
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class CacheShare:
     """One cache by its share's key. ``tiers`` are the site's directories in which it has one of
     that name; ``granted`` and ``used`` are bytes, by these (used: None where not known)."""
 
@@ -64,7 +64,7 @@ class Cache:
         return tree_bytes(os.path.join(tier, self.key)) if self.used is None else self.used[tier]
 
 
-def read_cache(layout: Layout, key: str) -> Cache | None:
+def read_cache(layout: SitePaths, key: str) -> CacheShare | None:
     """What is recorded of a cache; None if nothing sensible is."""
     record = read_record(os.path.join(layout.cache(key), "cache.json"))
     try:
@@ -74,7 +74,7 @@ def read_cache(layout: Layout, key: str) -> Cache | None:
         used = record.get("used")
         if used is not None:
             used = {path: int(used.get(path, 0)) for path in granted}
-        return Cache(
+        return CacheShare(
             *(key, str(record["source"]), int(record["uid"]), str(record["user"])),
             *(granted, used, float(record["last_used_unix_seconds"])),
         )
@@ -90,12 +90,12 @@ def share_key_of(record: Mapping[str, Any]) -> str:
     return share_key(str(record["source"]), user)
 
 
-def all_caches(layout: Layout) -> list[Cache]:
+def all_caches(layout: SitePaths) -> list[CacheShare]:
     found = (read_cache(layout, key) for key in names_in(layout.caches))
     return [cache for cache in found if cache is not None]
 
 
-def open_cache(layout: Layout, site: Site, share: Share, source: str, user: User) -> list[str]:
+def open_cache(layout: SitePaths, site: Site, share: Share, source: str, user: User) -> list[str]:
     """Makes room for a share that is about to be mounted, and notes that it has it; the tiers as
     for mount, PATH=SIZE. The share's own record must be there already (its lock is held): what is
     mounted, or about to be, keeps what it was granted.
@@ -127,7 +127,7 @@ def open_cache(layout: Layout, site: Site, share: Share, source: str, user: User
     ]
 
 
-def close_cache(layout: Layout, key: str, status: Mapping[str, Any] | None) -> None:
+def close_cache(layout: SitePaths, key: str, status: Mapping[str, Any] | None) -> None:
     """Notes what an unmounted share's cache holds, as far as its last status tells."""
     path = os.path.join(layout.cache(key), "cache.json")
     record = read_record(path)
@@ -144,7 +144,7 @@ def close_cache(layout: Layout, key: str, status: Mapping[str, Any] | None) -> N
     write_record(path, {**record, "used": used, "last_used_unix_seconds": time.time()})
 
 
-def throw_away(layout: Layout, cache: Cache) -> None:
+def throw_away(layout: SitePaths, cache: CacheShare) -> None:
     """Takes a cache out of use at once; `empty_trash` removes it. With the share's lock held, and
     nothing mounted."""
     for directory in [*cache.tiers, layout.caches]:
@@ -157,7 +157,7 @@ def throw_away(layout: Layout, cache: Cache) -> None:
             log.error("cannot remove the cache in %s: %s", directory, error.strerror)
 
 
-def trash_in(layout: Layout, site: Site) -> list[str]:
+def trash_in(layout: SitePaths, site: Site) -> list[str]:
     """What waits to be removed."""
     directories = dict.fromkeys([*(tier.path for tier in site.tiers), layout.caches])
     return [
@@ -197,7 +197,7 @@ def over_budget(
     return chosen
 
 
-def _grant(layout: Layout, site: Site, key: str, tier: TierSpec) -> int:
+def _grant(layout: SitePaths, site: Site, key: str, tier: TierSpec) -> int:
     """How much of a tier a share gets; others' unmounted caches make room for that."""
     wanted = size_in_bytes(tier.path, tier.size)
     budget = budget_bytes(site, tier.path)
@@ -222,7 +222,7 @@ def _grant(layout: Layout, site: Site, key: str, tier: TierSpec) -> int:
     return granted
 
 
-def discard(layout: Layout, key: str, why: str) -> bool:
+def discard(layout: SitePaths, key: str, why: str) -> bool:
     """Throws away a cache that no share uses; whether it could be."""
     share = Share(layout, key)
     try:
@@ -242,7 +242,7 @@ def _size(size: TierSize) -> str:
     return f"{size.percent:g}%" if size.percent is not None else str(size.bytes)
 
 
-def remove_empty_cache(layout: Layout, key: str) -> None:
+def remove_empty_cache(layout: SitePaths, key: str) -> None:
     """Takes back what `open_cache` made for a mount that did not come about, if it held nothing."""
     cache = read_cache(layout, key)
     if cache is None or os.path.lexists(os.path.join(layout.cache(key), "state")):

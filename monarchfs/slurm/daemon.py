@@ -20,7 +20,7 @@ from monarchfs.config.places import ROOT_RUNTIME_DIR
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.slurm.identity import Dataset
 from monarchfs.supervisor.launch import module_command
-from monarchfs.supervisor.recover import Found, find_all, find_one, unmount_found
+from monarchfs.supervisor.recover import FoundMount, find_all, find_one, unmount_found
 from monarchfs.types import OperationError
 
 _STATUS_SECONDS = 3.0
@@ -74,19 +74,19 @@ def start(
         _run(command, None, dataset.descriptor, deadline)
 
 
-def find(mountpoint: str) -> Found | None:
+def find(mountpoint: str) -> FoundMount | None:
     """What is known of the mount at ``mountpoint``; touches the mount table and registrations."""
     return find_one(mountpoint, lambda _owners: [ROOT_RUNTIME_DIR])
 
 
-def find_below(directory: str) -> list[Found]:
+def find_below(directory: str) -> list[FoundMount]:
     """All mounts of ours, and registrations of such, below a directory: also one that came about
     after whoever began it was killed."""
     found = find_all(lambda _owners: [ROOT_RUNTIME_DIR])
     return [one for one in found if one.mountpoint.startswith(directory + "/")]
 
 
-def status_of(found: Found, timeout: float = _STATUS_SECONDS) -> dict[str, Any] | None:
+def status_of(found: FoundMount, timeout: float = _STATUS_SECONDS) -> dict[str, Any] | None:
     """What a mount's daemon says of itself; None if it does not answer in time."""
     if found.registered is None or not found.supervisor_alive:
         return None
@@ -96,7 +96,7 @@ def status_of(found: Found, timeout: float = _STATUS_SECONDS) -> dict[str, Any] 
         return None
 
 
-def started_ns(found: Found) -> int | None:
+def started_ns(found: FoundMount) -> int | None:
     """When a mount came about, which tells it from another one in its place; None if that is not
     known."""
     return None if found.registered is None else found.registered.entry.started_ns
@@ -108,7 +108,7 @@ def serves(status: dict[str, Any] | None) -> bool:
     return status is not None and status.get("state") in _FIT
 
 
-def end(found: Found, deadline: float) -> bool:
+def end(found: FoundMount, deadline: float) -> bool:
     """Unmounts by ``deadline`` (time.monotonic), whoever uses it; whether it is gone."""
     return unmount_found(found, deadline)
 

@@ -15,7 +15,7 @@ from monarchfs.slurm.job import Job
 from monarchfs.slurm.prolog import sweep_words
 from monarchfs.slurm.records import (
     Busy,
-    Layout,
+    SitePaths,
     layout_of,
     locked,
     prepare,
@@ -99,7 +99,7 @@ def sweep(site: Site, *, without: int | None = None) -> None:
         return
 
 
-def sweep_once(site: Site, layout: Layout) -> float | None:
+def sweep_once(site: Site, layout: SitePaths) -> float | None:
     """Unmounts what has lingered long enough; in how many seconds to look again, None for never.
     What cannot be unmounted now is left to the next one."""
     pauses = []
@@ -118,7 +118,7 @@ def sweep_once(site: Site, layout: Layout) -> float | None:
     return min(pauses) + _MOMENT_SECONDS / 10 if pauses else None
 
 
-def _sweep_until_done(site: Site, layout: Layout) -> None:
+def _sweep_until_done(site: Site, layout: SitePaths) -> None:
     tried: set[str] = set()
     while True:
         pause = sweep_once(site, layout)
@@ -191,7 +191,7 @@ def end_share(site: Site, share: Share, deadline: float, status: Status | None) 
 
 
 def _report(
-    site: Site, layout: Layout, job: Job, facts: Mapping[str, Any], mounted: list[dict[str, Any]]
+    site: Site, layout: SitePaths, job: Job, facts: Mapping[str, Any], mounted: list[dict[str, Any]]
 ) -> None:
     datasets = mounted + [
         unmounted_report(str(one["variable"]), str(one["source"]), str(one["reason"]))

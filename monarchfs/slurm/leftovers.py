@@ -27,10 +27,10 @@ from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
 from monarchfs.inventory.trees import in_use, remove_tree
 from monarchfs.slurm import caches
 from monarchfs.slurm.epilog import end_share, last_status
-from monarchfs.slurm.records import Busy, Layout, layout_of, locked, names_in, unlink
+from monarchfs.slurm.records import Busy, SitePaths, layout_of, locked, names_in, unlink
 from monarchfs.slurm.shares import KEY, Share, every_share
 from monarchfs.slurm.site import Site
-from monarchfs.supervisor.recover import Found, find_all, remove_by_force, supervisor_lives
+from monarchfs.supervisor.recover import FoundMount, find_all, remove_by_force, supervisor_lives
 from monarchfs.supervisor.registration import remove_registration, unlink_as
 from monarchfs.supervisor.tierdirs import FORMER_NAME, NAME, OWNER
 from monarchfs.types import MonarchError, OperationError
@@ -246,7 +246,7 @@ def _forget(registered: Registered) -> None:
     remove_registration(registered.stem, registered.owner_uid)
 
 
-def _is_dead(found: Found) -> bool:
+def _is_dead(found: FoundMount) -> bool:
     if found.registered is not None:
         return not found.supervisor_alive
     if os.geteuid() not in (0, found.mount.user_id if found.mount else None):
@@ -267,7 +267,7 @@ def _is_dead(found: Found) -> bool:
     return bool(code == errno.ENOTCONN)
 
 
-def _unmount(found: Found) -> bool:
+def _unmount(found: FoundMount) -> bool:
     if not _is_dead(found):
         return False
     if not remove_by_force(found, time.monotonic() + _UMOUNT_SECONDS):
@@ -276,7 +276,7 @@ def _unmount(found: Found) -> bool:
 
 
 @contextmanager
-def _holding(layout: Layout, key: str) -> Iterator[bool]:
+def _holding(layout: SitePaths, key: str) -> Iterator[bool]:
     try:
         with locked(layout.lock(key), 0.0):
             yield True
@@ -298,11 +298,11 @@ def _end(site: Site, share: Share) -> bool:
         return True
 
 
-def _discard(layout: Layout, key: str, why: str) -> Callable[[], object]:
+def _discard(layout: SitePaths, key: str, why: str) -> Callable[[], object]:
     return lambda: caches.discard(layout, key, why)
 
 
-def _orphan(layout: Layout, key: str, path: str) -> Callable[[], object]:
+def _orphan(layout: SitePaths, key: str, path: str) -> Callable[[], object]:
     def remove() -> bool:
         with _holding(layout, key) as mine:
             share = Share(layout, key)

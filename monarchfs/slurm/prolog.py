@@ -15,7 +15,7 @@ from monarchfs.config.settings import escape_option
 from monarchfs.slurm import caches, daemon
 from monarchfs.slurm.identity import Dataset, resolve, user_of
 from monarchfs.slurm.job import Job
-from monarchfs.slurm.records import Layout, layout_of, locked, prepare, write_record, write_text
+from monarchfs.slurm.records import SitePaths, layout_of, locked, prepare, write_record, write_text
 from monarchfs.slurm.request import Request
 from monarchfs.slurm.shares import Share, share_key
 from monarchfs.slurm.site import Site, is_below
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedDataset:
     """A dataset of a job and its variable; ``by_site``: the job did not ask for it."""
 
     request: Request
@@ -95,25 +95,27 @@ def sweep_words(site: Site) -> list[str]:
     return ["job", "sweep", *([] if site.path is None else ["--config", site.path])]
 
 
-def datasets_of(site: Site, job: Job) -> list[Wanted]:
+def datasets_of(site: Site, job: Job) -> list[WantedDataset]:
     """What the job gets, by its own request and by the site's tables: each path once, each with a
     variable of its own. Pure."""
     own = [(request, False) for request in job.requests]
     given = [(request, True) for request in site.given_to(job)]
     site_paths = {request.path for request, _ in given}
-    chosen: dict[str, Wanted] = {}
+    chosen: dict[str, WantedDataset] = {}
     variables: set[str] = set()
     for request, by_site in own + given:
         if request.path in chosen:
             continue
         variable = _free(_variable(request), variables)
         variables.add(variable)
-        chosen[request.path] = Wanted(request, variable, by_site or request.path in site_paths)
+        chosen[request.path] = WantedDataset(
+            request, variable, by_site or request.path in site_paths
+        )
     return list(chosen.values())
 
 
 def mount_for(
-    site: Site, layout: Layout, job: Job, wanted: Wanted, user: User, deadline: float
+    site: Site, layout: SitePaths, job: Job, wanted: WantedDataset, user: User, deadline: float
 ) -> str:
     """The directory in which the job finds a dataset, mounted now or by another job. Raises
     MonarchError or OSError, with the job in no set, by ``deadline`` (time.monotonic) and some."""
@@ -123,9 +125,9 @@ def mount_for(
 
 def _mount_for(
     site: Site,
-    layout: Layout,
+    layout: SitePaths,
     job: Job,
-    wanted: Wanted,
+    wanted: WantedDataset,
     user: User,
     deadline: float,
     opened: ExitStack,
@@ -182,7 +184,7 @@ def _mount_for(
     return share.mountpoint(source)
 
 
-def mount_options(site: Site, job: Job, wanted: Wanted) -> list[str]:
+def mount_options(site: Site, job: Job, wanted: WantedDataset) -> list[str]:
     """What follows ``mount -o``, what counts more after what counts less. Pure."""
     options = [f"copy_nice={site.nice}"]
     # The prologs of many nodes begin at the same instant; those of a few are no burden.
@@ -258,7 +260,7 @@ def _mount(
 
 
 def environment_lines(
-    wanted: Sequence[Wanted], paths: Sequence[str], warnings: Sequence[str]
+    wanted: Sequence[WantedDataset], paths: Sequence[str], warnings: Sequence[str]
 ) -> str:
     """What the task prolog prints (slurmd takes lines ``export NAME=VALUE`` from it). Pure."""
     pairs = [(one.variable, path) for one, path in zip(wanted, paths, strict=True)]
@@ -271,9 +273,9 @@ def environment_lines(
 
 
 def _tell(
-    layout: Layout,
+    layout: SitePaths,
     job: Job,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[WantedDataset],
     paths: Sequence[str],
     warnings: Sequence[str],
 ) -> None:
@@ -282,7 +284,7 @@ def _tell(
 
 
 def _facts(
-    job: Job, began: float, wanted: Sequence[Wanted], reasons: dict[int, str]
+    job: Job, began: float, wanted: Sequence[WantedDataset], reasons: dict[int, str]
 ) -> dict[str, object]:
     return {
         "job": job.id,

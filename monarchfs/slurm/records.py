@@ -39,7 +39,7 @@ _POLL_SECONDS = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SitePaths:
     """Where things lie for one site's configuration."""
 
     run_dir: str
@@ -73,11 +73,11 @@ class Layout:
         return os.path.join(self.caches, key)
 
 
-def layout_of(site: Site) -> Layout:
-    return Layout(site.run_dir, site.cache_dir)
+def layout_of(site: Site) -> SitePaths:
+    return SitePaths(site.run_dir, site.cache_dir)
 
 
-def prepare(layout: Layout) -> None:
+def prepare(layout: SitePaths) -> None:
     """Makes the directories, where they are missing, and raises OperationError where somebody else
     could change them. Others may pass through some of them, but list none."""
     for path in (layout.run_dir, layout.shares, layout.environments):

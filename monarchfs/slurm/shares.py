@@ -17,7 +17,7 @@ from typing import Any
 
 from monarchfs.config.model import User
 from monarchfs.slurm.records import (
-    Layout,
+    SitePaths,
     make_directory,
     names_in,
     read_record,
@@ -43,7 +43,7 @@ def share_key(source: str, user: User) -> str:
 class Share:
     """One share's files. ``record`` is what share.json says, empty before anything is mounted."""
 
-    layout: Layout
+    layout: SitePaths
     key: str
 
     @property
@@ -129,10 +129,10 @@ class Share:
         write_record(os.path.join(self._jobs, str(job)), entry)
 
 
-def every_share(layout: Layout) -> list[Share]:
+def every_share(layout: SitePaths) -> list[Share]:
     return [Share(layout, name) for name in names_in(layout.shares) if KEY.fullmatch(name)]
 
 
-def shares_of(layout: Layout, job: int) -> list[Share]:
+def shares_of(layout: SitePaths, job: int) -> list[Share]:
     """The shares whose sets a job is in."""
     return [share for share in every_share(layout) if job in share.jobs()]

@@ -61,7 +61,7 @@ _NO_PUNCHING = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 @dataclass(slots=True)
-class _Held:
+class _OpenSegment:
     """An open segment, and how many calls are using it. ``gone``: the last one closes it."""
 
     fd: int
@@ -92,7 +92,7 @@ class Segments:
         self.path = path
         self._lock = threading.Lock()
         self._noting = threading.Lock()
-        self._held: OrderedDict[int, _Held] = OrderedDict()
+        self._held: OrderedDict[int, _OpenSegment] = OrderedDict()
         self._made: dict[int, tuple[int, int]] = {}
         self._ends: dict[int, int] = {}
         self._list_blocks: dict[int, int] = {}
@@ -380,7 +380,9 @@ class Segments:
                 self._make(segment)
             held = self._held.get(segment)
             if held is None:
-                held = self._held[segment] = _Held(self._files.open(_name(segment), on_disk.WRITE))
+                held = self._held[segment] = _OpenSegment(
+                    self._files.open(_name(segment), on_disk.WRITE)
+                )
             self._held.move_to_end(segment)
             if to_write:
                 st = os.fstat(held.fd)
@@ -404,7 +406,7 @@ class Segments:
         fd = self._files.create(_name(segment))
         st = os.fstat(fd)
         self._let_go(segment)
-        self._held[segment] = _Held(fd)
+        self._held[segment] = _OpenSegment(fd)
         self._made[segment] = (st.st_dev, st.st_ino)
         self._close_some()
 

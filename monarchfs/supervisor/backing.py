@@ -47,7 +47,7 @@ _STACKED = frozenset(("overlay", "ecryptfs"))
 """File systems whose files lie on another one (super_block.s_stack_depth)."""
 
 
-class Refused(Exception):
+class BackingRefused(Exception):
     """A file that is not accepted. ``code`` is an errno for the worker."""
 
     def __init__(self, code: int, reason: str) -> None:
@@ -71,13 +71,13 @@ def check(st: os.stat_result, ino: int, uid: int, devices: Collection[int]) -> N
     """Raises Refused unless a file with this stat(2) may be registered: the regular file ``ino`` of
     ``uid``, on one of ``devices``."""
     if not stat.S_ISREG(st.st_mode):
-        raise Refused(errno.EINVAL, "it is not a regular file")
+        raise BackingRefused(errno.EINVAL, "it is not a regular file")
     if st.st_dev not in devices:
-        raise Refused(errno.EXDEV, "it lies on the device of no tier")
+        raise BackingRefused(errno.EXDEV, "it lies on the device of no tier")
     if st.st_uid != uid:
-        raise Refused(errno.EPERM, f"it belongs to user {st.st_uid}")
+        raise BackingRefused(errno.EPERM, f"it belongs to user {st.st_uid}")
     if st.st_ino != ino:
-        raise Refused(errno.ESTALE, "another file has its name")
+        raise BackingRefused(errno.ESTALE, "another file has its name")
 
 
 class BackingFiles:
@@ -163,9 +163,9 @@ class BackingFiles:
         """A new id for a file. Raises Refused. Takes a few microseconds; the names of files that
         are open in the worker are in the kernel's memory."""
         if len(self._ids) >= self.most:
-            raise Refused(errno.ENOSPC, f"there are {self.most} already")
+            raise BackingRefused(errno.ENOSPC, f"there are {self.most} already")
         if offer.tier >= len(self._tiers):
-            raise Refused(errno.EXDEV, "it lies in no tier")
+            raise BackingRefused(errno.EXDEV, "it lies in no tier")
         try:
             descriptor = find_beneath(self._tiers[offer.tier][1], offer.path)
             try:
@@ -174,7 +174,7 @@ class BackingFiles:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise Refused(error.errno or errno.EIO, str(error.strerror)) from None
+            raise BackingRefused(error.errno or errno.EIO, str(error.strerror)) from None
         self._ids.add(number)
         return number
 
@@ -201,7 +201,7 @@ class BackingFiles:
         for offer in message.offers:
             try:
                 ids.append(self.open(offer))
-            except Refused as refused:
+            except BackingRefused as refused:
                 ids.append(0)
                 reply |= {"error": refused.code, "reason": str(refused)}
         return reply

@@ -7,9 +7,9 @@ import math
 import time
 from collections.abc import Callable
 
-from monarchfs.supervisor.launch import Worker
-from monarchfs.supervisor.messages import Failed, Loaded, Malformed
-from monarchfs.supervisor.startup import Owner
+from monarchfs.supervisor.launch import WorkerProcess
+from monarchfs.supervisor.messages import Failed, MalformedMessage, WorkerLoaded
+from monarchfs.supervisor.startup import WorkerOwner
 from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Candidate:
     Changing: whether it is ``loaded``; ``refused``, why it cannot take over.
     """
 
-    def __init__(self, worker: Worker, owner: Owner, seconds: float) -> None:
+    def __init__(self, worker: WorkerProcess, owner: WorkerOwner, seconds: float) -> None:
         self.worker = worker
         self.loaded = False
         self.refused: str | None = None
@@ -61,11 +61,11 @@ class Candidate:
             message = self.worker.channel.receive(0)
         except (TimeoutError, BlockingIOError):
             return
-        except (OSError, Malformed) as nonsense:
+        except (OSError, MalformedMessage) as nonsense:
             self.refused = f"it speaks nonsense: {nonsense}"
             return
         match message:
-            case Loaded():
+            case WorkerLoaded():
                 self._owner.unwatch(self.worker.channel)
                 self.loaded = True
             case Failed(error):
@@ -80,7 +80,9 @@ class Spare:
     Changing: the worker, if there is one; when the next one is to be loaded.
     """
 
-    def __init__(self, start: Callable[[], Worker], bury: Callable[[Worker], None]) -> None:
+    def __init__(
+        self, start: Callable[[], WorkerProcess], bury: Callable[[WorkerProcess], None]
+    ) -> None:
         """``start`` raises OperationError; ``bury`` gets those that were killed."""
         self._start = start
         self._bury = bury
@@ -96,7 +98,7 @@ class Spare:
         """A worker has begun to serve."""
         self._at = now + (SOON_AFTER_SECONDS if soon else AHEAD_AFTER_SECONDS)
 
-    def tick(self, owner: Owner, now: float) -> None:
+    def tick(self, owner: WorkerOwner, now: float) -> None:
         """Load one, if it is time."""
         if self._candidate is not None:
             self._candidate.tick(now)
@@ -113,7 +115,7 @@ class Spare:
             except OperationError as error:
                 log.warning("no worker could be loaded ahead: %s", error)
 
-    def take(self) -> Worker | None:
+    def take(self) -> WorkerProcess | None:
         """The worker, if there is one: also one that is still being loaded, as a new one would take
         longer."""
         candidate, self._candidate = self._candidate, None
@@ -125,7 +127,7 @@ class Spare:
         candidate.unwatch()
         return candidate.worker
 
-    def drop(self) -> Worker | None:
+    def drop(self) -> WorkerProcess | None:
         """Kill it; which that was."""
         candidate, self._candidate = self._candidate, None
         if candidate is None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from monarchfs.supervisor.hearing import Hearing
-from monarchfs.supervisor.messages import Malformed, Message, parse
+from monarchfs.supervisor.messages import MalformedMessage, Message, parse
 
 MESSAGE_BYTES = 256 << 10
 
@@ -31,7 +31,7 @@ def refuse_descriptors(end: socket.socket) -> None:
         end.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
 
 
-class Channel:
+class WorkerChannel:
     """The supervisor's end. Never blocks longer than the timeout that is given."""
 
     def __init__(self, end: socket.socket, hearing: Hearing) -> None:
@@ -66,11 +66,11 @@ class Channel:
             return None
         try:
             if flags & socket.MSG_CTRUNC:
-                raise Malformed("it sends descriptors")
+                raise MalformedMessage("it sends descriptors")
             if flags & socket.MSG_TRUNC:
-                raise Malformed(f"it says more than {MESSAGE_BYTES} bytes at once")
+                raise MalformedMessage(f"it says more than {MESSAGE_BYTES} bytes at once")
             return parse(content)
-        except Malformed as malformed:
+        except MalformedMessage as malformed:
             self._hearing.drop(str(malformed))
             raise
 

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from monarchfs.config import User
-from monarchfs.config.places import Places
+from monarchfs.config.places import DefaultPlaces
 from monarchfs.config.settings import Settings
 from monarchfs.control import peer_uid, short_socket_path
 from monarchfs.supervisor.daemon import Report, run_in_background
 from monarchfs.supervisor.lock import NamedLock
 from monarchfs.supervisor.namespace import Spaces, leave_for_own
-from monarchfs.supervisor.recover import Found, find_one, remove_by_force
+from monarchfs.supervisor.recover import FoundMount, find_one, remove_by_force
 from monarchfs.supervisor.start import mount_and_supervise
 from monarchfs.types import OperationError
 
@@ -56,14 +56,14 @@ _BACKLOG = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MountRequest:
     """What is to be mounted on ``source`` itself (absolute, resolved), for whom. ``stem`` is the
     path of the keeper's files without their suffixes: whoever has the same shares the mount."""
 
     settings: Settings
     source: str
     user: User
-    places: Places
+    places: DefaultPlaces
     stem: str
 
     @property
@@ -71,7 +71,7 @@ class Wanted:
         return self.stem + SOCKET
 
 
-def keep(wanted: Wanted, deadline: float, starter: int, report: Report) -> int:
+def keep(wanted: MountRequest, deadline: float, starter: int, report: Report) -> int:
     """The keeper's life, in a daemon: mounts, calls ``report``, and returns 0 when the mount is
     gone, which is at once if its parent ``starter`` has ended meanwhile.
 
@@ -101,7 +101,7 @@ def keep(wanted: Wanted, deadline: float, starter: int, report: Report) -> int:
     return 0
 
 
-def _start_supervisor(wanted: Wanted, deadline: float) -> int:
+def _start_supervisor(wanted: MountRequest, deadline: float) -> int:
     """The process number of the mount's supervisor, once the mount answers."""
     parent = os.getpid()
 
@@ -135,7 +135,7 @@ class _Keeper:
     """Constant: what is mounted, its supervisor's process, the namespaces, the socket.
     Changing: who holds the mount."""
 
-    def __init__(self, wanted: Wanted, supervisor: int, spaces: Spaces) -> None:
+    def __init__(self, wanted: MountRequest, supervisor: int, spaces: Spaces) -> None:
         self._wanted = wanted
         self._supervisor = supervisor
         self._supervisor_ended = False
@@ -241,7 +241,7 @@ class _Keeper:
             self._supervisor_ended = os.waitpid(self._supervisor, os.WNOHANG) != (0, 0)
         return self._supervisor_ended
 
-    def _find(self) -> Found | None:
+    def _find(self) -> FoundMount | None:
         return find_one(self._wanted.source, lambda _: [self._wanted.places.runtime_dir])
 
 

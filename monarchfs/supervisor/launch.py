@@ -25,10 +25,10 @@ from monarchfs.config import Config
 from monarchfs.config.model import SPEAKS
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.fuse.protocol import ProtocolError, amend_init_reply
-from monarchfs.supervisor.channel import Channel, refuse_descriptors
+from monarchfs.supervisor.channel import WorkerChannel, refuse_descriptors
 from monarchfs.supervisor.hearing import Hearing
 from monarchfs.supervisor.identity import is_self
-from monarchfs.supervisor.messages import Failed, Malformed, Ready
+from monarchfs.supervisor.messages import Failed, MalformedMessage, Ready
 from monarchfs.supervisor.pulse import Activity
 from monarchfs.types import OperationError
 
@@ -72,10 +72,12 @@ def module_command(module: str) -> tuple[str, ...]:
     return (sys.executable, isolation, "-X", "utf8", "-m", module)
 
 
-class Worker:
+class WorkerProcess:
     """A worker's process, the channel to it, and the socket on which its libfuse gets FUSE_INIT."""
 
-    def __init__(self, process: subprocess.Popen[bytes], channel: Channel, init: socket.socket):
+    def __init__(
+        self, process: subprocess.Popen[bytes], channel: WorkerChannel, init: socket.socket
+    ):
         self.process = process
         self.channel = channel
         self.init = init
@@ -204,7 +206,7 @@ def start_worker(
     waits: bool = False,
     source_root: tuple[int, int] | None = None,
     passes: bool = False,
-) -> Worker:
+) -> WorkerProcess:
     """Starts a worker for the mount, after ``restarts`` others; raises OperationError if its
     program cannot be run.
 
@@ -263,7 +265,7 @@ def start_worker(
         os.close(memory)
         their_init.close()
         their_channel.close()
-    return Worker(process, Channel(our_channel, hearing), our_init)
+    return WorkerProcess(process, WorkerChannel(our_channel, hearing), our_init)
 
 
 def read_init_request(fuse: int, deadline: float) -> bytes:
@@ -276,7 +278,7 @@ def read_init_request(fuse: int, deadline: float) -> bytes:
 
 
 def negotiate(
-    worker: Worker, request: bytes, *, posix_acl: bool, stack_depth: int = 0, deadline: float
+    worker: WorkerProcess, request: bytes, *, posix_acl: bool, stack_depth: int = 0, deadline: float
 ) -> bytes:
     """Gives FUSE_INIT to the worker's libfuse; its reply, amended, for the kernel.
 
@@ -306,7 +308,7 @@ def negotiate(
         raise OperationError(f"FUSE_INIT failed: {error}") from None
 
 
-def await_ready(worker: Worker, deadline: float, *, backing_ids: int = 0) -> None:
+def await_ready(worker: WorkerProcess, deadline: float, *, backing_ids: int = 0) -> None:
     """Tells the worker that FUSE_INIT is through, and how many backing files it may have, and waits
     until it serves; or OperationError."""
     worker.channel.send({"do": "serve", "backing_ids": backing_ids})
@@ -314,13 +316,13 @@ def await_ready(worker: Worker, deadline: float, *, backing_ids: int = 0) -> Non
         pass
 
 
-def _expect_alive(worker: Worker, deadline: float) -> bool:
+def _expect_alive(worker: WorkerProcess, deadline: float) -> bool:
     """One message of a worker that is starting; whether it says that it serves."""
     try:
         message = worker.channel.receive(deadline - time.monotonic())
     except TimeoutError:
         raise OperationError("the worker did not become ready in time") from None
-    except Malformed as malformed:
+    except MalformedMessage as malformed:
         raise OperationError(f"the worker speaks nonsense: {malformed}") from None
     if message is None:
         worker.wait_gone(1.0)

@@ -11,7 +11,7 @@ from typing import BinaryIO
 from monarchfs.bounded import Answer, bounded_call
 from monarchfs.config import User
 from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.probe import Source
+from monarchfs.supervisor.probe import OpenedSource
 from monarchfs.types import OperationError
 
 _LONGEST_LINE = 8192
@@ -22,7 +22,7 @@ _LOOK_SECONDS = 1.0
 _READ_SECONDS = 3.0
 
 
-def complaint_of_list(path: str, source: Source, mountpoint: str, user: User) -> str | None:
+def complaint_of_list(path: str, source: OpenedSource, mountpoint: str, user: User) -> str | None:
     """What is wrong with a list that ``user`` may read, in one line; None where nothing is seen.
 
     All lines are read, and the first thousand names looked up in the source, as far as that gets

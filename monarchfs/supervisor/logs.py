@@ -16,7 +16,7 @@ from monarchfs.escaping import OneLine
 from monarchfs.logs import ToStream, keep_small, put_aside
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.storage import SUPERVISOR_LOG, open_log, open_users_file
-from monarchfs.trusted import Place, Untrusted, place_of
+from monarchfs.trusted import TrustedPath, Untrusted, place_of
 from monarchfs.types import UsageError
 
 _SYSLOG = "/dev/log"
@@ -139,7 +139,7 @@ def _put_aside(path: str, descriptor: int, user: User) -> None:
             os.close(directory)
 
 
-def _refuse_others(place: Place) -> None:
+def _refuse_others(place: TrustedPath) -> None:
     """What root's log would replace must not be somebody else's."""
     with suppress(FileNotFoundError):
         st = os.stat(place.name + ".1", dir_fd=place.directory, follow_symlinks=False)

@@ -37,11 +37,11 @@ _OBJECTS = frozenset(
 _MISSING = object()
 
 
-class Malformed(ValueError):
+class MalformedMessage(ValueError):
     """A message that makes no sense; the text says why, in one line of printable characters."""
 
 
-class Loaded(NamedTuple):
+class WorkerLoaded(NamedTuple):
     """It could take over, and has touched nothing yet."""
 
 
@@ -55,7 +55,7 @@ class Failed(NamedTuple):
     error: str
 
 
-class Report(NamedTuple):
+class StatusReport(NamedTuple):
     """The answer to question ``number``. ``status`` holds finite numbers of 64 bits, is not deep,
     and its known parts have the types that docs/USAGE.md gives them; ``dropped`` values had not."""
 
@@ -87,7 +87,7 @@ class Unback(NamedTuple):
     ids: tuple[int, ...]
 
 
-Message = Loaded | Ready | Failed | Report | Back | Unback
+Message = WorkerLoaded | Ready | Failed | StatusReport | Back | Unback
 
 
 def parse(content: bytes) -> Message:
@@ -95,29 +95,29 @@ def parse(content: bytes) -> Message:
     message = _decode(content)
     match message.get("event"):
         case "loaded":
-            return Loaded()
+            return WorkerLoaded()
         case "ready":
             return Ready()
         case "failed":
             error = message.get("error")
             if not isinstance(error, str):
-                raise Malformed("it failed and does not say why")
+                raise MalformedMessage("it failed and does not say why")
             return Failed(printable(error))
         case "status":
             return _report(message)
         case "back":
             offers = message.get("files")
             if not isinstance(offers, list) or len(offers) > MOST_OFFERED:
-                raise Malformed(f"it offers what is no list of {MOST_OFFERED} files at most")
+                raise MalformedMessage(f"it offers what is no list of {MOST_OFFERED} files at most")
             return Back(_number(message), tuple(map(_offer, offers)))
         case "unback":
             ids = message.get("ids")
             if not isinstance(ids, list):
-                raise Malformed("it gives back what is no list")
+                raise MalformedMessage("it gives back what is no list")
             # Ids that make no sense are none of its own.
             return Unback(_number(message), tuple(one for one in ids if _is_number(one)))
         case event:
-            raise Malformed(f"it says {printable(ascii(event), 60)}, which is no event")
+            raise MalformedMessage(f"it says {printable(ascii(event), 60)}, which is no event")
 
 
 def printable(text: str, most: int = MOST_WORDS) -> str:
@@ -131,13 +131,13 @@ def _decode(content: bytes) -> dict[str, Any]:
     try:
         message = json.loads(content.decode())
     except UnicodeDecodeError:
-        raise Malformed("it is no text") from None
+        raise MalformedMessage("it is no text") from None
     except RecursionError:
-        raise Malformed("it is nested too deeply") from None
+        raise MalformedMessage("it is nested too deeply") from None
     except ValueError as error:
-        raise Malformed(f"it is no JSON: {printable(str(error), 100)}") from None
+        raise MalformedMessage(f"it is no JSON: {printable(str(error), 100)}") from None
     if not isinstance(message, dict):
-        raise Malformed("it is no JSON object")
+        raise MalformedMessage("it is no JSON object")
     return message
 
 
@@ -148,7 +148,7 @@ def _is_number(value: object) -> bool:
 def _number(message: Mapping[str, Any]) -> int:
     number = message.get("number")
     if not _is_number(number):
-        raise Malformed("it has no number")
+        raise MalformedMessage("it has no number")
     assert isinstance(number, int)
     return number
 
@@ -158,17 +158,17 @@ def _offer(given: object) -> Offer:
         case [int(tier), str(path), int(ino)] if _is_number(tier) and _is_number(ino):
             if _PATH.fullmatch(path):
                 return Offer(tier, path, ino)
-    raise Malformed("it offers what is no file")
+    raise MalformedMessage("it offers what is no file")
 
 
-def _report(message: Mapping[str, Any]) -> Report:
+def _report(message: Mapping[str, Any]) -> StatusReport:
     number, given = _number(message), message.get("status")
     if not isinstance(given, dict):
-        return Report(number, {}, 1)
+        return StatusReport(number, {}, 1)
     dropped: list[str] = []
     known = {name: value for name, value in given.items() if _has_its_type(name, value)}
     status = _plain(known, _MOST_DEPTH, dropped)
-    return Report(number, status, len(dropped) + len(given) - len(known))
+    return StatusReport(number, status, len(dropped) + len(given) - len(known))
 
 
 def _has_its_type(name: str, value: object) -> bool:

@@ -35,7 +35,7 @@ class EmptySource(OperationError):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class OpenedSource:
     """The source, opened as the mount's user. ``lineage`` are the identities of the directory
     itself and of those above it; ``path`` has no symbolic links."""
 
@@ -70,7 +70,7 @@ def path_of(descriptor: int) -> str:
     return path
 
 
-def probe_source(path: str, user: User, timeout: float, opened: int | None = None) -> Source:
+def probe_source(path: str, user: User, timeout: float, opened: int | None = None) -> OpenedSource:
     """Opens the directory ``path`` (absolute) as ``user``; that of the descriptor ``opened``, if
     there is one: ``path`` is what it is called then.
 
@@ -100,7 +100,7 @@ def probe_source(path: str, user: User, timeout: float, opened: int | None = Non
         overdue=f"source {path} did not answer within {timeout:g} s: check its file system",
         keep=[] if opened is None else [opened],
     )
-    return Source(descriptors[0], real, _tuples(identities), empty)
+    return OpenedSource(descriptors[0], real, _tuples(identities), empty)
 
 
 def check_exists(path: str, user: User, timeout: float) -> None:
@@ -125,7 +125,7 @@ def check_exists(path: str, user: User, timeout: float) -> None:
         return
 
 
-def seems_unmounted(source: Source, mounts: list[Mount] | None = None) -> str | None:
+def seems_unmounted(source: OpenedSource, mounts: list[Mount] | None = None) -> str | None:
     """The mount point of a file system beside an empty source on which none is mounted: it looks as
     if that was forgotten on this node, or failed. None where nothing looks like it."""
     mounts = read_mountinfo() if mounts is None else mounts
@@ -145,7 +145,7 @@ def seems_unmounted(source: Source, mounts: list[Mount] | None = None) -> str | 
     )
 
 
-def complaint_of_empty(source: Source) -> str | None:
+def complaint_of_empty(source: OpenedSource) -> str | None:
     """What to tell of a source that seems not to be mounted; None where nothing is odd."""
     beside = seems_unmounted(source)
     if beside is None:
@@ -156,7 +156,7 @@ def complaint_of_empty(source: Source) -> str | None:
     )
 
 
-def check_filled(source: Source) -> None:
+def check_filled(source: OpenedSource) -> None:
     """Raises EmptySource for one that is."""
     if source.empty:
         why = complaint_of_empty(source) or f"source {source.path} is empty: name another directory"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monarchfs.supervisor.launch import Worker
+from monarchfs.supervisor.launch import WorkerProcess
 from monarchfs.supervisor.startup import Mounted
 
 
@@ -15,10 +15,10 @@ class Reaper:
 
     def __init__(self, mounted: Mounted) -> None:
         self._mounted = mounted
-        self._left: list[Worker] = []
-        self._unquiet: list[Worker] = []
+        self._left: list[WorkerProcess] = []
+        self._unquiet: list[WorkerProcess] = []
 
-    def add(self, worker: Worker) -> None:
+    def add(self, worker: WorkerProcess) -> None:
         """It was killed, or ended."""
         self._left.append(worker)
 
@@ -30,7 +30,7 @@ class Reaper:
         """Another one serves; ``hurried``: though they were not all quiet."""
         self._unquiet = list(self._left) if hurried else []
 
-    def tick(self, serving: Worker | None) -> None:
+    def tick(self, serving: WorkerProcess | None) -> None:
         """Take notice of their ends. What one took from the kernel that ran on when its successor
         came is handed out again, if there is one to hand it to."""
         self._left[:] = [worker for worker in self._left if worker.process.poll() is None]

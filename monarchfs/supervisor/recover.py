@@ -33,7 +33,7 @@ _FORCE_SECONDS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundMount:
     """A mount of ours: in the mount table, registered, or both as it should be."""
 
     mountpoint: str
@@ -63,7 +63,7 @@ class Found:
         return self.made_elsewhere and self.mount is None
 
 
-def find_all(search: Callable[[set[int]], Iterable[str]]) -> list[Found]:
+def find_all(search: Callable[[set[int]], Iterable[str]]) -> list[FoundMount]:
     """All mounts of ours in this mount namespace, those among them that were copied from another
     one; ``search`` names the runtime directories to look into, given whose mounts there are.
     Registrations of what is gone altogether are removed."""
@@ -80,17 +80,17 @@ def find_all(search: Callable[[set[int]], Iterable[str]]) -> list[Found]:
             registrations.remove(match)
         else:
             match = _original_of(mount, elsewhere)
-        found.append(Found(mount.mountpoint, mount.source, mount, match))
+        found.append(FoundMount(mount.mountpoint, mount.source, mount, match))
     for registered in registrations:
         entry = registered.entry
         if not supervisor_lives(registered):
             _forget(registered)
             continue
-        found.append(Found(entry.mountpoint, entry.source, None, registered))
+        found.append(FoundMount(entry.mountpoint, entry.source, None, registered))
     return sorted(found, key=lambda one: one.mountpoint)
 
 
-def find_private(search: Callable[[set[int]], Iterable[str]]) -> list[Found]:
+def find_private(search: Callable[[set[int]], Iterable[str]]) -> list[FoundMount]:
     """The mounts in other mount namespaces, as ``monarchfs run`` makes them, that answer and cannot
     be seen in this one.
 
@@ -105,13 +105,13 @@ def find_private(search: Callable[[set[int]], Iterable[str]]) -> list[Found]:
         if entry.mount_namespace == namespace or entry.connection in visible:
             continue
         if supervisor_lives(registered) or _listens(registered):
-            found.append(Found(entry.mountpoint, entry.source, None, registered))
+            found.append(FoundMount(entry.mountpoint, entry.source, None, registered))
         else:
             _forget(registered)
     return sorted(found, key=lambda one: one.mountpoint)
 
 
-def find_one(path: str, search: Callable[[set[int]], Iterable[str]]) -> Found | None:
+def find_one(path: str, search: Callable[[set[int]], Iterable[str]]) -> FoundMount | None:
     """The mount of ours on ``path`` (absolute), without looking at what is mounted there."""
     resolved = resolve_mountpoint(path)
     return next((one for one in find_all(search) if one.mountpoint == resolved), None)
@@ -132,7 +132,7 @@ def supervisor_lives(registered: Registered) -> bool:
     return ticks == registered.entry.start_ticks
 
 
-def unmount_found(found: Found, deadline: float) -> bool:
+def unmount_found(found: FoundMount, deadline: float) -> bool:
     """Unmounts by ``deadline`` (time.monotonic), by the supervisor or, where that does not do it,
     by force; whether the mount is gone. Of a mount that was made in another mount namespace only
     the copy in this one goes: those who use it there are not cut off."""
@@ -143,7 +143,7 @@ def unmount_found(found: Found, deadline: float) -> bool:
     return _supervisor_did_it(found, deadline) or remove_by_force(found, deadline)
 
 
-def remove_by_force(found: Found, deadline: float) -> bool:
+def remove_by_force(found: FoundMount, deadline: float) -> bool:
     """Unmounts without the supervisor's help by ``deadline`` (time.monotonic), kills the supervisor
     if it is still there, and removes the registration; whether the mount is gone. Idempotent."""
     outcome = Unmounted.NOT_MOUNTED
@@ -156,7 +156,7 @@ def remove_by_force(found: Found, deadline: float) -> bool:
     return outcome is not Unmounted.FAILED
 
 
-def _supervisor_did_it(found: Found, deadline: float) -> bool:
+def _supervisor_did_it(found: FoundMount, deadline: float) -> bool:
     """Whether the supervisor unmounted, and went, in time."""
     if not found.supervisor_alive:
         return False

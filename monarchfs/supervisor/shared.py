@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from monarchfs.config import User
-from monarchfs.config.places import Places
+from monarchfs.config.places import DefaultPlaces
 from monarchfs.control import peer_uid, short_socket_path
 from monarchfs.supervisor.daemon import run_in_background
 from monarchfs.supervisor.keeper import (
@@ -25,7 +25,7 @@ from monarchfs.supervisor.keeper import (
     MOST_END_SECONDS,
     SOCKET,
     STARTING,
-    Wanted,
+    MountRequest,
     keep,
     settings_digest,
 )
@@ -43,7 +43,7 @@ _ATTEMPTS = 3
 
 
 @dataclass(slots=True)
-class Hold:
+class MountLease:
     """A private mount, kept for as long as this is not closed and its process lives.
 
     ``control`` is the path of the mount's control socket, ``owner_uid`` who listens there.
@@ -69,14 +69,14 @@ class Hold:
                 return  # it takes longer, or was killed: the keeper's own matter
 
 
-def stem_of(places: Places, source: str, user: User, environ: Mapping[str, str]) -> str:
+def stem_of(places: DefaultPlaces, source: str, user: User, environ: Mapping[str, str]) -> str:
     """`Wanted.stem`: the same for whoever is to share a mount."""
     job = [environ.get(name, "") for name in _JOB]
     name = "\0".join([source, str(user.uid), *job])
     return os.path.join(places.runtime_dir, hashlib.sha256(os.fsencode(name)).hexdigest()[:24])
 
 
-def hold_mount(wanted: Wanted, deadline: float) -> Hold:
+def hold_mount(wanted: MountRequest, deadline: float) -> MountLease:
     """Joins the mount that is ``wanted``, or makes it first; blocks until ``deadline``
     (time.monotonic()) and a few seconds at most. Raises UsageError or OperationError."""
     overdue = f"the mount of {wanted.source} that another process makes does not come about"
@@ -119,7 +119,7 @@ def _sweep(runtime_dir: str) -> None:
         lock.release()
 
 
-def _connect(wanted: Wanted) -> Hold | None:
+def _connect(wanted: MountRequest) -> MountLease | None:
     """None where there is no mount, or it is about to end."""
     path = wanted.socket_path
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -137,7 +137,7 @@ def _connect(wanted: Wanted) -> Hold | None:
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         welcome = json.loads(message)
-        return Hold(
+        return MountLease(
             Spaces.from_descriptors(descriptors),
             str(welcome["control"]),
             int(welcome["owner"]),

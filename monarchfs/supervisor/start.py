@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from monarchfs.config import Config, PrefetchMode, User
-from monarchfs.config.places import Places, build_config
+from monarchfs.config.places import DefaultPlaces, build_config
 from monarchfs.config.settings import Settings
 from monarchfs.fuse.mount import check_device, mount
 from monarchfs.fuse.mountinfo import find_mount, is_network_filesystem
@@ -34,7 +34,7 @@ from monarchfs.supervisor.hearing import Hearing
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.launch import (
     Descriptors,
-    Worker,
+    WorkerProcess,
     await_ready,
     default_worker_command,
     negotiate,
@@ -49,7 +49,7 @@ from monarchfs.supervisor.output import WorkerOutput
 from monarchfs.supervisor.port import listen_locally, stop_listening
 from monarchfs.supervisor.probe import (
     Mountpoint,
-    Source,
+    OpenedSource,
     check_filled,
     complaint_of_empty,
     probe_mountpoint,
@@ -89,7 +89,7 @@ def mount_and_supervise(
     source: str,
     mountpoint: str,
     user: User,
-    places: Places,
+    places: DefaultPlaces,
     *,
     report: Callable[[], None],
     source_fd: int | None = None,
@@ -131,7 +131,7 @@ def check_mount(
     source: str,
     mountpoint: str,
     user: User,
-    places: Places,
+    places: DefaultPlaces,
     source_fd: int | None = None,
 ) -> None:
     """Looks at all that `mount_and_supervise` looks at before it makes anything, and raises what
@@ -151,7 +151,7 @@ def _start(
     source: str,
     mountpoint: str,
     user: User,
-    places: Places,
+    places: DefaultPlaces,
     source_fd: int | None,
     command: Sequence[str],
     deadline: float,
@@ -272,11 +272,11 @@ def _checked(
     source: str,
     mountpoint: str,
     user: User,
-    places: Places,
+    places: DefaultPlaces,
     source_fd: int | None,
     deadline: float,
     undo: ExitStack,
-) -> tuple[Config, Source]:
+) -> tuple[Config, OpenedSource]:
     """What will be mounted, and its source, opened. Changes nothing; raises for what is wrong."""
     check_privileges(settings.data_path)
     check_device()
@@ -303,7 +303,7 @@ def _checked(
     return config, what
 
 
-def _check_overlap(source: Source, mountpoint: Mountpoint) -> None:
+def _check_overlap(source: OpenedSource, mountpoint: Mountpoint) -> None:
     if mountpoint.identity == source.identity:
         return
     if source.identity in mountpoint.lineage:
@@ -393,7 +393,7 @@ def _serving_worker(
     *,
     init_answered: bool = False,
     restarts: int = 0,
-) -> Worker:
+) -> WorkerProcess:
     """A worker that serves; ``undo`` ends it. Raises _Crashed or another OperationError.
 
     With ``init_answered`` the kernel has its answer to FUSE_INIT from an earlier worker, of the
@@ -438,7 +438,7 @@ def _start_worker(
     restarts: int,
     safe: bool,
     waits: bool,
-) -> Worker:
+) -> WorkerProcess:
     start = partial(
         start_worker,
         config,

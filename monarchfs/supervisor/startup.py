@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from monarchfs.fuse.protocol import RESEND, ProtocolError, parse_init_reply
 from monarchfs.supervisor.backing import BackingFiles
-from monarchfs.supervisor.launch import Worker
+from monarchfs.supervisor.launch import WorkerProcess
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +49,10 @@ class Mounted(NamedTuple):
 class Start(Protocol):
     """Starts a worker; see ``launch.start_worker``. Raises OperationError."""
 
-    def __call__(self, *, restarts: int, safe: bool, waits: bool) -> Worker: ...
+    def __call__(self, *, restarts: int, safe: bool, waits: bool) -> WorkerProcess: ...
 
 
-class Owner(Protocol):
+class WorkerOwner(Protocol):
     """Whose worker it is: the supervisor, with its loop."""
 
     def watch(self, what: Any, then: Callable[[], None]) -> None:
@@ -82,7 +82,11 @@ class Startup:
     """
 
     def __init__(
-        self, worker: Worker, mounted: Mounted, owner: Owner, all_quiet: Callable[[], bool]
+        self,
+        worker: WorkerProcess,
+        mounted: Mounted,
+        owner: WorkerOwner,
+        all_quiet: Callable[[], bool],
     ) -> None:
         self.serves = False
         self.was_hurried = False

@@ -23,7 +23,7 @@ from monarchfs.fuse.mountinfo import is_network_filesystem, mount_of
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.lock import LOCK, Holder, InUse, take_lock, write_holder
 from monarchfs.supervisor.owned import open_own, refuse_foreign, user_name
-from monarchfs.supervisor.probe import Mountpoint, Source, lineage
+from monarchfs.supervisor.probe import Mountpoint, OpenedSource, lineage
 from monarchfs.supervisor.tierdirs import RECORD, RECORD_NEW, read_record_of
 from monarchfs.trusted import Untrusted, place_of
 from monarchfs.types import OperationError, UsageError
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Directory:
+class StorageDirectory:
     """A directory that the user named (or left to the default), for messages and checks. ``own``
     is the one that the dataset has there: itself, below it, or none yet."""
 
@@ -49,7 +49,7 @@ class Directory:
 
 
 def check_storage(
-    config: Config, source: Source, mountpoint: Mountpoint, cache_dir: str, timeout: float
+    config: Config, source: OpenedSource, mountpoint: Mountpoint, cache_dir: str, timeout: float
 ) -> None:
     """Raises UsageError for a tier or a state directory that cannot serve. Changes nothing.
 
@@ -75,15 +75,18 @@ def check_storage(
     )
 
 
-def directories_of(config: Config) -> list[Directory]:
+def directories_of(config: Config) -> list[StorageDirectory]:
     """The tiers' directories in their order, then the state directory. Blocks."""
     owned = recorded_directories(config)
     directories = [
-        Directory(f"tier {tier.path}", "--tier", tier.path, owned.get(tier.path))
+        StorageDirectory(f"tier {tier.path}", "--tier", tier.path, owned.get(tier.path))
         for tier in config.tiers
     ]
     state = f"state directory {config.state_dir}"
-    return [*directories, Directory(state, "--state-dir", config.state_dir, config.state_dir)]
+    return [
+        *directories,
+        StorageDirectory(state, "--state-dir", config.state_dir, config.state_dir),
+    ]
 
 
 def recorded_directories(config: Config) -> dict[str, str]:
@@ -95,7 +98,7 @@ def recorded_directories(config: Config) -> dict[str, str]:
     return {path: os.path.join(path, name) for path, name in record.items()}
 
 
-def check_directory(directory: Directory, cache_dir: str, user: User) -> str:
+def check_directory(directory: StorageDirectory, cache_dir: str, user: User) -> str:
     """`check_storage` of one directory, without regard to source and mount point, in this process:
     it blocks as long as the file system does. Returns the directory, or the one above that exists.
     """
@@ -183,7 +186,7 @@ def open_users_file(state_dir: int, name: str, flags: int, user: User) -> int:
     raise OSError(errno.EINVAL, "it is not a file")
 
 
-def _check_exists(directory: Directory, cache_dir: str) -> str:
+def _check_exists(directory: StorageDirectory, cache_dir: str) -> str:
     """The directory, or the one above in which it can be made."""
     what, option, path = directory.what, directory.option, directory.path
     existing = _nearest(path)
@@ -200,7 +203,7 @@ def _check_exists(directory: Directory, cache_dir: str) -> str:
 
 
 def _check_apart(
-    directory: Directory, existing: str, source: Source, mountpoint: Mountpoint
+    directory: StorageDirectory, existing: str, source: OpenedSource, mountpoint: Mountpoint
 ) -> None:
     what, option = directory.what, directory.option
     try:
@@ -222,7 +225,7 @@ def _check_apart(
         )
 
 
-def _check_local(directory: Directory, existing: str) -> None:
+def _check_local(directory: StorageDirectory, existing: str) -> None:
     if is_network_filesystem(existing):
         mount = mount_of(existing)
         kind = mount.fstype if mount else "unknown"
@@ -232,7 +235,7 @@ def _check_local(directory: Directory, existing: str) -> None:
         )
 
 
-def _check_own(directory: Directory, user: User) -> None:
+def _check_own(directory: StorageDirectory, user: User) -> None:
     """A state directory that is there already must be the user's own. (In a tier, another one is
     made where it is not.)"""
     try:
@@ -247,7 +250,7 @@ def _check_own(directory: Directory, user: User) -> None:
         refuse_foreign(st, directory.path, directory.option, user)
 
 
-def _check_writable(directory: Directory, user: User) -> None:
+def _check_writable(directory: StorageDirectory, user: User) -> None:
     """By root where root alone can change the way there, else by the user: as `open_own`."""
     own = directory.own
     existing = own if own is not None and os.path.isdir(own) else _nearest(directory.path)

@@ -18,11 +18,18 @@ from typing import NamedTuple
 from monarchfs.supervisor.candidates import Candidate, Spare
 from monarchfs.supervisor.deaths import Deaths, Follows, Life
 from monarchfs.supervisor.hearing import Hearing
-from monarchfs.supervisor.launch import Worker
-from monarchfs.supervisor.messages import Back, Failed, Malformed, Ready, Report, Unback
+from monarchfs.supervisor.launch import WorkerProcess
+from monarchfs.supervisor.messages import (
+    Back,
+    Failed,
+    MalformedMessage,
+    Ready,
+    StatusReport,
+    Unback,
+)
 from monarchfs.supervisor.reaper import Reaper
 from monarchfs.supervisor.stacks import describe_threads
-from monarchfs.supervisor.startup import SOON_SECONDS, Mounted, Owner, Start, Startup
+from monarchfs.supervisor.startup import SOON_SECONDS, Mounted, Start, Startup, WorkerOwner
 from monarchfs.supervisor.watchdog import Watchdog
 from monarchfs.types import OperationError
 
@@ -68,7 +75,7 @@ class Succession:
     the last that did or tried; ``phase``; what is left of earlier ones; how they died."""
 
     def __init__(
-        self, worker: Worker, start: Start, mounted: Mounted, restarts: int, hearing: Hearing
+        self, worker: WorkerProcess, start: Start, mounted: Mounted, restarts: int, hearing: Hearing
     ) -> None:
         """``worker`` serves, after ``restarts`` others."""
         self.worker = worker
@@ -92,7 +99,7 @@ class Succession:
         self._closed_at: float | None = None
         self._begin_life(time.monotonic())
 
-    def attach(self, owner: Owner) -> None:
+    def attach(self, owner: WorkerOwner) -> None:
         """From now on the owner's loop calls ``tick``, at ``next_tick`` at the latest."""
         self._owner = owner
         owner.watch(self.worker.channel, self._on_message)
@@ -196,7 +203,7 @@ class Succession:
                 self._go_on_starting(now)
 
     def close(self, patience: float = 1.0) -> None:
-        """End the worker (see ``Worker.end``), and what was to follow it."""
+        """End the worker (see ``WorkerProcess.end``), and what was to follow it."""
         self._drop_candidate()
         if (spare := self._spare.drop()) is not None:
             spare.wait_gone(1.0)  # it has the mount's descriptor
@@ -216,7 +223,7 @@ class Succession:
     def _loads_ahead(self) -> bool:
         return self.serves and not self.safe and self._candidate is None
 
-    def _start_ahead(self) -> Worker:
+    def _start_ahead(self) -> WorkerProcess:
         return self._start_worker(restarts=self.restarts + 1, safe=False, waits=True)
 
     def _look(self, now: float) -> None:
@@ -329,11 +336,11 @@ class Succession:
         else:
             self._until, self.phase = now + max(verdict.pause_seconds, 0.5), Phase.PAUSING
 
-    def _have_begin(self, worker: Worker) -> None:
+    def _have_begin(self, worker: WorkerProcess) -> None:
         worker.channel.send({"do": "begin", "restarts": self.restarts})
         self._begin(worker)
 
-    def _begin(self, worker: Worker) -> None:
+    def _begin(self, worker: WorkerProcess) -> None:
         self.worker = worker
         self.phase = Phase.STARTING
         self._owner.watch(worker.channel, self._on_message)
@@ -359,7 +366,7 @@ class Succession:
             message = self.worker.channel.receive(0)
         except (TimeoutError, BlockingIOError):
             return
-        except Malformed:
+        except MalformedMessage:
             self._owner.silenced()  # it may have been the answer that somebody waits for
             return
         except OSError as broken:
@@ -373,7 +380,7 @@ class Succession:
             case Ready() if self._startup is not None:
                 self._startup.ready()
                 self._go_on_starting(time.monotonic())
-            case Report(number, report, dropped):
+            case StatusReport(number, report, dropped):
                 if dropped:
                     self._hearing.drop("a part of its status", dropped)
                 if self.phase is Phase.SERVING:

@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class TierOwner:
     """Whose copies a directory in a tier holds. ``state_dir`` is a path."""
 
     source: str
@@ -123,11 +123,11 @@ def remove_record(state_dir: int, user: User) -> None:
         _unlink(RECORD, state_dir)
 
 
-def read_owner(owner_file: int) -> Owner | None:
+def read_owner(owner_file: int) -> TierOwner | None:
     """What an owner file says; None if it does not make sense. It is the user's file."""
     content = _read_json(owner_file)
     try:
-        return Owner(str(content["source"]), int(content["uid"]), str(content["state_dir"]))
+        return TierOwner(str(content["source"]), int(content["uid"]), str(content["state_dir"]))
     except (LookupError, TypeError, ValueError, ArithmeticError):
         return None
 
@@ -172,7 +172,7 @@ def open_own(tier: TierRoot, name: str, user: User) -> tuple[int, int]:
         raise
 
 
-def write_owner(owner_file: int, owner: Owner) -> None:
+def write_owner(owner_file: int, owner: TierOwner) -> None:
     """Says whose the directory is. The file's time of change tells when it was used last. Raises
     OSError."""
     content = json.dumps(asdict(owner)).encode() + b"\n"

@@ -22,7 +22,7 @@ from monarchfs.supervisor.tierdirs import (
     OPEN_DIRECTORY,
     OWNER,
     RECORD,
-    Owner,
+    TierOwner,
     TierRoot,
     claims,
     in_tier,
@@ -73,7 +73,7 @@ class TierDirectories:
         """``state_dir`` is open and locked; ``undo`` takes back what is made here."""
         self._config = config
         self._user = config.user
-        self._owner = Owner(config.source, config.user.uid, config.state_dir)
+        self._owner = TierOwner(config.source, config.user.uid, config.state_dir)
         self._state_dir = state_dir
         self._undo = undo
         self.record = read_record(state_dir, config.user)
@@ -139,7 +139,7 @@ class TierDirectories:
                 return taken
         return None
 
-    def _may_have(self, owner: Owner, tier: str, name: str) -> bool:
+    def _may_have(self, owner: TierOwner, tier: str, name: str) -> bool:
         if (owner.source, owner.uid) != (self._owner.source, self._owner.uid):
             return False
         own = owner.state_dir == self._owner.state_dir

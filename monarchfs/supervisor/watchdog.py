@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monarchfs.supervisor.launch import Worker
+from monarchfs.supervisor.launch import WorkerProcess
 from monarchfs.supervisor.pulse import Pulse, Signs
 from monarchfs.supervisor.startup import Mounted
 
@@ -14,7 +14,7 @@ class Watchdog:
     """Of one worker, since it began to serve. Constant: the worker, the mount. Changing: its
     pulse."""
 
-    def __init__(self, worker: Worker, mounted: Mounted, now: float) -> None:
+    def __init__(self, worker: WorkerProcess, mounted: Mounted, now: float) -> None:
         self._worker = worker
         self._mounted = mounted
         self._pulse = Pulse(now)

@@ -9,7 +9,7 @@ import pytest
 
 from monarchfs.metrics import DURATION_BOUNDS_NS, ErrorCounts, Histogram, Metrics
 from monarchfs.metrics.counts import ERRORS, OTHER, REFUSALS
-from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, Family, Kind
+from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, Family, MetricType
 from monarchfs.placement.events import RefusalReason
 from monarchfs.source.lanes import OPERATIONS, SourceCounters
 from monarchfs.source.posix import PosixSource
@@ -36,7 +36,7 @@ NO_UNITS = (
 def test_a_name_follows_the_conventions(family: Family) -> None:
     assert re.fullmatch(r"monarchfs_[a-z]+(_[a-z]+)*", family.name)
     assert not set(family.name.split("_")) & set(NO_UNITS)
-    assert family.name.endswith("_total") == (family.kind is Kind.COUNTER)
+    assert family.name.endswith("_total") == (family.kind is MetricType.COUNTER)
     for unit in UNITS:
         name = family.name.removesuffix("_total")
         assert unit not in name.split("_") or name.endswith(f"_{unit}"), "the unit comes last"
@@ -70,7 +70,7 @@ def test_the_documentation_knows_every_error() -> None:
 def test_queries_in_the_documentation_use_names_that_exist() -> None:
     known = {family.name for family in (*FAMILIES, *NODE_FAMILIES)}
     for family in FAMILIES:
-        if family.kind is Kind.HISTOGRAM:
+        if family.kind is MetricType.HISTOGRAM:
             known |= {f"{family.name}_{suffix}" for suffix in ("bucket", "sum", "count")}
     used = set(re.findall(r"\bmonarchfs_\w+", DOCUMENT.read_text()))
     assert used - known == set()

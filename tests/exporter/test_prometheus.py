@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from monarchfs.config.places import ROOT_RUNTIME_DIR
-from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, Kind
+from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, MetricType
 from tests.exporter.nodes import exporter
 from tests.exporter.prometheus import NO_PROMETHEUS, PROMETHEUS, SHIPPED, samples, server
 from tests.exporter.test_scraping import (
@@ -96,7 +96,7 @@ def test_every_rule_is_tested_and_every_alert_documented() -> None:
 
 def test_rules_and_dashboard_use_metrics_that_exist() -> None:
     known = {family.name for family in (*FAMILIES, *NODE_FAMILIES)}
-    known |= {f"{family.name}_bucket" for family in FAMILIES if family.kind is Kind.HISTOGRAM}
+    known |= {f"{family.name}_bucket" for family in FAMILIES if family.kind is MetricType.HISTOGRAM}
     known |= {name.partition(":")[2].partition(":")[0] for name in rule_names("record")}
     for text in ("\n".join(dashboard_queries()), (SHIPPED / "rules.yml").read_text(), DOCUMENT):
         without_notes = re.sub(r"^ *#.*$|^ *description: .*$", "", text, flags=re.MULTILINE)

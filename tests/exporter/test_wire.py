@@ -16,7 +16,7 @@ from monarchfs.exporter.node import Naming, Seen, UserNames, page_values
 from monarchfs.exporter.text import exposition_of
 from monarchfs.exporter.values import Durations, Values
 from monarchfs.metrics import names
-from monarchfs.metrics.names import FAMILIES, Kind
+from monarchfs.metrics.names import FAMILIES, MetricType
 from tests.exporter.scraping import parse
 
 TIER = names.TIER_USED.name
@@ -141,7 +141,7 @@ def test_every_metric_gets_the_labels_of_its_mount() -> None:
         family: [
             (
                 tuple("x" for _ in family.labels),
-                Durations(bounds, (1, 1, 1), 5) if family.kind is Kind.HISTOGRAM else 3,
+                Durations(bounds, (1, 1, 1), 5) if family.kind is MetricType.HISTOGRAM else 3,
             )
         ]
         for family in FAMILIES

@@ -19,7 +19,7 @@ from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.tree import Missing, Tree
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.index import Index
-from monarchfs.memory import Headroom
+from monarchfs.memory import MemoryHeadroom
 from monarchfs.metrics import Metrics
 from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch.copier import Copier
@@ -96,7 +96,7 @@ class Area:
         boot_id: bytes = b"first boot",
         partial_min_bytes: int = 2 * MIB,
         eviction: Eviction = Eviction.KEEP,
-        headroom: Callable[[], Headroom] | None = None,
+        headroom: Callable[[], MemoryHeadroom] | None = None,
         shares: bool = True,
         sound: bool = True,
     ) -> AsyncIterator[Mirror]:

@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.memory import Headroom
+from monarchfs.memory import MemoryHeadroom
 from monarchfs.placement.policies import Eviction
 from monarchfs.store.files import replica_path
 from monarchfs.types import FreshnessMode, Replica
@@ -238,8 +238,8 @@ class Memory:
     def __init__(self, available: int) -> None:
         self.available = available
 
-    def __call__(self) -> Headroom:
-        return Headroom(self.available, 1 << 30, "the test")
+    def __call__(self) -> MemoryHeadroom:
+        return MemoryHeadroom(self.available, 1 << 30, "the test")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import trio.testing
 
 from monarchfs.cache import reasons as cache_reasons
-from monarchfs.cache.reasons import Cause, Reasons
+from monarchfs.cache.reasons import Cause, ReasonLog
 from monarchfs.fs import find
 from monarchfs.fs import why as why_module
 from monarchfs.fs.find import Finder
@@ -302,7 +302,7 @@ async def test_a_source_that_hangs_is_not_waited_for(
 
 
 def test_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    reasons = Reasons(kept=3)
+    reasons = ReasonLog(kept=3)
     for ino in range(10):
         reasons.put(ino, Cause.FAILED, "it failed")
     assert len(reasons) == 3

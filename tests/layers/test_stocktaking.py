@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.cache.stock import Missing
+from monarchfs.cache.stock import MissingFile
 from monarchfs.cache.tiers import Hold
 from monarchfs.index import set_aside
 from monarchfs.store.tier import Tier
@@ -221,7 +221,7 @@ async def test_what_a_reader_missed_first_is_neither_lost_twice_nor_is_its_new_c
         await mirror.idle()
         mirror.cache._tiers.hold(mirror.tier.id, Hold.STOCK, "it is being looked at")
         await mirror.copied("other")
-        await mirror.cache._stock._mend(mirror.tier, [Missing(ino, record)])
+        await mirror.cache._stock._mend(mirror.tier, [MissingFile(ino, record)])
         again = mirror.record(ino)
         assert again is not None
         assert again.tier == mirror.tiers[1].id

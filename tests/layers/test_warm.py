@@ -13,7 +13,7 @@ from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch import retries
 from monarchfs.prefetch import warm as warm_module
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.warm import Counts, Warming, What
+from monarchfs.prefetch.warm import WarmCounts, Warming, What
 from monarchfs.types import ROOT_INO, Node, OperationError
 from tests.layers.asking import OPEN
 from tests.layers.mirror import KIB, MIB, Area, Mirror, content, until
@@ -23,7 +23,7 @@ def warming(mirror: Mirror) -> Warming:
     return Warming(mirror.tree, mirror.xattrs, mirror.cache, mirror.copier, mirror.nursery)
 
 
-async def warmed(mirror: Mirror, *paths: str, what: What = What.COPY) -> Counts:
+async def warmed(mirror: Mirror, *paths: str, what: What = What.COPY) -> WarmCounts:
     """What a request for these paths comes to, or for all."""
     nodes = [await mirror.node(path) for path in paths]
     if not paths:

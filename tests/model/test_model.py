@@ -33,7 +33,7 @@ from monarchfs.cache import tiers as cache_tiers
 from monarchfs.cache.scrub import Scrub
 from monarchfs.fs.files import FileHandle
 from monarchfs.index.recovery import set_aside
-from monarchfs.memory import Headroom
+from monarchfs.memory import MemoryHeadroom
 from monarchfs.placement import placement
 from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch import fill
@@ -164,7 +164,7 @@ class Model(RuleBasedStateMachine):
             "mode": mode,
             "ttl": TTL_SECONDS,
             "partial_min_bytes": 256 * KIB,
-            "headroom": lambda: Headroom(self.available, 1 << 30, "the test"),
+            "headroom": lambda: MemoryHeadroom(self.available, 1 << 30, "the test"),
             "keeps": keeps,
         }
         self.come_up()

@@ -21,7 +21,7 @@ from monarchfs.config.model import User
 from monarchfs.slurm import caches, daemon
 from monarchfs.slurm.identity import Dataset
 from monarchfs.slurm.leftovers import Sweeper
-from monarchfs.slurm.records import Layout, prepare, write_record
+from monarchfs.slurm.records import SitePaths, prepare, write_record
 from monarchfs.slurm.shares import Share, share_key
 from monarchfs.slurm.site import read_site
 from monarchfs.types import OperationError
@@ -57,8 +57,8 @@ class Node:
         return self.work.path
 
     @property
-    def layout(self) -> Layout:
-        return Layout(f"{self.path}/run", f"{self.path}/cache")
+    def layout(self) -> SitePaths:
+        return SitePaths(f"{self.path}/run", f"{self.path}/cache")
 
     def configure(self, *lines: str, size: str = "100M") -> None:
         (self.path / "site.toml").write_text(

@@ -18,7 +18,7 @@ from monarchfs.config.model import User
 from monarchfs.slurm import daemon
 from monarchfs.slurm.identity import resolve
 from monarchfs.slurm.job import Job
-from monarchfs.slurm.prolog import Wanted, mount_for
+from monarchfs.slurm.prolog import WantedDataset, mount_for
 from monarchfs.slurm.records import layout_of, prepare
 from monarchfs.slurm.request import Request
 from monarchfs.slurm.site import Site, read_site
@@ -124,7 +124,7 @@ def test_a_link_that_comes_after_the_look_changes_nothing(
 
     monkeypatch.setattr(daemon, "start", flip_then_start)
     job = Job(1, USER.uid, USER.name, "", "", "here")
-    wanted = Wanted(Request(str(node.data)), "X", by_site=False)
+    wanted = WantedDataset(Request(str(node.data)), "X", by_site=False)
     point = mount_for(site, layout, job, wanted, USER, time.monotonic() + 30)
     assert node.bait.way.is_symlink()
     assert what_is_mounted(point) == "inside"

@@ -15,7 +15,7 @@ import pytest
 from monarchfs.config.model import User
 from monarchfs.slurm.records import (
     Busy,
-    Layout,
+    SitePaths,
     locked,
     make_directory,
     prepare,
@@ -33,8 +33,8 @@ KEY = share_key("/data", ALICE)
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> Layout:
-    places = Layout(str(tmp_path / "run"), str(tmp_path / "cache"))
+def layout(tmp_path: Path) -> SitePaths:
+    places = SitePaths(str(tmp_path / "run"), str(tmp_path / "cache"))
     prepare(places)
     return places
 
@@ -50,7 +50,7 @@ def test_a_key_is_of_the_source_the_user_and_the_set_of_groups() -> None:
     assert len({KEY, *others}) == 5
 
 
-def test_jobs_come_and_go(layout: Layout) -> None:
+def test_jobs_come_and_go(layout: SitePaths) -> None:
     share = Share(layout, KEY)
     assert share.jobs() == []
     for job in (3, 1, 2, 1):
@@ -70,7 +70,7 @@ def test_jobs_come_and_go(layout: Layout) -> None:
     assert every_share(layout) == []
 
 
-def test_a_share_in_use_is_not_cleared(layout: Layout) -> None:
+def test_a_share_in_use_is_not_cleared(layout: SitePaths) -> None:
     share = Share(layout, KEY)
     share.enter(1)
     os.mkdir(share.mountpoint("/data"))
@@ -83,11 +83,11 @@ def test_a_share_in_use_is_not_cleared(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("name", ["jobs", "idle", "share.json", "..x", "a b", "-x", "ü", "x" * 99])
-def test_a_mount_points_name_is_plain(layout: Layout, name: str) -> None:
+def test_a_mount_points_name_is_plain(layout: SitePaths, name: str) -> None:
     assert Share(layout, KEY).mountpoint(f"/data/{name}").endswith(f"{KEY}/data")
 
 
-def test_a_lock_is_waited_for_but_not_for_ever(layout: Layout) -> None:
+def test_a_lock_is_waited_for_but_not_for_ever(layout: SitePaths) -> None:
     path = layout.lock("x")
     with locked(path, 0.0):
         watch = Stopwatch()
@@ -99,7 +99,7 @@ def test_a_lock_is_waited_for_but_not_for_ever(layout: Layout) -> None:
         pass
 
 
-def test_a_planted_link_is_no_lock(layout: Layout) -> None:
+def test_a_planted_link_is_no_lock(layout: SitePaths) -> None:
     os.symlink("/etc/passwd", layout.lock("x"))
     with pytest.raises(OSError, match="symbolic link"), locked(layout.lock("x"), 0.0):
         pass
@@ -171,7 +171,7 @@ print("done", flush=True)
 """
 
 
-def workers(layout: Layout, count: int) -> list[subprocess.Popen[str]]:
+def workers(layout: SitePaths, count: int) -> list[subprocess.Popen[str]]:
     return [
         subprocess.Popen(
             [
@@ -186,7 +186,7 @@ def workers(layout: Layout, count: int) -> list[subprocess.Popen[str]]:
     ]
 
 
-def test_many_processes_keep_one_set(layout: Layout) -> None:
+def test_many_processes_keep_one_set(layout: SitePaths) -> None:
     for process in workers(layout, 8):
         output, errors = process.communicate(timeout=60)
         assert output == "ready\ndone\n", errors
@@ -194,7 +194,7 @@ def test_many_processes_keep_one_set(layout: Layout) -> None:
     assert not os.path.exists(f"{layout.run_dir}/mounted")
 
 
-def test_killed_processes_leave_a_set_that_can_be_put_right(layout: Layout) -> None:
+def test_killed_processes_leave_a_set_that_can_be_put_right(layout: SitePaths) -> None:
     seed = random.Random(1)
     killed = 0
     for _ in range(4):
