@@ -20,12 +20,13 @@ from dataclasses import dataclass, field, replace
 import trio
 
 from monarchfs import control
+from monarchfs.escaping import printable
 from monarchfs.exporter import broker
 from monarchfs.exporter.http import serve
 from monarchfs.exporter.look import Sight
 from monarchfs.exporter.text import CONTENT_TYPE, exposition_of
 from monarchfs.exporter.values import Sample, Values
-from monarchfs.exporter.wire import decode, plain
+from monarchfs.exporter.wire import decode
 from monarchfs.fuse.mountinfo import MONARCHFS, Mount, read_mountinfo
 from monarchfs.metrics import NS, names
 from monarchfs.metrics.names import FAMILIES, Family
@@ -162,9 +163,9 @@ class NodeExporter:
 
     def _labels(self, mount: Seen) -> Labels:
         source, mountpoint = (
-            plain(path[:MOST_PATH_CHARACTERS]) for path in (mount.source, mount.mountpoint)
+            printable(path[:MOST_PATH_CHARACTERS]) for path in (mount.source, mount.mountpoint)
         )
-        return plain(self._users.known[mount.uid]), source, mountpoint
+        return printable(self._users.known[mount.uid]), source, mountpoint
 
     async def receive(self) -> None:
         """Take what the broker sends until it is gone; what comes too late is let go."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+from monarchfs.escaping import printable
 from monarchfs.exporter.values import Durations, Sample, Value, Values
 from monarchfs.metrics.names import FAMILIES, Family, MetricType
 
@@ -65,14 +66,6 @@ def decode(result: Mapping[str, Any]) -> Values:
     return values
 
 
-def plain(text: str) -> str:
-    """``text`` with all that is not printable as an escape sequence: bytes of a path that are no
-    text, and what would end the lines of the page for whoever reads it."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def _samples(family: Family, rows: object, bounds: tuple[int, ...]) -> Iterator[Sample]:
     if not isinstance(rows, list):
         raise ValueError(f"{family.name} is no list")
@@ -90,7 +83,7 @@ def _label(name: str, value: object) -> str:
         raise ValueError(f"the label {name} is no text, or too long")
     if name not in _PATHS and not _WORD.fullmatch(value):
         raise ValueError(f"the label {name} is not one word")
-    return plain(value)
+    return printable(value)
 
 
 def _value(family: Family, value: object, bounds: tuple[int, ...]) -> Value:

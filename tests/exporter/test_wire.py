@@ -11,6 +11,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarchfs.escaping import printable
 from monarchfs.exporter import node, wire
 from monarchfs.exporter.node import Naming, Seen, UserNames, page_values
 from monarchfs.exporter.text import exposition_of
@@ -124,7 +125,7 @@ def test_a_page_can_be_read_whatever_a_mount_says(message: dict[str, Any], path:
         values = None
     hostile = Seen("a", 1, path, path, values=values)
     well = Seen("b", 0, "/s", "/m", values=VALUES_OF_ONE)
-    named = [(("user", wire.plain(path), wire.plain(path)), hostile), (("root", "/s", "/m"), well)]
+    named = [(("user", printable(path), printable(path)), hostile), (("root", "/s", "/m"), well)]
     now = parse(exposition_of(page_values(named, 0)).decode())
     assert now.value("monarchfs_mount_up", user="root", source="/s", mount="/m") == 1
     assert now.value(OPENS, user="root", source="/s", mount="/m", served="local") == 5
