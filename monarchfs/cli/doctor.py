@@ -26,7 +26,7 @@ from monarchfs.config.places import (
 from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.doctor.checks import Check, Severity, Value
 from monarchfs.doctor.run import Subject, examine, summary
-from monarchfs.supervisor.start import path_is_remote
+from monarchfs.fuse.mountinfo import is_network_filesystem
 
 _COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "bold red"}
 
@@ -67,7 +67,7 @@ def config_from(
     UsageError."""
     settings = settings_from(arguments, PLAN_OPTIONS, environ=environ)
     user = resolve_user(settings.user, environ)
-    places = default_places(os.geteuid(), environ, path_is_remote)
+    places = default_places(os.geteuid(), environ, is_network_filesystem)
     config = build_config(settings, source=source, mountpoint="", user=user, places=places)
     return config, places
 

@@ -14,8 +14,10 @@ from monarchfs.config.personal import Personal, read_personal
 from monarchfs.config.places import default_places, resolve_user
 from monarchfs.config.settings import Layer, Settings, from_flags, from_mount_options, merge
 from monarchfs.config.values import parse_path
+from monarchfs.fuse.mountinfo import is_network_filesystem
 from monarchfs.supervisor.daemon import run_in_background
-from monarchfs.supervisor.start import check_mount, mount_and_supervise, path_is_remote
+from monarchfs.supervisor.preflight import MountSpec, check_mount
+from monarchfs.supervisor.start import mount_and_supervise
 from monarchfs.types import UsageError
 
 _PARENT_GRACE_SECONDS = 5.0
@@ -55,20 +57,12 @@ def mount_with(
     """`mount_command` with its words parsed. With ``check_only`` nothing is mounted."""
     source, mountpoint = parse_path(source), parse_path(mountpoint)
     user = resolve_user(settings.user, environ)
-    places = default_places(os.geteuid(), environ, path_is_remote)
+    places = default_places(os.geteuid(), environ, is_network_filesystem)
+    spec = MountSpec(settings, source, mountpoint, user, places, source_fd)
     if check_only:
-        check_mount(settings, source, mountpoint, user, places, source_fd)
+        check_mount(spec)
         return 0
-    run = partial(
-        mount_and_supervise,
-        settings,
-        source,
-        mountpoint,
-        user,
-        places,
-        source_fd=source_fd,
-        worker_command=worker_command,
-    )
+    run = partial(mount_and_supervise, spec, worker_command=worker_command)
     if settings.foreground:
         os.chdir("/")
         return run(report=lambda: None)

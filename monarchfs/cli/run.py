@@ -26,7 +26,7 @@ from monarchfs.config.places import default_places, resolve_user, runtime_dirs_t
 from monarchfs.config.settings import Settings, merge
 from monarchfs.config.values import parse_path
 from monarchfs.control import Connection
-from monarchfs.fuse.mountinfo import resolve_mountpoint
+from monarchfs.fuse.mountinfo import is_network_filesystem, resolve_mountpoint
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.keeper import MountRequest
 from monarchfs.supervisor.namespace import bind, join, leave_for_own
@@ -39,7 +39,6 @@ from monarchfs.supervisor.probe import (
 )
 from monarchfs.supervisor.recover import FoundMount, find_all, find_private
 from monarchfs.supervisor.shared import MountLease, hold_mount, stem_of
-from monarchfs.supervisor.start import path_is_remote
 from monarchfs.types import MonarchError, OperationError, UsageError
 from monarchfs.units import format_bytes
 
@@ -143,7 +142,7 @@ def _view_of(
             "existing", enter, found.registered.socket_path, found.registered.owner_uid
         )
     _check_filled(real, user, settings)
-    places = default_places(os.geteuid(), environ, path_is_remote)
+    places = default_places(os.geteuid(), environ, is_network_filesystem)
     stem = stem_of(places, real, user, environ)
     others = find_private(lambda _: [places.runtime_dir])
     try:

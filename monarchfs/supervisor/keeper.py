@@ -31,6 +31,7 @@ from monarchfs.control import peer_uid, short_socket_path
 from monarchfs.supervisor.daemon import Report, run_in_background
 from monarchfs.supervisor.lock import NamedLock
 from monarchfs.supervisor.namespace import Spaces, leave_for_own
+from monarchfs.supervisor.preflight import MountSpec
 from monarchfs.supervisor.recover import FoundMount, find_one, remove_by_force
 from monarchfs.supervisor.start import mount_and_supervise
 from monarchfs.types import OperationError
@@ -108,10 +109,8 @@ def _start_supervisor(wanted: MountRequest, deadline: float) -> int:
     def run(report: Report) -> int:
         # Without its keeper nobody would ever end it.
         die_with_parent(parent, signal.SIGTERM)
-        return mount_and_supervise(
-            *(wanted.settings, wanted.source, wanted.source, wanted.user, wanted.places),
-            report=report,
-        )
+        spec = MountSpec(wanted.settings, wanted.source, wanted.source, wanted.user, wanted.places)
+        return mount_and_supervise(spec, report=report)
 
     left = max(0.1, deadline - time.monotonic())
     return run_in_background(

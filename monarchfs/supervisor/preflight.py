@@ -1,0 +1,134 @@
+"""What is looked at before a mount is made. Nothing here changes anything."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from monarchfs.config import Config, PrefetchMode, User
+from monarchfs.config.places import DefaultPlaces, build_config
+from monarchfs.config.settings import Settings
+from monarchfs.fuse.mount import check_device
+from monarchfs.supervisor.backing import check_privileges
+from monarchfs.supervisor.identity import acting_as
+from monarchfs.supervisor.lists import complaint_of_list
+from monarchfs.supervisor.logs import check_log_file
+from monarchfs.supervisor.probe import (
+    Mountpoint,
+    OpenedSource,
+    check_filled,
+    complaint_of_empty,
+    probe_mountpoint,
+    probe_source,
+)
+from monarchfs.supervisor.registration import check_runtime_dir
+from monarchfs.supervisor.storage import check_storage
+from monarchfs.types import UsageError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MountSpec:
+    """What is to be mounted where. ``source`` and ``mountpoint`` are absolute paths. With
+    ``source_fd`` the directory behind that descriptor is mounted, and ``source`` is its name."""
+
+    settings: Settings
+    source: str
+    mountpoint: str
+    user: User
+    places: DefaultPlaces
+    source_fd: int | None = None
+
+
+def check_mount(spec: MountSpec) -> None:
+    """Looks at all that mounting looks at before it makes anything, and raises what that would
+    raise. Changes nothing."""
+    with ExitStack() as undo:
+        checked(spec, time.monotonic() + spec.settings.start_timeout_seconds, undo)
+
+
+def checked(spec: MountSpec, deadline: float, undo: ExitStack) -> tuple[Config, OpenedSource]:
+    """What will be mounted, and its source, opened. Raises UsageError or OperationError for what is
+    wrong."""
+    settings, user, places = spec.settings, spec.user, spec.places
+    check_privileges(settings.data_path)
+    check_device()
+    check_runtime_dir(places.runtime_dir)
+    if settings.log_file is not None:
+        check_log_file(settings.log_file, user)
+    where = probe_mountpoint(spec.mountpoint, _left(deadline))
+    what = probe_source(spec.source, user, _left(deadline), spec.source_fd)
+    undo.callback(os.close, what.descriptor)
+    _check_overlap(what, where)
+    if settings.require_files:
+        check_filled(what)
+    elif (complaint := complaint_of_empty(what)) is not None:
+        log.warning("%s", complaint)
+    config = build_config(
+        settings, source=what.path, mountpoint=where.path, user=user, places=places
+    )
+    _check_lists(config)
+    if config.prefetch_list is not None:
+        complaint = complaint_of_list(config.prefetch_list, what, config.mountpoint, user)
+        if complaint is not None:
+            log.warning("%s", complaint)
+    check_storage(config, what, where, places.cache_dir, _left(deadline))
+    return config, what
+
+
+def _check_overlap(source: OpenedSource, mountpoint: Mountpoint) -> None:
+    if mountpoint.identity == source.identity:
+        return
+    if source.identity in mountpoint.lineage:
+        raise UsageError(
+            f"mount point {mountpoint.path} lies inside the source {source.path}: mount on the"
+            " source itself, or outside of it"
+        )
+    if mountpoint.identity in source.lineage:
+        raise UsageError(
+            f"mount point {mountpoint.path} would hide the source {source.path}, which lies inside"
+            " it: mount on the source itself, or outside of it"
+        )
+
+
+def _check_lists(config: Config) -> None:
+    """Raises UsageError for a file that the worker is to read and could not."""
+    if config.prefetch is PrefetchMode.FILE:
+        assert config.prefetch_list is not None
+        remedy = "use none, access, auto, all or the path of a readable list"
+        _check_readable("prefetch list", config.prefetch_list, config.user, remedy)
+    if config.index_file is not None:
+        remedy = "name what monarchfs index export has written"
+        # The kernel goes by the modes that are in it where it decides who may read what.
+        _check_readable(
+            "index file", config.index_file, config.user, remedy, trusted=config.allow_other
+        )
+
+
+def _check_readable(
+    what: str, path: str, user: User, remedy: str, *, trusted: bool = False
+) -> None:
+    reason = ""
+    with acting_as(user):
+        try:
+            # A FIFO without a writer would be waited for, and could be read once only.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            st = os.fstat(descriptor)
+            if not stat.S_ISREG(st.st_mode):
+                reason = "it is not a file"
+            elif trusted and (st.st_uid not in (0, user.uid) or st.st_mode & 0o022):
+                reason = "with allow_other it must be yours, and nobody else may write it"
+            os.close(descriptor)
+        except OSError as error:
+            reason = str(error.strerror)
+    if reason:
+        raise UsageError(f"{what} {path} cannot be read by {user.name}: {reason}: {remedy}")
+
+
+def _left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())
