@@ -1,4 +1,4 @@
-"""Every metric that a mount exports: name, kind, labels, meaning. docs/METRICS.md has the same.
+"""Every metric that a mount exports: name, kind, labels, meaning. docs/METRICS.md lists the same.
 
 Names and units follow https://prometheus.io/docs/practices/naming/. No label has a value that
 depends on the dataset: the number of series of a mount depends on the number of its tiers alone.
@@ -47,109 +47,142 @@ def _histogram(name: str, meaning: str, *labels: str) -> Family:
     return _add(MetricType.HISTOGRAM, name, meaning, labels)
 
 
-BUILD_INFO = _gauge("build_info", "1; the labels say what runs", "version", "python")
+BUILD_INFO = _gauge("build_info", "Always 1; the labels show the versions", "version", "python")
 MOUNT_INFO = _gauge(
     "mount_info",
-    "1; the labels say what is mounted and how",
+    "Always 1; the labels show what is mounted where, with which options",
     *("source", "mountpoint", "data_path", "freshness", "prefetch", "evict"),
 )
 WORKER_RESTARTS = _counter(
-    "worker_restarts_total", "Workers that took the place of another one, in this mount"
+    "worker_restarts_total", "Workers of this mount that replaced another one"
 )
 EVENT_LOOP_DELAY = _histogram(
     "event_loop_delay_seconds",
-    "How much later than asked for the worker's event loop woke up, tried once a second",
+    "How late the event loop of the worker wakes up, measured once a second",
 )
 
-OPENS = _counter("opens_total", "Files opened, by where their bytes come from", "served")
+OPENS = _counter(
+    "opens_total",
+    "Files opened, by whether the local copy was complete (local) or not (source)",
+    "served",
+)
 OPENED_FILE_BYTES = _counter(
     "opened_file_bytes_total", "Sizes of the files counted by monarchfs_opens_total", "served"
 )
-RELAYED_BYTES = _counter("relayed_bytes_total", "Bytes handed to the kernel in answers to READ")
+RELAYED_BYTES = _counter("relayed_bytes_total", "Bytes passed to the kernel in answers to reads")
 PASSTHROUGH_OPENS = _counter(
-    "passthrough_opens_total", "Files opened that the kernel reads from the copy itself"
+    "passthrough_opens_total", "Local opens whose copy the kernel reads itself"
 )
 BACKING_FILES = _gauge("backing_files", "Copies that the kernel keeps open to read them itself")
 BACKING_REFUSED = _counter(
-    "backing_files_refused_total", "Copies that the kernel was to read itself, but does not"
+    "backing_files_refused_total",
+    "Copies that could not be passed through; the daemon reads them",
 )
 STALE_ANSWERS = _counter(
     "stale_answers_total",
-    "Answers from known metadata because the source did not answer in time",
+    "Outdated names and attributes served because the source did not answer in time",
 )
 REQUEST_DURATION = _histogram(
     "request_duration_seconds",
-    "Time from a request's arrival in the worker to its answer, errors left out",
+    "Time from a request's arrival in the worker to its answer, without errors",
     *("operation", "served"),
 )
-REQUEST_ERRORS = _counter("request_errors_total", "Requests answered with an error", "error")
-REQUESTS_INTERRUPTED = _counter(
-    "requests_interrupted_total", "Requests given up because their process was killed"
+REQUEST_ERRORS = _counter(
+    "request_errors_total", "Requests answered with an error; a missing name is not one", "error"
 )
-REQUESTS_WAITING = _gauge("requests_waiting", "Requests that wait for the source or a disk now")
+REQUESTS_INTERRUPTED = _counter(
+    "requests_interrupted_total", "Requests dropped because their process was killed"
+)
+REQUESTS_WAITING = _gauge("requests_waiting", "Requests that wait for the source or for a disk now")
 
 SOURCE_RESPONDING = _gauge("source_responding", "1 while the source answers, 0 while it hangs")
 SOURCE_OPERATIONS = _counter(
-    "source_operations_total", "Calls into the source, by what for", "purpose", "operation"
+    "source_operations_total",
+    "Calls into the source, by purpose and operation",
+    "purpose",
+    "operation",
 )
 SOURCE_CALL_DURATION = _histogram(
     "source_call_duration_seconds",
-    "Duration of calls into the source that somebody waited for to the end",
+    "Duration of calls into the source, without those whose caller gave up",
     *("purpose", "operation"),
 )
 SOURCE_READ_BYTES = _counter("source_read_bytes_total", "Bytes read from the source", "purpose")
 SOURCE_ERRORS = _counter(
-    "source_errors_total", "Calls that failed in a way that means trouble with the source", "error"
+    "source_errors_total",
+    "Calls into the source that failed; a missing file or permission is not an error",
+    "error",
 )
-SOURCE_CALLS_ACTIVE = _gauge("source_calls_active", "Calls that are in the source now", "lane")
+SOURCE_CALLS_ACTIVE = _gauge("source_calls_active", "Calls in the source now", "lane")
 SOURCE_CALLS_STUCK = _gauge(
     "source_calls_stuck", "Calls that have been in the source for more than a second"
 )
-SOURCE_CLOSING = _gauge("source_closing", "Files and directories of the source being closed")
+SOURCE_CLOSING = _gauge(
+    "source_closing", "Files and directories of the source that are being closed"
+)
 SOURCE_OLDEST_CALL = _gauge(
     "source_oldest_call_seconds",
-    "How long the call has been in the source that is there longest, 0 for none",
+    "Age of the oldest call that is in the source now, 0 if there is none",
     "lane",
 )
 
-TIER_CAPACITY = _gauge("tier_capacity_bytes", "What a tier may hold now", "tier")
-TIER_USED = _gauge("tier_used_bytes", "Allocated bytes of what a tier holds", "tier")
-TIER_FILES = _gauge("tier_files", "Files in a tier, by how much of them is there", "tier", "state")
-TIER_IN_SERVICE = _gauge("tier_in_service", "1 while a tier takes new files, else 0", "tier")
-TIER_ERRORS = _counter(
-    "tier_errors_total", "Errors of a tier that were routed around", "tier", "error"
+TIER_CAPACITY = _gauge(
+    "tier_capacity_bytes",
+    "What a tier may hold now; less than configured while memory is short",
+    "tier",
 )
-TIER_BACKLOG = _gauge("tier_backlog_bytes", "Bytes of the source in memory, on their way to a tier")
-REMOVALS_PENDING = _gauge("removals_pending", "Replicas whose files are being removed")
+TIER_USED = _gauge(
+    "tier_used_bytes", "Allocated bytes in a tier, including copies that are being removed", "tier"
+)
+TIER_FILES = _gauge(
+    "tier_files",
+    "Copies in a tier: complete, partial, or unclaimed (of no known file)",
+    "tier",
+    "state",
+)
+TIER_IN_SERVICE = _gauge(
+    "tier_in_service", "1 while a tier takes new copies, 0 while it does not", "tier"
+)
+TIER_ERRORS = _counter(
+    "tier_errors_total", "Errors of a tier, which readers do not see", "tier", "error"
+)
+TIER_BACKLOG = _gauge("tier_backlog_bytes", "Bytes from the source that wait in memory for a tier")
+REMOVALS_PENDING = _gauge("removals_pending", "Evicted copies whose files are being removed")
 
 COPIES_QUEUED = _gauge("copies_queued", "Files that wait to be copied")
-COPIES_ACTIVE = _gauge("copies_active", "Files that are being copied in the background")
-COPIES_COMPLETED = _counter("copies_completed_total", "Replicas that became complete")
-COPIES_FAILED = _counter("copies_failed_total", "Copies given up after an error", "error")
-COPIES_OUTDATED = _counter("copies_outdated_total", "Copies thrown away because the source changed")
-COPIES_REFUSED = _counter("copies_refused_total", "Files that found no room", "reason")
+COPIES_ACTIVE = _gauge("copies_active", "Files that are being copied now")
+COPIES_COMPLETED = _counter("copies_completed_total", "Copies that became complete")
+COPIES_FAILED = _counter(
+    "copies_failed_total", "Copies given up after an error of the source or a tier", "error"
+)
+COPIES_OUTDATED = _counter(
+    "copies_outdated_total", "Copies thrown away because the file changed meanwhile"
+)
+COPIES_REFUSED = _counter(
+    "copies_refused_total", "Files that found no room in any tier, counted at each try", "reason"
+)
 CHUNKS_DROPPED = _counter(
     "chunks_dropped_total",
-    "Fetched chunks that were not kept because the tiers were too far behind",
+    "Pieces that were read but not kept because the tiers are too slow",
 )
-SCAN_RUNNING = _gauge("scan_running", "1 while the scan looks for files to copy, else 0")
-SCAN_ERRORS = _counter("scan_errors_total", "Names that the scan could not look at")
+SCAN_RUNNING = _gauge("scan_running", "1 while a scan looks for files to copy, else 0")
+SCAN_ERRORS = _counter("scan_errors_total", "Names that a scan could not look up")
 
-EVICTIONS = _counter("evictions_total", "Replicas evicted", "reason")
-REPLICAS_LOST = _counter("replicas_lost_total", "Replicas found missing or damaged, and dropped")
+EVICTIONS = _counter("evictions_total", "Evicted copies, by reason", "reason")
+REPLICAS_LOST = _counter("replicas_lost_total", "Copies found missing or incomplete, and dropped")
 REPLICAS_CORRUPT = _counter(
-    "replicas_corrupt_total", "Replicas whose bytes were found to be wrong, and dropped"
+    "replicas_corrupt_total", "Copies found to have wrong bytes, and dropped"
 )
-REPLICAS_ADOPTED = _counter(
-    "replicas_adopted_total", "Replicas taken over that an earlier index had left in a tier"
+REPLICAS_ADOPTED = _counter("replicas_adopted_total", "Copies taken over from an earlier index")
+REPLICAS_MOVED = _counter("replicas_moved_total", "Copies moved between tiers")
+SCRUBBED_BYTES = _counter(
+    "scrubbed_bytes_total", "Bytes verified against their checksum by --scrub"
 )
-REPLICAS_MOVED = _counter("replicas_moved_total", "Replicas moved between tiers")
-SCRUBBED_BYTES = _counter("scrubbed_bytes_total", "Bytes compared with their checksum by the scrub")
 SOURCE_TOUCHES = _counter(
-    "source_touches_total", "Files touched in the source, by what came of it", "result"
+    "source_touches_total", "Files touched in the source (--touch-source), by result", "result"
 )
 
-INDEX_INODES = _gauge("index_inodes", "Inode numbers that the index knows")
+INDEX_INODES = _gauge("index_inodes", "Known inode numbers")
 INDEX_BYTES = _gauge("index_bytes", "Size of the index's data")
 INDEX_FROZEN = _gauge("index_frozen", "1 while nothing new can be recorded on disk, else 0")
 
@@ -157,27 +190,27 @@ NODE_FAMILIES = (
     Family(
         "monarchfs_mount_up",
         MetricType.GAUGE,
-        "1 if the mount answered when it was asked for this scrape, else 0",
+        "1 if the mount answered this scrape, else 0",
         ("user", "source", "mount"),
     ),
     Family(
         "monarchfs_mount_start_time_seconds",
         MetricType.GAUGE,
-        "When the mount was made, in seconds since 1970",
+        "Time of mounting, in seconds since 1970",
         ("user", "source", "mount"),
     ),
     Family(
         "monarchfs_mount_job_info",
         MetricType.GAUGE,
-        "1; the labels say which job uses which mount",
+        "Always 1; the labels show which job uses which mount",
         ("user", "source", "mount", "job_id"),
     ),
     Family(
         "monarchfs_exporter_mounts_left_off",
         MetricType.GAUGE,
-        "Mounts that were not asked because their user has too many",
+        "Mounts that were not asked because there are too many",
     ),
 )
-"""What the exporter of the node adds; the others get the same three labels there first."""
+"""What the exporter of the node adds. There, these three labels come first in all other metrics."""
 
 MOUNT_UP, MOUNT_STARTED, MOUNT_JOB, LEFT_OFF = NODE_FAMILIES
