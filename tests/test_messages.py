@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from monarchfs.supervisor.hearing import LINES_AT_ONCE, LINES_PER_SECOND, Hearing, Throttle
 from monarchfs.supervisor.messages import (
     MOST_OFFERED,
     MOST_WORDS,
@@ -24,6 +23,12 @@ from monarchfs.supervisor.messages import (
     WorkerLoaded,
     parse,
     printable,
+)
+from monarchfs.supervisor.worker_logging import (
+    LINES_AT_ONCE,
+    LINES_PER_SECOND,
+    Throttle,
+    WorkerLogging,
 )
 
 VALUES = st.recursive(
@@ -150,7 +155,7 @@ def test_a_throttle_lets_so_many_through(steps: list[float]) -> None:
 def test_what_was_left_out_is_counted_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     now = 0.0
-    hearing = Hearing(lambda: now)
+    hearing = WorkerLogging(lambda: now)
     for _ in range(1000):
         hearing.drop("it is no JSON")
     hearing.tick()

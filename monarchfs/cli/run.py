@@ -28,8 +28,8 @@ from monarchfs.config.values import parse_path
 from monarchfs.control import Connection
 from monarchfs.fuse.mountinfo import is_network_filesystem, resolve_mountpoint
 from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.keeper import MountRequest
 from monarchfs.supervisor.namespace import bind, join, leave_for_own
+from monarchfs.supervisor.namespace_daemon import MountRequest
 from monarchfs.supervisor.probe import (
     EmptySource,
     check_exists,

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from monarchfs.supervisor.hearing import Hearing
 from monarchfs.supervisor.messages import MalformedMessage, Message, parse
+from monarchfs.supervisor.worker_logging import WorkerLogging
 
 MESSAGE_BYTES = 256 << 10
 
@@ -34,9 +34,9 @@ def refuse_descriptors(end: socket.socket) -> None:
 class WorkerChannel:
     """The supervisor's end. Never blocks longer than the timeout that is given."""
 
-    def __init__(self, end: socket.socket, hearing: Hearing) -> None:
+    def __init__(self, end: socket.socket, worker_log: WorkerLogging) -> None:
         self._socket = end
-        self._hearing = hearing
+        self._worker_log = worker_log
         refuse_descriptors(end)
         # A request that came with a connection can be 64 KiB of text; numbers in it can be longer
         # when they are written again.
@@ -71,7 +71,7 @@ class WorkerChannel:
                 raise MalformedMessage(f"it says more than {MESSAGE_BYTES} bytes at once")
             return parse(content)
         except MalformedMessage as malformed:
-            self._hearing.drop(str(malformed))
+            self._worker_log.drop(str(malformed))
             raise
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ from functools import partial
 
 from monarchfs.config import Config
 from monarchfs.supervisor.backing import BackingFiles
-from monarchfs.supervisor.hearing import Hearing
 from monarchfs.supervisor.launch import (
     Descriptors,
     WorkerProcess,
@@ -20,6 +19,7 @@ from monarchfs.supervisor.launch import (
 from monarchfs.supervisor.messages import printable
 from monarchfs.supervisor.startup import Start
 from monarchfs.supervisor.storage import WORKER_LOG, last_log_line, mark_suspect, open_log
+from monarchfs.supervisor.worker_logging import WorkerLogging
 from monarchfs.types import OperationError
 
 
@@ -79,7 +79,7 @@ def launch_worker(
     command: Sequence[str],
     descriptors: Descriptors,
     mount_ns: int,
-    hearing: Hearing,
+    worker_log: WorkerLogging,
     output: int | None,
     *,
     source_root: tuple[int, int],
@@ -101,11 +101,11 @@ def launch_worker(
         passes=passes,
     )
     if output is not None:
-        return start(output, hearing)
+        return start(output, worker_log)
     # What the dead said is kept.
     stderr = open_log(descriptors.state, WORKER_LOG, config.user, truncate=not restarts)
     try:
-        return start(stderr, hearing)
+        return start(stderr, worker_log)
     finally:
         os.close(stderr)
 

@@ -26,10 +26,10 @@ from monarchfs.config.model import SPEAKS
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.fuse.protocol import ProtocolError, amend_init_reply
 from monarchfs.supervisor.channel import WorkerChannel, refuse_descriptors
-from monarchfs.supervisor.hearing import Hearing
 from monarchfs.supervisor.identity import is_self
 from monarchfs.supervisor.messages import Failed, MalformedMessage, Ready
-from monarchfs.supervisor.pulse import Activity
+from monarchfs.supervisor.vital_signs import Activity
+from monarchfs.supervisor.worker_logging import WorkerLogging
 from monarchfs.types import OperationError
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -199,7 +199,7 @@ def start_worker(
     descriptors: Descriptors,
     mount_ns: int,
     stderr: int,
-    hearing: Hearing,
+    worker_log: WorkerLogging,
     *,
     restarts: int = 0,
     safe: bool = False,
@@ -265,7 +265,7 @@ def start_worker(
         os.close(memory)
         their_init.close()
         their_channel.close()
-    return WorkerProcess(process, WorkerChannel(our_channel, hearing), our_init)
+    return WorkerProcess(process, WorkerChannel(our_channel, worker_log), our_init)
 
 
 def read_init_request(fuse: int, deadline: float) -> bytes:

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from monarchfs.supervisor.hearing import Throttle
 from monarchfs.supervisor.messages import printable
+from monarchfs.supervisor.worker_logging import Throttle
 
 LINES_PER_SECOND = 20.0
 LINES_AT_ONCE = 2000

@@ -20,7 +20,9 @@ from monarchfs.config import User
 from monarchfs.config.places import DefaultPlaces
 from monarchfs.control import peer_uid, short_socket_path
 from monarchfs.supervisor.daemon import run_in_background
-from monarchfs.supervisor.keeper import (
+from monarchfs.supervisor.lock import NamedLock
+from monarchfs.supervisor.namespace import Spaces
+from monarchfs.supervisor.namespace_daemon import (
     KEPT,
     MOST_END_SECONDS,
     SOCKET,
@@ -29,8 +31,6 @@ from monarchfs.supervisor.keeper import (
     keep,
     settings_digest,
 )
-from monarchfs.supervisor.lock import NamedLock
-from monarchfs.supervisor.namespace import Spaces
 from monarchfs.supervisor.registration import open_runtime_dir
 from monarchfs.types import OperationError
 

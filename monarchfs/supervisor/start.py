@@ -27,14 +27,13 @@ from monarchfs.fuse.slots import make_memory, make_table, read_vitals
 from monarchfs.fuse.unmount import unmount_bounded, waiting_requests
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.daemon import ending_signals
+from monarchfs.supervisor.failover import Failover
 from monarchfs.supervisor.first_worker import Crashed, launch_worker, serving_worker
-from monarchfs.supervisor.hearing import Hearing
 from monarchfs.supervisor.launch import (
     Descriptors,
     default_worker_command,
     read_init_request,
 )
-from monarchfs.supervisor.leftout import left_out
 from monarchfs.supervisor.logs import log_as_daemon, log_to_stderr
 from monarchfs.supervisor.output import WorkerOutput
 from monarchfs.supervisor.port import listen_locally, stop_listening
@@ -49,9 +48,10 @@ from monarchfs.supervisor.storage import (
     mark_suspect,
     open_state_dir,
 )
-from monarchfs.supervisor.succession import Succession
+from monarchfs.supervisor.stranded import left_out
 from monarchfs.supervisor.supervise import Supervisor
 from monarchfs.supervisor.tieropening import open_tiers
+from monarchfs.supervisor.worker_logging import WorkerLogging
 from monarchfs.types import OperationError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
     )
     backing = BackingFiles(config, fuse, tiers, handles)
     backing.prepare(request)
-    hearing = Hearing()
+    worker_log = WorkerLogging()
     output = WorkerOutput() if config.foreground else None
     if output is not None:
         undo.callback(output.close)
@@ -122,7 +122,7 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
         command,
         descriptors,
         mount_ns,
-        hearing,
+        worker_log,
         None if output is None else output.end,
         source_root=what.identity,
         passes=backing.stack_depth > 0,
@@ -159,7 +159,7 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
     )
     return Supervisor(
         config,
-        Succession(worker, launch, mounted, restarts, hearing),
+        Failover(worker, launch, mounted, restarts, worker_log),
         control_socket,
         fuse=fuse,
         connection=connection,

@@ -20,11 +20,11 @@ from monarchfs.config import Config
 from monarchfs.fuse.unmount import Unmount, Unmounted, abort_connection
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.daemon import ending_signals
+from monarchfs.supervisor.failover import Failover, Phase
 from monarchfs.supervisor.notify_systemd import ServiceManager
 from monarchfs.supervisor.output import WorkerOutput
 from monarchfs.supervisor.registration import ControlSocket
 from monarchfs.supervisor.reports import Reports
-from monarchfs.supervisor.succession import Phase, Succession
 from monarchfs.types import MonarchError
 
 log = logging.getLogger(__name__)
@@ -62,13 +62,13 @@ class Supervisor:
     more than about two seconds.
 
     Constant: config, the mount's descriptor and connection, control socket. Changing: the workers
-    (``succession``), what the last one said of itself, clients, the unmount under way.
+    (``failover``), what the last one said of itself, clients, the unmount under way.
     """
 
     def __init__(
         self,
         config: Config,
-        succession: Succession,
+        failover: Failover,
         control_socket: ControlSocket,
         *,
         fuse: int,
@@ -79,7 +79,7 @@ class Supervisor:
         release: Callable[[], None],
     ) -> None:
         self.config = config
-        self.succession = succession
+        self.failover = failover
         self.control_socket = control_socket
         self.fuse = fuse
         self.connection = connection
@@ -112,7 +112,7 @@ class Supervisor:
         register(self.control_socket.listener, data=self._on_connection)
         if self._output is not None:
             register(self._output, data=self._output.pass_on)
-        self.succession.attach(self)
+        self.failover.attach(self)
         self._manager.ready(f"serving {self.config.source} on {self.config.mountpoint}")
         while self._exit_code is None:
             for key, _ in self._selector.select(self._seconds_to_next()):
@@ -175,7 +175,7 @@ class Supervisor:
             self._forget(client)
             client.connection.close()
 
-    # As ``succession.Owner``
+    # As ``failover.Owner``
 
     def watch(self, what: Any, then: Callable[[], None]) -> None:
         self._selector.register(what, selectors.EVENT_READ, then)
@@ -203,10 +203,10 @@ class Supervisor:
         for client in [c for c in self._clients.values() if c.deadline <= now]:
             self._forget(client)
             self._reply(client.connection, control.encode_error("no request came in time"))
-        if self.succession.serves:
+        if self.failover.serves:
             self._reports.tick(now)
         if not self._connection_is_dead():
-            self.succession.tick()
+            self.failover.tick()
         elif self._unmount is None:
             log.info("%s was unmounted", self.config.mountpoint)
             self._exit_code = 0
@@ -223,7 +223,7 @@ class Supervisor:
             self._reply(connection, control.encode_error(f"the request is not valid: {error}"))
             return
         match request["command"]:
-            case "status" if self.succession.serves:
+            case "status" if self.failover.serves:
                 self._reports.want(connection, now)
             case "status":
                 self._reply_status(connection)
@@ -237,7 +237,7 @@ class Supervisor:
             case "restart":
                 seconds = float(request.get("timeout", _DEFAULT_RESTART_SECONDS))
                 log.info("asked to replace the worker of %s", self.config.mountpoint)
-                self.succession.replace(partial(self._reply_restart, connection), seconds)
+                self.failover.replace(partial(self._reply_restart, connection), seconds)
             case _ if self._hand_over(connection, request, now):
                 connection.close()
             case _:
@@ -245,27 +245,27 @@ class Supervisor:
 
     def _hand_over(self, connection: socket.socket, request: dict[str, Any], now: float) -> bool:
         """Whether the worker was given a request: it is not, while it does not answer anything."""
-        if not self.succession.serves or self._reports.overdue(now):
+        if not self.failover.serves or self._reports.overdue(now):
             return False
         message = {"do": "client", "request": request}
-        return self.succession.worker.channel.send(message, [connection.fileno()])
+        return self.failover.worker.channel.send(message, [connection.fileno()])
 
     def _ask_for_report(self, number: int) -> bool:
-        return self.succession.worker.channel.send({"do": "status", "number": number})
+        return self.failover.worker.channel.send({"do": "status", "number": number})
 
     def _status(self) -> dict[str, Any]:
         """What the worker last said, and what only the supervisor knows."""
         now = time.monotonic()
-        last, succession = self._reports.latest, self.succession
-        death = succession.last_death
+        last, failover = self._reports.latest, self.failover
+        death = failover.last_death
         worker = {
             **last.get("worker", {}),
-            "pid": succession.worker.pid,
-            "restarts": succession.restarts,
-            "not_understood": succession.not_understood,
+            "pid": failover.worker.pid,
+            "restarts": failover.restarts,
+            "not_understood": failover.not_understood,
             "error": None,
             "last_death": death and {"why": death.why, "unix_seconds": round(death.when, 3)},
-            "retry_seconds": _rounded(succession.retry_seconds),
+            "retry_seconds": _rounded(failover.retry_seconds),
         }
         known = {
             "state": "starting",
@@ -277,18 +277,18 @@ class Supervisor:
             "worker": worker,
             "passthrough": {**last.get("passthrough", {}), "registered": len(self._backing)},
         }
-        if not succession.serves:
-            worker["error"] = succession.trouble
-            known["state"] = "down" if succession.phase is Phase.ENDED else "restarting"
-            if succession.phase in (Phase.ENDED, Phase.PAUSING):
+        if not failover.serves:
+            worker["error"] = failover.trouble
+            known["state"] = "down" if failover.phase is Phase.ENDED else "restarting"
+            if failover.phase in (Phase.ENDED, Phase.PAUSING):
                 worker["pid"] = None
         elif self._reports.overdue(now) or not last:
             known["state"] = "worker not answering"
-        elif succession.safe:
+        elif failover.safe:
             known["state"] = "safe mode"
             worker["error"] = (
                 "the workers before it died one after the other, so it only serves the source:"
-                f" a whole one is tried in {succession.retry_seconds:.0f} s, and by"
+                f" a whole one is tried in {failover.retry_seconds:.0f} s, and by"
                 f" monarchfs restart {self.config.mountpoint} at once"
             )
         return known
@@ -297,7 +297,7 @@ class Supervisor:
         self._reply(connection, control.encode_result(self._status()))
 
     def _reply_restart(self, connection: socket.socket, error: str | None) -> None:
-        worker = {"pid": self.succession.worker.pid, "restarts": self.succession.restarts}
+        worker = {"pid": self.failover.worker.pid, "restarts": self.failover.restarts}
         line = control.encode_result(worker) if error is None else control.encode_error(error)
         self._reply(connection, line)
 
@@ -333,7 +333,7 @@ class Supervisor:
             outcome = Unmounted.FAILED
         if outcome is not None:
             log.info("%s: %s", self.config.mountpoint, outcome.value)
-            ended = self.succession.phase is Phase.ENDED
+            ended = self.failover.phase is Phase.ENDED
             self._exit_code = int(outcome is Unmounted.FAILED or ended)
 
     def _connection_is_dead(self) -> bool:
@@ -347,12 +347,12 @@ class Supervisor:
         gone, before the reply says that it is done."""
         now = time.monotonic()
         left = self._unmount.deadline - now if self._unmount is not None else 0.0
-        answers = self.succession.serves and not self._reports.overdue(now)
-        self.succession.close(max(1.0, min(_SYNC_SECONDS, left)) if answers else 1.0)
+        answers = self.failover.serves and not self._reports.overdue(now)
+        self.failover.close(max(1.0, min(_SYNC_SECONDS, left)) if answers else 1.0)
         if self._output is not None:
             self._selector.unregister(self._output)
             self._output.close()
-        if self.succession.worker.crashed:  # perhaps only now, while it closed
+        if self.failover.worker.crashed:  # perhaps only now, while it closed
             self._mark_suspect()
         abort_connection(self.connection)
         os.close(self.fuse)
@@ -372,7 +372,7 @@ class Supervisor:
 
     def _seconds_to_next(self) -> float:
         now = time.monotonic()
-        times = [now + _TICK_SECONDS, self.succession.next_tick]
+        times = [now + _TICK_SECONDS, self.failover.next_tick]
         times += (client.deadline for client in self._clients.values())
         times += self._reports.deadlines
         if self._unmount is not None:

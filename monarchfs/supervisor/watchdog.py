@@ -1,10 +1,10 @@
-"""Looks whether the worker that serves hangs: reads what ``pulse`` decides on."""
+"""Looks whether the worker that serves hangs: reads what ``vital_signs`` decides on."""
 
 from __future__ import annotations
 
 from monarchfs.supervisor.launch import WorkerProcess
-from monarchfs.supervisor.pulse import Pulse, Signs
 from monarchfs.supervisor.startup import Mounted
+from monarchfs.supervisor.vital_signs import Signs, VitalSigns
 
 LOOK_SECONDS = 0.5
 SILENT_LOOK_SECONDS = 0.25
@@ -17,23 +17,23 @@ class Watchdog:
     def __init__(self, worker: WorkerProcess, mounted: Mounted, now: float) -> None:
         self._worker = worker
         self._mounted = mounted
-        self._pulse = Pulse(now)
+        self._vital_signs = VitalSigns(now)
 
     @property
     def silent_seconds(self) -> float:
         """How long it has given no sign of life."""
-        return self._pulse.silent_seconds
+        return self._vital_signs.silent_seconds
 
     @property
     def pause_seconds(self) -> float:
         """When to look again."""
-        return SILENT_LOOK_SECONDS if self._pulse.silent_seconds else LOOK_SECONDS
+        return SILENT_LOOK_SECONDS if self._vital_signs.silent_seconds else LOOK_SECONDS
 
     def look(self, now: float) -> str | None:
         """Why it is taken to hang, in words for a log; None if it is not."""
         beats, _answered, stuck_since = self._mounted.vitals()
         signs = Signs(beats, self._mounted.waiting(), stuck_since)
-        if beats == self._pulse.beats:
+        if beats == self._vital_signs.beats:
             # Only now, because it takes a file of /proc for each thread.
             signs = signs._replace(activity=self._worker.activity())
-        return self._pulse.look(signs, now)
+        return self._vital_signs.look(signs, now)

@@ -50,7 +50,7 @@ class Signs(NamedTuple):
     activity: Activity | None = None
 
 
-class Pulse:
+class VitalSigns:
     """One worker's. Changing: ``beats``, the last ones; how long it has been silent by now, though
     it got the processor (``silent_seconds``), or starved of it, or stuck; how long of that, up to
     now, all its threads have slept."""

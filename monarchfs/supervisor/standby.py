@@ -74,18 +74,18 @@ class Candidate:
                 self._owner.unwatch(self.worker.channel)  # the tick sees how it ended
 
 
-class Spare:
+class Standby:
     """The next worker, loaded ahead: that is most of what a start takes, on a machine that is busy.
 
     Changing: the worker, if there is one; when the next one is to be loaded.
     """
 
     def __init__(
-        self, start: Callable[[], WorkerProcess], bury: Callable[[WorkerProcess], None]
+        self, start: Callable[[], WorkerProcess], reap: Callable[[WorkerProcess], None]
     ) -> None:
-        """``start`` raises OperationError; ``bury`` gets those that were killed."""
+        """``start`` raises OperationError; ``reap`` gets those that were killed."""
         self._start = start
-        self._bury = bury
+        self._bury = reap
         self._candidate: Candidate | None = None
         self._at = 0.0
 

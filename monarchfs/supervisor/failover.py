@@ -15,9 +15,6 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
-from monarchfs.supervisor.candidates import Candidate, Spare
-from monarchfs.supervisor.deaths import Deaths, Follows, Life
-from monarchfs.supervisor.hearing import Hearing
 from monarchfs.supervisor.launch import WorkerProcess
 from monarchfs.supervisor.messages import (
     Back,
@@ -28,9 +25,12 @@ from monarchfs.supervisor.messages import (
     Unback,
 )
 from monarchfs.supervisor.reaper import Reaper
+from monarchfs.supervisor.restart_policy import Follows, RestartPolicy, WorkerLife
 from monarchfs.supervisor.stacks import describe_threads
+from monarchfs.supervisor.standby import Candidate, Standby
 from monarchfs.supervisor.startup import SOON_SECONDS, Mounted, Start, Startup, WorkerOwner
 from monarchfs.supervisor.watchdog import Watchdog
+from monarchfs.supervisor.worker_logging import WorkerLogging
 from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)
@@ -70,12 +70,17 @@ class Death(NamedTuple):
     when: float
 
 
-class Succession:
+class Failover:
     """Constant: the mount, how a worker is started. Changing: ``worker``, the one that serves or
     the last that did or tried; ``phase``; what is left of earlier ones; how they died."""
 
     def __init__(
-        self, worker: WorkerProcess, start: Start, mounted: Mounted, restarts: int, hearing: Hearing
+        self,
+        worker: WorkerProcess,
+        start: Start,
+        mounted: Mounted,
+        restarts: int,
+        worker_log: WorkerLogging,
     ) -> None:
         """``worker`` serves, after ``restarts`` others."""
         self.worker = worker
@@ -84,11 +89,11 @@ class Succession:
         self.last_death: Death | None = None
         self._start_worker = start
         self._mount = mounted
-        self._hearing = hearing
-        self._deaths = Deaths()
+        self._worker_log = worker_log
+        self._restart_policy = RestartPolicy()
         self._startup: Startup | None = None
         self._reaper = Reaper(mounted)
-        self._spare = Spare(self._start_ahead, self._reaper.add)
+        self._standby = Standby(self._start_ahead, self._reaper.add)
         self._candidate: Candidate | None = None
         self._then: Callable[[str | None], None] | None = None
         self._trying = False
@@ -111,12 +116,12 @@ class Succession:
     @property
     def not_understood(self) -> int:
         """How much of what its workers said made no sense."""
-        return self._hearing.not_understood
+        return self._worker_log.not_understood
 
     @property
     def safe(self) -> bool:
         """Whether the worker, if there is one, leaves out all but the source."""
-        return self._deaths.safe
+        return self._restart_policy.safe
 
     @property
     def retry_seconds(self) -> float | None:
@@ -142,7 +147,7 @@ class Succession:
             return now + SOON_SECONDS
         times = [now + self._watchdog.pause_seconds]
         if self._loads_ahead:
-            times.append(self._spare.at)
+            times.append(self._standby.at)
         if self.phase in (Phase.HUNG, Phase.PAUSING):
             times.append(self._until)
         if self._startup is not None:
@@ -162,14 +167,14 @@ class Succession:
         except OperationError as error:
             then(f"the installed program cannot take over: {error}")
             return
-        self._spare.drop()  # of the release that was installed before, perhaps
+        self._standby.drop()  # of the release that was installed before, perhaps
         self._then = then
         self._candidate = Candidate(worker, self._owner, seconds)
 
     def tick(self) -> None:
         """Go on with what is due."""
         now = time.monotonic()
-        self._hearing.tick()
+        self._worker_log.tick()
         self._reaper.tick(self.worker if self.phase is Phase.SERVING else None)
         if self._candidate is not None and self.phase is Phase.SERVING:
             self._consider(self._candidate, now)
@@ -179,7 +184,7 @@ class Succession:
         match self.phase:
             case Phase.SERVING:
                 if self._loads_ahead:
-                    self._spare.tick(self._owner, now)
+                    self._standby.tick(self._owner, now)
                 if self.safe and self._candidate is None and now >= self._retry_at:
                     self._try_whole_worker(now)
                 self._look(now)
@@ -205,8 +210,8 @@ class Succession:
     def close(self, patience: float = 1.0) -> None:
         """End the worker (see ``WorkerProcess.end``), and what was to follow it."""
         self._drop_candidate()
-        if (spare := self._spare.drop()) is not None:
-            spare.wait_gone(1.0)  # it has the mount's descriptor
+        if (standby := self._standby.drop()) is not None:
+            standby.wait_gone(1.0)  # it has the mount's descriptor
         self._answer("the mount has ended")
         if self.phase not in (Phase.PAUSING, Phase.ENDED):
             self.worker.end(patience)
@@ -217,7 +222,7 @@ class Succession:
         self._served_at: float | None = now
         self._answered = self._mount.vitals()[1]
         self._watchdog = Watchdog(self.worker, self._mount, now)
-        self._spare.wanted_from(now, soon=self.restarts > 0)
+        self._standby.wanted_from(now, soon=self.restarts > 0)
 
     @property
     def _loads_ahead(self) -> bool:
@@ -242,13 +247,13 @@ class Succession:
 
     def _try_whole_worker(self, now: float) -> None:
         log.info("safe mode: trying a whole worker")
-        self._retry_at = now + self._deaths.retry_seconds  # where it cannot be loaded
+        self._retry_at = now + self._restart_policy.retry_seconds  # where it cannot be loaded
         self.replace(self._tried, TRY_SECONDS)
         self._trying = self._candidate is not None
 
     def _tried(self, error: str | None) -> None:
         if error is not None:
-            seconds = self._deaths.retry_seconds
+            seconds = self._restart_policy.retry_seconds
             log.warning("no whole worker serves: %s; safe mode for %g s more", error, seconds)
 
     def _kill(self, phase: Phase, now: float) -> None:
@@ -267,7 +272,7 @@ class Succession:
     def _died(self, why: str, now: float) -> None:
         served_at, self._served_at = self._served_at, None
         self._mount.resend()  # for the kernel to show whether there is anything
-        life = Life(
+        life = WorkerLife(
             None if served_at is None else now - served_at,
             self._mount.vitals()[1] != self._answered,
             bool(self._mount.waiting()),
@@ -277,7 +282,7 @@ class Succession:
         if self.worker.crashed:
             self._mount.mark_suspect()
         was_safe = self.safe
-        verdict = self._deaths.died(life)
+        verdict = self._restart_policy.died(life)
         self._owner.silenced()
         self._leave_behind()
         self._drop_candidate()
@@ -289,15 +294,15 @@ class Succession:
         if self.safe and not was_safe:
             # One of the dead may have left it damaged, whatever it died of.
             self._mount.mark_suspect()
-            self._retry_at = now + self._deaths.retry_seconds
+            self._retry_at = now + self._restart_policy.retry_seconds
             log.error(
                 "%s, as those before it: the next one only serves the source; a whole one is tried"
                 " in %g s",
-                *(why, self._deaths.retry_seconds),
+                *(why, self._restart_policy.retry_seconds),
             )
         elif life.killed:
             # By the user, perhaps, again and again.
-            self._hearing.say(logging.ERROR, f"{why}: starting another one")
+            self._worker_log.say(logging.ERROR, f"{why}: starting another one")
         else:
             log.error("%s: starting another one", why)
         self.restarts += 1
@@ -314,11 +319,11 @@ class Succession:
         self._closed_at, self._words, self._startup = None, "", None
 
     def _start(self, now: float) -> None:
-        spare = None if self.safe else self._spare.take()
-        if spare is not None:
-            self._have_begin(spare)
+        standby = None if self.safe else self._standby.take()
+        if standby is not None:
+            self._have_begin(standby)
             return
-        self._spare.drop()
+        self._standby.drop()
         try:
             worker = self._start_worker(restarts=self.restarts, safe=self.safe, waits=False)
         except OperationError as error:
@@ -327,7 +332,7 @@ class Succession:
         self._begin(worker)
 
     def _not_started(self, why: str, now: float) -> None:
-        verdict = self._deaths.died(Life(None, False, True))
+        verdict = self._restart_policy.died(WorkerLife(None, False, True))
         self.last_death = Death(why, time.time())
         log.error("%s", why)
         if verdict.follows is Follows.END:
@@ -358,7 +363,7 @@ class Succession:
             self._startup = None
             self.phase = Phase.SERVING
             self._begin_life(now)
-            self._hearing.say(logging.INFO, f"worker {self.worker.pid} serves")
+            self._worker_log.say(logging.INFO, f"worker {self.worker.pid} serves")
             self._answer(None)
 
     def _on_message(self) -> None:
@@ -370,7 +375,7 @@ class Succession:
             self._owner.silenced()  # it may have been the answer that somebody waits for
             return
         except OSError as broken:
-            self._hearing.drop(str(broken.strerror))
+            self._worker_log.drop(str(broken.strerror))
             return
         match message:
             case None:
@@ -382,11 +387,11 @@ class Succession:
                 self._go_on_starting(time.monotonic())
             case StatusReport(number, report, dropped):
                 if dropped:
-                    self._hearing.drop("a part of its status", dropped)
+                    self._worker_log.drop("a part of its status", dropped)
                 if self.phase is Phase.SERVING:
                     self._owner.reported(number, report)
             case Failed(error):
-                self._hearing.say(logging.ERROR, f"worker: {error}")
+                self._worker_log.say(logging.ERROR, f"worker: {error}")
                 self._words = f" ({error})"
             case Back() | Unback():
                 reply = self._mount.backing.answer(message)
@@ -416,9 +421,9 @@ class Succession:
             self._mount.mark_suspect()
         self._leave_behind()
         if self._trying:
-            self._deaths.tried()
+            self._restart_policy.tried()
         else:
-            self._deaths.replaced()
+            self._restart_policy.replaced()
         self._trying = False
         self.restarts += 1
         self._served_at = None

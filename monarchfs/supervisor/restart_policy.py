@@ -31,7 +31,7 @@ KILLED_PAUSE_SECONDS = 0.25
 was as well."""
 
 
-class Life(NamedTuple):
+class WorkerLife(NamedTuple):
     """A worker's, as it ended. ``seconds`` since it served, None if it never did; ``answered``: it
     answered a request; ``waited``: some wait now; ``killed``: by SIGKILL, and not by us."""
 
@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
     pause_seconds: float = 0.0
 
 
-class Deaths:
+class RestartPolicy:
     """Changing: how many lives in a row were of no use, or short; ``safe``, and how many ended so
     in safe mode; how often safe mode was left for a try, and whether one is going on."""
 
@@ -85,7 +85,7 @@ class Deaths:
         self.safe = False
         self._useless = self._early = self._in_safe_mode = 0
 
-    def died(self, life: Life) -> Verdict:
+    def died(self, life: WorkerLife) -> Verdict:
         """A worker ended that nobody asked to."""
         if life.seconds is not None and life.seconds >= LONG_LIFE_SECONDS:
             self._useless = self._early = self._in_safe_mode = 0

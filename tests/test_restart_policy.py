@@ -6,42 +6,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarchfs.supervisor.deaths import (
+from monarchfs.supervisor.restart_policy import (
     KILLED_PAUSE_SECONDS,
     LONG_LIFE_SECONDS,
     MOST_EARLY,
     MOST_IN_SAFE_MODE,
     PAUSES_SECONDS,
     RETRY_SECONDS,
-    Deaths,
     Follows,
-    Life,
+    RestartPolicy,
     Verdict,
+    WorkerLife,
 )
-from monarchfs.supervisor.pulse import (
+from monarchfs.supervisor.vital_signs import (
     ASLEEP_SECONDS,
     BUSY_SECONDS,
     DEAD_SILENT_SECONDS,
     SILENT_SECONDS,
     STARVED_SECONDS,
     Activity,
-    Pulse,
     Signs,
+    VitalSigns,
 )
 
-GOOD = Life(5.0, answered=True, waited=True)
-IDLE = Life(5.0, answered=False, waited=False)
-USELESS = Life(5.0, answered=False, waited=True)
-NEVER_READY = Life(None, answered=False, waited=False)
-EARLY = Life(0.1, answered=True, waited=True)
-LONG = Life(LONG_LIFE_SECONDS, answered=True, waited=True)
+GOOD = WorkerLife(5.0, answered=True, waited=True)
+IDLE = WorkerLife(5.0, answered=False, waited=False)
+USELESS = WorkerLife(5.0, answered=False, waited=True)
+NEVER_READY = WorkerLife(None, answered=False, waited=False)
+EARLY = WorkerLife(0.1, answered=True, waited=True)
+LONG = WorkerLife(LONG_LIFE_SECONDS, answered=True, waited=True)
 AT_ONCE = Verdict(Follows.START)
 SAFE = Verdict(Follows.START_SAFE)
 END = Verdict(Follows.END)
 
 
-def after(*lives: Life) -> list[Verdict]:
-    deaths = Deaths()
+def after(*lives: WorkerLife) -> list[Verdict]:
+    deaths = RestartPolicy()
     return [deaths.died(life) for life in lives]
 
 
@@ -50,7 +50,7 @@ def test_what_worked_is_replaced_at_once_however_often() -> None:
 
 
 @pytest.mark.parametrize("life", [USELESS, NEVER_READY])
-def test_lives_without_use(life: Life) -> None:
+def test_lives_without_use(life: WorkerLife) -> None:
     pauses = [Verdict(Follows.START, seconds) for seconds in PAUSES_SECONDS]
     in_safe_mode = [Verdict(Follows.START_SAFE, seconds) for seconds in PAUSES_SECONDS[1:]]
     assert after(*[life] * 7) == [*pauses, SAFE, *in_safe_mode, END]
@@ -74,7 +74,7 @@ def test_safe_mode_is_not_left_by_itself() -> None:
 
 
 def test_a_try_that_fails_leads_back_to_safe_mode_at_once_and_for_longer() -> None:
-    deaths = Deaths()
+    deaths = RestartPolicy()
     lasted = []
     for _ in range(3 + len(RETRY_SECONDS)):
         while not deaths.safe:
@@ -91,7 +91,7 @@ def test_a_try_that_fails_leads_back_to_safe_mode_at_once_and_for_longer() -> No
 
 
 def test_a_try_that_lives_long_is_none_any_more() -> None:
-    deaths = Deaths()
+    deaths = RestartPolicy()
     for life in [USELESS] * 4:
         deaths.died(life)
     deaths.tried()
@@ -105,7 +105,7 @@ def test_a_long_life_in_safe_mode_ends_its_count() -> None:
 
 
 def test_a_worker_that_is_replaced_on_purpose_leaves_safe_mode() -> None:
-    deaths = Deaths()
+    deaths = RestartPolicy()
     for life in [USELESS] * 5:
         deaths.died(life)
     assert deaths.safe
@@ -113,7 +113,7 @@ def test_a_worker_that_is_replaced_on_purpose_leaves_safe_mode() -> None:
     assert deaths.died(USELESS) == AT_ONCE
 
 
-KILLED = Life(None, answered=False, waited=True, killed=True)
+KILLED = WorkerLife(None, answered=False, waited=True, killed=True)
 
 
 def test_one_that_is_killed_is_followed_at_once_or_soon_for_ever() -> None:
@@ -127,10 +127,10 @@ def test_one_that_is_killed_is_followed_at_once_or_soon_for_ever() -> None:
 
 @given(st.lists(st.booleans(), max_size=30), st.lists(st.sampled_from([USELESS, EARLY, GOOD])))
 def test_kills_change_nothing_of_what_follows_other_deaths(
-    kills: list[bool], row: list[Life]
+    kills: list[bool], row: list[WorkerLife]
 ) -> None:
     """A crash loop is one, whether somebody kills workers meanwhile or not."""
-    with_kills, without = Deaths(), Deaths()
+    with_kills, without = RestartPolicy(), RestartPolicy()
     kills += [False] * len(row)
     for life in row:
         while kills.pop(0):
@@ -141,7 +141,7 @@ def test_kills_change_nothing_of_what_follows_other_deaths(
 
 
 LIVES = st.builds(
-    Life,
+    WorkerLife,
     st.one_of(st.none(), st.floats(0, 2 * LONG_LIFE_SECONDS)),
     answered=st.booleans(),
     waited=st.booleans(),
@@ -150,8 +150,8 @@ LIVES = st.builds(
 
 
 @given(st.lists(LIVES, max_size=60))
-def test_nothing_goes_on_for_ever_and_nothing_ends_without_need(lives: list[Life]) -> None:
-    deaths, row, verdict = Deaths(), 0, AT_ONCE
+def test_nothing_goes_on_for_ever_and_nothing_ends_without_need(lives: list[WorkerLife]) -> None:
+    deaths, row, verdict = RestartPolicy(), 0, AT_ONCE
     for life in lives:
         verdict = deaths.died(life)
         if life.killed:
@@ -177,7 +177,7 @@ def test_nothing_goes_on_for_ever_and_nothing_ends_without_need(lives: list[Life
 def looks(*steps: tuple[float, Signs]) -> list[float]:
     """When a worker is taken to hang, of these looks (seconds after the one before, signs)."""
     now, found = 100.0, []
-    pulse = Pulse(now)
+    pulse = VitalSigns(now)
     for step, signs in steps:
         now += step
         if pulse.look(signs, now) is not None:
@@ -249,7 +249,7 @@ LOOKS = st.tuples(
 
 @given(st.lists(LOOKS, max_size=80))
 def test_no_silence_is_short_and_none_is_for_ever(steps: list[tuple[float, Signs]]) -> None:
-    pulse, now, since, beats = Pulse(100.0), 100.0, 100.0, None
+    pulse, now, since, beats = VitalSigns(100.0), 100.0, 100.0, None
     counted = 0.0
     for step, signs in steps:
         now += step

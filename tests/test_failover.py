@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from monarchfs.supervisor.pulse import DEAD_SILENT_SECONDS
+from monarchfs.supervisor.vital_signs import DEAD_SILENT_SECONDS
 from tests.faking import Area
 from tests.mounting import fuse_mounts, requires_fuse, requires_root, wait_for
 from tests.test_supervisor import (
@@ -121,9 +121,9 @@ import functools, sys
 
 sys.path.insert(0, {repository!r})
 from monarchfs.cli import main, mount
-from monarchfs.supervisor import deaths
+from monarchfs.supervisor import restart_policy
 
-deaths.RETRY_SECONDS = (0.5, 1.0, 600.0)
+restart_policy.RETRY_SECONDS = (0.5, 1.0, 600.0)
 worker = (sys.executable, "-I", {worker!r}, "serve")
 mount.mount_command = functools.partial(mount.mount_command, worker_command=worker)
 sys.exit(main.main(sys.argv[1:]))

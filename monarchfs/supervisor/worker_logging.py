@@ -35,7 +35,7 @@ class Throttle:
         return True
 
 
-class Hearing:
+class WorkerLogging:
     """Of one mount, for all of its workers. Changing: ``not_understood``, how many messages and
     values were dropped."""
 
