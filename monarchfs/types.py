@@ -304,6 +304,18 @@ class FreshnessMode(Enum):
     OPEN = "open"
 
 
+class EvictionPolicy(Enum):
+    """What is done when a file that somebody opened fits nowhere."""
+
+    KEEP = "keep"
+    """Nothing: what is there stays."""
+    LRU = "lru"
+    """The replica that was opened least recently goes."""
+    SIEVE = "sieve"
+    """The oldest replica that was not opened since it was last looked at goes (SIEVE, Zhang et al.,
+    NSDI'24): better than LRU where most files are opened once."""
+
+
 class MonarchError(Exception):
     """Base of the errors that this package raises for others to handle."""
 

@@ -29,7 +29,7 @@ from monarchfs import control
 from monarchfs.bootstrap import Bootstrap, SupervisorChannel, wait_to_begin
 from monarchfs.cache.cache import Cache
 from monarchfs.commands import Commands
-from monarchfs.config.model import Config, DataPath, EvictPolicy, PrefetchMode
+from monarchfs.config.model import Config, DataPath, PrefetchMode
 from monarchfs.engine.misses import Misses
 from monarchfs.escaping import OneLine
 from monarchfs.fs.files import Files
@@ -53,7 +53,6 @@ from monarchfs.index import Index, set_aside
 from monarchfs.logs import BoundedLog, FewOfEach
 from monarchfs.metrics import Metrics
 from monarchfs.metrics.kept import PersistentCounts
-from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
@@ -68,7 +67,14 @@ from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.status import status
 from monarchfs.store.tier import Tier
-from monarchfs.types import ROOT_INO, FreshnessMode, IndexUnusable, MonarchError, OperationError
+from monarchfs.types import (
+    ROOT_INO,
+    EvictionPolicy,
+    FreshnessMode,
+    IndexUnusable,
+    MonarchError,
+    OperationError,
+)
 
 if TYPE_CHECKING:
     from monarchfs.exporter.run import Exporter
@@ -163,7 +169,7 @@ class Worker:
             self.metrics,
             trio.CapacityLimiter(config.local_threads),
             nursery,
-            eviction=Eviction(config.evict.value),
+            eviction=config.evict,
             reserve_percent=config.reserve_percent,
             readers=self.relay,
             behind=quietly,
@@ -505,7 +511,7 @@ def _free_opens(config: Config) -> bool:
     goes by what was used, as files that the kernel has in memory are used unseen."""
     return (
         config.freshness.mode is FreshnessMode.IMMUTABLE
-        and config.evict is EvictPolicy.KEEP
+        and config.evict is EvictionPolicy.KEEP
         and not config.touch_source_seconds
     )
 

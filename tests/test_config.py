@@ -17,7 +17,6 @@ from monarchfs.cli.parser import build_parser
 from monarchfs.config import (
     Config,
     DataPath,
-    EvictPolicy,
     FreshnessMode,
     FreshnessSetting,
     PrefetchMode,
@@ -50,7 +49,7 @@ from monarchfs.config.values import (
     parse_size,
     parse_tier,
 )
-from monarchfs.types import TierSize, UsageError
+from monarchfs.types import EvictionPolicy, TierSize, UsageError
 
 ALICE = User("alice", 1000, 1000, (1000, 27))
 
@@ -192,8 +191,8 @@ def test_later_layers_win(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("policy", EvictPolicy)
-def test_eviction_and_scrubbing_from_everywhere(tmp_path: Path, policy: EvictPolicy) -> None:
+@pytest.mark.parametrize("policy", EvictionPolicy)
+def test_eviction_and_scrubbing_from_everywhere(tmp_path: Path, policy: EvictionPolicy) -> None:
     file = tmp_path / "monarchfs.toml"
     file.write_text(f'evict = "{policy.value}"\nscrub = "20M"\n')
     wanted = Settings(evict=policy, scrub=20 << 20)
@@ -411,7 +410,7 @@ def test_the_machines_file_is_the_lowest_layer(
     # Whose file it has to be is another matter.
     monkeypatch.setattr("monarchfs.cli.mount.from_system_file", lambda: from_file(str(system)))
     settings = settings_from(parse(["-o", "copy_workers=8", "--log-level", "error"]))
-    assert settings == Settings(evict=EvictPolicy.LRU, copy_workers=8, log_level="error")
+    assert settings == Settings(evict=EvictionPolicy.LRU, copy_workers=8, log_level="error")
     assert settings_from(parse(["--config", str(own)])) == Settings(source_threads=3)
 
 
@@ -464,7 +463,7 @@ configs = st.builds(
     prefetch=st.sampled_from(PrefetchMode),
     prefetch_list=st.none() | paths,
     freshness=st.builds(FreshnessSetting, st.sampled_from(FreshnessMode), st.floats(0, 1e6)),
-    evict=st.sampled_from(EvictPolicy),
+    evict=st.sampled_from(EvictionPolicy),
     data_path=st.sampled_from(DataPath),
     scrub_bytes_per_second=st.integers(0, 1 << 60),
     metrics_port=st.none() | st.integers(1, 65535),

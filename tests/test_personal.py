@@ -15,13 +15,13 @@ import pytest
 
 from monarchfs.cli.mount import settings_from
 from monarchfs.cli.parser import build_parser
-from monarchfs.config import EvictPolicy, FreshnessMode, FreshnessSetting, TierSpec
+from monarchfs.config import FreshnessMode, FreshnessSetting, TierSpec
 from monarchfs.config.files import from_file
 from monarchfs.config.options import OPTIONS
 from monarchfs.config.personal import read_personal
 from monarchfs.config.settings import Settings
 from monarchfs.slurm import daemon
-from monarchfs.types import TierSize, UsageError
+from monarchfs.types import EvictionPolicy, TierSize, UsageError
 from tests import surroundings
 from tests.faking import NOBODY, Area, area, device_mode
 from tests.mounting import MONARCHFS, requires_fuse, requires_root
@@ -72,7 +72,7 @@ def test_the_nearer_to_the_command_the_stronger(home: Path) -> None:
         source_threads=4,
         local_threads=2,
         scrub=2 << 20,
-        evict=EvictPolicy.LRU,
+        evict=EvictionPolicy.LRU,
         freshness=FreshnessSetting(FreshnessMode.OPEN),
     )
     assert settings_from(typed, environ=environ) == wanted

@@ -33,11 +33,10 @@ from monarchfs.placement.events import (
     Refuse,
 )
 from monarchfs.placement.placement import Placement
-from monarchfs.placement.policies import Eviction
 from monarchfs.quiet import RunSync
 from monarchfs.store.segments import SMALL_BYTES
 from monarchfs.store.tier import Tier
-from monarchfs.types import IndexWriteError, Node, Replica, TierSize
+from monarchfs.types import EvictionPolicy, IndexWriteError, Node, Replica, TierSize
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class Records:
         local: trio.CapacityLimiter,
         nursery: trio.Nursery,
         *,
-        eviction: Eviction = Eviction.KEEP,
+        eviction: EvictionPolicy = EvictionPolicy.KEEP,
         reserve_percent: float = 10.0,
         partial_min_bytes: int = 64 << 20,
         shared_bytes: int = SMALL_BYTES,

@@ -3,18 +3,17 @@
 from monarchfs.config.model import (
     Config,
     DataPath,
-    EvictPolicy,
     FreshnessSetting,
     PrefetchMode,
     TierSpec,
     User,
 )
-from monarchfs.types import FreshnessMode
+from monarchfs.types import EvictionPolicy, FreshnessMode
 
 __all__ = [
     "Config",
     "DataPath",
-    "EvictPolicy",
+    "EvictionPolicy",
     "FreshnessMode",
     "FreshnessSetting",
     "PrefetchMode",

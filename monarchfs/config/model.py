@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from monarchfs.types import FreshnessMode, TierSize
+from monarchfs.types import EvictionPolicy, FreshnessMode, TierSize
 
 SPEAKS = 1
 """The bootstrap document and the messages of the channel (docs/ARCHITECTURE.md): to be raised when
@@ -28,15 +28,6 @@ class PrefetchMode(Enum):
     AUTO = "auto"
     ALL = "all"
     FILE = "file"
-
-
-class EvictPolicy(Enum):
-    """What happens when a tier is full: ``keep`` what is there, or make room for what is opened:
-    by throwing out what was opened least recently, or what SIEVE finds cold."""
-
-    KEEP = "keep"
-    LRU = "lru"
-    SIEVE = "sieve"
 
 
 class DataPath(Enum):
@@ -107,7 +98,7 @@ class Config:
     prefetch: PrefetchMode = PrefetchMode.AUTO
     prefetch_list: str | None = None
     freshness: FreshnessSetting = DEFAULT_FRESHNESS
-    evict: EvictPolicy = EvictPolicy.KEEP
+    evict: EvictionPolicy = EvictionPolicy.KEEP
     data_path: DataPath = DataPath.AUTO
     allow_other: bool = False
     noexec: bool = False
@@ -152,7 +143,7 @@ class Config:
             FreshnessMode(freshness["mode"]), freshness["ttl_seconds"]
         )
         fields["prefetch"] = PrefetchMode(fields["prefetch"])
-        fields["evict"] = EvictPolicy(fields["evict"])
+        fields["evict"] = EvictionPolicy(fields["evict"])
         fields["data_path"] = DataPath(fields["data_path"])
         return cls(**fields)
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from monarchfs.config import values
-from monarchfs.config.model import DataPath, EvictPolicy, PrefetchMode
+from monarchfs.config.model import DataPath, PrefetchMode
+from monarchfs.types import EvictionPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ OPTIONS: Mapping[str, Option] = {
         "POLICY",
         "what happens when a tier is full: keep what is there (the default), or make room for"
         " opened files by lru or sieve",
-        choices=tuple(policy.value for policy in EvictPolicy),
+        choices=tuple(policy.value for policy in EvictionPolicy),
     ),
     "data_path": Option(
         values.parse_data_path,

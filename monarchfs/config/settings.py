@@ -14,13 +14,12 @@ from typing import Any
 from monarchfs.config.model import (
     DEFAULT_FRESHNESS,
     DataPath,
-    EvictPolicy,
     FreshnessSetting,
     PrefetchMode,
     TierSpec,
 )
 from monarchfs.config.options import OPTIONS
-from monarchfs.types import UsageError
+from monarchfs.types import EvictionPolicy, UsageError
 
 Layer = Mapping[str, object]
 
@@ -33,7 +32,7 @@ class Settings:
     state_dir: str | None = None
     prefetch: tuple[PrefetchMode, str | None] = (PrefetchMode.AUTO, None)
     freshness: FreshnessSetting = DEFAULT_FRESHNESS
-    evict: EvictPolicy = EvictPolicy.KEEP
+    evict: EvictionPolicy = EvictionPolicy.KEEP
     data_path: DataPath = DataPath.AUTO
     user: str | None = None
     allow_other: bool = False

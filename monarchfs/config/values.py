@@ -13,12 +13,11 @@ from collections import Counter
 
 from monarchfs.config.model import (
     DataPath,
-    EvictPolicy,
     FreshnessSetting,
     PrefetchMode,
     TierSpec,
 )
-from monarchfs.types import FreshnessMode, TierSize, UsageError
+from monarchfs.types import EvictionPolicy, FreshnessMode, TierSize, UsageError
 
 # Not more digits than int() and float() take.
 _SIZE = re.compile(
@@ -113,12 +112,12 @@ def parse_prefetch(value: object) -> tuple[PrefetchMode, str | None]:
     return PrefetchMode.FILE, os.path.abspath(text)
 
 
-def parse_evict(value: object) -> EvictPolicy:
+def parse_evict(value: object) -> EvictionPolicy:
     text = _text(value)
     try:
-        return EvictPolicy(text)
+        return EvictionPolicy(text)
     except ValueError:
-        known = ", ".join(policy.value for policy in EvictPolicy)
+        known = ", ".join(policy.value for policy in EvictionPolicy)
         raise UsageError(f"eviction policy '{text}' is not known: use {known}") from None
 
 

@@ -31,7 +31,6 @@ from monarchfs.placement.events import (
 )
 from monarchfs.placement.ledger import Accounts
 from monarchfs.placement.placement import Placement
-from monarchfs.placement.policies import Eviction
 
 __all__ = [
     "Abandoned",
@@ -43,7 +42,6 @@ __all__ = [
     "Event",
     "Evict",
     "Evicted",
-    "Eviction",
     "EvictionFailed",
     "EvictionReason",
     "Grant",

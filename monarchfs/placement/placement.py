@@ -47,10 +47,11 @@ from monarchfs.placement.events import (
     Wanted,
 )
 from monarchfs.placement.ledger import Accounts, Ledger, Room, reservation
-from monarchfs.placement.policies import Eviction, make_policy
+from monarchfs.placement.policies import make_policy
 from monarchfs.placement.shifting import Shifting
 from monarchfs.placement.traffic import Traffic
 from monarchfs.placement.victims import Budget, Victims
+from monarchfs.types import EvictionPolicy
 
 PARTIAL_MIN_BYTES = 64 << 20
 """A smaller file is placed whole or not at all."""
@@ -89,7 +90,7 @@ class Placement:
         tiers: Iterable[int],
         books: Books,
         *,
-        eviction: Eviction = Eviction.KEEP,
+        eviction: EvictionPolicy = EvictionPolicy.KEEP,
         partial_min_bytes: int = PARTIAL_MIN_BYTES,
         reserve_percent: float = RESERVE_PERCENT,
     ) -> None:

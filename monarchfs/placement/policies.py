@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from enum import Enum
 from typing import Protocol
+
+from monarchfs.types import EvictionPolicy
 
 VISITED_STEPS = 10_000
 """So many visited replicas are passed over to find a victim: a millisecond's work. Where all that
@@ -54,25 +55,13 @@ class Policy(Protocol):
         """
 
 
-class Eviction(Enum):
-    """What is done when a file that somebody opened fits nowhere."""
-
-    KEEP = "keep"
-    """Nothing: what is there stays."""
-    LRU = "lru"
-    """The replica that was opened least recently goes."""
-    SIEVE = "sieve"
-    """The oldest replica that was not opened since it was last looked at goes (SIEVE, Zhang et al.,
-    NSDI'24): better than LRU where most files are opened once."""
-
-
-def make_policy(eviction: Eviction) -> Policy:
+def make_policy(eviction: EvictionPolicy) -> Policy:
     match eviction:
-        case Eviction.KEEP:
+        case EvictionPolicy.KEEP:
             return Keep()
-        case Eviction.LRU:
+        case EvictionPolicy.LRU:
             return Lru()
-        case Eviction.SIEVE:
+        case EvictionPolicy.SIEVE:
             return Sieve()
 
 

@@ -21,7 +21,6 @@ from monarchfs.fs.xattrs import Xattrs
 from monarchfs.index import Index
 from monarchfs.memory import MemoryHeadroom
 from monarchfs.metrics import Metrics
-from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.fetch import State
 from monarchfs.prefetch.queue import Priority
@@ -30,6 +29,7 @@ from monarchfs.store.segments import SMALL_BYTES, allocated
 from monarchfs.types import (
     ROOT_INO,
     Data,
+    EvictionPolicy,
     FreshnessMode,
     Lane,
     Node,
@@ -95,7 +95,7 @@ class Area:
         rate: int = 0,
         boot_id: bytes = b"first boot",
         partial_min_bytes: int = 2 * MIB,
-        eviction: Eviction = Eviction.KEEP,
+        eviction: EvictionPolicy = EvictionPolicy.KEEP,
         headroom: Callable[[], MemoryHeadroom] | None = None,
         shares: bool = True,
         sound: bool = True,

@@ -10,9 +10,8 @@ import trio
 import trio.testing
 
 from monarchfs.memory import MemoryHeadroom
-from monarchfs.placement.policies import Eviction
 from monarchfs.store.files import replica_path
-from monarchfs.types import FreshnessMode, Replica
+from monarchfs.types import EvictionPolicy, FreshnessMode, Replica
 from tests.layers.faults import FaultyTier
 from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 
@@ -74,7 +73,7 @@ async def test_keep_keeps(files: Area) -> None:
 
 
 async def test_lru_evicts_what_was_read_longest_ago(files: Area) -> None:
-    async with files.mount([ROOM], eviction=Eviction.LRU) as mirror:
+    async with files.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await read_all(mirror, "0123")
         await read_all(mirror, "0")
         await read_all(mirror, "45")
@@ -85,7 +84,7 @@ async def test_lru_evicts_what_was_read_longest_ago(files: Area) -> None:
 
 
 async def test_sieve_evicts_what_was_read_once(files: Area) -> None:
-    async with files.mount([ROOM], eviction=Eviction.SIEVE) as mirror:
+    async with files.mount([ROOM], eviction=EvictionPolicy.SIEVE) as mirror:
         await read_all(mirror, "0123")
         await read_all(mirror, "02")
         await read_all(mirror, "45")
@@ -94,9 +93,9 @@ async def test_sieve_evicts_what_was_read_once(files: Area) -> None:
 
 
 async def test_the_order_outlives_a_mount_as_far_as_it_is_known(files: Area) -> None:
-    async with files.mount([ROOM], eviction=Eviction.LRU) as mirror:
+    async with files.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await read_all(mirror, "0123")
-    async with files.mount([ROOM], eviction=Eviction.LRU) as mirror:
+    async with files.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await read_all(mirror, "1")
         await read_all(mirror, "456")
         assert await resident(mirror) == set("1456")
@@ -104,7 +103,7 @@ async def test_the_order_outlives_a_mount_as_far_as_it_is_known(files: Area) -> 
 
 
 async def test_what_a_scan_finds_evicts_nothing(files: Area) -> None:
-    async with files.mount([ROOM], eviction=Eviction.LRU) as mirror:
+    async with files.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await read_all(mirror, "0123")
         for name in "4567":
             await mirror.want(name)
@@ -113,7 +112,7 @@ async def test_what_a_scan_finds_evicts_nothing(files: Area) -> None:
 
 
 async def test_open_and_pinned_replicas_stay(files: Area) -> None:
-    async with files.mount([ROOM], eviction=Eviction.LRU) as mirror:
+    async with files.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await read_all(mirror, "0123")
         handle = await mirror.open("0")
         mirror.cache.pin(await mirror.ino("1"))
@@ -131,7 +130,7 @@ async def test_a_pinned_directory_keeps_what_is_below_it(area: Area) -> None:
     area.write("kept/deep/a", content(SIZE, 1))
     for number in range(5):
         area.write(str(number), content(SIZE, number))
-    async with area.mount([ROOM], eviction=Eviction.LRU) as mirror:
+    async with area.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await mirror.copied("kept/deep/a")
         mirror.cache.pin(await mirror.ino("kept"))
         await read_all(mirror, "01234")
@@ -139,8 +138,8 @@ async def test_a_pinned_directory_keeps_what_is_below_it(area: Area) -> None:
         await mirror.settled()
 
 
-@pytest.mark.parametrize("eviction", list(Eviction))
-async def test_outdated_versions_go_first(files: Area, eviction: Eviction) -> None:
+@pytest.mark.parametrize("eviction", list(EvictionPolicy))
+async def test_outdated_versions_go_first(files: Area, eviction: EvictionPolicy) -> None:
     async with files.mount([ROOM], eviction=eviction, mode=FreshnessMode.OPEN) as mirror:
         await files.settled()
         await read_all(mirror, "0123")
@@ -156,7 +155,7 @@ async def test_outdated_versions_go_first(files: Area, eviction: Eviction) -> No
 
 async def test_a_copy_waits_until_its_room_is_there(files: Area) -> None:
     """Readers do not wait, and the tier holds no more than it may at any moment."""
-    async with files.mount([ROOM], eviction=Eviction.LRU) as mirror:
+    async with files.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await read_all(mirror, "0123")
         full = blocks(mirror)
         gate = mirror.tier.faults.gate("remove")
@@ -173,7 +172,7 @@ async def test_a_copy_waits_until_its_room_is_there(files: Area) -> None:
 
 
 async def test_an_evicted_file_that_is_wanted_again_before_it_is_gone(files: Area) -> None:
-    async with files.mount([ROOM], eviction=Eviction.LRU) as mirror:
+    async with files.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await read_all(mirror, "0123")
         gate = mirror.tier.faults.gate("remove")
         await mirror.read_file("4")
@@ -187,7 +186,7 @@ async def test_an_evicted_file_that_is_wanted_again_before_it_is_gone(files: Are
 
 
 async def test_a_replica_that_cannot_be_removed_counts_until_it_is_gone(files: Area) -> None:
-    async with files.mount([ROOM], eviction=Eviction.LRU) as mirror:
+    async with files.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await read_all(mirror, "0123")
         used = mirror.placement.usage(mirror.tier.id)[0]
         mirror.tier.faults.fail("remove", errno.EIO)
@@ -206,14 +205,16 @@ async def test_a_replica_that_cannot_be_removed_counts_until_it_is_gone(files: A
 async def test_an_eviction_that_was_cut_off_is_finished_by_the_next_mount(
     files: Area, shares: bool
 ) -> None:
-    async with files.mount([ROOM], eviction=Eviction.LRU, shares=shares, sound=False) as mirror:
+    async with files.mount(
+        [ROOM], eviction=EvictionPolicy.LRU, shares=shares, sound=False
+    ) as mirror:
         await read_all(mirror, "0123")
         ino = await mirror.ino("0")
         record = mirror.record(ino)
         assert record is not None
         # What a crash between the commit and the unlink leaves.
         mirror.index.drop_replica(ino)
-    async with files.mount([ROOM], eviction=Eviction.LRU, shares=shares) as mirror:
+    async with files.mount([ROOM], eviction=EvictionPolicy.LRU, shares=shares) as mirror:
         used = mirror.placement.usage(mirror.tier.id)[0]
         await until(lambda: blocks(mirror) == used, "its room")
         mirror.check_books()

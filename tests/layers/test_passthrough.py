@@ -12,8 +12,7 @@ import pytest
 import trio
 
 from monarchfs.fuse import passthrough
-from monarchfs.placement.policies import Eviction
-from monarchfs.types import FreshnessMode
+from monarchfs.types import EvictionPolicy, FreshnessMode
 from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 from tests.layers.passing import Passing
 
@@ -351,7 +350,7 @@ async def test_no_interleaving_breaks_the_kernels_rules(
         files.mount(
             [room, room],
             mode=FreshnessMode.OPEN,
-            eviction=Eviction.SIEVE,
+            eviction=EvictionPolicy.SIEVE,
             copy_workers=3,
             shares=False,
         ) as mirror,

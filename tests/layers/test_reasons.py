@@ -14,11 +14,10 @@ from monarchfs.fs import find
 from monarchfs.fs import why as why_module
 from monarchfs.fs.find import Finder
 from monarchfs.fs.why import Why
-from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch.copier import YOUNG_SECONDS
 from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.retries import RETRY_SECONDS
-from monarchfs.types import OperationError
+from monarchfs.types import EvictionPolicy, OperationError
 from tests.layers.asking import OPEN, TTL, Hours
 from tests.layers.mirror import KIB, MIB, Area, Mirror, content, until
 
@@ -122,7 +121,7 @@ async def test_no_room_for_the_rest(area: Area) -> None:
 async def test_evicted_for_another(area: Area) -> None:
     for name in "ab":
         area.write(name, content(60 * KIB))
-    async with area.mount([100 * KIB], eviction=Eviction.LRU) as mirror:
+    async with area.mount([100 * KIB], eviction=EvictionPolicy.LRU) as mirror:
         await mirror.copied("a")
         await mirror.copied("b")
         assert await told(mirror, "a") == ("evicted", "evicted for another file (just now)")

@@ -13,9 +13,8 @@ import trio
 
 from monarchfs.cache.reasons import Cause
 from monarchfs.index import set_aside
-from monarchfs.placement.policies import Eviction
 from monarchfs.store.segments import Segments, allocated
-from monarchfs.types import IndexWriteError, Replica, TierFile
+from monarchfs.types import EvictionPolicy, IndexWriteError, Replica, TierFile
 from tests.layers.faults import FaultySegments, FaultyTier
 from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 
@@ -285,7 +284,7 @@ async def test_no_list_outlives_its_segment(area: Area, monkeypatch: pytest.Monk
 async def test_a_full_tier_takes_what_is_read_in_place_of_others(area: Area) -> None:
     names = files(area, 30, 100_000)
     room = 8 * allocated(100_000)
-    async with area.mount([room], eviction=Eviction.LRU) as mirror:
+    async with area.mount([room], eviction=EvictionPolicy.LRU) as mirror:
         for name in names * 2:
             assert await mirror.read_file(name) == (area.source / name).read_bytes()
             await mirror.idle()

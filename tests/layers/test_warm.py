@@ -9,12 +9,11 @@ import pytest
 import trio
 
 from monarchfs import commands
-from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch import retries
 from monarchfs.prefetch import warm as warm_module
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.warm import WarmCounts, Warming, What
-from monarchfs.types import ROOT_INO, Node, OperationError
+from monarchfs.types import ROOT_INO, EvictionPolicy, Node, OperationError
 from tests.layers.asking import OPEN
 from tests.layers.mirror import KIB, MIB, Area, Mirror, content, until
 
@@ -160,7 +159,7 @@ async def test_no_room_is_no_failure(area: Area) -> None:
 async def test_others_go_for_what_was_asked_for_but_not_its_own(area: Area) -> None:
     for name in ("old/0", "new/1", "new/2", "new/3", "new/4"):
         area.write(name, content(60 * KIB))
-    async with area.mount([140 * KIB], eviction=Eviction.LRU) as mirror:
+    async with area.mount([140 * KIB], eviction=EvictionPolicy.LRU) as mirror:
         await mirror.copied("old/0")
         await mirror.copied("new/4")
         await mirror.copied("old/0")

@@ -35,11 +35,10 @@ from monarchfs.fs.files import FileHandle
 from monarchfs.index.recovery import set_aside
 from monarchfs.memory import MemoryHeadroom
 from monarchfs.placement import placement
-from monarchfs.placement.policies import Eviction
 from monarchfs.prefetch import fill
 from monarchfs.prefetch.queue import Priority
 from monarchfs.store import read
-from monarchfs.types import FileType, FreshnessMode, Node
+from monarchfs.types import EvictionPolicy, FileType, FreshnessMode, Node
 from tests import on_disk
 from tests.layers.asking import Hours, names
 from tests.layers.conftest import descriptors
@@ -127,7 +126,7 @@ class Model(RuleBasedStateMachine):
 
     @initialize(
         mode=st.sampled_from(FreshnessMode),
-        eviction=st.sampled_from(Eviction),
+        eviction=st.sampled_from(EvictionPolicy),
         capacities=st.lists(
             st.sampled_from([300_000, MIB, 2 * MIB, 64 * MIB]), min_size=1, max_size=2
         ),
@@ -138,7 +137,7 @@ class Model(RuleBasedStateMachine):
     def begin(
         self,
         mode: FreshnessMode,
-        eviction: Eviction,
+        eviction: EvictionPolicy,
         capacities: list[int],
         in_memory: bool,
         files: list[tuple[str, int]],

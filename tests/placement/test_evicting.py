@@ -11,7 +11,6 @@ from monarchfs.placement import (
     Dropped,
     Evict,
     Evicted,
-    Eviction,
     EvictionFailed,
     EvictionReason,
     Grant,
@@ -28,14 +27,14 @@ from monarchfs.placement import (
     Wanted,
 )
 from monarchfs.placement.victims import MOST_EXAMINED
-from monarchfs.types import Space
+from monarchfs.types import EvictionPolicy, Space
 from tests.placement.tools import BLOCK, GIB, MIB, Node, evicted, placed
 
 OUTDATED, POLICY = EvictionReason.OUTDATED, EvictionReason.POLICY
-TRACKING = [Eviction.LRU, Eviction.SIEVE]
+TRACKING = [EvictionPolicy.LRU, EvictionPolicy.SIEVE]
 
 
-def full_node(eviction: Eviction, *more: int) -> Node:
+def full_node(eviction: EvictionPolicy, *more: int) -> Node:
     """Ten replicas, 20 to 29, of ten blocks each fill the first tier."""
     node = Node(100 * BLOCK, *more, eviction=eviction)
     for ino in range(20, 30):
@@ -54,7 +53,7 @@ def refused(ino: int, blocks: int) -> Refuse:
 
 @pytest.mark.parametrize("eviction", TRACKING)
 def test_the_coldest_go_for_a_file_that_was_opened_and_no_more_of_them_than_needed(
-    eviction: Eviction,
+    eviction: EvictionPolicy,
 ) -> None:
     node = full_node(eviction)
     node.run(Accessed(20, 0), Accessed(22, 0))
@@ -65,15 +64,17 @@ def test_the_coldest_go_for_a_file_that_was_opened_and_no_more_of_them_than_need
     ]
 
 
-@pytest.mark.parametrize("eviction", Eviction)
-def test_nothing_of_use_goes_for_a_file_that_a_scan_found_nor_with_keep(eviction: Eviction) -> None:
+@pytest.mark.parametrize("eviction", EvictionPolicy)
+def test_nothing_of_use_goes_for_a_file_that_a_scan_found_nor_with_keep(
+    eviction: EvictionPolicy,
+) -> None:
     node = full_node(eviction)
-    assert wanted(node, 50, 10, evicts=eviction is Eviction.KEEP) == [refused(50, 10)]
+    assert wanted(node, 50, 10, evicts=eviction is EvictionPolicy.KEEP) == [refused(50, 10)]
 
 
-@pytest.mark.parametrize("eviction", Eviction)
+@pytest.mark.parametrize("eviction", EvictionPolicy)
 @pytest.mark.parametrize("evicts", [False, True])
-def test_outdated_replicas_go_first_and_always(eviction: Eviction, evicts: bool) -> None:
+def test_outdated_replicas_go_first_and_always(eviction: EvictionPolicy, evicts: bool) -> None:
     node = full_node(eviction)
     node.books.stale |= {25, 27}
     assert wanted(node, 50, 20, evicts) == [
@@ -84,20 +85,20 @@ def test_outdated_replicas_go_first_and_always(eviction: Eviction, evicts: bool)
 
 
 def test_outdated_replicas_of_one_tier_go_before_others_of_a_slower_one() -> None:
-    node = full_node(Eviction.LRU, 20 * BLOCK)
+    node = full_node(EvictionPolicy.LRU, 20 * BLOCK)
     node.store(40, 20)
     node.books.stale.add(29)
     assert evicted(wanted(node, 50, 10)) == [29]
 
 
 def test_the_policy_fills_up_what_outdated_ones_leave_short() -> None:
-    node = full_node(Eviction.LRU)
+    node = full_node(EvictionPolicy.LRU)
     node.books.stale.add(27)
     assert evicted(wanted(node, 50, 30)) == [27, 20, 21]
 
 
 def test_all_go_from_one_tier_the_slowest_where_enough_can() -> None:
-    node = full_node(Eviction.LRU, 50 * BLOCK, 30 * BLOCK)
+    node = full_node(EvictionPolicy.LRU, 50 * BLOCK, 30 * BLOCK)
     node.store(40, 50)
     node.store(41, 30)
     assert wanted(node, 50, 40) == [
@@ -107,7 +108,7 @@ def test_all_go_from_one_tier_the_slowest_where_enough_can() -> None:
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
-def test_nothing_goes_where_that_would_not_be_enough(eviction: Eviction) -> None:
+def test_nothing_goes_where_that_would_not_be_enough(eviction: EvictionPolicy) -> None:
     node = full_node(eviction)
     assert wanted(node, 50, 101) == [refused(50, 101)]
     node.books.open |= set(range(20, 25))
@@ -116,7 +117,7 @@ def test_nothing_goes_where_that_would_not_be_enough(eviction: Eviction) -> None
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
-def test_what_is_open_stays_and_is_not_forgotten(eviction: Eviction) -> None:
+def test_what_is_open_stays_and_is_not_forgotten(eviction: EvictionPolicy) -> None:
     node = full_node(eviction)
     node.books.open.add(20)
     assert evicted(wanted(node, 50, 90)) == [*range(21, 30)]
@@ -125,7 +126,7 @@ def test_what_is_open_stays_and_is_not_forgotten(eviction: Eviction) -> None:
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
-def test_a_bounded_number_is_examined_for_one_event(eviction: Eviction) -> None:
+def test_a_bounded_number_is_examined_for_one_event(eviction: EvictionPolicy) -> None:
     node = Node(3000 * BLOCK, eviction=eviction)
     for ino in range(3000):
         node.store(ino + 20, 1)
@@ -138,7 +139,7 @@ def test_a_bounded_number_is_examined_for_one_event(eviction: Eviction) -> None:
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
-def test_what_leaves_is_room_and_still_counted(eviction: Eviction) -> None:
+def test_what_leaves_is_room_and_still_counted(eviction: EvictionPolicy) -> None:
     node = full_node(eviction)
     assert node.placement.writable_bytes(0, 0) == 0
     assert evicted(wanted(node, 50, 10)) == [20]
@@ -155,7 +156,7 @@ def test_what_leaves_is_room_and_still_counted(eviction: Eviction) -> None:
 
 
 def test_what_leaves_is_not_chosen_again_while_the_books_still_show_it() -> None:
-    node = full_node(Eviction.KEEP)
+    node = full_node(EvictionPolicy.KEEP)
     node.books.stale.add(20)
     assert evicted(wanted(node, 50, 10)) == [20]
     node.books.replicas[20] = (0, 10 * BLOCK)
@@ -165,7 +166,7 @@ def test_what_leaves_is_not_chosen_again_while_the_books_still_show_it() -> None
 
 @pytest.mark.parametrize("eviction", TRACKING)
 def test_what_could_not_be_removed_counts_again_and_is_not_tried_at_once(
-    eviction: Eviction,
+    eviction: EvictionPolicy,
 ) -> None:
     node = full_node(eviction)
     wanted(node, 50, 10)
@@ -177,7 +178,7 @@ def test_what_could_not_be_removed_counts_again_and_is_not_tried_at_once(
 
 
 def test_a_replica_that_leaves_two_tiers_is_told_apart() -> None:
-    node = Node(10 * BLOCK, 10 * BLOCK, eviction=Eviction.LRU)
+    node = Node(10 * BLOCK, 10 * BLOCK, eviction=EvictionPolicy.LRU)
     node.store(20, 10)
     node.run(Dropped(20, 0, 10 * BLOCK))
     node.run(TierLost(0, "gone"))
@@ -192,7 +193,7 @@ def test_a_replica_that_leaves_two_tiers_is_told_apart() -> None:
 
 @pytest.mark.parametrize("eviction", TRACKING)
 def test_what_an_earlier_mount_left_is_known_once_it_is_told_and_goes_first(
-    eviction: Eviction,
+    eviction: EvictionPolicy,
 ) -> None:
     node = Node(100 * BLOCK, eviction=eviction)
     node.load(0, dict.fromkeys(range(20, 28), 10))
@@ -204,7 +205,7 @@ def test_what_an_earlier_mount_left_is_known_once_it_is_told_and_goes_first(
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
-def test_what_the_policy_hears_too_late_does_no_harm(eviction: Eviction) -> None:
+def test_what_the_policy_hears_too_late_does_no_harm(eviction: EvictionPolicy) -> None:
     node = full_node(eviction, 10 * BLOCK)
     del node.books.replicas[20]
     node.run(Dropped(20, 0, 10 * BLOCK), Accessed(20, 0), Known(20, 0), Evicted(20))
@@ -214,7 +215,7 @@ def test_what_the_policy_hears_too_late_does_no_harm(eviction: Eviction) -> None
 
 
 def test_empty_files_go_for_inodes_only() -> None:
-    node = Node(10 * BLOCK, eviction=Eviction.LRU)
+    node = Node(10 * BLOCK, eviction=EvictionPolicy.LRU)
     for ino in (20, 21, 22):
         node.run(Wanted(ino, 0, True), Stored(ino, 0))
     node.store(23, 10)
@@ -233,7 +234,7 @@ def test_empty_files_go_for_inodes_only() -> None:
 BIG = 40 * MIB
 
 
-def big_node(eviction: Eviction) -> Node:
+def big_node(eviction: EvictionPolicy) -> Node:
     """Ten replicas of 40 MiB, 20 to 29, fill the tier."""
     node = Node(10 * BIG, eviction=eviction)
     for ino in range(20, 30):
@@ -242,14 +243,16 @@ def big_node(eviction: Eviction) -> Node:
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
-def test_a_large_file_of_up_to_a_quarter_of_the_tier_is_placed_whole(eviction: Eviction) -> None:
+def test_a_large_file_of_up_to_a_quarter_of_the_tier_is_placed_whole(
+    eviction: EvictionPolicy,
+) -> None:
     node = big_node(eviction)
     size = 100 * MIB - BLOCK
     assert evicted(node.run(Wanted(50, size, True))) == [20, 21, 22]
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
-def test_a_larger_one_pushes_others_out_of_no_more_than_a_quarter(eviction: Eviction) -> None:
+def test_a_larger_one_pushes_others_out_of_no_more_than_a_quarter(eviction: EvictionPolicy) -> None:
     node = big_node(eviction)
     assert node.run(Wanted(50, GIB, True)) == [
         Evict(20, 0, BIG, POLICY),
@@ -264,7 +267,7 @@ def test_a_larger_one_pushes_others_out_of_no_more_than_a_quarter(eviction: Evic
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
-def test_a_part_that_a_scan_wanted_grows_at_nobodys_cost(eviction: Eviction) -> None:
+def test_a_part_that_a_scan_wanted_grows_at_nobodys_cost(eviction: EvictionPolicy) -> None:
     node = big_node(eviction)
     assert node.run(Wanted(50, GIB))[-1] == Refuse(50, RefusalReason.NO_ROOM, GIB + BLOCK)
     node.books.stale.add(25)
@@ -276,7 +279,7 @@ def test_a_part_that_a_scan_wanted_grows_at_nobodys_cost(eviction: Eviction) -> 
 
 
 def test_a_part_does_not_go_while_it_is_filled_and_does_afterwards() -> None:
-    node = big_node(Eviction.LRU)
+    node = big_node(EvictionPolicy.LRU)
     node.gone(node.run(Wanted(50, GIB, True), RoomWanted(50, BIG - BLOCK)))
     node.run(Kept(50, BIG))
     node.books.open |= set(range(20, 30))

@@ -17,7 +17,6 @@ from monarchfs.placement import (
     Event,
     Evict,
     Evicted,
-    Eviction,
     EvictionFailed,
     EvictionReason,
     Grant,
@@ -40,7 +39,7 @@ from monarchfs.placement import (
     Wanted,
 )
 from monarchfs.placement.ledger import reservation
-from monarchfs.types import Space
+from monarchfs.types import EvictionPolicy, Space
 from tests.placement.tools import BLOCK, MIB, placed
 
 TIERS = st.integers(0, 2)
@@ -103,9 +102,9 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @initialize(
         loaded=st.lists(st.tuples(TIERS, st.integers(0, 8 * MIB)), max_size=6),
-        eviction=st.sampled_from(Eviction),
+        eviction=st.sampled_from(EvictionPolicy),
     )
-    def mount(self, loaded: list[tuple[int, int]], eviction: Eviction) -> None:
+    def mount(self, loaded: list[tuple[int, int]], eviction: EvictionPolicy) -> None:
         self.eviction = eviction
         self.placement = Placement(
             range(3), self, eviction=eviction, partial_min_bytes=LARGE, reserve_percent=10
@@ -217,7 +216,9 @@ class PlacementMachine(RuleBasedStateMachine):
             assert action.ino in self.stale
         else:
             assert action.reason in reasons
-            assert action.reason is EvictionReason.PRESSURE or self.eviction is not Eviction.KEEP
+            assert (
+                action.reason is EvictionReason.PRESSURE or self.eviction is not EvictionPolicy.KEEP
+            )
 
     def pick(self, items: Iterable[int], pick: int) -> int | None:
         choices = sorted(items)
@@ -388,7 +389,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(picks=st.lists(PICK, min_size=1, max_size=8), late=st.integers(0, 5))
     def accessed(self, picks: list[int], late: int) -> None:
-        reasons = [EvictionReason.POLICY] if self.eviction is Eviction.LRU else []
+        reasons = [EvictionReason.POLICY] if self.eviction is EvictionPolicy.LRU else []
         for pick in picks:
             ino = self.pick(self.rest, pick)
             if ino is not None:

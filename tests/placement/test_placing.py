@@ -10,7 +10,6 @@ from monarchfs.placement import (
     Dropped,
     Event,
     Evicted,
-    Eviction,
     EvictionFailed,
     Grant,
     Kept,
@@ -31,7 +30,7 @@ from monarchfs.placement import (
     Wanted,
 )
 from monarchfs.placement.ledger import reservation
-from monarchfs.types import Space
+from monarchfs.types import EvictionPolicy, Space
 from tests.placement.tools import BLOCK, GIB, KIB, MIB, ROOMY, FakeBooks, placed, placement_of, run
 
 
@@ -100,7 +99,7 @@ def test_no_part_of_a_file_below_the_minimum_or_in_a_sliver() -> None:
     assert run(placement_of(16 * MIB - 1), Wanted(20, 64 * MIB)) == [
         Refuse(20, RefusalReason.NO_ROOM, 48 * MIB + BLOCK + 1)
     ]
-    small = Placement([0], FakeBooks(), partial_min_bytes=17 * MIB, eviction=Eviction.KEEP)
+    small = Placement([0], FakeBooks(), partial_min_bytes=17 * MIB, eviction=EvictionPolicy.KEEP)
     small.handle(TierSeen(0, 16 * MIB, ROOMY))
     assert run(small, Wanted(20, 17 * MIB)) == [Place(20, 0, 0, False)]
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarchfs.placement import policies
-from monarchfs.placement.policies import Eviction, Keep, Lru, Policy, Sieve, make_policy
+from monarchfs.placement.policies import Keep, Lru, Policy, Sieve, make_policy
+from monarchfs.types import EvictionPolicy
 
 Trace = list[int]
 
@@ -158,7 +159,7 @@ def test_a_policy_misses_as_often_as_an_independent_implementation(name: str, tr
     for ino in requests:
         request.obj_id = ino
         misses += not cache.get(request)
-    ours = replay(make_policy(Eviction[name.upper()]), requests, capacity)
+    ours = replay(make_policy(EvictionPolicy[name.upper()]), requests, capacity)
     assert ours.count(False) == misses
 
 
@@ -173,7 +174,7 @@ def names(policy: Policy, tier: int = 0) -> list[int]:
 
 
 def test_keep_wants_to_hear_of_nothing_and_names_nobody() -> None:
-    policy = make_policy(Eviction.KEEP)
+    policy = make_policy(EvictionPolicy.KEEP)
     assert isinstance(policy, Keep)
     assert not policy.tracks
     policy.added(0, 20)

@@ -10,7 +10,6 @@ from monarchfs.placement import (
     Dropped,
     Evict,
     Evicted,
-    Eviction,
     EvictionReason,
     Loaded,
     Move,
@@ -22,14 +21,14 @@ from monarchfs.placement import (
     Wanted,
 )
 from monarchfs.placement.ledger import reservation
-from monarchfs.types import Space
+from monarchfs.types import EvictionPolicy, Space
 from tests.placement.tools import BLOCK, GIB, MIB, ROOMY, Node, evicted
 
 OUTDATED, POLICY = EvictionReason.OUTDATED, EvictionReason.POLICY
 PRESSURE = EvictionReason.PRESSURE
 
 
-def full_node(eviction: Eviction, *more: int) -> Node:
+def full_node(eviction: EvictionPolicy, *more: int) -> Node:
     """Ten replicas, 20 to 29, of ten blocks each fill the first tier."""
     node = Node(100 * BLOCK, *(blocks * BLOCK for blocks in more), eviction=eviction)
     for ino in range(20, 30):
@@ -44,8 +43,8 @@ def move(ino: int, tier: int, to: int, blocks: int) -> Move:
 # Pressure.
 
 
-@pytest.mark.parametrize("eviction", Eviction)
-def test_a_tier_that_shrinks_gives_up_as_much_as_is_missing(eviction: Eviction) -> None:
+@pytest.mark.parametrize("eviction", EvictionPolicy)
+def test_a_tier_that_shrinks_gives_up_as_much_as_is_missing(eviction: EvictionPolicy) -> None:
     node = full_node(eviction)
     assert node.shrink(100) == []
     assert node.shrink(75) == [Evict(ino, 0, 10 * BLOCK, PRESSURE) for ino in (20, 21, 22)]
@@ -56,8 +55,8 @@ def test_a_tier_that_shrinks_gives_up_as_much_as_is_missing(eviction: Eviction) 
     assert node.shrink(65) == []
 
 
-@pytest.mark.parametrize("eviction", Eviction)
-def test_outdated_ones_go_first_and_open_ones_stay(eviction: Eviction) -> None:
+@pytest.mark.parametrize("eviction", EvictionPolicy)
+def test_outdated_ones_go_first_and_open_ones_stay(eviction: EvictionPolicy) -> None:
     node = full_node(eviction)
     node.books.stale |= {28, 29}
     node.books.open |= {20, 28}
@@ -70,14 +69,14 @@ def test_outdated_ones_go_first_and_open_ones_stay(eviction: Eviction) -> None:
 
 
 def test_what_the_policy_does_not_know_goes_too() -> None:
-    node = Node(100 * BLOCK, eviction=Eviction.LRU)
+    node = Node(100 * BLOCK, eviction=EvictionPolicy.LRU)
     node.load(0, {20: 30, 21: 30})
     node.store(22, 40)
     assert evicted(node.shrink(40)) == [22, 20]
 
 
-@pytest.mark.parametrize("eviction", Eviction)
-def test_others_files_push_replicas_out_of_the_last_part(eviction: Eviction) -> None:
+@pytest.mark.parametrize("eviction", EvictionPolicy)
+def test_others_files_push_replicas_out_of_the_last_part(eviction: EvictionPolicy) -> None:
     node = full_node(eviction)
 
     def seen(free: int, written: int = 0) -> list[int]:
@@ -98,14 +97,14 @@ def test_others_files_push_replicas_out_of_the_last_part(eviction: Eviction) -> 
 
 
 def test_others_files_take_inodes_too() -> None:
-    node = full_node(Eviction.KEEP)
+    node = full_node(EvictionPolicy.KEEP)
     inodes = Space(GIB, GIB, 1000, 98)
     assert evicted(node.run(TierSeen(0, 100 * BLOCK, inodes))) == [20, 21]
     assert node.run(TierSeen(0, 100 * BLOCK, inodes)) == []
 
 
 def test_reserved_room_counts_and_nothing_at_rest_means_nothing_to_do() -> None:
-    node = full_node(Eviction.KEEP)
+    node = full_node(EvictionPolicy.KEEP)
     node.gone(node.shrink(60))
     node.shrink(100)
     node.run(Wanted(50, 39 * BLOCK))
@@ -117,7 +116,7 @@ def test_reserved_room_counts_and_nothing_at_rest_means_nothing_to_do() -> None:
 
 
 def test_a_lost_tier_is_left_alone_until_it_is_back() -> None:
-    node = full_node(Eviction.LRU)
+    node = full_node(EvictionPolicy.LRU)
     node.run(TierLost(0, "gone"))
     assert node.shrink(50) == []
     assert node.run(TierBack(0)) == []
@@ -128,7 +127,7 @@ def test_a_lost_tier_is_left_alone_until_it_is_back() -> None:
 
 
 def test_under_pressure_replicas_move_down_where_there_is_room() -> None:
-    node = full_node(Eviction.LRU, 5, 1000)
+    node = full_node(EvictionPolicy.LRU, 5, 1000)
     node.books.stale.add(29)
     (out, down) = node.shrink(85, demote=True)
     assert out == Evict(29, 0, 10 * BLOCK, OUTDATED)
@@ -142,22 +141,22 @@ def test_under_pressure_replicas_move_down_where_there_is_room() -> None:
 
 
 def test_more_than_may_move_is_evicted() -> None:
-    node = full_node(Eviction.LRU, 1000)
+    node = full_node(EvictionPolicy.LRU, 1000)
     assert node.shrink(82, demote=True) == [move(20, 0, 1, 10), move(21, 0, 1, 10)]
     assert node.shrink(75, demote=True) == [Evict(22, 0, 10 * BLOCK, PRESSURE)]
 
 
 def test_without_room_below_or_in_great_need_replicas_do_not_move() -> None:
-    node = full_node(Eviction.LRU, 5)
+    node = full_node(EvictionPolicy.LRU, 5)
     assert node.shrink(80, demote=True) == [Evict(ino, 0, 10 * BLOCK, PRESSURE) for ino in (20, 21)]
-    node = full_node(Eviction.LRU, 1000)
+    node = full_node(EvictionPolicy.LRU, 1000)
     assert evicted(node.shrink(75, demote=False)) == [20, 21, 22]
-    node = full_node(Eviction.LRU, 1000)
+    node = full_node(EvictionPolicy.LRU, 1000)
     assert evicted(node.shrink(70, demote=True)) == [20, 21, 22]
 
 
 def test_a_demotion_that_fails_ends_in_eviction_if_the_need_is_still_there() -> None:
-    node = full_node(Eviction.KEEP, 1000)
+    node = full_node(EvictionPolicy.KEEP, 1000)
     node.shrink(85, demote=True)
     assert node.run(MoveFailed(20)) == [Evict(20, 0, 10 * BLOCK, PRESSURE)]
     node.run(TierSeen(0, 100 * BLOCK, ROOMY))
@@ -166,7 +165,7 @@ def test_a_demotion_that_fails_ends_in_eviction_if_the_need_is_still_there() -> 
 
 
 def test_a_replica_that_is_dropped_while_it_moves_leaves_once() -> None:
-    node = full_node(Eviction.LRU, 1000)
+    node = full_node(EvictionPolicy.LRU, 1000)
     node.shrink(90, demote=True)
     with pytest.raises(ValueError, match="being moved"):
         node.run(Resumed(20, 0, 10 * BLOCK))
@@ -183,8 +182,8 @@ def test_a_replica_that_is_dropped_while_it_moves_leaves_once() -> None:
 # Promotion.
 
 
-@pytest.mark.parametrize("eviction", Eviction)
-def test_what_is_opened_moves_up_where_there_is_room(eviction: Eviction) -> None:
+@pytest.mark.parametrize("eviction", EvictionPolicy)
+def test_what_is_opened_moves_up_where_there_is_room(eviction: EvictionPolicy) -> None:
     node = full_node(eviction, 50, 1000)
     node.store(40, 40)
     node.store(41, 40)
@@ -202,7 +201,7 @@ def test_what_is_opened_moves_up_where_there_is_room(eviction: Eviction) -> None
 
 
 def test_what_moves_up_is_not_evicted_meanwhile() -> None:
-    node = full_node(Eviction.LRU, 40)
+    node = full_node(EvictionPolicy.LRU, 40)
     node.store(40, 40)
     node.gone(node.shrink(50))
     node.shrink(100)
@@ -213,7 +212,7 @@ def test_what_moves_up_is_not_evicted_meanwhile() -> None:
 
 
 def test_no_more_than_two_move_at_a_time() -> None:
-    node = full_node(Eviction.KEEP, 1000)
+    node = full_node(EvictionPolicy.KEEP, 1000)
     for ino in (40, 41, 42):
         node.store(ino, 10)
     node.gone(node.shrink(0))
@@ -225,7 +224,7 @@ def test_no_more_than_two_move_at_a_time() -> None:
 
 
 def test_nothing_moves_from_or_to_a_lost_tier() -> None:
-    node = full_node(Eviction.KEEP, 1000)
+    node = full_node(EvictionPolicy.KEEP, 1000)
     node.store(40, 10)
     node.gone(node.shrink(0))
     node.shrink(100)
@@ -237,7 +236,7 @@ def test_nothing_moves_from_or_to_a_lost_tier() -> None:
 
 
 def swapping_node(slow_blocks: int) -> Node:
-    node = full_node(Eviction.LRU, slow_blocks)
+    node = full_node(EvictionPolicy.LRU, slow_blocks)
     node.store(40, 10)
     node.run(*(Accessed(ino, 0) for ino in range(21, 30)))
     # A move reserves a block more than the replica occupies.
@@ -271,7 +270,7 @@ def test_outdated_replicas_make_way_before_others() -> None:
 
 
 def test_outdated_replicas_that_are_not_enough_go_together_with_the_coldest() -> None:
-    node = full_node(Eviction.LRU, 1000)
+    node = full_node(EvictionPolicy.LRU, 1000)
     node.store(40, 15)
     node.run(*(Accessed(ino, 0) for ino in range(22, 30)))
     node.books.stale.add(20)
@@ -288,13 +287,13 @@ def test_what_was_not_opened_twice_does_not_change_places() -> None:
     node = swapping_node(1000)
     node.run(Accessed(20, 0))
     assert node.run(Accessed(40, 1)) == []
-    sieve = full_node(Eviction.SIEVE, 1000)
+    sieve = full_node(EvictionPolicy.SIEVE, 1000)
     sieve.store(40, 10)
     assert sieve.run(Accessed(40, 1), Accessed(40, 1)) == []
 
 
 def test_replicas_whose_sizes_do_not_allow_it_do_not_change_places() -> None:
-    node = full_node(Eviction.LRU, 1000)
+    node = full_node(EvictionPolicy.LRU, 1000)
     node.store(40, 20)
     node.run(*(Accessed(ino, 0) for ino in range(21, 30)))
     assert node.run(Accessed(40, 1)) == []

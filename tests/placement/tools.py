@@ -9,7 +9,6 @@ from monarchfs.placement import (
     Event,
     Evict,
     Evicted,
-    Eviction,
     Kept,
     Loaded,
     Move,
@@ -21,7 +20,7 @@ from monarchfs.placement import (
     Wanted,
 )
 from monarchfs.placement.ledger import reservation
-from monarchfs.types import Space
+from monarchfs.types import EvictionPolicy, Space
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 BLOCK = 4 * KIB
@@ -78,7 +77,10 @@ class Node:
     moving: that ends when it is told to."""
 
     def __init__(
-        self, *capacities: int, eviction: Eviction = Eviction.KEEP, reserve_percent: float = 10.0
+        self,
+        *capacities: int,
+        eviction: EvictionPolicy = EvictionPolicy.KEEP,
+        reserve_percent: float = 10.0,
     ) -> None:
         self.books = FakeBooks()
         self.capacities = capacities
