@@ -37,7 +37,7 @@ PARTS = (
     "_session", "_relay", "_bytes", "_resident", "_unfinished", "_pool", "_backed", "_table",
     "_known", "_parking", "_journal", "_absent",
 )  # fmt: skip
-ENGINE = ("_misses", "_layout", "_bindings")
+ENGINE = ("_misses", "_names", "_layout", "_bindings")
 
 FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-D_FILE_OFFSET_BITS=64"]
 

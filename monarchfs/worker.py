@@ -196,6 +196,8 @@ class Worker:
             deadline=config.source_deadline_seconds,
         )
         self.tree.on_moved = self._directory_moved
+        self.index.on_name = fuse_session.hooks.names_forget
+        self.index.on_node = fuse_session.hooks.names_forget_ino
         self.kernel = Notifier(fuse_session.invalidate_inode, fuse_session.invalidate_entry)
         self.files = Files(self.tree, self.cache, self.copier, self.metrics, self.kernel)
         self.cache.noticed = self.files.noticed
@@ -236,6 +238,7 @@ class Worker:
                 layouts=posix.has_layouts,
             )
             self.relay.misses = self.misses
+            self.tree.on_brought = self.relay.known
             self.relay.waiting = lambda: self.interrupts.waiting
         self.relay.begin(
             self.files,
@@ -351,6 +354,7 @@ class Worker:
     def _directory_moved(self, now_ns: int) -> None:
         self.slots.note_moved(now_ns)
         self.misses.forget_all()
+        fuse_session.hooks.names_forget_all()
 
     def count(self) -> None:
         """Bring the counts up to date, and keep them: before they are shown to anybody."""

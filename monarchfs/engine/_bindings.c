@@ -3,6 +3,7 @@
 #include "_bindings.h"
 
 #include "_misses.h"
+#include "_names.h"
 
 #include "../fuse/_known.h"
 
@@ -207,6 +208,86 @@ static PyObject *counted(PyObject *self, PyObject *unused)
 			     durations_object(&counts.reads), durations_object(&counts.source));
 }
 
+/* -- names */
+
+#define NS 1000000000
+
+/* Seconds rounded down, as the kernel has times before 1970. */
+static void set_time(long long ns, uint64_t *seconds, uint32_t *rest_ns)
+{
+	long long rest = ns % NS + (ns % NS < 0 ? NS : 0);
+	*seconds = (uint64_t)((ns - rest) / NS);
+	*rest_ns = (uint32_t)rest;
+}
+
+static PyObject *names_put_node(PyObject *self, PyObject *args)
+{
+	unsigned long long parent, device, source_ino, ino, size, rdev, blocks;
+	long long mtime_ns, ctime_ns, atime_ns;
+	unsigned mode, nlink, uid, gid, blksize;
+	const char *name;
+	Py_ssize_t length;
+	double seconds;
+	PyObject *rest[5];
+	(void)self;
+	/* types.Node and types.SourceStat. */
+	if (!PyArg_ParseTuple(args, "Ky#d(K(KKKLLLIIIIKKI)OOOOO)", &parent, &name, &length,
+			      &seconds, &ino, &device, &source_ino, &size, &mtime_ns, &ctime_ns,
+			      &atime_ns, &mode, &nlink, &uid, &gid, &rdev, &blocks, &blksize,
+			      &rest[0], &rest[1], &rest[2], &rest[3], &rest[4])) {
+		if (!PyErr_ExceptionMatches(PyExc_OverflowError))
+			return NULL;
+		PyErr_Clear(); /* a time after the year 2262 */
+		Py_RETURN_NONE;
+	}
+	struct fuse_attr attr = {
+		.ino = ino,
+		.size = size,
+		.blocks = blocks,
+		.mode = mode,
+		.nlink = nlink,
+		.uid = uid,
+		.gid = gid,
+		.rdev = (uint32_t)rdev,
+		.blksize = blksize,
+	};
+	set_time(atime_ns, &attr.atime, &attr.atimensec);
+	set_time(mtime_ns, &attr.mtime, &attr.mtimensec);
+	set_time(ctime_ns, &attr.ctime, &attr.ctimensec);
+	names_put(parent, name, (size_t)length, &attr, (uint64_t)(seconds * NS));
+	Py_RETURN_NONE;
+}
+
+static PyObject *names_forget_name(PyObject *self, PyObject *args)
+{
+	unsigned long long parent;
+	const char *name;
+	Py_ssize_t length;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "Ky#", &parent, &name, &length))
+		return NULL;
+	names_forget(parent, name, (size_t)length);
+	Py_RETURN_NONE;
+}
+
+static PyObject *names_forget_node(PyObject *self, PyObject *given)
+{
+	uint64_t ino;
+	(void)self;
+	if (!number_in(given, &ino))
+		return NULL;
+	names_forget_ino(ino);
+	Py_RETURN_NONE;
+}
+
+static PyObject *names_forget_each(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	names_forget_all();
+	Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
 	{"misses_start", start, METH_VARARGS,
 	 "misses_start(memory_bytes, device, keeps, layouts): see _misses.h. A descriptor that is\n"
@@ -233,6 +314,14 @@ static PyMethodDef methods[] = {
 	{"misses_counts", counted, METH_NOARGS,
 	 "(bytes in answers, those asked of the source, opens that no event tells of, opens, reads, files\n"
 	 "read from the source), the three last as in relay_counts."},
+	{"names_put", names_put_node, METH_VARARGS,
+	 "names_put(parent, name, seconds, node): look-ups are answered with the node for so long. Nothing\n"
+	 "is done with one whose times have no 64 bits."},
+	{"names_forget", names_forget_name, METH_VARARGS,
+	 "names_forget(parent, name): it is not answered any more."},
+	{"names_forget_ino", names_forget_node, METH_O,
+	 "names_forget_ino(ino): the same of all names that stand for it."},
+	{"names_forget_all", names_forget_each, METH_NOARGS, "The same, of all."},
 	{NULL, NULL, 0, NULL},
 };
 

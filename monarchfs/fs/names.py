@@ -93,6 +93,8 @@ class Names(ABC):
         self.freshness = freshness
         self.on_outdated: Callable[[int], None] = lambda ino: None
         self.on_appeared: Callable[[int, bytes], None] = lambda parent, name: None
+        self.on_brought: Callable[[int, bytes, Entry], None] = lambda parent, name, entry: None
+        """Told of each name that somebody may look up soon, and what it stands for now."""
         self._denied: dict[int, set[bytes] | None] = {}
         self.shown = Shown()
         self._source = source
@@ -372,6 +374,9 @@ class Names(ABC):
 
     async def _ask_ahead(self, parent: int, names: list[bytes]) -> tuple[int, int]:
         answers = await self._ask_some(parent, names, Lane.DEMAND, ERRAND_SECONDS)
+        for name in names[: len(answers)]:
+            if isinstance(known := self.known_lookup(parent, name), Entry):
+                self.on_brought(parent, name, known)
         return len(answers), sum(isinstance(answer, Node) for answer in answers)
 
     async def _fetch_listed(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:

@@ -25,6 +25,7 @@
 #include "_unfinished.h"
 
 #include "../engine/_misses.h"
+#include "../engine/_names.h"
 
 #include <linux/fuse.h>
 
@@ -221,6 +222,19 @@ static bool answer_release(const struct fuse_in_header *in)
 	return !owned && (answer(in->unique, 0, NULL, 0), true);
 }
 
+/* Of a name that is known. It ends with a zero. */
+static bool answer_lookup(const struct fuse_in_header *in, size_t body, uint64_t started_ns)
+{
+	const char *name = (const char *)(in + 1);
+	struct fuse_entry_out out;
+	if (!body || name[body - 1] || !names_enter(in->nodeid, name, body - 1, &out))
+		return false;
+	if (answer(in->unique, 0, &out, sizeof(out)))
+		relay_time(&counts.lookups, relay_now_ns() - started_ns);
+	names_leave();
+	return true;
+}
+
 /* Of a file that does not have the attribute. The name ends with a zero. */
 static bool answer_getxattr(const struct fuse_in_header *in, size_t body)
 {
@@ -248,6 +262,8 @@ static bool answer_any(const struct fuse_in_header *in, size_t length, struct la
 		return body >= sizeof(struct fuse_open_in) && answer_open(in, again, started_ns);
 	case FUSE_RELEASE:
 		return body >= sizeof(struct fuse_release_in) && answer_release(in);
+	case FUSE_LOOKUP:
+		return answer_lookup(in, body, started_ns);
 	case FUSE_GETXATTR:
 		return answer_getxattr(in, body);
 	default:

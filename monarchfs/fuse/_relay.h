@@ -27,7 +27,7 @@ struct relay_times {
 struct relay_counts {
 	uint64_t queued; /* requests left to Python */
 	uint64_t bytes; /* in answers to reads */
-	struct relay_times reads, opens;
+	struct relay_times reads, opens, lookups;
 };
 
 /* Begin: `fuse_fd` is the mounted descriptor, read and written by `threads` threads from now on.

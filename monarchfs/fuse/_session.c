@@ -475,14 +475,9 @@ static PyObject *relay_counts_of(PyObject *self, PyObject *unused)
 	(void)self;
 	(void)unused;
 	relay_count(&counts);
-	PyObject *reads = durations_object(&counts.reads), *opens = durations_object(&counts.opens);
-	if (!reads || !opens) {
-		Py_XDECREF(reads);
-		Py_XDECREF(opens);
-		return NULL;
-	}
-	return Py_BuildValue("KKNN", (unsigned long long)counts.queued,
-			     (unsigned long long)counts.bytes, reads, opens);
+	return Py_BuildValue("KKNNN", (unsigned long long)counts.queued,
+			     (unsigned long long)counts.bytes, durations_object(&counts.reads),
+			     durations_object(&counts.opens), durations_object(&counts.lookups));
 }
 
 static PyObject *unfinished_counts_of(PyObject *self, PyObject *unused)
@@ -536,7 +531,7 @@ static PyMethodDef methods[] = {
 	{"answer_opens", answer_opens, METH_O,
 	 "answer_opens(here): whether the threads answer OPEN where they can. They do at first."},
 	{"relay_counts", relay_counts_of, METH_NOARGS,
-	 "(requests left to Python, bytes in answers to READ, READ, OPEN), where the two last are\n"
+	 "(requests left to Python, bytes in answers to READ, READ, OPEN, LOOKUP), the three last\n"
 	 "(nanoseconds that the answers took, how many took at most so long as each of the bounds)."},
 	{"unfinished_counts", unfinished_counts_of, METH_NOARGS,
 	 "Of files that are not resident: (bytes in answers, those of them asked of the source here,\n"

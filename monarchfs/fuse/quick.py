@@ -100,14 +100,15 @@ class Quick:
         started = now_ns()
         match opcode:
             case Opcode.LOOKUP:
-                found = self._tree.known_lookup(node, body[:-1])
+                name = body[:-1]
+                found = self._tree.known_lookup(node, name)
                 if found is None:
                     return None
                 self._took.lookup_local.observe(now_ns() - started)
                 self._count_answer()
                 if isinstance(found, Missing):
                     return _negative(found)
-                self._relay.found(found.node)
+                self._relay.known(node, name, found)
                 return _entry(found)
             case Opcode.GETATTR:
                 known = self._files.known_attributes(node)

@@ -15,6 +15,7 @@ import trio
 
 from monarchfs.engine.misses import MissCounts, Misses
 from monarchfs.fs.files import Files
+from monarchfs.fs.tree import Entry
 from monarchfs.fuse.unfinished import Unfinished
 from monarchfs.metrics import Histogram, Metrics
 from monarchfs.types import Node, Replica, ReplicaState
@@ -51,7 +52,7 @@ class Relay:
         self._files: Files | None = None
         self._opens_here = True
         nothing: _Times = (0, (0,) * len(metrics.requests.read_local.counts))
-        self._counted = (0, nothing, nothing, 0, 0)
+        self._counted = (0, nothing, nothing, 0, 0, nothing)
         self._counted_backed = 0
         self._counted_source = (0, 0, nothing, nothing)
         self._counted_misses = MissCounts(0, 0, 0, nothing, nothing, nothing)
@@ -171,6 +172,14 @@ class Relay:
         if self.misses is not None:
             self.misses.offer(node)
 
+    def known(self, parent: int, name: bytes, entry: Entry) -> None:
+        """``found``; and the threads answer those who look it up, for as long as the kernel may
+        keep the answer. Names of directories, whose attributes change, are left out."""
+        node, seconds, _ = entry
+        if self.misses is not None and seconds > 0 and not node.stat.is_directory:
+            self._hooks.names_put(parent, name, seconds, node)
+        self.found(node)
+
     # -- as Readers
 
     def stored(self, ino: int, replica: Replica) -> None:
@@ -252,13 +261,15 @@ class Relay:
 
     def count(self) -> None:
         """Bring the metrics up to date."""
-        _queued, relayed, reads, opens = self._hooks.relay_counts()
+        _queued, relayed, reads, opens, lookups = self._hooks.relay_counts()
         opened, opened_bytes, _lost = self._hooks.resident_counts()
-        before, self._counted = self._counted, (relayed, reads, opens, opened, opened_bytes)
+        before = self._counted
+        self._counted = (relayed, reads, opens, opened, opened_bytes, lookups)
         metrics = self._metrics
         metrics.relayed_bytes += relayed - before[0]
         _add(metrics.requests.read_local, reads, before[1])
         _add(metrics.requests.open_local, opens, before[2])
+        _add(metrics.requests.lookup_local, lookups, before[5])
         metrics.local_opens += opened - before[3]
         metrics.local_file_bytes += opened_bytes - before[4]
         backed = self._hooks.backed_opens()

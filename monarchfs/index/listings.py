@@ -113,7 +113,8 @@ class Listings(TreeTables):
                 number = pack(next_id)
                 next_id += 1
                 put(source_key, number, db=by_source)
-            if known is not None:
+            if known is not None and known != number:
+                self.on_name(parent, name)
                 self._move_pin_of_name(txn, parent, name, known, number)
             ino = int.from_bytes(number, "big")
             put(prefix + cookie, pack_entry(type_, ino, now_ns, seen, name), db=entries)
@@ -157,7 +158,8 @@ class Listings(TreeTables):
         # No checkpoint between the reading of these entries and here.
         def remove(txn: Any) -> None:
             for key in keys:
-                value = txn.pop(key, self._db.entries)
-                txn.delete(key[:8] + value[ENTRY.size :], db=self._db.names)
+                name = txn.pop(key, self._db.entries)[ENTRY.size :]
+                self.on_name(int.from_bytes(key[:8], "big"), name)
+                txn.delete(key[:8] + name, db=self._db.names)
 
         self._write(remove)

@@ -55,6 +55,11 @@ class Tables:
         self._retired: list[int] = []
         self._closing = threading.Lock()
         self._is_open = True
+        self.on_name: Callable[[int, bytes], object] = lambda parent, name: None
+        """Told of each name (directory, name) that is to stand for something else, or to go."""
+        self.on_node: Callable[[int], object] = lambda ino: None
+        """Told of each node whose record changes. Both before that is committed: nobody has seen
+        it then, and it may come to nothing."""
 
     @property
     def frozen(self) -> str | None:

@@ -158,6 +158,7 @@ class TreeTables(Outdated):
     # Within a transaction.
 
     def _put_node(self, txn: Any, node: Node) -> Node:
+        self.on_node(node.ino)
         txn.put(ID.pack(node.ino), pack_node(node), db=self._db.nodes)
         return node
 
@@ -191,6 +192,8 @@ class TreeTables(Outdated):
             txn.put(key + name, cookie, db=self._db.names)
         else:
             before = ENTRY.unpack_from(txn.get(key + cookie, None, self._db.entries))[1]
+            if before != ino:
+                self.on_name(parent, name)
             if self._pin_count:
                 self._move_pin_of_name(txn, parent, name, ID.pack(before), ID.pack(ino))
         value = pack_entry(type_, ino, checked_ns, seen, name)
@@ -202,6 +205,7 @@ class TreeTables(Outdated):
         cookie = txn.pop(key + name, self._db.names)
         if cookie is None:
             return None
+        self.on_name(parent, name)
         ino: int = ENTRY.unpack_from(txn.pop(key + cookie, self._db.entries))[1]
         return ino
 
