@@ -19,9 +19,12 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from monarchfs.fs.tree import Entry
+from monarchfs.fuse import quick
 from monarchfs.fuse.session import hooks
 from monarchfs.fuse.slots import ANSWERED, make_table
 from monarchfs.store.files import fan_out, replica_file
+from monarchfs.types import Node, SourceStat
 
 BOUNDS = (10**9, 2 * 10**9)
 IN = struct.Struct("=IIQQIIIHH")
@@ -216,7 +219,7 @@ def reads(directory: Path) -> None:
     end = time.monotonic() + 10
     while threads.hooks.relay_counts()[1] < relayed:  # counted after the answer
         assert time.monotonic() < end
-    _queued, counted, (total_ns, took), (_ns, opens) = threads.hooks.relay_counts()
+    _queued, counted, (total_ns, took), (_ns, opens), _lookups = threads.hooks.relay_counts()
     assert counted == relayed
     assert sum(took) == len(places) + 199
     assert total_ns > 0
@@ -818,8 +821,32 @@ def filling(directory: Path) -> None:
         assert time.monotonic() < end
 
 
+def names(directory: Path) -> None:
+    threads = Threads(directory)
+    stat = SourceStat(0, 9, 1000, -1, 5, 10**18, 0o100640, 2, 3, 4, 0, 8, 4096)
+    node = Node(77, stat, 1, b"a", 0, False, b"")
+    threads.hooks.names_put(1, b"a", 100.0, node)
+    threads.send(FUSE_LOOKUP, 4, 1, b"a\0")
+    unique, error, body = threads.answer()
+    assert (unique, error) == (4, 0)
+    assert (
+        body[:16] + body[40:] == (expected := quick._entry(Entry(node, 0, 0)))[:16] + expected[40:]
+    )
+    assert struct.unpack_from("=QQ", body, 16) == (99, 99)
+
+    # Anything else is Python's.
+    threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 2, b"a\0"))
+    threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b"ab\0"))
+    threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b"a"))
+    threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b""))
+    threads.hooks.names_forget_ino(77)
+    threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b"a\0"))
+    assert sum(threads.hooks.relay_counts()[4][1]) == 1
+
+
 @pytest.mark.parametrize(
-    "what", [reads, opens, trouble, segments, holding, free, many, backed, from_source, filling]
+    "what",
+    [reads, opens, trouble, segments, holding, free, many, backed, from_source, filling, names],
 )
 def test_the_threads(what: Callable[[Path], None], tmp_path: Path) -> None:
     done = subprocess.run(

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PARTS = (
     "fuse/_relay", "fuse/_bytes", "fuse/_resident", "fuse/_unfinished", "fuse/_pool",
     "fuse/_backed", "fuse/_table", "fuse/_journal", "fuse/_absent", "engine/_misses",
-    "engine/_layout",
+    "engine/_layout", "engine/_names",
 )  # fmt: skip
 MEMORY = ("fuse/_table", "fuse/_resident", "fuse/_journal")
 REQUESTS = 20_000
@@ -79,6 +79,13 @@ def test_misses_while_files_change(tmp_path: Path, tier: Path, sanitizers: str, 
     """No byte of another version is answered, whoever puts, forgets, holds and replaces files."""
     program = build(tmp_path, "misses", f"-fsanitize={sanitizers}")
     run(program, tier, REQUESTS, int(opens == "no opens"))
+
+
+@SANITIZERS
+def test_names_while_they_change(tmp_path: Path, sanitizers: str) -> None:
+    """No look-up shows what had been forgotten before."""
+    program = build(tmp_path, "names", f"-fsanitize={sanitizers}", parts=("engine/_names",))
+    run(program, 10 * REQUESTS)
 
 
 @SANITIZERS

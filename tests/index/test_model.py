@@ -68,7 +68,17 @@ class IndexMachine(RuleBasedStateMachine):
         self.pins: set[int] = set()
         self.boot = 0
         self.given: set[int] = set()
+        # What others may have seen and not been told to forget.
+        self.shown: dict[tuple[int, bytes], Node] = {}
+        self.listen()
         self.index.begin_boot(b"boot 0")
+
+    def listen(self) -> None:
+        self.index.on_name = lambda *place: self.shown.pop(place, None)
+        self.index.on_node = self.changes
+
+    def changes(self, ino: int) -> None:
+        self.shown = {place: node for place, node in self.shown.items() if node.ino != ino}
 
     @initialize()
     def root(self) -> None:
@@ -384,6 +394,7 @@ class IndexMachine(RuleBasedStateMachine):
     def reopen(self, clean: bool, reboots: bool) -> None:
         self.index.close(clean=clean)
         self.index = open_index(self.directory, trust=True)
+        self.listen()
         self.boot += reboots
         assert self.index.begin_boot(b"boot %d" % self.boot) == reboots
 
@@ -407,6 +418,15 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.pins() == sorted(self.pins)
         for ino in self.nodes:
             assert self.index.pinned(ino) == self.expected_pin(ino)
+
+    @invariant()
+    def what_others_have_seen_holds(self) -> None:
+        for place, node in self.shown.items():
+            assert self.names[place][0] == node.ino
+            assert self.nodes[node.ino] == node
+        for place, (ino, *_) in self.names.items():
+            if (known := self.nodes.get(ino)) is not None and not known.outdated:
+                self.shown[place] = known
 
     def replicas_agree(self) -> None:
         counting = {i: record for i, (record, _) in self.replicas.items() if self.counts(i)}

@@ -1,0 +1,199 @@
+"""Names that the C part answers: the table alone, and on real mounts, where none is shown for
+longer than is promised."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from monarchfs.fs.tree import Entry
+from monarchfs.fuse import quick
+from monarchfs.fuse.session import hooks
+from monarchfs.types import Node, SourceStat
+from tests.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
+
+PARENTS = st.integers(1, 2)
+NAMES = st.sampled_from([b"a", b"b", b"\xff", b"n" * 255])
+INOS = st.integers(10, 13)
+SECONDS = st.sampled_from([0.0, 1e-4, 365 * 86_400.0])
+ENTRY_BYTES = 128
+
+library = ctypes.CDLL(hooks.__file__)
+library.names_enter.restype = ctypes.c_bool
+
+
+def answered(parent: int, name: bytes) -> bytes | None:
+    """The answer to a look-up."""
+    out = ctypes.create_string_buffer(ENTRY_BYTES)
+    number, length = ctypes.c_uint64(parent), ctypes.c_size_t(len(name))
+    if not library.names_enter(number, name, length, out):
+        return None
+    library.names_leave()
+    return out.raw
+
+
+def node_of(ino: int, **other: int) -> Node:
+    whole = {
+        "device": 0, "ino": 9, "size": ino * 7, "mtime_ns": -1, "ctime_ns": 5, "atime_ns": 2**62,
+        "mode": 0o100644, "nlink": 2**32 - 1, "uid": 2**32 - 2, "gid": 3, "rdev": 2**33 + 1,
+        "blocks": 2**40, "blksize": 4096,
+    } | other  # fmt: skip
+    return Node(ino, SourceStat(**whole), 1, b"elsewhere", 0, False, b"target")
+
+
+class TableMachine(RuleBasedStateMachine):
+    """The table answers what a dictionary would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hooks.names_forget_all()
+        self.known: dict[tuple[int, bytes], tuple[int, float, float]] = {}
+
+    @rule(parent=PARENTS, name=NAMES, ino=INOS, seconds=SECONDS)
+    def put(self, parent: int, name: bytes, ino: int, seconds: float) -> None:
+        before = time.monotonic()
+        hooks.names_put(parent, name, seconds, node_of(ino))
+        self.known[parent, name] = (ino, before + seconds, time.monotonic() + seconds)
+
+    @rule(parent=PARENTS, name=NAMES)
+    def forget(self, parent: int, name: bytes) -> None:
+        hooks.names_forget(parent, name)
+        self.known.pop((parent, name), None)
+
+    @rule(ino=INOS)
+    def forget_ino(self, ino: int) -> None:
+        hooks.names_forget_ino(ino)
+        self.known = {key: row for key, row in self.known.items() if row[0] != ino}
+
+    @rule()
+    def forget_all(self) -> None:
+        hooks.names_forget_all()
+        self.known.clear()
+
+    @rule(parent=PARENTS, name=NAMES)
+    def look_up(self, parent: int, name: bytes) -> None:
+        ino, least, most = self.known.get((parent, name), (0, 0.0, 0.0))
+        before = time.monotonic()
+        answer = answered(parent, name)
+        after = time.monotonic()
+        if answer is None:
+            assert after >= least
+            return
+        assert before <= most
+        number, _, seconds, _, rest_ns, _ = struct.unpack_from("=QQQQII", answer)
+        assert number == ino
+        assert least - after <= seconds + rest_ns / 1e9 <= most - before + 1e-6
+        assert answer[40:] == quick._entry(Entry(node_of(ino), 0.0, 0.0))[40:]
+
+    def teardown(self) -> None:
+        hooks.names_forget_all()
+
+
+TestTable = TableMachine.TestCase
+
+
+def test_what_does_not_fit_is_not_answered() -> None:
+    hooks.names_put(1, b"late", 100.0, node_of(5, mtime_ns=1 << 63))
+    hooks.names_put(1, b"n" * 256, 100.0, node_of(5))
+    assert answered(1, b"late") is None
+    assert answered(1, b"n" * 256) is None
+
+
+# -- on mounts
+
+FILES = 48
+MODES = {"immutable": 0.0, "ttl=1": 1.0, "open": 0.0}
+
+
+def rename_over(directory: Path) -> None:
+    (directory / "new").write_bytes(b"another one")
+    (directory / "new").rename(directory / "17")
+
+
+def unlink(directory: Path) -> None:
+    (directory / "17").unlink()
+
+
+def truncate(directory: Path) -> None:
+    os.truncate(directory / "17", 3)
+
+
+def chmod(directory: Path) -> None:
+    (directory / "17").chmod(0o400)
+
+
+def link(directory: Path) -> None:
+    os.link(directory / "17", directory / "zz")
+
+
+def swap(directory: Path) -> None:
+    (directory / "17").rename(directory / "zz")
+    (directory / "18").rename(directory / "17")
+
+
+def move_the_directory(directory: Path) -> None:
+    directory.rename(directory.with_name("e"))
+    directory.mkdir()
+    (directory / "17").write_bytes(b"in another directory")
+
+
+def shown(root: Path) -> tuple[int, ...] | None:
+    try:
+        found = (root / "d/17").lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_size, found.st_mode, found.st_nlink, found.st_ctime_ns
+
+
+def bring(mount: Mount) -> None:
+    """Have all names asked for, most of which nobody has looked up."""
+    for name in sorted(os.listdir(mount.path / "d"))[:12]:
+        (mount.path / "d" / name).lstat()
+    wait_for(lambda: mount.status()["source_io"]["operations"] > FILES, "all to be asked for")
+
+
+@requires_root
+@requires_fuse
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "change", [rename_over, unlink, truncate, chmod, link, swap, move_the_directory]
+)
+@pytest.mark.parametrize("seen", ["brought", "forgotten by the kernel", "of an earlier worker"])
+def test_a_name_is_shown_no_longer_than_promised(
+    work: Bench, mode: str, change: Callable[[Path], None], seen: str
+) -> None:
+    source = work.path / "src"
+    (source / "d").mkdir(parents=True)
+    for number in range(FILES):
+        (source / "d" / f"{number:02}").write_bytes(bytes(number))
+    mount = work.mount(source, "--freshness", mode)
+    if mode != "open":
+        bring(mount)
+    before = shown(source)
+    if seen != "brought":
+        assert shown(mount.path) == before
+        Path("/proc/sys/vm/drop_caches").write_text("2")
+    if seen == "of an earlier worker":
+        pid = mount.worker_pid()
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: mount.worker_pid() not in (0, pid), "another worker")
+    change(source / "d")
+    changed, since = shown(source), time.monotonic()
+    assert changed != before
+    assert shown(mount.path) in ([changed] if mode == "open" else [before, changed])
+    if mode == "immutable":
+        assert run("refresh", str(mount.path)).returncode == 0
+    time.sleep(max(0.0, since + MODES[mode] - time.monotonic()))
+    assert shown(mount.path) == changed
+    for _ in range(2):
+        Path("/proc/sys/vm/drop_caches").write_text("2")
+        assert shown(mount.path) == changed
