@@ -35,8 +35,8 @@ A line of /etc/fstab:
   /lustre/imagenet  /mnt/imagenet  monarchfs  tier=/scratch=80%,allow_other,_netdev,nofail  0 0
 
 Options are those of monarchfs mount, as NAME or NAME=VALUE. The mount is read-only, nosuid and
-nodev, also where rw, suid or dev is asked for. Without user=NAME it is for who runs this, also
-under sudo. Exit code: 0 mounted, 1 wrong usage, 8 interrupted, 32 not mounted."""
+nodev, even if rw, suid or dev is asked for. Without user=NAME it belongs to the user who runs this,
+also under sudo. Exit code: 0 mounted, 1 wrong usage, 8 interrupted, 32 not mounted."""
 
 
 def build_helper_parser() -> argparse.ArgumentParser:
@@ -54,7 +54,7 @@ def build_helper_parser() -> argparse.ArgumentParser:
     option("-o", dest="options", metavar="OPT,...", action="append", help="mount options")
     option("-f", dest="fake", action="store_true", help="check everything, but do not mount")
     option("-v", dest="verbose", action="store_true", help="say what is mounted, and how")
-    option("-s", dest="sloppy", action="store_true", help="leave out options that are not known")
+    option("-s", dest="sloppy", action="store_true", help="leave out unknown options")
     option("-n", dest="no_mtab", action="store_true", help="ignored: no mtab is written anyway")
     option(
         "-N", dest="namespace", metavar="NS", help="mount in this mount namespace: a PID or file"

@@ -94,9 +94,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_warm(commands)
     _add_why(commands)
-    _add_ask(commands, "refresh", "look at the source again, now", REFRESH_EXAMPLES)
-    _add_ask(commands, "pin", "keep the copies of files or directories", PIN_EXAMPLES)
-    _add_ask(commands, "unpin", "no longer keep them", UNPIN_EXAMPLES)
+    _add_ask(commands, "refresh", "ask the source again now", REFRESH_EXAMPLES)
+    _add_ask(commands, "pin", "never evict the copies of files or directories", PIN_EXAMPLES)
+    _add_ask(commands, "unpin", "allow pinned files to be evicted again", UNPIN_EXAMPLES)
     _add_ask(commands, "evict", "remove local copies", EVICT_EXAMPLES)
     _add_fsck(commands)
     _add_doctor(commands)
@@ -141,7 +141,7 @@ def _add_mount(commands: _Commands) -> None:
     parser.add_argument(
         "--source-fd",
         metavar="N",
-        help="mount the directory that descriptor N stands for; SOURCE is only what it is called",
+        help="mount the directory of descriptor N; SOURCE is only its name (for programs)",
     )
 
 
@@ -182,7 +182,7 @@ def _add_status(commands: _Commands) -> None:
         metavar="SECONDS",
         nargs="?",
         const="2",
-        help="again and again, every SECONDS (default 2), with rates",
+        help="repeat every SECONDS (default 2), with rates",
     )
 
 
@@ -199,31 +199,31 @@ def _add_ask_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_warm(commands: _Commands) -> None:
-    parser = _add_command(commands, "warm", "copy before anybody opens", WARM_EXAMPLES)
+    parser = _add_command(commands, "warm", "copy files before they are opened", WARM_EXAMPLES)
     _add_ask_arguments(parser)
     flag = parser.add_argument
-    flag("--wait", action="store_true", help="until each file is resident or will not be")
-    flag("--check", action="store_true", help="copy nothing; tell how much is resident")
-    flag("--metadata", action="store_true", help="names and attributes only")
+    flag("--wait", action="store_true", help="wait until each file is resident or will not be")
+    flag("--check", action="store_true", help="copy nothing; say how much is resident")
+    flag("--metadata", action="store_true", help="learn names and attributes only")
 
 
 def _add_why(commands: _Commands) -> None:
-    parser = _add_command(commands, "why", "tell why a file is local, or is not", WHY_EXAMPLES)
+    parser = _add_command(commands, "why", "say why a file is local, or is not", WHY_EXAMPLES)
     parser.add_argument("path", metavar="PATH", nargs="+", help="a file or directory in a mount")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
 
 
 def _add_fsck(commands: _Commands) -> None:
     parser = _add_command(commands, "fsck", "check a cache that is not mounted", FSCK_EXAMPLES)
-    parser.add_argument("state_dir", metavar="STATE_DIR", help="what --state-dir of mount names")
+    parser.add_argument("state_dir", metavar="STATE_DIR", help="the --state-dir of the mount")
     flag = parser.add_argument
-    flag("--repair", action="store_true", help="put right what is wrong")
+    flag("--repair", action="store_true", help="repair what is wrong")
     flag("--checksum", action="store_true", help="read every complete copy and check its bytes")
     flag("--json", action="store_true", help="one JSON object, for programs")
 
 
 def _add_doctor(commands: _Commands) -> None:
-    summary = "see whether this machine can mount, and how well"
+    summary = "check whether this machine can mount, and how well"
     parser = _add_command(commands, "doctor", summary, DOCTOR_EXAMPLES)
     parser.add_argument("source", metavar="SOURCE", nargs="?", help="the dataset's directory")
     add_mount_options(parser, PLAN_OPTIONS)
@@ -239,13 +239,13 @@ def _add_plan(commands: _Commands) -> None:
     parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
     add_mount_options(parser, PLAN_OPTIONS)
     option = parser.add_argument
-    option("--epochs", metavar="N", default="10", help="how often it is read (default 10)")
+    option("--epochs", metavar="N", default="10", help="how often the dataset is read (default 10)")
     option("--quick", action="store_true", help="measure no rates, estimate no times")
     option(
         "--timeout",
         metavar="SECONDS",
         default="600",
-        help="how long to look at files (default 600); what was not seen by then is left out",
+        help="how long to look at files (default 600); the others are left out",
     )
     option("--json", action="store_true", help="one JSON object, for programs")
 
@@ -272,20 +272,20 @@ def _add_exporter(commands: _Commands) -> None:
     parser.add_argument(
         "--user",
         metavar="USER",
-        help="who reads what the mounts say (root only; default nobody)",
+        help="the user who reads what the mounts say (root only; default nobody)",
     )
-    parser.add_argument("--once", action="store_true", help="print the metrics, and end")
+    parser.add_argument("--once", action="store_true", help="print the metrics and exit")
 
 
 def _add_completion(commands: _Commands) -> None:
-    summary = "print the completion for a shell"
+    summary = "print the completion script for a shell"
     parser = _add_command(commands, "completion", summary, COMPLETION_EXAMPLES)
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or fish")
 
 
 def _add_help(commands: _Commands) -> None:
     parser = _add_command(
-        commands, "help", "show all commands, or the options of one", HELP_EXAMPLES
+        commands, "help", "show all commands, or the options of one command", HELP_EXAMPLES
     )
     names = [*commands.choices, "version"]
     parser.add_argument("topic", metavar="COMMAND", nargs="?", choices=names, help="a command")

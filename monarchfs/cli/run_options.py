@@ -13,26 +13,27 @@ examples:
   sudo monarchfs run /lustre/imagenet --user alice -- make -C /lustre/imagenet check
   monarchfs run /lustre/imagenet --strict --json run.json -- ./benchmark
 
-COMMAND, and only it, sees the cached view at SOURCE's own path; no administrator is needed. The
-mount is gone when COMMAND has ended. Those of one job on a node share it. Where nothing can be
-mounted, COMMAND runs all the same, on SOURCE as it is, and a line says why; with --strict it does
-not run.
+Only COMMAND sees the cached view, at SOURCE's own path. No administrator is needed. The mount is
+gone when COMMAND has ended. The commands of one job on a node share it. If nothing can be mounted,
+COMMAND runs on SOURCE as it is, and a line says why; with --strict it does not run.
 
-Exit code: COMMAND's own, 128 + N where signal N ended it, 127 if it was not found, 126 if it cannot
-be run. With --strict 1 or 2 where nothing could be mounted; 2 for wrong usage."""
+Exit code: COMMAND's own; 128 + N if signal N ended it, 127 if it was not found, 126 if it cannot be
+run. 2 for wrong usage. With --strict, 1 or 2 if nothing could be mounted."""
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """What comes besides SOURCE and the options of a mount."""
     option = parser.add_argument
-    option("--strict", action="store_true", help="do not run COMMAND where nothing can be mounted")
+    option("--strict", action="store_true", help="do not run COMMAND if nothing can be mounted")
     option(
         "--report",
         action="store_true",
-        help="at the end say on standard error what was served locally",
+        help="at the end, print on standard error what was served locally",
     )
-    option("--json", metavar="FILE", help="at the end write a JSON object about it to FILE")
-    option("argv", metavar="COMMAND", nargs="*", help="after --: what is run, and its arguments")
+    option("--json", metavar="FILE", help="at the end, write the report as a JSON object to FILE")
+    option(
+        "argv", metavar="COMMAND", nargs="*", help="after --: the command to run, and its arguments"
+    )
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str] | None]:

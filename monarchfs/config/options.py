@@ -51,61 +51,62 @@ OPTIONS: Mapping[str, Option] = {
     "tier": Option(
         values.parse_tiers,
         "PATH=SIZE",
-        "local storage, fastest first",
+        "a directory on local storage for copies; repeat it, fastest first",
         paths="directory",
         toml='["PATH=SIZE"]',
     ),
     "state_dir": Option(
         values.parse_path,
         "DIR",
-        "where the index is kept (on a local disk)",
+        "where the index is kept (local storage)",
         paths="directory",
     ),
     "prefetch": Option(
         values.parse_prefetch,
         "WHAT",
-        "what is copied: none, access (opened files), auto (these, and by what was opened small"
-        " ones beside them; the default), all, or a FILE with paths in the order of reading",
+        "what is copied: none, access (opened files), auto (the default: opened files, and small"
+        " ones beside them), all, or a FILE with paths in the order of reading",
         choices=tuple(mode.value for mode in PrefetchMode if mode is not PrefetchMode.FILE),
         paths="file",
     ),
     "prefetch_rate": Option(
         values.parse_rate,
         "RATE",
-        "copy what nobody has open at no more than RATE bytes per second, as 200M (default: off)",
+        "copy files that nobody has open at no more than RATE bytes per second, as 200M (default:"
+        " off)",
     ),
     "prefetch_jitter": Option(
         values.parse_interval,
         "TIME",
-        "begin to scan after a random part of TIME, as 30s, and take files in another order on each"
-        " node (default: off)",
+        "wait for a random part of TIME, as 30s, before scanning, and take files in a different"
+        " order on each node (default: off)",
     ),
     "index": Option(
         values.parse_path,
         "FILE",
-        "names and attributes that monarchfs index export has written, so that the source need not"
-        " be asked for them",
+        "a file written by monarchfs index export: its names and attributes are not asked of the"
+        " source",
         paths="file",
     ),
     "freshness": Option(
         values.parse_freshness,
         "MODE",
-        "when the source is asked again: immutable (never), ttl=SECONDS (default 60) or open (at"
-        " every open)",
+        "when the source is asked again: immutable (never), ttl=SECONDS (when the last answer is"
+        " older; default 60) or open (at every open)",
         choices=("immutable", "ttl=", "open"),
     ),
     "evict": Option(
         values.parse_evict,
         "POLICY",
-        "what happens when a tier is full: keep what is there (the default), or make room for"
-        " opened files by lru or sieve",
+        "when the tiers are full: keep the present copies (the default), or make room for opened"
+        " files by lru or sieve",
         choices=tuple(policy.value for policy in EvictionPolicy),
     ),
     "data_path": Option(
         values.parse_data_path,
         "PATH",
-        "how local files are read: relay (by the daemon), passthrough (by the kernel itself; root's"
-        " mounts, Linux 6.9 or later), or auto (the default): what is better",
+        "who reads local copies: relay (the daemon), passthrough (the kernel itself; needs a mount"
+        " by root and Linux 6.9 or later), or auto (the default: the better of both)",
         choices=tuple(path.value for path in DataPath),
     ),
     "scrub": Option(
@@ -123,22 +124,22 @@ OPTIONS: Mapping[str, Option] = {
     "touch_source": Option(
         values.parse_interval,
         "INTERVAL",
-        "read a byte of each used file from the source every INTERVAL, as 6h or 1d, where old"
-        " access times get files purged (default: off)",
+        "read a byte of each used file from the source every INTERVAL, as 6h or 1d, for sites that"
+        " purge files by access time (default: off)",
     ),
     "require_files": Option(
         values.parse_flag,
-        help="mount no source that is empty, as one is that was not mounted on this node",
+        help="refuse an empty source, such as one that was not mounted on this node",
     ),
     "user": Option(
         values.parse_name,
         "USER",
-        "whose mount it is (root only; default: who ran sudo)",
+        "whose mount it is (root only; default: the user who ran sudo)",
     ),
     "log_file": Option(
         values.parse_path,
         "FILE",
-        "where a daemon logs (default: syslog)",
+        "where the daemon logs (default: syslog)",
         paths="file",
     ),
     "log_level": Option(
@@ -147,7 +148,9 @@ OPTIONS: Mapping[str, Option] = {
         "debug, info (the default), warning or error",
         choices=values.LOG_LEVELS,
     ),
-    "foreground": Option(values.parse_flag, help="stay, and log to the terminal"),
+    "foreground": Option(
+        values.parse_flag, help="stay in the foreground, and log to standard error"
+    ),
     "allow_other": Option(values.parse_flag),
     "noexec": Option(values.parse_flag),
     "kernel_resend": Option(values.parse_flag, "false", toml="false"),
