@@ -20,7 +20,7 @@ FEW, MANY = 3, 32
 """So many names are looked up before the directory is listed: twice as many, up to the second,
 after one that turned out to have fewer than ``WORTH`` names. A tree may be all such directories."""
 
-WORTH = 16
+WORTH = 8
 
 DIRECTORY_BYTES = 8192
 """In a large directory, one for each so many bytes of it: some 256 names. On GlusterFS, say, its
