@@ -15,6 +15,7 @@ from typing import NamedTuple
 import trio
 
 from monarchfs.fs.asking import Asking
+from monarchfs.fs.beside import Beside
 from monarchfs.fs.freshness import UNANSWERED_SECONDS, Freshness, settled
 from monarchfs.fs.shown import Shown
 from monarchfs.fs.statahead import Statahead
@@ -103,6 +104,7 @@ class Names(ABC):
             nursery, index.entries, index.count_entries, self._lacks, self._ask_ahead
         )
         self._unlisted = Unlisted(nursery, self._directory_bytes, self._list_ahead)
+        self.beside = Beside(index.count_nodes, index.entries, self._tell_of)
         self.on_moved: Callable[[int], None] = lambda now_ns: None
         """Told when a directory was seen moved (nanoseconds since 1970)."""
         self._all_denied = False
@@ -139,10 +141,13 @@ class Names(ABC):
             if confirmed_ns is None:
                 return None
             return Missing(self.freshness.timeouts(confirmed_ns, now)[0])
-        node = self.index.node(dirent.ino)
+        return self._answer(dirent, self.index.node(dirent.ino), now)
+
+    def _answer(self, dirent: Dirent, node: Node | None, now_ns: int) -> Entry | None:
+        """What a look-up is answered with; None where the source has to be asked."""
         if node is None or node.outdated:
             return None
-        kept = self.freshness.kept(node, dirent.checked_ns, now)
+        kept = self.freshness.kept(node, dirent.checked_ns, now_ns)
         if kept is None:
             return None
         if dirent.checked_ns < self._moved_ns and (
@@ -150,6 +155,14 @@ class Names(ABC):
         ):
             return None
         return Entry(node, *kept)
+
+    def _tell_of(self, parent: int, dirent: Dirent, node: Node | None, now_ns: int) -> None:
+        if (entry := self._answer(dirent, node, now_ns)) is not None:
+            self.on_brought(parent, dirent.name, entry)
+
+    def _tell_of_name(self, parent: int, name: bytes) -> None:
+        if isinstance(known := self.known_lookup(parent, name), Entry):
+            self.on_brought(parent, name, known)
 
     def known_attributes(self, ino: int) -> Entry | None:
         now = time.time_ns()
@@ -364,19 +377,17 @@ class Names(ABC):
             raise OSError(errno.ESTALE, "its directory was replaced") from exc
         # ``asked_ns``, not the time of the answer: the promise counts from when it was true.
         node = self._found(parent, name, stat, target, asked_ns)
+        self._tell_of_name(parent, name)
         return self._entry(node, asked_ns, time.time_ns())
 
     def _lacks(self, dirent: Dirent, node: Node | None) -> bool:
         """Whether a look-up of it would ask the source."""
-        if node is None or node.outdated:
-            return True
-        return self.freshness.kept(node, dirent.checked_ns, time.time_ns()) is None
+        return self._answer(dirent, node, time.time_ns()) is None
 
     async def _ask_ahead(self, parent: int, names: list[bytes]) -> tuple[int, int]:
         answers = await self._ask_some(parent, names, Lane.DEMAND, ERRAND_SECONDS)
         for name in names[: len(answers)]:
-            if isinstance(known := self.known_lookup(parent, name), Entry):
-                self.on_brought(parent, name, known)
+            self._tell_of_name(parent, name)
         return len(answers), sum(isinstance(answer, Node) for answer in answers)
 
     async def _fetch_listed(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:

@@ -109,6 +109,8 @@ class Quick:
                 if isinstance(found, Missing):
                     return _negative(found)
                 self._relay.known(node, name, found)
+                if not found.node.stat.is_directory:
+                    self._tree.beside.looked_up(node)
                 return _entry(found)
             case Opcode.GETATTR:
                 known = self._files.known_attributes(node)

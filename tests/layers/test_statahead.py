@@ -11,8 +11,8 @@ import pytest
 import trio
 import trio.testing
 
+from monarchfs.fs import beside, statahead, tree, unlisted
 from monarchfs.fs import names as fs_names
-from monarchfs.fs import statahead, tree, unlisted
 from monarchfs.fs.refresh import Refresh
 from monarchfs.fs.tree import Entry, Missing
 from monarchfs.source.posix import Found
@@ -639,3 +639,86 @@ async def test_the_root_itself(many: Area) -> None:
     async with many.mount() as mirror:
         expected = source_attribute(many.source, ACL)
         assert await attribute(mirror, ROOT_INO, ACL) == expected
+
+
+# -- who answers look-ups by himself
+
+
+def all_names(count: int) -> list[bytes]:
+    return [b"%04d" % number for number in range(count)]
+
+
+class Told:
+    """What of a directory those have been told who answer look-ups by themselves."""
+
+    def __init__(self, mirror: Mirror, ino: int) -> None:
+        self._mirror = mirror
+        self._ino = ino
+        self.names: list[bytes] = []
+        mirror.tree.on_brought = self._tell
+
+    def _tell(self, parent: int, name: bytes, entry: Entry) -> None:
+        known = self._mirror.tree.known_lookup(parent, name)
+        assert isinstance(known, Entry)
+        assert known.node == entry.node
+        assert parent == self._ino
+        self.names.append(name)
+
+    def by_look_up(self) -> list[bytes]:
+        """Of a name that was known here only."""
+        self.names.clear()
+        self._mirror.tree.beside.looked_up(self._ino)
+        return list(self.names)
+
+
+async def test_names_that_are_asked_for_are_told_of(many: Area) -> None:
+    async with many.mount(mode=TTL) as mirror:
+        told = Told(mirror, d := await mirror.ino("d"))
+        await stat_each(mirror, d, [b"0400"])
+        assert told.names == [b"0400"]
+        await names(mirror, d)
+        await stat_each(mirror, d, all_names(FILES))
+        await until(lambda: set(told.names) == set(all_names(FILES)), "all")
+
+
+async def test_with_open_nothing_is_told_of(many: Area) -> None:
+    async with many.mount(mode=OPEN) as mirror:
+        told = Told(mirror, d := await mirror.ino("d"))
+        await stat_each(mirror, d, all_names(50))
+        assert told.names == []
+
+
+async def test_known_names_bring_those_beside_them(
+    many: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "REST_SECONDS", 0.0)
+    async with many.mount(mode=IMMUTABLE) as mirror:
+        d = await mirror.ino("d")
+        await names(mirror, d)
+        await stat_each(mirror, d, all_names(FILES))
+        told = Told(mirror, d)
+        for _ in range(beside.FEW):
+            assert told.by_look_up() == []
+        brought: list[bytes] = []
+        while some := told.by_look_up():
+            assert len(some) <= beside.AT_ONCE
+            brought += some
+        assert sorted(brought) == all_names(FILES)
+        # And again, what holds then; after which it is left alone for a while.
+        monkeypatch.setattr(beside, "REST_SECONDS", 1000.0)
+        gone = mirror.tree.index.dirent(d, b"0003")
+        assert gone is not None
+        mirror.tree.outdate(gone.ino)
+        again = [name for _ in range(3 * FILES) for name in told.by_look_up()]
+        assert sorted(again) == sorted({*all_names(FILES)} - {b"0003"})
+
+
+async def test_where_more_are_known_than_fit_none_is_told_of(
+    many: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "MOST_NAMES", FILES)
+    async with many.mount(mode=IMMUTABLE) as mirror:
+        d = await mirror.ino("d")
+        await stat_each(mirror, d, all_names(FILES))
+        told = Told(mirror, d)
+        assert not any(told.by_look_up() for _ in range(FILES))
