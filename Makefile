@@ -1,4 +1,4 @@
-# make setup | demo | test | test-fuzz | check | bench | bench-full | frameworks | cluster | man | install-system | clean
+# make setup | demo | test | test-full | test-fuzz | check | bench | bench-full | frameworks | cluster | man | install-system | clean
 # Variables: PYTHON (which one makes the virtual environment), ARGS (passed to demo, test, bench)
 
 # The system's own first: every user may run it, and mounts are tested as an ordinary user too.
@@ -13,7 +13,7 @@ ARGS ?=
 PACKAGES := gcc libc6-dev libfuse3-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
 	bindfs attr acl strace procps libglib2.0-0
 
-.PHONY: help setup packages bench-packages demo test test-fuzz check bench bench-full frameworks \
+.PHONY: help setup packages bench-packages demo test test-full test-fuzz check bench bench-full frameworks \
 	frameworks-or-not bench-packages-or-not cluster man install-system clean
 
 help:
@@ -58,6 +58,9 @@ demo:
 	@$(BIN)/python -m bench.demo $(ARGS)
 
 test: $(STAMP)
+	@$(BIN)/python -m pytest --quick $(ARGS)
+
+test-full: $(STAMP)
 	@$(BIN)/python -m pytest $(ARGS)
 
 # Random system calls on a mount and on its source: FUZZ_SEED, FUZZ_SECONDS (180), or ARGS.

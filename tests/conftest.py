@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +14,33 @@ from tests.mounting import Bench, bench
 settings.register_profile(
     "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+QUICK_FOLDERS = ("unit", "layers", "placement", "index", "source", "store", "model")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help=f"only the tests of {', '.join(QUICK_FOLDERS)}, and those marked smoke",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--quick``: leave out what needs minutes."""
+    if not config.getoption("--quick"):
+        return
+    tests = Path(__file__).parent
+    folders = [tests / folder for folder in QUICK_FOLDERS]
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("smoke") is None
+        and not any(item.path.is_relative_to(folder) for folder in folders)
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
 
 
 def pytest_configure() -> None:

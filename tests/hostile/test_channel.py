@@ -1,6 +1,6 @@
 """What a worker that was taken over may say to its supervisor: nobody waits, the log is readable.
 
-What it may have the kernel read is in tests/test_backing.py.
+What it may have the kernel read is in tests/mount/test_backing.py.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from monarchfs import control
 from tests.faking import NOBODY, Area, area, device_mode, interpreter_for
+from tests.mount.test_supervisor import assert_unmounted, registered, status, umount
 from tests.mounting import (
     Bench,
     as_user,
@@ -33,7 +34,6 @@ from tests.mounting import (
     requires_root,
     wait_for,
 )
-from tests.test_supervisor import assert_unmounted, registered, status, umount
 
 pytestmark = [requires_root, requires_fuse]
 

@@ -1,6 +1,6 @@
 """The control socket of a daemon that lives: whatever comes, it goes on, and within its memory.
 
-What single requests are answered is in tests/test_control.py.
+What single requests are answered is in tests/mount/test_control.py.
 """
 
 from __future__ import annotations

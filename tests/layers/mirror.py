@@ -339,7 +339,8 @@ class Mirror:
                 else f"{r.name.hex()}.{r.checksum:016x}": r.allocated_bytes
                 for r in records
             }
-            assert recorded == occupied
+            differing = set(recorded.items()) ^ set(occupied.items())
+            assert not differing
             in_segments: Counter[int] = Counter()
             for r in sharing:
                 in_segments[r.segment] += r.allocated_bytes

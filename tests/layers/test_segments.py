@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -490,7 +491,8 @@ async def test_a_crash_before_the_commit_leaves_a_gap(
         assert lies_in(mirror.tier, segment).stat().st_size > 7 * TAKEN
         await until(lambda: blocks(mirror.tier) == 4 * TAKEN, "the gap to be given back")
         mirror.check_books()
-        assert not mirror.index.segments(mirror.tier.id)[segment]
+        marks = partial(mirror.index.segments, mirror.tier.id)
+        await until(lambda: not marks()[segment], "that to be noted")
         await read_locally(mirror, names[:4])
         await copy(mirror, names)
         assert len(mirror.tier.segments.found()) == 2

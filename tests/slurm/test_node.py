@@ -27,6 +27,7 @@ from monarchfs.slurm.site import read_site
 from monarchfs.types import OperationError
 from tests import surroundings, trees
 from tests.faking import interpreter_for
+from tests.mount.test_quiet import priorities
 from tests.mounting import (
     MONARCHFS,
     Bench,
@@ -38,7 +39,6 @@ from tests.mounting import (
     run,
     wait_for,
 )
-from tests.test_quiet import priorities
 from tests.timing import Stopwatch
 
 pytestmark = [requires_root, requires_fuse]
@@ -167,6 +167,7 @@ def node(work: Bench) -> Iterator[Node]:
             run("umount", point, "--timeout", "5")
 
 
+@pytest.mark.smoke
 def test_a_job_from_prolog_to_epilog(node: Node) -> None:
     data = node.dataset("a b")
     assert node.job("prolog", 1, f'monarchfs="{data}":name=AB:prefetch=all') == ""

@@ -139,6 +139,7 @@ def test_a_request_that_waits_takes_little_memory(
     assert mount.umount(timeout=5).returncode == 0
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("operation", ["lookup", "open", "read", "readdir"])
 def test_a_waiting_process_dies_at_once(
     work: Bench, source: FaultySource, readers: Readers, operation: str
@@ -297,6 +298,7 @@ def test_a_source_that_hangs_at_the_end_of_a_file_holds_up_nobody(
     assert mount.umount(timeout=5).returncode == 0
 
 
+@pytest.mark.smoke
 def test_one_hung_file_does_not_stop_the_others(
     work: Bench, source: FaultySource, readers: Readers
 ) -> None:
@@ -315,6 +317,7 @@ def test_one_hung_file_does_not_stop_the_others(
     )
 
 
+@pytest.mark.smoke
 def test_umount_returns_in_time_and_leaves_only_what_is_stuck(
     work: Bench, source: FaultySource, readers: Readers
 ) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests import surroundings
+from tests.mounting import REPOSITORY
 
-ROOT = Path(__file__).parent.parent
+ROOT = REPOSITORY
 PARTS = (
     "fuse/_relay", "fuse/_bytes", "fuse/_resident", "fuse/_unfinished", "fuse/_pool",
     "fuse/_backed", "fuse/_table", "fuse/_journal", "fuse/_absent", "engine/_misses",

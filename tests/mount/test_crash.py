@@ -30,6 +30,7 @@ from monarchfs.types import ROOT_INO
 from tests import on_disk
 from tests.layers.asking import names
 from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
+from tests.mounting import REPOSITORY
 
 TIERS = (400_000, ALL_ROOM)
 FILES = {
@@ -161,8 +162,8 @@ Kill = Callable[..., None]
 def kill() -> Iterator[Kill]:
     """Runs ``work`` in a process that dies there."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.test_crash"],
-        cwd=Path(__file__).parent.parent,
+        [sys.executable, "-m", "tests.mount.test_crash"],
+        cwd=REPOSITORY,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -324,6 +325,7 @@ def test_killed_at_work_on_shared_files(
     check(shared, tmp_path, crash)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("nth", [1, 3, 6])
 @pytest.mark.parametrize("indexed", [True, False])
 def test_killed_amid_a_record(

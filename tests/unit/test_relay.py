@@ -25,6 +25,7 @@ from monarchfs.fuse.session import hooks
 from monarchfs.fuse.slots import ANSWERED, make_table
 from monarchfs.store.files import fan_out, replica_file
 from monarchfs.types import Node, SourceStat
+from tests.mounting import REPOSITORY
 
 BOUNDS = (10**9, 2 * 10**9)
 IN = struct.Struct("=IIQQIIIHH")
@@ -850,9 +851,9 @@ def names(directory: Path) -> None:
 )
 def test_the_threads(what: Callable[[Path], None], tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys, tests.test_relay as t; from pathlib import Path;"
+        [sys.executable, "-c", f"import sys, tests.unit.test_relay as t; from pathlib import Path;"
          f" t.{what.__name__}(Path(sys.argv[1])); print('done')", str(tmp_path)],
-        cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=60,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == "done\n"

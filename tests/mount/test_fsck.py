@@ -33,6 +33,8 @@ from tests import surroundings
 from tests.faking import NOBODY, interpreter_for
 from tests.mounting import as_user, requires_root, wait_for
 
+pytestmark = pytest.mark.smoke
+
 DATASET = "0123456789abcdef"
 NOW = 1_700_000_000_000_000_000
 ME = User("me", os.geteuid(), os.getegid(), tuple(os.getgroups()))

@@ -15,8 +15,7 @@ import pytest
 
 from monarchfs.supervisor.vital_signs import DEAD_SILENT_SECONDS
 from tests.faking import Area
-from tests.mounting import fuse_mounts, requires_fuse, requires_root, wait_for
-from tests.test_supervisor import (
+from tests.mount.test_supervisor import (
     assert_unmounted,
     is_gone,
     kill_worker,
@@ -28,6 +27,7 @@ from tests.test_supervisor import (
     umount,
     work,
 )
+from tests.mounting import REPOSITORY, fuse_mounts, requires_fuse, requires_root, wait_for
 from tests.timing import Stopwatch
 
 __all__ = ["root_work", "work"]
@@ -132,7 +132,7 @@ sys.exit(main.main(sys.argv[1:]))
 
 def mount_with(work: Area, cli: str) -> None:
     """Mount by this program, with the fake worker."""
-    tests = Path(__file__).parent
+    tests = REPOSITORY / "tests"
     path = work.path / "cli.py"
     path.write_text(cli.format(repository=str(tests.parent), worker=str(tests / "fake_worker.py")))
     command = [work.python, "-I", str(path), "mount", "src", "mnt", *work.storage]

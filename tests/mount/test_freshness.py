@@ -17,7 +17,7 @@ import pytest
 from tests import surroundings, trees
 from tests.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = [requires_root, requires_fuse, pytest.mark.smoke]
 
 MIB = 1 << 20
 OLD, NEW = trees.random_bytes(2 * MIB, 1), trees.random_bytes(2 * MIB, 2)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.mounting import Bench, FaultySource, Mount, requires_fuse, requires_root, run, wait_for
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = [requires_root, requires_fuse, pytest.mark.smoke]
 
 FILES = 60
 MODES = ["immutable", "ttl=3600", "open"]

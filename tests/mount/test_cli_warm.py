@@ -213,7 +213,7 @@ BAD_INPUT = [
     (["{mnt}x"], 1, "is not a monarchfs mount"),
     ([""], 2, "empty"),
 ]
-"""Paths: ``tests/test_cli_why.py``."""
+"""Paths: ``tests/mount/test_cli_why.py``."""
 
 
 @requires_root

@@ -13,7 +13,7 @@ from monarchfs.supervisor.tierdirs import OWNER
 from tests import trees
 from tests.mounting import Bench, FaultySource, requires_fuse, requires_root, wait_for
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = [requires_root, requires_fuse, pytest.mark.smoke]
 
 ALL_OPERATIONS = ("lookup", "getattr", "readdir", "open", "read", "xattr")
 

@@ -29,6 +29,7 @@ from monarchfs.types import OperationError, TierSize
 from tests import surroundings
 from tests.faking import NOBODY, interpreter_for
 from tests.mounting import (
+    REPOSITORY,
     Bench,
     as_user,
     fuse_mounts,
@@ -38,9 +39,9 @@ from tests.mounting import (
     run,
     wait_for,
 )
-from tests.test_protocol import LINUX_6_18, request
+from tests.unit.test_protocol import LINUX_6_18, request
 
-HOSTILE = str(Path(__file__).with_name("hostile") / "worker.py")
+HOSTILE = str(REPOSITORY / "tests" / "hostile" / "worker.py")
 OURS, DEVICE = 1000, 5
 
 

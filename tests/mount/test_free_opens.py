@@ -89,6 +89,7 @@ def test_opens_and_bytes_are_counted(
     assert served["relayed_bytes"] >= 9 * SIZE
 
 
+@pytest.mark.smoke
 def test_an_open_is_free_and_pages_are_kept(work: Bench, process: Reader) -> None:
     """Without a message: the worker is stopped meanwhile."""
     mount = resident(work, "a", freshness=IMMUTABLE)

@@ -13,8 +13,8 @@ from typing import Any
 
 from monarchfs import control
 from tests import trees
+from tests.mount.test_restart import READER, Processes, clean_after, processes, some_files
 from tests.mounting import Bench, requires_fuse, requires_root, wait_for
-from tests.test_restart import READER, Processes, clean_after, processes, some_files
 
 __all__ = ["processes"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.faking import Area, area
+from tests.mount.test_cli_errors import assert_refused, nothing
 from tests.mounting import requires_fuse, requires_root
-from tests.test_cli_errors import assert_refused, nothing
 
 pytestmark = [requires_root, requires_fuse]
 

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ import pytest
 from monarchfs.store.segments import SMALL_BYTES
 from monarchfs.supervisor.tierdirs import OWNER
 from tests.mounting import (
+    REPOSITORY,
     WATCHDOG_SECONDS,
     Bench,
     Mount,
@@ -34,7 +34,7 @@ pytestmark = [
     requires_fuse,
 ]
 
-LOAD = str(Path(__file__).with_name("passing_load.py"))
+LOAD = str(REPOSITORY / "tests" / "passing_load.py")
 SECONDS = float(os.environ.get("PASSING_SECONDS", "6"))
 OPENS = int(os.environ.get("PASSING_OPENS", "20000"))
 MIB = 1 << 20
@@ -104,6 +104,7 @@ def warm(mount: Mount) -> dict[str, Any]:
     return mount.wait_idle()
 
 
+@pytest.mark.smoke
 def test_every_way_to_the_bytes(work: Bench) -> None:
     source = work.path / "src"
     source.mkdir()

@@ -26,6 +26,8 @@ from monarchfs.types import OperationError, UsageError
 from tests.mounting import fuse_mounts, requires_fuse, requires_root
 from tests.timing import Stopwatch
 
+pytestmark = pytest.mark.smoke
+
 SAMPLE = (
     b"22 27 0:21 / /proc rw,relatime - proc proc rw\n"
     b"27 1 254:0 / / rw,relatime shared:1 master:2 - ext4 /dev/vda rw,discard\n"

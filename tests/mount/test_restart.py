@@ -483,6 +483,7 @@ def test_copying_goes_on(work: Bench, faulty: FaultySource) -> None:
     clean_after(work, mount)
 
 
+@pytest.mark.smoke
 def test_a_stopped_worker_is_replaced(work: Bench) -> None:
     contents = some_files(work.path / "source", 3, 50_000)
     mount = work.mount(work.path / "source")
