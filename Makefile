@@ -10,7 +10,7 @@ PAGES ?= build/man
 ARGS ?=
 
 # To build and to mount; then what the tests compare with and look through (libcachesim loads GLib).
-PACKAGES := gcc libc6-dev libfuse3-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
+PACKAGES := gcc libc6-dev libfuse3-dev libxxhash-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
 	bindfs attr acl strace procps libglib2.0-0
 
 .PHONY: help setup packages bench-packages demo test test-full test-fuzz check bench bench-full frameworks \
@@ -32,7 +32,7 @@ $(STAMP): Makefile pyproject.toml setup.py $(wildcard monarchfs/*/*.c monarchfs/
 		$(PYTHON) -m venv $(VENV); }
 	@echo "set-up, 3 of 3: Python packages, and building the C part: a minute the first time"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,demo,bench]'
-	@$(BIN)/python -c 'import monarchfs.fuse._session, monarchfs.source._whole, monarchfs.store._records' || \
+	@$(BIN)/python -c 'import monarchfs.fuse._session, monarchfs.source._whole, monarchfs.store._records, monarchfs.engine._units' || \
 		{ echo "the C part was not built: see pip install --verbose --editable ." >&2; exit 1; }
 	@touch $@
 

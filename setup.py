@@ -7,8 +7,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, ExecError, LinkError
 
 NEEDS = (
-    "monarchfs needs a C compiler and the headers of libfuse 3 and Python:"
-    " apt-get install gcc libc6-dev libfuse3-dev pkg-config python3-dev"
+    "monarchfs needs a C compiler and the headers of libfuse 3, xxHash and Python:"
+    " apt-get install gcc libc6-dev libfuse3-dev libxxhash-dev pkg-config python3-dev"
 )
 
 
@@ -38,6 +38,7 @@ PARTS = (
     "_known", "_parking", "_journal", "_absent",
 )  # fmt: skip
 ENGINE = ("_misses", "_names", "_layout", "_bindings")
+UNITS = ("_units", "_unit")
 
 FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-D_FILE_OFFSET_BITS=64"]
 
@@ -68,6 +69,12 @@ setup(
                 extra_compile_args=FLAGS,
             )
             for package, module in (("source", "_whole"), ("store", "_records"))
+        ),
+        Extension(
+            "monarchfs.engine._units",
+            [f"monarchfs/engine/{part}.c" for part in UNITS],
+            depends=["monarchfs/engine/_unit.h", "monarchfs/fuse/_unfinished.h"],
+            extra_compile_args=[*FLAGS, "-pthread"],
         ),
     ],
 )

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+
+import trio
 
 from monarchfs.cache.moves import Moves
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
 from monarchfs.cache.segments import Written, unrecorded
+from monarchfs.engine.units import Unit, memory_bytes
 from monarchfs.placement.events import (
     Abandoned,
     Dropped,
@@ -34,7 +37,6 @@ from monarchfs.placement.events import (
 )
 from monarchfs.store.checksum import combine
 from monarchfs.store.read import read_full, read_nowait
-from monarchfs.store.tier import Tier
 from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState
 
 MOST_UNWRITTEN_BYTES = 256 << 20
@@ -45,7 +47,7 @@ OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 
 
 class Filling(Moves):
-    """The part of the cache that copies use. Changing: ``unwritten_bytes``, how much of the source
+    """The part of the cache that copies use. Changing: ``unwritten_bytes``, how much of small files
     is in memory and waits for the tiers."""
 
     unwritten_bytes = 0
@@ -191,7 +193,12 @@ class Filling(Moves):
     @property
     def backlogged(self) -> bool:
         """Whether the tiers are so far behind that bytes must not wait for them any more."""
-        return self.unwritten_bytes > MOST_UNWRITTEN_BYTES
+        return self.backlog_bytes > MOST_UNWRITTEN_BYTES
+
+    @property
+    def backlog_bytes(self) -> int:
+        """How much of the source is in memory and waits for the tiers."""
+        return self.unwritten_bytes + memory_bytes()
 
     @contextmanager
     def _unwritten(self, size: int) -> Iterator[None]:
@@ -203,30 +210,41 @@ class Filling(Moves):
 
     # -- bytes
 
-    async def write(self, reservation: Reservation, offset: int, data: bytes) -> bool:
-        """Put bytes of the source into the part file; False, and nothing is written, where a file
-        with holes needs more room than there is. Raises OSError of the tier."""
+    async def write(self, reservation: Reservation, unit: Unit, read: trio.Event) -> bool:
+        """Put the bytes of the source that arrive with a unit into the part file, until ``read``
+        says that they all have; False, and nothing is written, where a file with holes needs more
+        room than there is. Raises OSError of the tier."""
         tier = reservation.tier
-        with reservation.using(), self._unwritten(len(data)):
+        with reservation.using():
             if reservation.sparse:
-                needed = await self._in_thread(tier.needed, data)
-                if not self._take(reservation, needed):
+                await read.wait()
+                if not self._take(reservation, await self._in_thread(unit.needed)):
                     return False
             if reservation.after:
                 await reservation.room()
-            if reservation.fd < 0:
-                async with reservation.lock:
-                    if reservation.fd < 0:
-                        self._begin_part(reservation)
-                        reservation.fd = await self._in_thread(reservation.new_part)
-            digests, allocated = await self._in_thread(_write, tier, reservation.fd, offset, data)
-        reservation.put_digests(offset, digests)
+            await self._make_part(reservation)
+            while not await self._write_unit(tier.write_unit, reservation.fd, unit):
+                await read.wait()
+            allocated = tier.allocated(reservation.fd)
         before = 0 if reservation.resumed is None else reservation.resumed.allocated_bytes
         # Of two writes that end together the later one may come first.
         more = max(0, allocated - before - reservation.written)
         reservation.written += more
         self._tiers.written[tier.id] += more
         return True
+
+    async def _make_part(self, reservation: Reservation) -> None:
+        if reservation.fd >= 0:
+            return
+        async with reservation.lock:
+            if reservation.fd < 0:
+                self._begin_part(reservation)
+                reservation.fd = await self._in_thread(reservation.new_part)
+                self.readers.unfinished.part(reservation.node.ino, reservation.fd)
+
+    async def _write_unit(self, write: Callable[[int, Unit], bool], fd: int, unit: Unit) -> bool:
+        """Under a limit of its own: it waits for the source, a little, and others shall not."""
+        return await self._behind(write, fd, unit, limiter=self._writing)
 
     async def read_part(self, reservation: Reservation, offset: int, size: int) -> bytes:
         """Bytes that were written already. Raises OSError of the tier."""
@@ -430,11 +448,6 @@ class Filling(Moves):
         reservation.written = 0
         self._busy.pop(reservation.node.ino, None)
         self._handle(event)
-
-
-def _write(tier: Tier, fd: int, offset: int, data: Data) -> tuple[bytes, int]:
-    """The digests of the blocks, and what the part occupies then. For a thread."""
-    return tier.write(fd, offset, data), tier.allocated(fd)
 
 
 def replica_of(

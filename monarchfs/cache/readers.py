@@ -53,9 +53,12 @@ class Readers(Protocol):
 
 class UnfinishedReads:
     """The same for files that are not resident (yet). An inode number is one version of one file;
-    descriptors are the caller's. No method has a checkpoint, or waits but for ``arrived``.
+    descriptors are the caller's. No method has a checkpoint, or waits.
 
     Here they do nothing: all of those reads come to Python."""
+
+    units: object = None
+    """How a ``Unit`` answers those who wait for its bytes."""
 
     def source(self, ino: int, fd: int, version: SourceVersion) -> bool:
         """What is missing of it may be read from the source, where it is not kept; whether it will
@@ -77,9 +80,6 @@ class UnfinishedReads:
 
     def ahead(self, ino: int, chunk: int | None) -> None:
         """The next read that goes as far as this chunk is to be told of. None: none is."""
-
-    def arrived(self, ino: int, start: int, data: bytes) -> None:
-        """These bytes of it were fetched. Also from a thread; answers those who wait for them."""
 
     def stop(self, ino: int) -> None:
         """It is not to be read any more. What is being read is answered."""

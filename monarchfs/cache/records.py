@@ -83,6 +83,7 @@ class Records:
         self._behind = behind
         apart = behind is not trio.to_thread.run_sync
         self._local_behind = trio.CapacityLimiter(local.total_tokens) if apart else local
+        self._writing = trio.CapacityLimiter(local.total_tokens)
         self.readers: Readers = NoReaders() if readers is None else readers
         self.reasons = ReasonLog()
         self.noticed: Callable[[int], None] = self._mark_outdated

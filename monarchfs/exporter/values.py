@@ -113,7 +113,7 @@ def _tiers(worker: Observed) -> Values:
         names.TIER_FILES: [],
         names.TIER_IN_SERVICE: [],
         names.TIER_ERRORS: [],
-        names.TIER_BACKLOG: [((), worker.cache.unwritten_bytes)],
+        names.TIER_BACKLOG: [((), worker.cache.backlog_bytes)],
         names.REMOVALS_PENDING: [((), worker.cache.removals_pending)],
     }
     totals = worker.index.tier_totals()

@@ -308,14 +308,6 @@ static PyObject *backed(PyObject *self, PyObject *unused)
 
 /* -- files that are not resident (yet) */
 
-/* Bytes whose last reader was none of Python's. */
-static void release_unneeded(void)
-{
-	PyObject *data;
-	while ((data = unfinished_unneeded()))
-		Py_DECREF(data);
-}
-
 static PyObject *read_source(PyObject *self, PyObject *args)
 {
 	unsigned long long ino, size;
@@ -366,7 +358,6 @@ static PyObject *chunks(PyObject *self, PyObject *args)
 	if (!PyArg_ParseTuple(args, "KKKI", &ino, &first, &last, &state))
 		return NULL;
 	unfinished_chunks(ino, first, last, (enum chunk_state)state);
-	release_unneeded();
 	Py_RETURN_NONE;
 }
 
@@ -380,24 +371,13 @@ static PyObject *ahead(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-static PyObject *arrived(PyObject *self, PyObject *args)
+static PyObject *units(PyObject *self, PyObject *unused)
 {
-	unsigned long long ino, start;
-	PyObject *data;
+	static struct unfinished_units functions = {unfinished_arrived, unfinished_chunks};
 	(void)self;
-	if (!PyArg_ParseTuple(args, "KKS", &ino, &start, &data))
-		return NULL;
-	bool kept;
-	Py_INCREF(data);
-	Py_BEGIN_ALLOW_THREADS
-	kept = unfinished_arrived(ino, start, PyBytes_AS_STRING(data),
-				  (size_t)PyBytes_GET_SIZE(data), data);
-	Py_END_ALLOW_THREADS
-	if (!kept)
-		Py_DECREF(data);
-	Py_RETURN_NONE;
+	(void)unused;
+	return PyCapsule_New(&functions, UNFINISHED_UNITS, NULL);
 }
-
 
 static PyObject *stop_unfinished(PyObject *self, PyObject *given)
 {
@@ -406,7 +386,6 @@ static PyObject *stop_unfinished(PyObject *self, PyObject *given)
 	if (!number_in(given, &ino))
 		return NULL;
 	unfinished_stop(ino);
-	release_unneeded();
 	Py_RETURN_NONE;
 }
 
@@ -424,7 +403,6 @@ static PyObject *leave_older(PyObject *self, PyObject *given)
 	if (!number_in(given, &before_ns))
 		return NULL;
 	unsigned rest = unfinished_leave_older(before_ns);
-	release_unneeded();
 	return PyLong_FromUnsignedLong(rest);
 }
 
@@ -519,8 +497,8 @@ PyMethodDef known_methods[] = {
 	 "unfinished_chunks(ino, first, last, state): of the chunks [first, last)."},
 	{"unfinished_ahead", ahead, METH_VARARGS,
 	 "unfinished_ahead(ino, chunk): the next read that goes as far as this is told of."},
-	{"unfinished_arrived", arrived, METH_VARARGS,
-	 "unfinished_arrived(ino, start, data): answer those who wait for these bytes. Without the GIL."},
+	{"unfinished_units", units, METH_NOARGS,
+	 "unfinished_units(): how what is fetched gets to those who wait; for engine.units."},
 	{"unfinished_stop", stop_unfinished, METH_O,
 	 "unfinished_stop(ino): it is not to be read any more."},
 	{"unfinished_used", used_unfinished, METH_O,

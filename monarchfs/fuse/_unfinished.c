@@ -34,6 +34,9 @@
 /* See drop_pages. */
 #define LAG_BYTES (4 << 20)
 
+/* So many pieces one read may need: those of units are of 256 KiB. */
+#define MOST_PIECES (MOST_READ_BYTES / (256 << 10) + 1)
+
 /* So many threads may hang in the source; then its reads are Python's. */
 #define MOST_STUCK 64
 
@@ -43,12 +46,14 @@ struct version {
 	int64_t mtime_ns, ctime_ns;
 };
 
-/* Bytes in memory. Under `lock`, but for what is constant: all but the first and the last two. */
+/* Bytes in memory. Under `lock`, but for what is constant: all but the first and the last two. A read
+ * may need several, which follow each other. */
 struct piece {
-	struct piece *next; /* of the file, or of those that are not needed any more */
+	struct piece *next; /* of the file */
 	uint64_t start;
 	size_t size;
 	const char *data;
+	void (*release)(void *);
 	void *token;
 	unsigned users;
 	bool over;
@@ -84,7 +89,8 @@ struct job {
 	size_t size;
 	enum place place;
 	bool of_part; /* else of the source */
-	struct piece *piece; /* it is answered from */
+	struct piece *pieces[MOST_PIECES]; /* it is answered from */
+	unsigned piece_count;
 	bool left, answering;
 	size_t length;
 	char bytes[];
@@ -93,7 +99,6 @@ struct job {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct file *buckets[BUCKETS];
 static struct job *oldest, *newest, *first_queued, **last_queued = &first_queued;
-static struct piece *unneeded;
 static struct file *unclosed;
 static unsigned stuck, moving;
 static int fuse_fd = -1;
@@ -165,8 +170,8 @@ static void destroy(struct file *file)
 
 static void put_away(struct piece *piece)
 {
-	piece->next = unneeded;
-	unneeded = piece;
+	piece->release(piece->token);
+	free(piece);
 }
 
 /* The pieces with bytes of [start, end) are not for others any more. */
@@ -185,18 +190,43 @@ static void end_pieces(struct file *file, uint64_t start, uint64_t end)
 	}
 }
 
-static struct piece *find_piece(const struct file *file, uint64_t start, uint64_t end)
+static struct piece *find_piece(const struct file *file, uint64_t at)
 {
 	struct piece *piece = file->pieces;
-	while (piece && (start < piece->start || end > piece->start + piece->size))
+	while (piece && (at < piece->start || at >= piece->start + piece->size))
 		piece = piece->next;
 	return piece;
+}
+
+/* The pieces that have all bytes of a read, for it to use. Whether there are such. */
+static bool find_pieces(struct job *job)
+{
+	uint64_t at = job->offset, end = job->offset + job->size;
+	for (job->piece_count = 0; at < end; job->piece_count++) {
+		struct piece *piece =
+			job->piece_count < MOST_PIECES ? find_piece(job->file, at) : NULL;
+		job->pieces[job->piece_count < MOST_PIECES ? job->piece_count : 0] = piece;
+		if (!piece) {
+			job->piece_count = 0;
+			return false;
+		}
+		at = piece->start + piece->size;
+	}
+	for (unsigned n = 0; n < job->piece_count; n++)
+		job->pieces[n]->users++;
+	return true;
 }
 
 static void leave_piece(struct piece *piece)
 {
 	if (--piece->users == 0 && piece->over)
 		put_away(piece);
+}
+
+static void leave_pieces(const struct job *job)
+{
+	for (unsigned n = 0; n < job->piece_count; n++)
+		leave_piece(job->pieces[n]);
 }
 
 static struct file *make(uint64_t ino, uint64_t size)
@@ -429,6 +459,14 @@ static bool some_are(const struct job *job, enum chunk_state state)
 	return in_state(job, state, false);
 }
 
+/* Whether somebody brings what is not there, or writes it just now: some of its bytes may be in the part,
+ * and the others in memory still. */
+static bool will_be_there(const struct job *job)
+{
+	return !some_are(job, CHUNK_MISSING) &&
+	       (some_are(job, CHUNK_CLAIMED) || some_are(job, CHUNK_ARRIVED));
+}
+
 /* Whether it is not Python's; if so, where it has its place. Under `lock`. */
 static bool is_ours(struct job *job)
 {
@@ -438,14 +476,12 @@ static bool is_ours(struct job *job)
 	if (!file->states)
 		return file->direct && stuck < MOST_STUCK;
 	job->of_part = file->part_fd >= 0 && all_are(job, CHUNK_PRESENT);
-	job->piece = job->of_part ? NULL :
-				    find_piece(file, job->offset, job->offset + job->size);
-	if (job->of_part || job->piece)
+	if (job->of_part || find_pieces(job))
 		return true;
 	if (file->direct && stuck < MOST_STUCK && all_are(job, CHUNK_MISSING))
 		return true;
 	job->place = PARKED;
-	return some_are(job, CHUNK_CLAIMED) && !some_are(job, CHUNK_MISSING);
+	return will_be_there(job);
 }
 
 /* Python hears of it once, and says from where on it is to hear again. Under `lock`. */
@@ -461,16 +497,23 @@ static void look_ahead(const struct job *job)
 	}
 }
 
-static void answer_from(const struct job *job, uint64_t unique, const char *data)
+static void answer_from_memory(const struct job *job, uint64_t unique)
 {
 	struct fuse_out_header out = {
 		.len = (uint32_t)(sizeof(out) + job->size),
 		.unique = unique,
 	};
-	struct iovec parts[] = {{&out, sizeof(out)}, {(void *)data, job->size}};
+	struct iovec parts[1 + MOST_PIECES] = {{&out, sizeof(out)}};
+	uint64_t at = job->offset, end = job->offset + job->size;
+	for (unsigned n = 0; n < job->piece_count; n++) {
+		const struct piece *piece = job->pieces[n];
+		uint64_t stop = piece->start + piece->size < end ? piece->start + piece->size : end;
+		parts[1 + n] = (struct iovec){(void *)(piece->data + (at - piece->start)), stop - at};
+		at = stop;
+	}
 	ssize_t sent;
 	do {
-		sent = writev(fuse_fd, parts, 2);
+		sent = writev(fuse_fd, parts, (int)(1 + job->piece_count));
 	} while (sent < 0 && errno == EINTR);
 	/* Else nobody waits any more. */
 	count_answer(job->started_ns, job->size);
@@ -479,10 +522,9 @@ static void answer_from(const struct job *job, uint64_t unique, const char *data
 /* What is local is read by whoever takes the request. Whether it is answered. */
 static bool read_here(const struct job *job, uint64_t unique, struct lane *lane)
 {
-	struct piece *piece = job->piece;
 	enum answered done = ANSWERED;
-	if (piece) {
-		answer_from(job, unique, piece->data + (job->offset - piece->start));
+	if (job->piece_count) {
+		answer_from_memory(job, unique);
 	} else {
 		done = bytes_answer(lane, fuse_fd, unique, job->file->part_fd, job->offset,
 				    job->size, NULL, NULL);
@@ -492,8 +534,7 @@ static bool read_here(const struct job *job, uint64_t unique, struct lane *lane)
 	if (done != NOT_READ)
 		journal_done(unique);
 	pthread_mutex_lock(&lock);
-	if (piece)
-		leave_piece(piece);
+	leave_pieces(job);
 	end_read(job->file);
 	pthread_mutex_unlock(&lock);
 	return done != NOT_READ;
@@ -539,10 +580,8 @@ bool unfinished_took(const void *request, size_t length, struct lane *lane, uint
 		took = is_ours(&job);
 		if (took)
 			look_ahead(&job);
-		here = took && (job.of_part || job.piece);
+		here = took && (job.of_part || job.piece_count);
 		if (here) {
-			if (job.piece)
-				job.piece->users++;
 			job.file->used = true;
 			job.file->reads++;
 		} else if (took) {
@@ -569,7 +608,7 @@ static void look_at_parked(struct file *file, uint64_t first, uint64_t last)
 			queue(job);
 			if (pool_wake(&pool, stuck))
 				continue;
-		} else if (some_are(job, CHUNK_CLAIMED) && !some_are(job, CHUNK_MISSING)) {
+		} else if (will_be_there(job)) {
 			continue;
 		}
 		give_up(job);
@@ -713,69 +752,61 @@ void unfinished_ahead(uint64_t ino, uint64_t chunk)
 	pthread_mutex_unlock(&lock);
 }
 
-/* A parked read of `file` that lies in these bytes. Under `lock`. */
+/* A parked read of some of these bytes of `file`, all of whose bytes are there now; it uses them. Under
+ * `lock`. */
 static struct job *find_parked(const struct file *file, uint64_t start, uint64_t end)
 {
 	struct job *job = oldest;
 	while (job && (job->file != file || job->place != PARKED || job->answering ||
-		       job->offset < start || job->offset + job->size > end))
+		       job->offset >= end || job->offset + job->size <= start || !find_pieces(job)))
 		job = job->next;
 	return job;
 }
 
-/* Answer those who wait for bytes of a piece, which is in use. Under `lock`, but not meanwhile. */
-static void answer_parked(const struct file *file, const struct piece *piece)
+/* Answer those who wait for these bytes. Under `lock`, but not meanwhile. */
+static void answer_parked(const struct file *file, uint64_t start, uint64_t end)
 {
 	struct job *job;
-	while ((job = find_parked(file, piece->start, piece->start + piece->size))) {
+	while ((job = find_parked(file, start, end))) {
 		job->answering = true;
 		pthread_mutex_unlock(&lock);
-		answer_from(job, unique_of(job), piece->data + (job->offset - piece->start));
+		answer_from_memory(job, unique_of(job));
 		journal_done(unique_of(job));
 		pthread_mutex_lock(&lock);
+		leave_pieces(job);
 		take_out(job);
 		end_read(job->file);
 		free(job);
 	}
 }
 
-bool unfinished_arrived(uint64_t ino, uint64_t start, const char *data, size_t size, void *token)
+bool unfinished_arrived(uint64_t ino, uint64_t start, const char *data, size_t size,
+			void (*release)(void *), void *token)
 {
 	struct piece *piece = NULL;
 	pthread_mutex_lock(&lock);
 	struct file *file = *find(ino);
 	if (file && file->states && size && start % file->chunk_bytes == 0 &&
-	    start + size <= file->size && !find_piece(file, start, start + size))
+	    start + size <= file->size && !find_piece(file, start))
 		piece = malloc(sizeof(*piece));
 	if (piece) {
 		uint64_t first = start / file->chunk_bytes;
 		uint64_t last = (start + size - 1) / file->chunk_bytes + 1;
 		*piece = (struct piece){.next = file->pieces, .start = start, .size = size,
-					.data = data, .token = token, .users = 1};
+					.data = data, .release = release, .token = token,
+					.users = 1};
 		file->pieces = piece;
 		file->reads++; /* for this function */
 		for (uint64_t chunk = first; chunk < last; chunk++)
 			if (file->states[chunk] == CHUNK_CLAIMED)
 				file->states[chunk] = CHUNK_ARRIVED;
-		answer_parked(file, piece);
+		answer_parked(file, start, start + size);
 		look_at_parked(file, first, last);
 		leave_piece(piece);
 		end_read(file);
 	}
 	pthread_mutex_unlock(&lock);
 	return piece;
-}
-
-void *unfinished_unneeded(void)
-{
-	pthread_mutex_lock(&lock);
-	struct piece *piece = unneeded;
-	if (piece)
-		unneeded = piece->next;
-	pthread_mutex_unlock(&lock);
-	void *token = piece ? piece->token : NULL;
-	free(piece);
-	return token;
 }
 
 bool unfinished_used(uint64_t ino)

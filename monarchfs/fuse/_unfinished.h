@@ -65,12 +65,20 @@ void unfinished_chunks(uint64_t ino, uint64_t first, uint64_t last, enum chunk_s
 void unfinished_ahead(uint64_t ino, uint64_t chunk);
 
 /* These bytes of it were fetched: those who wait for them are answered, and others, too, until the
- * state of these chunks changes. False where they are not needed; else they have to stay until
- * unfinished_unneeded gives `token`. */
-bool unfinished_arrived(uint64_t ino, uint64_t start, const char *data, size_t size, void *token);
+ * state of these chunks changes. False where they are not needed; else they have to stay until `release`
+ * is called with `token`, under a lock: it must not wait. */
+bool unfinished_arrived(uint64_t ino, uint64_t start, const char *data, size_t size,
+			void (*release)(void *), void *token);
 
-/* One of those whose bytes are not needed any more, or NULL. */
-void *unfinished_unneeded(void);
+/* What those need of this who fetch (engine/_unit.c). */
+struct unfinished_units {
+	bool (*arrived)(uint64_t ino, uint64_t start, const char *data, size_t size,
+			void (*release)(void *), void *token);
+	void (*chunks)(uint64_t ino, uint64_t first, uint64_t last, enum chunk_state state);
+};
+
+/* Of the capsule in which they get it. */
+#define UNFINISHED_UNITS "monarchfs.fuse._session.unfinished_units"
 
 /* Nothing of it is to be read here any more. What is under way is answered. */
 void unfinished_stop(uint64_t ino);

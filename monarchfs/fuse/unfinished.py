@@ -19,6 +19,7 @@ class Unfinished(UnfinishedReads):
 
     def __init__(self, hooks: ModuleType) -> None:
         self._hooks = hooks
+        self.units = hooks.unfinished_units()
 
     @property
     def waiting(self) -> bool:
@@ -53,9 +54,6 @@ class Unfinished(UnfinishedReads):
 
     def ahead(self, ino: int, chunk: int | None) -> None:
         self._hooks.unfinished_ahead(ino, NO_CHUNK if chunk is None else chunk)
-
-    def arrived(self, ino: int, start: int, data: bytes) -> None:
-        self._hooks.unfinished_arrived(ino, start, data)
 
     def stop(self, ino: int) -> None:
         self._hooks.unfinished_stop(ino)

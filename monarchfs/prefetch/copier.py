@@ -488,7 +488,6 @@ class Copier:
             self.together = max(self.together // 2, 1)
 
     async def _fetch(self, fill: Fill, fetch: Fetch) -> None:
-        started = trio.current_time()
         paced = not fill.handles
         # Who has opened it may read any moment what is being fetched here.
         hurried.set(not paced)
@@ -500,13 +499,13 @@ class Copier:
             # The first of its fetches to fail speaks for those that are under way beside it.
             self._failed(fill, fetch.error)
             self._leave_background(fill)
-        elif fetch.error is None and fetch.end - fetch.start >= self.unit_bytes:
-            self._adapt(trio.current_time() - started)
-        elif paced and self.together == 1 and fetch.data is not None:
+        elif fetch.seconds is not None and fetch.end - fetch.start >= self.unit_bytes:
+            self._adapt(fetch.seconds)
+        elif paced and self.together == 1 and fetch.seconds is not None:
             self._adapt_together(2 * fetch.seconds)  # what two would take
 
     def _adapt(self, seconds: float) -> None:
-        if seconds < SHORT_SECONDS:
+        if seconds < LONG_SECONDS / 2:
             self.unit_bytes = min(self.unit_bytes * 2, MAX_UNIT_BYTES)
         elif seconds > LONG_SECONDS:
             self.unit_bytes = max(self.unit_bytes // 2, MIN_UNIT_BYTES)

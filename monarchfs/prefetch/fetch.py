@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 import trio
 
+from monarchfs.engine.units import Unit
 from monarchfs.prefetch.chunks import ChunkMap
 from monarchfs.types import Data
 
@@ -37,9 +38,10 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Fetch:
-    """One read of the source under way. ``data`` or ``error``, and the ``seconds`` that the source
-    took, are set before ``done``. ``target`` is the source's storage target, if that is known.
-    ``pull`` is to be called by who waits for it, where it is fetched together with others."""
+    """One read of the source under way: by a ``unit``, or for ``data``. That or ``error``, and the
+    ``seconds`` that the source took, are set before ``done``. ``target`` is the source's storage
+    target, if that is known. ``pull`` is to be called by who waits for it, where it is fetched
+    together with others."""
 
     chunks: ChunkMap
     first: int
@@ -48,15 +50,37 @@ class Fetch:
     end: int
     done: trio.Event
     target: int | None = None
+    unit: Unit | None = None
     data: bytes | None = None
     error: OSError | None = None
-    seconds: float = 0.0
+    seconds: float | None = None
     pull: Callable[[], None] | None = None
+    ended: bool = False
+    waiting: int = 0
+
+    def is_over(self) -> None:
+        """It is over, whatever came of it."""
+        self.done.set()
+        self.ended = True
+        self._let_go()
 
     async def piece(self, offset: int, end: int) -> Data | None:
-        """What it brings of [offset, end), which begins in it; None where the source has another
-        version. Raises the source's OSError."""
-        await self.done.wait()
+        """What it brought of [offset, end), which begins in it; None where the source has another
+        version, and where that is not in memory any more. Raises the source's OSError, but for what
+        came before that."""
+        self.waiting += 1
+        try:
+            await self.done.wait()
+            return self._piece(offset, end)
+        finally:
+            self.waiting -= 1
+            self._let_go()
+
+    def _piece(self, offset: int, end: int) -> Data | None:
+        if self.unit is not None and (piece := self.unit.peek(offset, end)):
+            return piece
+        if self.unit is not None and self.unit.is_stored(offset):
+            return None
         if self.error is not None:
             raise OSError(self.error.errno, self.error.strerror)
         if self.data is None:
@@ -65,3 +89,7 @@ class Fetch:
         if offset == self.start and stop == len(self.data):
             return self.data
         return memoryview(self.data)[offset - self.start : stop]
+
+    def _let_go(self) -> None:
+        if self.unit is not None and self.ended and not self.waiting:
+            self.unit.empty()

@@ -2,8 +2,8 @@
 
 The way of a read: chunks that are local come from the part file; chunks that somebody fetches are
 waited for; the rest is claimed and fetched, and answered from the fetched bytes before they are
-written. So a byte is asked from the source once, however many readers want it. Where there is no
-room for a chunk, exactly the bytes that were asked for are read.
+written (large files: ``engine.units``). So a byte is asked from the source once, however many
+readers want it. Where there is no room for a chunk, exactly the bytes that were asked for are read.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from collections.abc import Callable
 
 import trio
 
+from monarchfs.cache import filling
 from monarchfs.cache.cache import Cache
+from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica, Reservation
+from monarchfs.engine.units import Unit
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT
 from monarchfs.prefetch.copy import Copy
@@ -105,8 +108,8 @@ class Fill(Copy):
         self._fetch_now(last, min(stop, chunks.count))
         if self._show():
             for fetch in self._fetches:
-                if fetch.data is not None:  # on its way into the tier, which may be slow
-                    self._arrived(fetch.start, fetch.data)
+                if fetch.unit is not None:  # some of it may be on its way into a tier that is slow
+                    fetch.unit.show()
         if self._shown:
             trigger = self._ahead.trigger if stop < chunks.count else None
             self._cache.readers.unfinished.ahead(self.node.ino, trigger)
@@ -124,10 +127,10 @@ class Fill(Copy):
 
     def _fetch_now(self, first: int, last: int) -> None:
         for run in list(self.chunks.missing_runs(first, last)):
-            if fetch := self._claim(*run):
+            if fetch := self._claim(*run, Lane.DEMAND):
                 self._nursery.start_soon(self.fetch, fetch, Lane.DEMAND)
 
-    def _claim(self, first: int, last: int) -> Fetch | None:
+    def _claim(self, first: int, last: int, lane: Lane) -> Fetch | None:
         """Take a run of missing chunks; None where there is no room for it."""
         assert self.reservation is not None
         start, end = self.chunks.span(first, last)
@@ -138,10 +141,26 @@ class Fill(Copy):
         self._tell(first, last, CLAIMED)
         layout = self.remote.layout
         target = None if layout is None else layout.target(start)
-        fetch = Fetch(self.chunks, first, last, start, end, trio.Event(), target)
+        whole = self.size <= WHOLE_BYTES and end - start == self.size and self.reservation.whole
+        unit = None if whole else self._unit(start, end, lane)
+        fetch = Fetch(self.chunks, first, last, start, end, trio.Event(), target, unit)
         self._fetches.append(fetch)
         self.busy += 1
         return fetch
+
+    def _unit(self, start: int, end: int, lane: Lane) -> Unit:
+        # A slow tier must not slow the readers: what they wait for is fetched again some time.
+        most = filling.MOST_UNWRITTEN_BYTES if lane is Lane.DEMAND else 0
+        return Unit(
+            self.node.ino,
+            start,
+            end,
+            chunk_bytes=self.chunks.chunk_bytes,
+            version=self.remote.version,
+            device=self.remote.device,
+            readers=self._cache.readers.unfinished.units,
+            most_bytes=most,
+        )
 
     async def fetch_unopened(self) -> None:
         """Fetch all of a small file in the errand that would have opened it, if there is room for
@@ -165,12 +184,13 @@ class Fill(Copy):
         """The next run to be copied in the background, or None where there is none to claim."""
         if self.state is not State.FILLING or self.full or self._finishing:
             return None
-        unit_bytes = max(unit_bytes, min(self.size, WHOLE_BYTES))
         if (layout := self.remote.layout) is not None:
             unit_bytes = layout.span(self._next_offset, unit_bytes)
         unit = max(1, unit_bytes // self.chunks.chunk_bytes)
+        if self.size <= WHOLE_BYTES:
+            unit = self.chunks.count
         run = self.chunks.next_missing(self.cursor, unit)
-        return None if run is None else self._claim(*run)
+        return None if run is None else self._claim(*run, Lane.BACKGROUND)
 
     @property
     def next_target(self) -> int | None:
@@ -195,12 +215,22 @@ class Fill(Copy):
                     return piece
             elif state == CLAIMED:
                 fetch = next(f for f in self._fetches if f.start <= offset < f.end)
-                if (piece := await fetch.piece(offset, end)) is not None:
-                    return piece
-                return await self._piece(offset, end)  # as the source is now
+                return await self._fetched(fetch, offset, end)
             else:
                 return await self._read_source(offset, stop)
         return await self._read_source(offset, end)
+
+    async def _fetched(self, fetch: Fetch, offset: int, end: int) -> Data:
+        if (piece := await fetch.piece(offset, end)) is not None:
+            return piece
+        if self.state is not State.FILLING or fetch.chunks is not self.chunks:
+            return await self._piece(offset, end)  # as the source is now
+        if fetch.unit is not None and fetch.unit.is_stored(offset):
+            chunk = self.chunks.chunk_of(offset)
+            stop = min(end, self.chunks.span(chunk, chunk + 1)[1])
+            if (piece := await self._read_part(offset, stop)) is not None:
+                return piece
+        return await self._read_source(offset, min(end, fetch.end))
 
     async def _read_part(self, offset: int, end: int) -> Data | None:
         reservation = self.reservation
@@ -260,28 +290,104 @@ class Fill(Copy):
     async def fetch(self, fetch: Fetch, lane: Lane) -> None:
         """Carry out a claimed fetch: source, then readers, then tier. Raises nothing."""
         try:
-            data = await self._fetch_source(fetch, lane)
-            if data is not None and self._keeps(fetch, lane):
-                await self._keep(fetch, data)
+            if fetch.unit is not None:
+                await self._fetch_unit(fetch, fetch.unit, lane)
+            else:
+                data = await self._fetch_source(fetch, lane)
+                if data is not None and self._keeps(fetch, lane):
+                    await self._keep_whole(fetch, data)
         finally:
             self.end(fetch)
 
     def end(self, fetch: Fetch) -> None:
         """A claimed fetch is over, whatever came of it. No checkpoint."""
         self._fetches.remove(fetch)
-        if fetch.chunks.state(fetch.first) == CLAIMED:
+        if fetch.unit is not None:
+            self._settle_unit(fetch, fetch.unit)
+        elif fetch.chunks.state(fetch.first) == CLAIMED:
             fetch.chunks.release(fetch.first, fetch.last)
-            if fetch.chunks is self.chunks:
-                self._tell(fetch.first, fetch.last, MISSING)
-        fetch.done.set()
+        fetch.is_over()
         self._leave()
         self._poke(self)
+
+    async def _fetch_unit(self, fetch: Fetch, unit: Unit, lane: Lane) -> None:
+        """Source and tier at the same time, once there is a part file: if the source does not let
+        us read it, there is to be none."""
+        reservation = self.reservation
+        if reservation is None or not self._fills(fetch):
+            unit.stop()
+            await self._read_unit(fetch, unit, lane)
+        elif reservation.fd < 0:
+            await self._read_unit(fetch, unit, lane)
+            if unit.read_bytes:
+                await self._keep_unit(reservation, fetch, unit)
+        else:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._keep_unit, reservation, fetch, unit)
+                await self._read_unit(fetch, unit, lane)
+
+    def _fills(self, fetch: Fetch) -> bool:
+        return self.state is State.FILLING and fetch.chunks is self.chunks
+
+    async def _read_unit(self, fetch: Fetch, unit: Unit, lane: Lane) -> None:
+        started = trio.current_time()
+        try:
+            await self.remote.read_unit(unit, lane)
+        except OSError as exc:
+            fetch.error = exc.with_traceback(None)
+        except SourceChanged:
+            self._changed()
+        except BaseException:
+            unit.stop()  # its thread goes on
+            raise
+        else:
+            fetch.seconds = trio.current_time() - started
+        unit.finish()
+        for start, end in unit.dropped():
+            self._metrics.chunks_dropped += -(-(end - start) // fetch.chunks.chunk_bytes)
+        fetch.done.set()
+
+    async def _keep_unit(self, reservation: Reservation, fetch: Fetch, unit: Unit) -> None:
+        if not self._fills(fetch):
+            return
+        try:
+            if not await self._cache.write(reservation, unit, fetch.done):
+                self.full = True
+        except OSError as exc:
+            self._tier_failed(reservation, exc, "copying failed")
+
+    def _settle_unit(self, fetch: Fetch, unit: Unit) -> None:
+        """What was written is present, the rest is missing again."""
+        unit.stop()
+        chunks, at, fills = fetch.chunks, fetch.first, self._fills(fetch)
+        for start, end in unit.stored():
+            first, last = chunks.chunk_of(start), chunks.chunk_of(end - 1) + 1
+            self._miss(fetch, at, first)
+            chunks.arrive(first, last)
+            if fills and self.reservation is not None:
+                self.reservation.put_digests(start, unit.digests(start, end))
+                self._tell(first, last, PRESENT)
+            at = last
+        self._miss(fetch, at, fetch.last)
+        if fills and chunks.complete:
+            self._begin_finish()
+
+    def _miss(self, fetch: Fetch, first: int, last: int) -> None:
+        if first < last:
+            fetch.chunks.release(first, last)
+            if fetch.chunks is self.chunks:
+                self._tell(first, last, MISSING)
+
+    def give_up(self, cause: Cause, reason: str) -> None:
+        super().give_up(cause, reason)
+        for fetch in self._fetches:
+            if fetch.unit is not None:
+                fetch.unit.stop()
 
     async def _fetch_source(self, fetch: Fetch, lane: Lane) -> bytes | None:
         started = trio.current_time()
         try:
-            arrived = self._arrived if self.size > WHOLE_BYTES else None
-            fetch.data = await self.remote.fetch(fetch.start, fetch.end, lane, arrived)
+            fetch.data = await self.remote.fetch_whole(lane)
         except OSError as exc:
             fetch.error = exc
         except SourceChanged:
@@ -291,16 +397,12 @@ class Fill(Copy):
             fetch.done.set()
         return fetch.data
 
-    def _arrived(self, start: int, data: bytes) -> None:
-        """In a thread: nobody is to wait for the event loop's turn."""
-        self._cache.readers.unfinished.arrived(self.node.ino, start, data)
-
     def _tell(self, first: int, last: int, state: bytes) -> None:
         if self._shown:
             self._cache.readers.unfinished.chunks(self.node.ino, first, last, state)
 
     def _keeps(self, fetch: Fetch, lane: Lane) -> bool:
-        if self.state is not State.FILLING or fetch.chunks is not self.chunks:
+        if not self._fills(fetch):
             return False
         if lane is Lane.DEMAND and self._cache.backlogged:
             # A slow tier must not slow the readers: these bytes are fetched again some time.
@@ -308,31 +410,17 @@ class Fill(Copy):
             return False
         return True
 
-    async def _keep(self, fetch: Fetch, data: bytes) -> None:
+    async def _keep_whole(self, fetch: Fetch, data: bytes) -> None:
         reservation = self.reservation
         assert reservation is not None
-        whole = fetch.start == 0 and fetch.end == self.size and reservation.fd < 0
         try:
-            if whole and reservation.whole:
-                stored = await self._cache.write_all(reservation, data)
-                fetch.chunks.arrive(fetch.first, fetch.last)
-                if stored:
-                    self._become_resident()
-                return
-            unmade = reservation.fd < 0
-            if not await self._cache.write(reservation, fetch.start, data):
-                self.full = True
-                return
+            stored = await self._cache.write_all(reservation, data)
         except OSError as exc:
             self._tier_failed(reservation, exc, "copying failed")
             return
         fetch.chunks.arrive(fetch.first, fetch.last)
-        if self._shown and fetch.chunks is self.chunks:
-            if unmade:
-                self._cache.readers.unfinished.part(self.node.ino, reservation.fd)
-            self._tell(fetch.first, fetch.last, PRESENT)
-        if self.state is State.FILLING and self.chunks.complete:
-            self._begin_finish()
+        if stored:
+            self._become_resident()
 
     # -- fetched together with others (``Group``)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import trio
 
+from monarchfs.engine.units import Unit
 from monarchfs.source.errand import Answer, Wanted
 from monarchfs.source.layout import Layout
 from monarchfs.source.source import Source
@@ -106,35 +106,37 @@ class RemoteFile:
         """What the file behind the descriptor is now. Raises as ``open``."""
         return await self._source.fstat(await self._descriptor(lane), lane)
 
-    async def fetch(
-        self,
-        start: int,
-        end: int,
-        lane: Lane,
-        arrived: Callable[[int, bytes], None] | None = None,
-    ) -> bytes:
-        """Exactly these bytes of this version. Raises the source's OSError, SourceChanged, and,
-        where nobody holds the file open yet, Archived. ``arrived`` is told of ``start`` and the
-        bytes before anybody: in a thread, or not."""
-        whole = start == 0 and end == self.version.size
-        if whole and self._fd < 0 and (lane is Lane.BACKGROUND or not self.verified):
+    async def fetch_whole(self, lane: Lane) -> bytes:
+        """All bytes of this version. Raises the source's OSError, SourceChanged, and, where nobody
+        holds the file open yet, Archived."""
+        size = self.version.size
+        if self._fd < 0 and (lane is Lane.BACKGROUND or not self.verified):
             # One errand of one thread instead of three: nobody holds the file open (yet).
             with _what_lies_there():
                 data = await self._source.read_whole(*self._where(), self.version, lane)
-            if arrived is not None:
-                arrived(start, data)
         else:
-            if lane is Lane.BACKGROUND and self.layout is None and self._source.has_layouts:
-                self.layout = await self._source.layout(await self.open(lane), lane)
-            fd = await self.open(lane)
-            tell = None if arrived is None else partial(arrived, start)
-            data, version = await self._source.read_once(
-                fd, start, end - start, lane, self.version, tell
-            )
-            if version != self.version or len(data) != end - start:
+            fd = await self._to_fetch(lane)
+            data, version = await self._source.read_once(fd, 0, size, lane)
+            if version != self.version or len(data) != size:
                 raise SourceChanged("it changed while it was read")
         self.verified = True
         return data
+
+    async def _to_fetch(self, lane: Lane) -> int:
+        """The descriptor. Raises as ``open``, and Archived."""
+        if lane is Lane.BACKGROUND and self.layout is None and self._source.has_layouts:
+            self.layout = await self._source.layout(await self.open(lane), lane)
+        return await self.open(lane)
+
+    async def read_unit(self, unit: Unit, lane: Lane) -> None:
+        """Have a unit read its bytes. Raises as ``fetch_whole``."""
+        await self._source.read_unit(await self._to_fetch(lane), unit, lane)
+        self.verified = True
+
+    @property
+    def device(self) -> int:
+        """Of the source's root."""
+        return self._source.device
 
     def wanted(self) -> Wanted:
         """For an errand of the source that brings all of it, and others. Raises OSError where its

@@ -35,6 +35,7 @@ OPERATIONS = {
     "read": "read",
     "read_for_reader": "read",
     "read_once": "read",
+    "read_unit": "read",
     "read_whole": "read",
     "read_each": "read",
     "close": "close",

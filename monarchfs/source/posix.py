@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from monarchfs.engine.units import Unit
 from monarchfs.source import _whole
 from monarchfs.source.dirs import DirHandle, DirHandles, check_name
 from monarchfs.source.errand import Answer, Errand
@@ -249,23 +250,19 @@ class PosixSource:
         _advise(fd, 0, 0, os.POSIX_FADV_NORMAL)
         return self.read(fd, offset, size)
 
-    def read_once(
-        self,
-        fd: int,
-        offset: int,
-        size: int,
-        version: SourceVersion | None = None,
-        tell: Callable[[bytes], None] | None = None,
-    ) -> tuple[bytes, SourceVersion]:
+    def read_once(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
         """``read`` of what is kept: nothing beyond it is read. Somebody may be fetching what
         follows, and what is read ahead and dropped for want of memory is read twice. Fetches of a
-        file run side by side, so the kernel goes on as it was told until ``read_for_reader``.
-        ``tell`` is called here, in the thread, if all of it is there and of this ``version``."""
+        file run side by side, so the kernel goes on as it was told until ``read_for_reader``."""
         _advise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        data, after = self.read(fd, offset, size)
-        if tell is not None and after == version and len(data) == size:
-            tell(data)
-        return data, after
+        return self.read(fd, offset, size)
+
+    def read_unit(self, fd: int, unit: Unit) -> int:
+        """``read_once`` of what goes from there into a tier; how many bytes. Raises SourceChanged
+        where another version lies there: what came before that is good."""
+        if not unit.read(fd):
+            raise SourceChanged("it changed while it was read")
+        return unit.read_bytes
 
     def read_whole(
         self, directory: DirRef, name: bytes, version: SourceVersion

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import trio
 from trio import to_thread
 
+from monarchfs.engine.units import Unit
 from monarchfs.metrics import DURATION_BOUNDS_NS, NS
 from monarchfs.quiet import RunSync
 from monarchfs.source.errand import Errand, Wanted
@@ -78,6 +79,7 @@ class Source:
         Call it inside the trio run."""
         self.counters = SourceCounters()
         self.root = posix.root
+        self.device = posix.device
         self._posix = posix
         self.releases = Releases(stuck_seconds=stuck_seconds)
         self.demand = LaneThreads(Lane.DEMAND, demand_threads, self.releases)
@@ -193,18 +195,22 @@ class Source:
         """
         return await self._counted_read(lane, self._posix.read_for_reader, (fd, offset, size))
 
-    async def read_once(
-        self,
-        fd: int,
-        offset: int,
-        size: int,
-        lane: Lane,
-        version: SourceVersion | None = None,
-        tell: Callable[[bytes], None] | None = None,
-    ) -> ReadResult:
+    async def read_once(self, fd: int, offset: int, size: int, lane: Lane) -> ReadResult:
         """As PosixSource.read_once, and as ``read`` when it is cancelled."""
-        args = (fd, offset, size, version, tell)
-        return await self._counted_read(lane, self._posix.read_once, args)
+        return await self._counted_read(lane, self._posix.read_once, (fd, offset, size))
+
+    async def read_unit(self, fd: int, unit: Unit, lane: Lane) -> None:
+        """As PosixSource.read_unit. ``fd`` may be closed after a cancelled one, too, if the unit
+        was stopped."""
+        dispose = partial(self._count_late_bytes, lane)
+        try:
+            await self._call(lane, self._posix.read_unit, (fd, unit), dispose)
+        except trio.Cancelled:
+            raise
+        except BaseException:
+            self._count_bytes(lane, unit.read_bytes)
+            raise
+        self._count_bytes(lane, unit.read_bytes)
 
     async def read_whole(
         self, directory: DirRef, name: bytes, version: SourceVersion, lane: Lane

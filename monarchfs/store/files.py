@@ -124,13 +124,6 @@ def write_sparse(fd: int, offset: int, data: Data) -> None:
     write_all(fd, offset + start, view[start:])
 
 
-def sparse_bytes(data: Data) -> int:
-    """How many of these bytes ``write_sparse`` writes, in blocks of 4 KiB."""
-    view = memoryview(data).cast("B")
-    chunks = (view[at : at + _HOLE_BYTES] for at in range(0, len(view), _HOLE_BYTES))
-    return sum(-(-len(chunk) // 4096) * 4096 for chunk in chunks if not _is_hole(chunk))
-
-
 def _is_hole(chunk: memoryview) -> bool:
     # The first and last byte tell nearly always, and then cost nothing.
     return chunk[0] == 0 and chunk[-1] == 0 and bytes(chunk) == _ZEROS[: len(chunk)]

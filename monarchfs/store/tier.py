@@ -42,6 +42,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
+from monarchfs.engine.units import Unit
 from monarchfs.store import files as on_disk
 from monarchfs.store.checksum import BLOCK_BYTES, checksum, digests
 from monarchfs.store.errors import ReplicaLost
@@ -54,6 +55,9 @@ logger = logging.getLogger(__name__)
 _PARTS = "parts"
 _PROBE = re.compile(r"\.probe-[0-9a-f]+")
 _PROBE_BYTES = 4096
+ARRIVAL_SECONDS = 0.1
+"""So long a thread waits for the source's next bytes."""
+
 _REMARKS = 100  # files that are not ours, in the log; more would add nothing
 
 
@@ -205,9 +209,10 @@ class Tier:
         on_disk.write_sparse(fd, offset, data)
         return digests(data)
 
-    def needed(self, data: Data) -> int:
-        """How many bytes of blocks ``write`` takes for ``data``."""
-        return on_disk.sparse_bytes(data)
+    def write_unit(self, fd: int, unit: Unit) -> bool:
+        """``write`` what arrives with a unit; False where nothing did for a while, and there is
+        more to come. For the digests ask the unit."""
+        return unit.write(fd, ARRIVAL_SECONDS)
 
     def finish_part(self, fd: int, name: bytes, checksum: int) -> int:
         """Give a part that has all its bytes its final name; returns its allocated bytes.

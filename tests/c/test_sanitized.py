@@ -90,6 +90,13 @@ def test_names_while_they_change(tmp_path: Path, sanitizers: str) -> None:
 
 
 @SANITIZERS
+def test_units_while_their_files_change(tmp_path: Path, tier: Path, sanitizers: str) -> None:
+    """What is shown and written of a large file is of its version, whoever stops it."""
+    program = build(tmp_path, "units", f"-fsanitize={sanitizers}", parts=("engine/_unit",))
+    run(program, tier, REQUESTS // 200)
+
+
+@SANITIZERS
 def test_an_open_that_is_handed_out_again_meanwhile(
     tmp_path: Path, tier: Path, sanitizers: str
 ) -> None:

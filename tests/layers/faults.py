@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import trio
 
+from monarchfs.engine.units import Unit
 from monarchfs.source.errand import Errand
 from monarchfs.source.posix import Batches, Found, FoundEach, PosixSource
 from monarchfs.store.segments import Segments
@@ -170,6 +171,15 @@ class FaultySource(PosixSource):
         self.faults.meet("after_read")
         return data, version
 
+    def read_unit(self, fd: int, unit: Unit) -> int:
+        self.faults.meet("read")
+        try:
+            return super().read_unit(fd, unit)
+        finally:
+            if unit.read_bytes:
+                self.reads.append(Read(os.fstat(fd).st_ino, unit.start, unit.read_bytes))
+            self.faults.meet("after_read")
+
 
 class FaultySegments(Segments):
     """With the faults of a tier, under the names of what it does with files."""
@@ -229,11 +239,11 @@ class FaultyTier(Tier):
         self.faults.meet("open_replica")
         return super().open_replica(name, checksum, size)
 
-    def write(self, fd: int, offset: int, data: Data) -> bytes:
+    def write_unit(self, fd: int, unit: Unit) -> bool:
         self.faults.meet("write")
-        digests = super().write(fd, offset, data)
+        done = super().write_unit(fd, unit)
         self.faults.meet("after_write")
-        return digests
+        return done
 
     def finish_part(self, fd: int, name: bytes, checksum: int) -> int:
         self.faults.meet("finish_part")

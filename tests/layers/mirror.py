@@ -306,7 +306,7 @@ class Mirror:
         await self.idle()
         assert self.copier.files == {}
         assert self.cache._open == {}
-        assert self.cache.unwritten_bytes == 0
+        assert self.cache.backlog_bytes == 0
         for ledger in self.placement._ledgers.values():
             assert (ledger.reserved_bytes, ledger.copies) == (0, 0)
         self.check_books()

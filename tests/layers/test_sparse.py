@@ -42,14 +42,7 @@ def watch_capacity(mirror: Mirror, capacity: int) -> list[int]:
         seen.append(occupied(mirror))
         assert seen[-1] <= capacity
 
-    write = mirror.tier.write
-
-    def watched(fd: int, offset: int, data: bytes) -> bytes:
-        digests = write(fd, offset, data)
-        look()
-        return digests
-
-    mirror.tier.write = watched  # type: ignore[assignment,method-assign]
+    mirror.tier.faults.before("after_write", look)
     return seen
 
 

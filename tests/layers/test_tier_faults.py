@@ -424,7 +424,7 @@ async def test_a_slow_tier_slows_no_reader_and_collects_no_memory(
             data = await mirror.read(handle, offset, 400_000)
             assert data == LARGE[offset : offset + 400_000]
         assert mirror.metrics.chunks_dropped > 0
-        assert mirror.cache.unwritten_bytes < 3 * MIB
+        assert mirror.cache.backlog_bytes < 3 * MIB
         gate.open()
         handle.release()
         await mirror.settled()

@@ -717,6 +717,12 @@ def from_source(directory: Path) -> None:
 
 
 MISSING, CLAIMED, PRESENT = range(3)
+LET_GO = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+ARRIVED = ctypes.CFUNCTYPE(
+    *(ctypes.c_bool, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t),
+    *(LET_GO, ctypes.c_void_p),
+)
+"""Of struct unfinished_units (_unfinished.h)."""
 
 
 def filling(directory: Path) -> None:
@@ -740,6 +746,22 @@ def filling(directory: Path) -> None:
         end = time.monotonic() + 10
         while waiting() != together:  # one that was answered is counted for a moment
             assert time.monotonic() < end
+
+    in_use: dict[int, object] = {}
+    release = LET_GO(lambda start: in_use.pop(start or 0) and None)
+
+    def arrive(first: int, last: int) -> bool:
+        """As a unit that has read these chunks."""
+        start, end = first * chunk, min(last * chunk, len(data))
+        place = ctypes.pythonapi.PyCapsule_GetPointer
+        place.restype, place.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+        functions = place(hooks.unfinished_units(), b"monarchfs.fuse._session.unfinished_units")
+        arrived = ARRIVED(ctypes.c_void_p.from_address(functions).value or 0)
+        piece = ctypes.create_string_buffer(data[start:end], end - start)
+        taken: bool = arrived(7, start, piece, end - start, release, start)
+        if taken:
+            in_use[start] = piece
+        return taken
 
     def answered(*expected: tuple[int, int, int]) -> None:
         answers = [threads.answer() for _ in expected]
@@ -765,12 +787,18 @@ def filling(directory: Path) -> None:
     wait(4, 3 * chunk + 5, chunk, together=2)
     wait(6, chunk, 2 * chunk, together=3)
     wait(8, 4 * chunk, 2 * chunk, together=4)
-    hooks.unfinished_arrived(7, 2 * chunk, data[2 * chunk : 5 * chunk])
+    assert arrive(2, 3)
+    assert arrive(3, 5)
+    assert not arrive(3, 4), "these are there already"
     answered((2, 2 * chunk, chunk), (4, 3 * chunk + 5, chunk))
     threads.read(file, 3 * chunk + 1, chunk)  # from memory: it is not in the part
-    assert waiting() == 1, "one lies half in the part, and is for Python"
+    assert waiting() == 2, "one lies half in the part, and is read there in a moment"
+    threads.read(file, 2 * chunk + 7, 2 * chunk)  # from two pieces
+    assert in_use.keys() == {2 * chunk, 3 * chunk}
     write(2, 5)
     hooks.unfinished_chunks(7, 2, 5, PRESENT)
+    assert not in_use
+    answered((6, chunk, 2 * chunk))
     threads.read(file, 0, 5 * chunk)
     # The last one can be read from the part when all of it is there.
     write(5, 6)
@@ -783,7 +811,8 @@ def filling(directory: Path) -> None:
     wait(10, 6 * chunk, 10)
     threads.left_to_python(lambda: hooks.unfinished_chunks(7, 6, 8, MISSING))
     wait(10, 8 * chunk, 1 << 20)
-    hooks.unfinished_arrived(7, 8 * chunk, data[8 * chunk :])
+    assert arrive(9, 10)
+    assert arrive(8, 9)
     answered((10, 8 * chunk, chunk + 100))
     # And what takes long.
     hooks.unfinished_chunks(7, 8, 10, CLAIMED)
@@ -814,7 +843,8 @@ def filling(directory: Path) -> None:
     # The end: nobody waits for ever, and nothing stays open.
     threads.left_to_python(lambda: hooks.unfinished_stop(7))
     threads.read_by_python(7, 0, 10)
-    hooks.unfinished_arrived(7, 0, data[:chunk])
+    assert not arrive(0, 1)
+    assert not in_use
     os.close(fd)
     part.close()
     end = time.monotonic() + 10

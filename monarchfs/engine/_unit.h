@@ -1,0 +1,93 @@
+/* One read of a large file in the source on behalf of its copy (a unit): read, checksummed and
+ * written block by block, by two threads at once.
+ *
+ * One thread reads (unit_read): who waits for a block is answered from memory as soon as the version was
+ * looked at. The other one (unit_write) never holds that up: it takes what has arrived, and what it has not
+ * taken yet stays in memory, readable. A block is some chunks of a file, and so small that it is still
+ * in the processor's cache when it is written. Thread-safe; one thread reads and one writes at a time. */
+#ifndef MONARCHFS_UNIT_H
+#define MONARCHFS_UNIT_H
+
+#include "../fuse/_unfinished.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#define UNIT_BLOCK_BYTES (256U << 10)
+#define UNIT_DIGEST_BYTES 8 /* of each CHECKED_BYTES, big-endian: see store/checksum.py */
+#define UNIT_CHECKED_BYTES (128U << 10)
+
+struct unit;
+
+/* Of the file in the source. */
+struct unit_version {
+	dev_t device;
+	ino_t ino;
+	off_t size;
+	struct timespec mtime, ctime;
+};
+
+struct unit_plan {
+	uint64_t ino; /* the mount's */
+	uint64_t start, size, chunk_bytes;
+	struct unit_version version;
+	size_t most_bytes; /* 0: any. Else what arrives while all units have more in memory is not kept */
+	const struct unfinished_units *readers; /* NULL: none */
+};
+
+/* NULL where there is no memory; errno is EINVAL where the plan is none. */
+struct unit *unit_new(const struct unit_plan *plan);
+
+/* Nobody may be using it any more, but for `readers`. */
+void unit_free(struct unit *unit);
+
+enum unit_end {
+	UNIT_READ,
+	UNIT_CHANGED, /* another version, or fewer bytes than it should have */
+	UNIT_FAILED, /* errno */
+};
+
+/* Read it from `fd`, and answer those who wait. `bytes`: how much the source gave. */
+enum unit_end unit_read(struct unit *unit, int fd, uint64_t *bytes);
+
+/* Write what has arrived to `fd`, at the same offsets: runs of zeros are left as holes. Returns 1 once
+ * nothing more is to come, 0 where nothing came for `wait_ns`, -errno. */
+int unit_write(struct unit *unit, int fd, int64_t wait_ns);
+
+/* Who reads the file has just become known: tell of what is there. */
+void unit_show(struct unit *unit);
+
+/* Nothing more arrives, as at the end of unit_read. */
+void unit_finish(struct unit *unit);
+
+/* Nothing more of it is written, or told of. */
+void unit_stop(struct unit *unit);
+
+/* Nobody needs what is in memory any more; nobody is writing it. */
+void unit_empty(struct unit *unit);
+
+/* Copy what is in memory of the bytes from `offset` on, at most `size`: how many. */
+size_t unit_copy(struct unit *unit, uint64_t offset, size_t size, char *to);
+
+enum unit_state {
+	UNIT_NOT_THERE,
+	UNIT_IN_MEMORY,
+	UNIT_STORED, /* written */
+	UNIT_DROPPED, /* for want of memory */
+};
+
+/* Of the block with this byte. */
+enum unit_state unit_state(struct unit *unit, uint64_t offset);
+
+/* How many bytes of blocks unit_write will take. */
+uint64_t unit_needed(struct unit *unit);
+
+/* The digests of its pieces, of those that were written: UNIT_DIGEST_BYTES for each. */
+const unsigned char *unit_digests(struct unit *unit, size_t *size);
+
+/* What all units have in memory. */
+size_t unit_memory(void);
+
+#endif

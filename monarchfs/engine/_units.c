@@ -1,0 +1,277 @@
+/* Units (_unit.h) for Python. See engine/units.py. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "_unit.h"
+
+#include <errno.h>
+
+struct object {
+	PyObject_HEAD
+	struct unit *unit;
+	uint64_t start, end;
+	uint64_t read_bytes;
+};
+
+static PyObject *failed(int error)
+{
+	errno = error;
+	return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+static PyObject *new(PyTypeObject *type, PyObject *args, PyObject *named)
+{
+	static char *names[] = {"ino",	   "start",   "size",	    "chunk_bytes",
+				"version", "readers", "most_bytes", NULL};
+	unsigned long long ino, start, size, chunk_bytes, most_bytes = 0, device, source_ino, bytes;
+	long long mtime, ctime;
+	long mtime_ns, ctime_ns;
+	PyObject *readers;
+	if (!PyArg_ParseTupleAndKeywords(args, named, "KKKK(KKKLlLl)O|K", names, &ino, &start, &size,
+					 &chunk_bytes, &device, &source_ino, &bytes, &mtime,
+					 &mtime_ns, &ctime, &ctime_ns, &readers, &most_bytes))
+		return NULL;
+	struct unit_plan plan = {
+		.ino = ino,
+		.start = start,
+		.size = size,
+		.chunk_bytes = chunk_bytes,
+		.version = {.device = (dev_t)device, .ino = (ino_t)source_ino, .size = (off_t)bytes,
+			    .mtime = {(time_t)mtime, mtime_ns}, .ctime = {(time_t)ctime, ctime_ns}},
+		.most_bytes = most_bytes,
+	};
+	if (readers != Py_None &&
+	    !(plan.readers = PyCapsule_GetPointer(readers, UNFINISHED_UNITS)))
+		return NULL;
+	struct object *self = (struct object *)type->tp_alloc(type, 0);
+	if (!self)
+		return NULL;
+	self->start = start;
+	self->end = start + size;
+	self->unit = unit_new(&plan);
+	if (self->unit)
+		return (PyObject *)self;
+	int error = errno;
+	Py_DECREF(self);
+	return error == ENOMEM ? PyErr_NoMemory() : failed(error);
+}
+
+static void dealloc(PyObject *self)
+{
+	struct unit *unit = ((struct object *)self)->unit;
+	if (unit)
+		unit_free(unit);
+	Py_TYPE(self)->tp_free(self);
+}
+
+static PyObject *do_read(PyObject *self, PyObject *given)
+{
+	struct object *object = (struct object *)self;
+	int fd = PyLong_AsLong(given);
+	if (fd == -1 && PyErr_Occurred())
+		return NULL;
+	enum unit_end end;
+	int error;
+	Py_BEGIN_ALLOW_THREADS
+	end = unit_read(object->unit, fd, &object->read_bytes);
+	error = errno;
+	Py_END_ALLOW_THREADS
+	return end == UNIT_FAILED ? failed(error) : PyBool_FromLong(end == UNIT_READ);
+}
+
+static PyObject *do_write(PyObject *self, PyObject *args)
+{
+	struct object *object = (struct object *)self;
+	int fd, done;
+	double seconds;
+	if (!PyArg_ParseTuple(args, "id", &fd, &seconds))
+		return NULL;
+	Py_BEGIN_ALLOW_THREADS
+	done = unit_write(object->unit, fd, (int64_t)(seconds * 1e9));
+	Py_END_ALLOW_THREADS
+	return done < 0 ? failed(-done) : PyBool_FromLong(done);
+}
+
+static PyObject *show(PyObject *self, PyObject *unused)
+{
+	struct object *object = (struct object *)self;
+	(void)unused;
+	Py_BEGIN_ALLOW_THREADS
+	unit_show(object->unit);
+	Py_END_ALLOW_THREADS
+	Py_RETURN_NONE;
+}
+
+static PyObject *finish(PyObject *self, PyObject *unused)
+{
+	(void)unused;
+	unit_finish(((struct object *)self)->unit);
+	Py_RETURN_NONE;
+}
+
+static PyObject *stop(PyObject *self, PyObject *unused)
+{
+	(void)unused;
+	unit_stop(((struct object *)self)->unit);
+	Py_RETURN_NONE;
+}
+
+static PyObject *empty(PyObject *self, PyObject *unused)
+{
+	(void)unused;
+	unit_empty(((struct object *)self)->unit);
+	Py_RETURN_NONE;
+}
+
+static PyObject *peek(PyObject *self, PyObject *args)
+{
+	struct object *object = (struct object *)self;
+	unsigned long long offset, end;
+	if (!PyArg_ParseTuple(args, "KK", &offset, &end))
+		return NULL;
+	end = end < object->end ? end : object->end;
+	size_t size = offset < end ? (size_t)(end - offset) : 0;
+	PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
+	if (bytes && size)
+		_PyBytes_Resize(&bytes, (Py_ssize_t)unit_copy(object->unit, offset, size,
+							      PyBytes_AS_STRING(bytes)));
+	return bytes;
+}
+
+static PyObject *needed(PyObject *self, PyObject *unused)
+{
+	struct object *object = (struct object *)self;
+	uint64_t bytes;
+	(void)unused;
+	Py_BEGIN_ALLOW_THREADS
+	bytes = unit_needed(object->unit);
+	Py_END_ALLOW_THREADS
+	return PyLong_FromUnsignedLongLong(bytes);
+}
+
+/* The ranges of blocks in a state, as [(start, end)]. */
+static PyObject *ranges(const struct object *object, enum unit_state state)
+{
+	PyObject *found = PyList_New(0);
+	uint64_t at = object->start;
+	while (found && at < object->end) {
+		uint64_t start = at;
+		while (at < object->end && unit_state(object->unit, at) == state)
+			at += UNIT_BLOCK_BYTES;
+		if (at == start) {
+			at += UNIT_BLOCK_BYTES;
+			continue;
+		}
+		PyObject *range = Py_BuildValue("KK", (unsigned long long)start,
+						(unsigned long long)(at < object->end ? at : object->end));
+		if (!range || PyList_Append(found, range) < 0)
+			Py_CLEAR(found);
+		Py_XDECREF(range);
+	}
+	return found;
+}
+
+static PyObject *stored(PyObject *self, PyObject *unused)
+{
+	(void)unused;
+	return ranges((struct object *)self, UNIT_STORED);
+}
+
+static PyObject *dropped(PyObject *self, PyObject *unused)
+{
+	(void)unused;
+	return ranges((struct object *)self, UNIT_DROPPED);
+}
+
+static PyObject *is_stored(PyObject *self, PyObject *given)
+{
+	unsigned long long offset = PyLong_AsUnsignedLongLong(given);
+	if (offset == (unsigned long long)-1 && PyErr_Occurred())
+		return NULL;
+	return PyBool_FromLong(unit_state(((struct object *)self)->unit, offset) == UNIT_STORED);
+}
+
+static PyObject *digests(PyObject *self, PyObject *args)
+{
+	struct object *object = (struct object *)self;
+	unsigned long long start, end;
+	if (!PyArg_ParseTuple(args, "KK", &start, &end))
+		return NULL;
+	if (start < object->start || start > end || end > object->end ||
+	    (start - object->start) % UNIT_CHECKED_BYTES)
+		return failed(EINVAL);
+	size_t size;
+	const unsigned char *all = unit_digests(object->unit, &size);
+	size_t from = (size_t)((start - object->start) / UNIT_CHECKED_BYTES);
+	size_t count = (size_t)((end - start + UNIT_CHECKED_BYTES - 1) / UNIT_CHECKED_BYTES);
+	return PyBytes_FromStringAndSize((const char *)all + from * UNIT_DIGEST_BYTES,
+					 (Py_ssize_t)(count * UNIT_DIGEST_BYTES));
+}
+
+static PyObject *number_of_bytes(PyObject *self, void *unused)
+{
+	(void)unused;
+	return PyLong_FromUnsignedLongLong(((struct object *)self)->read_bytes);
+}
+
+static PyMethodDef object_methods[] = {
+	{"read", do_read, METH_O, "See units.Unit, as for all methods."},
+	{"write", do_write, METH_VARARGS, NULL},
+	{"show", show, METH_NOARGS, NULL},
+	{"finish", finish, METH_NOARGS, NULL},
+	{"stop", stop, METH_NOARGS, NULL},
+	{"empty", empty, METH_NOARGS, NULL},
+	{"peek", peek, METH_VARARGS, NULL},
+	{"needed", needed, METH_NOARGS, NULL},
+	{"stored", stored, METH_NOARGS, NULL},
+	{"dropped", dropped, METH_NOARGS, NULL},
+	{"is_stored", is_stored, METH_O, NULL},
+	{"digests", digests, METH_VARARGS, NULL},
+	{NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef object_values[] = {
+	{"read_bytes", number_of_bytes, NULL, NULL, NULL},
+	{NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyTypeObject object_type = {
+	PyVarObject_HEAD_INIT(NULL, 0)
+	.tp_name = "monarchfs.engine._units.Unit",
+	.tp_doc = "See units.Unit.",
+	.tp_basicsize = sizeof(struct object),
+	.tp_flags = Py_TPFLAGS_DEFAULT,
+	.tp_new = new,
+	.tp_dealloc = dealloc,
+	.tp_methods = object_methods,
+	.tp_getset = object_values,
+};
+
+static PyObject *memory(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	return PyLong_FromSize_t(unit_memory());
+}
+
+static PyMethodDef methods[] = {
+	{"memory_bytes", memory, METH_NOARGS, "What all units have in memory."},
+	{NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+	PyModuleDef_HEAD_INIT,
+	.m_name = "monarchfs.engine._units",
+	.m_doc = "Reads of large files in the source on behalf of their copies; see units.py.",
+	.m_size = -1,
+	.m_methods = methods,
+};
+
+PyMODINIT_FUNC PyInit__units(void)
+{
+	PyObject *m = PyModule_Create(&module);
+	if (m && (PyType_Ready(&object_type) < 0 ||
+		  PyModule_AddObjectRef(m, "Unit", (PyObject *)&object_type) < 0))
+		Py_CLEAR(m);
+	return m;
+}

@@ -1,0 +1,225 @@
+/* Units: a thread that reads and one that writes for each, while others look at them, show them and stop
+ * them, and the source changes now and then. Every byte that is shown, copied or written is of the version
+ * that was asked for, and has its digest; all memory is given back. Arguments: a directory, how many units. */
+#define _GNU_SOURCE
+#include "../../monarchfs/engine/_unit.h"
+
+#include "check.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#define PEOPLE 3 /* who go through units at once, each with a file of his own */
+#define BLOCKS 5
+#define SIZE (BLOCKS * UNIT_BLOCK_BYTES - 1234)
+#define CHUNK (128U << 10)
+#define WAIT_NS 2000000
+#define HELD 4
+
+static const char *directory;
+static unsigned units;
+static bool over;
+
+/* What the threads that answer readers would keep. */
+static struct {
+	pthread_mutex_t lock;
+	void (*release[HELD])(void *);
+	void *token[HELD];
+	const char *data[HELD];
+	int expected[HELD];
+	unsigned next;
+} shown = {.lock = PTHREAD_MUTEX_INITIALIZER};
+static int fillings[PEOPLE + 1];
+
+/* The block before the last one is a hole. */
+static void check_bytes(const char *data, uint64_t start, size_t size, int filling)
+{
+	for (size_t at = 0; at < size; at += 4099) {
+		bool hole = (start + at) / UNIT_BLOCK_BYTES == BLOCKS - 2;
+		CHECK(data[at] == (hole ? 0 : filling));
+	}
+}
+
+/* Under its lock. */
+static void let_go(unsigned n)
+{
+	if (!shown.release[n])
+		return;
+	CHECK(shown.data[n][0] == shown.expected[n]); /* its memory is nobody else's yet */
+	shown.release[n](shown.token[n]);
+	shown.release[n] = NULL;
+}
+
+static bool arrive(uint64_t ino, uint64_t start, const char *data, size_t size,
+		   void (*release)(void *), void *token)
+{
+	check_bytes(data, start, size, __atomic_load_n(&fillings[ino], __ATOMIC_RELAXED));
+	if (start == 0)
+		return false;
+	pthread_mutex_lock(&shown.lock);
+	unsigned n = shown.next++ % HELD;
+	let_go(n);
+	shown.release[n] = release;
+	shown.token[n] = token;
+	shown.data[n] = data;
+	shown.expected[n] = data[0];
+	pthread_mutex_unlock(&shown.lock);
+	return true;
+}
+
+static void tell(uint64_t ino, uint64_t first, uint64_t last, enum chunk_state state)
+{
+	CHECK(ino && ino <= PEOPLE && first < last && last <= SIZE / CHUNK + 1);
+	CHECK(state == CHUNK_PRESENT || state == CHUNK_MISSING);
+}
+
+static const struct unfinished_units readers = {arrive, tell};
+
+struct work {
+	struct unit *unit;
+	int source, part;
+	enum unit_end end;
+	uint64_t bytes;
+	int written;
+};
+
+static void *read_it(void *given)
+{
+	struct work *work = given;
+	work->end = unit_read(work->unit, work->source, &work->bytes);
+	unit_finish(work->unit);
+	return NULL;
+}
+
+static void *write_it(void *given)
+{
+	struct work *work = given;
+	while ((work->written = unit_write(work->unit, work->part, WAIT_NS)) == 0)
+		;
+	return NULL;
+}
+
+static void fill(int fd, int filling, char *data)
+{
+	memset(data, filling, SIZE);
+	memset(data + (BLOCKS - 2) * UNIT_BLOCK_BYTES, 0, UNIT_BLOCK_BYTES);
+	CHECK(pwrite(fd, data, SIZE, 0) == SIZE);
+}
+
+static struct unit *plan(uint64_t ino, int fd, bool scarce)
+{
+	struct stat st;
+	CHECK(fstat(fd, &st) == 0);
+	const struct unit_plan plan = {
+		.ino = ino, .size = SIZE, .chunk_bytes = CHUNK, .readers = &readers,
+		.most_bytes = scarce ? 2 * UNIT_BLOCK_BYTES : 0,
+		.version = {st.st_dev, st.st_ino, st.st_size, st.st_mtim, st.st_ctim},
+	};
+	struct unit *unit = unit_new(&plan);
+	CHECK(unit);
+	return unit;
+}
+
+/* What was written is what it should be. */
+static void look_at(const struct work *work, int filling, char *data)
+{
+	size_t size;
+	const unsigned char *digests = unit_digests(work->unit, &size);
+	CHECK(size == (SIZE / UNIT_CHECKED_BYTES + 1) * UNIT_DIGEST_BYTES);
+	for (uint64_t at = 0; at < SIZE; at += UNIT_CHECKED_BYTES) {
+		size_t here = SIZE - at < UNIT_CHECKED_BYTES ? SIZE - at : UNIT_CHECKED_BYTES;
+		if (unit_state(work->unit, at) != UNIT_STORED)
+			continue;
+		CHECK(pread(work->part, data, here, (off_t)at) == (ssize_t)here);
+		check_bytes(data, at, here, filling);
+		XXH64_canonical_t digest;
+		XXH64_canonicalFromHash(&digest, XXH3_64bits(data, here));
+		CHECK(!memcmp(digests + at / UNIT_CHECKED_BYTES * UNIT_DIGEST_BYTES, &digest,
+			      UNIT_DIGEST_BYTES));
+	}
+}
+
+static void *be_one(void *given)
+{
+	uint64_t ino = *(uint64_t *)given;
+	unsigned seed = (unsigned)ino;
+	char path[256], *data = malloc(SIZE);
+	snprintf(path, sizeof(path), "%s/source%u", directory, (unsigned)ino);
+	int source = open(path, O_RDWR | O_CREAT, 0600);
+	snprintf(path, sizeof(path), "%s/part%u", directory, (unsigned)ino);
+	int part = open(path, O_RDWR | O_CREAT, 0600);
+	CHECK(data && source >= 0 && part >= 0);
+	for (unsigned n = 0; n < units; n++) {
+		int filling = 1 + rand_r(&seed) % 100, fate = rand_r(&seed) % 8;
+		__atomic_store_n(&fillings[ino], filling, __ATOMIC_RELAXED);
+		fill(source, filling, data);
+		CHECK(ftruncate(part, 0) == 0 && ftruncate(part, SIZE) == 0);
+		struct work work = {plan(ino, source, fate == 1), source, part, UNIT_READ, 0, 0};
+		if (fate == 2) /* another version: the bytes are the same, so that none may be wrong */
+			CHECK(futimens(source, (struct timespec[]){{1, n}, {1, n}}) == 0);
+		pthread_t reader, writer;
+		CHECK(!pthread_create(&writer, NULL, write_it, &work));
+		CHECK(!pthread_create(&reader, NULL, read_it, &work));
+		if (fate == 3)
+			unit_stop(work.unit);
+		if (fate == 4)
+			unit_show(work.unit);
+		size_t got = unit_copy(work.unit, 1000, UNIT_BLOCK_BYTES, data);
+		check_bytes(data, 1000, got, filling);
+		pthread_join(reader, NULL);
+		pthread_join(writer, NULL);
+		CHECK(work.end == (fate == 2 ? UNIT_CHANGED : UNIT_READ));
+		CHECK(work.written == 1 && work.bytes == (fate == 2 ? 0 : SIZE));
+		look_at(&work, filling, data);
+		struct stat st;
+		CHECK(fstat(part, &st) == 0 && (uint64_t)st.st_blocks * 512 <= SIZE - UNIT_BLOCK_BYTES + 8192);
+		for (uint64_t at = 0; fate != 1 && fate != 2 && fate != 3 && at < SIZE; at += CHUNK)
+			CHECK(unit_state(work.unit, at) == UNIT_STORED);
+		unit_free(work.unit);
+	}
+	close(source);
+	close(part);
+	free(data);
+	return NULL;
+}
+
+static void *let_go_of_some(void *unused)
+{
+	unsigned n = 0;
+	while (!__atomic_load_n(&over, __ATOMIC_RELAXED)) {
+		pthread_mutex_lock(&shown.lock);
+		let_go(n++ % HELD);
+		pthread_mutex_unlock(&shown.lock);
+		nanosleep(&(struct timespec){0, 100000}, NULL);
+	}
+	return unused;
+}
+
+int main(int count, char **arguments)
+{
+	CHECK(count == 3);
+	directory = arguments[1];
+	units = (unsigned)atoi(arguments[2]);
+	pthread_t people[PEOPLE], other;
+	uint64_t numbers[PEOPLE];
+	CHECK(!pthread_create(&other, NULL, let_go_of_some, NULL));
+	for (unsigned n = 0; n < PEOPLE; n++) {
+		numbers[n] = n + 1;
+		CHECK(!pthread_create(&people[n], NULL, be_one, &numbers[n]));
+	}
+	for (unsigned n = 0; n < PEOPLE; n++)
+		pthread_join(people[n], NULL);
+	__atomic_store_n(&over, true, __ATOMIC_RELAXED);
+	pthread_join(other, NULL);
+	for (unsigned n = 0; n < HELD; n++)
+		let_go(n);
+	CHECK(unit_memory() == 0);
+	puts("done");
+	return 0;
+}
