@@ -62,13 +62,10 @@ setup(
             ],
             extra_link_args=pkg_config("--libs") or ["-lfuse3"],
         ),
-        *(
-            Extension(
-                f"monarchfs.{package}.{module}",
-                [f"monarchfs/{package}/{module}.c"],
-                extra_compile_args=FLAGS,
-            )
-            for package, module in (("source", "_whole"), ("store", "_records"))
+        Extension(
+            "monarchfs.store._records",
+            ["monarchfs/store/_records.c"],
+            extra_compile_args=FLAGS,
         ),
         Extension(
             "monarchfs.engine._units",

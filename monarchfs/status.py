@@ -60,7 +60,6 @@ def status(worker: Observed) -> dict[str, Any]:
     worker.count()
     of_tiers = worker.index.tier_totals()
     totals = [held for tier, held in of_tiers.items() if tier in worker.cache.tiers]
-    filling = sum(1 for fill in worker.copier.files.values() if fill.filling)
     return {
         "source": worker.config.source,
         "mountpoint": worker.config.mountpoint,
@@ -82,7 +81,7 @@ def status(worker: Observed) -> dict[str, Any]:
             "known": worker.index.count_nodes(),
             "resident": sum(tier.resident for tier in totals),
             "partial": sum(tier.partial for tier in totals),
-            "copying": filling,
+            "copying": worker.copier.filling,
         },
         "source_io": {
             "read_bytes": counters.read_bytes,

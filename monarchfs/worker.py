@@ -225,6 +225,7 @@ class Worker:
         )
         self.arrivals = Arrivals(
             self.misses,
+            self.source,
             self.cache,
             self.copier,
             self.metrics,
@@ -236,7 +237,9 @@ class Worker:
                 posix.device,
                 keeps=config.prefetch is not PrefetchMode.NONE,
                 layouts=posix.has_layouts,
+                nice=config.copy_nice,
             )
+            self.copier.small = self.arrivals
             self.relay.misses = self.misses
             self.tree.on_brought = self.relay.known
             self.relay.waiting = lambda: self.interrupts.waiting

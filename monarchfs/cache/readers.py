@@ -44,11 +44,8 @@ class Readers(Protocol):
 
     def hold(self, ino: int, *, held: bool) -> bool:
         """This process' Python reads the file from the source, or not any more: meanwhile nobody
-        else is to begin with that. Whether somebody else had begun, as of ``busy``."""
-
-    def busy(self, ino: int) -> bool:
-        """Whether somebody else is reading the whole file from the source, or has, and it will be
-        known here in a moment."""
+        else is to begin with that. Whether somebody else is reading the whole file from the source,
+        or has, and it will be known here in a moment."""
 
 
 class UnfinishedReads:
@@ -120,7 +117,4 @@ class NoReaders:
         """As Readers."""
 
     def hold(self, ino: int, *, held: bool) -> bool:
-        return False
-
-    def busy(self, ino: int) -> bool:
         return False

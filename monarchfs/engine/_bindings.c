@@ -60,15 +60,16 @@ static bool number_in(PyObject *given, uint64_t *number)
 static PyObject *start(PyObject *self, PyObject *args)
 {
 	unsigned long long memory_bytes, device;
-	int keeps, layouts;
+	int keeps, layouts, nice;
 	(void)self;
-	if (!PyArg_ParseTuple(args, "KKpp", &memory_bytes, &device, &keeps, &layouts))
+	if (!PyArg_ParseTuple(args, "KKppi", &memory_bytes, &device, &keeps, &layouts, &nice))
 		return NULL;
 	const struct miss_options options = {
 		.memory_bytes = memory_bytes,
 		.device = (dev_t)device,
 		.keeps = keeps,
 		.layouts = layouts,
+		.nice = nice,
 	};
 	int fd = misses_start(&options);
 	return fd < 0 ? failed(-fd) : PyLong_FromLong(fd);
@@ -137,11 +138,22 @@ static PyObject *hold(PyObject *self, PyObject *args)
 	return PyBool_FromLong(misses_hold(ino, held));
 }
 
-static PyObject *busy(PyObject *self, PyObject *given)
+static PyObject *fetch(PyObject *self, PyObject *args)
 {
-	uint64_t ino;
+	PyObject *given;
+	unsigned threads;
 	(void)self;
-	return number_in(given, &ino) ? PyBool_FromLong(misses_busy(ino)) : NULL;
+	if (!PyArg_ParseTuple(args, "O!I", &PyList_Type, &given, &threads))
+		return NULL;
+	PyObject *refused = PyList_New(0);
+	for (Py_ssize_t n = 0; refused && n < PyList_GET_SIZE(given); n++) {
+		PyObject *each = PyList_GET_ITEM(given, n);
+		uint64_t ino;
+		if (!number_in(each, &ino) ||
+		    (!misses_fetch(ino, threads) && PyList_Append(refused, each) < 0))
+			Py_CLEAR(refused);
+	}
+	return refused;
 }
 
 /* Takes the bytes over. */
@@ -167,8 +179,9 @@ static PyObject *events(PyObject *self, PyObject *unused)
 		struct miss_event *next = event->next;
 		PyObject *bytes = object_of(event->bytes), *each = NULL;
 		if (bytes && found)
-			each = Py_BuildValue("KIO", (unsigned long long)event->ino, event->opens,
-					     bytes);
+			each = Py_BuildValue("KIOiK", (unsigned long long)event->ino, event->opens,
+					     bytes, event->error,
+					     (unsigned long long)event->took_ns);
 		if (!each || PyList_Append(found, each) < 0)
 			Py_CLEAR(found); /* the rest is let go of */
 		Py_XDECREF(each);
@@ -202,10 +215,12 @@ static PyObject *counted(PyObject *self, PyObject *unused)
 	(void)self;
 	(void)unused;
 	misses_count(&counts);
-	return Py_BuildValue("KKKNNN", (unsigned long long)counts.bytes,
+	return Py_BuildValue("KKKKNNNN", (unsigned long long)counts.bytes,
 			     (unsigned long long)counts.source_bytes,
+			     (unsigned long long)counts.ahead_bytes,
 			     (unsigned long long)counts.lost, durations_object(&counts.opens),
-			     durations_object(&counts.reads), durations_object(&counts.source));
+			     durations_object(&counts.reads), durations_object(&counts.source),
+			     durations_object(&counts.ahead));
 }
 
 /* -- names */
@@ -290,7 +305,7 @@ static PyObject *names_forget_each(PyObject *self, PyObject *unused)
 
 static PyMethodDef methods[] = {
 	{"misses_start", start, METH_VARARGS,
-	 "misses_start(memory_bytes, device, keeps, layouts): see _misses.h. A descriptor that is\n"
+	 "misses_start(memory_bytes, device, keeps, layouts, nice): see _misses.h. A descriptor that is\n"
 	 "readable while there are events. Raises OSError."},
 	{"misses_directory", directory, METH_VARARGS,
 	 "misses_directory(number, fd): an open directory of the source. Raises OSError."},
@@ -302,18 +317,21 @@ static PyMethodDef methods[] = {
 	{"misses_forget_all", forget_all, METH_NOARGS, "The same, of all."},
 	{"misses_hold", hold, METH_VARARGS,
 	 "misses_hold(ino, held): Python reads it, or not any more. Whether it was busy."},
-	{"misses_busy", busy, METH_O,
-	 "misses_busy(ino): whether it is being read, or its bytes wait in an event."},
+	{"misses_fetch", fetch, METH_VARARGS,
+	 "misses_fetch([ino], threads): have them read by so many threads, see _misses.h. A list of those of\n"
+	 "which no event will tell."},
 	{"misses_events", events, METH_NOARGS,
-	 "What was served since the last call, oldest first: [(ino, opens, bytes or None)]."},
+	 "What was served since the last call, oldest first: [(ino, opens, bytes or None, error, ns in the\n"
+	 "source)]."},
 	{"misses_leave_older", leave_older, METH_VARARGS,
 	 "misses_leave_older(before_ns, most): what has been waiting since before then (CLOCK_MONOTONIC)\n"
 	 "is Python's now, see _misses.h. How many others wait."},
 	{"misses_any_since", any_since, METH_O,
 	 "misses_any_since(since_ns): whether a request waits that came since then."},
 	{"misses_counts", counted, METH_NOARGS,
-	 "(bytes in answers, those asked of the source, opens that no event tells of, opens, reads, files\n"
-	 "read from the source), the three last as in relay_counts."},
+	 "(bytes in answers, those asked of the source for readers, those ahead of them, opens that no event\n"
+	 "tells of, opens, reads, files read from the source for readers, ahead), the four last as in\n"
+	 "relay_counts."},
 	{"names_put", names_put_node, METH_VARARGS,
 	 "names_put(parent, name, seconds, node): look-ups are answered with the node for so long. Nothing\n"
 	 "is done with one whose times have no 64 bits."},

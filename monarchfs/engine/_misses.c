@@ -1,10 +1,15 @@
 /* Opens and reads of small files that are not cached. See _misses.h.
  *
- * An entry is REMOTE, QUEUED for a source thread, READING in one, or has its bytes in memory:
+ * An entry is REMOTE, AHEAD (Python wants it, nobody waits for it), QUEUED for a source thread, READING in
+ * one, or has its bytes in memory:
  *
- *   request  REMOTE, QUEUED, READING            bytes in memory
+ *   request  REMOTE, AHEAD, QUEUED, READING     bytes in memory
  *   OPEN     waits for a source thread          waits, too: the version is looked at for each open
  *   READ     waits for a source thread          is answered at once
+ *   fetch    becomes AHEAD, or nothing          Python is told of them
+ *
+ * What is AHEAD is read by threads of its own, so readers find theirs free, and has memory of its own. The
+ * first request for it makes it QUEUED.
  *
  * Opening the file and comparing its version is all that an open has to ask in any mode: what is at the
  * name now is what it was known to be. Bytes are of a version that was seen before and after they were
@@ -30,7 +35,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/xattr.h>
 #include <unistd.h>
@@ -39,7 +46,9 @@
 #define MOST_ENTRIES (1U << 17) /* some 160 bytes each */
 #define MOST_EVENTS 65536
 #define MOST_STUCK 64 /* so many threads may hang in the source; then all of this is Python's */
+#define MOST_STUCK_AHEAD 16 /* so many of those that read ahead; then nothing more is */
 #define LAYOUT_BYTES 4096
+#define LOWEST_OF_BEST_EFFORT (2 << 13 | 7) /* ioprio_set(2) */
 
 /* A request. */
 struct waiter {
@@ -51,6 +60,7 @@ struct waiter {
 
 enum state {
 	REMOTE,
+	AHEAD,
 	QUEUED,
 	READING,
 };
@@ -58,12 +68,14 @@ enum state {
 /* Under `lock`, but for what is constant: the number, the name, the version. */
 struct entry {
 	struct entry *next; /* in its bucket */
-	struct entry *later, *sooner; /* of those QUEUED, or of those READING */
+	struct entry *later, *sooner; /* of those AHEAD, QUEUED, or READING */
 	uint64_t ino;
 	struct miss_version version;
 	struct waiter *waiters;
 	struct miss_bytes *bytes;
+	struct miss_event *wanted; /* by Python: what will tell of it */
 	struct entry *older, *newer; /* of those with bytes */
+	uint64_t began_ns; /* to be read */
 	size_t answered; /* bytes of it */
 	unsigned answering; /* threads */
 	unsigned generation; /* of the directory */
@@ -72,6 +84,7 @@ struct entry {
 	bool held; /* Python reads it */
 	bool over; /* served from memory while it is open, and then forgotten */
 	bool told; /* its bytes wait for Python */
+	bool ahead; /* it is read by a thread for those */
 	bool stuck; /* its thread is not counted on */
 	bool gone; /* not to be found any more */
 	char name[];
@@ -92,9 +105,10 @@ static void (*leave)(const void *request, size_t length);
 static struct entry *buckets[BUCKETS];
 static struct {
 	struct entry *first, *last;
-} queue, reading, filled;
-static size_t entry_count, memory;
+} ahead, queue, reading, filled;
+static size_t entry_count, memory, memory_ahead;
 static unsigned stuck, waiting;
+static unsigned active_ahead, stuck_ahead; /* threads */
 static struct directory *directories[MISS_DIRECTORIES];
 static unsigned generations;
 static struct miss_event *first_event, **last_event = &first_event;
@@ -107,14 +121,40 @@ static bool any(void);
 static void take(struct lane *lane);
 static struct pool pool = {.lock = &lock, .any = any, .take = take};
 
+static bool any_ahead(void);
+static bool queue_ahead(struct entry *entry);
+static void take_ahead(struct lane *lane);
+static void lower(void);
+static struct pool pool_ahead = {
+	.lock = &lock, .any = any_ahead, .take = take_ahead, .begin = lower};
+
 /* -- bytes. Under `lock` */
+
+/* There may be more to be read ahead. */
+static bool wake_ahead(void)
+{
+	return !any_ahead() || pool_wake(&pool_ahead, stuck_ahead);
+}
 
 static void leave_bytes(struct miss_bytes *bytes)
 {
 	if (bytes && --bytes->users == 0) {
-		memory -= bytes->size;
+		*(bytes->ahead ? &memory_ahead : &memory) -= bytes->size;
 		free(bytes);
+		wake_ahead();
 	}
+}
+
+/* A reader has come to them; whether it is the first. */
+static bool adopt(struct miss_bytes *bytes)
+{
+	if (!bytes->ahead)
+		return false;
+	bytes->ahead = false;
+	memory_ahead -= bytes->size;
+	memory += bytes->size;
+	wake_ahead();
+	return true;
 }
 
 static void fill(struct entry *entry, struct miss_bytes *bytes)
@@ -161,6 +201,33 @@ static void take_from(struct entry **first, struct entry **last, struct entry *e
 	*(entry->later ? &entry->later->sooner : last) = entry->sooner;
 }
 
+/* Python is to know this. */
+static void tell(struct entry *entry, struct miss_event told)
+{
+	struct miss_event *event = entry->wanted;
+	struct miss_bytes *bytes = told.bytes;
+	entry->wanted = NULL;
+	if (!event && (event_count < MOST_EVENTS || bytes))
+		event = malloc(sizeof(*event));
+	if (!event) {
+		__atomic_fetch_add(&counts.lost, told.opens, __ATOMIC_RELAXED);
+		return;
+	}
+	if (bytes)
+		bytes->users++;
+	told.ino = entry->ino;
+	*event = told;
+	entry->told |= bytes != NULL;
+	bool news = !first_event;
+	*last_event = event;
+	last_event = &event->next;
+	event_count++;
+	uint64_t one = 1;
+	/* It cannot be full: it is written to when there was nothing only. */
+	while (news && write(events_fd, &one, sizeof(one)) < 0 && errno == EINTR)
+		;
+}
+
 static void leave_waiters(struct entry *entry)
 {
 	struct waiter *waiter;
@@ -181,17 +248,27 @@ static void leave_entry(struct entry *entry)
 	}
 }
 
+/* It is not asked for, as far as no thread has begun. */
+static void withdraw(struct entry *entry)
+{
+	if (entry->state == QUEUED)
+		take_from(&queue.first, &queue.last, entry);
+	else if (entry->state == AHEAD)
+		take_from(&ahead.first, &ahead.last, entry);
+	if (entry->state != READING)
+		entry->state = REMOTE;
+	if (entry->wanted && entry->state == REMOTE)
+		tell(entry, (struct miss_event){.error = MISS_LEFT});
+	leave_waiters(entry);
+}
+
 /* Nobody finds it any more; it is freed by who still uses it. */
 static void forget(struct entry **place)
 {
 	struct entry *entry = *place;
 	*place = entry->next;
 	entry_count--;
-	if (entry->state == QUEUED) {
-		take_from(&queue.first, &queue.last, entry);
-		entry->state = REMOTE;
-	}
-	leave_waiters(entry);
+	withdraw(entry);
 	entry->gone = true;
 	leave_entry(entry);
 }
@@ -204,11 +281,7 @@ static void forget_unless_open(struct entry **place)
 		forget(place);
 		return;
 	}
-	if (entry->state == QUEUED) {
-		take_from(&queue.first, &queue.last, entry);
-		entry->state = REMOTE;
-	}
-	leave_waiters(entry);
+	withdraw(entry);
 	entry->over = true;
 }
 
@@ -247,29 +320,7 @@ int misses_directory(unsigned number, int fd)
 	return 0;
 }
 
-/* -- events. Under `lock` */
-
-static void tell(struct entry *entry, unsigned opens, struct miss_bytes *bytes)
-{
-	struct miss_event *event =
-		event_count < MOST_EVENTS || bytes ? malloc(sizeof(*event)) : NULL;
-	if (!event) {
-		__atomic_fetch_add(&counts.lost, opens, __ATOMIC_RELAXED);
-		return;
-	}
-	if (bytes)
-		bytes->users++;
-	*event = (struct miss_event){.ino = entry->ino, .opens = opens, .bytes = bytes};
-	entry->told |= bytes != NULL;
-	bool news = !first_event;
-	*last_event = event;
-	last_event = &event->next;
-	event_count++;
-	uint64_t one = 1;
-	/* It cannot be full: it is written to when there was nothing only. */
-	while (news && write(events_fd, &one, sizeof(one)) < 0 && errno == EINTR)
-		;
-}
+/* -- events */
 
 struct miss_event *misses_events(void)
 {
@@ -320,6 +371,8 @@ static bool served(const struct entry *entry)
 {
 	if (entry->state != REMOTE || entry->answering)
 		return false;
+	if (entry->bytes->ahead)
+		return true;
 	return free_opens ? entry->answered >= entry->version.size :
 				    !resident_used(entry->ino);
 }
@@ -375,93 +428,110 @@ static int64_t ns_of(struct timespec time)
 	return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
-static bool has_version(int fd, const struct miss_version *version)
+static int compare(int fd, const struct miss_version *version)
 {
 	struct stat st;
-	return fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_dev == options.device &&
-	       st.st_ino == version->ino && (uint64_t)st.st_size == version->size &&
-	       ns_of(st.st_mtim) == version->mtime_ns && ns_of(st.st_ctim) == version->ctime_ns;
+	if (fstat(fd, &st) < 0)
+		return errno;
+	bool same = S_ISREG(st.st_mode) && st.st_dev == options.device &&
+		    st.st_ino == version->ino && (uint64_t)st.st_size == version->size &&
+		    ns_of(st.st_mtim) == version->mtime_ns &&
+		    ns_of(st.st_ctim) == version->ctime_ns;
+	return same ? 0 : MISS_CHANGED;
 }
 
-/* Whether reading the file has it brought back from an archive. */
-static bool is_archived(int fd)
+/* Whether reading the file has it brought back from an archive (MISS_ARCHIVED), or who knows (errno). */
+static int archived(int fd)
 {
 	unsigned char layout[LAYOUT_BYTES];
 	ssize_t size = fgetxattr(fd, "lustre.lov", layout, sizeof(layout));
 	if (size < 0)
-		return errno != ENODATA && errno != EOPNOTSUPP;
-	return layout_released(layout, (size_t)size);
+		return errno == ENODATA || errno == EOPNOTSUPP ? 0 : errno;
+	return layout_released(layout, (size_t)size) ? MISS_ARCHIVED : 0;
 }
 
-static struct miss_bytes *read_whole(int fd, uint64_t ino, const struct miss_version *version)
-{
-	size_t size = (size_t)version->size;
-	struct miss_bytes *bytes = malloc(sizeof(*bytes) + size);
-	if (!bytes)
-		return NULL;
-	*bytes = (struct miss_bytes){.ino = ino, .users = 1, .size = size};
-	for (size_t done = 0; done < size;) {
-		ssize_t got = pread(fd, bytes->data + done, size - done, (off_t)done);
-		if (got < 0 && errno == EINTR)
-			continue;
-		if (got <= 0) {
-			free(bytes);
-			return NULL;
-		}
-		done += (size_t)got;
-	}
-	if (!has_version(fd, version)) {
-		free(bytes);
-		return NULL;
-	}
-	return bytes;
-}
-
-/* What a source thread is to do, and what came of it. */
+/* What a source thread is to do, and what came of it. `error`: 0, an errno, or of enum miss_error. */
 struct errand {
 	struct entry *entry;
-	int fd;
-	bool must_read, may_read, good;
+	int fd, error;
+	bool must_read, may_read;
 	struct miss_bytes *bytes;
 };
 
-static void carry_out(struct errand *errand, int directory_fd)
+/* Opened, and of the version. */
+static int open_version(struct errand *errand, int directory_fd, int flags)
+{
+	do
+		errand->fd = openat(directory_fd, errand->entry->name, flags);
+	while (errand->fd < 0 && errno == EINTR);
+	if (errand->fd < 0) /* what says that another thing lies there, or none */
+		return errno == ENOENT || errno == ELOOP || errno == ENXIO ? MISS_CHANGED : errno;
+	return compare(errand->fd, &errand->entry->version);
+}
+
+static int read_whole(struct errand *errand)
+{
+	size_t size = (size_t)errand->entry->version.size;
+	struct miss_bytes *bytes = malloc(sizeof(*bytes) + size);
+	if (!bytes)
+		return ENOMEM;
+	*bytes = (struct miss_bytes){.ino = errand->entry->ino, .users = 1, .size = size};
+	int error = 0;
+	for (size_t done = 0; done < size && !error;) {
+		ssize_t got = pread(errand->fd, bytes->data + done, size - done, (off_t)done);
+		if (got > 0)
+			done += (size_t)got;
+		else if (got == 0)
+			error = MISS_CHANGED;
+		else if (errno != EINTR)
+			error = errno;
+	}
+	if (!error)
+		error = compare(errand->fd, &errand->entry->version);
+	if (error)
+		free(bytes);
+	else
+		errand->bytes = bytes;
+	return error;
+}
+
+static int carry_out(struct errand *errand, int directory_fd)
 {
 	/* O_NONBLOCK: should it be a FIFO by now, opening it must not wait for a writer. Lustre's reads
 	 * honour it, so it does not stay. */
 	const int flags =
 		O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
-	const struct entry *entry = errand->entry;
-	const struct miss_version *version = &entry->version;
-	errand->fd = openat(directory_fd, entry->name, flags);
-	errand->good = errand->fd >= 0 && has_version(errand->fd, version);
-	if (!errand->good || !(errand->must_read || errand->may_read))
-		return;
+	int error = open_version(errand, directory_fd, flags);
+	if (error || !(errand->must_read || errand->may_read))
+		return error;
 	/* An open alone does not read that. */
-	errand->good = errand->must_read || !options.layouts || !is_archived(errand->fd);
-	if (!errand->good)
-		return;
-	errand->good = fcntl(errand->fd, F_SETFL, flags & ~O_NONBLOCK) == 0 &&
-		       (errand->bytes = read_whole(errand->fd, entry->ino, version));
+	if (!errand->must_read && options.layouts && (error = archived(errand->fd)))
+		return error;
+	return fcntl(errand->fd, F_SETFL, flags & ~O_NONBLOCK) == 0 ? read_whole(errand) : errno;
 }
 
 /* Under `lock`. */
 static void count_errand(const struct errand *errand, uint64_t took_ns)
 {
+	bool for_readers = !errand->entry->ahead;
 	if (errand->bytes)
-		__atomic_fetch_add(&counts.source_bytes, errand->bytes->size, __ATOMIC_RELAXED);
-	relay_time(&counts.source, took_ns);
+		__atomic_fetch_add(for_readers ? &counts.source_bytes : &counts.ahead_bytes,
+				   errand->bytes->size, __ATOMIC_RELAXED);
+	relay_time(for_readers ? &counts.source : &counts.ahead, took_ns);
 }
 
 /* Those who wait are answered, or become Python's. Under `lock`, but not while the kernel is told. */
-static void deliver(struct errand *errand)
+static void deliver(struct errand *errand, uint64_t took_ns)
 {
 	struct entry *entry = errand->entry;
 	struct waiter *waiters = entry->waiters, *waiter;
-	bool good = errand->good && !entry->gone && entry->bytes;
+	bool good = !errand->error && !entry->gone && entry->bytes;
+	bool keeps = options.keeps || entry->wanted;
 	unsigned opens = 0;
 	if (!good) {
 		leave_waiters(entry);
+		if (entry->wanted) /* an open found no memory */
+			queue_ahead(entry);
 		leave_entry(entry);
 		return;
 	}
@@ -472,10 +542,14 @@ static void deliver(struct errand *errand)
 		waiting--;
 	}
 	if (free_opens)
-		opens = errand->bytes != NULL;
+		opens = errand->bytes && waiters;
+	if (waiters && entry->bytes)
+		adopt(entry->bytes);
 	/* Before the answers: who has read a file finds that Python knows of it. */
 	if (opens || errand->bytes)
-		tell(entry, opens, options.keeps ? errand->bytes : NULL);
+		tell(entry, (struct miss_event){.opens = opens,
+						.took_ns = took_ns,
+						.bytes = keeps ? errand->bytes : NULL});
 	pthread_mutex_unlock(&lock);
 	while ((waiter = waiters)) {
 		const struct fuse_in_header *in = (const void *)waiter->request;
@@ -508,13 +582,18 @@ static bool make_room(size_t size)
 	struct miss_event *event = first_event;
 	while (entry && memory + size > options.memory_bytes) {
 		struct entry *newer = entry->newer;
-		if (free_opens ? entry->state == REMOTE && !entry->answering : served(entry))
+		if (entry->bytes->ahead)
+			; /* is not counted there */
+		else if (free_opens ? entry->state == REMOTE && !entry->answering : served(entry))
 			empty(entry);
 		entry = newer;
 	}
 	for (; event && memory + size > options.memory_bytes; event = event->next) {
-		leave_bytes(event->bytes);
-		event->bytes = NULL;
+		if (event->bytes && !event->bytes->ahead) {
+			leave_bytes(event->bytes);
+			event->bytes = NULL;
+			event->error = MISS_LEFT;
+		}
 	}
 	return memory + size <= options.memory_bytes;
 }
@@ -527,48 +606,73 @@ static bool reads_any(const struct entry *entry)
 	return waiter;
 }
 
-/* Under `lock`, and not any more afterwards. */
-static void take(struct lane *lane)
+/* The end of an errand: who waits is told. Under `lock`. */
+static void end_errand(struct errand *errand, uint64_t took_ns)
 {
-	(void)lane;
-	struct entry *entry = queue.first;
+	struct entry *entry = errand->entry;
+	if (errand->bytes && !entry->gone)
+		fill(entry, errand->bytes);
+	else if (errand->bytes)
+		leave_bytes(errand->bytes);
+	if (entry->wanted && entry->gone)
+		tell(entry, (struct miss_event){.error = MISS_LEFT});
+	if (errand->error && !entry->gone) {
+		tell(entry, (struct miss_event){.error = errand->error, .took_ns = took_ns});
+		forget_unless_open(place_of(entry->ino));
+	} else {
+		/* Without bytes it is Python's: what is open has to stay in memory. */
+		deliver(errand, took_ns);
+	}
+}
+
+/* Whether the number of its directory still stands for that. Under `lock`. */
+static bool is_placed(const struct entry *entry)
+{
+	const struct directory *directory = directories[entry->directory];
+	return directory && directory->generation == entry->generation;
+}
+
+/* Open it, and read it if that is wanted and there is memory. Under `lock`, and not any more afterwards. */
+static void carry(struct entry *entry, bool is_ahead)
+{
+	if (!is_placed(entry)) {
+		entry->state = REMOTE;
+		end_errand(&(struct errand){.entry = entry, .error = MISS_LEFT}, 0);
+		pthread_mutex_unlock(&lock);
+		return;
+	}
 	struct directory *directory = directories[entry->directory];
 	struct errand errand = {.entry = entry, .fd = -1};
 	size_t size = entry->version.size;
-	take_from(&queue.first, &queue.last, entry);
 	errand.must_read = !entry->bytes && reads_any(entry);
-	errand.may_read = !entry->bytes && make_room(size);
+	errand.may_read = is_ahead || (!entry->bytes && make_room(size));
 	bool reads = errand.must_read || errand.may_read;
-	memory += reads ? size : 0;
+	size_t *counted = is_ahead ? &memory_ahead : &memory;
+	*counted += reads ? size : 0;
 	entry->state = READING;
+	entry->ahead = is_ahead;
+	active_ahead += is_ahead;
+	entry->began_ns = relay_now_ns();
 	add_to(&reading.first, &reading.last, entry);
 	directory->users++;
 	pthread_mutex_unlock(&lock);
 
-	uint64_t began_ns = relay_now_ns();
-	carry_out(&errand, directory->fd);
-	uint64_t took_ns = relay_now_ns() - began_ns;
+	errand.error = carry_out(&errand, directory->fd);
+	uint64_t took_ns = relay_now_ns() - entry->began_ns;
 
 	pthread_mutex_lock(&lock);
 	count_errand(&errand, took_ns);
 	leave_directory(directory);
 	take_from(&reading.first, &reading.last, entry);
 	entry->state = REMOTE;
-	stuck -= entry->stuck;
-	entry->stuck = false;
-	if (reads && !errand.bytes)
-		memory -= size;
-	if (errand.bytes && !entry->gone)
-		fill(entry, errand.bytes);
-	else if (errand.bytes)
-		leave_bytes(errand.bytes);
-	if (!errand.good && !entry->gone) {
-		tell(entry, 0, NULL);
-		forget_unless_open(place_of(entry->ino));
-	} else {
-		/* Without bytes it is Python's: what is open has to stay in memory. */
-		deliver(&errand);
-	}
+	*(is_ahead ? &stuck_ahead : &stuck) -= entry->stuck;
+	active_ahead -= is_ahead;
+	entry->ahead = entry->stuck = false;
+	if (errand.bytes)
+		errand.bytes->ahead = is_ahead;
+	else if (reads)
+		*counted -= size;
+	end_errand(&errand, took_ns);
 	pthread_mutex_unlock(&lock);
 	if (errand.fd >= 0) {
 		/* The mount's pages have them now: not to be in memory twice. */
@@ -576,6 +680,49 @@ static void take(struct lane *lane)
 			(void)posix_fadvise(errand.fd, 0, 0, POSIX_FADV_DONTNEED);
 		close(errand.fd);
 	}
+}
+
+static void take(struct lane *lane)
+{
+	(void)lane;
+	struct entry *entry = queue.first;
+	take_from(&queue.first, &queue.last, entry);
+	carry(entry, false);
+}
+
+/* -- what nobody waits for. Under `lock` */
+
+static bool any_ahead(void)
+{
+	size_t most = options.memory_bytes / 2;
+	return ahead.first && active_ahead - stuck_ahead < pool_ahead.most &&
+	       (!memory_ahead || memory_ahead + ahead.first->version.size <= most);
+}
+
+static void take_ahead(struct lane *lane)
+{
+	(void)lane;
+	struct entry *entry = ahead.first;
+	take_from(&ahead.first, &ahead.last, entry);
+	carry(entry, true);
+}
+
+/* Have a thread come to it. */
+static bool queue_ahead(struct entry *entry)
+{
+	entry->state = AHEAD;
+	add_to(&ahead.first, &ahead.last, entry);
+	return wake_ahead();
+}
+
+/* Where nobody waits, those who read go first. */
+static void lower(void)
+{
+	if (!options.nice)
+		return;
+	int now = getpriority(PRIO_PROCESS, 0); /* the calling thread's */
+	if (setpriority(PRIO_PROCESS, 0, now > options.nice ? now : options.nice) == 0)
+		syscall(SYS_ioprio_set, 1, 0, LOWEST_OF_BEST_EFFORT);
 }
 
 /* -- for those who take requests */
@@ -605,11 +752,14 @@ static bool add_waiter(struct entry *entry, const void *request, size_t length, 
 static bool enqueue(struct entry *entry, const void *request, size_t length, bool kept,
 		    uint64_t started_ns)
 {
-	const struct directory *directory = directories[entry->directory];
-	if (!directory || directory->generation != entry->generation || stuck >= MOST_STUCK)
+	if (!is_placed(entry) || stuck >= MOST_STUCK)
 		return false;
 	if (!add_waiter(entry, request, length, started_ns))
 		return false;
+	if (entry->state == AHEAD) {
+		take_from(&ahead.first, &ahead.last, entry);
+		entry->state = REMOTE;
+	}
 	if (entry->state == REMOTE) {
 		entry->state = QUEUED;
 		add_to(&queue.first, &queue.last, entry);
@@ -654,6 +804,8 @@ bool misses_took(const void *request, size_t length, bool kept, uint64_t started
 	bool took = here || (entry && takes(entry, in, length, kept, started_ns));
 	if (here) {
 		entry->answering++;
+		if (adopt(entry->bytes) && free_opens)
+			tell(entry, (struct miss_event){.opens = 1});
 		pthread_mutex_unlock(&lock);
 		answer_read(entry, in, started_ns);
 		if (kept)
@@ -677,12 +829,14 @@ static void leave_one(struct waiter **place)
 	waiting--;
 }
 
-/* Nobody waits for it any more: it need not be asked for. Under `lock`. */
+/* Nobody waits for it any more: it need not be asked for, or not now. Under `lock`. */
 static void dequeue(struct entry *entry)
 {
 	if (entry->state == QUEUED && !entry->waiters) {
 		take_from(&queue.first, &queue.last, entry);
 		entry->state = REMOTE;
+		if (entry->wanted)
+			queue_ahead(entry);
 	}
 }
 
@@ -733,9 +887,15 @@ static void leave_those_before(struct entry *entry, uint64_t before_ns, unsigned
 		leave_one(place);
 		left = true;
 	}
-	if (left && entry->state == READING && !entry->stuck) {
-		entry->stuck = true;
-		stuck++;
+	if (entry->state == READING && !entry->stuck) {
+		if (entry->ahead && entry->began_ns < before_ns && stuck_ahead < MOST_STUCK_AHEAD) {
+			entry->stuck = true;
+			stuck_ahead++;
+			wake_ahead();
+		} else if (left && !entry->ahead) {
+			entry->stuck = true;
+			stuck++;
+		}
 	}
 	dequeue(entry);
 }
@@ -759,10 +919,11 @@ bool misses_any_since(uint64_t since_ns)
 {
 	bool found = false;
 	pthread_mutex_lock(&lock);
-	const struct entry *last[] = {queue.last, reading.last};
-	for (unsigned list = 0; list < 2; list++)
-		if (last[list] && last[list]->waiters)
-			found |= last[list]->waiters->started_ns >= since_ns;
+	if (queue.last)
+		found = queue.last->waiters->started_ns >= since_ns;
+	/* One for each thread, and nobody may wait for some of them. */
+	for (const struct entry *entry = reading.last; entry && !found; entry = entry->sooner)
+		found = entry->waiters && entry->waiters->started_ns >= since_ns;
 	pthread_mutex_unlock(&lock);
 	return found;
 }
@@ -826,9 +987,7 @@ bool misses_has(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);
 	const struct entry *entry = *place_of(ino);
-	const struct directory *directory = entry ? directories[entry->directory] : NULL;
-	bool has = entry && !entry->over &&
-		   directory && directory->generation == entry->generation;
+	bool has = entry && !entry->over && is_placed(entry);
 	pthread_mutex_unlock(&lock);
 	return has;
 }
@@ -859,27 +1018,47 @@ void misses_forget_all(void)
 	pthread_mutex_unlock(&lock);
 }
 
-/* Under `lock`. */
-static bool is_busy(const struct entry *entry)
+bool misses_fetch(uint64_t ino, unsigned threads)
 {
-	return entry && (entry->state != REMOTE || entry->told);
+	struct miss_event *event = malloc(sizeof(*event));
+	if (!event)
+		return false;
+	pthread_mutex_lock(&lock);
+	struct entry *entry = *place_of(ino);
+	bool known = pool.most && entry && is_placed(entry) && !entry->held && !entry->over &&
+		     !entry->wanted;
+	bool wanted = known && !entry->told;
+	if (wanted) {
+		entry->wanted = event;
+		pool_ahead.most = threads;
+		if (entry->bytes) {
+			tell(entry, (struct miss_event){.bytes = entry->bytes});
+		} else if (entry->state == REMOTE && !queue_ahead(entry)) {
+			take_from(&ahead.first, &ahead.last, entry);
+			entry->state = REMOTE;
+			entry->wanted = NULL;
+			known = wanted = false;
+		}
+	}
+	pthread_mutex_unlock(&lock);
+	if (!wanted)
+		free(event);
+	return known;
 }
 
 bool misses_hold(uint64_t ino, bool held)
 {
 	pthread_mutex_lock(&lock);
 	struct entry *entry = *place_of(ino);
-	bool busy = is_busy(entry);
+	if (entry && held && entry->state == AHEAD) {
+		take_from(&ahead.first, &ahead.last, entry);
+		entry->state = REMOTE;
+		free(entry->wanted);
+		entry->wanted = NULL;
+	}
+	bool busy = entry && (entry->state != REMOTE || entry->told);
 	if (entry)
 		entry->held = held;
-	pthread_mutex_unlock(&lock);
-	return busy;
-}
-
-bool misses_busy(uint64_t ino)
-{
-	pthread_mutex_lock(&lock);
-	bool busy = is_busy(*place_of(ino));
 	pthread_mutex_unlock(&lock);
 	return busy;
 }

@@ -30,8 +30,16 @@ struct miss_version {
 struct miss_bytes {
 	uint64_t ino;
 	unsigned users; /* its entry, events, Python */
+	bool ahead; /* nobody has asked for them but Python */
 	size_t size;
 	char data[];
+};
+
+/* Why an event has no bytes; else an errno. */
+enum miss_error {
+	MISS_CHANGED = -1, /* another version, or nothing, is at its name */
+	MISS_ARCHIVED = -2,
+	MISS_LEFT = -3, /* it was to be forgotten, or there was no memory: it may be asked for again */
 };
 
 /* What was served since the last call. `bytes` (NULL: none) is the receiver's to leave. */
@@ -39,22 +47,25 @@ struct miss_event {
 	struct miss_event *next;
 	uint64_t ino;
 	unsigned opens;
+	int error;
+	uint64_t took_ns; /* in the source */
 	struct miss_bytes *bytes;
 };
 
 struct miss_counts {
 	uint64_t bytes; /* in answers to READ */
-	uint64_t source_bytes; /* asked of the source */
+	uint64_t source_bytes, ahead_bytes; /* asked of the source, for readers and ahead of them */
 	uint64_t lost; /* opens that no event tells of */
 	struct relay_times opens, reads; /* answers */
-	struct relay_times source; /* files opened, and read if that was wanted */
+	struct relay_times source, ahead; /* files opened, and read if that was wanted */
 };
 
 struct miss_options {
-	size_t memory_bytes; /* for files */
+	size_t memory_bytes; /* for files that readers want, and half as much for others */
 	dev_t device; /* of the source */
-	bool keeps; /* events have the bytes */
+	bool keeps; /* events have the bytes that readers wanted */
 	bool layouts; /* files may lie in an archive (Lustre HSM): an open alone does not read those */
+	int nice; /* of threads that read what nobody waits for; 0: as all others */
 };
 
 /* Python wants this. A descriptor that is readable while there are events, or -errno. Once only. */
@@ -80,12 +91,15 @@ bool misses_has(uint64_t ino);
 void misses_forget(uint64_t ino);
 void misses_forget_all(void);
 
-/* Python reads the file itself (`held`), or not any more: what is not in memory is not asked for here
- * meanwhile. Whether it was busy before. */
-bool misses_hold(uint64_t ino, bool held);
+/* Python wants all of it, though nobody may have asked for it: it is read by one of so many threads, other
+ * ones than those that readers wait for. One event tells of it, with the bytes or why there are none, unless
+ * this is False, or `misses_hold` says so. Whoever asks for it meanwhile is answered from the same read. */
+bool misses_fetch(uint64_t ino, unsigned threads);
 
-/* Whether the file is being read here, or its bytes wait for Python. */
-bool misses_busy(uint64_t ino);
+/* Python reads the file itself (`held`), or not any more: what is not in memory is not asked for here
+ * meanwhile. Whether it is being read here, or its bytes wait for Python; if not, no event tells of what was
+ * to be fetched. */
+bool misses_hold(uint64_t ino, bool held);
 
 /* Whether the request, OPEN or READ, is answered, or will be from here. `kept`: the journal has it. */
 bool misses_took(const void *request, size_t length, bool kept, uint64_t started_ns);

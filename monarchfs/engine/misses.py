@@ -1,5 +1,5 @@
-"""Files that the C part opens and reads in the source by itself (_misses.c), because nothing of
-them is local: it has to be told what they are.
+"""Small files that the C part opens and reads in the source by itself (_misses.c), for readers and
+to be copied ahead of them: it has to be told what they are.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import NamedTuple, Protocol
@@ -35,13 +35,20 @@ _TIMES = range(-(1 << 63), 1 << 63)
 Times = tuple[int, tuple[int, ...]]
 
 
+CHANGED, ARCHIVED, LEFT = -1, -2, -3
+"""As in _misses.h."""
+
+
 class Served(NamedTuple):
     """A file was read, or opened: ``opens`` times. ``data``: all of its bytes, where they are to be
-    kept. Neither: it could not be opened, or had another version."""
+    kept. Neither: ``error`` says why, an errno, CHANGED (it has another version), ARCHIVED, or
+    LEFT: nothing is wrong with it. ``took_ns`` in the source."""
 
     ino: int
     opens: int
     data: memoryview | None
+    error: int
+    took_ns: int
 
 
 class MissCounts(NamedTuple):
@@ -49,10 +56,12 @@ class MissCounts(NamedTuple):
 
     answered_bytes: int
     source_bytes: int
+    ahead_bytes: int
     untold_opens: int
     opens: Times
     reads: Times
     source_reads: Times
+    ahead_reads: Times
 
 
 class Places(Protocol):
@@ -88,10 +97,11 @@ class Misses:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = MOST_DIRECTORIES if most < 0 else max(1, min(MOST_DIRECTORIES, most // 8))
 
-    def start(self, device: int, *, keeps: bool, layouts: bool) -> None:
-        """``device`` is st_dev of the source; ``keeps``: its bytes are told; ``layouts``: its files
-        may lie in an archive. Before the session's threads; raises OSError."""
-        self.events_fd = self._hooks.misses_start(MEMORY_BYTES, device, keeps, layouts)
+    def start(self, device: int, *, keeps: bool, layouts: bool, nice: int = 0) -> None:
+        """``device`` is st_dev of the source; ``keeps``: the bytes that readers want are told;
+        ``layouts``: its files may lie in an archive; ``nice``: the priority of those who read what
+        nobody waits for. Before the session's threads; raises OSError."""
+        self.events_fd = self._hooks.misses_start(MEMORY_BYTES, device, keeps, layouts, nice)
 
     def offer(self, node: Node) -> bool:
         """Have the C part serve a node, if that is possible; whether it does. 1 us where it knows
@@ -143,6 +153,24 @@ class Misses:
         self._directories[ino] = number
         return number
 
+    def unopened(self, nodes: Iterable[Node]) -> list[DirRef]:
+        """Their directories, as far as ``offer`` would need those to be opened in the source."""
+        parents = {node.parent for node in nodes} - self._directories.keys()
+        refs = [ref for ino in parents if (ref := self._places.dirref(ino)) is not None]
+        return [ref for ref in refs if not self._is_open(ref)]
+
+    def _is_open(self, ref: DirRef) -> bool:
+        if (opened := self._opened_directory(ref)) is None:
+            return False
+        with opened:
+            return True
+
+    def fetch(self, inos: list[int], threads: int) -> list[int]:
+        """Have files that were offered read, by at most so many threads, behind all that readers
+        wait for; ``served`` tells of each. Those of which it will not."""
+        refused: list[int] = self._hooks.misses_fetch(inos, threads)
+        return refused
+
     def forget(self, ino: int) -> None:
         """It is resident, or another version: it is served otherwise from now on. Who has it open
         goes on reading what is in memory."""
@@ -155,13 +183,9 @@ class Misses:
         self._hooks.misses_forget_all()
 
     def hold(self, ino: int, *, held: bool) -> bool:
-        """Python reads the file from the source, or not any more; whether it was ``busy``."""
+        """Python reads the file from the source, or not any more. Whether it is being read here, or
+        was and ``served`` tells of it; if not, what was to be fetched is not."""
         busy: bool = self._hooks.misses_hold(ino, held)
-        return busy
-
-    def busy(self, ino: int) -> bool:
-        """Whether the file is being read, or was and ``served`` tells of it."""
-        busy: bool = self._hooks.misses_busy(ino)
         return busy
 
     @property
@@ -186,10 +210,11 @@ class Misses:
     def served(self) -> list[Served]:
         """What was served since this was called last, oldest first."""
         found = []
-        for ino, opens, data in self._hooks.misses_events():
-            if not opens and data is None:
+        for ino, opens, data, error, took_ns in self._hooks.misses_events():
+            if error and error != LEFT:
                 self._failed(ino)
-            found.append(Served(ino, opens, None if data is None else memoryview(data)))
+            bytes_ = None if data is None else memoryview(data)
+            found.append(Served(ino, opens, bytes_, error, took_ns))
         return found
 
     def _failed(self, ino: int) -> None:

@@ -44,9 +44,6 @@ class Unfinished(Protocol):
     """A file that is not resident (yet)."""
 
     @property
-    def filling(self) -> bool: ...
-
-    @property
     def partial(self) -> bool: ...
 
     @property
@@ -96,7 +93,9 @@ class Copies(Protocol):
 
     def again_in(self, ino: int) -> float | None: ...
 
-    async def open(self, node: Node, *, to_copy: bool = False) -> Unfinished: ...
+    def copying(self, ino: int) -> bool: ...
+
+    async def open(self, node: Node) -> Unfinished: ...
 
     async def open_as_is(self, node: Node) -> Unfinished: ...
 
@@ -434,21 +433,21 @@ class Files:
     async def open_to_copy(self, ino: int) -> Unfinished:
         """``open_unfinished``, and begin to copy it, if this mount does that."""
         keeps = self._copies.keeps
-        unfinished = await self.open_unfinished(ino, to_copy=keeps)
+        unfinished = await self.open_unfinished(ino)
         if keeps and not unfinished.arriving:
             unfinished.start_filling()
             self._copies.opened(ino)
         unfinished.hand_out()
         return unfinished
 
-    async def open_unfinished(self, ino: int, *, to_copy: bool = False) -> Unfinished:
+    async def open_unfinished(self, ino: int) -> Unfinished:
         node = self._tree.index.node(ino)
         if node is None:
             if not self.opens_are_known:
                 await self._astray.unknown()
             raise OSError(errno.ESTALE, "unknown inode")
         try:
-            return await self._copies.open(node, to_copy=to_copy)
+            return await self._copies.open(node)
         except SourceChanged as exc:
             self.noticed(ino)
             if isinstance(exc, DirectoryChanged):
@@ -531,9 +530,9 @@ class Files:
         record = self.cache.state(ino)
         if record is not None and record.state is ReplicaState.RESIDENT:
             return "resident"
-        unfinished = self._copies.unfinished(ino)
-        if unfinished is not None and unfinished.filling:
+        if self._copies.copying(ino):
             return "copying"
+        unfinished = self._copies.unfinished(ino)
         local = record is not None or (unfinished is not None and unfinished.partial)
         return "partial" if local else "remote"
 

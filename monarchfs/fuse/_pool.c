@@ -63,6 +63,8 @@ static void *serve(void *given)
 	pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
 	pthread_cond_init(&self.wake, &attributes);
 	pthread_condattr_destroy(&attributes);
+	if (pool->begin)
+		pool->begin();
 	pthread_mutex_lock(pool->lock);
 	while (wait_for_work(pool, &self)) {
 		pool->take(&lane);

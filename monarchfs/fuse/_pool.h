@@ -16,6 +16,8 @@ struct pool {
 	bool (*any)(void);
 	/* Do one such thing: called under `lock`, which is released when it returns. */
 	void (*take)(struct lane *lane);
+	/* What each does first, if anything. */
+	void (*begin)(void);
 	unsigned most;
 	unsigned threads;
 	struct waiting *idle;

@@ -18,7 +18,7 @@ from monarchfs.fs.files import Files
 from monarchfs.fs.tree import Entry
 from monarchfs.fuse.unfinished import Unfinished
 from monarchfs.metrics import Histogram, Metrics
-from monarchfs.types import Node, Replica, ReplicaState
+from monarchfs.types import Lane, Node, Replica, ReplicaState
 
 MOST_TIERS = 64
 """As in _resident.h; what further tiers hold is read by Python."""
@@ -55,13 +55,14 @@ class Relay:
         self._counted = (0, nothing, nothing, 0, 0, nothing)
         self._counted_backed = 0
         self._counted_source = (0, 0, nothing, nothing)
-        self._counted_misses = MissCounts(0, 0, 0, nothing, nothing, nothing)
+        self._counted_misses = MissCounts(0, 0, 0, 0, nothing, nothing, nothing, nothing)
         self.misses: Misses | None = None
         self.waiting: Callable[[], int] = lambda: 0
         """Says how many requests wait in Python."""
-        self.on_source_reads: Callable[[int, int, list[int]], None] | None = None
-        """Told of reads of the source when they are counted: their bytes, the nanoseconds that they
-        took, and how many took at most so long as each of DURATION_BOUNDS_NS."""
+        self.on_source_reads: Callable[[Lane, int, int, list[int]], None] | None = None
+        """Told of reads of the source when they are counted: whether somebody waited for them,
+        their bytes, the nanoseconds that they took, and how many took at most so long as each of
+        DURATION_BOUNDS_NS."""
 
     @property
     def waits(self) -> bool:
@@ -209,9 +210,6 @@ class Relay:
     def hold(self, ino: int, *, held: bool) -> bool:
         return self.misses is not None and self.misses.hold(ino, held=held)
 
-    def busy(self, ino: int) -> bool:
-        return self.misses is not None and self.misses.busy(ino)
-
     def used(self, ino: int) -> bool:
         used: bool = self._hooks.resident_used(ino)
         return used
@@ -286,22 +284,23 @@ class Relay:
         metrics.source_opens += now.untold_opens - before.untold_opens
         _add(metrics.requests.open_source, now.opens, before.opens)
         _add(metrics.requests.read_source, now.reads, before.reads)
-        self._tell_source(
-            now.source_bytes - before.source_bytes, now.source_reads, before.source_reads
-        )
+        size = now.source_bytes - before.source_bytes
+        self._tell_source(Lane.DEMAND, size, now.source_reads, before.source_reads)
+        size = now.ahead_bytes - before.ahead_bytes
+        self._tell_source(Lane.BACKGROUND, size, now.ahead_reads, before.ahead_reads)
 
     def _count_source(self) -> None:
         now = size, source_bytes, answers, reads = self._hooks.unfinished_counts()
         before, self._counted_source = self._counted_source, now
         self._metrics.relayed_bytes += size - before[0]
         _add(self._metrics.requests.read_source, answers, before[2])
-        self._tell_source(source_bytes - before[1], reads, before[3])
+        self._tell_source(Lane.DEMAND, source_bytes - before[1], reads, before[3])
 
-    def _tell_source(self, size: int, reads: _Times, before: _Times) -> None:
+    def _tell_source(self, lane: Lane, size: int, reads: _Times, before: _Times) -> None:
         if self.on_source_reads is not None:
             buckets = range(len(self._metrics.requests.read_source.counts))
             took = [reads[1][bucket] - before[1][bucket] for bucket in buckets]
-            self.on_source_reads(size, reads[0] - before[0], took)
+            self.on_source_reads(lane, size, reads[0] - before[0], took)
 
 
 def _add(durations: Histogram, now: _Times, before: _Times) -> None:

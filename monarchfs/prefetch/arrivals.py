@@ -1,19 +1,29 @@
-"""Keeping what the C part has read of the source for readers: many files at a time, afterwards."""
+"""Small files that the C part reads of the source as a whole: what readers want, and what the
+copier does. Both come here afterwards, many at a time, and are stored in the same way.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
-from monarchfs.engine.misses import Misses, Served
+from monarchfs.cache.replicas import Reservation
+from monarchfs.engine.misses import ARCHIVED, CHANGED, Misses, Served
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.copier import Copier
-from monarchfs.types import Node
+from monarchfs.prefetch.queue import Priority
+from monarchfs.prefetch.small import Batch
+from monarchfs.source.source import Source
+from monarchfs.types import Archived, Lane, Node, SourceChanged
 
 log = logging.getLogger(__name__)
 
@@ -26,16 +36,30 @@ SIDE_BY_SIDE = 2
 PAUSE_SECONDS = 0.005
 """What was served meanwhile is looked at together."""
 
-Arrived = tuple[Node, memoryview]
+NS = 1_000_000_000
+
+
+@dataclass(eq=False, slots=True)
+class Wanted:
+    """A file that the copier wants, and the room that there is for it."""
+
+    place: Reservation
+    priority: Priority
+    batch: Batch
+
+
+Arrived = tuple[Node, memoryview, Wanted | None]
 
 
 class Arrivals:
-    """Constant: its parts. Changing: ``_waiting``, what is to be stored next; ``_storing``, how
-    many tasks do."""
+    """Constant: its parts. Changing: ``_wanted``, what the copier wants and nobody has told of yet;
+    ``_batches``, how many of those are under way; ``_waiting``, what is to be stored next;
+    ``_storing``, how many tasks do."""
 
     def __init__(
         self,
         misses: Misses,
+        source: Source,
         cache: Cache,
         copier: Copier,
         metrics: Metrics,
@@ -44,42 +68,134 @@ class Arrivals:
     ) -> None:
         """``opened`` is told of each file that was opened, and how often."""
         self._misses = misses
+        self._source = source
         self._cache = cache
         self._copier = copier
         self._metrics = metrics
         self._nursery = nursery
         self._opened = opened
+        self._wanted: dict[int, Wanted] = {}
+        self._batches = 0
         self._waiting: deque[Arrived] = deque()
         self._storing = 0
 
-    async def run(self) -> None:
+    async def run(self, pause_seconds: float = PAUSE_SECONDS) -> None:
         """For ever."""
         while True:
             await trio.lowlevel.wait_readable(self._misses.events_fd)
             self.look()
-            await trio.sleep(PAUSE_SECONDS)
+            await trio.sleep(pause_seconds)
+
+    # -- for the copier
+
+    def want(self, places: Sequence[Reservation], priority: Priority) -> Batch:
+        """As SmallFiles. What a reader has had read meanwhile is stored there, too."""
+        batch = Batch([place.node for place in places], len(places))
+        self._wanted |= {place.node.ino: Wanted(place, priority, batch) for place in places}
+        return batch
+
+    async def copy(self, batch: Batch) -> tuple[float, list[int]]:
+        """As SmallFiles. What cannot be read in this way becomes ``Copier.copy_alone``."""
+        self._batches += 1
+        try:
+            for directory in self._misses.unopened(batch.nodes):
+                # What lies in one that cannot be opened is told why when it is copied alone.
+                with suppress(OSError, SourceChanged):
+                    await self._source.open_directory(directory, Lane.BACKGROUND)
+            self._fetch(batch.nodes)
+            await batch.done.wait()
+        finally:
+            self._batches -= 1
+        return batch.took_ns / NS, batch.sizes
+
+    def _fetch(self, nodes: Sequence[Node]) -> None:
+        offered: list[int] = []
+        refused: list[int] = []
+        for node in nodes:
+            if node.ino in self._wanted:
+                (offered if self._misses.offer(node) else refused).append(node.ino)
+        for ino in (*refused, *self._misses.fetch(offered, self._batches)):
+            wanted = self._wanted.pop(ino)
+            self._copier.copy_alone(wanted.place, wanted.priority)
+            self._less(wanted.batch)
+
+    def leave(self, ino: int) -> None:
+        """As SmallFiles."""
+        if (wanted := self._wanted.pop(ino, None)) is not None:
+            self._cache.cancel(wanted.place)
+            self._end(ino, wanted)
+
+    def put_aside(self) -> None:
+        """As SmallFiles."""
+        for wanted in self._wanted.values():
+            self._cache.cancel(wanted.place)
+        self._wanted.clear()
+
+    # -- what the C part tells
 
     def look(self) -> None:
         """Take up what was served since the last time. No checkpoint."""
         for served in self._misses.served():
-            node = self._cache.index.node(served.ino)
-            if node is None:
-                continue
-            if served.opens:
+            wanted = self._wanted.pop(served.ino, None)
+            node = self._cache.index.node(served.ino) if wanted is None else wanted.place.node
+            if node is not None and served.opens:
                 self._opened(node, served.opens)
-            if self._copier.keeps:
+            if wanted is not None:
+                self._take(wanted, served)
+            elif node is not None and self._copier.keeps:
                 self._keep(node, served)
         while self._waiting and self._storing < SIDE_BY_SIDE:
             self._storing += 1
             self._nursery.start_soon(self._store_all)
 
     def _keep(self, node: Node, served: Served) -> None:
+        """What a reader wanted."""
         ino = node.ino
         if served.data is None:
             if served.opens:
                 self._copier.opened(ino)  # to be read again for that
         elif not node.outdated and self._copier.arriving(ino):
-            self._waiting.append((node, served.data))
+            self._waiting.append((node, served.data, None))
+
+    def _take(self, wanted: Wanted, served: Served) -> None:
+        """What the copier wanted."""
+        place, batch = wanted.place, wanted.batch
+        node, ino = place.node, served.ino
+        if served.data is not None:
+            batch.took_ns += served.took_ns
+            batch.sizes.append(place.size)
+            self._copier.fetched(ino)
+            self._waiting.append((node, served.data, wanted))
+            return
+        self._cache.cancel(place)
+        if served.error == CHANGED:
+            self._cache.outdated(node)
+        known = self._cache.index.node(ino)
+        if known is None or known.outdated:
+            self._metrics.copies_outdated += 1
+            self._cache.reasons.put_changed(node, "it changed in the source while it was copied")
+        elif served.error == ARCHIVED:
+            archived = Archived(errno.ENODATA, "its bytes are in the archive (HSM)")
+            self._copier.failed(ino, wanted.priority, archived)
+        elif served.error > 0:
+            exc = OSError(served.error, os.strerror(served.error))
+            self._copier.failed(ino, wanted.priority, exc)
+        else:
+            self._copier.want(ino, wanted.priority)
+        self._end(ino, wanted)
+
+    def _end(self, ino: int, wanted: Wanted | None) -> None:
+        self._copier.arrived(ino)
+        if wanted is not None:
+            self._less(wanted.batch)
+
+    @staticmethod
+    def _less(batch: Batch) -> None:
+        batch.left -= 1
+        if not batch.left:
+            batch.done.set()
+
+    # -- the tiers
 
     async def _store_all(self) -> None:
         try:
@@ -90,19 +206,13 @@ class Arrivals:
             self._storing -= 1
 
     async def _store(self, arrived: list[Arrived]) -> None:
-        nodes = [node for node, _data in arrived]
         try:
-            places = self._cache.reserve_each(nodes, evicts=True)
-            kept = [
-                (node, place, data)
-                for (node, data), place in zip(arrived, places, strict=True)
-                if place is not None
-            ]
+            kept = self._placed(arrived)
             if not kept:
                 await trio.lowlevel.checkpoint()
                 return
-            results = await self._cache.write_each([(place, data) for _, place, data in kept])
-            for (_node, place, _data), result in zip(kept, results, strict=True):
+            results = await self._cache.write_each(kept)
+            for (place, _data), result in zip(kept, results, strict=True):
                 if isinstance(result, OSError):
                     self._cache.tier_failed(place, result)
                     self._metrics.copy_failed(result.errno)
@@ -110,5 +220,16 @@ class Arrivals:
                         place, Cause.FAILED, f"copying failed: {result.strerror}"
                     )
         finally:
-            for node in nodes:
-                self._copier.arrived(node.ino)
+            for node, _data, wanted in arrived:
+                self._end(node.ino, wanted)
+
+    def _placed(self, arrived: list[Arrived]) -> list[tuple[Reservation, memoryview]]:
+        """Those for which there is room, with that."""
+        homeless = [node for node, _data, wanted in arrived if wanted is None]
+        found = iter(self._cache.reserve_each(homeless, evicts=True))
+        places = [next(found) if wanted is None else wanted.place for *_, wanted in arrived]
+        return [
+            (place, data)
+            for place, (_node, data, _wanted) in zip(places, arrived, strict=True)
+            if place is not None
+        ]

@@ -19,16 +19,17 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
+from monarchfs.cache.replicas import Reservation
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.copy import Copy
 from monarchfs.prefetch.fetch import CHUNK_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
-from monarchfs.prefetch.group import Group, Member
 from monarchfs.prefetch.pace import Pace
 from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.remote import RemoteFile
 from monarchfs.prefetch.retries import Retries
 from monarchfs.prefetch.slots import STUCK_SECONDS, Slot, Slots
+from monarchfs.prefetch.small import Batch, SmallFiles
 from monarchfs.quiet import hurried
 from monarchfs.source.source import Source
 from monarchfs.types import Archived, DirRef, Lane, Node
@@ -36,7 +37,7 @@ from monarchfs.types import Archived, DirRef, Lane, Node
 log = logging.getLogger(__name__)
 
 MOST_TOGETHER = 64
-"""So many small files are one errand at most."""
+"""So many small files are copied together at most."""
 
 MIN_UNIT_BYTES = 2 * CHUNK_BYTES
 MAX_UNIT_BYTES = 8 << 20
@@ -64,7 +65,8 @@ Work = Callable[[], Awaitable[None]]
 class Copier:
     """All files that are read from the source or copied. Runs on the event loop.
 
-    Constant: its parts, ``keeps`` (whether anything is copied at all). Changing: ``files``, by
+    Constant: its parts, ``keeps`` (whether anything is copied at all), ``small`` (None: small files
+    are copied as all others). Changing: ``files``, by
     inode number, which are open or being copied; ``queue``; ``background``, the files whose chunks
     the slots take, in order.
     """
@@ -95,9 +97,7 @@ class Copier:
         self._nursery = nursery
         self.pace = Pace(rate, copy_workers)
         self._targets: Counter[int | None] = Counter()
-        self._groups: set[Group] = set()
-        self._given_back: list[Member] = []
-        self._directories: dict[int, DirRef | None] | None = None
+        self.small: SmallFiles | None = None
         self.together = 1
         self._slots = Slots(copy_workers, self.pace)
         self._wake = trio.Event()
@@ -111,20 +111,16 @@ class Copier:
 
     # -- for readers
 
-    async def open(self, node: Node, *, to_copy: bool = False) -> Fill:
+    async def open(self, node: Node) -> Fill:
         """The file behind a node that is not resident; its ``handles`` go up by one.
 
         Asks the source for a descriptor, and so for permission, unless that was done already.
-        ``to_copy``: it is about to be copied, and a small file may be at once.
         Raises the source's OSError, or SourceChanged where it holds another version now.
         """
         fill = self._file(node)
         fill.handles += 1
         try:
-            if not fill.remote.verified and to_copy:
-                await fill.fetch_unopened()
-            if not fill.remote.verified:
-                await fill.remote.open(Lane.DEMAND)
+            await fill.remote.open(Lane.DEMAND)
         except BaseException:
             fill.release()
             raise
@@ -148,7 +144,8 @@ class Copier:
         fill = self.files.get(node.ino)
         if fill is None:
             fill = self.files[node.ino] = self._new_fill(node)
-            self._cache.readers.hold(node.ino, held=True)
+            if not self._cache.readers.hold(node.ino, held=True) and self.small is not None:
+                self.small.leave(node.ino)
         return fill
 
     def _file_to_copy(self, node: Node) -> Fill | None:
@@ -176,17 +173,10 @@ class Copier:
 
     def _where(self, node: Node) -> tuple[DirRef, bytes]:
         current = self._cache.index.node(node.ino) or node
-        directory = self._dirref(current.parent)
+        directory = self._cache.index.dirref(current.parent)
         if directory is None:
             raise OSError(errno.ESTALE, "its directory is not known any more")
         return directory, current.name
-
-    def _dirref(self, ino: int) -> DirRef | None:
-        if (known := self._directories) is None:
-            return self._cache.index.dirref(ino)
-        if ino not in known:
-            known[ino] = self._cache.index.dirref(ino)
-        return known[ino]
 
     def _forget(self, fill: Copy) -> None:
         if self.files.get(fill.node.ino) is fill:
@@ -203,6 +193,8 @@ class Copier:
 
     async def put_aside_all(self) -> None:
         """Record what is partly copied, before the end. Nothing may be reading any more."""
+        if self.small is not None:
+            self.small.put_aside()
         for fill in list(self.files.values()):
             await fill.put_aside()
 
@@ -260,9 +252,14 @@ class Copier:
         """How much of these files is local, of those that are being copied now."""
         return sum(fill.local_bytes for fill in self.background if fill.node.ino in inos)
 
+    def copying(self, ino: int) -> bool:
+        """Whether it is being copied."""
+        fill = self.files.get(ino)
+        return ino in self._arriving or (fill is not None and fill.filling)
+
     def arriving(self, ino: int) -> bool:
-        """Others have read all of the file from the source, and are about to store it; False where
-        it is being copied here. No checkpoint."""
+        """All of the file is read by others, or was, and is stored then; False where it is being
+        copied already. No checkpoint."""
         if ino in self.files or ino in self._arriving:
             return False
         self._arriving.add(ino)
@@ -286,8 +283,12 @@ class Copier:
 
     @property
     def active(self) -> int:
-        copied = len(self.background) + sum(len(group.members) for group in self._groups)
-        return copied + len(self._arriving)
+        return len(self.background) + len(self._arriving)
+
+    @property
+    def filling(self) -> int:
+        """How many files ``copying`` is true of."""
+        return len(self._arriving) + sum(fill.filling for fill in self.files.values())
 
     async def run(self) -> None:
         """Copy for ever."""
@@ -316,9 +317,6 @@ class Copier:
     def _next_work(self, *, paced: bool) -> tuple[Work | None, int]:
         """What to do next, and how much it asks of the source, roughly, if nobody has the file
         open. Such work only if ``paced``."""
-        if self._given_back:
-            members, self._given_back = self._given_back, []
-            return self._group_work(members), 0
         for fill in self._in_turn():
             work, size = self._next_file(self._goes_before(fill), paced=paced)
             if work is not None:
@@ -331,7 +329,7 @@ class Copier:
                 size = 0 if fill.handles else fetch.end - fetch.start
                 return partial(self._fetch, fill, fetch), size
             if fill.state is not State.FILLING or fill.full or fill.chunks.complete:
-                self._retries.forget_failures(fill.node.ino)
+                self.fetched(fill.node.ino)
                 self._leave_background(fill)
         return self._next_file(Priority.NOBODY, paced=paced)
 
@@ -359,9 +357,8 @@ class Copier:
         while self.queue.first < before and (job := self.queue.pop()) is not None:
             self._shrunk.set()
             if (node := self._copyable(job[0])) is not None:
-                nodes = self._with_others(node, job[1])
-                if len(nodes) > 1:
-                    return self._begin_group(nodes, job[1])
+                if self._is_small(node):
+                    return self._begin_small(self._with_others(node, job[1]), job[1])
                 size = 0 if job[1] is Priority.OPENED else min(node.stat.size, self.unit_bytes)
                 return self._begin(node, job[1]), size
             self._tell(job[0])
@@ -371,7 +368,7 @@ class Copier:
         fill = self.files.get(ino)
         if fill is not None and (fill.in_background or fill.state is State.RESIDENT):
             return None
-        if ino in self._arriving or self._cache.readers.busy(ino):
+        if ino in self._arriving:
             return None
         node = self._cache.index.node(ino)
         if node is None or node.outdated or node.stat is None or not node.stat.is_regular:
@@ -410,23 +407,24 @@ class Copier:
         self._tell(node.ino)
         return trio.lowlevel.checkpoint if fetch is None else partial(self._fetch, fill, fetch)
 
+    def _is_small(self, node: Node) -> bool:
+        """Whether it is copied as a whole: nobody has it open, and it is not too young for that."""
+        if self.small is None or not 0 < node.stat.size <= WHOLE_BYTES or node.ino in self.files:
+            return False
+        return self._trusts_times or node.stat.version.settled(time.time_ns())
+
     def _with_others(self, node: Node, priority: Priority) -> list[Node]:
-        """The node, and those of the next small files in the queue that are to be copied with it.
-        Also while readers wait for the source: whoever wants one of them takes it out."""
-        nodes = [node]
-        most = 1 if priority is Priority.OPENED else self.together
-        if most == 1 or not self._groups_with(node):
-            return nodes
-        size, unit = node.stat.size, MAX_UNIT_BYTES
-        paced = self.pace.room(trio.current_time())
-        while len(nodes) < most and size <= paced:
+        """The node, and the next small files of the queue that are to be copied with it."""
+        nodes, size = [node], node.stat.size
+        paced = math.inf if priority is Priority.OPENED else self.pace.room(trio.current_time())
+        while len(nodes) < self.together and size <= paced:
             job = self.queue.peek()
             if job is None or job[1] is not priority:
                 break
             other = self._copyable(job[0])
             if other is not None:
                 size += other.stat.size
-                if size > unit or not self._groups_with(other):
+                if size > MAX_UNIT_BYTES or not self._is_small(other):
                     break
             self.queue.pop()
             self._shrunk.set()
@@ -436,50 +434,46 @@ class Copier:
                 nodes.append(other)
         return nodes
 
-    def _groups_with(self, node: Node) -> bool:
-        """Whether it is small, nobody has it open, and it is not too young to be copied."""
-        if not 0 < node.stat.size <= WHOLE_BYTES or node.ino in self.files:
-            return False
-        return self._trusts_times or node.stat.version.settled(time.time_ns())
-
-    def _begin_group(self, nodes: list[Node], priority: Priority) -> tuple[Work, int]:
+    def _begin_small(self, nodes: list[Node], priority: Priority) -> tuple[Work, int]:
         """``_begin`` of each."""
-        fills = [fill for node in nodes if (fill := self._file_to_copy(node))]
-        places = self._cache.reserve_each(
-            [fill.node for fill in fills], evicts=priority <= Priority.HINTED
-        )
-        members: list[Member] = []
-        for fill, place in zip(fills, places, strict=True):
-            fill.priority = priority
-            fetch = fill.claim_whole() if fill.begin_filling(place) else None
-            if fetch is None:
-                fill.settle()
-                self._tell(fill.node.ino)
+        begun = []
+        for place, node in zip(
+            self._cache.reserve_each(nodes, evicts=priority <= Priority.HINTED), nodes, strict=True
+        ):
+            if place is None:
+                self._tell(node.ino)
+            elif place.resumed is not None:
+                self.copy_alone(place, priority)
             else:
-                members.append((fill, fetch))
-        if not members:
+                self._arriving.add(node.ino)
+                begun.append(place)
+        if not begun:
             return trio.lowlevel.checkpoint, 0
-        return self._group_work(members), sum(fill.size for fill, _ in members)
+        size = 0 if priority is Priority.OPENED else sum(place.size for place in begun)
+        assert self.small is not None
+        return partial(self._copy_small, self.small, self.small.want(begun, priority)), size
 
-    def _group_work(self, members: list[Member]) -> Work:
-        # No checkpoint: directories that are asked for several times stay what they are.
-        self._directories = {}
-        try:
-            group = Group(members, self._source, self._cache, self._nursery, self._failed)
-        finally:
-            self._directories = None
-        self._groups.add(group)
-        return partial(self._copy_group, group)
-
-    async def _copy_group(self, group: Group) -> None:
-        try:
-            seconds, sizes = await group.run()
-        finally:
-            self._groups.discard(group)
+    async def _copy_small(self, small: SmallFiles, batch: Batch) -> None:
+        seconds, sizes = await small.copy(batch)
         if sizes:
             now = trio.current_time()
             self.pace.took(now, seconds / len(sizes), sum(sizes) // len(sizes))
-            self._adapt_together(seconds)
+            # What two would have taken, where it was one.
+            self._adapt_together(seconds if len(sizes) > 1 else 2 * seconds)
+
+    def copy_alone(self, place: Reservation, priority: Priority) -> None:
+        """A file that finds no others to be copied with, and for which there is room. No
+        checkpoint."""
+        node = place.node
+        self._arriving.discard(node.ino)
+        fill = self._file_to_copy(node)
+        if fill is None:
+            self._cache.cancel(place)
+        elif fill.begin_filling(place):
+            fill.in_background = True
+            self._insert(fill, priority)
+            self._wake.set()
+        self._tell(node.ino)
 
     def _adapt_together(self, seconds: float) -> None:
         if seconds < SHORT_SECONDS:
@@ -497,12 +491,10 @@ class Copier:
             self.pace.took(trio.current_time(), fetch.seconds, fetch.end - fetch.start)
         if fetch.error is not None and fill.in_background:
             # The first of its fetches to fail speaks for those that are under way beside it.
-            self._failed(fill, fetch.error)
+            self.failed(fill.node.ino, fill.priority, fetch.error)
             self._leave_background(fill)
         elif fetch.seconds is not None and fetch.end - fetch.start >= self.unit_bytes:
             self._adapt(fetch.seconds)
-        elif paced and self.together == 1 and fetch.seconds is not None:
-            self._adapt_together(2 * fetch.seconds)  # what two would take
 
     def _adapt(self, seconds: float) -> None:
         if seconds < LONG_SECONDS / 2:
@@ -517,17 +509,20 @@ class Copier:
             fill.settle()
             self._tell(fill.node.ino)
 
-    def _failed(self, fill: Fill, exc: OSError) -> None:
-        node = fill.node
+    def failed(self, ino: int, priority: Priority, exc: OSError) -> None:
+        """The source said this when the file was to be copied. No checkpoint."""
         if isinstance(exc, Archived):
-            self._cache.reasons.put(
-                node.ino, Cause.ARCHIVED, f"{exc.strerror}: it is copied when it has been read"
-            )
+            reason = f"{exc.strerror}: it is copied when it has been read"
+            self._cache.reasons.put(ino, Cause.ARCHIVED, reason)
             return
-        self._cache.reasons.put(node.ino, Cause.FAILED, f"copying failed: {exc.strerror}")
-        if not self._retries.after_failure(node.ino, fill.priority, exc.errno):
+        self._cache.reasons.put(ino, Cause.FAILED, f"copying failed: {exc.strerror}")
+        if not self._retries.after_failure(ino, priority, exc.errno):
             self._metrics.copy_failed(exc.errno)
-            log.warning("inode %d is not copied: %s", node.ino, exc)
+            log.warning("inode %d is not copied: %s", ino, exc)
+
+    def fetched(self, ino: int) -> None:
+        """The source gave all of it."""
+        self._retries.forget_failures(ino)
 
     def _again(self, ino: int, priority: Priority) -> None:
         self.want(ino, priority)
@@ -551,8 +546,5 @@ class Copier:
             for fill in self.files.values():
                 fill.try_again()
             before = trio.current_time() - STUCK_SECONDS
-            for group in self._groups:
-                if group.started is not None and group.started < before:
-                    self._given_back += group.give_back()
             if self._slots.lend(before):
                 self._wake.set()

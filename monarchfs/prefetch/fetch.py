@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -40,8 +39,7 @@ class State(Enum):
 class Fetch:
     """One read of the source under way: by a ``unit``, or for ``data``. That or ``error``, and the
     ``seconds`` that the source took, are set before ``done``. ``target`` is the source's storage
-    target, if that is known. ``pull`` is to be called by who waits for it, where it is fetched
-    together with others."""
+    target, if that is known."""
 
     chunks: ChunkMap
     first: int
@@ -54,7 +52,6 @@ class Fetch:
     data: bytes | None = None
     error: OSError | None = None
     seconds: float | None = None
-    pull: Callable[[], None] | None = None
     ended: bool = False
     waiting: int = 0
 

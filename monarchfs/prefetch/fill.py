@@ -23,7 +23,6 @@ from monarchfs.prefetch.copy import Copy
 from monarchfs.prefetch.fetch import MOST_AHEAD_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.readahead import Readahead
 from monarchfs.prefetch.remote import RemoteFile
-from monarchfs.source.errand import Answer
 from monarchfs.types import Data, Lane, Node, SourceChanged, SourceStat
 
 
@@ -95,7 +94,6 @@ class Fill(Copy):
         first, last = chunks.chunk_of(offset), chunks.chunk_of(end - 1) + 1
         if self.size <= WHOLE_BYTES:
             first, last = 0, chunks.count
-            self._pull()
         self._fetch_now(first, last)
         self._go_ahead(first, last)
 
@@ -118,12 +116,6 @@ class Fill(Copy):
         """A read that went past Python is of the chunks [first, last). No checkpoint."""
         if self._shown and first < last <= self.chunks.count:
             self._go_ahead(first, last)
-
-    def _pull(self) -> None:
-        """Somebody waits for what is fetched together with other files."""
-        for fetch in self._fetches:
-            if fetch.pull is not None:
-                fetch.pull()
 
     def _fetch_now(self, first: int, last: int) -> None:
         for run in list(self.chunks.missing_runs(first, last)):
@@ -161,18 +153,6 @@ class Fill(Copy):
             readers=self._cache.readers.unfinished.units,
             most_bytes=most,
         )
-
-    async def fetch_unopened(self) -> None:
-        """Fetch all of a small file in the errand that would have opened it, if there is room for
-        it: who opens a small file reads it. Whether the source let us, ``remote.verified`` says;
-        what it said otherwise is to be learnt from opening the file. Raises nothing."""
-        if not 0 < self.size <= WHOLE_BYTES or not self.start_filling():
-            return
-        self._pull()
-        if not self._fetches:
-            self._fetch_now(0, self.chunks.count)
-        for fetch in list(self._fetches):
-            await fetch.done.wait()
 
     @property
     def arriving(self) -> bool:
@@ -417,40 +397,6 @@ class Fill(Copy):
             stored = await self._cache.write_all(reservation, data)
         except OSError as exc:
             self._tier_failed(reservation, exc, "copying failed")
-            return
-        fetch.chunks.arrive(fetch.first, fetch.last)
-        if stored:
-            self._become_resident()
-
-    # -- fetched together with others (``Group``)
-
-    def claim_whole(self) -> Fetch | None:
-        """All of a small file of which nothing is local, and for which there is room; None where
-        it is not like that."""
-        fetch = self.claim_next(WHOLE_BYTES)
-        assert fetch is None or (fetch.start, fetch.end) == (0, self.size)
-        return fetch
-
-    def answered(self, fetch: Fetch, answer: Answer) -> None:
-        """The source has said this; what it said before counts. No checkpoint."""
-        if fetch.done.is_set():
-            return
-        try:
-            fetch.data = self.remote.brought(answer)
-        except OSError as exc:
-            fetch.error = exc
-        except SourceChanged:
-            self._changed()
-        fetch.done.set()
-
-    def kept_whole(self, fetch: Fetch) -> Reservation | None:
-        """Where the fetched bytes are to be put; None where they are not kept."""
-        return self.reservation if self._keeps(fetch, Lane.BACKGROUND) else None
-
-    def stored_whole(self, fetch: Fetch, reservation: Reservation, stored: bool | OSError) -> None:
-        """What came of putting them there. No checkpoint."""
-        if isinstance(stored, OSError):
-            self._tier_failed(reservation, stored, "copying failed")
             return
         fetch.chunks.arrive(fetch.first, fetch.last)
         if stored:

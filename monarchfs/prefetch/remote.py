@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import trio
 
 from monarchfs.engine.units import Unit
-from monarchfs.source.errand import Answer, Wanted
 from monarchfs.source.layout import Layout
 from monarchfs.source.source import Source
 from monarchfs.types import DirRef, Lane, SourceChanged, SourceStat, SourceVersion
@@ -33,9 +32,9 @@ def _what_lies_there() -> Iterator[None]:
 class RemoteFile:
     """One version of a file, by the place where it was found.
 
-    Constant: ``version``. Changing: the descriptor (-1 before ``open``); ``verified``, whether the
-    source was seen to hold this version and to let us read it; ``layout``, where its bytes are, as
-    soon as that is known; ``_as_is``, whether the descriptor was of another version when opened.
+    Constant: ``version``. Changing: the descriptor (-1 before ``open``); ``layout``, where its
+    bytes are, as soon as that is known; ``_as_is``, whether the descriptor was of another version
+    when opened.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class RemoteFile:
     ) -> None:
         """``where`` tells its place; it raises OSError where that is not known any more."""
         self.version = version
-        self.verified = False
         self.layout: Layout | None = None
         self._where = where
         self._source = source
@@ -56,7 +54,7 @@ class RemoteFile:
 
     @property
     def _opening(self) -> trio.Lock:
-        """Held by who opens it. Most files are never opened: they are read in one errand."""
+        """Held by who opens it."""
         if self._lock is None:
             self._lock = trio.Lock()
         return self._lock
@@ -77,7 +75,6 @@ class RemoteFile:
                         self._source.close_soon(fd)
                         raise SourceChanged("another version is at its place")
                     self._fd = fd
-                    self.verified = True
         if self._as_is:
             raise SourceChanged("another version is read")
         return self._fd
@@ -108,18 +105,12 @@ class RemoteFile:
 
     async def fetch_whole(self, lane: Lane) -> bytes:
         """All bytes of this version. Raises the source's OSError, SourceChanged, and, where nobody
-        holds the file open yet, Archived."""
+        waits for it, Archived."""
         size = self.version.size
-        if self._fd < 0 and (lane is Lane.BACKGROUND or not self.verified):
-            # One errand of one thread instead of three: nobody holds the file open (yet).
-            with _what_lies_there():
-                data = await self._source.read_whole(*self._where(), self.version, lane)
-        else:
-            fd = await self._to_fetch(lane)
-            data, version = await self._source.read_once(fd, 0, size, lane)
-            if version != self.version or len(data) != size:
-                raise SourceChanged("it changed while it was read")
-        self.verified = True
+        fd = await self._to_fetch(lane)
+        data, version = await self._source.read_once(fd, 0, size, lane)
+        if version != self.version or len(data) != size:
+            raise SourceChanged("it changed while it was read")
         return data
 
     async def _to_fetch(self, lane: Lane) -> int:
@@ -131,25 +122,11 @@ class RemoteFile:
     async def read_unit(self, unit: Unit, lane: Lane) -> None:
         """Have a unit read its bytes. Raises as ``fetch_whole``."""
         await self._source.read_unit(await self._to_fetch(lane), unit, lane)
-        self.verified = True
 
     @property
     def device(self) -> int:
         """Of the source's root."""
         return self._source.device
-
-    def wanted(self) -> Wanted:
-        """For an errand of the source that brings all of it, and others. Raises OSError where its
-        place is not known any more."""
-        return (*self._where(), self.version)
-
-    def brought(self, answer: Answer) -> bytes:
-        """What such an errand brought. Raises as ``fetch``."""
-        with _what_lies_there():
-            if not isinstance(answer, bytes):
-                raise answer
-        self.verified = True
-        return answer
 
     def close_soon(self) -> None:
         """Close the descriptor, if there is one; nobody may be reading."""

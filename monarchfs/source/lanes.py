@@ -36,8 +36,6 @@ OPERATIONS = {
     "read_for_reader": "read",
     "read_once": "read",
     "read_unit": "read",
-    "read_whole": "read",
-    "read_each": "read",
     "close": "close",
     "getxattr": "xattr",
     "listxattr": "xattr",

@@ -19,9 +19,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from monarchfs.engine.units import Unit
-from monarchfs.source import _whole
 from monarchfs.source.dirs import DirHandle, DirHandles, check_name
-from monarchfs.source.errand import Answer, Errand
 from monarchfs.source.layout import ATTRIBUTE, Layout, parse
 from monarchfs.types import Archived, DirRef, FileType, SourceChanged, SourceStat, SourceVersion
 
@@ -104,6 +102,11 @@ class PosixSource:
         """A descriptor (O_PATH) of a directory, to be used as ``with``, if it is open already: the
         source is not asked."""
         return self._dirs.known(directory)
+
+    def open_directory(self, directory: DirRef) -> None:
+        """Have it open for a while: ``opened_directory``. Raises OSError, SourceChanged."""
+        with self._dirs.acquire(directory):
+            return
 
     def stat(self, directory: DirRef, name: bytes) -> SourceStat:
         """lstat(2) of an entry, or of the directory itself where ``name`` is empty."""
@@ -263,68 +266,6 @@ class PosixSource:
         if not unit.read(fd):
             raise SourceChanged("it changed while it was read")
         return unit.read_bytes
-
-    def read_whole(
-        self, directory: DirRef, name: bytes, version: SourceVersion
-    ) -> tuple[bytes, SourceVersion]:
-        """All of a small file, opened and closed in one errand, and the version seen after that.
-
-        Raises SourceChanged, and reads nothing, unless it is ``version`` before; likewise Archived.
-        """
-        fd, st = self.open(directory, name)
-        try:
-            if st.version != version:
-                raise SourceChanged(f"{os.fsdecode(name)!r} is another version now")
-            if self.has_layouts:
-                self.layout(fd)
-            return self.read(fd, 0, version.size)
-        finally:
-            self.close(fd)
-
-    def read_each(self, errand: Errand) -> int:
-        """``read_whole`` of each, for ``errand.answers``; how many bytes the source gave.
-
-        What ``read_whole`` raises stands there; SourceChanged also if a file changed meanwhile.
-        """
-        total = 0
-        for place in errand:
-            directory, name, version = errand.files[place]
-            answer: Answer
-            try:
-                data = self._read_at_once(directory, name, version)
-                if data is not None:
-                    answer = data
-                    total += len(data)
-                else:
-                    answer, after = self.read_whole(directory, name, version)
-                    total += len(answer)
-                    if after != version or len(answer) != version.size:
-                        answer = SourceChanged(f"{os.fsdecode(name)!r} changed while it was read")
-            except (OSError, SourceChanged) as error:
-                answer = error.with_traceback(None)
-            errand.answer(place, answer)
-        return total
-
-    def _read_at_once(self, directory: DirRef, name: bytes, version: SourceVersion) -> bytes | None:
-        """``read_whole`` with as few hand-overs of the interpreter's lock as can be; None where not
-        all is as it is expected. Raises OSError, SourceChanged and Archived."""
-        expected = (version.device or self._root_device, *version[1:])
-        check_name(name)
-        try:
-            with self._dirs.acquire(directory) as dir_fd:
-                if not self.has_layouts:
-                    return _whole.read_whole(dir_fd, name, expected)
-                fd = _whole.open_known(dir_fd, name, expected)
-        except OverflowError:
-            return None  # a time that no 64 bits hold
-        if fd is None:
-            return None
-        try:
-            self.layout(fd)
-        except BaseException:
-            self.close(fd)
-            raise
-        return _whole.read_known(fd, expected)
 
     def layout(self, fd: int) -> Layout | None:
         """Where the file's bytes are, as far as that is known. Raises Archived, OSError."""

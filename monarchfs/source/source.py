@@ -16,7 +16,6 @@ from trio import to_thread
 from monarchfs.engine.units import Unit
 from monarchfs.metrics import DURATION_BOUNDS_NS, NS
 from monarchfs.quiet import RunSync
-from monarchfs.source.errand import Errand, Wanted
 from monarchfs.source.lanes import Call, LaneThreads, SourceCounters, lend
 from monarchfs.source.layout import Layout
 from monarchfs.source.posix import (
@@ -29,7 +28,7 @@ from monarchfs.source.posix import (
     PosixSource,
 )
 from monarchfs.source.releases import Release, Releases
-from monarchfs.types import DirRef, Lane, SourceChanged, SourceStat, SourceVersion
+from monarchfs.types import DirRef, Lane, SourceStat, SourceVersion
 
 T = TypeVar("T")
 ReadResult = tuple[bytes, SourceVersion]
@@ -121,14 +120,14 @@ class Source:
         """Whether a DEMAND call is in the source now, those that hang left out."""
         return self.reads_elsewhere() or self.demand.moving(self._stuck_seconds)
 
-    def count_elsewhere(self, size: int, took_ns: int, counts: list[int]) -> None:
-        """Reads that somebody waited for, and that did not go through here: their bytes, how long
-        they took together, and how many took at most so long as each of DURATION_BOUNDS_NS."""
+    def count_elsewhere(self, lane: Lane, size: int, took_ns: int, counts: list[int]) -> None:
+        """Reads that did not go through here: their bytes, how long they took together, and how
+        many took at most so long as each of DURATION_BOUNDS_NS."""
         operations = sum(counts)
-        kind = self.counters.of(Lane.DEMAND, "read")
+        kind = self.counters.of(lane, "read")
         self.counters.operations += operations
         self.counters.seconds += took_ns / NS
-        self._count_bytes(Lane.DEMAND, size)
+        self._count_bytes(lane, size)
         kind.operations += operations
         kind.durations.total_ns += took_ns
         # There are fewer bounds here: the shortest are missing.
@@ -169,6 +168,9 @@ class Source:
         """A call was made for so many names, and counted once."""
         self.counters.operations += max(0, count - 1)
         self.counters.of(lane, function).operations += max(0, count - 1)
+
+    async def open_directory(self, directory: DirRef, lane: Lane) -> None:
+        await self._call(lane, self._posix.open_directory, (directory,))
 
     async def open(self, directory: DirRef, name: bytes, lane: Lane) -> tuple[int, SourceStat]:
         return await self._call(lane, self._posix.open, (directory, name), _close_opened)
@@ -211,30 +213,6 @@ class Source:
             self._count_bytes(lane, unit.read_bytes)
             raise
         self._count_bytes(lane, unit.read_bytes)
-
-    async def read_whole(
-        self, directory: DirRef, name: bytes, version: SourceVersion, lane: Lane
-    ) -> bytes:
-        """All of a small file; raises SourceChanged unless it is ``version`` before and after."""
-        args = (directory, name, version)
-        data, after = await self._counted_read(lane, self._posix.read_whole, args)
-        if after != version or len(data) != version.size:
-            raise SourceChanged(f"{os.fsdecode(name)!r} changed while it was read")
-        return data
-
-    def errand(self, files: Sequence[Wanted], tell: Callable[[], object]) -> Errand:
-        """For ``read_each``; ``tell`` is called on the event loop."""
-        return Errand(files, partial(self._soon, tell))
-
-    async def read_each(self, errand: Errand, lane: Lane) -> None:
-        """As PosixSource.read_each. Counts as an operation per file that was read; it holds one
-        slot, so some dozens of files at a time."""
-        dispose = partial(self._count_late_bytes, lane)
-        try:
-            size = await self._call(lane, self._posix.read_each, (errand,), dispose)
-            self._count_bytes(lane, size)
-        finally:
-            self._count_others(lane, "read_each", len(errand.answers))
 
     async def touch(self, directory: DirRef, name: bytes, lane: Lane) -> None:
         await self._call(lane, self._posix.touch, (directory, name))

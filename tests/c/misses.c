@@ -67,12 +67,36 @@ static void ask(unsigned *seed, uint64_t unique, uint64_t *handles)
 	}
 }
 
+/* Whether an event is to tell of it. Who fetches knows of that, as Python does. */
+static bool fetched[FILES + 1];
+static pthread_mutex_t fetching = PTHREAD_MUTEX_INITIALIZER;
+
+static void fetch(uint64_t ino, unsigned threads)
+{
+	pthread_mutex_lock(&fetching);
+	if (!fetched[ino])
+		fetched[ino] = misses_fetch(ino, threads);
+	pthread_mutex_unlock(&fetching);
+}
+
+static void hold(uint64_t ino)
+{
+	pthread_mutex_lock(&fetching);
+	if (!misses_hold(ino, true))
+		fetched[ino] = false;
+	pthread_mutex_unlock(&fetching);
+}
+
 static void take_events(void)
 {
 	struct miss_event *event = misses_events();
 	while (event) {
 		struct miss_event *next = event->next;
 		told_opens += event->opens;
+		CHECK(!event->bytes || !event->error);
+		pthread_mutex_lock(&fetching);
+		fetched[event->ino] = false;
+		pthread_mutex_unlock(&fetching);
 		if (event->bytes) {
 			for (size_t i = 0; i < SIZE; i++)
 				CHECK(event->bytes->data[i] == (char)event->ino);
@@ -121,8 +145,7 @@ static void *be_others(void *unused)
 			misses_forget_all();
 			break;
 		case 2:
-			misses_hold(ino, true);
-			misses_busy(ino);
+			hold(ino);
 			break;
 		case 3:
 		case 4:
@@ -144,6 +167,13 @@ static void *be_others(void *unused)
 			misses_count(&counts);
 			break;
 		}
+		case 9:
+		case 10:
+		case 11:
+		case 12:
+		case 13:
+			fetch(ino, 1 + rand_r(&seed) % 3);
+			break;
 		default:
 			pthread_mutex_lock(&replacing);
 			replace(ino, rand_r(&seed) % 4);
@@ -191,6 +221,17 @@ int main(int count, char **arguments)
 	misses_count(&counts);
 	take_events();
 	CHECK(counts.bytes && counts.source_bytes && told_opens && told_bytes);
+	/* Of each that was fetched an event tells. */
+	bool any = true;
+	for (unsigned tries = 0; any && tries < 5000; tries++) {
+		usleep(1000);
+		take_events();
+		any = false;
+		for (uint64_t ino = 1; ino <= FILES; ino++)
+			any |= fetched[ino];
+	}
+	misses_count(&counts);
+	CHECK(!any && counts.ahead_bytes);
 	puts("done");
 	fflush(stdout);
 	_exit(0); /* the threads wait for the kernel */

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import trio
 
 from monarchfs.engine.units import Unit
-from monarchfs.source.errand import Errand
 from monarchfs.source.posix import Batches, Found, FoundEach, PosixSource
 from monarchfs.store.segments import Segments
 from monarchfs.store.tier import Tier
@@ -136,13 +135,6 @@ class FaultySource(PosixSource):
     def list(self, directory: DirRef, batch: int) -> Batches:
         self.faults.meet("list")
         yield from super().list(directory, batch)
-
-    def read_each(self, errand: Errand) -> int:
-        self.faults.meet("read_each")
-        return super().read_each(errand)
-
-    def _read_at_once(self, directory: DirRef, name: bytes, version: SourceVersion) -> bytes | None:
-        return None  # so that there is an open and a read of each
 
     def stat(self, directory: DirRef, name: bytes) -> SourceStat:
         self.faults.meet("stat")

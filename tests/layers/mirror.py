@@ -13,6 +13,7 @@ from pathlib import Path
 import trio
 
 from monarchfs.cache.cache import Cache
+from monarchfs.engine.misses import Misses
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fs.freshness import NS, Freshness
 from monarchfs.fs.reasons import Reasons
@@ -21,6 +22,7 @@ from monarchfs.fs.xattrs import Xattrs
 from monarchfs.index import Index
 from monarchfs.memory import MemoryHeadroom
 from monarchfs.metrics import Metrics
+from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.fetch import State
 from monarchfs.prefetch.queue import Priority
@@ -42,6 +44,7 @@ from monarchfs.types import (
 )
 from tests.layers.faults import FaultySource, FaultyTier
 from tests.layers.recording import RecordingKernel
+from tests.layers.whole import WholeReaders, WholeReads
 
 KIB, MIB = 1 << 10, 1 << 20
 ALL_ROOM = 1 << 30
@@ -120,6 +123,8 @@ class Area:
             async with trio.open_nursery() as nursery:
                 posix = FaultySource(root_fd)
                 stack.callback(posix.shutdown)
+                whole = WholeReads(posix)
+                stack.callback(whole.close)
                 metrics = Metrics()
                 local = trio.CapacityLimiter(8)
                 cache = Cache(
@@ -133,10 +138,11 @@ class Area:
                     partial_min_bytes=partial_min_bytes,
                     headroom=headroom,
                     shared_bytes=SMALL_BYTES if shares else 0,
+                    readers=WholeReaders(),
                 )
                 freshness = Freshness(mode, int(ttl * NS), time.time_ns())
                 mirror = Mirror(
-                    self, index, posix, opened, cache, metrics, freshness, nursery,
+                    self, index, posix, whole, opened, cache, metrics, freshness, nursery,
                     keeps=keeps, deadline=deadline, copy_workers=copy_workers, rate=rate,
                 )  # fmt: skip
                 stack.callback(mirror.cache.close)
@@ -165,6 +171,7 @@ class Mirror:
         area: Area,
         index: Index,
         posix: FaultySource,
+        whole: WholeReads,
         tiers: Sequence[FaultyTier],
         cache: Cache,
         metrics: Metrics,
@@ -179,6 +186,7 @@ class Mirror:
         self.area = area
         self.index = index
         self.posix = posix
+        self.whole = whole
         self.tiers = tiers
         self.nursery = nursery
         self.metrics = metrics
@@ -204,6 +212,17 @@ class Mirror:
         self.cache.noticed = self.files.noticed
         self.reasons = Reasons(self.files, self.cache, self.copier)
         self.xattrs = Xattrs(self.tree, self.files, self.reasons, self.source, nursery)
+        self.misses = Misses(whole, index, posix.opened_directory, self.files.only_remote)  # type: ignore[arg-type]
+        self.misses.start(posix.device, keeps=keeps, layouts=False)
+        assert isinstance(cache.readers, WholeReaders)
+        cache.readers.misses = self.misses
+        whole.count = self.source.count_elsewhere
+        self.arrivals = Arrivals(
+            self.misses, self.source, cache, self.copier, metrics, nursery,
+            self.files.opened_by_others,
+        )  # fmt: skip
+        self.copier.small = self.arrivals
+        nursery.start_soon(self.arrivals.run, 0)
         self._copying = False
 
     def start_copying(self) -> None:

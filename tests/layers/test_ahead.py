@@ -42,6 +42,13 @@ async def copying_ahead(
         nursery.cancel_scope.cancel()
 
 
+async def read(mirror: Mirror, name: str) -> bytes:
+    """What is being read is answered from that by the C part; here it is waited for."""
+    ino = await mirror.ino(name)
+    await until(lambda: not mirror.copier.copying(ino), f"{name} to be stored")
+    return await mirror.read_file(name)
+
+
 def resident(mirror: Mirror) -> int:
     return sum(totals.resident for totals in mirror.index.tier_totals().values())
 
@@ -60,10 +67,10 @@ async def test_as_many_again_of_the_same_directory(area: Area) -> None:
         assert [mirror.bytes_read(name) for name in others] == [0] * len(others)
         # What is opened of it says that more is of use.
         for name in names[10:30]:
-            assert await mirror.read_file(name) == (area.source / name).read_bytes()
+            assert await read(mirror, name) == (area.source / name).read_bytes()
         await until(lambda: resident(mirror) >= 50, "more to be copied")
         for name in names[30:]:
-            await mirror.read_file(name)
+            await read(mirror, name)
         await until(lambda: resident(mirror) == 60, "all to be there")
         await mirror.settled()
         assert [mirror.bytes_read(name) for name in names] == [SIZE] * len(names)

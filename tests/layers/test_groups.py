@@ -62,7 +62,7 @@ def at_file(mirror: Mirror, name: str) -> Gate:
     return gate
 
 
-async def test_many_files_are_few_errands_and_few_transactions(
+async def test_many_files_are_few_calls_and_few_transactions(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = files(area, 100)
@@ -77,11 +77,17 @@ async def test_many_files_are_few_errands_and_few_transactions(
 
         for name in names:
             await mirror.want(name)
+        tell = mirror.whole.misses_events
         monkeypatch.setattr(mirror.index, "_write", write)
+        monkeypatch.setattr(
+            mirror.whole,
+            "misses_events",
+            lambda: [] if mirror.whole.busy else tell(),
+        )
         mirror.copier.together = 50
         mirror.start_copying()
         await mirror.idle()
-        assert mirror.posix.faults.calls["read_each"] <= 4
+        assert mirror.posix.faults.calls["fetch"] == 2
         assert commits <= 8
         assert mirror.metrics.copies_completed == 100
         counters = mirror.source.counters
@@ -156,7 +162,7 @@ async def test_how_many_it_are_follows_the_time_that_it_takes(
         await mirror.idle()
         assert mirror.copier.together > 4
         grown = mirror.copier.together
-        mirror.posix.faults.before("read_each", lambda: clock.jump(2 * copier.LONG_SECONDS))
+        mirror.posix.faults.before("read", lambda: clock.jump(2 * copier.LONG_SECONDS))
         for name in names[40:]:
             await mirror.want(name)
         await until(lambda: mirror.copier.together < grown, "a smaller number")
@@ -194,42 +200,20 @@ async def test_a_reader_takes_out_what_has_not_had_its_turn(area: Area) -> None:
         assert mirror.source.counters.read_bytes == 80_000
 
 
-async def test_a_reader_gets_what_was_read_before_one_that_hangs(area: Area) -> None:
+async def test_what_was_read_before_one_that_hangs_is_stored(area: Area) -> None:
     names = files(area, 4)
     async with area.mount(copy_workers=1, copies=False) as mirror:
         gate = at_file(mirror, names[2])
         await begin(mirror, names)
         await gate.arrived(1)
-        with trio.fail_after(5):
-            assert await mirror.read_file(names[0]) == content(10_000, 0)
+        await until(lambda: mirror.metrics.copies_completed == 2, "those before it")
+        assert mirror.copier.active == 2
+        for number in range(2):
+            assert await mirror.read_file(names[number]) == content(10_000, number)
         assert mirror.source.counters.demand_read_bytes == 0
         gate.open()
         await check(mirror, names)
         assert mirror.source.counters.read_bytes == 40_000
-
-
-async def test_a_reader_who_waits_for_a_file_is_answered_before_the_next_is_read(
-    area: Area,
-) -> None:
-    names = files(area, 3)
-    async with area.mount(copy_workers=1, copies=False) as mirror:
-        first, second = at_file(mirror, names[0]), at_file(mirror, names[1])
-        await begin(mirror, names)
-        await first.arrived(1)
-        found: list[bytes] = []
-
-        async def read() -> None:
-            found.append(await mirror.read_file(names[0]))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(read)
-            await trio.testing.wait_all_tasks_blocked()
-            assert found == []
-            first.open()
-            await second.arrived(1)
-        assert found == [content(10_000, 0)]
-        second.open()
-        await check(mirror, names)
 
 
 async def test_one_that_hangs_gives_the_others_back(
@@ -240,6 +224,7 @@ async def test_one_that_hangs_gives_the_others_back(
         gate = at_file(mirror, names[3])
         await begin(mirror, names)
         await gate.arrived(1)
+        mirror.whole.lend()
         for _ in range(6):
             clock.jump(slots.STUCK_SECONDS / 2)
             await trio.testing.wait_all_tasks_blocked()
@@ -267,7 +252,7 @@ async def test_a_tier_that_hangs_has_nothing_written_twice(
         gate.open()
         await check(mirror, names)
         assert mirror.tier.faults.calls["write_whole"] == 6
-        assert mirror.source.counters.read_bytes == 60_000
+        assert mirror.source.counters.prefetch_read_bytes == 60_000
 
 
 async def test_what_fails_is_tried_again_and_the_others_are_stored(
@@ -365,19 +350,6 @@ async def test_what_cannot_be_recorded_leaves_nothing_behind(
         for name in names:
             await mirror.want(name)
         await check(mirror, names)
-
-
-async def test_one_that_is_given_up_while_it_is_written(area: Area) -> None:
-    names = files(area, 4)
-    async with area.mount(copies=False) as mirror:
-        inos = [await mirror.ino(name) for name in names]
-        gate = mirror.tier.faults.gate("write_whole")
-        await begin(mirror, names)
-        await gate.arrived(1)
-        mirror.copier.files[inos[3]].outdated()
-        gate.open()
-        await mirror.settled()
-        assert states(mirror, inos) == ["resident"] * 3 + ["remote"]
 
 
 async def test_there_is_room_for_some_of_them(area: Area) -> None:

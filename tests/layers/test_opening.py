@@ -1,4 +1,4 @@
-"""Opening a file that is not local: a small one is fetched by the errand that opens it."""
+"""Opening a file that is not local, by Python: a small one is read whole by its first read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.fs.files import FileHandle
 from tests.layers.mirror import KIB, MIB, Area, Mirror, content
 
 SMALL = 100 * KIB
@@ -19,17 +18,18 @@ def operations(mirror: Mirror) -> int:
     return mirror.source.counters.operations
 
 
-async def test_a_small_file_takes_one_errand(area: Area) -> None:
+async def test_a_small_file_is_read_once_and_whole(area: Area) -> None:
     data = area.write("small", content(SMALL))
     async with area.mount() as mirror:
         ino = await mirror.ino("small")
         before = operations(mirror)
         handle = await mirror.open_ino(ino)
+        assert await mirror.read(handle, 5, 1000) == data[5:1005]
         assert mirror.bytes_read("small") == SMALL
         assert await mirror.read(handle, 0, SMALL) == data
         handle.release()
         await mirror.settled()
-        assert operations(mirror) - before == 1
+        assert operations(mirror) - before == 2
         assert mirror.posix.faults.calls["open"] == 1
         assert mirror.files.state(ino) == "resident"
 
@@ -40,34 +40,31 @@ async def test_it_is_read_before_it_is_written(area: Area) -> None:
     async with area.mount() as mirror:
         gate = mirror.tier.faults.gate("write_whole")
         handle = await mirror.open("small")
-        await gate.arrived()
         assert await mirror.read(handle, 5, 1000) == data[5:1005]
+        await gate.arrived()
         gate.open()
         handle.release()
         await mirror.settled()
         assert mirror.bytes_read("small") == SMALL
 
 
-async def test_two_who_open_it_share_the_errand(area: Area) -> None:
+async def test_two_who_open_it_share_the_read(area: Area) -> None:
     data = area.write("small", content(SMALL))
     async with area.mount() as mirror:
         gate = mirror.posix.faults.gate("read")
-        ino = await mirror.ino("small")
-        handles: list[FileHandle] = []
+        found: list[bytes] = []
 
-        async def open_it() -> None:
-            handles.append(await mirror.open_ino(ino))
+        async def read_it() -> None:
+            found.append(await mirror.read_file("small"))
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(open_it)
-            nursery.start_soon(open_it)
+            nursery.start_soon(read_it)
+            nursery.start_soon(read_it)
             await gate.arrived()
             await trio.testing.wait_all_tasks_blocked()
-            assert not handles
+            assert not found
             gate.open()
-        for handle in handles:
-            assert await mirror.read(handle, 0, SMALL) == data
-            handle.release()
+        assert found == [data, data]
         await mirror.settled()
         assert mirror.bytes_read("small") == SMALL
 
@@ -79,7 +76,7 @@ async def test_who_is_killed_meanwhile_leaves_no_trace(area: Area) -> None:
         ino = await mirror.ino("small")
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(mirror.open_ino, ino)
+                nursery.start_soon(mirror.read_file, "small")
                 await gate.arrived()
                 scope.cancel()
         gate.open()

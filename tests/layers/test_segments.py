@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from monarchfs.cache.reasons import Cause
+from monarchfs.cache.replicas import Reservation
 from monarchfs.index import set_aside
 from monarchfs.store.segments import Segments, allocated
-from monarchfs.types import EvictionPolicy, IndexWriteError, Replica, TierFile
+from monarchfs.types import EvictionPolicy, IndexWriteError, Node, Replica, TierFile
 from tests.layers.faults import FaultySegments, FaultyTier
 from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 
@@ -99,6 +101,12 @@ def full(*_: object, **options: object) -> None:
 # Coming.
 
 
+def together(mirror: Mirror, nodes: list[Node]) -> list[tuple[Reservation, bytes]]:
+    """What ``files`` made, and room for it."""
+    places = mirror.cache.reserve_each(nodes, evicts=False)
+    return [(place, content(SIZE, n)) for n, place in enumerate(places) if place is not None]
+
+
 async def test_many_files_share_one_and_outlive_the_mount(area: Area) -> None:
     names = files(area, 150)
     area.write("empty", b"")
@@ -149,7 +157,13 @@ async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> No
     names = files(area, 6)
     async with area.mount(copies=False) as mirror:
         mirror.tier.faults.fail("after_write", errno.EIO, after=2, times=1)
-        inos = await copy(mirror, names)
+        cache, nodes = mirror.cache, [await mirror.node(name) for name in names]
+        inos = [node.ino for node in nodes]
+        places = together(mirror, nodes)
+        for (place, _), result in zip(places, await cache.write_each(places), strict=True):
+            if isinstance(result, OSError):
+                cache.tier_failed(place, result)
+                await cache.abandon(place, Cause.FAILED, "for the test")
         assert states(mirror, inos).count("remote") == 1
         assert mirror.metrics.copies_completed == 5
         await mirror.settled()
@@ -165,12 +179,15 @@ async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> No
 async def test_one_that_is_given_up_while_others_are_written(area: Area) -> None:
     names = files(area, 4)
     async with area.mount(copies=False) as mirror:
-        inos = [await mirror.ino(name) for name in names]
+        cache, nodes = mirror.cache, [await mirror.node(name) for name in names]
+        inos = [node.ino for node in nodes]
         gate = mirror.tier.faults.gate("write_whole")
+        places = together(mirror, nodes)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(copy, mirror, names)
+            nursery.start_soon(cache.write_each, places)
             await gate.arrived()
-            mirror.copier.files[inos[1]].outdated()
+            nursery.start_soon(cache.abandon, places[1][0], Cause.CHANGED, "for the test")
+            await trio.testing.wait_all_tasks_blocked()
             gate.open()
         await mirror.settled()
         assert states(mirror, inos) == ["resident", "remote", "resident", "resident"]
@@ -482,7 +499,8 @@ async def test_a_crash_before_the_commit_leaves_a_gap(
         async with area.mount(copies=False, sound=False) as mirror:
             await copy(mirror, names[:4])
             monkeypatch.setattr(mirror.index, "put_replicas", kill)
-            await copy(mirror, names)
+            nodes = [await mirror.node(name) for name in names[4:]]
+            await mirror.cache.write_each(together(mirror, nodes))
 
     with pytest.RaisesGroup(Killed, flatten_subgroups=True):
         await until_killed()

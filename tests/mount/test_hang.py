@@ -235,7 +235,7 @@ def test_a_process_that_reads_with_o_direct_can_be_killed(
 def not_kept(work: Bench, source: FaultySource, count: int) -> Iterator[tuple[Mount, str]]:
     """A mount that keeps nothing of the files f0, f1, ... and whose threads read them; what they
     hold at 512 KiB."""
-    data = trees.random_bytes(1 << 20, 5)
+    data = trees.random_bytes((1 << 20) + 4096, 5)  # else it might be read as a whole
     for n in range(count):
         (source.backing / f"f{n}").write_bytes(data)
     mount = work.mount(source.path, "--prefetch", "none")

@@ -54,39 +54,16 @@ def test_each_function_has_its_asynchronous_twin(root: Path, hanging: HangingPos
         await source.close(fd, DEMAND)
         fd, _ = await source.open(here, b"file", DEMAND)
         source.close_soon(fd)
-        assert await source.read_whole(here, b"file", st.version, BACKGROUND) == b"contents"
-        with pytest.raises(SourceChanged):
-            await source.read_whole(here, b"file", st.version._replace(ctime_ns=1), BACKGROUND)
+        await source.open_directory(here, BACKGROUND)
         counters = source.counters
-        assert (counters.demand_read_bytes, counters.prefetch_read_bytes) == (3, 16)
-        assert counters.read_bytes == 19
+        assert (counters.demand_read_bytes, counters.prefetch_read_bytes) == (3, 8)
+        assert counters.read_bytes == 11
         assert 0 < counters.seconds < 10
         async with source.list(here, DEMAND, batch=3) as batches:
             sizes = [len(entries) async for entries in batches]
         assert sizes == [3, 1]
         source.forget(b"d")
         source.shutdown()
-
-    run_in_nursery(body)
-
-
-def test_a_file_that_changes_while_it_is_read_whole(
-    root: Path, hanging: HangingPosix, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_pread = os.pread
-
-    def pread_and_change(fd: int, size: int, offset: int) -> bytes:
-        data = real_pread(fd, size, offset)
-        os.utime(root / "file", ns=(1, 1))
-        return data
-
-    async def body(nursery: trio.Nursery) -> None:
-        source = Source(hanging)
-        version = (await source.stat(source.root, b"file", DEMAND)).version
-        monkeypatch.setattr(os, "pread", pread_and_change)
-        with pytest.raises(SourceChanged, match="while it was read"):
-            await source.read_whole(source.root, b"file", version, BACKGROUND)
-        assert source.counters.read_bytes == 8
 
     run_in_nursery(body)
 

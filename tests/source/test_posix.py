@@ -247,16 +247,6 @@ def test_short_reads_are_gone_on_with(
     posix.close(fd)
 
 
-def test_read_whole_refuses_another_version(root: Path, posix: PosixSource) -> None:
-    (root / "f").write_bytes(b"first")
-    version = posix.stat(ref(root), b"f").version
-    assert posix.read_whole(ref(root), b"f", version) == (b"first", version)
-    (root / "f").write_bytes(b"other")
-    os.utime(root / "f", ns=(1, 1))
-    with pytest.raises(SourceChanged, match="another version"):
-        posix.read_whole(ref(root), b"f", version)
-
-
 def test_open_waits_for_a_lease_as_any_reader_would(root: Path, posix: PosixSource) -> None:
     (root / "f").write_text("leased")
     holder = os.open(root / "f", os.O_RDWR)
