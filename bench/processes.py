@@ -13,7 +13,7 @@ from bench.harness import Unusable, wait_for
 from monarchfs.cli.ask import ask
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.control import request
-from monarchfs.fuse.slots import open_slots
+from monarchfs.fuse.handle_table import open_slots
 from monarchfs.supervisor.recover import find_one
 
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -43,12 +43,12 @@ from monarchfs.fs.why import Why
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter
 from monarchfs.fuse.datapath import ResidentReplicas, kernel_reads
+from monarchfs.fuse.handle_table import HandleTable
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.notify import Notifier
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.quick import Quick
 from monarchfs.fuse.relay import Relay
-from monarchfs.fuse.slots import Slots
 from monarchfs.index import Index, set_aside
 from monarchfs.logs import BoundedLog, FewOfEach
 from monarchfs.metrics import Metrics
@@ -117,7 +117,7 @@ class Worker:
         config = _safe(bootstrap.config) if bootstrap.safe else bootstrap.config
         self.config = config
         self.restarts = bootstrap.restarts
-        self.slots = Slots(bootstrap.handles_fd, fuse_session.hooks)
+        self.slots = HandleTable(bootstrap.handles_fd, fuse_session.hooks)
         # What is left in a journal, threads take up.
         journal = bootstrap.requests_fd
         relays = journal is not None or not bootstrap.safe

@@ -132,7 +132,7 @@ def serve(mode: str, channel: socket.socket, bootstrap: Bootstrap) -> int:
     beats = 0
     while True:
         beats += 1
-        os.pwrite(handles, struct.pack("=Q", beats), 16)  # monarchfs.fuse.slots.BEATS
+        os.pwrite(handles, struct.pack("=Q", beats), 16)  # monarchfs.fuse.handle_table.BEATS
         for ready, _ in poll.poll(250):
             if ready == channel.fileno():
                 content, descriptors, _, _ = socket.recv_fds(channel, 1 << 18, 4)

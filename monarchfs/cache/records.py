@@ -14,7 +14,7 @@ from monarchfs.cache.readers import NoReaders, Readers
 from monarchfs.cache.reasons import Cause, ReasonLog
 from monarchfs.cache.removals import Removals
 from monarchfs.cache.replicas import OpenReplica
-from monarchfs.cache.segments import Segments
+from monarchfs.cache.segments import SegmentRecords
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
 from monarchfs.memory import MemoryHeadroom, MemoryProbe
@@ -127,7 +127,7 @@ class Records:
         )
         self.tiers = self._tiers.by_id
         self._durability = Durability(index, self._tiers)
-        self._segments = Segments(
+        self._segments = SegmentRecords(
             *(index, self._tiers, self.readers, self._in_thread),
             capacity=lambda tier_id: self.placement.usage(tier_id)[1],
             most_bytes=shared_bytes,

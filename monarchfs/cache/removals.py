@@ -15,7 +15,7 @@ from typing import Any
 import trio
 
 from monarchfs.cache.replicas import OpenReplica, Removal
-from monarchfs.cache.segments import Segments
+from monarchfs.cache.segments import SegmentRecords
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
 from monarchfs.placement.events import Action, Dropped, Event, Evicted, EvictionFailed
@@ -37,7 +37,7 @@ class Removals:
         handle: Callable[[Event], list[Action]],
         in_thread: Callable[..., Awaitable[Any]],
         nursery: trio.Nursery,
-        segments: Segments,
+        segments: SegmentRecords,
         let_go: Callable[[int], trio.Event | None],
     ) -> None:
         self._segments = segments

@@ -57,7 +57,7 @@ class Written(NamedTuple):
     checksum: int
 
 
-class Segments:
+class SegmentRecords:
     """The segments of all tiers. Runs on the event loop.
 
     Constant: its parts. Changing: by tier, ``_allocators``: where the next replica goes, None where

@@ -29,7 +29,7 @@ from monarchfs.types import (
     SourceStat,
 )
 
-__all__ = ["FileHandle", "Files", "OpenReplica", "Unfinished", "UnfinishedReads"]
+__all__ = ["FileHandle", "Files", "OpenReplica", "PartialFile", "UnfinishedReads"]
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ MAPS_DIRECT = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6,
 """Whether files that are opened with direct I/O can be mapped (FUSE_DIRECT_IO_ALLOW_MMAP)."""
 
 
-class Unfinished(Protocol):
+class PartialFile(Protocol):
     """A file that is not resident (yet)."""
 
     @property
@@ -85,7 +85,7 @@ class Copies(Protocol):
 
     def opened(self, ino: int) -> None: ...
 
-    def unfinished(self, ino: int) -> Unfinished | None: ...
+    def unfinished(self, ino: int) -> PartialFile | None: ...
 
     def queued(self, ino: int) -> bool: ...
 
@@ -95,9 +95,9 @@ class Copies(Protocol):
 
     def copying(self, ino: int) -> bool: ...
 
-    async def open(self, node: Node) -> Unfinished: ...
+    async def open(self, node: Node) -> PartialFile: ...
 
-    async def open_as_is(self, node: Node) -> Unfinished: ...
+    async def open_as_is(self, node: Node) -> PartialFile: ...
 
 
 class FileHandle:
@@ -112,7 +112,7 @@ class FileHandle:
         ino: int,
         files: Files,
         replica: OpenReplica | None,
-        unfinished: Unfinished | None,
+        unfinished: PartialFile | None,
         keep_cache: bool,
         direct: bool = False,
     ) -> None:
@@ -327,7 +327,7 @@ class Files:
         self,
         node: Node,
         replica: OpenReplica | None,
-        unfinished: Unfinished | None,
+        unfinished: PartialFile | None,
         *,
         direct: bool = False,
     ) -> FileHandle:
@@ -430,7 +430,7 @@ class Files:
         else:
             del self._opens[handle.ino]
 
-    async def open_to_copy(self, ino: int) -> Unfinished:
+    async def open_to_copy(self, ino: int) -> PartialFile:
         """``open_unfinished``, and begin to copy it, if this mount does that."""
         keeps = self._copies.keeps
         unfinished = await self.open_unfinished(ino)
@@ -440,7 +440,7 @@ class Files:
         unfinished.hand_out()
         return unfinished
 
-    async def open_unfinished(self, ino: int) -> Unfinished:
+    async def open_unfinished(self, ino: int) -> PartialFile:
         node = self._tree.index.node(ino)
         if node is None:
             if not self.opens_are_known:

@@ -21,13 +21,13 @@ from pyfuse3 import FileHandleT, FileNameT, InodeT, RequestContext, XAttrNameT
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fs.tree import Entry, Missing, Tree
 from monarchfs.fs.xattrs import Xattrs
+from monarchfs.fuse.handle_table import HandleTable
 from monarchfs.fuse.handles import Handles
 from monarchfs.fuse.implicit import Implicit
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.refused import Refused
 from monarchfs.fuse.relay import Relay
-from monarchfs.fuse.slots import Slots
 from monarchfs.metrics import Metrics
 from monarchfs.types import Data
 
@@ -97,7 +97,7 @@ class Adapter(pyfuse3.Operations):
         interrupts: Interrupts,
         metrics: Metrics,
         relay: Relay,
-        slots: Slots,
+        slots: HandleTable,
         passthrough: Passthrough,
         answer_with: Callable[[int, int], None],
         current_request: Callable[[], tuple[int, int]],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from typing import Generic, Protocol, TypeVar
 
-from monarchfs.fuse.slots import RESENT, Slots
+from monarchfs.fuse.handle_table import RESENT, HandleTable
 
 
 class Openable(Protocol):
@@ -36,7 +36,7 @@ class Handles(Generic[T]):
     Constant: the table that outlives this process. Changing: what its numbers stand for.
     """
 
-    def __init__(self, slots: Slots, modes: Modes[T] | None = None) -> None:
+    def __init__(self, slots: HandleTable, modes: Modes[T] | None = None) -> None:
         self.slots = slots
         self._modes = modes
         self._open: dict[int, T] = {}

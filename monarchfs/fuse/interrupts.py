@@ -20,7 +20,7 @@ from types import TracebackType
 
 import trio
 
-from monarchfs.fuse.slots import RESENT
+from monarchfs.fuse.handle_table import RESENT
 from monarchfs.metrics import Metrics
 
 log = logging.getLogger(__name__)

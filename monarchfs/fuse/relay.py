@@ -16,7 +16,7 @@ import trio
 from monarchfs.engine.misses import MissCounts, Misses
 from monarchfs.fs.files import Files
 from monarchfs.fs.tree import Entry
-from monarchfs.fuse.unfinished import Unfinished
+from monarchfs.fuse.unfinished import NonResidentFiles
 from monarchfs.metrics import Histogram, Metrics
 from monarchfs.types import Lane, Node, Replica, ReplicaState
 
@@ -46,7 +46,7 @@ class Relay:
     def __init__(self, hooks: ModuleType, metrics: Metrics, *, free_opens: bool) -> None:
         self.free_opens = free_opens
         self._hooks = hooks
-        self.unfinished = Unfinished(hooks)
+        self.unfinished = NonResidentFiles(hooks)
         self._metrics = metrics
         self._tiers: dict[int, int] = {}
         self._files: Files | None = None

@@ -14,7 +14,7 @@ LONG_NS = 1_000_000_000
 NO_CHUNK = (1 << 64) - 1
 
 
-class Unfinished(UnfinishedReads):
+class NonResidentFiles(UnfinishedReads):
     """Constant: the C part."""
 
     def __init__(self, hooks: ModuleType) -> None:

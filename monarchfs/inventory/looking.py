@@ -23,7 +23,7 @@ from monarchfs.config import User
 from monarchfs.config.places import own_directories, resolve_user
 from monarchfs.fuse.mountinfo import is_network_filesystem
 from monarchfs.inventory.trees import Size, in_use, open_users, tree_size
-from monarchfs.store.segments import Segments
+from monarchfs.store.segments import SegmentFiles
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.lock import LOCK, read_holder
 from monarchfs.supervisor.tierdirs import NAME, OPEN_DIRECTORY, OWNER, claims, read_owner
@@ -328,7 +328,7 @@ def _state(path: str, user: User) -> dict[str, Any] | None:
 
 def _sharing(directory: int, user: User) -> int:
     """How many more copies lie in segments than there are files of segments."""
-    segments = Segments(directory, f"/proc/self/fd/{directory}", user.uid)
+    segments = SegmentFiles(directory, f"/proc/self/fd/{directory}", user.uid)
     try:
         found = segments.found()
         lists = sum(bool(segments.noted(segment)) for segment in found)

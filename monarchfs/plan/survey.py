@@ -15,7 +15,7 @@ from monarchfs.bounded import Tell
 from monarchfs.plan.fitting import Amount, Fitted, PlannedTier, fit
 from monarchfs.plan.walk import File, WalkCounts, walk
 from monarchfs.store import files as on_disk
-from monarchfs.store.segments import Segments
+from monarchfs.store.segments import SegmentFiles
 from monarchfs.types import TierFile
 
 TELL_SECONDS = 0.2
@@ -162,7 +162,7 @@ def _in_segments(directory: str) -> Iterator[TierFile]:
     """As their lists say: what was copied in the last half minute is missing."""
     fd = os.open(directory, on_disk.DIRECTORY)
     try:
-        segments = Segments(fd, directory, os.fstat(fd).st_uid)
+        segments = SegmentFiles(fd, directory, os.fstat(fd).st_uid)
     finally:
         os.close(fd)
     try:

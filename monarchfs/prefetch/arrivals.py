@@ -40,7 +40,7 @@ NS = 1_000_000_000
 
 
 @dataclass(eq=False, slots=True)
-class Wanted:
+class WantedFile:
     """A file that the copier wants, and the room that there is for it."""
 
     place: Reservation
@@ -48,7 +48,7 @@ class Wanted:
     batch: Batch
 
 
-Arrived = tuple[Node, memoryview, Wanted | None]
+Arrived = tuple[Node, memoryview, WantedFile | None]
 
 
 class Arrivals:
@@ -74,7 +74,7 @@ class Arrivals:
         self._metrics = metrics
         self._nursery = nursery
         self._opened = opened
-        self._wanted: dict[int, Wanted] = {}
+        self._wanted: dict[int, WantedFile] = {}
         self._batches = 0
         self._waiting: deque[Arrived] = deque()
         self._storing = 0
@@ -91,7 +91,7 @@ class Arrivals:
     def want(self, places: Sequence[Reservation], priority: Priority) -> Batch:
         """As SmallFiles. What a reader has had read meanwhile is stored there, too."""
         batch = Batch([place.node for place in places], len(places))
-        self._wanted |= {place.node.ino: Wanted(place, priority, batch) for place in places}
+        self._wanted |= {place.node.ino: WantedFile(place, priority, batch) for place in places}
         return batch
 
     async def copy(self, batch: Batch) -> tuple[float, list[int]]:
@@ -157,7 +157,7 @@ class Arrivals:
         elif not node.outdated and self._copier.arriving(ino):
             self._waiting.append((node, served.data, None))
 
-    def _take(self, wanted: Wanted, served: Served) -> None:
+    def _take(self, wanted: WantedFile, served: Served) -> None:
         """What the copier wanted."""
         place, batch = wanted.place, wanted.batch
         node, ino = place.node, served.ino
@@ -184,7 +184,7 @@ class Arrivals:
             self._copier.want(ino, wanted.priority)
         self._end(ino, wanted)
 
-    def _end(self, ino: int, wanted: Wanted | None) -> None:
+    def _end(self, ino: int, wanted: WantedFile | None) -> None:
         self._copier.arrived(ino)
         if wanted is not None:
             self._less(wanted.batch)

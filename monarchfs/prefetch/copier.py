@@ -1,6 +1,6 @@
 """Copies files into the tiers: which next, how many at once, in what portions.
 
-There are ``copy_workers`` slots for background fetches (``Slots``). Readers never wait for one:
+There are ``copy_workers`` slots for background fetches (``CopySlots``). Readers never wait for one:
 what they need is fetched at once, on the source's demand lane.
 """
 
@@ -22,13 +22,13 @@ from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.copy import Copy
+from monarchfs.prefetch.copy_slots import STUCK_SECONDS, CopySlot, CopySlots
 from monarchfs.prefetch.fetch import CHUNK_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.pace import Pace
 from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.remote import RemoteFile
 from monarchfs.prefetch.retries import Retries
-from monarchfs.prefetch.slots import STUCK_SECONDS, Slot, Slots
 from monarchfs.prefetch.small import Batch, SmallFiles
 from monarchfs.quiet import hurried
 from monarchfs.source.source import Source
@@ -99,7 +99,7 @@ class Copier:
         self._targets: Counter[int | None] = Counter()
         self.small: SmallFiles | None = None
         self.together = 1
-        self._slots = Slots(copy_workers, self.pace)
+        self._slots = CopySlots(copy_workers, self.pace)
         self._wake = trio.Event()
         self._shrunk = trio.Event()
         self._retries = Retries(nursery, self._again)
@@ -375,7 +375,7 @@ class Copier:
             return None
         return None if self._cache.resident(node) else node
 
-    async def _in_slot(self, slot: Slot, work: Work) -> None:
+    async def _in_slot(self, slot: CopySlot, work: Work) -> None:
         try:
             with self._slots.taken(slot):
                 await work()

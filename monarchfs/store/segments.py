@@ -1,9 +1,9 @@
 """Files that hold many replicas: segments.
 
 ext4 takes some ten times as long to make a file as to append to one. So small replicas lie as
-*records* in segments: each begins at a multiple of ``Segments.align`` and is written whole, without
-holes. A segment is only ever written by the object that made it; every other one may read it and
-give room back. What a record was is punched out of it; the room is not used again.
+*records* in segments: each begins at a multiple of ``SegmentFiles.align`` and is written whole,
+without holes. A segment is only ever written by the object that made it; every other one may read
+it and give room back. What a record was is punched out of it; the room is not used again.
 
 The caller keeps this order:
 
@@ -43,7 +43,7 @@ from monarchfs.store.verify import stored_checksum
 from monarchfs.types import Data, TierFile
 
 __all__ = [
-    "ALIGN_BYTES", "SEGMENT_BYTES", "SMALL_BYTES", "Allocator", "Segments", "allocated",
+    "ALIGN_BYTES", "SEGMENT_BYTES", "SMALL_BYTES", "Allocator", "SegmentFiles", "allocated",
     "new_segment",
 ]  # fmt: skip
 
@@ -69,7 +69,7 @@ class _OpenSegment:
     gone: bool = False
 
 
-class Segments:
+class SegmentFiles:
     """The segments of one dataset on one tier.
 
     They lie in ``segments/``, each under its number as 16 hex digits (mode 0600), with a list of

@@ -9,7 +9,7 @@ Layout, below the directory that the caller opened:
     parts/.probe-<hex>      a trial, see ``probe``
     segments/<16 hex>       a segment: many small complete replicas, see ``store.segments``
     segments/<16 hex>.list  which replicas lie in it, for when the index is lost
-    segments/.probe-<hex>   a trial, see ``Segments.gives_back``
+    segments/.probe-<hex>   a trial, see ``SegmentFiles.gives_back``
 
 Anything else that lies there is not ours: what is not a regular file of the user's under such a
 name is never listed, followed, changed or removed.
@@ -46,7 +46,7 @@ from monarchfs.engine.units import Unit
 from monarchfs.store import files as on_disk
 from monarchfs.store.checksum import BLOCK_BYTES, checksum, digests
 from monarchfs.store.errors import ReplicaLost
-from monarchfs.store.segments import Segments
+from monarchfs.store.segments import SegmentFiles
 from monarchfs.store.verify import stored_checksum
 from monarchfs.types import SPARSE_MIN_BYTES, Data, Replica, Space, TierFile
 
@@ -84,7 +84,7 @@ class Tier:
         self._retired: list[int] = []
         self._uid = os.geteuid()
         self._remarked: set[str] = set()
-        self._all_segments: list[Segments] = []
+        self._all_segments: list[SegmentFiles] = []
         try:
             self.memory_backed = on_disk.is_in_memory(self._fd)
             self.segments = self._new_segments(self._fd)
@@ -110,8 +110,8 @@ class Tier:
             self._subdirs.clear()
             self._retired.clear()
 
-    def _new_segments(self, dir_fd: int) -> Segments:
-        return Segments(dir_fd, self.path, self._uid)
+    def _new_segments(self, dir_fd: int) -> SegmentFiles:
+        return SegmentFiles(dir_fd, self.path, self._uid)
 
     def reopen(self, dir_fd: int) -> bool:
         """Go on in the directory ``dir_fd`` (which stays the caller's); whether it is another one.

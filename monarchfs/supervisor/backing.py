@@ -22,9 +22,9 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from monarchfs.config import Config, DataPath
+from monarchfs.fuse.handle_table import backing_ids
 from monarchfs.fuse.mountinfo import mount_of
 from monarchfs.fuse.protocol import InitFlag, ProtocolError, parse_init_request
-from monarchfs.fuse.slots import backing_ids
 from monarchfs.supervisor.beneath import find_beneath
 from monarchfs.supervisor.identity import in_first_user_namespace
 from monarchfs.supervisor.messages import Back, Offer, Unback

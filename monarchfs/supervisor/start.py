@@ -19,11 +19,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from monarchfs.config import Config
+from monarchfs.fuse.handle_table import make_memory, make_table, read_vitals
 from monarchfs.fuse.mount import mount
 from monarchfs.fuse.mountinfo import find_mount
 from monarchfs.fuse.protocol import InitFlag, parse_init_request
 from monarchfs.fuse.requests import make_journal
-from monarchfs.fuse.slots import make_memory, make_table, read_vitals
 from monarchfs.fuse.unmount import unmount_bounded, waiting_requests
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.daemon import ending_signals

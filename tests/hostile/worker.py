@@ -198,7 +198,7 @@ def worker() -> int:
     beats = 0
     while True:
         beats += 1
-        os.pwrite(handles, struct.pack("=Q", beats), 16)  # monarchfs.fuse.slots.BEATS
+        os.pwrite(handles, struct.pack("=Q", beats), 16)  # monarchfs.fuse.handle_table.BEATS
         ready = [descriptor for descriptor, _ in poll.poll(250)]
         messages = supervisor.later
         supervisor.later = []

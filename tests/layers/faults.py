@@ -12,7 +12,7 @@ import trio
 
 from monarchfs.engine.units import Unit
 from monarchfs.source.posix import Batches, Found, FoundEach, PosixSource
-from monarchfs.store.segments import Segments
+from monarchfs.store.segments import SegmentFiles
 from monarchfs.store.tier import Tier
 from monarchfs.types import Data, DirRef, SourceStat, SourceVersion, Space
 
@@ -173,7 +173,7 @@ class FaultySource(PosixSource):
             self.faults.meet("after_read")
 
 
-class FaultySegments(Segments):
+class FaultySegments(SegmentFiles):
     """With the faults of a tier, under the names of what it does with files."""
 
     def __init__(self, dir_fd: int, path: str, uid: int, faults: Faults) -> None:
@@ -211,7 +211,7 @@ class FaultyTier(Tier):
         self.faults = Faults()
         super().__init__(dir_fd, path, tier_id, directory=path)
 
-    def _new_segments(self, dir_fd: int) -> Segments:
+    def _new_segments(self, dir_fd: int) -> SegmentFiles:
         return FaultySegments(dir_fd, self.path, os.geteuid(), self.faults)
 
     def write_whole(self, name: bytes, data: Data) -> tuple[int, int]:

@@ -17,10 +17,10 @@ from monarchfs.fuse.session import hooks  # isort: skip  # before pyfuse3
 from monarchfs.cache.readers import NoReaders
 from monarchfs.config import Config, TierSpec, User
 from monarchfs.fuse.adapter import Adapter
+from monarchfs.fuse.handle_table import HandleTable, make_table
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
-from monarchfs.fuse.slots import Slots, make_table
 from monarchfs.supervisor import backing
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.messages import Back, Unback, parse
@@ -81,9 +81,9 @@ class Threads(NoReaders):
         self.missing: Callable[[int], bytes | None] = lambda ino: None
         self.wanted: Callable[[int], None] = lambda ino: None
         self.opened = 0
-        self.slots: Slots
+        self.slots: HandleTable
 
-    def begin(self, slots: Slots) -> None:
+    def begin(self, slots: HandleTable) -> None:
         self.slots = slots
         self.lent.clear()
         self.own.clear()
@@ -192,7 +192,7 @@ class Passing:
         mirror.cache.let_go = self.passthrough.let_go
         mirror.cache.take_back = self.passthrough.take_back
         mirror.cache.stored = self.passthrough.stored
-        self.slots = Slots(self.table, hooks)
+        self.slots = HandleTable(self.table, hooks)
         self.threads.begin(self.slots)
         self.adapter = Adapter(
             mirror.tree,

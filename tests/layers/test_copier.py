@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.prefetch import retries, slots
+from monarchfs.prefetch import copy_slots, retries
 from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.scan import Scan
 from monarchfs.types import IndexWriteError
@@ -146,7 +146,7 @@ async def test_a_call_that_hangs_lends_its_slot(area: Area, clock: trio.testing.
             await trio.testing.wait_all_tasks_blocked()
             assert gate.waiting == 2 + lent
             for _ in range(4):
-                clock.jump(slots.STUCK_SECONDS / 2)
+                clock.jump(copy_slots.STUCK_SECONDS / 2)
                 await trio.testing.wait_all_tasks_blocked()
         gate.open()
         await go_on(mirror, clock, 8)
@@ -157,14 +157,14 @@ async def test_a_call_that_hangs_lends_its_slot(area: Area, clock: trio.testing.
 async def test_so_many_are_lent_and_no_more(
     area: Area, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "MAX_LENT", 3)
+    monkeypatch.setattr(copy_slots, "MAX_LENT", 3)
     names = files(area, 8)
     async with area.mount(copy_workers=2) as mirror:
         gate = mirror.posix.faults.gate("read")
         for name in names:
             await mirror.want(name)
         for _ in range(20):
-            clock.jump(slots.STUCK_SECONDS / 2)
+            clock.jump(copy_slots.STUCK_SECONDS / 2)
             await trio.testing.wait_all_tasks_blocked()
         await gate.arrived(5)
         assert gate.waiting == 5

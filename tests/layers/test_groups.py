@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.prefetch import copier, retries, slots
+from monarchfs.prefetch import copier, copy_slots, retries
 from monarchfs.prefetch.lull import Lull
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan
@@ -226,7 +226,7 @@ async def test_one_that_hangs_gives_the_others_back(
         await gate.arrived(1)
         mirror.whole.lend()
         for _ in range(6):
-            clock.jump(slots.STUCK_SECONDS / 2)
+            clock.jump(copy_slots.STUCK_SECONDS / 2)
             await trio.testing.wait_all_tasks_blocked()
         await until(lambda: mirror.metrics.copies_completed == 11, "the others")
         await trio.testing.wait_all_tasks_blocked()
@@ -245,7 +245,7 @@ async def test_a_tier_that_hangs_has_nothing_written_twice(
         await begin(mirror, names)
         await gate.arrived(1)
         for _ in range(6):
-            clock.jump(slots.STUCK_SECONDS / 2)
+            clock.jump(copy_slots.STUCK_SECONDS / 2)
             await trio.testing.wait_all_tasks_blocked()
         for number, name in enumerate(names):
             assert await mirror.read_file(name) == content(10_000, number)

@@ -16,7 +16,7 @@ import trio.testing
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
 from monarchfs.index import set_aside
-from monarchfs.store.segments import Segments, allocated
+from monarchfs.store.segments import SegmentFiles, allocated
 from monarchfs.types import EvictionPolicy, IndexWriteError, Node, Replica, TierFile
 from tests.layers.faults import FaultySegments, FaultyTier
 from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
@@ -215,7 +215,7 @@ async def test_a_tier_that_gives_nothing_back_has_files_of_their_own(
     names = files(area, 4)
     async with area.mount(copies=False) as mirror:
         await copy(mirror, names[:2])
-    monkeypatch.setattr(Segments, "gives_back", lambda _: False)
+    monkeypatch.setattr(SegmentFiles, "gives_back", lambda _: False)
     async with area.mount() as mirror:
         await read_locally(mirror, names[:2])
         await copy(mirror, names)
@@ -229,7 +229,7 @@ async def test_a_tier_that_fails_the_trial_has_files_of_their_own(
 ) -> None:
     names = files(area, 4)
     with monkeypatch.context() as patch:
-        patch.setattr(Segments, "gives_back", lambda _: os.stat("/there is no such file"))
+        patch.setattr(SegmentFiles, "gives_back", lambda _: os.stat("/there is no such file"))
         async with area.mount(copies=False) as mirror:
             await mirror.mend()
             inos = await copy(mirror, names)
@@ -745,9 +745,9 @@ async def test_small_files_move_from_one_segment_to_another(area: Area) -> None:
 async def test_one_moves_to_where_nothing_is_shared(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Segments.gives_back
+    real = SegmentFiles.gives_back
     monkeypatch.setattr(
-        Segments, "gives_back", lambda self: not self.path.endswith("tier1") and real(self)
+        SegmentFiles, "gives_back", lambda self: not self.path.endswith("tier1") and real(self)
     )
     names = files(area, 2)
     async with area.mount([TAKEN + 4096, ALL_ROOM]) as mirror:
@@ -854,7 +854,7 @@ async def test_a_tier_that_gives_nothing_back_any_more_when_they_are_written(
         nodes = [await mirror.node(name) for name in names]
         places = [place for place in mirror.cache.reserve_each(nodes, evicts=False) if place]
         assert [place.shares for place in places] == [True, True]
-        monkeypatch.setattr(Segments, "gives_back", lambda _: False)
+        monkeypatch.setattr(SegmentFiles, "gives_back", lambda _: False)
         mirror.cache._segments.replaced(mirror.tier)
         data = [content(SIZE, number) for number in range(2)]
         results = await mirror.cache.write_each([*zip(places, data, strict=True)])

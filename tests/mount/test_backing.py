@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from monarchfs.config import Config, DataPath, TierSpec, User
+from monarchfs.fuse.handle_table import HandleTable, backing_ids, make_table
 from monarchfs.fuse.session import hooks
-from monarchfs.fuse.slots import Slots, backing_ids, make_table
 from monarchfs.store.segments import SMALL_BYTES
 from monarchfs.supervisor import backing
 from monarchfs.supervisor.backing import MOST_IDS, BackingFiles, BackingRefused, check, most_ids
@@ -184,7 +184,7 @@ def test_ids_are_bounded_and_closed(kernel: Kernel) -> None:
 
 def test_another_worker_keeps_what_is_open(kernel: Kernel) -> None:
     assert kernel.back(kernel.file, kernel.file, kernel.file)["ids"] == [1, 2, 3]
-    slots = Slots(kernel.table, hooks)
+    slots = HandleTable(kernel.table, hooks)
     slots.add(7, 2, 1)
     closed = slots.add(8, 4, 2)
     slots.end(closed)

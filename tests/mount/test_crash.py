@@ -24,7 +24,7 @@ from monarchfs.cache import moves
 from monarchfs.cache import segments as sharing
 from monarchfs.cache.cache import Cache
 from monarchfs.index import Index
-from monarchfs.store.segments import Segments
+from monarchfs.store.segments import SegmentFiles
 from monarchfs.store.tier import Tier
 from monarchfs.types import ROOT_INO
 from tests import on_disk
@@ -46,7 +46,7 @@ FILES = {
 
 OWNERS: dict[str, Any] = {
     **{"index": Index, "tier": Tier, "cache": Cache, "moves": moves},
-    **{"segments": Segments, "sharing": sharing},
+    **{"segments": SegmentFiles, "sharing": sharing},
 }
 
 Crash = tuple[str, str, int]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from monarchfs import control
-from monarchfs.fuse.slots import HEADER_BYTES
+from monarchfs.fuse.handle_table import HEADER_BYTES
 from tests import trees
 from tests.faking import NOBODY, device_mode, interpreter_for
 from tests.mounting import (

@@ -15,7 +15,7 @@ import pytest
 
 from monarchfs.store import ReplicaLost, Tier, _records, segments
 from monarchfs.store.checksum import checksum
-from monarchfs.store.segments import Allocator, Segments, allocated
+from monarchfs.store.segments import Allocator, SegmentFiles, allocated
 from monarchfs.types import Data, TierFile
 from tests.store.tools import (
     KIB,
@@ -32,16 +32,16 @@ ONE, TWO = 0x1, 0xFEDC_BA98_7654_3210
 FILE = f"segments/{ONE:016x}"
 
 
-def open_segments(path: Path) -> Segments:
+def open_segments(path: Path) -> SegmentFiles:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return Segments(fd, str(path), os.geteuid())
+        return SegmentFiles(fd, str(path), os.geteuid())
     finally:
         os.close(fd)
 
 
 @pytest.fixture
-def own(path: Path) -> Iterator[Segments]:
+def own(path: Path) -> Iterator[SegmentFiles]:
     opened = open_segments(path)
     yield opened
     opened.close()
@@ -54,7 +54,7 @@ def any_path(request: pytest.FixtureRequest) -> Path:
     return found
 
 
-def record(own: Segments, segment: int, offset: int, size: int) -> bytes:
+def record(own: SegmentFiles, segment: int, offset: int, size: int) -> bytes:
     fd = own.open(segment, offset + size)
     try:
         return os.pread(fd, size, offset)
@@ -135,7 +135,7 @@ def test_zeros_are_written(any_path: Path) -> None:
     own.close()
 
 
-def test_any_buffer_is_data(own: Segments) -> None:
+def test_any_buffer_is_data(own: SegmentFiles) -> None:
     view = memoryview(b"-abc-")[1:4]
     records: list[tuple[int, int, Data]] = [
         (ONE, 0, b"abc"),
@@ -149,7 +149,7 @@ def test_any_buffer_is_data(own: Segments) -> None:
         _records.put_each([(1, 0, "text")])  # type: ignore[list-item]
 
 
-def test_a_descriptor_for_reading_only(own: Segments) -> None:
+def test_a_descriptor_for_reading_only(own: SegmentFiles) -> None:
     own.write_each([(ONE, 0, b"good")])
     fd = own.open(ONE, 4)
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -160,7 +160,7 @@ def test_a_descriptor_for_reading_only(own: Segments) -> None:
     os.close(fd)
 
 
-def test_a_shorter_segment_is_lost(own: Segments) -> None:
+def test_a_shorter_segment_is_lost(own: SegmentFiles) -> None:
     own.write_each([(ONE, 4096, b"good")])
     os.close(own.open(ONE, 4100))
     with pytest.raises(ReplicaLost):
@@ -171,7 +171,7 @@ def test_a_shorter_segment_is_lost(own: Segments) -> None:
         own.verify(TWO, 0, 1, 0)
 
 
-def test_verifying_is_paced_and_reads_no_neighbour(own: Segments) -> None:
+def test_verifying_is_paced_and_reads_no_neighbour(own: SegmentFiles) -> None:
     data = os.urandom((2 << 20) + 5)
     own.write_each([(ONE, 0, b"a" * 4096), (ONE, 4096, data), (ONE, 4 << 20, b"b" * 4096)])
     asked: list[int] = []
@@ -188,7 +188,7 @@ def test_verifying_is_paced_and_reads_no_neighbour(own: Segments) -> None:
 # One writer
 
 
-def test_only_who_made_a_segment_writes_to_it(path: Path, own: Segments) -> None:
+def test_only_who_made_a_segment_writes_to_it(path: Path, own: SegmentFiles) -> None:
     own.create(ONE)
     with pytest.raises(FileExistsError):
         own.create(ONE)
@@ -205,7 +205,7 @@ def test_only_who_made_a_segment_writes_to_it(path: Path, own: Segments) -> None
     other.close()
 
 
-def test_a_segment_that_was_taken_away_is_not_written_to(path: Path, own: Segments) -> None:
+def test_a_segment_that_was_taken_away_is_not_written_to(path: Path, own: SegmentFiles) -> None:
     own.write_each([(ONE, 0, b"a"), (TWO, 0, b"a")])
     os.unlink(path / FILE)
     results = own.write_each([(ONE, 4096, b"b"), (TWO, 4096, b"b")])
@@ -223,7 +223,7 @@ def test_a_segment_that_was_taken_away_is_not_written_to(path: Path, own: Segmen
     assert record(own, 3, 0, 1) == b"c"
 
 
-def test_few_descriptors_are_kept(path: Path, own: Segments) -> None:
+def test_few_descriptors_are_kept(path: Path, own: SegmentFiles) -> None:
     before = len(os.listdir("/proc/self/fd"))
     numbers = range(1, 201)
     assert own.write_each([(n, 0, b"%d" % n) for n in numbers]) == [None] * 200
@@ -239,7 +239,7 @@ def test_few_descriptors_are_kept(path: Path, own: Segments) -> None:
     assert files_below(path) == set()
 
 
-def test_four_threads_write_at_once(own: Segments) -> None:
+def test_four_threads_write_at_once(own: SegmentFiles) -> None:
     allocator = Allocator(1 << 20)
     batches = []
     for number in range(60):
@@ -258,7 +258,7 @@ def test_four_threads_write_at_once(own: Segments) -> None:
 # Failures
 
 
-def test_what_could_not_be_written_leaves_the_others_right(own: Segments) -> None:
+def test_what_could_not_be_written_leaves_the_others_right(own: SegmentFiles) -> None:
     data = os.urandom(20_000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
@@ -311,7 +311,7 @@ def test_a_full_disk(disk: Path) -> None:
     own.close()
 
 
-def test_a_failed_punch_is_raised_after_the_others_were_tried(own: Segments) -> None:
+def test_a_failed_punch_is_raised_after_the_others_were_tried(own: SegmentFiles) -> None:
     own.write_each([(ONE, 0, os.urandom(64 * KIB))])
     with pytest.raises(OSError, match="Invalid argument"):
         own.punch(ONE, [(0, 4096), (0, 0), (8192, 4096)])
@@ -319,7 +319,7 @@ def test_a_failed_punch_is_raised_after_the_others_were_tried(own: Segments) -> 
 
 
 def test_room_that_a_failure_keeps_is_logged(
-    own: Segments, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    own: SegmentFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_records, "put_each", lambda records: [errno.EIO] * len(records))
     monkeypatch.setattr(_records, "punch", lambda _fd, _ranges: errno.EOPNOTSUPP)
@@ -386,7 +386,7 @@ def test_a_planted_directory_is_refused_and_unharmed(path: Path, tmp_path: Path,
     own.close()
 
 
-def test_only_segments_are_found(path: Path, own: Segments) -> None:
+def test_only_segments_are_found(path: Path, own: SegmentFiles) -> None:
     own.write_each([(ONE, 0, b"a"), (TWO, 0, b"b")])
     own.note(ONE, [TierFile(name_of(1), 1, 1, 4096, True)])
     for name in ("0" * 16, "1" * 15, "1" * 17, "A" * 16, ".probe-12", f"{3:016x}.list", "x"):
@@ -413,7 +413,7 @@ def test_whether_room_comes_back(any_path: Path) -> None:
 )
 def test_room_that_does_not_come_back(
     path: Path,
-    own: Segments,
+    own: SegmentFiles,
     monkeypatch: pytest.MonkeyPatch,
     code: int,
     expected: bool | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -16,7 +17,7 @@ PACKAGE = Path(monarchfs.__file__).parent
 ARCHITECTURE = PACKAGE.parent / "docs" / "ARCHITECTURE.md"
 ROW = re.compile(r"^\| `(\w+)` \| .* \| ([^|]*) \|$", re.MULTILINE)
 
-MOUNT_PARTS = {"mount", "mountinfo", "protocol", "requests", "slots", "unmount"}
+MOUNT_PARTS = {"mount", "mountinfo", "protocol", "requests", "handle_table", "unmount"}
 ONLY_USER = {"lmdb": "index", "pyfuse3": "fuse"}
 
 
@@ -102,3 +103,13 @@ def test_the_supervisor_and_the_command_line_stay_light() -> None:
             assert name.split(".")[0] not in ("trio", "pyfuse3", "lmdb"), f"{file}: {name}"
         if unit in ("supervisor", "cli", "exporter") and name.startswith("monarchfs.fuse."):
             assert name.split(".")[2] in MOUNT_PARTS, f"{file}: {name}"
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    names = Counter(
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []

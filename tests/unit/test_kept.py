@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.fuse.slots import make_memory
+from monarchfs.fuse.handle_table import make_memory
 from monarchfs.metrics import Metrics
 from monarchfs.metrics.kept import PersistentCounts
 from monarchfs.source.lanes import SourceCounters

@@ -21,8 +21,8 @@ import pytest
 
 from monarchfs.fs.tree import Entry
 from monarchfs.fuse import quick
+from monarchfs.fuse.handle_table import ANSWERED, make_table
 from monarchfs.fuse.session import hooks
-from monarchfs.fuse.slots import ANSWERED, make_table
 from monarchfs.store.files import fan_out, replica_file
 from monarchfs.types import Node, SourceStat
 from tests.mounting import REPOSITORY

@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarchfs.fuse.handles import Handles
-from monarchfs.fuse.session import hooks
-from monarchfs.fuse.slots import (
+from monarchfs.fuse.handle_table import (
     HEADER_BYTES,
     RESENT,
-    Slot,
-    Slots,
+    HandleSlot,
+    HandleTable,
     backing_ids,
     make_table,
     open_slots,
 )
+from monarchfs.fuse.handles import Handles
+from monarchfs.fuse.session import hooks
 
 
-def view(table: int) -> Slots:
-    return Slots(table, hooks)
+def view(table: int) -> HandleTable:
+    return HandleTable(table, hooks)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_against_a_dictionary(steps: list[tuple[str, int]]) -> None:
     """Also as the supervisor reads it, and where one worker goes on with what another has left."""
     fd = make_table(4)
     try:
-        slots, expected, given_out = view(fd), dict[int, Slot](), set[int]()
+        slots, expected, given_out = view(fd), dict[int, HandleSlot](), set[int]()
         for unique, (what, which) in enumerate(steps, 1):
             if what == "open" and len(expected) == 4:
                 with pytest.raises(OSError, match=os.strerror(errno.ENFILE)):
@@ -59,7 +59,7 @@ def test_against_a_dictionary(steps: list[tuple[str, int]]) -> None:
                 assert number
                 assert number not in given_out
                 given_out.add(number)
-                expected[number] = Slot(number, which + 1, unique, which)
+                expected[number] = HandleSlot(number, which + 1, unique, which)
             elif what == "close" and given_out:
                 number = sorted(given_out)[which % len(given_out)]
                 slot = expected.pop(number, None)

@@ -64,7 +64,7 @@ _READ_SLOTS = 1 << 15
 _BY_DAEMON, _BY_KERNEL = 1, 2
 
 
-class Slot(NamedTuple):
+class HandleSlot(NamedTuple):
     """One open of a file: what the kernel has been told of it."""
 
     number: int
@@ -109,7 +109,7 @@ def make_memory(name: str, size: int) -> int:
     return fd
 
 
-def open_slots(fd: int) -> Iterator[Slot]:
+def open_slots(fd: int) -> Iterator[HandleSlot]:
     """What is open, for who does not trust those who write the table: nothing is mapped. Raises
     OSError."""
     used, index = _HIGH_WATER.unpack(os.pread(fd, _HIGH_WATER.size, _HIGH_WATER_AT))[0], 0
@@ -120,7 +120,7 @@ def open_slots(fd: int) -> Iterator[Slot]:
         slots = _SLOT.iter_unpack(part[: len(part) // _SLOT.size * _SLOT.size])
         for at, (ino, unique, generation, backing_id, _) in enumerate(slots, index):
             if ino:
-                yield Slot(generation << 32 | at, ino, unique, backing_id)
+                yield HandleSlot(generation << 32 | at, ino, unique, backing_id)
         index += _READ_SLOTS
 
 
@@ -129,7 +129,7 @@ def backing_ids(fd: int) -> set[int]:
     return {slot.backing_id for slot in open_slots(fd) if slot.backing_id}
 
 
-class Slots:
+class HandleTable:
     """A worker's view of the table, of which a process has one. Threads of the C part (_table.c)
     add to it and take from it, too.
 
@@ -149,10 +149,10 @@ class Slots:
         length: int = self._hooks.table_length()
         return length
 
-    def __iter__(self) -> Iterator[Slot]:
+    def __iter__(self) -> Iterator[HandleSlot]:
         """What is open, in no particular order."""
         for slot in self._hooks.table_list():
-            yield Slot(*slot)
+            yield HandleSlot(*slot)
 
     def add(self, ino: int, unique: int, backing_id: int = 0) -> int:
         """The number of a new handle, never given out before. The request ``unique`` may have been

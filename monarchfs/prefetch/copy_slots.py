@@ -17,7 +17,7 @@ MAX_LENT = 64
 
 
 @dataclass(eq=False, slots=True)
-class Slot:
+class CopySlot:
     """``paced``: its copy is one that nobody waits for, and counts for the pace."""
 
     started: float
@@ -25,14 +25,14 @@ class Slot:
     lent: bool = False
 
 
-class Slots:
+class CopySlots:
     """Constant: ``count``. Changing: those that are taken, how many of them are lent."""
 
     def __init__(self, count: int, pace: Pace) -> None:
         self.lent = 0
         self._count = count
         self._pace = pace
-        self._taken: set[Slot] = set()
+        self._taken: set[CopySlot] = set()
 
     def __len__(self) -> int:
         """How many are taken."""
@@ -42,16 +42,16 @@ class Slots:
     def free(self) -> bool:
         return len(self._taken) - self.lent < self._count
 
-    def take(self, now: float, paced_bytes: int) -> Slot:
+    def take(self, now: float, paced_bytes: int) -> CopySlot:
         """For about so many bytes that nobody waits for; 0: somebody may."""
-        slot = Slot(now, paced_bytes > 0)
+        slot = CopySlot(now, paced_bytes > 0)
         if slot.paced:
             self._pace.began(now, paced_bytes)
         self._taken.add(slot)
         return slot
 
     @contextmanager
-    def taken(self, slot: Slot) -> Iterator[None]:
+    def taken(self, slot: CopySlot) -> Iterator[None]:
         """It is free again at the end."""
         try:
             yield
