@@ -32,6 +32,7 @@ OPERATIONS = {
     "next": "list",
     "readlink": "readlink",
     "open": "open",
+    "open_directory": "open",
     "read": "read",
     "read_for_reader": "read",
     "read_once": "read",
