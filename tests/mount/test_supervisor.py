@@ -20,7 +20,14 @@ import pytest
 from monarchfs import control
 from monarchfs.fuse.mountinfo import find_mount
 from tests.faking import NOBODY, Area, area, device_mode, interpreter_for
-from tests.mounting import fuse_mounts, processes_about, requires_fuse, requires_root, wait_for
+from tests.mounting import (
+    REPOSITORY,
+    fuse_mounts,
+    processes_about,
+    requires_fuse,
+    requires_root,
+    wait_for,
+)
 from tests.timing import Stopwatch
 
 pytestmark = [requires_root, requires_fuse]
@@ -414,7 +421,7 @@ def mount_with_crashes(
     work: Area, stage: str, times: int
 ) -> tuple[subprocess.CompletedProcess[str], int]:
     """Mounts with a worker that dies of SIGSEGV so often; and how often one was started."""
-    tests = Path(__file__).parent
+    tests = REPOSITORY / "tests"
     worker, cli, starts = (work.path / name for name in ("worker.py", "cli.py", "starts"))
     worker.write_text(
         CRASHING_WORKER.format(tests=str(tests), starts=str(starts), times=times, stage=stage)
