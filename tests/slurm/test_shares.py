@@ -140,9 +140,9 @@ def test_a_record_is_whole_or_not_there(tmp_path: Path) -> None:
 
 WORKER = """
 import random, sys, time
-from monarchfs.slurm.records import Layout, locked
+from monarchfs.slurm.records import SitePaths, locked
 from monarchfs.slurm.shares import Share
-layout = Layout(sys.argv[1], sys.argv[2])
+layout = SitePaths(sys.argv[1], sys.argv[2])
 share = Share(layout, sys.argv[3])
 mounted = layout.run_dir + "/mounted"
 def mount():
