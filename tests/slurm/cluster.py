@@ -382,6 +382,8 @@ class Cluster:
         _ip(ctl, "link", "add", node, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         _ip(ctl, "link", "set", node, "master", "br0")
         _ip(ctl, "link", "set", node, "up")
+        # A node that was switched off comes back with the address that others remember (ARP).
+        _ip(pid, "link", "set", "eth0", "address", f"02:00:00:00:00:1{node[1:]}")
         _ip(pid, "addr", "add", f"{_NETWORK}.1{node[1:]}/24", "dev", "eth0")
         _ip(pid, "link", "set", "eth0", "up")
 
