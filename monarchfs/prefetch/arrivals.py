@@ -18,7 +18,7 @@ from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
 from monarchfs.engine.misses import ARCHIVED, CHANGED, Misses, Served
-from monarchfs.metrics import Metrics
+from monarchfs.metrics import NS, Metrics
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.small import Batch
@@ -35,8 +35,6 @@ SIDE_BY_SIDE = 2
 
 PAUSE_SECONDS = 0.005
 """What was served meanwhile is looked at together."""
-
-NS = 1_000_000_000
 
 
 @dataclass(eq=False, slots=True)

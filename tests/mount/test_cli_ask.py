@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import socket
-import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from monarchfs.cli.progress import bar
 from monarchfs.supervisor.recover import FoundMount
 from monarchfs.types import OperationError, UsageError
 from tests.faking import Area, area
+from tests.listening import Listener, Serve
 from tests.mounting import requires_fuse, requires_root
 
 
@@ -100,45 +98,22 @@ def test_a_bar() -> None:
 
 # Against a daemon that says what the test wants.
 
-Serve = Callable[[socket.socket], None]
 
-
-class Daemon:
-    """Listens; every connection is handed to ``serve`` after its request was read."""
+class Daemon(Listener):
+    """Every connection is handed to ``serve`` after its request was read."""
 
     def __init__(self, path: Path, serve: Serve) -> None:
         self.path = str(path / "daemon.sock")
         self.requests: list[dict[str, Any]] = []
-        self._serve = serve
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.path)
-        self._listener.listen(1)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._answer = serve
+        super().__init__(self.path, self._read)
 
-    def _run(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            with connection, connection.makefile("rb") as lines:
-                line = lines.readline()
-                if line:
-                    self.requests.append(control.decode_message(line))
-                    self._serve(connection)
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join()
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
-    yield path
-    shutil.rmtree(path)
+    def _read(self, connection: socket.socket) -> None:
+        with connection.makefile("rb") as lines:
+            line = lines.readline()
+        if line:
+            self.requests.append(control.decode_message(line))
+            self._answer(connection)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,19 +19,6 @@ from tests.faking import NOBODY, Area, area, device_mode
 from tests.mounting import requires_fuse, requires_root
 
 pytestmark = [requires_root, requires_fuse]
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def root_area(place: Path) -> Iterator[Area]:
-    with area(place, None) as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -127,10 +113,10 @@ BAD_PLACES = [
 
 @pytest.mark.parametrize(("prepare", "arguments", "code", "words"), BAD_PLACES)
 def test_source_and_mount_point(
-    root_area: Area, prepare: Prepare, arguments: list[str], code: int, words: list[str]
+    root_work: Area, prepare: Prepare, arguments: list[str], code: int, words: list[str]
 ) -> None:
-    prepare(root_area)
-    assert_refused(root_area, with_storage(root_area, *arguments), code, *words)
+    prepare(root_work)
+    assert_refused(root_work, with_storage(root_work, *arguments), code, *words)
 
 
 BAD_STORAGE = [
@@ -160,8 +146,8 @@ BAD_STORAGE = [
 
 
 @pytest.mark.parametrize(("prepare", "arguments", "words"), BAD_STORAGE)
-def test_storage(root_area: Area, prepare: Prepare, arguments: list[str], words: list[str]) -> None:
-    prepare(root_area)
+def test_storage(root_work: Area, prepare: Prepare, arguments: list[str], words: list[str]) -> None:
+    prepare(root_work)
     command = ["mount", "src", "mnt", *arguments]
     if "--tier" not in arguments:
         command += ["--tier", "tier=10M"]
@@ -169,7 +155,7 @@ def test_storage(root_area: Area, prepare: Prepare, arguments: list[str], words:
         command += ["--state-dir", "state"]
     # A directory that only the kernel refuses to make is found out late: exit 1.
     code = 1 if "/proc/t=1G" in arguments else 2
-    assert_refused(root_area, command, code, *words)
+    assert_refused(root_work, command, code, *words)
 
 
 BAD_WORDS = [
@@ -216,19 +202,19 @@ BAD_WORDS = [
 
 
 @pytest.mark.parametrize(("arguments", "words"), BAD_WORDS)
-def test_words(root_area: Area, arguments: list[str], words: list[str]) -> None:
-    assert_refused(root_area, arguments, 2, *words)
+def test_words(root_work: Area, arguments: list[str], words: list[str]) -> None:
+    assert_refused(root_work, arguments, 2, *words)
 
 
 @pytest.mark.parametrize("value", ["nolist", "src/../nolist"])
-def test_a_missing_prefetch_list(root_area: Area, value: str) -> None:
-    arguments = with_storage(root_area, "src", "mnt", "--prefetch", value)
-    assert_refused(root_area, arguments, 2, "nolist", "No such file", "access")
+def test_a_missing_prefetch_list(root_work: Area, value: str) -> None:
+    arguments = with_storage(root_work, "src", "mnt", "--prefetch", value)
+    assert_refused(root_work, arguments, 2, "nolist", "No such file", "access")
 
 
 @pytest.mark.parametrize("command", ["status", "refresh", "evict"])
-def test_asking_nothing(root_area: Area, command: str) -> None:
-    assert_refused(root_area, [command, "mnt"], 1, "not a monarchfs mount")
+def test_asking_nothing(root_work: Area, command: str) -> None:
+    assert_refused(root_work, [command, "mnt"], 1, "not a monarchfs mount")
 
 
 WORKER_FAILURES = [
@@ -239,29 +225,29 @@ WORKER_FAILURES = [
 
 
 @pytest.mark.parametrize(("mode", "words"), WORKER_FAILURES)
-def test_a_worker_that_does_not_start(root_area: Area, mode: str, words: list[str]) -> None:
+def test_a_worker_that_does_not_start(root_work: Area, mode: str, words: list[str]) -> None:
     # What the worker put into its state directory stays, so it is there beforehand.
-    (root_area.path / "state").mkdir(mode=0o700)
+    (root_work.path / "state").mkdir(mode=0o700)
     for name in ("index", "lock", "worker.log"):
-        make_file(root_area, f"state/{name}")
-    arguments = with_storage(root_area, "src", "mnt", "-o", "start_timeout_seconds=2")
-    assert_refused(root_area, arguments, 1, "cannot serve", *words, mode=mode)
+        make_file(root_work, f"state/{name}")
+    arguments = with_storage(root_work, "src", "mnt", "-o", "start_timeout_seconds=2")
+    assert_refused(root_work, arguments, 1, "cannot serve", *words, mode=mode)
 
 
-def test_a_fresh_state_directory_is_taken_back(root_area: Area) -> None:
-    arguments = with_storage(root_area, "src", "mnt")
-    assert_refused(root_area, arguments, 1, "on fire", mode="fail")
-    assert not (root_area.path / "state").exists()
+def test_a_fresh_state_directory_is_taken_back(root_work: Area) -> None:
+    arguments = with_storage(root_work, "src", "mnt")
+    assert_refused(root_work, arguments, 1, "on fire", mode="fail")
+    assert not (root_work.path / "state").exists()
 
 
-def test_a_program_that_the_user_may_not_run(root_area: Area) -> None:
-    private = root_area.path / "private"
+def test_a_program_that_the_user_may_not_run(root_work: Area) -> None:
+    private = root_work.path / "private"
     private.mkdir(mode=0o700)
     python = private / "python3"
     python.symlink_to(sys.executable)
-    root_area.python = str(python)
-    arguments = with_storage(root_area, "src", "mnt", "--user", NOBODY)
-    assert_refused(root_area, arguments, 1, "nobody may not run", str(python))
+    root_work.python = str(python)
+    arguments = with_storage(root_work, "src", "mnt", "--user", NOBODY)
+    assert_refused(root_work, arguments, 1, "nobody may not run", str(python))
 
 
 def test_a_user_needs_the_device(place: Path) -> None:
@@ -311,12 +297,12 @@ def test_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         mount_module.check_device("/dev/null")
 
 
-def test_bytes_that_are_no_text_do_not_break_the_line(root_area: Area) -> None:
+def test_bytes_that_are_no_text_do_not_break_the_line(root_work: Area) -> None:
     done = subprocess.run(
-        [*map(os.fsencode, root_area.command("mount")), b"no\xff\nsuch", b"mnt"],
+        [*map(os.fsencode, root_work.command("mount")), b"no\xff\nsuch", b"mnt"],
         capture_output=True,
-        cwd=root_area.path,
-        env=root_area.environment,
+        cwd=root_work.path,
+        env=root_work.environment,
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, b"")
@@ -335,8 +321,8 @@ def test_every_command_has_help_with_examples(
     assert f"examples:\n  monarchfs {command}" in text
 
 
-def test_without_a_command_there_is_short_help(root_area: Area) -> None:
-    done = root_area.run()
+def test_without_a_command_there_is_short_help(root_work: Area) -> None:
+    done = root_work.run()
     assert (done.returncode, done.stdout) == (2, "")
     assert 5 < done.stderr.count("\n") < 20
     for command in ("mount", "umount", "run", "status", "help COMMAND"):
@@ -358,21 +344,21 @@ def test_help_and_version_are_commands_too(capsys: pytest.CaptureFixture[str]) -
         assert printed("help", command) == printed(command, "--help")
 
 
-def test_a_tier_larger_than_its_file_system(root_area: Area) -> None:
-    place = root_area.path / "small"
+def test_a_tier_larger_than_its_file_system(root_work: Area) -> None:
+    place = root_work.path / "small"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24M", "none", place], check=True)
     try:
         command = ["mount", "src", "mnt", "--state-dir", "state", "--tier"]
         # In a directory that is not there yet, too.
         for tier in ("small", "small/below"):
-            assert_refused(root_area, [*command, f"{tier}=500M"], 2, tier, "500M", "24M", "80%")
-            done = root_area.run("doctor", "src", "--quick", "--tier", f"{tier}=500M")
+            assert_refused(root_work, [*command, f"{tier}=500M"], 2, tier, "500M", "24M", "80%")
+            done = root_work.run("doctor", "src", "--quick", "--tier", f"{tier}=500M")
             assert done.returncode == 1
             assert "which has 24M" in done.stdout
-        done = root_area.run(*command, "small=24M")
+        done = root_work.run(*command, "small=24M")
         assert (done.returncode, done.stderr) == (0, "")
-        assert root_area.run("umount", "mnt").returncode == 0
+        assert root_work.run("umount", "mnt").returncode == 0
     finally:
         subprocess.run(["umount", place], check=True)
 

@@ -27,7 +27,8 @@ from monarchfs.bootstrap import CHANNEL_BYTES
 from monarchfs.supervisor import channel, supervise
 from monarchfs.supervisor.reports import ANSWER_SECONDS, Reports
 from monarchfs.types import OperationError
-from tests.faking import NOBODY, Area, area, interpreter_for
+from tests.faking import NOBODY, Area, interpreter_for
+from tests.listening import Listener, Serve
 from tests.mounting import REPOSITORY, Bench, Mount, as_user, requires_fuse, requires_root, wait_for
 from tests.timing import Stopwatch
 
@@ -316,16 +317,6 @@ def test_without_a_worker_nobody_waits(told: Told) -> None:
 # A supervisor with a fake worker
 
 
-@pytest.fixture
-def root_area() -> Iterator[Area]:
-    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
-    try:
-        with area(path, None) as opened:
-            yield opened
-    finally:
-        shutil.rmtree(path)
-
-
 def registered(path: Path) -> control.Registered:
     (found,) = [
         one
@@ -371,26 +362,26 @@ def report_of(work: Area) -> dict[str, Any]:
 
 @requires_root
 @requires_fuse
-def test_odd_requests_get_one_line_and_nothing_breaks(root_area: Area) -> None:
-    root_area.mount()
-    found = registered(root_area.path)
-    before = report_of(root_area)["worker"]["pid"]
+def test_odd_requests_get_one_line_and_nothing_breaks(root_work: Area) -> None:
+    root_work.mount()
+    found = registered(root_work.path)
+    before = report_of(root_work)["worker"]["pid"]
     for parameter in ODD_REQUESTS:
         (content,) = parameter.values
         assert isinstance(content, bytes)
         assert "not valid" in assert_refused(ask(found.socket_path, content + b"\n"))
     for content in (b"x" * (70 << 10), b"x" * (70 << 10) + b"\n", b"\0" * (1 << 20)):
         assert "too long" in assert_refused(ask(found.socket_path, content))
-    after = report_of(root_area)
+    after = report_of(root_work)
     assert (after["state"], after["worker"]["pid"]) == ("serving", before)
-    assert root_area.run("umount", "mnt").returncode == 0
+    assert root_work.run("umount", "mnt").returncode == 0
 
 
 @requires_root
 @requires_fuse
-def test_slow_and_silent_clients_keep_nobody_out(root_area: Area) -> None:
-    root_area.mount()
-    path = registered(root_area.path).socket_path
+def test_slow_and_silent_clients_keep_nobody_out(root_work: Area) -> None:
+    root_work.mount()
+    path = registered(root_work.path).socket_path
     with ExitStack() as stack:
         idle = []
         for _ in range(200):
@@ -400,7 +391,7 @@ def test_slow_and_silent_clients_keep_nobody_out(root_area: Area) -> None:
             client.sendall(b'{"comm')
             idle.append(client)
         started = Stopwatch()
-        assert report_of(root_area)["state"] == "serving"
+        assert report_of(root_work)["state"] == "serving"
         assert started.seconds() < 3
         assert_refused(idle[0].recv(1 << 16))
         assert "in time" in assert_refused(idle[-1].recv(1 << 16))
@@ -410,14 +401,14 @@ def test_slow_and_silent_clients_keep_nobody_out(root_area: Area) -> None:
         for byte in b'{"command": "status"}\n':
             slow.send(bytes([byte]))
         assert json.loads(slow.recv(1 << 16))["ok"] is True
-    assert root_area.run("umount", "mnt").returncode == 0
+    assert root_work.run("umount", "mnt").returncode == 0
 
 
 @requires_root
 @requires_fuse
-def test_two_hundred_at_once_are_all_answered(root_area: Area) -> None:
-    root_area.mount()
-    found = registered(root_area.path)
+def test_two_hundred_at_once_are_all_answered(root_work: Area) -> None:
+    root_work.mount()
+    found = registered(root_work.path)
     results: list[str] = []
 
     def one() -> None:
@@ -435,16 +426,16 @@ def test_two_hundred_at_once_are_all_answered(root_area: Area) -> None:
             client.settimeout(10)
             connect(client, found.socket_path)
             client.sendall(b'{"command": "status"}\n')
-    assert report_of(root_area)["state"] == "serving"
-    assert root_area.run("umount", "mnt").returncode == 0
+    assert report_of(root_work)["state"] == "serving"
+    assert root_work.run("umount", "mnt").returncode == 0
 
 
 @requires_root
 @requires_fuse
-def test_only_the_owner_and_root_may_ask(root_area: Area) -> None:
+def test_only_the_owner_and_root_may_ask(root_work: Area) -> None:
     python = interpreter_for(NOBODY)
-    root_area.mount()
-    path = registered(root_area.path).socket_path
+    root_work.mount()
+    path = registered(root_work.path).socket_path
     assert os.stat(path).st_mode & 0o777 == 0o600
     script = (
         "import socket, sys\n"
@@ -467,20 +458,20 @@ def test_only_the_owner_and_root_may_ask(root_area: Area) -> None:
     os.chmod(path, 0o666)  # as if its mode protected nothing
     for request in requests:
         assert "belongs to another user" in assert_refused(as_nobody(request).stdout.encode())
-    assert report_of(root_area)["state"] == "serving"
-    assert root_area.run("umount", "mnt").returncode == 0
+    assert report_of(root_work)["state"] == "serving"
+    assert root_work.run("umount", "mnt").returncode == 0
 
 
 @requires_root
 @requires_fuse
-def test_root_may_ask_a_users_mount(root_area: Area) -> None:
-    os.chown(root_area.path / "mnt", *owner_of(NOBODY))
-    root_area.mount("--user", NOBODY)
-    path = registered(root_area.path).socket_path
+def test_root_may_ask_a_users_mount(root_work: Area) -> None:
+    os.chown(root_work.path / "mnt", *owner_of(NOBODY))
+    root_work.mount("--user", NOBODY)
+    path = registered(root_work.path).socket_path
     assert (os.stat(path).st_uid, os.stat(path).st_mode & 0o777) == (owner_of(NOBODY)[0], 0o600)
-    assert report_of(root_area)["state"] == "serving"
+    assert report_of(root_work)["state"] == "serving"
     assert json.loads(ask(path, b'{"command": "status"}\n'))["ok"] is True
-    assert root_area.run("umount", "mnt").returncode == 0
+    assert root_work.run("umount", "mnt").returncode == 0
 
 
 def owner_of(user: str) -> tuple[int, int]:
@@ -492,13 +483,13 @@ def owner_of(user: str) -> tuple[int, int]:
 
 @requires_root
 @requires_fuse
-def test_a_worker_that_hangs_is_reported_in_time(root_area: Area) -> None:
-    root_area.mount()
-    worker = report_of(root_area)["worker"]["pid"]
+def test_a_worker_that_hangs_is_reported_in_time(root_work: Area) -> None:
+    root_work.mount()
+    worker = report_of(root_work)["worker"]["pid"]
     os.kill(worker, signal.SIGSTOP)
     for _ in range(3):
         started = Stopwatch()
-        done = root_area.run("status", "mnt", "--json")
+        done = root_work.run("status", "mnt", "--json")
         report = json.loads(done.stdout)
         assert started.seconds() < ANSWER_SECONDS + 2
         assert done.returncode == 1
@@ -507,34 +498,34 @@ def test_a_worker_that_hangs_is_reported_in_time(root_area: Area) -> None:
         assert report["age_seconds"] > 1
         assert report["uptime_seconds"] >= report["age_seconds"]
     started = Stopwatch()
-    done = root_area.run("refresh", "mnt")
+    done = root_work.run("refresh", "mnt")
     assert started.seconds() < 2
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "worker does not answer" in done.stderr
     os.kill(worker, signal.SIGCONT)
-    wait_for(lambda: report_of(root_area)["state"] == "serving", "the worker to answer again")
-    assert report_of(root_area)["age_seconds"] < 1
-    assert root_area.run("refresh", "mnt").returncode == 0
-    assert root_area.run("umount", "mnt").returncode == 0
+    wait_for(lambda: report_of(root_work)["state"] == "serving", "the worker to answer again")
+    assert report_of(root_work)["age_seconds"] < 1
+    assert root_work.run("refresh", "mnt").returncode == 0
+    assert root_work.run("umount", "mnt").returncode == 0
 
 
 @requires_root
 @requires_fuse
-def test_a_worker_that_hangs_stops_nobody_from_unmounting(root_area: Area) -> None:
-    root_area.mount()
-    os.kill(report_of(root_area)["worker"]["pid"], signal.SIGSTOP)
+def test_a_worker_that_hangs_stops_nobody_from_unmounting(root_work: Area) -> None:
+    root_work.mount()
+    os.kill(report_of(root_work)["worker"]["pid"], signal.SIGSTOP)
     started = Stopwatch()
-    assert root_area.run("umount", "mnt", "--timeout", "6").returncode == 0
+    assert root_work.run("umount", "mnt", "--timeout", "6").returncode == 0
     assert started.seconds() < 8
 
 
 @requires_root
 @requires_fuse
-def test_a_dead_worker_is_reported_while_another_one_starts(root_area: Area) -> None:
-    root_area.mount(mode="silent-later")
-    found = registered(root_area.path)
-    before = report_of(root_area)["worker"]["pid"]
+def test_a_dead_worker_is_reported_while_another_one_starts(root_work: Area) -> None:
+    root_work.mount(mode="silent-later")
+    found = registered(root_work.path)
+    before = report_of(root_work)["worker"]["pid"]
     os.kill(before, signal.SIGKILL)
 
     def seen() -> dict[str, Any] | None:
@@ -549,18 +540,18 @@ def test_a_dead_worker_is_reported_while_another_one_starts(root_area: Area) -> 
     assert report["environment"], "what it said last is still told"
     with pytest.raises(OperationError, match="does not answer"):
         control.request(found, {"command": "pin", "paths": ["a"]}, 5)
-    assert root_area.run("umount", "mnt", "--timeout", "3").returncode == 0
+    assert root_work.run("umount", "mnt", "--timeout", "3").returncode == 0
 
 
 @requires_root
 @requires_fuse
-def test_a_supervisor_that_hangs_keeps_no_command_for_ever(root_area: Area) -> None:
-    root_area.mount()
-    supervisor = registered(root_area.path).entry.supervisor_pid
+def test_a_supervisor_that_hangs_keeps_no_command_for_ever(root_work: Area) -> None:
+    root_work.mount()
+    supervisor = registered(root_work.path).entry.supervisor_pid
     os.kill(supervisor, signal.SIGSTOP)
     try:
         started = Stopwatch()
-        done = root_area.run("status", "mnt", "--json")
+        done = root_work.run("status", "mnt", "--json")
         assert started.elapsed() > 4
         assert started.seconds() < 9
         assert done.returncode == 1
@@ -569,14 +560,14 @@ def test_a_supervisor_that_hangs_keeps_no_command_for_ever(root_area: Area) -> N
         assert "within 5 s" in report["error"]
         assert "monarchfs umount" in report["error"]
         started = Stopwatch()
-        done = root_area.run("status", "--json")
+        done = root_work.run("status", "--json")
         assert started.seconds() < 9
         states = {one["mountpoint"]: one["state"] for one in json.loads(done.stdout)["mounts"]}
-        assert states[f"{root_area.path}/mnt"] == "silent"
+        assert states[f"{root_work.path}/mnt"] == "silent"
     finally:
         os.kill(supervisor, signal.SIGCONT)
-    assert report_of(root_area)["state"] == "serving"
-    assert root_area.run("umount", "mnt").returncode == 0
+    assert report_of(root_work)["state"] == "serving"
+    assert root_work.run("umount", "mnt").returncode == 0
 
 
 # Real workers
@@ -663,35 +654,21 @@ def test_a_command_with_a_mistake_in_it_costs_only_itself(work: Bench) -> None:
 # A client and a daemon that is not what it should be
 
 
-class Evil:
+class Evil(Listener):
     """Listens in a runtime directory of its own, and does to each connection what it is told."""
 
-    def __init__(self, place: Path, serve: Callable[[socket.socket], None]) -> None:
+    def __init__(self, place: Path, serve: Serve) -> None:
         self.registered = control.Registered(
             str(place / "evil"),
             os.geteuid(),
             control.Registration("/mnt", 0, "/src", 0, os.getpid(), 0, "/state", 0),
         )
-        self._serve = serve
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.registered.socket_path)
-        self._listener.listen(1)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._misbehave = serve
+        super().__init__(self.registered.socket_path, self._until_it_breaks)
 
-    def _run(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            with connection, suppress(OSError):
-                self._serve(connection)
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join()
+    def _until_it_breaks(self, connection: socket.socket) -> None:
+        with suppress(OSError):
+            self._misbehave(connection)
 
 
 def drip(connection: socket.socket) -> None:

@@ -20,7 +20,6 @@ from tests.mount.test_supervisor import (
     is_gone,
     kill_worker,
     registered,
-    root_work,
     run_as_owner,
     start_as_owner,
     status,
@@ -30,7 +29,7 @@ from tests.mount.test_supervisor import (
 from tests.mounting import REPOSITORY, fuse_mounts, requires_fuse, requires_root, wait_for
 from tests.timing import Stopwatch
 
-__all__ = ["root_work", "work"]
+__all__ = ["work"]
 
 pytestmark = [requires_root, requires_fuse]
 

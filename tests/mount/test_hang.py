@@ -65,14 +65,10 @@ def readers() -> Readers:
 
 
 @pytest.fixture
-def source(work: Bench, readers: Readers) -> Iterator[FaultySource]:
-    backing = work.path / "backing"
-    backing.mkdir()
-    source = work.faulty_source(backing)
-
-    yield source
-    if source.process.poll() is None:
-        source.faults()
+def source(faulty: FaultySource, readers: Readers) -> Iterator[FaultySource]:
+    yield faulty
+    if faulty.process.poll() is None:
+        faulty.faults()
     readers.close()
 
 

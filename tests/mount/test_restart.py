@@ -381,16 +381,6 @@ def test_pages_of_an_outdated_file_that_is_open(work: Bench, processes: Processe
     clean_after(work, mount)
 
 
-@pytest.fixture
-def faulty(work: Bench) -> Iterator[FaultySource]:
-    backing = work.path / "backing"
-    backing.mkdir()
-    source = work.faulty_source(backing)
-    yield source
-    if source.process.poll() is None:
-        source.faults()
-
-
 def test_an_open_that_is_carried_out_twice_is_one_handle(
     work: Bench, faulty: FaultySource, processes: Processes
 ) -> None:

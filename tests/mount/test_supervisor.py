@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,23 +33,9 @@ pytestmark = [requires_root, requires_fuse]
 
 
 @pytest.fixture(params=[None, NOBODY], ids=["root", "user"])
-def work(request: pytest.FixtureRequest) -> Iterator[Area]:
-    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
-    try:
-        with device_mode(0o666), area(path, request.param) as opened:
-            yield opened
-    finally:
-        shutil.rmtree(path)
-
-
-@pytest.fixture
-def root_work() -> Iterator[Area]:
-    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
-    try:
-        with area(path, None) as opened:
-            yield opened
-    finally:
-        shutil.rmtree(path)
+def work(place: Path, request: pytest.FixtureRequest) -> Iterator[Area]:
+    with device_mode(0o666), area(place, request.param) as opened:
+        yield opened
 
 
 def registered(work: Area) -> control.Registered:

@@ -89,7 +89,6 @@ class PlacementMachine(RuleBasedStateMachine):
         self.next_ino = 16
         self.capacity = list(CAPACITIES)
         self.others = [(0, 0)] * 3
-        self.overtaken = [0] * 3  # what was on its way when others' files came
         self.rest: dict[int, tuple[int, int]] = {}  # ino: tier, allocated
         self.copies: dict[int, Copy] = {}
         self.moves: dict[int, Moving] = {}
@@ -153,10 +152,16 @@ class PlacementMachine(RuleBasedStateMachine):
         assert used <= self.capacity[tier]
         other_bytes, other_files = self.others[tier]
         assert FILE_SYSTEM.free_bytes - used - other_bytes >= RESERVE_BYTES
-        if other_files:
-            # Others may have taken the inode that was free when a copy or a move was placed.
-            files -= sum(copy.tier == tier for copy in self.copies.values()) + self.overtaken[tier]
-        assert FILE_SYSTEM.free_inodes - files - other_files >= RESERVE_INODES
+        # Later on, others may take the inodes that were free when a copy was admitted.
+        assert other_files or FILE_SYSTEM.free_inodes - files >= RESERVE_INODES
+
+    def check_admitted(self, tier: int) -> None:
+        """With the file that was admitted just now, and once everything is where it goes to."""
+        _, files = self.on_tier(tier)
+        files -= sum(item.tier == tier for item in self.leaving)
+        files += sum(copy.tier == tier and not copy.created for copy in self.copies.values())
+        files += sum(move.to == tier for move in self.moves.values())
+        assert FILE_SYSTEM.free_inodes - files - self.others[tier][1] >= RESERVE_INODES
 
     # Carrying out.
 
@@ -192,6 +197,7 @@ class PlacementMachine(RuleBasedStateMachine):
                     assert to not in self.lost
                     assert reserved == reservation(allocated)
                     self.moves[ino] = Moving(tier, to, allocated, reserved)
+                    self.check_admitted(to)
                 case _:
                     answers.append(action)
         assert len(self.moves) <= 2
@@ -248,6 +254,7 @@ class PlacementMachine(RuleBasedStateMachine):
                 assert whole or size >= LARGE
                 assert all(a.tier == tier for a in actions if isinstance(a, Evict))
                 self.copies[ino] = Copy(tier, reserved)
+                self.check_admitted(tier)
                 if gone_bytes:
                     # The last one was needed: for its bytes, or for an inode.
                     ledger = self.placement._ledgers[tier]
@@ -457,8 +464,6 @@ class PlacementMachine(RuleBasedStateMachine):
     def crowded(self, tier: int, others: tuple[int, int]) -> None:
         """Others' files come and go."""
         self.others[tier] = others
-        self.overtaken[tier] += sum(copy.tier == tier for copy in self.copies.values())
-        self.overtaken[tier] += sum(move.to == tier for move in self.moves.values())
         assert self.see(tier) == []
         self.check_relieved(tier)
 
