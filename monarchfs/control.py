@@ -100,12 +100,13 @@ def own_mount_namespace() -> int:
     return os.stat("/proc/self/ns/mnt").st_ino
 
 
-def registration_stem(runtime_dir: str, mountpoint: str) -> str:
-    """Where the socket and the registration of ``mountpoint`` are, without their suffix.
+def registration_stem(runtime_dir: str, mountpoint: str, connection: int) -> str:
+    """Where the socket and the registration of a mount are, without their suffix.
 
-    Jobs with mount namespaces of their own may share the directory and the mount point's name.
+    Jobs with mount namespaces of their own may share the directory and the mount point's name, and
+    one mount may lie over another one.
     """
-    name = os.fsencode(mountpoint) + b"\0%d" % own_mount_namespace()
+    name = os.fsencode(mountpoint) + b"\0%d\0%d" % (own_mount_namespace(), connection)
     digest = hashlib.sha256(name).hexdigest()
     return os.path.join(runtime_dir, digest[:24])
 

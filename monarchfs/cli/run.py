@@ -194,7 +194,7 @@ def _resolved(source: str, timeout: float) -> str:
 def _existing(real: str, user: User, environ: Mapping[str, str]) -> FoundMount | None:
     """A mount of the source that the user may enter, and that this process can see."""
     for found in find_all(partial(runtime_dirs_to_search, os.geteuid(), environ)):
-        usable = found.mount is not None and found.mount.user_id == user.uid
+        usable = found.mount is not None and found.mount.user_id == user.uid and found.on_top
         if usable and found.source == real and found.supervisor_alive:
             return found
     return None

@@ -124,7 +124,9 @@ def report_of(found: FoundMount, deadline: float | None = None) -> Report:
     left = _ANSWER_SECONDS if deadline is None else deadline - time.monotonic()
     seconds = min(_ANSWER_SECONDS, max(left, _LEAST_ANSWER_SECONDS))
     try:
-        return {**silent, **request(found.registered, {"command": "status"}, seconds)}
+        # Where it is now: a mount point may have been renamed, or be a bind mount.
+        report = request(found.registered, {"command": "status"}, seconds)
+        return {**silent, **report, "mountpoint": found.mountpoint}
     except OperationError as error:
         return {**silent, "state": "silent", "error": str(error)}
 

@@ -11,6 +11,7 @@ from functools import partial
 from monarchfs.cli.text import printable
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.config.values import parse_path, parse_timeout
+from monarchfs.fuse.mountinfo import MONARCHFS
 from monarchfs.supervisor.recover import find_one, find_others_mount, unmount_found
 from monarchfs.types import OperationError, UsageError
 
@@ -25,9 +26,16 @@ def umount_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     if found is None:
         other = find_others_mount(path)
         if other is not None:
-            raise UsageError(f"{path} is a mount of type {other}, not of monarchfs: use umount")
+            what = (
+                "a part of a monarchfs mount" if other.fstype == MONARCHFS else "not of monarchfs"
+            )
+            raise UsageError(f"{path} is a mount of type {other.fstype}, {what}: use umount")
         print(f"{printable(path)} is not mounted")
         return 0
+    if found.mount is not None and not found.on_top:
+        raise OperationError(
+            f"{found.mountpoint} is hidden by another mount on it or above it: unmount that first"
+        )
     owner = found.mount.user_id if found.mount is not None else None
     if os.geteuid() not in (0, owner) and owner is not None:
         raise OperationError(f"{found.mountpoint} belongs to another user: ask them, or use root")

@@ -30,6 +30,7 @@ from monarchfs.exporter.wire import decode
 from monarchfs.fuse.mountinfo import MONARCHFS, Mount, read_mountinfo
 from monarchfs.metrics import NS, names
 from monarchfs.metrics.names import FAMILIES, Family
+from monarchfs.supervisor.recover import is_about
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,12 @@ class Seen:
     started_ns: int | None = None
     jobs: tuple[str, ...] = ()
     owner_uid: int = 0
+    entry: control.Registration | None = None
     values: Values | None = None
+
+    def means(self, mount: Mount) -> bool:
+        """Whether its registration is about a mount of the table."""
+        return self.entry is not None and is_about(self.entry, self.owner_uid, mount)
 
 
 @dataclass
@@ -215,12 +221,11 @@ class NodeExporter:
                     mounts.append(seen)
                     if sight.connection is not None:
                         nursery.start_soon(_ask, seen, sight.connection, sight.owner_uid)
-        known = {(mount.mountpoint, mount.owner_uid) for mount in mounts}
+        # A connection may have several mounts: bind mounts.
         return mounts + [
             Seen(f"{one.mountpoint}\0{one.user_id}", one.user_id or 0, one.source, one.mountpoint)
-            for one in {mount.mountpoint: mount for mount in table}.values()
-            if not known & {(one.mountpoint, 0), (one.mountpoint, one.user_id)}
-            and self._own_uid in (None, one.user_id)
+            for one in {mount.minor: mount for mount in reversed(table)}.values()
+            if not any(seen.means(one) for seen in mounts) and self._own_uid in (None, one.user_id)
         ]
 
 
@@ -239,6 +244,7 @@ def _seen(sight: Sight) -> Seen | None:
         started_ns=entry.started_ns if 0 <= entry.started_ns < 1 << 63 else None,
         jobs=sight.jobs,
         owner_uid=sight.owner_uid,
+        entry=entry,
     )
 
 
@@ -246,10 +252,7 @@ def _is_there(sight: Sight, seen: Seen, table: Iterable[Mount]) -> bool:
     """Whether a mount is more than a registration that its daemon left when it died."""
     if sight.connection is not None or sight.full:
         return True
-    return any(
-        mount.mountpoint == seen.mountpoint and sight.owner_uid in (0, mount.user_id)
-        for mount in table
-    )
+    return any(seen.means(mount) for mount in table)
 
 
 async def _ask(seen: Seen, connection: int, owner_uid: int) -> None:

@@ -56,10 +56,27 @@ def read_mountinfo() -> list[Mount]:
 
 
 def find_mount(mountpoint: str, mounts: list[Mount] | None = None) -> Mount | None:
-    """The topmost mount on ``mountpoint`` (absolute, without symbolic links), if there is one."""
-    for mount in reversed(read_mountinfo() if mounts is None else mounts):
-        if mount.mountpoint == mountpoint:
-            return mount
+    """The mount that a look-up of ``mountpoint`` (absolute, without symbolic links) ends in, if
+    one is mounted there: the topmost one, unless another mount above it in the path hides it."""
+    mounts = read_mountinfo() if mounts is None else mounts
+    ids = {mount.mount_id for mount in mounts}
+    # From mount to mount as the kernel goes. The first one's parent is outside of our root.
+    below = [mount for mount in mounts if _is_above(mount.mountpoint, mountpoint)]
+    found, next_ones = None, [mount for mount in below if mount.parent_id not in ids]
+    while next_ones:
+        found = min(next_ones, key=lambda mount: len(mount.mountpoint))
+        below.remove(found)
+        next_ones = [mount for mount in below if mount.parent_id == found.mount_id]
+    return found if found is not None and found.mountpoint == mountpoint else None
+
+
+def connection_of(device: int) -> int | None:
+    """The connection of an open /dev/fuse: the minor number of its mounts. None where the kernel
+    does not say it (before Linux 6.18)."""
+    with open(f"/proc/self/fdinfo/{device}", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("fuse_connection:"):
+                return int(line.split()[1])
     return None
 
 
@@ -166,7 +183,7 @@ def split_below(path: str, mountpoints: Collection[str]) -> tuple[str, str] | No
     # A mount may lie in a mount.
     whole = os.path.normpath("/".join((resolved, *remaining)))
     for mountpoint in sorted(mountpoints, key=len, reverse=True):
-        if whole == mountpoint or whole.startswith(mountpoint.rstrip("/") + "/"):
+        if _is_above(mountpoint, whole):
             return mountpoint, whole[len(mountpoint.rstrip("/")) + 1 :]
     return None
 
@@ -178,10 +195,14 @@ def _link_target(path: str) -> str | None:
         return None
 
 
+def _is_above(mountpoint: str, path: str) -> bool:
+    return path == mountpoint or path.startswith(mountpoint.rstrip("/") + "/")
+
+
 def _longest_above(path: str, mounts: list[Mount]) -> Mount | None:
     best: Mount | None = None
     for mount in mounts:
-        inside = path == mount.mountpoint or path.startswith(mount.mountpoint.rstrip("/") + "/")
+        inside = _is_above(mount.mountpoint, path)
         if inside and (best is None or len(mount.mountpoint) >= len(best.mountpoint)):
             best = mount
     return best

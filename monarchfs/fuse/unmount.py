@@ -35,24 +35,29 @@ class Unmounted(Enum):
 
 
 class Unmount:
-    """An attempt to unmount what is on ``mountpoint``, in steps, so that a loop can do other
-    things meanwhile: polite while it is busy, from shortly before ``deadline`` (time.monotonic)
-    lazy, and then the connection is aborted if it still lives.
+    """An attempt to unmount a connection, in steps, so that a loop can do other things meanwhile:
+    polite while it is busy, from shortly before ``deadline`` (time.monotonic) lazy, and then the
+    connection is aborted if it still lives. Its mounts go wherever they are: their directory may
+    have been renamed, and bind mounts of a connection that ends would only fail.
 
-    Constant: mountpoint, the mount's identity. Changing: deadline, outcome.
+    Constant: the mounts' identities. Changing: deadline, outcome.
     """
 
-    def __init__(self, mountpoint: str, deadline: float, connection: int | None = None) -> None:
-        """``connection`` says which of the mounts on ``mountpoint`` is meant; the topmost one
-        otherwise. Only FUSE mounts are ever unmounted."""
-        self.mountpoint = mountpoint
+    def __init__(self, connection: int, deadline: float) -> None:
+        """``connection`` is the minor number of the mounts. Only FUSE mounts are ever unmounted."""
         self.deadline = deadline
         self.outcome: Unmounted | None = None
         self.next_step = time.monotonic()
         self._pause = _FIRST_PAUSE
         self._detached_at: float | None = None
-        self._mount = _fuse_mount(mountpoint, connection)
-        if self._mount is None:
+        self._connection = connection
+        # Another connection may get the number afterwards.
+        self._meant = {
+            mount.mount_id
+            for mount in read_mountinfo()
+            if mount.minor == connection and _is_fuse(mount)
+        }
+        if not self._meant:
             self.outcome = Unmounted.NOT_MOUNTED
 
     def step(self) -> Unmounted | None:
@@ -71,48 +76,43 @@ class Unmount:
         return self.deadline - 2 * _LAZY_GRACE
 
     def _attached(self) -> Unmounted | None:
-        assert self._mount is not None
         patient = time.monotonic() < self._lazy_from
-        if self._is_on_top():
-            unmount_call(
-                self.mountpoint, lazy=not patient, force=not patient and not _has_fusectl()
-            )
-        if not self._is_mounted():
+        table = read_mountinfo()
+        for mount in self._left(table):
+            # Unmounting its mount point must meet this mount, and not a later one on it.
+            if find_mount(mount.mountpoint, table) == mount:
+                force = not patient and not _has_fusectl()
+                unmount_call(mount.mountpoint, lazy=not patient, force=force)
+        if not self._left(read_mountinfo()):
             self._detached_at = time.monotonic()
             return Unmounted.CLEAN if patient else None
         if patient:
             return None
-        abort_connection(self._mount.minor)
-        return Unmounted.FAILED if self._is_mounted() else Unmounted.ABORTED
+        abort_connection(self._connection)
+        return Unmounted.FAILED if self._left(read_mountinfo()) else Unmounted.ABORTED
 
     def _detached(self) -> Unmounted | None:
-        assert self._mount is not None
         assert self._detached_at is not None
-        if not connection_lives(self._mount.minor):
+        if not connection_lives(self._connection):
             return Unmounted.LAZY
         if time.monotonic() < self._detached_at + _LAZY_GRACE:
             return None
-        abort_connection(self._mount.minor)
+        abort_connection(self._connection)
         return Unmounted.ABORTED
 
-    def _is_mounted(self) -> bool:
-        assert self._mount is not None
-        return any(mount.mount_id == self._mount.mount_id for mount in read_mountinfo())
-
-    def _is_on_top(self) -> bool:
-        """Whether unmounting the mount point would meet this mount and not a later one on it."""
-        assert self._mount is not None
-        top = find_mount(self.mountpoint)
-        return top is not None and top.mount_id == self._mount.mount_id
+    def _left(self, table: list[Mount]) -> list[Mount]:
+        """What is still mounted, the newest first."""
+        ours = (mount for mount in reversed(table) if mount.minor == self._connection)
+        return [mount for mount in ours if mount.mount_id in self._meant and _is_fuse(mount)]
 
 
-def unmount_bounded(mountpoint: str, deadline: float, connection: int | None = None) -> Unmounted:
-    """Unmounts ``mountpoint`` (absolute, resolved) by ``deadline`` (time.monotonic), see `Unmount`.
+def unmount_bounded(connection: int, deadline: float) -> Unmounted:
+    """Unmounts by ``deadline`` (time.monotonic), see `Unmount`.
 
     Idempotent. Blocks until then at most, give or take the 2 seconds that a stuck system call is
     waited for.
     """
-    attempt = Unmount(mountpoint, deadline, connection)
+    attempt = Unmount(connection, deadline)
     while attempt.step() is None:
         time.sleep(max(0.0, attempt.next_step - time.monotonic()))
     assert attempt.outcome is not None
@@ -181,13 +181,8 @@ def abort_connection(connection: int) -> bool:
     return True
 
 
-def _fuse_mount(mountpoint: str, connection: int | None) -> Mount | None:
-    mounts = [mount for mount in read_mountinfo() if mount.mountpoint == mountpoint]
-    if connection is None:
-        mounts = mounts[-1:]
-    else:
-        mounts = [mount for mount in mounts if mount.minor == connection]
-    return mounts[-1] if mounts and mounts[-1].fstype.startswith("fuse") else None
+def _is_fuse(mount: Mount) -> bool:
+    return mount.fstype.split(".")[0] == "fuse"
 
 
 def _has_fusectl() -> bool:

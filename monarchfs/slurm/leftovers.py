@@ -30,7 +30,13 @@ from monarchfs.slurm.epilog import end_share, last_status
 from monarchfs.slurm.records import Busy, SitePaths, layout_of, locked, names_in, unlink
 from monarchfs.slurm.shares import KEY, Share, every_share
 from monarchfs.slurm.site import Site
-from monarchfs.supervisor.recover import FoundMount, find_all, remove_by_force, supervisor_lives
+from monarchfs.supervisor.recover import (
+    FoundMount,
+    find_all,
+    registration_of,
+    remove_by_force,
+    supervisor_lives,
+)
 from monarchfs.supervisor.registration import remove_registration, unlink_as
 from monarchfs.supervisor.tierdirs import FORMER_NAME, NAME, OWNER
 from monarchfs.types import MonarchError, OperationError
@@ -90,11 +96,13 @@ class Sweeper:
     def registrations(self, search: Search) -> None:
         """Registrations whose process is gone, in this mount namespace or one that is gone with it;
         those of mounts that are still there go with these."""
-        mountpoints = {m.mountpoint for m in read_mountinfo() if m.fstype == MONARCHFS}
-        for registered in find_mounts(search(_owners())):
+        known = find_mounts(search(_owners()))
+        ours = (mount for mount in read_mountinfo() if mount.fstype == MONARCHFS)
+        mounted = [registration_of(mount, known) for mount in ours]
+        for registered in known:
             if registered.owner_uid != os.geteuid() and os.geteuid() != 0:
                 continue
-            if registered.entry.mountpoint in mountpoints or supervisor_lives(registered):
+            if registered in mounted or supervisor_lives(registered):
                 continue
             self._put(
                 "registration",

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from monarchfs.control import (
+    UNKNOWN_CONNECTION,
     Connection,
     Registered,
+    Registration,
     find_mounts,
     own_mount_namespace,
     root_uid,
@@ -40,6 +42,8 @@ class FoundMount:
     source: str
     mount: Mount | None
     registered: Registered | None
+    is_copy: bool = False
+    """Whether it is a bind mount, beside the mount that was made."""
 
     @property
     def supervisor_alive(self) -> bool:
@@ -58,6 +62,11 @@ class FoundMount:
         return entry is not None and entry.mount_namespace != own_mount_namespace()
 
     @property
+    def on_top(self) -> bool:
+        """Whether its mount point leads to it, and nothing is mounted over that."""
+        return self.mount is not None and find_mount(self.mountpoint) == self.mount
+
+    @property
     def private(self) -> bool:
         """Whether it is in another mount namespace than this process, and not in this one."""
         return self.made_elsewhere and self.mount is None
@@ -66,23 +75,23 @@ class FoundMount:
 def find_all(search: Callable[[set[int]], Iterable[str]]) -> list[FoundMount]:
     """All mounts of ours in this mount namespace, those among them that were copied from another
     one; ``search`` names the runtime directories to look into, given whose mounts there are.
-    Registrations of what is gone altogether are removed."""
-    mounts = [mount for mount in read_mountinfo() if mount.fstype == MONARCHFS]
+    Registrations of what is gone altogether are removed. Not among them are bind mounts of a
+    directory in a mount: what is below has another path there than in the mount."""
+    mounts = [m for m in read_mountinfo() if m.fstype == MONARCHFS and m.root == "/"]
     owners = {mount.user_id for mount in mounts if mount.user_id is not None}
-    namespace = own_mount_namespace()
     known = find_mounts(search(owners))
-    registrations = [one for one in known if one.entry.mount_namespace == namespace]
-    elsewhere = [one for one in known if one.entry.mount_namespace != namespace]
-    found = []
-    for mount in {mount.mountpoint: mount for mount in mounts}.values():
-        match = _registration_of(mount, registrations)
-        if match is not None:
-            registrations.remove(match)
-        else:
-            match = _original_of(mount, elsewhere)
-        found.append(FoundMount(mount.mountpoint, mount.source, mount, match))
-    for registered in registrations:
+    found, matched = [], set()
+    for mount in mounts:
+        match = registration_of(mount, known)
+        matched |= {match.stem} if match is not None else set()
+        found.append(
+            FoundMount(mount.mountpoint, mount.source, mount, match, _is_copy(mount, match, mounts))
+        )
+    namespace = own_mount_namespace()
+    for registered in known:
         entry = registered.entry
+        if registered.stem in matched or entry.mount_namespace != namespace:
+            continue
         if not supervisor_lives(registered):
             _forget(registered)
             continue
@@ -112,15 +121,17 @@ def find_private(search: Callable[[set[int]], Iterable[str]]) -> list[FoundMount
 
 
 def find_one(path: str, search: Callable[[set[int]], Iterable[str]]) -> FoundMount | None:
-    """The mount of ours on ``path`` (absolute), without looking at what is mounted there."""
+    """The mount of ours on ``path`` (absolute), the topmost of several, without looking at what is
+    mounted there."""
     resolved = resolve_mountpoint(path)
-    return next((one for one in find_all(search) if one.mountpoint == resolved), None)
+    there = [one for one in find_all(search) if one.mountpoint == resolved]
+    return next((one for one in there if one.on_top), there[-1] if there else None)
 
 
-def find_others_mount(path: str) -> str | None:
-    """The type of the file system mounted on ``path``; None if nothing is, or if it is ours."""
+def find_others_mount(path: str) -> Mount | None:
+    """What is mounted on ``path``, if it is not a mount of ours (but perhaps a part of one)."""
     mount = find_mount(resolve_mountpoint(path))
-    return mount.fstype if mount is not None and mount.fstype != MONARCHFS else None
+    return None if mount is None or (mount.fstype, mount.root) == (MONARCHFS, "/") else mount
 
 
 def supervisor_lives(registered: Registered) -> bool:
@@ -134,12 +145,12 @@ def supervisor_lives(registered: Registered) -> bool:
 
 def unmount_found(found: FoundMount, deadline: float) -> bool:
     """Unmounts by ``deadline`` (time.monotonic), by the supervisor or, where that does not do it,
-    by force; whether the mount is gone. Of a mount that was made in another mount namespace only
-    the copy in this one goes: those who use it there are not cut off."""
-    if found.made_elsewhere:
-        unmount_call(found.mountpoint, lazy=True)
-        top = find_mount(found.mountpoint)
-        return found.mount is None or top is None or top.mount_id != found.mount.mount_id
+    by force; whether the mount is gone. Of a bind mount, and of a mount that was made in another
+    mount namespace, only the copy goes: those who use the mount itself are not cut off."""
+    if found.made_elsewhere or found.is_copy:
+        if found.on_top:
+            unmount_call(found.mountpoint, lazy=True)
+        return found.mount is None or found.mount not in read_mountinfo()
     return _supervisor_did_it(found, deadline) or remove_by_force(found, deadline)
 
 
@@ -148,7 +159,7 @@ def remove_by_force(found: FoundMount, deadline: float) -> bool:
     if it is still there, and removes the registration; whether the mount is gone. Idempotent."""
     outcome = Unmounted.NOT_MOUNTED
     if found.mount is not None:
-        outcome = unmount_bounded(found.mountpoint, deadline, found.mount.minor)
+        outcome = unmount_bounded(found.mount.minor, deadline)
     if found.registered is not None:
         if supervisor_lives(found.registered):
             _kill(found.registered)
@@ -174,23 +185,33 @@ def _supervisor_did_it(found: FoundMount, deadline: float) -> bool:
         return False
 
 
-def _registration_of(mount: Mount, registrations: list[Registered]) -> Registered | None:
-    """The registration of a mount; its owner's word counts, or root's."""
-    for registered in registrations:
-        same = registered.entry.mountpoint == mount.mountpoint
-        if same and registered.owner_uid in (0, root_uid(), mount.user_id):
-            return registered
-    return None
+def registration_of(mount: Mount, known: Iterable[Registered]) -> Registered | None:
+    """The registration of a mount, or of that in another mount namespace that it is a copy of."""
+    namespace = own_mount_namespace()
+    # A dead daemon's registration may name a number that another connection got since.
+    return max(
+        (one for one in known if is_about(one.entry, one.owner_uid, mount)),
+        key=lambda one: (one.entry.mount_namespace == namespace, one.entry.started_ns),
+        default=None,
+    )
 
 
-def _original_of(mount: Mount, registrations: list[Registered]) -> Registered | None:
-    """The registration, in another mount namespace, of what this one has a copy of; its owner's
-    word counts, or root's."""
-    for registered in registrations:
-        same = registered.entry.connection == mount.minor
-        if same and registered.owner_uid in (0, root_uid(), mount.user_id):
-            return registered
-    return None
+def is_about(entry: Registration, owner_uid: int, mount: Mount) -> bool:
+    """Whether a registration means ``mount``, wherever that is by now; the word of the mount's
+    owner counts, or root's."""
+    if owner_uid not in (0, root_uid(), mount.user_id):
+        return False
+    if entry.connection != UNKNOWN_CONNECTION:
+        return entry.connection == mount.minor
+    return (entry.mount_namespace, entry.mountpoint) == (own_mount_namespace(), mount.mountpoint)
+
+
+def _is_copy(mount: Mount, match: Registered | None, mounts: Iterable[Mount]) -> bool:
+    """Whether it is not the connection's first mount: that which is where it was made, or else
+    the oldest one."""
+    same = [one for one in mounts if one.minor == mount.minor]
+    made = match.entry.mountpoint if match is not None else None
+    return mount != next((one for one in same if one.mountpoint == made), same[0])
 
 
 def _listens(registered: Registered) -> bool:

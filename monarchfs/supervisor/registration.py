@@ -59,7 +59,7 @@ class ControlSocket:
         started_ns: int,
         connection: int = UNKNOWN_CONNECTION,
     ) -> None:
-        self.stem = registration_stem(config.runtime_dir, config.mountpoint)
+        self.stem = registration_stem(config.runtime_dir, config.mountpoint, connection)
         self.registration = Registration(
             mountpoint=config.mountpoint,
             mount_namespace=own_mount_namespace(),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from monarchfs.config import Config
 from monarchfs.fuse.handle_table import make_memory, make_table, read_vitals
 from monarchfs.fuse.mount import mount
-from monarchfs.fuse.mountinfo import find_mount
+from monarchfs.fuse.mountinfo import MONARCHFS, connection_of, find_mount
 from monarchfs.fuse.protocol import InitFlag, parse_init_request
 from monarchfs.fuse.requests import make_journal
 from monarchfs.fuse.unmount import unmount_bounded, waiting_requests
@@ -208,15 +208,20 @@ def _mount(config: Config, undo: ExitStack) -> tuple[int, int]:
         noexec=config.noexec,
     )
     undo.callback(os.close, fuse)
-    mounted = find_mount(config.mountpoint)
-    if mounted is None:
-        raise OperationError(f"{config.mountpoint} was unmounted by somebody else: mount again")
-    undo.callback(_take_back_mount, config.mountpoint, mounted.minor)
-    return fuse, mounted.minor
+    connection = connection_of(fuse)
+    if connection is None:
+        mounted = find_mount(config.mountpoint)
+        if mounted is None or mounted.fstype != MONARCHFS:
+            raise OperationError(
+                f"somebody else unmounted or covered {config.mountpoint}: try again"
+            )
+        connection = mounted.minor
+    undo.callback(_take_back_mount, connection)
+    return fuse, connection
 
 
-def _take_back_mount(mountpoint: str, connection: int) -> None:
-    unmount_bounded(mountpoint, time.monotonic() + 1, connection)
+def _take_back_mount(connection: int) -> None:
+    unmount_bounded(connection, time.monotonic() + 1)
 
 
 class _Interrupted(OperationError):

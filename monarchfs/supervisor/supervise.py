@@ -320,7 +320,7 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         self._manager.stopping()
         if self._unmount is None:
-            self._unmount = Unmount(self.config.mountpoint, deadline, self.connection)
+            self._unmount = Unmount(self.connection, deadline)
         else:
             self._unmount.deadline = min(self._unmount.deadline, deadline)
 

@@ -211,6 +211,25 @@ def test_a_registration_that_is_all_that_is_left_is_no_mount(work: Bench) -> Non
         assert up(timely(port), mount) is None
 
 
+def test_a_bind_mount_and_a_new_name_make_no_other_mount(work: Bench) -> None:
+    mount = mounted(work, "before")
+    (work.path / "copy").mkdir()
+    subprocess.run(["mount", "--bind", mount.path, work.path / "copy"], check=True)
+    (work.path / "before").rename(work.path / "after")
+    try:
+        with exporter() as port:
+            now = timely(port)
+            ours = [
+                (dict(labels)["mount"], value)
+                for (name, labels), value in now.samples.items()
+                if name == "monarchfs_mount_up" and str(work.path) in dict(labels)["source"]
+            ]
+            assert ours == [(str(mount.path), 1)]
+    finally:
+        subprocess.run(["umount", work.path / "copy"], check=True)
+        (work.path / "after").rename(work.path / "before")
+
+
 @surroundings.requires_namespaces
 def test_a_mount_in_another_mount_namespace_is_seen(work: Bench) -> None:
     """Two of them on the same mount point: the second gets a number."""

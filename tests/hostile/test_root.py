@@ -203,7 +203,7 @@ def test_a_link_on_the_way_is_not_unmounted_through(users: Path, roots: Path, la
             assert find_mount(str(roots / "c")) is not None
         assert find_mount(str(roots / "data")) is not None
         # Nor is anything that is no FUSE mount.
-        assert unmount_bounded(str(roots / "data"), 0) is Unmounted.NOT_MOUNTED
+        assert unmount_bounded(os.minor((roots / "data").stat().st_dev), 0) is Unmounted.NOT_MOUNTED
 
 
 @requires_fuse

@@ -179,8 +179,8 @@ def test_a_mount_whose_daemon_is_dead_is_unmounted(tmp_path: Path) -> None:
     assert {"ro", "nosuid", "nodev"} <= set(mounted.options.split(","))
     assert "default_permissions" not in mounted.super_options
     os.close(device)
-    assert unmount_bounded(str(tmp_path), time.monotonic() + 5) is Unmounted.CLEAN
-    assert unmount_bounded(str(tmp_path), time.monotonic() + 5) is Unmounted.NOT_MOUNTED
+    assert unmount_bounded(mounted.minor, time.monotonic() + 5) is Unmounted.CLEAN
+    assert unmount_bounded(mounted.minor, time.monotonic() + 5) is Unmounted.NOT_MOUNTED
     assert fuse_mounts(str(tmp_path)) == []
 
 
@@ -193,10 +193,10 @@ def test_only_the_mount_that_is_meant_is_unmounted(tmp_path: Path) -> None:
     ]
     below, above = [m for m in read_mountinfo() if m.mountpoint == str(tmp_path)]
     assert "default_permissions" in above.super_options
-    attempt = Unmount(str(tmp_path), time.monotonic() + 5, below.minor)
+    attempt = Unmount(below.minor, time.monotonic() + 5)
     assert attempt.step() is None
     assert find_mount(str(tmp_path)) == above
-    assert unmount_bounded(str(tmp_path), time.monotonic() + 5) is Unmounted.CLEAN
+    assert unmount_bounded(above.minor, time.monotonic() + 5) is Unmounted.CLEAN
     while attempt.step() is None:
         time.sleep(0.01)
     assert attempt.outcome is Unmounted.CLEAN
@@ -205,4 +205,7 @@ def test_only_the_mount_that_is_meant_is_unmounted(tmp_path: Path) -> None:
 
 
 def test_other_file_systems_are_left_alone() -> None:
-    assert unmount_bounded("/proc", time.monotonic() + 1) is Unmounted.NOT_MOUNTED
+    assert (
+        unmount_bounded(os.minor(os.stat("/proc").st_dev), time.monotonic() + 1)
+        is Unmounted.NOT_MOUNTED
+    )
