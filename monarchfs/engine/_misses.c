@@ -277,7 +277,9 @@ static void forget(struct entry **place)
 static void forget_unless_open(struct entry **place)
 {
 	struct entry *entry = *place;
-	if (!entry->bytes || free_opens || !resident_used(entry->ino)) {
+	/* An open that is just being answered is in the table of open files only then. */
+	bool open = !free_opens && (entry->answering || resident_used(entry->ino));
+	if (!entry->bytes || !open) {
 		forget(place);
 		return;
 	}
@@ -995,7 +997,7 @@ bool misses_has(uint64_t ino)
 void misses_forget(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);
-	/* Opens that are just being answered are in the table of open files afterwards. */
+	/* Nothing is answered from these bytes afterwards, but to who has them open. */
 	struct entry **place;
 	while (*(place = place_of(ino)) && (*place)->answering)
 		pthread_cond_wait(&no_answers, &lock);

@@ -77,8 +77,10 @@ def test_records_that_are_written_over(tmp_path: Path, tier: Path, sanitizers: s
 @SANITIZERS
 @pytest.mark.parametrize("opens", ["opens", "no opens"])
 def test_misses_while_files_change(tmp_path: Path, tier: Path, sanitizers: str, opens: str) -> None:
-    """No byte of another version is answered, whoever puts, forgets, holds and replaces files."""
-    program = build(tmp_path, "misses", f"-fsanitize={sanitizers}")
+    """No byte of another version is answered, and who has opened a file can read it, whoever puts,
+    forgets, holds and replaces files."""
+    wrap = "-Wl,--wrap=relay_answer_open"
+    program = build(tmp_path, "misses", f"-fsanitize={sanitizers}", wrap)
     run(program, tier, REQUESTS, int(opens == "no opens"))
 
 
