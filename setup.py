@@ -68,6 +68,11 @@ setup(
             extra_compile_args=FLAGS,
         ),
         Extension(
+            "monarchfs.source._stats",
+            ["monarchfs/source/_stats.c"],
+            extra_compile_args=FLAGS,
+        ),
+        Extension(
             "monarchfs.engine._units",
             [f"monarchfs/engine/{part}.c" for part in UNITS],
             depends=["monarchfs/engine/_unit.h", "monarchfs/fuse/_unfinished.h"],

@@ -143,8 +143,9 @@ class Cache(Groups):
         if node.ino in self._open:
             return True
         record = self.claim(node)
-        resident = record is not None and record.state is ReplicaState.RESIDENT
-        return resident and self.state(node.ino) is not None
+        if record is None or record.state is not ReplicaState.RESIDENT:
+            return False
+        return record.tier in self.tiers
 
     def acquire(self, node: Node, *, accessed: bool = True) -> OpenReplica | None:
         """The complete replica of ``node``, open, or None. Each needs a ``release``. Not

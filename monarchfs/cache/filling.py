@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import trio
@@ -58,7 +58,7 @@ class Filling(Moves):
         """The record of the node's replica; also one that an earlier index, or an earlier number
         of the same version, left in a tier."""
         record = self.index.replica(node.ino)
-        if record is None and node.stat.is_regular:
+        if record is None and self.index.claimable and node.stat.is_regular:
             try:
                 record = self.index.claim(node.ino, node.stat.version.replica_name, node.stat.size)
             except IndexWriteError:
@@ -341,13 +341,12 @@ class Filling(Moves):
         """Record replicas that lie in segments: all of them, or none and OSError."""
         replicas = [(reservation.node.ino, replica) for reservation, replica in stored]
         try:
-            if replicas:
-                self.index.put_replicas(replicas)
+            outdated = self.index.put_replicas(replicas) if replicas else set()
         except IndexWriteError as exc:
             raise unrecorded(exc) from exc
-        for reservation, replica in stored:
+        for _, replica in stored:
             self._segments.recorded(replica)
-            self._stored(reservation, replica)
+        self._stored(stored, outdated)
 
     async def _commit(self, reservation: Reservation, allocated: int, checksum: int) -> bool:
         replica = replica_of(reservation, ReplicaState.RESIDENT, allocated, checksum=checksum)
@@ -355,7 +354,10 @@ class Filling(Moves):
             if not reservation.given_up:
                 # No checkpoint between the index commit and the books.
                 self._put(reservation.node.ino, replica)
-                self._stored(reservation, replica)
+                now = self.index.node(reservation.node.ino)
+                outdated = {reservation.node.ino} if now is None or now.outdated else set()
+                self._stored([(reservation, replica)], outdated)
+                self.stored(reservation.node.ino)
                 return True
         except OSError:
             await self._in_thread(reservation.tier.discard, reservation.name)
@@ -363,15 +365,22 @@ class Filling(Moves):
         await self._in_thread(reservation.tier.discard, reservation.name)
         return False
 
-    def _stored(self, reservation: Reservation, replica: Replica) -> None:
-        """The index says that it is resident: so do the books."""
-        ino = reservation.node.ino
-        self._end(reservation, Stored(ino, replica.allocated_bytes))
-        self._metrics.copies_completed += 1
-        self.reasons.forget(reservation.node)
-        self._durability.stored(ino, replica)
-        self.readers.stored(ino, replica)
-        self.stored(ino)
+    def _stored(
+        self, stored: Sequence[tuple[Reservation, Replica]], outdated: Container[int]
+    ) -> None:
+        """The index says that they are resident: so do the books."""
+        for reservation, replica in stored:
+            ino = reservation.node.ino
+            self._end(reservation, Stored(ino, replica.allocated_bytes))
+            self.reasons.forget(reservation.node)
+            self._durability.stored(ino, replica)
+        self._metrics.copies_completed += len(stored)
+        self.readers.stored(
+            [
+                (node._replace(outdated=True) if node.ino in outdated else node, replica)
+                for node, replica in ((place.node, replica) for place, replica in stored)
+            ]
+        )
 
     def rest(self, reservation: Reservation, chunk_bytes: int, present: bytes) -> None:
         """Put an unfinished copy aside: what is there is recorded, for this mount and later ones.

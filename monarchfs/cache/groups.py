@@ -25,7 +25,7 @@ class Groups(Filling):
         reservations: list[Reservation | None] = [None] * len(nodes)
         places: dict[int, tuple[Node, Place]] = {}
         for n, node in enumerate(nodes):
-            if node.ino in self._busy or self.index.replica(node.ino) is not None:
+            if node.ino in self._busy or self.claim(node) is not None:
                 reservations[n] = self.reserve(node, evicts=evicts)
             elif (place := self._room(node, evicts)) is not None:
                 places[n] = node, place

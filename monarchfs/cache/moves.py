@@ -110,9 +110,14 @@ class Moves(Records):
         self._durability.stored(ino, replica)
         self._metrics.replicas_moved += 1
         self._handle(Moved(ino, allocated))
-        self.readers.stored(ino, replica)
+        node = self.index.node(ino)
+        if node is None:
+            self.readers.stop(ino)
+        else:
+            self.readers.stored([(node, replica)])
         self._removals.start(ino, record)
-        self.stored(ino)
+        if written is None:
+            self.stored(ino)
         return True
 
     async def _closed(self, ino: int) -> bool:

@@ -5,9 +5,10 @@ They are told what they may read, and asked before it is taken away.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from monarchfs.types import Replica, SourceVersion
+from monarchfs.types import Node, Replica, SourceVersion
 
 
 class Readers(Protocol):
@@ -16,8 +17,8 @@ class Readers(Protocol):
     @property
     def unfinished(self) -> UnfinishedReads: ...
 
-    def stored(self, ino: int, replica: Replica) -> None:
-        """The index has this complete replica of ``ino``: a new one, or one at another place."""
+    def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None:
+        """The index has this complete replica of each node: a new one, or one at another place."""
 
     def stop(self, ino: int) -> None:
         """Its replica is not to be read any more, whoever has it open."""
@@ -92,7 +93,7 @@ class NoReaders:
     def __init__(self) -> None:
         self.unfinished = UnfinishedReads()
 
-    def stored(self, ino: int, replica: Replica) -> None:
+    def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None:
         """As Readers."""
 
     def stop(self, ino: int) -> None:

@@ -93,7 +93,8 @@ class Records:
         self.forget_pages: Callable[[int], None] = _forget_no_pages
         """Called with an inode number of which the kernel may have read wrong bytes."""
         self.stored: Callable[[int], None] = _nobody_offers
-        """Called with an inode number that has become resident. Raises nothing."""
+        """Called with an inode number that has become resident, in a file of its own. Raises
+        nothing."""
         self.let_go: Callable[[int], trio.Event | None] = _nobody_keeps
         """Called with an inode number whose replica's file is being removed: set once nobody else
         keeps it open, None where nobody does but ``OpenReplica``. Raises nothing."""

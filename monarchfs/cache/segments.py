@@ -27,7 +27,6 @@ import trio
 from monarchfs.cache.readers import Readers
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
-from monarchfs.store.checksum import checksum
 from monarchfs.store.segments import SEGMENT_BYTES, SMALL_BYTES, Allocator, allocated
 from monarchfs.store.tier import Tier
 from monarchfs.types import Data, IndexWriteError, Replica
@@ -140,7 +139,7 @@ class SegmentRecords:
         for (segment, offset), length in zip(places, taken, strict=True):
             self._leaving[tier.id, segment][offset] = length
         records = [(*place, data) for place, data in zip(places, replicas, strict=True)]
-        outcomes = await self._in_thread(_write_each, tier, records)
+        outcomes = await self._in_thread(tier.segments.write_each, records)
         results: list[Written | OSError] = []
         for (segment, offset), length, outcome in zip(places, taken, outcomes, strict=True):
             if isinstance(outcome, OSError):
@@ -290,16 +289,6 @@ class SegmentRecords:
 def unrecorded(exc: IndexWriteError) -> OSError:
     """An error of the index says nothing of the tier."""
     return OSError(errno.EBUSY, str(exc))
-
-
-def _write_each(tier: Tier, records: Sequence[tuple[int, int, Data]]) -> list[int | OSError]:
-    """The checksum of each, or why it was not written. For a thread."""
-    totals = [checksum(data) for _, _, data in records]
-    outcomes = tier.segments.write_each(records)
-    return [
-        total if outcome is None else outcome
-        for total, outcome in zip(totals, outcomes, strict=True)
-    ]
 
 
 def _punch_gaps(tier: Tier, segment: int, gaps: Sequence[Range]) -> None:

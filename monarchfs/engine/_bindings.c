@@ -112,11 +112,15 @@ static PyObject *has(PyObject *self, PyObject *given)
 
 static PyObject *forget(PyObject *self, PyObject *given)
 {
-	uint64_t ino;
 	(void)self;
-	if (!number_in(given, &ino))
-		return NULL;
-	misses_forget(ino);
+	if (!PyList_Check(given))
+		return PyErr_Format(PyExc_TypeError, "not a list");
+	for (Py_ssize_t n = 0; n < PyList_GET_SIZE(given); n++) {
+		uint64_t ino;
+		if (!number_in(PyList_GET_ITEM(given, n), &ino))
+			return NULL;
+		misses_forget(ino);
+	}
 	Py_RETURN_NONE;
 }
 
@@ -313,7 +317,7 @@ static PyMethodDef methods[] = {
 	 "misses_put(ino, directory, name, source ino, size, mtime_ns, ctime_ns): what it stands for.\n"
 	 "False where it cannot be known."},
 	{"misses_has", has, METH_O, "misses_has(ino): whether it is known."},
-	{"misses_forget", forget, METH_O, "misses_forget(ino): it is not to be served any more."},
+	{"misses_forget", forget, METH_O, "misses_forget([ino]): they are not to be served any more."},
 	{"misses_forget_all", forget_all, METH_NOARGS, "The same, of all."},
 	{"misses_hold", hold, METH_VARARGS,
 	 "misses_hold(ino, held): Python reads it, or not any more. Whether it was busy."},

@@ -171,10 +171,10 @@ class Misses:
         refused: list[int] = self._hooks.misses_fetch(inos, threads)
         return refused
 
-    def forget(self, ino: int) -> None:
-        """It is resident, or another version: it is served otherwise from now on. Who has it open
+    def forget(self, inos: list[int]) -> None:
+        """Each is resident, or another version: it is served otherwise from now on. Who has it open
         goes on reading what is in memory."""
-        self._hooks.misses_forget(ino)
+        self._hooks.misses_forget(inos)
 
     def forget_all(self) -> None:
         """Directories have moved, perhaps."""

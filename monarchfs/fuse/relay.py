@@ -86,9 +86,11 @@ class Relay:
         """Have the threads answer for ``ino`` if it is resident; whether they do. ``seen``: it
         counts as opened. About 10 us."""
         files = self._files
-        return files is not None and self._offer(files, ino, files.cache.index.replica(ino), seen)
+        return files is not None and self._offer_recorded(
+            files, ino, files.cache.index.replica(ino), seen
+        )
 
-    def _offer(
+    def _offer_recorded(
         self,
         files: Files,
         ino: int,
@@ -100,17 +102,22 @@ class Relay:
         """``opens_too``: only if opens need not be asked about now."""
         if record is None or record.state is not ReplicaState.RESIDENT:
             return False
-        tier = self._tiers.get(record.tier)
         node = files.cache.index.node(ino)
+        return node is not None and self._offer(files, node, record, seen, opens_too)
+
+    def _offer(
+        self, files: Files, node: Node, record: Replica, seen: bool, opens_too: bool
+    ) -> bool:
+        tier = self._tiers.get(record.tier)
         # What is outdated may be read from the source as it is, by some.
-        if tier is None or node is None or node.outdated:
+        if tier is None or node.outdated:
             return False
         replica = (tier, record.name, record.checksum, record.size)
         opens_until = files.opens_until(node)
         if opens_too and opens_until <= 0:
             return False
         place = (record.segment, record.offset)
-        offered: bool = self._hooks.resident_put(ino, *replica, opens_until, seen, *place)
+        offered: bool = self._hooks.resident_put(node.ino, *replica, opens_until, seen, *place)
         return offered
 
     def opens(self, ino: int) -> bool:
@@ -121,7 +128,7 @@ class Relay:
         record = files.cache.index.replica(ino)
         if not self._opens_here and (record is None or not record.segment):
             return False
-        return self._offer(files, ino, record, opens_too=True)
+        return self._offer_recorded(files, ino, record, opens_too=True)
 
     def lend(self, ino: int, backing_id: int) -> bool:
         """Have the threads answer its opens, of which there are none, with this id, as far as an
@@ -130,7 +137,7 @@ class Relay:
         if files is None:
             return False
         record = files.cache.index.replica(ino)
-        if not self._offer(files, ino, record, opens_too=True):
+        if not self._offer_recorded(files, ino, record, opens_too=True):
             return False
         lent: bool = self._hooks.backed_lend(ino, backing_id)
         return lent
@@ -183,13 +190,16 @@ class Relay:
 
     # -- as Readers
 
-    def stored(self, ino: int, replica: Replica) -> None:
+    def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None:
         files = self._files
-        # Whoever has it open was counted then.
-        if files is None or not self._offer(files, ino, replica, files.is_open(ino)):
-            self.stop(ino)
+        for node, replica in replicas:
+            # Whoever has it open was counted then.
+            if files is None or not self._offer(
+                files, node, replica, files.is_open(node.ino), opens_too=False
+            ):
+                self.stop(node.ino)
         if self.misses is not None:
-            self.misses.forget(ino)
+            self.misses.forget([node.ino for node, _replica in replicas])
 
     def stop(self, ino: int) -> None:
         self._hooks.resident_stop(ino)
@@ -205,7 +215,7 @@ class Relay:
     def outdated(self, ino: int) -> None:
         self._hooks.resident_expire(ino)
         if self.misses is not None:
-            self.misses.forget(ino)
+            self.misses.forget([ino])
 
     def hold(self, ino: int, *, held: bool) -> bool:
         return self.misses is not None and self.misses.hold(ino, held=held)

@@ -122,6 +122,7 @@ class Outdated(Pins):
         replica = txn.get(key, None, self._db.replicas)
         if replica is not None:
             tier = replica_head(replica).tier
+            self.claimable = True
             txn.put(TIER_INO.pack(tier, ID.unpack(key)[0]), b"", db=self._db.outdated)
 
     def _revive(self, txn: Any, key: bytes) -> None:

@@ -61,6 +61,7 @@ class Replicas(Tables):
         self._tiers = {TIER_KEY.unpack(key[len(META_TIER) :])[0] for key, _ in rows}
         swept = self._get(self._db.meta, META_SWEPT) or BOOT.pack(0)
         self._swept_to = None if swept == self._boot else b""
+        self.claimable = self._count_rows(self._db.outdated) > 0
 
     # Reading.
 
@@ -244,24 +245,26 @@ class Replicas(Tables):
 
         self._write(put, of_tiers=True)
 
-    def put_replicas(self, replicas: Sequence[tuple[int, Replica]]) -> None:
+    def put_replicas(self, replicas: Sequence[tuple[int, Replica]]) -> set[int]:
         """``put_replica`` of each, with the end of what was journalled, in one transaction: all of
-        them are recorded, or none. Some 5 us each: a few hundred at most."""
+        them are recorded, or none. Some 5 us each: a few hundred at most. Those whose nodes are
+        outdated, or not known."""
         rows = [
             (ID.pack(ino), PLACE_KEY.pack(replica.tier, replica.name), replica)
             for ino, replica in replicas
         ]
 
-        def put(txn: Any) -> None:
+        def put(txn: Any) -> set[int]:
             db, (boot,) = self._db, BOOT.unpack(self._boot)
             totals: dict[tuple[int, int], list[int]] = {}
+            outdated: set[int] = set()
 
             def count() -> None:
                 for (tier, state), (number, allocated) in totals.items():
                     self._count(txn, tier, state, number, allocated)
                 totals.clear()
 
-            for key, place, replica in rows:
+            for (ino, _), (key, place, replica) in zip(replicas, rows, strict=True):
                 # Nearly always there is no other record, neither of the number nor of the file.
                 if not txn.put(place, key, overwrite=False, db=db.files):
                     count()  # it may take the place of one of these
@@ -276,12 +279,14 @@ class Replicas(Tables):
                     total = totals.setdefault((replica.tier, replica.state), [0, 0])
                     total[0] += 1
                     total[1] += replica.allocated_bytes
-                    self._note_outdated(txn, key, replica)
+                if self._note_outdated(txn, key, replica):
+                    outdated.add(ino)
                 if not replica.segment:
                     txn.delete(place, db=db.journal)
             count()
+            return outdated
 
-        self._write(put, of_tiers=True)
+        return self._write(put, of_tiers=True)
 
     def drop_replica(self, ino: int) -> None:
         """Forget it, also one that is lost; its file is in the journal until ``file_gone``.
@@ -421,11 +426,15 @@ class Replicas(Tables):
         record = RECORD_KEY.pack(replica.tier, replica.segment, replica.offset)
         txn.put(record, key, db=self._db.records)
 
-    def _note_outdated(self, txn: Any, key: bytes, replica: Replica) -> None:
-        """That nobody will ask for it, if that is so."""
+    def _note_outdated(self, txn: Any, key: bytes, replica: Replica) -> bool:
+        """That nobody will ask for it, if that is so. Whether its node is outdated, or unknown."""
         node = txn.get(key, None, self._db.nodes)
-        if replica.state is ReplicaState.FOUND or (node is not None and node_outdated(node)):
+        if node is not None and not node_outdated(node):
+            return False
+        if replica.state is ReplicaState.FOUND or node is not None:
+            self.claimable = True
             txn.put(TIER_KEY.pack(replica.tier) + key, b"", db=self._db.outdated)
+        return True
 
     def _forget(self, txn: Any, key: bytes, *, lies_there: bool) -> None:
         """Remove a record, if there is one; ``lies_there``: its file may stay without one."""

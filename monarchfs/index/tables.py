@@ -50,6 +50,8 @@ class Tables:
         self._next_id = next_id
         self._source_id = source_id
         self._reader: Any = None
+        self.claimable = False
+        """Whether there may be a replica that nobody will ask for under its number."""
         self._commits = 0
         self._frozen: str | None = None
         self._retired: list[int] = []

@@ -27,7 +27,7 @@ from monarchfs.types import Archived, Lane, Node, SourceChanged
 
 log = logging.getLogger(__name__)
 
-MOST_TOGETHER = 64
+MOST_TOGETHER = 128
 """Files of one transaction and one thread's errand."""
 
 SIDE_BY_SIDE = 2
@@ -121,7 +121,7 @@ class Arrivals:
         """As SmallFiles."""
         if (wanted := self._wanted.pop(ino, None)) is not None:
             self._cache.cancel(wanted.place)
-            self._end(ino, wanted)
+            self._end([(ino, wanted)])
 
     def put_aside(self) -> None:
         """As SmallFiles."""
@@ -180,12 +180,13 @@ class Arrivals:
             self._copier.failed(ino, wanted.priority, exc)
         else:
             self._copier.want(ino, wanted.priority)
-        self._end(ino, wanted)
+        self._end([(ino, wanted)])
 
-    def _end(self, ino: int, wanted: WantedFile | None) -> None:
-        self._copier.arrived(ino)
-        if wanted is not None:
-            self._less(wanted.batch)
+    def _end(self, ended: Sequence[tuple[int, WantedFile | None]]) -> None:
+        self._copier.arrived([ino for ino, _wanted in ended])
+        for _ino, wanted in ended:
+            if wanted is not None:
+                self._less(wanted.batch)
 
     @staticmethod
     def _less(batch: Batch) -> None:
@@ -218,8 +219,7 @@ class Arrivals:
                         place, Cause.FAILED, f"copying failed: {result.strerror}"
                     )
         finally:
-            for node, _data, wanted in arrived:
-                self._end(node.ino, wanted)
+            self._end([(node.ino, wanted) for node, _data, wanted in arrived])
 
     def _placed(self, arrived: list[Arrived]) -> list[tuple[Reservation, memoryview]]:
         """Those for which there is room, with that."""

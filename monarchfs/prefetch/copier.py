@@ -12,7 +12,7 @@ import math
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container, Sequence
 from functools import partial
 
 import trio
@@ -36,7 +36,7 @@ from monarchfs.types import Archived, DirRef, Lane, Node
 
 log = logging.getLogger(__name__)
 
-MOST_TOGETHER = 64
+MOST_TOGETHER = 128
 """So many small files are copied together at most."""
 
 MIN_UNIT_BYTES = 2 * CHUNK_BYTES
@@ -104,8 +104,8 @@ class Copier:
         self._shrunk = trio.Event()
         self._retries = Retries(nursery, self._again)
         self._arriving: set[int] = set()
-        self.observers: list[Callable[[int], None]] = []
-        """Each is called with an inode number whenever something of its copying has ended: not
+        self.observers: list[Callable[[Sequence[int]], None]] = []
+        """Each is called with inode numbers whenever something of their copying has ended: not
         necessarily all of it, see ``pending``. No checkpoint."""
         cache.room_appeared = self._poke
 
@@ -265,14 +265,14 @@ class Copier:
         self._arriving.add(ino)
         return True
 
-    def arrived(self, ino: int) -> None:
+    def arrived(self, inos: Sequence[int]) -> None:
         """That is over, whatever came of it."""
-        self._arriving.discard(ino)
-        self._tell(ino)
+        self._arriving.difference_update(inos)
+        self._tell(*inos)
 
-    def _tell(self, ino: int) -> None:
+    def _tell(self, *inos: int) -> None:
         for observer in self.observers:
-            observer(ino)
+            observer(inos)
 
     def _stepped(self, fill: Copy) -> None:
         self._wake.set()
@@ -359,12 +359,14 @@ class Copier:
             if (node := self._copyable(job[0])) is not None:
                 if self._is_small(node):
                     return self._begin_small(self._with_others(node, job[1]), job[1])
-                size = 0 if job[1] is Priority.OPENED else min(node.stat.size, self.unit_bytes)
-                return self._begin(node, job[1]), size
+                if not self._cache.resident(node):
+                    size = 0 if job[1] is Priority.OPENED else min(node.stat.size, self.unit_bytes)
+                    return self._begin(node, job[1]), size
             self._tell(job[0])
         return None, 0
 
     def _copyable(self, ino: int) -> Node | None:
+        """One that is resident finds that there is no room for another replica."""
         fill = self.files.get(ino)
         if fill is not None and (fill.in_background or fill.state is State.RESIDENT):
             return None
@@ -373,7 +375,7 @@ class Copier:
         node = self._cache.index.node(ino)
         if node is None or node.outdated or node.stat is None or not node.stat.is_regular:
             return None
-        return None if self._cache.resident(node) else node
+        return node
 
     async def _in_slot(self, slot: CopySlot, work: Work) -> None:
         try:

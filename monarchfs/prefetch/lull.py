@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.scan import Scan
@@ -35,7 +36,7 @@ class Lull:
     def _busy(self) -> bool:
         return bool(self._copier.active or len(self._copier.queue) or self._scan.running)
 
-    def _copy_ended(self, _ino: int) -> None:
+    def _copy_ended(self, _inos: Sequence[int]) -> None:
         self._copied = True
         self._look()
 

@@ -45,6 +45,8 @@ PAUSE_SECONDS = 0.0005
 OUTSTANDING_MOST = 50_000
 """The walk waits while so many files wait for their copy: about 200 bytes each."""
 
+SELF = (b".", b"..")
+
 VERSIONS = 3
 """A file that changes while it is copied is wanted again, in its new version, so many times."""
 
@@ -196,11 +198,13 @@ class Warm:
                 return
             cookie = batch[-1][0].cookie
             # Links, too: whoever opens what they lead to has to read them.
-            names = [dirent.name for dirent, *_rest in batch if dirent.name not in (b".", b"..")]
-            nodes = await self._tree.find_each(ino, names, Lane.BACKGROUND)
+            there = {entry.name: node for entry, node, *_ in batch if entry.name not in SELF}
+            unknown = [name for name, node in there.items() if node is None]
+            found = await self._tree.find_each(ino, unknown, Lane.BACKGROUND)
+            there.update(zip(unknown, found, strict=True))
             if self.what is What.METADATA:
-                await self._xattrs.list_each(ino, names, Lane.BACKGROUND)
-            for name, node in zip(names, nodes, strict=True):
+                await self._xattrs.list_each(ino, list(there), Lane.BACKGROUND)
+            for name, node in there.items():
                 if node is None:
                     node = await self._ask_again(ino, name)
                 if node is None:
@@ -260,21 +264,25 @@ class Warm:
         self.outstanding[node.ino] = versions, names
         fits = self.counts.bytes <= self._capacity_bytes
         self._copier.want(node.ino, Priority.HINTED if fits else Priority.LISTED)
-        self._ended(node.ino)  # where nothing has to be done for it
+        self._ended([node.ino])  # where nothing has to be done for it
 
-    def _ended(self, ino: int) -> None:
-        """The copier has done something for a file; perhaps all it will."""
-        if ino not in self.outstanding or self._copier.pending(ino):
-            return
-        versions, names = self.outstanding.pop(ino)
-        node, record = self._cache.index.node(ino), self._cache.state(ino)
-        reason = self._cache.reasons.get(ino)
-        counts = self.counts
+    def _ended(self, inos: Sequence[int]) -> None:
+        """The copier has done something for files; perhaps all it will."""
+        ended = [ino for ino in inos if ino in self.outstanding and not self._copier.pending(ino)]
+        for ino in ended:
+            self._end(ino, *self.outstanding.pop(ino))
+        if ended:
+            self._tell()
+
+    def _end(self, ino: int, versions: int, names: int) -> None:
+        counts, record = self.counts, self._cache.state(ino)
         if record is not None and record.state is ReplicaState.RESIDENT:
             self._resident(record.size, names)
             counts.copied += names
             counts.copied_bytes += record.size
-        elif node is None or node.outdated:
+            return
+        node, reason = self._cache.index.node(ino), self._cache.reasons.get(ino)
+        if node is None or node.outdated:
             self._changed(node, versions, names)
         elif reason is not None and reason.cause in _REFUSED:
             local = 0 if record is None else record.present.count(1) * record.chunk_bytes
@@ -285,7 +293,6 @@ class Warm:
         else:
             text = "it was not copied" if reason is None else reason.text
             self._fail(self._path(node.parent, node.name), OperationError(text), names)
-        self._tell()
 
     def _changed(self, node: Node | None, versions: int, names: int) -> None:
         if node is None or versions >= VERSIONS or self._nursery is None:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from monarchfs.engine.units import Unit
+from monarchfs.source._stats import stat_each
 from monarchfs.source.dirs import DirHandle, DirHandles, check_name
 from monarchfs.source.layout import ATTRIBUTE, Layout, parse
 from monarchfs.types import Archived, DirRef, FileType, SourceChanged, SourceStat, SourceVersion
@@ -169,7 +170,20 @@ class PosixSource:
         An OSError stands where ``found`` would have raised it; SourceChanged is raised. After
         ``seconds`` no further name is asked for: the answers are of the first names.
         """
-        return _each(partial(self.found, directory), names, seconds)
+        until = time.monotonic() + seconds
+        with self._dirs.acquire(directory) as fd:
+            answers = stat_each(fd, self._root_device, names, until)
+        results: FoundEach = []
+        for name, answer in zip(names, answers, strict=False):
+            if isinstance(answer, tuple) and len(name) <= MOST_NAME_BYTES:
+                results.append((SourceStat(*answer), b""))
+            elif isinstance(answer, int) and answer != errno.ESTALE:
+                results.append(OSError(answer, os.strerror(answer), name))
+            elif not results or time.monotonic() <= until:
+                results += _each(partial(self.found, directory), [name], math.inf)
+            else:
+                break
+        return results
 
     def open(self, directory: DirRef, name: bytes) -> tuple[int, SourceStat]:
         """Open a regular file for reading; the caller closes the descriptor.

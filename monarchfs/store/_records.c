@@ -1,4 +1,4 @@
-/* Records of segments, written and punched out, many in one call.
+/* Records of segments, checksummed and written, or punched out, many in one call.
  *
  * After each system call a thread of Python waits for the interpreter's lock, which costs more than
  * to write a small record: so here it is given up once for all of them.
@@ -7,16 +7,40 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 #include <errno.h>
 #include <fcntl.h>
 #include <unistd.h>
+
+#define BLOCK_BYTES (128 << 10) /* as in checksum.py */
 
 struct record {
 	int fd;
 	long long offset;
 	Py_buffer data;
+	uint64_t checksum;
 	int error;
 };
+
+/* As in checksum.py. */
+static uint64_t checksum(const char *data, size_t size)
+{
+	XXH64_canonical_t digests[64];
+	XXH3_state_t state;
+	unsigned count = 0;
+	XXH3_64bits_reset(&state);
+	for (size_t at = 0; at < size; at += BLOCK_BYTES) {
+		size_t length = size - at < BLOCK_BYTES ? size - at : BLOCK_BYTES;
+		XXH64_canonicalFromHash(&digests[count++], XXH3_64bits(data + at, length));
+		if (count == sizeof(digests) / sizeof(*digests) || at + length == size) {
+			XXH3_64bits_update(&state, digests, count * sizeof(*digests));
+			count = 0;
+		}
+	}
+	return XXH3_64bits_digest(&state);
+}
 
 static int put_record(const struct record *record)
 {
@@ -57,16 +81,19 @@ static PyObject *put_each(PyObject *self, PyObject *sequence)
 			goto out;
 	}
 	Py_BEGIN_ALLOW_THREADS
-	for (Py_ssize_t n = 0; n < count; n++)
+	for (Py_ssize_t n = 0; n < count; n++) {
+		records[n].checksum = checksum(records[n].data.buf, (size_t)records[n].data.len);
 		records[n].error = put_record(&records[n]);
+	}
 	Py_END_ALLOW_THREADS
 	results = PyList_New(count);
 	for (Py_ssize_t n = 0; results && n < count; n++) {
-		PyObject *error = PyLong_FromLong(records[n].error);
-		if (!error)
+		PyObject *result = Py_BuildValue("(iK)", records[n].error,
+						 (unsigned long long)records[n].checksum);
+		if (!result)
 			Py_CLEAR(results);
 		else
-			PyList_SET_ITEM(results, n, error);
+			PyList_SET_ITEM(results, n, result);
 	}
 out:
 	for (Py_ssize_t n = 0; n < have; n++)
@@ -129,7 +156,7 @@ out:
 static PyMethodDef methods[] = {
 	{"put_each", put_each, METH_O,
 	 "put_each(records): write each record, of (descriptor, offset, data), whole. Returns for each 0\n"
-	 "or an errno."},
+	 "or an errno, and its checksum."},
 	{"punch", punch, METH_VARARGS,
 	 "punch(descriptor, ranges): give the room of each (offset, length) of a file back. Returns 0 or\n"
 	 "the first errno; the others are tried all the same."},
@@ -139,7 +166,7 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {
 	PyModuleDef_HEAD_INIT,
 	.m_name = "monarchfs.store._records",
-	.m_doc = "Records of segments, written and punched out, many in one call.",
+	.m_doc = "Records of segments, checksummed and written, or punched out, many in one call.",
 	.m_size = -1,
 	.m_methods = methods,
 };

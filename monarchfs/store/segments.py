@@ -23,7 +23,7 @@ import secrets
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -115,14 +115,13 @@ class SegmentFiles:
         with self._lock:
             self._make(segment)
 
-    def write_each(self, records: Sequence[tuple[int, int, Data]]) -> list[OSError | None]:
-        """Write each of (segment, offset, data); for each None, or why it was not written.
+    def write_each(self, records: Sequence[tuple[int, int, Data]]) -> list[int | OSError]:
+        """Write each of (segment, offset, data); for each its checksum, or why it was not written.
 
         Segments that this object has not made yet are made. One that somebody else made is not
         written to (FileExistsError). Of a record that was not written whole, the room is given
         back.
         """
-        results: list[OSError | None] = [None] * len(records)
         with ExitStack() as stack:
             opened: dict[int, int | OSError] = {}
             for segment in dict.fromkeys(segment for segment, _, _ in records):
@@ -130,33 +129,35 @@ class SegmentFiles:
                     opened[segment] = stack.enter_context(self._in_use(segment, to_write=True))
                 except OSError as error:
                     opened[segment] = error.with_traceback(None)
-            wanted: list[tuple[int, int, Data]] = []
-            which: list[int] = []
-            for n, (segment, offset, data) in enumerate(records):
-                fd = opened[segment]
+            fds = [opened[segment] for segment, _, _ in records]
+            wanted = [
+                (fd, offset, data)
+                for fd, (_, offset, data) in zip(fds, records, strict=True)
+                if isinstance(fd, int)
+            ]
+            outcomes = iter(_records.put_each(wanted))
+            results: list[int | OSError] = []
+            for fd, (segment, offset, data) in zip(fds, records, strict=True):
                 if isinstance(fd, OSError):
-                    results[n] = fd
-                else:
-                    wanted.append((fd, offset, data))
-                    which.append(n)
-            codes = _records.put_each(wanted)
-            self._written(
-                (records[n][0], offset + memoryview(data).nbytes)
-                for n, (_, offset, data), code in zip(which, wanted, codes, strict=True)
-                if not code
-            )
-            for n, (fd, offset, data), code in zip(which, wanted, codes, strict=True):
+                    results.append(fd)
+                    continue
+                code, checksum = next(outcomes)
+                results.append(checksum)
                 if code:
-                    file = _name(records[n][0])
-                    results[n] = OSError(code, os.strerror(code), file)
+                    file = _name(segment)
+                    results[-1] = OSError(code, os.strerror(code), file)
                     length = allocated(memoryview(data).nbytes, self.align)
                     self._punch_after_failure(fd, file, offset, length)
+            self._written(records, results)
         return results
 
-    def _written(self, ends: Iterable[tuple[int, int]]) -> None:
+    def _written(
+        self, records: Sequence[tuple[int, int, Data]], results: Sequence[int | OSError]
+    ) -> None:
         with self._lock:
-            for segment, end in ends:
-                if segment in self._made:
+            for (segment, offset, data), result in zip(records, results, strict=True):
+                if segment in self._made and isinstance(result, int):
+                    end = offset + memoryview(data).nbytes
                     self._ends[segment] = max(end, self._ends.get(segment, 0))
 
     def punch(self, segment: int, ranges: Sequence[tuple[int, int]]) -> None:

@@ -6,11 +6,13 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import trio
 
 from monarchfs.engine.units import Unit
+from monarchfs.source import posix
 from monarchfs.source.posix import Batches, Found, FoundEach, PosixSource
 from monarchfs.store.segments import SegmentFiles
 from monarchfs.store.tier import Tier
@@ -79,6 +81,10 @@ class Faults:
         for hook in list(self._hooks.get(call, ())):
             hook()
 
+    def expects(self, call: str) -> bool:
+        """Whether anything is to happen before such a call."""
+        return bool(self._hooks.get(call))
+
     def before(self, call: str, hook: Callable[[], object]) -> None:
         self._hooks.setdefault(call, []).append(hook)
 
@@ -130,6 +136,8 @@ class FaultySource(PosixSource):
         self, directory: DirRef, names: Sequence[bytes], seconds: float = math.inf
     ) -> FoundEach:
         self.faults.meet("found_each")
+        if self.faults.expects("found"):
+            return posix._each(partial(self.found, directory), names, seconds)
         return super().found_each(directory, names, seconds)
 
     def list(self, directory: DirRef, batch: int) -> Batches:
@@ -180,8 +188,8 @@ class FaultySegments(SegmentFiles):
         self.faults = faults
         super().__init__(dir_fd, path, uid)
 
-    def write_each(self, records: Sequence[tuple[int, int, Data]]) -> list[OSError | None]:
-        results: list[OSError | None] = []
+    def write_each(self, records: Sequence[tuple[int, int, Data]]) -> list[int | OSError]:
+        results: list[int | OSError] = []
         for record in records:
             try:
                 self.faults.meet("write_whole")

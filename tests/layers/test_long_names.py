@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
 from monarchfs.fs.tree import Missing
-from monarchfs.source.posix import Found, PosixSource
+from monarchfs.source import posix
+from monarchfs.source.posix import Found, FoundEach, PosixSource
 from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
 from tests.layers.asking import IMMUTABLE, OPEN, TTL
 from tests.layers.mirror import Area
@@ -49,7 +52,13 @@ async def test_the_limit_is_the_sources(
             raise FileNotFoundError(errno.ENOENT, "there is none")
         return found(self, directory, name)
 
+    def limited_each(
+        self: PosixSource, directory: DirRef, names: Sequence[bytes], seconds: float
+    ) -> FoundEach:
+        return posix._each(partial(limited, self, directory), names, seconds)
+
     monkeypatch.setattr(PosixSource, "found", limited)
+    monkeypatch.setattr(PosixSource, "found_each", limited_each)
     async with files.mount(mode=IMMUTABLE) as mirror:
         await mirror.tree.open_directory(ROOT_INO)
         for size in (144, 255, 256, 504, 1023):

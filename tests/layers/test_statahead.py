@@ -15,6 +15,7 @@ from monarchfs.fs import beside, statahead, tree, unlisted
 from monarchfs.fs import names as fs_names
 from monarchfs.fs.refresh import Refresh
 from monarchfs.fs.tree import Entry, Missing
+from monarchfs.source import _stats, posix
 from monarchfs.source.posix import Found
 from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
 from tests.layers.asking import IMMUTABLE, OPEN, TTL, Hours, names
@@ -164,17 +165,26 @@ async def test_names_that_fail_are_not_asked_for_with_each_that_follows(
     many: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of them, say; the others are known soon."""
-    real = os.stat
+    real, real_each = os.stat, _stats.stat_each
+    failing = (b"1", b"3", b"5", b"7", b"9")
 
     def stat(path: bytes, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> object:
-        if isinstance(path, bytes) and path.endswith((b"1", b"3", b"5", b"7", b"9")):
+        if isinstance(path, bytes) and path.endswith(failing):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         return real(path, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
+
+    def each(directory: int, device: int, names: list[bytes], until: float) -> list[object]:
+        answers = real_each(directory, device, names, until)
+        return [
+            errno.EACCES if name.endswith(failing) else answer
+            for name, answer in zip(names, answers, strict=False)
+        ]
 
     async with many.mount() as mirror:
         d = await mirror.ino("d")
         order = list(await names(mirror, d))
         random.Random(1).shuffle(order)
+        monkeypatch.setattr(posix, "stat_each", each)
         monkeypatch.setattr(os, "stat", stat)
         operations = Operations(mirror)
         failed = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 
 import pytest
 import trio
@@ -257,7 +258,7 @@ async def test_memory_does_not_grow_with_the_files(
         assert root is not None
         warm = warming(mirror).start(What.COPY, [root])
 
-        def look(_ino: int) -> None:
+        def look(_inos: Sequence[int]) -> None:
             nonlocal most
             most = max(most, len(warm.outstanding))
 

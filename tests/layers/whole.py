@@ -8,14 +8,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import trio
 
 from monarchfs.cache.readers import NoReaders
 from monarchfs.engine.misses import ARCHIVED, CHANGED, LEFT, Misses
-from monarchfs.types import Archived, Lane, Replica, SourceStat
+from monarchfs.types import Archived, Lane, Node, Replica, SourceStat
 from tests.layers.faults import FaultySource
 
 NOT_THERE = (FileNotFoundError, IsADirectoryError)
@@ -97,16 +97,16 @@ class WholeReads:
                 entry.state = "remote"
             return entry.state != "remote"
 
-    def misses_forget(self, ino: int) -> None:
+    def misses_forget(self, inos: list[int]) -> None:
         with self._lock:
-            entry = self._entries.pop(ino, None)
-            if entry is not None and entry.state == "ahead":
-                self._queue.remove(ino)
-                self._tell((ino, 0, None, LEFT, 0))
+            for ino in inos:
+                entry = self._entries.pop(ino, None)
+                if entry is not None and entry.state == "ahead":
+                    self._queue.remove(ino)
+                    self._tell((ino, 0, None, LEFT, 0))
 
     def misses_forget_all(self) -> None:
-        for ino in list(self._entries):
-            self.misses_forget(ino)
+        self.misses_forget(list(self._entries))
 
     def misses_fetch(self, inos: list[int], threads: int) -> list[int]:
         self._posix.faults.meet("fetch")
@@ -205,11 +205,11 @@ class WholeReaders(NoReaders):
 
     misses: Misses
 
-    def stored(self, ino: int, replica: Replica) -> None:
-        self.misses.forget(ino)
+    def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None:
+        self.misses.forget([node.ino for node, _replica in replicas])
 
     def outdated(self, ino: int) -> None:
-        self.misses.forget(ino)
+        self.misses.forget([ino])
 
     def hold(self, ino: int, *, held: bool) -> bool:
         return self.misses.hold(ino, held=held)

@@ -412,7 +412,7 @@ def fill_segment(cache: Cache, count: int, *, synced: bool = True, boot: bytes =
             file, at = source_stat(500 + number), number * SHARE
             node = index.record_found(ROOT_INO, b"s%d" % number, file, b"", NOW)
             data = content(number)[:SIZE]
-            assert tier.segments.write_each([(SEGMENT, at, data)]) == [None]
+            assert tier.segments.write_each([(SEGMENT, at, data)]) == [checksum(data)]
             name = node.stat.version.replica_name
             rows.append(TierFile(name, checksum(data), SIZE, SHARE, synced, NOW, SEGMENT, at))
             found = Replica.found(tier.id, rows[-1])

@@ -13,11 +13,13 @@ import socket
 import stat
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from monarchfs.source import PosixSource
+from monarchfs.source.posix import Found
 from monarchfs.types import (
     DirRef,
     FileType,
@@ -87,6 +89,50 @@ def test_found_each_answers_for_each_name(root: Path, posix: PosixSource) -> Non
     assert link[1] == b"f"
     with pytest.raises(SourceChanged):
         posix.found_each(DirRef(b"d", 1), [b"f"])
+
+
+def shown(answer: Found | OSError) -> object:
+    """But for the time of access of links, which reading them changes."""
+    if isinstance(answer, OSError):
+        return answer.errno, str(answer)
+    return answer[0]._replace(atime_ns=0), answer[1]
+
+
+def test_found_each_answers_as_found_does(root: Path, posix: PosixSource) -> None:
+    special_files(root)
+    (root / "d").mkdir()
+    (root / "l").symlink_to("f")
+    for name, when in ((b"f", 1), (b"past", -(10**9)), (b"future", 10**10)):
+        (root / os.fsdecode(name)).write_bytes(name)
+        with suppress(OSError, OverflowError):
+            os.utime(root / os.fsdecode(name), (when, when))
+    here = ref(root)
+    names = [
+        *os.listdir(os.fsencode(root)),
+        b"none",
+        b".",
+        b"..",
+        b"",
+        b"d/x",
+        b"nul\0",
+        b"x" * 256,
+    ]
+    for name, answer in zip(names, posix.found_each(here, names), strict=True):
+        assert shown(answer) == shown(posix.found_each(here, [name])[0]), name
+        try:
+            alone: Found | OSError = posix.found(here, name)
+        except OSError as error:
+            alone = error
+        assert shown(answer) == shown(alone), name
+    assert posix.found_each(here, []) == []
+
+
+def test_found_each_ends_when_its_time_is_over(root: Path, posix: PosixSource) -> None:
+    (root / "d").mkdir()
+    (root / "f").touch()
+    here = ref(root)
+    for names in ([b"f", b"d"], [b"d", b"f"], [b"none", b"f"]):
+        assert len(posix.found_each(here, names, 0.0)) == 1
 
 
 def special_files(root: Path) -> dict[bytes, FileType]:

@@ -32,7 +32,8 @@ def untimed(rows: list[TierFile]) -> list[TierFile]:
 @pytest.fixture
 def begun(path: Path, tier: Tier) -> Tier:
     """A tier with a segment of 64 KiB."""
-    assert tier.segments.write_each([(SEGMENT, 0, os.urandom(64 * KIB))]) == [None]
+    (result,) = tier.segments.write_each([(SEGMENT, 0, os.urandom(64 * KIB))])
+    assert isinstance(result, int)
     return tier
 
 

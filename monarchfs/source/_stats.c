@@ -1,0 +1,149 @@
+/* The attributes of many names of a directory, asked for in one call.
+ *
+ * After each system call a thread of Python waits for the interpreter's lock, and makes the event loop wait
+ * for it: both cost more than an attribute that the client has in memory.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdbool.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+
+#define NS 1000000000LL
+#define MOST_SECONDS (INT64_MAX / NS - 1) /* later times, and those before as long ago, do not fit */
+
+struct asked {
+	const char *name;
+	bool is_name;
+	int error;
+	struct stat st;
+};
+
+static double now(void)
+{
+	struct timespec time;
+	clock_gettime(CLOCK_MONOTONIC, &time);
+	return (double)time.tv_sec + (double)time.tv_nsec / NS;
+}
+
+/* Whether it can be one entry of a directory. */
+static bool is_name(const char *name, Py_ssize_t length)
+{
+	return length && (size_t)length == strlen(name) && !strchr(name, '/') && strcmp(name, ".") != 0 &&
+	       strcmp(name, "..") != 0;
+}
+
+/* How many were asked for until then: one at least. */
+static Py_ssize_t ask(int directory, struct asked *asked, Py_ssize_t count, double until)
+{
+	for (Py_ssize_t n = 0; n < count; n++) {
+		if (!asked[n].is_name)
+			continue;
+		do
+			asked[n].error = fstatat(directory, asked[n].name, &asked[n].st, AT_SYMLINK_NOFOLLOW) ? errno : 0;
+		while (asked[n].error == EINTR);
+		if (now() > until)
+			return n + 1;
+	}
+	return count;
+}
+
+static bool fits(struct timespec time)
+{
+	return -MOST_SECONDS < time.tv_sec && time.tv_sec < MOST_SECONDS;
+}
+
+static long long ns_of(struct timespec time)
+{
+	return (long long)time.tv_sec * NS + time.tv_nsec;
+}
+
+static PyObject *answer(const struct asked *asked, unsigned long long device)
+{
+	const struct stat *st = &asked->st;
+	if (asked->error)
+		return PyLong_FromLong(asked->error);
+	if (!asked->is_name || S_ISDIR(st->st_mode) || S_ISLNK(st->st_mode) || !fits(st->st_mtim) ||
+	    !fits(st->st_ctim) || !fits(st->st_atim))
+		Py_RETURN_NONE;
+	unsigned long long st_dev = st->st_dev == device ? 0 : st->st_dev;
+	return Py_BuildValue("(KKLLLLIKIIKLL)", st_dev, (unsigned long long)st->st_ino,
+			     (long long)st->st_size, ns_of(st->st_mtim), ns_of(st->st_ctim),
+			     ns_of(st->st_atim), (unsigned)st->st_mode,
+			     (unsigned long long)st->st_nlink, (unsigned)st->st_uid,
+			     (unsigned)st->st_gid, (unsigned long long)st->st_rdev,
+			     (long long)st->st_blocks, (long long)st->st_blksize);
+}
+
+static PyObject *answers(const struct asked *asked, Py_ssize_t count, unsigned long long device)
+{
+	PyObject *results = PyList_New(count);
+	for (Py_ssize_t n = 0; results && n < count; n++) {
+		PyObject *result = answer(&asked[n], device);
+		if (!result)
+			Py_CLEAR(results);
+		else
+			PyList_SET_ITEM(results, n, result);
+	}
+	return results;
+}
+
+static PyObject *stat_each(PyObject *self, PyObject *args)
+{
+	(void)self;
+	int directory;
+	unsigned long long device;
+	PyObject *sequence;
+	double until;
+	if (!PyArg_ParseTuple(args, "iKOd", &directory, &device, &sequence, &until))
+		return NULL;
+	PyObject *names = PySequence_Tuple(sequence), *results = NULL;
+	if (!names)
+		return NULL;
+	Py_ssize_t count = PyTuple_GET_SIZE(names);
+	struct asked *asked = PyMem_Malloc(count ? (size_t)count * sizeof(*asked) : 1);
+	if (!asked) {
+		PyErr_NoMemory();
+		goto out;
+	}
+	for (Py_ssize_t n = 0; n < count; n++) {
+		char *name;
+		Py_ssize_t length;
+		if (PyBytes_AsStringAndSize(PyTuple_GET_ITEM(names, n), &name, &length) < 0)
+			goto out;
+		asked[n] = (struct asked){.name = name, .is_name = is_name(name, length)};
+	}
+	Py_BEGIN_ALLOW_THREADS
+	count = ask(directory, asked, count, until);
+	Py_END_ALLOW_THREADS
+	results = answers(asked, count, device);
+out:
+	PyMem_Free(asked);
+	Py_DECREF(names);
+	return results;
+}
+
+static PyMethodDef methods[] = {
+	{"stat_each", stat_each, METH_VARARGS,
+	 "stat_each(directory, device, names, until): of each name that was asked for until then\n"
+	 "(time.monotonic), the fields of SourceStat, an errno, or None: it is a directory, a symbolic link,\n"
+	 "of a time that needs more than 64 bits, or no name of an entry."},
+	{NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+	PyModuleDef_HEAD_INIT,
+	.m_name = "monarchfs.source._stats",
+	.m_doc = "The attributes of many names of a directory, asked for in one call.",
+	.m_size = -1,
+	.m_methods = methods,
+};
+
+PyMODINIT_FUNC PyInit__stats(void)
+{
+	return PyModule_Create(&module);
+}
