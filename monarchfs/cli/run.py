@@ -144,9 +144,10 @@ def _view_of(
     _check_filled(real, user, settings)
     places = default_places(os.geteuid(), environ, is_network_filesystem)
     stem = stem_of(places, real, user, environ)
-    others = find_private(lambda _: [places.runtime_dir])
+    search = partial(runtime_dirs_to_search, os.geteuid(), environ, set())
+    others = find_private(lambda _: search())
     try:
-        hold = hold_mount(MountRequest(settings, real, user, places, stem), deadline)
+        hold = hold_mount(MountRequest(settings, real, user, places, stem), deadline, search)
     except MonarchError as error:
         raise _better_reason(error, real, user, others) from None
     if not hold.same_settings:

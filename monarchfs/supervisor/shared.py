@@ -10,8 +10,9 @@ import hashlib
 import json
 import os
 import socket
+import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,7 @@ from monarchfs.supervisor.namespace_daemon import (
     settings_digest,
 )
 from monarchfs.supervisor.registration import open_runtime_dir
-from monarchfs.types import OperationError
+from monarchfs.types import OperationError, UsageError
 
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "LSB_JOBID")
 _WELCOME_BYTES = 1 << 16
@@ -40,6 +41,7 @@ _WELCOME_SECONDS = 5.0
 _MOST_SPACES = 3
 _PARENT_GRACE_SECONDS = 5.0
 _ATTEMPTS = 3
+_POLL_SECONDS = 0.05
 
 
 @dataclass(slots=True)
@@ -76,30 +78,69 @@ def stem_of(places: DefaultPlaces, source: str, user: User, environ: Mapping[str
     return os.path.join(places.runtime_dir, hashlib.sha256(os.fsencode(name)).hexdigest()[:24])
 
 
-def hold_mount(wanted: MountRequest, deadline: float) -> MountLease:
+def hold_mount(
+    wanted: MountRequest, deadline: float, directories: Callable[[], Iterable[str]]
+) -> MountLease:
     """Joins the mount that is ``wanted``, or makes it first; blocks until ``deadline``
-    (time.monotonic()) and a few seconds at most. Raises UsageError or OperationError."""
+    (time.monotonic()) and a few seconds at most. ``directories`` are the runtime directories in
+    which the user may have it already. Raises UsageError or OperationError."""
     overdue = f"the mount of {wanted.source} that another process makes does not come about"
     with ExitStack() as made:
         open_runtime_dir(wanted.places.runtime_dir, made)
         made.pop_all()
     _sweep(wanted.places.runtime_dir)
     lock = NamedLock.take(wanted.stem + STARTING, deadline, overdue)
+    attempts = 0
     try:
-        for _ in range(_ATTEMPTS):
-            hold = _connect(wanted)
+        while attempts < _ATTEMPTS:
+            stems = _stems(wanted, directories())
+            hold = next((hold for stem in stems if (hold := _connect(wanted, stem))), None)
             if hold is not None:
                 return hold
             left = deadline - time.monotonic()
             timeout = left + MOST_END_SECONDS + _PARENT_GRACE_SECONDS
-            run_in_background(
-                partial(keep, wanted, deadline, os.getpid()),
-                timeout=timeout,
-                overdue=f"the mount of {wanted.source} did not come about within {timeout:.0f} s",
-            )
+            try:
+                run_in_background(
+                    partial(keep, wanted, deadline, os.getpid()),
+                    timeout=timeout,
+                    overdue=f"the mount of {wanted.source} did not come about within"
+                    f" {timeout:.0f} s",
+                )
+                attempts += 1
+            except UsageError:
+                # The state directory may be in use by the very mount, which begins or ends.
+                if time.monotonic() > deadline or not _is_elsewhere(wanted, directories()):
+                    raise
+                time.sleep(_POLL_SECONDS)
     finally:
         lock.release()
     raise OperationError(f"the mount of {wanted.source} ends as soon as it is made: see its log")
+
+
+def _stems(wanted: MountRequest, directories: Iterable[str]) -> list[str]:
+    """Where the mount's daemon may listen: first in the directory that is used here. A process
+    with another environment (without a session), or that began when somebody else had taken the
+    name in /tmp, uses another one."""
+    name = os.path.basename(wanted.stem)
+    own = [directory for directory in directories if _is_own(directory)]
+    return list(dict.fromkeys([wanted.stem, *(os.path.join(place, name) for place in own)]))
+
+
+def _is_own(directory: str) -> bool:
+    try:
+        st = os.lstat(directory)
+    except OSError:
+        return False
+    return stat.S_ISDIR(st.st_mode) and st.st_uid == os.geteuid() and not st.st_mode & 0o022
+
+
+def _is_elsewhere(wanted: MountRequest, directories: Iterable[str]) -> bool:
+    """Whether a process with another runtime directory makes the mount, has it or ends it."""
+    for stem in _stems(wanted, directories)[1:]:
+        _sweep(os.path.dirname(stem))
+        if os.path.exists(stem + STARTING) or os.path.exists(stem + KEPT):
+            return True
+    return False
 
 
 def _sweep(runtime_dir: str) -> None:
@@ -119,9 +160,9 @@ def _sweep(runtime_dir: str) -> None:
         lock.release()
 
 
-def _connect(wanted: MountRequest) -> MountLease | None:
+def _connect(wanted: MountRequest, stem: str) -> MountLease | None:
     """None where there is no mount, or it is about to end."""
-    path = wanted.socket_path
+    path = stem + SOCKET
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(_WELCOME_SECONDS)
     descriptors: list[int] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,9 +13,9 @@ import pytest
 
 from monarchfs.config import places
 from monarchfs.config.places import own_directory, runtime_dir_of, runtime_dirs_to_search
-from tests import trees
+from tests import surroundings, trees
 from tests.faking import device_mode, interpreter_for
-from tests.mounting import Bench, requires_fuse, requires_root, run
+from tests.mounting import MONARCHFS, Bench, as_user, requires_fuse, requires_root, run
 
 pytestmark = requires_root
 
@@ -81,6 +82,99 @@ def test_a_user_mounts_all_the_same(usual: Path, work: Bench) -> None:
         done = mount.umount()
         assert done.returncode == 0, done.stderr
         assert os.listdir(own / "run") == []
+
+
+@pytest.fixture
+def runs(work: Bench) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a command of the user's under ``monarchfs run``, with one state directory for all."""
+    interpreter_for(USER.pw_name)
+    source = work.path / "src"
+    source.mkdir()
+    (source / "file").write_text("content")
+    os.chown(work.path, USER.pw_uid, USER.pw_gid)
+    storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]
+    outside = {k: v for k, v in os.environ.items() if not k.startswith(("SUDO_", "XDG_", "SLURM_"))}
+
+    def start(*words: str, **environment: str) -> subprocess.Popen[str]:
+        command = [*MONARCHFS, "run", "--strict", str(source), *storage, "--", *words]
+        return subprocess.Popen(
+            as_user(USER.pw_name, command),
+            env={**outside, **environment},
+            cwd="/",
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    with device_mode(0o666):
+        yield start
+
+
+@pytest.fixture
+def session() -> Iterator[Path]:
+    """The user's session directory, as pam_systemd makes it."""
+    path = Path(f"/run/user/{USER.pw_uid}")
+    if path.exists():
+        pytest.skip(f"{path} is there: end the sessions of {USER.pw_name}")
+    path.parent.mkdir(exist_ok=True)
+    path.mkdir(0o700)
+    os.chown(path, USER.pw_uid, USER.pw_gid)
+    yield path
+    shutil.rmtree(path)
+
+
+UNTIL_TOLD = ("sh", "-c", "echo in; read line")
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, said = process.communicate("\n", timeout=60)
+    return process.returncode, said
+
+
+@requires_fuse
+@surroundings.requires_namespaces
+def test_runs_at_the_same_moment_all_have_a_mount(
+    usual: Path, runs: Callable[..., subprocess.Popen[str]], session: Path
+) -> None:
+    """Each in a directory of its own: two hardly ever make one in /tmp at the same moment, so one
+    has a session."""
+    squat(usual)
+    for _ in range(4):
+        started = [runs(*UNTIL_TOLD), runs(*UNTIL_TOLD, XDG_RUNTIME_DIR=str(session))]
+        for process in started:
+            assert process.stdout is not None
+            process.stdout.readline()
+        assert [ended(process) for process in started] == [(0, "")] * 2
+        for path in usual.parent.glob(f"{usual.name}.*"):
+            shutil.rmtree(path)
+
+
+@requires_fuse
+@surroundings.requires_namespaces
+@pytest.mark.parametrize("second", ["another directory", "a session directory"])
+def test_a_run_joins_one_that_has_another_directory(
+    usual: Path, runs: Callable[..., subprocess.Popen[str]], session: Path, second: str
+) -> None:
+    squat(usual)
+    owned = [usual.with_name(f"{usual.name}.{digit * 16}") for digit in "0f"]
+    environment = {}
+
+    def made(path: Path) -> None:
+        path.mkdir(0o700)
+        os.chown(path, USER.pw_uid, USER.pw_gid)
+
+    made(owned[1])
+    with runs(*UNTIL_TOLD) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "in\n"
+        if second == "another directory":
+            made(owned[0])
+        else:
+            environment["XDG_RUNTIME_DIR"] = str(session)
+        assert ended(runs("true", **environment)) == (0, "")
+        assert ended(first) == (0, "")
+    assert [*owned[1].glob("run/*")] == []
 
 
 @pytest.mark.parametrize("make", [a_directory, a_file, a_link])
