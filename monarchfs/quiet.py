@@ -16,10 +16,12 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import outcome
 import trio
+
+from monarchfs.threads import RunSync, ThreadQueue, run_sync
 
 log = logging.getLogger(__name__)
 
@@ -37,18 +39,6 @@ _WHO_PROCESS = 1
 _LOWEST_OF_BEST_EFFORT = 2 << 13 | 7
 
 
-class RunSync(Protocol):
-    """``trio.to_thread.run_sync``, and what takes its place."""
-
-    async def __call__(
-        self,
-        sync_fn: Callable[..., T],
-        *args: Any,
-        abandon_on_cancel: bool = False,
-        limiter: trio.CapacityLimiter | None = None,
-    ) -> T: ...
-
-
 class QuietThreads:
     """For one trio run. Constant: ``nice``. Changing: the threads, which end when they have had
     nothing to do for a while, and how many of them wait for work that nobody has promised them."""
@@ -60,6 +50,7 @@ class QuietThreads:
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
+        self._queue = ThreadQueue()
 
     async def run_sync(
         self,
@@ -68,12 +59,23 @@ class QuietThreads:
         abandon_on_cancel: bool = False,
         limiter: trio.CapacityLimiter | None = None,
     ) -> T:
-        """As ``trio.to_thread.run_sync``: the limiter's token is held until ``sync_fn`` returns,
+        """As ``threads.run_sync``: the limiter's token is held until ``sync_fn`` returns,
         also where nobody waits for it any more. For a task that is ``hurried`` it is that."""
         if hurried.get():
-            return await trio.to_thread.run_sync(
+            return await run_sync(
                 sync_fn, *args, abandon_on_cancel=abandon_on_cancel, limiter=limiter
             )
+        return await self._queue.run(
+            self._run_quietly, sync_fn, *args, abandon_on_cancel=abandon_on_cancel, limiter=limiter
+        )
+
+    async def _run_quietly(
+        self,
+        sync_fn: Callable[..., T],
+        *args: Any,
+        abandon_on_cancel: bool = False,
+        limiter: trio.CapacityLimiter | None = None,
+    ) -> T:
         await trio.lowlevel.checkpoint_if_cancelled()
         if limiter is None:
             limiter = trio.to_thread.current_default_thread_limiter()
@@ -156,4 +158,4 @@ def lower_this_thread(nice: int) -> None:
 
 def behind(nice: int) -> RunSync:
     """What runs functions that nobody waits for: at a low priority, or (0) as any other."""
-    return QuietThreads(nice).run_sync if nice else trio.to_thread.run_sync
+    return QuietThreads(nice).run_sync if nice else run_sync

@@ -67,6 +67,7 @@ from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.status import status
 from monarchfs.store.tier import Tier
+from monarchfs.threads import run_sync
 from monarchfs.types import (
     ROOT_INO,
     EvictionPolicy,
@@ -467,7 +468,7 @@ class Worker:
         elif config.prefetch is PrefetchMode.FILE and config.prefetch_list is not None:
             roots = [os.fsencode(root) for root in (config.mountpoint, config.source)]
             try:
-                paths = await trio.to_thread.run_sync(read_list, config.prefetch_list, roots)
+                paths = await run_sync(read_list, config.prefetch_list, roots)
             except OSError as error:  # it was there when this was mounted
                 log.warning("nothing is prefetched: %s: %s", config.prefetch_list, error.strerror)
                 return

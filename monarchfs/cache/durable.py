@@ -11,6 +11,7 @@ import trio
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
 from monarchfs.store.tier import Tier
+from monarchfs.threads import run_sync
 from monarchfs.types import IndexWriteError, Replica, TierFile
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Durability:
             if self._unsynced[tier_id]:
                 await self._sync_tier(tier_id)
         try:
-            await trio.to_thread.run_sync(self._index.sync, abandon_on_cancel=True)
+            await run_sync(self._index.sync, abandon_on_cancel=True)
         except IndexWriteError as exc:
             log.warning("replicas are not durable: %s", exc)
 
@@ -65,10 +66,10 @@ class Durability:
         tier = self._tiers.by_id[tier_id]
         try:
             if not tier.memory_backed:
-                await trio.to_thread.run_sync(tier.sync, abandon_on_cancel=True)
+                await run_sync(tier.sync, abandon_on_cancel=True)
             # The tier says it too, for an index that has to be made anew.
             group = list(self._syncing.values())
-            await trio.to_thread.run_sync(_note, tier, group, abandon_on_cancel=True)
+            await run_sync(_note, tier, group, abandon_on_cancel=True)
             if not tier.memory_backed:
                 self._index.mark_durable(self._syncing)
             self._syncing = {}

@@ -33,9 +33,9 @@ from monarchfs.placement.events import (
     Refuse,
 )
 from monarchfs.placement.placement import Placement
-from monarchfs.quiet import RunSync
 from monarchfs.store.segments import SMALL_BYTES
 from monarchfs.store.tier import Tier
+from monarchfs.threads import RunSync, run_sync
 from monarchfs.types import EvictionPolicy, IndexWriteError, Node, Replica, TierSize
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Records:
         shared_bytes: int = SMALL_BYTES,
         headroom: Callable[[], MemoryHeadroom] | None = None,
         readers: Readers | None = None,
-        behind: RunSync = trio.to_thread.run_sync,
+        behind: RunSync = run_sync,
     ) -> None:
         """``local`` limits the threads that read and write tiers, apart from the source's;
         replicas of up to ``shared_bytes`` share files with others; ``headroom`` says how much
@@ -81,7 +81,7 @@ class Records:
         self.index = index
         self.local = local
         self._behind = behind
-        apart = behind is not trio.to_thread.run_sync
+        apart = behind is not run_sync
         self._local_behind = trio.CapacityLimiter(local.total_tokens) if apart else local
         self._writing = trio.CapacityLimiter(local.total_tokens)
         self.readers: Readers = NoReaders() if readers is None else readers
@@ -232,7 +232,7 @@ class Records:
 
     async def _in_thread_now(self, fn: Callable[..., T], *args: object) -> T:
         """For who reads: not behind those who copy."""
-        return await trio.to_thread.run_sync(fn, *args, limiter=self.local)
+        return await run_sync(fn, *args, limiter=self.local)
 
 
 def _nobody_waits() -> None:

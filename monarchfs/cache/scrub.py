@@ -14,6 +14,7 @@ from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.tier import Tier
+from monarchfs.threads import run_sync
 from monarchfs.types import Replica, ReplicaState
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Scrub:
             await trio.sleep(PAUSE_SECONDS)
             return
         try:
-            sound = await trio.to_thread.run_sync(
+            sound = await run_sync(
                 tier.verify_complete,
                 record,
                 self._pacer(),

@@ -11,6 +11,7 @@ import trio
 from monarchfs.exporter.http import serve
 from monarchfs.exporter.text import CONTENT_TYPE, exposition
 from monarchfs.exporter.values import values_now
+from monarchfs.threads import run_sync
 
 if TYPE_CHECKING:
     from monarchfs.status import Observed
@@ -31,6 +32,6 @@ class Exporter:
 
     async def _page(self) -> bytes:
         values = values_now(self._worker)
-        return await trio.to_thread.run_sync(
+        return await run_sync(
             exposition, values, limiter=self._one_at_a_time, abandon_on_cancel=True
         )

@@ -20,6 +20,7 @@ from monarchfs.mirror.file import (
     Reader,
     Record,
 )
+from monarchfs.threads import run_sync
 from monarchfs.types import ROOT_INO, IndexWriteError
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class Load:
                 st = os.fstat(file.wrapped.fileno())
                 if trusted and (st.st_uid not in (0, os.geteuid()) or st.st_mode & 0o022):
                     raise MalformedMirror("others can have written it")
-                reader = await trio.to_thread.run_sync(Reader, file.wrapped)
+                reader = await run_sync(Reader, file.wrapped)
                 if reader.head.root_ino != root_ino:
                     raise MalformedMirror(f"it is of another directory, {reader.head.source!r}")
                 await self._take(reader)
@@ -125,7 +126,7 @@ class Load:
         records, taken_ns = iter(reader), reader.head.taken_ns
         listing: LoadedListing | None = None
         while True:
-            batch = await trio.to_thread.run_sync(_some, records)
+            batch = await run_sync(_some, records)
             for record in batch:
                 match record:
                     case Begin(names, mtime_ns, ctime_ns):

@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import trio
 
+from monarchfs.threads import run_sync
+
 log = logging.getLogger(__name__)
 
 THREADS = 8
@@ -62,9 +64,7 @@ class Notifier:
         fuse_reverse_inval_inode.)"""
         with trio.move_on_after(FORGET_SECONDS):
             try:
-                await trio.to_thread.run_sync(
-                    self._invalidate_inode, ino, True, abandon_on_cancel=True
-                )
+                await run_sync(self._invalidate_inode, ino, True, abandon_on_cancel=True)
             except OSError as exc:
                 self._refused(ino, exc)
             return
@@ -102,7 +102,7 @@ class Notifier:
             self._taken.set()
             try:
                 # A thread that hangs must not keep the mount from ending.
-                await trio.to_thread.run_sync(
+                await run_sync(
                     self._call, what, attributes_only, abandon_on_cancel=True, limiter=self._limiter
                 )
             except OSError as exc:

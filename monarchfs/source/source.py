@@ -11,11 +11,9 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import trio
-from trio import to_thread
 
 from monarchfs.engine.units import Unit
 from monarchfs.metrics import DURATION_BOUNDS_NS, NS
-from monarchfs.quiet import RunSync
 from monarchfs.source.lanes import Call, LaneThreads, SourceCounters, lend
 from monarchfs.source.layout import Layout
 from monarchfs.source.posix import (
@@ -28,6 +26,7 @@ from monarchfs.source.posix import (
     PosixSource,
 )
 from monarchfs.source.releases import Release, Releases
+from monarchfs.threads import RunSync, run_sync
 from monarchfs.types import DirRef, Lane, SourceStat, SourceVersion
 
 T = TypeVar("T")
@@ -72,7 +71,7 @@ class Source:
         stuck_seconds: float = 1.0,
         max_stuck: int = 512,
         deadline: float = 5.0,
-        behind: RunSync = to_thread.run_sync,
+        behind: RunSync = run_sync,
     ) -> None:
         """``deadline`` (seconds) is what ``responding`` goes by; ``behind`` runs BACKGROUND calls.
         Call it inside the trio run."""
@@ -259,16 +258,14 @@ class Source:
         skipped: Callable[[], object] | None = None,
     ) -> T:
         demand = lane is Lane.DEMAND
-        threads, run_sync = (
-            (self.demand, to_thread.run_sync) if demand else (self.background, self._behind)
-        )
+        threads, in_thread = (self.demand, run_sync) if demand else (self.background, self._behind)
         counters = self.counters
         counters.operations += 1
         kind = counters.of(lane, fn.__name__)
         kind.operations += 1
         call = Call(threads, fn, args, dispose, skipped)
         try:
-            result = await run_sync(call, abandon_on_cancel=True, limiter=threads.limiter)
+            result = await in_thread(call, abandon_on_cancel=True, limiter=threads.limiter)
         except trio.Cancelled:
             call.abandon()
             raise

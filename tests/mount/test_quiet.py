@@ -15,6 +15,7 @@ import trio
 
 from monarchfs import quiet
 from monarchfs.quiet import QuietThreads, behind, hurried
+from monarchfs.threads import run_sync
 from tests.mounting import Bench, requires_fuse, run
 
 OWN = os.getpriority(os.PRIO_PROCESS, 0)
@@ -192,7 +193,7 @@ def test_threads_without_work_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_priority_is_no_other_thread() -> None:
-    assert behind(0) is trio.to_thread.run_sync
+    assert behind(0) is run_sync
 
 
 @requires_fuse
