@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from monarchfs.cli.text import printable
 from monarchfs.config.places import ROOT_CACHE_DIR, runtime_dirs_to_search
 from monarchfs.config.values import parse_interval, parse_path
 from monarchfs.inventory.looking import (
+    UNKNOWN,
     Inventory,
     LocalCache,
     source_gone,
@@ -134,6 +136,7 @@ def as_dict(cache: LocalCache) -> dict[str, Any]:
                 "complete": one.size.whole,
                 "in_use": one.in_use,
                 "stranded": one.stranded,
+                "former_layout": one.former,
             }
             for one in cache.directories
         ],
@@ -150,8 +153,8 @@ def _chosen(found: Sequence[LocalCache], name: str) -> list[LocalCache]:
             continue
         for directory in one.directories:
             if name == directory.path or name.startswith(directory.path + "/"):
-                part = one.stranded_part() if directory.stranded else one
-                chosen.append(part or one)
+                alone = replace(one, directories=(directory,), part=True, in_use=False)
+                chosen.append(alone if directory.stranded else one)
     if not chosen:
         raise OperationError(f"no cache is of {name}, or lies there: see monarchfs cache list")
     return chosen
@@ -252,12 +255,14 @@ def _lines(cache: LocalCache, *, whole: bool) -> list[str]:
     if cache.in_use:
         state = f"in use by {cache.mountpoint or 'somebody'}"
     used = format_bytes(cache.used_bytes)
-    whose = f"state {cache.state_dir}" + ("" if cache.claimed else " (gone, or has another)")
+    whose = f"state {cache.state_dir or UNKNOWN}"
+    whose += "" if cache.claimed else " (gone, or has another)"
     lines = [f"{cache.source}  {cache.user.name}  {used}  used {ago} ago  {state}  {whose}"]
     for one in cache.directories:
-        place = one.path if whole or one.stranded else one.tier
+        place = one.path if whole or one.stranded or one.former else one.tier
         size = ("" if one.size.whole else "at least ") + format_bytes(one.size.bytes)
         count = "file" if one.size.files == 1 else "files"
-        why = f"  stranded: {one.stranded}" if one.stranded else ""
+        why = "  in the layout of an earlier release" if one.former else ""
+        why += f"  stranded: {one.stranded}" if one.stranded else ""
         lines.append(f"    {place}  {size}  {one.size.files} {count}{why}")
     return [printable(line) for line in lines]

@@ -26,13 +26,22 @@ from monarchfs.inventory.trees import Size, in_use, open_users, tree_size
 from monarchfs.store.segments import SegmentFiles
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.lock import LOCK, read_holder
-from monarchfs.supervisor.tierdirs import NAME, OPEN_DIRECTORY, OWNER, claims, read_owner
+from monarchfs.supervisor.tierdirs import (
+    FORMER_NAME,
+    NAME,
+    OPEN_DIRECTORY,
+    OWNER,
+    claims,
+    read_owner,
+)
 from monarchfs.supervisor.tierdirs import read_record as read_tiers
 from monarchfs.trusted import open_directory
 from monarchfs.types import OperationError, UsageError
 
 OTHER_TIER = "its last mount did not name this tier"
 UNCLAIMED = "no state directory claims it"
+UNKNOWN = "unknown"
+"""The source of a directory of the former layout that no state directory owns: it does not say."""
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOOK_SECONDS = 2.0
 _MEASURE_SECONDS = 3.0
@@ -40,6 +49,8 @@ _MOST_NAMES = 1000
 _MOST_SILENT = 8
 _DATASET = re.compile(r"[0-9a-f]{16}")
 _TEMPORARY = "/tmp"
+_MOST_FORMER = 8
+_IN_FORMER = re.compile(rf"[0-9a-f]{{2}}|parts|segments|{OWNER}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +63,8 @@ class TierDirectory:
     in_use: bool
     last_used: float
     stranded: str | None = None
+    former: bool = False
+    """In the layout of earlier releases, which the next mount of the source takes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +151,13 @@ class Inventory:
         if said is None:
             return False
         owned = []
+        for tier in said["former_tiers"][:_MOST_FORMER]:
+            self.tier(tier, user)
+            found = self._former(tier, said["dataset_id"], user)
+            if found is not None:
+                self._claimed.add((found.path, user.uid))
+                # Its daemon has no lock but that of the state directory.
+                owned.append(replace(found, in_use=found.in_use or said["in_use"]))
         for tier, name in sorted(said["tiers"].items()):
             self.tier(tier, user)
             self._claimed.add((os.path.join(tier, name), user.uid))
@@ -171,6 +191,24 @@ class Inventory:
             one = found[0] if used else replace(found[0], stranded=UNCLAIMED)
             cache = LocalCache(said["source"], owner, state_dir, (one,), used, one.last_used)
             self._found[path, owner.uid] = replace(cache, claimed=False)
+
+        for name, owner in self._names(tier, user, FORMER_NAME):
+            path = os.path.join(tier, name)
+            if (path, owner.uid) in self._claimed:
+                continue
+            former = self._former(tier, name, owner)
+            if former is not None:
+                one = former if former.in_use else replace(former, stranded=UNCLAIMED)
+                cache = LocalCache(UNKNOWN, owner, "", (one,), one.in_use, one.last_used)
+                self._found[path, owner.uid] = replace(cache, claimed=False)
+
+    def _former(self, tier: str, name: str, user: User) -> TierDirectory | None:
+        path = os.path.join(tier, name)
+        said = self._asked(user, path, partial(_former_directory, path, user, self._measure))
+        if said is None:
+            return None
+        size = Size(*said["size"])
+        return TierDirectory(tier, path, size, said["in_use"], said["last_used"], former=True)
 
     def _directory(
         self, tier: str, name: str, user: User
@@ -310,6 +348,8 @@ def _state(path: str, user: User) -> dict[str, Any] | None:
     holder = read_holder(lock)
     if holder is None:
         return None
+    owned = read_tiers(directory, user)
+    former = FORMER_NAME.fullmatch(holder.dataset_id)
     times = [os.fstat(lock).st_mtime]
     try:
         index = os.stat("index/data.mdb", dir_fd=directory, follow_symlinks=False)
@@ -320,7 +360,9 @@ def _state(path: str, user: User) -> dict[str, Any] | None:
         "source": holder.source,
         "mountpoint": None if holder.checking else holder.mountpoint,
         "last_tiers": holder.tiers,
-        "tiers": read_tiers(directory, user),
+        "tiers": owned,
+        "dataset_id": holder.dataset_id,
+        "former_tiers": [tier for tier in holder.tiers if former and tier not in owned],
         "in_use": in_use(f"/proc/self/fd/{directory}"),
         "last_used": max(times),
     }
@@ -352,4 +394,23 @@ def _directory(path: str, user: User, measure: bool) -> dict[str, Any] | None:
         "size": (size.bytes, copies, size.whole),
         "in_use": in_use(here, OWNER),
         "last_used": os.fstat(owner_file).st_mtime,
+    }
+
+
+def _former_directory(path: str, user: User, measure: bool) -> dict[str, Any] | None:
+    """One of the former layout: in a tier that others use, too, the name alone says little. It has
+    no owner file, or an empty one."""
+    directory = open_users(path, user.uid)
+    if directory is None:
+        return None
+    names = os.listdir(directory)
+    if not names or not all(_IN_FORMER.fullmatch(name) for name in names):
+        return None
+    here = f"/proc/self/fd/{directory}"
+    size = tree_size(f"{here}/.", _MEASURE_SECONDS) if measure else Size(whole=False)
+    copies = size.files - (OWNER in names) + (_sharing(directory, user) if measure else 0)
+    return {
+        "size": (size.bytes, max(0, copies), size.whole),
+        "in_use": in_use(here, OWNER),
+        "last_used": os.fstat(directory).st_mtime,
     }

@@ -31,13 +31,13 @@ def remove_cache(cache: LocalCache) -> None:
     Blocks until all is removed, or a file system is silent for two minutes. Raises OperationError
     where it is in use (then nothing was removed), and where something cannot be removed.
     """
-    tiers = [(one.path, OWNER) for one in cache.directories]
-    state = [(cache.state_dir, LOCK)] if cache.claimed and not cache.part else []
+    tiers = [(one.path, OWNER, one.former) for one in cache.directories]
+    state = [(cache.state_dir, LOCK, False)] if cache.claimed and not cache.part else []
 
     def call(tell: Tell) -> list[str]:
         become(cache.user)
         # All locks before anything is removed.
-        held = [_hold(path, lock, cache.user.uid) for path, lock in [*state, *tiers]]
+        held = [_hold(*one, cache.user.uid) for one in [*state, *tiers]]
         left = []
         for path, lock, directory in [one for one in reversed(held) if one is not None]:
             try:
@@ -60,14 +60,17 @@ def remove_cache(cache: LocalCache) -> None:
         _remove_as_root(path)
 
 
-def _hold(path: str, lock: str, uid: int) -> tuple[str, str, int] | None:
-    """The directory, open, and locked for the life of this process; None if it is gone."""
+def _hold(path: str, lock: str, make: bool, uid: int) -> tuple[str, str, int] | None:
+    """The directory, open, and locked for the life of this process; None if it is gone. ``make``:
+    the lock may have to be made, as a mount does that takes the directory over."""
     try:
         directory = open_users(path, uid)
         if directory is None:
             raise OperationError(f"{path} is not the cache's any more: it was left as it is")
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(lock, flags, dir_fd=directory)
+        if make:
+            flags |= os.O_CREAT
+        descriptor = os.open(lock, flags, 0o600, dir_fd=directory)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -34,7 +34,8 @@ def left_out(config: Config, record: Mapping[str, str]) -> list[str]:
         lines.append(
             f"copies of an earlier mount stay in {path} ({'' if whole else 'at least '}"
             f"{format_bytes(count)}), which no --tier names: name --tier {tier} again to use them,"
-            f" or remove them with rm -r {shlex.quote(path)}"
+            f" or remove them with monarchfs cache remove {shlex.quote(path)}"
+            f" --state-dir {shlex.quote(config.state_dir)}"
         )
     return lines
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pwd
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from monarchfs.config.places import dataset_id
 from tests.faking import interpreter_for
 from tests.mounting import (
     MONARCHFS,
@@ -131,6 +135,81 @@ def test_stranded_copies_are_pruned(work: Bench) -> None:
     assert of_test(work, cache(work, *prune)) == []
     assert len(of_test(work, cache(work, *prune, "--source-gone"))) == 1
     assert list((work.path / "other").iterdir()) == []
+
+
+def made_former(work: Bench, state: str) -> Path:
+    """What an earlier release would have left of the cache, which is not mounted."""
+    (made,) = (work.path / "tier").iterdir()
+    (made / "owner").unlink()
+    (work.path / state / "tiers").unlink()
+    former = work.path / "tier" / dataset_id(f"{work.path}/src", 0)
+    made.rename(former)
+    return former
+
+
+def test_copies_in_the_layout_of_earlier_releases(work: Bench) -> None:
+    """They belong to the state directory that was mounted with the tier; else they are stranded."""
+    assert mounted(work, "state").umount().returncode == 0
+    former = made_former(work, "state")
+    state = ("--state-dir", f"{work.path}/state")
+    (row,) = of_test(work, cache(work, "list", *state))
+    (tier,) = row["tiers"]
+    assert (row["state_dir"], row["state_dir_claims"]) == (f"{work.path}/state", True)
+    assert (tier["path"], tier["former_layout"]) == (str(former), True)
+    assert (tier["stranded"], tier["files"]) == (None, FILES)
+    assert tier["used_bytes"] > 0
+    shown = run("cache", "show", str(former), *state).stdout
+    assert f"{former}  " in shown
+    assert "in the layout of an earlier release" in shown
+    # A mount takes them over.
+    assert of_test(work, cache(work, "prune", *state, "--dry-run")) == []
+    # A daemon of such a release holds no lock in the tier, but that of the state directory.
+    with (work.path / "state" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (row,) = of_test(work, cache(work, "list", *state))
+        assert (row["in_use"], row["tiers"][0]["in_use"]) == (True, True)
+        cache(work, "remove", str(former), *state, "--yes", code=1)
+        assert cache(work, "prune", str(former), *state, "--yes")["caches"] == []
+    assert len(list(former.iterdir())) > 1
+    (row,) = cache(work, "remove", str(former), *state, "--yes")["caches"]
+    assert row["removed"]
+    assert not former.exists()
+    assert not (work.path / "state").exists()
+
+
+def test_copies_in_the_former_layout_that_nobody_claims(work: Bench) -> None:
+    """Their source is not known. What is only called like such a directory is none."""
+    assert mounted(work, "state").umount().returncode == 0
+    former = made_former(work, "state")
+    shutil.rmtree(work.path / "state")
+    for name, inside in (("a" * 16, "notes.txt"), ("b" * 16, "parts/keep/../x"), ("c" * 16, "")):
+        (work.path / "tier" / name / inside).mkdir(parents=True)
+    (work.path / "tier" / ("b" * 16) / "lock").touch()
+    said = cache(work, "prune", "--dry-run")
+    rows = [row for row in said["caches"] if row["tiers"][0]["tier"] == f"{work.path}/tier"]
+    assert [row["tiers"][0]["path"] for row in rows] == [str(former)]
+    assert (rows[0]["source"], rows[0]["state_dir_claims"]) == ("unknown", False)
+    assert "no state directory" in rows[0]["tiers"][0]["stranded"]
+    (row,) = cache(work, "remove", str(former), "--yes")["caches"]
+    assert row["removed"]
+    assert sorted(os.listdir(work.path / "tier")) == [letter * 16 for letter in "abc"]
+
+
+def test_a_mount_names_the_command_that_removes_what_it_leaves(work: Bench) -> None:
+    """Of several stranded directories the one that was named goes, and no other."""
+    (work.path / "third").mkdir()
+    assert mounted(work, "state").umount().returncode == 0
+    assert mounted(work, "state", tier="other").umount().returncode == 0
+    mount = mounted(work, "state", tier="third")
+    lines = [line for line in work.log().splitlines() if "copies of an earlier mount stay" in line]
+    advice = next(line for line in reversed(lines) if f"{work.path}/tier/" in line)
+    command = advice.partition("remove them with ")[2]
+    assert command.startswith("monarchfs cache remove ")
+    done = run(*shlex.split(command)[1:], "--yes")
+    assert done.returncode == 0, done.stderr
+    assert list((work.path / "tier").iterdir()) == []
+    assert len(list((work.path / "other").iterdir())) == 1
+    assert mount.status()["tiers"][0]["files"] == FILES
 
 
 def test_links_lead_root_nowhere(work: Bench) -> None:
