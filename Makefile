@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PAGES ?= build/man
 ARGS ?=
+# A file's tests stay together; more than a few at once would be too many mounts.
+SIDE_BY_SIDE := --numprocesses=logical --maxprocesses=6 --dist=loadfile
 
 # To build and to mount; then what the tests compare with and look through (libcachesim loads GLib).
 PACKAGES := gcc libc6-dev libfuse3-dev libxxhash-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
@@ -58,10 +60,15 @@ demo:
 	@$(BIN)/python -m bench.demo $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest --quick $(ARGS)
+	@$(BIN)/python -m pytest --quick $(SIDE_BY_SIDE) $(ARGS)
 
 test-full: $(STAMP)
+ifeq ($(strip $(ARGS)),)
+	@$(BIN)/python -m pytest --quick $(SIDE_BY_SIDE)
+	@$(BIN)/python -m pytest --slow
+else
 	@$(BIN)/python -m pytest $(ARGS)
+endif
 
 # Random system calls on a mount and on its source: FUZZ_SEED, FUZZ_SECONDS (180), or ARGS.
 test-fuzz: $(STAMP)

@@ -25,22 +25,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help=f"only the tests of {', '.join(QUICK_FOLDERS)}, and those marked smoke",
     )
+    parser.addoption("--slow", action="store_true", help="only those that --quick leaves out")
+
+
+def is_quick(item: pytest.Item) -> bool:
+    tests = Path(__file__).parent
+    in_folder = any(item.path.is_relative_to(tests / folder) for folder in QUICK_FOLDERS)
+    return in_folder or item.get_closest_marker("smoke") is not None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``--quick``: leave out what needs minutes."""
-    if not config.getoption("--quick"):
-        return
-    tests = Path(__file__).parent
-    folders = [tests / folder for folder in QUICK_FOLDERS]
-    left_out = [
-        item
-        for item in items
-        if item.get_closest_marker("smoke") is None
-        and not any(item.path.is_relative_to(folder) for folder in folders)
-    ]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    """With ``--quick``: leave out what needs minutes. With ``--slow``: the others."""
+    for option, wanted in (("--quick", True), ("--slow", False)):
+        if config.getoption(option):
+            config.hook.pytest_deselected(items=[i for i in items if is_quick(i) is not wanted])
+            items[:] = [item for item in items if is_quick(item) is wanted]
 
 
 def pytest_configure() -> None:

@@ -358,8 +358,14 @@ class Mirror:
                 else f"{r.name.hex()}.{r.checksum:016x}": r.allocated_bytes
                 for r in records
             }
-            differing = set(recorded.items()) ^ set(occupied.items())
-            assert not differing
+            assert recorded.keys() == occupied.keys()
+            # ext4 gives a file's extents a block of their own when it writes the file back.
+            differing = {
+                name: (allocated, occupied[name])
+                for name, allocated in recorded.items()
+                if not allocated <= occupied[name] <= allocated + 4096
+            }
+            assert not differing, differing
             in_segments: Counter[int] = Counter()
             for r in sharing:
                 in_segments[r.segment] += r.allocated_bytes
