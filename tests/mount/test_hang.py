@@ -111,6 +111,46 @@ def test_what_is_local_is_served_while_hundreds_wait(
     assert mount.umount(timeout=5).returncode == 0
 
 
+def cached(path: Path | str, seconds: float) -> str | None:
+    """The mode as statx(2) with AT_STATX_DONT_SYNC shows it; None if that takes too long."""
+    command = ["stat", "--cached=always", "-c", "%f", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            return process.communicate(timeout=seconds)[0].strip()
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return None
+
+
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=1", "open"])
+def test_statx_that_need_not_ask_waits_for_nothing(
+    work: Bench, source: FaultySource, freshness: str
+) -> None:
+    (source.backing / "seen").mkdir()
+    (source.backing / "not").mkdir()
+    mount = work.mount(source.path, "--freshness", freshness, "-o", "source_deadline_seconds=0.5")
+    source.faults(hang=["* *"])
+    source.counts(reset=True)
+    # What the kernel makes up for a root that it has asked nothing about.
+    assert cached(mount.path, 2) == "4000"
+    assert source.data_operations() == 0
+    source.faults()
+    mode = f"{(mount.path / 'seen').stat().st_mode:x}"
+    root = f"{mount.path.stat().st_mode:x}"
+    inside = os.open(mount.path / "seen", os.O_PATH)
+    time.sleep(1.1 if freshness != "immutable" else 0)  # past the promise
+    source.faults(hang=["* *"])
+    assert cached(mount.path, 2) == root
+    assert cached(f"/proc/{os.getpid()}/fd/{inside}/.", 2) == mode
+    os.close(inside)
+    if freshness != "open":
+        assert cached(mount.path / "seen", 5) == mode
+    # Nothing is known of this one. The process that waits can be killed.
+    assert cached(mount.path / "not", 1) is None
+    source.faults()
+    assert cached(mount.path / "not", 5) == mode
+
+
 def resident_kib(pid: int) -> int:
     """Of a process' own memory, what is in RAM (RssAnon of proc(5)): in KiB."""
     text = Path(f"/proc/{pid}/status").read_text()
