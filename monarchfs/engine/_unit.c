@@ -222,44 +222,51 @@ static enum unit_end look(int fd, const struct unit_version *version)
 	return same ? UNIT_READ : UNIT_CHANGED;
 }
 
-static enum unit_end read_all(int fd, struct iovec *parts, int count, uint64_t offset)
+/* `size` bytes into parts that may have room for more. */
+static enum unit_end read_all(int fd, struct iovec *parts, int count, uint64_t offset, size_t size)
 {
-	while (count) {
+	for (;;) {
 		ssize_t got = preadv(fd, parts, count, (off_t)offset);
 		if (got < 0 && errno == EINTR)
 			continue;
 		if (got <= 0)
 			return got < 0 ? UNIT_FAILED : UNIT_CHANGED;
+		if ((size_t)got >= size)
+			return UNIT_READ;
 		offset += (size_t)got;
-		while (count && (size_t)got >= parts->iov_len) {
+		size -= (size_t)got;
+		while ((size_t)got >= parts->iov_len) {
 			got -= (ssize_t)parts->iov_len;
 			parts++;
 			count--;
 		}
-		if (count) {
-			parts->iov_base = (char *)parts->iov_base + got;
-			parts->iov_len -= (size_t)got;
-		}
+		parts->iov_base = (char *)parts->iov_base + got;
+		parts->iov_len -= (size_t)got;
 	}
-	return UNIT_READ;
 }
 
 /* Blocks [n, n + count) into memory; `blocks` are the caller's only if this succeeds. */
-static enum unit_end read_blocks(const struct unit *unit, int fd, unsigned n, unsigned count,
-				 struct block **blocks)
+static enum unit_end read_blocks(const struct unit *unit, const struct unit_source *source, unsigned n,
+				 unsigned count, struct block **blocks)
 {
+	int fd = source->direct < 0 ? source->fd : source->direct;
 	struct iovec parts[MOST_BLOCKS];
 	unsigned have = 0;
+	size_t size = 0;
 	enum unit_end end = UNIT_FAILED;
 	while (have < count && (blocks[have] = new_block())) {
-		parts[have] = (struct iovec){blocks[have]->data, size_of(unit, n + have)};
+		size_t here = size_of(unit, n + have);
+		/* The end of a file need not be aligned, a direct read of it must be. */
+		size_t pages = (here + PAGE_BYTES - 1) / PAGE_BYTES;
+		parts[have] = (struct iovec){blocks[have]->data, pages * PAGE_BYTES};
+		size += here;
 		have++;
 	}
 	errno = ENOMEM;
 	if (have == count)
-		end = read_all(fd, parts, (int)count, start_of(unit, n));
+		end = read_all(fd, parts, (int)count, start_of(unit, n), size);
 	if (end == UNIT_READ)
-		end = look(fd, &unit->plan.version);
+		end = look(source->fd, &unit->plan.version);
 	int error = errno;
 	for (unsigned each = 0; end != UNIT_READ && each < have; each++)
 		leave_block(blocks[each]);
@@ -311,7 +318,7 @@ static unsigned next_step(unsigned step, int64_t took_ns)
 	return step > 1 ? step / 2 : 1;
 }
 
-static enum unit_end read_each(struct unit *unit, int fd, uint64_t *bytes)
+static enum unit_end read_each(struct unit *unit, struct unit_source *source, uint64_t *bytes)
 {
 	struct block *blocks[MOST_BLOCKS];
 	enum unit_end end;
@@ -319,7 +326,13 @@ static enum unit_end read_each(struct unit *unit, int fd, uint64_t *bytes)
 	for (unsigned n = 0; n < unit->count; n += count) {
 		int64_t began_ns = now_ns();
 		count = step < unit->count - n ? step : unit->count - n;
-		if ((end = read_blocks(unit, fd, n, count, blocks)) != UNIT_READ)
+		end = read_blocks(unit, source, n, count, blocks);
+		if (end == UNIT_FAILED && errno == EINVAL && source->direct >= 0) {
+			source->direct = -1; /* its file system wants another alignment */
+			count = 0;
+			continue;
+		}
+		if (end != UNIT_READ)
 			return end;
 		step = next_step(step, now_ns() - began_ns);
 		for (unsigned each = 0; each < count; each++) {
@@ -330,17 +343,18 @@ static enum unit_end read_each(struct unit *unit, int fd, uint64_t *bytes)
 	return UNIT_READ;
 }
 
-enum unit_end unit_read(struct unit *unit, int fd, uint64_t *bytes)
+enum unit_end unit_read(struct unit *unit, struct unit_source *source, uint64_t *bytes)
 {
 	*bytes = 0;
 	/* Somebody may be reading what follows, and what is read ahead and dropped for want of memory is
 	 * read twice. */
-	(void)posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
-	enum unit_end end = read_each(unit, fd, bytes);
+	(void)posix_fadvise(source->fd, 0, 0, POSIX_FADV_RANDOM);
+	enum unit_end end = read_each(unit, source, bytes);
 	int error = errno;
 	/* The tier has it now, or the mount's own pages. */
-	if (*bytes)
-		(void)posix_fadvise(fd, (off_t)unit->plan.start, (off_t)*bytes, POSIX_FADV_DONTNEED);
+	if (*bytes && source->direct < 0)
+		(void)posix_fadvise(source->fd, (off_t)unit->plan.start, (off_t)*bytes,
+				    POSIX_FADV_DONTNEED);
 	unit_finish(unit);
 	errno = error;
 	return end;

@@ -49,8 +49,14 @@ enum unit_end {
 	UNIT_FAILED, /* errno */
 };
 
-/* Read it from `fd`, and answer those who wait. `bytes`: how much the source gave. */
-enum unit_end unit_read(struct unit *unit, int fd, uint64_t *bytes);
+/* Descriptors of the file in the source: `direct` is one of O_DIRECT, that is read instead of `fd`, or -1. */
+struct unit_source {
+	int fd, direct;
+};
+
+/* Read it, and answer those who wait. `bytes`: how much the source gave. `source->direct` becomes -1 where
+ * the file cannot be read in that way. */
+enum unit_end unit_read(struct unit *unit, struct unit_source *source, uint64_t *bytes);
 
 /* Write what has arrived to `fd`, at the same offsets: runs of zeros are left as holes. Returns 1 once
  * nothing more is to come, 0 where nothing came for `wait_ns`, -errno. */

@@ -11,6 +11,7 @@ struct object {
 	struct unit *unit;
 	uint64_t start, end;
 	uint64_t read_bytes;
+	bool direct;
 };
 
 static PyObject *failed(int error)
@@ -64,18 +65,19 @@ static void dealloc(PyObject *self)
 	Py_TYPE(self)->tp_free(self);
 }
 
-static PyObject *do_read(PyObject *self, PyObject *given)
+static PyObject *do_read(PyObject *self, PyObject *args)
 {
 	struct object *object = (struct object *)self;
-	int fd = PyLong_AsLong(given);
-	if (fd == -1 && PyErr_Occurred())
+	struct unit_source source;
+	if (!PyArg_ParseTuple(args, "ii", &source.fd, &source.direct))
 		return NULL;
 	enum unit_end end;
 	int error;
 	Py_BEGIN_ALLOW_THREADS
-	end = unit_read(object->unit, fd, &object->read_bytes);
+	end = unit_read(object->unit, &source, &object->read_bytes);
 	error = errno;
 	Py_END_ALLOW_THREADS
+	object->direct = source.direct >= 0;
 	return end == UNIT_FAILED ? failed(error) : PyBool_FromLong(end == UNIT_READ);
 }
 
@@ -214,8 +216,14 @@ static PyObject *number_of_bytes(PyObject *self, void *unused)
 	return PyLong_FromUnsignedLongLong(((struct object *)self)->read_bytes);
 }
 
+static PyObject *was_direct(PyObject *self, void *unused)
+{
+	(void)unused;
+	return PyBool_FromLong(((struct object *)self)->direct);
+}
+
 static PyMethodDef object_methods[] = {
-	{"read", do_read, METH_O, "See units.Unit, as for all methods."},
+	{"read", do_read, METH_VARARGS, "See units.Unit, as for all methods."},
 	{"write", do_write, METH_VARARGS, NULL},
 	{"show", show, METH_NOARGS, NULL},
 	{"finish", finish, METH_NOARGS, NULL},
@@ -231,6 +239,7 @@ static PyMethodDef object_methods[] = {
 };
 
 static PyGetSetDef object_values[] = {
+	{"direct", was_direct, NULL, NULL, NULL},
 	{"read_bytes", number_of_bytes, NULL, NULL, NULL},
 	{NULL, NULL, NULL, NULL, NULL},
 };

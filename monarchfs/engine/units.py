@@ -44,10 +44,16 @@ class Unit:
         """How much the source gave."""
         return self._c.read_bytes
 
-    def read(self, fd: int) -> bool:
+    @property
+    def direct(self) -> bool:
+        """Whether it was read past the source's page cache."""
+        return self._c.direct
+
+    def read(self, fd: int, direct: int = -1) -> bool:
         """Read it from the source; False where that has another version, or not all of these bytes:
-        what came before is good all the same. Raises the source's OSError."""
-        return self._c.read(fd)
+        what came before is good all the same. ``direct`` is a descriptor with O_DIRECT that is to
+        be read instead, where that can be done. Raises the source's OSError."""
+        return self._c.read(fd, direct)
 
     def write(self, fd: int, seconds: float) -> bool:
         """Write what arrives to a part file; False where nothing did for so long, and there is more

@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from monarchfs.engine.units import Unit
 from monarchfs.source._stats import stat_each
+from monarchfs.source.direct import DirectReads
 from monarchfs.source.dirs import DirHandle, DirHandles, check_name
 from monarchfs.source.layout import ATTRIBUTE, Layout, parse
 from monarchfs.types import Archived, DirRef, FileType, SourceChanged, SourceStat, SourceVersion
@@ -84,6 +85,7 @@ class PosixSource:
         self.root = DirRef(b"", ino)
         self._root_fd = root_fd
         self._dirs = DirHandles(root_fd, ino, max_directories)
+        self._direct = DirectReads()
         self.has_layouts = _knows_layouts(root_fd) if has_layouts is None else has_layouts
 
     def shutdown(self) -> None:
@@ -277,7 +279,7 @@ class PosixSource:
     def read_unit(self, fd: int, unit: Unit) -> int:
         """``read_once`` of what goes from there into a tier; how many bytes. Raises SourceChanged
         where another version lies there: what came before that is good."""
-        if not unit.read(fd):
+        if not self._direct.read(unit, fd):
             raise SourceChanged("it changed while it was read")
         return unit.read_bytes
 

@@ -6,10 +6,12 @@
 
 #include "check.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 #define XXH_INLINE_ALL
@@ -83,16 +85,31 @@ static const struct unfinished_units readers = {arrive, tell};
 
 struct work {
 	struct unit *unit;
-	int source, part;
+	struct unit_source source;
+	int part;
 	enum unit_end end;
 	uint64_t bytes;
 	int written;
 };
 
+ssize_t read_badly(int fd, const struct iovec *parts, int count, off_t offset);
+
+/* A direct read may need another alignment, and any read may give less than was asked for. */
+ssize_t read_badly(int fd, const struct iovec *parts, int count, off_t offset)
+{
+	static unsigned calls;
+	unsigned call = __atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED);
+	if (call % 7 == 0 && fcntl(fd, F_GETFL) & O_DIRECT) {
+		errno = EINVAL;
+		return -1;
+	}
+	return preadv64(fd, parts, call % 5 ? count : 1, offset);
+}
+
 static void *read_it(void *given)
 {
 	struct work *work = given;
-	work->end = unit_read(work->unit, work->source, &work->bytes);
+	work->end = unit_read(work->unit, &work->source, &work->bytes);
 	unit_finish(work->unit);
 	return NULL;
 }
@@ -151,7 +168,7 @@ static void *be_one(void *given)
 	unsigned seed = (unsigned)ino;
 	char path[256], *data = malloc(SIZE);
 	snprintf(path, sizeof(path), "%s/source%u", directory, (unsigned)ino);
-	int source = open(path, O_RDWR | O_CREAT, 0600);
+	int source = open(path, O_RDWR | O_CREAT, 0600), direct = open(path, O_RDONLY | O_DIRECT);
 	snprintf(path, sizeof(path), "%s/part%u", directory, (unsigned)ino);
 	int part = open(path, O_RDWR | O_CREAT, 0600);
 	CHECK(data && source >= 0 && part >= 0);
@@ -160,7 +177,7 @@ static void *be_one(void *given)
 		__atomic_store_n(&fillings[ino], filling, __ATOMIC_RELAXED);
 		fill(source, filling, data);
 		CHECK(ftruncate(part, 0) == 0 && ftruncate(part, SIZE) == 0);
-		struct work work = {plan(ino, source, fate == 1), source, part, UNIT_READ, 0, 0};
+		struct work work = {plan(ino, source, fate == 1), {source, n % 2 ? direct : -1}, part, UNIT_READ, 0, 0};
 		if (fate == 2) /* another version: the bytes are the same, so that none may be wrong */
 			CHECK(futimens(source, (struct timespec[]){{1, n}, {1, n}}) == 0);
 		pthread_t reader, writer;
@@ -184,6 +201,8 @@ static void *be_one(void *given)
 		unit_free(work.unit);
 	}
 	close(source);
+	if (direct >= 0)
+		close(direct);
 	close(part);
 	free(data);
 	return NULL;
