@@ -11,7 +11,7 @@ from monarchfs.fuse.mountinfo import (
     MONARCHFS,
     is_network_type,
     mount_of,
-    read_mountinfo,
+    mount_on_the_way,
     resolve_mountpoint,
 )
 from monarchfs.plan.times import RELAY_BYTES_PER_SECOND
@@ -124,10 +124,7 @@ def judge_tier_speed(path: str, rates: TierRates, of_source: SourceRates | None)
 def refuse_ours(path: str) -> None:
     """Raises UsageError if ``path`` (absolute) is one of our mounts, or lies in one; the table of
     mounts says so."""
-    mounts = read_mountinfo()
-    resolved = resolve_mountpoint(path, mounts) + "/"
-    above = [m for m in mounts if resolved.startswith(m.mountpoint.rstrip("/") + "/")]
-    mount = max(reversed(above), key=lambda m: len(m.mountpoint), default=None)
+    mount = mount_on_the_way(resolve_mountpoint(path))
     if mount is not None and mount.fstype == MONARCHFS:
         raise UsageError(
             f"{path} is itself a monarchfs mount of {mount.source}, or lies in one: name the"

@@ -58,16 +58,23 @@ def read_mountinfo() -> list[Mount]:
 def find_mount(mountpoint: str, mounts: list[Mount] | None = None) -> Mount | None:
     """The mount that a look-up of ``mountpoint`` (absolute, without symbolic links) ends in, if
     one is mounted there: the topmost one, unless another mount above it in the path hides it."""
+    found = mount_on_the_way(mountpoint, mounts)
+    return found if found is not None and found.mountpoint == mountpoint else None
+
+
+def mount_on_the_way(path: str, mounts: list[Mount] | None = None) -> Mount | None:
+    """The mount that a look-up of ``path`` (absolute, without symbolic links) ends in. Touches no
+    file system."""
     mounts = read_mountinfo() if mounts is None else mounts
     ids = {mount.mount_id for mount in mounts}
     # From mount to mount as the kernel goes. The first one's parent is outside of our root.
-    below = [mount for mount in mounts if _is_above(mount.mountpoint, mountpoint)]
+    below = [mount for mount in mounts if _is_above(mount.mountpoint, path)]
     found, next_ones = None, [mount for mount in below if mount.parent_id not in ids]
     while next_ones:
         found = min(next_ones, key=lambda mount: len(mount.mountpoint))
         below.remove(found)
         next_ones = [mount for mount in below if mount.parent_id == found.mount_id]
-    return found if found is not None and found.mountpoint == mountpoint else None
+    return found
 
 
 def connection_of(device: int) -> int | None:
@@ -80,16 +87,15 @@ def connection_of(device: int) -> int | None:
     return None
 
 
-def mount_of(path: str, mounts: list[Mount] | None = None) -> Mount | None:
-    """The mount that holds ``path``. Asks the file system (stat), so it can hang there.
-
-    By st_dev where mountinfo has it; some file systems (btrfs) report other numbers there, then by
-    the longest mount point above.
-    """
-    mounts = read_mountinfo() if mounts is None else mounts
-    device = os.stat(path).st_dev
-    same = [m for m in mounts if (m.major, m.minor) == (os.major(device), os.minor(device))]
-    return _longest_above(os.path.realpath(path), same or mounts)
+def mount_of(path: str) -> Mount | None:
+    """The mount that holds ``path``; None where this process's root hides it. Looks it up, so it
+    can hang there."""
+    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        number = mount_id(place)
+    finally:
+        os.close(place)
+    return next((mount for mount in read_mountinfo() if mount.mount_id == number), None)
 
 
 def mount_id(descriptor: int) -> int:
@@ -197,15 +203,6 @@ def _link_target(path: str) -> str | None:
 
 def _is_above(mountpoint: str, path: str) -> bool:
     return path == mountpoint or path.startswith(mountpoint.rstrip("/") + "/")
-
-
-def _longest_above(path: str, mounts: list[Mount]) -> Mount | None:
-    best: Mount | None = None
-    for mount in mounts:
-        inside = _is_above(mount.mountpoint, path)
-        if inside and (best is None or len(mount.mountpoint) >= len(best.mountpoint)):
-            best = mount
-    return best
 
 
 def _parse_line(line: bytes) -> Mount:

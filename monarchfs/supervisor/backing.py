@@ -120,7 +120,7 @@ class BackingFiles:
             )
         if not _may_register():
             return 0
-        mounts = [mount_of(path) for path, _tier in self._tiers]
+        mounts = [mount_of(f"/proc/self/fd/{tier}") for _path, tier in self._tiers]
         # Not 2 everywhere: it would keep others from mounting an overlayfs on this mount.
         return 2 if any(m is not None and m.fstype in _STACKED for m in mounts) else 1
 
@@ -131,7 +131,7 @@ class BackingFiles:
             return
         devices = set()
         for path, tier in self._tiers:
-            mount = mount_of(path)
+            mount = mount_of(f"/proc/self/fd/{tier}")
             if mount is not None and mount.fstype.startswith("fuse"):
                 # Who serves it could have this process wait, for ever.
                 self._impossible(f"tier {path} lies on a FUSE file system")

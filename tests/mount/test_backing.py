@@ -219,10 +219,18 @@ def config(data_path: DataPath) -> Config:
     return Config("/s", "/m", tiers, "/state", "/run", "0" * 16, user, data_path=data_path)
 
 
+@pytest.fixture
+def root() -> Iterator[int]:
+    """The root directory, open."""
+    descriptor = os.open("/", os.O_PATH)
+    yield descriptor
+    os.close(descriptor)
+
+
 @requires_root
 @pytest.mark.parametrize("data_path", DataPath)
-def test_what_is_asked_of_the_kernel(data_path: DataPath) -> None:
-    backing_files = BackingFiles(config(data_path), -1, [-1], -1)
+def test_what_is_asked_of_the_kernel(data_path: DataPath, root: int) -> None:
+    backing_files = BackingFiles(config(data_path), -1, [root], -1)
     backing_files.prepare(LINUX_6_18)
     assert backing_files.stack_depth == (0 if data_path is DataPath.RELAY else 1)
     if data_path is DataPath.PASSTHROUGH:
@@ -232,7 +240,7 @@ def test_what_is_asked_of_the_kernel(data_path: DataPath) -> None:
         backing_files.prepare(request(0))
         assert backing_files.stack_depth == 0
     with pytest.raises(OperationError, match="FUSE_INIT failed"):
-        BackingFiles(config(DataPath.AUTO), -1, [-1], -1).prepare(b"")
+        BackingFiles(config(DataPath.AUTO), -1, [root], -1).prepare(b"")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.fuse.mountinfo import Mount, find_mount, read_mountinfo
+from monarchfs.fuse.mountinfo import Mount, find_mount, mount_of, read_mountinfo
 from tests.faking import NOBODY, Area, area, device_mode
 from tests.mount.test_supervisor import (
     assert_unmounted,
@@ -167,3 +167,21 @@ def test_the_kernel_agrees(tmp_path: Path) -> None:
         subprocess.run(["umount", tmp_path / "a"], check=True)
     finally:
         subprocess.run(["umount", tmp_path / "a" / "m"], check=True)
+
+
+def test_the_mount_of_a_path_is_not_its_longest_prefix(tmp_path: Path) -> None:
+    """Two mounts of one file system, of which one lies hidden below the other's path."""
+    top, deep = tmp_path / "a", tmp_path / "a" / "m"
+    deep.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "x", tmp_path], check=True)
+    try:
+        deep.mkdir(parents=True)
+        subprocess.run(["mount", "--bind", tmp_path, deep], check=True)
+        assert (mount_of(str(deep)) or ROOT).mountpoint == str(deep)
+        subprocess.run(["mount", "--bind", tmp_path, top], check=True)
+        (tmp_path / "m").mkdir()
+        assert (mount_of(str(deep)) or ROOT).mountpoint == str(top)
+        subprocess.run(["umount", top], check=True)
+        subprocess.run(["umount", deep], check=True)
+    finally:
+        subprocess.run(["umount", "-R", tmp_path], check=True)
