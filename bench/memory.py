@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from bench.harness import Unusable, wait_for
-from monarchfs.memory import hierarchy_of, levels, parse_groups, parse_mountinfo, parse_stat
+from monarchfs.system.memory import hierarchy_of, levels, parse_groups, parse_mountinfo, parse_stat
 
 MEMORY = Path("/dev/shm")
 # What of a group's memory is no page of a file: memory.stat in Documentation/admin-guide, of

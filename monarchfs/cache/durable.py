@@ -11,7 +11,7 @@ import trio
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
 from monarchfs.store.tier import Tier
-from monarchfs.threads import run_sync
+from monarchfs.system.threads import run_sync
 from monarchfs.types import IndexWriteError, Replica, TierFile
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,6 @@ from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.segments import SegmentRecords
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
-from monarchfs.memory import MemoryHeadroom, MemoryProbe
 from monarchfs.metrics import Metrics
 from monarchfs.placement.events import (
     Abandoned,
@@ -35,7 +34,8 @@ from monarchfs.placement.events import (
 from monarchfs.placement.placement import Placement
 from monarchfs.store.segments import SMALL_BYTES
 from monarchfs.store.tier import Tier
-from monarchfs.threads import RunSync, run_sync
+from monarchfs.system.memory import MemoryHeadroom, MemoryProbe
+from monarchfs.system.threads import RunSync, run_sync
 from monarchfs.types import EvictionPolicy, IndexWriteError, Node, Replica, TierSize
 
 log = logging.getLogger(__name__)

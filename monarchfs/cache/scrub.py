@@ -14,7 +14,7 @@ from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.tier import Tier
-from monarchfs.threads import run_sync
+from monarchfs.system.threads import run_sync
 from monarchfs.types import Replica, ReplicaState
 
 log = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ import trio
 from monarchfs.cache.health import Health
 from monarchfs.cache.readers import Readers
 from monarchfs.index.index import Index
-from monarchfs.memory import MemoryHeadroom
 from monarchfs.metrics import Metrics
 from monarchfs.placement.events import Action, Event, TierBack, TierLost, TierSeen
 from monarchfs.placement.placement import Placement
 from monarchfs.store.place import find_again
 from monarchfs.store.tier import Tier
+from monarchfs.system.memory import MemoryHeadroom
 from monarchfs.types import Space, TierSize
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from monarchfs.config.values import parse_path
 from monarchfs.control import Connection, too_long
 from monarchfs.fuse.mountinfo import split_below
 from monarchfs.supervisor.recover import FoundMount, find_all
+from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
-from monarchfs.units import format_bytes
 
 _CONNECT_SECONDS = 5.0
 _BATCH_BYTES = 32 << 10

@@ -30,8 +30,8 @@ from monarchfs.slurm.caches import all_caches, discard, trash_in
 from monarchfs.slurm.records import layout_of, prepare
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.supervisor.recover import find_all, find_private
+from monarchfs.text.sizes import format_bytes, format_seconds
 from monarchfs.types import MonarchError, OperationError, UsageError
-from monarchfs.units import format_bytes, format_seconds
 
 
 def cache_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:

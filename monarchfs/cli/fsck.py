@@ -31,9 +31,9 @@ from monarchfs.supervisor.lock import (
     write_holder,
 )
 from monarchfs.supervisor.tierdirs import read_record
-from monarchfs.trusted import place_of
+from monarchfs.system.trusted import place_of
+from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
-from monarchfs.units import format_bytes
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _INDEX = "index"

@@ -12,14 +12,14 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from monarchfs.bounded import Tell, bounded_call, bounded_talk
 from monarchfs.cli.progress import Progress
 from monarchfs.cli.text import printable
 from monarchfs.config.values import parse_path
 from monarchfs.doctor.source import refuse_ours
 from monarchfs.mirror.export import Exported, export
+from monarchfs.system.bounded import Tell, bounded_call, bounded_talk
+from monarchfs.text.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
-from monarchfs.units import format_bytes, format_seconds
 
 _SOURCE_SECONDS = 10.0
 _SILENCE_SECONDS = 60.0

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 
 from monarchfs.cli.text import printable
 from monarchfs.config.values import parse_path
-from monarchfs.escaping import OneLine
 from monarchfs.slurm.epilog import run_epilog, sweep
 from monarchfs.slurm.job import job_from, parse_job_id
 from monarchfs.slurm.prolog import run_prolog
 from monarchfs.slurm.records import make_directory
 from monarchfs.slurm.site import Site, read_site
+from monarchfs.text.escaping import OneLine
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 _SYSLOG = "/dev/log"

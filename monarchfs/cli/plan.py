@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from monarchfs.bounded import Answer, Tell, bounded_call, bounded_talk
 from monarchfs.cli.doctor import config_from
 from monarchfs.cli.progress import Progress
 from monarchfs.cli.text import printable
@@ -26,8 +25,9 @@ from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.probe import probe_source
 from monarchfs.supervisor.storage import recorded_directories
 from monarchfs.supervisor.tierdirs import names_for
+from monarchfs.system.bounded import Answer, Tell, bounded_call, bounded_talk
+from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError, Space
-from monarchfs.units import format_bytes
 
 _SOURCE_SECONDS = 10.0
 _TIER_SECONDS = 5.0

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from monarchfs.bounded import bounded_call
 from monarchfs.cli.child import run_child
 from monarchfs.cli.mount import config_and_personal, settings_from, words_of
 from monarchfs.cli.mount_options import RUN_OPTIONS
@@ -39,8 +38,9 @@ from monarchfs.supervisor.probe import (
 )
 from monarchfs.supervisor.recover import FoundMount, find_all, find_private
 from monarchfs.supervisor.shared import MountLease, hold_mount, stem_of
+from monarchfs.system.bounded import bounded_call
+from monarchfs.text.sizes import format_bytes
 from monarchfs.types import MonarchError, OperationError, UsageError
-from monarchfs.units import format_bytes
 
 _STATUS_SECONDS = 5.0
 _LOOK_SECONDS = 5.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from monarchfs.cli.text import format_count, format_share, printable
-from monarchfs.units import format_bytes, format_seconds
+from monarchfs.text.sizes import format_bytes, format_seconds
 
 Report = Mapping[str, Any]
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from monarchfs.cli.ask import add, ask, batches, mount_and_paths
 from monarchfs.cli.progress import Progress
 from monarchfs.cli.text import printable
+from monarchfs.text.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
-from monarchfs.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import rich.progress

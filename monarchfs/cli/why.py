@@ -17,8 +17,8 @@ from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.config.values import parse_path
 from monarchfs.fuse.mountinfo import split_below
 from monarchfs.supervisor.recover import FoundMount, find_all
+from monarchfs.text.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
-from monarchfs.units import format_bytes, format_seconds
 
 
 def why_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:

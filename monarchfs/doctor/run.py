@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from monarchfs.bounded import Answer, bounded_call
 from monarchfs.config import Config
 from monarchfs.config.places import DefaultPlaces
 from monarchfs.doctor import leftovers, source, speed, storage, system
 from monarchfs.doctor.checks import Check, Severity, can_mount
 from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.supervisor.identity import become
+from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import MonarchError, OperationError
 
 SOURCE_SECONDS = 10.0

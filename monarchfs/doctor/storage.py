@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from monarchfs.config import Config, TierSpec
 from monarchfs.doctor.checks import Check, Severity, Value, from_error
 from monarchfs.fuse.mountinfo import Mount, mount_of, read_mountinfo
-from monarchfs.memory import MemoryHeadroom, MemoryProbe
 from monarchfs.supervisor.storage import (
     StorageDirectory,
     check_directory,
     check_size,
     directories_of,
 )
+from monarchfs.system.memory import MemoryHeadroom, MemoryProbe
 from monarchfs.types import MonarchError, OperationError, Space, TierSize, UsageError
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})

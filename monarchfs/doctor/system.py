@@ -12,14 +12,14 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from monarchfs.bounded import Answer, bounded_call
 from monarchfs.config import User
 from monarchfs.doctor import connection
 from monarchfs.doctor.checks import Check, Severity, Value, from_error
 from monarchfs.fuse.mount import DEVICE, FUSERMOUNT, SYSTEM_PATH, check_device, fusermount_path
-from monarchfs.memory import UNLIMITED, MemoryHeadroom, MemoryProbe
 from monarchfs.supervisor.identity import in_first_user_namespace, is_self
 from monarchfs.supervisor.launch import module_command
+from monarchfs.system.bounded import Answer, bounded_call
+from monarchfs.system.memory import UNLIMITED, MemoryHeadroom, MemoryProbe
 from monarchfs.types import OperationError
 
 FIRST_LARGE_READS = (4, 20)
@@ -33,7 +33,7 @@ _WORKER_SECONDS = 20.0
 
 _WORKER_PROGRAM = """\
 import ctypes, importlib.metadata, json, sys
-import monarchfs.worker
+import monarchfs.worker.__main__
 fuse = ctypes.CDLL("libfuse3.so.3").fuse_pkgversion
 fuse.restype = ctypes.c_char_p
 print(json.dumps({

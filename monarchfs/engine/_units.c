@@ -271,7 +271,7 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {
 	PyModuleDef_HEAD_INIT,
 	.m_name = "monarchfs.engine._units",
-	.m_doc = "Reads of large files in the source on behalf of their copies; see units.py.",
+	.m_doc = "Reads of large files in the source on behalf of their copies; see text/sizes.py.",
 	.m_size = -1,
 	.m_methods = methods,
 };

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 from monarchfs.config import User
 from monarchfs.exporter.look import Look, Roots, Sight
-from monarchfs.privileges import drop_capabilities, raise_descriptor_limit
 from monarchfs.supervisor.identity import become
+from monarchfs.system.privileges import drop_capabilities, raise_descriptor_limit
 
 log = logging.getLogger(__name__)
 

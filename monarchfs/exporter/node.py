@@ -20,17 +20,17 @@ from dataclasses import dataclass, field, replace
 import trio
 
 from monarchfs import control
-from monarchfs.escaping import printable
 from monarchfs.exporter import broker
 from monarchfs.exporter.http import serve
 from monarchfs.exporter.look import Sight
+from monarchfs.exporter.samples import Sample, Values
 from monarchfs.exporter.text import CONTENT_TYPE, exposition_of
-from monarchfs.exporter.values import Sample, Values
 from monarchfs.exporter.wire import decode
 from monarchfs.fuse.mountinfo import MONARCHFS, Mount, read_mountinfo
 from monarchfs.metrics import NS, names
 from monarchfs.metrics.names import FAMILIES, Family
 from monarchfs.supervisor.recover import is_about
+from monarchfs.text.escaping import printable
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from monarchfs.exporter.values import Durations, Sample, Values
+from monarchfs.exporter.samples import Durations, Sample, Values
 from monarchfs.metrics import NS
 from monarchfs.metrics.names import FAMILIES, Family, MetricType
 

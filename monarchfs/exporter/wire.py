@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from monarchfs.escaping import printable
-from monarchfs.exporter.values import Durations, Sample, Value, Values
+from monarchfs.exporter.samples import Durations, Sample, Value, Values
 from monarchfs.metrics.names import FAMILIES, Family, MetricType
+from monarchfs.text.escaping import printable
 
 MOST_LINES = 4096
 """Of one mount in the text: with a tier there are about 650."""

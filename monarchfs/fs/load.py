@@ -20,7 +20,7 @@ from monarchfs.mirror.file import (
     Reader,
     Record,
 )
-from monarchfs.threads import run_sync
+from monarchfs.system.threads import run_sync
 from monarchfs.types import ROOT_INO, IndexWriteError
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from monarchfs.cache.cache import Cache, TierRoom
 from monarchfs.cache.reasons import Cause, Reason
 from monarchfs.fs.files import Copies, Files
+from monarchfs.text.sizes import format_bytes, format_seconds
 from monarchfs.types import Node, Replica, ReplicaState
-from monarchfs.units import format_bytes, format_seconds
 
 NS = 1_000_000_000
 

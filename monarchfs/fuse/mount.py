@@ -13,8 +13,8 @@ import socket
 import stat
 import subprocess
 
-from monarchfs.bounded import Answer, bounded_call
 from monarchfs.fuse.mountinfo import open_directory
+from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import OperationError
 
 DEVICE = "/dev/fuse"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import trio
 
-from monarchfs.threads import run_sync
+from monarchfs.system.threads import run_sync
 
 log = logging.getLogger(__name__)
 

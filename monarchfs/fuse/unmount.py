@@ -12,9 +12,9 @@ import subprocess
 import time
 from enum import Enum
 
-from monarchfs.bounded import Answer, bounded_call
 from monarchfs.fuse.mount import SYSTEM_PATH, fusermount_path, may_mount
 from monarchfs.fuse.mountinfo import Mount, find_mount, open_directory, read_mountinfo
+from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import OperationError
 
 CONNECTIONS = "/sys/fs/fuse/connections"

@@ -18,7 +18,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from monarchfs.bounded import Answer, bounded_call
 from monarchfs.config import User
 from monarchfs.config.places import own_directories, resolve_user
 from monarchfs.fuse.mountinfo import is_network_filesystem
@@ -35,7 +34,8 @@ from monarchfs.supervisor.tierdirs import (
     read_owner,
 )
 from monarchfs.supervisor.tierdirs import read_record as read_tiers
-from monarchfs.trusted import open_directory
+from monarchfs.system.bounded import Answer, bounded_call
+from monarchfs.system.trusted import open_directory
 from monarchfs.types import OperationError, UsageError
 
 OTHER_TIER = "its last mount did not name this tier"

@@ -10,13 +10,13 @@ import stat
 from collections.abc import Sequence
 from typing import Any
 
-from monarchfs.bounded import Tell, bounded_talk
 from monarchfs.inventory.looking import LocalCache
 from monarchfs.inventory.trees import open_users, remove_tree
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.lock import LOCK
 from monarchfs.supervisor.tierdirs import OWNER
-from monarchfs.trusted import place_of
+from monarchfs.system.bounded import Tell, bounded_talk
+from monarchfs.system.trusted import place_of
 from monarchfs.types import OperationError
 
 _SILENCE_SECONDS = 120.0

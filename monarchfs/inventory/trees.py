@@ -12,7 +12,7 @@ from typing import Any
 
 from monarchfs.fuse.mountinfo import mount_id
 from monarchfs.supervisor.lock import LOCK
-from monarchfs.trusted import open_directory
+from monarchfs.system.trusted import open_directory
 from monarchfs.types import OperationError
 
 _MEASURE_SECONDS = 3.0

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import IO
 
 from monarchfs.mirror.file import FoundName, Head, Writer
+from monarchfs.system.walk import Stats, walk
 from monarchfs.types import FileType, SourceStat
-from monarchfs.walk import Stats, walk
 
 
 @dataclass(slots=True)

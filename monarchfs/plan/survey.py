@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from monarchfs.bounded import Tell
 from monarchfs.plan.fitting import Amount, Fitted, PlannedTier, fit
 from monarchfs.plan.walk import File, WalkCounts, walk
 from monarchfs.store import files as on_disk
 from monarchfs.store.segments import SegmentFiles
+from monarchfs.system.bounded import Tell
 from monarchfs.types import TierFile
 
 TELL_SECONDS = 0.2

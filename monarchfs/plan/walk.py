@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from monarchfs import walk as tree
+from monarchfs.system import walk as tree
 from monarchfs.types import SourceStat
 
 

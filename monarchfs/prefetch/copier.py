@@ -30,8 +30,8 @@ from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.remote import RemoteFile
 from monarchfs.prefetch.retries import Retries
 from monarchfs.prefetch.small import Batch, SmallFiles
-from monarchfs.quiet import hurried
 from monarchfs.source.source import Source
+from monarchfs.system.low_priority import at_normal_priority
 from monarchfs.types import Archived, DirRef, Lane, Node
 
 log = logging.getLogger(__name__)
@@ -486,7 +486,7 @@ class Copier:
     async def _fetch(self, fill: Fill, fetch: Fetch) -> None:
         paced = not fill.handles
         # Who has opened it may read any moment what is being fetched here.
-        hurried.set(not paced)
+        at_normal_priority.set(not paced)
         await fill.fetch(fetch, Lane.BACKGROUND)
         self._targets[fetch.target] -= 1
         if paced and fetch.seconds:

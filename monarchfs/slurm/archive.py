@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from monarchfs.bounded import Answer, bounded_call
 from monarchfs.slurm.records import make_directory, names_in, write_text
 from monarchfs.slurm.report import page
+from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import OperationError
 
 _MOST_BYTES = 1 << 20

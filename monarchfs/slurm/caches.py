@@ -29,8 +29,8 @@ from monarchfs.slurm.records import (
 )
 from monarchfs.slurm.shares import Share, share_key
 from monarchfs.slurm.site import Site
+from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError, TierSize
-from monarchfs.units import format_bytes
 
 _LEAST_BYTES = 16 << 20
 """A mount with less room than that would help nobody."""

@@ -7,11 +7,11 @@ import pwd
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from monarchfs.bounded import Answer, bounded_call
 from monarchfs.config.model import User
 from monarchfs.slurm.site import is_below
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.probe import path_of
+from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import OperationError
 
 

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from monarchfs.bounded import Answer, bounded_call
 from monarchfs.control import Registered, find_mounts
 from monarchfs.doctor.leftovers import dead_sockets
 from monarchfs.fuse.mount import SYSTEM_PATH
@@ -39,6 +38,7 @@ from monarchfs.supervisor.recover import (
 )
 from monarchfs.supervisor.registration import remove_registration, unlink_as
 from monarchfs.supervisor.tierdirs import FORMER_NAME, NAME, OWNER
+from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import MonarchError, OperationError
 
 YOUNG_SECONDS = 600.0

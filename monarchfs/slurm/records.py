@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monarchfs.slurm.site import Site
-from monarchfs.trusted import Untrusted, make_directories
+from monarchfs.system.trusted import Untrusted, make_directories
 from monarchfs.types import OperationError
 
 _MOST_BYTES = 1 << 20

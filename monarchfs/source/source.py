@@ -26,7 +26,7 @@ from monarchfs.source.posix import (
     PosixSource,
 )
 from monarchfs.source.releases import Release, Releases
-from monarchfs.threads import RunSync, run_sync
+from monarchfs.system.threads import RunSync, run_sync
 from monarchfs.types import DirRef, Lane, SourceStat, SourceVersion
 
 T = TypeVar("T")

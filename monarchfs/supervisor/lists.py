@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from monarchfs.bounded import Answer, bounded_call
 from monarchfs.config import User
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.probe import OpenedSource
+from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import OperationError
 
 _LONGEST_LINE = 8192

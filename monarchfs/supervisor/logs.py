@@ -12,11 +12,11 @@ from functools import partial
 from typing import TextIO
 
 from monarchfs.config import Config, User
-from monarchfs.escaping import OneLine
-from monarchfs.logs import ToStream, keep_small, put_aside
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.storage import SUPERVISOR_LOG, open_log, open_users_file
-from monarchfs.trusted import TrustedPath, Untrusted, place_of
+from monarchfs.system.logs import ToStream, keep_small, put_aside
+from monarchfs.system.trusted import TrustedPath, Untrusted, place_of
+from monarchfs.text.escaping import OneLine
 from monarchfs.types import UsageError
 
 _SYSLOG = "/dev/log"

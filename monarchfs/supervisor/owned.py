@@ -15,7 +15,7 @@ from contextlib import ExitStack
 
 from monarchfs.config import User
 from monarchfs.supervisor.identity import acting_as
-from monarchfs.trusted import (
+from monarchfs.system.trusted import (
     Untrusted,
     make_directories,
     open_directory,

@@ -9,7 +9,6 @@ import stat
 from dataclasses import dataclass
 from itertools import islice
 
-from monarchfs.bounded import Answer, bounded_call
 from monarchfs.config import User
 from monarchfs.fuse.mountinfo import (
     MONARCHFS,
@@ -20,7 +19,8 @@ from monarchfs.fuse.mountinfo import (
     resolve_mountpoint,
 )
 from monarchfs.supervisor.identity import become
-from monarchfs.trusted import place_of
+from monarchfs.system.bounded import Answer, bounded_call
+from monarchfs.system.trusted import place_of
 from monarchfs.types import OperationError, UsageError
 
 _MOST_NAMES = 10_000

@@ -16,7 +16,7 @@ from monarchfs.control import (
 )
 from monarchfs.supervisor.channel import refuse_descriptors
 from monarchfs.supervisor.identity import acting_as
-from monarchfs.trusted import make_directories
+from monarchfs.system.trusted import make_directories
 from monarchfs.types import OperationError, UsageError
 
 _BACKLOG = 64

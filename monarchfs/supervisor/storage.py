@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from monarchfs.bounded import Answer, bounded_call
 from monarchfs.config import Config, TierSpec, User
 from monarchfs.fuse.mountinfo import is_network_filesystem, mount_of
 from monarchfs.supervisor.identity import acting_as
@@ -25,9 +24,10 @@ from monarchfs.supervisor.lock import LOCK, Holder, InUse, take_lock, write_hold
 from monarchfs.supervisor.owned import open_own, refuse_foreign, user_name
 from monarchfs.supervisor.probe import Mountpoint, OpenedSource, lineage
 from monarchfs.supervisor.tierdirs import RECORD, RECORD_NEW, read_record_of
-from monarchfs.trusted import Untrusted, place_of
+from monarchfs.system.bounded import Answer, bounded_call
+from monarchfs.system.trusted import Untrusted, place_of
+from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
-from monarchfs.units import format_bytes
 
 WORKER_LOG = "worker.log"
 SUPERVISOR_LOG = "supervisor.log"

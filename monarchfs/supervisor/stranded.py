@@ -7,12 +7,12 @@ import shlex
 import time
 from collections.abc import Mapping
 
-from monarchfs.bounded import Answer, bounded_call
 from monarchfs.config import Config
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.tierdirs import OPEN_DIRECTORY, OWNER
+from monarchfs.system.bounded import Answer, bounded_call
+from monarchfs.text.sizes import format_bytes
 from monarchfs.types import MonarchError
-from monarchfs.units import format_bytes
 
 _LOOK_SECONDS = 2.0
 _MEASURE_SECONDS = 0.5

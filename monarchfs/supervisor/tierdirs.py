@@ -31,9 +31,9 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-from monarchfs.bounded import Answer, bounded_call
 from monarchfs.config import User
 from monarchfs.supervisor.identity import acting_as, become
+from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import MonarchError
 
 RECORD = "tiers"

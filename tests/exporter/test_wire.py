@@ -11,13 +11,13 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarchfs.escaping import printable
 from monarchfs.exporter import node, wire
 from monarchfs.exporter.node import Naming, Seen, UserNames, page_values
+from monarchfs.exporter.samples import Durations, Values
 from monarchfs.exporter.text import exposition_of
-from monarchfs.exporter.values import Durations, Values
 from monarchfs.metrics import names
 from monarchfs.metrics.names import FAMILIES, MetricType
+from monarchfs.text.escaping import printable
 from tests.exporter.scraping import parse
 
 TIER = names.TIER_USED.name

@@ -18,8 +18,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from monarchfs import commands, control
+from monarchfs import control
 from monarchfs.supervisor import supervise
+from monarchfs.worker import commands
 from tests import trees
 from tests.mounting import Mount, bench, requires_fuse, requires_root, wait_for
 

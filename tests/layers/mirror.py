@@ -20,7 +20,6 @@ from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.tree import Missing, Tree
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.index import Index
-from monarchfs.memory import MemoryHeadroom
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
@@ -28,6 +27,7 @@ from monarchfs.prefetch.fetch import State
 from monarchfs.prefetch.queue import Priority
 from monarchfs.source.source import Source
 from monarchfs.store.segments import SMALL_BYTES, allocated
+from monarchfs.system.memory import MemoryHeadroom
 from monarchfs.types import (
     ROOT_INO,
     Data,

@@ -9,8 +9,8 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.memory import MemoryHeadroom
 from monarchfs.store.files import replica_path
+from monarchfs.system.memory import MemoryHeadroom
 from monarchfs.types import EvictionPolicy, FreshnessMode, Replica
 from tests.layers.faults import FaultyTier
 from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until

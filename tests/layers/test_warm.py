@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import pytest
 import trio
 
-from monarchfs import commands
 from monarchfs.prefetch import retries
 from monarchfs.prefetch import warm as warm_module
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.warm import WarmCounts, Warming, What
 from monarchfs.types import ROOT_INO, EvictionPolicy, Node, OperationError
+from monarchfs.worker import commands
 from tests.layers.asking import OPEN
 from tests.layers.mirror import KIB, MIB, Area, Mirror, content, until
 

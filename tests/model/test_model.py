@@ -33,11 +33,11 @@ from monarchfs.cache import tiers as cache_tiers
 from monarchfs.cache.scrub import Scrub
 from monarchfs.fs.files import FileHandle
 from monarchfs.index.recovery import set_aside
-from monarchfs.memory import MemoryHeadroom
 from monarchfs.placement import placement
 from monarchfs.prefetch import fill
 from monarchfs.prefetch.queue import Priority
 from monarchfs.store import read
+from monarchfs.system.memory import MemoryHeadroom
 from monarchfs.types import EvictionPolicy, FileType, FreshnessMode, Node
 from tests import on_disk
 from tests.layers.asking import Hours, names

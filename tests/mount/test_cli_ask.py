@@ -17,6 +17,7 @@ from monarchfs.cli import ask
 from monarchfs.cli.ask import add, ask_command, batches, below, describe
 from monarchfs.cli.parser import build_parser
 from monarchfs.cli.progress import bar
+from monarchfs.control import client
 from monarchfs.supervisor.recover import FoundMount
 from monarchfs.types import OperationError, UsageError
 from tests.faking import Area, area
@@ -227,7 +228,7 @@ def test_other_ends(daemon: Callable[[Serve], Daemon], reply: bytes, words: str)
 def test_silence_ends_it(
     daemon: Callable[[Serve], Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(client, "SILENCE_SECONDS", 0.2)
 
     def serve(connection: socket.socket) -> None:
         connection.sendall(control.encode_progress({"checked": 1}))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from monarchfs.cli.why import describe
-from monarchfs.escaping import printable
 from monarchfs.fuse.mountinfo import split_below
+from monarchfs.text.escaping import printable
 from tests.mounting import Bench, Mount, bench, requires_fuse, requires_root, run, wait_for
 from tests.refusing import assert_refused
 from tests.timing import Stopwatch

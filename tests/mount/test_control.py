@@ -22,11 +22,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarchfs import commands, control
-from monarchfs.bootstrap import CHANNEL_BYTES
+from monarchfs import control
 from monarchfs.supervisor import channel, supervise
 from monarchfs.supervisor.reports import ANSWER_SECONDS, Reports
 from monarchfs.types import OperationError
+from monarchfs.worker import commands
+from monarchfs.worker.bootstrap import CHANNEL_BYTES
 from tests.faking import NOBODY, Area, interpreter_for
 from tests.listening import Listener, Serve
 from tests.mounting import REPOSITORY, Bench, Mount, as_user, requires_fuse, requires_root, wait_for
@@ -632,7 +633,7 @@ def test_a_command_with_a_mistake_in_it_costs_only_itself(work: Bench) -> None:
     # A request that is checked less strictly than today: straight into the worker's hands.
     code = (
         "import trio\n"
-        "from monarchfs.worker import Worker\n"
+        "from monarchfs.worker.worker import Worker\n"
         "class Broken:\n"
         "    def knows(self, command): return True\n"
         "    async def answer(self, request, stream): raise KeyError(request['command'])\n"

@@ -22,9 +22,9 @@ from monarchfs.doctor.run import Subject, examine, summary
 from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.fuse.mountinfo import Mount
 from monarchfs.fuse.protocol import InitFlag
-from monarchfs.memory import UNLIMITED, MemoryHeadroom
 from monarchfs.supervisor.identity import in_first_user_namespace
 from monarchfs.supervisor.lock import Holder
+from monarchfs.system.memory import UNLIMITED, MemoryHeadroom
 from monarchfs.types import Space, TierSize
 from tests import surroundings
 from tests.faking import NOBODY, device_mode

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.bounded import Answer, bounded_call
 from monarchfs.fuse.mount import mount
 from monarchfs.fuse.mountinfo import (
     Mount,
@@ -22,6 +21,7 @@ from monarchfs.fuse.mountinfo import (
     resolve_mountpoint,
 )
 from monarchfs.fuse.unmount import Unmount, Unmounted, unmount_bounded
+from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import OperationError, UsageError
 from tests.mounting import fuse_mounts, requires_fuse, requires_root
 from tests.timing import Stopwatch

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from monarchfs.bounded import Tell, bounded_talk
 from monarchfs.cli.plan import combine
 from monarchfs.plan.fitting import Amount, Fitted, PlannedTier, blocks
 from monarchfs.plan.fitting import fit as fit_files
@@ -23,8 +22,9 @@ from monarchfs.plan.survey import Sizes, survey_and_fit
 from monarchfs.plan.times import RELAY_FILES_PER_SECOND, SourceSpeed, TierSpeed, Work, times
 from monarchfs.plan.walk import WalkCounts, walk
 from monarchfs.prefetch.copier import MAX_UNIT_BYTES
+from monarchfs.system.bounded import Tell, bounded_talk
+from monarchfs.system.walk import BATCH
 from monarchfs.types import OperationError, SourceStat, Space
-from monarchfs.walk import BATCH
 from tests.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
 from tests.trees import strange_tree
 

@@ -550,7 +550,8 @@ def test_an_index_that_is_lost_meanwhile(work: Bench, processes: Processes) -> N
 DYING_WORKER = """
 import json, os, signal, sys, threading
 
-from monarchfs import worker
+from monarchfs.worker import worker
+from monarchfs.worker.__main__ import main
 
 with open(int(sys.argv[sys.argv.index("--bootstrap-fd") + 1]), "rb") as file:
     text = file.read()
@@ -562,7 +563,7 @@ with open(int(sys.argv[sys.argv.index("--bootstrap-fd") + 1]), "rb") as file:
             os.kill(os.getpid(), signal.SIGSEGV)  # a SIGKILL says nothing about the program
 
         worker.Worker._begin_background = die
-    worker.main()
+    main()
 """
 CLI = """
 import functools, sys

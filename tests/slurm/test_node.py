@@ -27,7 +27,7 @@ from monarchfs.slurm.site import read_site
 from monarchfs.types import OperationError
 from tests import surroundings, trees
 from tests.faking import interpreter_for
-from tests.mount.test_quiet import priorities
+from tests.mount.test_low_priority import priorities
 from tests.mounting import (
     MONARCHFS,
     Bench,

@@ -22,8 +22,8 @@ pytestmark = requires_root
 CALLS = """
 import resource, sys, threading, time, trio
 sys.path.insert(0, sys.argv[1])
-from monarchfs.quiet import behind
-from monarchfs.threads import run_sync
+from monarchfs.system.low_priority import run_sync_at
+from monarchfs.system.threads import run_sync
 
 _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
 
@@ -55,7 +55,7 @@ async def main(in_thread, before):
         assert len({thread for _, thread in done[:-1]}) == 1
     limit(hard)
 
-trio.run(main, {"any": run_sync, "quiet": behind(5)}[sys.argv[2]], int(sys.argv[3]))
+trio.run(main, {"any": run_sync, "quiet": run_sync_at(5)}[sys.argv[2]], int(sys.argv[3]))
 """
 
 

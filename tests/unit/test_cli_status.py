@@ -15,8 +15,8 @@ from monarchfs.cli.main import main
 from monarchfs.cli.status_text import format_list, format_report
 from monarchfs.fuse.mountinfo import read_mountinfo
 from monarchfs.supervisor.recover import FoundMount
+from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError
-from monarchfs.units import format_bytes
 from tests.mounting import MONARCHFS, REPOSITORY, Bench, requires_fuse, requires_root
 
 REPORT = {

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs import logs
 from monarchfs.config import User
-from monarchfs.logs import INTERVAL_SECONDS, MOST_LINES, FewOfEach
 from monarchfs.supervisor.logs import log_file_handler
+from monarchfs.system import logs
+from monarchfs.system.logs import INTERVAL_SECONDS, MOST_LINES, FewOfEach
 
 ME = User("me", os.geteuid(), os.getegid(), tuple(os.getgroups()))
 log = logging.getLogger("monarchfs.of_this_test")
@@ -83,7 +83,7 @@ def test_nothing_is_left_untold_at_the_end(few: tuple[FewOfEach, Lines]) -> None
 
 WRITES = """
 import logging, os, sys
-from monarchfs import logs
+from monarchfs.system import logs
 directory = os.open(sys.argv[1], os.O_RDONLY)
 logs.MOST_BYTES = 10_000
 logging.basicConfig(handlers=[logs.BoundedLog(directory, "worker.log")])

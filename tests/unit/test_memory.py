@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from monarchfs.memory import (
+from monarchfs.system.memory import (
     UNLIMITED,
     Hierarchy,
     MemoryHeadroom,
@@ -328,7 +328,7 @@ def limited() -> Iterator[Callable[[], str]]:
     program = (
         "import os, sys\n"
         "open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
-        "from monarchfs.memory import MemoryProbe\n"
+        "from monarchfs.system.memory import MemoryProbe\n"
         "print(*MemoryProbe().read())\n"
     )
 

@@ -30,7 +30,7 @@ from monarchfs.cli.text import (
     sparkline,
 )
 from monarchfs.cli.watch import Moment, lines
-from monarchfs.units import format_seconds
+from monarchfs.text.sizes import format_seconds
 from tests import surroundings
 from tests.mounting import MONARCHFS, Bench, requires_fuse, requires_root, wait_for
 from tests.timing import Stopwatch

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from monarchfs import __version__
+from monarchfs.exporter.samples import Durations, Sample, Values
 from monarchfs.metrics import Histogram, Requests, names
-from monarchfs.metrics.names import Family
 from monarchfs.types import TierTotals
 
 if TYPE_CHECKING:
     from monarchfs.metrics import Metrics
-    from monarchfs.status import Observed
-
-
-class Durations(NamedTuple):
-    """A histogram as it was at one moment."""
-
-    bounds_ns: tuple[int, ...]
-    counts: tuple[int, ...]
-    total_ns: int
-
-
-Value = int | float | Durations
-Sample = tuple[tuple[str, ...], Value]
-"""The values of the labels, and the metric's."""
-
-Values = dict[Family, list[Sample]]
+    from monarchfs.worker.status import Observed
 
 
 def values_now(worker: Observed) -> Values:

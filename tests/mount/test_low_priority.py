@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from monarchfs import quiet
-from monarchfs.quiet import QuietThreads, behind, hurried
-from monarchfs.threads import run_sync
+from monarchfs.system import low_priority
+from monarchfs.system.low_priority import LowPriorityThreads, at_normal_priority, run_sync_at
+from monarchfs.system.threads import run_sync
 from tests.mounting import Bench, requires_fuse, run
 
 OWN = os.getpriority(os.PRIO_PROCESS, 0)
@@ -75,7 +75,7 @@ async def until(condition: Callable[[], object]) -> None:
 def test_it_runs_functions_at_a_low_priority_and_changes_nobody_elses() -> None:
     async def main() -> None:
         own = os.getpriority(os.PRIO_PROCESS, 0)
-        threads = QuietThreads(NICE)
+        threads = LowPriorityThreads(NICE)
         seen = set()
         for _ in range(3):
             thread, nice, io = await threads.run_sync(own_priorities)
@@ -93,10 +93,10 @@ def test_it_runs_functions_at_a_low_priority_and_changes_nobody_elses() -> None:
 
 def test_a_task_that_is_in_a_hurry_is_not_put_behind() -> None:
     async def main() -> None:
-        threads, own = QuietThreads(NICE), os.getpriority(os.PRIO_PROCESS, 0)
+        threads, own = LowPriorityThreads(NICE), os.getpriority(os.PRIO_PROCESS, 0)
 
         async def hurries() -> None:
-            hurried.set(True)
+            at_normal_priority.set(True)
             _thread, nice, _io = await threads.run_sync(own_priorities)
             assert nice == own
 
@@ -110,7 +110,7 @@ def test_a_task_that_is_in_a_hurry_is_not_put_behind() -> None:
 
 def test_results_and_errors_come_back() -> None:
     async def main() -> None:
-        threads = QuietThreads(NICE)
+        threads = LowPriorityThreads(NICE)
         assert await threads.run_sync(divmod, 7, 2) == (3, 1)
         with pytest.raises(ZeroDivisionError):
             await threads.run_sync(divmod, 7, 0)
@@ -120,7 +120,7 @@ def test_results_and_errors_come_back() -> None:
 
 def test_as_many_run_at_once_as_the_limiter_lets() -> None:
     async def main() -> None:
-        threads, limiter = QuietThreads(NICE), trio.CapacityLimiter(3)
+        threads, limiter = LowPriorityThreads(NICE), trio.CapacityLimiter(3)
         together = threading.Barrier(3)
         async with trio.open_nursery() as nursery:
             for _ in range(9):
@@ -128,7 +128,7 @@ def test_as_many_run_at_once_as_the_limiter_lets() -> None:
         assert limiter.borrowed_tokens == 0
 
     async def wait_with_others(
-        threads: QuietThreads, limiter: trio.CapacityLimiter, together: threading.Barrier
+        threads: LowPriorityThreads, limiter: trio.CapacityLimiter, together: threading.Barrier
     ) -> None:
         await threads.run_sync(together.wait, 20, limiter=limiter)
 
@@ -140,7 +140,7 @@ def test_who_is_cancelled_leaves_only_where_that_was_agreed(abandons: bool) -> N
     go_on = threading.Event()
 
     async def main() -> None:
-        threads, limiter = QuietThreads(NICE), trio.CapacityLimiter(1)
+        threads, limiter = LowPriorityThreads(NICE), trio.CapacityLimiter(1)
         left = trio.Event()
 
         async def asks() -> None:
@@ -174,13 +174,13 @@ def test_who_is_cancelled_leaves_only_where_that_was_agreed(abandons: bool) -> N
 
 
 def test_threads_without_work_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quiet, "_IDLE_SECONDS", 0.02)
+    monkeypatch.setattr(low_priority, "_IDLE_SECONDS", 0.02)
 
     def left() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if thread.name == "quiet"]
+        return [thread.name for thread in threading.enumerate() if thread.name == "low priority"]
 
     async def main() -> None:
-        threads = QuietThreads(NICE)
+        threads = LowPriorityThreads(NICE)
         for _ in range(20):
             async with trio.open_nursery() as nursery:
                 for _ in range(3):
@@ -193,7 +193,7 @@ def test_threads_without_work_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_priority_is_no_other_thread() -> None:
-    assert behind(0) is run_sync
+    assert run_sync_at(0) is run_sync
 
 
 @requires_fuse

@@ -1,19 +1,10 @@
-"""The worker: one trio run with the FUSE session, the copier and the control connections.
-
-Started by the supervisor as ``python -I -m monarchfs.worker --bootstrap-fd N``, as the mount's
-user. N holds a JSON object: the configuration, and the numbers of the descriptors it inherits. See
-docs/ARCHITECTURE.md for the conversation on the channel.
-"""
+"""The composition root of the worker: it builds the parts, connects them and runs their tasks."""
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import logging
 import os
-import signal
 import socket
-import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -26,12 +17,9 @@ import trio
 # The session comes before anything that imports pyfuse3.
 from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs import control
-from monarchfs.bootstrap import Bootstrap, SupervisorChannel, wait_to_begin
 from monarchfs.cache.cache import Cache
-from monarchfs.commands import Commands
 from monarchfs.config.model import Config, DataPath, PrefetchMode
 from monarchfs.engine.misses import Misses
-from monarchfs.escaping import OneLine
 from monarchfs.fs.files import Files
 from monarchfs.fs.find import Finder
 from monarchfs.fs.freshness import NS, Freshness
@@ -50,7 +38,6 @@ from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.quick import Quick
 from monarchfs.fuse.relay import Relay
 from monarchfs.index import Index, set_aside
-from monarchfs.logs import BoundedLog, FewOfEach
 from monarchfs.metrics import Metrics
 from monarchfs.metrics.kept import PersistentCounts
 from monarchfs.prefetch.ahead import Ahead
@@ -61,21 +48,22 @@ from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan, read_list
 from monarchfs.prefetch.touch import Touch
 from monarchfs.prefetch.warm import Warming
-from monarchfs.privileges import close_to_others, drop_capabilities, raise_descriptor_limit
-from monarchfs.quiet import behind
 from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
-from monarchfs.status import status
 from monarchfs.store.tier import Tier
-from monarchfs.threads import run_sync
+from monarchfs.system.logs import FewOfEach
+from monarchfs.system.low_priority import run_sync_at
+from monarchfs.system.threads import run_sync
 from monarchfs.types import (
     ROOT_INO,
     EvictionPolicy,
     FreshnessMode,
     IndexUnusable,
-    MonarchError,
     OperationError,
 )
+from monarchfs.worker.bootstrap import Bootstrap, SupervisorChannel
+from monarchfs.worker.commands import Commands
+from monarchfs.worker.status import status
 
 if TYPE_CHECKING:
     from monarchfs.exporter.run import Exporter
@@ -83,17 +71,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WORKER_LOG = "worker.log"
-"""Standard error, of a daemon; the supervisor knows it by the same name."""
-FEW_LINES = FewOfEach()
-
 BACKGROUND_EXTRA = 8
 """Background threads for scanning, beside those that copy."""
 
 SHUTDOWN_SYNC_SECONDS = 5.0
 BEAT_SECONDS = 0.25
-STACKS_SIGNAL = signal.SIGUSR1
-"""Have the stacks of all threads written to standard error."""
 
 
 def _safe(config: Config) -> Config:
@@ -113,7 +95,11 @@ class Worker:
     """The composition root. Constant: its parts, each of which owns what it opens."""
 
     def __init__(
-        self, bootstrap: Bootstrap, channel: SupervisorChannel, nursery: trio.Nursery
+        self,
+        bootstrap: Bootstrap,
+        channel: SupervisorChannel,
+        nursery: trio.Nursery,
+        log_filter: FewOfEach,
     ) -> None:
         config = _safe(bootstrap.config) if bootstrap.safe else bootstrap.config
         self.config = config
@@ -127,6 +113,7 @@ class Worker:
         self._interrupted: list[int] = []
         self._mount_ns = bootstrap.mount_ns
         self._channel = channel
+        self._log_filter = log_filter
         self._nursery = nursery
         self.metrics = Metrics()
         self._state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
@@ -142,7 +129,7 @@ class Worker:
             self.index.skip_numbers_after(self.slots.numbers)
         self.slots.numbers = self.index.next_number
         # Where nobody waits for a copy or a scan, those who read go first.
-        quietly = behind(config.copy_nice)
+        quietly = run_sync_at(config.copy_nice)
         self.source = Source(
             posix,
             demand_threads=config.source_threads,
@@ -390,7 +377,7 @@ class Worker:
         while True:
             self.slots.beat()
             self.count()
-            FEW_LINES.tell()
+            self._log_filter.tell()
             await trio.sleep(BEAT_SECONDS)
 
     async def listen(self) -> None:
@@ -529,14 +516,15 @@ def _exporter(worker: Worker, descriptor: int | None) -> Exporter | None:
         return None
     # Mounts without metrics are not to pay for the import.
     from monarchfs.exporter.run import Exporter
+    from monarchfs.worker.metric_values import values_now
 
-    return Exporter(worker, descriptor)
+    return Exporter(partial(values_now, worker), descriptor)
 
 
 def _metrics(worker: Worker) -> dict[str, Any]:
     """What the exporter of the node asks for."""
-    from monarchfs.exporter.values import values_now
     from monarchfs.exporter.wire import encode
+    from monarchfs.worker.metric_values import values_now
 
     return encode(values_now(worker))
 
@@ -562,66 +550,3 @@ def _open_tier(fd: int, path: str, number: int, directory: str) -> Tier:
         raise OperationError(
             f"tier {path}: {place}: {exc.strerror}: remove it, or name another --tier"
         ) from None
-
-
-async def run(bootstrap: Bootstrap) -> int:
-    """Serve until the file system is unmounted (0) or something failed (1)."""
-    channel = SupervisorChannel(bootstrap.channel_fd)
-    worker: Worker | None = None
-    try:
-        async with trio.open_nursery() as nursery:
-            try:
-                worker = Worker(bootstrap, channel, nursery)
-                await nursery.start(worker.source.watch)
-                nursery.start_soon(worker.interrupts.watch)
-                nursery.start_soon(worker.beat)
-                await worker.start()
-            except (OSError, MonarchError) as exc:
-                state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
-                error = str(exc).replace(state_dir, bootstrap.config.state_dir)
-                await channel.send({"event": "failed", "error": error})
-                return 1
-            nursery.start_soon(worker.listen)
-            await worker.session.serve()
-            log.info("unmounted")
-            nursery.cancel_scope.cancel()
-    finally:
-        if worker is not None:
-            await worker.close()
-    return 0
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="monarchfs.worker")
-    parser.add_argument("--bootstrap-fd", type=int, required=True)
-    parser.add_argument("mountpoint", nargs="?", help="for who looks at processes")
-    try:
-        bootstrap = Bootstrap.read(parser.parse_args(arguments).bootstrap_fd)
-    except OperationError as exc:
-        sys.exit(str(exc))
-    # The supervisor decides where standard error goes.
-    handler = BoundedLog(bootstrap.state_fd, WORKER_LOG)
-    handler.addFilter(FEW_LINES)
-    handler.setFormatter(OneLine("%(asctime)s worker %(levelname)s %(message)s"))
-    logging.basicConfig(level=bootstrap.config.log_level.upper(), handlers=[handler])
-    faulthandler.enable()
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the foreground is the supervisor's
-    drop_capabilities()
-    if bootstrap.supervisor_uid != os.geteuid():
-        close_to_others()
-    raise_descriptor_limit()
-    if bootstrap.waits:
-        if (told := wait_to_begin(bootstrap.channel_fd)) is None:
-            return
-        bootstrap = replace(bootstrap, restarts=told["restarts"])
-    code = trio.run(run, bootstrap)
-    FEW_LINES.tell(all_of_them=True)
-    logging.shutdown()
-    sys.stderr.flush()
-    # A thread that hangs in the source would keep the interpreter from ending.
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import outcome
 import trio
 
-from monarchfs.threads import RunSync, ThreadQueue, run_sync
+from monarchfs.system.threads import RunSync, ThreadQueue, run_sync
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 _Job = Callable[[], Callable[[], None]]
 """Does it, and returns what tells whoever waits for it."""
 
-hurried: ContextVar[bool] = ContextVar("hurried", default=False)
+at_normal_priority: ContextVar[bool] = ContextVar("at_normal_priority", default=False)
 """Set in a task for whose work somebody may be waiting soon: it has everybody's priority."""
 
 _IDLE_SECONDS = 10.0
@@ -39,7 +39,7 @@ _WHO_PROCESS = 1
 _LOWEST_OF_BEST_EFFORT = 2 << 13 | 7
 
 
-class QuietThreads:
+class LowPriorityThreads:
     """For one trio run. Constant: ``nice``. Changing: the threads, which end when they have had
     nothing to do for a while, and how many of them wait for work that nobody has promised them."""
 
@@ -60,8 +60,8 @@ class QuietThreads:
         limiter: trio.CapacityLimiter | None = None,
     ) -> T:
         """As ``threads.run_sync``: the limiter's token is held until ``sync_fn`` returns,
-        also where nobody waits for it any more. For a task that is ``hurried`` it is that."""
-        if hurried.get():
+        also where nobody waits for it any more. A task ``at_normal_priority`` gets just that."""
+        if at_normal_priority.get():
             return await run_sync(
                 sync_fn, *args, abandon_on_cancel=abandon_on_cancel, limiter=limiter
             )
@@ -118,7 +118,9 @@ class QuietThreads:
             promised = self._idle > 0
             self._idle -= promised
         if not promised:
-            threading.Thread(target=self._serve, args=(job,), name="quiet", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(job,), name="low priority", daemon=True
+            ).start()
         else:
             self._jobs.put(job)
 
@@ -156,6 +158,6 @@ def lower_this_thread(nice: int) -> None:
         log.warning("copying keeps the priority of everything else: %s", error.strerror)
 
 
-def behind(nice: int) -> RunSync:
+def run_sync_at(nice: int) -> RunSync:
     """What runs functions that nobody waits for: at a low priority, or (0) as any other."""
-    return QuietThreads(nice).run_sync if nice else run_sync
+    return LowPriorityThreads(nice).run_sync if nice else run_sync

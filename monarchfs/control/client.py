@@ -1,0 +1,151 @@
+"""The asking side of the control socket."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from monarchfs.control.messages import (
+    MOST_REPLY_BYTES,
+    SILENCE_SECONDS,
+    decode_message,
+    encode_message,
+)
+from monarchfs.control.peers import peer_uid
+from monarchfs.control.registration import Registered
+from monarchfs.types import OperationError
+
+_RETRY_SECONDS = 0.02
+
+
+class Connection:
+    """A client's connection to the supervisor of one mount; a context manager."""
+
+    def __init__(self, socket_path: str, timeout: float) -> None:
+        """Connects within ``timeout`` seconds; raises OperationError if nobody listens."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._received = bytearray()
+        self._socket.settimeout(timeout)
+        deadline = time.monotonic() + timeout
+        try:
+            # The socket itself, and no link: a user's could lead root to another mount's daemon.
+            # By its descriptor, because sun_path holds 108 bytes only.
+            place = os.open(socket_path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if not stat.S_ISSOCK(os.fstat(place).st_mode):
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, "it is not a socket")
+                self._connect(f"/proc/self/fd/{place}", deadline)
+            finally:
+                os.close(place)
+        except OSError as error:
+            self._socket.close()
+            raise OperationError(
+                f"the mount's daemon does not answer on {socket_path}: {error.strerror or error}"
+            ) from None
+
+    def _connect(self, path: str, deadline: float) -> None:
+        # A full backlog makes connect fail at once where the socket has a timeout (unix(7)).
+        while True:
+            try:
+                self._socket.connect(path)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_SECONDS)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    @property
+    def peer_uid(self) -> int:
+        return peer_uid(self._socket)
+
+    def request(self, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        """The result of one command, within ``timeout`` seconds; OperationError otherwise."""
+        return self._ask(message, timeout, None)
+
+    def long_request(
+        self, message: Mapping[str, Any], progress: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any]:
+        """The same for a command that takes its time: ``progress`` is called with what the daemon
+        says of it meanwhile; OperationError after SILENCE_SECONDS without a word."""
+        return self._ask(message, SILENCE_SECONDS, progress)
+
+    def _ask(
+        self,
+        message: Mapping[str, Any],
+        timeout: float,
+        progress: Callable[[dict[str, Any]], None] | None,
+    ) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout
+        try:
+            self._socket.settimeout(timeout)
+            with suppress(BrokenPipeError, ConnectionResetError):  # refused already: it says why
+                self._socket.sendall(encode_message(message))
+            reply = decode_message(self._read_line(deadline))
+            while progress is not None and isinstance(reply.get("progress"), dict):
+                progress(reply["progress"])
+                reply = decode_message(self._read_line(time.monotonic() + timeout))
+        except TimeoutError:
+            raise OperationError(
+                f"the mount's daemon did not answer within {round(timeout, 1):g} s: see its log;"
+                " monarchfs umount removes the mount all the same"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise OperationError(f"the mount's daemon gave no answer: {error}") from None
+        if reply.get("ok") is True and isinstance(reply.get("result"), dict):
+            return dict(reply["result"])
+        raise OperationError(str(reply.get("error", "the mount's daemon refused without a reason")))
+
+    def wait_closed(self, timeout: float) -> bool:
+        """Waits until the other side is gone; whether it went within ``timeout`` seconds."""
+        self._socket.settimeout(max(timeout, 0.001))
+        try:
+            while self._socket.recv(1 << 16):
+                pass
+        except TimeoutError:
+            return False
+        except OSError:
+            pass  # reset by a peer that died: gone as well
+        return True
+
+    def _read_line(self, deadline: float) -> bytes:
+        received = self._received
+        part = bytes(received)
+        while b"\n" not in part:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
+            part = self._socket.recv(1 << 16)
+            if not part:
+                raise ValueError("the connection was closed")
+            received += part
+            if len(received) > MOST_REPLY_BYTES:
+                raise ValueError("the reply is too long")
+        line, _, rest = bytes(received).partition(b"\n")
+        self._received = bytearray(rest)
+        return line
+
+
+def request(registered: Registered, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """The result of one command sent to the daemon that is registered.
+
+    Raises OperationError if nobody listens or somebody else does, if there is no answer within
+    ``timeout`` seconds, or with the daemon's own words if it refuses.
+    """
+    deadline = time.monotonic() + timeout
+    with Connection(registered.socket_path, timeout) as connection:
+        if connection.peer_uid != registered.owner_uid:
+            raise OperationError(f"somebody else listens on {registered.socket_path}")
+        return connection.request(message, max(0.1, deadline - time.monotonic()))

@@ -1,0 +1,117 @@
+"""The control socket: one JSON object a line, one request and one reply a connection.
+
+A request is ``{"command": ..., ...}``; a reply is ``{"ok": true, "result": {...}}`` or
+``{"ok": false, "error": "one line"}``. The supervisor listens and answers ``status`` and ``umount``
+itself; other commands reach the worker, together with the connection. Who may connect is decided by
+the socket's mode (0600, the mount's user) and by SO_PEERCRED. All messages and limits are in
+docs/CONTROL.md.
+
+``refresh``, ``pin``, ``unpin`` and ``evict`` carry ``"paths": [...]``, relative to the mount's root
+(``""`` is the root), with bytes that are no text as lone surrogates (os.fsencode undoes that). They
+may take as long as they need: before its reply the worker then writes lines
+``{"progress": {...}}``, one every PROGRESS_SECONDS at least, also while the source hangs. Who asked
+gives up after SILENCE_SECONDS without a line. A client that closes the connection wants no more:
+the next line then fails with EPIPE, and the worker ends the command.
+
+So do ``warm``, with ``"what": "copy" | "metadata" | "check"`` and ``"wait": true | false``, and
+``why``. A ``warm`` that is no check goes on when the client is gone. Results are what the command
+line prints with ``--json`` (docs/USAGE.md); that of ``why`` is ``{"paths": [...]}``, each with its
+``"path"`` and either what is known or an ``"error"``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+MOST_REQUEST_BYTES = 64 << 10
+MOST_REPLY_BYTES = 16 << 20
+MOST_PATH_BYTES = 4096
+MOST_NAME_BYTES = 255
+PROGRESS_SECONDS = 5.0
+SILENCE_SECONDS = 20.0
+
+
+def encode_message(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def encode_result(result: Mapping[str, Any]) -> bytes:
+    """The reply of a command that worked."""
+    return encode_message({"ok": True, "result": result})
+
+
+def encode_progress(progress: Mapping[str, Any]) -> bytes:
+    """How far a long command has come, before its reply."""
+    return encode_message({"progress": progress})
+
+
+def encode_error(error: str) -> bytes:
+    """The reply of a command that failed; ``error`` is one line."""
+    return encode_message({"ok": False, "error": error})
+
+
+def decode_message(line: bytes) -> dict[str, Any]:
+    """The object on one line. Raises ValueError for anything else."""
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(message, dict):
+        raise ValueError("a message must be a JSON object")
+    return message
+
+
+def decode_request(line: bytes) -> dict[str, Any]:
+    """A request, checked as far as that is the same for all commands, so that nothing strange
+    reaches a worker. Raises ValueError, with the reason in one line."""
+    request = decode_message(line)
+    if not isinstance(request.get("command"), str):
+        raise ValueError("it names no command")
+    for name, value in request.items():
+        for part in value if isinstance(value, list) else [value]:
+            _check_value(name[:40], part, in_list=isinstance(value, list))
+    paths = request.get("paths", [])
+    if not isinstance(paths, list):
+        raise ValueError("'paths' must be a list of strings")
+    for path in paths:
+        _check_path(path)
+    timeout = request.get("timeout", 1.0)
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
+        raise ValueError("timeout must be a number of seconds above 0")
+    return request
+
+
+def _check_value(name: str, value: object, *, in_list: bool) -> None:
+    if isinstance(value, str):
+        try:
+            plain = b"\0" not in os.fsencode(value)
+        except UnicodeEncodeError:
+            plain = False
+        if not plain:
+            raise ValueError(f"{name!a} holds a character that no path can have")
+    elif in_list:
+        raise ValueError(f"{name!a} must be a list of strings")
+    elif not (value is None or isinstance(value, (bool, int, float))):
+        raise ValueError(f"{name!a} must be a plain value or a list of strings")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name!a} must be a finite number")
+    elif isinstance(value, int) and abs(value) >= 1 << 63:
+        raise ValueError(f"{name!a} must have less than 64 bits")
+
+
+def _check_path(path: str) -> None:
+    encoded = os.fsencode(path)
+    if encoded.startswith(b"/") or b".." in encoded.split(b"/"):
+        raise ValueError("a path must be relative to the mount's root and stay below it")
+    if too_long(path):
+        raise ValueError(f"a path is longer than {MOST_PATH_BYTES} bytes, or a name in it is")
+
+
+def too_long(path: str) -> bool:
+    """Whether no file can have the path (or no name of a file a name in it)."""
+    encoded = os.fsencode(path)
+    return len(encoded) > MOST_PATH_BYTES or max(map(len, encoded.split(b"/"))) > MOST_NAME_BYTES

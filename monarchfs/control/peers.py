@@ -1,0 +1,38 @@
+"""Who is at the other end of a Unix socket, and a name for one that is short enough."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+
+_UCRED = struct.Struct("=iII")
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The effective uid of whoever connected or listens (SO_PEERCRED, unix(7))."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    return int(_UCRED.unpack(packed)[1])
+
+
+def may_ask(connection: socket.socket, uid: int) -> bool:
+    """Whether who connected is root, the mount's user or who runs this.
+
+    In a user namespace the machine's root has no number of its own, but that of everybody from
+    outside (user_namespaces(7), overflowuid). Of those the socket's mode has let in only root.
+    """
+    return peer_uid(connection) in (0, uid, os.geteuid(), _outsiders())
+
+
+def _outsiders() -> int | None:
+    """The uid that those have who are not of this user namespace; None outside of one."""
+    with open("/proc/self/uid_map", encoding="ascii") as uid_map:
+        if uid_map.read().split() == ["0", "0", "4294967295"]:
+            return None
+    with open("/proc/sys/kernel/overflowuid", encoding="ascii") as number:
+        return int(number.read())
+
+
+def short_socket_path(directory_fd: int, path: str) -> str:
+    """A name for the socket ``path`` in an open directory that fits into sun_path (108 bytes)."""
+    return f"/proc/self/fd/{directory_fd}/{os.path.basename(path)}"

@@ -1,0 +1,1 @@
+"""The process that answers the kernel: its parts, put together."""

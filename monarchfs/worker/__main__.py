@@ -1,0 +1,96 @@
+"""The worker's process: one trio run with the FUSE session, the copier and the control connections.
+
+Started by the supervisor as ``python -I -m monarchfs.worker --bootstrap-fd N``, as the mount's
+user. N holds a JSON object: the configuration, and the numbers of the descriptors it inherits. See
+docs/ARCHITECTURE.md for the conversation on the channel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from dataclasses import replace
+
+import trio
+
+from monarchfs.system.logs import BoundedLog, FewOfEach
+from monarchfs.system.privileges import close_to_others, drop_capabilities, raise_descriptor_limit
+from monarchfs.text.escaping import OneLine
+from monarchfs.types import MonarchError, OperationError
+from monarchfs.worker.bootstrap import Bootstrap, SupervisorChannel, wait_to_begin
+from monarchfs.worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+WORKER_LOG = "worker.log"
+"""Standard error, of a daemon; the supervisor knows it by the same name."""
+STACKS_SIGNAL = signal.SIGUSR1
+"""Have the stacks of all threads written to standard error."""
+
+
+async def run(bootstrap: Bootstrap, log_filter: FewOfEach) -> int:
+    """Serve until the file system is unmounted (0) or something failed (1)."""
+    channel = SupervisorChannel(bootstrap.channel_fd)
+    worker: Worker | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            try:
+                worker = Worker(bootstrap, channel, nursery, log_filter)
+                await nursery.start(worker.source.watch)
+                nursery.start_soon(worker.interrupts.watch)
+                nursery.start_soon(worker.beat)
+                await worker.start()
+            except (OSError, MonarchError) as exc:
+                state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
+                error = str(exc).replace(state_dir, bootstrap.config.state_dir)
+                await channel.send({"event": "failed", "error": error})
+                return 1
+            nursery.start_soon(worker.listen)
+            await worker.session.serve()
+            log.info("unmounted")
+            nursery.cancel_scope.cancel()
+    finally:
+        if worker is not None:
+            await worker.close()
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="monarchfs.worker")
+    parser.add_argument("--bootstrap-fd", type=int, required=True)
+    parser.add_argument("mountpoint", nargs="?", help="for who looks at processes")
+    try:
+        bootstrap = Bootstrap.read(parser.parse_args(arguments).bootstrap_fd)
+    except OperationError as exc:
+        sys.exit(str(exc))
+    # The supervisor decides where standard error goes.
+    log_filter = FewOfEach()
+    handler = BoundedLog(bootstrap.state_fd, WORKER_LOG)
+    handler.addFilter(log_filter)
+    handler.setFormatter(OneLine("%(asctime)s worker %(levelname)s %(message)s"))
+    logging.basicConfig(level=bootstrap.config.log_level.upper(), handlers=[handler])
+    faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the foreground is the supervisor's
+    drop_capabilities()
+    if bootstrap.supervisor_uid != os.geteuid():
+        close_to_others()
+    raise_descriptor_limit()
+    if bootstrap.waits:
+        if (told := wait_to_begin(bootstrap.channel_fd)) is None:
+            return
+        bootstrap = replace(bootstrap, restarts=told["restarts"])
+    code = trio.run(run, bootstrap, log_filter)
+    log_filter.tell(all_of_them=True)
+    logging.shutdown()
+    sys.stderr.flush()
+    # A thread that hangs in the source would keep the interpreter from ending.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
