@@ -110,17 +110,34 @@ static PyObject *has(PyObject *self, PyObject *given)
 	return number_in(given, &ino) ? PyBool_FromLong(misses_has(ino)) : NULL;
 }
 
+/* The numbers in a list, to be freed; NULL with an exception. */
+static uint64_t *numbers_in(PyObject *given)
+{
+	if (!PyList_Check(given)) {
+		PyErr_SetString(PyExc_TypeError, "not a list");
+		return NULL;
+	}
+	Py_ssize_t count = PyList_GET_SIZE(given);
+	uint64_t *numbers = malloc(count ? (size_t)count * sizeof(*numbers) : 1);
+	if (!numbers)
+		PyErr_NoMemory();
+	for (Py_ssize_t n = 0; numbers && n < count; n++) {
+		if (!number_in(PyList_GET_ITEM(given, n), &numbers[n])) {
+			free(numbers);
+			return NULL;
+		}
+	}
+	return numbers;
+}
+
 static PyObject *forget(PyObject *self, PyObject *given)
 {
 	(void)self;
-	if (!PyList_Check(given))
-		return PyErr_Format(PyExc_TypeError, "not a list");
-	for (Py_ssize_t n = 0; n < PyList_GET_SIZE(given); n++) {
-		uint64_t ino;
-		if (!number_in(PyList_GET_ITEM(given, n), &ino))
-			return NULL;
-		misses_forget(ino);
-	}
+	uint64_t *inos = numbers_in(given);
+	if (!inos)
+		return NULL;
+	misses_forget(inos, (size_t)PyList_GET_SIZE(given));
+	free(inos);
 	Py_RETURN_NONE;
 }
 
@@ -149,14 +166,22 @@ static PyObject *fetch(PyObject *self, PyObject *args)
 	(void)self;
 	if (!PyArg_ParseTuple(args, "O!I", &PyList_Type, &given, &threads))
 		return NULL;
-	PyObject *refused = PyList_New(0);
-	for (Py_ssize_t n = 0; refused && n < PyList_GET_SIZE(given); n++) {
-		PyObject *each = PyList_GET_ITEM(given, n);
-		uint64_t ino;
-		if (!number_in(each, &ino) ||
-		    (!misses_fetch(ino, threads) && PyList_Append(refused, each) < 0))
+	size_t count = (size_t)PyList_GET_SIZE(given);
+	uint64_t *inos = numbers_in(given);
+	bool *begun = malloc(count + 1);
+	PyObject *refused = inos ? PyList_New(0) : NULL;
+	if (!begun && inos)
+		PyErr_NoMemory();
+	if (!begun)
+		Py_CLEAR(refused);
+	if (refused)
+		misses_fetch(inos, count, threads, begun);
+	for (size_t n = 0; refused && n < count; n++)
+		if (!begun[n] &&
+		    PyList_Append(refused, PyList_GET_ITEM(given, (Py_ssize_t)n)) < 0)
 			Py_CLEAR(refused);
-	}
+	free(begun);
+	free(inos);
 	return refused;
 }
 

@@ -994,15 +994,17 @@ bool misses_has(uint64_t ino)
 	return has;
 }
 
-void misses_forget(uint64_t ino)
+void misses_forget(const uint64_t *inos, size_t count)
 {
 	pthread_mutex_lock(&lock);
-	/* Nothing is answered from these bytes afterwards, but to who has them open. */
-	struct entry **place;
-	while (*(place = place_of(ino)) && (*place)->answering)
-		pthread_cond_wait(&no_answers, &lock);
-	if (*place)
-		forget_unless_open(place);
+	for (size_t n = 0; n < count; n++) {
+		/* Nothing is answered from these bytes afterwards, but to who has them open. */
+		struct entry **place;
+		while (*(place = place_of(inos[n])) && (*place)->answering)
+			pthread_cond_wait(&no_answers, &lock);
+		if (*place)
+			forget_unless_open(place);
+	}
 	pthread_mutex_unlock(&lock);
 }
 
@@ -1020,32 +1022,35 @@ void misses_forget_all(void)
 	pthread_mutex_unlock(&lock);
 }
 
-bool misses_fetch(uint64_t ino, unsigned threads)
+/* Under `lock`. */
+static bool fetch(struct entry *entry)
 {
-	struct miss_event *event = malloc(sizeof(*event));
-	if (!event)
-		return false;
-	pthread_mutex_lock(&lock);
-	struct entry *entry = *place_of(ino);
 	bool known = pool.most && entry && is_placed(entry) && !entry->held && !entry->over &&
 		     !entry->wanted;
-	bool wanted = known && !entry->told;
-	if (wanted) {
-		entry->wanted = event;
-		pool_ahead.most = threads;
-		if (entry->bytes) {
-			tell(entry, (struct miss_event){.bytes = entry->bytes});
-		} else if (entry->state == REMOTE && !queue_ahead(entry)) {
-			take_from(&ahead.first, &ahead.last, entry);
-			entry->state = REMOTE;
-			entry->wanted = NULL;
-			known = wanted = false;
-		}
-	}
-	pthread_mutex_unlock(&lock);
-	if (!wanted)
+	if (!known || entry->told)
+		return known;
+	struct miss_event *event = entry->wanted = malloc(sizeof(*event));
+	if (!event)
+		return false;
+	if (entry->bytes) {
+		tell(entry, (struct miss_event){.bytes = entry->bytes});
+	} else if (entry->state == REMOTE && !queue_ahead(entry)) {
+		take_from(&ahead.first, &ahead.last, entry);
+		entry->state = REMOTE;
+		entry->wanted = NULL;
 		free(event);
-	return known;
+		return false;
+	}
+	return true;
+}
+
+void misses_fetch(const uint64_t *inos, size_t count, unsigned threads, bool *begun)
+{
+	pthread_mutex_lock(&lock);
+	pool_ahead.most = threads;
+	for (size_t n = 0; n < count; n++)
+		begun[n] = fetch(*place_of(inos[n]));
+	pthread_mutex_unlock(&lock);
 }
 
 bool misses_hold(uint64_t ino, bool held)

@@ -86,15 +86,16 @@ bool misses_put(uint64_t ino, unsigned directory, const char *name, size_t lengt
 		const struct miss_version *version);
 bool misses_has(uint64_t ino);
 
-/* It is not to be served any more: it is resident, or stands for nothing. No open is being answered when
- * this returns; it waits for the kernel to take answers, for nobody else. */
-void misses_forget(uint64_t ino);
+/* They are not to be served any more: each is resident, or stands for nothing. No open is being answered
+ * when this returns; it waits for the kernel to take answers, for nobody else. */
+void misses_forget(const uint64_t *inos, size_t count);
 void misses_forget_all(void);
 
-/* Python wants all of it, though nobody may have asked for it: it is read by one of so many threads, other
+/* Python wants all of each, though nobody may have asked for it: it is read by one of so many threads, other
  * ones than those that readers wait for. One event tells of it, with the bytes or why there are none, unless
- * this is False, or `misses_hold` says so. Whoever asks for it meanwhile is answered from the same read. */
-bool misses_fetch(uint64_t ino, unsigned threads);
+ * its place in `begun` is made false, or `misses_hold` says so. Whoever asks for it meanwhile is answered
+ * from the same read. */
+void misses_fetch(const uint64_t *inos, size_t count, unsigned threads, bool *begun);
 
 /* Python reads the file itself (`held`), or not any more: what is not in memory is not asked for here
  * meanwhile. Whether it is being read here, or its bytes wait for Python; if not, no event tells of what was

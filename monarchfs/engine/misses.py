@@ -7,7 +7,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import NamedTuple, Protocol
@@ -106,11 +106,12 @@ class Misses:
     def offer(self, node: Node) -> bool:
         """Have the C part serve a node, if that is possible; whether it does. 1 us where it knows
         the node, 10 us else. No checkpoint; raises nothing."""
-        ino = node.ino
-        if self.events_fd < 0 or self._hooks.resident_has(ino):
+        if self.events_fd < 0 or self._hooks.resident_has(node.ino):
             return False
-        if self._hooks.misses_has(ino):
-            return True
+        known: bool = self._hooks.misses_has(node.ino)
+        return known or self._put(node)
+
+    def _put(self, node: Node) -> bool:
         stat = node.stat
         if (
             not stat.is_regular
@@ -124,9 +125,8 @@ class Misses:
         number = self._directory(node.parent)
         if number is None:
             return False
-        known: bool = self._hooks.misses_put(
-            ino, number, node.name, stat.ino, stat.size, stat.mtime_ns, stat.ctime_ns
-        )
+        version = stat.ino, stat.size, stat.mtime_ns, stat.ctime_ns
+        known: bool = self._hooks.misses_put(node.ino, number, node.name, *version)
         return known
 
     def _directory(self, ino: int) -> int | None:
@@ -165,11 +165,12 @@ class Misses:
         with opened:
             return True
 
-    def fetch(self, inos: list[int], threads: int) -> list[int]:
-        """Have files that were offered read, by at most so many threads, behind all that readers
-        wait for; ``served`` tells of each. Those of which it will not."""
-        refused: list[int] = self._hooks.misses_fetch(inos, threads)
-        return refused
+    def fetch(self, nodes: Sequence[Node], threads: int) -> list[int]:
+        """Have files for which there is room, and no replica, read by at most so many threads,
+        behind all that readers wait for; ``served`` tells of each. Those of which it will not."""
+        offered = [node.ino for node in nodes if self._put(node)]
+        refused = {node.ino for node in nodes}.difference(offered)
+        return [*refused, *self._hooks.misses_fetch(offered, threads)]
 
     def forget(self, inos: list[int]) -> None:
         """Each is resident, or another version: it is served otherwise from now on. Who has it open

@@ -49,11 +49,16 @@ class Beside:
         self._tell = tell
         self._directories: OrderedDict[int, tuple[int, int, float]] = OrderedDict()
 
+    @property
+    def fits(self) -> bool:
+        """Whether all names that are known may be told of."""
+        return self._count() <= MOST_NAMES
+
     def looked_up(self, parent: int) -> None:
         """A name there was known. No checkpoint."""
         times, after, rests_until = self._directories.pop(parent, (0, 0, 0.0))
         times += 1
-        if times > FEW and time.monotonic() >= rests_until and self._count() <= MOST_NAMES:
+        if times > FEW and time.monotonic() >= rests_until and self.fits:
             now_ns = time.time_ns()
             rows = self._rows(parent, after, AT_ONCE)
             for dirent, node in rows:

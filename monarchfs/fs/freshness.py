@@ -62,13 +62,9 @@ class Freshness:
         """Whether a name or attributes last asked for at ``checked_ns`` need no asking now."""
         if checked_ns < self.mount_ns:
             return False
-        match self.mode:
-            case FreshnessMode.IMMUTABLE:
-                return True
-            case FreshnessMode.TTL:
-                return 0 <= now_ns - checked_ns < self.ttl_ns
-            case FreshnessMode.OPEN:
-                return False
+        if self.mode is FreshnessMode.TTL:
+            return 0 <= now_ns - checked_ns < self.ttl_ns
+        return self.mode is FreshnessMode.IMMUTABLE
 
     def near_expiry_ns(self, now_ns: int) -> int | None:
         """What was asked for then or earlier is to be asked for again soon; None: nothing is."""
@@ -134,15 +130,12 @@ class Freshness:
 
     def timeouts(self, checked_ns: int, now_ns: int) -> tuple[float, float]:
         """Seconds for which the kernel may keep (the name, the attributes)."""
-        match self.mode:
-            case FreshnessMode.IMMUTABLE:
-                return FOREVER_SECONDS, FOREVER_SECONDS
-            case FreshnessMode.TTL:
-                left = (checked_ns + self.ttl_ns - now_ns) / NS
-                left = min(max(left, 0.0), self.ttl_ns / NS)
-                return left, left
-            case FreshnessMode.OPEN:
-                return 0.0, OPEN_ATTRIBUTES_SECONDS
+        if self.mode is FreshnessMode.TTL:
+            left = min(max(checked_ns + self.ttl_ns - now_ns, 0), self.ttl_ns) / NS
+            return left, left
+        if self.mode is FreshnessMode.IMMUTABLE:
+            return FOREVER_SECONDS, FOREVER_SECONDS
+        return 0.0, OPEN_ATTRIBUTES_SECONDS
 
     def node_timeouts(self, node: Node, checked_ns: int, now_ns: int) -> tuple[float, float]:
         """The same for a node, which may have been changed just before it was asked about."""

@@ -9,7 +9,7 @@ import os
 import stat as stat_module
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 import trio
@@ -141,23 +141,24 @@ class Names(ABC):
             if confirmed_ns is None:
                 return None
             return Missing(self.freshness.timeouts(confirmed_ns, now)[0])
-        return self._answer(dirent, self.index.node(dirent.ino), now)
+        return self._answer(dirent.checked_ns, self.index.node(dirent.ino), now)
 
-    def _answer(self, dirent: Dirent, node: Node | None, now_ns: int) -> Entry | None:
-        """What a look-up is answered with; None where the source has to be asked."""
+    def _answer(self, checked_ns: int, node: Node | None, now_ns: int) -> Entry | None:
+        """What a look-up of a name last asked for at ``checked_ns`` is answered with; None where
+        the source has to be asked."""
         if node is None or node.outdated:
             return None
-        kept = self.freshness.kept(node, dirent.checked_ns, now_ns)
+        kept = self.freshness.kept(node, checked_ns, now_ns)
         if kept is None:
             return None
-        if dirent.checked_ns < self._moved_ns and (
+        if checked_ns < self._moved_ns and (
             node.stat.is_directory or self.freshness.mode is not FreshnessMode.IMMUTABLE
         ):
             return None
         return Entry(node, *kept)
 
     def _tell_of(self, parent: int, dirent: Dirent, node: Node | None, now_ns: int) -> None:
-        if (entry := self._answer(dirent, node, now_ns)) is not None:
+        if (entry := self._answer(dirent.checked_ns, node, now_ns)) is not None:
             self.on_brought(parent, dirent.name, entry)
 
     def _tell_of_name(self, parent: int, name: bytes) -> None:
@@ -243,6 +244,8 @@ class Names(ABC):
                 found[name] = None if isinstance(known, Missing) else known.node
         if unknown:
             answers = await self.ask_each(parent, unknown, lane)
+            if self.beside.fits:
+                self._tell_of_each(parent, unknown, answers)
             for name, answer in zip(unknown, answers, strict=True):
                 found[name] = None if isinstance(answer, OSError) else answer
         return [found[name] for name in names]
@@ -382,13 +385,23 @@ class Names(ABC):
 
     def _lacks(self, dirent: Dirent, node: Node | None) -> bool:
         """Whether a look-up of it would ask the source."""
-        return self._answer(dirent, node, time.time_ns()) is None
+        return self._answer(dirent.checked_ns, node, time.time_ns()) is None
 
     async def _ask_ahead(self, parent: int, names: list[bytes]) -> tuple[int, int]:
         answers = await self._ask_some(parent, names, Lane.DEMAND, ERRAND_SECONDS)
-        for name in names[: len(answers)]:
-            self._tell_of_name(parent, name)
+        self._tell_of_each(parent, names, answers)
         return len(answers), sum(isinstance(answer, Node) for answer in answers)
+
+    def _tell_of_each(
+        self, parent: int, names: list[bytes], answers: Sequence[Node | OSError | None]
+    ) -> None:
+        """They were just asked for."""
+        now_ns = time.time_ns()
+        for name, node in zip(names, answers, strict=False):
+            if isinstance(node, Node):
+                entry = self._answer(node.fetched_ns, node, now_ns)
+                if entry is not None:
+                    self.on_brought(parent, name, entry)
 
     async def _fetch_listed(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:
         known = await self._brought(parent, name, lane)

@@ -182,10 +182,10 @@ class Ahead:
                 await self._news.wait()
                 await trio.sleep(LOOK_SECONDS)
                 continue
-            if self.names < NAMES_TIMES * opened and (turn := self._learning.turn()):
-                moved = await self._go_on(self._learning, *turn, self._learn)
             if spare and allowance.worth_while and (turn := self._copying.turn()):
                 moved = await self._go_on(self._copying, *turn, self._want)
+            elif self.names < NAMES_TIMES * opened and (turn := self._learning.turn()):
+                moved = await self._go_on(self._learning, *turn, self._learn)
             if not moved:
                 await trio.sleep(pause)
                 await self._look()

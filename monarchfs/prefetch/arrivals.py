@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,6 +37,12 @@ SIDE_BY_SIDE = 2
 PAUSE_SECONDS = 0.005
 """What was served meanwhile is looked at together."""
 
+PATIENCE_SECONDS = 0.03
+"""So long files wait for others to be stored with, as a commit costs the same for one as for ten:
+until there are MOST_TOGETHER, or MUCH_BYTES, or all of a batch of the copier are there."""
+
+MUCH_BYTES = 8 << 20
+
 
 @dataclass(eq=False, slots=True)
 class WantedFile:
@@ -51,8 +58,9 @@ Arrived = tuple[Node, memoryview, WantedFile | None]
 
 class Arrivals:
     """Constant: its parts. Changing: ``_wanted``, what the copier wants and nobody has told of yet;
-    ``_batches``, how many of those are under way; ``_waiting``, what is to be stored next;
-    ``_storing``, how many tasks do."""
+    ``_batches``, how many of those are under way; ``_waiting``, what is to be stored next,
+    because all of a batch is there (``_complete``), or at a time (``_store_by``); ``_storing``, how
+    many tasks do."""
 
     def __init__(
         self,
@@ -63,6 +71,7 @@ class Arrivals:
         metrics: Metrics,
         nursery: trio.Nursery,
         opened: Callable[[Node, int], None],
+        patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         """``opened`` is told of each file that was opened, and how often."""
         self._misses = misses
@@ -75,12 +84,20 @@ class Arrivals:
         self._wanted: dict[int, WantedFile] = {}
         self._batches = 0
         self._waiting: deque[Arrived] = deque()
+        self._waiting_bytes = 0
+        self._complete = False
+        self._store_by = math.inf
+        self._sleep = trio.CancelScope()
+        self._patience = patience_seconds
         self._storing = 0
 
     async def run(self, pause_seconds: float = PAUSE_SECONDS) -> None:
         """For ever."""
         while True:
-            await trio.lowlevel.wait_readable(self._misses.events_fd)
+            busy = self._storing == SIDE_BY_SIDE
+            self._sleep = trio.CancelScope(deadline=math.inf if busy else self._store_by)
+            with self._sleep:
+                await trio.lowlevel.wait_readable(self._misses.events_fd)
             self.look()
             await trio.sleep(pause_seconds)
 
@@ -88,7 +105,7 @@ class Arrivals:
 
     def want(self, places: Sequence[Reservation], priority: Priority) -> Batch:
         """As SmallFiles. What a reader has had read meanwhile is stored there, too."""
-        batch = Batch([place.node for place in places], len(places))
+        batch = Batch([place.node for place in places], len(places), len(places))
         self._wanted |= {place.node.ino: WantedFile(place, priority, batch) for place in places}
         return batch
 
@@ -100,26 +117,22 @@ class Arrivals:
                 # What lies in one that cannot be opened is told why when it is copied alone.
                 with suppress(OSError, SourceChanged):
                     await self._source.open_directory(directory, Lane.BACKGROUND)
-            self._fetch(batch.nodes)
+            self._fetch([node for node in batch.nodes if node.ino in self._wanted])
             await batch.done.wait()
         finally:
             self._batches -= 1
         return batch.took_ns / NS, batch.sizes
 
     def _fetch(self, nodes: Sequence[Node]) -> None:
-        offered: list[int] = []
-        refused: list[int] = []
-        for node in nodes:
-            if node.ino in self._wanted:
-                (offered if self._misses.offer(node) else refused).append(node.ino)
-        for ino in (*refused, *self._misses.fetch(offered, self._batches)):
-            wanted = self._wanted.pop(ino)
+        for ino in self._misses.fetch(nodes, self._batches):
+            wanted = self._no_more(ino)
+            assert wanted is not None
             self._copier.copy_alone(wanted.place, wanted.priority)
             self._less(wanted.batch)
 
     def leave(self, ino: int) -> None:
         """As SmallFiles."""
-        if (wanted := self._wanted.pop(ino, None)) is not None:
+        if (wanted := self._no_more(ino)) is not None:
             self._cache.cancel(wanted.place)
             self._end([(ino, wanted)])
 
@@ -134,7 +147,7 @@ class Arrivals:
     def look(self) -> None:
         """Take up what was served since the last time. No checkpoint."""
         for served in self._misses.served():
-            wanted = self._wanted.pop(served.ino, None)
+            wanted = self._no_more(served.ino)
             node = self._cache.index.node(served.ino) if wanted is None else wanted.place.node
             if node is not None and served.opens:
                 self._opened(node, served.opens)
@@ -142,9 +155,33 @@ class Arrivals:
                 self._take(wanted, served)
             elif node is not None and self._copier.keeps:
                 self._keep(node, served)
-        while self._waiting and self._storing < SIDE_BY_SIDE:
+        if self._waiting and self._storing < SIDE_BY_SIDE and self._due():
             self._storing += 1
             self._nursery.start_soon(self._store_all)
+
+    def _no_more(self, ino: int) -> WantedFile | None:
+        """What the copier wants of it, of which is told now."""
+        wanted = self._wanted.pop(ino, None)
+        if wanted is not None:
+            wanted.batch.unread -= 1
+            self._complete |= not wanted.batch.unread
+        return wanted
+
+    def _wait(self, arrived: Arrived) -> None:
+        """It is to be stored, with others."""
+        if not self._waiting:
+            self._store_by = self._sleep.deadline = trio.current_time() + self._patience
+        self._waiting.append(arrived)
+        self._waiting_bytes += len(arrived[1])
+
+    def _due(self) -> bool:
+        """Whether what waits is to be stored now."""
+        return (
+            self._complete
+            or len(self._waiting) >= MOST_TOGETHER
+            or self._waiting_bytes >= MUCH_BYTES
+            or trio.current_time() >= self._store_by
+        )
 
     def _keep(self, node: Node, served: Served) -> None:
         """What a reader wanted."""
@@ -153,7 +190,7 @@ class Arrivals:
             if served.opens:
                 self._copier.opened(ino)  # to be read again for that
         elif not node.outdated and self._copier.arriving(ino):
-            self._waiting.append((node, served.data, None))
+            self._wait((node, served.data, None))
 
     def _take(self, wanted: WantedFile, served: Served) -> None:
         """What the copier wanted."""
@@ -163,7 +200,7 @@ class Arrivals:
             batch.took_ns += served.took_ns
             batch.sizes.append(place.size)
             self._copier.fetched(ino)
-            self._waiting.append((node, served.data, wanted))
+            self._wait((node, served.data, wanted))
             return
         self._cache.cancel(place)
         if served.error == CHANGED:
@@ -198,11 +235,19 @@ class Arrivals:
 
     async def _store_all(self) -> None:
         try:
-            while self._waiting:
-                count = min(MOST_TOGETHER, len(self._waiting))
-                await self._store([self._waiting.popleft() for _ in range(count)])
+            while self._waiting and self._due():
+                await self._store(self._portion())
         finally:
             self._storing -= 1
+            self._sleep.deadline = self._store_by
+
+    def _portion(self) -> list[Arrived]:
+        count = min(MOST_TOGETHER, len(self._waiting))
+        portion = [self._waiting.popleft() for _ in range(count)]
+        self._waiting_bytes -= sum(len(data) for _node, data, _wanted in portion)
+        if not self._waiting:
+            self._complete, self._store_by = False, math.inf
+        return portion
 
     async def _store(self, arrived: list[Arrived]) -> None:
         try:

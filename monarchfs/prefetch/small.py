@@ -15,11 +15,13 @@ from monarchfs.types import Node
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """Files that the copier wants together. ``left``: so many are not stored or given up yet. Of
-    those that were read: how long that took, and their sizes."""
+    """Files that the copier wants together. ``left``: so many are not stored or given up yet;
+    ``unread``: nor is anything known of them. Of those that were read: how long that took, and
+    their sizes."""
 
     nodes: Sequence[Node]
     left: int
+    unread: int
     took_ns: int = 0
     sizes: list[int] = field(default_factory=list)
     done: trio.Event = field(default_factory=trio.Event)

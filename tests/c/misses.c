@@ -76,7 +76,7 @@ static void fetch(uint64_t ino, unsigned threads)
 {
 	pthread_mutex_lock(&fetching);
 	if (!fetched[ino])
-		fetched[ino] = misses_fetch(ino, threads);
+		misses_fetch(&ino, 1, threads, &fetched[ino]);
 	pthread_mutex_unlock(&fetching);
 }
 
@@ -161,7 +161,7 @@ static void *be_others(void *unused)
 		uint64_t ino = 1 + (uint64_t)rand_r(&seed) % FILES;
 		switch (rand_r(&seed) % 40) {
 		case 0:
-			misses_forget(ino);
+			misses_forget((uint64_t[]){ino, 1 + ino % FILES}, 2);
 			break;
 		case 1:
 			misses_forget_all();

@@ -219,7 +219,7 @@ class Mirror:
         whole.count = self.source.count_elsewhere
         self.arrivals = Arrivals(
             self.misses, self.source, cache, self.copier, metrics, nursery,
-            self.files.opened_by_others,
+            self.files.opened_by_others, patience_seconds=0,
         )  # fmt: skip
         self.copier.small = self.arrivals
         nursery.start_soon(self.arrivals.run, 0)
