@@ -32,7 +32,7 @@ from monarchfs.placement.events import (
     Refuse,
     Resumed,
     RoomWanted,
-    Stored,
+    StoredEach,
     Wanted,
 )
 from monarchfs.store.checksum import combine
@@ -370,10 +370,12 @@ class Filling(Moves):
     ) -> None:
         """The index says that they are resident: so do the books."""
         for reservation, replica in stored:
-            ino = reservation.node.ino
-            self._end(reservation, Stored(ino, replica.allocated_bytes))
+            self._rests(reservation)
             self.reasons.forget(reservation.node)
-            self._durability.stored(ino, replica)
+            self._durability.stored(reservation.node.ino, replica)
+        self._handle(
+            StoredEach([(place.node.ino, replica.allocated_bytes) for place, replica in stored])
+        )
         self._metrics.copies_completed += len(stored)
         self.readers.stored(
             [
@@ -453,10 +455,14 @@ class Filling(Moves):
             raise unrecorded(exc) from exc
 
     def _end(self, reservation: Reservation, event: Event) -> None:
+        self._rests(reservation)
+        self._handle(event)
+
+    def _rests(self, reservation: Reservation) -> None:
+        """Nothing is written to it any more: an event says what became of it."""
         self._tiers.written[reservation.tier.id] -= reservation.written
         reservation.written = 0
         self._busy.pop(reservation.node.ino, None)
-        self._handle(event)
 
 
 def replica_of(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from monarchfs.cache.filling import Filling
 from monarchfs.cache.replicas import Reservation
-from monarchfs.placement.events import Place
+from monarchfs.placement.events import Action, Place, WantedEach
 from monarchfs.types import Data, Node
 
 
@@ -23,13 +23,22 @@ class Groups(Filling):
         self._tiers.look()
         self.readers.catch_up()
         reservations: list[Reservation | None] = [None] * len(nodes)
-        places: dict[int, tuple[Node, Place]] = {}
+        new: list[tuple[int, Node]] = []
         for n, node in enumerate(nodes):
             if node.ino in self._busy or self.claim(node) is not None:
                 reservations[n] = self.reserve(node, evicts=evicts)
-            elif (place := self._room(node, evicts)) is not None:
-                places[n] = node, place
-        for n, reservation in zip(places, self._place(list(places.values())), strict=True):
+            else:
+                new.append((n, node))
+        wanted = [(node.ino, node.stat.occupied_bytes) for _, node in new]
+        answers: list[Action | None] = [*self._handle(WantedEach(wanted, evicts))]
+        answers += [self._room(node, evicts) for _, node in new[len(answers) :]]
+        places = [
+            (n, node, place)
+            for (n, node), place in zip(new, answers, strict=True)
+            if isinstance(place, Place)
+        ]
+        placed = self._place([(node, place) for _, node, place in places])
+        for (n, _, _), reservation in zip(places, placed, strict=True):
             reservations[n] = reservation
         return reservations
 

@@ -24,10 +24,12 @@ from monarchfs.placement.events import (
     Resumed,
     RoomWanted,
     Stored,
+    StoredEach,
     TierBack,
     TierLost,
     TierSeen,
     Wanted,
+    WantedEach,
 )
 from monarchfs.placement.ledger import Accounts
 from monarchfs.placement.placement import Placement
@@ -58,8 +60,10 @@ __all__ = [
     "Resumed",
     "RoomWanted",
     "Stored",
+    "StoredEach",
     "TierBack",
     "TierLost",
     "TierSeen",
     "Wanted",
+    "WantedEach",
 ]

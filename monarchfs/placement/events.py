@@ -3,6 +3,7 @@ number, ``ino`` the mount's number of one version of a file."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -77,6 +78,15 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
+class WantedEach:
+    """``Wanted`` of each (number, size in bytes). Answered by a ``Place`` for each of the first of
+    them, up to one that has no room as things are: the rest is to be asked for by itself."""
+
+    files: Sequence[tuple[int, int]]
+    evicts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RoomWanted:
     """A partial replica in progress wants to grow. Answered by ``Evict``..., ``Grant``, or by
     ``Refuse``."""
@@ -91,6 +101,13 @@ class Stored:
 
     ino: int
     allocated_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEach:
+    """``Stored`` of each (number, allocated bytes)."""
+
+    files: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +212,10 @@ Event = (
     | TierLost
     | TierBack
     | Wanted
+    | WantedEach
     | RoomWanted
     | Stored
+    | StoredEach
     | Kept
     | Resumed
     | Abandoned

@@ -17,7 +17,7 @@ policy, outdated ones first. What is opened moves up where there is room (``prom
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from monarchfs.placement.books import Books
@@ -41,10 +41,12 @@ from monarchfs.placement.events import (
     Resumed,
     RoomWanted,
     Stored,
+    StoredEach,
     TierBack,
     TierLost,
     TierSeen,
     Wanted,
+    WantedEach,
 )
 from monarchfs.placement.ledger import Accounts, Ledger, Room, reservation
 from monarchfs.placement.policies import make_policy
@@ -117,10 +119,18 @@ class Placement:
                 return self._shifting.accessed(ino, tier)
             case Wanted(ino, size_bytes, evicts):
                 return self._place(ino, size_bytes, evicts)
+            case WantedEach(files, evicts):
+                return self._place_each(files, evicts)
             case RoomWanted(ino, size_bytes):
                 return self._grow(ino, size_bytes)
             case Stored(ino, allocated_bytes) | Kept(ino, allocated_bytes):
                 self._come_to_rest(ino, allocated_bytes)
+            case StoredEach(files):
+                inos = {ino for ino, _ in files}
+                if len(inos) < len(files) or not inos <= self._copies.keys():
+                    raise ValueError("one of the inodes is not being copied, or named twice")
+                for ino, allocated_bytes in files:
+                    self._come_to_rest(ino, allocated_bytes)
             case Abandoned(ino):
                 self._abandon(ino)
             case Resumed():
@@ -208,6 +218,19 @@ class Placement:
             if at is not None:
                 return actions + self._start(ino, at, 0, False, evicts)
         return [self._refusal(ino, need)]
+
+    def _place_each(self, files: Sequence[tuple[int, int]], evicts: bool) -> list[Action]:
+        inos = {ino for ino, _ in files}
+        if len(inos) < len(files) or not inos.isdisjoint(self._copies):
+            raise ValueError("one of the inodes is being copied already, or named twice")
+        actions: list[Action] = []
+        for ino, size_bytes in files:
+            need = reservation(size_bytes)
+            tier = next((tier for tier, ledger in self._usable if ledger.takes(need)), None)
+            if tier is None:
+                break
+            actions += self._start(ino, tier, need, True, evicts)
+        return actions
 
     def _start(
         self, ino: int, tier: int, reserved_bytes: int, whole: bool, evicts: bool

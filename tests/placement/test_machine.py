@@ -33,10 +33,12 @@ from monarchfs.placement import (
     Resumed,
     RoomWanted,
     Stored,
+    StoredEach,
     TierBack,
     TierLost,
     TierSeen,
     Wanted,
+    WantedEach,
 )
 from monarchfs.placement.ledger import reservation
 from monarchfs.types import EvictionPolicy, Space
@@ -267,6 +269,33 @@ class PlacementMachine(RuleBasedStateMachine):
                 assert (reason is RefusalReason.NO_TIER) == (len(self.lost) == 3)
             case _:
                 raise AssertionError(action)
+
+    @rule(sizes=st.lists(SIZES, max_size=8), evicts=st.booleans())
+    def wanted_together(self, sizes: list[int], evicts: bool) -> None:
+        """Those that have room as things are get it, in their order, up to one that has none."""
+        files = [(self.next_ino + n, size) for n, size in enumerate(sizes)]
+        self.next_ino += len(files)
+        places = self.placement.handle(WantedEach(files, evicts))
+        for (ino, size), place in zip(files, places, strict=False):
+            assert isinstance(place, Place)
+            assert place == Place(ino, place.tier, reservation(size), True)
+            assert place.tier not in self.lost
+            self.copies[ino] = Copy(place.tier, place.reserved_bytes)
+        for tier in {place.tier for place in places if isinstance(place, Place)}:
+            self.check_admitted(tier)
+        if len(places) < len(files):
+            need = reservation(files[len(places)][1])
+            assert not any(ledger.takes(need) for _, ledger in self.placement._usable)
+
+    @rule(count=st.integers(1, 8))
+    def come_to_rest_together(self, count: int) -> None:
+        created = [ino for ino in sorted(self.copies) if self.copies[ino].created][:count]
+        stored = []
+        for ino in created:
+            copy = self.copies.pop(ino)
+            stored.append((ino, copy.base + copy.written))
+            self.rest[ino] = (copy.tier, copy.base + copy.written)
+        assert self.handle(StoredEach(stored)) == []
 
     @rule(sizes=st.lists(SMALL, min_size=3, max_size=12))
     def filled(self, sizes: list[int]) -> None:

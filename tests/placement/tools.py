@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from monarchfs.placement import (
     Action,
@@ -16,6 +16,7 @@ from monarchfs.placement import (
     Place,
     Placement,
     Stored,
+    StoredEach,
     TierSeen,
     Wanted,
 )
@@ -93,9 +94,15 @@ class Node:
     def run(self, *events: Event) -> list[Action]:
         actions = []
         for event in events:
-            if isinstance(event, Stored | Kept):
-                tier = self.placement._copies[event.ino].tier
-                self.books.replicas[event.ino] = (tier, event.allocated_bytes)
+            match event:
+                case Stored(ino, size) | Kept(ino, size):
+                    stored: Sequence[tuple[int, int]] = [(ino, size)]
+                case StoredEach(files):
+                    stored = files
+                case _:
+                    stored = ()
+            for ino, size in stored:
+                self.books.replicas[ino] = (self.placement._copies[ino].tier, size)
             done = run(self.placement, event)
             for action in done:
                 if isinstance(action, Evict):
