@@ -60,7 +60,7 @@ class Arrivals:
     """Constant: its parts. Changing: ``_wanted``, what the copier wants and nobody has told of yet;
     ``_batches``, how many of those are under way; ``_waiting``, what is to be stored next,
     because all of a batch is there (``_complete``), or at a time (``_store_by``); ``_storing``, how
-    many tasks do."""
+    many tasks do; ``_over``: nothing is stored any more."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Arrivals:
         self._batches = 0
         self._waiting: deque[Arrived] = deque()
         self._waiting_bytes = 0
-        self._complete = False
+        self._complete = self._over = False
         self._store_by = math.inf
         self._sleep = trio.CancelScope()
         self._patience = patience_seconds
@@ -138,9 +138,12 @@ class Arrivals:
 
     def put_aside(self) -> None:
         """As SmallFiles."""
-        for wanted in self._wanted.values():
-            self._cache.cancel(wanted.place)
+        self._over = True
+        for wanted in (*self._wanted.values(), *(wanted for *_, wanted in self._waiting)):
+            if wanted is not None:
+                self._cache.cancel(wanted.place)
         self._wanted.clear()
+        self._waiting.clear()
 
     # -- what the C part tells
 
@@ -155,7 +158,7 @@ class Arrivals:
                 self._take(wanted, served)
             elif node is not None and self._copier.keeps:
                 self._keep(node, served)
-        if self._waiting and self._storing < SIDE_BY_SIDE and self._due():
+        if self._waiting and self._storing < SIDE_BY_SIDE and self._due() and not self._over:
             self._storing += 1
             self._nursery.start_soon(self._store_all)
 

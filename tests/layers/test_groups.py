@@ -255,6 +255,34 @@ async def test_a_tier_that_hangs_has_nothing_written_twice(
         assert mirror.source.counters.prefetch_read_bytes == 60_000
 
 
+async def test_files_wait_to_be_stored_together_but_not_for_the_end(area: Area) -> None:
+    names = files(area, 6)
+    async with area.mount(copies=False) as mirror:
+        mirror.arrivals._patience = 3600
+        gate = at_file(mirror, names[5])
+        await begin(mirror, names, together=6)
+        await gate.arrived()
+        await until(lambda: len(mirror.arrivals._waiting) == 5, "the others to be read")
+        await mirror.copier.put_aside_all()
+        gate.open()
+        await until(lambda: not mirror.whole.busy, "the last one to be read")
+        mirror.arrivals.look()
+        await trio.testing.wait_all_tasks_blocked()
+        assert mirror.metrics.copies_completed == 0
+        accounts = mirror.cache.placement.accounts(mirror.tier.id)
+        assert (accounts.reserved_bytes, accounts.files) == (0, 0)
+    async with area.mount() as mirror:
+        assert states(mirror, [await mirror.ino(name) for name in names]) == ["remote"] * 6
+
+
+async def test_all_of_a_batch_are_stored_at_once(area: Area) -> None:
+    names = files(area, 6)
+    async with area.mount(copies=False) as mirror:
+        mirror.arrivals._patience = 3600
+        await begin(mirror, names, together=6)
+        await check(mirror, names)
+
+
 async def test_what_fails_is_tried_again_and_the_others_are_stored(
     area: Area, clock: trio.testing.MockClock
 ) -> None:
