@@ -168,7 +168,8 @@ class Misses:
     def fetch(self, nodes: Sequence[Node], threads: int) -> list[int]:
         """Have files for which there is room, and no replica, read by at most so many threads,
         behind all that readers wait for; ``served`` tells of each. Those of which it will not."""
-        offered = [node.ino for node in nodes if self._put(node)]
+        has = self._hooks.misses_has
+        offered = [node.ino for node in nodes if has(node.ino) or self._put(node)]
         refused = {node.ino for node in nodes}.difference(offered)
         return [*refused, *self._hooks.misses_fetch(offered, threads)]
 

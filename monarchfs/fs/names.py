@@ -231,9 +231,12 @@ class Names(ABC):
         found = await self.lookup(parent, name, lane)
         return None if isinstance(found, Missing) else found.node
 
-    async def find_each(self, parent: int, names: list[bytes], lane: Lane) -> list[Node | None]:
+    async def find_each(
+        self, parent: int, names: list[bytes], lane: Lane, *, tells: bool = False
+    ) -> list[Node | None]:
         """``find`` for many names of a directory, with one call of the source for all that are
-        not known. Raises OSError if the directory cannot be used; None for a name that fails."""
+        not known. Raises OSError if the directory cannot be used; None for a name that fails.
+        ``tells``: readers will want them soon."""
         found: dict[bytes, Node | None] = {}
         unknown = []
         for name in names:
@@ -244,7 +247,7 @@ class Names(ABC):
                 found[name] = None if isinstance(known, Missing) else known.node
         if unknown:
             answers = await self.ask_each(parent, unknown, lane)
-            if self.beside.fits:
+            if tells and self.beside.fits:
                 self._tell_of_each(parent, unknown, answers)
             for name, answer in zip(unknown, answers, strict=True):
                 found[name] = None if isinstance(answer, OSError) else answer

@@ -221,7 +221,10 @@ class Ahead:
             for entry, node, *_ in batch
             if node is None and entry.type in WANTED and entry.name not in (b".", b"..")
         ]
-        found = await self._tree.find_each(directory, unknown, Lane.BACKGROUND) if unknown else []
+        found: list[Node | None] = []
+        if unknown:
+            find_each = self._tree.find_each
+            found = await find_each(directory, unknown, Lane.BACKGROUND, tells=True)
         self.names += len(unknown)
         nodes = dict(zip(unknown, found, strict=True))
         return [node or nodes.get(entry.name) for entry, node, *_ in batch]

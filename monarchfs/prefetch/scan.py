@@ -40,7 +40,9 @@ class MirrorTree(Protocol):
 
     async def find(self, parent: int, name: bytes, lane: Lane) -> Node | None: ...
 
-    async def find_each(self, parent: int, names: list[bytes], lane: Lane) -> list[Node | None]: ...
+    async def find_each(
+        self, parent: int, names: list[bytes], lane: Lane, *, tells: bool = False
+    ) -> list[Node | None]: ...
 
 
 def read_list(path: str, roots: Sequence[bytes]) -> list[bytes]:
