@@ -357,7 +357,7 @@ class Filling(Moves):
                 now = self.index.node(reservation.node.ino)
                 outdated = {reservation.node.ino} if now is None or now.outdated else set()
                 self._stored([(reservation, replica)], outdated)
-                self.stored(reservation.node.ino)
+                self._holder.stored(reservation.node.ino)
                 return True
         except OSError:
             await self._in_thread(reservation.tier.discard, reservation.name)

@@ -117,14 +117,14 @@ class Moves(Records):
             self.readers.stored([(node, replica)])
         self._removals.start(ino, record)
         if written is None:
-            self.stored(ino)
+            self._holder.stored(ino)
         return True
 
     async def _closed(self, ino: int) -> bool:
         """Wait until nobody has the replica open, within limits."""
         with trio.move_on_after(CLOSED_SECONDS):
             while True:
-                self.take_back(ino)  # each time: who closed it may have lent it anew
+                self._holder.take_back(ino)  # each time: who closed it may have lent it anew
                 if (replica := self._open.get(ino)) is None:
                     return True
                 closed = trio.Event()
@@ -135,13 +135,13 @@ class Moves(Records):
     def corrupt(self, ino: int) -> None:
         """The replica's bytes are not those that were copied: nobody gets any more of them."""
         self._metrics.replicas_corrupt += 1
-        self.take_back(ino)
+        self._holder.take_back(ino)
         replica = self._open.get(ino)
         if replica is not None:
             replica.bad = True
         self.readers.stop(ino)
         self.drop(ino, "its replica was corrupt")
-        self.forget_pages(ino)
+        self._forget_pages(ino)
 
 
 def _read(source: Tier, record: Replica) -> bytes:

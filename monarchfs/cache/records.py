@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import trio
 
@@ -49,6 +49,35 @@ _EVICTED = {
 }
 
 
+def _forget_no_pages(ino: int) -> None:
+    """Where no kernel is asking."""
+
+
+class ReplicaHolder(Protocol):
+    """Who opens replicas without ``OpenReplica``. Its methods raise nothing."""
+
+    def stored(self, ino: int) -> None:
+        """It has become resident, in a file of its own."""
+
+    def let_go(self, ino: int) -> trio.Event | None:
+        """The replica's file is being removed: set once it is not kept open here any more, None
+        where it is not."""
+
+    def take_back(self, ino: int) -> None:
+        """It is about to be looked at who has the replica open: gets an ``OpenReplica`` for each
+        open that there is none for, and opens it no more."""
+
+
+class NoHolder:
+    """Where only this process opens and reads replicas."""
+
+    def stored(self, ino: int) -> None: ...
+
+    def let_go(self, ino: int) -> None: ...
+
+    def take_back(self, ino: int) -> None: ...
+
+
 class Records:
     """The part of the cache that filling and reading share.
 
@@ -72,12 +101,14 @@ class Records:
         headroom: Callable[[], MemoryHeadroom] | None = None,
         readers: Readers | None = None,
         behind: RunSync = run_sync,
+        forget_pages: Callable[[int], None] = _forget_no_pages,
     ) -> None:
         """``local`` limits the threads that read and write tiers, apart from the source's;
         replicas of up to ``shared_bytes`` share files with others; ``headroom`` says how much
         memory is left for tiers in memory; ``readers`` read replicas without asking. ``behind``
         runs what no reader waits for; if that is at a lower priority, readers do not wait for its
-        threads either, which have a limit of their own."""
+        threads either, which have a limit of their own. ``forget_pages`` is told of an inode of
+        which the kernel may have read wrong bytes."""
         self.index = index
         self.local = local
         self._behind = behind
@@ -86,21 +117,11 @@ class Records:
         self._writing = trio.CapacityLimiter(local.total_tokens)
         self.readers: Readers = NoReaders() if readers is None else readers
         self.reasons = ReasonLog()
-        self.noticed: Callable[[int], None] = self._mark_outdated
-        """Called with an inode number whose version the source was seen not to have any more."""
+        self._noticed: Callable[[int], None] = self._mark_outdated
         self.room_appeared: Callable[[], None] = _nobody_waits
         """Called when files that found no tier may find one now."""
-        self.forget_pages: Callable[[int], None] = _forget_no_pages
-        """Called with an inode number of which the kernel may have read wrong bytes."""
-        self.stored: Callable[[int], None] = _nobody_offers
-        """Called with an inode number that has become resident, in a file of its own. Raises
-        nothing."""
-        self.let_go: Callable[[int], trio.Event | None] = _nobody_keeps
-        """Called with an inode number whose replica's file is being removed: set once nobody else
-        keeps it open, None where nobody does but ``OpenReplica``. Raises nothing."""
-        self.take_back: Callable[[int], None] = _nobody_opens
-        """Called before it is looked who has a replica open: whoever opens files without
-        ``OpenReplica`` gets one for each that is open, and opens it no more. Raises nothing."""
+        self._forget_pages = forget_pages
+        self._holder: ReplicaHolder = NoHolder()
         self._open: dict[int, OpenReplica] = {}
         self._busy: dict[int, bytes] = {}
         self._taking: set[int] = set()
@@ -135,8 +156,14 @@ class Records:
         )
         self._removals = Removals(
             *(index, self._tiers, self._handle, self._in_thread, nursery, self._segments),
-            let_go=lambda ino: self.let_go(ino),
+            let_go=lambda ino: self._holder.let_go(ino),
         )
+
+    def bind(self, noticed: Callable[[int], None], holder: ReplicaHolder | None = None) -> None:
+        """Those who need the cache to be made, and whom it has to tell: ``noticed`` of an inode
+        whose version the source was seen not to have any more."""
+        self._noticed = noticed
+        self._holder = holder or NoHolder()
 
     def state(self, ino: int) -> Replica | None:
         """The record of its replica; None for one in a tier that this mount does not have."""
@@ -145,7 +172,7 @@ class Records:
 
     def outdated(self, node: Node) -> None:
         """The source was seen to hold another version than the node stands for."""
-        self.noticed(node.ino)
+        self._noticed(node.ino)
 
     def _mark_outdated(self, ino: int) -> None:
         try:
@@ -158,7 +185,7 @@ class Records:
     def drop(self, ino: int, reason: str, cause: Cause = Cause.LOST) -> bool:
         """Forget and remove the replica of ``ino``: nobody opens it any more, and who has it open
         keeps it. False where there is none, or it cannot be forgotten."""
-        self.take_back(ino)
+        self._holder.take_back(ino)
         record = self.index.replica(ino)
         if record is None or ino in self._busy or not self._forget(ino, record):
             return False
@@ -237,19 +264,3 @@ class Records:
 
 def _nobody_waits() -> None:
     """Where nothing is copied."""
-
-
-def _nobody_offers(ino: int) -> None:
-    """Where only this process reads replicas."""
-
-
-def _nobody_opens(ino: int) -> None:
-    """Where all opens come to this process' Python."""
-
-
-def _nobody_keeps(ino: int) -> None:
-    """Where only this process opens replicas."""
-
-
-def _forget_no_pages(ino: int) -> None:
-    """Where no kernel is asking."""

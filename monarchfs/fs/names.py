@@ -87,15 +87,18 @@ class Names(ABC):
         nursery: trio.Nursery,
         *,
         deadline: float,
+        on_brought: Callable[[int, bytes, Entry], None] = lambda parent, name, entry: None,
+        on_moved: Callable[[int], None] = lambda now_ns: None,
     ) -> None:
         """``deadline`` is how many seconds a revalidation waits for a source that does not answer,
-        where something is known that can be served instead."""
+        where something is known that can be served instead. ``on_brought`` is told of each name
+        that somebody may look up soon, and what it stands for now; ``on_moved`` when a directory
+        was seen moved (nanoseconds since 1970)."""
         self.index = index
         self.freshness = freshness
         self.on_outdated: Callable[[int], None] = lambda ino: None
         self.on_appeared: Callable[[int, bytes], None] = lambda parent, name: None
-        self.on_brought: Callable[[int, bytes, Entry], None] = lambda parent, name, entry: None
-        """Told of each name that somebody may look up soon, and what it stands for now."""
+        self._on_brought = on_brought
         self._denied: dict[int, set[bytes] | None] = {}
         self.shown = Shown()
         self._source = source
@@ -105,8 +108,7 @@ class Names(ABC):
         )
         self._unlisted = Unlisted(nursery, self._directory_bytes, self._list_ahead)
         self.beside = Beside(index.count_nodes, index.entries, self._tell_of)
-        self.on_moved: Callable[[int], None] = lambda now_ns: None
-        """Told when a directory was seen moved (nanoseconds since 1970)."""
+        self._on_moved = on_moved
         self._all_denied = False
         self._confirmed: dict[int, tuple[int, int]] = {}
         self._moved_ns = 0
@@ -159,11 +161,11 @@ class Names(ABC):
 
     def _tell_of(self, parent: int, dirent: Dirent, node: Node | None, now_ns: int) -> None:
         if (entry := self._answer(dirent.checked_ns, node, now_ns)) is not None:
-            self.on_brought(parent, dirent.name, entry)
+            self._on_brought(parent, dirent.name, entry)
 
     def _tell_of_name(self, parent: int, name: bytes) -> None:
         if isinstance(known := self.known_lookup(parent, name), Entry):
-            self.on_brought(parent, name, known)
+            self._on_brought(parent, name, known)
 
     def known_attributes(self, ino: int) -> Entry | None:
         now = time.time_ns()
@@ -404,7 +406,7 @@ class Names(ABC):
             if isinstance(node, Node):
                 entry = self._answer(node.fetched_ns, node, now_ns)
                 if entry is not None:
-                    self.on_brought(parent, name, entry)
+                    self._on_brought(parent, name, entry)
 
     async def _fetch_listed(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:
         known = await self._brought(parent, name, lane)
@@ -549,7 +551,7 @@ class Names(ABC):
         the kernel makes (fs/namei.c). Where the dataset was said not to change, about those of
         directories alone."""
         self._moved_ns = time.time_ns()
-        self.on_moved(self._moved_ns)
+        self._on_moved(self._moved_ns)
         while ino != ROOT_INO:
             self.index.mark_outdated(ino)
             node = self.index.node(ino)

@@ -51,7 +51,7 @@ def answers(handler: Handler[P, T]) -> Handler[P, T]:
 
     @wraps(handler)
     async def answer(self: Adapter, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        unique = self._current_request()[0] if self.answered_soon is not None else 0
+        unique = self._current_request()[0] if self._answered_soon is not None else 0
         try:
             result = await handler(self, *args, **kwargs)
             self._answers(unique)
@@ -102,10 +102,12 @@ class Adapter(pyfuse3.Operations):
         answer_with: Callable[[int, int], None],
         current_request: Callable[[], tuple[int, int]],
         current_node: Callable[[], int],
+        answered_soon: Callable[[int], None] | None = None,
     ) -> None:
         """``current_request`` tells (unique, pid) of the request that was received last,
         ``current_node`` its node id; ``answer_with`` (number, backing id) makes the open that is
-        answered next a passthrough one."""
+        answered next a passthrough one; ``answered_soon`` is told of each request when its
+        handler ends, where there is a journal of them."""
         super().__init__()
         self._tree = tree
         self._files = files
@@ -121,14 +123,13 @@ class Adapter(pyfuse3.Operations):
         self.handles: Handles[FileHandle] = Handles(slots, passthrough)
         self.implicit = Implicit(files)
         self._refused = Refused(tree.asked_ns)
-        self.answered_soon: Callable[[int], None] | None = None
-        """Told of each request when its handler ends: where there is a journal of them."""
+        self._answered_soon = answered_soon
 
     def _answers(self, unique: int) -> None:
         """The request is answered in the very next step, by pyfuse3."""
         self.handles.slots.count_answer()
-        if self.answered_soon is not None:
-            self.answered_soon(unique)
+        if self._answered_soon is not None:
+            self._answered_soon(unique)
 
     def count_error(self, failure: pyfuse3.FUSEError, unique: int) -> None:
         """For ``answers``."""

@@ -36,6 +36,11 @@ WALK_BATCH, WALK_SECONDS = 64, 0.01
 _Times = tuple[int, tuple[int, ...]]
 
 
+OnSourceReads = Callable[[Lane, int, int, list[int]], None]
+"""Told of reads of the source when they are counted: whether somebody waited for them, their bytes,
+the nanoseconds that they took, and how many took at most so long as each of DURATION_BOUNDS_NS."""
+
+
 class Relay:
     """See ``cache.readers.Readers``.
 
@@ -57,23 +62,31 @@ class Relay:
         self._counted_source = (0, 0, nothing, nothing)
         self._counted_misses = MissCounts(0, 0, 0, 0, nothing, nothing, nothing, nothing)
         self.misses: Misses | None = None
-        self.waiting: Callable[[], int] = lambda: 0
-        """Says how many requests wait in Python."""
-        self.on_source_reads: Callable[[Lane, int, int, list[int]], None] | None = None
-        """Told of reads of the source when they are counted: whether somebody waited for them,
-        their bytes, the nanoseconds that they took, and how many took at most so long as each of
-        DURATION_BOUNDS_NS."""
+        self._waiting: Callable[[], int] = lambda: 0
+        self._on_source_reads: OnSourceReads | None = None
 
     @property
     def waits(self) -> bool:
         """Whether somebody waits for a read of a file that is not resident."""
         return self.unfinished.waiting or (self.misses is not None and self.misses.anybody_waits)
 
-    def begin(self, files: Files, *, lasting_ns: int, tells: bool, opens_here: bool = True) -> None:
-        """Opens are good for at most ``lasting_ns``; ``tells``: policies want to hear of them;
-        not ``opens_here``: Python answers them, because it matters how, but those of what lies in
-        a segment. Once; raises OSError."""
-        self._files = files
+    def begin(
+        self,
+        files: Files,
+        *,
+        lasting_ns: int,
+        tells: bool,
+        opens_here: bool = True,
+        misses: Misses | None = None,
+        waiting: Callable[[], int] = lambda: 0,
+        on_source_reads: OnSourceReads | None = None,
+    ) -> None:
+        """Those who need the relay to be made come now: ``misses`` where threads open files of the
+        source, ``waiting`` says how many requests wait in Python. Opens are good for at most
+        ``lasting_ns``; ``tells``: policies want to hear of them; not ``opens_here``: Python answers
+        them, because it matters how, but those of what lies in a segment. Once; raises OSError."""
+        self._files, self.misses = files, misses
+        self._waiting, self._on_source_reads = waiting, on_source_reads
         self._opens_here = opens_here
         files.opened_elsewhere = self._open_now
         files.opens_are_known = not self.free_opens
@@ -251,7 +264,7 @@ class Relay:
             self._hooks.take_again()
             self.unfinished.leave_long()
             if self.misses is not None:
-                self.misses.leave_long(self.waiting())
+                self.misses.leave_long(self._waiting())
             await trio.sleep(CATCH_UP_SECONDS)
 
     async def walk(self) -> None:
@@ -307,10 +320,10 @@ class Relay:
         self._tell_source(Lane.DEMAND, source_bytes - before[1], reads, before[3])
 
     def _tell_source(self, lane: Lane, size: int, reads: _Times, before: _Times) -> None:
-        if self.on_source_reads is not None:
+        if self._on_source_reads is not None:
             buckets = range(len(self._metrics.requests.read_source.counts))
             took = [reads[1][bucket] - before[1][bucket] for bucket in buckets]
-            self.on_source_reads(lane, size, reads[0] - before[0], took)
+            self._on_source_reads(lane, size, reads[0] - before[0], took)
 
 
 def _add(durations: Histogram, now: _Times, before: _Times) -> None:

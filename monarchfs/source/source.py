@@ -72,9 +72,11 @@ class Source:
         max_stuck: int = 512,
         deadline: float = 5.0,
         behind: RunSync = run_sync,
+        reads_elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``deadline`` (seconds) is what ``responding`` goes by; ``behind`` runs BACKGROUND calls.
-        Call it inside the trio run."""
+        """``deadline`` (seconds) is what ``responding`` goes by; ``behind`` runs BACKGROUND calls;
+        ``reads_elsewhere`` says whether somebody waits for a read that does not go through here
+        (``count_elsewhere``). Call it inside the trio run."""
         self.counters = SourceCounters()
         self.root = posix.root
         self.device = posix.device
@@ -86,8 +88,7 @@ class Source:
         self._max_stuck = max_stuck
         self._deadline = deadline
         self._behind = behind
-        self.reads_elsewhere: Callable[[], bool] = lambda: False
-        """Whether somebody waits for a read that does not go through here: ``count_elsewhere``."""
+        self._reads_elsewhere = reads_elsewhere
         self._token = trio.lowlevel.current_trio_token()
         self._count_late: dict[Lane, Callable[[ReadResult], None]] = {
             lane: partial(self._count_from_thread, lane) for lane in Lane
@@ -117,7 +118,7 @@ class Source:
     @property
     def demand_waiting(self) -> bool:
         """Whether a DEMAND call is in the source now, those that hang left out."""
-        return self.reads_elsewhere() or self.demand.moving(self._stuck_seconds)
+        return self._reads_elsewhere() or self.demand.moving(self._stuck_seconds)
 
     def count_elsewhere(self, lane: Lane, size: int, took_ns: int, counts: list[int]) -> None:
         """Reads that did not go through here: their bytes, how long they took together, and how

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -243,3 +244,19 @@ def _sum(total: dict[str, Any], more: RefreshResult) -> dict[str, Any]:
     for key, value in asdict(more).items():
         both[key] = both[key] or value if isinstance(value, str) else both[key] + value
     return both
+
+
+async def answer_client(commands: Commands, request: dict[str, Any], fd: int) -> None:
+    """Answer one control connection. The supervisor has checked who it is."""
+    with trio.socket.from_stdlib_socket(socket.socket(fileno=fd)) as connection:
+        stream, command = trio.SocketStream(connection), request["command"]
+        error = f"unknown command {command!a}"
+        if commands.knows(command):
+            try:
+                await commands.answer(request, stream)
+                return
+            except Exception:  # a client's question must not cost the job its mount
+                log.exception("the command %r failed", command)
+                error = "it failed unexpectedly: the worker's log says more"
+        with suppress(OSError, trio.BrokenResourceError):  # the client may be gone
+            await stream.send_all(control.encode_error(error))

@@ -209,7 +209,7 @@ class Mirror:
         self.tree = Tree(index, self.source, freshness, self.metrics, nursery, deadline=deadline)
         self.kernel = RecordingKernel()
         self.files = Files(self.tree, self.cache, self.copier, self.metrics, self.kernel)
-        self.cache.noticed = self.files.noticed
+        self.cache.bind(self.files.noticed)
         self.reasons = Reasons(self.files, self.cache, self.copier)
         self.xattrs = Xattrs(self.tree, self.files, self.reasons, self.source, nursery)
         self.misses = Misses(whole, index, posix.opened_directory, self.files.only_remote)  # type: ignore[arg-type]

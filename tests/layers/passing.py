@@ -189,9 +189,7 @@ class Passing:
             self.threads,
             counts=True,
         )
-        mirror.cache.let_go = self.passthrough.let_go
-        mirror.cache.take_back = self.passthrough.take_back
-        mirror.cache.stored = self.passthrough.stored
+        mirror.cache.bind(mirror.files.noticed, self.passthrough)
         self.slots = HandleTable(self.table, hooks)
         self.threads.begin(self.slots)
         self.adapter = Adapter(

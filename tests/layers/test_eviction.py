@@ -275,7 +275,7 @@ async def test_a_replica_that_was_found_corrupt_is_read_from_the_source(
     async with files.mount(shares=shares) as mirror:
         ino = await mirror.copied("0")
         forgotten: list[int] = []
-        mirror.cache.forget_pages = forgotten.append
+        mirror.cache._forget_pages = forgotten.append
         handle = await mirror.open("0")
         damage(mirror.tier, mirror.record(ino), 70_000)
         async with trio.open_nursery() as nursery:

@@ -665,7 +665,7 @@ class Told:
         self._mirror = mirror
         self._ino = ino
         self.names: list[bytes] = []
-        mirror.tree.on_brought = self._tell
+        mirror.tree._on_brought = self._tell
 
     def _tell(self, parent: int, name: bytes, entry: Entry) -> None:
         known = self._mirror.tree.known_lookup(parent, name)

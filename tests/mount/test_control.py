@@ -633,15 +633,13 @@ def test_a_command_with_a_mistake_in_it_costs_only_itself(work: Bench) -> None:
     # A request that is checked less strictly than today: straight into the worker's hands.
     code = (
         "import trio\n"
-        "from monarchfs.worker.worker import Worker\n"
+        "from monarchfs.worker.commands import answer_client\n"
         "class Broken:\n"
         "    def knows(self, command): return True\n"
         "    async def answer(self, request, stream): raise KeyError(request['command'])\n"
         "import socket\n"
         "ours, theirs = socket.socketpair()\n"
-        "worker = Worker.__new__(Worker)\n"
-        "worker.commands = Broken()\n"
-        "trio.run(worker._client, {'command': 'x'}, [theirs.detach()])\n"
+        "trio.run(answer_client, Broken(), {'command': 'x'}, theirs.detach())\n"
         "print(ours.recv(4096).decode(), end='')\n"
     )
     done = subprocess.run(

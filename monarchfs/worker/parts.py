@@ -1,0 +1,284 @@
+"""The composition root of the worker: it builds the parts and connects them."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+# The session comes before anything that imports pyfuse3.
+from monarchfs.fuse import session as fuse_session  # isort: skip
+from monarchfs.cache.cache import Cache
+from monarchfs.config.model import PrefetchMode
+from monarchfs.engine.misses import Misses
+from monarchfs.fs.files import Files
+from monarchfs.fs.find import Finder
+from monarchfs.fs.freshness import NS, Freshness
+from monarchfs.fs.load import Load
+from monarchfs.fs.reasons import Reasons
+from monarchfs.fs.refresh import Refresh
+from monarchfs.fs.tree import Tree
+from monarchfs.fs.why import Why
+from monarchfs.fs.xattrs import Xattrs
+from monarchfs.fuse.adapter import Adapter
+from monarchfs.fuse.handle_table import HandleTable
+from monarchfs.fuse.interrupts import Interrupts
+from monarchfs.fuse.notify import Notifier
+from monarchfs.fuse.passthrough import Passthrough
+from monarchfs.fuse.quick import Quick
+from monarchfs.fuse.relay import Relay
+from monarchfs.metrics import Metrics
+from monarchfs.prefetch.arrivals import Arrivals
+from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.lull import Lull
+from monarchfs.prefetch.scan import Scan
+from monarchfs.prefetch.warm import Warming
+from monarchfs.source.posix import PosixSource
+from monarchfs.source.source import Source
+from monarchfs.system.low_priority import run_sync_at
+from monarchfs.types import FreshnessMode
+from monarchfs.worker.bootstrap import Bootstrap, SupervisorChannel
+from monarchfs.worker.commands import Commands
+from monarchfs.worker.opening import (
+    free_opens,
+    keep_counts,
+    open_index,
+    open_tiers,
+    reads_by_kernel,
+    safe,
+)
+
+if TYPE_CHECKING:
+    from monarchfs.exporter.run import Exporter
+
+BACKGROUND_EXTRA = 8
+"""Background threads for scanning, beside those that copy."""
+
+
+class Parts:
+    """The parts of a worker, connected. Constant; each owns what it opens.
+
+    Each gets what it needs when it is made. Where two need each other, the one made first is told
+    of the other later, by a method: ``Relay.begin``, ``Cache.bind``.
+    """
+
+    def __init__(
+        self, bootstrap: Bootstrap, channel: SupervisorChannel, nursery: trio.Nursery
+    ) -> None:
+        config = safe(bootstrap.config) if bootstrap.safe else bootstrap.config
+        self.config = config
+        self.restarts = bootstrap.restarts
+        self.slots = HandleTable(bootstrap.handles_fd, fuse_session.hooks)
+        # What is left in a journal, threads take up.
+        journal = bootstrap.requests_fd
+        relays = journal is not None or not bootstrap.safe
+        self.slots.begin(fuse_session.RELAY_THREADS if relays else 0)
+        self._mount_ns = bootstrap.mount_ns
+        self._channel = channel
+        self._nursery = nursery
+        self.metrics = Metrics()
+        self._state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
+        posix = PosixSource(
+            bootstrap.source_fd, root=bootstrap.source_root, has_layouts=self.slots.has_layouts
+        )
+        self.slots.has_layouts = posix.has_layouts
+        self._root_ino = posix.root.ino
+        self.index = open_index(config, self._state_dir, posix.root.ino)
+        if self.slots.kernel_reads is None:
+            self.slots.kernel_reads = reads_by_kernel(config, self.index, passes=bootstrap.passes)
+        self.kernel_reads = bool(self.slots.kernel_reads)
+        # Numbers that the kernel knows are not given to other files, also if the index was lost.
+        if self.slots.numbers:
+            self.index.skip_numbers_after(self.slots.numbers)
+        self.slots.numbers = self.index.next_number
+        # Where nobody waits for a copy or a scan, those who read go first.
+        quietly = run_sync_at(config.copy_nice)
+        self.relay = Relay(
+            fuse_session.hooks,
+            self.metrics,
+            free_opens=not self.kernel_reads and free_opens(config),
+        )
+        self.source = Source(
+            posix,
+            demand_threads=config.source_threads,
+            background_threads=config.copy_workers + BACKGROUND_EXTRA,
+            deadline=config.source_deadline_seconds,
+            behind=quietly,
+            reads_elsewhere=lambda: self.relay.waits,
+        )
+        self.kernel = Notifier(fuse_session.invalidate_inode, fuse_session.invalidate_entry)
+        self.cache = Cache(
+            self.index,
+            open_tiers(config, bootstrap, self.index),
+            [spec.size for spec in config.tiers],
+            self.metrics,
+            trio.CapacityLimiter(config.local_threads),
+            nursery,
+            eviction=config.evict,
+            reserve_percent=config.reserve_percent,
+            readers=self.relay,
+            behind=quietly,
+            forget_pages=self.kernel.invalidate_inode,
+        )
+        self.copier = Copier(
+            self.source,
+            self.cache,
+            self.metrics,
+            nursery,
+            copy_workers=config.copy_workers,
+            keeps=config.prefetch is not PrefetchMode.NONE,
+            trusts_times=config.freshness.mode is FreshnessMode.IMMUTABLE,
+            rate=config.prefetch_bytes_per_second,
+        )
+        freshness = Freshness(
+            config.freshness.mode, int(config.freshness.ttl_seconds * NS), bootstrap.mount_ns
+        )
+        self.tree = Tree(
+            self.index,
+            self.source,
+            freshness,
+            self.metrics,
+            nursery,
+            deadline=config.source_deadline_seconds,
+            on_brought=self.relay.known,
+            on_moved=self._directory_moved,
+        )
+        self.index.on_name = fuse_session.hooks.names_forget
+        self.index.on_node = fuse_session.hooks.names_forget_ino
+        self.files = Files(self.tree, self.cache, self.copier, self.metrics, self.kernel)
+        self.reasons = Reasons(self.files, self.cache, self.copier)
+        finder = Finder(self.tree, [os.fsencode(config.mountpoint), os.fsencode(config.source)])
+        self.xattrs = Xattrs(self.tree, self.files, self.reasons, self.source, nursery)
+        self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier, nursery)
+        self.commands = Commands(
+            self.tree,
+            self.cache,
+            Refresh(self.tree, self.kernel),
+            self.warming,
+            finder,
+            Why(self.tree, self.cache, self.reasons, finder, lambda: self.source.responding),
+            partial(_metrics, self),
+        )
+        self.scan = Scan(self.tree, self.copier, jitter_seconds=config.prefetch_jitter_seconds)
+        self.load = Load(self.tree, bootstrap.mount_ns)
+        self.lull = Lull(self.copier, self.scan, bootstrap.mount_ns)
+        for tier in config.tiers:
+            self.metrics.errors_of_tier(tier.path)
+        self._kept = keep_counts(
+            bootstrap.counts_fd,
+            {
+                "mount": self.metrics,
+                "source": self.source.counters,
+                "scan": self.scan,
+                "lull": self.lull,
+            },
+        )
+        self.interrupts = Interrupts(self.metrics)
+        self.misses = Misses(
+            fuse_session.hooks, self.index, posix.opened_directory, self.files.only_remote
+        )
+        self.arrivals = Arrivals(
+            self.misses,
+            self.source,
+            self.cache,
+            self.copier,
+            self.metrics,
+            nursery,
+            self.files.opened_by_others,
+        )
+        if relays:
+            self.misses.start(
+                posix.device,
+                keeps=config.prefetch is not PrefetchMode.NONE,
+                layouts=posix.has_layouts,
+                nice=config.copy_nice,
+            )
+            self.copier.small = self.arrivals
+        self.relay.begin(
+            self.files,
+            lasting_ns=freshness.ttl_ns,
+            tells=self.cache.tracks or config.touch_source_seconds > 0,
+            opens_here=not self.kernel_reads,
+            misses=self.misses if relays else None,
+            waiting=lambda: self.interrupts.waiting,
+            on_source_reads=self.source.count_elsewhere,
+        )
+        self.passthrough = Passthrough(
+            self.files, channel.send_now, self.metrics, self.relay, counts=self.kernel_reads
+        )
+        self.cache.bind(self.files.noticed, self.passthrough)
+        self.adapter = Adapter(
+            self.tree,
+            self.files,
+            self.xattrs,
+            self.interrupts,
+            self.metrics,
+            self.relay,
+            self.slots,
+            self.passthrough,
+            fuse_session.back_open,
+            fuse_session.current_request,
+            fuse_session.current_node,
+            fuse_session.answered_soon if journal is not None else None,
+        )
+        current_request = fuse_session.current_request
+        quick = Quick(
+            *(
+                self.tree,
+                self.files,
+                self.adapter.handles,
+                self.relay,
+                self.metrics,
+                current_request,
+                self.passthrough,
+                self.xattrs,
+            )
+        )
+        fuse_session.on_request(quick.answer)
+        self.session = fuse_session.Session(
+            self.adapter,
+            bootstrap.init_fd,
+            bootstrap.fuse_fd,
+            relays=relays,
+            free_opens=self.relay.free_opens,
+            waiting_reads=config.source_threads,
+            journal=journal,
+        )
+        self._exporter = _exporter(self, bootstrap.metrics_fd)
+        fuse_session.on_interrupt(self.interrupts.on_interrupt)
+
+    @property
+    def requests_waiting(self) -> int:
+        """How many wait for the source, or for a tier."""
+        return self.interrupts.waiting + self.misses.waiting
+
+    def _directory_moved(self, now_ns: int) -> None:
+        self.slots.note_moved(now_ns)
+        self.misses.forget_all()
+        fuse_session.hooks.names_forget_all()
+
+    def count(self) -> None:
+        """Bring the counts up to date, and keep them: before they are shown to anybody."""
+        self.relay.count()
+        self.arrivals.look()
+        self._kept.save()
+
+
+def _exporter(parts: Parts, descriptor: int | None) -> Exporter | None:
+    if descriptor is None:
+        return None
+    # Mounts without metrics are not to pay for the import.
+    from monarchfs.exporter.run import Exporter
+    from monarchfs.worker.metric_values import values_now
+
+    return Exporter(partial(values_now, parts), descriptor)
+
+
+def _metrics(parts: Parts) -> dict[str, Any]:
+    """What the exporter of the node asks for."""
+    from monarchfs.exporter.wire import encode
+    from monarchfs.worker.metric_values import values_now
+
+    return encode(values_now(parts))
