@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import trio
 
 from monarchfs.engine.units import Unit
+from monarchfs.source.direct import DirectDescriptor
 from monarchfs.source.layout import Layout
 from monarchfs.source.source import Source
 from monarchfs.types import DirRef, Lane, SourceChanged, SourceStat, SourceVersion
@@ -32,9 +33,9 @@ def _what_lies_there() -> Iterator[None]:
 class RemoteFile:
     """One version of a file, by the place where it was found.
 
-    Constant: ``version``. Changing: the descriptor (-1 before ``open``); ``layout``, where its
-    bytes are, as soon as that is known; ``_as_is``, whether the descriptor was of another version
-    when opened.
+    Constant: ``version``. Changing: the descriptor (-1 before ``open``); ``_direct``, a second one;
+    ``layout``, where its bytes are, as soon as that is known; ``_as_is``, whether the descriptor
+    was of another version when opened.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class RemoteFile:
         self._where = where
         self._source = source
         self._fd = -1
+        self._direct = DirectDescriptor()
         self._as_is = False
         self._lock: trio.Lock | None = None
 
@@ -121,7 +123,8 @@ class RemoteFile:
 
     async def read_unit(self, unit: Unit, lane: Lane) -> None:
         """Have a unit read its bytes. Raises as ``fetch_whole``."""
-        await self._source.read_unit(await self._to_fetch(lane), unit, lane)
+        fd = await self._to_fetch(lane)
+        await self._source.read_unit(fd, self._direct, unit, lane)
 
     @property
     def device(self) -> int:
@@ -131,5 +134,7 @@ class RemoteFile:
     def close_soon(self) -> None:
         """Close the descriptor, if there is one; nobody may be reading."""
         fd, self._fd, self._as_is = self._fd, -1, False
-        if fd >= 0:
-            self._source.close_soon(fd)
+        direct, self._direct = self._direct.close(), DirectDescriptor()
+        for descriptor in (direct, fd):
+            if descriptor >= 0:
+                self._source.close_soon(descriptor)

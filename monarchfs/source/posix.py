@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from monarchfs.engine.units import Unit
 from monarchfs.source._stats import stat_each
-from monarchfs.source.direct import DirectReads
+from monarchfs.source.direct import DirectDescriptor, DirectReads
 from monarchfs.source.dirs import DirHandle, DirHandles, check_name
 from monarchfs.source.layout import ATTRIBUTE, Layout, parse
 from monarchfs.types import Archived, DirRef, FileType, SourceChanged, SourceStat, SourceVersion
@@ -276,10 +276,11 @@ class PosixSource:
         _advise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return self.read(fd, offset, size)
 
-    def read_unit(self, fd: int, unit: Unit) -> int:
-        """``read_once`` of what goes from there into a tier; how many bytes. Raises SourceChanged
-        where another version lies there: what came before that is good."""
-        if not self._direct.read(unit, fd):
+    def read_unit(self, fd: int, direct: DirectDescriptor, unit: Unit) -> int:
+        """``read_once`` of what goes from there into a tier; how many bytes. ``direct`` is of the
+        same file. Raises SourceChanged where another version lies there: what came before that is
+        good."""
+        if not self._direct.read(unit, fd, direct):
             raise SourceChanged("it changed while it was read")
         return unit.read_bytes
 

@@ -14,6 +14,7 @@ import trio
 
 from monarchfs.engine.units import Unit
 from monarchfs.metrics import DURATION_BOUNDS_NS, NS
+from monarchfs.source.direct import DirectDescriptor
 from monarchfs.source.lanes import Call, LaneThreads, SourceCounters, lend
 from monarchfs.source.layout import Layout
 from monarchfs.source.posix import (
@@ -201,17 +202,21 @@ class Source:
         """As PosixSource.read_once, and as ``read`` when it is cancelled."""
         return await self._counted_read(lane, self._posix.read_once, (fd, offset, size))
 
-    async def read_unit(self, fd: int, unit: Unit, lane: Lane) -> None:
-        """As PosixSource.read_unit. ``fd`` may be closed after a cancelled one, too, if the unit
-        was stopped."""
+    async def read_unit(self, fd: int, direct: DirectDescriptor, unit: Unit, lane: Lane) -> None:
+        """As PosixSource.read_unit. Both descriptors may be closed after a cancelled one, too, if
+        the unit was stopped."""
         dispose = partial(self._count_late_bytes, lane)
         try:
-            await self._call(lane, self._posix.read_unit, (fd, unit), dispose)
+            await self._call(lane, self._posix.read_unit, (fd, direct, unit), dispose)
         except trio.Cancelled:
             raise
         except BaseException:
             self._count_bytes(lane, unit.read_bytes)
             raise
+        finally:
+            opens = direct.take_opens()
+            self.counters.operations += opens
+            self.counters.of(lane, "open").operations += opens
         self._count_bytes(lane, unit.read_bytes)
 
     async def touch(self, directory: DirRef, name: bytes, lane: Lane) -> None:

@@ -13,6 +13,7 @@ import trio
 
 from monarchfs.engine.units import Unit
 from monarchfs.source import posix
+from monarchfs.source.direct import DirectDescriptor
 from monarchfs.source.posix import Batches, Found, FoundEach, PosixSource
 from monarchfs.store.segments import SegmentFiles
 from monarchfs.store.tier import Tier
@@ -171,10 +172,10 @@ class FaultySource(PosixSource):
         self.faults.meet("after_read")
         return data, version
 
-    def read_unit(self, fd: int, unit: Unit) -> int:
+    def read_unit(self, fd: int, direct: DirectDescriptor, unit: Unit) -> int:
         self.faults.meet("read")
         try:
-            return super().read_unit(fd, unit)
+            return super().read_unit(fd, direct, unit)
         finally:
             if unit.read_bytes:
                 self.reads.append(Read(os.fstat(fd).st_ino, unit.start, unit.read_bytes))

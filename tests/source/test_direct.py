@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 
 from monarchfs.engine.units import Unit
 from monarchfs.source import PosixSource, direct
-from monarchfs.source.direct import LEAST_BYTES, PERIOD, TRIALS, DirectReads
+from monarchfs.source.direct import LEAST_BYTES, PERIOD, TRIALS, DirectDescriptor, DirectReads
 from monarchfs.types import SourceVersion
 from tests.source.tools import open_descriptors, ref
 
@@ -57,12 +58,33 @@ def go(
 ) -> list[bool]:
     clock = SimpleNamespace(monotonic=lambda: reads.clock)
     monkeypatch.setattr("monarchfs.source.direct.time", clock)
-    decides = DirectReads()
-    before = open_descriptors()
+    decides, descriptor = DirectReads(), DirectDescriptor()
     for _ in range(count):
-        assert decides.read(reads.unit(size), fd)
-    assert open_descriptors() == before
+        assert decides.read(reads.unit(size), fd, descriptor)
+    opened = descriptor.close()
+    assert descriptor.take_opens() == (opened >= 0), "once a file"
+    if opened >= 0:
+        os.close(opened)
     return reads.ways
+
+
+def test_a_file_that_was_closed_meanwhile_has_no_second_descriptor(fd: int) -> None:
+    """Its number may stand for another file by then."""
+    descriptor, before = DirectDescriptor(), open_descriptors()
+    assert descriptor.close() == -1
+    assert descriptor.get(fd) == -1
+    assert open_descriptors() == before
+
+
+def test_threads_that_open_it_at_once_have_the_same(fd: int) -> None:
+    descriptor, before = DirectDescriptor(), open_descriptors()
+    with ThreadPoolExecutor(8) as threads:
+        found = set(threads.map(lambda _: descriptor.get(fd), range(200)))
+    assert found == {descriptor.get(fd)}
+    assert descriptor.take_opens() >= 1
+    assert descriptor.take_opens() == 0
+    os.close(descriptor.close())
+    assert open_descriptors() == before
 
 
 @pytest.mark.parametrize(("seconds", "goes"), [(0.5, True), (1.1, True), (2.0, False)])
@@ -103,11 +125,13 @@ def test_the_same_bytes_come_either_way(root: Path, posix: PosixSource, past: in
     fd, stat = posix.open(ref(root), b"f")
     st_dev, st_ino, size, mtime_ns, ctime_ns = stat.version
     version = SourceVersion(st_dev or posix.device, st_ino, size, mtime_ns, ctime_ns)
-    ways = set()
+    ways, descriptor = set(), DirectDescriptor()
     for _ in range(2 * TRIALS):
         unit = Unit(1, CHUNK, size, chunk_bytes=CHUNK, version=version, device=posix.device)
-        assert posix.read_unit(fd, unit) == size - CHUNK
+        assert posix.read_unit(fd, descriptor, unit) == size - CHUNK
         assert unit.peek(CHUNK, size) == data[CHUNK:]
         ways.add(unit.direct)
-    posix.close(fd)
+    for opened in (descriptor.close(), fd):
+        if opened >= 0:
+            posix.close(opened)
     assert False in ways
