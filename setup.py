@@ -34,8 +34,8 @@ class BuildOrSayWhy(build_ext):
 
 
 PARTS = (
-    "_session", "_relay", "_bytes", "_resident", "_unfinished", "_pool", "_backed", "_table",
-    "_known", "_parking", "_journal", "_absent",
+    "_session", "_relay", "_reply", "_resident", "_nonresident", "_pool", "_backed", "_table",
+    "_relay_bindings", "_handoff", "_journal", "_absent_xattrs",
 )  # fmt: skip
 ENGINE = ("_misses", "_names", "_layout", "_bindings")
 UNITS = ("_units", "_unit")
@@ -75,7 +75,7 @@ setup(
         Extension(
             "monarchfs.engine._units",
             [f"monarchfs/engine/{part}.c" for part in UNITS],
-            depends=["monarchfs/engine/_unit.h", "monarchfs/fuse/_unfinished.h"],
+            depends=["monarchfs/engine/_unit.h", "monarchfs/fuse/_nonresident.h"],
             extra_compile_args=[*FLAGS, "-pthread"],
         ),
     ],

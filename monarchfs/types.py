@@ -59,7 +59,7 @@ class SourceVersion(NamedTuple):
         """
         return blake2b(b"%d %d %d %d %d" % self, digest_size=16).digest()
 
-    def settled(self, now_ns: int) -> bool:
+    def past_racy_window(self, now_ns: int) -> bool:
         """Whether a write after ``now_ns`` would show as another version.
 
         A file that was changed within the tick of its file system's clock that is passing at

@@ -15,9 +15,9 @@ import trio
 from monarchfs.cache.filling import OUT_OF_DESCRIPTORS
 from monarchfs.cache.groups import Groups
 from monarchfs.cache.reasons import Cause
+from monarchfs.cache.reconciliation import Reconciliation
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.scrub import Scrub
-from monarchfs.cache.stocktaking import Stocktaking
 from monarchfs.cache.tiers import Hold
 from monarchfs.placement.events import Accessed, Known, Loaded
 from monarchfs.placement.ledger import Room, reservation
@@ -61,7 +61,7 @@ class Cache(Groups):
         ``reopen`` is called before anything may be evicted: to acquire what is in use already.
         """
         rebooted = self.index.begin_boot(boot_id)
-        stock = self._stock = Stocktaking(
+        stock = self._stock = Reconciliation(
             self.index, self._tiers, self._handle, self._metrics, self._in_thread
         )
         stock.recover()

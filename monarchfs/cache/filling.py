@@ -26,13 +26,13 @@ from monarchfs.placement.events import (
     Dropped,
     Event,
     Grant,
-    Kept,
     Place,
     RefusalReason,
     Refuse,
     Resumed,
     RoomWanted,
     StoredEach,
+    Suspended,
     Wanted,
 )
 from monarchfs.store.checksum import combine
@@ -240,7 +240,7 @@ class Filling(Moves):
             if reservation.fd < 0:
                 self._begin_part(reservation)
                 reservation.fd = await self._in_thread(reservation.new_part)
-                self.readers.unfinished.part(reservation.node.ino, reservation.fd)
+                self.readers.nonresident.part(reservation.node.ino, reservation.fd)
 
     async def _write_unit(self, write: Callable[[int, Unit], bool], fd: int, unit: Unit) -> bool:
         """Under a limit of its own: it waits for the source, a little, and others shall not."""
@@ -391,7 +391,7 @@ class Filling(Moves):
         part. Raises OSError where this cannot be done: then the copy is still to be abandoned.
         """
         allocated = self._record_part(reservation, chunk_bytes, present, in_flight=False)
-        self._end(reservation, Kept(reservation.node.ino, allocated))
+        self._end(reservation, Suspended(reservation.node.ino, allocated))
         reservation.close_now()
 
     def checkpoint(self, reservation: Reservation, chunk_bytes: int, present: bytes) -> None:
@@ -429,10 +429,10 @@ class Filling(Moves):
         await reservation.close()
         record = self.index.replica(ino)
         if record is not None and not self._forget(ino, record):
-            self._end(reservation, Kept(ino, record.allocated_bytes))
+            self._end(reservation, Suspended(ino, record.allocated_bytes))
             return
         part = replica_of(reservation, ReplicaState.PARTIAL, allocated)
-        self._end(reservation, Kept(ino, allocated))
+        self._end(reservation, Suspended(ino, allocated))
         self._handle(Dropped(ino, part.tier, allocated))
         await self._removals.finish(ino, part)
 

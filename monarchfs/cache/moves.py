@@ -124,7 +124,7 @@ class Moves(Records):
         """Wait until nobody has the replica open, within limits."""
         with trio.move_on_after(CLOSED_SECONDS):
             while True:
-                self._holder.take_back(ino)  # each time: who closed it may have lent it anew
+                self._holder.reclaim(ino)  # each time: who closed it may have lent it anew
                 if (replica := self._open.get(ino)) is None:
                     return True
                 closed = trio.Event()
@@ -135,7 +135,7 @@ class Moves(Records):
     def corrupt(self, ino: int) -> None:
         """The replica's bytes are not those that were copied: nobody gets any more of them."""
         self._metrics.replicas_corrupt += 1
-        self._holder.take_back(ino)
+        self._holder.reclaim(ino)
         replica = self._open.get(ino)
         if replica is not None:
             replica.bad = True

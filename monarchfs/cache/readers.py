@@ -15,7 +15,7 @@ class Readers(Protocol):
     """No method has a checkpoint, or waits for anything but local files to be closed."""
 
     @property
-    def unfinished(self) -> UnfinishedReads: ...
+    def nonresident(self) -> NonresidentReads: ...
 
     def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None:
         """The index has this complete replica of each node: a new one, or one at another place."""
@@ -49,7 +49,7 @@ class Readers(Protocol):
         or has, and it will be known here in a moment."""
 
 
-class UnfinishedReads:
+class NonresidentReads:
     """The same for files that are not resident (yet). An inode number is one version of one file;
     descriptors are the caller's. No method has a checkpoint, or waits.
 
@@ -91,7 +91,7 @@ class NoReaders:
     """Where all reads come to Python."""
 
     def __init__(self) -> None:
-        self.unfinished = UnfinishedReads()
+        self.nonresident = NonresidentReads()
 
     def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None:
         """As Readers."""

@@ -8,10 +8,10 @@ from typing import Protocol, TypeVar
 
 import trio
 
-from monarchfs.cache.books import RecordBooks
 from monarchfs.cache.durable import Durability
 from monarchfs.cache.readers import NoReaders, Readers
 from monarchfs.cache.reasons import Cause, ReasonLog
+from monarchfs.cache.record_lookup import RecordLookup
 from monarchfs.cache.removals import Removals
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.segments import SegmentRecords
@@ -63,7 +63,7 @@ class ReplicaHolder(Protocol):
         """The replica's file is being removed: set once it is not kept open here any more, None
         where it is not."""
 
-    def take_back(self, ino: int) -> None:
+    def reclaim(self, ino: int) -> None:
         """It is about to be looked at who has the replica open: gets an ``OpenReplica`` for each
         open that there is none for, and opens it no more."""
 
@@ -75,7 +75,7 @@ class NoHolder:
 
     def let_go(self, ino: int) -> None: ...
 
-    def take_back(self, ino: int) -> None: ...
+    def reclaim(self, ino: int) -> None: ...
 
 
 class Records:
@@ -126,7 +126,7 @@ class Records:
         self._busy: dict[int, bytes] = {}
         self._taking: set[int] = set()
         self._peaks: dict[int, int] = {}
-        self._books = RecordBooks(index, self._open, self._busy, self.readers)
+        self._books = RecordLookup(index, self._open, self._busy, self.readers)
         self.placement = Placement(
             [tier.id for tier in tiers],
             self._books,
@@ -185,7 +185,7 @@ class Records:
     def drop(self, ino: int, reason: str, cause: Cause = Cause.LOST) -> bool:
         """Forget and remove the replica of ``ino``: nobody opens it any more, and who has it open
         keeps it. False where there is none, or it cannot be forgotten."""
-        self._holder.take_back(ino)
+        self._holder.reclaim(ino)
         record = self.index.replica(ino)
         if record is None or ino in self._busy or not self._forget(ino, record):
             return False

@@ -16,7 +16,7 @@ from typing import Any
 from monarchfs.cli.text import printable
 from monarchfs.config.places import ROOT_CACHE_DIR, runtime_dirs_to_search
 from monarchfs.config.values import parse_interval, parse_path
-from monarchfs.inventory.looking import (
+from monarchfs.inventory.discovery import (
     UNKNOWN,
     Inventory,
     LocalCache,

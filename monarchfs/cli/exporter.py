@@ -14,7 +14,7 @@ from functools import partial
 from monarchfs.config import User
 from monarchfs.config.places import ROOT_RUNTIME_DIR, resolve_user, runtime_dir_of
 from monarchfs.exporter.broker import run_apart
-from monarchfs.exporter.look import Roots
+from monarchfs.exporter.discovery import Roots
 from monarchfs.supervisor.notify_systemd import ServiceManager
 from monarchfs.supervisor.port import listen_on, stop_listening
 from monarchfs.types import OperationError, UsageError

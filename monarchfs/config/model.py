@@ -13,7 +13,7 @@ from typing import Any
 
 from monarchfs.types import EvictionPolicy, FreshnessMode, TierSize
 
-SPEAKS = 1
+PROTOCOL_VERSION = 1
 """The bootstrap document and the messages of the channel (docs/ARCHITECTURE.md): to be raised when
 either changes, so that a supervisor does not hand its mount to a worker of another release that
 would not understand it."""

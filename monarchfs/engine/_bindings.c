@@ -5,7 +5,7 @@
 #include "_misses.h"
 #include "_names.h"
 
-#include "../fuse/_known.h"
+#include "../fuse/_relay_bindings.h"
 
 #include <errno.h>
 

@@ -21,7 +21,7 @@
 
 #include "_layout.h"
 
-#include "../fuse/_bytes.h"
+#include "../fuse/_reply.h"
 #include "../fuse/_journal.h"
 #include "../fuse/_pool.h"
 #include "../fuse/_resident.h"
@@ -453,7 +453,7 @@ static int archived(int fd)
 }
 
 /* What a source thread is to do, and what came of it. `error`: 0, an errno, or of enum miss_error. */
-struct errand {
+struct fetch {
 	struct entry *entry;
 	int fd, error;
 	bool must_read, may_read;
@@ -461,26 +461,26 @@ struct errand {
 };
 
 /* Opened, and of the version. */
-static int open_version(struct errand *errand, int directory_fd, int flags)
+static int open_version(struct fetch *fetch, int directory_fd, int flags)
 {
 	do
-		errand->fd = openat(directory_fd, errand->entry->name, flags);
-	while (errand->fd < 0 && errno == EINTR);
-	if (errand->fd < 0) /* what says that another thing lies there, or none */
+		fetch->fd = openat(directory_fd, fetch->entry->name, flags);
+	while (fetch->fd < 0 && errno == EINTR);
+	if (fetch->fd < 0) /* what says that another thing lies there, or none */
 		return errno == ENOENT || errno == ELOOP || errno == ENXIO ? MISS_CHANGED : errno;
-	return compare(errand->fd, &errand->entry->version);
+	return compare(fetch->fd, &fetch->entry->version);
 }
 
-static int read_whole(struct errand *errand)
+static int read_whole(struct fetch *fetch)
 {
-	size_t size = (size_t)errand->entry->version.size;
+	size_t size = (size_t)fetch->entry->version.size;
 	struct miss_bytes *bytes = malloc(sizeof(*bytes) + size);
 	if (!bytes)
 		return ENOMEM;
-	*bytes = (struct miss_bytes){.ino = errand->entry->ino, .users = 1, .size = size};
+	*bytes = (struct miss_bytes){.ino = fetch->entry->ino, .users = 1, .size = size};
 	int error = 0;
 	for (size_t done = 0; done < size && !error;) {
-		ssize_t got = pread(errand->fd, bytes->data + done, size - done, (off_t)done);
+		ssize_t got = pread(fetch->fd, bytes->data + done, size - done, (off_t)done);
 		if (got > 0)
 			done += (size_t)got;
 		else if (got == 0)
@@ -489,45 +489,45 @@ static int read_whole(struct errand *errand)
 			error = errno;
 	}
 	if (!error)
-		error = compare(errand->fd, &errand->entry->version);
+		error = compare(fetch->fd, &fetch->entry->version);
 	if (error)
 		free(bytes);
 	else
-		errand->bytes = bytes;
+		fetch->bytes = bytes;
 	return error;
 }
 
-static int carry_out(struct errand *errand, int directory_fd)
+static int carry_out(struct fetch *fetch, int directory_fd)
 {
 	/* O_NONBLOCK: should it be a FIFO by now, opening it must not wait for a writer. Lustre's reads
 	 * honour it, so it does not stay. */
 	const int flags =
 		O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
-	int error = open_version(errand, directory_fd, flags);
-	if (error || !(errand->must_read || errand->may_read))
+	int error = open_version(fetch, directory_fd, flags);
+	if (error || !(fetch->must_read || fetch->may_read))
 		return error;
 	/* An open alone does not read that. */
-	if (!errand->must_read && options.layouts && (error = archived(errand->fd)))
+	if (!fetch->must_read && options.layouts && (error = archived(fetch->fd)))
 		return error;
-	return fcntl(errand->fd, F_SETFL, flags & ~O_NONBLOCK) == 0 ? read_whole(errand) : errno;
+	return fcntl(fetch->fd, F_SETFL, flags & ~O_NONBLOCK) == 0 ? read_whole(fetch) : errno;
 }
 
 /* Under `lock`. */
-static void count_errand(const struct errand *errand, uint64_t took_ns)
+static void count_fetch(const struct fetch *fetch, uint64_t took_ns)
 {
-	bool for_readers = !errand->entry->ahead;
-	if (errand->bytes)
+	bool for_readers = !fetch->entry->ahead;
+	if (fetch->bytes)
 		__atomic_fetch_add(for_readers ? &counts.source_bytes : &counts.ahead_bytes,
-				   errand->bytes->size, __ATOMIC_RELAXED);
+				   fetch->bytes->size, __ATOMIC_RELAXED);
 	relay_time(for_readers ? &counts.source : &counts.ahead, took_ns);
 }
 
 /* Those who wait are answered, or become Python's. Under `lock`, but not while the kernel is told. */
-static void deliver(struct errand *errand, uint64_t took_ns)
+static void deliver(struct fetch *fetch, uint64_t took_ns)
 {
-	struct entry *entry = errand->entry;
+	struct entry *entry = fetch->entry;
 	struct waiter *waiters = entry->waiters, *waiter;
-	bool good = !errand->error && !entry->gone && entry->bytes;
+	bool good = !fetch->error && !entry->gone && entry->bytes;
 	bool keeps = options.keeps || entry->wanted;
 	unsigned opens = 0;
 	if (!good) {
@@ -544,14 +544,14 @@ static void deliver(struct errand *errand, uint64_t took_ns)
 		waiting--;
 	}
 	if (free_opens)
-		opens = errand->bytes && waiters;
+		opens = fetch->bytes && waiters;
 	if (waiters && entry->bytes)
 		adopt(entry->bytes);
 	/* Before the answers: who has read a file finds that Python knows of it. */
-	if (opens || errand->bytes)
+	if (opens || fetch->bytes)
 		tell(entry, (struct miss_event){.opens = opens,
 						.took_ns = took_ns,
-						.bytes = keeps ? errand->bytes : NULL});
+						.bytes = keeps ? fetch->bytes : NULL});
 	pthread_mutex_unlock(&lock);
 	while ((waiter = waiters)) {
 		const struct fuse_in_header *in = (const void *)waiter->request;
@@ -608,22 +608,22 @@ static bool reads_any(const struct entry *entry)
 	return waiter;
 }
 
-/* The end of an errand: who waits is told. Under `lock`. */
-static void end_errand(struct errand *errand, uint64_t took_ns)
+/* The end of a fetch: who waits is told. Under `lock`. */
+static void end_fetch(struct fetch *fetch, uint64_t took_ns)
 {
-	struct entry *entry = errand->entry;
-	if (errand->bytes && !entry->gone)
-		fill(entry, errand->bytes);
-	else if (errand->bytes)
-		leave_bytes(errand->bytes);
+	struct entry *entry = fetch->entry;
+	if (fetch->bytes && !entry->gone)
+		fill(entry, fetch->bytes);
+	else if (fetch->bytes)
+		leave_bytes(fetch->bytes);
 	if (entry->wanted && entry->gone)
 		tell(entry, (struct miss_event){.error = MISS_LEFT});
-	if (errand->error && !entry->gone) {
-		tell(entry, (struct miss_event){.error = errand->error, .took_ns = took_ns});
+	if (fetch->error && !entry->gone) {
+		tell(entry, (struct miss_event){.error = fetch->error, .took_ns = took_ns});
 		forget_unless_open(place_of(entry->ino));
 	} else {
 		/* Without bytes it is Python's: what is open has to stay in memory. */
-		deliver(errand, took_ns);
+		deliver(fetch, took_ns);
 	}
 }
 
@@ -639,16 +639,16 @@ static void carry(struct entry *entry, bool is_ahead)
 {
 	if (!is_placed(entry)) {
 		entry->state = REMOTE;
-		end_errand(&(struct errand){.entry = entry, .error = MISS_LEFT}, 0);
+		end_fetch(&(struct fetch){.entry = entry, .error = MISS_LEFT}, 0);
 		pthread_mutex_unlock(&lock);
 		return;
 	}
 	struct directory *directory = directories[entry->directory];
-	struct errand errand = {.entry = entry, .fd = -1};
+	struct fetch fetch = {.entry = entry, .fd = -1};
 	size_t size = entry->version.size;
-	errand.must_read = !entry->bytes && reads_any(entry);
-	errand.may_read = is_ahead || (!entry->bytes && make_room(size));
-	bool reads = errand.must_read || errand.may_read;
+	fetch.must_read = !entry->bytes && reads_any(entry);
+	fetch.may_read = is_ahead || (!entry->bytes && make_room(size));
+	bool reads = fetch.must_read || fetch.may_read;
 	size_t *counted = is_ahead ? &memory_ahead : &memory;
 	*counted += reads ? size : 0;
 	entry->state = READING;
@@ -659,28 +659,28 @@ static void carry(struct entry *entry, bool is_ahead)
 	directory->users++;
 	pthread_mutex_unlock(&lock);
 
-	errand.error = carry_out(&errand, directory->fd);
+	fetch.error = carry_out(&fetch, directory->fd);
 	uint64_t took_ns = relay_now_ns() - entry->began_ns;
 
 	pthread_mutex_lock(&lock);
-	count_errand(&errand, took_ns);
+	count_fetch(&fetch, took_ns);
 	leave_directory(directory);
 	take_from(&reading.first, &reading.last, entry);
 	entry->state = REMOTE;
 	*(is_ahead ? &stuck_ahead : &stuck) -= entry->stuck;
 	active_ahead -= is_ahead;
 	entry->ahead = entry->stuck = false;
-	if (errand.bytes)
-		errand.bytes->ahead = is_ahead;
+	if (fetch.bytes)
+		fetch.bytes->ahead = is_ahead;
 	else if (reads)
 		*counted -= size;
-	end_errand(&errand, took_ns);
+	end_fetch(&fetch, took_ns);
 	pthread_mutex_unlock(&lock);
-	if (errand.fd >= 0) {
+	if (fetch.fd >= 0) {
 		/* The mount's pages have them now: not to be in memory twice. */
-		if (errand.bytes)
-			(void)posix_fadvise(errand.fd, 0, 0, POSIX_FADV_DONTNEED);
-		close(errand.fd);
+		if (fetch.bytes)
+			(void)posix_fadvise(fetch.fd, 0, 0, POSIX_FADV_DONTNEED);
+		close(fetch.fd);
 	}
 }
 

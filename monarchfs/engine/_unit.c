@@ -277,7 +277,7 @@ static enum unit_end read_blocks(const struct unit *unit, const struct unit_sour
 /* Answer those who wait for a block, and have others find it. */
 static void show_block(const struct unit *unit, unsigned n, struct block *block)
 {
-	const struct unfinished_units *readers = unit->plan.readers;
+	const struct nonresident_units *readers = unit->plan.readers;
 	if (!readers)
 		return;
 	use_block(block);

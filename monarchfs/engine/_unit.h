@@ -8,7 +8,7 @@
 #ifndef MONARCHFS_UNIT_H
 #define MONARCHFS_UNIT_H
 
-#include "../fuse/_unfinished.h"
+#include "../fuse/_nonresident.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -34,7 +34,7 @@ struct unit_plan {
 	uint64_t start, size, chunk_bytes;
 	struct unit_version version;
 	size_t most_bytes; /* 0: any. Else what arrives while all units have more in memory is not kept */
-	const struct unfinished_units *readers; /* NULL: none */
+	const struct nonresident_units *readers; /* NULL: none */
 };
 
 /* NULL where there is no memory; errno is EINVAL where the plan is none. */

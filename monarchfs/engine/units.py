@@ -30,7 +30,7 @@ class Unit:
         readers: object = None,
         most_bytes: int = 0,
     ) -> None:
-        """``device`` is that of the source's root; ``readers`` as of ``UnfinishedReads``. What
+        """``device`` is that of the source's root; ``readers`` as of ``NonresidentReads``. What
         arrives while all units have more than ``most_bytes`` in memory is dropped; 0: nothing is.
         """
         self.start = start

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from monarchfs.config import User
-from monarchfs.exporter.look import Look, Roots, Sight
+from monarchfs.exporter.discovery import DiscoveredMount, Look, Roots
 from monarchfs.supervisor.identity import become
 from monarchfs.system.privileges import drop_capabilities, raise_descriptor_limit
 
@@ -81,7 +81,7 @@ def _answer_all(channel: socket.socket, roots: Roots) -> None:
         return  # it has ended: its exit code says how
 
 
-def _send(channel: socket.socket, number: int, sight: Sight) -> None:
+def _send(channel: socket.socket, number: int, sight: DiscoveredMount) -> None:
     message = {
         "stem": sight.stem,
         "owner": sight.owner_uid,
@@ -111,7 +111,7 @@ def ask(channel: socket.socket, number: int) -> None:
     channel.send(b"%d" % number)
 
 
-def receive(channel: socket.socket) -> tuple[int, Sight | LookEnd] | None:
+def receive(channel: socket.socket) -> tuple[int, DiscoveredMount | LookEnd] | None:
     """In the child: what came next, and of which look; None when the parent is gone. Raises
     BlockingIOError where there is nothing yet, if the socket does not block."""
     data, descriptors, _flags, _address = socket.recv_fds(
@@ -123,7 +123,7 @@ def receive(channel: socket.socket) -> tuple[int, Sight | LookEnd] | None:
     if not descriptors:
         return message["look"], LookEnd(message["left_off"])
     registration, *connection = descriptors
-    return message["look"], Sight(
+    return message["look"], DiscoveredMount(
         message["stem"],
         message["owner"],
         registration,

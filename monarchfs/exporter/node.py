@@ -21,8 +21,8 @@ import trio
 
 from monarchfs import control
 from monarchfs.exporter import broker
+from monarchfs.exporter.discovery import DiscoveredMount
 from monarchfs.exporter.http import serve
-from monarchfs.exporter.look import Sight
 from monarchfs.exporter.samples import Sample, Values
 from monarchfs.exporter.text import CONTENT_TYPE, exposition_of
 from monarchfs.exporter.wire import decode
@@ -134,7 +134,7 @@ class NodeExporter:
         self._nursery = nursery
         self._own_uid = own_uid
         self._number = 0
-        self._arrived, _ = trio.open_memory_channel[Sight | broker.LookEnd](math.inf)
+        self._arrived, _ = trio.open_memory_channel[DiscoveredMount | broker.LookEnd](math.inf)
         self._flight: _PageInFlight | None = None
         self._naming = Naming()
         self._users = UserNames()
@@ -183,30 +183,32 @@ class NodeExporter:
             number, what = received
             if number == self._number:
                 self._arrived.send_nowait(what)
-            elif isinstance(what, Sight):
+            elif isinstance(what, DiscoveredMount):
                 what.close()
 
-    async def _look(self) -> tuple[list[Sight], int]:
+    async def _look(self) -> tuple[list[DiscoveredMount], int]:
         """All registered mounts, and how many were left off. Raises trio.TooSlowError."""
         self._number += 1
-        self._arrived, arrivals = trio.open_memory_channel[Sight | broker.LookEnd](math.inf)
-        sights: list[Sight] = []
+        self._arrived, arrivals = trio.open_memory_channel[DiscoveredMount | broker.LookEnd](
+            math.inf
+        )
+        sights: list[DiscoveredMount] = []
         try:
             broker.ask(self._channel, self._number)
             with trio.fail_after(LOOK_SECONDS):
-                while isinstance(what := await arrivals.receive(), Sight):
+                while isinstance(what := await arrivals.receive(), DiscoveredMount):
                     sights.append(what)
         except (trio.TooSlowError, OSError):
             self._number += 1
             with suppress(trio.WouldBlock):
-                while isinstance(late := arrivals.receive_nowait(), Sight):
+                while isinstance(late := arrivals.receive_nowait(), DiscoveredMount):
                     sights.append(late)
             for sight in sights:
                 sight.close()
             raise trio.TooSlowError from None
         return sights, what.left_off
 
-    async def _ask(self, sights: Iterable[Sight]) -> list[Seen]:
+    async def _ask(self, sights: Iterable[DiscoveredMount]) -> list[Seen]:
         """All mounts there are, with what those said that answered within ASK_SECONDS."""
         table = [mount for mount in read_mountinfo() if mount.fstype == MONARCHFS]
         mounts = []
@@ -229,7 +231,7 @@ class NodeExporter:
         ]
 
 
-def _seen(sight: Sight) -> Seen | None:
+def _seen(sight: DiscoveredMount) -> Seen | None:
     """The mount of a registration; None if that is none."""
     try:
         content = os.pread(sight.registration, control.MOST_REQUEST_BYTES, 0)
@@ -248,7 +250,7 @@ def _seen(sight: Sight) -> Seen | None:
     )
 
 
-def _is_there(sight: Sight, seen: Seen, table: Iterable[Mount]) -> bool:
+def _is_there(sight: DiscoveredMount, seen: Seen, table: Iterable[Mount]) -> bool:
     """Whether a mount is more than a registration that its daemon left when it died."""
     if sight.connection is not None or sight.full:
         return True

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from monarchfs.cache.cache import Cache
-from monarchfs.cache.readers import UnfinishedReads
+from monarchfs.cache.readers import NonresidentReads
 from monarchfs.cache.replicas import OpenReplica
-from monarchfs.fs.astray import Astray
 from monarchfs.fs.freshness import SURELY_SETTLED_NS
+from monarchfs.fs.invalidation import Invalidation
 from monarchfs.fs.kernel import Kernel, NoKernel
 from monarchfs.fs.tree import Entry, Tree
 from monarchfs.metrics import Metrics
@@ -29,7 +29,7 @@ from monarchfs.types import (
     SourceStat,
 )
 
-__all__ = ["FileHandle", "Files", "OpenReplica", "PartialFile", "UnfinishedReads"]
+__all__ = ["FileHandle", "Files", "NonresidentReads", "OpenReplica", "PartialFile"]
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +59,10 @@ class PartialFile(Protocol):
 
     def start_filling(self) -> bool: ...
 
-    def hand_out(self) -> None:
+    def allow_direct_reads(self) -> None:
         """If nothing of it is kept, others may read it. No checkpoint."""
 
-    def came_to(self, first: int, last: int) -> None:
+    def on_readahead(self, first: int, last: int) -> None:
         """A read that went past Python is of the chunks [first, last). No checkpoint."""
 
     async def read(self, offset: int, size: int) -> Data: ...
@@ -85,7 +85,7 @@ class Copies(Protocol):
 
     def opened(self, ino: int) -> None: ...
 
-    def unfinished(self, ino: int) -> PartialFile | None: ...
+    def nonresident(self, ino: int) -> PartialFile | None: ...
 
     def queued(self, ino: int) -> bool: ...
 
@@ -105,14 +105,14 @@ class FileHandle:
     page cache may be kept; ``direct``, whether reads are not to go through that at all. Changing:
     where its bytes come from."""
 
-    __slots__ = ("_files", "_replica", "_unfinished", "direct", "ino", "keep_cache")
+    __slots__ = ("_files", "_nonresident", "_replica", "direct", "ino", "keep_cache")
 
     def __init__(
         self,
         ino: int,
         files: Files,
         replica: OpenReplica | None,
-        unfinished: PartialFile | None,
+        nonresident: PartialFile | None,
         keep_cache: bool,
         direct: bool = False,
     ) -> None:
@@ -121,7 +121,7 @@ class FileHandle:
         self.direct = direct
         self._files = files
         self._replica = replica
-        self._unfinished = unfinished
+        self._nonresident = nonresident
 
     @property
     def local(self) -> bool:
@@ -132,8 +132,8 @@ class FileHandle:
     def replica(self) -> OpenReplica | None:
         """What holds all of its bytes, since it was opened or by now. As long as the handle is not
         released, it may be read until ``Cache.stop_reading`` says no."""
-        if self._replica is None and self._unfinished is not None:
-            return self._unfinished.replica
+        if self._replica is None and self._nonresident is not None:
+            return self._nonresident.replica
         return self._replica
 
     @property
@@ -154,7 +154,7 @@ class FileHandle:
 
     async def read(self, offset: int, size: int, files: Files) -> Data:
         """The bytes at ``offset``. Raises OSError with the source's errno."""
-        if self._replica is None and self._unfinished is None:
+        if self._replica is None and self._nonresident is None:
             await self._reopen(files)
         replica = self._replica
         if replica is not None:
@@ -162,9 +162,9 @@ class FileHandle:
                 return await files.cache.read(replica, offset, size)
             except OSError as exc:
                 await self._leave_replica(replica, exc, files)
-        assert self._unfinished is not None
+        assert self._nonresident is not None
         try:
-            return await self._unfinished.read(offset, size)
+            return await self._nonresident.read(offset, size)
         except SourceChanged as exc:
             raise OSError(errno.ESTALE, "the file was replaced in the source") from exc
 
@@ -173,30 +173,30 @@ class FileHandle:
         self._replica = files.resident(self.ino)
         if self._replica is not None:
             return
-        unfinished = await files.open_to_copy(self.ino)
-        if self._replica is None and self._unfinished is None:
-            self._unfinished = unfinished
+        nonresident = await files.open_to_copy(self.ino)
+        if self._replica is None and self._nonresident is None:
+            self._nonresident = nonresident
         else:
-            unfinished.release()  # another read of this handle was faster
+            nonresident.release()  # another read of this handle was faster
 
     async def _leave_replica(self, replica: OpenReplica, exc: OSError, files: Files) -> None:
         """A tier failed under this handle: the source serves it from now on."""
         files.cache.failed_read(replica, exc)
         if self._replica is not replica:
             return  # another read of this handle was faster
-        unfinished = await files.open_unfinished(self.ino)
+        nonresident = await files.open_nonresident(self.ino)
         if self._replica is not replica:
-            unfinished.release()
+            nonresident.release()
             return
-        self._replica, self._unfinished = None, unfinished
+        self._replica, self._nonresident = None, nonresident
         files.cache.release(replica)
 
     def release(self) -> None:
         if self._replica is not None:
             self._files.cache.release(self._replica)
-        if self._unfinished is not None:
-            self._unfinished.release()
-        self._replica = self._unfinished = None
+        if self._nonresident is not None:
+            self._nonresident.release()
+        self._replica = self._nonresident = None
         self._files.closed(self)
 
 
@@ -230,7 +230,7 @@ class Files:
         self._copies = copies
         self._metrics = metrics
         self._kernel: Kernel = NoKernel() if kernel is None else kernel
-        self._astray = Astray(tree, self._kernel)
+        self._astray = Invalidation(tree, self._kernel)
         self._opens: dict[int, int] = {}
         self._young: OrderedDict[int, int] = OrderedDict()
         self._young_ns: tuple[int, int] | None = None
@@ -276,13 +276,13 @@ class Files:
         if replica is not None:
             return self._handle(node, replica, None)
         try:
-            unfinished = await self._copies.open_as_is(node)
+            nonresident = await self._copies.open_as_is(node)
         except SourceChanged as exc:
-            self._tree.distrust(node.parent)
+            self._tree.invalidate_directory(node.parent)
             raise OSError(errno.ESTALE, "its directory was replaced") from exc
         # The kernel has the size of the version that was found by the name.
         await self._kernel.forget_attributes(ino)
-        return self._handle(node, None, unfinished, direct=True)
+        return self._handle(node, None, nonresident, direct=True)
 
     def reopened(self, ino: int) -> FileHandle:
         """A handle for a file that an earlier process of this mount has opened. What it reads from
@@ -327,12 +327,12 @@ class Files:
         self,
         node: Node,
         replica: OpenReplica | None,
-        unfinished: PartialFile | None,
+        nonresident: PartialFile | None,
         *,
         direct: bool = False,
     ) -> FileHandle:
         self._count(node, replica)
-        if self.opened_locally is not None and (unfinished is None or unfinished.partial):
+        if self.opened_locally is not None and (nonresident is None or nonresident.partial):
             self.opened_locally(node.ino)
         self._opens[node.ino] = self._opens.get(node.ino, 0) + 1
         # The kernel fills up with zeros what a file that is cut short meanwhile does not have, if
@@ -342,7 +342,7 @@ class Files:
             and replica is None
             and self._tree.freshness.may_be_written(node.stat.ctime_ns, time.time_ns())
         )
-        return FileHandle(node.ino, self, replica, unfinished, self._keeps_pages(node), direct)
+        return FileHandle(node.ino, self, replica, nonresident, self._keeps_pages(node), direct)
 
     def opened_by_others(self, node: Node, opens: int) -> None:
         """Others have opened it, to be read from the source, so often."""
@@ -360,9 +360,9 @@ class Files:
             node.outdated
             or node.ino in self._young
             or self._forgotten(ctime_ns)
-            or not freshness.settled(ctime_ns, min(node.fetched_ns, now_ns))
+            or not freshness.past_racy_window(ctime_ns, min(node.fetched_ns, now_ns))
             or freshness.may_be_written(ctime_ns, now_ns)
-            or self._copies.unfinished(node.ino) is not None
+            or self._copies.nonresident(node.ino) is not None
         ):
             return False
         return self.cache.claim(node) is None
@@ -379,9 +379,9 @@ class Files:
 
     def _keeps_pages(self, node: Node) -> bool:
         """Whether what the kernel has read of this inode before is as good as what it would read
-        now. An inode number is one version; but see ``SourceVersion.settled``."""
+        now. An inode number is one version; but see ``SourceVersion.past_racy_window``."""
         freshness, ctime_ns = self._tree.freshness, node.stat.ctime_ns
-        if freshness.settled(ctime_ns, time.time_ns()):
+        if freshness.past_racy_window(ctime_ns, time.time_ns()):
             return self._young.pop(node.ino, None) is None and not self._forgotten(ctime_ns)
         self._young[node.ino] = ctime_ns
         if len(self._young) > YOUNG_KEPT:
@@ -401,7 +401,7 @@ class Files:
         if not node.stat.is_regular or node.ino in self._young:
             return 0
         freshness, ctime_ns = self._tree.freshness, node.stat.ctime_ns
-        if not freshness.settled(ctime_ns, now_ns) or self._forgotten(ctime_ns):
+        if not freshness.past_racy_window(ctime_ns, now_ns) or self._forgotten(ctime_ns):
             return 0
         return freshness.opens_until(node, now_ns)
 
@@ -415,12 +415,12 @@ class Files:
 
     def read_ahead(self, ino: int, first: int, last: int) -> None:
         """A file that is not resident was read elsewhere, of its chunks [first, last)."""
-        if (unfinished := self._copies.unfinished(ino)) is not None:
-            unfinished.came_to(first, last)
+        if (nonresident := self._copies.nonresident(ino)) is not None:
+            nonresident.on_readahead(first, last)
 
     def read_elsewhere(self, ino: int) -> bool:
         """Whether others have read it, not being resident, since this was asked the last time."""
-        return self.cache.readers.unfinished.used(ino)
+        return self.cache.readers.nonresident.used(ino)
 
     def closed(self, handle: FileHandle) -> None:
         """For handles: one is released."""
@@ -431,16 +431,16 @@ class Files:
             del self._opens[handle.ino]
 
     async def open_to_copy(self, ino: int) -> PartialFile:
-        """``open_unfinished``, and begin to copy it, if this mount does that."""
+        """``open_nonresident``, and begin to copy it, if this mount does that."""
         keeps = self._copies.keeps
-        unfinished = await self.open_unfinished(ino)
-        if keeps and not unfinished.arriving:
-            unfinished.start_filling()
+        nonresident = await self.open_nonresident(ino)
+        if keeps and not nonresident.arriving:
+            nonresident.start_filling()
             self._copies.opened(ino)
-        unfinished.hand_out()
-        return unfinished
+        nonresident.allow_direct_reads()
+        return nonresident
 
-    async def open_unfinished(self, ino: int) -> PartialFile:
+    async def open_nonresident(self, ino: int) -> PartialFile:
         node = self._tree.index.node(ino)
         if node is None:
             if not self.opens_are_known:
@@ -452,7 +452,7 @@ class Files:
             self.noticed(ino)
             if isinstance(exc, DirectoryChanged):
                 # Known by now, so that the kernel's second try, its last, finds the way.
-                self._tree.distrust(node.parent)
+                self._tree.invalidate_directory(node.parent)
                 if not self.opens_are_known:
                     self._astray.way(ino)
             raise OSError(errno.ESTALE, "the source has another version") from exc
@@ -479,8 +479,8 @@ class Files:
 
     def _outdated(self, ino: int) -> None:
         """The tree found that out."""
-        if (unfinished := self._copies.unfinished(ino)) is not None:
-            unfinished.outdated()
+        if (nonresident := self._copies.nonresident(ino)) is not None:
+            nonresident.outdated()
         self._tell_outdated(ino)
 
     def _tell_outdated(self, ino: int) -> None:
@@ -517,11 +517,11 @@ class Files:
             if again:
                 return await self._tree.attributes_of_place(node)
             raise OSError(errno.ESTALE, "the source has another version")
-        unfinished = self._copies.unfinished(ino)
-        if unfinished is None or self.state(ino) == "resident":
+        nonresident = self._copies.nonresident(ino)
+        if nonresident is None or self.state(ino) == "resident":
             return Entry(node, 0.0, 0.0)
         try:
-            return await self._tree.attributes_of_open(node, unfinished.current)
+            return await self._tree.attributes_of_open(node, nonresident.current)
         except SourceChanged:
             return Entry(node, 0.0, 0.0)
 
@@ -532,8 +532,8 @@ class Files:
             return "resident"
         if self._copies.copying(ino):
             return "copying"
-        unfinished = self._copies.unfinished(ino)
-        local = record is not None or (unfinished is not None and unfinished.partial)
+        nonresident = self._copies.nonresident(ino)
+        local = record is not None or (nonresident is not None and nonresident.partial)
         return "partial" if local else "remote"
 
     def tier(self, ino: int) -> str | None:

@@ -29,14 +29,14 @@ WRITTEN_NS = NS
 """A file that was changed so recently is taken to be still being written."""
 
 SURELY_SETTLED_NS = 2 * NS
-"""Longer than any tick of ``SourceVersion.settled``."""
+"""Longer than any tick of ``SourceVersion.past_racy_window``."""
 
 
-def settled(ctime_ns: int, now_ns: int) -> bool:
-    """``SourceVersion.settled``, quicker for most."""
+def past_racy_window(ctime_ns: int, now_ns: int) -> bool:
+    """``SourceVersion.past_racy_window``, quicker for most."""
     if 0 <= ctime_ns < now_ns - SURELY_SETTLED_NS:
         return True
-    return SourceVersion(0, 0, 0, 0, ctime_ns).settled(now_ns)
+    return SourceVersion(0, 0, 0, 0, ctime_ns).past_racy_window(now_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Freshness:
         even now, FOREVER_NS: as long as it is not found outdated."""
         if not self.fresh(node.fetched_ns, now_ns) or node.outdated:
             return 0
-        if not self.settled(node.stat.ctime_ns, node.fetched_ns):
+        if not self.past_racy_window(node.stat.ctime_ns, node.fetched_ns):
             return 0
         if self.mode is FreshnessMode.IMMUTABLE:
             return FOREVER_NS
@@ -115,10 +115,10 @@ class Freshness:
             listing.ctime_ns, listing.fetched_ns, now_ns
         )
 
-    def settled(self, ctime_ns: int, now_ns: int) -> bool:
+    def past_racy_window(self, ctime_ns: int, now_ns: int) -> bool:
         """Whether what was read by ``now_ns`` is told from what comes later by its times, or is
         believed whatever they are."""
-        return self.trusts_times or settled(ctime_ns, now_ns)
+        return self.trusts_times or past_racy_window(ctime_ns, now_ns)
 
     def may_be_written(self, ctime_ns: int, now_ns: int) -> bool:
         """Whether a file of which changes count may be being written just now."""
@@ -126,7 +126,9 @@ class Freshness:
 
     def _holds(self, ctime_ns: int, seen_ns: int, now_ns: int) -> bool:
         """What was seen in the tick of its last change is believed for that tick only."""
-        return self.settled(ctime_ns, seen_ns) or not self.settled(ctime_ns, now_ns)
+        return self.past_racy_window(ctime_ns, seen_ns) or not self.past_racy_window(
+            ctime_ns, now_ns
+        )
 
     def timeouts(self, checked_ns: int, now_ns: int) -> tuple[float, float]:
         """Seconds for which the kernel may keep (the name, the attributes)."""
@@ -140,6 +142,6 @@ class Freshness:
     def node_timeouts(self, node: Node, checked_ns: int, now_ns: int) -> tuple[float, float]:
         """The same for a node, which may have been changed just before it was asked about."""
         name, attributes = self.timeouts(checked_ns, now_ns)
-        if not self.settled(node.stat.ctime_ns, node.fetched_ns):
+        if not self.past_racy_window(node.stat.ctime_ns, node.fetched_ns):
             return min(name, UNSETTLED_SECONDS), min(attributes, UNSETTLED_SECONDS)
         return name, attributes

@@ -1,4 +1,4 @@
-"""Taking over names and attributes that another node has looked up (``monarchfs.mirror``)."""
+"""Taking over names and attributes that another node has looked up (``monarchfs.snapshot``)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 import trio
 
 from monarchfs.fs.tree import LISTING_BATCH, Tree
-from monarchfs.mirror.file import (
+from monarchfs.snapshot.file import (
     Begin,
     Complete,
     End,
     Entries,
     FoundName,
-    MalformedMirror,
+    MalformedSnapshot,
     Reader,
     Record,
 )
@@ -105,12 +105,12 @@ class Load:
             async with await trio.open_file(path, "rb") as file:
                 st = os.fstat(file.wrapped.fileno())
                 if trusted and (st.st_uid not in (0, os.geteuid()) or st.st_mode & 0o022):
-                    raise MalformedMirror("others can have written it")
+                    raise MalformedSnapshot("others can have written it")
                 reader = await run_sync(Reader, file.wrapped)
                 if reader.head.root_ino != root_ino:
-                    raise MalformedMirror(f"it is of another directory, {reader.head.source!r}")
+                    raise MalformedSnapshot(f"it is of another directory, {reader.head.source!r}")
                 await self._take(reader)
-        except (OSError, MalformedMirror, IndexWriteError) as exc:
+        except (OSError, MalformedSnapshot, IndexWriteError) as exc:
             self.state = "failed"
             log.warning("index file %s: %s: the source is asked for the rest", path, exc)
         else:

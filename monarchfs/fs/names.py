@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import trio
 
-from monarchfs.fs.asking import Asking
-from monarchfs.fs.beside import Beside
-from monarchfs.fs.freshness import UNANSWERED_SECONDS, Freshness, settled
-from monarchfs.fs.shown import Shown
+from monarchfs.fs.cached_listings import CachedListings
+from monarchfs.fs.freshness import UNANSWERED_SECONDS, Freshness, past_racy_window
+from monarchfs.fs.sibling_names import SiblingNames
+from monarchfs.fs.stale_on_timeout import StaleOnTimeout
 from monarchfs.fs.statahead import Statahead
 from monarchfs.fs.unlisted import Unlisted
 from monarchfs.index.index import Index
@@ -100,14 +100,14 @@ class Names(ABC):
         self.on_appeared: Callable[[int, bytes], None] = lambda parent, name: None
         self._on_brought = on_brought
         self._denied: dict[int, set[bytes] | None] = {}
-        self.shown = Shown()
+        self.shown = CachedListings()
         self._source = source
-        self._asking = Asking(source, freshness, metrics, nursery, deadline)
+        self._asking = StaleOnTimeout(source, freshness, metrics, nursery, deadline)
         self._statahead = Statahead(
             nursery, index.entries, index.count_entries, self._lacks, self._ask_ahead
         )
         self._unlisted = Unlisted(nursery, self._directory_bytes, self._list_ahead)
-        self.beside = Beside(index.count_nodes, index.entries, self._tell_of)
+        self.beside = SiblingNames(index.count_nodes, index.entries, self._tell_of)
         self._on_moved = on_moved
         self._all_denied = False
         self._confirmed: dict[int, tuple[int, int]] = {}
@@ -220,8 +220,8 @@ class Names(ABC):
         if isinstance(fallback, Missing) and len(name) <= SURE_NAME_BYTES:
             fetch = self._fetch_absent
         elif dirent is not None and fallback is None:
-            # Who waits for an errand that others started needs no task of his own for it.
-            if (known := await self._brought(parent, name, lane)) is not None:
+            # Who waits for a batch that others started needs no task of his own for it.
+            if (known := await self._from_batch(parent, name, lane)) is not None:
                 return known
             fetch = self._fetch_name
         return await self._asking.ask(
@@ -288,7 +288,7 @@ class Names(ABC):
         try:
             answers = await self._source.found_each(directory, names, lane, seconds)
         except SourceChanged as exc:
-            self.distrust(parent)
+            self.invalidate_directory(parent)
             raise OSError(errno.ESTALE, "its directory was replaced") from exc
         names = names[: len(answers)]
         there: list[tuple[bytes, SourceStat, bytes]] = []
@@ -381,7 +381,7 @@ class Names(ABC):
                 self._deny(parent, name)
             return Missing(self.freshness.timeouts(asked_ns, time.time_ns())[0])
         except SourceChanged as exc:
-            self.distrust(parent)
+            self.invalidate_directory(parent)
             raise OSError(errno.ESTALE, "its directory was replaced") from exc
         # ``asked_ns``, not the time of the answer: the promise counts from when it was true.
         node = self._found(parent, name, stat, target, asked_ns)
@@ -409,11 +409,11 @@ class Names(ABC):
                     self._on_brought(parent, name, entry)
 
     async def _fetch_listed(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:
-        known = await self._brought(parent, name, lane)
+        known = await self._from_batch(parent, name, lane)
         return known or await self._fetch_name(parent, name, lane)
 
-    async def _brought(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing | None:
-        """An answer that an errand brings together with others, if there is one for the name.
+    async def _from_batch(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing | None:
+        """An answer that a batch brings together with others, if there is one for the name.
         Others there may be asked for next: those that have a record are brought, too."""
         if lane is not Lane.DEMAND or not self.freshness.serves_stale:
             return None
@@ -460,7 +460,7 @@ class Names(ABC):
     async def _fetch_absent(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:
         """A name that an old listing does not have: where the directory's times are what they were,
         that answers for all such names at once."""
-        if self.freshness.serves_stale and await self._asking.fly(
+        if self.freshness.serves_stale and await self._asking.run_once(
             ("confirm", parent), lambda: self._confirm_listing(parent, lane)
         ):
             known = self.known_lookup(parent, name)
@@ -478,7 +478,7 @@ class Names(ABC):
         if node is None:
             raise OSError(errno.ESTALE, "unknown inode")
         # Through the name, so that a file that was replaced is found out.
-        found = await self._asking.fly(
+        found = await self._asking.run_once(
             ("name", node.parent, node.name),
             lambda: self._fetch_listed(node.parent, node.name, Lane.DEMAND),
         )
@@ -545,7 +545,7 @@ class Names(ABC):
         except IndexWriteError as exc:
             log.warning("inode %d is not marked as outdated: %s", ino, exc)
 
-    def distrust(self, ino: int) -> None:
+    def invalidate_directory(self, ino: int) -> None:
         """The directory, or one above it, is not where it was: ask about each again, and about all
         names: whoever came here by another way is to find his at the next try, the only one that
         the kernel makes (fs/namei.c). Where the dataset was said not to change, about those of
@@ -594,13 +594,13 @@ class Names(ABC):
         show in its times: such a listing is confirmed by nothing.
         """
         listing = self.index.listing(ino)
-        if listing is None or not settled(listing.ctime_ns, listing.fetched_ns):
+        if listing is None or not past_racy_window(listing.ctime_ns, listing.fetched_ns):
             return False
         asked_ns = time.time_ns()
         try:
             stat = await self._source.stat(self._directory(ino), b"", lane)
         except SourceChanged as exc:
-            self.distrust(ino)
+            self.invalidate_directory(ino)
             raise OSError(errno.ESTALE, "the directory was replaced") from exc
         if (stat.mtime_ns, stat.ctime_ns) != (listing.mtime_ns, listing.ctime_ns):
             return False

@@ -81,8 +81,8 @@ class Reasons:
             why = self._unreadable(node)
             return None if why is None else f"it is read from the source: {why}"
         if state == "copying":
-            unfinished = self._copies.unfinished(ino)
-            done = 0 if unfinished is None else unfinished.local_bytes
+            nonresident = self._copies.nonresident(ino)
+            done = 0 if nonresident is None else nonresident.local_bytes
             return f"it is being copied: {_share(done, node.stat.size)}"
         if self._copies.queued(ino):
             before = self._copies.queue_position(ino) if exact else None
@@ -148,11 +148,11 @@ class Reasons:
         return None if why is None else f"{self._cache.tiers[record.tier].path}: {why}"
 
     def _local_bytes(self, node: Node, record: Replica | None) -> int:
-        unfinished = self._copies.unfinished(node.ino)
+        nonresident = self._copies.nonresident(node.ino)
         if record is not None and record.state is ReplicaState.RESIDENT:
             return node.stat.size
-        if unfinished is not None and unfinished.local_bytes:
-            return unfinished.local_bytes
+        if nonresident is not None and nonresident.local_bytes:
+            return nonresident.local_bytes
         if record is None or record.state is not ReplicaState.PARTIAL:
             return 0
         return min(node.stat.size, record.present.count(1) * record.chunk_bytes)

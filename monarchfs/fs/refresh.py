@@ -72,11 +72,11 @@ class _Run:
         self.work: list[_Work] = []
         self.active = 0
         self.silent: OperationError | None = None
-        self.news = trio.Event()
+        self.changes = trio.Event()
 
     def tell(self) -> None:
-        self.news.set()
-        self.news = trio.Event()
+        self.changes.set()
+        self.changes = trio.Event()
 
 
 class _Differences:
@@ -169,7 +169,7 @@ class Refresh:
     async def _take(self, run: _Run, progress: Callable[[RefreshResult], None] | None) -> None:
         while run.silent is None and (run.work or run.active):
             if not run.work:
-                await run.news.wait()
+                await run.changes.wait()
                 continue
             work = run.work.pop()
             run.active += 1

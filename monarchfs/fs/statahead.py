@@ -1,6 +1,6 @@
 """Asking the source about the names that follow, for whoever goes through a directory.
 
-``ls -l`` asks for one name after the other: a thread's errand, a transaction and a round trip to
+``ls -l`` asks for one name after the other: a thread's call, a transaction and a round trip to
 the server each. So a name that has to be asked for brings those that follow it in the listing, more
 each time, as Lustre's statahead and the kernel's readahead do: hundreds go to a few threads, and
 their answers come back in batches. A job that opens files in no order brings others, too, from the
@@ -24,7 +24,7 @@ MOST_AHEAD = 1024
 """Names asked for ahead of a reader."""
 
 RENEWED_AT_ONCE = 256
-"""Names of a directory that is renewed: half of the errands that there may be."""
+"""Names of a directory that is renewed: half of the batches that there may be."""
 
 RANDOM_MOST = 256
 """The same, where he does not take them in the listing's order."""
@@ -52,8 +52,8 @@ ERRANDS = 8
 """At once, of all directories."""
 
 PATIENCE_SECONDS = 1.0
-"""A reader waits so long for an errand that brings nothing. Then he asks for himself, and nothing
-is asked ahead in that directory until the errand returns."""
+"""A reader waits so long for a batch that brings nothing. Then he asks for himself, and nothing
+is asked ahead in that directory until the batch returns."""
 
 REST_SECONDS = 10.0
 """So long nothing is asked ahead in a directory after an errand that found nothing."""
@@ -67,20 +67,20 @@ _FAR = 1 << 63
 Row = tuple[Dirent, Node | None]
 
 
-class _Errand:
-    """Changing: ``names``, those on their way; ``news``, set and replaced with each batch of
+class _Batch:
+    """Changing: ``names``, those on their way; ``changes``, set and replaced with each batch of
     answers; ``runs``, whether it counts as one of ``ERRANDS``."""
 
-    __slots__ = ("names", "news", "runs")
+    __slots__ = ("changes", "names", "runs")
 
     def __init__(self, names: list[bytes]) -> None:
         self.names = names
-        self.news = trio.Event()
+        self.changes = trio.Event()
         self.runs = False
 
     def tell(self) -> None:
-        self.news.set()
-        self.news = trio.Event()
+        self.changes.set()
+        self.changes = trio.Event()
 
 
 class _Window:
@@ -108,8 +108,8 @@ class _Window:
     )
 
     def __init__(self) -> None:
-        self.coming: dict[bytes, _Errand] = {}
-        self.stuck: list[_Errand] = []
+        self.coming: dict[bytes, _Batch] = {}
+        self.stuck: list[_Batch] = []
         self.end = self.missed = self.began_ns = self.names = self.swept = 0
         self.half = _FAR
         self.size = 1
@@ -144,7 +144,7 @@ class Statahead:
         self._count = count
         self._lacks = lacks
         self._ask = ask
-        self._errands = trio.CapacityLimiter(ERRANDS)
+        self._batches = trio.CapacityLimiter(ERRANDS)
         self._windows: OrderedDict[int, _Window] = OrderedDict()
 
     async def bring(self, parent: int, dirent: Dirent) -> None:
@@ -163,12 +163,12 @@ class Statahead:
         elif dirent.cookie >= window.half and not window.rests:
             window.size = min(2 * window.size, MOST_AHEAD)
             self._start(parent, window, window.end, window.size)
-        while (errand := window.coming.get(dirent.name)) is not None:
+        while (batch := window.coming.get(dirent.name)) is not None:
             with trio.move_on_after(PATIENCE_SECONDS) as scope:
-                await errand.news.wait()
-            if scope.cancelled_caught and window.coming.get(dirent.name) is errand:
-                window.stuck.append(errand)
-                self._end(window, errand)
+                await batch.changes.wait()
+            if scope.cancelled_caught and window.coming.get(dirent.name) is batch:
+                window.stuck.append(batch)
+                self._end(window, batch)
 
     def missed(self, parent: int) -> int:
         """A name had to be asked for of which there is no entry; how many such names there were
@@ -196,14 +196,14 @@ class Statahead:
             after = rows[-1][0].cookie
             names = [row[0].name for row in rows if due(*row) and row[0].name not in window.coming]
             async with trio.open_nursery() as nursery:
-                for errand in self._errands_for(window, names):
-                    nursery.start_soon(self._run, parent, window, errand)
+                for batch in self._batches_for(window, names):
+                    nursery.start_soon(self._run, parent, window, batch)
 
-    def _errands_for(self, window: _Window, names: list[bytes]) -> list[_Errand]:
-        errands = [_Errand(names[at : at + AT_ONCE]) for at in range(0, len(names), AT_ONCE)]
-        for errand in errands:
-            window.coming.update(dict.fromkeys(errand.names, errand))
-        return errands
+    def _batches_for(self, window: _Window, names: list[bytes]) -> list[_Batch]:
+        batches = [_Batch(names[at : at + AT_ONCE]) for at in range(0, len(names), AT_ONCE)]
+        for batch in batches:
+            window.coming.update(dict.fromkeys(batch.names, batch))
+        return batches
 
     def _window(self, parent: int) -> _Window:
         window = self._windows.get(parent)
@@ -277,35 +277,35 @@ class Statahead:
             self._send(parent, window, lacking)
 
     def _send(self, parent: int, window: _Window, names: list[bytes]) -> None:
-        for errand in self._errands_for(window, names):
-            self._nursery.start_soon(self._run, parent, window, errand)
+        for batch in self._batches_for(window, names):
+            self._nursery.start_soon(self._run, parent, window, batch)
 
-    async def _run(self, parent: int, window: _Window, errand: _Errand) -> None:
+    async def _run(self, parent: int, window: _Window, batch: _Batch) -> None:
         # Who waits asks for himself, and meets the error, if it is still one.
         try:
-            await self._errands.acquire_on_behalf_of(errand)
-            errand.runs = True
-            while errand not in window.stuck and errand.names:
-                done, found = await self._ask(parent, errand.names)
+            await self._batches.acquire_on_behalf_of(batch)
+            batch.runs = True
+            while batch not in window.stuck and batch.names:
+                done, found = await self._ask(parent, batch.names)
                 if not found:
                     window.rest()
-                for name in errand.names[:done]:
+                for name in batch.names[:done]:
                     window.coming.pop(name, None)
-                del errand.names[:done]
-                errand.tell()
+                del batch.names[:done]
+                batch.tell()
         except (OSError, IndexWriteError):
             window.rest()
         finally:
-            self._end(window, errand)
-            if errand in window.stuck:
-                window.stuck.remove(errand)
+            self._end(window, batch)
+            if batch in window.stuck:
+                window.stuck.remove(batch)
 
-    def _end(self, window: _Window, errand: _Errand) -> None:
+    def _end(self, window: _Window, batch: _Batch) -> None:
         """Nobody waits for it any more, and its place is for another one."""
-        for name in errand.names:
-            if window.coming.get(name) is errand:
+        for name in batch.names:
+            if window.coming.get(name) is batch:
                 del window.coming[name]
-        errand.tell()
-        if errand.runs:
-            errand.runs = False
-            self._errands.release_on_behalf_of(errand)
+        batch.tell()
+        if batch.runs:
+            batch.runs = False
+            self._batches.release_on_behalf_of(batch)

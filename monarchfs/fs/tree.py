@@ -15,9 +15,9 @@ from typing import Protocol
 
 import trio
 
+from monarchfs.fs.cached_listings import BARE_SECONDS
 from monarchfs.fs.freshness import FOREVER_SECONDS, NS
 from monarchfs.fs.names import Entry, Missing, Names
-from monarchfs.fs.shown import BARE_SECONDS
 from monarchfs.types import ROOT_INO, Dirent, FileType, Lane, Node, SourceChanged
 
 __all__ = ["STATFS_SECONDS", "Differences", "Entry", "Missing", "Tree"]
@@ -152,7 +152,7 @@ class Tree(Names):
                     if differences is not None:
                         await differences.pause()
         except SourceChanged as exc:
-            self.distrust(ino)
+            self.invalidate_directory(ino)
             raise OSError(errno.ESTALE, "the directory was replaced") from exc
         if compares:
             await self._outdate_gone(ino, asked_ns, batch_names, differences)

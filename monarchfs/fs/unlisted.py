@@ -1,7 +1,7 @@
 """Directories in which names are looked up that nobody has listed: a job may have its list of files
 from elsewhere.
 
-Without a listing each such name is an errand of its own. After a few of them the directory is
+Without a listing each such name is a call of its own. After a few of them the directory is
 listed, while nobody waits; then those that follow can be asked for together (``statahead``).
 """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from monarchfs.cache.stock import (
+from monarchfs.cache.tier_comparison import (
     Ambiguous,
     Finding,
     MissingFile,

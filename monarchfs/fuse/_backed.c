@@ -10,54 +10,54 @@
 
 #define BUCKETS 65536 /* a power of two */
 
-struct lent {
-	struct lent *next;
+struct delegated {
+	struct delegated *next;
 	uint64_t ino;
 	uint32_t backing_id;
 };
 
-/* Held from the look at what is lent until the open is in the table, where Python counts it. */
+/* Held from the look at what is delegated until the open is in the table, where Python counts it. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct lent **buckets;
+static struct delegated **buckets;
 static uint64_t opens;
 
-static struct lent **find(uint64_t ino)
+static struct delegated **find(uint64_t ino)
 {
-	struct lent **place = &buckets[ino % BUCKETS];
+	struct delegated **place = &buckets[ino % BUCKETS];
 	while (*place && (*place)->ino != ino)
 		place = &(*place)->next;
 	return place;
 }
 
-bool backed_lend(uint64_t ino, uint32_t backing_id)
+bool backed_delegate(uint64_t ino, uint32_t backing_id)
 {
 	bool done = false;
 	pthread_mutex_lock(&lock);
 	if (!buckets)
 		buckets = calloc(BUCKETS, sizeof(*buckets));
-	struct lent *lent = buckets ? *find(ino) : NULL;
-	if (buckets && !lent && (lent = malloc(sizeof(*lent)))) {
-		*lent = (struct lent){.next = buckets[ino % BUCKETS], .ino = ino};
-		buckets[ino % BUCKETS] = lent;
+	struct delegated *delegated = buckets ? *find(ino) : NULL;
+	if (buckets && !delegated && (delegated = malloc(sizeof(*delegated)))) {
+		*delegated = (struct delegated){.next = buckets[ino % BUCKETS], .ino = ino};
+		buckets[ino % BUCKETS] = delegated;
 	}
-	if (lent) {
-		lent->backing_id = backing_id;
+	if (delegated) {
+		delegated->backing_id = backing_id;
 		done = true;
 	}
 	pthread_mutex_unlock(&lock);
 	return done;
 }
 
-unsigned backed_take_back(uint64_t ino)
+unsigned backed_reclaim(uint64_t ino)
 {
 	unsigned open = 0;
 	pthread_mutex_lock(&lock);
-	struct lent **place = buckets ? find(ino) : NULL, *lent = place ? *place : NULL;
-	if (lent) {
-		*place = lent->next;
+	struct delegated **place = buckets ? find(ino) : NULL, *delegated = place ? *place : NULL;
+	if (delegated) {
+		*place = delegated->next;
 		if (resident_used(ino))
-			open = table_own_all(ino, lent->backing_id);
-		free(lent);
+			open = table_own_all(ino, delegated->backing_id);
+		free(delegated);
 	}
 	pthread_mutex_unlock(&lock);
 	return open;
@@ -75,9 +75,9 @@ bool backed_open(uint64_t ino, uint64_t unique, uint64_t *fh, uint32_t *backing_
 {
 	bool done = false;
 	pthread_mutex_lock(&lock);
-	const struct lent *lent = buckets ? *find(ino) : NULL;
-	if ((lent || resident_in_segment(ino)) && resident_open(ino)) {
-		*backing_id = lent ? lent->backing_id : 0;
+	const struct delegated *delegated = buckets ? *find(ino) : NULL;
+	if ((delegated || resident_in_segment(ino)) && resident_open(ino)) {
+		*backing_id = delegated ? delegated->backing_id : 0;
 		int added = table_add(ino, unique, *backing_id, ANSWERING, fh);
 		done = added == 0;
 		if (added > 0) /* Python answers with it */

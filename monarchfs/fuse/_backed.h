@@ -2,7 +2,7 @@
  * one for what lies in a segment, of which none is ever made.
  *
  * The kernel refuses an open that is answered otherwise than the inode's other opens (fs/fuse/iomode.c).
- * So an inode with a backing file is either lent to the threads, and then its opens are theirs alone, or
+ * So an inode with a backing file is either delegated to the threads, and then its opens are theirs alone, or
  * Python's: see passthrough.py. Thread-safe; nothing here waits. */
 #ifndef MONARCHFS_BACKED_H
 #define MONARCHFS_BACKED_H
@@ -21,10 +21,10 @@ struct backed_open_out {
 
 /* Opens of `ino`, of which there are none, are answered with this id, as far as resident_open allows
  * it. False where there is no memory. */
-bool backed_lend(uint64_t ino, uint32_t backing_id);
+bool backed_delegate(uint64_t ino, uint32_t backing_id);
 
 /* Not any more: how many opens there are, whose RELEASE goes to Python from now on. */
-unsigned backed_take_back(uint64_t ino);
+unsigned backed_reclaim(uint64_t ino);
 
 /* How many opens without an id there are that were not Python's; their RELEASE goes to Python from now
  * on. Once its replica is none of a segment, no others are added. */

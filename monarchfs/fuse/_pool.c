@@ -73,7 +73,7 @@ static void *serve(void *given)
 	pool->threads--;
 	pthread_mutex_unlock(pool->lock);
 	pthread_cond_destroy(&self.wake);
-	bytes_end(&lane);
+	reply_end(&lane);
 	munmap(lane.buffer, MOST_READ_BYTES);
 	return NULL;
 }

@@ -2,7 +2,7 @@
 #ifndef MONARCHFS_POOL_H
 #define MONARCHFS_POOL_H
 
-#include "_bytes.h"
+#include "_reply.h"
 
 #include <pthread.h>
 #include <stdbool.h>

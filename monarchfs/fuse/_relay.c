@@ -14,15 +14,15 @@
 #define _GNU_SOURCE
 #include "_relay.h"
 
-#include "_absent.h"
+#include "_absent_xattrs.h"
 #include "_backed.h"
-#include "_bytes.h"
+#include "_reply.h"
 #include "_journal.h"
-#include "_parking.h"
+#include "_handoff.h"
 #include "_pool.h"
 #include "_resident.h"
 #include "_table.h"
-#include "_unfinished.h"
+#include "_nonresident.h"
 
 #include "../engine/_misses.h"
 #include "../engine/_names.h"
@@ -135,7 +135,7 @@ static bool answer_read(const struct fuse_in_header *in, struct lane *lane, uint
 		size = rest < arg->size ? (size_t)rest : arg->size;
 	}
 	enum answered done =
-		bytes_answer(lane, fuse_fd, in->unique, reading.fd, reading.start + arg->offset,
+		reply_read_from(lane, fuse_fd, in->unique, reading.fd, reading.start + arg->offset,
 			     size, NULL, NULL);
 	resident_leave(&reading);
 	if (done == NOT_READ)
@@ -256,7 +256,7 @@ static bool answer_any(const struct fuse_in_header *in, size_t length, struct la
 	case FUSE_READ:
 		return lane && body >= sizeof(struct fuse_read_in) &&
 		       (answer_read(in, lane, started_ns) ||
-			unfinished_took(in, length, lane, started_ns) ||
+			nonresident_took(in, length, lane, started_ns) ||
 			misses_took(in, length, false, started_ns));
 	case FUSE_OPEN:
 		return body >= sizeof(struct fuse_open_in) && answer_open(in, again, started_ns);
@@ -331,7 +331,7 @@ static void put_last(const char *bytes, size_t length, enum relay_past past)
 
 static void put(const char *bytes, size_t length)
 {
-	if (parking_answered(bytes, length))
+	if (handoff_answered(bytes, length))
 		return;
 	if (((const struct fuse_in_header *)bytes)->opcode != FUSE_INTERRUPT)
 		journal_keep(bytes, length);
@@ -420,7 +420,7 @@ static void take_read(struct lane *lane)
 	const struct fuse_in_header *in = (const void *)read->bytes;
 	if (answer_read(in, lane, read->started_ns))
 		journal_done(in->unique);
-	else if (!unfinished_took(in, read->length, lane, read->started_ns) &&
+	else if (!nonresident_took(in, read->length, lane, read->started_ns) &&
 		 !misses_took(in, read->length, false, read->started_ns))
 		put(read->bytes, read->length);
 	free(read);
@@ -572,7 +572,7 @@ static void *serve(void *number)
 	}
 	table_busy(thread, 0);
 	end_waiting(true);
-	bytes_end(&lane);
+	reply_end(&lane);
 	munmap(buffer, REQUEST_BYTES + MOST_READ_BYTES);
 	return NULL;
 }
@@ -597,8 +597,8 @@ int relay_start(int fd, unsigned threads, unsigned waiting_reads, bool no_opens,
 	fuse_fd = fd;
 	news_fd = news;
 	journal_left(true, put_again);
-	const struct unfinished_python python = {.leave = put_left, .ahead = put_ahead};
-	unfinished_start(fd, waiting_reads, &python);
+	const struct nonresident_python python = {.leave = put_left, .ahead = put_ahead};
+	nonresident_start(fd, waiting_reads, &python);
 	misses_serve(fd, waiting_reads, no_opens, put_left);
 
 	sigset_t all, before; /* signals are for Python's main thread */

@@ -14,7 +14,7 @@
 
 #define MOST_BOUNDS 32
 
-/* The opcode of what is none of the kernel's, and not answered: a note of _unfinished.c. Behind the
+/* The opcode of what is none of the kernel's, and not answered: a note of _nonresident.c. Behind the
  * header are two numbers, the chunks that a read of this inode is of. See quick.Opcode. */
 #define RELAY_AHEAD 0xfffe
 
@@ -31,7 +31,7 @@ struct relay_counts {
 };
 
 /* Begin: `fuse_fd` is the mounted descriptor, read and written by `threads` threads from now on.
- * At most `waiting_reads` wait for the source without Python (_unfinished.h). `free_opens`: OPEN is
+ * At most `waiting_reads` wait for the source without Python (_nonresident.h). `free_opens`: OPEN is
  * answered with ENOSYS. `bounds_ns`: of relay_times.took, rising. Returns a descriptor that is
  * readable while the queue has something, or -errno. Once only. */
 int relay_start(int fuse_fd, unsigned threads, unsigned waiting_reads, bool free_opens,

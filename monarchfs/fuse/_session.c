@@ -31,11 +31,11 @@
 
 #include "_backed.h"
 #include "_journal.h"
-#include "_known.h"
-#include "_parking.h"
+#include "_relay_bindings.h"
+#include "_handoff.h"
 #include "_relay.h"
 #include "_table.h"
-#include "_unfinished.h"
+#include "_nonresident.h"
 
 #include "../engine/_bindings.h"
 #include "../engine/_misses.h"
@@ -180,7 +180,7 @@ static void interrupted(struct fuse_session *se, const struct fuse_in_header *in
 		PyErr_WriteUnraisable(on_interrupt);
 	else if (relaying && known == Py_False) {
 		/* It is to be given up if its process dies: for Python. It comes before the interrupt. */
-		if (!unfinished_leave(arg->unique))
+		if (!nonresident_leave(arg->unique))
 			misses_leave(arg->unique);
 		give_back(real_session_fd(se), in->unique);
 	}
@@ -276,10 +276,10 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 	ssize_t got;
 	session = se;
 	answering(0);
-	const int64_t until_ns = parking_now_ns() + TURN_NS;
+	const int64_t until_ns = handoff_now_ns() + TURN_NS;
 	for (bool parks = false;; parks = relaying) {
 		got = relaying ? receive_queued(received) : receive_here(se, received);
-		if (got == -EINTR && parks && parking_wait(answered_here, news_fd, until_ns))
+		if (got == -EINTR && parks && handoff_wait(answered_here, news_fd, until_ns))
 			got = receive_queued(received);
 		if (got == 0)
 			fuse_session_exit(se);
@@ -299,7 +299,7 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 		else if (!answered(se, in, (size_t)got))
 			break;
 		/* There may be more, but other tasks want their turn, too. */
-		if (parking_now_ns() > until_ns)
+		if (handoff_now_ns() > until_ns)
 			return -EINTR;
 	}
 	if (relaying && !is_handled(in->opcode))
@@ -480,12 +480,12 @@ static PyObject *relay_counts_of(PyObject *self, PyObject *unused)
 			     durations_object(&counts.opens), durations_object(&counts.lookups));
 }
 
-static PyObject *unfinished_counts_of(PyObject *self, PyObject *unused)
+static PyObject *nonresident_counts_of(PyObject *self, PyObject *unused)
 {
-	struct unfinished_counts counts;
+	struct nonresident_counts counts;
 	(void)self;
 	(void)unused;
-	unfinished_count(&counts);
+	nonresident_count(&counts);
 	PyObject *answers = durations_object(&counts.answers), *reads = durations_object(&counts.reads);
 	if (!answers || !reads) {
 		Py_XDECREF(answers);
@@ -533,7 +533,7 @@ static PyMethodDef methods[] = {
 	{"relay_counts", relay_counts_of, METH_NOARGS,
 	 "(requests left to Python, bytes in answers to READ, READ, OPEN, LOOKUP), the three last\n"
 	 "(nanoseconds that the answers took, how many took at most so long as each of the bounds)."},
-	{"unfinished_counts", unfinished_counts_of, METH_NOARGS,
+	{"nonresident_counts", nonresident_counts_of, METH_NOARGS,
 	 "Of files that are not resident: (bytes in answers, those of them asked of the source here,\n"
 	 "answers, reads of the source), the two last as in relay_counts."},
 	{NULL, NULL, 0, NULL},

@@ -21,12 +21,12 @@ from pyfuse3 import FileHandleT, FileNameT, InodeT, RequestContext, XAttrNameT
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fs.tree import Entry, Missing, Tree
 from monarchfs.fs.xattrs import Xattrs
+from monarchfs.fuse.estale_retries import EstaleRetries
 from monarchfs.fuse.handle_table import HandleTable
+from monarchfs.fuse.handleless_reads import HandlelessReads
 from monarchfs.fuse.handles import Handles
-from monarchfs.fuse.implicit import Implicit
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
-from monarchfs.fuse.refused import Refused
 from monarchfs.fuse.relay import Relay
 from monarchfs.metrics import Metrics
 from monarchfs.types import Data
@@ -121,8 +121,8 @@ class Adapter(pyfuse3.Operations):
         self._answer_with = answer_with
         self._current_node = current_node
         self.handles: Handles[FileHandle] = Handles(slots, passthrough)
-        self.implicit = Implicit(files)
-        self._refused = Refused(tree.asked_ns)
+        self.implicit = HandlelessReads(files)
+        self._refused = EstaleRetries(tree.asked_ns)
         self._answered_soon = answered_soon
 
     def _answers(self, unique: int) -> None:

@@ -56,13 +56,13 @@ NEWS_SECONDS = 0.2
 """So long files that became resident are gathered before they are offered."""
 
 
-class Lender(Protocol):
+class OpenDelegation(Protocol):
     """Who answers opens of lent inodes: the C part, by ``Relay``."""
 
-    def lend(self, ino: int, backing_id: int) -> bool:
+    def delegate(self, ino: int, backing_id: int) -> bool:
         """Whether its opens, of which there are none, are answered from now on with this id."""
 
-    def take_back(self, ino: int) -> int:
+    def reclaim(self, ino: int) -> int:
         """How many opens there are; whose ends are told here from now on."""
 
     def cached(self, ino: int) -> int:
@@ -93,7 +93,13 @@ class Passthrough:
     """
 
     def __init__(
-        self, files: Files, send: Send, metrics: Metrics, lender: Lender, *, counts: bool
+        self,
+        files: Files,
+        send: Send,
+        metrics: Metrics,
+        delegation: OpenDelegation,
+        *,
+        counts: bool,
     ) -> None:
         """Without ``counts`` all inodes are in one mode, the daemon's, and none is remembered."""
         self.possible = False
@@ -108,8 +114,8 @@ class Passthrough:
         self._modes = IoModes()
         self._held: dict[int, OpenReplica | None] = {}
         self._idle: OrderedDict[int, int] = OrderedDict()
-        self._lender = lender
-        self._lent: OrderedDict[int, int] = OrderedDict()
+        self._delegation = delegation
+        self._delegated: OrderedDict[int, int] = OrderedDict()
         self._waits: dict[int, _Wait] = {}
         self._news: list[int] = []
         self._wake = trio.Event()
@@ -129,7 +135,7 @@ class Passthrough:
     @property
     def ids(self) -> int:
         """How many backing files the kernel keeps open for this worker."""
-        return len(self._held) + len(self._idle) + len(self._lent)
+        return len(self._held) + len(self._idle) + len(self._delegated)
 
     # -- what an open is answered with
 
@@ -143,7 +149,7 @@ class Passthrough:
             return mode
         if (wait := self._waits.get(ino)) is not None:
             return wait.answer
-        if (unused := self._idle.get(ino, self._lent.get(ino))) is not None:
+        if (unused := self._idle.get(ino, self._delegated.get(ino))) is not None:
             return unused
         if not self.possible or (self._crowded and self._files.size(ino) < SMALL_BYTES):
             return CACHED
@@ -153,7 +159,7 @@ class Passthrough:
     def _look_for_cached(self, ino: int) -> None:
         """Who opened it before it was resident, without Python, sets the mode."""
         if self._modes.get(ino) is None:
-            for _ in range(self._lender.cached(ino)):
+            for _ in range(self._delegation.cached(ino)):
                 self._modes.opened(ino, CACHED)
 
     async def decided(self, handle: FileHandle, open_it: Callable[[int], T]) -> T:
@@ -239,7 +245,7 @@ class Passthrough:
             self._metrics.passthrough_opens += 1
         if not self.counts:
             return
-        self.take_back(handle.ino)
+        self.reclaim(handle.ino)
         if not self._modes.opened(handle.ino, mode) or mode == CACHED:
             return
         ino, replica, cache = handle.ino, handle.replica, self._files.cache
@@ -271,19 +277,19 @@ class Passthrough:
         """An id that no open uses."""
         self._look_for_cached(ino)
         alone = self._modes.get(ino) is None and ino not in self._waits
-        if alone and self._lender.lend(ino, backing_id):
-            self._lent[ino] = backing_id
+        if alone and self._delegation.delegate(ino, backing_id):
+            self._delegated[ino] = backing_id
         else:
             self._idle[ino] = backing_id
         if self.ids > self._most:
             self._give_one_back()
 
-    def take_back(self, ino: int) -> None:
+    def reclaim(self, ino: int) -> None:
         """For the cache, too, before it looks who has ``ino`` open: if it is lent, it is not any
         more, and its opens are as if they had come here. No checkpoint."""
-        if (backing_id := self._lent.pop(ino, None)) is None:
+        if (backing_id := self._delegated.pop(ino, None)) is None:
             return
-        opens = self._lender.take_back(ino)
+        opens = self._delegation.reclaim(ino)
         for _ in range(opens):
             self._modes.opened(ino, backing_id)
         if opens:
@@ -293,8 +299,8 @@ class Passthrough:
 
     def _give_one_back(self) -> None:
         """An id that no open uses: the one that has been so for longest, or was lent first."""
-        while self._lent and not self._idle:
-            self.take_back(next(iter(self._lent)))
+        while self._delegated and not self._idle:
+            self.reclaim(next(iter(self._delegated)))
         if self._idle:
             self._backing.give_back([self._idle.popitem(last=False)[1]])
 
@@ -360,7 +366,9 @@ class Passthrough:
 
     def _has(self, ino: int) -> bool:
         """Whether there is an id for it, or somebody waits for one."""
-        return ino in self._lent or ino in self._idle or ino in self._held or ino in self._waits
+        return (
+            ino in self._delegated or ino in self._idle or ino in self._held or ino in self._waits
+        )
 
     async def _offer_batch(self, batch: list[OpenReplica]) -> None:
         wanted = [replica for replica in batch if self._wanted(replica)]
@@ -384,7 +392,7 @@ class Passthrough:
     def let_go(self, ino: int) -> trio.Event | None:
         """The replica of ``ino`` is being removed: set once the kernel does not keep it open for
         us any more. None where it does not, or has opens of it. No checkpoint."""
-        self.take_back(ino)
+        self.reclaim(ino)
         if ino in self._held:
             # New opens of this inode would have to read what is no replica any more.
             self._files.renumber(ino)

@@ -16,7 +16,7 @@ import trio
 from monarchfs.engine.misses import MissCounts, Misses
 from monarchfs.fs.files import Files
 from monarchfs.fs.tree import Entry
-from monarchfs.fuse.unfinished import NonResidentFiles
+from monarchfs.fuse.nonresident import NonResidentFiles
 from monarchfs.metrics import Histogram, Metrics
 from monarchfs.types import Lane, Node, Replica, ReplicaState
 
@@ -51,7 +51,7 @@ class Relay:
     def __init__(self, hooks: ModuleType, metrics: Metrics, *, free_opens: bool) -> None:
         self.free_opens = free_opens
         self._hooks = hooks
-        self.unfinished = NonResidentFiles(hooks)
+        self.nonresident = NonResidentFiles(hooks)
         self._metrics = metrics
         self._tiers: dict[int, int] = {}
         self._files: Files | None = None
@@ -68,7 +68,7 @@ class Relay:
     @property
     def waits(self) -> bool:
         """Whether somebody waits for a read of a file that is not resident."""
-        return self.unfinished.waiting or (self.misses is not None and self.misses.anybody_waits)
+        return self.nonresident.waiting or (self.misses is not None and self.misses.anybody_waits)
 
     def begin(
         self,
@@ -143,7 +143,7 @@ class Relay:
             return False
         return self._offer_recorded(files, ino, record, opens_too=True)
 
-    def lend(self, ino: int, backing_id: int) -> bool:
+    def delegate(self, ino: int, backing_id: int) -> bool:
         """Have the threads answer its opens, of which there are none, with this id, as far as an
         open needs not be asked about; whether they do."""
         files = self._files
@@ -152,12 +152,12 @@ class Relay:
         record = files.cache.index.replica(ino)
         if not self._offer_recorded(files, ino, record, opens_too=True):
             return False
-        lent: bool = self._hooks.backed_lend(ino, backing_id)
-        return lent
+        delegated: bool = self._hooks.backed_delegate(ino, backing_id)
+        return delegated
 
-    def take_back(self, ino: int) -> int:
+    def reclaim(self, ino: int) -> int:
         """Not any more: how many opens of it there are now, whose ends are for Python."""
-        opens: int = self._hooks.backed_take_back(ino)
+        opens: int = self._hooks.backed_reclaim(ino)
         return opens
 
     def cached(self, ino: int) -> int:
@@ -262,7 +262,7 @@ class Relay:
         while True:
             self.catch_up()
             self._hooks.take_again()
-            self.unfinished.leave_long()
+            self.nonresident.leave_long()
             if self.misses is not None:
                 self.misses.leave_long(self._waiting())
             await trio.sleep(CATCH_UP_SECONDS)
@@ -313,7 +313,7 @@ class Relay:
         self._tell_source(Lane.BACKGROUND, size, now.ahead_reads, before.ahead_reads)
 
     def _count_source(self) -> None:
-        now = size, source_bytes, answers, reads = self._hooks.unfinished_counts()
+        now = size, source_bytes, answers, reads = self._hooks.nonresident_counts()
         before, self._counted_source = self._counted_source, now
         self._metrics.relayed_bytes += size - before[0]
         _add(self._metrics.requests.read_source, answers, before[2])

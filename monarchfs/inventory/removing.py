@@ -10,7 +10,7 @@ import stat
 from collections.abc import Sequence
 from typing import Any
 
-from monarchfs.inventory.looking import LocalCache
+from monarchfs.inventory.discovery import LocalCache
 from monarchfs.inventory.trees import open_users, remove_tree
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.lock import LOCK

@@ -1,6 +1,5 @@
 """Pure decisions about where replicas go, and which of them go."""
 
-from monarchfs.placement.books import Books
 from monarchfs.placement.events import (
     Abandoned,
     Accessed,
@@ -12,7 +11,6 @@ from monarchfs.placement.events import (
     EvictionFailed,
     EvictionReason,
     Grant,
-    Kept,
     Known,
     Loaded,
     Move,
@@ -25,6 +23,7 @@ from monarchfs.placement.events import (
     RoomWanted,
     Stored,
     StoredEach,
+    Suspended,
     TierBack,
     TierLost,
     TierSeen,
@@ -33,13 +32,13 @@ from monarchfs.placement.events import (
 )
 from monarchfs.placement.ledger import Accounts
 from monarchfs.placement.placement import Placement
+from monarchfs.placement.replica_lookup import ReplicaLookup
 
 __all__ = [
     "Abandoned",
     "Accessed",
     "Accounts",
     "Action",
-    "Books",
     "Dropped",
     "Event",
     "Evict",
@@ -47,7 +46,6 @@ __all__ = [
     "EvictionFailed",
     "EvictionReason",
     "Grant",
-    "Kept",
     "Known",
     "Loaded",
     "Move",
@@ -57,10 +55,12 @@ __all__ = [
     "Placement",
     "RefusalReason",
     "Refuse",
+    "ReplicaLookup",
     "Resumed",
     "RoomWanted",
     "Stored",
     "StoredEach",
+    "Suspended",
     "TierBack",
     "TierLost",
     "TierSeen",

@@ -111,7 +111,7 @@ class StoredEach:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Suspended:
     """A partial copy is put to rest: it occupies ``allocated_bytes``, its reservation ends."""
 
     ino: int
@@ -216,7 +216,7 @@ Event = (
     | RoomWanted
     | Stored
     | StoredEach
-    | Kept
+    | Suspended
     | Resumed
     | Abandoned
     | Dropped

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from monarchfs.placement.books import Books
 from monarchfs.placement.events import (
     Abandoned,
     Accessed,
@@ -30,7 +29,6 @@ from monarchfs.placement.events import (
     Evicted,
     EvictionFailed,
     Grant,
-    Kept,
     Known,
     Loaded,
     Moved,
@@ -42,6 +40,7 @@ from monarchfs.placement.events import (
     RoomWanted,
     Stored,
     StoredEach,
+    Suspended,
     TierBack,
     TierLost,
     TierSeen,
@@ -50,6 +49,7 @@ from monarchfs.placement.events import (
 )
 from monarchfs.placement.ledger import Accounts, Ledger, Room, reservation
 from monarchfs.placement.policies import make_policy
+from monarchfs.placement.replica_lookup import ReplicaLookup
 from monarchfs.placement.shifting import Shifting
 from monarchfs.placement.traffic import Traffic
 from monarchfs.placement.victims import Budget, Victims
@@ -90,7 +90,7 @@ class Placement:
     def __init__(
         self,
         tiers: Iterable[int],
-        books: Books,
+        books: ReplicaLookup,
         *,
         eviction: EvictionPolicy = EvictionPolicy.KEEP,
         partial_min_bytes: int = PARTIAL_MIN_BYTES,
@@ -123,7 +123,7 @@ class Placement:
                 return self._place_each(files, evicts)
             case RoomWanted(ino, size_bytes):
                 return self._grow(ino, size_bytes)
-            case Stored(ino, allocated_bytes) | Kept(ino, allocated_bytes):
+            case Stored(ino, allocated_bytes) | Suspended(ino, allocated_bytes):
                 self._come_to_rest(ino, allocated_bytes)
             case StoredEach(files):
                 inos = {ino for ino, _ in files}

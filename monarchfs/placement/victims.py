@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from monarchfs.placement.books import Books
 from monarchfs.placement.events import EvictionReason
 from monarchfs.placement.ledger import Ledger
 from monarchfs.placement.policies import Policy
+from monarchfs.placement.replica_lookup import ReplicaLookup
 
 MOST_EXAMINED = 1_000
 """So many replicas are looked at for one event, which keeps the event loop for about 2 ms."""
@@ -33,7 +33,9 @@ class Victim(NamedTuple):
 class Victims:
     """Finds victims; takes none. Changing: nothing but the policy's order, see there."""
 
-    def __init__(self, books: Books, policy: Policy, busy: Callable[[int, int], bool]) -> None:
+    def __init__(
+        self, books: ReplicaLookup, policy: Policy, busy: Callable[[int, int], bool]
+    ) -> None:
         """``busy`` tells whether a replica (inode, tier) is leaving or moving already."""
         self._books = books
         self._policy = policy

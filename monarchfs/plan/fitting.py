@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from monarchfs.placement import (
     Grant,
-    Kept,
     Loaded,
     Place,
     Placement,
     RoomWanted,
     Stored,
+    Suspended,
     TierSeen,
     Wanted,
 )
@@ -93,7 +93,7 @@ def fit(
             fitted.whole.add(size)
         else:
             granted = _grow(placement, ino, occupied)
-            placement.handle(Kept(ino, blocks(granted)))
+            placement.handle(Suspended(ino, blocks(granted)))
             kept = granted * size // occupied
             fitted.tiers[action.tier].add(kept)
             fitted.partial.add(kept)

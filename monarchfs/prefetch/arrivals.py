@@ -136,7 +136,7 @@ class Arrivals:
             self._cache.cancel(wanted.place)
             self._end([(ino, wanted)])
 
-    def put_aside(self) -> None:
+    def suspend(self) -> None:
         """As SmallFiles."""
         self._over = True
         for wanted in (*self._wanted.values(), *(wanted for *_, wanted in self._waiting)):

@@ -25,8 +25,8 @@ from monarchfs.prefetch.copy import Copy
 from monarchfs.prefetch.copy_slots import STUCK_SECONDS, CopySlot, CopySlots
 from monarchfs.prefetch.fetch import CHUNK_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
-from monarchfs.prefetch.pace import Pace
 from monarchfs.prefetch.queue import CopyQueue, Priority
+from monarchfs.prefetch.rate_limiter import RateLimiter
 from monarchfs.prefetch.remote import RemoteFile
 from monarchfs.prefetch.retries import Retries
 from monarchfs.prefetch.small import Batch, SmallFiles
@@ -95,11 +95,11 @@ class Copier:
         self._cache = cache
         self._metrics = metrics
         self._nursery = nursery
-        self.pace = Pace(rate, copy_workers)
+        self.rate_limiter = RateLimiter(rate, copy_workers)
         self._targets: Counter[int | None] = Counter()
         self.small: SmallFiles | None = None
         self.together = 1
-        self._slots = CopySlots(copy_workers, self.pace)
+        self._slots = CopySlots(copy_workers, self.rate_limiter)
         self._wake = trio.Event()
         self._shrunk = trio.Event()
         self._retries = Retries(nursery, self._again)
@@ -107,7 +107,7 @@ class Copier:
         self.observers: list[Callable[[Sequence[int]], None]] = []
         """Each is called with inode numbers whenever something of their copying has ended: not
         necessarily all of it, see ``pending``. No checkpoint."""
-        cache.room_appeared = self._poke
+        cache.room_appeared = self._wake_copier
 
     # -- for readers
 
@@ -188,15 +188,15 @@ class Copier:
         """A file was opened: it is wanted before anything that was only scanned."""
         self.want(ino, Priority.OPENED)
 
-    def unfinished(self, ino: int) -> Fill | None:
+    def nonresident(self, ino: int) -> Fill | None:
         return self.files.get(ino)
 
-    async def put_aside_all(self) -> None:
+    async def suspend_all(self) -> None:
         """Record what is partly copied, before the end. Nothing may be reading any more."""
         if self.small is not None:
-            self.small.put_aside()
+            self.small.suspend()
         for fill in list(self.files.values()):
-            await fill.put_aside()
+            await fill.suspend()
 
     # -- for those who want files copied
 
@@ -278,7 +278,7 @@ class Copier:
         self._wake.set()
         self._tell(fill.node.ino)
 
-    def _poke(self) -> None:
+    def _wake_copier(self) -> None:
         self._wake.set()
 
     @property
@@ -302,7 +302,7 @@ class Copier:
             if self._source.demand_waiting and not any(fill.handles for fill in self.background):
                 await trio.sleep(DEFER_SECONDS)
             now = trio.current_time()
-            wait = self.pace.wait(now)
+            wait = self.rate_limiter.wait(now)
             work, paced_bytes = self._next_work(paced=wait == 0)
             if work is None:
                 with trio.move_on_after(wait or math.inf):
@@ -391,7 +391,7 @@ class Copier:
         if fill is None:
             return trio.lowlevel.checkpoint
         fetch = None
-        settled = fill.settled
+        past_racy_window = fill.past_racy_window
         evicts = priority <= Priority.HINTED
         if not fill.in_background and fill.start_filling(evicts=evicts):
             fill.in_background = True
@@ -400,7 +400,7 @@ class Copier:
             fetch = fill.claim_next(self.unit_bytes)
             if fetch is not None:
                 self._targets[fetch.target] += 1
-        elif not settled:
+        elif not past_racy_window:
             self._cache.reasons.put(
                 node.ino, Cause.YOUNG, "it was changed a moment ago, and may be changed again"
             )
@@ -413,12 +413,14 @@ class Copier:
         """Whether it is copied as a whole: nobody has it open, and it is not too young for that."""
         if self.small is None or not 0 < node.stat.size <= WHOLE_BYTES or node.ino in self.files:
             return False
-        return self._trusts_times or node.stat.version.settled(time.time_ns())
+        return self._trusts_times or node.stat.version.past_racy_window(time.time_ns())
 
     def _with_others(self, node: Node, priority: Priority) -> list[Node]:
         """The node, and the next small files of the queue that are to be copied with it."""
         nodes, size = [node], node.stat.size
-        paced = math.inf if priority is Priority.OPENED else self.pace.room(trio.current_time())
+        paced = (
+            math.inf if priority is Priority.OPENED else self.rate_limiter.room(trio.current_time())
+        )
         while len(nodes) < self.together and size <= paced:
             job = self.queue.peek()
             if job is None or job[1] is not priority:
@@ -459,7 +461,7 @@ class Copier:
         seconds, sizes = await small.copy(batch)
         if sizes:
             now = trio.current_time()
-            self.pace.took(now, seconds / len(sizes), sum(sizes) // len(sizes))
+            self.rate_limiter.took(now, seconds / len(sizes), sum(sizes) // len(sizes))
             # What two would have taken, where it was one.
             self._adapt_together(seconds if len(sizes) > 1 else 2 * seconds)
 
@@ -490,7 +492,7 @@ class Copier:
         await fill.fetch(fetch, Lane.BACKGROUND)
         self._targets[fetch.target] -= 1
         if paced and fetch.seconds:
-            self.pace.took(trio.current_time(), fetch.seconds, fetch.end - fetch.start)
+            self.rate_limiter.took(trio.current_time(), fetch.seconds, fetch.end - fetch.start)
         if fetch.error is not None and fill.in_background:
             # The first of its fetches to fail speaks for those that are under way beside it.
             self.failed(fill.node.ino, fill.priority, fetch.error)

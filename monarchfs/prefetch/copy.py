@@ -38,11 +38,11 @@ class Copy:
         metrics: Metrics,
         nursery: trio.Nursery,
         forget: Callable[[Copy], None],
-        poke: Callable[[Copy], None],
+        wake_copier: Callable[[Copy], None],
         *,
         trusts_times: bool,
     ) -> None:
-        """``forget`` is called once it is settled, and ``poke`` when a fetch or a copy has
+        """``forget`` is called once it is settled, and ``wake_copier`` when a fetch or a copy has
         ended: it may be another file's turn in the background. ``trusts_times``: the source does
         not change, so that a file that has just been written may be copied."""
         self.node = node
@@ -63,7 +63,7 @@ class Copy:
         self._metrics = metrics
         self._nursery = nursery
         self._forget = forget
-        self._poke = poke
+        self._wake_copier = wake_copier
         self._trusts_times = trusts_times
         self._changes = 0
         self._seen = node.stat.version
@@ -72,9 +72,9 @@ class Copy:
         self._handed_out = False
 
     @property
-    def settled(self) -> bool:
+    def past_racy_window(self) -> bool:
         """Whether bytes that are read from now on can be told from those of a later version."""
-        return self._trusts_times or self.node.stat.version.settled(time.time_ns())
+        return self._trusts_times or self.node.stat.version.past_racy_window(time.time_ns())
 
     @property
     def filling(self) -> bool:
@@ -107,7 +107,7 @@ class Copy:
         """
         if self.state is not State.DIRECT:
             return True
-        if self.reservation is not None or not self.settled:
+        if self.reservation is not None or not self.past_racy_window:
             return False  # an earlier one is still being given back, or it is too young
         return self.begin_filling(self._cache.reserve(self.node, evicts=evicts))
 
@@ -178,7 +178,7 @@ class Copy:
             await self._cache.abandon(self.reservation, cause, reason)
         self._reset()
         self.settle()
-        self._poke(self)
+        self._wake_copier(self)
 
     def _reset(self) -> None:
         """There is no reservation any more, and no part file."""
@@ -234,7 +234,7 @@ class Copy:
     def _become_resident(self) -> None:
         """The index says so already. No checkpoint."""
         self._reset()
-        self._poke(self)
+        self._wake_copier(self)
         if not self.handles and self.busy <= 1:
             return  # nobody reads it: the file need not be opened
         if (replica := self._cache.acquire(self.node, accessed=False)) is not None:
@@ -250,19 +250,19 @@ class Copy:
         reservation = self.reservation
         if self._shown or self.size <= WHOLE_BYTES or self.state is not State.FILLING:
             return False
-        chunks, reads = self.chunks, self._cache.readers.unfinished
+        chunks, reads = self.chunks, self._cache.readers.nonresident
         self._shown = reads.fill(self.node.ino, self.size, chunks.chunk_bytes, chunks.states())
         if self._shown and reservation is not None and reservation.fd >= 0:
             reads.part(self.node.ino, reservation.fd)
         return self._shown
 
-    def hand_out(self) -> None:
+    def allow_direct_reads(self) -> None:
         """What is missing is not kept: others may read it from the source. No checkpoint."""
         if self._handed_out or self._changes or not self.handles or self.remote.fd < 0:
             return
         not_kept = self.state is State.DIRECT and self.reservation is None
         if not_kept or (self._shown and self.full):
-            self._handed_out = self._cache.readers.unfinished.source(
+            self._handed_out = self._cache.readers.nonresident.source(
                 self.node.ino, self.remote.fd, self.node.stat.version
             )
 
@@ -270,12 +270,12 @@ class Copy:
         """There may be room for what is missing: who reads it next shall ask. No checkpoint."""
         if self._handed_out and self._shown:
             self._handed_out = False
-            self._cache.readers.unfinished.no_source(self.node.ino)
+            self._cache.readers.nonresident.no_source(self.node.ino)
 
     def _hide(self) -> None:
         if self._shown or self._handed_out:
             self._shown = self._handed_out = False
-            self._cache.readers.unfinished.stop(self.node.ino)
+            self._cache.readers.nonresident.stop(self.node.ino)
 
     def release(self) -> None:
         """A handle is closed."""
@@ -318,7 +318,7 @@ class Copy:
         self._reset()
         return True
 
-    async def put_aside(self) -> None:
+    async def suspend(self) -> None:
         """At the end of the mount, when no task of the copier runs any more."""
         if self.state is State.FILLING and not self._rest():
             assert self.reservation is not None

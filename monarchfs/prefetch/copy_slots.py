@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from monarchfs.prefetch.pace import Pace
+from monarchfs.prefetch.rate_limiter import RateLimiter
 
 STUCK_SECONDS = 1.0
 MAX_LENT = 64
@@ -28,10 +28,10 @@ class CopySlot:
 class CopySlots:
     """Constant: ``count``. Changing: those that are taken, how many of them are lent."""
 
-    def __init__(self, count: int, pace: Pace) -> None:
+    def __init__(self, count: int, rate_limiter: RateLimiter) -> None:
         self.lent = 0
         self._count = count
-        self._pace = pace
+        self._pace = rate_limiter
         self._taken: set[CopySlot] = set()
 
     def __len__(self) -> int:

@@ -38,19 +38,19 @@ class Fill(Copy):
         metrics: Metrics,
         nursery: trio.Nursery,
         forget: Callable[[Copy], None],
-        poke: Callable[[Copy], None],
+        wake_copier: Callable[[Copy], None],
         *,
         trusts_times: bool,
     ) -> None:
         super().__init__(
-            node, remote, cache, metrics, nursery, forget, poke, trusts_times=trusts_times
+            node, remote, cache, metrics, nursery, forget, wake_copier, trusts_times=trusts_times
         )
         self._fetches: list[Fetch] = []
         self._ahead = Readahead(MOST_AHEAD_BYTES // self.chunks.chunk_bytes)
 
     @property
     def fetching(self) -> bool:
-        """Whether reads of the source are under way for it; ``poke`` follows the end of each."""
+        """Whether reads of the source are under way for it; after each, ``wake_copier``."""
         return bool(self._fetches)
 
     # -- reading
@@ -110,9 +110,9 @@ class Fill(Copy):
                     fetch.unit.show()
         if self._shown:
             trigger = self._ahead.trigger if stop < chunks.count else None
-            self._cache.readers.unfinished.ahead(self.node.ino, trigger)
+            self._cache.readers.nonresident.ahead(self.node.ino, trigger)
 
-    def came_to(self, first: int, last: int) -> None:
+    def on_readahead(self, first: int, last: int) -> None:
         """A read that went past Python is of the chunks [first, last). No checkpoint."""
         if self._shown and first < last <= self.chunks.count:
             self._go_ahead(first, last)
@@ -150,7 +150,7 @@ class Fill(Copy):
             chunk_bytes=self.chunks.chunk_bytes,
             version=self.remote.version,
             device=self.remote.device,
-            readers=self._cache.readers.unfinished.units,
+            readers=self._cache.readers.nonresident.units,
             most_bytes=most,
         )
 
@@ -244,7 +244,7 @@ class Fill(Copy):
             self._cache.outdated(self.node)
             raise
         self._saw(version)
-        self.hand_out()
+        self.allow_direct_reads()
         return data
 
     async def current(self) -> SourceStat:
@@ -288,7 +288,7 @@ class Fill(Copy):
             fetch.chunks.release(fetch.first, fetch.last)
         fetch.is_over()
         self._leave()
-        self._poke(self)
+        self._wake_copier(self)
 
     async def _fetch_unit(self, fetch: Fetch, unit: Unit, lane: Lane) -> None:
         """Source and tier at the same time, once there is a part file: if the source does not let
@@ -379,7 +379,7 @@ class Fill(Copy):
 
     def _tell(self, first: int, last: int, state: bytes) -> None:
         if self._shown:
-            self._cache.readers.unfinished.chunks(self.node.ino, first, last, state)
+            self._cache.readers.nonresident.chunks(self.node.ino, first, last, state)
 
     def _keeps(self, fetch: Fetch, lane: Lane) -> bool:
         if not self._fills(fetch):

@@ -40,5 +40,5 @@ class SmallFiles(Protocol):
     def leave(self, ino: int) -> None:
         """Do nothing more for a file that no thread has begun to read. No checkpoint."""
 
-    def put_aside(self) -> None:
+    def suspend(self) -> None:
         """At the end of the mount: nothing more comes."""

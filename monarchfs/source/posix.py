@@ -167,7 +167,7 @@ class PosixSource:
     def found_each(
         self, directory: DirRef, names: Sequence[bytes], seconds: float = math.inf
     ) -> FoundEach:
-        """``found`` of each name, in order: one thread's errand instead of many.
+        """``found`` of each name, in order: one call of a thread instead of many.
 
         An OSError stands where ``found`` would have raised it; SourceChanged is raised. After
         ``seconds`` no further name is asked for: the answers are of the first names.

@@ -22,7 +22,7 @@ from typing import Any
 
 import monarchfs
 from monarchfs.config import Config
-from monarchfs.config.model import SPEAKS
+from monarchfs.config.model import PROTOCOL_VERSION
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.fuse.protocol import ProtocolError, amend_init_reply
 from monarchfs.supervisor.channel import WorkerChannel, refuse_descriptors
@@ -219,7 +219,7 @@ def start_worker(
     our_channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     refuse_descriptors(our_init)
     bootstrap: dict[str, Any] = {
-        "speaks": SPEAKS,
+        "speaks": PROTOCOL_VERSION,
         "config": config.to_json(),
         "fds": {
             "fuse": descriptors.fuse,

@@ -14,7 +14,7 @@ from typing import TextIO
 from monarchfs.config import Config, User
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.storage import SUPERVISOR_LOG, open_log, open_users_file
-from monarchfs.system.logs import ToStream, keep_small, put_aside
+from monarchfs.system.logs import ToStream, keep_small, suspend
 from monarchfs.system.trusted import TrustedPath, Untrusted, place_of
 from monarchfs.text.escaping import OneLine
 from monarchfs.types import UsageError
@@ -85,7 +85,7 @@ class _InStateDirectory(ToStream):
     def _begin_anew(self) -> None:
         ours = self.stream.fileno()
         with acting_as(self._user):
-            put_aside(SUPERVISOR_LOG, self._state_dir, ours)
+            suspend(SUPERVISOR_LOG, self._state_dir, ours)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         new = open_users_file(self._state_dir, SUPERVISOR_LOG, flags, self._user)
         os.dup2(new, ours, inheritable=False)
@@ -126,7 +126,7 @@ def _put_aside(path: str, descriptor: int, user: User) -> None:
         try:
             with place_of(path) as place:
                 _refuse_others(place)
-                put_aside(place.name, place.directory, descriptor)
+                suspend(place.name, place.directory, descriptor)
                 return
         except Untrusted:
             if user.uid == 0:
@@ -134,7 +134,7 @@ def _put_aside(path: str, descriptor: int, user: User) -> None:
     with acting_as(user):
         directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            put_aside(os.path.basename(path), directory, descriptor)
+            suspend(os.path.basename(path), directory, descriptor)
         finally:
             os.close(directory)
 

@@ -69,18 +69,18 @@ class FewOfEach(logging.Filter):
                 )
 
 
-def keep_small(descriptor: int, put_aside: Callable[[], None]) -> None:
+def keep_small(descriptor: int, suspend: Callable[[], None]) -> None:
     """Has a log that has become too large put aside; emptied, if that raises OSError."""
     st = os.fstat(descriptor)
     if st.st_size <= MOST_BYTES or not stat.S_ISREG(st.st_mode):
         return
     try:
-        put_aside()
+        suspend()
     except OSError:
         os.ftruncate(descriptor, 0)
 
 
-def put_aside(name: str, directory: int, descriptor: int) -> None:
+def suspend(name: str, directory: int, descriptor: int) -> None:
     """Renames the log ``name``, which ``descriptor`` is open on, to ``name``.1. One that somebody
     else put aside meanwhile stays as it is. Raises OSError."""
     with suppress(FileNotFoundError):
@@ -105,7 +105,7 @@ class BoundedLog(ToStream):
         keep_small(2, self._begin_anew)
 
     def _begin_anew(self) -> None:
-        put_aside(self._name, self._directory, 2)
+        suspend(self._name, self._directory, 2)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(self._name, flags | os.O_CLOEXEC, 0o600, dir_fd=self._directory)
         try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import trio
 
-from monarchfs.config.model import SPEAKS, Config
+from monarchfs.config.model import PROTOCOL_VERSION, Config
 from monarchfs.control import peer_uid
 from monarchfs.types import OperationError
 
@@ -47,7 +47,7 @@ class Bootstrap:
         with open(fd, "rb") as file:
             message = json.loads(file.read())
         fds = message["fds"]
-        if message["speaks"] != SPEAKS:
+        if message["speaks"] != PROTOCOL_VERSION:
             tell(fds["channel"], {"event": "failed", "error": OTHER_RELEASE})
             raise OperationError(OTHER_RELEASE)
         return cls(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from monarchfs.config.model import Config, DataPath, PrefetchMode
 from monarchfs.fuse.datapath import ResidentReplicas, kernel_reads
 from monarchfs.index import Index, set_aside
-from monarchfs.metrics.kept import PersistentCounts
+from monarchfs.metrics.persistent import PersistentCounts
 from monarchfs.store.tier import Tier
 from monarchfs.types import (
     ROOT_INO,

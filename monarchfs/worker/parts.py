@@ -23,16 +23,16 @@ from monarchfs.fs.tree import Tree
 from monarchfs.fs.why import Why
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter
+from monarchfs.fuse.fast_path import FastPath
 from monarchfs.fuse.handle_table import HandleTable
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.notify import Notifier
 from monarchfs.fuse.passthrough import Passthrough
-from monarchfs.fuse.quick import Quick
 from monarchfs.fuse.relay import Relay
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
-from monarchfs.prefetch.lull import Lull
+from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.scan import Scan
 from monarchfs.prefetch.warm import Warming
 from monarchfs.source.posix import PosixSource
@@ -163,7 +163,7 @@ class Parts:
         )
         self.scan = Scan(self.tree, self.copier, jitter_seconds=config.prefetch_jitter_seconds)
         self.load = Load(self.tree, bootstrap.mount_ns)
-        self.lull = Lull(self.copier, self.scan, bootstrap.mount_ns)
+        self.copy_idle = CopyIdle(self.copier, self.scan, bootstrap.mount_ns)
         for tier in config.tiers:
             self.metrics.errors_of_tier(tier.path)
         self._kept = keep_counts(
@@ -172,7 +172,7 @@ class Parts:
                 "mount": self.metrics,
                 "source": self.source.counters,
                 "scan": self.scan,
-                "lull": self.lull,
+                "lull": self.copy_idle,
             },
         )
         self.interrupts = Interrupts(self.metrics)
@@ -224,7 +224,7 @@ class Parts:
             fuse_session.answered_soon if journal is not None else None,
         )
         current_request = fuse_session.current_request
-        quick = Quick(
+        quick = FastPath(
             *(
                 self.tree,
                 self.files,

@@ -13,8 +13,8 @@ from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.fill import Fill
-from monarchfs.prefetch.lull import Lull
 from monarchfs.prefetch.scan import Scan
 from monarchfs.source.source import Source
 
@@ -39,7 +39,7 @@ class Observed(Protocol):
     @property
     def load(self) -> Load: ...
     @property
-    def lull(self) -> Lull: ...
+    def copy_idle(self) -> CopyIdle: ...
     @property
     def passthrough(self) -> Passthrough: ...
     @property
@@ -112,7 +112,7 @@ def status(worker: Observed) -> dict[str, Any]:
             "active": worker.copier.active,
             "left_bytes": sum(map(_left, worker.copier.background)),
             "scanning": worker.scan.running,
-            "idle_since_uptime_seconds": worker.lull.since_uptime_seconds,
+            "idle_since_uptime_seconds": worker.copy_idle.since_uptime_seconds,
             "completed": metrics.copies_completed,
             "failed": metrics.copies_failed,
             "refused": metrics.copies_refused,

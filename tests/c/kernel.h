@@ -3,7 +3,7 @@
 #ifndef MONARCHFS_TESTS_KERNEL_H
 #define MONARCHFS_TESTS_KERNEL_H
 
-#include "../../monarchfs/fuse/_parking.h"
+#include "../../monarchfs/fuse/_handoff.h"
 #include "check.h"
 
 #include <linux/fuse.h>
@@ -23,7 +23,7 @@ static bool over;
 static pthread_mutex_t queue = PTHREAD_MUTEX_INITIALIZER;
 
 /* There is no Python. */
-bool parking_answered(const void *request, size_t length)
+bool handoff_answered(const void *request, size_t length)
 {
 	(void)request;
 	(void)length;

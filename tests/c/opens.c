@@ -2,7 +2,7 @@
  * the two answers lasts. The answers are looked at by a function in the place of writev(2). */
 #define _GNU_SOURCE
 #include "../../monarchfs/fuse/_backed.h"
-#include "../../monarchfs/fuse/_parking.h"
+#include "../../monarchfs/fuse/_handoff.h"
 #include "../../monarchfs/fuse/_relay.h"
 #include "../../monarchfs/fuse/_resident.h"
 #include "../../monarchfs/fuse/_table.h"
@@ -33,7 +33,7 @@ static int kernel;
 static const uint64_t *busy_since;
 
 /* There is no Python. */
-bool parking_answered(const void *request, size_t length)
+bool handoff_answered(const void *request, size_t length)
 {
 	(void)request;
 	(void)length;
@@ -187,20 +187,20 @@ int main(int count, char **arguments)
 
 	/* With a backing file: the second is Python's, which has the handle from then on. */
 	relay_answer_opens(false);
-	CHECK(backed_lend(INO, 7));
+	CHECK(backed_delegate(INO, 7));
 	begin(14, false);
 	ask_open(14 | RESENT);
 	while (next_of_python() <= 0)
 		usleep(100);
-	CHECK(backed_take_back(INO) == 1);
+	CHECK(backed_reclaim(INO) == 1);
 	CHECK(table_add(INO, 14 | RESENT, 7, OWNED | HELD, &number) == 1);
 	let_it_go();
 	CHECK(table_ino(number) == INO && next_of_python() == -EAGAIN);
 	table_end(number, false, NULL);
 	/* And without a second: Python, which has taken it back, is told of its end. */
-	CHECK(backed_lend(INO, 7));
+	CHECK(backed_delegate(INO, 7));
 	begin(16, false);
-	CHECK(backed_take_back(INO) == 1);
+	CHECK(backed_reclaim(INO) == 1);
 	let_it_go();
 	CHECK(next_of_python() > 0 && table_length() == 1);
 	puts("done");

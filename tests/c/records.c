@@ -3,7 +3,7 @@
  * it take what is in a pipe at once, as the kernel does. Arguments: a directory for a tier, and how many
  * answers each thread gives. */
 #define _GNU_SOURCE
-#include "../../monarchfs/fuse/_bytes.h"
+#include "../../monarchfs/fuse/_reply.h"
 #include "../../monarchfs/fuse/_resident.h"
 
 #include "check.h"
@@ -127,13 +127,13 @@ static void *be_reader(void *number)
 		uint64_t offset = (uint64_t)rand_r(&seed) % (SIZE / 2);
 		size_t size = rand_r(&seed) % 2 ? SIZE - offset : 20000;
 		CHECK(read.size == SIZE);
-		CHECK(bytes_answer(&lane, ends[1], record, read.fd, read.start + offset, size, NULL,
+		CHECK(reply_read_from(&lane, ends[1], record, read.fd, read.start + offset, size, NULL,
 				   NULL) == ANSWERED);
 		resident_leave(&read);
 		check_answer(ends[0], record, size);
 		given++;
 	}
-	bytes_end(&lane);
+	reply_end(&lane);
 	free(lane.buffer);
 	close(ends[0]);
 	close(ends[1]);

@@ -6,7 +6,7 @@
 #include "../../monarchfs/fuse/_relay.h"
 #include "../../monarchfs/fuse/_resident.h"
 #include "../../monarchfs/fuse/_table.h"
-#include "../../monarchfs/fuse/_unfinished.h"
+#include "../../monarchfs/fuse/_nonresident.h"
 
 #include "kernel.h"
 
@@ -141,7 +141,7 @@ static void arrive(uint64_t ino, uint64_t start, size_t size)
 {
 	size = size < SIZE - start ? size : SIZE - start;
 	__atomic_fetch_add(&in_use, 1, __ATOMIC_RELAXED);
-	if (!unfinished_arrived(ino, start, arrived[ino] + start, size, release, &in_use))
+	if (!nonresident_arrived(ino, start, arrived[ino] + start, size, release, &in_use))
 		release(&in_use);
 }
 
@@ -217,10 +217,10 @@ static void *be_cache(void *unused)
 		case 5: {
 			struct relay_counts counts;
 			struct resident_counts others;
-			struct unfinished_counts more;
+			struct nonresident_counts more;
 			relay_count(&counts);
 			resident_count(&others);
-			unfinished_count(&more);
+			nonresident_count(&more);
 			break;
 		}
 		case 6: {
@@ -231,19 +231,19 @@ static void *be_cache(void *unused)
 			break;
 		}
 		case 7:
-			unfinished_stop(ino);
+			nonresident_stop(ino);
 			break;
 		case 8:
-			unfinished_leave_older(rand_r(&seed) % 4 ? 0 : UINT64_MAX);
+			nonresident_leave_older(rand_r(&seed) % 4 ? 0 : UINT64_MAX);
 			break;
 		case 9:
-			unfinished_leave(rand_r(&seed) % requests << 8 | ino);
-			unfinished_used(ino);
+			nonresident_leave(rand_r(&seed) % requests << 8 | ino);
+			nonresident_used(ino);
 			break;
 		case 10:
 		case 11:
 			/* Sometimes of a version that it does not have. */
-			unfinished_source(ino, source_fds[ino],
+			nonresident_source(ino, source_fds[ino],
 					  SIZE - (uint64_t)(rand_r(&seed) % 4 == 0),
 					  ns_of(source->st_mtim), ns_of(source->st_ctim));
 			break;
@@ -251,30 +251,30 @@ static void *be_cache(void *unused)
 			relay_answer_opens(rand_r(&seed) % 2);
 			break;
 		case 22:
-			backed_lend(ino, (uint32_t)ino);
+			backed_delegate(ino, (uint32_t)ino);
 			break;
 		case 23:
-			backed_take_back(ino);
+			backed_reclaim(ino);
 			backed_cached(ino);
 			break;
 		case 12:
-			unfinished_no_source(ino);
+			nonresident_no_source(ino);
 			break;
 		case 13:
 		case 14:
 			for (int i = 0; i < 5; i++)
 				states[i] = (char)(rand_r(&seed) % 3);
-			unfinished_fill(ino, SIZE, 1000, states, 5);
+			nonresident_fill(ino, SIZE, 1000, states, 5);
 			break;
 		case 15:
-			unfinished_part(ino, source_fds[ino]);
+			nonresident_part(ino, source_fds[ino]);
 			break;
 		case 16:
 		case 17:
-			unfinished_chunks(ino, first, 5, rand_r(&seed) % 3);
+			nonresident_chunks(ino, first, 5, rand_r(&seed) % 3);
 			break;
 		case 18:
-			unfinished_ahead(ino, first);
+			nonresident_ahead(ino, first);
 			break;
 		case 19:
 		case 20:
@@ -331,8 +331,8 @@ int main(int count, char **arguments)
 	struct resident_counts others;
 	relay_count(&counts);
 	resident_count(&others);
-	struct unfinished_counts more;
-	unfinished_count(&more);
+	struct nonresident_counts more;
+	nonresident_count(&more);
 	CHECK(counts.bytes && counts.queued && others.opens && more.bytes);
 	puts("done");
 	fflush(stdout);

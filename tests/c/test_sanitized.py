@@ -14,8 +14,8 @@ from tests.mounting import REPOSITORY
 
 ROOT = REPOSITORY
 PARTS = (
-    "fuse/_relay", "fuse/_bytes", "fuse/_resident", "fuse/_unfinished", "fuse/_pool",
-    "fuse/_backed", "fuse/_table", "fuse/_journal", "fuse/_absent", "engine/_misses",
+    "fuse/_relay", "fuse/_reply", "fuse/_resident", "fuse/_nonresident", "fuse/_pool",
+    "fuse/_backed", "fuse/_table", "fuse/_journal", "fuse/_absent_xattrs", "engine/_misses",
     "engine/_layout", "engine/_names",
 )  # fmt: skip
 MEMORY = ("fuse/_table", "fuse/_resident", "fuse/_journal")
@@ -69,7 +69,7 @@ def test_all_threads_at_once(tmp_path: Path, tier: Path, sanitizers: str) -> Non
 @SANITIZERS
 def test_records_that_are_written_over(tmp_path: Path, tier: Path, sanitizers: str) -> None:
     """No answer has a byte of what comes after a record that was taken away."""
-    parts = ("fuse/_resident", "fuse/_bytes")
+    parts = ("fuse/_resident", "fuse/_reply")
     flags = (f"-fsanitize={sanitizers}", "-Dsplice=splice_at_once")
     run(build(tmp_path, "records", *flags, parts=parts), tier, REQUESTS // 10)
 

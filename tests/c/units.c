@@ -81,7 +81,7 @@ static void tell(uint64_t ino, uint64_t first, uint64_t last, enum chunk_state s
 	CHECK(state == CHUNK_PRESENT || state == CHUNK_MISSING);
 }
 
-static const struct unfinished_units readers = {arrive, tell};
+static const struct nonresident_units readers = {arrive, tell};
 
 struct work {
 	struct unit *unit;

@@ -157,7 +157,7 @@ class Area:
                     mirror.end_faults()
                     nursery.cancel_scope.cancel()
             with trio.CancelScope(shield=True):
-                await mirror.copier.put_aside_all()
+                await mirror.copier.suspend_all()
                 await mirror.cache.sync()
             if sound:
                 mirror.check_books()
@@ -403,7 +403,7 @@ def data_bytes(tier: FaultyTier, segment: int) -> int:
 
 
 def _is_settled(version: SourceVersion) -> bool:
-    return version.settled(time.time_ns())
+    return version.past_racy_window(time.time_ns())
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

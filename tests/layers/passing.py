@@ -90,7 +90,7 @@ class Threads(NoReaders):
         self.missed.clear()
         self.held.clear()
 
-    def lend(self, ino: int, backing_id: int) -> bool:
+    def delegate(self, ino: int, backing_id: int) -> bool:
         if self.used(ino):
             raise AssertionError(f"inode {ino} is lent while it is open")
         if self.random.random() < 0.2:
@@ -98,7 +98,7 @@ class Threads(NoReaders):
         self.lent[ino] = backing_id
         return True
 
-    def take_back(self, ino: int) -> int:
+    def reclaim(self, ino: int) -> int:
         del self.lent[ino]
         numbers = [number for number, opened in self.own.items() if opened == ino]
         for number in numbers:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from monarchfs.fuse.refused import MOST_KEPT, SHARED_NS, Refused
+from monarchfs.fuse.estale_retries import MOST_KEPT, SHARED_NS, EstaleRetries
 from monarchfs.types import ROOT_INO
 from tests.layers.asking import OPEN, TTL, Hours, entry
 from tests.layers.mirror import Area, Mirror, content
@@ -131,7 +131,7 @@ async def test_whose_try_is_the_second(files: Area) -> None:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     async with files.mount(mode=OPEN) as mirror:
-        refused = Refused(mirror.tree.asked_ns)
+        refused = EstaleRetries(mirror.tree.asked_ns)
         node = await mirror.node("a")
         assert not refused.again(node.ino, 7)
         refuse(node.ino, 7)

@@ -180,9 +180,9 @@ async def test_a_read_under_way_is_answered_from_one_version(area: Area) -> None
             await gate.arrived()
             in_place(area.source / "f")
             mirror.files.noticed(handle.ino)
-            unfinished = mirror.copier.unfinished(handle.ino)
-            assert unfinished is not None
-            unfinished.outdated()
+            nonresident = mirror.copier.nonresident(handle.ino)
+            assert nonresident is not None
+            nonresident.outdated()
             gate.open()
         assert got[0] in (OLD, NEW)
         assert await mirror.read(handle, 0, 3 * MIB) == NEW

@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from monarchfs.prefetch import copier, copy_slots, retries
-from monarchfs.prefetch.lull import Lull
+from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan
 from monarchfs.types import FreshnessMode, IndexWriteError
@@ -146,11 +146,11 @@ async def test_what_others_have_read_is_kept_from_any_buffer(area: Area) -> None
 async def test_the_end_of_the_last_one_is_noticed(area: Area) -> None:
     names = files(area, 6)
     async with area.mount(copies=False) as mirror:
-        lull = Lull(mirror.copier, Scan(mirror.tree, mirror.copier), 0)
+        copy_idle = CopyIdle(mirror.copier, Scan(mirror.tree, mirror.copier), 0)
         await begin(mirror, names)
         await mirror.idle()
         assert mirror.copier.active == 0
-        assert lull.since_uptime_seconds is not None
+        assert copy_idle.since_uptime_seconds is not None
 
 
 async def test_how_many_it_are_follows_the_time_that_it_takes(
@@ -263,7 +263,7 @@ async def test_files_wait_to_be_stored_together_but_not_for_the_end(area: Area) 
         await begin(mirror, names, together=6)
         await gate.arrived()
         await until(lambda: len(mirror.arrivals._waiting) == 5, "the others to be read")
-        await mirror.copier.put_aside_all()
+        await mirror.copier.suspend_all()
         gate.open()
         await until(lambda: not mirror.whole.busy, "the last one to be read")
         mirror.arrivals.look()

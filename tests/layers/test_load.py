@@ -9,7 +9,7 @@ import pytest
 
 from monarchfs.fs.load import Load
 from monarchfs.fs.tree import Missing
-from monarchfs.mirror.export import export
+from monarchfs.snapshot.export import export
 from monarchfs.types import ROOT_INO, FreshnessMode
 from tests.layers.asking import IMMUTABLE, METADATA, OPEN, TTL, entry, names
 from tests.layers.mirror import Area, Mirror, content

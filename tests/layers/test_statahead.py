@@ -11,8 +11,8 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.fs import beside, statahead, tree, unlisted
 from monarchfs.fs import names as fs_names
+from monarchfs.fs import sibling_names, statahead, tree, unlisted
 from monarchfs.fs.refresh import Refresh
 from monarchfs.fs.tree import Entry, Missing
 from monarchfs.source import _stats, posix
@@ -701,21 +701,21 @@ async def test_with_open_nothing_is_told_of(many: Area) -> None:
 async def test_known_names_bring_those_beside_them(
     many: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(sibling_names, "REST_SECONDS", 0.0)
     async with many.mount(mode=IMMUTABLE) as mirror:
         d = await mirror.ino("d")
         await names(mirror, d)
         await stat_each(mirror, d, all_names(FILES))
         told = Told(mirror, d)
-        for _ in range(beside.FEW):
+        for _ in range(sibling_names.FEW):
             assert told.by_look_up() == []
         brought: list[bytes] = []
         while some := told.by_look_up():
-            assert len(some) <= beside.AT_ONCE
+            assert len(some) <= sibling_names.AT_ONCE
             brought += some
         assert sorted(brought) == all_names(FILES)
         # And again, what holds then; after which it is left alone for a while.
-        monkeypatch.setattr(beside, "REST_SECONDS", 1000.0)
+        monkeypatch.setattr(sibling_names, "REST_SECONDS", 1000.0)
         gone = mirror.tree.index.dirent(d, b"0003")
         assert gone is not None
         mirror.tree.outdate(gone.ino)
@@ -726,7 +726,7 @@ async def test_known_names_bring_those_beside_them(
 async def test_where_more_are_known_than_fit_none_is_told_of(
     many: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "MOST_NAMES", FILES)
+    monkeypatch.setattr(sibling_names, "MOST_NAMES", FILES)
     async with many.mount(mode=IMMUTABLE) as mirror:
         d = await mirror.ino("d")
         await stat_each(mirror, d, all_names(FILES))

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarchfs.mirror.file import (
+from monarchfs.snapshot.file import (
     MOST_LINE_BYTES,
     Begin,
     Complete,
@@ -24,7 +24,7 @@ from monarchfs.mirror.file import (
     Entries,
     FoundName,
     Head,
-    MalformedMirror,
+    MalformedSnapshot,
     Reader,
     Record,
     Writer,
@@ -148,13 +148,13 @@ def test_the_lines_that_others_below_are_a_variation_of() -> None:
     ],
 )
 def test_what_is_refused(lines: list[object], words: str) -> None:
-    with pytest.raises(MalformedMirror, match=words):
+    with pytest.raises(MalformedSnapshot, match=words):
         read(packed(*lines))
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000 + b"\n", b"\xff\xfe\n", b"nul\0\n", b"\n"])
 def test_what_is_no_json(text: bytes) -> None:
-    with pytest.raises(MalformedMirror, match="no JSON"):
+    with pytest.raises(MalformedSnapshot, match="no JSON"):
         read(gzip.compress(text))
 
 
@@ -170,7 +170,7 @@ def test_damage_anywhere_is_refused_or_harmless(data: st.DataObject) -> None:
         file[data.draw(st.integers(0, len(file) - 1))] ^= data.draw(st.integers(1, 255))
     try:
         records = read(bytes(file))
-    except MalformedMirror:
+    except MalformedSnapshot:
         return
     for record in records:
         if isinstance(record, Entries):

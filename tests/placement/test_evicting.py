@@ -14,7 +14,6 @@ from monarchfs.placement import (
     EvictionFailed,
     EvictionReason,
     Grant,
-    Kept,
     Known,
     Place,
     RefusalReason,
@@ -22,6 +21,7 @@ from monarchfs.placement import (
     Resumed,
     RoomWanted,
     Stored,
+    Suspended,
     TierLost,
     TierSeen,
     Wanted,
@@ -281,12 +281,12 @@ def test_a_part_that_a_scan_wanted_grows_at_nobodys_cost(eviction: EvictionPolic
 def test_a_part_does_not_go_while_it_is_filled_and_does_afterwards() -> None:
     node = big_node(EvictionPolicy.LRU)
     node.gone(node.run(Wanted(50, GIB, True), RoomWanted(50, BIG - BLOCK)))
-    node.run(Kept(50, BIG))
+    node.run(Suspended(50, BIG))
     node.books.open |= set(range(20, 30))
     del node.books.replicas[50]
     node.run(Resumed(50, 0, BIG, True))
     need = (10 * MIB) // BLOCK
     assert evicted(wanted(node, 51, need)) == []
     assert node.run(RoomWanted(50, MIB)) == [Refuse(50, RefusalReason.NO_ROOM, MIB + BLOCK)]
-    node.run(Kept(50, BIG))
+    node.run(Suspended(50, BIG))
     assert evicted(wanted(node, 51, need)) == [50]

@@ -20,7 +20,6 @@ from monarchfs.placement import (
     EvictionFailed,
     EvictionReason,
     Grant,
-    Kept,
     Known,
     Loaded,
     Move,
@@ -34,6 +33,7 @@ from monarchfs.placement import (
     RoomWanted,
     Stored,
     StoredEach,
+    Suspended,
     TierBack,
     TierLost,
     TierSeen,
@@ -340,8 +340,8 @@ class PlacementMachine(RuleBasedStateMachine):
             copy.written += more
             self.check_written(copy.tier)
 
-    @rule(pick=PICK, event=st.sampled_from([Stored, Kept]))
-    def comes_to_rest(self, pick: int, event: type[Stored] | type[Kept]) -> None:
+    @rule(pick=PICK, event=st.sampled_from([Stored, Suspended]))
+    def comes_to_rest(self, pick: int, event: type[Stored] | type[Suspended]) -> None:
         ino = self.pick((ino for ino, copy in self.copies.items() if copy.created), pick)
         if ino is not None:
             copy = self.copies.pop(ino)

@@ -12,7 +12,6 @@ from monarchfs.placement import (
     Evicted,
     EvictionFailed,
     Grant,
-    Kept,
     Known,
     Loaded,
     Moved,
@@ -24,6 +23,7 @@ from monarchfs.placement import (
     Resumed,
     RoomWanted,
     Stored,
+    Suspended,
     TierBack,
     TierLost,
     TierSeen,
@@ -106,7 +106,7 @@ def test_no_part_of_a_file_below_the_minimum_or_in_a_sliver() -> None:
 
 def test_a_partial_copy_at_rest_counts_what_it_occupies() -> None:
     placement = placement_of(40 * MIB)
-    run(placement, Wanted(20, GIB), RoomWanted(20, 30 * MIB), Kept(20, 5 * MIB))
+    run(placement, Wanted(20, GIB), RoomWanted(20, 30 * MIB), Suspended(20, 5 * MIB))
     assert placement.usage(0) == (5 * MIB, 40 * MIB)
     # 35 MiB are left.
     assert run(placement, Resumed(20, 0, 5 * MIB), RoomWanted(20, 35 * MIB - BLOCK + 1)) == [
@@ -114,7 +114,7 @@ def test_a_partial_copy_at_rest_counts_what_it_occupies() -> None:
     ]
     assert run(placement, RoomWanted(20, 35 * MIB - BLOCK)) == [Grant(20, 35 * MIB - BLOCK)]
     assert run(placement, Wanted(21, 0)) == [Refuse(21, RefusalReason.NO_ROOM, BLOCK)]
-    run(placement, Kept(20, 39 * MIB))
+    run(placement, Suspended(20, 39 * MIB))
     assert placement.usage(0) == (39 * MIB, 40 * MIB)
     run(placement, Dropped(20, 0, 39 * MIB))
     assert placement.usage(0) == (39 * MIB, 40 * MIB)
@@ -143,12 +143,12 @@ def test_giving_a_copy_up_frees_all_of_it_and_passes_when_repeated() -> None:
     assert run(placement, Wanted(22, 94 * MIB - BLOCK)) == [placed(22, 0, 94 * MIB - BLOCK)]
 
 
-@pytest.mark.parametrize("end", [Kept(20, 3 * MIB), Abandoned(20)])
+@pytest.mark.parametrize("end", [Suspended(20, 3 * MIB), Abandoned(20)])
 def test_a_replica_removed_while_it_is_resumed_is_counted_once(end: Event) -> None:
     placement = placement_of(100 * MIB)
     run(placement, Loaded(0, 1, 4 * MIB), Resumed(20, 0, 4 * MIB), RoomWanted(20, 8 * MIB))
     run(placement, Dropped(20, 0, 4 * MIB), end, Evicted(20))
-    used = 3 * MIB if isinstance(end, Kept) else 0
+    used = 3 * MIB if isinstance(end, Suspended) else 0
     assert placement.usage(0) == (used, 100 * MIB)
 
 
@@ -258,7 +258,7 @@ def test_what_was_loaded_counts_even_beyond_a_smaller_capacity() -> None:
         Resumed(20, 0, 1),
         Resumed(30, 0, 5 * MIB),
         Stored(99, 1),
-        Kept(99, 1),
+        Suspended(99, 1),
         RoomWanted(99, 1),
         Dropped(99, 0, 2 * MIB),
         Evicted(20),

@@ -9,7 +9,6 @@ from monarchfs.placement import (
     Event,
     Evict,
     Evicted,
-    Kept,
     Loaded,
     Move,
     Moved,
@@ -17,6 +16,7 @@ from monarchfs.placement import (
     Placement,
     Stored,
     StoredEach,
+    Suspended,
     TierSeen,
     Wanted,
 )
@@ -95,7 +95,7 @@ class Node:
         actions = []
         for event in events:
             match event:
-                case Stored(ino, size) | Kept(ino, size):
+                case Stored(ino, size) | Suspended(ino, size):
                     stored: Sequence[tuple[int, int]] = [(ino, size)]
                 case StoredEach(files):
                     stored = files

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from monarchfs.fs.tree import Entry
-from monarchfs.fuse import quick
+from monarchfs.fuse import fast_path
 from monarchfs.fuse.session import hooks
 from monarchfs.types import Node, SourceStat
 from tests.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
@@ -93,7 +93,7 @@ class TableMachine(RuleBasedStateMachine):
         number, _, seconds, _, rest_ns, _ = struct.unpack_from("=QQQQII", answer)
         assert number == ino
         assert least - after <= seconds + rest_ns / 1e9 <= most - before + 1e-6
-        assert answer[40:] == quick._entry(Entry(node_of(ino), 0.0, 0.0))[40:]
+        assert answer[40:] == fast_path._entry(Entry(node_of(ino), 0.0, 0.0))[40:]
 
     def teardown(self) -> None:
         hooks.names_forget_all()

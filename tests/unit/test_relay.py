@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from monarchfs.fs.tree import Entry
-from monarchfs.fuse import quick
+from monarchfs.fuse import fast_path
 from monarchfs.fuse.handle_table import ANSWERED, make_table
 from monarchfs.fuse.session import hooks
 from monarchfs.store.files import fan_out, replica_file
@@ -586,8 +586,8 @@ def backed(directory: Path) -> None:
     hooks.answer_opens(False)
     threads.added(7)
     threads.opened_by_python(7)
-    assert hooks.backed_lend(7, 42)
-    assert hooks.backed_lend(8, 43)
+    assert hooks.backed_delegate(7, 42)
+    assert hooks.backed_delegate(8, 43)
     threads.opened_by_python(8)  # it is not resident
     opened = [threads.open(7, unique=unique) for unique in (20, 22, 24)]
     assert {flags for _number, flags in opened} == {PASSTHROUGH}
@@ -624,8 +624,8 @@ def backed(directory: Path) -> None:
 
     # Taken back with what is open, of which Python hears the end.
     mine = hooks.table_add(7, 100, 42)
-    assert hooks.backed_take_back(7) == 2
-    assert hooks.backed_take_back(7) == 0
+    assert hooks.backed_reclaim(7) == 2
+    assert hooks.backed_reclaim(7) == 0
     threads.added(7)
     threads.opened_by_python(7)
     for number in (opened[0][0], opened[1][0], mine):
@@ -633,10 +633,10 @@ def backed(directory: Path) -> None:
         threads.left_to_python(partial(threads.send, FUSE_RELEASE, 4, 7, body))
         assert hooks.table_end(number) == 7
     assert hooks.table_length() == 0
-    assert hooks.backed_lend(7, 44)
+    assert hooks.backed_delegate(7, 44)
     number, _ = threads.open(7, unique=30)
     threads.release(number)
-    assert hooks.backed_take_back(7) == 0
+    assert hooks.backed_reclaim(7) == 0
 
 
 def from_source(directory: Path) -> None:
@@ -650,16 +650,16 @@ def from_source(directory: Path) -> None:
 
     def put() -> bool:
         st = os.fstat(fd)
-        good: bool = hooks.unfinished_source(7, fd, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
+        good: bool = hooks.nonresident_source(7, fd, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
         return good
 
     threads.read_by_python(7)
     assert put()
-    assert not hooks.unfinished_used(7)
+    assert not hooks.nonresident_used(7)
     places = [(0, 1), (4095, 100_000), (0, 1 << 20), (len(data) - 5, 4096)]
     for offset, size in places:
         threads.read(file, offset, size)
-    assert hooks.unfinished_used(7)
+    assert hooks.nonresident_used(7)
     # Many at once, more than there are threads.
     for unique in range(2, 42, 2):
         threads.ask(unique, 7, unique * 1000, 20_000)
@@ -671,9 +671,9 @@ def from_source(directory: Path) -> None:
     assert answers == {n: data[n * 1000 : n * 1000 + 20_000] for n in range(2, 42, 2)}
     asked = sum(len(data[offset : offset + size]) for offset, size in places) + 20 * 20_000
     end = time.monotonic() + 10
-    while sum(hooks.unfinished_counts()[3][1]) < len(places) + 20:  # counted after the answer
+    while sum(hooks.nonresident_counts()[3][1]) < len(places) + 20:  # counted after the answer
         assert time.monotonic() < end
-    size, of_source, (answer_ns, took), (read_ns, reads_took) = hooks.unfinished_counts()
+    size, of_source, (answer_ns, took), (read_ns, reads_took) = hooks.nonresident_counts()
     assert size == of_source == asked
     assert sum(took) == sum(reads_took) == len(places) + 20
     assert 0 < read_ns < answer_ns
@@ -685,23 +685,23 @@ def from_source(directory: Path) -> None:
     os.utime(path)
     threads.read_by_python(7)
     assert not put(), "an inode number is one version"
-    hooks.unfinished_stop(7)
+    hooks.nonresident_stop(7)
     assert put()
     threads.read(file, 5, 10)
     with path.open("ab") as end_of_it:
         end_of_it.write(b"more")
     threads.read_by_python(7)
-    assert not hooks.unfinished_source(7, fd, len(data), 0, 0)
-    hooks.unfinished_stop(7)
-    assert hooks.unfinished_source(7, fd, len(data), 0, 0), "the source is not asked for it"
+    assert not hooks.nonresident_source(7, fd, len(data), 0, 0)
+    hooks.nonresident_stop(7)
+    assert hooks.nonresident_source(7, fd, len(data), 0, 0), "the source is not asked for it"
     threads.read_by_python(7)
     os.truncate(path, len(data))
-    hooks.unfinished_stop(7)
+    hooks.nonresident_stop(7)
     assert put()
     assert put()
     threads.read(file, 100, 10)
-    hooks.unfinished_stop(7)
-    hooks.unfinished_stop(7)
+    hooks.nonresident_stop(7)
+    hooks.nonresident_stop(7)
     threads.read_by_python(7)
     # What is resident comes from the tier.
     assert put()
@@ -709,11 +709,11 @@ def from_source(directory: Path) -> None:
     threads.read(resident)
     hooks.resident_stop(7)
     threads.read(file)
-    hooks.unfinished_no_source(7)
+    hooks.nonresident_no_source(7)
     end = time.monotonic() + 10
     while len(psutil.Process().open_files()) > 1:  # closed by whoever was the last to read
         assert time.monotonic() < end
-    assert hooks.unfinished_leave_older(0) == 0
+    assert hooks.nonresident_leave_older(0) == 0
 
 
 MISSING, CLAIMED, PRESENT = range(3)
@@ -722,7 +722,7 @@ ARRIVED = ctypes.CFUNCTYPE(
     *(ctypes.c_bool, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t),
     *(LET_GO, ctypes.c_void_p),
 )
-"""Of struct unfinished_units (_unfinished.h)."""
+"""Of struct nonresident_units (_nonresident.h)."""
 
 
 def filling(directory: Path) -> None:
@@ -738,7 +738,7 @@ def filling(directory: Path) -> None:
         os.pwrite(part.fileno(), data[first * chunk : last * chunk], first * chunk)
 
     def waiting() -> int:
-        count: int = hooks.unfinished_leave_older(0)
+        count: int = hooks.nonresident_leave_older(0)
         return count
 
     def wait(unique: int, offset: int, size: int, together: int = 1) -> None:
@@ -755,7 +755,7 @@ def filling(directory: Path) -> None:
         start, end = first * chunk, min(last * chunk, len(data))
         place = ctypes.pythonapi.PyCapsule_GetPointer
         place.restype, place.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-        functions = place(hooks.unfinished_units(), b"monarchfs.fuse._session.unfinished_units")
+        functions = place(hooks.nonresident_units(), b"monarchfs.fuse._session.nonresident_units")
         arrived = ARRIVED(ctypes.c_void_p.from_address(functions).value or 0)
         piece = ctypes.create_string_buffer(data[start:end], end - start)
         taken: bool = arrived(7, start, piece, end - start, release, start)
@@ -768,15 +768,15 @@ def filling(directory: Path) -> None:
         got = {unique: body for unique, error, body in answers if not error}
         assert got == {unique: data[at : at + size] for unique, at, size in expected}
 
-    assert not hooks.unfinished_fill(7, len(data), chunk, bytes(9))
-    assert hooks.unfinished_fill(
+    assert not hooks.nonresident_fill(7, len(data), chunk, bytes(9))
+    assert hooks.nonresident_fill(
         7, len(data), chunk, bytes([*[PRESENT] * 2, *[CLAIMED] * 4, *bytes(4)])
     )
-    assert not hooks.unfinished_part(8, part.fileno())
+    assert not hooks.nonresident_part(8, part.fileno())
     threads.read_by_python(7, 0, 10)  # where it is has not been said
     write(0, 2)
-    assert hooks.unfinished_part(7, part.fileno())
-    assert not hooks.unfinished_part(7, part.fileno())
+    assert hooks.nonresident_part(7, part.fileno())
+    assert not hooks.nonresident_part(7, part.fileno())
     threads.read(file, 100, 2 * chunk - 100)
     threads.read_by_python(7, 6 * chunk, 10)
     threads.read_by_python(7, 5 * chunk, 2 * chunk)
@@ -796,32 +796,32 @@ def filling(directory: Path) -> None:
     threads.read(file, 2 * chunk + 7, 2 * chunk)  # from two pieces
     assert in_use.keys() == {2 * chunk, 3 * chunk}
     write(2, 5)
-    hooks.unfinished_chunks(7, 2, 5, PRESENT)
+    hooks.nonresident_chunks(7, 2, 5, PRESENT)
     assert not in_use
     answered((6, chunk, 2 * chunk))
     threads.read(file, 0, 5 * chunk)
     # The last one can be read from the part when all of it is there.
     write(5, 6)
-    hooks.unfinished_chunks(7, 5, 6, PRESENT)
+    hooks.nonresident_chunks(7, 5, 6, PRESENT)
     answered((8, 4 * chunk, 2 * chunk))
-    assert hooks.unfinished_used(7)
+    assert hooks.nonresident_used(7)
 
     # What failed is Python's.
-    hooks.unfinished_chunks(7, 6, 10, CLAIMED)
+    hooks.nonresident_chunks(7, 6, 10, CLAIMED)
     wait(10, 6 * chunk, 10)
-    threads.left_to_python(lambda: hooks.unfinished_chunks(7, 6, 8, MISSING))
+    threads.left_to_python(lambda: hooks.nonresident_chunks(7, 6, 8, MISSING))
     wait(10, 8 * chunk, 1 << 20)
     assert arrive(9, 10)
     assert arrive(8, 9)
     answered((10, 8 * chunk, chunk + 100))
     # And what takes long.
-    hooks.unfinished_chunks(7, 8, 10, CLAIMED)
+    hooks.nonresident_chunks(7, 8, 10, CLAIMED)
     wait(12, 9 * chunk, 100)
-    threads.left_to_python(lambda: hooks.unfinished_leave_older((1 << 64) - 1))
+    threads.left_to_python(lambda: hooks.nonresident_leave_older((1 << 64) - 1))
     wait(14, 9 * chunk, 100)
 
     # Who reads as far as is said is told of, once.
-    hooks.unfinished_ahead(7, 3)
+    hooks.nonresident_ahead(7, 3)
     threads.read(file, 0, 2 * chunk)
     threads.left_to_python(lambda: threads.read(file, 0, 2 * chunk + 1))
     queued = hooks.relay_counts()[0]
@@ -833,15 +833,15 @@ def filling(directory: Path) -> None:
     source.write_bytes(data)
     fd = os.open(source, os.O_RDONLY)
     st = os.fstat(fd)
-    assert hooks.unfinished_source(7, fd, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
+    assert hooks.nonresident_source(7, fd, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
     threads.read(file, 6 * chunk, 2 * chunk)
     threads.read_by_python(7, 5 * chunk, 2 * chunk)
-    hooks.unfinished_no_source(7)
+    hooks.nonresident_no_source(7)
     threads.read_by_python(7, 6 * chunk, 2 * chunk)
     threads.read(file, 0, 5 * chunk)
 
     # The end: nobody waits for ever, and nothing stays open.
-    threads.left_to_python(lambda: hooks.unfinished_stop(7))
+    threads.left_to_python(lambda: hooks.nonresident_stop(7))
     threads.read_by_python(7, 0, 10)
     assert not arrive(0, 1)
     assert not in_use
@@ -861,7 +861,8 @@ def names(directory: Path) -> None:
     unique, error, body = threads.answer()
     assert (unique, error) == (4, 0)
     assert (
-        body[:16] + body[40:] == (expected := quick._entry(Entry(node, 0, 0)))[:16] + expected[40:]
+        body[:16] + body[40:]
+        == (expected := fast_path._entry(Entry(node, 0, 0)))[:16] + expected[40:]
     )
     assert struct.unpack_from("=QQ", body, 16) == (99, 99)
 

@@ -1,0 +1,325 @@
+"""Comparing what lies in a tier with what the index says, while the mount serves.
+
+Done where the books may be wrong: a new index, a reboot, a tier whose directory is another one than
+before. Until then the tier takes nothing, because what is not counted could make it overflow; what
+is recorded is served meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import trio
+
+from monarchfs.cache.tier_comparison import (
+    Ambiguous,
+    Finding,
+    MissingFile,
+    NotSynced,
+    Orphan,
+    Row,
+    WrongBlocks,
+    WrongChecksumName,
+    WrongSize,
+    compare,
+    compare_parts,
+)
+from monarchfs.cache.tiers import Hold, Tiers
+from monarchfs.index.index import Index
+from monarchfs.metrics import Metrics
+from monarchfs.placement.events import Action, Event, Loaded
+from monarchfs.store.errors import ReplicaLost
+from monarchfs.store.tier import Tier
+from monarchfs.types import IndexWriteError, Replica, ReplicaState, TierFile, TierTotals
+
+log = logging.getLogger(__name__)
+
+FAN_OUTS = 256
+LOST_BATCH = 256
+SAMPLED = 8
+
+
+class Reconciliation:
+    """Constant: its parts."""
+
+    def __init__(
+        self,
+        index: Index,
+        tiers: Tiers,
+        handle: Callable[[Event], list[Action]],
+        metrics: Metrics,
+        in_thread: Callable[..., Awaitable[Any]],
+    ) -> None:
+        self._index = index
+        self._tiers = tiers
+        self._handle = handle
+        self._metrics = metrics
+        self._in_thread = in_thread
+        self._dropping = trio.Lock()
+        self.lost: Counter[int] = Counter()
+        """By tier: what was recorded and is not there, as it turned out while it was looked at."""
+        self._found: Counter[int] = Counter()
+        self._removed: Counter[int] = Counter()
+
+    def recover(self) -> None:
+        """End what a crash interrupted: the files of copies and removals that were under way.
+
+        Blocks for the disk; there are as many as were under way. At the start of a mount.
+        """
+        for tier_id, name in self._index.journal():
+            tier = self._tiers.by_id.get(tier_id)
+            if tier is None:
+                continue
+            try:
+                if not self._kept_part(tier, name):
+                    tier.discard(name)
+                self._index.file_gone(tier_id, name)
+            except OSError as exc:
+                self._tiers.failed(tier, "removing what a crash left", exc)
+            except IndexWriteError as exc:
+                log.warning("the journal keeps an entry: %s", exc)
+
+    def _kept_part(self, tier: Tier, name: bytes) -> bool:
+        """Whether the file is a part whose progress was recorded; its blocks are counted anew."""
+        ino = self._index.owner(tier.id, name)
+        record = None if ino is None else self._index.replica(ino)
+        if ino is None or record is None or record.state is not ReplicaState.PARTIAL:
+            return False
+        part = next((part for part in tier.parts() if part.name == name), None)
+        if part is None:
+            self._index.drop_replica(ino)
+            return False
+        self._index.put_replica(ino, record._replace(allocated_bytes=part.allocated_bytes))
+        return True
+
+    def needed(self, tier: Tier, *, rebooted: bool) -> bool:
+        """Whether the books of a tier may be wrong. Blocks for the disk, as short as an empty tier
+        takes. Raises OSError of the tier, IndexWriteError."""
+        right = not rebooted and self._index.meta_get(_mark(tier)) == _right(tier)
+        if right and not self._was_cleaned(tier):
+            return False
+        known = self._index.tier_totals().get(tier.id, TierTotals())
+        if any(known) or tier.parts() or tier.segments.found():
+            return True
+        if any(tier.files(n) for n in range(FAN_OUTS)):
+            return True
+        self._index.meta_put(_mark(tier), _right(tier))
+        return False
+
+    def _was_cleaned(self, tier: Tier) -> bool:
+        """Whether something removed what the tier held (what cleans a node after a job, say).
+
+        Looks at a few, which stand for all: names are hashes. Raises OSError of the tier.
+        """
+        for _name, ino in self._index.names(tier.id, b"", b"", SAMPLED):
+            record = self._index.replica(ino)
+            if record is None:
+                continue
+            try:
+                if record.state is ReplicaState.PARTIAL:
+                    fd = tier.open_part(record.name, record.size)
+                else:
+                    fd = tier.open_complete(record)
+            except ReplicaLost as exc:
+                log.debug("tier %s: what it held is not there: %s", tier.path, exc)
+                return True
+            os.close(fd)
+        return False
+
+    async def take(self, tier: Tier) -> None:
+        """Put the books of a tier right. Raises OSError of the tier, IndexWriteError."""
+        self._tiers.hold(tier.id, Hold.STOCK, "what it holds is being looked at")
+        await self._drop_lost()
+        partial: list[Row] = []
+        for fan_out in range(FAN_OUTS):
+            files = await self._in_thread(tier.files, fan_out)
+            rows = self._rows(tier, bytes([fan_out]))
+            partial += [row for row in rows if row[2].state is ReplicaState.PARTIAL]
+            await self._mend(tier, compare(rows, files))
+            await trio.lowlevel.checkpoint()
+        findings = compare_parts(partial, await self._in_thread(tier.parts))
+        for finding in findings:
+            if isinstance(finding, Orphan):
+                await self._in_thread(tier.remove_part, finding.file.name)
+        await self._mend(tier, [f for f in findings if not isinstance(f, Orphan)])
+        await self._look_at_segments(tier)
+        self._load(tier)
+        self._index.meta_put(_mark(tier), _right(tier))
+        self._tiers.let_go(tier.id, Hold.STOCK)
+        self._tell(tier)
+
+    def _tell(self, tier: Tier) -> None:
+        """What was found: one line, however many files."""
+        lost, found = self.lost.pop(tier.id, 0), self._found.pop(tier.id, 0)
+        removed = self._removed.pop(tier.id, 0)
+        parts = [
+            *([f"{lost} copies are not there any more"] if lost else ()),
+            *([f"{found} are there of which no record knew"] if found else ()),
+            *([f"{removed} were removed because they cannot be trusted"] if removed else ()),
+        ]
+        if parts:
+            log.warning("tier %s was looked at: %s", tier.path, "; ".join(parts))
+
+    def suspect(self, tier: Tier) -> None:
+        """The books of the tier are not to be trusted, also by the next mount."""
+        self._tiers.hold(tier.id, Hold.STOCK, "what it holds is to be looked at")
+        try:
+            self._index.meta_put(_mark(tier), b"")
+        except IndexWriteError as exc:
+            log.warning("tier %s is not marked as suspect: %s", tier.path, exc)
+
+    async def _drop_lost(self) -> None:
+        """Forget what a reboot took: replicas whose data were never synced."""
+        # One tier's stocktaking drops those of all: the others are not to count before it did.
+        async with self._dropping:
+            while lost := self._index.lost_in_reboot(LOST_BATCH):
+                for ino, record in lost:
+                    await self._drop(ino, record)
+                self._metrics.replicas_lost += len(lost)
+                self.lost.update(record.tier for _, record in lost)
+                await trio.lowlevel.checkpoint()
+
+    async def _drop(self, ino: int, record: Replica) -> None:
+        now = self._index.replica(ino)
+        if now is None:
+            self._index.drop_replica(ino)
+        elif (now.tier, now.name) == (record.tier, record.name):
+            return  # copied anew meanwhile
+        tier = self._tiers.by_id.get(record.tier)
+        if record.segment:
+            return  # a gap from now on
+        if tier is not None:
+            try:
+                await self._in_thread(tier.discard, record.name)
+            except OSError as exc:
+                # The journal keeps it for the next mount. Not the tier of this stock, perhaps.
+                self._tiers.failed(tier, "removing what a reboot took", exc)
+                return
+        self._index.file_gone(record.tier, record.name)
+
+    def _rows(self, tier: Tier, prefix: bytes) -> list[Row]:
+        """The records of files of a fan-out directory, without the maps of what is there of partial
+        ones."""
+        rows: list[Row] = []
+        after = b""
+        while names := self._index.names(tier.id, prefix, after, 1024):
+            for name, ino in names:
+                record = self._index.replica(ino)
+                if record is not None and not record.segment:
+                    rows.append((name, ino, record._replace(present=b"", digests=b"")))
+            after = names[-1][0]
+        return rows
+
+    async def _mend(self, tier: Tier, findings: list[Finding]) -> None:
+        journal = {name for tier_id, name in self._index.journal() if tier_id == tier.id}
+        orphans: list[TierFile] = []
+        for finding in findings:
+            match finding:
+                case Orphan(file=file):
+                    if file.name not in journal:
+                        orphans.append(file)
+                case MissingFile(ino=ino, replica=replica) | WrongSize(ino=ino, replica=replica):
+                    now = self._index.replica(ino)
+                    if now is None or (now.tier, now.name) != (tier.id, replica.name):
+                        continue  # a reader found out first, and may have copied it elsewhere
+                    self._metrics.replicas_lost += 1
+                    self.lost[tier.id] += 1
+                    self._index.drop_replica(ino)
+                    await self._in_thread(tier.discard, replica.name)
+                    self._index.file_gone(tier.id, replica.name)
+                case WrongChecksumName(file=file) | Ambiguous(file=file):
+                    self._removed[tier.id] += 1
+                    await self._in_thread(tier.remove, file.name, file.checksum)
+                case WrongBlocks(ino=ino, allocated_bytes=allocated):
+                    if (record := self._index.replica(ino)) is not None:
+                        self._index.put_replica(ino, record._replace(allocated_bytes=allocated))
+                case NotSynced():
+                    pass  # a note for fsck: what the record says was done, the mode came later
+        await self._adopt(tier, orphans)
+
+    async def _adopt(self, tier: Tier, orphans: list[TierFile]) -> None:
+        """Count complete files that no record knows: whoever opens their version has them."""
+        proven = [file for file in orphans if file.synced or tier.memory_backed]
+        for file in orphans:
+            # Without a record nobody knows whether a reboot came before its data reached the disk.
+            if file not in proven:
+                self._removed[tier.id] += 1
+                await self._in_thread(tier.remove, file.name, file.checksum)
+        self._found[tier.id] += len(self._index.record_found_files(tier.id, proven))
+
+    async def _look_at_segments(self, tier: Tier) -> None:
+        """Forget records whose bytes are not there; take over segments that are not known."""
+        known = self._index.segments(tier.id)
+        for segment in known:
+            # In this order: what is recorded has its bytes.
+            records = self._index.segment_records(tier.id, segment)
+            data = await self._in_thread(_data_ranges, tier, segment)
+            for offset, ino in records:
+                record = self._index.replica(ino)
+                if record is None or (record.segment, record.offset) != (segment, offset):
+                    continue
+                end = offset + record.size
+                if not any(start <= offset and end <= stop for start, stop in data):
+                    self._metrics.replicas_lost += 1
+                    self.lost[tier.id] += 1
+                    self._index.drop_replica(ino)
+        for segment in await self._in_thread(tier.segments.found):
+            if segment not in known:
+                await self._adopt_segment(tier, segment)
+
+    async def _adopt_segment(self, tier: Tier, segment: int) -> None:
+        """Count what a segment's list says lies in it, and does."""
+        sound, rows = await self._in_thread(_sound, tier, segment)
+        self._removed[tier.id] += rows - len(sound)
+        if not sound:
+            await self._in_thread(tier.segments.remove, segment)
+            return
+        self._index.begin_segments(tier.id, [segment])
+        self._found[tier.id] += len(self._index.record_found_files(tier.id, sound))
+
+    def _load(self, tier: Tier) -> None:
+        totals = self._index.tier_totals().get(tier.id, TierTotals())
+        files = totals.resident + totals.partial + totals.found
+        self._handle(Loaded(tier.id, files, totals.allocated_bytes))
+
+
+def _data_ranges(tier: Tier, segment: int) -> list[tuple[int, int]]:
+    """Where a segment has data; nowhere, where something else lies in its place. For a thread."""
+    try:
+        return tier.segments.data_ranges(segment)
+    except ReplicaLost as exc:
+        log.debug("tier %s: %s", tier.path, exc)
+        return []
+
+
+def _sound(tier: Tier, segment: int) -> tuple[list[TierFile], int]:
+    """Those rows of a segment's list whose bytes have their checksum; how many rows it has. For a
+    thread."""
+    rows = tier.segments.noted(segment)
+    sound = []
+    for row in rows:
+        try:
+            if tier.segments.verify(segment, row.offset, row.size, row.checksum):
+                sound.append(row)
+        except ReplicaLost as exc:
+            log.debug("tier %s: %s", tier.path, exc)
+        except OSError as exc:
+            if exc.errno != errno.EIO:
+                raise
+            # The disk does not give this one back: the others may be sound.
+            log.warning("tier %s: %s", tier.path, exc)
+    return sound, len(rows)
+
+
+def _mark(tier: Tier) -> bytes:
+    return b"stock:%d" % tier.id
+
+
+def _right(tier: Tier) -> bytes:
+    """The mark of books that are right. One that another state directory had has another name."""
+    return b"right " + os.fsencode(os.path.basename(tier.directory or ""))

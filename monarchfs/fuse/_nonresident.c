@@ -1,0 +1,841 @@
+/* Reads of files that are not resident (yet), without Python. See _nonresident.h.
+ *
+ * The threads that take requests from the kernel must not wait for a parallel file system, which may
+ * hang. So reads of the source have threads of their own (_pool.h), and reads of what is being fetched
+ * wait without one. A read that takes long becomes Python's, which knows what to do about a source that
+ * hangs; a thread that waits for it goes on hanging, and finds nobody to answer. Nobody else calls the
+ * source: a descriptor of it is closed by these threads, too.
+ *
+ * Bytes of the source are of the version that the file has after they were read: they are answered
+ * if that is what it had when it was opened.
+ */
+#define _GNU_SOURCE
+#include "_nonresident.h"
+
+#include "_journal.h"
+#include "_pool.h"
+#include "_table.h"
+
+#include <linux/fuse.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#define BUCKETS 4096 /* a power of two */
+
+/* See drop_pages. */
+#define LAG_BYTES (4 << 20)
+
+/* So many pieces one read may need: those of units are of 256 KiB. */
+#define MOST_PIECES (MOST_READ_BYTES / (256 << 10) + 1)
+
+/* So many threads may hang in the source; then its reads are Python's. */
+#define MOST_STUCK 64
+
+/* Of the file that a descriptor stands for: its number and its device do not change. */
+struct version {
+	uint64_t size;
+	int64_t mtime_ns, ctime_ns;
+};
+
+/* Bytes in memory. Under `lock`, but for what is constant: all but the first and the last two. A read
+ * may need several, which follow each other. */
+struct piece {
+	struct piece *next; /* of the file */
+	uint64_t start;
+	size_t size;
+	const char *data;
+	void (*release)(void *);
+	void *token;
+	unsigned users;
+	bool over;
+};
+
+/* Under `lock`. Descriptors and their version do not change once they are there. */
+struct file {
+	struct file *next; /* in its bucket, or of those that are to be closed */
+	uint64_t ino, size;
+	int source_fd, part_fd; /* -1: none (yet) */
+	struct version version; /* of the source */
+	bool direct; /* what is missing may be read there */
+	uint64_t read_to, dropped_to; /* by whoever reads on and on */
+	uint64_t chunk_bytes, chunks, ahead;
+	char *states; /* of chunks; NULL: all are missing */
+	struct piece *pieces;
+	unsigned reads; /* under way */
+	bool stopped, used;
+};
+
+enum place {
+	PARKED, /* somebody else brings what it waits for */
+	QUEUED, /* for a thread */
+	BEGUN,
+};
+
+/* A read. Under `lock`, but for what is constant: the file, when it came, and the request. */
+struct job {
+	struct job *next, *previous; /* of all, in the order in which they came */
+	struct job *next_queued;
+	struct file *file;
+	uint64_t started_ns, offset;
+	size_t size;
+	enum place place;
+	bool of_part; /* else of the source */
+	struct piece *pieces[MOST_PIECES]; /* it is answered from */
+	unsigned piece_count;
+	bool left, answering;
+	size_t length;
+	char bytes[];
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct file *buckets[BUCKETS];
+static struct job *oldest, *newest, *first_queued, **last_queued = &first_queued;
+static struct file *unclosed;
+static unsigned stuck, moving;
+static int fuse_fd = -1;
+static struct nonresident_python python;
+static struct nonresident_counts counts;
+
+static bool any(void);
+static void take(struct lane *lane);
+static struct pool pool = {.lock = &lock, .any = any, .take = take};
+
+static int64_t ns_of(struct timespec time)
+{
+	return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static bool version_of(int fd, struct version *version)
+{
+	struct stat st;
+	if (fstat(fd, &st) < 0)
+		return false;
+	*version = (struct version){
+		.size = (uint64_t)st.st_size,
+		.mtime_ns = ns_of(st.st_mtim),
+		.ctime_ns = ns_of(st.st_ctim),
+	};
+	return true;
+}
+
+static bool same(const struct version *one, const struct version *other)
+{
+	return one->size == other->size && one->mtime_ns == other->mtime_ns &&
+	       one->ctime_ns == other->ctime_ns;
+}
+
+static uint64_t unique_of(const struct job *job)
+{
+	return ((const struct fuse_in_header *)job->bytes)->unique;
+}
+
+static void count_answer(uint64_t started_ns, size_t size)
+{
+	table_answered();
+	__atomic_fetch_add(&counts.bytes, size, __ATOMIC_RELAXED);
+	relay_time(&counts.answers, relay_now_ns() - started_ns);
+}
+
+/* -- files. Under `lock` */
+
+static struct file **find(uint64_t ino)
+{
+	struct file **place = &buckets[ino % BUCKETS];
+	while (*place && (*place)->ino != ino)
+		place = &(*place)->next;
+	return place;
+}
+
+/* By one of the threads: closing may take long. */
+static void destroy(struct file *file)
+{
+	if (file->source_fd >= 0) {
+		(void)posix_fadvise(file->source_fd, 0, 0, POSIX_FADV_DONTNEED);
+		close(file->source_fd);
+	}
+	if (file->part_fd >= 0)
+		close(file->part_fd);
+	free(file->states);
+	free(file);
+}
+
+static void put_away(struct piece *piece)
+{
+	piece->release(piece->token);
+	free(piece);
+}
+
+/* The pieces with bytes of [start, end) are not for others any more. */
+static void end_pieces(struct file *file, uint64_t start, uint64_t end)
+{
+	struct piece **place = &file->pieces, *piece;
+	while ((piece = *place)) {
+		if (piece->start >= end || piece->start + piece->size <= start) {
+			place = &piece->next;
+			continue;
+		}
+		*place = piece->next;
+		piece->over = true;
+		if (!piece->users)
+			put_away(piece);
+	}
+}
+
+static struct piece *find_piece(const struct file *file, uint64_t at)
+{
+	struct piece *piece = file->pieces;
+	while (piece && (at < piece->start || at >= piece->start + piece->size))
+		piece = piece->next;
+	return piece;
+}
+
+/* The pieces that have all bytes of a read, for it to use. Whether there are such. */
+static bool find_pieces(struct job *job)
+{
+	uint64_t at = job->offset, end = job->offset + job->size;
+	for (job->piece_count = 0; at < end; job->piece_count++) {
+		struct piece *piece =
+			job->piece_count < MOST_PIECES ? find_piece(job->file, at) : NULL;
+		job->pieces[job->piece_count < MOST_PIECES ? job->piece_count : 0] = piece;
+		if (!piece) {
+			job->piece_count = 0;
+			return false;
+		}
+		at = piece->start + piece->size;
+	}
+	for (unsigned n = 0; n < job->piece_count; n++)
+		job->pieces[n]->users++;
+	return true;
+}
+
+static void leave_piece(struct piece *piece)
+{
+	if (--piece->users == 0 && piece->over)
+		put_away(piece);
+}
+
+static void leave_pieces(const struct job *job)
+{
+	for (unsigned n = 0; n < job->piece_count; n++)
+		leave_piece(job->pieces[n]);
+}
+
+static struct file *make(uint64_t ino, uint64_t size)
+{
+	struct file **place = find(ino), *file = *place;
+	if (file || !pool.most)
+		return file;
+	file = malloc(sizeof(*file));
+	if (file) {
+		*file = (struct file){
+			.ino = ino, .size = size, .source_fd = -1, .part_fd = -1, .ahead = NO_CHUNK};
+		*place = file;
+	}
+	return file;
+}
+
+static void end_read(struct file *file)
+{
+	if (--file->reads || !file->stopped)
+		return;
+	if (file->source_fd < 0 && file->part_fd < 0) {
+		destroy(file);
+		return;
+	}
+	file->next = unclosed;
+	unclosed = file;
+	(void)pool_wake(&pool, stuck); /* else nonresident_leave_older */
+}
+
+/* -- reads. Under `lock` */
+
+static void append(struct job *job)
+{
+	job->next = NULL;
+	job->previous = newest;
+	*(newest ? &newest->next : &oldest) = job;
+	newest = job;
+	moving++;
+	job->file->used = true;
+	job->file->reads++;
+}
+
+static void take_out(struct job *job)
+{
+	*(job->previous ? &job->previous->next : &oldest) = job->next;
+	*(job->next ? &job->next->previous : &newest) = job->previous;
+	if (job->left)
+		stuck--;
+	else
+		moving--;
+}
+
+static void queue(struct job *job)
+{
+	job->place = QUEUED;
+	job->next_queued = NULL;
+	*last_queued = job;
+	last_queued = &job->next_queued;
+}
+
+static void unqueue(struct job *job)
+{
+	struct job **place = &first_queued;
+	while (*place != job)
+		place = &(*place)->next_queued;
+	*place = job->next_queued;
+	if (last_queued == &job->next_queued)
+		last_queued = place;
+}
+
+/* To Python. */
+static void give_up(struct job *job)
+{
+	python.leave(job->bytes, job->length);
+	if (job->place == BEGUN) {
+		job->left = true; /* its thread takes it out */
+		moving--;
+		stuck++;
+		return;
+	}
+	if (job->place == QUEUED)
+		unqueue(job);
+	take_out(job);
+	end_read(job->file);
+	free(job);
+}
+
+bool nonresident_leave(uint64_t unique)
+{
+	pthread_mutex_lock(&lock);
+	struct job *job = oldest;
+	while (job && (unique_of(job) != unique || job->left || job->answering))
+		job = job->next;
+	bool found = job;
+	if (job)
+		give_up(job);
+	pthread_mutex_unlock(&lock);
+	return found;
+}
+
+unsigned nonresident_leave_older(uint64_t before_ns)
+{
+	pthread_mutex_lock(&lock);
+	for (struct job *job = oldest, *next; job && job->started_ns < before_ns; job = next) {
+		next = job->next;
+		if (!job->left && !job->answering)
+			give_up(job);
+	}
+	unsigned rest = moving;
+	if (unclosed)
+		(void)pool_wake(&pool, stuck); /* there may have been no thread for it */
+	pthread_mutex_unlock(&lock);
+	return rest;
+}
+
+/* -- the threads */
+
+struct asked {
+	struct job *job;
+	uint64_t began_ns, read_ns;
+};
+
+/* Whether what was read is what was asked for, and somebody waits for it. */
+static bool is_good(void *given)
+{
+	struct asked *asked = given;
+	struct job *job = asked->job;
+	struct version now;
+	asked->read_ns = relay_now_ns() - asked->began_ns;
+	if (!job->of_part &&
+	    (!version_of(job->file->source_fd, &now) || !same(&now, &job->file->version)))
+		return false;
+	pthread_mutex_lock(&lock);
+	bool wanted = job->answering = !job->left;
+	pthread_mutex_unlock(&lock);
+	return wanted;
+}
+
+/* The mount's own pages have them now: what was read of the source is not to be in memory twice. But
+ * a reader's requests overtake each other here, and for the one that comes late the kernel would read
+ * ahead again what the other has dropped: so it is done some way behind. */
+static void drop_pages(const struct job *job)
+{
+	struct file *file = job->file;
+	uint64_t end = job->offset + job->size, from = job->offset, to = end;
+	pthread_mutex_lock(&lock);
+	if (from + LAG_BYTES >= file->read_to && from <= file->read_to + LAG_BYTES) {
+		file->read_to = end > file->read_to ? end : file->read_to;
+		from = file->dropped_to;
+		to = file->read_to > LAG_BYTES ? file->read_to - LAG_BYTES : 0;
+		if (to < from + MOST_READ_BYTES)
+			to = from; /* more at once costs less */
+		file->dropped_to = to;
+	} else {
+		file->read_to = file->dropped_to = end;
+	}
+	pthread_mutex_unlock(&lock);
+	if (from < to)
+		(void)posix_fadvise(file->source_fd, (off_t)from, (off_t)(to - from),
+				    POSIX_FADV_DONTNEED);
+}
+
+static void carry_out(struct job *job, struct lane *lane)
+{
+	struct file *file = job->file;
+	int fd = job->of_part ? file->part_fd : file->source_fd;
+	struct asked asked = {.job = job, .began_ns = relay_now_ns()};
+	enum answered done = reply_read_from(lane, fuse_fd, unique_of(job), fd, job->offset, job->size,
+					  is_good, &asked);
+	if (done != NOT_READ) {
+		journal_done(unique_of(job));
+		count_answer(job->started_ns, job->size);
+	}
+	if (!job->of_part && done != NOT_READ) {
+		__atomic_fetch_add(&counts.source_bytes, job->size, __ATOMIC_RELAXED);
+		relay_time(&counts.reads, asked.read_ns);
+		drop_pages(job);
+	}
+	pthread_mutex_lock(&lock);
+	if (done == NOT_READ && !job->left)
+		python.leave(job->bytes, job->length);
+	take_out(job);
+	end_read(file);
+	pthread_mutex_unlock(&lock);
+	free(job);
+}
+
+static bool any(void)
+{
+	return first_queued || unclosed;
+}
+
+/* Whoever reads goes first. Under `lock`, and not any more afterwards. */
+static void take(struct lane *lane)
+{
+	struct job *job = first_queued;
+	struct file *file = unclosed;
+	if (job) {
+		unqueue(job);
+		job->place = BEGUN;
+	} else {
+		unclosed = file->next;
+	}
+	pthread_mutex_unlock(&lock);
+	if (job)
+		carry_out(job, lane);
+	else
+		destroy(file);
+}
+
+/* -- for those who take requests */
+
+static bool in_state(const struct job *job, enum chunk_state state, bool all)
+{
+	const struct file *file = job->file;
+	uint64_t last = (job->offset + job->size - 1) / file->chunk_bytes;
+	for (uint64_t chunk = job->offset / file->chunk_bytes; chunk <= last; chunk++)
+		if ((file->states[chunk] == (char)state) != all)
+			return !all;
+	return all;
+}
+
+static bool all_are(const struct job *job, enum chunk_state state)
+{
+	return in_state(job, state, true);
+}
+
+static bool some_are(const struct job *job, enum chunk_state state)
+{
+	return in_state(job, state, false);
+}
+
+/* Whether somebody brings what is not there, or writes it just now: some of its bytes may be in the part,
+ * and the others in memory still. */
+static bool will_be_there(const struct job *job)
+{
+	return !some_are(job, CHUNK_MISSING) &&
+	       (some_are(job, CHUNK_CLAIMED) || some_are(job, CHUNK_ARRIVED));
+}
+
+/* Whether it is not Python's; if so, where it has its place. Under `lock`. */
+static bool is_ours(struct job *job)
+{
+	const struct file *file = job->file;
+	job->place = QUEUED;
+	job->of_part = false;
+	if (!file->states)
+		return file->direct && stuck < MOST_STUCK;
+	job->of_part = file->part_fd >= 0 && all_are(job, CHUNK_PRESENT);
+	if (job->of_part || find_pieces(job))
+		return true;
+	if (file->direct && stuck < MOST_STUCK && all_are(job, CHUNK_MISSING))
+		return true;
+	job->place = PARKED;
+	return will_be_there(job);
+}
+
+/* Python hears of it once, and says from where on it is to hear again. Under `lock`. */
+static void look_ahead(const struct job *job)
+{
+	struct file *file = job->file;
+	if (file->ahead == NO_CHUNK || !file->states)
+		return;
+	uint64_t last = (job->offset + job->size - 1) / file->chunk_bytes + 1;
+	if (last >= file->ahead) {
+		file->ahead = NO_CHUNK;
+		python.ahead(file->ino, job->offset / file->chunk_bytes, last);
+	}
+}
+
+static void answer_from_memory(const struct job *job, uint64_t unique)
+{
+	struct fuse_out_header out = {
+		.len = (uint32_t)(sizeof(out) + job->size),
+		.unique = unique,
+	};
+	struct iovec parts[1 + MOST_PIECES] = {{&out, sizeof(out)}};
+	uint64_t at = job->offset, end = job->offset + job->size;
+	for (unsigned n = 0; n < job->piece_count; n++) {
+		const struct piece *piece = job->pieces[n];
+		uint64_t stop = piece->start + piece->size < end ? piece->start + piece->size : end;
+		parts[1 + n] = (struct iovec){(void *)(piece->data + (at - piece->start)), stop - at};
+		at = stop;
+	}
+	ssize_t sent;
+	do {
+		sent = writev(fuse_fd, parts, (int)(1 + job->piece_count));
+	} while (sent < 0 && errno == EINTR);
+	/* Else nobody waits any more. */
+	count_answer(job->started_ns, job->size);
+}
+
+/* What is local is read by whoever takes the request. Whether it is answered. */
+static bool read_here(const struct job *job, uint64_t unique, struct lane *lane)
+{
+	enum answered done = ANSWERED;
+	if (job->piece_count) {
+		answer_from_memory(job, unique);
+	} else {
+		done = reply_read_from(lane, fuse_fd, unique, job->file->part_fd, job->offset,
+				    job->size, NULL, NULL);
+		if (done != NOT_READ)
+			count_answer(job->started_ns, job->size);
+	}
+	if (done != NOT_READ)
+		journal_done(unique);
+	pthread_mutex_lock(&lock);
+	leave_pieces(job);
+	end_read(job->file);
+	pthread_mutex_unlock(&lock);
+	return done != NOT_READ;
+}
+
+/* Under `lock`. */
+static bool keep(const struct job *like, const void *request)
+{
+	struct job *job = malloc(sizeof(*job) + like->length);
+	if (!job)
+		return false;
+	*job = *like;
+	memcpy(job->bytes, request, like->length);
+	append(job);
+	if (job->place == QUEUED) {
+		queue(job);
+		if (!pool_wake(&pool, stuck)) {
+			unqueue(job);
+			take_out(job);
+			job->file->reads--; /* it is not stopped */
+			free(job);
+			return false;
+		}
+	}
+	journal_keep(request, like->length);
+	return true;
+}
+
+bool nonresident_took(const void *request, size_t length, struct lane *lane, uint64_t started_ns)
+{
+	const struct fuse_in_header *in = request;
+	const struct fuse_read_in *arg = (const void *)(in + 1);
+	if (!pool.most || !arg->size)
+		return false;
+	struct job job = {.started_ns = started_ns, .offset = arg->offset, .length = length};
+	bool here = false;
+	pthread_mutex_lock(&lock);
+	job.file = *find(in->nodeid);
+	bool took = job.file && arg->offset < job.file->size;
+	if (took) {
+		uint64_t rest = job.file->size - arg->offset;
+		job.size = rest < arg->size ? (size_t)rest : arg->size;
+		took = is_ours(&job);
+		if (took)
+			look_ahead(&job);
+		here = took && (job.of_part || job.piece_count);
+		if (here) {
+			job.file->used = true;
+			job.file->reads++;
+		} else if (took) {
+			took = keep(&job, request);
+		}
+	}
+	pthread_mutex_unlock(&lock);
+	return here ? read_here(&job, in->unique, lane) : took;
+}
+
+/* -- for Python */
+
+/* Under `lock`. Parked reads of the chunks [first, last) that may go on, or never will. */
+static void look_at_parked(struct file *file, uint64_t first, uint64_t last)
+{
+	for (struct job *job = oldest, *next; job; job = next) {
+		next = job->next;
+		if (job->file != file || job->place != PARKED || job->answering ||
+		    job->offset >= last * file->chunk_bytes ||
+		    job->offset + job->size <= first * file->chunk_bytes)
+			continue;
+		if (file->part_fd >= 0 && all_are(job, CHUNK_PRESENT)) {
+			job->of_part = true;
+			queue(job);
+			if (pool_wake(&pool, stuck))
+				continue;
+		} else if (will_be_there(job)) {
+			continue;
+		}
+		give_up(job);
+	}
+}
+
+static void stop(uint64_t ino)
+{
+	struct file **place = find(ino), *file = *place;
+	if (!file)
+		return;
+	*place = file->next;
+	file->reads++; /* for this function */
+	end_pieces(file, 0, file->size);
+	for (struct job *job = oldest, *next; job; job = next) {
+		next = job->next;
+		if (job->file == file && job->place == PARKED && !job->answering)
+			give_up(job);
+	}
+	file->stopped = true;
+	if (file->reads == 1 && file->part_fd >= 0) {
+		/* At once, so that its room is free once it is removed. It is not yet: this is quick. */
+		close(file->part_fd);
+		file->part_fd = -1;
+	}
+	end_read(file);
+}
+
+/* While there are many left: who opens a file is not to find none because of those. */
+static int duplicate(int fd)
+{
+	struct rlimit limit;
+	/* The lowest number that is free; closing one of `fd` may take long. */
+	int next = fcntl(fuse_fd, F_DUPFD_CLOEXEC, 0);
+	if (next < 0)
+		return -1;
+	close(next);
+	if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && (rlim_t)next >= limit.rlim_cur / 2)
+		return -1;
+	return fcntl(fd, F_DUPFD_CLOEXEC, 0);
+}
+
+bool nonresident_source(uint64_t ino, int fd, uint64_t size, int64_t mtime_ns, int64_t ctime_ns)
+{
+	/* Whether it still is that version, each read tells: the caller must not wait for the source. */
+	const struct version version = {.size = size, .mtime_ns = mtime_ns, .ctime_ns = ctime_ns};
+	pthread_mutex_lock(&lock);
+	struct file *file = make(ino, size);
+	if (file && file->source_fd < 0) {
+		file->source_fd = duplicate(fd);
+		file->version = version;
+		/* The kernel may read ahead of a sequential reader. Not taken, it is slower. */
+		if (file->source_fd >= 0)
+			(void)posix_fadvise(file->source_fd, 0, 0, POSIX_FADV_NORMAL);
+	}
+	bool done = file && file->source_fd >= 0 && same(&file->version, &version);
+	if (file)
+		file->direct = done;
+	if (file && !done && !file->states)
+		stop(ino);
+	pthread_mutex_unlock(&lock);
+	return done;
+}
+
+void nonresident_stop(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	stop(ino);
+	pthread_mutex_unlock(&lock);
+}
+
+void nonresident_no_source(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct file *file = *find(ino);
+	if (file && file->states)
+		file->direct = false;
+	else
+		stop(ino);
+	pthread_mutex_unlock(&lock);
+}
+
+bool nonresident_fill(uint64_t ino, uint64_t size, uint64_t chunk_bytes, const char *states,
+		     size_t count)
+{
+	if (!chunk_bytes || !count || count != (size - 1) / chunk_bytes + 1)
+		return false;
+	char *own = malloc(count);
+	if (!own)
+		return false;
+	memcpy(own, states, count);
+	pthread_mutex_lock(&lock);
+	stop(ino);
+	struct file *file = make(ino, size);
+	if (file) {
+		file->chunk_bytes = chunk_bytes;
+		file->chunks = count;
+		file->states = own;
+	}
+	pthread_mutex_unlock(&lock);
+	if (!file)
+		free(own);
+	return file;
+}
+
+bool nonresident_part(uint64_t ino, int fd)
+{
+	int own = duplicate(fd);
+	if (own < 0)
+		return false;
+	pthread_mutex_lock(&lock);
+	struct file *file = *find(ino);
+	bool taken = file && file->states && file->part_fd < 0;
+	if (taken)
+		file->part_fd = own;
+	pthread_mutex_unlock(&lock);
+	if (!taken)
+		close(own);
+	return taken;
+}
+
+void nonresident_chunks(uint64_t ino, uint64_t first, uint64_t last, enum chunk_state state)
+{
+	pthread_mutex_lock(&lock);
+	struct file *file = *find(ino);
+	if (file && file->states && first < last && last <= file->chunks) {
+		memset(file->states + first, state, last - first);
+		end_pieces(file, first * file->chunk_bytes, last * file->chunk_bytes);
+		if (state != CHUNK_CLAIMED)
+			look_at_parked(file, first, last);
+	}
+	pthread_mutex_unlock(&lock);
+}
+
+void nonresident_ahead(uint64_t ino, uint64_t chunk)
+{
+	pthread_mutex_lock(&lock);
+	struct file *file = *find(ino);
+	if (file)
+		file->ahead = chunk;
+	pthread_mutex_unlock(&lock);
+}
+
+/* A parked read of some of these bytes of `file`, all of whose bytes are there now; it uses them. Under
+ * `lock`. */
+static struct job *find_parked(const struct file *file, uint64_t start, uint64_t end)
+{
+	struct job *job = oldest;
+	while (job && (job->file != file || job->place != PARKED || job->answering ||
+		       job->offset >= end || job->offset + job->size <= start || !find_pieces(job)))
+		job = job->next;
+	return job;
+}
+
+/* Answer those who wait for these bytes. Under `lock`, but not meanwhile. */
+static void answer_parked(const struct file *file, uint64_t start, uint64_t end)
+{
+	struct job *job;
+	while ((job = find_parked(file, start, end))) {
+		job->answering = true;
+		pthread_mutex_unlock(&lock);
+		answer_from_memory(job, unique_of(job));
+		journal_done(unique_of(job));
+		pthread_mutex_lock(&lock);
+		leave_pieces(job);
+		take_out(job);
+		end_read(job->file);
+		free(job);
+	}
+}
+
+bool nonresident_arrived(uint64_t ino, uint64_t start, const char *data, size_t size,
+			void (*release)(void *), void *token)
+{
+	struct piece *piece = NULL;
+	pthread_mutex_lock(&lock);
+	struct file *file = *find(ino);
+	if (file && file->states && size && start % file->chunk_bytes == 0 &&
+	    start + size <= file->size && !find_piece(file, start))
+		piece = malloc(sizeof(*piece));
+	if (piece) {
+		uint64_t first = start / file->chunk_bytes;
+		uint64_t last = (start + size - 1) / file->chunk_bytes + 1;
+		*piece = (struct piece){.next = file->pieces, .start = start, .size = size,
+					.data = data, .release = release, .token = token,
+					.users = 1};
+		file->pieces = piece;
+		file->reads++; /* for this function */
+		for (uint64_t chunk = first; chunk < last; chunk++)
+			if (file->states[chunk] == CHUNK_CLAIMED)
+				file->states[chunk] = CHUNK_ARRIVED;
+		answer_parked(file, start, start + size);
+		look_at_parked(file, first, last);
+		leave_piece(piece);
+		end_read(file);
+	}
+	pthread_mutex_unlock(&lock);
+	return piece;
+}
+
+bool nonresident_used(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct file *file = *find(ino);
+	bool used = file && (file->used || file->reads);
+	if (file)
+		file->used = false;
+	pthread_mutex_unlock(&lock);
+	return used;
+}
+
+int nonresident_start(int fd, unsigned some, const struct nonresident_python *given)
+{
+	pthread_mutex_lock(&lock);
+	int result = pool.most ? -EALREADY : 0;
+	if (!result) {
+		fuse_fd = fd;
+		python = *given;
+		pool.most = some;
+	}
+	pthread_mutex_unlock(&lock);
+	return result;
+}
+
+void nonresident_count(struct nonresident_counts *to)
+{
+	const uint64_t *from = (const uint64_t *)&counts;
+	for (size_t i = 0; i < sizeof(counts) / sizeof(*from); i++)
+		((uint64_t *)to)[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
+}

@@ -1,0 +1,61 @@
+"""Who was told ESTALE a moment ago, and so asks for the second and last time.
+
+The kernel walks the path of an open(2) or stat(2) that fails with ESTALE once more, asking about
+each name (LOOKUP_REVAL: fs/namei.c, do_filp_open; fs/stat.c), and gives the next ESTALE to its
+caller. The same thread does both: it is in one system call.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+MOST_KEPT = 10_000
+"""Threads; of more the first are forgotten."""
+
+SHARED_NS = 1_000_000_000
+"""A look-up may be answered by a question that another one put to the source so long before."""
+
+
+class _Refusal(NamedTuple):
+    ino: int
+    at_ns: int
+
+
+class EstaleRetries:
+    """Constant: ``asked_ns``, which tells when the source was asked about a number last. Changing:
+    by thread, which number it was refused last."""
+
+    def __init__(self, asked_ns: Callable[[int], int]) -> None:
+        self._asked_ns = asked_ns
+        self._threads: OrderedDict[int, _Refusal] = OrderedDict()
+
+    def again(self, ino: int, thread: int) -> bool:
+        """Whether ``thread`` (of the request) asks for the second time: about the number that it
+        was refused, which it then has from elsewhere than a name (a link in /proc/PID/fd), or about
+        one that the source was asked about since."""
+        refusal = self._threads.get(thread) if self._threads else None
+        if refusal is None:
+            return False
+        if refusal.ino == ino:
+            return True
+        return self._asked_ns(ino) >= refusal.at_ns - SHARED_NS
+
+    @contextmanager
+    def noting(self, ino: int, thread: int) -> Iterator[None]:
+        """Around an answer to ``thread`` about ``ino``."""
+        try:
+            yield
+        except OSError as exc:
+            self._threads.pop(thread, None)
+            if exc.errno == errno.ESTALE:
+                self._threads[thread] = _Refusal(ino, time.time_ns())
+                if len(self._threads) > MOST_KEPT:
+                    self._threads.popitem(last=False)
+            raise
+        if self._threads:
+            self._threads.pop(thread, None)

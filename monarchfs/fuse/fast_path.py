@@ -1,0 +1,273 @@
+"""Answers to requests about what is known, without pyfuse3: its tasks and objects, and the turns of
+the event loop, cost more than the answer.
+
+The C part (fuse_session_receive_buf) calls this with each request of these kinds. What would have
+to wait goes on to pyfuse3, as if it had not been here. The messages are those of linux/fuse.h.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Callable
+from time import perf_counter_ns as now_ns
+
+from monarchfs.fs.files import FileHandle, Files
+from monarchfs.fs.tree import Entry, Missing, Tree
+from monarchfs.fs.xattrs import Xattrs
+from monarchfs.fuse.handles import Handles
+from monarchfs.fuse.passthrough import Passthrough
+from monarchfs.fuse.relay import Relay
+from monarchfs.metrics import NS, Metrics
+from monarchfs.types import Dirent, Node
+
+
+class Opcode:
+    """enum fuse_opcode."""
+
+    LOOKUP = 1
+    GETATTR = 3
+    OPEN = 14
+    READ = 15
+    RELEASE = 18
+    GETXATTR = 22
+    OPENDIR = 27
+    RELEASEDIR = 29
+    AHEAD = 0xFFFE
+    """None of the kernel's: a note that a file has been read so far (_relay.h)."""
+    UNOPENED = 0xFFFF
+    """None of the kernel's: it did not wait for the answer to an open."""
+    READDIRPLUS = 44
+
+
+FOPEN_KEEP_CACHE = 1 << 1
+FOPEN_CACHE_DIR = 1 << 3
+FOPEN_PASSTHROUGH = 1 << 7
+"""Alone: with FOPEN_KEEP_CACHE the open fails (fs/fuse/iomode.c, fuse_file_passthrough_open)."""
+
+MOST_LISTED_BYTES = 32 << 10
+"""Of one answer to READDIRPLUS: some 190 entries, which take half a millisecond."""
+
+_U32 = 0xFFFFFFFF
+_HANDLE = struct.Struct("=Q")
+_CHUNKS = struct.Struct("=QQ")
+_OPEN_IN = struct.Struct("=I")
+_OPEN_OUT = struct.Struct("=QIi")
+_READ_IN = struct.Struct("=QQI")
+_GETXATTR_IN = struct.Struct("=I4x")
+_GETXATTR_OUT = struct.Struct("=I4x")
+_ATTR = "QQQqqqIIIIIIIIII"
+_ATTR_OUT = struct.Struct("=QII" + _ATTR)
+_ENTRY_OUT = struct.Struct("=QQQQII" + _ATTR)
+_NO_ENTRY_OUT = struct.Struct("=16xQ8xI4x88x")
+_DIRENTPLUS = struct.Struct("=QQQQII" + _ATTR + "QQII")
+_BARE_DIRENTPLUS = struct.Struct("=40xQ52xI24xQQII")
+_LEAST_BYTES = _DIRENTPLUS.size + 8
+_PADDING = [bytes(-length % 8) for length in range(8)]
+
+
+class FastPath:
+    """Constant: its parts."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        files: Files,
+        handles: Handles[FileHandle],
+        relay: Relay,
+        metrics: Metrics,
+        current_request: Callable[[], tuple[int, int]],
+        passthrough: Passthrough,
+        xattrs: Xattrs,
+    ) -> None:
+        """``current_request`` tells (unique, pid) of the request that is to be answered."""
+        self._current_request = current_request
+        self._count_answer = handles.slots.count_answer
+        self._passthrough = passthrough
+        self._tree = tree
+        self._files = files
+        self._handles = handles
+        self._relay = relay
+        self._xattrs = xattrs
+        self._took = metrics.requests
+        xattrs.on_plain = relay.plain
+
+    def answer(self, opcode: int, node: int, body: bytes) -> bytes | int | None:
+        """What follows the header of a successful answer, or an errno; None: not here; True: the C
+        part knows more now, and may answer. ``body`` is what follows the header of the request. No
+        checkpoint; raises nothing that is foreseen."""
+        started = now_ns()
+        match opcode:
+            case Opcode.LOOKUP:
+                name = body[:-1]
+                found = self._tree.known_lookup(node, name)
+                if found is None:
+                    return None
+                self._took.lookup_local.observe(now_ns() - started)
+                self._count_answer()
+                if isinstance(found, Missing):
+                    return _negative(found)
+                self._relay.known(node, name, found)
+                if not found.node.stat.is_directory:
+                    self._tree.beside.looked_up(node)
+                return _entry(found)
+            case Opcode.GETATTR:
+                known = self._files.known_attributes(node)
+                if known is None:
+                    return None
+                self._took.getattr_local.observe(now_ns() - started)
+                self._count_answer()
+                return _ATTR_OUT.pack(*_split(known.attr_timeout), 0, *_attributes(known.node))
+            case Opcode.OPEN:
+                if _OPEN_IN.unpack_from(body)[0] & os.O_ACCMODE != os.O_RDONLY:
+                    return None
+                if (backing_id := self._passthrough.known(node)) is None:
+                    return True if self._relay.misses_open(node) else None
+                if self._relay.opens(node) or self._relay.misses_open(node):
+                    return True
+                try:
+                    handle = self._files.known_open(node)
+                except OSError:
+                    return None
+                if handle is None:
+                    return None
+                try:
+                    number = self._handles.add(handle, self._current_request()[0], backing_id)
+                except OSError:
+                    handle.release()
+                    return None
+                self._took.open_local.observe(now_ns() - started)
+                self._count_answer()
+                if backing_id:
+                    return _OPEN_OUT.pack(number, FOPEN_PASSTHROUGH, backing_id)
+                return _OPEN_OUT.pack(number, FOPEN_KEEP_CACHE if handle.keep_cache else 0, 0)
+            case Opcode.READ:  # of what was not opened
+                if self._relay.misses_open(node):
+                    return True
+            case Opcode.RELEASE:
+                number = _HANDLE.unpack_from(body)[0]
+                if (released := self._handles.pop(number)) is not None:
+                    released.release()
+                return b""
+            case Opcode.AHEAD:
+                self._files.read_ahead(node, *_CHUNKS.unpack_from(body))
+            case Opcode.UNOPENED:
+                number = _HANDLE.unpack_from(body)[0]
+                if (released := self._handles.unopened(number)) is not None:
+                    released.release()
+            case Opcode.OPENDIR:
+                # An error of the source belongs here, and what may be kept changes: so this is not
+                # answered ENOSYS, which would be for all directories and for ever.
+                keep = self._tree.known_directory(node)
+                if keep is None:
+                    return None
+                self._took.opendir.observe(now_ns() - started)
+                self._count_answer()
+                flags = FOPEN_CACHE_DIR | FOPEN_KEEP_CACHE if keep else FOPEN_CACHE_DIR
+                return _OPEN_OUT.pack(node, flags, 0)
+            case Opcode.RELEASEDIR:
+                self._count_answer()
+                return b""  # a directory's handle stands for nothing
+            case Opcode.READDIRPLUS:
+                _fh, offset, size = _READ_IN.unpack_from(body)
+                listing = self._listing(node, offset, min(size, MOST_LISTED_BYTES))
+                self._took.readdir.observe(now_ns() - started)
+                self._count_answer()
+                return listing
+            case Opcode.GETXATTR:
+                return self._attribute(node, body, started)
+        return None
+
+    def _attribute(self, ino: int, body: bytes, started: int) -> bytes | int | None:
+        (size,) = _GETXATTR_IN.unpack_from(body)
+        name = body[_GETXATTR_IN.size : -1]
+        try:
+            value = self._xattrs.known(ino, name)
+        except OSError as exc:
+            self._count_answer()
+            code = exc.errno or errno.EIO
+            if code == self._xattrs.absent(name) and self._xattrs.plain(ino):
+                self._relay.absent(ino, name, code)
+            return code
+        if value is None:
+            return None
+        self._took.getxattr.observe(now_ns() - started)
+        self._count_answer()
+        if not size:
+            return _GETXATTR_OUT.pack(len(value))
+        return value if len(value) <= size else errno.ERANGE
+
+    def _listing(self, ino: int, after_cookie: int, size: int) -> bytes:
+        """As many entries as ``size`` takes."""
+        parts: list[bytes] = []
+        while True:
+            limit = size // _LEAST_BYTES + 1
+            batch = self._tree.shown_entries(ino, after_cookie, limit)
+            for row in batch:
+                entry = _direntplus(*row)
+                size -= len(entry)
+                if size < 0:
+                    return b"".join(parts)
+                parts.append(entry)
+            if len(batch) < limit:
+                return b"".join(parts)
+            after_cookie = batch[-1][0].cookie
+
+
+def _split(seconds: float) -> tuple[int, int]:
+    whole = int(seconds)
+    return whole, int((seconds - whole) * NS)
+
+
+def _negative(found: Missing) -> bytes:
+    """Node id 0 lets the kernel remember that there is no such name."""
+    seconds, nanoseconds = _split(found.timeout)
+    return _NO_ENTRY_OUT.pack(seconds, nanoseconds)
+
+
+def _entry(found: Entry) -> bytes:
+    node, entry_timeout, attr_timeout = found
+    entry_seconds, attr_seconds = int(entry_timeout), int(attr_timeout)
+    return _ENTRY_OUT.pack(
+        node.ino, 0, entry_seconds, attr_seconds,
+        int((entry_timeout - entry_seconds) * NS), int((attr_timeout - attr_seconds) * NS),
+        *_attributes(node),
+    )  # fmt: skip
+
+
+def _attributes(node: Node) -> tuple[int, ...]:
+    """The fields of fuse_attr."""
+    _device, _ino, size, mtime, ctime, atime, mode, nlink, uid, gid, rdev, blocks, blksize = (
+        node.stat
+    )
+    return (
+        node.ino, size, blocks, atime // NS, mtime // NS, ctime // NS,
+        atime % NS, mtime % NS, ctime % NS,
+        mode, nlink & _U32, uid, gid, rdev & _U32, blksize, 0,
+    )  # fmt: skip
+
+
+def _direntplus(
+    dirent: Dirent, node: Node | None, entry_timeout: float, attr_timeout: float
+) -> bytes:
+    """One entry; without attributes it has node id 0 (fs/fuse/readdir.c, fuse_direntplus_link)."""
+    cookie, name, type_, ino, _checked_ns = dirent
+    length = len(name)
+    if node is None:
+        head = _BARE_DIRENTPLUS.pack(ino, type_ << 12, ino, cookie, length, type_)
+        return head + name + _PADDING[length % 8]
+    # What _entry would do, in one step: there are as many of these as files.
+    _device, _ino, size, mtime, ctime, atime, mode, nlink, uid, gid, rdev, blocks, blksize = (
+        node.stat
+    )
+    entry_seconds, attr_seconds = int(entry_timeout), int(attr_timeout)
+    head = _DIRENTPLUS.pack(
+        ino, 0, entry_seconds, attr_seconds,
+        int((entry_timeout - entry_seconds) * NS), int((attr_timeout - attr_seconds) * NS),
+        ino, size, blocks, atime // NS, mtime // NS, ctime // NS,
+        atime % NS, mtime % NS, ctime % NS,
+        mode, nlink & _U32, uid, gid, rdev & _U32, blksize, 0,
+        ino, cookie, length, mode >> 12,
+    )  # fmt: skip
+    return head + name + _PADDING[length % 8]

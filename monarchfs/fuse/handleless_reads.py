@@ -1,0 +1,79 @@
+"""Files that are read without having been opened: the kernel was told not to say what it opens.
+
+Only reads that the C part does not answer come here: of files that are not resident, or not known
+to it yet. Such a file is held open while it is being read, and for a while after.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import trio
+
+from monarchfs.fs.files import FileHandle, Files
+
+MOST_KEPT = 1024
+"""So many files are held open that nobody is reading."""
+
+IDLE_SECONDS = 5.0
+"""A file that was not read for so long is closed."""
+
+
+class _HeldHandle:
+    __slots__ = ("handle", "readers", "until")
+
+    def __init__(self, handle: FileHandle) -> None:
+        self.handle = handle
+        self.readers = 0
+        self.until = 0.0
+
+
+class HandlelessReads:
+    """Changing: what is held open by inode, the one that was read last at the end."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._held: OrderedDict[int, _HeldHandle] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @contextmanager
+    def handle(self, ino: int) -> Iterator[FileHandle]:
+        """For one read of ``ino``. What is wrong with the file shows in the read."""
+        held = self._held.get(ino)
+        if held is None:
+            held = self._held[ino] = _HeldHandle(self._files.first_read(ino))
+        held.readers += 1
+        self._held.move_to_end(ino)
+        try:
+            yield held.handle
+        finally:
+            held.readers -= 1
+            held.until = trio.current_time() + IDLE_SECONDS
+            if held.handle.served:
+                self._close(ino, held)  # others read it from now on
+            elif len(self._held) > MOST_KEPT:
+                self._close_first()
+
+    def _close(self, ino: int, held: _HeldHandle) -> None:
+        if not held.readers:
+            del self._held[ino]
+            held.handle.release()
+
+    def _close_first(self) -> None:
+        for ino, held in self._held.items():
+            if not held.readers:
+                self._close(ino, held)
+                return
+
+    async def run(self) -> None:
+        """Close what is not read any more, or by others, for ever."""
+        while True:
+            await trio.sleep(1)
+            now = trio.current_time()
+            for ino, held in list(self._held.items()):
+                if held.handle.served or (held.until < now and not self._files.read_elsewhere(ino)):
+                    self._close(ino, held)

@@ -1,0 +1,104 @@
+"""Answers that are packed in Python instead of by libfuse: a real mount's attributes are the
+source's, and the layout is that of linux/fuse.h."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from monarchfs.fs.tree import Entry, Missing
+from monarchfs.fuse import fast_path
+from monarchfs.types import Dirent, FileType, Node, SourceStat
+from tests.mounting import Bench, requires_fuse
+
+STAT = """
+import json, os, sys
+# Reading changes the time of access.
+left_out = ("st_ino", "st_dev", "st_atime", "st_atime_ns")
+fields = [f for f in dir(os.stat_result) if f.startswith("st_") and f not in left_out]
+found = {}
+for name in sys.argv[2:]:
+    for again in range(2):
+        st = os.lstat(os.path.join(sys.argv[1], name))
+        fd = os.open(sys.argv[1] + "/" + name, os.O_RDONLY)
+        assert os.fstat(fd).st_ino == st.st_ino
+        os.close(fd)
+    found[name] = {f: getattr(st, f) for f in fields}
+print(json.dumps(found))
+"""
+
+
+def stats(root: Path, names: list[str]) -> object:
+    done = subprocess.run(
+        [sys.executable, "-c", STAT, str(root), *names],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+@requires_fuse
+def test_attributes_are_the_sources(work: Bench) -> None:
+    source = work.path / "src"
+    source.mkdir()
+    names = []
+    for number, seconds in enumerate((0, 1, 1_700_000_000.123456789, -1, -86_400.25, 2**33)):
+        path = source / f"file {number}"
+        path.write_bytes(bytes(number * 100_000))
+        path.chmod(0o400 | number)
+        nanoseconds = int(seconds * 1_000_000_000)
+        os.utime(path, ns=(nanoseconds + 5, nanoseconds + 7))
+        names.append(path.name)
+    os.link(source / names[0], source / "link")
+    mount = work.mount(source, "--freshness", "immutable")
+    assert stats(mount.path, [*names, "link"]) == stats(source, [*names, "link"])
+
+
+def entry(**stat: int) -> Entry:
+    whole = {
+        "device": 0, "ino": 9, "size": 10**13, "mtime_ns": -1, "ctime_ns": 5, "atime_ns": 2**62,
+        "mode": 0o100644, "nlink": 2**32 - 1, "uid": 2**32 - 2, "gid": 3, "rdev": 2**33 + 1,
+        "blocks": 2**40, "blksize": 4096,
+    } | stat  # fmt: skip
+    node = Node(2**50, SourceStat(**whole), 1, b"a", 0, False, b"")
+    return Entry(node, 1.5, 365 * 86_400.0)
+
+
+def test_a_found_name() -> None:
+    packed = fast_path._entry(entry())
+    assert len(packed) == 40 + 88
+    assert struct.unpack_from("=QQQQII", packed) == (2**50, 0, 1, 365 * 86_400, 500_000_000, 0)
+    assert struct.unpack_from("=QQQqqqIIIIIIIIII", packed, 40) == (
+        *(2**50, 10**13, 2**40),
+        *(2**62 // 10**9, -1, 0, 2**62 % 10**9, 999_999_999, 5),
+        *(0o100644, 2**32 - 1, 2**32 - 2, 3, 1, 4096, 0),
+    )
+
+
+def test_a_name_that_is_not_there() -> None:
+    packed = fast_path._negative(Missing(2.25))
+    assert struct.unpack_from("=QQQQII", packed) == (0, 0, 2, 0, 250_000_000, 0)
+    assert packed[40:] == bytes(88)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 255])
+def test_a_listed_name(length: int) -> None:
+    node, *timeouts = found = entry()
+    name = b"n" * length
+    dirent = Dirent(2**40, name, FileType.REGULAR, node.ino, 0)
+    packed = fast_path._direntplus(dirent, node, *timeouts)
+    assert len(packed) == (128 + 24 + length + 7) // 8 * 8
+    assert packed[:128] == fast_path._entry(found), "as a look-up says it"
+    assert struct.unpack_from("=QQII", packed, 128) == (2**50, 2**40, length, 8)
+    assert packed[152:] == name + bytes(-length % 8)
+    bare = fast_path._direntplus(dirent, None, 0.0, 0.0)
+    assert len(bare) == len(packed)
+    assert struct.unpack_from("=QQQQII", bare) == (0,) * 6, "no node id: no attributes"
+    attributes = struct.unpack_from("=QQQqqqIIIIIIIIII", bare, 40)
+    assert attributes == (2**50, *(0,) * 8, 0o100000, *(0,) * 6)
+    assert bare[128:] == packed[128:]
