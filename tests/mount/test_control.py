@@ -485,7 +485,7 @@ def owner_of(user: str) -> tuple[int, int]:
 @requires_root
 @requires_fuse
 def test_a_worker_that_hangs_is_reported_in_time(root_work: Area) -> None:
-    root_work.mount()
+    root_work.mount(mode="patient")
     worker = report_of(root_work)["worker"]["pid"]
     os.kill(worker, signal.SIGSTOP)
     for _ in range(3):
