@@ -205,6 +205,7 @@ async def test_a_large_directory_holds_up_nobody(area: Area) -> None:
                 await trio.lowlevel.checkpoint()
                 longest = max(longest, time.thread_time() - before)
 
+        began = time.thread_time()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch)
             result = await Refresh(mirror.tree, mirror.kernel).run(
@@ -214,5 +215,6 @@ async def test_a_large_directory_holds_up_nobody(area: Area) -> None:
         assert (result.appeared, result.gone, result.failed) == (1000, 1000, 0)
         assert seen == sorted(seen)
         assert len(seen) > 40
-        assert longest < 0.1, "of this thread's own time: all of it takes twice as long and more"
+        all_of_it = time.thread_time() - began
+        assert longest < all_of_it / 3, "of this thread's own time"
         assert mirror.kernel.pauses > 30

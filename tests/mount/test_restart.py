@@ -419,7 +419,7 @@ def test_who_waits_across_a_restart_can_be_killed(
     kill(mount)
     wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "it to be asked again")
     waiter.kill()
-    assert waiter.wait(5) == -signal.SIGKILL
+    assert waiter.wait(20) == -signal.SIGKILL
     faulty.faults()
     wait_for(lambda: mount.status()["requests"]["waiting"] == 0, "nothing to wait")
     clean_after(work, mount)
