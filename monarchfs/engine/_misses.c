@@ -595,6 +595,9 @@ static bool make_room(size_t size)
 			leave_bytes(event->bytes);
 			event->bytes = NULL;
 			event->error = MISS_LEFT;
+			struct entry *told = *place_of(event->ino);
+			if (told) /* else who wants it would wait for them */
+				told->told = false;
 		}
 	}
 	return memory + size <= options.memory_bytes;
