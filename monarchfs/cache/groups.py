@@ -1,6 +1,6 @@
 """Small files whose replicas come to be together.
 
-For each of them ``Filling`` would send a thread on an errand and commit two transactions, which
+For each of them ``Filling`` would call a thread and commit two transactions, which
 takes longer than to write some kilobytes. Here that is done once for all. The order is the same:
 room, what the journal has to know, the bytes, the commit that makes them resident.
 """

@@ -18,7 +18,7 @@ import trio
 from monarchfs.types import Dirent, IndexWriteError, Node
 
 AT_ONCE = 64
-"""Names of one errand of a thread."""
+"""Names of one call of a thread."""
 
 MOST_AHEAD = 1024
 """Names asked for ahead of a reader."""
@@ -33,7 +33,7 @@ RANDOM_SHARE = 2
 """Who takes them in no order has one asked for with each, for each so many that he asked for."""
 
 RANDOM_FIRST = 8
-"""Where they are more than ``RANDOM_APART``, he waits for an errand of so many, his own among them;
+"""Where they are more than ``RANDOM_APART``, he waits for a batch of so many, his own among them;
 the others may take longer."""
 
 RANDOM_APART = 32
@@ -56,7 +56,7 @@ PATIENCE_SECONDS = 1.0
 is asked ahead in that directory until the batch returns."""
 
 REST_SECONDS = 10.0
-"""So long nothing is asked ahead in a directory after an errand that found nothing."""
+"""So long nothing is asked ahead in a directory after a batch that found nothing."""
 
 DIRECTORIES_KEPT = 30_000
 """Some 500 bytes each. Who takes files of more directories than these in no order is forgotten
@@ -148,7 +148,7 @@ class Statahead:
         self._windows: OrderedDict[int, _Window] = OrderedDict()
 
     async def bring(self, parent: int, dirent: Dirent) -> None:
-        """The name has to be asked for: wait for an errand that does, with names that follow.
+        """The name has to be asked for: wait for a batch that does, with names that follow.
 
         It returns at once where there is none, or when that failed or takes too long: the caller
         looks whether he knows now, and asks for himself if not.

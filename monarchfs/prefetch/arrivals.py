@@ -29,7 +29,7 @@ from monarchfs.types import Archived, Lane, Node, SourceChanged
 log = logging.getLogger(__name__)
 
 MOST_TOGETHER = 128
-"""Files of one transaction and one thread's errand."""
+"""Files of one transaction, which one thread writes."""
 
 SIDE_BY_SIDE = 2
 """Such portions at once."""
