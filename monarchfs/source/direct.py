@@ -8,7 +8,6 @@ the slower one is left.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import threading
@@ -17,6 +16,7 @@ from collections import deque
 from statistics import median
 
 from monarchfs.engine.units import Unit
+from monarchfs.system.file_system_type import FUSE, file_system_type
 
 LEAST_BYTES = 1 << 20
 """A file of less is not opened a second time."""
@@ -27,10 +27,6 @@ PERIOD = 256
 
 SLOWER = 1.25
 """A direct read may take so many times longer: it leaves the processor and the memory to others."""
-
-_FUSE_MAGIC = 0x65735546
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class DirectDescriptor:
@@ -119,7 +115,8 @@ class DirectReads:
 
 
 def _is_fuse(fd: int) -> bool:
-    """By f_type, the first word of struct statfs (which is 120 bytes on 64-bit machines)."""
-    buffer = ctypes.create_string_buffer(256)
-    known = _libc.fstatfs(fd, buffer) == 0
-    return not known or ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF == _FUSE_MAGIC
+    """Also where nobody can tell."""
+    try:
+        return file_system_type(fd) == FUSE
+    except OSError:
+        return True

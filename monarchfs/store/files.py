@@ -13,6 +13,7 @@ import re
 import stat as stat_module
 
 from monarchfs.store.errors import ReplicaLost
+from monarchfs.system.file_system_type import IN_MEMORY, file_system_type
 from monarchfs.types import Data
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -31,9 +32,6 @@ _NOT_A_REPLICA = NOT_A_DIRECTORY | {errno.ENOENT, errno.EISDIR, errno.ENXIO}
 
 _PART = re.compile(r"[0-9a-f]{32}")
 _REPLICA = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{16})")
-
-# statfs(2): f_type of file systems that keep their data in memory.
-_MEMORY_MAGIC = frozenset({0x01021994, 0x858458F6})  # tmpfs, ramfs
 
 _HOLE_BYTES = 64 * 1024
 _ZEROS = bytes(_HOLE_BYTES)
@@ -130,14 +128,8 @@ def _is_hole(chunk: memoryview) -> bool:
 
 
 def is_in_memory(fd: int) -> bool:
-    """Whether the file system keeps its data in memory.
-
-    By f_type, the first word of struct statfs (which is 120 bytes on 64-bit machines).
-    """
-    buffer = ctypes.create_string_buffer(256)
-    if _libc.fstatfs(fd, buffer) != 0:
-        raise _last_error(None)
-    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF in _MEMORY_MAGIC
+    """Whether the file system keeps its data in memory."""
+    return file_system_type(fd) in IN_MEMORY
 
 
 def sync_file_system(fd: int, path: str) -> None:
