@@ -1,7 +1,7 @@
-"""What the commands' --help shows below their options."""
+"""What the commands' --help shows below their options: examples, then what else is to be known."""
 
-MOUNT_EXAMPLES = """\
-examples:
+EXAMPLES = {
+    "mount": """\
   monarchfs mount /lustre/imagenet /mnt/imagenet --tier /dev/shm=16G --tier /scratch=80%
   monarchfs mount /lustre/imagenet /lustre/imagenet --freshness immutable --prefetch all
   monarchfs mount /lustre/shards ~/shards --prefetch ~/order.txt --log-file ~/monarchfs.log
@@ -16,24 +16,34 @@ cache directory.
 
 Every option can also be given as -o OPTION=VALUE, as MONARCHFS_OPTION=VALUE in the environment, or
 as OPTION = VALUE in a TOML file: ~/.config/monarchfs.toml, /etc/monarchfs.toml, or --config FILE.
-The command line overrides the environment, and the environment overrides files."""
-UMOUNT_EXAMPLES = """\
-examples:
+The command line overrides the environment, and the environment overrides files.""",
+    "umount": """\
   monarchfs umount /mnt/imagenet
   monarchfs umount /mnt/imagenet --timeout 5
 
 Waits while the mount is in use, then detaches it, then cuts off the processes that still use it.
-Never takes longer than the timeout. If nothing is mounted there, that is no error."""
-RESTART_EXAMPLES = """\
-examples:
+Never takes longer than the timeout. If nothing is mounted there, that is no error.""",
+    "restart": """\
   monarchfs restart /mnt/imagenet
   monarchfs restart /mnt/imagenet --timeout 10 --json
 
 Makes the installed program serve the mount, for example after an upgrade. Jobs that use the mount
 see a short pause. Also ends safe mode. If the new program cannot take over, the old one goes on.
-Exit code: 0 once the new one serves."""
-STATUS_EXAMPLES = """\
-examples:
+Exit code: 0 once the new one serves.""",
+    "run": """\
+  monarchfs run /lustre/imagenet -- python train.py --data /lustre/imagenet
+  monarchfs run /lustre/imagenet --tier /dev/shm=16G --tier /tmp=50% --report -- ./train.sh
+  srun --ntasks-per-node=8 monarchfs run /lustre/imagenet --freshness immutable -- ./train.sh
+  sudo monarchfs run /lustre/imagenet --user alice -- make -C /lustre/imagenet check
+  monarchfs run /lustre/imagenet --strict --json run.json -- ./benchmark
+
+Only COMMAND sees the cached view, at SOURCE's own path. No administrator is needed. The mount is
+gone when COMMAND has ended. The commands of one job on a node share it. If nothing can be mounted,
+COMMAND runs on SOURCE as it is, and a line says why; with --strict it does not run.
+
+Exit code: COMMAND's own; 128 + N if signal N ended it, 127 if it was not found, 126 if it cannot be
+run. 2 for wrong usage. With --strict, 1 or 2 if nothing could be mounted.""",
+    "status": """\
   monarchfs status
   monarchfs status /mnt/imagenet
   monarchfs status /mnt/imagenet --json
@@ -44,26 +54,8 @@ examples:
 and mounted again. Without MOUNTPOINT it follows the only mount, or the list of all. If the output
 is not a terminal, it prints a line each time, or with --json an object.
 
-Exit code: 1 if MOUNTPOINT is not mounted, or nothing answers for it."""
-REFRESH_EXAMPLES = """\
-examples:
-  monarchfs refresh /mnt/imagenet
-  monarchfs refresh /mnt/imagenet train/n01440764 /mnt/imagenet/labels.txt --json
-
-Asks the source again, whatever --freshness says, for all names and attributes that the mount knows
-below each PATH; without PATH, for all it knows. Takes as long as the source needs."""
-PIN_EXAMPLES = """\
-examples:
-  monarchfs pin /mnt/imagenet val
-  monarchfs pin /mnt/imagenet /mnt/imagenet/labels.txt --json
-
-A pinned file is not evicted; a pinned directory stands for all files below it. Pinning copies
-nothing: files are copied when they are opened."""
-UNPIN_EXAMPLES = """\
-examples:
-  monarchfs unpin /mnt/imagenet val"""
-WARM_EXAMPLES = """\
-examples:
+Exit code: 1 if MOUNTPOINT is not mounted, or nothing answers for it.""",
+    "warm": """\
   monarchfs warm /mnt/imagenet
   monarchfs warm /mnt/imagenet train/n01440764 /mnt/imagenet/labels.txt --wait
   monarchfs warm /mnt/imagenet --metadata --wait
@@ -76,9 +68,8 @@ Returns at once, and the mount does the rest. With --wait it returns when every 
 will not be. An interrupted --wait ends the waiting, not the copying.
 
 Exit code: 1 if something failed. Lack of room is no failure. With --check, 0 only if every file is
-resident."""
-WHY_EXAMPLES = """\
-examples:
+resident.""",
+    "why": """\
   monarchfs why /mnt/imagenet/train/n01440764/n01440764_10026.JPEG
   monarchfs why /mnt/imagenet/train
   monarchfs why ~/data/labels.txt --json
@@ -87,16 +78,28 @@ Says where a file's bytes are and since when, or why they are not on this node: 
 room (and how much is missing), a failed copy (and its error). For a directory it counts what is
 known below it. Does not wait for a source that hangs.
 
-Exit code: 0 if each PATH is known, 1 if not."""
-EVICT_EXAMPLES = """\
-examples:
+Exit code: 0 if each PATH is known, 1 if not.""",
+    "refresh": """\
+  monarchfs refresh /mnt/imagenet
+  monarchfs refresh /mnt/imagenet train/n01440764 /mnt/imagenet/labels.txt --json
+
+Asks the source again, whatever --freshness says, for all names and attributes that the mount knows
+below each PATH; without PATH, for all it knows. Takes as long as the source needs.""",
+    "pin": """\
+  monarchfs pin /mnt/imagenet val
+  monarchfs pin /mnt/imagenet /mnt/imagenet/labels.txt --json
+
+A pinned file is not evicted; a pinned directory stands for all files below it. Pinning copies
+nothing: files are copied when they are opened.""",
+    "unpin": """\
+  monarchfs unpin /mnt/imagenet val""",
+    "evict": """\
   monarchfs evict /mnt/imagenet
   monarchfs evict /mnt/imagenet train/n01440764
 
 Removes the local copies of all files at or below each PATH; without PATH, all copies. Copies of
-open and pinned files stay."""
-FSCK_EXAMPLES = """\
-examples:
+open and pinned files stay.""",
+    "fsck": """\
   monarchfs fsck /var/cache/monarchfs/state/0123456789abcdef
   monarchfs fsck ~/.cache/monarchfs/state/0123456789abcdef --repair
   monarchfs fsck STATE_DIR --checksum --json
@@ -104,17 +107,8 @@ examples:
 Compares the index of a cache that is not mounted with the files in its tiers. Neither needs nor
 changes the source: missing copies are read from it again.
 
-Exit code: 0 if everything is correct or was repaired, 1 if not."""
-COMPLETION_EXAMPLES = """\
-examples:
-  monarchfs completion bash > /etc/bash_completion.d/monarchfs
-  monarchfs completion zsh > /usr/local/share/zsh/site-functions/_monarchfs
-  monarchfs completion fish > ~/.config/fish/completions/monarchfs.fish
-
-Prints a script with which the shell completes commands, options, paths and mount points. Without
-root, put eval "$(monarchfs completion bash)" into ~/.bashrc."""
-DOCTOR_EXAMPLES = """\
-examples:
+Exit code: 0 if everything is correct or was repaired, 1 if not.""",
+    "doctor": """\
   monarchfs doctor
   monarchfs doctor /lustre/imagenet --tier /dev/shm=16G --tier /scratch=80%
   monarchfs doctor /lustre/imagenet --config cluster.toml --json
@@ -123,9 +117,8 @@ examples:
 Takes the options of mount. To measure rates, it reads some of the source's files, and writes and
 reads a file without a name in each tier.
 
-Exit code: 0 if it can be mounted (also with warnings), 1 if not."""
-PLAN_EXAMPLES = """\
-examples:
+Exit code: 0 if it can be mounted (also with warnings), 1 if not.""",
+    "plan": """\
   monarchfs plan /lustre/imagenet --tier /dev/shm=16G --tier /scratch=80%
   monarchfs plan /lustre/imagenet --config cluster.toml --epochs 90 --json
   monarchfs plan /lustre/huge --tier /scratch=2T --quick --timeout 60
@@ -134,18 +127,16 @@ Takes the options of mount, but mounts and copies nothing. Says which files fit 
 source has to serve in the first epoch and in later ones, and how long that takes at rates measured
 now.
 
-Exit code: 0, or 1 if the source does not answer."""
-INDEX_EXAMPLES = """\
-examples:
+Exit code: 0, or 1 if the source does not answer.""",
+    "index": """\
   monarchfs index export /lustre/imagenet imagenet.index
   sbcast imagenet.index /tmp/imagenet.index
   monarchfs mount /lustre/imagenet /mnt/imagenet --freshness immutable --index /tmp/imagenet.index
 
 Writes all names and attributes below SOURCE to FILE, whole or not at all. FILE holds no contents of
 files. A mount with --index FILE knows these names without asking the source. Immutable mounts
-believe FILE: write it again when the dataset has changed."""
-EXPORTER_EXAMPLES = """\
-examples:
+believe FILE: write it again when the dataset has changed.""",
+    "exporter": """\
   monarchfs exporter
   sudo monarchfs exporter --listen 10.1.0.7:9465 --user monarchfs-exporter
   sudo monarchfs exporter --listen '[::]:9465'
@@ -153,11 +144,62 @@ examples:
 
 Serves the metrics of all mounts on this node for Prometheus; as an ordinary user, those of your own
 mounts. Labels name the user, the source and the mount point. A mount that hangs does not delay the
-others. Stays in the foreground."""
-HELP_EXAMPLES = """\
-examples:
+others. Stays in the foreground.""",
+    "job": """\
+  monarchfs job prolog        (in the Prolog of slurm.conf)
+  monarchfs job epilog        (in its Epilog)
+  monarchfs job sweep
+
+prolog mounts the datasets of the job that SLURM_JOB_ID and related variables describe. epilog
+removes the job, unmounts what no job uses any more, and writes the job's report. sweep does what an
+earlier epilog had to postpone.
+
+Each takes a limited time and exits with 0, except for wrong usage. The log says what went wrong:
+see docs/SLURM.md.""",
+    "report": """\
+  monarchfs report 4711
+  monarchfs report 4711 --json
+  monarchfs report 4711 --dir /cluster/monarchfs/jobs
+
+Shows how much of the job's datasets was served locally and what the source was spared, for each
+node with a report in the directory. Only the job's user and root may read a report.""",
+    "gc": """\
+  monarchfs gc --dry-run
+  sudo monarchfs gc
+  sudo monarchfs gc --json
+
+Removes what crashed nodes, crashed daemons and deleted users left: dead mounts, registrations and
+sockets. As root also jobs that Slurm no longer knows, copies that no index counts, and caches
+beyond the budget. Never touches anything in use.
+
+Exit code: 1 if something could not be removed.""",
+    "cache": """\
+  monarchfs cache list
+  sudo monarchfs cache list --json
+  monarchfs cache show /lustre/imagenet
+  monarchfs cache remove /lustre/imagenet
+  monarchfs cache prune --dry-run
+  sudo monarchfs cache prune --older-than 30d --yes
+
+The caches of this node, mounted or not: as a user your own, as root those of all users. NAME is a
+source, a state directory, a mount point, or a path in a cache.
+
+prune removes stranded copies: no state directory claims them, or its last mount did not name their
+tier. --older-than also removes whole caches that nobody has used for that long. --source-gone also
+removes caches whose source does not exist; a source that is not mounted now counts as gone. Nothing
+in use is ever removed.
+
+Exit code: 1 if something could not be removed, or NAME is not known or in use.""",
+    "completion": """\
+  monarchfs completion bash > /etc/bash_completion.d/monarchfs
+  monarchfs completion zsh > /usr/local/share/zsh/site-functions/_monarchfs
+  monarchfs completion fish > ~/.config/fish/completions/monarchfs.fish
+
+Prints a script with which the shell completes commands, options, paths and mount points. Without
+root, put eval "$(monarchfs completion bash)" into ~/.bashrc.""",
+    "help": """\
   monarchfs help
-  monarchfs help mount"""
-VERSION_EXAMPLES = """\
-examples:
-  monarchfs version"""
+  monarchfs help mount""",
+    "version": """\
+  monarchfs version""",
+}

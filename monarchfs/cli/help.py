@@ -23,14 +23,11 @@ monarchfs help shows all commands, monarchfs help COMMAND the options of one.
 
 
 def help_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints all commands, or the help of one; returns 0."""
+    """Prints all commands, the help of one, or the version; returns 0."""
+    if arguments.command == "version":
+        print(f"monarchfs {__version__}")
+        return 0
     parser = build_parser()
     chosen = parser if arguments.topic is None else commands_of(parser)[arguments.topic]
     chosen.print_help()
-    return 0
-
-
-def version_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints the version; returns 0."""
-    print(f"monarchfs {__version__}")
     return 0

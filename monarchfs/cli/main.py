@@ -11,6 +11,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 
 from monarchfs.cli.output import (
     INTERRUPTED,
@@ -20,10 +21,12 @@ from monarchfs.cli.output import (
     prepare_streams,
 )
 from monarchfs.cli.parser import build_parser
-from monarchfs.cli.run_options import split_command
 from monarchfs.types import MonarchError, UsageError
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+_MODULES = {**dict.fromkeys(("refresh", "pin", "unpin", "evict"), "ask"), "version": "help"}
+"""The modules of commands that are not in one of their own name."""
+
 Command = Callable[[Namespace, Mapping[str, str]], int]
 
 
@@ -49,7 +52,7 @@ def _outcome(arguments: Sequence[str]) -> int:
         sys.stderr.write(SHORT_HELP)
         return 2
     try:
-        words, behind = split_command(arguments)
+        words, behind = _split_command(arguments)
         parsed = build_parser().parse_args(words)
         if parsed.command == "run":
             if parsed.argv:
@@ -71,89 +74,18 @@ def _outcome(arguments: Sequence[str]) -> int:
 
 def _command(name: str) -> Command:
     # Each command loads only what it needs: `umount` in an epilog should not wait for imports.
-    match name:
-        case "mount":
-            from monarchfs.cli.mount import mount_command
+    module = _MODULES.get(name, name)
+    command: Command = getattr(import_module(f"monarchfs.cli.{module}"), f"{module}_command")
+    return command
 
-            return mount_command
-        case "umount":
-            from monarchfs.cli.umount import umount_command
 
-            return umount_command
-        case "restart":
-            from monarchfs.cli.restart import restart_command
-
-            return restart_command
-        case "run":
-            from monarchfs.cli.run import run_command
-
-            return run_command
-        case "status":
-            from monarchfs.cli.status import status_command
-
-            return status_command
-        case "refresh" | "pin" | "unpin" | "evict":
-            from monarchfs.cli.ask import ask_command
-
-            return ask_command
-        case "warm":
-            from monarchfs.cli.warm import warm_command
-
-            return warm_command
-        case "why":
-            from monarchfs.cli.why import why_command
-
-            return why_command
-        case "fsck":
-            from monarchfs.cli.fsck import fsck_command
-
-            return fsck_command
-        case "doctor":
-            from monarchfs.cli.doctor import doctor_command
-
-            return doctor_command
-        case "plan":
-            from monarchfs.cli.plan import plan_command
-
-            return plan_command
-        case "index":
-            from monarchfs.cli.index import index_command
-
-            return index_command
-        case "exporter":
-            from monarchfs.cli.exporter import exporter_command
-
-            return exporter_command
-        case "job":
-            from monarchfs.cli.job import job_command
-
-            return job_command
-        case "report":
-            from monarchfs.cli.report import report_command
-
-            return report_command
-        case "cache":
-            from monarchfs.cli.cache import cache_command
-
-            return cache_command
-        case "gc":
-            from monarchfs.cli.gc import gc_command
-
-            return gc_command
-        case "completion":
-            from monarchfs.cli.completion import completion_command
-
-            return completion_command
-        case "help":
-            from monarchfs.cli.help import help_command
-
-            return help_command
-        case "version":
-            from monarchfs.cli.help import version_command
-
-            return version_command
-        case _:
-            raise UsageError(f"there is no command '{name}': see monarchfs --help")
+def _split_command(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Divides a command line at the first ``--`` of ``run``: no parser may touch what follows.
+    None where nothing follows."""
+    if not words or words[0] != "run" or "--" not in words:
+        return list(words), None
+    where = list(words).index("--")
+    return list(words[:where]), list(words[where + 1 :])
 
 
 if __name__ == "__main__":

@@ -5,44 +5,29 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Iterable
-from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from monarchfs import __version__
-from monarchfs.cli.cluster import add_cluster_commands
-from monarchfs.cli.examples import (
-    COMPLETION_EXAMPLES,
-    DOCTOR_EXAMPLES,
-    EVICT_EXAMPLES,
-    EXPORTER_EXAMPLES,
-    FSCK_EXAMPLES,
-    HELP_EXAMPLES,
-    INDEX_EXAMPLES,
-    MOUNT_EXAMPLES,
-    PIN_EXAMPLES,
-    PLAN_EXAMPLES,
-    REFRESH_EXAMPLES,
-    RESTART_EXAMPLES,
-    STATUS_EXAMPLES,
-    UMOUNT_EXAMPLES,
-    UNPIN_EXAMPLES,
-    VERSION_EXAMPLES,
-    WARM_EXAMPLES,
-    WHY_EXAMPLES,
-)
+from monarchfs.cli.examples import EXAMPLES
 from monarchfs.cli.mount_options import PLAN_OPTIONS, RUN_OPTIONS, add_mount_options
-from monarchfs.cli.run_options import RUN_EXAMPLES, add_run_options
 from monarchfs.types import UsageError
 
 SHELLS = ("bash", "zsh", "fish")
+JOB_STEPS = ("prolog", "epilog", "sweep")
+CACHE_STEPS = ("list", "show", "remove", "prune")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse prints its usage before an error; one line is clearer, and easier to log. What is
-    mistyped is answered by what comes nearest."""
+    """Reports an error in one line, which is clearer than argparse's usage and easier to log, and
+    names the nearest word for a mistyped one. Positional arguments are shown in capitals."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}: see {self.prog} --help")
+
+    def add_argument(self, *names: str, **how: Any) -> argparse.Action:
+        if names and not names[0].startswith("-"):
+            how.setdefault("metavar", names[0].upper())
+        return super().add_argument(*names, **how)
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         # A command's parser hands what it does not know to the one above, which knows less.
@@ -94,16 +79,19 @@ def build_parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_warm(commands)
     _add_why(commands)
-    _add_ask(commands, "refresh", "ask the source again now", REFRESH_EXAMPLES)
-    _add_ask(commands, "pin", "never evict the copies of files or directories", PIN_EXAMPLES)
-    _add_ask(commands, "unpin", "allow pinned files to be evicted again", UNPIN_EXAMPLES)
-    _add_ask(commands, "evict", "remove local copies", EVICT_EXAMPLES)
+    _add_ask(commands, "refresh", "ask the source again now")
+    _add_ask(commands, "pin", "never evict the copies of files or directories")
+    _add_ask(commands, "unpin", "allow pinned files to be evicted again")
+    _add_ask(commands, "evict", "remove local copies")
     _add_fsck(commands)
     _add_doctor(commands)
     _add_plan(commands)
     _add_index(commands)
     _add_exporter(commands)
-    add_cluster_commands(partial(_add_command, commands))
+    _add_job(commands)
+    _add_report(commands)
+    _add_gc(commands)
+    _add_cache(commands)
     _add_completion(commands)
     _add_help(commands)
     return parser
@@ -118,25 +106,38 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def _add_command(
-    commands: _Commands,
-    name: str,
-    summary: str,
-    examples: str,
+    commands: _Commands, name: str, summary: str, *, json: bool = False
 ) -> argparse.ArgumentParser:
-    return commands.add_parser(
+    """``json``: the command can print its result for programs."""
+    parser = commands.add_parser(
         name,
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",
-        epilog=examples,
+        epilog=f"examples:\n{EXAMPLES[name]}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    if json:
+        parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    return parser
+
+
+def _add_timeout(
+    parser: argparse.ArgumentParser, default: str, what: str = "the time limit"
+) -> None:
+    text = f"{what} (default {default})"
+    parser.add_argument("--timeout", metavar="SECONDS", default=default, help=text)
+
+
+def _add_site_config(parser: argparse.ArgumentParser) -> None:
+    text = "the site's configuration (default /etc/monarchfs-slurm.toml)"
+    parser.add_argument("--config", metavar="FILE", help=text)
 
 
 def _add_mount(commands: _Commands) -> None:
-    parser = _add_command(commands, "mount", "mount a dataset directory", MOUNT_EXAMPLES)
-    parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
-    parser.add_argument("mountpoint", metavar="MOUNTPOINT", help="where to mount; may be SOURCE")
+    parser = _add_command(commands, "mount", "mount a dataset directory")
+    parser.add_argument("source", help="the dataset's directory")
+    parser.add_argument("mountpoint", help="where to mount; may be SOURCE")
     add_mount_options(parser)
     parser.add_argument(
         "--source-fd",
@@ -147,146 +148,155 @@ def _add_mount(commands: _Commands) -> None:
 
 def _add_run(commands: _Commands) -> None:
     summary = "run a command that sees the cached view at the source's own path"
-    parser = _add_command(commands, "run", summary, RUN_EXAMPLES)
-    parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
+    parser = _add_command(commands, "run", summary)
+    option = parser.add_argument
+    option("source", help="the dataset's directory")
     add_mount_options(parser, RUN_OPTIONS)
-    add_run_options(parser)
+    option("--strict", action="store_true", help="do not run COMMAND if nothing can be mounted")
+    report = "at the end, print on standard error what was served locally"
+    option("--report", action="store_true", help=report)
+    option("--json", metavar="FILE", help="at the end, write the report as a JSON object to FILE")
+    argv = "after --: the command to run, and its arguments"
+    option("argv", metavar="COMMAND", nargs="*", help=argv)
 
 
 def _add_umount(commands: _Commands) -> None:
-    parser = _add_command(commands, "umount", "unmount, within a time limit", UMOUNT_EXAMPLES)
-    parser.add_argument("mountpoint", metavar="MOUNTPOINT")
-    parser.add_argument(
-        "--timeout", metavar="SECONDS", default="30", help="the time limit (default 30)"
-    )
+    parser = _add_command(commands, "umount", "unmount, within a time limit")
+    parser.add_argument("mountpoint", help="where it is mounted")
+    _add_timeout(parser, "30")
 
 
 def _add_restart(commands: _Commands) -> None:
     summary = "replace a mount's worker, after an upgrade"
-    parser = _add_command(commands, "restart", summary, RESTART_EXAMPLES)
-    parser.add_argument("mountpoint", metavar="MOUNTPOINT", help="where it is mounted")
-    parser.add_argument(
-        "--timeout", metavar="SECONDS", default="30", help="the time limit (default 30)"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    parser = _add_command(commands, "restart", summary, json=True)
+    parser.add_argument("mountpoint", help="where it is mounted")
+    _add_timeout(parser, "30")
 
 
 def _add_status(commands: _Commands) -> None:
-    parser = _add_command(commands, "status", "show what mounts do", STATUS_EXAMPLES)
-    parser.add_argument(
-        "mountpoint", metavar="MOUNTPOINT", nargs="?", help="one mount (default: all of them)"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    parser.add_argument(
-        "--watch",
-        metavar="SECONDS",
-        nargs="?",
-        const="2",
-        help="repeat every SECONDS (default 2), with rates",
-    )
+    parser = _add_command(commands, "status", "show what mounts do", json=True)
+    parser.add_argument("mountpoint", nargs="?", help="one mount (default: all of them)")
+    watch = "repeat every SECONDS (default 2), with rates"
+    parser.add_argument("--watch", metavar="SECONDS", nargs="?", const="2", help=watch)
 
 
-def _add_ask(commands: _Commands, name: str, summary: str, examples: str) -> None:
-    _add_ask_arguments(_add_command(commands, name, summary, examples))
-
-
-def _add_ask_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("mountpoint", metavar="MOUNTPOINT", help="the mount, or a path in it")
-    parser.add_argument(
-        "path", metavar="PATH", nargs="*", help="absolute, or relative to the mount point"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+def _add_ask(commands: _Commands, name: str, summary: str) -> argparse.ArgumentParser:
+    parser = _add_command(commands, name, summary, json=True)
+    parser.add_argument("mountpoint", help="the mount, or a path in it")
+    parser.add_argument("path", nargs="*", help="absolute, or relative to the mount point")
+    return parser
 
 
 def _add_warm(commands: _Commands) -> None:
-    parser = _add_command(commands, "warm", "copy files before they are opened", WARM_EXAMPLES)
-    _add_ask_arguments(parser)
-    flag = parser.add_argument
+    flag = _add_ask(commands, "warm", "copy files before they are opened").add_argument
     flag("--wait", action="store_true", help="wait until each file is resident or will not be")
     flag("--check", action="store_true", help="copy nothing; say how much is resident")
     flag("--metadata", action="store_true", help="learn names and attributes only")
 
 
 def _add_why(commands: _Commands) -> None:
-    parser = _add_command(commands, "why", "say why a file is local, or is not", WHY_EXAMPLES)
-    parser.add_argument("path", metavar="PATH", nargs="+", help="a file or directory in a mount")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    parser = _add_command(commands, "why", "say why a file is local, or is not", json=True)
+    parser.add_argument("path", nargs="+", help="a file or directory in a mount")
 
 
 def _add_fsck(commands: _Commands) -> None:
-    parser = _add_command(commands, "fsck", "check a cache that is not mounted", FSCK_EXAMPLES)
-    parser.add_argument("state_dir", metavar="STATE_DIR", help="the --state-dir of the mount")
+    parser = _add_command(commands, "fsck", "check a cache that is not mounted", json=True)
     flag = parser.add_argument
+    flag("state_dir", help="the --state-dir of the mount")
     flag("--repair", action="store_true", help="repair what is wrong")
     flag("--checksum", action="store_true", help="read every complete copy and check its bytes")
-    flag("--json", action="store_true", help="one JSON object, for programs")
 
 
 def _add_doctor(commands: _Commands) -> None:
     summary = "check whether this machine can mount, and how well"
-    parser = _add_command(commands, "doctor", summary, DOCTOR_EXAMPLES)
-    parser.add_argument("source", metavar="SOURCE", nargs="?", help="the dataset's directory")
+    parser = _add_command(commands, "doctor", summary, json=True)
+    parser.add_argument("source", nargs="?", help="the dataset's directory")
     add_mount_options(parser, PLAN_OPTIONS)
-    option = parser.add_argument
-    option("--quick", action="store_true", help="measure no rates")
-    option("--timeout", metavar="SECONDS", default="60", help="the time limit (default 60)")
-    option("--json", action="store_true", help="one JSON object, for programs")
+    parser.add_argument("--quick", action="store_true", help="measure no rates")
+    _add_timeout(parser, "60")
 
 
 def _add_plan(commands: _Commands) -> None:
-    summary = "say what caching a dataset would bring"
-    parser = _add_command(commands, "plan", summary, PLAN_EXAMPLES)
-    parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
-    add_mount_options(parser, PLAN_OPTIONS)
+    parser = _add_command(commands, "plan", "say what caching a dataset would bring", json=True)
     option = parser.add_argument
+    option("source", help="the dataset's directory")
+    add_mount_options(parser, PLAN_OPTIONS)
     option("--epochs", metavar="N", default="10", help="how often the dataset is read (default 10)")
     option("--quick", action="store_true", help="measure no rates, estimate no times")
-    option(
-        "--timeout",
-        metavar="SECONDS",
-        default="600",
-        help="how long to look at files (default 600); the others are left out",
-    )
-    option("--json", action="store_true", help="one JSON object, for programs")
+    _add_timeout(parser, "600", "how long to look at files; the others are left out")
 
 
 def _add_index(commands: _Commands) -> None:
     summary = "write a dataset's names and attributes to a file"
-    parser = _add_command(commands, "index", summary, INDEX_EXAMPLES)
-    parser.add_argument("action", metavar="ACTION", choices=("export",), help="export")
-    parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
-    parser.add_argument("file", metavar="FILE", help="what is written")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    parser = _add_command(commands, "index", summary, json=True)
+    parser.add_argument("action", choices=("export",), help="export")
+    parser.add_argument("source", help="the dataset's directory")
+    parser.add_argument("file", help="what is written")
 
 
 def _add_exporter(commands: _Commands) -> None:
-    parser = _add_command(
-        commands, "exporter", "serve the metrics of all mounts of this node", EXPORTER_EXAMPLES
-    )
-    parser.add_argument(
-        "--listen",
-        metavar="ADDR:PORT",
-        default="127.0.0.1:9465",
-        help="the IP address and port to serve on (default 127.0.0.1:9465)",
-    )
-    parser.add_argument(
-        "--user",
-        metavar="USER",
-        help="the user who reads what the mounts say (root only; default nobody)",
-    )
-    parser.add_argument("--once", action="store_true", help="print the metrics and exit")
+    summary = "serve the metrics of all mounts of this node"
+    option = _add_command(commands, "exporter", summary).add_argument
+    address = "127.0.0.1:9465"
+    listen = f"the IP address and port to serve on (default {address})"
+    option("--listen", metavar="ADDR:PORT", default=address, help=listen)
+    user = "the user who reads what the mounts say (root only; default nobody)"
+    option("--user", metavar="USER", help=user)
+    option("--once", action="store_true", help="print the metrics and exit")
+
+
+def _add_job(commands: _Commands) -> None:
+    summary = "mount datasets for Slurm jobs (called by its prolog)"
+    parser = _add_command(commands, "job", summary)
+    parser.add_argument("what", choices=JOB_STEPS, help=", ".join(JOB_STEPS))
+    _add_site_config(parser)
+    parser.add_argument("--without", metavar="JOB", help="for sweep: a job that is over")
+
+
+def _add_report(commands: _Commands) -> None:
+    parser = _add_command(commands, "report", "show the report of a Slurm job", json=True)
+    parser.add_argument("job", help="the job's number")
+    where = "the directory of reports (default: the site's)"
+    parser.add_argument("--dir", metavar="DIR", help=where)
+
+
+def _add_gc(commands: _Commands) -> None:
+    parser = _add_command(commands, "gc", "remove what crashes left behind", json=True)
+    _add_dry_run(parser)
+    _add_site_config(parser)
+
+
+def _add_dry_run(parser: argparse.ArgumentParser) -> None:
+    text = "remove nothing; show what would be removed"
+    parser.add_argument("--dry-run", action="store_true", help=text)
+
+
+def _add_cache(commands: _Commands) -> None:
+    parser = _add_command(commands, "cache", "show and remove caches of this node", json=True)
+    option = parser.add_argument
+    option("what", choices=CACHE_STEPS, help=", ".join(CACHE_STEPS))
+    names = "which caches, for show and remove (and for prune; default: all)"
+    option("name", nargs="*", help=names)
+    older = "for prune: also caches that were not used for this long, as 30d"
+    option("--older-than", metavar="TIME", help=older)
+    gone = "for prune: also caches whose source does not exist"
+    option("--source-gone", action="store_true", help=gone)
+    _add_dry_run(parser)
+    option("--yes", action="store_true", help="do not ask before removing")
+    tier = "also look for copies in this tier; may be repeated"
+    option("--tier", metavar="PATH", action="append", default=[], help=tier)
+    state_dir = "also look at this state directory; may be repeated"
+    option("--state-dir", metavar="PATH", action="append", default=[], help=state_dir)
+    _add_site_config(parser)
 
 
 def _add_completion(commands: _Commands) -> None:
-    summary = "print the completion script for a shell"
-    parser = _add_command(commands, "completion", summary, COMPLETION_EXAMPLES)
-    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or fish")
+    parser = _add_command(commands, "completion", "print the completion script for a shell")
+    parser.add_argument("shell", choices=SHELLS, help="bash, zsh or fish")
 
 
 def _add_help(commands: _Commands) -> None:
-    parser = _add_command(
-        commands, "help", "show all commands, or the options of one command", HELP_EXAMPLES
-    )
+    parser = _add_command(commands, "help", "show all commands, or the options of one command")
     names = [*commands.choices, "version"]
     parser.add_argument("topic", metavar="COMMAND", nargs="?", choices=names, help="a command")
-    _add_command(commands, "version", "print the version", VERSION_EXAMPLES)
+    _add_command(commands, "version", "print the version")

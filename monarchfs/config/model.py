@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from monarchfs.types import EvictionPolicy, FreshnessMode, TierSize
@@ -70,33 +71,17 @@ class User:
     groups: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
-    """One mount. All paths are absolute; ``source`` and ``mountpoint`` have no symbolic links.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainSettings:
+    """Settings that `Config` takes over as the user gave them.
 
-    ``dataset_id`` is a short name of what the user sees of the source. ``runtime_dir`` holds the
-    control socket. ``source_deadline_seconds`` is how long a revalidation may take before what is
-    known is served instead (freshness ``ttl``). ``reserve_percent`` of each tier's file system is
-    never used. ``prefetch_list`` is set in mode FILE only. ``scrub_bytes_per_second`` is how fast
-    the replicas are read again and compared with their checksums, 0 for not at all.
-    ``metrics_port`` is where 127.0.0.1 serves the metrics, None for nowhere.
-    ``touch_source_seconds`` is how often what is used is touched in the source, 0 for never.
-    ``index_file`` holds names and attributes that another node has looked up. ``kernel_resend``:
-    requests that a dead worker took are the kernel's to hand out again, where it can.
-    ``prefetch_bytes_per_second`` is how fast files are copied that nobody has open, 0 for as fast
-    as can be; ``prefetch_jitter_seconds`` by how much, at most, the scan is put off.
-    ``copy_nice`` is the priority (nice(1)) of threads that nobody waits for.
+    ``source_deadline_seconds`` is how long a revalidation may take before what is known is served
+    instead (freshness ``ttl``). ``reserve_percent`` of each tier's file system is never used.
+    ``metrics_port`` is where 127.0.0.1 serves the metrics, None for nowhere. ``kernel_resend``: the
+    kernel repeats requests that a dead worker took, where it can. ``copy_nice`` is the priority
+    (nice(1)) of threads that nobody waits for.
     """
 
-    source: str
-    mountpoint: str
-    tiers: tuple[TierSpec, ...]
-    state_dir: str
-    runtime_dir: str
-    dataset_id: str
-    user: User
-    prefetch: PrefetchMode = PrefetchMode.AUTO
-    prefetch_list: str | None = None
     freshness: FreshnessSetting = DEFAULT_FRESHNESS
     evict: EvictionPolicy = EvictionPolicy.KEEP
     data_path: DataPath = DataPath.AUTO
@@ -111,44 +96,58 @@ class Config:
     source_deadline_seconds: float = 2.0
     start_timeout_seconds: float = 30.0
     reserve_percent: float = 10.0
-    scrub_bytes_per_second: int = 0
     metrics_port: int | None = None
-    touch_source_seconds: float = 0.0
-    index_file: str | None = None
     kernel_resend: bool = True
-    prefetch_bytes_per_second: int = 0
-    prefetch_jitter_seconds: float = 0.0
     copy_nice: int = 0
 
+
+@dataclass(frozen=True, slots=True)
+class Config(PlainSettings):
+    """One mount. All paths are absolute; ``source`` and ``mountpoint`` have no symbolic links.
+
+    ``dataset_id`` is a short name of what the user sees of the source. ``runtime_dir`` holds the
+    control socket. ``prefetch_list`` is set in mode FILE only. ``scrub_bytes_per_second`` is how
+    fast the replicas are read again and compared with their checksums, 0 for not at all.
+    ``touch_source_seconds`` is how often what is used is touched in the source, 0 for never.
+    ``index_file`` holds names and attributes that another node has looked up.
+    ``prefetch_bytes_per_second`` is how fast files are copied that nobody has open, 0 without a
+    limit; ``prefetch_jitter_seconds`` is the longest delay of the scan.
+    """
+
+    source: str
+    mountpoint: str
+    tiers: tuple[TierSpec, ...]
+    state_dir: str
+    runtime_dir: str
+    dataset_id: str
+    user: User
+    prefetch: PrefetchMode = PrefetchMode.AUTO
+    prefetch_list: str | None = None
+    scrub_bytes_per_second: int = 0
+    touch_source_seconds: float = 0.0
+    index_file: str | None = None
+    prefetch_bytes_per_second: int = 0
+    prefetch_jitter_seconds: float = 0.0
+
     def to_json(self) -> str:
-        return json.dumps(asdict(self), default=_enum_value)
+        return json.dumps(asdict(self), default=attrgetter("value"))  # of an Enum
 
     @classmethod
     def from_json(cls, text: str) -> Config:
         """The Config that `to_json` wrote; raises KeyError, TypeError or ValueError otherwise."""
         fields: dict[str, Any] = json.loads(text)
+        user, freshness = fields["user"], fields["freshness"]
         fields["tiers"] = tuple(
-            TierSpec(
-                tier["path"],
-                TierSize(**tier["size"]),
-                # A supervisor of an earlier release names it as the dataset.
-                tier.get("directory", fields["dataset_id"]),
-            )
+            TierSpec(tier["path"], TierSize(**tier["size"]), tier["directory"])
             for tier in fields["tiers"]
         )
-        user = fields["user"]
-        fields["user"] = User(user["name"], user["uid"], user["gid"], tuple(user["groups"]))
-        freshness = fields["freshness"]
-        fields["freshness"] = FreshnessSetting(
-            FreshnessMode(freshness["mode"]), freshness["ttl_seconds"]
-        )
-        fields["prefetch"] = PrefetchMode(fields["prefetch"])
-        fields["evict"] = EvictionPolicy(fields["evict"])
-        fields["data_path"] = DataPath(fields["data_path"])
+        fields["user"] = User(**{**user, "groups": tuple(user["groups"])})
+        mode = FreshnessMode(freshness["mode"])
+        fields["freshness"] = FreshnessSetting(mode, freshness["ttl_seconds"])
+        for name, kind in (
+            ("prefetch", PrefetchMode),
+            ("evict", EvictionPolicy),
+            ("data_path", DataPath),
+        ):
+            fields[name] = kind(fields[name])
         return cls(**fields)
-
-
-def _enum_value(value: object) -> object:
-    if isinstance(value, Enum):
-        return value.value
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON")

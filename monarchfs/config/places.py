@@ -9,11 +9,12 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import islice
+from typing import Any
 
-from monarchfs.config.model import Config, TierSpec, User
+from monarchfs.config.model import Config, PlainSettings, TierSpec, User
 from monarchfs.config.settings import Settings
 from monarchfs.types import TierSize, UsageError
 
@@ -140,7 +141,9 @@ def build_config(
     """The frozen description of mounting ``source`` (resolved) on ``mountpoint`` (resolved)."""
     identity = dataset_id(source, user.uid)
     prefetch, prefetch_list = settings.prefetch
+    plain: dict[str, Any] = {one.name: getattr(settings, one.name) for one in fields(PlainSettings)}
     return Config(
+        **plain,
         source=source,
         mountpoint=mountpoint,
         tiers=settings.tier or (TierSpec(places.cache_dir, DEFAULT_TIER_SIZE),),
@@ -150,28 +153,11 @@ def build_config(
         user=user,
         prefetch=prefetch,
         prefetch_list=prefetch_list,
-        freshness=settings.freshness,
-        evict=settings.evict,
-        data_path=settings.data_path,
-        allow_other=settings.allow_other,
-        noexec=settings.noexec,
-        foreground=settings.foreground,
-        log_file=settings.log_file,
-        log_level=settings.log_level,
-        copy_workers=settings.copy_workers,
-        source_threads=settings.source_threads,
-        local_threads=settings.local_threads,
-        source_deadline_seconds=settings.source_deadline_seconds,
-        start_timeout_seconds=settings.start_timeout_seconds,
-        reserve_percent=settings.reserve_percent,
         scrub_bytes_per_second=settings.scrub,
-        metrics_port=settings.metrics_port,
         touch_source_seconds=settings.touch_source,
         index_file=settings.index,
-        kernel_resend=settings.kernel_resend,
         prefetch_bytes_per_second=settings.prefetch_rate,
         prefetch_jitter_seconds=settings.prefetch_jitter,
-        copy_nice=settings.copy_nice,
     )
 
 

@@ -11,50 +11,27 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from monarchfs.config.model import (
-    DEFAULT_FRESHNESS,
-    DataPath,
-    FreshnessSetting,
-    PrefetchMode,
-    TierSpec,
-)
+from monarchfs.config.model import PlainSettings, PrefetchMode, TierSpec
 from monarchfs.config.options import OPTIONS
-from monarchfs.types import EvictionPolicy, UsageError
+from monarchfs.types import UsageError
 
 Layer = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(PlainSettings):
     """What the user asked for. None where the default depends on who mounts what."""
 
     tier: tuple[TierSpec, ...] | None = None
     state_dir: str | None = None
     prefetch: tuple[PrefetchMode, str | None] = (PrefetchMode.AUTO, None)
-    freshness: FreshnessSetting = DEFAULT_FRESHNESS
-    evict: EvictionPolicy = EvictionPolicy.KEEP
-    data_path: DataPath = DataPath.AUTO
     user: str | None = None
-    allow_other: bool = False
-    noexec: bool = False
     require_files: bool = False
-    foreground: bool = False
-    log_file: str | None = None
-    log_level: str = "info"
-    copy_workers: int = 4
-    source_threads: int = 64
-    local_threads: int = 8
-    source_deadline_seconds: float = 2.0
-    start_timeout_seconds: float = 30.0
-    reserve_percent: float = 10.0
     scrub: int = 0
-    metrics_port: int | None = None
     touch_source: float = 0.0
     index: str | None = None
-    kernel_resend: bool = True
     prefetch_rate: int = 0
     prefetch_jitter: float = 0.0
-    copy_nice: int = 0
 
 
 # What mount(8), fstab and systemd put into a list of options without meaning the file system.

@@ -10,6 +10,8 @@ import math
 import os
 import re
 from collections import Counter
+from enum import Enum
+from typing import TypeVar
 
 from monarchfs.config.model import (
     DataPath,
@@ -36,6 +38,8 @@ _TRUE = frozenset({"", "1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MOST_TIMEOUT_SECONDS = 1e6
+
+E = TypeVar("E", bound=Enum)
 
 
 def parse_size(value: object) -> TierSize:
@@ -113,21 +117,11 @@ def parse_prefetch(value: object) -> tuple[PrefetchMode, str | None]:
 
 
 def parse_evict(value: object) -> EvictionPolicy:
-    text = _text(value)
-    try:
-        return EvictionPolicy(text)
-    except ValueError:
-        known = ", ".join(policy.value for policy in EvictionPolicy)
-        raise UsageError(f"eviction policy '{text}' is not known: use {known}") from None
+    return _member(EvictionPolicy, "eviction policy", value)
 
 
 def parse_data_path(value: object) -> DataPath:
-    text = _text(value)
-    try:
-        return DataPath(text)
-    except ValueError:
-        known = ", ".join(path.value for path in DataPath)
-        raise UsageError(f"data path '{text}' is not known: use {known}") from None
+    return _member(DataPath, "data path", value)
 
 
 def parse_log_level(value: object) -> str:
@@ -251,6 +245,15 @@ def parse_flag(value: object) -> bool:
     if text in _FALSE:
         return False
     raise UsageError(f"'{text}' is neither yes nor no: use true or false")
+
+
+def _member(kind: type[E], what: str, value: object) -> E:
+    text = _text(value)
+    try:
+        return kind(text)
+    except ValueError:
+        known = ", ".join(str(member.value) for member in kind)
+        raise UsageError(f"{what} '{text}' is not known: use {known}") from None
 
 
 def _bytes_of(match: re.Match[str]) -> int:
