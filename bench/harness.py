@@ -112,7 +112,7 @@ def repeated(action: Callable[[], object], seconds: float) -> Iterator[None]:
 
 
 class Source:
-    """A directory seen through ``bench.faultfs``, as a context manager.
+    """A directory seen through ``tests.support.faultfs``, as a context manager.
 
     ``backing`` is the real directory, ``path`` where it is seen.
     """
@@ -124,7 +124,7 @@ class Source:
     def __enter__(self) -> Source:
         self.path.mkdir(exist_ok=True)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.faultfs", str(self.backing), str(self.path)],
+            [sys.executable, "-m", "tests.support.faultfs", str(self.backing), str(self.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -148,7 +148,7 @@ class Source:
 
     def faults(self, **faults: Any) -> None:
         """``delay`` (seconds), ``delayed`` (operations), ``rate`` (bytes a second), ``hang``,
-        ``fail``, as `bench.faultfs` has them; none: healthy."""
+        ``fail``, as `tests.support.faultfs` has them; none: healthy."""
         self._ask({"do": "faults", **faults})
 
     def take_counts(self) -> tuple[int, int]:

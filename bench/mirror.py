@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.harness import REPOSITORY, Mount, drop_caches
 from bench.report import Result
 from bench.task import Task
-from tests import trees
+from tests.support import trees
 
 READERS = 4
 TREE = "/usr/share"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import surroundings
-from tests.mounting import Bench, bench
+from tests.support import surroundings
+from tests.support.mounting import Bench, bench
 
 settings.register_profile(
     "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -14,8 +14,8 @@ from bench.pfs import PROFILES, ParallelFileSystem
 from bench.probes import Data
 from bench.report import Result
 from bench.task import Task
-from tests import surroundings
-from tests.mounting import fuse_mounts, processes_about, requires_fuse, requires_root
+from tests.support import surroundings
+from tests.support.mounting import fuse_mounts, processes_about, requires_fuse, requires_root
 
 
 @pytest.fixture

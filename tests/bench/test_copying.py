@@ -15,7 +15,7 @@ from bench.harness import Unusable, reader_processes
 from bench.pfs import INSTANT, Counts, ParallelFileSystem
 from bench.report import Result
 from bench.task import Size, Task
-from tests.mounting import fuse_mounts, requires_fuse, requires_root
+from tests.support.mounting import fuse_mounts, requires_fuse, requires_root
 
 # Copy rate.
 

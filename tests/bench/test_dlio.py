@@ -12,7 +12,7 @@ import pytest
 from bench import dlio
 from bench.frameworks import ENVIRONMENT, program, run_program
 from bench.harness import Unusable
-from tests.mounting import wait_for
+from tests.support.mounting import wait_for
 
 TINY = replace(
     dlio.UNET3D,

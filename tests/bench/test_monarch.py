@@ -33,7 +33,7 @@ from bench.monarch_rows import Case, first_epoch_rows, rows
 from bench.monarch_runs import Measured, Run
 from bench.pfs import INSTANT, Counts, ParallelFileSystem
 from bench.report import Result, Row
-from tests.mounting import requires_fuse, requires_root
+from tests.support.mounting import requires_fuse, requires_root
 
 # Reads a file to its end for each line it gets.
 READER = "import sys\nfor _ in sys.stdin: open(sys.argv[1], 'rb').read(); print('read', flush=True)"

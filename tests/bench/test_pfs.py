@@ -25,8 +25,8 @@ import pytest
 import bench.pfs
 from bench.harness import Unusable, drop_names
 from bench.pfs import INSTANT, PROFILES, Counts, ParallelFileSystem, Profile, build
-from tests import surroundings
-from tests.mounting import (
+from tests.support import surroundings
+from tests.support.mounting import (
     REPOSITORY,
     as_user,
     fuse_mounts,

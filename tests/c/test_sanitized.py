@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import surroundings
-from tests.mounting import REPOSITORY
+from tests.support import surroundings
+from tests.support.mounting import REPOSITORY
 
 ROOT = REPOSITORY
 PARTS = (

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from tests.exporter.scraping import Scrape, scrape
-from tests.mounting import MONARCHFS, Mount, as_user, free_port, wait_for
+from tests.support.mounting import MONARCHFS, Mount, as_user, free_port, wait_for
+from tests.support.scraping import Scrape, scrape
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import pytest
 from monarchfs.control import Registration
 from monarchfs.exporter import discovery, jobs
 from monarchfs.exporter.discovery import MOST_OF_A_USER, Look, Roots
-from tests.mounting import REPOSITORY, Bench, requires_fuse, requires_root
+from tests.support.mounting import REPOSITORY, Bench, requires_fuse, requires_root
 
 pytestmark = requires_root
 

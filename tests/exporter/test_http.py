@@ -14,7 +14,7 @@ import trio
 from monarchfs.exporter import http
 from monarchfs.supervisor.port import listen_locally, stop_listening
 from monarchfs.types import OperationError
-from tests.mounting import free_port
+from tests.support.mounting import free_port
 
 PAGE = b"monarchfs_x 1\n" * 5000
 GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -17,20 +17,10 @@ from pathlib import Path
 import pytest
 
 from monarchfs.control import Registration, own_mount_namespace
-from tests import surroundings
 from tests.exporter.nodes import exporter, exporter_process, of, reader_of, up, wait_answering
-from tests.exporter.scraping import Scrape, parse, scrape
-from tests.exporter.test_scraping import (
-    FILES,
-    PROMTOOL,
-    SIZE,
-    make_files,
-    needs_promtool,
-    read_all,
-    sums_are_right,
-)
-from tests.faking import device_mode, interpreter_for
-from tests.mounting import (
+from tests.support import surroundings
+from tests.support.fake_mounts import device_mode, interpreter_for
+from tests.support.mounting import (
     MONARCHFS,
     Bench,
     Mount,
@@ -41,7 +31,18 @@ from tests.mounting import (
     run,
     wait_for,
 )
-from tests.timing import Stopwatch
+from tests.support.prometheus import PROMTOOL, needs_promtool
+from tests.support.scraping import (
+    FILES,
+    SIZE,
+    Scrape,
+    make_files,
+    parse,
+    read_all,
+    scrape,
+    sums_are_right,
+)
+from tests.support.timing import Stopwatch
 
 pytestmark = [requires_root, requires_fuse]
 

@@ -20,18 +20,7 @@ import pytest
 from monarchfs.config.places import ROOT_RUNTIME_DIR
 from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, MetricType
 from tests.exporter.nodes import exporter
-from tests.exporter.prometheus import NO_PROMETHEUS, PROMETHEUS, SHIPPED, samples, server
-from tests.exporter.test_scraping import (
-    FILES,
-    PROMTOOL,
-    SIZE,
-    documented_queries,
-    make_files,
-    needs_promtool,
-    read_all,
-    takes,
-)
-from tests.mounting import (
+from tests.support.mounting import (
     REPOSITORY,
     WAIT_SECONDS,
     Bench,
@@ -41,6 +30,18 @@ from tests.mounting import (
     run,
     wait_for,
 )
+from tests.support.prometheus import (
+    NO_PROMETHEUS,
+    PROMETHEUS,
+    PROMTOOL,
+    SHIPPED,
+    documented_queries,
+    needs_promtool,
+    samples,
+    server,
+    takes,
+)
+from tests.support.scraping import FILES, SIZE, make_files, read_all
 
 DOCUMENT = (REPOSITORY / "docs" / "PROMETHEUS.md").read_text()
 JOB = "4711"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -17,10 +15,7 @@ from pathlib import Path
 import pytest
 
 from monarchfs.metrics.names import FAMILIES
-from tests import trees
-from tests.exporter.prometheus import program
-from tests.exporter.scraping import Scrape, scrape
-from tests.mounting import (
+from tests.support.mounting import (
     WAIT_SECONDS,
     Bench,
     Mount,
@@ -31,29 +26,22 @@ from tests.mounting import (
     run,
     wait_for,
 )
-from tests.timing import Stopwatch
+from tests.support.prometheus import PROMTOOL, documented_queries, needs_promtool, takes
+from tests.support.scraping import (
+    FILES,
+    READ_ALL,
+    SIZE,
+    Scrape,
+    make_files,
+    read_all,
+    scrape,
+    sums_are_right,
+)
+from tests.support.timing import Stopwatch
 
 pytestmark = [requires_root, requires_fuse]
 
-FILES, SIZE = 12, 50_000
-PROMTOOL = program("promtool")
-needs_promtool = pytest.mark.skipif(
-    PROMTOOL is None, reason="needs promtool: .ci/cluster-packages build/prometheus"
-)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS.md"
-READ_ALL = "import sys; [open(path, 'rb').read() for path in sys.argv[1:]]"
-
-
-def make_files(directory: Path, count: int = FILES, size: int = SIZE) -> None:
-    directory.mkdir(exist_ok=True)
-    for n in range(count):
-        (directory / f"f{n}").write_bytes(trees.random_bytes(size, n))
-
-
-def read_all(mount: Mount, names: list[str] | None = None) -> None:
-    names = names or [f"f{n}" for n in range(FILES)]
-    paths = [str(mount.path / name) for name in names]
-    subprocess.run([sys.executable, "-c", READ_ALL, *paths], check=True, timeout=WAIT_SECONDS)
 
 
 def mounted(work: Bench, *options: str, source: Path | None = None) -> tuple[Mount, int]:
@@ -63,25 +51,6 @@ def mounted(work: Bench, *options: str, source: Path | None = None) -> tuple[Mou
         make_files(source)
     port = free_port()
     return work.mount(source, "--metrics-port", str(port), *options), port
-
-
-def sums_are_right(now: Scrape) -> None:
-    """Each histogram's buckets rise to its count."""
-    for name, kind in now.kinds.items():
-        if kind != "histogram":
-            continue
-        for (known, labels), count in now.samples.items():
-            if known != f"{name}_count":
-                continue
-            assert now.samples[f"{name}_bucket", labels | {("le", "+Inf")}] == count
-            buckets = sorted(
-                (float(dict(others)["le"]), value)
-                for (other, others), value in now.samples.items()
-                if other == f"{name}_bucket" and labels < others
-            )
-            values = [value for _bound, value in buckets]
-            assert values == sorted(values)
-            assert (now.samples[f"{name}_sum", labels] > 0) == (count > 0)
 
 
 def test_what_was_done_is_what_is_counted(work: Bench) -> None:
@@ -181,29 +150,6 @@ def test_promtool_takes_the_documented_queries(tmp_path: Path) -> None:
     queries = documented_queries(DOCUMENT.read_text())
     assert len(queries) > 10
     takes(queries, tmp_path / "rules.yml")
-
-
-def documented_queries(document: str) -> list[str]:
-    blocks = re.findall(r"^```promql\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
-    # A line that is indented belongs to the one before.
-    return [query for block in blocks for query in re.split(r"\n(?! )", block.rstrip())]
-
-
-def takes(queries: list[str], file: Path) -> None:
-    """Has promtool read the queries, as rules in ``file``; fails the test if it does not."""
-    assert PROMTOOL is not None
-    rules = [{"record": f"query:{n}", "expr": query} for n, query in enumerate(queries)]
-    # JSON is YAML.
-    file.write_text(json.dumps({"groups": [{"name": "documented", "rules": rules}]}))
-    done = subprocess.run(
-        [PROMTOOL, "check", "rules", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"{len(queries)} rules found" in done.stdout
 
 
 def test_scrapes_under_load_are_quick_and_never_go_back(work: Bench) -> None:

@@ -18,7 +18,7 @@ from monarchfs.exporter.text import exposition_of
 from monarchfs.metrics import names
 from monarchfs.metrics.names import FAMILIES, MetricType
 from monarchfs.text.escaping import printable
-from tests.exporter.scraping import parse
+from tests.support.scraping import parse
 
 TIER = names.TIER_USED.name
 OPENS = names.OPENS.name

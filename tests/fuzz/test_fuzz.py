@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests import surroundings
+from tests.support import surroundings
 
 
 @surroundings.requires_root

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import on_disk
-from tests.mounting import as_user, fuse_mounts, processes_about, run, wait_for
+from tests.support import on_disk
+from tests.support.mounting import as_user, fuse_mounts, processes_about, run, wait_for
 
 USER = "nobody"
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests import trees
-from tests.faking import device_mode, interpreter_for
-from tests.mounting import (
+from tests.support import trees
+from tests.support.fake_mounts import device_mode, interpreter_for
+from tests.support.mounting import (
     MONARCHFS,
     Bench,
     Mount,

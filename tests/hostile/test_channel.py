@@ -24,9 +24,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from monarchfs import control
-from tests.faking import NOBODY, Area, area, device_mode, interpreter_for
-from tests.mount.test_supervisor import assert_unmounted, registered, status, umount
-from tests.mounting import (
+from tests.support.fake_mounts import (
+    NOBODY,
+    Area,
+    area,
+    assert_unmounted,
+    device_mode,
+    interpreter_for,
+    registered,
+    status,
+    umount,
+)
+from tests.support.mounting import (
     Bench,
     as_user,
     fuse_mounts,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from monarchfs.control import MOST_PATH_BYTES
 from monarchfs.prefetch.scan import read_list
-from tests import on_disk, trees
-from tests.faking import interpreter_for
-from tests.mounting import Bench, requires_fuse, requires_root, run
+from tests.support import on_disk, trees
+from tests.support.fake_mounts import interpreter_for
+from tests.support.mounting import Bench, requires_fuse, requires_root, run
 
 ROOTS = [b"/data/set", b"/mnt/set/"]
 LINES = st.lists(

@@ -24,10 +24,10 @@ from monarchfs.supervisor import logs, storage
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.tieropening import open_tiers
 from monarchfs.types import MonarchError, TierSize
-from tests import trees
-from tests.faking import interpreter_for
-from tests.hostile.flipping import Bait, at_each_call
-from tests.mounting import (
+from tests.support import trees
+from tests.support.fake_mounts import interpreter_for
+from tests.support.flipping import Bait, at_each_call
+from tests.support.mounting import (
     fuse_mounts,
     processes_about,
     requires_fuse,

@@ -22,11 +22,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from monarchfs.store.segments import SMALL_BYTES
-from tests import on_disk, trees
-from tests.faking import interpreter_for
 from tests.hostile import places
 from tests.hostile.places import ANYWHERE, CONTENT, USER, Cache, Spoil, Untouched
-from tests.mounting import (
+from tests.support import on_disk, trees
+from tests.support.fake_mounts import interpreter_for
+from tests.support.mounting import (
     Mount,
     fuse_mounts,
     processes_about,

@@ -29,8 +29,8 @@ from monarchfs.supervisor import lock as locks
 from monarchfs.supervisor.recover import find_all
 from monarchfs.supervisor.registration import remove_registration, unlink_as
 from monarchfs.types import OperationError
-from tests import surroundings
-from tests.mounting import requires_fuse, requires_root, run
+from tests.support import surroundings
+from tests.support.mounting import requires_fuse, requires_root, run
 
 pytestmark = requires_root
 

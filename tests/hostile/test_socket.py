@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from monarchfs import control
 from monarchfs.supervisor import supervise
 from monarchfs.worker import commands
-from tests import trees
-from tests.mounting import Mount, bench, requires_fuse, requires_root, wait_for
+from tests.support import trees
+from tests.support.mounting import Mount, bench, requires_fuse, requires_root, wait_for
 
 pytestmark = [requires_root, requires_fuse]
 

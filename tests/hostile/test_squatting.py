@@ -13,9 +13,9 @@ import pytest
 
 from monarchfs.config import places
 from monarchfs.config.places import own_directory, runtime_dir_of, runtime_dirs_to_search
-from tests import surroundings, trees
-from tests.faking import device_mode, interpreter_for
-from tests.mounting import MONARCHFS, Bench, as_user, requires_fuse, requires_root, run
+from tests.support import surroundings, trees
+from tests.support.fake_mounts import device_mode, interpreter_for
+from tests.support.mounting import MONARCHFS, Bench, as_user, requires_fuse, requires_root, run
 
 pytestmark = requires_root
 

@@ -14,7 +14,6 @@ import pytest
 
 from monarchfs.index import Index, LastClose, check_in_child, last_close, problems
 from monarchfs.types import ROOT_INO, IndexWriteError
-from tests import surroundings
 from tests.index.tools import (
     DIRECTORY,
     NOW,
@@ -27,6 +26,7 @@ from tests.index.tools import (
     source_stat,
     tier_file,
 )
+from tests.support import surroundings
 
 _EXT4_IOC_SHUTDOWN = 0x8004587D  # fs/ext4/ext4.h; its argument 2: without flushing the journal
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -14,8 +13,9 @@ import trio
 import trio.testing
 
 from monarchfs.cache import health
-from tests.layers.asking import Hours
-from tests.layers.mirror import Area, content
+from tests.support.lookups import Hours
+from tests.support.mirror import Area, content
+from tests.support.processes import descriptors
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -73,13 +73,3 @@ def nothing_left_open() -> Iterator[None]:
     while (left := descriptors() - before) and time.monotonic() < end:
         time.sleep(0.002)  # threads close what belongs to the source
     assert not left
-
-
-def descriptors() -> set[tuple[str, str]]:
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            found.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
-        except FileNotFoundError:
-            continue  # the one that lists them
-    return found

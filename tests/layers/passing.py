@@ -25,7 +25,7 @@ from monarchfs.supervisor import backing
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.messages import Back, Unback, parse
 from monarchfs.types import TierSize
-from tests.layers.mirror import Mirror
+from tests.support.mirror import Mirror
 
 
 class Registry:

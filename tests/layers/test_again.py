@@ -10,8 +10,8 @@ import pytest
 
 from monarchfs.fuse.estale_retries import MOST_KEPT, SHARED_NS, EstaleRetries
 from monarchfs.types import ROOT_INO
-from tests.layers.asking import OPEN, TTL, Hours, entry
-from tests.layers.mirror import Area, Mirror, content
+from tests.support.lookups import OPEN, TTL, Hours, entry
+from tests.support.mirror import Area, Mirror, content
 
 
 def replace(area: Area, name: str, data: bytes) -> None:

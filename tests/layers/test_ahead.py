@@ -12,7 +12,7 @@ import trio
 
 from monarchfs.prefetch import ahead
 from monarchfs.prefetch.ahead import Ahead
-from tests.layers.mirror import MIB, Area, Mirror, content, until
+from tests.support.mirror import MIB, Area, Mirror, content, until
 
 SIZE = 5_000
 

@@ -7,8 +7,8 @@ import pytest
 from monarchfs.fs import cached_listings
 from monarchfs.fs.cached_listings import BARE_SECONDS, LATE_NS, CachedListings
 from monarchfs.types import ROOT_INO, Lane
-from tests.layers.asking import IMMUTABLE, OPEN, TTL, Hours, asked, entry
-from tests.layers.mirror import Area, Mirror
+from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry
+from tests.support.mirror import Area, Mirror
 
 
 def test_a_listing_is_shown_once_while_it_is_the_same() -> None:

@@ -10,8 +10,8 @@ import pytest
 from monarchfs.fs.freshness import FOREVER_SECONDS
 from monarchfs.fs.tree import Missing
 from monarchfs.types import ROOT_INO, FileType, Lane
-from tests.layers.asking import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names
-from tests.layers.mirror import Area, content
+from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names
+from tests.support.mirror import Area, content
 
 
 async def test_another_version_is_another_number_and_the_old_one_is_stale(

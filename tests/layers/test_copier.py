@@ -15,7 +15,7 @@ from monarchfs.prefetch import copy_slots, retries
 from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.scan import Scan
 from monarchfs.types import IndexWriteError
-from tests.layers.mirror import MIB, Area, Mirror, content, until
+from tests.support.mirror import MIB, Area, Mirror, content, until
 
 
 def files(area: Area, count: int, size: int = 10_000) -> list[str]:

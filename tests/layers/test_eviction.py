@@ -12,8 +12,8 @@ import trio.testing
 from monarchfs.store.files import replica_path
 from monarchfs.system.memory import MemoryHeadroom
 from monarchfs.types import EvictionPolicy, FreshnessMode, Replica
-from tests.layers.faults import FaultyTier
-from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
+from tests.support.faults import FaultyTier
+from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 
 SIZE = 100_000
 ROOM = 4 * 112 * KIB

@@ -15,8 +15,8 @@ from monarchfs.fs import files as files_module
 from monarchfs.fs.freshness import UNSETTLED_SECONDS
 from monarchfs.fs.tree import Missing
 from monarchfs.types import ROOT_INO, FreshnessMode
-from tests.layers.asking import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names
-from tests.layers.mirror import MIB, Area, Mirror, content, until
+from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names
+from tests.support.mirror import MIB, Area, Mirror, content, until
 
 MODES = [IMMUTABLE, TTL, OPEN]
 OLD, NEW = content(3 * MIB, 1), content(3 * MIB, 2)

@@ -10,7 +10,7 @@ import trio.testing
 
 from monarchfs.fuse import notify
 from monarchfs.fuse.notify import Notifier
-from tests.layers.mirror import until
+from tests.support.mirror import until
 
 
 class Told:

@@ -14,8 +14,8 @@ from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan
 from monarchfs.types import FreshnessMode, IndexWriteError
-from tests.layers.faults import Gate
-from tests.layers.mirror import MIB, Area, Mirror, content, until
+from tests.support.faults import Gate
+from tests.support.mirror import MIB, Area, Mirror, content, until
 
 
 def files(area: Area, count: int, size: int = 10_000) -> list[str]:

@@ -9,8 +9,8 @@ import os
 import pytest
 
 from monarchfs.types import ROOT_INO, FreshnessMode
-from tests.layers.mirror import Area, Mirror, content
-from tests.model.mounts import walk
+from tests.support.mirror import Area, Mirror, content
+from tests.support.runner import walk
 
 IMMUTABLE = FreshnessMode.IMMUTABLE
 

@@ -13,8 +13,8 @@ import trio.testing
 from monarchfs.prefetch import copier
 from monarchfs.prefetch.queue import Priority
 from monarchfs.types import Lane
-from tests.layers.mirror import MIB, Area, Mirror, content, until
-from tests.source.test_layout import RELEASED, plain
+from tests.support.layouts import RELEASED, plain
+from tests.support.mirror import MIB, Area, Mirror, content, until
 
 
 def give_layouts(mirror: Mirror, layouts: dict[str, bytes]) -> None:

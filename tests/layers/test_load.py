@@ -11,8 +11,8 @@ from monarchfs.fs.load import Load
 from monarchfs.fs.tree import Missing
 from monarchfs.snapshot.export import export
 from monarchfs.types import ROOT_INO, FreshnessMode
-from tests.layers.asking import IMMUTABLE, METADATA, OPEN, TTL, entry, names
-from tests.layers.mirror import Area, Mirror, content
+from tests.support.lookups import IMMUTABLE, METADATA, OPEN, TTL, entry, names
+from tests.support.mirror import Area, Mirror, content
 
 
 async def exported(area: Area) -> Path:

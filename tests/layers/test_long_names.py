@@ -12,8 +12,8 @@ from monarchfs.fs.tree import Missing
 from monarchfs.source import posix
 from monarchfs.source.posix import Found, FoundEach, PosixSource
 from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
-from tests.layers.asking import IMMUTABLE, OPEN, TTL
-from tests.layers.mirror import Area
+from tests.support.lookups import IMMUTABLE, OPEN, TTL
+from tests.support.mirror import Area
 
 
 @pytest.mark.parametrize("mode", [IMMUTABLE, TTL, OPEN])

@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from tests.layers.mirror import KIB, MIB, Area, Mirror, content
+from tests.support.mirror import KIB, MIB, Area, Mirror, content
 
 SMALL = 100 * KIB
 

@@ -13,7 +13,7 @@ from monarchfs.cache.replicas import Reservation
 from monarchfs.placement import placement
 from monarchfs.prefetch.fetch import CHUNK_BYTES
 from monarchfs.types import IndexWriteError, ReplicaState
-from tests.layers.mirror import KIB, MIB, Area, Mirror, content
+from tests.support.mirror import KIB, MIB, Area, Mirror, content
 
 LARGE = content(5 * MIB + 5, 2)
 

@@ -13,8 +13,8 @@ import trio
 
 from monarchfs.fuse import passthrough
 from monarchfs.types import EvictionPolicy, FreshnessMode
-from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 from tests.layers.passing import Passing
+from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 
 SIZE = 50_000
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from monarchfs.fs.files import FileHandle
 from monarchfs.placement import placement
-from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content
+from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content
 
 SIZES = (0, 1, 4097, 128 * KIB, 128 * KIB + 1, 1 * MIB, 1 * MIB + 1, 3 * MIB + 77)
 CONTENTS = [content(size, seed) for seed, size in enumerate(SIZES)]

@@ -18,8 +18,8 @@ from monarchfs.prefetch.copier import YOUNG_SECONDS
 from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.retries import RETRY_SECONDS
 from monarchfs.types import EvictionPolicy, OperationError
-from tests.layers.asking import OPEN, TTL, Hours
-from tests.layers.mirror import KIB, MIB, Area, Mirror, content, until
+from tests.support.lookups import OPEN, TTL, Hours
+from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
 
 
 def why(mirror: Mirror) -> Why:

@@ -15,8 +15,8 @@ from monarchfs.cache.tiers import Hold
 from monarchfs.index import set_aside
 from monarchfs.store.tier import Tier
 from monarchfs.types import ReplicaState
-from tests.layers.faults import FaultyTier, Gate
-from tests.layers.mirror import ALL_ROOM, MIB, Area, Mirror, content, until
+from tests.support.faults import FaultyTier, Gate
+from tests.support.mirror import ALL_ROOM, MIB, Area, Mirror, content, until
 
 SMALL, LARGE = content(50_000, 1), content(3 * MIB + 5, 2)
 

@@ -14,8 +14,8 @@ from monarchfs.fs import refresh as refresh_module
 from monarchfs.fs.refresh import Refresh, RefreshResult
 from monarchfs.fs.tree import Missing
 from monarchfs.types import ROOT_INO, FreshnessMode, OperationError
-from tests.layers.asking import IMMUTABLE, OPEN, TTL, entry, names
-from tests.layers.mirror import Area, Mirror, content
+from tests.support.lookups import IMMUTABLE, OPEN, TTL, entry, names
+from tests.support.mirror import Area, Mirror, content
 
 MODES = [IMMUTABLE, TTL, OPEN]
 

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 from monarchfs.types import ROOT_INO, FreshnessMode
-from tests.layers.asking import Hours, names
-from tests.layers.mirror import Area, content
-from tests.model.mounts import open_path, retried, walk
+from tests.support.lookups import Hours, names
+from tests.support.mirror import Area, content
+from tests.support.runner import open_path, retried, walk
 
 
 async def test_directories_that_moved_twice_are_found_at_the_second_try(

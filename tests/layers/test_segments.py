@@ -18,8 +18,8 @@ from monarchfs.cache.replicas import Reservation
 from monarchfs.index import set_aside
 from monarchfs.store.segments import SegmentFiles, allocated
 from monarchfs.types import EvictionPolicy, IndexWriteError, Node, Replica, TierFile
-from tests.layers.faults import FaultySegments, FaultyTier
-from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
+from tests.support.faults import FaultySegments, FaultyTier
+from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 
 SIZE = 10_000
 TAKEN = allocated(SIZE)

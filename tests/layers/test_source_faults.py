@@ -14,7 +14,7 @@ import trio.testing
 from monarchfs.fs.tree import Missing
 from monarchfs.prefetch.queue import Priority
 from monarchfs.types import ROOT_INO, FreshnessMode, Lane
-from tests.layers.mirror import KIB, MIB, Area, Mirror, content
+from tests.support.mirror import KIB, MIB, Area, Mirror, content
 
 SMALL, LARGE, OTHER = content(50_000, 1), content(3 * MIB + 5, 2), content(3 * MIB + 5, 3)
 

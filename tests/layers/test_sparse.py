@@ -9,7 +9,7 @@ import pytest
 
 from monarchfs.prefetch.queue import Priority
 from monarchfs.types import ReplicaState, SourceStat
-from tests.layers.mirror import KIB, MIB, Area, Mirror, content
+from tests.support.mirror import KIB, MIB, Area, Mirror, content
 
 SIZE = 64 * MIB
 DATA = content(300 * KIB, 5)

@@ -18,8 +18,8 @@ from monarchfs.fs.tree import Entry, Missing
 from monarchfs.source import _stats, posix
 from monarchfs.source.posix import Found
 from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
-from tests.layers.asking import IMMUTABLE, OPEN, TTL, Hours, names
-from tests.layers.mirror import Area, Mirror, until
+from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, names
+from tests.support.mirror import Area, Mirror, until
 
 FILES = 600
 SELINUX, ACL = b"security.selinux", b"system.posix_acl_access"

@@ -13,7 +13,7 @@ import trio.testing
 from monarchfs.cache import filling
 from monarchfs.cache.reasons import Cause
 from monarchfs.types import IndexWriteError, Node
-from tests.layers.mirror import ALL_ROOM, MIB, Area, Mirror, content, until
+from tests.support.mirror import ALL_ROOM, MIB, Area, Mirror, content, until
 
 SMALL, LARGE = content(50_000, 1), content(3 * MIB + 5, 2)
 

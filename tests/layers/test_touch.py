@@ -8,7 +8,7 @@ import pytest
 
 from monarchfs.prefetch import touch as touch_module
 from monarchfs.prefetch.touch import MOST_GIVEN_UP, Touch
-from tests.layers.mirror import MIB, Area, Mirror, content
+from tests.support.mirror import MIB, Area, Mirror, content
 
 
 @pytest.fixture(autouse=True)

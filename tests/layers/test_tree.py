@@ -11,8 +11,8 @@ import trio.testing
 from monarchfs.fs.freshness import FOREVER_SECONDS
 from monarchfs.fs.tree import Missing
 from monarchfs.types import ROOT_INO, Lane
-from tests.layers.asking import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names
-from tests.layers.mirror import Area
+from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names
+from tests.support.mirror import Area
 
 # Freshness.
 

@@ -13,8 +13,8 @@ from monarchfs.fs import tree as tree_module
 from monarchfs.fs.freshness import UNANSWERED_SECONDS
 from monarchfs.fs.tree import Entry
 from monarchfs.types import ROOT_INO, IndexWriteError
-from tests.layers.asking import IMMUTABLE, METADATA, OPEN, TTL, Hours, asked, entry, names
-from tests.layers.mirror import Area, Mirror
+from tests.support.lookups import IMMUTABLE, METADATA, OPEN, TTL, Hours, asked, entry, names
+from tests.support.mirror import Area, Mirror
 
 Ask = Callable[[Mirror, int], Awaitable[object]]
 

@@ -15,8 +15,8 @@ from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.warm import WarmCounts, Warming, What
 from monarchfs.types import ROOT_INO, EvictionPolicy, Node, OperationError
 from monarchfs.worker import commands
-from tests.layers.asking import OPEN
-from tests.layers.mirror import KIB, MIB, Area, Mirror, content, until
+from tests.support.lookups import OPEN
+from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
 
 
 def warming(mirror: Mirror) -> Warming:

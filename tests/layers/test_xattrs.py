@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.layers.asking import OPEN
-from tests.layers.mirror import Area
+from tests.support.lookups import OPEN
+from tests.support.mirror import Area
 
 
 def set_xattr(path: Path, name: str, value: bytes) -> None:

@@ -16,7 +16,7 @@ import trio
 from monarchfs.cache.readers import NoReaders
 from monarchfs.engine.misses import ARCHIVED, CHANGED, LEFT, Misses
 from monarchfs.types import Archived, Lane, Node, Replica, SourceStat
-from tests.layers.faults import FaultySource
+from tests.support.faults import FaultySource
 
 NOT_THERE = (FileNotFoundError, IsADirectoryError)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from monarchfs.types import FileType, SourceStat, SourceVersion
-from tests.layers.asking import Hours
-from tests.layers.mirror import content
+from tests.support.lookups import Hours
+from tests.support.mirror import content
 
 FOREVER = 1 << 62
 TICKS_SECONDS = 0.05

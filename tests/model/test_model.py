@@ -39,12 +39,12 @@ from monarchfs.prefetch.queue import Priority
 from monarchfs.store import read
 from monarchfs.system.memory import MemoryHeadroom
 from monarchfs.types import EvictionPolicy, FileType, FreshnessMode, Node
-from tests import on_disk
-from tests.layers.asking import Hours, names
-from tests.layers.conftest import descriptors
-from tests.layers.mirror import KIB, MIB, Area, Mirror
 from tests.model.history import EditedSource, File, Name, attributes
-from tests.model.mounts import Runner, allocated_bytes, mounted, open_path, retried, walk
+from tests.support import on_disk
+from tests.support.lookups import Hours, names
+from tests.support.mirror import KIB, MIB, Area, Mirror
+from tests.support.processes import descriptors
+from tests.support.runner import Runner, allocated_bytes, mounted, open_path, retried, walk
 
 EXAMPLES = int(os.environ.get("MONARCHFS_MODEL_EXAMPLES", "0"))
 TTL_SECONDS = 60.0

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faking import Area, area
-from tests.mounting import Bench, FaultySource
+from tests.support.fake_mounts import NOBODY, Area, area, device_mode
+from tests.support.mounting import Bench, FaultySource
+from tests.support.processes import Processes
 
 
 @pytest.fixture
@@ -39,3 +40,17 @@ def faulty(work: Bench) -> Iterator[FaultySource]:
     yield source
     if source.process.poll() is None:
         source.faults()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    found = Processes()
+    yield found
+    found.close()
+
+
+@pytest.fixture(params=[None, NOBODY], ids=["root", "user"])
+def fake_area(place: Path, request: pytest.FixtureRequest) -> Iterator[Area]:
+    """The mounts of root and of a user, with a worker that is a fake."""
+    with device_mode(0o666), area(place, request.param) as opened:
+        yield opened

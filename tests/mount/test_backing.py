@@ -26,9 +26,10 @@ from monarchfs.supervisor.backing import MOST_IDS, BackingFiles, BackingRefused,
 from monarchfs.supervisor.beneath import find_beneath
 from monarchfs.supervisor.messages import Back, Offer, Unback
 from monarchfs.types import OperationError, TierSize
-from tests import surroundings
-from tests.faking import NOBODY, interpreter_for
-from tests.mounting import (
+from tests.support import surroundings
+from tests.support.fake_mounts import NOBODY, interpreter_for
+from tests.support.fuse_init import LINUX_6_18, request
+from tests.support.mounting import (
     REPOSITORY,
     Bench,
     as_user,
@@ -39,7 +40,6 @@ from tests.mounting import (
     run,
     wait_for,
 )
-from tests.unit.test_protocol import LINUX_6_18, request
 
 HOSTILE = str(REPOSITORY / "tests" / "hostile" / "worker.py")
 OURS, DEVICE = 1000, 5

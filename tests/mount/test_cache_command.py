@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from monarchfs.config.places import dataset_id
-from tests.faking import interpreter_for
-from tests.mounting import (
+from tests.support.fake_mounts import interpreter_for
+from tests.support.mounting import (
     MONARCHFS,
     Bench,
     Mount,

@@ -20,9 +20,9 @@ from monarchfs.cli.progress import bar
 from monarchfs.control import client
 from monarchfs.supervisor.recover import FoundMount
 from monarchfs.types import OperationError, UsageError
-from tests.faking import Area, area
-from tests.listening import Listener, Serve
-from tests.mounting import requires_fuse, requires_root
+from tests.support.fake_daemon import Listener, Serve
+from tests.support.fake_mounts import Area, area
+from tests.support.mounting import requires_fuse, requires_root
 
 
 @pytest.mark.parametrize(

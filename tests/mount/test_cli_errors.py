@@ -15,8 +15,8 @@ from monarchfs.cli.main import main
 from monarchfs.cli.parser import build_parser, commands_of
 from monarchfs.fuse import mount as mount_module
 from monarchfs.types import OperationError
-from tests.faking import NOBODY, Area, area, device_mode
-from tests.mounting import requires_fuse, requires_root
+from tests.support.fake_mounts import NOBODY, Area, area, assert_refused, device_mode
+from tests.support.mounting import requires_fuse, requires_root
 
 pytestmark = [requires_root, requires_fuse]
 
@@ -25,22 +25,6 @@ pytestmark = [requires_root, requires_fuse]
 def users_area(place: Path) -> Iterator[Area]:
     with device_mode(0o666), area(place, NOBODY) as opened:
         yield opened
-
-
-def assert_refused(
-    work: Area, arguments: list[str], code: int, *words: str, mode: str = "serve"
-) -> None:
-    before = work.files()
-    done = work.run(*arguments, mode=mode)
-    assert done.returncode == code, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.startswith("monarchfs: ")
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.endswith("\n")
-    for word in words:
-        assert word in done.stderr
-    work.assert_nothing_runs()
-    assert work.files() == before
 
 
 def with_storage(work: Area, *arguments: str) -> list[str]:

@@ -15,19 +15,19 @@ import pytest
 
 from monarchfs.cli import warm as warm_module
 from monarchfs.cli.warm import RateEstimate, summary
-from tests import surroundings
-from tests.mounting import (
+from tests.support import surroundings
+from tests.support.mounting import (
     MONARCHFS,
     Bench,
     Mount,
+    assert_refused,
     bench,
     requires_fuse,
     requires_root,
     run,
     wait_for,
 )
-from tests.refusing import assert_refused
-from tests.timing import Stopwatch
+from tests.support.timing import Stopwatch
 
 SIZES = """
 import os, sys

@@ -14,9 +14,17 @@ import pytest
 from monarchfs.cli.why import describe
 from monarchfs.fuse.mountinfo import split_below
 from monarchfs.text.escaping import printable
-from tests.mounting import Bench, Mount, bench, requires_fuse, requires_root, run, wait_for
-from tests.refusing import assert_refused
-from tests.timing import Stopwatch
+from tests.support.mounting import (
+    Bench,
+    Mount,
+    assert_refused,
+    bench,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
+from tests.support.timing import Stopwatch
 
 KIB = 1024
 

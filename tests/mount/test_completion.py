@@ -10,8 +10,8 @@ import pytest
 
 from monarchfs.cli.completion import completion_for
 from monarchfs.cli.parser import SHELLS, build_parser, commands_of
-from tests import surroundings
-from tests.mounting import Bench, requires_fuse, requires_root, run
+from tests.support import surroundings
+from tests.support.mounting import Bench, requires_fuse, requires_root, run
 
 needs_bash = surroundings.program("bash")
 

@@ -28,10 +28,18 @@ from monarchfs.supervisor.reports import ANSWER_SECONDS, Reports
 from monarchfs.types import OperationError
 from monarchfs.worker import commands
 from monarchfs.worker.bootstrap import CHANNEL_BYTES
-from tests.faking import NOBODY, Area, interpreter_for
-from tests.listening import Listener, Serve
-from tests.mounting import REPOSITORY, Bench, Mount, as_user, requires_fuse, requires_root, wait_for
-from tests.timing import Stopwatch
+from tests.support.fake_daemon import Listener, Serve
+from tests.support.fake_mounts import NOBODY, Area, interpreter_for
+from tests.support.mounting import (
+    REPOSITORY,
+    Bench,
+    Mount,
+    as_user,
+    requires_fuse,
+    requires_root,
+    wait_for,
+)
+from tests.support.timing import Stopwatch
 
 DOCUMENT = (REPOSITORY / "docs" / "CONTROL.md").read_text()
 
@@ -598,7 +606,7 @@ def test_a_worker_refuses_in_one_line(mounted: tuple[Mount, str], request_: dict
 @pytest.fixture(scope="module")
 def mounted() -> Iterator[tuple[Mount, str]]:
     """One mount for those who only try to break it: it must be the same afterwards."""
-    from tests.mounting import bench
+    from tests.support.mounting import bench
 
     with bench() as work:
         source = work.path / "source"

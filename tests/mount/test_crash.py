@@ -27,10 +27,10 @@ from monarchfs.index import Index
 from monarchfs.store.segments import SegmentFiles
 from monarchfs.store.tier import Tier
 from monarchfs.types import ROOT_INO
-from tests import on_disk
-from tests.layers.asking import names
-from tests.layers.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
-from tests.mounting import REPOSITORY
+from tests.support import on_disk
+from tests.support.lookups import names
+from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
+from tests.support.mounting import REPOSITORY
 
 TIERS = (400_000, ALL_ROOM)
 FILES = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mounting import Bench, as_user, requires_fuse, requires_root, wait_for
+from tests.support.mounting import Bench, as_user, requires_fuse, requires_root, wait_for
 
 pytestmark = [requires_root, requires_fuse]
 

@@ -26,9 +26,9 @@ from monarchfs.supervisor.identity import in_first_user_namespace
 from monarchfs.supervisor.lock import Holder
 from monarchfs.system.memory import UNLIMITED, MemoryHeadroom
 from monarchfs.types import Space, TierSize
-from tests import surroundings
-from tests.faking import NOBODY, device_mode
-from tests.mounting import (
+from tests.support import surroundings
+from tests.support.fake_mounts import NOBODY, device_mode
+from tests.support.mounting import (
     Bench,
     processes_about,
     requires_fuse,

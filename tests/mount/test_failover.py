@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from monarchfs.supervisor.vital_signs import DEAD_SILENT_SECONDS
-from tests.faking import Area
-from tests.mount.test_supervisor import (
+from tests.support.fake_mounts import (
+    FAKE_WORKER,
+    Area,
     assert_unmounted,
     is_gone,
     kill_worker,
@@ -24,14 +25,16 @@ from tests.mount.test_supervisor import (
     start_as_owner,
     status,
     umount,
-    work,
 )
-from tests.mounting import REPOSITORY, fuse_mounts, requires_fuse, requires_root, wait_for
-from tests.timing import Stopwatch
-
-__all__ = ["work"]
+from tests.support.mounting import REPOSITORY, fuse_mounts, requires_fuse, requires_root, wait_for
+from tests.support.timing import Stopwatch
 
 pytestmark = [requires_root, requires_fuse]
+
+
+@pytest.fixture
+def work(fake_area: Area) -> Area:
+    return fake_area
 
 
 @pytest.fixture
@@ -131,9 +134,8 @@ sys.exit(main.main(sys.argv[1:]))
 
 def mount_with(work: Area, cli: str) -> None:
     """Mount by this program, with the fake worker."""
-    tests = REPOSITORY / "tests"
     path = work.path / "cli.py"
-    path.write_text(cli.format(repository=str(tests.parent), worker=str(tests / "fake_worker.py")))
+    path.write_text(cli.format(repository=str(REPOSITORY), worker=FAKE_WORKER))
     command = [work.python, "-I", str(path), "mount", "src", "mnt", *work.storage]
     subprocess.run(command, cwd=work.path, env=work.environment, check=True)
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.mounting import Bench, requires_fuse, requires_root
+from tests.support.mounting import Bench, requires_fuse, requires_root
 
 pytestmark = [requires_root, requires_fuse]
 

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.mounting import Bench, FaultySource, Mount, requires_fuse, requires_root, run, wait_for
+from tests.support.mounting import (
+    Bench,
+    FaultySource,
+    Mount,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
 
 pytestmark = [requires_root, requires_fuse]
 

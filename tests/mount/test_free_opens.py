@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from monarchfs.store.segments import SMALL_BYTES
-from tests import on_disk
-from tests.faking import interpreter_for
-from tests.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
-from tests.reader import Reader, reader
+from tests.support import on_disk
+from tests.support.fake_mounts import interpreter_for
+from tests.support.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
+from tests.support.reader import Reader, reader
 
 pytestmark = requires_fuse
 

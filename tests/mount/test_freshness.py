@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import surroundings, trees
-from tests.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
+from tests.support import surroundings, trees
+from tests.support.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
 
 pytestmark = [requires_root, requires_fuse, pytest.mark.smoke]
 

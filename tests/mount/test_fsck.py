@@ -29,9 +29,9 @@ from monarchfs.store.checksum import checksum
 from monarchfs.store.tier import Tier
 from monarchfs.supervisor.lock import Holder, InUse, read_holder, take_lock, write_holder
 from monarchfs.types import ROOT_INO, Replica, ReplicaState, SourceStat, TierFile
-from tests import surroundings
-from tests.faking import NOBODY, interpreter_for
-from tests.mounting import as_user, requires_root, wait_for
+from tests.support import surroundings
+from tests.support.fake_mounts import NOBODY, interpreter_for
+from tests.support.mounting import as_user, requires_root, wait_for
 
 pytestmark = pytest.mark.smoke
 

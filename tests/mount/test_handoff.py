@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.mounting import Bench, Mount, requires_fuse, requires_root
+from tests.support.mounting import Bench, Mount, requires_fuse, requires_root
 
 pytestmark = [
     requires_root,

@@ -14,9 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from tests import trees
-from tests.mounting import Bench, FaultySource, Mount, requires_fuse, requires_root, wait_for
-from tests.timing import Stopwatch
+from tests.support import trees
+from tests.support.mounting import (
+    Bench,
+    FaultySource,
+    Mount,
+    requires_fuse,
+    requires_root,
+    wait_for,
+)
+from tests.support.timing import Stopwatch
 
 pytestmark = [requires_root, requires_fuse]
 
@@ -381,7 +388,7 @@ def test_umount_returns_in_time_and_leaves_only_what_is_stuck(
 
 
 def test_mounting_a_source_that_hangs_fails_in_time(work: Bench, source: FaultySource) -> None:
-    from tests.mounting import run
+    from tests.support.mounting import run
 
     source.faults(hang=["* *"])
     point = work.path / "mnt"

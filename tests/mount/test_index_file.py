@@ -30,8 +30,8 @@ from monarchfs.snapshot.file import (
     Writer,
 )
 from monarchfs.types import FileType, SourceStat
-from tests import trees
-from tests.mounting import MONARCHFS, Bench, requires_fuse, requires_root, run, wait_for
+from tests.support import trees
+from tests.support.mounting import MONARCHFS, Bench, requires_fuse, requires_root, run, wait_for
 
 U64 = st.integers(0, (1 << 63) - 1)
 U32 = st.integers(0, (1 << 32) - 1)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.exporter.scraping import scrape
-from tests.mounting import (
+from tests.support.mounting import (
     Bench,
     Mount,
     as_user,
@@ -23,6 +22,7 @@ from tests.mounting import (
     run,
     wait_for,
 )
+from tests.support.scraping import scrape
 
 pytestmark = [requires_root, requires_fuse]
 

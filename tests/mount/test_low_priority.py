@@ -8,7 +8,6 @@ import platform
 import subprocess
 import threading
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import pytest
 import trio
@@ -16,7 +15,8 @@ import trio
 from monarchfs.system import low_priority
 from monarchfs.system.low_priority import LowPriorityThreads, at_normal_priority, run_sync_at
 from monarchfs.system.threads import run_sync
-from tests.mounting import Bench, requires_fuse, run
+from tests.support.mounting import Bench, requires_fuse, run
+from tests.support.processes import nice_of, threads_by_nice
 
 OWN = os.getpriority(os.PRIO_PROCESS, 0)
 NICE = min(19, OWN + 7)
@@ -31,27 +31,6 @@ def io_priority(thread: int) -> int:
         pytest.skip(f"needs the number of ioprio_get on {platform.machine()}: add it to this file")
     value: int = ctypes.CDLL(None).syscall(number, 1, thread)
     return value
-
-
-def nice_of(pid: int, thread: int) -> int:
-    """Field 19 of /proc/PID/task/TID/stat."""
-    stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
-    return int(stat.rpartition(")")[2].split()[16])
-
-
-def priorities(pid: int) -> set[int]:
-    """Those of a process' threads."""
-    return set(threads_by_nice(pid))
-
-
-def threads_by_nice(pid: int) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for name in os.listdir(f"/proc/{pid}/task"):
-        try:
-            found.setdefault(nice_of(pid, int(name)), []).append(int(name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended
-    return found
 
 
 def own_priorities() -> tuple[int, int, int]:

@@ -17,8 +17,8 @@ import h5py
 import numpy as np
 import pytest
 
-from tests import trees
-from tests.mounting import Bench, Mount, requires_fuse, requires_root, wait_for
+from tests.support import trees
+from tests.support.mounting import Bench, Mount, requires_fuse, requires_root, wait_for
 
 pytestmark = [requires_root, requires_fuse]
 

@@ -23,8 +23,8 @@ from monarchfs.fuse.mountinfo import (
 from monarchfs.fuse.unmount import Unmount, Unmounted, unmount_bounded
 from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import OperationError, UsageError
-from tests.mounting import fuse_mounts, requires_fuse, requires_root
-from tests.timing import Stopwatch
+from tests.support.mounting import fuse_mounts, requires_fuse, requires_root
+from tests.support.timing import Stopwatch
 
 pytestmark = pytest.mark.smoke
 

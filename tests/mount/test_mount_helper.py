@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import pytest
 
 from monarchfs.cli import mount_helper
-from tests import surroundings
-from tests.faking import device_mode, interpreter_for
-from tests.mounting import (
+from tests.support import surroundings
+from tests.support.fake_mounts import device_mode, interpreter_for
+from tests.support.mounting import (
     REPOSITORY,
     Bench,
     fuse_mounts,

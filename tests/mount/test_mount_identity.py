@@ -11,15 +11,18 @@ from pathlib import Path
 import pytest
 
 from monarchfs.fuse.mountinfo import Mount, find_mount, mount_of, read_mountinfo
-from tests.faking import NOBODY, Area, area, device_mode
-from tests.mount.test_supervisor import (
+from tests.support.fake_mounts import (
+    NOBODY,
+    Area,
+    area,
     assert_unmounted,
+    device_mode,
     is_gone,
     registered,
     status,
     umount,
 )
-from tests.mounting import fuse_mounts, requires_fuse, requires_root, wait_for
+from tests.support.mounting import fuse_mounts, requires_fuse, requires_root, wait_for
 
 pytestmark = [requires_root, requires_fuse]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests import surroundings
-from tests.mounting import MONARCHFS, Bench, Mount, bench, requires_fuse, requires_root, run
+from tests.support import surroundings
+from tests.support.mounting import MONARCHFS, Bench, Mount, bench, requires_fuse, requires_root, run
 
 pytestmark = [requires_root, requires_fuse, surroundings.requires_namespaces]
 

@@ -12,8 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests import on_disk
-from tests.mounting import MONARCHFS, WAIT_SECONDS, fuse_mounts, requires_fuse, requires_root
+from tests.support import on_disk
+from tests.support.mounting import (
+    MONARCHFS,
+    WAIT_SECONDS,
+    fuse_mounts,
+    requires_fuse,
+    requires_root,
+)
 
 ODD = b"a\x1b[31m\nb\xff\xe2\x80\xae\x07c"
 """A colour, a line break, a byte that is no text, a right-to-left override and a bell."""

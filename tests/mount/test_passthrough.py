@@ -18,7 +18,7 @@ import pytest
 
 from monarchfs.store.segments import SMALL_BYTES
 from monarchfs.supervisor.tierdirs import OWNER
-from tests.mounting import (
+from tests.support.mounting import (
     REPOSITORY,
     WATCHDOG_SECONDS,
     Bench,
@@ -34,7 +34,7 @@ pytestmark = [
     requires_fuse,
 ]
 
-LOAD = str(REPOSITORY / "tests" / "passing_load.py")
+LOAD = str(REPOSITORY / "tests" / "support" / "passthrough_load.py")
 SECONDS = float(os.environ.get("PASSING_SECONDS", "6"))
 OPENS = int(os.environ.get("PASSING_OPENS", "20000"))
 MIB = 1 << 20

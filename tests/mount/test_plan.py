@@ -25,8 +25,8 @@ from monarchfs.prefetch.copier import MAX_UNIT_BYTES
 from monarchfs.system.bounded import Tell, bounded_talk
 from monarchfs.system.walk import BATCH
 from monarchfs.types import OperationError, SourceStat, Space
-from tests.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
-from tests.trees import strange_tree
+from tests.support.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
+from tests.support.trees import strange_tree
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 NONE = Amount()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from monarchfs.supervisor.tierdirs import OWNER
-from tests import trees
-from tests.mounting import Bench, FaultySource, requires_fuse, requires_root, wait_for
+from tests.support import trees
+from tests.support.mounting import Bench, FaultySource, requires_fuse, requires_root, wait_for
 
 pytestmark = [requires_root, requires_fuse, pytest.mark.smoke]
 

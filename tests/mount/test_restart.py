@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,49 +16,23 @@ from typing import Any
 import pytest
 
 from monarchfs import control
-from monarchfs.fuse.handle_table import HEADER_BYTES
-from tests import trees
-from tests.faking import NOBODY, device_mode, interpreter_for
-from tests.mounting import (
+from tests.support import trees
+from tests.support.fake_mounts import NOBODY, device_mode, interpreter_for
+from tests.support.mounting import (
     Bench,
     FaultySource,
     Mount,
-    as_user,
     requires_fuse,
     requires_root,
     run,
     wait_for,
 )
-from tests.timing import Stopwatch
+from tests.support.processes import READER, Processes, clean_after, open_slots, some_files
+from tests.support.timing import Stopwatch
 
 pytestmark = [requires_root, requires_fuse]
 
 SERVING = ("serving", "safe mode", "source not responding")
-
-READER = """
-import os, random, sys
-source, mount, long_name = sys.argv[1:]
-names = sorted(os.listdir(source))
-expected = {}
-for name in names:
-    with open(f"{source}/{name}", "rb") as file:
-        expected[name] = file.read()
-long = os.open(f"{mount}/{long_name}", os.O_RDONLY)
-done = 0
-print("reading", flush=True)
-while not select.select([sys.stdin], [], [], 0)[0]:
-    name = random.choice(names)
-    with open(f"{mount}/{name}", "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        assert file.readall() == expected[name], f"{name}: wrong bytes"
-    at = random.randrange(len(expected[long_name]))
-    os.posix_fadvise(long, 0, 0, os.POSIX_FADV_DONTNEED)
-    assert os.pread(long, 5000, at) == expected[long_name][at:at + 5000], f"wrong bytes at {at}"
-    assert sorted(os.listdir(mount)) == names
-    done += 1
-print(done, flush=True)
-"""
-READER = "import select\n" + READER
 
 HOLDER = """
 import os, sys
@@ -88,61 +61,6 @@ for line in sys.stdin:
 """
 
 
-class Processes:
-    """Who uses a mount; killed at the end whatever happens."""
-
-    def __init__(self) -> None:
-        self.started: list[subprocess.Popen[str]] = []
-
-    def start(self, code: str, *arguments: object, user: str | None = None) -> Peer:
-        command = [sys.executable, "-c", code, *map(str, arguments)]
-        process = subprocess.Popen(
-            as_user(user, command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.started.append(process)
-        return Peer(process)
-
-    def close(self) -> None:
-        for process in self.started:
-            process.kill()
-            process.communicate(timeout=10)
-
-
-class Peer:
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().rstrip("\n")
-
-    def tell(self, command: str, path: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{command} {path}\n")
-        self.process.stdin.flush()
-
-    def ask(self, command: str, path: object) -> str:
-        self.tell(command, path)
-        return self.line()
-
-    def end(self) -> str:
-        """Has a reader stop; what it says at last. Fails the test where something was wrong."""
-        out, complaint = self.process.communicate("\n", timeout=30)
-        assert self.process.returncode == 0, complaint
-        return out.strip()
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    found = Processes()
-    yield found
-    found.close()
-
-
 def kill(mount: Mount, number: signal.Signals = signal.SIGKILL) -> int:
     """Kills the worker, and waits until another one serves; its number of restarts."""
     before = mount.status()["worker"]
@@ -160,41 +78,10 @@ def wait_replaced(mount: Mount, restarts: int) -> int:
     return result
 
 
-def open_slots(mount: Mount) -> int:
-    """How many files are open by the table that the workers share."""
-    pid = mount.worker_pid()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        if "monarchfs-handles" in os.readlink(entry):
-            # Read, not mapped for writing: the worker is using it.
-            table = os.open(entry, os.O_RDONLY)
-            try:
-                used = int.from_bytes(os.pread(table, 4, 12), sys.byteorder)
-                return sum(any(os.pread(table, 8, HEADER_BYTES + 32 * n)) for n in range(used))
-            finally:
-                os.close(table)
-    raise AssertionError("the worker has no table of open files")
-
-
 def sha(data: bytes) -> str:
     import hashlib
 
     return hashlib.sha256(data).hexdigest()
-
-
-def some_files(directory: Path, count: int, size: int) -> dict[str, bytes]:
-    directory.mkdir(exist_ok=True)
-    contents = {f"f{n}": trees.random_bytes(size, n) for n in range(count)}
-    for name, data in contents.items():
-        (directory / name).write_bytes(data)
-    return contents
-
-
-def clean_after(work: Bench, mount: Mount) -> None:
-    """Nothing was forgotten: no file is open, and the cache is as its index says."""
-    wait_for(lambda: open_slots(mount) == 0, "all files to be closed")
-    assert mount.umount().returncode == 0
-    done = run("fsck", f"{work.path}/state", "--checksum", user=mount.user)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(params=["kernel", "journal"], autouse=True)
@@ -585,7 +472,7 @@ def test_safe_mode_serves_the_source(
     poison, worker, cli = (work.path / name for name in ("poison", "worker.py", "cli.py"))
     worker.write_text(DYING_WORKER.format(poison=str(poison)))
     cli.write_text(CLI.format(worker=str(worker)))
-    monkeypatch.setattr("tests.mounting.MONARCHFS", [sys.executable, str(cli)])
+    monkeypatch.setattr("tests.support.mounting.MONARCHFS", [sys.executable, str(cli)])
     mount = work.mount(work.path / "source", "--freshness", freshness)
     for name, data in contents.items():
         assert (mount.path / name).read_bytes() == data

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from tests import surroundings
-from tests.faking import interpreter_for
-from tests.mounting import (
+from tests.support import surroundings
+from tests.support.fake_mounts import interpreter_for
+from tests.support.mounting import (
     MONARCHFS,
     WAIT_SECONDS,
     Bench,
@@ -31,7 +31,7 @@ from tests.mounting import (
     run,
     wait_for,
 )
-from tests.timing import Stopwatch
+from tests.support.timing import Stopwatch
 
 pytestmark = [requires_root, requires_fuse, surroundings.requires_namespaces]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import surroundings, trees
-from tests.mounting import Bench, requires_fuse, requires_root, wait_for
+from tests.support import surroundings, trees
+from tests.support.mounting import Bench, requires_fuse, requires_root, wait_for
 
 pytestmark = [requires_root, requires_fuse, surroundings.program("bindfs")]
 

@@ -9,17 +9,28 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from monarchfs import control
 from monarchfs.fuse.mountinfo import find_mount
-from tests.faking import NOBODY, Area, area, device_mode, interpreter_for
-from tests.mounting import (
+from tests.support.fake_mounts import (
+    NOBODY,
+    Area,
+    assert_unmounted,
+    device_mode,
+    interpreter_for,
+    is_gone,
+    kill_worker,
+    registered,
+    run_as_owner,
+    somebody_inside,
+    start_as_owner,
+    status,
+    umount,
+)
+from tests.support.mounting import (
     REPOSITORY,
     fuse_mounts,
     processes_about,
@@ -27,100 +38,14 @@ from tests.mounting import (
     requires_root,
     wait_for,
 )
-from tests.timing import Stopwatch
+from tests.support.timing import Stopwatch
 
 pytestmark = [requires_root, requires_fuse]
 
 
-@pytest.fixture(params=[None, NOBODY], ids=["root", "user"])
-def work(place: Path, request: pytest.FixtureRequest) -> Iterator[Area]:
-    with device_mode(0o666), area(place, request.param) as opened:
-        yield opened
-
-
-def registered(work: Area) -> control.Registered:
-    runtime_dir = "/run/monarchfs" if work.user is None else f"{work.path}/run/monarchfs"
-    (found,) = [
-        one
-        for one in control.find_mounts([runtime_dir])
-        if one.entry.mountpoint.startswith(f"{work.path}/")
-    ]
-    return found
-
-
-def status(work: Area, name: str = "mnt") -> dict[str, Any]:
-    done = work.run("status", name, "--json")
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
-
-
-def kill_worker(work: Area, number: signal.Signals) -> dict[str, Any]:
-    """Kills the worker; the status when another one serves."""
-    before = status(work)["worker"]
-    os.kill(before["pid"], number)
-
-    def served() -> dict[str, Any] | None:
-        now = status(work)
-        return now if now["worker"]["restarts"] > before["restarts"] and serves(now) else None
-
-    result: dict[str, Any] = wait_for(served, "another worker", 10)
-    return result
-
-
-def serves(report: dict[str, Any]) -> bool:
-    return report["state"] in ("serving", "safe mode")
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] in (b"Z", b"X")
-    except FileNotFoundError:
-        return True
-
-
-def assert_unmounted(work: Area) -> None:
-    work.assert_nothing_runs()
-    assert list(work.path.glob("run/monarchfs/*")) == []
-    if Path("/run/monarchfs").is_dir():
-        texts = [p.read_text() for p in Path("/run/monarchfs").glob("*.json")]
-        assert not any(str(work.path) in text for text in texts)
-
-
-def umount(work: Area, *options: str, name: str = "mnt") -> float:
-    """Unmounts; how many seconds that took."""
-    started = Stopwatch()
-    done = work.run("umount", name, *options)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    return started.seconds()
-
-
-def start_as_owner(work: Area, *command: str) -> subprocess.Popen[bytes]:
-    """A process of the mount's user; unless allow_other, nobody else may enter."""
-    identity: dict[str, Any] = {}
-    if work.user is not None:
-        owner = pwd.getpwnam(work.user)
-        identity = {"user": owner.pw_uid, "group": owner.pw_gid, "extra_groups": []}
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/", **identity
-    )
-
-
-def run_as_owner(work: Area, *command: str) -> int:
-    with start_as_owner(work, *command) as process:
-        process.communicate(timeout=20)
-        return process.returncode
-
-
-@contextmanager
-def somebody_inside(work: Area) -> Iterator[subprocess.Popen[bytes]]:
-    """A process whose working directory is the mount."""
-    script = f"cd {work.path}/mnt && echo in && read line"
-    with start_as_owner(work, "sh", "-c", script) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"in\n"
-        yield process
-        process.kill()
+@pytest.fixture
+def work(fake_area: Area) -> Area:
+    return fake_area
 
 
 def test_a_mount_from_start_to_end(work: Area) -> None:
@@ -372,9 +297,9 @@ def test_a_killed_worker_says_nothing_about_the_index(root_work: Area) -> None:
 CRASHING_WORKER = """
 import json, os, signal, socket, sys
 
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {repository!r})
 sys.dont_write_bytecode = True
-import fake_worker
+from tests.support import fake_worker
 
 with open({starts!r}, "a") as file:
     file.write("x")
@@ -406,12 +331,13 @@ def mount_with_crashes(
     work: Area, stage: str, times: int
 ) -> tuple[subprocess.CompletedProcess[str], int]:
     """Mounts with a worker that dies of SIGSEGV so often; and how often one was started."""
-    tests = REPOSITORY / "tests"
     worker, cli, starts = (work.path / name for name in ("worker.py", "cli.py", "starts"))
     worker.write_text(
-        CRASHING_WORKER.format(tests=str(tests), starts=str(starts), times=times, stage=stage)
+        CRASHING_WORKER.format(
+            repository=str(REPOSITORY), starts=str(starts), times=times, stage=stage
+        )
     )
-    cli.write_text(CLI.format(repository=str(tests.parent), worker=str(worker)))
+    cli.write_text(CLI.format(repository=str(REPOSITORY), worker=str(worker)))
     done = subprocess.run(
         [work.python, "-I", str(cli), "mount", "src", "mnt", *work.storage],
         capture_output=True,

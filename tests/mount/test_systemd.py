@@ -18,9 +18,9 @@ import pytest
 
 from monarchfs.config.settings import is_known_option, split_options
 from monarchfs.supervisor.notify_systemd import ServiceManager
-from tests import surroundings, trees
-from tests.faking import interpreter_for
-from tests.mounting import (
+from tests.support import surroundings, trees
+from tests.support.fake_mounts import interpreter_for
+from tests.support.mounting import (
     MONARCHFS,
     REPOSITORY,
     WAIT_SECONDS,

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests import trees
-from tests.booted import Booted, booted
-from tests.faking import interpreter_for
-from tests.mounting import (
+from tests.support import trees
+from tests.support.fake_mounts import interpreter_for
+from tests.support.mounting import (
     MONARCHFS,
     REPOSITORY,
     free_port,
@@ -25,6 +24,7 @@ from tests.mounting import (
     requires_root,
     wait_for,
 )
+from tests.support.systemd import Booted, booted
 
 pytestmark = [requires_root, requires_fuse]
 

@@ -14,8 +14,17 @@ from typing import Any
 import pytest
 
 from monarchfs.config.places import dataset_id
-from tests.faking import NOBODY, interpreter_for
-from tests.mounting import Bench, Mount, as_user, bench, requires_fuse, requires_root, run, wait_for
+from tests.support.fake_mounts import NOBODY, interpreter_for
+from tests.support.mounting import (
+    Bench,
+    Mount,
+    as_user,
+    bench,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
 
 pytestmark = [requires_root, requires_fuse, pytest.mark.timeout(120)]
 

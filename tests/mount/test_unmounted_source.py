@@ -8,7 +8,7 @@ import pytest
 
 from monarchfs.fuse.mountinfo import Mount as Entry
 from monarchfs.supervisor.probe import OpenedSource, seems_unmounted
-from tests.mounting import Bench, bench, requires_fuse, requires_root, run
+from tests.support.mounting import Bench, bench, requires_fuse, requires_root, run
 
 
 @pytest.fixture

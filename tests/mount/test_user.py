@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import trees
-from tests.exporter.scraping import scrape
-from tests.faking import device_mode, interpreter_for
-from tests.mounting import Bench, as_user, free_port, requires_fuse, requires_root, run
+from tests.support import trees
+from tests.support.fake_mounts import device_mode, interpreter_for
+from tests.support.mounting import Bench, as_user, free_port, requires_fuse, requires_root, run
+from tests.support.scraping import scrape
 
 pytestmark = [requires_root, requires_fuse]
 

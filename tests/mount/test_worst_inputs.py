@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faking import Area, area
-from tests.mount.test_cli_errors import assert_refused, nothing
-from tests.mounting import requires_fuse, requires_root
+from tests.support.fake_mounts import Area, area, assert_refused
+from tests.support.mounting import requires_fuse, requires_root
 
 pytestmark = [requires_root, requires_fuse]
 
@@ -26,6 +25,10 @@ def work() -> Iterator[Area]:
     with area(path, None) as opened:
         yield opened
     shutil.rmtree(path)
+
+
+def nothing(work: Area) -> None:
+    pass
 
 
 def fifo(work: Area) -> None:

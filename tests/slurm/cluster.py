@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.timing import Stopwatch
+from tests.support.timing import Stopwatch
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv")
 NODES = ("n1", "n2", "n3")

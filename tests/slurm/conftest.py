@@ -8,7 +8,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster, missing
 from tests.slurm.site import site_cluster
-from tests.surroundings import no_fuse, no_namespaces
+from tests.support.surroundings import no_fuse, no_namespaces
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,11 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from tests import on_disk
-from tests.exporter.prometheus import NO_PROMETHEUS, PROMETHEUS, samples, server
-from tests.exporter.test_scraping import documented_queries
-from tests.mounting import REPOSITORY
 from tests.slurm.cluster import NODES, USERS, Cluster
 from tests.slurm.site import configure
+from tests.support import on_disk
+from tests.support.mounting import REPOSITORY
+from tests.support.prometheus import NO_PROMETHEUS, PROMETHEUS, documented_queries, samples, server
 
 VERIFY = """
 cd "$MONARCHFS_ROOT" && find . -type f | LC_ALL=C sort | xargs sha256sum | sha256sum

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.mounting import fuse_mounts, processes_about
 from tests.slurm import proofs
 from tests.slurm.cluster import NODES, Cluster, missing
 from tests.slurm.site import site_cluster
-from tests.surroundings import no_fuse, no_namespaces
+from tests.support.mounting import fuse_mounts, processes_about
+from tests.support.surroundings import no_fuse, no_namespaces
 
 PROOFS: tuple[Callable[[Cluster], str], ...] = (
     proofs.a_job_on_three_nodes_reads_its_dataset_through_mounts,

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.faking import interpreter_for
-from tests.mounting import REPOSITORY
 from tests.slurm.cluster import Cluster, cluster
+from tests.support.fake_mounts import interpreter_for
+from tests.support.mounting import REPOSITORY
 
 DEADLINE_SECONDS = 8
 SITE = """\

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.exporter.prometheus import NO_PROMETHEUS, PROMETHEUS
-from tests.faking import device_mode
 from tests.slurm.cluster import Cluster
 from tests.slurm.proofs import (
     VERIFY,
@@ -21,6 +19,8 @@ from tests.slurm.proofs import (
     prometheus_tells_a_jobs_local_share,
 )
 from tests.slurm.prove import FOR_USERS, PROOFS
+from tests.support.fake_mounts import device_mode
+from tests.support.prometheus import NO_PROMETHEUS, PROMETHEUS
 
 
 @pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from monarchfs.slurm.site import read_site
-from tests.mounting import REPOSITORY, requires_root
+from tests.support.mounting import REPOSITORY, requires_root
 
 SCRIPTS = "usr/local/lib/monarchfs/slurm"
 HEADER = Path("/usr/include/slurm/spank.h")

@@ -25,10 +25,9 @@ from monarchfs.slurm.records import SitePaths, prepare, write_record
 from monarchfs.slurm.shares import Share, share_key
 from monarchfs.slurm.site import read_site
 from monarchfs.types import OperationError
-from tests import surroundings, trees
-from tests.faking import interpreter_for
-from tests.mount.test_low_priority import priorities
-from tests.mounting import (
+from tests.support import surroundings, trees
+from tests.support.fake_mounts import interpreter_for
+from tests.support.mounting import (
     MONARCHFS,
     Bench,
     Mount,
@@ -39,7 +38,8 @@ from tests.mounting import (
     run,
     wait_for,
 )
-from tests.timing import Stopwatch
+from tests.support.processes import priorities
+from tests.support.timing import Stopwatch
 
 pytestmark = [requires_root, requires_fuse]
 

@@ -23,9 +23,9 @@ from monarchfs.slurm.records import layout_of, prepare
 from monarchfs.slurm.request import Request
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.types import OperationError
-from tests.faking import interpreter_for
-from tests.hostile.flipping import Bait
-from tests.mounting import (
+from tests.support.fake_mounts import interpreter_for
+from tests.support.flipping import Bait
+from tests.support.mounting import (
     MONARCHFS,
     Bench,
     as_user,

@@ -12,8 +12,8 @@ import pytest
 from monarchfs.slurm.archive import find_reports, keep_report
 from monarchfs.slurm.report import counted, dataset_report, job_report, page, unmounted_report
 from monarchfs.types import OperationError
-from tests.faking import interpreter_for
-from tests.mounting import Bench, requires_root, run
+from tests.support.fake_mounts import interpreter_for
+from tests.support.mounting import Bench, requires_root, run
 
 
 def status(**changes: Any) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from monarchfs.slurm.records import (
 )
 from monarchfs.slurm.shares import Share, every_share, share_key, shares_of
 from monarchfs.types import OperationError
-from tests import surroundings
-from tests.timing import Stopwatch
+from tests.support import surroundings
+from tests.support.timing import Stopwatch
 
 ALICE = User("alice", 1000, 1000, (1000, 20))
 KEY = share_key("/data", ALICE)

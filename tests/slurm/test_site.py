@@ -13,7 +13,7 @@ from monarchfs.slurm.job import Job
 from monarchfs.slurm.request import Request
 from monarchfs.slurm.site import Site, is_below, read_site, site_from
 from monarchfs.types import TierSize, UsageError
-from tests.mounting import REPOSITORY
+from tests.support.mounting import REPOSITORY
 
 EXAMPLE = REPOSITORY / "slurm" / "monarchfs-slurm.toml"
 

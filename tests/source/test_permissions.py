@@ -14,11 +14,11 @@ from monarchfs.types import (
     DirRef,
     FileType,
 )
-from tests import surroundings
 from tests.source.tools import (
     everything,
     ref,
 )
+from tests.support import surroundings
 
 needs_root = surroundings.requires_root
 

@@ -26,12 +26,12 @@ from monarchfs.types import (
     SourceChanged,
     SourceStat,
 )
-from tests import surroundings
 from tests.source.tools import (
     everything,
     open_descriptors,
     ref,
 )
+from tests.support import surroundings
 
 
 def test_stat_says_what_lstat_says(root: Path, posix: PosixSource) -> None:

@@ -15,8 +15,8 @@ import outcome
 import pytest
 
 from monarchfs.source.releases import FEW_THREADS, MOST_THREADS, Releases
-from tests.mounting import as_user, requires_root
 from tests.source.tools import eventually
+from tests.support.mounting import as_user, requires_root
 
 NO_THREADS = """
 import os, resource, sys, time

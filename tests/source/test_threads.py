@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faking import NOBODY, device_mode, interpreter_for
-from tests.mounting import Bench, Mount, as_user, bench, requires_fuse, requires_root
+from tests.support.fake_mounts import NOBODY, device_mode, interpreter_for
+from tests.support.mounting import Bench, Mount, as_user, bench, requires_fuse, requires_root
 
 pytestmark = requires_root
 

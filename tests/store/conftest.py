@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from monarchfs.store import Tier
-from tests import surroundings
 from tests.store.tools import open_tier
+from tests.support import surroundings
 
 
 @pytest.fixture(autouse=True)

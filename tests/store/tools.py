@@ -9,7 +9,7 @@ import pytest
 
 from monarchfs.store import Tier
 from monarchfs.store.checksum import checksum
-from tests import surroundings
+from tests.support import surroundings
 
 needs_root = surroundings.requires_root
 

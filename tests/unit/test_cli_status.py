@@ -17,7 +17,7 @@ from monarchfs.fuse.mountinfo import read_mountinfo
 from monarchfs.supervisor.recover import FoundMount
 from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError
-from tests.mounting import MONARCHFS, REPOSITORY, Bench, requires_fuse, requires_root
+from tests.support.mounting import MONARCHFS, REPOSITORY, Bench, requires_fuse, requires_root
 
 REPORT = {
     "source": "/lustre/d\udcff",

@@ -16,7 +16,7 @@ from monarchfs.cli.parser import build_parser, commands_of
 from monarchfs.config.files import SYSTEM_FILE, from_file
 from monarchfs.config.options import OPTIONS
 from monarchfs.config.settings import Settings, is_known_option
-from tests.mounting import REPOSITORY
+from tests.support.mounting import REPOSITORY
 
 USAGE = (REPOSITORY / "docs" / "USAGE.md").read_text()
 CONFIGURATION = (REPOSITORY / "docs" / "CONFIGURATION.md").read_text()

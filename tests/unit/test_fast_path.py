@@ -15,7 +15,7 @@ import pytest
 from monarchfs.fs.tree import Entry, Missing
 from monarchfs.fuse import fast_path
 from monarchfs.types import Dirent, FileType, Node, SourceStat
-from tests.mounting import Bench, requires_fuse
+from tests.support.mounting import Bench, requires_fuse
 
 STAT = """
 import json, os, sys

@@ -11,8 +11,8 @@ import pytest
 from monarchfs.cli.man import helper_page, monarchfs_page
 from monarchfs.cli.mount_helper import build_helper_parser
 from monarchfs.cli.parser import build_parser, commands_of
-from tests import surroundings
-from tests.mounting import REPOSITORY
+from tests.support import surroundings
+from tests.support.mounting import REPOSITORY
 
 needs_groff = surroundings.program("groff", "groff-base")
 

@@ -20,7 +20,7 @@ from monarchfs.fs.tree import Entry
 from monarchfs.fuse import fast_path
 from monarchfs.fuse.session import hooks
 from monarchfs.types import Node, SourceStat
-from tests.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
+from tests.support.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
 
 PARENTS = st.integers(1, 2)
 NAMES = st.sampled_from([b"a", b"b", b"\xff", b"n" * 255])

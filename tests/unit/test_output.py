@@ -9,7 +9,15 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.mounting import MONARCHFS, Bench, bench, requires_fuse, requires_root, run, wait_for
+from tests.support.mounting import (
+    MONARCHFS,
+    Bench,
+    bench,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
 
 ENVIRONMENT = {
     name: value

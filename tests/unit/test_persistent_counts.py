@@ -17,7 +17,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.metrics.persistent import PersistentCounts
 from monarchfs.source.lanes import SourceCounters
 from monarchfs.types import Lane
-from tests.mounting import Bench, Mount, requires_fuse, run, wait_for
+from tests.support.mounting import Bench, Mount, requires_fuse, run, wait_for
 
 SIZE = 64 << 10
 

@@ -22,9 +22,9 @@ from monarchfs.config.personal import read_personal
 from monarchfs.config.settings import Settings
 from monarchfs.slurm import daemon
 from monarchfs.types import EvictionPolicy, TierSize, UsageError
-from tests import surroundings
-from tests.faking import NOBODY, Area, area, device_mode
-from tests.mounting import MONARCHFS, requires_fuse, requires_root
+from tests.support import surroundings
+from tests.support.fake_mounts import NOBODY, Area, area, device_mode
+from tests.support.mounting import MONARCHFS, requires_fuse, requires_root
 
 
 def parse(arguments: Sequence[str] = ()) -> argparse.Namespace:

@@ -23,12 +23,8 @@ from monarchfs.fuse.protocol import (
     parse_init_reply,
     parse_init_request,
 )
+from tests.support.fuse_init import LINUX_6_18, request
 
-# What Linux 6.18 sent on /dev/fuse: 104 bytes, minor 45, INIT_EXT and flags2 set.
-LINUX_6_18 = bytes.fromhex(
-    "680000001a0000000200000000000000000000000000000000000000000000000000000000000000"
-    "070000002d00000000000200fbffff73fd050000" + "00" * 44
-)
 LIBFUSE_FLAGS = (
     InitFlag.ASYNC_READ
     | InitFlag.AUTO_INVAL_DATA
@@ -36,12 +32,6 @@ LIBFUSE_FLAGS = (
     | InitFlag.READDIRPLUS_AUTO
     | InitFlag.WRITEBACK_CACHE
 )
-
-
-def request(flags: int, *, unique: int = 2, max_readahead: int = 131072) -> bytes:
-    body = struct.pack("=IIIII44x", 7, 31, max_readahead, flags & 0xFFFFFFFF, flags >> 32)
-    header = IN_HEADER.pack(IN_HEADER.size + len(body), FUSE_INIT, unique, 0, 0, 0, 0, 0, 0)
-    return header + body
 
 
 def reply(flags: int = LIBFUSE_FLAGS, *, unique: int = 2) -> bytes:

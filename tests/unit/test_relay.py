@@ -25,7 +25,7 @@ from monarchfs.fuse.handle_table import ANSWERED, make_table
 from monarchfs.fuse.session import hooks
 from monarchfs.store.files import fan_out, replica_file
 from monarchfs.types import Node, SourceStat
-from tests.mounting import REPOSITORY
+from tests.support.mounting import REPOSITORY
 
 BOUNDS = (10**9, 2 * 10**9)
 IN = struct.Struct("=IIQQIIIHH")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.mounting import REPOSITORY
+from tests.support.mounting import REPOSITORY
 
 ROOT = REPOSITORY
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")

@@ -31,9 +31,9 @@ from monarchfs.cli.text import (
 )
 from monarchfs.cli.watch import Moment, lines
 from monarchfs.text.sizes import format_seconds
-from tests import surroundings
-from tests.mounting import MONARCHFS, Bench, requires_fuse, requires_root, wait_for
-from tests.timing import Stopwatch
+from tests.support import surroundings
+from tests.support.mounting import MONARCHFS, Bench, requires_fuse, requires_root, wait_for
+from tests.support.timing import Stopwatch
 
 REPORT: dict[str, Any] = {
     "source": "/lustre/d\udcff\x1b[2J",

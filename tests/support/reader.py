@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.mounting import as_user
+from tests.support.mounting import as_user
 
 _PROGRAM = """
 import json, mmap, os, sys

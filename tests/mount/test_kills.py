@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from monarchfs import control
-from tests import trees
-from tests.mount.test_restart import READER, Processes, clean_after, processes, some_files
-from tests.mounting import Bench, requires_fuse, requires_root, wait_for
-
-__all__ = ["processes"]
+from tests.support import trees
+from tests.support.mounting import Bench, requires_fuse, requires_root, wait_for
+from tests.support.processes import READER, Processes, clean_after, some_files
 
 pytestmark = [requires_root, requires_fuse]
 
@@ -24,7 +22,7 @@ KILLS = 30
 MOST_ROUND_SECONDS = 20.0
 """On a machine that does other things as well; the pauses alone would make it more."""
 
-TIMED_READER = READER.replace("import os", "import time, os").replace(
+TIMED_READER = READER.replace("sys\n", "sys, time\n", 1).replace(
     "    name = random", "    began = time.monotonic()\n    name = random"
 ).replace("done = 0", "done, worst = 0, 0.0").replace(
     "    done += 1", "    done += 1\n    worst = max(worst, time.monotonic() - began)"

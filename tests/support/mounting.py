@@ -21,8 +21,9 @@ from typing import Any
 
 import pytest
 
-from tests import surroundings
-from tests.timing import Stopwatch
+from monarchfs.cli.main import main
+from tests.support import surroundings
+from tests.support.timing import Stopwatch
 
 REPOSITORY = surroundings.REPOSITORY
 MONARCHFS = [sys.executable, "-m", "monarchfs.cli.main"]
@@ -141,9 +142,23 @@ def run(
     )
 
 
+def assert_refused(
+    mount: Mount, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str
+) -> None:
+    """One clear line says so, and nothing else is said. ``{mnt}`` stands for the mount point, in
+    the arguments and in ``words``."""
+    named = [argument.replace("{mnt}", str(mount.path)) for argument in arguments]
+    assert main(named) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("monarchfs: ")
+    assert captured.err.count("\n") == 1
+    assert words.replace("{mnt}", str(mount.path)) in captured.err
+
+
 @dataclass
 class FaultySource:
-    """A running ``bench.faultfs``: ``backing`` is the real directory, ``path`` the mount."""
+    """A running `tests.support.faultfs`: ``backing`` is the real directory, ``path`` the mount."""
 
     backing: Path
     path: Path
@@ -212,7 +227,7 @@ class Bench:
         point = self.path / f"source{len(self.faulty)}"
         point.mkdir()
         process = subprocess.Popen(
-            [sys.executable, "-m", "bench.faultfs", str(backing), str(point)],
+            [sys.executable, "-m", "tests.support.faultfs", str(backing), str(point)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

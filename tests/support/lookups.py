@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from monarchfs.fs.tree import Entry
 from monarchfs.types import FreshnessMode
-from tests.layers.mirror import Mirror
+from tests.support.mirror import Mirror
 
 IMMUTABLE, TTL, OPEN = FreshnessMode.IMMUTABLE, FreshnessMode.TTL, FreshnessMode.OPEN
 METADATA = ("found", "found_each", "stat")

@@ -1,6 +1,6 @@
 """A process of the stress test: opens, reads, maps and closes files of a mount, and compares.
 
-    python passing_load.py MOUNT ORIGINALS SECONDS SEED
+    python passthrough_load.py MOUNT ORIGINALS SECONDS SEED
 
 ORIGINALS holds every version of each file, as NAME.VERSION. Prints one JSON object.
 """

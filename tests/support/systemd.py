@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mounting import MONARCHFS, REPOSITORY, wait_for
+from tests.support.mounting import MONARCHFS, REPOSITORY, wait_for
 
 SYSTEMD = "/usr/lib/systemd/systemd"
 UNITS = "/etc/monarchfs-test-units"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 _TRIAL_MOUNT = """
 import ctypes, os, sys

@@ -1,8 +1,8 @@
 """A source for tests and measurements: a FUSE mirror of a directory that is slow, fails or hangs on
 demand, and counts what is asked of it.
 
-Run as ``python -m bench.faultfs DIRECTORY MOUNTPOINT``. It answers JSON lines on standard input
-with a JSON line on standard output:
+Run as ``python -m tests.support.faultfs DIRECTORY MOUNTPOINT``. It answers JSON lines on standard
+input with a JSON line on standard output:
 
     {"do": "faults", "delay": SECONDS, "delayed": [OP], "rate": BYTES_PER_SECOND,
      "fail": {"OP PATH": ERRNO}, "hang": ["OP PATH"], "flushes": BOOL}

@@ -42,9 +42,9 @@ from monarchfs.types import (
     TierSize,
     TierTotals,
 )
-from tests.layers.faults import FaultySource, FaultyTier
 from tests.layers.recording import RecordingKernel
 from tests.layers.whole import WholeReaders, WholeReads
+from tests.support.faults import FaultySource, FaultyTier
 
 KIB, MIB = 1 << 10, 1 << 20
 ALL_ROOM = 1 << 30

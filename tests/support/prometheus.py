@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.mounting import REPOSITORY
+import pytest
+
+from tests.support.mounting import REPOSITORY, WAIT_SECONDS
 
 SHIPPED = REPOSITORY / "prometheus"
 
@@ -49,3 +53,34 @@ def server(directory: Path, targets: Sequence[str], listen: str) -> list[str]:
 def samples(data: Any) -> list[tuple[dict[str, str], float]]:
     """The labels and values of what a query gave."""
     return [(one["metric"], float(one["value"][1])) for one in data["result"]]
+
+
+PROMTOOL = program("promtool")
+
+
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="needs promtool: .ci/cluster-packages build/prometheus"
+)
+
+
+def documented_queries(document: str) -> list[str]:
+    blocks = re.findall(r"^```promql\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
+    # A line that is indented belongs to the one before.
+    return [query for block in blocks for query in re.split(r"\n(?! )", block.rstrip())]
+
+
+def takes(queries: list[str], file: Path) -> None:
+    """Has promtool read the queries, as rules in ``file``; fails the test if it does not."""
+    assert PROMTOOL is not None
+    rules = [{"record": f"query:{n}", "expr": query} for n, query in enumerate(queries)]
+    # JSON is YAML.
+    file.write_text(json.dumps({"groups": [{"name": "documented", "rules": rules}]}))
+    done = subprocess.run(
+        [PROMTOOL, "check", "rules", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{len(queries)} rules found" in done.stdout

@@ -18,8 +18,8 @@ from monarchfs.fs.files import FileHandle
 from monarchfs.fs.tree import Missing
 from monarchfs.index.recovery import set_aside
 from monarchfs.types import ROOT_INO, IndexUnusable, IndexWriteError, Node
-from tests.layers.faults import FaultyTier, Gate
-from tests.layers.mirror import Area, Mirror, until
+from tests.support.faults import FaultyTier, Gate
+from tests.support.mirror import Area, Mirror, until
 
 log = logging.getLogger(__name__)
 

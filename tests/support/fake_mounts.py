@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pwd
 import signal
@@ -12,13 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests import surroundings
-from tests.mounting import as_user, fuse_mounts, processes_about, wait_for
+from monarchfs import control
+from tests.support import surroundings
+from tests.support.mounting import as_user, fuse_mounts, processes_about, wait_for
+from tests.support.timing import Stopwatch
 
 FAKE_CLI = str(Path(__file__).with_name("fake_cli.py"))
+FAKE_WORKER = str(Path(__file__).with_name("fake_worker.py"))
 NOBODY = "nobody"
 
 
@@ -137,3 +142,104 @@ def device_mode(mode: int) -> Iterator[None]:
             yield
         finally:
             os.chmod("/dev/fuse", before)
+
+
+def registered(work: Area) -> control.Registered:
+    runtime_dir = "/run/monarchfs" if work.user is None else f"{work.path}/run/monarchfs"
+    (found,) = [
+        one
+        for one in control.find_mounts([runtime_dir])
+        if one.entry.mountpoint.startswith(f"{work.path}/")
+    ]
+    return found
+
+
+def status(work: Area, name: str = "mnt") -> dict[str, Any]:
+    done = work.run("status", name, "--json")
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def kill_worker(work: Area, number: signal.Signals) -> dict[str, Any]:
+    """Kills the worker; the status when another one serves."""
+    before = status(work)["worker"]
+    os.kill(before["pid"], number)
+
+    def served() -> dict[str, Any] | None:
+        now = status(work)
+        return now if now["worker"]["restarts"] > before["restarts"] and serves(now) else None
+
+    result: dict[str, Any] = wait_for(served, "another worker", 10)
+    return result
+
+
+def serves(report: dict[str, Any]) -> bool:
+    return report["state"] in ("serving", "safe mode")
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] in (b"Z", b"X")
+    except FileNotFoundError:
+        return True
+
+
+def assert_unmounted(work: Area) -> None:
+    work.assert_nothing_runs()
+    assert list(work.path.glob("run/monarchfs/*")) == []
+    if Path("/run/monarchfs").is_dir():
+        texts = [p.read_text() for p in Path("/run/monarchfs").glob("*.json")]
+        assert not any(str(work.path) in text for text in texts)
+
+
+def umount(work: Area, *options: str, name: str = "mnt") -> float:
+    """Unmounts; how many seconds that took."""
+    started = Stopwatch()
+    done = work.run("umount", name, *options)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    return started.seconds()
+
+
+def start_as_owner(work: Area, *command: str) -> subprocess.Popen[bytes]:
+    """A process of the mount's user; unless allow_other, nobody else may enter."""
+    identity: dict[str, Any] = {}
+    if work.user is not None:
+        owner = pwd.getpwnam(work.user)
+        identity = {"user": owner.pw_uid, "group": owner.pw_gid, "extra_groups": []}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/", **identity
+    )
+
+
+def run_as_owner(work: Area, *command: str) -> int:
+    with start_as_owner(work, *command) as process:
+        process.communicate(timeout=20)
+        return process.returncode
+
+
+@contextmanager
+def somebody_inside(work: Area) -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose working directory is the mount."""
+    script = f"cd {work.path}/mnt && echo in && read line"
+    with start_as_owner(work, "sh", "-c", script) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"in\n"
+        yield process
+        process.kill()
+
+
+def assert_refused(
+    work: Area, arguments: list[str], code: int, *words: str, mode: str = "serve"
+) -> None:
+    before = work.files()
+    done = work.run(*arguments, mode=mode)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("monarchfs: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.endswith("\n")
+    for word in words:
+        assert word in done.stderr
+    work.assert_nothing_runs()
+    assert work.files() == before

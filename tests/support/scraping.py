@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support import trees
+from tests.support.mounting import WAIT_SECONDS, Mount
 
 SECONDS = 10.0
 
@@ -51,3 +57,40 @@ def scrape(port: int, seconds: float = SECONDS) -> Scrape:
         assert answer.status == 200
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         return parse(answer.read().decode())
+
+
+FILES, SIZE = 12, 50_000
+
+
+READ_ALL = "import sys; [open(path, 'rb').read() for path in sys.argv[1:]]"
+
+
+def make_files(directory: Path, count: int = FILES, size: int = SIZE) -> None:
+    directory.mkdir(exist_ok=True)
+    for n in range(count):
+        (directory / f"f{n}").write_bytes(trees.random_bytes(size, n))
+
+
+def read_all(mount: Mount, names: list[str] | None = None) -> None:
+    names = names or [f"f{n}" for n in range(FILES)]
+    paths = [str(mount.path / name) for name in names]
+    subprocess.run([sys.executable, "-c", READ_ALL, *paths], check=True, timeout=WAIT_SECONDS)
+
+
+def sums_are_right(now: Scrape) -> None:
+    """Each histogram's buckets rise to its count."""
+    for name, kind in now.kinds.items():
+        if kind != "histogram":
+            continue
+        for (known, labels), count in now.samples.items():
+            if known != f"{name}_count":
+                continue
+            assert now.samples[f"{name}_bucket", labels | {("le", "+Inf")}] == count
+            buckets = sorted(
+                (float(dict(others)["le"]), value)
+                for (other, others), value in now.samples.items()
+                if other == f"{name}_bucket" and labels < others
+            )
+            values = [value for _bound, value in buckets]
+            assert values == sorted(values)
+            assert (now.samples[f"{name}_sum", labels] > 0) == (count > 0)

@@ -1,4 +1,4 @@
-"""The command line with tests/fake_worker.py in the worker's place.
+"""The command line with tests/support/fake_worker.py in the worker's place.
 
     python -I fake_cli.py MODE ARGUMENTS...
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parents[1]))
 
 if __name__ == "__main__":
     from monarchfs.cli import main, mount
