@@ -120,15 +120,16 @@ class Filling(Moves):
                 self.reasons.put(ino, Cause.UNRECORDED, str(exc))
             return [None] * len(copies)
         reservations: list[Reservation | None] = []
+        # Files of one tier wait for its removals together.
+        after = {tier_id: self._removals.pending(tier_id) for _, tier_id, _ in copies}
         for (node, place), (ino, tier_id, name), shares in zip(places, copies, shared, strict=True):
             self._busy[ino] = name
-            tier, after = self.tiers[tier_id], self._removals.pending(tier_id)
             reservations.append(
                 Reservation(
-                    *(node, name, tier),
+                    *(node, name, self.tiers[tier_id]),
                     whole=place.whole,
                     shares=shares,
-                    after=after,
+                    after=after[tier_id],
                     reserved_bytes=place.reserved_bytes,
                 )
             )
@@ -428,7 +429,7 @@ class Filling(Moves):
         allocated = self._allocated(reservation)
         await reservation.close()
         record = self.index.replica(ino)
-        if record is not None and not self._forget(ino, record):
+        if record is not None and not self._forget([(ino, record.tier)]):
             self._end(reservation, Suspended(ino, record.allocated_bytes))
             return
         part = replica_of(reservation, ReplicaState.PARTIAL, allocated)

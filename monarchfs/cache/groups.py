@@ -8,10 +8,11 @@ room, what the journal has to know, the bytes, the commit that makes them reside
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from monarchfs.cache.filling import Filling
 from monarchfs.cache.replicas import Reservation
-from monarchfs.placement.events import Action, Place, WantedEach
+from monarchfs.placement.events import Place, WantedEach
 from monarchfs.types import Data, Node
 
 
@@ -30,13 +31,12 @@ class Groups(Filling):
             else:
                 new.append((n, node))
         wanted = [(node.ino, node.stat.occupied_bytes) for _, node in new]
-        answers: list[Action | None] = [*self._handle(WantedEach(wanted, evicts))]
-        answers += [self._room(node, evicts) for _, node in new[len(answers) :]]
-        places = [
-            (n, node, place)
-            for (n, node), place in zip(new, answers, strict=True)
-            if isinstance(place, Place)
-        ]
+        answers = self._handle(WantedEach(wanted, evicts))
+        places: list[tuple[int, Node, Place]] = []
+        for (n, node), answer in zip_longest(new, answers):
+            place = answer if isinstance(answer, Place) else self._room(node, evicts)
+            if place is not None:
+                places.append((n, node, place))
         placed = self._place([(node, place) for _, node, place in places])
         for (n, _, _), reservation in zip(places, placed, strict=True):
             reservations[n] = reservation

@@ -187,7 +187,7 @@ class Records:
         keeps it. False where there is none, or it cannot be forgotten."""
         self._holder.reclaim(ino)
         record = self.index.replica(ino)
-        if record is None or ino in self._busy or not self._forget(ino, record):
+        if record is None or ino in self._busy or not self._forget([(ino, record.tier)]):
             return False
         self.readers.stop(ino)
         self.reasons.put(ino, cause, reason)
@@ -199,14 +199,17 @@ class Records:
         self._removals.start(ino, record, opened)
         return True
 
-    def _forget(self, ino: int, record: Replica) -> bool:
-        """Remove a record; False where the index cannot be written: it then stays, and counts."""
+    def _forget(self, replicas: Sequence[tuple[int, int]]) -> bool:
+        """Remove the records of (inode, tier), in one commit; False where the index cannot be
+        written: they then stay, and count."""
         try:
-            self.index.drop_replica(ino)
+            self.index.drop_replicas([ino for ino, _ in replicas])
         except IndexWriteError as exc:
-            log.warning("the replica of inode %d stays recorded: %s", ino, exc)
+            inos = ", ".join(str(ino) for ino, _ in replicas)
+            log.warning("the replicas of inodes %s stay recorded: %s", inos, exc)
             return False
-        self._durability.dropped(ino, record.tier)
+        for ino, tier in replicas:
+            self._durability.dropped(ino, tier)
         return True
 
     # -- placement's answers
@@ -216,39 +219,51 @@ class Records:
         actions = self.placement.handle(event)
         if not actions:
             return actions
+        evictions = [action for action in actions if isinstance(action, Evict)]
+        stay = self._evict(evictions) if evictions else []
         answers: list[Action] = []
-        evicted = True
         for action in actions:
-            if isinstance(action, Evict):
-                evicted = self._evict(action) and evicted
-            elif isinstance(action, Move):
+            if isinstance(action, Move):
                 self._begin_move(action)
-            elif isinstance(action, Place) and not evicted:
-                self._handle(Abandoned(action.ino))
-                answers.append(Refuse(action.ino, RefusalReason.NO_ROOM, 0))
-            else:
+            elif not isinstance(action, Evict):
                 answers.append(action)
+        return self._withdraw(answers, stay) if stay else answers
+
+    def _withdraw(self, answers: list[Action], stay: Sequence[Evict]) -> list[Action]:
+        """Some replicas stay: so many of the files that were placed, the last ones, lack room."""
+        files, size = len(stay), sum(eviction.allocated_bytes for eviction in stay)
+        for n in reversed(range(len(answers))):
+            action = answers[n]
+            if isinstance(action, Place) and (files > 0 or size > 0):
+                self._handle(Abandoned(action.ino))
+                answers[n] = Refuse(action.ino, RefusalReason.NO_ROOM, 0)
+                files, size = files - 1, size - action.reserved_bytes
         return answers
 
-    def _evict(self, action: Evict) -> bool:
-        record = self.index.replica(action.ino)
-        if (
-            record is None
-            or not self.readers.retire(action.ino)
-            or not self._forget(action.ino, record)
-        ):
+    def _evict(self, actions: Sequence[Evict]) -> list[Evict]:
+        """Those that could not be evicted."""
+        going: list[tuple[Evict, Replica]] = []
+        for action in actions:
+            record = self.index.replica(action.ino)
+            if record is not None and self.readers.retire(action.ino):
+                going.append((action, record))
+        if not self._forget([(action.ino, record.tier) for action, record in going]):
+            going = []
+        for action, _ in going:
+            match action.reason:
+                case EvictionReason.OUTDATED:
+                    self._metrics.evictions_outdated += 1
+                case EvictionReason.POLICY:
+                    self._metrics.evictions_policy += 1
+                case EvictionReason.PRESSURE:
+                    self._metrics.evictions_pressure += 1
+            self.reasons.put(action.ino, Cause.EVICTED, _EVICTED[action.reason])
+        self._removals.start_each([(action.ino, record) for action, record in going])
+        gone = {action.ino for action, _ in going}
+        stay = [action for action in actions if action.ino not in gone]
+        for action in stay:
             self._handle(EvictionFailed(action.ino, action.tier))
-            return False
-        match action.reason:
-            case EvictionReason.OUTDATED:
-                self._metrics.evictions_outdated += 1
-            case EvictionReason.POLICY:
-                self._metrics.evictions_policy += 1
-            case EvictionReason.PRESSURE:
-                self._metrics.evictions_pressure += 1
-        self.reasons.put(action.ino, Cause.EVICTED, _EVICTED[action.reason])
-        self._removals.start(action.ino, record)
-        return True
+        return stay
 
     def _begin_move(self, action: Move) -> None:
         """Moves are begun one level up (``Moves``)."""

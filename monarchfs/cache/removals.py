@@ -8,7 +8,8 @@ record goes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Container
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,12 +20,16 @@ from monarchfs.cache.segments import SegmentRecords
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
 from monarchfs.placement.events import Action, Dropped, Event, Evicted, EvictionFailed
+from monarchfs.store.tier import Tier
 from monarchfs.types import IndexWriteError, Replica, ReplicaState
 
 log = logging.getLogger(__name__)
 
 KEPT_SECONDS = 2.0
 """So long a removal waits for others to close the file; then it counts as gone all the same."""
+
+Item = tuple[int, Replica]
+"""A dropped record, and whose it was."""
 
 
 class Removals:
@@ -65,15 +70,34 @@ class Removals:
         is closed; placement hears then that they are. Those of a replica that shares its file are
         given back when it is closed.
         """
-        if record.segment:
+        if record.segment and opened is not None and opened.uses:
             self._segments.leaves(record)
-            if opened is not None and opened.uses:
-                opened.then.append(partial(self._closed, ino, record))
-                return
+            opened.then.append(partial(self._closed, ino, record))
+        else:
+            self._start([(ino, record)], opened)
+
+    def start_each(self, replicas: Sequence[Item]) -> None:
+        """``start`` of each, which nobody has open; those that share files together."""
+        shared: dict[int, list[Item]] = defaultdict(list)
+        for ino, record in replicas:
+            if record.segment:
+                shared[record.tier].append((ino, record))
+            else:
+                self._start([(ino, record)])
+        for items in shared.values():
+            self._start(items)
+
+    def _start(self, items: Sequence[Item], opened: OpenReplica | None = None) -> None:
+        """With one that has a file of its own, or with those of a tier that share files."""
         removal = Removal()
-        self._pending[record.tier].add(removal)
-        kept = self._let_go(ino)
-        self._nursery.start_soon(self._remove, ino, record, removal, opened, kept)
+        self._pending[items[0][1].tier].add(removal)
+        kept: list[trio.Event] = []
+        for ino, record in items:
+            if record.segment:
+                self._segments.leaves(record)
+            if (closed := self._let_go(ino)) is not None:
+                kept.append(closed)
+        self._nursery.start_soon(self._remove, items, removal, opened, kept)
 
     def _closed(self, ino: int, record: Replica) -> None:
         self._handle(Dropped(ino, record.tier, record.allocated_bytes))
@@ -83,48 +107,57 @@ class Removals:
         """The same, until it is done; also when the mount ends."""
         removal = Removal()
         self._pending[record.tier].add(removal)
-        await self._remove(ino, record, removal, None, None)
+        await self._remove([(ino, record)], removal, None, [])
 
     async def _remove(
         self,
-        ino: int,
-        record: Replica,
+        items: Sequence[Item],
         removal: Removal,
         opened: OpenReplica | None,
-        kept: trio.Event | None,
+        kept: Sequence[trio.Event],
     ) -> None:
-        tier = self._tiers.by_id[record.tier]
+        tier = self._tiers.by_id[items[0][1].tier]
         try:
             with trio.CancelScope(shield=True):
-                if record.segment:
-                    if kept is not None:
-                        await kept.wait()
-                    await self._segments.remove(ino, record)
-                elif record.state is ReplicaState.PARTIAL:
-                    await self._in_thread(tier.remove_part, record.name)
-                else:
-                    await self._in_thread(tier.remove, record.name, record.checksum)
-                if kept is not None and not record.segment:
-                    with trio.move_on_after(KEPT_SECONDS):
-                        await kept.wait()
+                await self._give_back(tier, items, kept)
         except OSError as exc:
             self._tiers.failed(tier, "removing a replica", exc)
             removal.failed = True
-            self._stuck.append((ino, record))
+            self._stuck += items
             if opened is None:
-                self._handle(EvictionFailed(ino, record.tier))
+                for ino, record in items:
+                    self._handle(EvictionFailed(ino, record.tier))
         else:
-            if not record.segment:
-                self.gone(record.tier, record.name)
-            if opened is None:
-                self._handle(Evicted(ino, record.tier))
-            elif opened.uses:
-                opened.then.append(partial(self._given_back, ino, record))
-            else:
-                self._given_back(ino, record)
+            for ino, record in items:
+                if not record.segment:
+                    self.gone(record.tier, record.name)
+                if opened is None:
+                    self._handle(Evicted(ino, record.tier))
+                elif opened.uses:
+                    opened.then.append(partial(self._given_back, ino, record))
+                else:
+                    self._given_back(ino, record)
         finally:
-            self._pending[record.tier].discard(removal)
+            self._pending[tier.id].discard(removal)
             removal.done.set()
+
+    async def _give_back(
+        self, tier: Tier, items: Sequence[Item], kept: Sequence[trio.Event]
+    ) -> None:
+        """As ``_start``. Raises OSError."""
+        _ino, record = items[0]
+        if record.segment:
+            for closed in kept:
+                await closed.wait()
+            await self._segments.remove(items)
+            return
+        if record.state is ReplicaState.PARTIAL:
+            await self._in_thread(tier.remove_part, record.name)
+        else:
+            await self._in_thread(tier.remove, record.name, record.checksum)
+        with trio.move_on_after(KEPT_SECONDS):
+            for closed in kept:
+                await closed.wait()
 
     def _given_back(self, ino: int, record: Replica) -> None:
         self._handle(Dropped(ino, record.tier, record.allocated_bytes))

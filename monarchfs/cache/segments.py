@@ -171,14 +171,15 @@ class SegmentRecords:
         place = self._leaving[replica.tier, replica.segment]
         place[replica.offset] = replica.allocated_bytes
 
-    async def remove(self, ino: int, replica: Replica) -> None:
-        """Give back the room of a replica that ``leaves``, with others that go meanwhile. Raises
-        OSError where that failed."""
-        # Threads of the C part tell nobody when they are done.
-        while self._readers.reading(ino):  # noqa: ASYNC110
-            await trio.sleep(READING_SECONDS)
+    async def remove(self, replicas: Sequence[tuple[int, Replica]]) -> None:
+        """Give back the room of replicas of a tier that ``leaves`` was told of, with others that
+        go meanwhile. Raises OSError where that failed for one of them."""
+        for ino, _ in replicas:
+            # Threads of the C part tell nobody when they are done.
+            while self._readers.reading(ino):  # noqa: ASYNC110
+                await trio.sleep(READING_SECONDS)
         done = trio.Event()
-        self._waiting.append((replica, done))
+        self._waiting += [(replica, done) for _, replica in replicas]
         if self._punching:
             await done.wait()
         while not done.is_set():
@@ -193,39 +194,38 @@ class SegmentRecords:
     async def _punch_waiting(self) -> None:
         while self._waiting:
             waiting, self._waiting = self._waiting, []
-            by_segment: dict[tuple[int, int], list[tuple[Replica, trio.Event]]] = defaultdict(list)
+            by_tier: dict[int, list[tuple[Replica, trio.Event]]] = defaultdict(list)
             for replica, done in waiting:
-                by_segment[replica.tier, replica.segment].append((replica, done))
+                by_tier[replica.tier].append((replica, done))
             try:
                 if any(replica.durable for replica, _ in waiting):
                     await self._in_thread(self._index.sync)
+                for tier_id, going in by_tier.items():
+                    await self._punch(self._tiers.by_id[tier_id], going)
             except IndexWriteError as exc:
+                self._failed |= {done: unrecorded(exc) for _, done in waiting}
+            finally:
                 for _, done in waiting:
-                    self._failed[done] = unrecorded(exc)
                     done.set()
-                continue
-            for (tier_id, segment), going in by_segment.items():
-                await self._punch_segment(self._tiers.by_id[tier_id], segment, going)
 
-    async def _punch_segment(
-        self, tier: Tier, segment: int, going: Sequence[tuple[Replica, trio.Event]]
-    ) -> None:
-        try:
-            if self._is_empty(tier.id, segment, {replica.offset for replica, _ in going}):
-                await self._in_thread(tier.segments.remove, segment)
+    async def _punch(self, tier: Tier, going: Sequence[tuple[Replica, trio.Event]]) -> None:
+        by_segment: dict[int, list[tuple[Replica, trio.Event]]] = defaultdict(list)
+        for replica, done in going:
+            by_segment[replica.segment].append((replica, done))
+        work: list[tuple[int, list[Range] | None]] = []
+        for segment, items in by_segment.items():
+            gaps = [(replica.offset, replica.allocated_bytes) for replica, _ in items]
+            empty = self._is_empty(tier.id, segment, {offset for offset, _ in gaps})
+            work.append((segment, None if empty else gaps))
+        errors = await self._in_thread(_punch_each, tier, work)
+        for (segment, ranges), error in zip(work, errors, strict=True):
+            if error is not None:
+                self._failed |= {done: error for _, done in by_segment[segment]}
+                continue
+            if ranges is None:
                 self._gone(tier.id, segment)
-            else:
-                ranges = [(replica.offset, replica.allocated_bytes) for replica, _ in going]
-                await self._in_thread(tier.segments.punch, segment, ranges)
-        except OSError as exc:
-            for _, done in going:
-                self._failed[done] = exc
-        else:
-            for replica, _ in going:
+            for replica, _ in by_segment[segment]:
                 self._left(tier.id, segment, replica.offset)
-        finally:
-            for _, done in going:
-                done.set()
 
     def _is_empty(self, tier_id: int, segment: int, going: Iterable[int]) -> bool:
         """Whether nothing is in it, nor will be, but what is at the offsets ``going``."""
@@ -289,6 +289,22 @@ class SegmentRecords:
 def unrecorded(exc: IndexWriteError) -> OSError:
     """An error of the index says nothing of the tier."""
     return OSError(errno.EBUSY, str(exc))
+
+
+def _punch_each(tier: Tier, work: Iterable[tuple[int, list[Range] | None]]) -> list[OSError | None]:
+    """Of each segment: its ranges, or the whole of it where there are none. For a thread."""
+    errors: list[OSError | None] = []
+    for segment, ranges in work:
+        try:
+            if ranges is None:
+                tier.segments.remove(segment)
+            else:
+                tier.segments.punch(segment, ranges)
+        except OSError as exc:
+            errors.append(exc)
+        else:
+            errors.append(None)
+    return errors
 
 
 def _punch_gaps(tier: Tier, segment: int, gaps: Sequence[Range]) -> None:

@@ -293,8 +293,18 @@ class Replicas(Tables):
 
         One that is not recorded passes. Where this raises, the record stays: so must the file.
         """
-        key = ID.pack(ino)
-        self._write(lambda txn: self._forget(txn, key, lies_there=True), of_tiers=True)
+        self.drop_replicas([ino])
+
+    def drop_replicas(self, inos: Sequence[int]) -> None:
+        """``drop_replica`` of each, in one transaction."""
+        keys = [ID.pack(ino) for ino in inos]
+
+        def drop(txn: Any) -> None:
+            for key in keys:
+                self._forget(txn, key, lies_there=True)
+
+        if keys:
+            self._write(drop, of_tiers=True)
 
     def mark_durable(self, inos: Iterable[int]) -> None:
         """Their data are on the disk as their records say. Those not recorded, and lost ones, pass.

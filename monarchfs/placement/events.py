@@ -79,8 +79,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class WantedEach:
-    """``Wanted`` of each (number, size in bytes). Answered by a ``Place`` for each of the first of
-    them, up to one that has no room as things are: the rest is to be asked for by itself."""
+    """``Wanted`` of each (number, size in bytes). Answered by ``Evict``... and a ``Place`` for each
+    of the first of them, up to one that has no room, nor gets any where room is made for all of the
+    others at once: each of the rest is to be asked for by itself."""
 
     files: Sequence[tuple[int, int]]
     evicts: bool = False

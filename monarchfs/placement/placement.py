@@ -203,18 +203,17 @@ class Placement:
         if ino in self._copies:
             raise ValueError(f"inode {ino} is being copied already")
         need = reservation(size_bytes)
-        for tier, ledger in self._usable:
-            if ledger.takes(need):
-                return self._start(ino, tier, need, True, evicts)
+        if (tier := self._taker(need)) is not None:
+            return self._start(ino, tier, need, True, evicts)
         budget = Budget()
         large = size_bytes >= self._partial_min_bytes
-        at, actions = self._free_somewhere(need, large, evicts, budget)
+        at, actions = self._free_somewhere(need, 1, large, evicts, budget)
         if at is not None:
             return actions + self._start(ino, at, need, True, evicts)
         if large:
             at = self._roomiest()
             if at is None:
-                at, actions = self._free_somewhere(PARTIAL_ROOM_BYTES, True, evicts, budget)
+                at, actions = self._free_somewhere(PARTIAL_ROOM_BYTES, 1, True, evicts, budget)
             if at is not None:
                 return actions + self._start(ino, at, 0, False, evicts)
         return [self._refusal(ino, need)]
@@ -224,13 +223,29 @@ class Placement:
         if len(inos) < len(files) or not inos.isdisjoint(self._copies):
             raise ValueError("one of the inodes is being copied already, or named twice")
         actions: list[Action] = []
-        for ino, size_bytes in files:
+        freed = False
+        for n, (ino, size_bytes) in enumerate(files):
             need = reservation(size_bytes)
-            tier = next((tier for tier, ledger in self._usable if ledger.takes(need)), None)
+            tier = self._taker(need)
+            if tier is None and not freed:
+                freed = True
+                actions += self._free_for_all([size for _, size in files[n:]], evicts)
+                tier = self._taker(need)
             if tier is None:
                 break
             actions += self._start(ino, tier, need, True, evicts)
         return actions
+
+    def _taker(self, need: int) -> int | None:
+        """The fastest tier that has room for the reservation of one more file."""
+        return next((tier for tier, ledger in self._usable if ledger.takes(need)), None)
+
+    def _free_for_all(self, sizes: Sequence[int], evicts: bool) -> list[Action]:
+        """Make room for files of these sizes in one tier, unless one may be kept in part."""
+        if max(sizes) >= self._partial_min_bytes:
+            return []
+        need = sum(map(reservation, sizes))
+        return self._free_somewhere(need, len(sizes), False, evicts, Budget())[1]
 
     def _start(
         self, ino: int, tier: int, reserved_bytes: int, whole: bool, evicts: bool
@@ -245,14 +260,14 @@ class Placement:
         return max(takers, key=lambda taker: taker[1].room_bytes())[0] if takers else None
 
     def _free_somewhere(
-        self, need: int, large: bool, evicts: bool, budget: Budget
+        self, need: int, files: int, large: bool, evicts: bool, budget: Budget
     ) -> tuple[int | None, list[Action]]:
-        """Make room for one more file in one tier; None where that cannot be done."""
+        """Make room for so many more files in one tier; None where that cannot be done."""
         for live in (False, True) if evicts and self._policy.tracks else (False,):
             for tier, ledger in reversed(self._usable):
                 if live and large and need > ledger.capacity_bytes // LARGE_SHARE:
                     continue
-                actions = self._free(tier, need, 1, live, budget)
+                actions = self._free(tier, need, files, live, budget)
                 if actions is not None:
                     return tier, actions
         return None, []

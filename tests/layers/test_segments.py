@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -372,13 +372,13 @@ def listen(mirror: Mirror, patch: pytest.MonkeyPatch) -> list[str]:
         calls.append("end sync")
 
     patch.setattr(mirror.index, "sync", sync)
-    drop = mirror.index.drop_replica
+    drop = mirror.index.drop_replicas
 
-    def dropping(ino: int) -> None:
-        drop(ino)
+    def dropping(inos: Sequence[int]) -> None:
+        drop(inos)
         calls.append("commit")
 
-    patch.setattr(mirror.index, "drop_replica", dropping)
+    patch.setattr(mirror.index, "drop_replicas", dropping)
     mirror.tier.faults.before("remove", lambda: calls.append("punch"))
     return calls
 

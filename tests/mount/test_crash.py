@@ -272,7 +272,7 @@ def check(area: Area, tmp_path: Path, crash: Crash, *, kept: bool = True) -> Non
 WORK = crashes(
     index__begin_copies=7,
     index__put_replica=10,
-    index__drop_replica=3,
+    index__drop_replicas=3,
     index__file_gone=2,
     index__mark_durable=1,
     index__sync=1,
@@ -304,7 +304,7 @@ SHARED_WORK = crashes(
     index__begin_segments=2,
     index__put_replica=4,
     index__put_replicas=5,
-    index__drop_replica=3,
+    index__drop_replicas=3,
     index__mark_durable=2,
     index__sync=4,
     index__segment_clean=1,
@@ -384,7 +384,7 @@ def test_killed_while_it_clears_up_after_a_crash(
     "crash",
     crashes(
         index__begin_boot=1,
-        index__drop_replica=2,
+        index__drop_replicas=2,
         index__file_gone=2,
         tier__discard=2,
         index__meta_put=2,
@@ -425,7 +425,7 @@ def test_killed_while_a_new_index_finds_what_is_there(
     ]
     + [
         (("segments.note", "after", 2), crash)
-        for crash in crashes(index__begin_boot=1, index__drop_replica=2, index__meta_put=2)
+        for crash in crashes(index__begin_boot=1, index__drop_replicas=2, index__meta_put=2)
     ],
     ids=str,
 )

@@ -272,18 +272,33 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(sizes=st.lists(SIZES, max_size=8), evicts=st.booleans())
     def wanted_together(self, sizes: list[int], evicts: bool) -> None:
-        """Those that have room as things are get it, in their order, up to one that has none."""
+        """Those that have room get it, in their order, up to one that has none; room is made once,
+        for all that lack it, and no more than they need."""
         files = [(self.next_ino + n, size) for n, size in enumerate(sizes)]
         self.next_ino += len(files)
-        places = self.placement.handle(WantedEach(files, evicts))
-        for (ino, size), place in zip(files, places, strict=False):
+        actions = self.placement.handle(WantedEach(files, evicts))
+        gone_bytes = [action.allocated_bytes for action in actions if isinstance(action, Evict)]
+        places: list[Place] = []
+        for (ino, size), place in zip(
+            files,
+            self.carry_out(actions, {EvictionReason.POLICY} if evicts else set()),
+            strict=False,
+        ):
             assert isinstance(place, Place)
             assert place == Place(ino, place.tier, reservation(size), True)
             assert place.tier not in self.lost
             self.copies[ino] = Copy(place.tier, place.reserved_bytes)
-        for tier in {place.tier for place in places if isinstance(place, Place)}:
+            places.append(place)
+        for tier in {place.tier for place in places}:
             self.check_admitted(tier)
-        if len(places) < len(files):
+        if gone_bytes:
+            assert len(places) == len(files)
+            (tier,) = {action.tier for action in actions if isinstance(action, Evict)}
+            ledger = self.placement._ledgers[tier]
+            elsewhere = sum(place.reserved_bytes for place in places if place.tier != tier)
+            room = ledger.room_bytes() - elsewhere
+            assert room < gone_bytes[-1] or ledger.room_inodes() <= len(places)
+        elif len(places) < len(files):
             need = reservation(files[len(places)][1])
             assert not any(ledger.takes(need) for _, ledger in self.placement._usable)
 
