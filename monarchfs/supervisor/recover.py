@@ -190,7 +190,12 @@ def registration_of(mount: Mount, known: Iterable[Registered]) -> Registered | N
     namespace = own_mount_namespace()
     # A dead daemon's registration may name a number that another connection got since.
     return max(
-        (one for one in known if is_about(one.entry, one.owner_uid, mount)),
+        (
+            one
+            for one in known
+            if is_about(one.entry, one.owner_uid, mount)
+            and (one.entry.source == mount.source or supervisor_lives(one))
+        ),
         key=lambda one: (one.entry.mount_namespace == namespace, one.entry.started_ns),
         default=None,
     )

@@ -559,16 +559,37 @@ def test_the_log_file(root_work: Area) -> None:
     assert "unmounted" in text
 
 
+def status_without_registration(work: Area) -> str:
+    done = work.run("status", "mnt", "--json")
+    assert done.returncode == 1
+    return str(json.loads(done.stdout)["state"])
+
+
 def test_a_mount_without_a_registration(root_work: Area) -> None:
     root_work.mount()
     found = registered(root_work)
     for suffix in (".sock", ".json"):
         os.unlink(found.stem + suffix)
-    done = root_work.run("status", "mnt", "--json")
-    assert done.returncode == 1
-    assert json.loads(done.stdout)["state"] == "unknown"
+    assert status_without_registration(root_work) == "unknown"
     umount(root_work)
     assert_unmounted(root_work)
+
+
+def test_a_dead_daemons_registration_is_not_that_of_a_mount_with_its_number(
+    root_work: Area,
+) -> None:
+    """The kernel gives a connection's number to the next mount, which may not be registered yet."""
+    root_work.mount()
+    found = registered(root_work)
+    told = json.loads(Path(found.stem + ".json").read_text())
+    dead = {**told, "source": "/of/another", "mountpoint": "/gone", "start_ticks": 1}
+    stale = Path("/run/monarchfs") / root_work.path.name
+    stale.with_suffix(".json").write_text(json.dumps(dead))
+    os.unlink(found.stem + ".json")
+    assert status_without_registration(root_work) == "unknown"
+    assert not stale.with_suffix(".json").exists()
+    Path(found.stem + ".json").write_text(json.dumps(told))
+    umount(root_work)
 
 
 def test_a_registration_without_a_mount_is_cleared(root_work: Area) -> None:
