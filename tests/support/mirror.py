@@ -374,8 +374,8 @@ class Mirror:
             assert {segment: data_bytes(tier, segment) for segment in there} == {
                 segment: in_segments[segment] for segment in there
             }
-            blocks = sum(occupied.values()) + in_segments.total()
-            assert self.placement.usage(tier.id)[0] == blocks, (occupied, tier.id)
+            blocks = sum(recorded.values()) + in_segments.total()
+            assert self.placement.usage(tier.id)[0] == blocks, (recorded, tier.id)
             totals = self.index.tier_totals().get(tier.id, TierTotals())
             assert totals == (
                 len(whole) + len(sharing) - found,
