@@ -207,7 +207,7 @@ class Cache(Groups):
         """A tier failed under a reader, who goes to the source: the replica is not used again."""
         if replica.bad:
             return  # that is known, and the tier is not to blame
-        self.readers.stop(replica.ino)
+        self.readers.invalidate(replica.ino)
         self._tiers.failed(self.tiers[replica.tier], "reading", exc, reading=True)
         # Others who read it may have said so already; what is recorded now may be a new one.
         if self._open.get(replica.ino) is replica:
@@ -250,7 +250,7 @@ class Cache(Groups):
         was."""
         if not self._books.evictable(ino):
             return False
-        if not self.readers.retire(ino) or not self.drop(ino, "evicted by hand", Cause.EVICTED):
+        if not self.readers.try_remove(ino) or not self.drop(ino, "evicted by hand", Cause.EVICTED):
             return False
         self._metrics.evictions_manual += 1
         return True

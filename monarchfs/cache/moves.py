@@ -112,7 +112,7 @@ class Moves(Records):
         self._handle(Moved(ino, allocated))
         node = self.index.node(ino)
         if node is None:
-            self.readers.stop(ino)
+            self.readers.invalidate(ino)
         else:
             self.readers.stored([(node, replica)])
         self._removals.start(ino, record)
@@ -139,7 +139,7 @@ class Moves(Records):
         replica = self._open.get(ino)
         if replica is not None:
             replica.bad = True
-        self.readers.stop(ino)
+        self.readers.invalidate(ino)
         self.drop(ino, "its replica was corrupt")
         self._forget_pages(ino)
 

@@ -1,6 +1,6 @@
-"""Who reads replicas apart from this process' Python: the threads of the C part, if there are any.
+"""What the cache needs of the threads of the C part, which open and read files without Python.
 
-They are told what they may read, and asked before it is taken away.
+The cache says what they may read, and asks before it takes that away.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from monarchfs.types import Node, Replica, SourceVersion
 
 
 class Readers(Protocol):
-    """No method has a checkpoint, or waits for anything but local files to be closed."""
+    """Those of a process. No method has a checkpoint; the only wait is for the closing of local
+    files."""
 
     @property
     def nonresident(self) -> NonresidentReads: ...
@@ -20,102 +21,67 @@ class Readers(Protocol):
     def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None:
         """The index has this complete replica of each node: a new one, or one at another place."""
 
-    def stop(self, ino: int) -> None:
-        """Its replica is not to be read any more, whoever has it open."""
+    def invalidate(self, ino: int) -> None:
+        """Its replica must not be read any more, whoever has it open."""
 
-    def retire(self, ino: int) -> bool:
-        """The same, unless it is open or being read: then False."""
+    def try_remove(self, ino: int) -> bool:
+        """``invalidate``, unless the file is open or being read: then False."""
 
     def reading(self, ino: int) -> bool:
-        """Whether a replica of it that was taken away, by ``stop`` or because another one was
-        ``stored``, is still being read: its bytes are to stay. Once this is False it stays so."""
+        """Whether a thread still reads a replica that was invalidated, or replaced by ``stored``:
+        its bytes must stay. Once this is False it stays so."""
 
-    def outdated(self, ino: int) -> None:
-        """Its version is not the source's any more: who has it open keeps it, nobody opens it."""
+    def expire(self, ino: int) -> None:
+        """The source has another version: open handles keep this one, and no open gets it."""
 
     def used(self, ino: int) -> bool:
         """Whether they know of a handle for it."""
 
     def serve(self, tier_id: int, dir_fd: int | None) -> None:
-        """What the tier holds in this directory may be read from now on; with None, nothing. The
-        descriptor is the caller's."""
+        """They may read what the tier has in this directory, which stays the caller's; with None,
+        nothing of the tier."""
 
     def catch_up(self) -> None:
-        """Say what was opened since the last time: ``Cache.accessed``."""
+        """Pass what they opened since the last call to ``Cache.accessed``."""
 
     def hold(self, ino: int, *, held: bool) -> bool:
-        """This process' Python reads the file from the source, or not any more: meanwhile nobody
-        else is to begin with that. Whether somebody else is reading the whole file from the source,
-        or has, and it will be known here in a moment."""
+        """Python begins (or ends) reading the file from the source: meanwhile no thread begins to.
+        Returns whether a thread is reading the whole file, or has, and Python will soon hear so."""
 
 
 class NonresidentReads:
-    """The same for files that are not resident (yet). An inode number is one version of one file;
-    descriptors are the caller's. No method has a checkpoint, or waits.
+    """Their reads of files that are not resident (yet). An inode number is one version of one file;
+    descriptors stay the caller's. No method has a checkpoint, or waits.
 
-    Here they do nothing: all of those reads come to Python."""
+    In this class the methods do nothing: all of those reads come to Python."""
 
     units: object = None
-    """How a ``Unit`` answers those who wait for its bytes."""
+    """How a ``Unit`` answers readers that wait for its bytes."""
 
     def source(self, ino: int, fd: int, version: SourceVersion) -> bool:
-        """What is missing of it may be read from the source, where it is not kept; whether it will
-        be. As long as the source has this version. The source is not asked now."""
+        """Threads may read from the source what is not kept of the file, as long as the source has
+        this version. Whether they will. The source is not asked now."""
         return False
 
     def no_source(self, ino: int) -> None:
-        """That ends. What is being read is answered."""
+        """Ends ``source``. Reads under way are still answered."""
 
     def fill(self, ino: int, size: int, chunk_bytes: int, states: bytes) -> bool:
-        """It is being copied, and somebody reads it; ``states`` as of ``ChunkMap``."""
+        """The file is being copied, and somebody reads it; ``states`` as of ``ChunkMap``."""
         return False
 
     def part(self, ino: int, fd: int) -> None:
-        """The part file, before the first chunk is present."""
+        """The part file; called before the first chunk is present."""
 
     def chunks(self, ino: int, first: int, last: int, state: bytes) -> None:
         """The chunks [first, last) are in that state now."""
 
     def ahead(self, ino: int, chunk: int | None) -> None:
-        """The next read that goes as far as this chunk is to be told of. None: none is."""
+        """Report the next read that reaches this chunk; None: report none."""
 
     def stop(self, ino: int) -> None:
-        """It is not to be read any more. What is being read is answered."""
+        """The file must not be read any more. Reads under way are still answered."""
 
     def used(self, ino: int) -> bool:
-        """Whether it was read since this was asked the last time."""
-        return False
-
-
-class NoReaders:
-    """Where all reads come to Python."""
-
-    def __init__(self) -> None:
-        self.nonresident = NonresidentReads()
-
-    def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None:
-        """As Readers."""
-
-    def stop(self, ino: int) -> None:
-        """As Readers."""
-
-    def retire(self, ino: int) -> bool:
-        return True
-
-    def reading(self, ino: int) -> bool:
-        return False
-
-    def outdated(self, ino: int) -> None:
-        """As Readers."""
-
-    def used(self, ino: int) -> bool:
-        return False
-
-    def serve(self, tier_id: int, dir_fd: int | None) -> None:
-        """As Readers."""
-
-    def catch_up(self) -> None:
-        """As Readers."""
-
-    def hold(self, ino: int, *, held: bool) -> bool:
+        """Whether the file was read since the last call."""
         return False

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import trio
 
 from monarchfs.cache.durable import Durability
-from monarchfs.cache.readers import NoReaders, Readers
+from monarchfs.cache.readers import Readers
 from monarchfs.cache.reasons import Cause, ReasonLog
 from monarchfs.cache.record_lookup import RecordLookup
 from monarchfs.cache.removals import Removals
@@ -93,13 +93,13 @@ class Records:
         metrics: Metrics,
         local: trio.CapacityLimiter,
         nursery: trio.Nursery,
+        readers: Readers,
         *,
         eviction: EvictionPolicy = EvictionPolicy.KEEP,
         reserve_percent: float = 10.0,
         partial_min_bytes: int = 64 << 20,
         shared_bytes: int = SMALL_BYTES,
         headroom: Callable[[], MemoryHeadroom] | None = None,
-        readers: Readers | None = None,
         behind: RunSync = run_sync,
         forget_pages: Callable[[int], None] = _forget_no_pages,
     ) -> None:
@@ -115,7 +115,7 @@ class Records:
         apart = behind is not run_sync
         self._local_behind = trio.CapacityLimiter(local.total_tokens) if apart else local
         self._writing = trio.CapacityLimiter(local.total_tokens)
-        self.readers: Readers = NoReaders() if readers is None else readers
+        self.readers = readers
         self.reasons = ReasonLog()
         self._noticed: Callable[[int], None] = self._mark_outdated
         self.room_appeared: Callable[[], None] = _nobody_waits
@@ -189,7 +189,7 @@ class Records:
         record = self.index.replica(ino)
         if record is None or ino in self._busy or not self._forget([(ino, record.tier)]):
             return False
-        self.readers.stop(ino)
+        self.readers.invalidate(ino)
         self.reasons.put(ino, cause, reason)
         if record.tier not in self.tiers:
             return True
@@ -245,7 +245,7 @@ class Records:
         going: list[tuple[Evict, Replica]] = []
         for action in actions:
             record = self.index.replica(action.ino)
-            if record is not None and self.readers.retire(action.ino):
+            if record is not None and self.readers.try_remove(action.ino):
                 going.append((action, record))
         if not self._forget([(action.ino, record.tier) for action, record in going]):
             going = []

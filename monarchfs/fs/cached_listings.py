@@ -1,31 +1,36 @@
-"""What the kernel may have of directory listings in its page cache. Pure.
+"""What the kernel may have of directories: listings in its page cache, and missing names. Pure.
 
-It keeps names and types there, not attributes. Those come along when it has to ask (readdirplus),
-which is cheaper than a look-up each: so a listing is to be shown again once they are worth it.
+A listing in the page cache has names and types, no attributes. Those come along when the kernel has
+to ask (readdirplus), which is cheaper than one look-up for each. So it is shown a listing again
+once that brings it attributes.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import NamedTuple
 
 MOST_KEPT = 100_000
-"""Directories of which is remembered what was shown; others are shown again."""
+"""Directories whose shown listing is remembered; those of others are shown again."""
 
 BARE_SECONDS = 10.0
-"""A listing is shown again after this long if there were names in it without attributes: somebody
-may have asked for them meanwhile."""
+"""A listing with names that lack attributes is shown again after this time: somebody may have asked
+for the attributes meanwhile."""
 
 LATE_NS = 1_000_000_000
-"""So long after a change a reader may still be putting names into the kernel's memory that it was
-given before."""
+"""For this long after a change, a reader may still put names into the kernel's memory that it was
+given before the change."""
+
+MISSING_NAMES_KEPT = 100
+"""Missing names that are remembered for one directory."""
 
 _NEVER_NS = 1 << 62
 
 
 class _Listing(NamedTuple):
-    """By the time when it was fetched; ``until_ns`` it need not be shown again; what was put into
-    the kernel's memory before ``settled_ns`` is not trusted."""
+    """``fetched_ns`` identifies the listing; before ``until_ns`` it need not be shown again; what
+    entered the kernel's memory before ``settled_ns`` is not trusted."""
 
     fetched_ns: int
     until_ns: int
@@ -33,20 +38,20 @@ class _Listing(NamedTuple):
 
 
 class CachedListings:
-    """Changing: the listings that the kernel was shown, by directory; from when on one that is not
-    known was shown by nobody who could be late."""
+    """Changing: the listings that the kernel was shown, by directory; ``_settled_ns``, the
+    ``settled_ns`` of those that are not remembered."""
 
     def __init__(self) -> None:
         self._shown: OrderedDict[int, _Listing] = OrderedDict()
         self._settled_ns = 0
 
     def take_over(self, now_ns: int) -> None:
-        """Until now another process showed what it knew."""
+        """Another process showed listings until now."""
         self._settled_ns = now_ns + LATE_NS
 
     def opened(self, ino: int, fetched_ns: int, now_ns: int) -> bool:
-        """A directory is opened whose listing is that of ``fetched_ns``: whether what the kernel
-        has of it may be used. Otherwise that is dropped, and the listing shown anew."""
+        """A directory is opened whose listing was fetched at ``fetched_ns``. Whether the kernel
+        may use what it has of it; otherwise the kernel drops that and is shown the listing."""
         settled_ns = self._settled_ns
         before = self._shown.get(ino)
         if before is not None:
@@ -64,7 +69,7 @@ class CachedListings:
         return False
 
     def until(self, ino: int, until_ns: int) -> None:
-        """Something of the listing is shown that is to be shown again after that time."""
+        """Part of the listing has to be shown again after that time."""
         before = self._shown.get(ino)
         if before is not None and until_ns < before.until_ns:
             self._shown[ino] = before._replace(until_ns=until_ns)
@@ -73,3 +78,37 @@ class CachedListings:
         """A name in it appeared, went, or stands for something else."""
         if ino in self._shown:
             self._shown[ino] = _Listing(0, 0, 0)
+
+
+class NegativeDentries:
+    """Names that the kernel may remember as missing although no listing covers them.
+
+    Changing: ``_names`` by directory (None: too many to remember); ``_anywhere``, whether
+    another process may have answered for any name."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, set[bytes] | None] = {}
+        self._anywhere = False
+
+    def take_over(self) -> None:
+        """Another process answered before."""
+        self._anywhere = True
+
+    def possible(self, ino: int) -> bool:
+        """Whether the directory may have any."""
+        return self._anywhere or ino in self._names
+
+    def unknown(self, ino: int) -> bool:
+        """Whether the directory may have some that are not remembered here."""
+        return self._anywhere or self._names.get(ino, ()) is None
+
+    def add(self, ino: int, name: bytes) -> None:
+        names = self._names.setdefault(ino, set())
+        if names is not None:
+            names.add(name)
+            if len(names) > MISSING_NAMES_KEPT:
+                self._names[ino] = None
+
+    def pop(self, ino: int) -> Collection[bytes]:
+        """Those that are remembered for the directory, which is forgotten here."""
+        return self._names.pop(ino, None) or ()

@@ -47,7 +47,7 @@ class Finder:
             ) from None
 
     async def _ask(self, parent: int, name: bytes) -> Node | None:
-        return await self._tree.find(parent, name, Lane.DEMAND)
+        return await self._tree.names.find(parent, name, Lane.DEMAND)
 
     async def _known(self, parent: int, name: bytes) -> Node | None:
         dirent = self._tree.index.dirent(parent, name)

@@ -22,19 +22,3 @@ class Kernel(Protocol):
     async def room(self) -> None:
         """Wait until not too much of that is still to be done. Never to be called by a request:
         the kernel may be waiting for its answer to do it."""
-
-
-class NoKernel:
-    """Where nobody remembers anything: the file system is not mounted."""
-
-    def invalidate_inode(self, ino: int, *, attributes_only: bool = False) -> None:
-        """As Kernel."""
-
-    async def forget_attributes(self, ino: int) -> None:
-        """As Kernel."""
-
-    def invalidate_entry(self, parent: int, name: bytes) -> None:
-        """As Kernel."""
-
-    async def room(self) -> None:
-        """As Kernel."""

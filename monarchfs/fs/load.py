@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import trio
 
-from monarchfs.fs.tree import LISTING_BATCH, Tree
+from monarchfs.fs.directories import LISTING_BATCH
+from monarchfs.fs.tree import Tree
 from monarchfs.snapshot.file import (
     Begin,
     Complete,
@@ -72,13 +73,14 @@ class LoadedListing:
             if known is not None:
                 now = index.dirent(ino, one.name)
                 if now is not None and now.ino != known.ino:
-                    self._tree.replaced(ino, one.name, known.ino)
+                    self._tree.recorder.replaced(ino, one.name, known.ino)
 
     async def complete(self) -> None:
         """There are no others."""
         if self._whole:
-            asked_ns = self._asked_ns
-            await self._tree.finish_listing(self._ino, self._sequence, *self._times, asked_ns)
+            await self._tree.directories.finish_listing(
+                self._ino, self._sequence, self._times, self._asked_ns
+            )
 
 
 class Load:

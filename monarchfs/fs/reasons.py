@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from monarchfs.cache.cache import Cache, TierRoom
 from monarchfs.cache.reasons import Cause, Reason
-from monarchfs.fs.files import Copies, Files
+from monarchfs.fs.copies import Copies
+from monarchfs.fs.residency import Residency
 from monarchfs.text.sizes import format_bytes, format_seconds
 from monarchfs.types import Node, Replica, ReplicaState
 
@@ -34,15 +35,15 @@ class Residence:
 class Reasons:
     """Constant: its parts."""
 
-    def __init__(self, files: Files, cache: Cache, copies: Copies) -> None:
-        self._files = files
+    def __init__(self, residency: Residency, cache: Cache, copies: Copies) -> None:
+        self._residency = residency
         self._cache = cache
         self._copies = copies
 
     def of(self, node: Node, *, exact: bool = False) -> Residence:
         """All that is known. ``exact``: also how many files go before it, which has to look at
         the whole queue."""
-        state, record = self._files.state(node.ino), self._cache.state(node.ino)
+        state, record = self._residency.state(node.ino), self._cache.state(node.ino)
         known = record is not None and record.tier in self._cache.tiers
         return Residence(
             state,
@@ -55,12 +56,12 @@ class Reasons:
         )
 
     def state(self, node: Node) -> str:
-        return self._files.state(node.ino)
+        return self._residency.state(node.ino)
 
     def cause(self, node: Node) -> str | None:
         """In two or three words, the same for all files of which the same is so; None where the
         file is resident."""
-        state = self._files.state(node.ino)
+        state = self._residency.state(node.ino)
         if state == "resident":
             return None if self._unreadable(node) is None else Cause.NO_TIER.value
         if state == "copying":
@@ -76,7 +77,7 @@ class Reasons:
 
     def sentence(self, node: Node, *, exact: bool = False) -> str | None:
         """Why the file is not resident; None where it is."""
-        ino, state = node.ino, self._files.state(node.ino)
+        ino, state = node.ino, self._residency.state(node.ino)
         if state == "resident":
             why = self._unreadable(node)
             return None if why is None else f"it is read from the source: {why}"

@@ -80,8 +80,8 @@ class _Run:
 
 
 class _Differences:
-    """What a listing has otherwise: as ``monarchfs.fs.tree.Differences``. ``scope`` is put off for
-    as long as the source goes on answering."""
+    """Counts what a listing has otherwise (``Differences``). ``scope`` is the time limit,
+    put off as long as the source goes on answering."""
 
     def __init__(self, tree: Tree, kernel: Kernel, ino: int, result: RefreshResult) -> None:
         self.scope = trio.CancelScope()
@@ -144,7 +144,7 @@ class Refresh:
         """Ask for each name of the path; None where something that was known is gone."""
         shown = os.fsdecode(b"/".join(path)) or "/"
         try:
-            await self._ask(self._tree.refresh_root, "/")
+            await self._ask(self._tree.attributes.refresh_root, "/")
             self._kernel.invalidate_inode(ROOT_INO, attributes_only=True)
             node = self._tree.index.node(ROOT_INO)
             for name in path:
@@ -189,7 +189,9 @@ class Refresh:
 
     async def _do(self, run: _Run, work: _Work) -> None:
         if work.after < 0:
-            if self._tree.index.listing(work.ino) or self._tree.may_be_denied(work.ino):
+            if self._tree.index.listing(work.ino) or self._tree.recorder.negative.possible(
+                work.ino
+            ):
                 await self._list(run, work.ino)
             run.work.append(_Work(work.ino, 0))
             return
@@ -206,7 +208,9 @@ class Refresh:
         differences = _Differences(self._tree, self._kernel, ino, run.result)
         run.result.checked += 1
         await self._ask(
-            lambda: self._tree.list_again(ino, Lane.BACKGROUND, LISTED_BATCH, differences),
+            lambda: self._tree.directories.list_again(
+                ino, Lane.BACKGROUND, LISTED_BATCH, differences
+            ),
             self._path(ino),
             differences.scope,
         )
@@ -219,7 +223,7 @@ class Refresh:
         before = [index.dirent(parent, name) for name in names]
         nodes = [None if dirent is None else index.node(dirent.ino) for dirent in before]
         answers = await self._ask(
-            lambda: self._tree.ask_each(parent, names, Lane.BACKGROUND), self._path(parent)
+            lambda: self._tree.names.ask_each(parent, names, Lane.BACKGROUND), self._path(parent)
         )
         result = run.result
         for name, dirent, known, answer in zip(names, before, nodes, answers, strict=True):

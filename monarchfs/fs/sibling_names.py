@@ -1,8 +1,8 @@
-"""Names beside one that was looked up, for those who answer look-ups without Python.
+"""Names that are published to those who answer look-ups without Python.
 
-A scan, a request to warm or an index from elsewhere may know a dataset before anybody looks up a
-name. To tell of all of it would push out what is needed. So each look-up of a name that is known
-here, and not there, brings some more of its directory.
+A scan, a request to warm or an index file may know a dataset before anybody looks up a name. To
+publish all of it would push out what is needed. So each look-up that Python answers publishes some
+more names of the same directory.
 """
 
 from __future__ import annotations
@@ -11,61 +11,57 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from monarchfs.types import Dirent, Node
+from monarchfs.fs.known import Entry, KnownMetadata
+from monarchfs.types import Node
 
-AT_ONCE = 16
-"""Names, for one that is looked up: a quarter of a millisecond at most."""
+BATCH = 16
+"""Names published for one look-up: a quarter of a millisecond at most."""
 
 FEW = 3
-"""So many are looked up before others are told."""
+"""Look-ups in a directory before other names of it are published."""
 
-REST_SECONDS = 10.0
-"""After its last name a directory begins again, after so long."""
+PAUSE_SECONDS = 10.0
+"""After its last name, a directory begins again after this time."""
 
 MOST_NAMES = 131_072
 """As in _names.c: of more, most would be pushed out before they are looked up."""
 
 DIRECTORIES_KEPT = 30_000
 
-Row = tuple[Dirent, Node | None]
-
 
 class SiblingNames:
-    """Constant: its parts. Changing: by directory, how many names were looked up, the cookie up to
-    which others were told, and before when (time.monotonic) nothing is.
+    """Constant: its parts. Changing: by directory, the number of look-ups, the cookie up to which
+    names were published, and the time (time.monotonic) before which none is.
 
-    ``count`` says how many nodes are known; ``rows`` (directory, after this cookie, at most so
-    many) gives entries; ``tell`` (directory, entry, its node, nanoseconds since 1970) tells of
-    one. Not only the thread of the event loop comes here (_handoff.c)."""
+    Not only the thread of the event loop calls ``looked_up`` (_handoff.c)."""
 
-    def __init__(
-        self,
-        count: Callable[[], int],
-        rows: Callable[[int, int, int], list[Row]],
-        tell: Callable[[int, Dirent, Node | None, int], None],
-    ) -> None:
-        self._count = count
-        self._rows = rows
-        self._tell = tell
+    def __init__(self, known: KnownMetadata, publish: Callable[[int, bytes, Entry], None]) -> None:
+        """``publish`` gets (directory, name, what it stands for)."""
+        self._known = known
+        self._publish = publish
         self._directories: OrderedDict[int, tuple[int, int, float]] = OrderedDict()
 
     @property
     def fits(self) -> bool:
-        """Whether all names that are known may be told of."""
-        return self._count() <= MOST_NAMES
+        """Whether all names that are known may be published."""
+        return self._known.index.count_nodes() <= MOST_NAMES
+
+    def publish(self, parent: int, name: bytes, node: Node | None, checked_ns: int) -> None:
+        """``name`` was asked for at ``checked_ns``; it is published if it may be believed."""
+        if (entry := self._known.entry(checked_ns, node, time.time_ns())) is not None:
+            self._publish(parent, name, entry)
 
     def looked_up(self, parent: int) -> None:
-        """A name there was known. No checkpoint."""
-        times, after, rests_until = self._directories.pop(parent, (0, 0, 0.0))
+        """Python answered a look-up there. No checkpoint."""
+        times, after, paused_until = self._directories.pop(parent, (0, 0, 0.0))
         times += 1
-        if times > FEW and time.monotonic() >= rests_until and self.fits:
-            now_ns = time.time_ns()
-            rows = self._rows(parent, after, AT_ONCE)
+        if times > FEW and time.monotonic() >= paused_until and self.fits:
+            rows = self._known.index.entries(parent, after, BATCH)
             for dirent, node in rows:
-                self._tell(parent, dirent, node, now_ns)
-            after = rows[-1][0].cookie if len(rows) == AT_ONCE else 0
+                self.publish(parent, dirent.name, node, dirent.checked_ns)
+            after = rows[-1][0].cookie if len(rows) == BATCH else 0
             if not after:
-                times, rests_until = 0, time.monotonic() + REST_SECONDS
-        self._directories[parent] = times, after, rests_until
+                times, paused_until = 0, time.monotonic() + PAUSE_SECONDS
+        self._directories[parent] = times, after, paused_until
         if len(self._directories) > DIRECTORIES_KEPT:
             self._directories.popitem(last=False)

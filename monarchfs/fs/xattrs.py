@@ -8,16 +8,17 @@ import os
 import stat as stat_module
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import trio
 
-from monarchfs.fs.files import Files
 from monarchfs.fs.reasons import Reasons
+from monarchfs.fs.residency import Residency
 from monarchfs.fs.statahead import Statahead
 from monarchfs.fs.tree import Tree
 from monarchfs.source.source import Source
-from monarchfs.types import Dirent, FileType, Lane, Node, SourceChanged
+from monarchfs.types import Dirent, FileType, Lane, Node
 
 PREFIX = b"user.monarchfs."
 STATE, TIER, REASON = PREFIX + b"state", PREFIX + b"tier", PREFIX + b"reason"
@@ -65,10 +66,19 @@ class Xattrs:
     """
 
     def __init__(
-        self, tree: Tree, files: Files, reasons: Reasons, source: Source, nursery: trio.Nursery
+        self,
+        tree: Tree,
+        residency: Residency,
+        reasons: Reasons,
+        source: Source,
+        nursery: trio.Nursery,
+        on_plain: Callable[[list[int]], None] = lambda inos: None,
     ) -> None:
+        """``on_plain`` is called with regular files on the source's own file system that have no
+        attribute of ``LISTED``: ``absent`` answers for them, for good."""
         self._tree = tree
-        self._files = files
+        self._index = tree.index
+        self._residency = residency
         self._reasons = reasons
         self._source = source
         self._access: OrderedDict[tuple[int, int, int], bool] = OrderedDict()
@@ -82,20 +92,18 @@ class Xattrs:
             self._lacks,
             self._ask_ahead,
         )
-        self.on_plain: Callable[[list[int]], None] = lambda inos: None
-        """Told of regular files on the source's own file system that have no attribute of
-        ``LISTED``: ``absent`` answers for them, for good."""
+        self._on_plain = on_plain
 
     def known(self, ino: int, name: bytes) -> bytes | None:
         """The value where it is known. Raises OSError where it is known that there is none."""
         if name.startswith(PREFIX) and (own := self._own(ino, name)) is not None:
             return own
-        node = self._tree.index.node(ino)
+        node = self._index.node(ino)
         if name.startswith(LISTED) and node is not None:
             code = self._known_absent(node, name)
             if code is not None:
                 raise OSError(code, os.strerror(code))
-        value = self._tree.index.xattr(ino, _key(node, name))
+        value = self._index.xattr(ino, _key(node, name))
         if isinstance(value, int):
             raise OSError(value, os.strerror(value))
         return value
@@ -115,18 +123,18 @@ class Xattrs:
         return self._absent.get(kind)
 
     def absent(self, name: bytes) -> int | None:
-        """What is answered where a file that ``on_plain`` was told of is asked for ``name``; None
-        where that is not known yet."""
+        """What is answered where a file that ``on_plain`` was got is asked for ``name``; None where
+        that is not known yet."""
         return self._errno(_Kind(0, FileType.REGULAR, name))
 
     def plain(self, ino: int) -> bool:
-        """Whether it is one of those that ``on_plain`` is told of."""
-        node = self._tree.index.node(ino)
+        """Whether it is one of those that ``on_plain`` gets."""
+        node = self._index.node(ino)
         names = None if node is None else self._known_list(node)
         return node is not None and names is not None and self._is_plain(node, names)
 
     def _note_list(self, node: Node, names: Names) -> bool:
-        """A list was read. Whether the file is one of those that ``on_plain`` is told of."""
+        """A list was read. Whether the file is one of those that ``on_plain`` gets."""
         self._labelled = self._labelled or LABEL in names
         return self._is_plain(node, names)
 
@@ -142,20 +150,20 @@ class Xattrs:
         """The names that the source's list has, where it is known and can be relied on."""
         if node.stat.device in self._unlisted:
             return None
-        value = self._tree.index.xattr(node.ino, _key(node, LIST))
+        value = self._index.xattr(node.ino, _key(node, LIST))
         if not isinstance(value, bytes):
             return None
         return value.split(b"\0") if value else []
 
     def _own(self, ino: int, name: bytes) -> bytes | None:
-        node = self._tree.index.node(ino)
+        node = self._index.node(ino)
         if node is None or node.stat is None or not node.stat.is_regular:
             return None
         value: str | None = None
         if name == STATE:
-            value = self._files.state(ino)
+            value = self._residency.state(ino)
         elif name == TIER:
-            value = self._files.tier(ino)
+            value = self._residency.tier(ino)
         elif name == REASON:
             value = self._reasons.sentence(node)
         if value is None:
@@ -168,11 +176,10 @@ class Xattrs:
         listed = name.startswith(LISTED) and await self._listed(ino)
         if listed and (known := self.known(ino, name)) is not None:
             return known
-        place = self._tree.place(ino)
+        place = self._tree.known.place(ino)
         try:
-            value = await self._source.getxattr(*place, name, Lane.DEMAND)
-        except SourceChanged as exc:
-            raise OSError(errno.ESTALE, "its directory was replaced") from exc
+            with self._estale_if_replaced(ino):
+                value = await self._source.getxattr(*place, name, Lane.DEMAND)
         except OSError as exc:
             if exc.errno in LASTING:
                 self._answered(ino, name, exc.errno)
@@ -182,7 +189,7 @@ class Xattrs:
 
     def _answered(self, ino: int, name: bytes, answer: bytes | int) -> None:
         """The source was asked for an attribute."""
-        node = self._tree.index.node(ino)
+        node = self._index.node(ino)
         if node is not None and name.startswith(LISTED):
             names = self._known_list(node)
             if isinstance(answer, bytes):
@@ -191,26 +198,28 @@ class Xattrs:
             elif answer == errno.EOPNOTSUPP or (names is not None and name not in names):
                 self._absent[_kind(node, name)] = answer
                 return
-        self._tree.index.put_xattr(ino, _key(node, name), answer)
+        self._index.put_xattr(ino, _key(node, name), answer)
 
     async def list(self, ino: int) -> Names:
         """The source's names. Ours are not among them: ``cp -a`` and ``rsync -X`` copy what is
         listed."""
-        node = self._tree.index.node(ino)
+        node = self._index.node(ino)
         key = _key(node, LIST)
-        value = self._tree.index.xattr(ino, key)
+        value = self._index.xattr(ino, key)
         if value is None:
-            place = self._tree.place(ino)
-            try:
-                names = await self._source.listxattr(*place, Lane.DEMAND)
-            except SourceChanged as exc:
-                raise OSError(errno.ESTALE, "its directory was replaced") from exc
+            with self._estale_if_replaced(ino):
+                names = await self._source.listxattr(*self._tree.known.place(ino), Lane.DEMAND)
             value = b"\0".join(names)
-            self._tree.index.put_xattr(ino, key, value)
+            self._index.put_xattr(ino, key, value)
             if node is not None and self._note_list(node, names):
-                self.on_plain([ino])
+                self._on_plain([ino])
         assert isinstance(value, bytes)
         return value.split(b"\0") if value else []
+
+    def _estale_if_replaced(self, ino: int) -> AbstractContextManager[None]:
+        node = self._index.node(ino)
+        parent = ino if node is None or node.stat.is_directory else node.parent
+        return self._tree.recorder.estale_if_replaced(parent)
 
     # -- the lists of many files
 
@@ -218,14 +227,14 @@ class Xattrs:
         """Whether the list is not known. Of what was never looked up nothing can be recorded."""
         if node is None or node.outdated or node.stat.device in self._unlisted:
             return False
-        return self._tree.index.xattr(node.ino, _key(node, LIST)) is None
+        return self._index.xattr(node.ino, _key(node, LIST)) is None
 
     async def _listed(self, ino: int) -> bool:
         """Have the list of names, and those of files that follow; whether there is one."""
-        node = self._tree.index.node(ino)
+        node = self._index.node(ino)
         if node is None or node.stat.device in self._unlisted:
             return False
-        dirent = self._tree.index.dirent(node.parent, node.name)
+        dirent = self._index.dirent(node.parent, node.name)
         if dirent is not None and dirent.ino == ino and self._lacks(dirent, node):
             await self._statahead.bring(node.parent, dirent)
         try:
@@ -243,7 +252,7 @@ class Xattrs:
     async def list_each(self, parent: int, names: Names, lane: Lane) -> None:
         """Have the lists of these files, as far as the source tells. Raises OSError if the
         directory cannot be used, and IndexWriteError."""
-        index = self._tree.index
+        index = self._index
         lacking = []
         for name in names:
             dirent = index.dirent(parent, name)
@@ -257,12 +266,10 @@ class Xattrs:
     ) -> tuple[int, int]:
         """Of the first of them, as many as ``seconds`` are enough for; how many those are, and how
         many lists there were."""
-        index = self._tree.index
-        directory = self._tree.place(parent)[0]
-        try:
+        index = self._index
+        directory = self._tree.known.directory(parent)
+        with self._tree.recorder.estale_if_replaced(parent):
             answers = await self._source.listxattr_each(directory, names, lane, seconds)
-        except SourceChanged as exc:
-            raise OSError(errno.ESTALE, "its directory was replaced") from exc
         rows: list[tuple[int, bytes, bytes]] = []
         plain: list[int] = []
         for name, answer in zip(names, answers, strict=False):
@@ -278,7 +285,7 @@ class Xattrs:
             if self._note_list(node, answer):
                 plain.append(node.ino)
         index.put_xattrs(rows)
-        self.on_plain(plain)
+        self._on_plain(plain)
         return len(answers), len(rows)
 
     # -- rights
@@ -289,7 +296,7 @@ class Xattrs:
         sockets, FIFOs, devices (fs/namei.c, sb_permission)."""
         if not mask & (os.R_OK | os.X_OK | os.W_OK):
             return True
-        node = self._tree.index.node(ino)
+        node = self._index.node(ino)
         if mask & os.W_OK and (node is None or stat_module.S_IFMT(node.stat.mode) in WRITTEN):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         if node is None or node.stat is None:
@@ -300,11 +307,10 @@ class Xattrs:
         """Raises OSError with the source's errno."""
         if (known := self.known_access(ino, mask)) is not None:
             return known
-        try:
-            allowed = await self._source.access(*self._tree.place(ino), mask, Lane.DEMAND)
-        except SourceChanged as exc:
-            raise OSError(errno.ESTALE, "its directory was replaced") from exc
-        node = self._tree.index.node(ino)
+        with self._estale_if_replaced(ino):
+            place = self._tree.known.place(ino)
+            allowed = await self._source.access(*place, mask, Lane.DEMAND)
+        node = self._index.node(ino)
         if node is not None and node.stat is not None:
             self._access[(ino, mask, node.stat.ctime_ns)] = allowed
             if len(self._access) > ACCESS_KEPT:

@@ -122,7 +122,7 @@ class Adapter(pyfuse3.Operations):
         self._current_node = current_node
         self.handles: Handles[FileHandle] = Handles(slots, passthrough)
         self.implicit = HandlelessReads(files)
-        self._refused = EstaleRetries(tree.asked_ns)
+        self._refused = EstaleRetries(tree.known.asked_ns)
         self._answered_soon = answered_soon
 
     def _answers(self, unique: int) -> None:
@@ -157,10 +157,10 @@ class Adapter(pyfuse3.Operations):
         self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext
     ) -> pyfuse3.EntryAttributes:
         started, took = now_ns(), self.took.lookup_local
-        found = self._tree.known_lookup(parent_inode, name)
+        found = self._tree.known.lookup(parent_inode, name)
         if found is None:
             took = self.took.lookup_source
-            found = await self._waiting(lambda: self._tree.lookup(parent_inode, name))
+            found = await self._waiting(lambda: self._tree.names.lookup(parent_inode, name))
         took.observe(now_ns() - started)
         if isinstance(found, Missing):
             return _negative(found.timeout)
@@ -182,9 +182,9 @@ class Adapter(pyfuse3.Operations):
     @answers
     @timed
     async def readlink(self, inode: InodeT, ctx: RequestContext) -> bytes:
-        target = self._tree.known_target(inode)
+        target = self._tree.known.target(inode)
         if target is None:
-            target = await self._waiting(lambda: self._tree.target(inode))
+            target = await self._waiting(lambda: self._tree.attributes.target(inode))
         return target
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
@@ -195,7 +195,7 @@ class Adapter(pyfuse3.Operations):
     @answers
     @timed
     async def opendir(self, inode: InodeT, ctx: RequestContext) -> int:
-        await self._waiting(lambda: self._tree.open_directory(inode))
+        await self._waiting(lambda: self._tree.directories.open(inode))
         return inode  # all that READDIR has to know, also of another worker
 
     @answers
@@ -274,7 +274,7 @@ class Adapter(pyfuse3.Operations):
         with self._reading(fh) as handle:
             data = handle.known_read(off, size)
             if data is None:
-                data = await self._waiting(lambda: handle.read(off, size, self._files))
+                data = await self._waiting(lambda: handle.read(off, size))
                 if not handle.local:
                     took = self.took.read_source
             if handle.served:  # its copy may be complete by now
@@ -311,7 +311,7 @@ class Adapter(pyfuse3.Operations):
     @answers
     @timed
     async def statfs(self, ctx: RequestContext) -> pyfuse3.StatvfsData:
-        result = await self._waiting(self._tree.statfs)
+        result = await self._waiting(self._tree.attributes.statfs)
         data = pyfuse3.StatvfsData()
         for field in STATFS_FIELDS:
             setattr(data, field, getattr(result, field))

@@ -85,13 +85,14 @@ class FastPath:
         self._current_request = current_request
         self._count_answer = handles.slots.count_answer
         self._passthrough = passthrough
-        self._tree = tree
+        self._known = tree.known
+        self._siblings = tree.siblings
+        self._directories = tree.directories
         self._files = files
         self._handles = handles
         self._relay = relay
         self._xattrs = xattrs
         self._took = metrics.requests
-        xattrs.on_plain = relay.plain
 
     def answer(self, opcode: int, node: int, body: bytes) -> bytes | int | None:
         """What follows the header of a successful answer, or an errno; None: not here; True: the C
@@ -101,7 +102,7 @@ class FastPath:
         match opcode:
             case Opcode.LOOKUP:
                 name = body[:-1]
-                found = self._tree.known_lookup(node, name)
+                found = self._known.lookup(node, name)
                 if found is None:
                     return None
                 self._took.lookup_local.observe(now_ns() - started)
@@ -110,7 +111,7 @@ class FastPath:
                     return _negative(found)
                 self._relay.known(node, name, found)
                 if not found.node.stat.is_directory:
-                    self._tree.beside.looked_up(node)
+                    self._siblings.looked_up(node)
                 return _entry(found)
             case Opcode.GETATTR:
                 known = self._files.known_attributes(node)
@@ -159,7 +160,7 @@ class FastPath:
             case Opcode.OPENDIR:
                 # An error of the source belongs here, and what may be kept changes: so this is not
                 # answered ENOSYS, which would be for all directories and for ever.
-                keep = self._tree.known_directory(node)
+                keep = self._directories.known_open(node)
                 if keep is None:
                     return None
                 self._took.opendir.observe(now_ns() - started)
@@ -203,7 +204,7 @@ class FastPath:
         parts: list[bytes] = []
         while True:
             limit = size // _LEAST_BYTES + 1
-            batch = self._tree.shown_entries(ino, after_cookie, limit)
+            batch = self._directories.shown_entries(ino, after_cookie, limit)
             for row in batch:
                 entry = _direntplus(*row)
                 size -= len(entry)

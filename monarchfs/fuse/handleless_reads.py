@@ -69,11 +69,15 @@ class HandlelessReads:
                 self._close(ino, held)
                 return
 
+    def _read_by_threads(self, ino: int) -> bool:
+        """Since the last call."""
+        return self._files.cache.readers.nonresident.used(ino)
+
     async def run(self) -> None:
         """Close what is not read any more, or by others, for ever."""
         while True:
             await trio.sleep(1)
             now = trio.current_time()
             for ino, held in list(self._held.items()):
-                if held.handle.served or (held.until < now and not self._files.read_elsewhere(ino)):
+                if held.handle.served or (held.until < now and not self._read_by_threads(ino)):
                     self._close(ino, held)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from types import ModuleType
 
-from monarchfs.fs.files import NonresidentReads
+from monarchfs.fs.copies import NonresidentReads
 from monarchfs.types import SourceVersion
 
 LONG_NS = 1_000_000_000

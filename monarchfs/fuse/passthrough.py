@@ -26,7 +26,8 @@ from typing import Protocol, TypeVar
 
 import trio
 
-from monarchfs.fs.files import FileHandle, Files, OpenReplica
+from monarchfs.fs.copies import OpenReplica
+from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fuse.backing import MOST_AT_ONCE, BackingIds, Offer, Question, Send
 from monarchfs.fuse.iomodes import CACHED, IoModes
 from monarchfs.metrics import Metrics
@@ -255,7 +256,7 @@ class Passthrough:
         if replica is not None:
             cache.share(replica)
             if not cache.gives(replica):  # dropped between the opens that waited for its id
-                self._files.renumber(ino)
+                self._files.invalidation.renumber(ino)
 
     def closed(self, ino: int) -> None:
         """An open was released, and its handle is about to be."""
@@ -395,7 +396,7 @@ class Passthrough:
         self.reclaim(ino)
         if ino in self._held:
             # New opens of this inode would have to read what is no replica any more.
-            self._files.renumber(ino)
+            self._files.invalidation.renumber(ino)
             return None
         idle = self._idle.pop(ino, None)
         return None if idle is None else self._backing.give_back([idle])

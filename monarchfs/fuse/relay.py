@@ -88,8 +88,6 @@ class Relay:
         self._files, self.misses = files, misses
         self._waiting, self._on_source_reads = waiting, on_source_reads
         self._opens_here = opens_here
-        files.opened_elsewhere = self._open_now
-        files.opens_are_known = not self.free_opens
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         count = MOST_OPEN_FILES if most < 0 else max(1, min(MOST_OPEN_FILES, most // 4))
         self._hooks.resident_start(count, os.geteuid(), lasting_ns, self.free_opens, tells)
@@ -126,7 +124,7 @@ class Relay:
         if tier is None or node.outdated:
             return False
         replica = (tier, record.name, record.checksum, record.size)
-        opens_until = files.opens_until(node)
+        opens_until = files.racy_opens.opens_until(node)
         if opens_too and opens_until <= 0:
             return False
         place = (record.segment, record.offset)
@@ -208,24 +206,24 @@ class Relay:
         for node, replica in replicas:
             # Whoever has it open was counted then.
             if files is None or not self._offer(
-                files, node, replica, files.is_open(node.ino), opens_too=False
+                files, node, replica, node.ino in files.opens, opens_too=False
             ):
-                self.stop(node.ino)
+                self.invalidate(node.ino)
         if self.misses is not None:
             self.misses.forget([node.ino for node, _replica in replicas])
 
-    def stop(self, ino: int) -> None:
+    def invalidate(self, ino: int) -> None:
         self._hooks.resident_stop(ino)
 
-    def retire(self, ino: int) -> bool:
-        retired: bool = self._hooks.resident_retire(ino)
-        return retired
+    def try_remove(self, ino: int) -> bool:
+        removed: bool = self._hooks.resident_retire(ino)
+        return removed
 
     def reading(self, ino: int) -> bool:
         reading: bool = self._hooks.resident_reading(ino)
         return reading
 
-    def outdated(self, ino: int) -> None:
+    def expire(self, ino: int) -> None:
         self._hooks.resident_expire(ino)
         if self.misses is not None:
             self.misses.forget([ino])
@@ -250,9 +248,7 @@ class Relay:
             return
         while inos := self._hooks.resident_opened():
             for ino in inos:
-                files.cache.accessed(ino)
-                if files.opened_locally is not None:
-                    files.opened_locally(ino)
+                files.opened_by_threads(ino)
 
     # -- tasks
 
@@ -277,7 +273,7 @@ class Relay:
             if count % WALK_BATCH == 0:
                 await trio.sleep(WALK_SECONDS)
 
-    def _open_now(self) -> Collection[int]:
+    def open_inodes(self) -> Collection[int]:
         return [ino for _number, ino, _unique, _backing_id in self._hooks.table_list()]
 
     def count(self) -> None:

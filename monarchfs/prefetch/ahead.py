@@ -53,7 +53,7 @@ longer in vain, the less."""
 
 
 Listed = tuple[Dirent, Node | None, float, float]
-"""See ``MirrorTree.entries``."""
+"""See ``Lister.entries``."""
 
 
 class Allowance:
@@ -197,8 +197,8 @@ class Ahead:
     ) -> bool:
         """With a batch of a directory, until ``take`` says no. True."""
         try:
-            await self._tree.open_directory(directory, Lane.BACKGROUND)
-            batch = self._tree.entries(directory, cookie, BATCH)
+            await self._tree.directories.open(directory, Lane.BACKGROUND)
+            batch = self._tree.directories.entries(directory, cookie, BATCH)
             nodes = await self._find(directory, batch)
         except (OSError, IndexWriteError) as exc:
             # Who opens something there is told by the source.
@@ -223,8 +223,8 @@ class Ahead:
         ]
         found: list[Node | None] = []
         if unknown:
-            find_each = self._tree.find_each
-            found = await find_each(directory, unknown, Lane.BACKGROUND, tells=True)
+            find_each = self._tree.names.find_each
+            found = await find_each(directory, unknown, Lane.BACKGROUND, publish=True)
         self.names += len(unknown)
         nodes = dict(zip(unknown, found, strict=True))
         return [node or nodes.get(entry.name) for entry, node, *_ in batch]

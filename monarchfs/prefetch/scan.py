@@ -29,20 +29,34 @@ _LONGEST_PATH = 4096  # PATH_MAX of limits.h
 _LONGEST_LINE = 2 * _LONGEST_PATH  # with that of the root before it
 
 
-class MirrorTree(Protocol):
-    """The part of ``monarchfs.fs.tree.Tree`` that is used here."""
+class NameFinder(Protocol):
+    """The part of ``monarchfs.fs.names.Names`` that is used here."""
 
-    async def open_directory(self, ino: int, lane: Lane) -> None: ...
+    async def find(self, parent: int, name: bytes, lane: Lane) -> Node | None: ...
+
+    async def find_each(
+        self, parent: int, names: list[bytes], lane: Lane, *, publish: bool = False
+    ) -> list[Node | None]: ...
+
+
+class Lister(Protocol):
+    """The part of ``monarchfs.fs.directories.Directories`` that is used here."""
+
+    async def open(self, ino: int, lane: Lane) -> None: ...
 
     def entries(
         self, ino: int, after_cookie: int, limit: int
     ) -> list[tuple[Dirent, Node | None, float, float]]: ...
 
-    async def find(self, parent: int, name: bytes, lane: Lane) -> Node | None: ...
 
-    async def find_each(
-        self, parent: int, names: list[bytes], lane: Lane, *, tells: bool = False
-    ) -> list[Node | None]: ...
+class MirrorTree(Protocol):
+    """The part of ``monarchfs.fs.tree.Tree`` that is used here."""
+
+    @property
+    def names(self) -> NameFinder: ...
+
+    @property
+    def directories(self) -> Lister: ...
 
 
 def read_list(path: str, roots: Sequence[bytes]) -> list[bytes]:
@@ -104,7 +118,7 @@ class Scan:
                 directories.rotate(-self._random.randrange(len(directories)))
             ino = directories.popleft()
             try:
-                await self._tree.open_directory(ino, Lane.BACKGROUND)
+                await self._tree.directories.open(ino, Lane.BACKGROUND)
             except (OSError, IndexWriteError) as exc:
                 self._skip(f"directory inode {ino}", exc)
                 continue
@@ -137,7 +151,7 @@ class Scan:
         for name in path.split(b"/"):
             if name in (b"", b"."):
                 continue
-            node = await self._tree.find(ino, name, Lane.BACKGROUND)
+            node = await self._tree.names.find(ino, name, Lane.BACKGROUND)
             if node is None:
                 return None
             ino = node.ino
@@ -146,13 +160,13 @@ class Scan:
     async def _scan_directory(self, ino: int) -> list[int]:
         directories: list[int] = []
         cookie = 0
-        while batch := self._tree.entries(ino, cookie, BATCH):
+        while batch := self._tree.directories.entries(ino, cookie, BATCH):
             cookie = batch[-1][0].cookie
             await self._copier.queue_below(QUEUE_LIMIT)
             names = [dirent.name for dirent, *_rest in batch if dirent.type in WANTED]
             names = [name for name in names if name not in (b".", b"..")]
             try:
-                nodes = await self._tree.find_each(ino, names, Lane.BACKGROUND)
+                nodes = await self._tree.names.find_each(ino, names, Lane.BACKGROUND)
             except (OSError, IndexWriteError) as exc:
                 self._skip(f"directory inode {ino}", exc)
                 break

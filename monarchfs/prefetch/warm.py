@@ -188,19 +188,19 @@ class Warm:
                 self._tell()
 
     async def _directory(self, ino: int) -> None:
-        await self._tree.open_directory(ino, Lane.BACKGROUND)
+        await self._tree.directories.open(ino, Lane.BACKGROUND)
         self.counts.directories += 1
         cookie = 0
         while True:
             await self._room()
-            batch = self._tree.entries(ino, cookie, BATCH)
+            batch = self._tree.directories.entries(ino, cookie, BATCH)
             if not batch:
                 return
             cookie = batch[-1][0].cookie
             # Links, too: whoever opens what they lead to has to read them.
             there = {entry.name: node for entry, node, *_ in batch if entry.name not in SELF}
             unknown = [name for name, node in there.items() if node is None]
-            found = await self._tree.find_each(ino, unknown, Lane.BACKGROUND)
+            found = await self._tree.names.find_each(ino, unknown, Lane.BACKGROUND)
             there.update(zip(unknown, found, strict=True))
             if self.what is What.METADATA:
                 await self._xattrs.list_each(ino, list(there), Lane.BACKGROUND)
@@ -218,7 +218,7 @@ class Warm:
     async def _ask_again(self, parent: int, name: bytes) -> Node | None:
         """Of a name of which many at once did not say whether it is gone, or why it fails."""
         try:
-            return await self._tree.find(parent, name, Lane.BACKGROUND)
+            return await self._tree.names.find(parent, name, Lane.BACKGROUND)
         except (OSError, IndexWriteError) as exc:
             self._fail(self._path(parent, name), exc)
             return None

@@ -17,6 +17,7 @@ from monarchfs.fs.files import Files
 from monarchfs.fs.find import Finder
 from monarchfs.fs.freshness import NS, Freshness
 from monarchfs.fs.load import Load
+from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.refresh import Refresh
 from monarchfs.fs.tree import Tree
@@ -30,10 +31,12 @@ from monarchfs.fuse.notify import Notifier
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
 from monarchfs.metrics import Metrics
+from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.scan import Scan
+from monarchfs.prefetch.touch import Touch
 from monarchfs.prefetch.warm import Warming
 from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
@@ -116,9 +119,9 @@ class Parts:
             self.metrics,
             trio.CapacityLimiter(config.local_threads),
             nursery,
+            self.relay,
             eviction=config.evict,
             reserve_percent=config.reserve_percent,
-            readers=self.relay,
             behind=quietly,
             forget_pages=self.kernel.invalidate_inode,
         )
@@ -142,15 +145,33 @@ class Parts:
             self.metrics,
             nursery,
             deadline=config.source_deadline_seconds,
-            on_brought=self.relay.known,
+            publish=self.relay.known,
             on_moved=self._directory_moved,
         )
         self.index.on_name = fuse_session.hooks.names_forget
         self.index.on_node = fuse_session.hooks.names_forget_ino
-        self.files = Files(self.tree, self.cache, self.copier, self.metrics, self.kernel)
-        self.reasons = Reasons(self.files, self.cache, self.copier)
+        opens = OpenCounts(self.relay.used, self.relay.open_inodes, known=not self.relay.free_opens)
+        self.ahead: Ahead | None = None
+        if config.prefetch is PrefetchMode.AUTO and config.tiers:
+            self.ahead = Ahead(self.tree, self.cache, self.copier, self.relay.seen)
+        self.touch: Touch | None = None
+        if config.touch_source_seconds:
+            self.touch = Touch(
+                *(self.source, self.cache, self.metrics, self.tree.known.place),
+                opens.inodes,
+                config.touch_source_seconds,
+            )
+        self.files = Files(
+            *(self.tree, self.cache, self.copier, self.metrics, self.kernel, opens),
+            on_open=_ignore if self.ahead is None else self.ahead.opened,
+            on_local_open=_ignore if self.touch is None else self.touch.opened,
+        )
+        self.reasons = Reasons(self.files.residency, self.cache, self.copier)
         finder = Finder(self.tree, [os.fsencode(config.mountpoint), os.fsencode(config.source)])
-        self.xattrs = Xattrs(self.tree, self.files, self.reasons, self.source, nursery)
+        self.xattrs = Xattrs(
+            *(self.tree, self.files.residency, self.reasons, self.source, nursery),
+            on_plain=self.relay.plain,
+        )
         self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier, nursery)
         self.commands = Commands(
             self.tree,
@@ -186,7 +207,7 @@ class Parts:
             self.copier,
             self.metrics,
             nursery,
-            self.files.opened_by_others,
+            self.files.opened_in_source,
         )
         if relays:
             self.misses.start(
@@ -208,7 +229,7 @@ class Parts:
         self.passthrough = Passthrough(
             self.files, channel.send_now, self.metrics, self.relay, counts=self.kernel_reads
         )
-        self.cache.bind(self.files.noticed, self.passthrough)
+        self.cache.bind(self.files.invalidation.noticed, self.passthrough)
         self.adapter = Adapter(
             self.tree,
             self.files,
@@ -264,6 +285,10 @@ class Parts:
         self.relay.count()
         self.arrivals.look()
         self._kept.save()
+
+
+def _ignore(*_what: object) -> None:
+    """Where nobody has to know what is opened."""
 
 
 def _exporter(parts: Parts, descriptor: int | None) -> Exporter | None:

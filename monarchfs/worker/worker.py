@@ -14,10 +14,8 @@ import trio
 from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs.config.model import PrefetchMode
 from monarchfs.fs.freshness import NS
-from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import read_list
-from monarchfs.prefetch.touch import Touch
 from monarchfs.system.logs import FewOfEach
 from monarchfs.system.threads import run_sync
 from monarchfs.types import ROOT_INO
@@ -59,13 +57,13 @@ class Worker(Parts):
         self.cache.load(boot_id(), self._take_over_files)
         # An earlier worker of this mount has asked; the source may hang by now.
         if not self.restarts or self.index.node(ROOT_INO) is None:
-            await self.tree.load_root()
+            await self.tree.attributes.load_root()
 
     def _take_over(self) -> None:
         """What an earlier worker knew and no record tells is taken to be so."""
         self._interrupted = self.index.under_way()
-        self.tree.take_over(self.slots.moved_ns)
-        self.files.take_over(self._mount_ns, time.time_ns())
+        self.tree.recorder.take_over(self.slots.moved_ns)
+        self.files.racy_opens.take_over(self._mount_ns, time.time_ns())
 
     def _take_over_files(self) -> None:
         if handles := self.adapter.take_over():
@@ -133,8 +131,8 @@ class Worker(Parts):
             self._nursery.start_soon(self._exporter.run)
         if config.scrub_bytes_per_second:
             self._nursery.start_soon(self.cache.scrub, config.scrub_bytes_per_second)
-        if config.touch_source_seconds:
-            self._nursery.start_soon(self._touch().run)
+        if self.touch is not None:
+            self._nursery.start_soon(self.touch.run)
         if not self.restarts:
             self.warming.forget()
         elif config.tiers:
@@ -146,10 +144,8 @@ class Worker(Parts):
             # Before the scan, which then finds what it looks for.
             trusted = config.allow_other  # the kernel goes by the modes in it then
             await self.load.run(config.index_file, self._root_ino, trusted=trusted)
-        if config.prefetch is PrefetchMode.AUTO and config.tiers:
-            ahead = Ahead(self.tree, self.cache, self.copier, self.relay.seen)
-            self.files.counted = ahead.opened
-            self._nursery.start_soon(ahead.run)
+        if self.ahead is not None:
+            self._nursery.start_soon(self.ahead.run)
         elif config.prefetch is PrefetchMode.ALL:
             self._nursery.start_soon(self.scan.everything)
         elif config.prefetch is PrefetchMode.FILE and config.prefetch_list is not None:
@@ -160,18 +156,6 @@ class Worker(Parts):
                 log.warning("nothing is prefetched: %s: %s", config.prefetch_list, error.strerror)
                 return
             self._nursery.start_soon(self.scan.listed, paths)
-
-    def _touch(self) -> Touch:
-        touch = Touch(
-            self.source,
-            self.cache,
-            self.metrics,
-            self.tree.place,
-            self.files.open_now,
-            self.config.touch_source_seconds,
-        )
-        self.files.opened_locally = touch.opened
-        return touch
 
     async def close(self) -> None:
         """Keep what was copied, within a bounded time."""

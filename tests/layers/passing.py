@@ -14,7 +14,6 @@ import pytest
 import trio
 
 from monarchfs.fuse.session import hooks  # isort: skip  # before pyfuse3
-from monarchfs.cache.readers import NoReaders
 from monarchfs.config import Config, TierSpec, User
 from monarchfs.fuse.adapter import Adapter
 from monarchfs.fuse.handle_table import HandleTable, make_table
@@ -25,6 +24,7 @@ from monarchfs.supervisor import backing
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.messages import Back, Unback, parse
 from monarchfs.types import TierSize
+from tests.layers.no_readers import NoReaders
 from tests.support.mirror import Mirror
 
 
@@ -138,7 +138,7 @@ class Threads(NoReaders):
     def used(self, ino: int) -> bool:
         return any(slot.ino == ino for slot in self.slots)
 
-    def retire(self, ino: int) -> bool:
+    def try_remove(self, ino: int) -> bool:
         return not self.used(ino)
 
 
@@ -189,7 +189,7 @@ class Passing:
             self.threads,
             counts=True,
         )
-        mirror.cache.bind(mirror.files.noticed, self.passthrough)
+        mirror.cache.bind(mirror.files.invalidation.noticed, self.passthrough)
         self.slots = HandleTable(self.table, hooks)
         self.threads.begin(self.slots)
         self.adapter = Adapter(

@@ -34,7 +34,7 @@ async def copying_ahead(
     mirror: Mirror, seen: Callable[[int], bool] = lambda _ino: False
 ) -> AsyncIterator[Ahead]:
     found = Ahead(mirror.tree, mirror.cache, mirror.copier, seen)
-    mirror.files.counted = found.opened
+    mirror.files._on_open = found.opened
     mirror.start_copying()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(found.run)
@@ -125,7 +125,7 @@ async def test_names_are_looked_up_also_where_there_is_no_room(area: Area) -> No
         directory = await mirror.ino("train")
 
         def all_known() -> bool:
-            known = mirror.tree.known_lookup
+            known = mirror.tree.known.lookup
             return all(known(directory, os.path.basename(name).encode()) for name in names)
 
         await until(all_known, "the others to be looked up")

@@ -67,11 +67,11 @@ def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def show(mirror: Mirror, ino: int = ROOT_INO) -> bool | None:
     """Open and list a directory, as the adapter does; whether the kernel had it."""
-    has = mirror.tree.known_directory(ino)
+    has = mirror.tree.directories.known_open(ino)
     if has is None:
-        await mirror.tree.open_directory(ino)
+        await mirror.tree.directories.open(ino)
     if not has:
-        assert mirror.tree.shown_entries(ino, 0, 100)
+        assert mirror.tree.directories.shown_entries(ino, 0, 100)
     return has
 
 
@@ -125,7 +125,9 @@ async def test_ttl_asks_when_it_is_over_and_shows_what_changed(files: Area, hour
         hours.pass_by(61)
         assert await show(mirror) is None
         assert await show(mirror) is False
-        assert b"new" in {row[0].name for row in mirror.tree.shown_entries(ROOT_INO, 0, 100)}
+        assert b"new" in {
+            row[0].name for row in mirror.tree.directories.shown_entries(ROOT_INO, 0, 100)
+        }
 
 
 async def test_open_is_never_shown_from_memory(files: Area) -> None:
@@ -146,9 +148,9 @@ async def test_a_question_that_finds_a_change(files: Area, hours: Hours, change:
             (files.source / name).unlink()
         else:
             files.write(name, b"other")
-        await mirror.tree.ask_each(ROOT_INO, [b"d"], Lane.DEMAND)
+        await mirror.tree.names.ask_each(ROOT_INO, [b"d"], Lane.DEMAND)
         assert await show(mirror) is True
-        await mirror.tree.ask_each(ROOT_INO, [name.encode()], Lane.DEMAND)
+        await mirror.tree.names.ask_each(ROOT_INO, [name.encode()], Lane.DEMAND)
         assert [await show(mirror) for _ in range(2)] == [False, False]
         hours.pass_by(LATE_NS / 1e9)
         assert [await show(mirror) for _ in range(2)] == [False, True]

@@ -23,13 +23,13 @@ async def test_another_version_is_another_number_and_the_old_one_is_stale(
         hours.pass_by(61)
         new = (await entry(mirror, ROOT_INO, b"a")).node
         assert new.ino != old.ino
-        for ask in (mirror.tree.revalidated, mirror.files.open):
+        for ask in (mirror.tree.attributes.revalidated, mirror.files.open):
             with pytest.raises(OSError, match="another version") as raised:
                 await ask(old.ino)
             assert raised.value.errno == errno.ESTALE
         assert mirror.files.known_open(old.ino) is None
         # Who has it open may go on asking about it.
-        kept = await mirror.tree.attributes(old.ino)
+        kept = await mirror.tree.attributes.get(old.ino)
         assert (kept.node.stat, kept.attr_timeout) == (old.stat, 0.0)
 
 
@@ -41,7 +41,7 @@ async def test_an_open_that_finds_out(files: Area, hours: Hours) -> None:
         with pytest.raises(OSError, match="another version") as raised:
             await mirror.files.open(node.ino)
         assert raised.value.errno == errno.ESTALE
-        assert isinstance(await mirror.tree.lookup(ROOT_INO, b"a"), Missing)
+        assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"a"), Missing)
 
 
 async def test_hard_links_share_a_number(files: Area) -> None:
@@ -54,7 +54,7 @@ async def test_hard_links_share_a_number(files: Area) -> None:
         assert second.stat.nlink == 2
         assert await mirror.read_file("d/link") == content(10)
         await mirror.idle()
-        assert mirror.files.state(first.ino) == "resident"
+        assert mirror.residency.state(first.ino) == "resident"
         before = len(mirror.posix.reads)
         assert await mirror.read_file("a") == content(10)
         assert len(mirror.posix.reads) == before
@@ -75,12 +75,12 @@ async def test_a_directory_that_was_swapped(files: Area) -> None:
         assert new_b.node.ino != old_b.node.ino
         mirror.source.forget(b"")
         with pytest.raises(OSError, match="replaced") as raised:
-            await mirror.tree.lookup(old.node.ino, b"b")
+            await mirror.tree.names.lookup(old.node.ino, b"b")
         assert raised.value.errno == errno.ESTALE
         with pytest.raises(OSError, match="replaced"):
-            await mirror.tree.open_directory(old.node.ino)
+            await mirror.tree.directories.open(old.node.ino)
         with pytest.raises(OSError, match="replaced"):
-            await mirror.tree.find_each(old.node.ino, [b"b", b"x"], Lane.BACKGROUND)
+            await mirror.tree.names.find_each(old.node.ino, [b"b", b"x"], Lane.BACKGROUND)
         assert set(await names(mirror, new.node.ino)) == {b"b"}
         # Where it was moved to, it is the same one.
         assert (await entry(mirror, ROOT_INO, b"away")).node.ino == old.node.ino
@@ -96,7 +96,7 @@ async def test_below_a_directory_that_was_swapped_immutable_asks_anew(files: Are
         files.write("d/e/f", b"of the new one")
         mirror.source.forget(b"")
         with pytest.raises(OSError, match="replaced") as raised:
-            await mirror.tree.lookup(e.ino, b"f")
+            await mirror.tree.names.lookup(e.ino, b"f")
         assert raised.value.errno == errno.ESTALE
         # The kernel then walks the path again, from the top.
         assert (await mirror.node("d/e/f")).stat.size == 14
@@ -140,13 +140,13 @@ async def test_links_are_answered_from_what_is_known(files: Area) -> None:
     (files.source / "link").symlink_to("d/b")
     async with files.mount(mode=OPEN) as mirror:
         node = await mirror.node("link")
-        assert mirror.tree.known_target(node.ino) == b"d/b"
-        assert await mirror.tree.target(node.ino) == b"d/b"
+        assert mirror.tree.known.target(node.ino) == b"d/b"
+        assert await mirror.tree.attributes.target(node.ino) == b"d/b"
         (files.source / "link").unlink()
         (files.source / "link").symlink_to("elsewhere")
         again = await mirror.node("link")
         assert again.ino != node.ino
-        assert await mirror.tree.target(again.ino) == b"elsewhere"
+        assert await mirror.tree.attributes.target(again.ino) == b"elsewhere"
         with pytest.raises(OSError, match="not a regular file"):
             await mirror.files.open(again.ino)
 
@@ -154,11 +154,11 @@ async def test_links_are_answered_from_what_is_known(files: Area) -> None:
 async def test_an_unknown_number_is_stale(files: Area) -> None:
     async with files.mount() as mirror:
         for ask in (
-            mirror.tree.attributes,
-            mirror.tree.revalidated,
-            mirror.tree.open_directory,
+            mirror.tree.attributes.get,
+            mirror.tree.attributes.revalidated,
+            mirror.tree.directories.open,
             mirror.files.open,
-            mirror.tree.target,
+            mirror.tree.attributes.target,
         ):
             with pytest.raises(OSError, match=r".") as raised:
                 await ask(12345)
@@ -199,12 +199,12 @@ async def test_a_reader_of_a_directory_goes_on_across_a_change(files: Area) -> N
     async with files.mount(mode=OPEN) as mirror:
         d = (await entry(mirror, ROOT_INO, b"d")).node.ino
         everything = await names(mirror, d)
-        half = mirror.tree.entries(d, 0, 6)
+        half = mirror.tree.directories.entries(d, 0, 6)
         seen = {dirent.name for dirent, *_ in half} - {b".", b".."}
         gone = next(iter(seen))
         (files.source / "d" / os.fsdecode(gone)).unlink()
         await names(mirror, d)
-        rest = mirror.tree.entries(d, half[-1][0].cookie, 100)
+        rest = mirror.tree.directories.entries(d, half[-1][0].cookie, 100)
         names_of_rest = {dirent.name for dirent, *_ in rest}
         assert seen | names_of_rest == set(everything)
         assert not seen & names_of_rest
@@ -214,14 +214,14 @@ async def test_listing_asks_for_no_attributes(files: Area) -> None:
     async with files.mount() as mirror:
         d = (await entry(mirror, ROOT_INO, b"d")).node.ino
         asked(mirror)
-        await mirror.tree.open_directory(d)
+        await mirror.tree.directories.open(d)
         assert asked(mirror) == 1, "of the directory itself"
-        entries = {e[0].name: e for e in mirror.tree.entries(d, 2, 100)}
+        entries = {e[0].name: e for e in mirror.tree.directories.entries(d, 2, 100)}
         assert {e[1] for e in entries.values()} == {None}
         assert {e[0].type for e in entries.values()} == {FileType.REGULAR}
         b = await entry(mirror, d, b"b")
         assert b.node.ino == entries[b"b"][0].ino
-        listed = {e[0].name: e for e in mirror.tree.entries(d, 2, 100)}
+        listed = {e[0].name: e for e in mirror.tree.directories.entries(d, 2, 100)}
         assert listed[b"b"][1] == b.node
         assert listed[b"b"][2:] == (FOREVER_SECONDS, FOREVER_SECONDS)
         assert listed[b"c"][1] is None
@@ -230,9 +230,9 @@ async def test_listing_asks_for_no_attributes(files: Area) -> None:
 async def test_dots(files: Area) -> None:
     async with files.mount() as mirror:
         d = (await entry(mirror, ROOT_INO, b"d")).node.ino
-        await mirror.tree.open_directory(d)
-        dot, dots = mirror.tree.entries(d, 0, 0)
+        await mirror.tree.directories.open(d)
+        dot, dots = mirror.tree.directories.entries(d, 0, 0)
         assert (dot[0].name, dot[0].ino, dots[0].name, dots[0].ino) == (b".", d, b"..", ROOT_INO)
-        root = mirror.tree.entries(ROOT_INO, 0, 0)
+        root = mirror.tree.directories.entries(ROOT_INO, 0, 0)
         assert [e[0].ino for e in root] == [ROOT_INO, ROOT_INO]
-        assert mirror.tree.entries(d, 1, 0)[0][0].name == b".."
+        assert mirror.tree.directories.entries(d, 1, 0)[0][0].name == b".."

@@ -54,7 +54,7 @@ async def test_room_is_given_in_the_order_of_the_queue(area: Area) -> None:
             await mirror.want(f"f{number}")
         mirror.start_copying()
         await mirror.settled()
-        states = [mirror.files.state(await mirror.ino(f"f{number}")) for number in range(8)]
+        states = [mirror.residency.state(await mirror.ino(f"f{number}")) for number in range(8)]
         assert states == ["resident"] * 4 + ["remote"] * 4
 
 
@@ -67,7 +67,7 @@ async def test_an_opened_file_does_not_wait_for_a_large_one_that_was_scanned(are
         await gate.arrived()
         handle = await mirror.open("opened")
         gate.open()
-        await until(lambda: mirror.files.state(handle.ino) == "resident", "the opened file")
+        await until(lambda: mirror.residency.state(handle.ino) == "resident", "the opened file")
         handle.release()
         await mirror.settled()
         reads = mirror.posix.reads
@@ -258,7 +258,7 @@ async def test_what_fails_is_tried_again_after_a_while(
         assert mirror.posix.faults.calls["read"] == 2, "the second time it waits longer"
         await let_pass(mirror, clock, retries.RETRY_SECONDS[1])
         await mirror.settled()
-        assert mirror.files.state(await mirror.ino(name)) == "resident"
+        assert mirror.residency.state(await mirror.ino(name)) == "resident"
         assert mirror.metrics.copies_failed == 0
         assert mirror.bytes_read(name) == size
 
@@ -314,7 +314,7 @@ async def test_the_scan_wants_every_regular_file_and_nothing_else(area: Area) ->
         assert scan.failed == 0
         assert not scan.running
         for name in wanted:
-            assert mirror.files.state(await mirror.ino(name)) == "resident", name
+            assert mirror.residency.state(await mirror.ino(name)) == "resident", name
         assert mirror.metrics.copies_completed == len(wanted)
 
 
@@ -410,7 +410,7 @@ async def test_scanned_files_keep_to_a_rate_and_opened_ones_do_not(
         handle = await mirror.open("opened")
         for name in names:
             await mirror.want(name)
-        await until(lambda: mirror.files.state(handle.ino) == "resident", "the opened file")
+        await until(lambda: mirror.residency.state(handle.ino) == "resident", "the opened file")
         handle.release()
         for copied in (1, 2, 3, 4):
             await until(lambda: mirror.metrics.copies_completed > copied, "one more")  # noqa: B023

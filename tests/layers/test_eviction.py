@@ -33,7 +33,7 @@ def files(area: Area) -> Area:
 
 
 async def states(mirror: Mirror) -> dict[str, str]:
-    return {str(n): mirror.files.state(await mirror.ino(str(n))) for n in range(8)}
+    return {str(n): mirror.residency.state(await mirror.ino(str(n))) for n in range(8)}
 
 
 async def resident(mirror: Mirror) -> set[str]:
@@ -134,7 +134,7 @@ async def test_a_pinned_directory_keeps_what_is_below_it(area: Area) -> None:
         await mirror.copied("kept/deep/a")
         mirror.cache.pin(await mirror.ino("kept"))
         await read_all(mirror, "01234")
-        assert mirror.files.state(await mirror.ino("kept/deep/a")) == "resident"
+        assert mirror.residency.state(await mirror.ino("kept/deep/a")) == "resident"
         await mirror.settled()
 
 
@@ -163,8 +163,8 @@ async def test_a_copy_waits_until_its_room_is_there(files: Area) -> None:
         await gate.arrived()
         await trio.testing.wait_all_tasks_blocked()
         assert blocks(mirror) == full
-        assert mirror.files.state(await mirror.ino("4")) == "copying"
-        assert mirror.files.state(await mirror.ino("0")) == "remote"
+        assert mirror.residency.state(await mirror.ino("4")) == "copying"
+        assert mirror.residency.state(await mirror.ino("0")) == "remote"
         gate.open()
         await mirror.idle()
         assert await resident(mirror) == set("1234")
@@ -193,7 +193,7 @@ async def test_a_replica_that_cannot_be_removed_counts_until_it_is_gone(files: A
         assert await mirror.read_file("4") == content(SIZE, 4)
         await mirror.idle()
         assert mirror.placement.usage(mirror.tier.id)[0] == used == blocks(mirror)
-        assert mirror.files.state(await mirror.ino("4")) == "remote"
+        assert mirror.residency.state(await mirror.ino("4")) == "remote"
         await mirror.mend()
         await mirror.idle()
         assert mirror.placement.usage(mirror.tier.id)[0] == blocks(mirror) < used
@@ -306,13 +306,13 @@ async def test_a_file_moves_up_once_there_is_room(files: Area) -> None:
         await read_all(mirror, "012")
         fast, slow = (tier.path for tier in mirror.tiers)
         inos = {name: await mirror.ino(name) for name in "012"}
-        assert [mirror.files.tier(inos[name]) for name in "012"] == [fast, slow, slow]
+        assert [mirror.residency.tier(inos[name]) for name in "012"] == [fast, slow, slow]
         assert mirror.cache.drop(inos["0"], "for the test")
         await mirror.idle()
         await read_all(mirror, "1")
         await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
         await mirror.idle()
-        assert mirror.files.tier(inos["1"]) == fast
+        assert mirror.residency.tier(inos["1"]) == fast
         mirror.posix.reads.clear()
         await read_all(mirror, "12")
         assert mirror.posix.reads == []
@@ -331,7 +331,7 @@ async def test_a_corrupt_replica_does_not_move(files: Area, shares: bool) -> Non
         handle.release()
         await until(lambda: mirror.metrics.replicas_corrupt == 1, "the move to fail")
         await mirror.idle()
-        assert mirror.files.state(ino) == "remote"
+        assert mirror.residency.state(ino) == "remote"
         await read_all(mirror, "1")
         await mirror.settled()
 
@@ -344,10 +344,10 @@ async def test_a_move_waits_until_the_replica_is_closed(files: Area, shares: boo
         await mirror.idle()
         handle = await mirror.open("1")
         await until(lambda: blocks(mirror) > SIZE, "the copy")
-        assert mirror.files.tier(handle.ino) == mirror.tiers[1].path
+        assert mirror.residency.tier(handle.ino) == mirror.tiers[1].path
         assert await mirror.read(handle, 0, SIZE) == content(SIZE, 1)
         handle.release()
         await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
         await mirror.idle()
-        assert mirror.files.tier(handle.ino) == mirror.tiers[0].path
+        assert mirror.residency.tier(handle.ino) == mirror.tiers[0].path
         await mirror.settled()

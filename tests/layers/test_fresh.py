@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from monarchfs.fs import files as files_module
+from monarchfs.fs import racy_opens
+from monarchfs.fs.files import FileHandle
 from monarchfs.fs.freshness import UNSETTLED_SECONDS
 from monarchfs.fs.tree import Missing
 from monarchfs.types import ROOT_INO, FreshnessMode
@@ -63,7 +64,7 @@ async def settle(path: Path) -> None:
     await until(is_settled, "the clock to tick")
 
 
-async def show(mirror: Mirror, handle: files_module.FileHandle) -> bytes:
+async def show(mirror: Mirror, handle: FileHandle) -> bytes:
     """What read(2) gives of an open file, by the kernel's rule that nothing is read beyond the size
     that getattr tells."""
     size = (await mirror.files.attributes(handle.ino)).node.stat.size
@@ -101,7 +102,7 @@ async def test_a_new_open_shows_what_the_source_has(
         change(path)
         pass_promise(hours, mode)
         if change in (deleted, moved):
-            assert isinstance(await mirror.tree.lookup(ROOT_INO, b"f"), Missing)
+            assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"f"), Missing)
             with pytest.raises(OSError, match="another version"):
                 await mirror.files.open(old)
         else:
@@ -125,7 +126,7 @@ async def test_what_is_wholly_local_and_open_stays_one_version(
         handle = await mirror.open("f")
         change(area.source / "f")
         pass_promise(hours, mode)
-        await mirror.tree.lookup(ROOT_INO, b"f")
+        await mirror.tree.names.lookup(ROOT_INO, b"f")
         assert await show(mirror, handle) == OLD
         assert handle.ino not in mirror.kernel.pages, "they are of the same version"
         handle.release()
@@ -144,13 +145,13 @@ async def test_what_is_open_and_partly_local_shows_the_source_as_it_is(
         handle = await mirror.open("f")
         assert await mirror.read(handle, MIB, 100_000) == OLD[MIB : MIB + 100_000]
         await mirror.idle()
-        assert mirror.files.state(handle.ino) == "copying", "some of it is there"
+        assert mirror.residency.state(handle.ino) == "copying", "some of it is there"
         with (area.source / "f").open("rb") as direct:
             change(area.source / "f")
             pass_promise(hours, mode)
             hours.pass_by(1.5)
             if who == "the tree":
-                await mirror.tree.lookup(ROOT_INO, b"f")
+                await mirror.tree.names.lookup(ROOT_INO, b"f")
             elif who == "a read":
                 await mirror.read(handle, 2 * MIB, 100)
             assert await show(mirror, handle) == direct.read()
@@ -179,7 +180,7 @@ async def test_a_read_under_way_is_answered_from_one_version(area: Area) -> None
             nursery.start_soon(read)
             await gate.arrived()
             in_place(area.source / "f")
-            mirror.files.noticed(handle.ino)
+            mirror.files.invalidation.noticed(handle.ino)
             nonresident = mirror.copier.nonresident(handle.ino)
             assert nonresident is not None
             nonresident.outdated()
@@ -195,7 +196,7 @@ async def test_an_outdated_inode_that_nobody_has_open_is_looked_up_again(area: A
     async with area.mount(mode=IMMUTABLE) as mirror:
         old = await mirror.ino("f")
         assert mirror.files.known_attributes(old) is not None
-        mirror.files.noticed(old)
+        mirror.files.invalidation.noticed(old)
         assert mirror.files.known_attributes(old) is None
         with pytest.raises(OSError, match="another version") as raised:
             await mirror.files.attributes(old)
@@ -231,7 +232,7 @@ async def test_directories_that_changed_places(
         (files.source / "e").rename(files.source / "d")
         (files.source / "x").rename(files.source / "e")
         # Who has it open goes on in the one it opened.
-        assert {e[0].name for e in mirror.tree.entries(d, 2, 9)} == {b"b", b"c"}
+        assert {e[0].name for e in mirror.tree.directories.entries(d, 2, 9)} == {b"b", b"c"}
         hours.pass_by(61)
         assert await mirror.read_file("d/b") == b"of e"
         assert await mirror.read_file("e/b") == content(20)
@@ -253,13 +254,13 @@ async def test_what_was_just_written_is_believed_for_a_tick(
         assert found.entry_timeout <= UNSETTLED_SECONDS
         assert found.attr_timeout <= UNSETTLED_SECONDS
         hours.pass_by(0.5)
-        assert mirror.tree.known_lookup(ROOT_INO, b"f") is None
-        assert mirror.tree.known_attributes(found.node.ino) is None
-        assert mirror.tree.known_node(found.node.ino) is None
+        assert mirror.tree.known.lookup(ROOT_INO, b"f") is None
+        assert mirror.tree.known.attributes(found.node.ino) is None
+        assert mirror.tree.known.node(found.node.ino) is None
         again = await entry(mirror, ROOT_INO, b"f")
         assert again.node.ino == found.node.ino
         assert again.attr_timeout > UNSETTLED_SECONDS
-        assert (mirror.tree.known_lookup(ROOT_INO, b"f") is None) == (mode is OPEN)
+        assert (mirror.tree.known.lookup(ROOT_INO, b"f") is None) == (mode is OPEN)
 
 
 async def test_immutable_believes_the_times(area: Area, hours: Hours) -> None:
@@ -269,14 +270,14 @@ async def test_immutable_believes_the_times(area: Area, hours: Hours) -> None:
         assert handle.keep_cache
         handle.release()
         hours.pass_by(0.5)
-        assert mirror.tree.known_lookup(ROOT_INO, b"f") is not None
+        assert mirror.tree.known.lookup(ROOT_INO, b"f") is not None
 
 
 @pytest.mark.parametrize("mode", [TTL, OPEN])
 async def test_pages_from_the_tick_of_a_change_are_not_kept(
     area: Area, hours: Hours, mode: FreshnessMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files_module, "YOUNG_KEPT", 2)
+    monkeypatch.setattr(racy_opens, "KEPT", 2)
     async with area.mount(mode=mode, ttl=60) as mirror:
 
         async def keeps(name: str) -> bool:
@@ -345,12 +346,12 @@ async def test_absent_names_are_confirmed_together(files: Area, hours: Hours) ->
         hours.pass_by(61)
         asked(mirror)
         for number in range(10):
-            assert isinstance(await mirror.tree.lookup(d, b"no%d" % number), Missing)
+            assert isinstance(await mirror.tree.names.lookup(d, b"no%d" % number), Missing)
         assert asked(mirror) == 1
         files.write("d/no3", b"now")
         hours.pass_by(61)
         assert (await entry(mirror, d, b"no3")).node.stat.size == 3
-        assert isinstance(await mirror.tree.lookup(d, b"no4"), Missing)
+        assert isinstance(await mirror.tree.names.lookup(d, b"no4"), Missing)
 
 
 async def test_an_open_is_not_answered_by_what_was_asked_before(files: Area) -> None:

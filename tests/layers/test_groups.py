@@ -34,7 +34,7 @@ async def begin(mirror: Mirror, names: list[str], together: int = 64) -> None:
 
 
 def states(mirror: Mirror, inos: list[int]) -> list[str]:
-    return [mirror.files.state(ino) for ino in inos]
+    return [mirror.residency.state(ino) for ino in inos]
 
 
 async def check(mirror: Mirror, names: list[str]) -> None:
@@ -399,7 +399,7 @@ async def test_one_that_is_too_young_waits_alone(area: Area, clock: trio.testing
         await begin(mirror, names)
         await until(lambda: mirror.metrics.copies_completed >= 5, "the others")
         await area.settled()
-        while mirror.files.state(young) != "resident":
+        while mirror.residency.state(young) != "resident":
             clock.jump(copier.YOUNG_SECONDS)
             await trio.testing.wait_all_tasks_blocked(0.001)
         await mirror.settled()
@@ -421,5 +421,5 @@ async def test_one_whose_place_is_not_known_any_more(
             await begin(mirror, names)
             await until(lambda: mirror.metrics.copies_completed == 3, "the others")
             await mirror.idle()
-        assert mirror.files.state(node.ino) == "remote"
+        assert mirror.residency.state(node.ino) == "remote"
         assert mirror.copier.again_in(node.ino) is not None

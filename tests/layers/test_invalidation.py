@@ -19,7 +19,7 @@ async def read(mirror: Mirror, ino: int) -> bytes:
     """What a READ without a handle gets."""
     handle = mirror.files.first_read(ino)
     try:
-        return bytes(await handle.read(0, 1000, mirror.files))
+        return bytes(await handle.read(0, 1000))
     finally:
         handle.release()
 
@@ -33,7 +33,7 @@ async def ino_of(mirror: Mirror, path: str) -> int:
 async def test_a_name_that_stands_for_another_file(area: Area) -> None:
     area.write("d/a", content(20, 1))
     async with area.mount(mode=IMMUTABLE, keeps=False) as mirror:
-        mirror.files.opens_are_known = False
+        mirror.opens.known = False
         ino, parent = await ino_of(mirror, "d/a"), await ino_of(mirror, "d")
         area.write("d/b", content(30, 2))
         os.replace(area.source / "d" / "b", area.source / "d" / "a")
@@ -49,7 +49,7 @@ async def test_a_directory_that_lies_elsewhere(area: Area) -> None:
     """All of the way is forgotten with its first name."""
     area.write("above/below/a", content(20, 1))
     async with area.mount(mode=IMMUTABLE, keeps=False) as mirror:
-        mirror.files.opens_are_known = False
+        mirror.opens.known = False
         ino = await ino_of(mirror, "above/below/a")
         os.rename(area.source / "above", area.source / "away")
         area.write("above/below/a", content(30, 2))
@@ -67,7 +67,7 @@ async def test_numbers_of_an_index_that_is_lost(area: Area) -> None:
     for name in ("a", "b", "d/c"):
         area.write(name, content(20))
     async with area.mount(mode=IMMUTABLE, keeps=False) as mirror:
-        mirror.files.opens_are_known = False
+        mirror.opens.known = False
         for unknown in (10**6, 10**6 + 1):
             with pytest.raises(OSError, match="unknown inode") as failed:
                 await read(mirror, unknown)

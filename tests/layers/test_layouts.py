@@ -41,8 +41,8 @@ async def test_what_is_on_tape_stays_there(area: Area, size: int, priority: Prio
         await mirror.want("other", priority)
         await mirror.settled()
         assert mirror.bytes_read("taped") == 0
-        assert mirror.files.state(await mirror.ino("taped")) == "remote"
-        assert mirror.files.state(await mirror.ino("other")) == "resident"
+        assert mirror.residency.state(await mirror.ino("taped")) == "remote"
+        assert mirror.residency.state(await mirror.ino("other")) == "resident"
         assert "archive" in mirror.reason(await mirror.ino("taped"))
         assert mirror.metrics.copies_failed == 0
 
@@ -71,7 +71,7 @@ async def test_what_came_back_is_copied_as_any_other(area: Area) -> None:
         layouts["taped"] = plain([1])
         await mirror.want("taped")
         await mirror.settled()
-        assert mirror.files.state(await mirror.ino("taped")) == "resident"
+        assert mirror.residency.state(await mirror.ino("taped")) == "resident"
         assert await mirror.read_file("taped") == content(3 * MIB)
 
 
@@ -136,7 +136,7 @@ async def test_a_file_on_tape_is_not_touched(area: Area) -> None:
     area.write("taped", content(1000))
     async with area.mount() as mirror:
         give_layouts(mirror, {"taped": plain([], pattern=RELEASED)})
-        place = mirror.tree.place(await mirror.ino("taped"))
+        place = mirror.tree.known.place(await mirror.ino("taped"))
         before = (area.source / "taped").stat().st_atime_ns
         with pytest.raises(OSError, match="archive"):
             await mirror.source.touch(*place, Lane.BACKGROUND)

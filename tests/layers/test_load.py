@@ -63,8 +63,8 @@ async def test_a_job_asks_nothing_that_was_loaded(files: Area) -> None:
         asked(mirror)
         seen = await known(mirror)
         assert {name: stat[0] for name, stat in seen.items()} == there(files.source)
-        assert await mirror.tree.target(await mirror.ino("link")) == b"a"
-        assert isinstance(await mirror.tree.lookup(ROOT_INO, b"nothing"), Missing)
+        assert await mirror.tree.attributes.target(await mirror.ino("link")) == b"a"
+        assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"nothing"), Missing)
         assert asked(mirror) == 0
         assert await mirror.read_file("d/b") == content(20)
 

@@ -21,17 +21,17 @@ from tests.support.mirror import Area
 async def test_a_name_that_is_too_long(files: Area, mode: FreshnessMode, listed: bool) -> None:
     async with files.mount(mode=mode) as mirror:
         if listed:
-            await mirror.tree.open_directory(ROOT_INO)
+            await mirror.tree.directories.open(ROOT_INO)
         for size in (256, 503, 504, 1024):
             name = b"n" * size
-            assert mirror.tree.known_lookup(ROOT_INO, name) is None
+            assert mirror.tree.known.lookup(ROOT_INO, name) is None
             for _ in range(2):
                 with pytest.raises(OSError, match="too long") as raised:
-                    await mirror.tree.lookup(ROOT_INO, name)
+                    await mirror.tree.names.lookup(ROOT_INO, name)
                 assert raised.value.errno == errno.ENAMETOOLONG
-            (answer,) = await mirror.tree.ask_each(ROOT_INO, [name], Lane.BACKGROUND)
+            (answer,) = await mirror.tree.names.ask_each(ROOT_INO, [name], Lane.BACKGROUND)
             assert isinstance(answer, OSError)
-        assert isinstance(await mirror.tree.lookup(ROOT_INO, b"n" * 255), Missing)
+        assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"n" * 255), Missing)
 
 
 @pytest.mark.parametrize("limit", [143, 1023])
@@ -60,11 +60,13 @@ async def test_the_limit_is_the_sources(
     monkeypatch.setattr(PosixSource, "found", limited)
     monkeypatch.setattr(PosixSource, "found_each", limited_each)
     async with files.mount(mode=IMMUTABLE) as mirror:
-        await mirror.tree.open_directory(ROOT_INO)
+        await mirror.tree.directories.open(ROOT_INO)
         for size in (144, 255, 256, 504, 1023):
             if size > limit:
                 with pytest.raises(OSError, match="too long for it"):
-                    await mirror.tree.lookup(ROOT_INO, b"n" * size)
+                    await mirror.tree.names.lookup(ROOT_INO, b"n" * size)
             else:
-                assert isinstance(await mirror.tree.lookup(ROOT_INO, b"n" * size), Missing)
-                assert await mirror.tree.ask_each(ROOT_INO, [b"n" * size], Lane.DEMAND) == [None]
+                assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"n" * size), Missing)
+                assert await mirror.tree.names.ask_each(ROOT_INO, [b"n" * size], Lane.DEMAND) == [
+                    None
+                ]

@@ -31,7 +31,7 @@ async def test_a_small_file_is_read_once_and_whole(area: Area) -> None:
         await mirror.settled()
         assert operations(mirror) - before == 2
         assert mirror.posix.faults.calls["open"] == 1
-        assert mirror.files.state(ino) == "resident"
+        assert mirror.residency.state(ino) == "resident"
 
 
 async def test_it_is_read_before_it_is_written(area: Area) -> None:
@@ -82,7 +82,7 @@ async def test_who_is_killed_meanwhile_leaves_no_trace(area: Area) -> None:
         gate.open()
         await mirror.settled()
         # What was fetched for it is kept all the same.
-        assert mirror.files.state(ino) == "resident"
+        assert mirror.residency.state(ino) == "resident"
         assert mirror.bytes_read("small") == SMALL
 
 

@@ -41,8 +41,8 @@ async def test_what_was_read_is_put_aside_at_close_and_not_read_again(files: Are
         assert record is not None
         assert record.state is ReplicaState.PARTIAL
         assert record.present.count(1) == 1
-        assert mirror.files.state(ino) == "partial"
-        assert mirror.files.tier(ino) == mirror.tier.path
+        assert mirror.residency.state(ino) == "partial"
+        assert mirror.residency.tier(ino) == mirror.tier.path
         await read_at(mirror, 3 * MIB + 10)
         assert mirror.bytes_read("large") == CHUNK_BYTES
         await read_at(mirror, 4 * MIB)
@@ -61,7 +61,7 @@ async def test_a_file_that_is_opened_as_soon_as_it_was_closed_goes_on_being_copi
             assert await mirror.read(handle, offset, 5000) == LARGE[offset : offset + 5000]
             handle.release()
         await mirror.settled()
-        assert mirror.files.state(handle.ino) == "resident"
+        assert mirror.residency.state(handle.ino) == "resident"
         assert mirror.bytes_read("large") == len(LARGE)
 
 
@@ -90,7 +90,7 @@ async def test_a_copy_that_the_end_of_the_mount_interrupts_is_resumed(
         assert there > 0
         await again.want("large")
         await again.settled()
-        assert again.files.state(ino) == "resident"
+        assert again.residency.state(ino) == "resident"
         # The last chunk, of which the file has 5 bytes, may be among those that were there.
         assert len(LARGE) - there <= again.bytes_read("large") < len(LARGE) - there + CHUNK_BYTES
         assert await again.read_file("large", 100_000) == LARGE
@@ -129,10 +129,10 @@ async def test_a_file_that_lacked_only_its_last_step_is_finished_unread(
         mirror.nursery.cancel_scope.cancel()
     async with files.mount() as again:
         ino = await again.ino("large")
-        assert again.files.state(ino) == "partial"
+        assert again.residency.state(ino) == "partial"
         await again.want("large")
         await again.settled()
-        assert again.files.state(ino) == "resident"
+        assert again.residency.state(ino) == "resident"
         assert again.posix.reads == []
         assert await again.read_file("large", 300_000) == LARGE
 
@@ -148,7 +148,7 @@ async def test_room_that_is_too_small_holds_a_part_and_more_room_the_rest(files:
         kept = record.present.count(1) * CHUNK_BYTES
         assert room // 2 < kept <= room
         assert record.allocated_bytes <= room
-        assert mirror.files.state(ino) == "partial"
+        assert mirror.residency.state(ino) == "partial"
     async with files.mount([room]) as again:
         assert await again.read_file("large", 300_000) == LARGE
         await again.settled()
@@ -156,7 +156,7 @@ async def test_room_that_is_too_small_holds_a_part_and_more_room_the_rest(files:
     async with files.mount([16 * MIB]) as roomy:
         await roomy.want("large")
         await roomy.settled()
-        assert roomy.files.state(await roomy.ino("large")) == "resident"
+        assert roomy.residency.state(await roomy.ino("large")) == "resident"
         assert roomy.bytes_read("large") <= len(LARGE) - kept
 
 
@@ -178,7 +178,7 @@ async def test_later_and_smaller_files_still_get_their_chance(files: Area) -> No
     async with files.mount([300 * KIB], partial_min_bytes=1 << 40) as mirror:
         await mirror.read_file("large")
         await mirror.copied("small")
-        assert mirror.files.state(await mirror.ino("large")) == "remote"
+        assert mirror.residency.state(await mirror.ino("large")) == "remote"
         await mirror.settled()
 
 
@@ -236,14 +236,14 @@ async def test_a_reboot_costs_what_was_not_synced(area: Area) -> None:
     async with area.mount(boot_id=b"second boot") as again:
         await again.idle()
         again.check_books()
-        states = {name: again.files.state(await again.ino(name)) for name in synced + late}
+        states = {name: again.residency.state(await again.ino(name)) for name in synced + late}
         assert states == {"f0": "resident", "f1": "resident", "f2": "remote", "f3": "remote"}
         for name in late:
             await again.copied(name)
         await again.settled()
     async with area.mount(boot_id=b"third boot") as third:
         await third.idle()
-        assert third.files.state(await third.ino("f2")) == "resident"
+        assert third.residency.state(await third.ino("f2")) == "resident"
 
 
 async def test_a_reboot_costs_parts(files: Area) -> None:
@@ -252,7 +252,7 @@ async def test_a_reboot_costs_parts(files: Area) -> None:
     async with files.mount(boot_id=b"second boot") as again:
         await again.idle()
         again.check_books()
-        assert again.files.state(await again.ino("large")) == "remote"
+        assert again.residency.state(await again.ino("large")) == "remote"
 
 
 async def test_what_no_record_knows_is_removed(files: Area) -> None:

@@ -68,7 +68,7 @@ async def test_what_is_open_while_it_is_copied_stays_relayed(
         early = await kernel.open("0")
         assert await kernel.read(early) == content(SIZE, 0)
         await mirror.idle()
-        assert mirror.files.state(early.ino) == "resident"
+        assert mirror.residency.state(early.ino) == "resident"
         late = await kernel.open("0")
         assert (early.backing_id, late.backing_id) == (0, 0)
         await kernel.release(early)

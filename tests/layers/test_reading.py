@@ -185,7 +185,7 @@ async def test_a_handle_tells_when_its_file_is_complete(area: Area) -> None:
         assert replica is not None
         assert os.pread(replica.fd, size, 0) == content(size)
         stopped: list[int] = []
-        mirror.cache.readers.stop = stopped.append  # type: ignore
+        mirror.cache.readers.invalidate = stopped.append  # type: ignore
         mirror.cache.corrupt(handle.ino)
         assert set(stopped) == {handle.ino}
         assert await mirror.read(handle, 0, size) == content(size)

@@ -188,7 +188,7 @@ async def test_one_that_is_too_young(
         await trio.testing.wait_all_tasks_blocked()
         clock.jump(YOUNG_SECONDS + 0.01)
         ino = await mirror.ino("a")
-        await until(lambda: mirror.files.state(ino) == "resident", "the next look")
+        await until(lambda: mirror.residency.state(ino) == "resident", "the next look")
         assert mirror.reason(ino) == ""
 
 
@@ -246,8 +246,8 @@ async def test_a_directory_is_summed_up(files: Area) -> None:
         await mirror.copied("d/b")
         report = await why(mirror).report("", {})
         assert (report["type"], report["not_listed"]) == ("directory", 2)
-        await mirror.tree.open_directory(1)
-        await mirror.tree.open_directory(await mirror.ino("d"))
+        await mirror.tree.directories.open(1)
+        await mirror.tree.directories.open(await mirror.ino("d"))
         await mirror.ino("d/c")
         report = await why(mirror).report("d", {})
         assert (report["files"], report["bytes"]) == (2, 50)

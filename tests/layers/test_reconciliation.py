@@ -280,7 +280,7 @@ async def test_a_tier_that_is_left_out_keeps_what_it_has(files: Area) -> None:
         await read_both(mirror)
     async with files.mount([]) as mirror:
         await read_both(mirror)
-        assert mirror.files.state(await mirror.ino("small")) != "copying"
+        assert mirror.residency.state(await mirror.ino("small")) != "copying"
     async with files.mount([ALL_ROOM, ALL_ROOM]) as mirror:
         await read_both(mirror)
         assert mirror.posix.reads == []

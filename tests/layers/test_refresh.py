@@ -72,8 +72,8 @@ async def test_what_changed_is_shown_at_once(files: Area, mode: FreshnessMode) -
         assert await mirror.read_file("a") == b"in place"
         assert await mirror.read_file("new") == b"new"
         assert await mirror.read_file("e/deep") == b"deep"
-        assert mirror.tree.known_target(await mirror.ino("link")) == b"elsewhere"
-        assert isinstance(await mirror.tree.lookup(ROOT_INO, b"gone"), Missing)
+        assert mirror.tree.known.target(await mirror.ino("link")) == b"elsewhere"
+        assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"gone"), Missing)
         await mirror.settled()
 
 
@@ -109,7 +109,7 @@ async def test_only_what_is_below_the_path(files: Area) -> None:
 async def test_a_path_that_is_new_or_gone(files: Area) -> None:
     async with files.mount(mode=IMMUTABLE) as mirror:
         d = await mirror.ino("d")
-        assert isinstance(await mirror.tree.lookup(d, b"late"), Missing)
+        assert isinstance(await mirror.tree.names.lookup(d, b"late"), Missing)
         with pytest.raises(OperationError, match="cannot refresh 'd/late': No such file"):
             await refresh(mirror, "d/late")
         files.write("d/late", b"late")
@@ -130,7 +130,7 @@ async def test_a_missing_name_that_only_the_kernel_remembers(files: Area) -> Non
     that it is not there, and would believe that for a year."""
     async with files.mount(mode=IMMUTABLE) as mirror:
         d = await mirror.ino("d")
-        assert isinstance(await mirror.tree.lookup(d, b"late"), Missing)
+        assert isinstance(await mirror.tree.names.lookup(d, b"late"), Missing)
         files.write("d/late", b"late")
         await refresh(mirror)
         assert (d, b"late") in mirror.kernel.entries

@@ -56,7 +56,7 @@ async def read_locally(mirror: Mirror, names: list[str]) -> None:
 
 
 def states(mirror: Mirror, inos: list[int]) -> list[str]:
-    return [mirror.files.state(ino) for ino in inos]
+    return [mirror.residency.state(ino) for ino in inos]
 
 
 def record(mirror: Mirror, ino: int) -> Replica:
@@ -323,7 +323,7 @@ async def test_what_is_open_is_given_back_when_it_is_closed(area: Area, durable:
         assert mirror.cache.drop(inos[1], "for the test")
         await mirror.cache.look_after()
         await mirror.idle()
-        assert mirror.files.state(inos[1]) == "remote"
+        assert mirror.residency.state(inos[1]) == "remote"
         assert segment_bytes(mirror.tier, old) == content(SIZE, 1)
         assert blocks(mirror.tier) == mirror.placement.usage(mirror.tier.id)[0] == 3 * TAKEN
         first.release()

@@ -119,7 +119,7 @@ async def test_a_file_that_changes_while_it_is_copied(
         await mirror.settled()
         assert mirror.metrics.copies_outdated == 1
         assert mirror.metrics.copies_completed == 0
-        assert mirror.files.state(ino) == "remote"
+        assert mirror.residency.state(ino) == "remote"
         node = mirror.index.node(ino)
         assert node is not None
         assert node.outdated
@@ -150,7 +150,7 @@ async def test_a_file_that_changes_while_it_is_read(
                 assert await mirror.read(handle, offset, 100_000) == expected
         await mirror.idle()
         assert mirror.metrics.copies_outdated == 1
-        assert mirror.files.state(handle.ino) == "remote"
+        assert mirror.residency.state(handle.ino) == "remote"
         handle.release()
         assert await mirror.read_file("large") == path.read_bytes()
         await mirror.settled()
@@ -185,7 +185,7 @@ async def test_a_file_that_was_deleted_while_open(files: Area) -> None:
         assert await mirror.read(handle, 0, 10) == LARGE[:10]
         (files.source / "large").unlink()
         assert await mirror.read(handle, 2 * MIB, 1000) == LARGE[2 * MIB : 2 * MIB + 1000]
-        assert isinstance(await mirror.tree.lookup(ROOT_INO, b"large"), Missing)
+        assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"large"), Missing)
         with pytest.raises(OSError, match="another version") as raised:
             await mirror.open_ino(handle.ino)
         assert raised.value.errno == errno.ESTALE
@@ -218,7 +218,7 @@ async def test_an_error_of_the_source_that_passes_spoils_no_copy(files: Area) ->
         mirror.start_copying()
         mirror.copier.opened(handle.ino)
         await mirror.idle()
-        assert mirror.files.state(handle.ino) == "resident"
+        assert mirror.residency.state(handle.ino) == "resident"
         assert mirror.bytes_read("large") == len(LARGE)
         handle.release()
         await mirror.settled()
@@ -260,7 +260,7 @@ async def test_a_reader_that_is_killed_goes_at_once_and_disturbs_nobody(
         await mirror.settled()
         if keeps:
             assert mirror.bytes_read("large") <= 128 * KIB * 3
-            assert mirror.files.state(first.ino) == "partial"
+            assert mirror.residency.state(first.ino) == "partial"
 
 
 async def test_what_a_killed_reader_asked_for_is_kept(files: Area) -> None:
@@ -271,7 +271,7 @@ async def test_what_a_killed_reader_asked_for_is_kept(files: Area) -> None:
         handle.release()
         gate.open()
         await mirror.settled()
-        assert mirror.files.state(handle.ino) == "partial"
+        assert mirror.residency.state(handle.ino) == "partial"
         read = mirror.bytes_read("large")
         assert await mirror.read_file("large", 100_000) == LARGE
         await mirror.settled()
@@ -339,7 +339,7 @@ async def test_a_place_that_is_not_known_any_more(files: Area) -> None:
         with pytest.raises(OSError, match="another version") as raised:
             await mirror.open_ino(node.ino)
         assert raised.value.errno == errno.ESTALE
-        found = await mirror.tree.find_each(ROOT_INO, [b"e"], Lane.DEMAND)
+        found = await mirror.tree.names.find_each(ROOT_INO, [b"e"], Lane.DEMAND)
         assert found[0] is not None
         assert await mirror.read_file("e/file") == SMALL
         await mirror.settled()

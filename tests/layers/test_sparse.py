@@ -93,7 +93,7 @@ async def test_many_fit_where_their_sizes_would_not(area: Area) -> None:
             await mirror.want(f"f{number}", Priority.SCANNED)
         await mirror.idle()
         for number in range(12):
-            assert mirror.files.state(await mirror.ino(f"f{number}")) == "resident"
+            assert mirror.residency.state(await mirror.ino(f"f{number}")) == "resident"
         await mirror.settled()
 
 
@@ -129,7 +129,7 @@ async def test_and_ends_as_no_room_where_there_is_none(area: Area, opened: bool)
     async with area.mount([16 * MIB]) as roomy:
         await roomy.want("f")
         await roomy.settled()
-        assert roomy.files.state(await roomy.ino("f")) == "resident"
+        assert roomy.residency.state(await roomy.ino("f")) == "resident"
         assert roomy.bytes_read("f") <= len(data) - 2 * MIB
         assert await roomy.read_file("f") == data
 
@@ -157,10 +157,10 @@ async def test_what_was_put_aside_goes_on_in_as_little_room(area: Area) -> None:
         assert await mirror.read(handle, 20 * MIB, 1000) == bytes(1000)
         handle.release()
         await mirror.settled()
-        assert mirror.files.state(await mirror.ino("f")) == "partial"
+        assert mirror.residency.state(await mirror.ino("f")) == "partial"
     async with area.mount([MIB]) as again:
         watch_capacity(again, MIB)
         await again.want("f")
         await again.settled()
-        assert again.files.state(await again.ino("f")) == "resident"
+        assert again.residency.state(await again.ino("f")) == "resident"
         assert await again.read_file("f") == data

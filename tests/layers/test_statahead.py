@@ -11,8 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.fs import names as fs_names
-from monarchfs.fs import sibling_names, statahead, tree, unlisted
+from monarchfs.fs import cached_listings, directories, sibling_names, statahead, unlisted
 from monarchfs.fs.refresh import Refresh
 from monarchfs.fs.tree import Entry, Missing
 from monarchfs.source import _stats, posix
@@ -65,7 +64,7 @@ async def stat_each(mirror: Mirror, ino: int, order: list[bytes]) -> dict[bytes,
     """Look each up, as the kernel does; their sizes."""
     sizes = {}
     for name in order:
-        found = mirror.tree.known_lookup(ino, name) or await mirror.tree.lookup(ino, name)
+        found = mirror.tree.known.lookup(ino, name) or await mirror.tree.names.lookup(ino, name)
         assert isinstance(found, Entry), name
         sizes[name] = found.node.stat.size
     return sizes
@@ -107,16 +106,16 @@ async def test_what_is_used_near_its_expiry_is_asked_for_ahead(many: Area, hours
         order = list(await names(mirror, d))
         await stat_each(mirror, d, order)
         hours.pass_by(30)
-        assert mirror.tree.known_directory(d) is not None
+        assert mirror.tree.directories.known_open(d) is not None
         operations = Operations(mirror)
-        await mirror.tree.open_directory(d)
+        await mirror.tree.directories.open(d)
         await mirror.idle()
         assert operations() == {}
         hours.pass_by(20)
         many.write("d/0200", b"another")
-        assert mirror.tree.known_directory(d) is None, "it is to be asked for"
-        await mirror.tree.open_directory(d)
-        assert mirror.tree.known_directory(d) is not None, "once"
+        assert mirror.tree.directories.known_open(d) is None, "it is to be asked for"
+        await mirror.tree.directories.open(d)
+        assert mirror.tree.directories.known_open(d) is not None, "once"
         young_ns = time.time_ns() - 10 * 10**9
 
         def renewed() -> bool:
@@ -207,7 +206,7 @@ async def test_what_changed_meanwhile_is_seen(many: Area, hours: Hours) -> None:
         many.write("d/0200", b"another")
         left = [name for name in order if name != b"0100"]
         assert (await stat_each(mirror, d, left))[b"0200"] == len(b"another")
-        assert isinstance(await mirror.tree.lookup(d, b"0100"), Missing)
+        assert isinstance(await mirror.tree.names.lookup(d, b"0100"), Missing)
 
 
 async def test_a_file_that_hangs_does_not_hold_up_the_others(
@@ -242,7 +241,7 @@ async def test_names_that_all_fail_are_not_asked_for_again_and_again(many: Area)
         operations = Operations(mirror)
         for name in order:
             with pytest.raises(PermissionError):
-                await mirror.tree.lookup(d, name)
+                await mirror.tree.names.lookup(d, name)
         assert operations()["stat"] <= 2 * FILES
 
 
@@ -257,7 +256,7 @@ async def test_who_is_killed_ends_it_for_nobody(many: Area) -> None:
 
             async def wait() -> None:
                 with victim:
-                    await mirror.tree.lookup(d, order[1])
+                    await mirror.tree.names.lookup(d, order[1])
 
             nursery.start_soon(wait)
             await gate.arrived()
@@ -307,7 +306,7 @@ async def test_names_that_nobody_has_listed_come_in_few_errands(
         assert operations.errands - len(singles) < 30
         assert singles[:3] == order[:3]
         assert mirror.index.listing(d) is not None
-        assert isinstance(await mirror.tree.lookup(d, b"no such name"), Missing)
+        assert isinstance(await mirror.tree.names.lookup(d, b"no such name"), Missing)
         assert operations() == {}
 
 
@@ -333,13 +332,13 @@ async def test_a_tree_of_small_directories_is_not_listed(area: Area) -> None:
     async with area.mount() as mirror:
         for number in range(20):
             await stat_each(mirror, await mirror.ino(f"{number}"), [b"a", b"b", b"c", b"d"])
-            await until(lambda: not mirror.tree._unlisted._running, "its end")
+            await until(lambda: not mirror.tree.directories._unlisted._running, "its end")
         # The root has twenty.
         assert mirror.posix.faults.calls["list"] <= 4
         d = await mirror.ino("many")
         await stat_each(mirror, d, [name.encode() for name in many[:20]])
         await until(lambda: mirror.index.listing(d) is not None, "the listing")
-        assert mirror.tree._unlisted._few == unlisted.FEW
+        assert mirror.tree.directories._unlisted._few == unlisted.FEW
 
 
 async def test_a_batch_is_one_transaction(many: Area) -> None:
@@ -392,11 +391,11 @@ async def test_one_that_turns_out_to_be_large_is_listed_after_more(
 ) -> None:
     """Its size need not tell."""
     monkeypatch.setattr(unlisted, "MOST_NAMES", 50)
-    monkeypatch.setattr(tree, "LISTING_BATCH", 20)
+    monkeypatch.setattr(directories, "LISTING_BATCH", 20)
     async with many.mount() as mirror:
         d = await mirror.ino("d")
         await stat_each(mirror, d, in_no_order(4))
-        await until(lambda: not mirror.tree._unlisted._running, "its end")
+        await until(lambda: not mirror.tree.directories._unlisted._running, "its end")
         assert 100 < len(mirror.index.entries(d, 0, FILES)) <= 160
         assert mirror.index.listing(d) is None
         await stat_each(mirror, d, in_no_order())
@@ -413,11 +412,11 @@ async def test_a_directory_that_cannot_be_listed_is_not_listed_again_and_again(
         mirror.posix.faults.fail("list", errno.EACCES)
         operations = Operations(mirror)
         await stat_each(mirror, d, in_no_order())
-        await until(lambda: not mirror.tree._unlisted._running, "its end")
+        await until(lambda: not mirror.tree.directories._unlisted._running, "its end")
         assert operations()["stat"] == FILES + 3, "and the directory, each time"
         assert mirror.posix.faults.calls["list"] == 3, "after 3, 24 and 192 names"
         with pytest.raises(PermissionError):
-            await mirror.tree.open_directory(d)
+            await mirror.tree.directories.open(d)
 
 
 async def test_a_listing_that_hangs_holds_up_nobody(
@@ -435,7 +434,7 @@ async def test_a_listing_that_hangs_holds_up_nobody(
         await gate.arrived(2)
         # Who lists it himself need not wait for it, either.
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(mirror.tree.open_directory, d)
+            nursery.start_soon(mirror.tree.directories.open, d)
             await gate.arrived(3)
             gate.release(2)
         assert set(await names(mirror, d)) == set(ORDER)
@@ -450,7 +449,7 @@ async def test_who_lists_it_himself_meanwhile_has_all_names(many: Area) -> None:
         await stat_each(mirror, d, in_no_order(3))
         await gate.arrived()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(mirror.tree.open_directory, d)
+            nursery.start_soon(mirror.tree.directories.open, d)
             await gate.arrived(2)
             gate.open()
         assert set(await names(mirror, d)) == set(ORDER)
@@ -462,24 +461,24 @@ async def test_a_name_that_was_missing_before_is_seen(many: Area, hours: Hours) 
     async with many.mount() as mirror:
         d = await mirror.ino("d")
         for name in (b"late", b"never"):
-            assert isinstance(await mirror.tree.lookup(d, name), Missing)
+            assert isinstance(await mirror.tree.names.lookup(d, name), Missing)
         many.write("d/late", b"by now")
         assert mirror.kernel.entries == []
         await stat_each(mirror, d, in_no_order(10))
         await until(lambda: mirror.index.listing(d) is not None, "the listing")
         assert mirror.kernel.entries == [(d, b"late")]
         assert (await stat_each(mirror, d, [b"late"]))[b"late"] == len(b"by now")
-        assert isinstance(await mirror.tree.lookup(d, b"never"), Missing)
+        assert isinstance(await mirror.tree.names.lookup(d, b"never"), Missing)
 
 
 async def test_where_many_were_missing_refresh_is_left_to_notice(
     many: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fs_names, "DENIED_KEPT", 1)
+    monkeypatch.setattr(cached_listings, "MISSING_NAMES_KEPT", 1)
     async with many.mount() as mirror:
         d = await mirror.ino("d")
         for name in (b"late", b"never"):
-            assert isinstance(await mirror.tree.lookup(d, name), Missing)
+            assert isinstance(await mirror.tree.names.lookup(d, name), Missing)
         many.write("d/late", b"by now")
         await stat_each(mirror, d, in_no_order(10))
         await mirror.idle()
@@ -493,7 +492,7 @@ async def test_who_took_over_does_not_know_what_was_missing(
     many: Area, mode: FreshnessMode
 ) -> None:
     async with many.mount(mode=mode) as mirror:
-        mirror.tree.take_over(0)
+        mirror.tree.recorder.take_over(0)
         d = await mirror.ino("d")
         operations = Operations(mirror)
         await stat_each(mirror, d, in_no_order(10))
@@ -513,7 +512,7 @@ async def test_what_changed_before_it_was_listed_is_seen(many: Area, hours: Hour
         many.write(f"d/{few[1].decode()}", b"another")
         rest = [name for name in ORDER if name not in few]
         await stat_each(mirror, d, rest)
-        assert isinstance(await mirror.tree.lookup(d, few[0]), Missing)
+        assert isinstance(await mirror.tree.names.lookup(d, few[0]), Missing)
         assert (await stat_each(mirror, d, [few[1]]))[few[1]] == len(b"another")
 
 
@@ -561,7 +560,7 @@ async def test_attributes_that_files_have_are_seen(many: Area) -> None:
         d = await mirror.ino("d")
         order = list(await names(mirror, d))
         plain: list[int] = []
-        mirror.xattrs.on_plain = plain.extend
+        mirror.xattrs._on_plain = plain.extend
         await stat_each(mirror, d, order)
         inos = {}
         for name in order:
@@ -665,10 +664,10 @@ class Told:
         self._mirror = mirror
         self._ino = ino
         self.names: list[bytes] = []
-        mirror.tree._on_brought = self._tell
+        mirror.tree.siblings._publish = self._tell
 
     def _tell(self, parent: int, name: bytes, entry: Entry) -> None:
-        known = self._mirror.tree.known_lookup(parent, name)
+        known = self._mirror.tree.known.lookup(parent, name)
         assert isinstance(known, Entry)
         assert known.node == entry.node
         assert parent == self._ino
@@ -677,7 +676,7 @@ class Told:
     def by_look_up(self) -> list[bytes]:
         """Of a name that was known here only."""
         self.names.clear()
-        self._mirror.tree.beside.looked_up(self._ino)
+        self._mirror.tree.siblings.looked_up(self._ino)
         return list(self.names)
 
 
@@ -701,7 +700,7 @@ async def test_with_open_nothing_is_told_of(many: Area) -> None:
 async def test_known_names_bring_those_beside_them(
     many: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sibling_names, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(sibling_names, "PAUSE_SECONDS", 0.0)
     async with many.mount(mode=IMMUTABLE) as mirror:
         d = await mirror.ino("d")
         await names(mirror, d)
@@ -711,14 +710,14 @@ async def test_known_names_bring_those_beside_them(
             assert told.by_look_up() == []
         brought: list[bytes] = []
         while some := told.by_look_up():
-            assert len(some) <= sibling_names.AT_ONCE
+            assert len(some) <= sibling_names.BATCH
             brought += some
         assert sorted(brought) == all_names(FILES)
         # And again, what holds then; after which it is left alone for a while.
-        monkeypatch.setattr(sibling_names, "REST_SECONDS", 1000.0)
+        monkeypatch.setattr(sibling_names, "PAUSE_SECONDS", 1000.0)
         gone = mirror.tree.index.dirent(d, b"0003")
         assert gone is not None
-        mirror.tree.outdate(gone.ino)
+        mirror.tree.recorder.outdate(gone.ino)
         again = [name for _ in range(3 * FILES) for name in told.by_look_up()]
         assert sorted(again) == sorted({*all_names(FILES)} - {b"0003"})
 

@@ -75,7 +75,7 @@ async def test_a_copy_that_cannot_be_written(
         assert mirror.metrics.tier_errors > 0
         assert mirror.metrics.copies_failed == 1
         ino = await mirror.ino(name)
-        assert mirror.files.state(ino) == "remote"
+        assert mirror.residency.state(ino) == "remote"
         assert os.strerror(code) in mirror.reason(ino)
         # Out of service: nobody else runs into it, and nothing is read twice.
         errors = mirror.metrics.tier_errors
@@ -121,7 +121,7 @@ async def test_a_replica_that_cannot_be_opened_is_dropped(files: Area, code: int
         await mirror.settled()
         assert mirror.metrics.tier_errors == 1
         # A disk that fails takes nothing new, not even the same file, before it was probed.
-        assert mirror.files.state(ino) == ("remote" if code == errno.EIO else "resident")
+        assert mirror.residency.state(ino) == ("remote" if code == errno.EIO else "resident")
         assert mirror.bytes_read("large") == len(LARGE)
         await mirror.mend()
         await mirror.copied("large")
@@ -135,7 +135,7 @@ async def test_no_descriptors_left_is_not_the_replicas_fault(files: Area) -> Non
         assert await mirror.read(handle, 5, 1000) == LARGE[5:1005]
         handle.release()
         await mirror.settled()
-        assert mirror.files.state(ino) == "resident"
+        assert mirror.residency.state(ino) == "resident"
         assert mirror.bytes_read("large") == 1000
         assert await mirror.read_file("large") == LARGE
         assert mirror.bytes_read("large") == 1000
@@ -162,7 +162,7 @@ async def test_a_replica_that_is_not_there_any_more(files: Area, damage: str) ->
         assert mirror.bytes_read("large") == len(LARGE)
         if damage in ("directory", "link"):
             # What is not ours is not touched, even if it is in the way.
-            assert mirror.files.state(ino) == "remote"
+            assert mirror.residency.state(ino) == "remote"
             assert path in list(path.parent.iterdir())
             if damage == "directory":
                 path.rmdir()
@@ -170,7 +170,7 @@ async def test_a_replica_that_is_not_there_any_more(files: Area, damage: str) ->
                 path.unlink()
             await mirror.copied("large")
         await mirror.settled()
-        assert mirror.files.state(ino) == "resident"
+        assert mirror.residency.state(ino) == "resident"
 
 
 async def test_an_open_replica_that_fails_hands_its_readers_over(files: Area) -> None:
@@ -189,15 +189,15 @@ async def test_an_open_replica_that_fails_hands_its_readers_over(files: Area) ->
                 nursery.start_soon(read, number)
         assert got == {n: LARGE[n * MIB : n * MIB + 200_000] for n in range(3)}
         assert mirror.metrics.tier_errors > 0
-        assert mirror.files.state(ino) == "remote"
+        assert mirror.residency.state(ino) == "remote"
         # A copy is made while those that were handed over are still open.
         assert await mirror.read_file("large") == LARGE
-        await until(lambda: mirror.files.state(ino) == "resident", "the new copy")
+        await until(lambda: mirror.residency.state(ino) == "resident", "the new copy")
         for handle in handles:
             assert await mirror.read(handle, 100, 10) == LARGE[100:110]
             handle.release()
         await mirror.settled()
-        assert mirror.files.state(ino) == "resident"
+        assert mirror.residency.state(ino) == "resident"
 
 
 async def test_the_late_failure_of_an_old_replica_leaves_the_new_one_alone(files: Area) -> None:
@@ -208,28 +208,28 @@ async def test_the_late_failure_of_an_old_replica_leaves_the_new_one_alone(files
         assert await mirror.read(early, 0, 10) == LARGE[:10]
         early.release()
         assert await mirror.read_file("large") == LARGE
-        await until(lambda: mirror.files.state(ino) == "resident", "the new copy")
+        await until(lambda: mirror.residency.state(ino) == "resident", "the new copy")
         await until(lambda: not mirror.copier.files, "the new copy to be closed")
         assert await mirror.read(late, 0, 10) == LARGE[:10]
         late.release()
         await mirror.settled()
-        assert mirror.files.state(ino) == "resident"
+        assert mirror.residency.state(ino) == "resident"
 
 
 async def test_a_replica_that_fails_under_a_file_that_was_copied_while_open(files: Area) -> None:
     async with files.mount() as mirror:
         handle = await mirror.open("large")
         await mirror.read(handle, 0, 10)
-        await until(lambda: mirror.files.state(handle.ino) == "resident", "the copy")
+        await until(lambda: mirror.residency.state(handle.ino) == "resident", "the copy")
         await mirror.idle()
         cannot_be_read(mirror.tier.path)
         for _ in range(2):
             assert await mirror.read(handle, 77, 300_000) == LARGE[77:300_077]
         assert mirror.metrics.tier_errors == 1
-        assert mirror.files.state(handle.ino) == "remote"
+        assert mirror.residency.state(handle.ino) == "remote"
         # The next who opens it gets another copy made, in which the first one shares.
         second = await mirror.open("large")
-        await until(lambda: mirror.files.state(handle.ino) == "resident", "the copy")
+        await until(lambda: mirror.residency.state(handle.ino) == "resident", "the copy")
         await mirror.idle()
         mirror.posix.reads.clear()
         assert await mirror.read(handle, 0, 100_000) == LARGE[:100_000]
@@ -249,7 +249,7 @@ async def test_a_part_that_cannot_be_read(files: Area) -> None:
         await mirror.idle()
         assert mirror.metrics.tier_errors == 1
         assert mirror.metrics.copies_failed == 1
-        assert mirror.files.state(handle.ino) == "remote"
+        assert mirror.residency.state(handle.ino) == "remote"
         assert "could not be read" in mirror.reason(handle.ino)
         handle.release()
         await mirror.settled()
@@ -269,7 +269,7 @@ async def test_a_copy_that_is_given_up_in_its_last_step(files: Area, name: str) 
         await mirror.idle()
         assert mirror.metrics.copies_completed == 0
         assert mirror.metrics.tier_errors == 0
-        assert mirror.files.state(handle.ino) == "remote"
+        assert mirror.residency.state(handle.ino) == "remote"
         mirror.check_books()
         handle.release()
         await mirror.settled()
@@ -328,7 +328,7 @@ async def test_no_descriptors_left_for_a_part_at_rest(files: Area) -> None:
         assert await mirror.read(handle, 0, 10) == LARGE[:10]
         handle.release()
         await mirror.settled()
-        assert mirror.files.state(handle.ino) == "partial"
+        assert mirror.residency.state(handle.ino) == "partial"
 
 
 async def test_a_part_that_cannot_be_put_aside_is_given_up(files: Area) -> None:
@@ -339,7 +339,7 @@ async def test_a_part_that_cannot_be_put_aside_is_given_up(files: Area) -> None:
         mirror.tier.faults.fail("allocated", errno.EIO)
         handle.release()
         await mirror.settled()
-        assert mirror.files.state(handle.ino) == "remote"
+        assert mirror.residency.state(handle.ino) == "remote"
         assert mirror.metrics.tier_errors == 1
 
 
@@ -359,7 +359,7 @@ async def test_the_same_at_the_end_of_the_mount(files: Area) -> None:
     mirror.tier.allocated = real  # type: ignore[method-assign]
     handle.release()
     async with files.mount() as again:
-        assert again.files.state(handle.ino) == "remote"
+        assert again.residency.state(handle.ino) == "remote"
         await again.copied("large")
 
 
@@ -386,7 +386,7 @@ async def test_a_failed_tier_leaves_the_other_one_to_take_files(
     async with files.mount([ALL_ROOM, ALL_ROOM]) as mirror:
         mirror.tiers[0].faults.fail("space", errno.EIO)
         ino = await mirror.copied("large")
-        assert mirror.files.tier(ino) == mirror.tiers[1].path
+        assert mirror.residency.tier(ino) == mirror.tiers[1].path
 
 
 @pytest.mark.parametrize(("name", "shares"), [("small", True), ("small", False), ("large", True)])
@@ -405,11 +405,11 @@ async def test_an_index_that_cannot_be_written(
             patch.setattr(mirror.index, "put_replicas", full)
             assert await mirror.read_file(name) == data
             await mirror.settled()
-            assert mirror.files.state(ino) == "remote"
+            assert mirror.residency.state(ino) == "remote"
             assert mirror.metrics.copies_failed == 1
             assert mirror.metrics.copies_completed == 0
         await mirror.copied(name)
-        assert mirror.files.state(ino) == "resident"
+        assert mirror.residency.state(ino) == "resident"
 
 
 async def test_a_slow_tier_slows_no_reader_and_collects_no_memory(
@@ -429,4 +429,4 @@ async def test_a_slow_tier_slows_no_reader_and_collects_no_memory(
         handle.release()
         await mirror.settled()
         # What was dropped was fetched again, now that there is time.
-        assert mirror.files.state(handle.ino) == "resident"
+        assert mirror.residency.state(handle.ino) == "resident"

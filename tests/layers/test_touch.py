@@ -22,11 +22,11 @@ def touching(mirror: Mirror) -> Touch:
         mirror.source,
         mirror.cache,
         mirror.metrics,
-        mirror.tree.place,
-        mirror.files.open_now,
+        mirror.tree.known.place,
+        mirror.opens.inodes,
         0.001,
     )
-    mirror.files.opened_locally = touch.opened
+    mirror.files._on_local_open = touch.opened
     return touch
 
 

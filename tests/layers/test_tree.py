@@ -26,8 +26,8 @@ async def test_immutable_asks_once_and_never_again(files: Area, hours: Hours) ->
         hours.pass_by(1e6)
         files.write("a", b"other")
         assert await entry(mirror, ROOT_INO, b"a") == first
-        assert await mirror.tree.attributes(first.node.ino) == first
-        assert await mirror.tree.revalidated(first.node.ino) == first.node
+        assert await mirror.tree.attributes.get(first.node.ino) == first
+        assert await mirror.tree.attributes.revalidated(first.node.ino) == first.node
         await names(mirror, ROOT_INO)
         asked(mirror)
         await names(mirror, ROOT_INO)
@@ -63,9 +63,9 @@ async def test_ttl_asks_again_when_it_is_over(files: Area, hours: Hours) -> None
         assert (await entry(mirror, ROOT_INO, b"a")).node.ino == first.node.ino
         assert asked(mirror) == 1
         hours.pass_by(61)
-        assert (await mirror.tree.attributes(first.node.ino)).node.ino == first.node.ino
+        assert (await mirror.tree.attributes.get(first.node.ino)).node.ino == first.node.ino
         assert asked(mirror) == 1
-        await mirror.tree.revalidated(first.node.ino)
+        await mirror.tree.attributes.revalidated(first.node.ino)
         assert asked(mirror) == 0
 
 
@@ -75,11 +75,11 @@ async def test_open_asks_at_every_look_up_and_open(files: Area, hours: Hours) ->
         assert first.entry_timeout == 0
         asked(mirror)
         await entry(mirror, ROOT_INO, b"a")
-        await mirror.tree.revalidated(first.node.ino)
+        await mirror.tree.attributes.revalidated(first.node.ino)
         assert asked(mirror) == 2
-        assert mirror.tree.known_attributes(first.node.ino) is not None
+        assert mirror.tree.known.attributes(first.node.ino) is not None
         hours.pass_by(1.5)
-        assert mirror.tree.known_attributes(first.node.ino) is None
+        assert mirror.tree.known.attributes(first.node.ino) is None
         files.write("d/new", b"")
         d = (await entry(mirror, ROOT_INO, b"d")).node.ino
         assert set(await names(mirror, d)) == {b"b", b"c", b"new"}
@@ -109,10 +109,10 @@ async def test_all_who_want_the_same_ask_once(files: Area) -> None:
 
 async def test_a_missing_name(files: Area, hours: Hours) -> None:
     async with files.mount(mode=TTL, ttl=60) as mirror:
-        found = await mirror.tree.lookup(ROOT_INO, b"new")
+        found = await mirror.tree.names.lookup(ROOT_INO, b"new")
         assert isinstance(found, Missing)
         assert 59 < found.timeout <= 60
-        assert await mirror.tree.find(ROOT_INO, b"new", Lane.DEMAND) is None
+        assert await mirror.tree.names.find(ROOT_INO, b"new", Lane.DEMAND) is None
         files.write("new", b"new")
         hours.pass_by(61)
         assert (await entry(mirror, ROOT_INO, b"new")).node.stat.size == 3
@@ -124,7 +124,7 @@ async def test_a_complete_listing_answers_for_what_is_not_in_it(files: Area, hou
         await names(mirror, ROOT_INO)
         asked(mirror)
         hours.pass_by(10)
-        found = await mirror.tree.lookup(ROOT_INO, b"new")
+        found = await mirror.tree.names.lookup(ROOT_INO, b"new")
         assert isinstance(found, Missing)
         assert 49 < found.timeout <= 50
         assert asked(mirror) == 0
@@ -138,6 +138,6 @@ async def test_a_listing_that_broke_off_answers_for_nothing(files: Area) -> None
     async with files.mount() as mirror:
         mirror.posix.faults.fail("stat", errno.EIO, times=1)
         with pytest.raises(OSError, match="Input/output"):
-            await mirror.tree.open_directory(ROOT_INO)
-        assert mirror.tree.known_lookup(ROOT_INO, b"new") is None
+            await mirror.tree.directories.open(ROOT_INO)
+        assert mirror.tree.known.lookup(ROOT_INO, b"new") is None
         await entry(mirror, ROOT_INO, b"a")

@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.fs import tree as tree_module
+from monarchfs.fs import attributes as attributes_module
 from monarchfs.fs.freshness import UNANSWERED_SECONDS
 from monarchfs.fs.tree import Entry
 from monarchfs.types import ROOT_INO, IndexWriteError
@@ -24,15 +24,15 @@ async def ask_name(mirror: Mirror, ino: int) -> object:
 
 
 async def ask_attributes(mirror: Mirror, ino: int) -> object:
-    return (await mirror.tree.attributes(ino)).node.ino
+    return (await mirror.tree.attributes.get(ino)).node.ino
 
 
 async def ask_revalidated(mirror: Mirror, ino: int) -> object:
-    return (await mirror.tree.revalidated(ino)).ino
+    return (await mirror.tree.attributes.revalidated(ino)).ino
 
 
 async def ask_listing(mirror: Mirror, ino: int) -> object:
-    await mirror.tree.open_directory(ino)
+    await mirror.tree.directories.open(ino)
     return ino
 
 
@@ -69,7 +69,7 @@ async def test_what_is_known_is_served_when_the_deadline_is_over(
         assert answers == [ino]
         assert mirror.metrics.stale_answers == 1
         if ask is not ask_listing:
-            known = mirror.tree.known_attributes(ino)
+            known = mirror.tree.known.attributes(ino)
             assert known is None, "it is still to be asked for"
         gate.open()
         await mirror.idle()
@@ -108,13 +108,13 @@ async def test_nobody_waits_twice_for_a_source_that_hangs(
         gate = mirror.posix.faults.gate(*METADATA)
         monkeypatch.setattr(type(mirror.source), "responding", False)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(mirror.tree.attributes, ino)
+            nursery.start_soon(mirror.tree.attributes.get, ino)
             await gate.arrived()
             clock.jump(0.01)
         assert mirror.metrics.stale_answers == 1
         gate.open()
         await mirror.idle()
-        assert mirror.tree.known_attributes(ino) is not None
+        assert mirror.tree.known.attributes(ino) is not None
 
 
 async def test_what_is_not_known_is_waited_for_and_open_waits_for_all(
@@ -149,10 +149,10 @@ async def test_an_error_of_the_source_is_no_silence(files: Area, hours: Hours) -
         hours.pass_by(61)
         mirror.posix.faults.fail("found", errno.EIO, times=2)
         with pytest.raises(OSError, match="Input/output"):
-            await mirror.tree.attributes(ino)
+            await mirror.tree.attributes.get(ino)
         with pytest.raises(OSError, match="Input/output"):
             await entry(mirror, ROOT_INO, b"d")
-        assert (await mirror.tree.attributes(ino)).node.ino == ino
+        assert (await mirror.tree.attributes.get(ino)).node.ino == ino
 
 
 async def test_an_answer_that_cannot_be_recorded(
@@ -166,23 +166,23 @@ async def test_an_answer_that_cannot_be_recorded(
         def full(*_: object) -> None:
             raise IndexWriteError("the disk is full")
 
-        monkeypatch.setattr(mirror.index, "record_found", full)
+        monkeypatch.setattr(mirror.index, "record_found_each", full)
         assert (await entry(mirror, ROOT_INO, b"d")).node.ino == ino
         assert mirror.metrics.stale_answers == 1
         with pytest.raises(OSError, match="cannot be recorded") as raised:
-            await mirror.tree.lookup(ROOT_INO, b"a")
+            await mirror.tree.names.lookup(ROOT_INO, b"a")
         assert raised.value.errno == errno.EIO
 
 
 async def test_statfs_is_remembered(files: Area, clock: trio.testing.MockClock) -> None:
     async with files.mount(mode=OPEN, deadline=5) as mirror:
-        first = await mirror.tree.statfs()
-        assert await mirror.tree.statfs() == first
+        first = await mirror.tree.attributes.statfs()
+        assert await mirror.tree.attributes.statfs() == first
         assert mirror.posix.faults.calls["statvfs"] == 1
-        clock.jump(tree_module.STATFS_SECONDS + 1)
+        clock.jump(attributes_module.STATFS_SECONDS + 1)
         gate = mirror.posix.faults.gate("statvfs")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(mirror.tree.statfs)
+            nursery.start_soon(mirror.tree.attributes.statfs)
             await gate.arrived()
             clock.jump(5.1)
         assert mirror.metrics.stale_answers == 1

@@ -166,7 +166,7 @@ async def test_others_go_for_what_was_asked_for_but_not_its_own(area: Area) -> N
         await mirror.copied("old/0")
         counts = await warmed(mirror, "new/4", "new/1")
         assert (counts.resident, counts.copied) == (2, 1)
-        assert mirror.files.state(await mirror.ino("old/0")) == "remote", "it went"
+        assert mirror.residency.state(await mirror.ino("old/0")) == "remote", "it went"
         counts = await warmed(mirror, "new")
         assert (counts.resident, counts.refused) == (2, 2)
         assert mirror.metrics.evictions_policy == 1
@@ -212,14 +212,14 @@ async def test_a_directory_that_cannot_be_listed(area: Area) -> None:
     files = tree(area)
     async with area.mount() as mirror:
         bad = await mirror.ino("1/below")
-        opened = mirror.tree.open_directory
+        opened = mirror.tree.directories.open
 
         async def fail(ino: int, *arguments: object) -> None:
             if ino == bad:
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))
             await opened(ino, *arguments)  # type: ignore[arg-type]
 
-        mirror.tree.open_directory = fail  # type: ignore[method-assign, assignment]
+        mirror.tree.directories.open = fail  # type: ignore[method-assign, assignment]
         nodes = [mirror.index.node(ROOT_INO)]
         assert nodes[0] is not None
         warm = warming(mirror).start(What.COPY, [nodes[0]])

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import trio
 
-from monarchfs.cache.readers import NoReaders
 from monarchfs.engine.misses import ARCHIVED, CHANGED, LEFT, Misses
 from monarchfs.types import Archived, Lane, Node, Replica, SourceStat
+from tests.layers.no_readers import NoReaders
 from tests.support.faults import FaultySource
 
 NOT_THERE = (FileNotFoundError, IsADirectoryError)
@@ -208,7 +208,7 @@ class WholeReaders(NoReaders):
     def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None:
         self.misses.forget([node.ino for node, _replica in replicas])
 
-    def outdated(self, ino: int) -> None:
+    def expire(self, ino: int) -> None:
         self.misses.forget([ino])
 
     def hold(self, ino: int, *, held: bool) -> bool:

@@ -473,7 +473,7 @@ class Model(RuleBasedStateMachine):
             child = self.at.do(retried, walk, mirror, below)
             self.check_node(below, child, since_ns)
             if child is not None and child.stat.is_symlink:
-                target = self.at.do(mirror.tree.target, child.ino)
+                target = self.at.do(mirror.tree.attributes.target, child.ino)
                 contents = [s.contents.get(child.stat.ino) for s in self.source.within(since_ns)]
                 assert target in contents, (below, target)
 

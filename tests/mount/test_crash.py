@@ -216,7 +216,7 @@ async def comes_up(area: Area, boot_id: bytes, *, kept: bool = True) -> None:
         nothing_left_in_segments(mirror)
         assert mirror.index.journal() == []
         resident = {
-            path for path in FILES if mirror.files.state(await mirror.ino(path)) == "resident"
+            path for path in FILES if mirror.residency.state(await mirror.ino(path)) == "resident"
         }
         assert not kept or "kept" in resident
         for path in sorted(resident):

@@ -45,16 +45,16 @@ def asked(mirror: Mirror) -> int:
 
 
 async def entry(mirror: Mirror, parent: int, name: bytes) -> Entry:
-    found = await mirror.tree.lookup(parent, name)
+    found = await mirror.tree.names.lookup(parent, name)
     assert isinstance(found, Entry)
     return found
 
 
 async def names(mirror: Mirror, ino: int) -> dict[bytes, int]:
     """The directory's names and cookies, as opendir and readdir give them."""
-    await mirror.tree.open_directory(ino)
+    await mirror.tree.directories.open(ino)
     cookies, after = {}, 0
-    while batch := mirror.tree.entries(ino, after, 3):
+    while batch := mirror.tree.directories.entries(ino, after, 3):
         for dirent, _node, _entry_timeout, _attr_timeout in batch:
             assert dirent.cookie > after
             cookies[dirent.name] = after = dirent.cookie

@@ -16,6 +16,7 @@ from monarchfs.cache.cache import Cache
 from monarchfs.engine.misses import Misses
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fs.freshness import NS, Freshness
+from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.tree import Missing, Tree
 from monarchfs.fs.xattrs import Xattrs
@@ -134,11 +135,11 @@ class Area:
                     metrics,
                     local,
                     nursery,
+                    WholeReaders(),
                     eviction=eviction,
                     partial_min_bytes=partial_min_bytes,
                     headroom=headroom,
                     shared_bytes=SMALL_BYTES if shares else 0,
-                    readers=WholeReaders(),
                 )
                 freshness = Freshness(mode, int(ttl * NS), time.time_ns())
                 mirror = Mirror(
@@ -148,7 +149,7 @@ class Area:
                 stack.callback(mirror.cache.close)
                 await nursery.start(mirror.source.watch)
                 mirror.cache.load(boot_id)
-                await mirror.tree.load_root()
+                await mirror.tree.attributes.load_root()
                 if copies:
                     mirror.start_copying()
                 try:
@@ -208,10 +209,14 @@ class Mirror:
         )
         self.tree = Tree(index, self.source, freshness, self.metrics, nursery, deadline=deadline)
         self.kernel = RecordingKernel()
-        self.files = Files(self.tree, self.cache, self.copier, self.metrics, self.kernel)
-        self.cache.bind(self.files.noticed)
-        self.reasons = Reasons(self.files, self.cache, self.copier)
-        self.xattrs = Xattrs(self.tree, self.files, self.reasons, self.source, nursery)
+        self.opens = OpenCounts(lambda ino: cache.readers.used(ino))
+        self.files = Files(
+            self.tree, self.cache, self.copier, self.metrics, self.kernel, self.opens
+        )
+        self.cache.bind(self.files.invalidation.noticed)
+        self.residency = self.files.residency
+        self.reasons = Reasons(self.residency, self.cache, self.copier)
+        self.xattrs = Xattrs(self.tree, self.residency, self.reasons, self.source, nursery)
         self.misses = Misses(whole, index, posix.opened_directory, self.files.only_remote)  # type: ignore[arg-type]
         self.misses.start(posix.device, keeps=keeps, layouts=False)
         assert isinstance(cache.readers, WholeReaders)
@@ -219,7 +224,7 @@ class Mirror:
         whole.count = self.source.count_elsewhere
         self.arrivals = Arrivals(
             self.misses, self.source, cache, self.copier, metrics, nursery,
-            self.files.opened_by_others, patience_seconds=0,
+            self.files.opened_in_source, patience_seconds=0,
         )  # fmt: skip
         self.copier.small = self.arrivals
         nursery.start_soon(self.arrivals.run, 0)
@@ -252,7 +257,7 @@ class Mirror:
         node = self.index.node(ROOT_INO)
         for name in path.encode().split(b"/"):
             assert node is not None
-            found = await self.tree.lookup(node.ino, name)
+            found = await self.tree.names.lookup(node.ino, name)
             assert not isinstance(found, Missing), path
             node = found.node
         assert node is not None
@@ -270,7 +275,7 @@ class Mirror:
     async def read(self, handle: FileHandle, offset: int, size: int) -> bytes:
         data: Data | None = handle.known_read(offset, size)
         if data is None:
-            data = await handle.read(offset, size, self.files)
+            data = await handle.read(offset, size)
         return bytes(data)
 
     async def read_file(self, path: str, step: int = 1 << 30) -> bytes:
@@ -288,7 +293,7 @@ class Mirror:
         """Read a file and wait until all of it is there."""
         data = await self.read_file(path)
         await self.idle()
-        assert self.files.state(await self.ino(path)) == "resident"
+        assert self.residency.state(await self.ino(path)) == "resident"
         assert data == (self.area.source / path).read_bytes()
         self.posix.reads.clear()
         return await self.ino(path)
@@ -391,7 +396,7 @@ class Mirror:
         return self.reasons.sentence(node) or ""
 
     async def want(self, path: str, priority: int = Priority.SCANNED) -> None:
-        node = await self.tree.find(ROOT_INO, path.encode(), Lane.BACKGROUND)
+        node = await self.tree.names.find(ROOT_INO, path.encode(), Lane.BACKGROUND)
         assert node is not None
         self.copier.want(node.ino, Priority(priority))
 

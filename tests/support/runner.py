@@ -248,7 +248,7 @@ async def walk(mirror: Mirror, path: str) -> Node | None:
     node = mirror.index.node(ROOT_INO)
     for name in path.encode().split(b"/") if path else ():
         assert node is not None
-        found = await mirror.tree.lookup(node.ino, name)
+        found = await mirror.tree.names.lookup(node.ino, name)
         if isinstance(found, Missing):
             return None
         node = found.node

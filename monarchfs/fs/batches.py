@@ -1,0 +1,94 @@
+"""Asks the source about many names of a directory with few calls."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import trio
+
+from monarchfs.fs.known import KnownMetadata
+from monarchfs.fs.recorder import Recorder
+from monarchfs.fs.sibling_names import SiblingNames
+from monarchfs.source.source import Source
+from monarchfs.types import IndexWriteError, Lane, Node
+
+BATCH = 32
+"""Names that one call of the source asks for, one after the other, and one transaction records."""
+
+BATCH_SECONDS = 0.1
+"""The answers that a thread has after this time are recorded, for those who wait for them."""
+
+_NOT_THERE = (FileNotFoundError, NotADirectoryError)
+
+Answer = Node | OSError | None
+"""None for a name that does not exist."""
+
+
+class BatchLookups:
+    """Constant: its parts."""
+
+    def __init__(
+        self, source: Source, known: KnownMetadata, recorder: Recorder, siblings: SiblingNames
+    ) -> None:
+        self._source = source
+        self._known = known
+        self._recorder = recorder
+        self._siblings = siblings
+
+    async def ask_each(self, parent: int, names: list[bytes], lane: Lane) -> list[Answer]:
+        """Ask about each name, whatever is known, and record the answers. Raises OSError if the
+        directory cannot be used, and IndexWriteError."""
+        parts = [names[at : at + BATCH] for at in range(0, len(names), BATCH)]
+        answers: list[list[Answer]] = [[] for _ in parts]
+        errors: list[OSError | IndexWriteError] = []
+
+        async def ask(part: int) -> None:
+            try:
+                answers[part] = await self._ask_some(parent, parts[part], lane)
+            except (OSError, IndexWriteError) as exc:
+                errors.append(exc)
+
+        # Side by side: each name is a round trip to the metadata server.
+        async with trio.open_nursery() as nursery:
+            for part in range(len(parts)):
+                nursery.start_soon(ask, part)
+        if errors:
+            raise errors[0]
+        return [answer for part in answers for answer in part]
+
+    async def ask_ahead(self, parent: int, names: list[bytes]) -> tuple[int, int]:
+        """For ``Statahead``."""
+        answers = await self._ask_some(parent, names, Lane.DEMAND, BATCH_SECONDS)
+        self.publish(parent, names, answers)
+        return len(answers), sum(isinstance(answer, Node) for answer in answers)
+
+    def publish(self, parent: int, names: list[bytes], answers: Sequence[Answer]) -> None:
+        """Publish the names that were just found."""
+        for name, node in zip(names, answers, strict=False):
+            if isinstance(node, Node):
+                self._siblings.publish(parent, name, node, node.fetched_ns)
+
+    async def _ask_some(
+        self, parent: int, names: list[bytes], lane: Lane, seconds: float = math.inf
+    ) -> list[Answer]:
+        """For the first names, as many as can be asked for in ``seconds``, and at least one."""
+        directory = self._known.directory(parent)
+        asked_ns = time.time_ns()
+        with self._recorder.estale_if_replaced(parent):
+            answers = await self._source.found_each(directory, names, lane, seconds)
+        named = list(zip(names, answers, strict=False))
+        found = [(name, *answer) for name, answer in named if not isinstance(answer, OSError)]
+        nodes = iter(self._recorder.found_each(parent, found, asked_ns))
+        self._recorder.missing(
+            parent, [name for name, answer in named if isinstance(answer, _NOT_THERE)]
+        )
+        return [
+            None
+            if isinstance(answer, _NOT_THERE)
+            else answer
+            if isinstance(answer, OSError)
+            else next(nodes)
+            for answer in answers
+        ]

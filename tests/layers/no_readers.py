@@ -1,0 +1,42 @@
+"""Readers without threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from monarchfs.cache.readers import NonresidentReads
+from monarchfs.types import Node, Replica
+
+
+class NoReaders:
+    """Where all reads come to Python."""
+
+    def __init__(self) -> None:
+        self.nonresident = NonresidentReads()
+
+    def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None:
+        """As Readers."""
+
+    def invalidate(self, ino: int) -> None:
+        """As Readers."""
+
+    def try_remove(self, ino: int) -> bool:
+        return True
+
+    def reading(self, ino: int) -> bool:
+        return False
+
+    def expire(self, ino: int) -> None:
+        """As Readers."""
+
+    def used(self, ino: int) -> bool:
+        return False
+
+    def serve(self, tier_id: int, dir_fd: int | None) -> None:
+        """As Readers."""
+
+    def catch_up(self) -> None:
+        """As Readers."""
+
+    def hold(self, ino: int, *, held: bool) -> bool:
+        return False
