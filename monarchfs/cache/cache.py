@@ -316,7 +316,7 @@ class Cache(Groups):
     def _usage(self, tier: Tier) -> tuple[int, int]:
         """Bytes used and capacity: the lists of segments are not placement's."""
         used, capacity = self.placement.usage(tier.id)
-        lists = tier.segments.list_bytes
+        lists = tier.segments.lists.bytes
         return used + lists, capacity + lists
 
     def out_of_reach(self, tier_id: int) -> str | None:

@@ -90,9 +90,9 @@ def _note(tier: Tier, replicas: Sequence[Replica]) -> None:
     for replica in replicas:
         if replica.segment:
             by_segment[replica.segment].append(file_of(replica))
-    tier.mark_synced(own)
+    tier.files.mark_synced(own)
     for segment, rows in by_segment.items():
-        tier.segments.note(segment, rows)
+        tier.segments.lists.append(segment, rows)
 
 
 def file_of(replica: Replica) -> TierFile:

@@ -140,7 +140,7 @@ class Filling(Moves):
         tier = self.tiers[record.tier]
         after = self._removals.pending(tier.id)
         reservation = Reservation(node, record.name, tier, whole=False, after=after, resumed=record)
-        reservation.fd = tier.open_part(record.name, record.size)
+        reservation.fd = tier.files.open_part(record.name, record.size)
         try:
             # It grows from now on: after a crash its blocks have to be counted anew.
             self.index.begin_copy(node.ino, tier.id, record.name)
@@ -224,9 +224,9 @@ class Filling(Moves):
             if reservation.after:
                 await reservation.room()
             await self._make_part(reservation)
-            while not await self._write_unit(tier.write_unit, reservation.fd, unit):
+            while not await self._write_unit(tier.files.write_unit, reservation.fd, unit):
                 await read.wait()
-            allocated = tier.allocated(reservation.fd)
+            allocated = tier.files.allocated(reservation.fd)
         before = 0 if reservation.resumed is None else reservation.resumed.allocated_bytes
         # Of two writes that end together the later one may come first.
         more = max(0, allocated - before - reservation.written)
@@ -269,7 +269,7 @@ class Filling(Moves):
         checksum = combine(reservation.digests)
         with reservation.using():
             allocated = await self._in_thread(
-                reservation.tier.finish_part, reservation.fd, reservation.name, checksum
+                reservation.tier.files.finish_part, reservation.fd, reservation.name, checksum
             )
             return await self._commit(reservation, allocated, checksum)
 
@@ -361,9 +361,9 @@ class Filling(Moves):
                 self._holder.stored(reservation.node.ino)
                 return True
         except OSError:
-            await self._in_thread(reservation.tier.discard, reservation.name)
+            await self._in_thread(reservation.tier.files.discard, reservation.name)
             raise
-        await self._in_thread(reservation.tier.discard, reservation.name)
+        await self._in_thread(reservation.tier.files.discard, reservation.name)
         return False
 
     def _stored(
@@ -404,7 +404,7 @@ class Filling(Moves):
     ) -> int:
         # Without a thread, so that whoever opens the file next finds it at rest: fstat(2) of an
         # open file of a local file system asks no disk.
-        allocated = reservation.tier.allocated(reservation.fd)
+        allocated = reservation.tier.files.allocated(reservation.fd)
         replica = replica_of(reservation, ReplicaState.PARTIAL, allocated)._replace(
             chunk_bytes=chunk_bytes, present=present, digests=bytes(reservation.digests)
         )
@@ -441,7 +441,7 @@ class Filling(Moves):
         if reservation.fd < 0:
             return 0
         try:
-            return reservation.tier.allocated(reservation.fd)
+            return reservation.tier.files.allocated(reservation.fd)
         except OSError:  # this is the end of a copy whose tier failed, which was said
             return reservation.written
 

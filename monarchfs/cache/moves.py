@@ -101,7 +101,7 @@ class Moves(Records):
                 if written is not None:
                     await self._segments.discard(to, [written])
                 elif not shares:
-                    await self._in_thread(to.discard, record.name)
+                    await self._in_thread(to.files.discard, record.name)
                     self._removals.gone(to.id, record.name)
             raise
         if written is not None:
@@ -163,8 +163,8 @@ def _copy(source: Tier, to: Tier, record: Replica) -> int:
     behind where it fails. Raises ReplicaLost where the bytes are not those of its checksum."""
     fd = source.open_complete(record)
     try:
-        to.discard(record.name)
-        part = to.create_part(record.name, record.size)
+        to.files.discard(record.name)
+        part = to.files.create_part(record.name, record.size)
         try:
             digests = bytearray()
             for at in range(0, record.size, MOVE_BYTES):
@@ -172,10 +172,10 @@ def _copy(source: Tier, to: Tier, record: Replica) -> int:
                     data = read_full(fd, record.offset + at, min(MOVE_BYTES, record.size - at))
                 except OSError as error:
                     raise ReplicaLost(source.path, str(error)) from error
-                digests += to.write(part, at, data)
+                digests += to.files.write(part, at, data)
             if combine(digests) != record.checksum:
                 raise ReplicaLost(source.path, "A replica's checksum is wrong")
-            return to.finish_part(part, record.name, record.checksum)
+            return to.files.finish_part(part, record.name, record.checksum)
         finally:
             os.close(part)
     finally:

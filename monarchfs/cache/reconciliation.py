@@ -77,7 +77,7 @@ class Reconciliation:
                 continue
             try:
                 if not self._kept_part(tier, name):
-                    tier.discard(name)
+                    tier.files.discard(name)
                 self._index.file_gone(tier_id, name)
             except OSError as exc:
                 self._tiers.failed(tier, "removing what a crash left", exc)
@@ -90,7 +90,7 @@ class Reconciliation:
         record = None if ino is None else self._index.replica(ino)
         if ino is None or record is None or record.state is not ReplicaState.PARTIAL:
             return False
-        part = next((part for part in tier.parts() if part.name == name), None)
+        part = next((part for part in tier.files.parts() if part.name == name), None)
         if part is None:
             self._index.drop_replica(ino)
             return False
@@ -104,9 +104,9 @@ class Reconciliation:
         if right and not self._was_cleaned(tier):
             return False
         known = self._index.tier_totals().get(tier.id, TierTotals())
-        if any(known) or tier.parts() or tier.segments.found():
+        if any(known) or tier.files.parts() or tier.segments.found():
             return True
-        if any(tier.files(n) for n in range(FAN_OUTS)):
+        if any(tier.files.complete(n) for n in range(FAN_OUTS)):
             return True
         self._index.meta_put(_mark(tier), _right(tier))
         return False
@@ -122,7 +122,7 @@ class Reconciliation:
                 continue
             try:
                 if record.state is ReplicaState.PARTIAL:
-                    fd = tier.open_part(record.name, record.size)
+                    fd = tier.files.open_part(record.name, record.size)
                 else:
                     fd = tier.open_complete(record)
             except ReplicaLost as exc:
@@ -137,15 +137,15 @@ class Reconciliation:
         await self._drop_lost()
         partial: list[Row] = []
         for fan_out in range(FAN_OUTS):
-            files = await self._in_thread(tier.files, fan_out)
+            files = await self._in_thread(tier.files.complete, fan_out)
             rows = self._rows(tier, bytes([fan_out]))
             partial += [row for row in rows if row[2].state is ReplicaState.PARTIAL]
             await self._mend(tier, compare(rows, files))
             await trio.lowlevel.checkpoint()
-        findings = compare_parts(partial, await self._in_thread(tier.parts))
+        findings = compare_parts(partial, await self._in_thread(tier.files.parts))
         for finding in findings:
             if isinstance(finding, Orphan):
-                await self._in_thread(tier.remove_part, finding.file.name)
+                await self._in_thread(tier.files.remove_part, finding.file.name)
         await self._mend(tier, [f for f in findings if not isinstance(f, Orphan)])
         await self._look_at_segments(tier)
         self._load(tier)
@@ -195,7 +195,7 @@ class Reconciliation:
             return  # a gap from now on
         if tier is not None:
             try:
-                await self._in_thread(tier.discard, record.name)
+                await self._in_thread(tier.files.discard, record.name)
             except OSError as exc:
                 # The journal keeps it for the next mount. Not the tier of this stock, perhaps.
                 self._tiers.failed(tier, "removing what a reboot took", exc)
@@ -230,11 +230,11 @@ class Reconciliation:
                     self._metrics.replicas_lost += 1
                     self.lost[tier.id] += 1
                     self._index.drop_replica(ino)
-                    await self._in_thread(tier.discard, replica.name)
+                    await self._in_thread(tier.files.discard, replica.name)
                     self._index.file_gone(tier.id, replica.name)
                 case WrongChecksumName(file=file) | Ambiguous(file=file):
                     self._removed[tier.id] += 1
-                    await self._in_thread(tier.remove, file.name, file.checksum)
+                    await self._in_thread(tier.files.remove, file.name, file.checksum)
                 case WrongBlocks(ino=ino, allocated_bytes=allocated):
                     if (record := self._index.replica(ino)) is not None:
                         self._index.put_replica(ino, record._replace(allocated_bytes=allocated))
@@ -249,7 +249,7 @@ class Reconciliation:
             # Without a record nobody knows whether a reboot came before its data reached the disk.
             if file not in proven:
                 self._removed[tier.id] += 1
-                await self._in_thread(tier.remove, file.name, file.checksum)
+                await self._in_thread(tier.files.remove, file.name, file.checksum)
         self._found[tier.id] += len(self._index.record_found_files(tier.id, proven))
 
     async def _look_at_segments(self, tier: Tier) -> None:

@@ -152,9 +152,9 @@ class Removals:
             await self._segments.remove(items)
             return
         if record.state is ReplicaState.PARTIAL:
-            await self._in_thread(tier.remove_part, record.name)
+            await self._in_thread(tier.files.remove_part, record.name)
         else:
-            await self._in_thread(tier.remove, record.name, record.checksum)
+            await self._in_thread(tier.files.remove, record.name, record.checksum)
         with trio.move_on_after(KEPT_SECONDS):
             for closed in kept:
                 await closed.wait()

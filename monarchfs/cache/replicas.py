@@ -222,15 +222,15 @@ class Reservation:
         """An empty part file, open; one that was left behind and no record knows is removed first.
         For a thread. Raises OSError of the tier."""
         try:
-            return self.tier.create_part(self.name, self.size)
+            return self.tier.files.create_part(self.name, self.size)
         except FileExistsError:
-            self.tier.remove_part(self.name)
-            return self.tier.create_part(self.name, self.size)
+            self.tier.files.remove_part(self.name)
+            return self.tier.files.create_part(self.name, self.size)
 
     def write_whole(self, data: Data) -> tuple[int, int]:
         """All of the replica at once; returns its allocated bytes and checksum. As ``new_part``."""
         try:
-            return self.tier.write_whole(self.name, data)
+            return self.tier.files.write_whole(self.name, data)
         except FileExistsError:
-            self.tier.remove_part(self.name)
-            return self.tier.write_whole(self.name, data)
+            self.tier.files.remove_part(self.name)
+            return self.tier.files.write_whole(self.name, data)

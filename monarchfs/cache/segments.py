@@ -96,7 +96,7 @@ class SegmentRecords:
         64 KiB take. Raises nothing."""
         try:
             gives_back = tier.segments.gives_back()
-            tier.segments.count_lists()
+            tier.segments.lists.count()
         except OSError as exc:
             gives_back = exc.errno in _FULL  # then nothing can be tried, and most can
             if not gives_back:

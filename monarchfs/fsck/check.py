@@ -175,7 +175,7 @@ class CacheCheck:
             tier = self._open_tier(path, 0)
             try:
                 for fan_out in range(FAN_OUTS):
-                    here = tier.files(fan_out)
+                    here = tier.files.complete(fan_out)
                     files += len(here)
                     allocated += sum(file.allocated_bytes for file in here)
                 for segment in tier.segments.found():

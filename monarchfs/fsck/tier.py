@@ -61,10 +61,10 @@ class TierCheck:
                 for name, ino, record in rows
                 if record.state is ReplicaState.PARTIAL
             ]
-            self._check_fan_out(rows, self._tier.files(fan_out), to_read)
+            self._check_fan_out(rows, self._tier.files.complete(fan_out), to_read)
             if not to_read:
                 self._report.progress(f"comparing {self._tier.path}", fan_out + 1, FAN_OUTS)
-        parts = self._tier.parts()
+        parts = self._tier.files.parts()
         for finding in compare_parts(partial, parts):
             self._handle_part(finding)
         for segment in self._index.segments(self._tier.id):
@@ -80,7 +80,7 @@ class TierCheck:
             if self._repair:
                 ino = self._index.owner(self._tier.id, name)
                 if ino is None or self._index.replica(ino) is None:
-                    self._tier.discard(name)
+                    self._tier.files.discard(name)
                     done = "removed what there was of it"
                 else:
                     # Its record says what ought to be there; the comparison does the rest.
@@ -152,7 +152,7 @@ class TierCheck:
         match finding:
             case Ambiguous(file=file):
                 if self._repair:
-                    self._tier.remove(file.name, file.checksum)
+                    self._tier.files.remove(file.name, file.checksum)
                     done = "removed"
                 place = self._place(file.name, file.checksum)
                 self._report.found(
@@ -173,7 +173,7 @@ class TierCheck:
                 self._report.found(FindingKind.WRONG_SIZE, what, detail, done)
             case WrongChecksumName(ino=ino, file=file):
                 if self._repair:
-                    self._tier.remove(file.name, file.checksum)
+                    self._tier.files.remove(file.name, file.checksum)
                     done = "removed"
                 place = self._place(file.name, file.checksum)
                 self._report.found(
@@ -188,7 +188,7 @@ class TierCheck:
             case NotSynced(ino=ino, replica=record):
                 if self._repair:
                     self._tier.sync()
-                    self._tier.mark_synced([(record.name, record.checksum)])
+                    self._tier.files.mark_synced([(record.name, record.checksum)])
                     done = "marked"
                 detail = "its copy is not marked as synced"
                 self._report.found(FindingKind.NOT_SYNCED, self._path(ino, record), detail, done)
@@ -197,7 +197,7 @@ class TierCheck:
         if isinstance(finding, Orphan):
             done = None
             if self._repair:
-                self._tier.remove_part(finding.file.name)
+                self._tier.files.remove_part(finding.file.name)
                 done = "removed"
             place = f"{self._tier.path}: parts/{finding.file.name.hex()}"
             self._report.found(FindingKind.ORPHAN_PART, place, "no record knows it", done)
@@ -223,7 +223,7 @@ class TierCheck:
             if not sound:
                 done = None
                 if self._repair:
-                    self._tier.remove(file.name, file.checksum)
+                    self._tier.files.remove(file.name, file.checksum)
                     done = "removed"
                 detail = "no record knows it, and its bytes are not what its name says"
                 self._report.found(FindingKind.CORRUPT, place, detail, done)
@@ -233,7 +233,7 @@ class TierCheck:
             self._report.found(FindingKind.ORPHAN, place, "no record knows it", done)
         if self._repair and proven:
             self._tier.sync()
-            self._tier.mark_synced([(file.name, file.checksum) for file in proven])
+            self._tier.files.mark_synced([(file.name, file.checksum) for file in proven])
             found += [file._replace(synced=True) for file in proven]
         if self._repair and found:
             self._index.record_found_files(self._tier.id, found)
@@ -276,9 +276,9 @@ class TierCheck:
         if record.segment:
             return  # the next mount gives its room back
         if record.state is ReplicaState.PARTIAL:
-            self._tier.remove_part(record.name)
+            self._tier.files.remove_part(record.name)
         else:
-            self._tier.remove(record.name, record.checksum)
+            self._tier.files.remove(record.name, record.checksum)
         self._index.file_gone(self._tier.id, record.name)
 
     def _path(self, ino: int, record: Replica) -> str:

@@ -1,9 +1,10 @@
 """The tiers: the only package that writes to them.
 
-``tier`` holds the replicas of one tier, ``segments`` the files that many of them share,
-``allocator`` says where in these a replica goes, ``listed`` what lies there. ``directory`` and
-``files`` have what a single file must be, ``checksum`` and ``verify`` tell whether a replica still
-is what was written, ``read`` has the two ways of reading an open one.
+``tier`` connects the parts of one: ``replica_files`` has replicas with a file each, ``segments``
+those that share files. ``allocator`` places them there, ``segment_lists`` and ``listed`` note what
+lies there. ``directory`` and ``files`` say what a single file must be, ``trials`` what a file
+system does. ``checksum`` and ``verify`` tell whether a replica still is what was written, ``read``
+reads an open one.
 """
 
 from monarchfs.store.errors import ReplicaLost

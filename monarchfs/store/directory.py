@@ -1,7 +1,8 @@
-"""One directory of files that are ours, below a directory that the caller opened."""
+"""One directory of files that are ours."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -16,37 +17,51 @@ logger = logging.getLogger(__name__)
 _REMARKS = 100  # files that are not ours, in the log; more would add nothing
 
 
+class Remarks:
+    """Log messages about what is not ours below ``path``; each place is named once."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._places: set[str] = set()
+
+    def add(self, place: str) -> None:
+        if place not in self._places and len(self._places) < _REMARKS:
+            self._places.add(place)
+            logger.warning("%s/%s is not ours and stays as it is", self._path, place)
+
+
 class Directory:
     """The directory ``name``, made for the first file. It is never one that is reached through a
-    symbolic link; what lies in it and is not a regular file of ``uid`` is never followed, changed
+    symbolic link. What lies in it and is not a regular file of ``uid`` is never followed, changed
     or removed.
 
-    Constant: ``_parent``. Changing, under ``_lock``: ``_known``, the directory's descriptor, and
-    those that it had before. None of them is closed before ``close``, because a thread may be using
-    it.
+    Changing, under ``_lock``: ``_known``, the directory's descriptor, and ``_retired``, those of
+    deleted directories that it replaced. None is closed before ``close``: a thread may be using it.
 
     All methods block and raise OSError. Thread-safe.
     """
 
-    def __init__(self, dir_fd: int, name: str, path: str, uid: int) -> None:
-        """``dir_fd``, where it lies, stays the caller's; ``path`` is its, for messages."""
+    def __init__(self, parent_fd: int, name: str, uid: int, remarks: Remarks) -> None:
+        """``parent_fd``, where it lies, stays the caller's, and open until ``close``."""
+        self._parent = parent_fd
         self._name = name
-        self._path = path
         self._uid = uid
+        self._remarks = remarks
         self._lock = threading.Lock()
         self._known: int | None = None
         self._retired: list[int] = []
-        self._remarked: set[str] = set()
-        self._parent = os.open(".", on_disk.DIRECTORY, dir_fd=dir_fd)
 
     def close(self) -> None:
         """Close all descriptors; no call may be under way any more."""
         with self._lock:
-            known = [] if self._known is None else [self._known]
-            for fd in (*known, *self._retired, self._parent):
+            for fd in (*([] if self._known is None else [self._known]), *self._retired):
                 os.close(fd)
             self._known = None
             self._retired.clear()
+
+    def make(self) -> None:
+        """Have it there before the first file."""
+        self._opened(create=True)
 
     def create(self, file: str) -> int:
         """Make a file; its descriptor (O_RDWR). Raises FileExistsError if something is there."""
@@ -57,13 +72,14 @@ class Directory:
             directory = self._opened(create=True, instead_of=directory)
             return os.open(file, on_disk.CREATE, on_disk.NOT_SYNCED_MODE, dir_fd=directory)
 
-    def open(self, file: str, flags: int, end: int = 0) -> int:
-        """Open a file. Raises ReplicaLost unless it is ours and has at least ``end`` bytes."""
+    def open(self, file: str, flags: int, *, end: int = 0, size: int | None = None) -> int:
+        """Open a file. Raises ReplicaLost unless it is ours, and has at least ``end`` bytes and
+        exactly ``size`` if that is given."""
         try:
             directory = self._opened()
         except OSError as error:
             raise on_disk.lost_or_same(file, error) from error
-        fd = on_disk.open_ours(directory, file, flags, self._uid)
+        fd = on_disk.open_ours(directory, file, flags, self._uid, size)
         if os.fstat(fd).st_size < end:
             os.close(fd)
             raise ReplicaLost(file, f"Ends before {end}")
@@ -78,11 +94,11 @@ class Directory:
         except OSError as error:
             if error.errno not in on_disk.NOT_A_DIRECTORY:
                 raise
-            self._remark(self._name)
+            self._remarks.add(self._name)
             return None
         if on_disk.is_ours(st, self._uid):
             return st
-        self._remark(f"{self._name}/{file}")
+        self._remarks.add(f"{self._name}/{file}")
         return None
 
     def remove(self, file: str) -> None:
@@ -91,7 +107,48 @@ class Directory:
             with suppress(FileNotFoundError):
                 os.unlink(file, dir_fd=self._opened())
 
-    def names(self) -> Iterator[str]:
+    def remove_after_failure(self, file: str) -> None:
+        """``remove``, where the caller is to hear of an earlier failure: raises nothing."""
+        try:
+            self.remove(file)
+        except OSError as error:
+            logger.warning("could not remove %s/%s: %s", self._name, file, error)
+
+    def is_at(self, fd: int, file: str) -> bool:
+        """Whether the open file ``fd`` lies here under that name. Raises ReplicaLost where nothing
+        does."""
+        try:
+            st = os.stat(file, dir_fd=self._opened(), follow_symlinks=False)
+        except OSError as error:
+            raise on_disk.lost_or_same(file, error) from error
+        return os.path.samestat(os.fstat(fd), st)
+
+    def move_here(self, source: Directory, name: str, file: str) -> None:
+        """Move ``name`` of another directory here, as ``file``, in place of a file of ours. Raises
+        FileExistsError where something else lies there."""
+        directory = self._opened(create=True)
+        try:
+            self._move(source, name, directory, file)
+        except FileNotFoundError:
+            self._move(source, name, self._opened(create=True, instead_of=directory), file)
+
+    def _move(self, source: Directory, name: str, directory: int, file: str) -> None:
+        with suppress(FileNotFoundError):
+            if not on_disk.is_ours(
+                os.stat(file, dir_fd=directory, follow_symlinks=False), self._uid
+            ):
+                raise FileExistsError(errno.EEXIST, "Something that is not ours is there", file)
+        os.rename(name, file, src_dir_fd=source._opened(), dst_dir_fd=directory)
+
+    def ours(self) -> Iterator[tuple[str, os.stat_result]]:
+        """The files that are ours."""
+        for entry in self.entries():
+            with suppress(FileNotFoundError):
+                st = entry.stat(follow_symlinks=False)
+                if on_disk.is_ours(st, self._uid):
+                    yield entry.name, st
+
+    def entries(self) -> Iterator[os.DirEntry[str]]:
         """What lies there, ours or not."""
         # Through a descriptor of its own: two listings must not share a position.
         try:
@@ -101,16 +158,17 @@ class Directory:
         except OSError as error:
             if error.errno not in on_disk.NOT_A_DIRECTORY:
                 raise
-            self._remark(self._name)
+            self._remarks.add(self._name)
             return
         try:
             with os.scandir(fd) as entries:
-                yield from (entry.name for entry in entries)
+                yield from entries
         finally:
             os.close(fd)
 
     def _opened(self, *, create: bool = False, instead_of: int | None = None) -> int:
-        """``instead_of`` is a descriptor of one that turned out to be deleted."""
+        """``instead_of`` is the descriptor of a directory that turned out to be deleted: something
+        cleaned the tier behind our back."""
         with self._lock:
             if self._known is not None and self._known != instead_of:
                 return self._known
@@ -122,8 +180,3 @@ class Directory:
                 self._retired.append(self._known)
             self._known = fd
             return fd
-
-    def _remark(self, place: str) -> None:
-        if place not in self._remarked and len(self._remarked) < _REMARKS:
-            self._remarked.add(place)
-            logger.warning("%s/%s is not ours and stays as it is", self._path, place)

@@ -10,7 +10,7 @@ The caller keeps this order:
     1. enter the segment in the index (what ``Allocator.place`` says begins);
     2. write the records;
     3. commit the index records that make them resident;
-    4. sync the data, then ``note`` them beside the segment.
+    4. sync the data, then note them in the segment's list.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import errno
 import logging
 import os
 import re
-import secrets
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -27,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from monarchfs.store import _records, listed
+from monarchfs.store import _records, listed, trials
 from monarchfs.store import files as on_disk
 from monarchfs.store.allocator import (
     ALIGN_BYTES,
@@ -37,9 +36,10 @@ from monarchfs.store.allocator import (
     allocated,
     new_segment,
 )
-from monarchfs.store.directory import Directory
+from monarchfs.store.directory import Directory, Remarks
 from monarchfs.store.errors import ReplicaLost
-from monarchfs.store.verify import stored_checksum
+from monarchfs.store.segment_lists import SegmentLists, segment_name
+from monarchfs.store.verify import matches, unpaced
 from monarchfs.types import Data, TierFile
 
 __all__ = [
@@ -51,13 +51,8 @@ logger = logging.getLogger(__name__)
 
 _DIRECTORY = "segments"
 _SEGMENT = re.compile(r"[0-9a-f]{16}")
-_LIST = re.compile(r"[0-9a-f]{16}\.list")
-_PROBE = re.compile(r"\.probe-[0-9a-f]+")
-_PROBE_BYTES = 32 * 1024
 _OPEN = 64  # descriptors of segments that are kept
 _TAKEN_AWAY = (-1, -1)  # no file has it
-
-_NO_PUNCHING = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 @dataclass(slots=True)
@@ -73,16 +68,13 @@ class SegmentFiles:
     """The segments of one dataset on one tier.
 
     They lie in ``segments/``, each under its number as 16 hex digits (mode 0600), with a list of
-    its replicas beside it (``<number>.list``, see ``store.listed``). Anything else that lies there
-    is not ours: it is never followed, changed or removed. The directory is made for the first
-    segment.
+    its replicas beside it (``lists``). Anything else that lies there is not ours: it is never
+    followed, changed or removed. The directory is made for the first segment.
 
     Constant: ``path`` (for messages), ``memory_backed``, ``align``, what records' offsets are
     multiples of: 4096, or the file system's block if that is larger. Changing, under ``_lock``:
     ``_held``, segments that are open, the one used last at the end; ``_made``, the device and inode
-    of each segment that this object made, and ``_ends``, how far it was written to. Under
-    ``_noting``, which keeps batches of lists apart: ``_list_blocks``, what each list occupies, and
-    their sum ``list_bytes``, which anybody may read.
+    of each segment that this object made, and ``_ends``, how far it was written to.
 
     All methods block and raise OSError. Thread-safe.
     """
@@ -91,15 +83,14 @@ class SegmentFiles:
         """``dir_fd``, the dataset's directory in the tier, stays the caller's."""
         self.path = path
         self._lock = threading.Lock()
-        self._noting = threading.Lock()
         self._held: OrderedDict[int, _OpenSegment] = OrderedDict()
         self._made: dict[int, tuple[int, int]] = {}
         self._ends: dict[int, int] = {}
-        self._list_blocks: dict[int, int] = {}
-        self.list_bytes = 0
         self.memory_backed = on_disk.is_in_memory(dir_fd)
         self.align = allocated(max(os.fstatvfs(dir_fd).f_frsize, ALIGN_BYTES))
-        self._files = Directory(dir_fd, _DIRECTORY, path, uid)
+        self._dir_fd = os.open(".", on_disk.DIRECTORY, dir_fd=dir_fd)
+        self._files = Directory(self._dir_fd, _DIRECTORY, uid, Remarks(path))
+        self.lists = SegmentLists(self._files)
 
     def close(self) -> None:
         """Close all descriptors; no call may be under way any more."""
@@ -107,6 +98,7 @@ class SegmentFiles:
             for segment in list(self._held):
                 self._let_go(segment)
         self._files.close()
+        os.close(self._dir_fd)
 
     # Writing
 
@@ -144,7 +136,7 @@ class SegmentFiles:
                 code, checksum = next(outcomes)
                 results.append(checksum)
                 if code:
-                    file = _name(segment)
+                    file = segment_name(segment)
                     results[-1] = OSError(code, os.strerror(code), file)
                     length = allocated(memoryview(data).nbytes, self.align)
                     self._punch_after_failure(fd, file, offset, length)
@@ -176,20 +168,18 @@ class SegmentFiles:
                 return
             raise
         if code:
-            raise OSError(code, os.strerror(code), _name(segment))
+            raise OSError(code, os.strerror(code), segment_name(segment))
 
     def remove(self, segment: int) -> None:
         """Remove a segment and its list; it is no error if there is none. Nothing may be writing
         to it any more."""
-        self._files.remove(_name(segment))
+        self._files.remove(segment_name(segment))
         with self._lock:
             # Only now: what is opened before would keep its room.
             self._made.pop(segment, None)
             self._ends.pop(segment, None)
             self._let_go(segment)
-        with self._noting:
-            self._files.remove(_list_name(segment))
-            self._count_list(segment, 0)
+        self.lists.remove(segment)
 
     # Reading
 
@@ -198,7 +188,7 @@ class SegmentFiles:
 
         Raises ReplicaLost unless it is a regular file of ours, of at least ``end`` bytes.
         """
-        return self._files.open(_name(segment), on_disk.READ, end)
+        return self._files.open(segment_name(segment), on_disk.READ, end=end)
 
     def verify(
         self,
@@ -206,34 +196,25 @@ class SegmentFiles:
         offset: int,
         size: int,
         checksum: int,
-        paced: Callable[[int], None] = lambda _: None,
+        paced: Callable[[int], None] = unpaced,
     ) -> bool:
         """Whether a record's bytes, all read from the disk, still have its checksum; otherwise as
         ``Tier.verify``."""
-        fd = self.open(segment, offset + size)
-        try:
-            found = stored_checksum(
-                fd,
-                size,
-                paced,
-                memory_backed=self.memory_backed,
-                name=_name(segment),
-                base=offset,
-            )
-        finally:
-            os.close(fd)
-        return found == checksum
+        fd, name = self.open(segment, offset + size), segment_name(segment)
+        return matches(
+            *(fd, size, checksum, paced), memory_backed=self.memory_backed, name=name, base=offset
+        )
 
     def blocks(self, segment: int) -> int:
         """Bytes of the blocks that a segment occupies; 0 where there is none."""
-        st = self._files.stat(_name(segment))
+        st = self._files.stat(segment_name(segment))
         return 0 if st is None else st.st_blocks * 512
 
     def data_ranges(self, segment: int) -> list[tuple[int, int]]:
         """Start and end of each range of a segment that has blocks (lseek(2), SEEK_DATA), rising;
         none where there is no such segment. The last one may end amid a block, with the file."""
         try:
-            fd = self._files.open(_name(segment), on_disk.READ)
+            fd = self._files.open(segment_name(segment), on_disk.READ)
         except ReplicaLost as error:
             if _is_missing(error):
                 return []
@@ -256,53 +237,21 @@ class SegmentFiles:
         """The segments that lie there, by rising number."""
         return sorted(
             int(name, 16)
-            for name in self._files.names()
-            if _SEGMENT.fullmatch(name) and int(name, 16) and self._files.stat(name) is not None
+            for name, _st in self._files.ours()
+            if _SEGMENT.fullmatch(name) and int(name, 16)
         )
 
     # The list beside a segment
-
-    def note(self, segment: int, rows: Sequence[TierFile]) -> None:
-        """Append rows to the list of a segment, whose data are on the disk. It is not synced."""
-        if not rows:
-            return
-        with self._noting:
-            fd = self._open_list(_list_name(segment))
-            try:
-                before = os.fstat(fd).st_size
-                try:
-                    on_disk.write_all(fd, before, memoryview(listed.batch(segment, rows)))
-                except BaseException:
-                    # What follows a torn batch would not be read.
-                    os.ftruncate(fd, before)
-                    raise
-                finally:
-                    self._count_list(segment, os.fstat(fd).st_blocks * 512)
-            finally:
-                os.close(fd)
-            if self._files.stat(_name(segment)) is None:
-                # Its last replica went meanwhile.
-                self._files.remove(_list_name(segment))
-                self._count_list(segment, 0)
 
     def noted(self, segment: int) -> list[TierFile]:
         """The replicas that lie in a segment by its list, by rising offset; none without a list.
 
         Reads at most 4 MiB. Their bytes are not looked at: the data may be another's since.
         """
-        st = self._files.stat(_name(segment))
+        st = self._files.stat(segment_name(segment))
         if st is None:
             return []
-        try:
-            fd = self._files.open(_list_name(segment), on_disk.READ)
-        except ReplicaLost:
-            return []
-        try:
-            made_ns = os.fstat(fd).st_mtime_ns
-            with open(fd, "rb", closefd=False) as file:
-                data = file.read(listed.MAX_BYTES)
-        finally:
-            os.close(fd)
+        data, made_ns = self.lists.read(segment)
         return listed.sound(
             listed.rows(segment, data, made_ns), segment_bytes=st.st_size, align=self.align
         )
@@ -318,54 +267,9 @@ class SegmentFiles:
                 found.append(row)
         return found
 
-    def count_lists(self) -> None:
-        """Look what the lists occupy: ``list_bytes`` says it from then on."""
-        with self._noting:
-            for name in self._files.names():
-                st = self._files.stat(name) if _LIST.fullmatch(name) else None
-                if st is not None:
-                    self._count_list(int(name[:16], 16), st.st_blocks * 512)
-
-    def _count_list(self, segment: int, allocated_bytes: int) -> None:
-        before = self._list_blocks.pop(segment, 0)
-        if allocated_bytes:
-            self._list_blocks[segment] = allocated_bytes
-        self.list_bytes += allocated_bytes - before
-
-    # Trial
-
     def gives_back(self) -> bool:
-        """Whether the file system frees the blocks that ``punch`` takes out of a file, by trial.
-
-        Removes the files that a crash amid this left behind.
-        """
-        for name in self._files.names():
-            if _PROBE.fullmatch(name):
-                self._files.remove(name)
-        file = f".probe-{secrets.token_hex(8)}"
-        fd = self._files.create(file)
-        try:
-            half = max(_PROBE_BYTES, self.align)
-            return self._falls(fd, half, synced=False) or self._falls(fd, half, synced=True)
-        finally:
-            os.close(fd)
-            self._files.remove(file)
-
-    def _falls(self, fd: int, half: int, *, synced: bool) -> bool:
-        """Some file systems count blocks only when they are on the disk."""
-        # Nothing that a file system could compress.
-        on_disk.write_all(fd, 0, memoryview(secrets.token_bytes(2 * half)))
-        if synced:
-            os.fdatasync(fd)
-        before = os.fstat(fd).st_blocks
-        code = _records.punch(fd, [(half, half)])
-        if code in _NO_PUNCHING:
-            return False
-        if code:
-            raise OSError(code, os.strerror(code), self.path)
-        if synced:
-            os.fdatasync(fd)
-        return (before - os.fstat(fd).st_blocks) * 512 >= half
+        """Whether the file system frees the blocks that ``punch`` takes out of a file, by trial."""
+        return trials.gives_back(self._files, self.path, self.align)
 
     # Descriptors
 
@@ -382,7 +286,7 @@ class SegmentFiles:
             held = self._held.get(segment)
             if held is None:
                 held = self._held[segment] = _OpenSegment(
-                    self._files.open(_name(segment), on_disk.WRITE)
+                    self._files.open(segment_name(segment), on_disk.WRITE)
                 )
             self._held.move_to_end(segment)
             if to_write:
@@ -392,7 +296,7 @@ class SegmentFiles:
                 if not (st.st_nlink and same and st.st_size >= self._ends.get(segment, 0)):
                     self._let_go(segment)
                     self._made[segment] = _TAKEN_AWAY  # its inode may be given out again
-                    raise ReplicaLost(_name(segment), "Not the segment that was made")
+                    raise ReplicaLost(segment_name(segment), "Not the segment that was made")
             held.users += 1
             self._close_some()
         try:
@@ -404,7 +308,7 @@ class SegmentFiles:
                     os.close(held.fd)
 
     def _make(self, segment: int) -> None:
-        fd = self._files.create(_name(segment))
+        fd = self._files.create(segment_name(segment))
         st = os.fstat(fd)
         self._let_go(segment)
         self._held[segment] = _OpenSegment(fd)
@@ -423,12 +327,6 @@ class SegmentFiles:
             if not held.users:
                 os.close(held.fd)
 
-    def _open_list(self, file: str) -> int:
-        try:
-            return self._files.create(file)
-        except FileExistsError:
-            return self._files.open(file, on_disk.WRITE)
-
     def _punch_after_failure(self, fd: int, file: str, offset: int, length: int) -> None:
         code = _records.punch(fd, [(offset, length)]) if length else 0
         if code:
@@ -436,14 +334,6 @@ class SegmentFiles:
                 "%s: could not give back %d bytes at %d of %s/%s: %s",
                 self.path, length, offset, _DIRECTORY, file, os.strerror(code),
             )  # fmt: skip
-
-
-def _name(segment: int) -> str:
-    return f"{segment:016x}"
-
-
-def _list_name(segment: int) -> str:
-    return f"{segment:016x}.list"
 
 
 def _is_missing(error: OSError) -> bool:

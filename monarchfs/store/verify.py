@@ -14,21 +14,26 @@ from monarchfs.store.errors import ReplicaLost
 READ_BYTES = 1024 * 1024
 
 
-def stored_checksum(
+def unpaced(_size: int) -> None:
+    """Reads as fast as it goes."""
+
+
+def matches(
     fd: int,
     size: int,
+    checksum: int,
     paced: Callable[[int], None],
     *,
     memory_backed: bool,
     name: str,
     base: int = 0,
-) -> int:
-    """The checksum of the ``size`` bytes that lie in the file ``fd`` (``name`` is for the error),
-    from ``base`` on, a multiple of a page.
+) -> bool:
+    """Whether the ``size`` bytes from ``base`` (a multiple of a page) of the file ``fd`` have this
+    checksum. ``name`` is for the error. Closes ``fd``.
 
-    From the disk if its file system can read past the page cache. Otherwise as any reader, and
-    their pages are dropped afterwards, also those that were cached before (there is no telling).
-    Changes the descriptor's flags. Blocks, also in ``paced``, which is called with the number of
+    Reads from the disk if its file system can read past the page cache. Otherwise reads as any
+    reader, and drops the pages afterwards, also those that were cached before (there is no
+    telling). Blocks, also in ``paced``, which is called with the number of
     bytes before each reading. Raises ReplicaLost if the file ends before, OSError if it cannot be
     read, and what ``paced`` raises.
     """
@@ -36,8 +41,8 @@ def stored_checksum(
     pages = _pages(size)
     view = memoryview(mmap.mmap(-1, min(max(pages, mmap.PAGESIZE), READ_BYTES)))
     found = []
-    _try_direct(fd)
     try:
+        _try_direct(fd)
         for start in range(0, size, READ_BYTES):
             wanted = min(READ_BYTES, size - start)
             room = _pages(wanted)
@@ -52,7 +57,8 @@ def stored_checksum(
             _drop_pages(fd, base + start, room, memory_backed)
     finally:
         _drop_pages(fd, base, pages, memory_backed)  # those of a reading that failed midway
-    return combine(b"".join(found))
+        os.close(fd)
+    return combine(b"".join(found)) == checksum
 
 
 def _pages(size: int) -> int:

@@ -13,9 +13,9 @@ import pytest
 from monarchfs.cache.tier_comparison import MissingFile
 from monarchfs.cache.tiers import Hold
 from monarchfs.index import set_aside
-from monarchfs.store.tier import Tier
+from monarchfs.store.replica_files import ReplicaFiles
 from monarchfs.types import ReplicaState
-from tests.support.faults import FaultyTier, Gate
+from tests.support.faults import FaultyFiles, Gate
 from tests.support.mirror import ALL_ROOM, MIB, Area, Mirror, content, until
 
 SMALL, LARGE = content(50_000, 1), content(3 * MIB + 5, 2)
@@ -236,11 +236,11 @@ async def test_a_copy_that_a_crash_cut_off_leaves_nothing(files: Area) -> None:
         name = node.stat.version.replica_name
         # What a crash leaves between the rename and the commit.
         mirror.index.begin_copy(node.ino, mirror.tier.id, name)
-        mirror.tier.write_whole(name, LARGE)
+        mirror.tier.files.write_whole(name, LARGE)
         other = await mirror.node("other")
         name = other.stat.version.replica_name
         mirror.index.begin_copy(other.ino, mirror.tier.id, name)
-        os.close(mirror.tier.create_part(name, 9_000))
+        os.close(mirror.tier.files.create_part(name, 9_000))
     async with files.mount() as mirror:
         assert complete(mirror) == []
         assert mirror.index.journal() == []
@@ -309,18 +309,20 @@ async def test_no_tier_counts_what_another_ones_stocktaking_is_about_to_drop(
 ) -> None:
     """The records that a reboot ended are dropped for all tiers at once."""
     async with files.mount([100_000, ALL_ROOM], shares=False) as mirror:
-        monkeypatch.setattr(FaultyTier, "mark_synced", lambda *_: os.stat("/there is no such file"))
+        monkeypatch.setattr(
+            FaultyFiles, "mark_synced", lambda *_: os.stat("/there is no such file")
+        )
         await mirror.copied("small")
         await mirror.copied("large")
         await mirror.copied("other")
         assert {record.tier for _ino, record in mirror.index.replicas()} == {1, 2}
     gate = Gate()
 
-    def slow(tier: FaultyTier, name: bytes) -> None:
+    def slow(files: FaultyFiles, name: bytes) -> None:
         gate.meet()
-        Tier.discard(tier, name)
+        ReplicaFiles.discard(files, name)
 
-    monkeypatch.setattr(FaultyTier, "discard", slow)
+    monkeypatch.setattr(FaultyFiles, "discard", slow)
     async with files.mount([100_000, ALL_ROOM], shares=False, boot_id=b"second boot") as mirror:
         await gate.arrived()
         # The other tier's stocktaking waits: nothing can be awaited but that it had the time.
@@ -335,16 +337,18 @@ async def test_a_tier_is_counted_although_another_one_does_not_give_up_what_a_re
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with files.mount([100_000, ALL_ROOM], shares=False) as mirror:
-        monkeypatch.setattr(FaultyTier, "mark_synced", lambda *_: os.stat("/there is no such file"))
+        monkeypatch.setattr(
+            FaultyFiles, "mark_synced", lambda *_: os.stat("/there is no such file")
+        )
         await mirror.copied("small")
         await mirror.copied("large")
 
-    def failing(tier: FaultyTier, name: bytes) -> None:
-        if tier.id == 1:
+    def failing(files: FaultyFiles, name: bytes) -> None:
+        if files._remarks._path.endswith("tier1"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        Tier.discard(tier, name)
+        ReplicaFiles.discard(files, name)
 
-    monkeypatch.setattr(FaultyTier, "discard", failing)
+    monkeypatch.setattr(FaultyFiles, "discard", failing)
     async with files.mount(
         [100_000, ALL_ROOM], shares=False, boot_id=b"second boot", sound=False
     ) as mirror:

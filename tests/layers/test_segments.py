@@ -16,6 +16,7 @@ import trio.testing
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
 from monarchfs.index import set_aside
+from monarchfs.store.segment_lists import SegmentLists
 from monarchfs.store.segments import SegmentFiles, allocated
 from monarchfs.types import EvictionPolicy, IndexWriteError, Node, Replica, TierFile
 from tests.support.faults import FaultySegments, FaultyTier
@@ -277,14 +278,14 @@ async def test_no_list_outlives_its_segment(area: Area, monkeypatch: pytest.Monk
     async with area.mount([64 * MIB], copies=False) as mirror:
         inos = await copy(mirror, names)
         first = record(mirror, inos[0]).segment
-        gate, real = mirror.tier.faults.gate(), FaultySegments.note
+        gate, real = mirror.tier.faults.gate(), SegmentLists.append
 
-        def note(segments: FaultySegments, segment: int, rows: list[TierFile]) -> None:
+        def append(lists: SegmentLists, segment: int, rows: list[TierFile]) -> None:
             if segment == first:
                 gate.meet()
-            real(segments, segment, rows)
+            real(lists, segment, rows)
 
-        monkeypatch.setattr(FaultySegments, "note", note)
+        monkeypatch.setattr(SegmentLists, "append", append)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(mirror.cache.sync)
             await gate.arrived()

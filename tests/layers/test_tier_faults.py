@@ -105,7 +105,7 @@ async def test_a_part_that_cannot_be_removed_is_removed_by_the_next_mount(files:
 async def test_a_small_file_whose_part_is_in_the_way(files: Area) -> None:
     async with files.mount(shares=False) as mirror:
         node = await mirror.node("small")
-        os.close(mirror.tier.create_part(node.stat.version.replica_name, 7))
+        os.close(mirror.tier.files.create_part(node.stat.version.replica_name, 7))
         await mirror.copied("small")
         await mirror.settled()
         assert mirror.metrics.tier_errors == 0
@@ -348,15 +348,15 @@ async def test_the_same_at_the_end_of_the_mount(files: Area) -> None:
         handle = await mirror.open("large")
         await mirror.read(handle, 0, 10)
         await mirror.idle()
-        real = mirror.tier.allocated
+        real = mirror.tier.files.allocated
 
         def broken(fd: int) -> int:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        mirror.tier.allocated = broken  # type: ignore[method-assign]
+        mirror.tier.files.allocated = broken  # type: ignore[method-assign]
         mirror.nursery.cancel_scope.cancel()
     assert mirror.metrics.tier_errors == 1
-    mirror.tier.allocated = real  # type: ignore[method-assign]
+    mirror.tier.files.allocated = real  # type: ignore[method-assign]
     handle.release()
     async with files.mount() as again:
         assert again.residency.state(handle.ino) == "remote"

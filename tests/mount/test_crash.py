@@ -24,6 +24,8 @@ from monarchfs.cache import moves
 from monarchfs.cache import segments as sharing
 from monarchfs.cache.cache import Cache
 from monarchfs.index import Index
+from monarchfs.store.replica_files import ReplicaFiles
+from monarchfs.store.segment_lists import SegmentLists
 from monarchfs.store.segments import SegmentFiles
 from monarchfs.store.tier import Tier
 from monarchfs.types import ROOT_INO
@@ -46,7 +48,7 @@ FILES = {
 
 OWNERS: dict[str, Any] = {
     **{"index": Index, "tier": Tier, "cache": Cache, "moves": moves},
-    **{"segments": SegmentFiles, "sharing": sharing},
+    **{"files": ReplicaFiles, "segments": SegmentFiles, "lists": SegmentLists, "sharing": sharing},
 }
 
 Crash = tuple[str, str, int]
@@ -279,15 +281,15 @@ WORK = crashes(
     index__begin_listing=1,
     index__add_entries=1,
     index__finish_listing=1,
-    index__record_found=1,
-    tier__create_part=2,
-    tier__write=1,
-    tier__write_unit=2,
-    tier__write_whole=6,
-    tier__finish_part=2,
-    tier__remove=2,
-    tier__remove_part=1,
-    tier__mark_synced=1,
+    index__record_found_each=1,
+    files__create_part=2,
+    files__write=1,
+    files__write_unit=2,
+    files__write_whole=6,
+    files__finish_part=2,
+    files__remove=2,
+    files__remove_part=1,
+    files__mark_synced=1,
     tier__sync=1,
     cache__rest=2,
     moves___copy=1,
@@ -311,7 +313,7 @@ SHARED_WORK = crashes(
     segments___make=2,
     segments__write_each=8,
     segments__punch=3,
-    segments__note=4,
+    lists__append=4,
     tier__sync=4,
     moves___read=1,
     sharing___punch_gaps=1,
@@ -369,7 +371,7 @@ def test_killed_while_it_gives_back_what_a_crash_left(
 
 @pytest.mark.parametrize(
     "crash",
-    crashes(index__file_gone=1, tier__discard=1),
+    crashes(index__file_gone=1, files__discard=1),
     ids=named,
 )
 def test_killed_while_it_clears_up_after_a_crash(
@@ -386,7 +388,7 @@ def test_killed_while_it_clears_up_after_a_crash(
         index__begin_boot=1,
         index__drop_replicas=2,
         index__file_gone=2,
-        tier__discard=2,
+        files__discard=2,
         index__meta_put=2,
     ),
     ids=named,
@@ -407,7 +409,7 @@ def test_killed_while_it_clears_up_after_a_reboot(
 def test_killed_while_a_new_index_finds_what_is_there(
     area: Area, tmp_path: Path, kill: Kill, crash: Crash
 ) -> None:
-    kill(area, b"first boot", ("tier.mark_synced", "after", 1))
+    kill(area, b"first boot", ("files.mark_synced", "after", 1))
     shutil.rmtree(area.state / "index")
     kill(area, b"first boot", crash)
     check(area, tmp_path, crash, kept=False)
@@ -416,7 +418,7 @@ def test_killed_while_a_new_index_finds_what_is_there(
 @pytest.mark.parametrize(
     ("first", "crash"),
     [
-        (("segments.note", "before", 1), crash)
+        (("lists.append", "before", 1), crash)
         for crash in crashes(segments__remove=1, index__segment_gone=1, segments__data_ranges=2)
     ]
     + [
@@ -424,7 +426,7 @@ def test_killed_while_a_new_index_finds_what_is_there(
         for crash in crashes(sharing___punch_gaps=1, segments__punch=1, index__segment_clean=1)
     ]
     + [
-        (("segments.note", "after", 2), crash)
+        (("lists.append", "after", 2), crash)
         for crash in crashes(index__begin_boot=1, index__drop_replicas=2, index__meta_put=2)
     ],
     ids=str,
@@ -448,17 +450,17 @@ def test_killed_while_it_clears_up_shared_files_after_a_reboot(
 def test_killed_while_a_new_index_finds_shared_files(
     shared: Area, tmp_path: Path, kill: Kill, when: str, crash: Crash
 ) -> None:
-    kill(shared, b"first boot", ("segments.note", when, 2), shares=True)
+    kill(shared, b"first boot", ("lists.append", when, 2), shares=True)
     shutil.rmtree(shared.state / "index")
     kill(shared, b"first boot", crash, shares=True)
     check(shared, tmp_path, crash, kept=False)
 
 
-@pytest.mark.parametrize("crash", crashes(tier__remove=2), ids=named)
+@pytest.mark.parametrize("crash", crashes(files__remove=2), ids=named)
 def test_killed_while_a_new_index_removes_what_was_not_synced(
     area: Area, tmp_path: Path, kill: Kill, crash: Crash
 ) -> None:
-    kill(area, b"first boot", ("tier.mark_synced", "before", 1))
+    kill(area, b"first boot", ("files.mark_synced", "before", 1))
     shutil.rmtree(area.state / "index")
     kill(area, b"first boot", crash)
     check(area, tmp_path, crash, kept=False)

@@ -121,7 +121,7 @@ class Cache:
                 )
                 name = node.stat.version.replica_name
                 index.begin_copy(node.ino, tier.id, name)
-                allocated, total = tier.write_whole(name, data)
+                allocated, total = tier.files.write_whole(name, data)
                 index.put_replica(
                     node.ino,
                     Replica(
@@ -135,7 +135,7 @@ class Cache:
         tier.sync()
         records = list(index.replicas())
         index.mark_durable(ino for ino, _ in records)
-        tier.mark_synced((record.name, record.checksum) for _, record in records)
+        tier.files.mark_synced((record.name, record.checksum) for _, record in records)
 
     def resident(self) -> list[tuple[int, Replica]]:
         with self.open() as (index, _tier):
@@ -219,31 +219,31 @@ Damage = Callable[[Cache], None]
 
 def orphan(cache: Cache) -> None:
     with cache.open() as (_index, tier):
-        _, total = tier.write_whole(b"o" * 16, b"of an index that is gone")
+        _, total = tier.files.write_whole(b"o" * 16, b"of an index that is gone")
         tier.sync()
-        tier.mark_synced([(b"o" * 16, total)])
+        tier.files.mark_synced([(b"o" * 16, total)])
 
 
 def orphan_not_synced(cache: Cache) -> None:
     with cache.open() as (_index, tier):
-        tier.write_whole(b"o" * 16, b"of an index that is gone")
+        tier.files.write_whole(b"o" * 16, b"of an index that is gone")
 
 
 def ambiguous(cache: Cache) -> None:
     with cache.open() as (_index, tier):
-        tier.write_whole(b"o" * 16, b"one")
-        tier.write_whole(b"o" * 16, b"two")
+        tier.files.write_whole(b"o" * 16, b"one")
+        tier.files.write_whole(b"o" * 16, b"two")
 
 
 def orphan_part(cache: Cache) -> None:
     with cache.open() as (_index, tier):
-        os.close(tier.create_part(b"p" * 16, 1 << 20))
+        os.close(tier.files.create_part(b"p" * 16, 1 << 20))
 
 
 def extra_file(cache: Cache) -> None:
     (_, record) = cache.resident()[0]
     with cache.open() as (_index, tier):
-        tier.write_whole(record.name, b"another copy of that version")
+        tier.files.write_whole(record.name, b"another copy of that version")
 
 
 def missing(cache: Cache) -> None:
@@ -263,8 +263,8 @@ def wrong_size(cache: Cache) -> None:
 def interrupted(cache: Cache) -> None:
     with cache.open() as (index, tier):
         index.begin_copy(12345, tier.id, b"i" * 16)
-        fd = tier.create_part(b"i" * 16, 1 << 20)
-        tier.write(fd, 0, b"x" * (128 << 10))
+        fd = tier.files.create_part(b"i" * 16, 1 << 20)
+        tier.files.write(fd, 0, b"x" * (128 << 10))
         os.close(fd)
 
 
@@ -279,10 +279,10 @@ def partial(cache: Cache, size: int = 1 << 20) -> tuple[int, Replica]:
     with cache.open() as (index, tier):
         node = index.record_found(ROOT_INO, b"big", source_stat(50, size=size), b"", NOW)
         name = node.stat.version.replica_name
-        fd = tier.create_part(name, size)
-        digests = bytes(8 * 4) + tier.write(fd, 512 << 10, b"y" * (512 << 10))
+        fd = tier.files.create_part(name, size)
+        digests = bytes(8 * 4) + tier.files.write(fd, 512 << 10, b"y" * (512 << 10))
         record = Replica(
-            *(tier.id, ReplicaState.PARTIAL, name, size, tier.allocated(fd), True, NOW, 0),
+            *(tier.id, ReplicaState.PARTIAL, name, size, tier.files.allocated(fd), True, NOW, 0),
             *(128 << 10, bytes(4) + b"\1" * 4, digests),
         )
         os.close(fd)
@@ -352,8 +352,8 @@ def test_damage_is_found_and_put_right(
 def assert_exact(cache: Cache) -> None:
     """Every file has a record, every record its file, and the totals are what lies there."""
     with cache.open() as (index, tier):
-        files = {file.name: file for xx in range(256) for file in tier.files(xx)}
-        parts = {file.name: file for file in tier.parts()}
+        files = {file.name: file for xx in range(256) for file in tier.files.complete(xx)}
+        parts = {file.name: file for file in tier.files.parts()}
         known = {record.name: record for _, record in index.replicas() if not record.segment}
         assert known.keys() == files.keys() | parts.keys()
         sharing = [record for _, record in index.replicas() if record.segment]
@@ -419,7 +419,7 @@ def fill_segment(cache: Cache, count: int, *, synced: bool = True, boot: bytes =
             index.put_replica(node.ino, found._replace(state=ReplicaState.RESIDENT))
         if synced:
             tier.sync()
-            tier.segments.note(SEGMENT, rows)
+            tier.segments.lists.append(SEGMENT, rows)
 
 
 SHARE = 8192

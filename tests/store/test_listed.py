@@ -40,11 +40,11 @@ def begun(path: Path, tier: Tier) -> Tier:
 def test_what_is_noted_is_found(path: Path, begun: Tier) -> None:
     segments = begun.segments
     assert segments.noted(SEGMENT) == []
-    segments.note(SEGMENT, [])
+    segments.lists.append(SEGMENT, [])
     assert not (path / LIST).exists()
     rows = [row(1, 0, 5000), row(2, 8 * KIB, 1), row(3, 12 * KIB)]
-    segments.note(SEGMENT, rows[1:])
-    segments.note(SEGMENT, rows[:1])
+    segments.lists.append(SEGMENT, rows[1:])
+    segments.lists.append(SEGMENT, rows[:1])
     found = segments.noted(SEGMENT)
     assert untimed(found) == rows
     assert {each.made_ns for each in found} == {os.stat(path / LIST).st_mtime_ns}
@@ -61,7 +61,7 @@ def test_a_list_torn_at_every_byte(path: Path, begun: Tier) -> None:
     batches = [[row(1, 0), row(2, 4 * KIB)], [row(3, 8 * KIB)], [row(4, 12 * KIB)]]
     ends, intact = [0], b""
     for batch in batches:
-        begun.segments.note(SEGMENT, batch)
+        begun.segments.lists.append(SEGMENT, batch)
         intact = (path / LIST).read_bytes()
         ends.append(len(intact))
     for length in range(len(intact) + 1):
@@ -73,8 +73,8 @@ def test_a_list_torn_at_every_byte(path: Path, begun: Tier) -> None:
 
 def test_a_list_damaged_at_every_byte(path: Path, begun: Tier) -> None:
     first, second = [row(1, 0)], [row(2, 4 * KIB)]
-    begun.segments.note(SEGMENT, first)
-    begun.segments.note(SEGMENT, second)
+    begun.segments.lists.append(SEGMENT, first)
+    begun.segments.lists.append(SEGMENT, second)
     intact = (path / LIST).read_bytes()
     for n in range(len(intact)):
         damaged = bytearray(intact)
@@ -92,7 +92,7 @@ def test_any_bytes_are_a_list_of_nothing(data: bytes, begins_well: bool) -> None
 
 
 def test_later_rows_win_and_impossible_ones_are_left_out(begun: Tier) -> None:
-    begun.segments.note(
+    begun.segments.lists.append(
         SEGMENT,
         [
             row(1, 0),  # written again
@@ -105,7 +105,7 @@ def test_later_rows_win_and_impossible_ones_are_left_out(begun: Tier) -> None:
             row(9, 40 * KIB, 0),
         ],
     )
-    begun.segments.note(SEGMENT, [row(10, 0, 1), row(8, 16 * KIB, 4096), row(11, 60 * KIB)])
+    begun.segments.lists.append(SEGMENT, [row(10, 0, 1), row(8, 16 * KIB, 4096), row(11, 60 * KIB)])
     expected = [row(10, 0, 1), row(8, 16 * KIB), row(3, 32 * KIB), row(11, 60 * KIB)]
     assert untimed(begun.segments.noted(SEGMENT)) == expected
 
@@ -136,7 +136,7 @@ def test_what_is_kept_overlaps_nothing_kept_or_later(found: list[TierFile]) -> N
 
 
 def test_of_a_huge_list_little_is_read(path: Path, begun: Tier) -> None:
-    begun.segments.note(SEGMENT, [row(1, 0)])
+    begun.segments.lists.append(SEGMENT, [row(1, 0)])
     os.truncate(path / LIST, 1 << 40)
     assert untimed(begun.segments.noted(SEGMENT)) == [row(1, 0)]
     # One that is intact all along, and longer than what is read.
@@ -160,7 +160,7 @@ def test_what_is_not_ours_is_no_list(path: Path, begun: Tier, tmp_path: Path, ki
     before = os.lstat(path / LIST)
     assert begun.segments.noted(SEGMENT) == []
     with pytest.raises(OSError, match=r"\.list"):
-        begun.segments.note(SEGMENT, [row(2, 0)])
+        begun.segments.lists.append(SEGMENT, [row(2, 0)])
     begun.segments.remove(SEGMENT)
     assert os.lstat(path / LIST) == before
     assert elsewhere.read_bytes() == listed.batch(SEGMENT, [row(1, 0)])
@@ -168,16 +168,16 @@ def test_what_is_not_ours_is_no_list(path: Path, begun: Tier, tmp_path: Path, ki
 
 
 def test_a_batch_without_room_tears_nothing(path: Path, begun: Tier) -> None:
-    begun.segments.note(SEGMENT, [row(1, 0)])
+    begun.segments.lists.append(SEGMENT, [row(1, 0)])
     size = os.stat(path / LIST).st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
     try:
         with pytest.raises(OSError, match="too large") as error:
-            begun.segments.note(SEGMENT, [row(2, 4 * KIB)])
+            begun.segments.lists.append(SEGMENT, [row(2, 4 * KIB)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert error.value.errno == errno.EFBIG
     assert os.stat(path / LIST).st_size == size
-    begun.segments.note(SEGMENT, [row(3, 4 * KIB)])
+    begun.segments.lists.append(SEGMENT, [row(3, 4 * KIB)])
     assert untimed(begun.segments.noted(SEGMENT)) == [row(1, 0), row(3, 4 * KIB)]

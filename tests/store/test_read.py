@@ -17,8 +17,8 @@ from tests.store.tools import NAME, needs_root, open_tier
 
 def test_reading_at_once_is_all_or_nothing(tier: Tier) -> None:
     data = os.urandom(200_000)
-    tier.write_whole(NAME, data)
-    fd = tier.open_replica(NAME, checksum(data), 200_000)
+    tier.files.write_whole(NAME, data)
+    fd = tier.files.open(NAME, checksum(data), 200_000)
     read_full(fd, 0, 200_000)
     assert read_nowait(fd, 0, 200_000, memory_backed=True) == data
     if not tier.memory_backed:
@@ -51,8 +51,8 @@ def test_what_is_only_partly_in_memory_is_not_read_at_once(
 @needs_root
 def test_tmpfs_does_not_answer_nowait(small: Path) -> None:
     tier = open_tier(small)
-    tier.write_whole(NAME, b"good")
-    fd = tier.open_replica(NAME, checksum(b"good"), 4)
+    tier.files.write_whole(NAME, b"good")
+    fd = tier.files.open(NAME, checksum(b"good"), 4)
     assert read_nowait(fd, 0, 4) in (None, b"good")
     assert read_nowait(fd, 0, 4, memory_backed=True) == b"good"
     os.close(fd)
@@ -61,8 +61,8 @@ def test_tmpfs_does_not_answer_nowait(small: Path) -> None:
 
 def test_reading_in_full_never_returns_less(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom(5_000)
-    tier.write_whole(NAME, data)
-    fd = tier.open_replica(NAME, checksum(data), 5_000)
+    tier.files.write_whole(NAME, data)
+    fd = tier.files.open(NAME, checksum(data), 5_000)
     with pytest.raises(ReplicaLost, match="Replica ends at 5000"):
         read_full(fd, 1_000, 4_001)
     real_pread = os.pread

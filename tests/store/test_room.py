@@ -27,19 +27,19 @@ from tests.store.tools import (
 def test_no_room_leaves_nothing_behind(small: Path) -> None:
     tier = open_tier(small)
     data = os.urandom(5 * BLOCK)
-    assert tier.write_whole(name_of(1), data) == (len(data), checksum(data))
+    assert tier.files.write_whole(name_of(1), data) == (len(data), checksum(data))
     with pytest.raises(OSError, match="No space left") as error:
-        tier.write_whole(name_of(2), data)
+        tier.files.write_whole(name_of(2), data)
     assert error.value.errno == errno.ENOSPC
     assert files_below(small) == {whole(data, name_of(1))}
 
-    fd = tier.create_part(name_of(3), len(data))
+    fd = tier.files.create_part(name_of(3), len(data))
     with pytest.raises(OSError, match="No space left"):
-        tier.write(fd, 0, data)
+        tier.files.write(fd, 0, data)
     os.close(fd)
     with pytest.raises(OSError, match="No space left"):
         tier.probe()
-    tier.remove_part(name_of(3))
+    tier.files.remove_part(name_of(3))
     space = tier.space()
     assert space.total_bytes == 1024 * KIB
     assert space.free_bytes == 1024 * KIB - 5 * BLOCK
@@ -53,13 +53,13 @@ def test_no_inodes_leaves_nothing_behind(small: Path) -> None:
     tier = open_tier(small)
     stored = 0
     while tier.space().free_inodes >= 2:  # a replica may need a fan-out directory as well
-        tier.write_whole(bytes([stored]) * 16, b"x")
+        tier.files.write_whole(bytes([stored]) * 16, b"x")
         stored += 1
     for number in range(tier.space().free_inodes):
         (small / f"filler {number}").touch()
     before = files_below(small)
     with pytest.raises(OSError, match="No space left"):
-        tier.write_whole(bytes([stored]) * 16, b"x")
+        tier.files.write_whole(bytes([stored]) * 16, b"x")
     assert stored > 20
     assert files_below(small) == before
     tier.close()
@@ -68,28 +68,28 @@ def test_no_inodes_leaves_nothing_behind(small: Path) -> None:
 @needs_root
 def test_a_read_only_tier_serves_and_refuses(small: Path) -> None:
     tier = open_tier(small)
-    _, total = tier.write_whole(NAME, b"good")
+    _, total = tier.files.write_whole(NAME, b"good")
     tier.close()
     subprocess.run(["mount", "-o", "remount,ro", small], check=True)
     tier = open_tier(small)
-    fd = tier.open_replica(NAME, total, 4)
+    fd = tier.files.open(NAME, total, 4)
     assert read_nowait(fd, 0, 4, memory_backed=tier.memory_backed) == b"good"
     os.close(fd)
-    assert tier.verify(NAME, total, 4)
+    assert tier.files.verify(NAME, total, 4)
     for write in (
-        lambda: tier.write_whole(name_of(5), b"other"),
-        lambda: tier.create_part(name_of(5), 5),
-        lambda: tier.remove(NAME, total),
-        lambda: tier.discard(NAME),
-        lambda: tier.mark_synced([(NAME, total)]),
+        lambda: tier.files.write_whole(name_of(5), b"other"),
+        lambda: tier.files.create_part(name_of(5), 5),
+        lambda: tier.files.remove(NAME, total),
+        lambda: tier.files.discard(NAME),
+        lambda: tier.files.mark_synced([(NAME, total)]),
         tier.probe,
     ):
         with pytest.raises(OSError, match="Read-only") as error:
             write()
         assert error.value.errno == errno.EROFS
     with pytest.raises(ReplicaLost):
-        tier.open_replica(name_of(5), total, 5)
-    assert [file.name for file in tier.files(0xAB)] == [NAME]
+        tier.files.open(name_of(5), total, 5)
+    assert [file.name for file in tier.files.complete(0xAB)] == [NAME]
     tier.close()
 
 

@@ -117,7 +117,7 @@ def test_layout(path: Path, tier: Tier) -> None:
     tier.segments.punch(TWO, [(0, 4096)])
     assert not (path / "segments").exists()
     tier.segments.create(TWO)
-    tier.segments.note(TWO, [TierFile(name_of(1), 1, 1, 4096, True)])
+    tier.segments.lists.append(TWO, [TierFile(name_of(1), 1, 1, 4096, True)])
     assert files_below(path) == {"segments/fedcba9876543210", "segments/fedcba9876543210.list"}
     assert mode_of(path / "segments") == 0o700
     assert mode_of(path / "segments/fedcba9876543210") == 0o600
@@ -314,7 +314,7 @@ def test_a_full_tier(small: Path) -> None:
     own.punch(ONE, [(0, 400 * KIB)])
     assert codes(own.write_each([(ONE, 800 * KIB, data)])) == [None]
     with pytest.raises(OSError, match="No space left"):
-        own.note(ONE, [TierFile(name_of(1), 1, 1, 4096, True)] * 10_000)
+        own.lists.append(ONE, [TierFile(name_of(1), 1, 1, 4096, True)] * 10_000)
     assert os.stat(small / f"{FILE}.list").st_size == 0
     own.close()
 
@@ -411,7 +411,7 @@ def test_a_planted_directory_is_refused_and_unharmed(path: Path, tmp_path: Path,
 
 def test_only_segments_are_found(path: Path, own: SegmentFiles) -> None:
     own.write_each([(ONE, 0, b"a"), (TWO, 0, b"b")])
-    own.note(ONE, [TierFile(name_of(1), 1, 1, 4096, True)])
+    own.lists.append(ONE, [TierFile(name_of(1), 1, 1, 4096, True)])
     for name in ("0" * 16, "1" * 15, "1" * 17, "A" * 16, ".probe-12", f"{3:016x}.list", "x"):
         (path / "segments" / name).touch()
     assert own.found() == [ONE, TWO]

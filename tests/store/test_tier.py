@@ -44,8 +44,8 @@ def test_names_never_change(path: Path, tier: Tier) -> None:
     # Of another release, these would be lost replicas.
     name = SourceVersion(0, 1, 2, 3, 4).replica_name
     assert name.hex() == "86769ea8ad65d5a0819dd5029c740dad"
-    tier.write_whole(name, b"abc")
-    os.close(tier.create_part(name, 1))
+    tier.files.write_whole(name, b"abc")
+    os.close(tier.files.create_part(name, 1))
     assert files_below(path) == {
         f"86/86769ea8ad65d5a0819dd5029c740dad.{checksum(b'abc'):016x}",
         "parts/86769ea8ad65d5a0819dd5029c740dad",
@@ -66,43 +66,43 @@ def test_each_field_of_the_version_is_in_the_name() -> None:
 
 def test_a_whole_replica_is_written_opened_and_removed(path: Path, tier: Tier) -> None:
     data = os.urandom(10_000)
-    assert tier.write_whole(NAME, data) == (12 * KIB, checksum(data))
+    assert tier.files.write_whole(NAME, data) == (12 * KIB, checksum(data))
     assert files_below(path) == {whole(data)}
     assert mode_of(path / whole(data)) == 0o600
     assert mode_of(path / "ab") == 0o700
 
-    fd = tier.open_replica(NAME, checksum(data), 10_000)
+    fd = tier.files.open(NAME, checksum(data), 10_000)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.write(fd, b"x")
     assert not os.get_inheritable(fd)
     assert read_full(fd, 0, 10_000) == data
-    assert tier.allocated(fd) == 12 * KIB
+    assert tier.files.allocated(fd) == 12 * KIB
     os.close(fd)
     with pytest.raises(ReplicaLost):
-        tier.open_replica(NAME, checksum(data) ^ 1, 10_000)
+        tier.files.open(NAME, checksum(data) ^ 1, 10_000)
 
-    tier.remove(NAME, checksum(data) ^ 1)
+    tier.files.remove(NAME, checksum(data) ^ 1)
     assert files_below(path) == {whole(data)}
-    tier.remove(NAME, checksum(data))
-    tier.remove(NAME, checksum(data))
+    tier.files.remove(NAME, checksum(data))
+    tier.files.remove(NAME, checksum(data))
     assert files_below(path) == set()
     with pytest.raises(ReplicaLost):
-        tier.open_replica(NAME, checksum(data), 10_000)
+        tier.files.open(NAME, checksum(data), 10_000)
 
 
 @pytest.mark.parametrize("data", [b"", bytearray(b"abc"), memoryview(b"xabcx")[1:4]])
 def test_whole_replicas_of_any_buffer(tier: Tier, data: bytes) -> None:
-    tier.write_whole(NAME, data)
+    tier.files.write_whole(NAME, data)
     assert content(tier, bytes(data)) == bytes(data)
 
 
 def test_writing_again_replaces(path: Path, tier: Tier) -> None:
-    tier.write_whole(NAME, b"good")
-    tier.mark_synced([(NAME, GOOD)])
+    tier.files.write_whole(NAME, b"good")
+    tier.files.mark_synced([(NAME, GOOD)])
     place = path / whole(b"good")
     first = os.lstat(place).st_ino
-    fd = tier.open_replica(NAME, GOOD, 4)
-    tier.write_whole(NAME, b"good")
+    fd = tier.files.open(NAME, GOOD, 4)
+    tier.files.write_whole(NAME, b"good")
     assert os.lstat(place).st_ino != first
     assert mode_of(place) == 0o600  # its data are not on the disk yet
     assert read_full(fd, 0, 4) == b"good"
@@ -110,8 +110,8 @@ def test_writing_again_replaces(path: Path, tier: Tier) -> None:
 
 
 def test_replicas_of_other_content_lie_beside_each_other(path: Path, tier: Tier) -> None:
-    tier.write_whole(NAME, b"good")
-    tier.write_whole(NAME, b"evil")
+    tier.files.write_whole(NAME, b"good")
+    tier.files.write_whole(NAME, b"evil")
     assert files_below(path) == {whole(b"good"), whole(b"evil")}
     assert content(tier, b"good") == b"good"
     assert content(tier, b"evil") == b"evil"
@@ -121,7 +121,7 @@ def test_replicas_of_other_content_lie_beside_each_other(path: Path, tier: Tier)
 def test_what_is_not_the_replica_is_refused(
     path: Path, tmp_path: Path, tier: Tier, planted: str
 ) -> None:
-    tier.write_whole(NAME, b"good")
+    tier.files.write_whole(NAME, b"good")
     place = path / whole(b"good")
     place.unlink()
     (tmp_path / "elsewhere").write_bytes(b"good")
@@ -130,7 +130,7 @@ def test_what_is_not_the_replica_is_refused(
     else:
         plant(place, planted, tmp_path / "elsewhere")
     with pytest.raises(ReplicaLost) as error:
-        tier.open_replica(NAME, GOOD, 4)
+        tier.files.open(NAME, GOOD, 4)
     assert error.value.errno == errno.ESTALE
     assert place.name in str(error.value)
 
@@ -145,14 +145,14 @@ def test_what_is_not_ours_stays(
         plant(place, planted, tmp_path / "elsewhere")
     before = {file: os.lstat(file) for file in path.rglob("*") if file.name != "ab"}
     for _ in range(2):
-        tier.remove(NAME, GOOD)
-        tier.remove_part(NAME)
-        tier.discard(NAME)
-        tier.mark_synced([(NAME, GOOD)])
+        tier.files.remove(NAME, GOOD)
+        tier.files.remove_part(NAME)
+        tier.files.discard(NAME)
+        tier.files.mark_synced([(NAME, GOOD)])
     with pytest.raises(FileExistsError):
-        tier.create_part(NAME, 4)
+        tier.files.create_part(NAME, 4)
     with pytest.raises(FileExistsError):
-        tier.write_whole(NAME, b"good")
+        tier.files.write_whole(NAME, b"good")
     after = {file: os.lstat(file) for file in path.rglob("*") if file.name != "ab"}
     assert {file: (st.st_ino, st.st_mode) for file, st in after.items()} == {
         file: (st.st_ino, st.st_mode) for file, st in before.items()
@@ -163,7 +163,7 @@ def test_what_is_not_ours_stays(
         f"{place} is not ours and stays as it is"
         for place in (path / whole(b"good"), path / "parts" / NAME.hex())
     )
-    assert tier.files(0xAB) == tier.parts() == []
+    assert tier.files.complete(0xAB) == tier.files.parts() == []
 
 
 @pytest.mark.parametrize("planted", PLANTED)
@@ -176,14 +176,14 @@ def test_a_replica_does_not_replace_what_is_not_ours(
     plant(place, planted, tmp_path / "elsewhere")
     before = os.lstat(place)
     with pytest.raises(FileExistsError):
-        tier.write_whole(NAME, b"good")
+        tier.files.write_whole(NAME, b"good")
     assert os.lstat(place).st_ino == before.st_ino
     assert list((path / "parts").iterdir()) == []
 
-    fd = tier.create_part(NAME, 4)
-    tier.write(fd, 0, b"good")
+    fd = tier.files.create_part(NAME, 4)
+    tier.files.write(fd, 0, b"good")
     with pytest.raises(FileExistsError):
-        tier.finish_part(fd, NAME, GOOD)
+        tier.files.finish_part(fd, NAME, GOOD)
     os.close(fd)
     assert os.lstat(place).st_ino == before.st_ino
 
@@ -195,51 +195,51 @@ def test_a_part_is_sparse_filled_and_finished(path: Path, tier: Tier) -> None:
     size = 7 * BLOCK + 1000
     middle = 4 * BLOCK
     data = os.urandom(size)
-    fd = tier.create_part(NAME, size)
-    assert tier.allocated(fd) == 0
+    fd = tier.files.create_part(NAME, size)
+    assert tier.files.allocated(fd) == 0
     assert files_below(path) == {f"parts/{NAME.hex()}"}
     with pytest.raises(FileExistsError):
-        tier.create_part(NAME, size)
+        tier.files.create_part(NAME, size)
     with pytest.raises(FileExistsError):
-        tier.write_whole(NAME, data)
-    last = tier.write(fd, middle, data[middle:])
+        tier.files.write_whole(NAME, data)
+    last = tier.files.write(fd, middle, data[middle:])
     assert last == digests(data[middle:])
     os.close(fd)
 
-    fd = tier.open_part(NAME, size)
-    assert 3 * BLOCK <= tier.allocated(fd) < 4 * BLOCK
+    fd = tier.files.open_part(NAME, size)
+    assert 3 * BLOCK <= tier.files.allocated(fd) < 4 * BLOCK
     assert read_full(fd, middle, size - middle) == data[middle:]
-    first = tier.write(fd, 0, memoryview(data)[:middle])
+    first = tier.files.write(fd, 0, memoryview(data)[:middle])
     assert combine(first + last) == checksum(data)
     tier.sync()
-    assert tier.finish_part(fd, NAME, checksum(data)) == tier.allocated(fd) >= size
+    assert tier.files.finish_part(fd, NAME, checksum(data)) == tier.files.allocated(fd) >= size
     os.close(fd)
     assert files_below(path) == {whole(data)}
-    fd = tier.open_replica(NAME, checksum(data), size)
+    fd = tier.files.open(NAME, checksum(data), size)
     assert read_full(fd, 0, size) == data
     os.close(fd)
     with pytest.raises(ReplicaLost):
-        tier.open_part(NAME, size)
+        tier.files.open_part(NAME, size)
 
 
 def test_a_part_of_another_size_is_refused(tier: Tier) -> None:
-    os.close(tier.create_part(NAME, 99))
+    os.close(tier.files.create_part(NAME, 99))
     with pytest.raises(ReplicaLost, match="Has 99 bytes instead of 100"):
-        tier.open_part(NAME, 100)
-    tier.remove_part(NAME)
-    tier.remove_part(NAME)
-    os.close(tier.create_part(NAME, 100))
+        tier.files.open_part(NAME, 100)
+    tier.files.remove_part(NAME)
+    tier.files.remove_part(NAME)
+    os.close(tier.files.create_part(NAME, 100))
 
 
 def test_only_the_file_that_was_written_is_finished(path: Path, tier: Tier) -> None:
-    fd = tier.create_part(NAME, 4)
-    tier.write(fd, 0, b"good")
+    fd = tier.files.create_part(NAME, 4)
+    tier.files.write(fd, 0, b"good")
     (path / "parts" / NAME.hex()).unlink()
     with pytest.raises(ReplicaLost):
-        tier.finish_part(fd, NAME, GOOD)
-    other = tier.create_part(NAME, 4)
+        tier.files.finish_part(fd, NAME, GOOD)
+    other = tier.files.create_part(NAME, 4)
     with pytest.raises(ReplicaLost, match="Not the file that was written"):
-        tier.finish_part(fd, NAME, GOOD)
+        tier.files.finish_part(fd, NAME, GOOD)
     os.close(fd)
     os.close(other)
     assert files_below(path) == {f"parts/{NAME.hex()}"}
@@ -249,10 +249,10 @@ def test_only_the_file_that_was_written_is_finished(path: Path, tier: Tier) -> N
     ("offset", "size"), [(1, BLOCK), (0, BLOCK - 1), (BLOCK, BLOCK + 1), (4 * KIB, 4 * KIB)]
 )
 def test_only_whole_blocks_have_digests(tier: Tier, offset: int, size: int) -> None:
-    fd = tier.create_part(NAME, 3 * BLOCK)
+    fd = tier.files.create_part(NAME, 3 * BLOCK)
     with pytest.raises(ValueError, match="not whole blocks"):
-        tier.write(fd, offset, bytes(size))
-    assert tier.write(fd, BLOCK, b"") == b""
+        tier.files.write(fd, offset, bytes(size))
+    assert tier.files.write(fd, BLOCK, b"") == b""
     os.close(fd)
 
 
@@ -268,23 +268,23 @@ def test_chunks_of_zeros_stay_holes(tier: Tier, pattern: str, allocated_chunks: 
         "s": b"\0" * (chunk // 2) + b"\1" + b"\0" * (chunk // 2 - 1),
     }
     data = b"".join(kinds[kind] for kind in pattern) + bytes(100)
-    fd = tier.create_part(NAME, BLOCK + len(data))
-    assert tier.write(fd, BLOCK, data) == digests(data)
+    fd = tier.files.create_part(NAME, BLOCK + len(data))
+    assert tier.files.write(fd, BLOCK, data) == digests(data)
     assert read_full(fd, 0, BLOCK + len(data)) == bytes(BLOCK) + data
     os.fsync(fd)
     slack = 2 * 4 * KIB
-    assert allocated_chunks * chunk <= tier.allocated(fd) <= allocated_chunks * chunk + slack
+    assert allocated_chunks * chunk <= tier.files.allocated(fd) <= allocated_chunks * chunk + slack
     total = combine(digests(bytes(BLOCK)) + digests(data))
-    tier.finish_part(fd, NAME, total)
+    tier.files.finish_part(fd, NAME, total)
     os.close(fd)
-    assert tier.verify(NAME, total, BLOCK + len(data))
+    assert tier.files.verify(NAME, total, BLOCK + len(data))
 
 
 def test_writes_go_on_after_short_ones(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom(10_000)
     real_pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, view, at: real_pwrite(fd, view[:777], at))
-    tier.write_whole(NAME, data)
+    tier.files.write_whole(NAME, data)
     assert content(tier, data) == data
 
 
@@ -294,21 +294,21 @@ def test_writes_go_on_after_short_ones(tier: Tier, monkeypatch: pytest.MonkeyPat
 def test_a_planted_fan_out_directory_is_not_followed(path: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     tier = open_tier(path)
-    tier.write_whole(NAME, b"good")
+    tier.files.write_whole(NAME, b"good")
     tier.close()
     (path / "ab").rename(elsewhere)
     (path / "ab").symlink_to(elsewhere)
     tier = open_tier(path)
     with pytest.raises(NotADirectoryError):
-        tier.write_whole(name_of(9), b"good")
+        tier.files.write_whole(name_of(9), b"good")
     with pytest.raises(ReplicaLost):
-        tier.open_replica(NAME, GOOD, 4)
+        tier.files.open(NAME, GOOD, 4)
     with pytest.raises(ReplicaLost):
-        tier.verify(NAME, GOOD, 4)
-    tier.mark_synced([(NAME, GOOD)])
-    tier.remove(NAME, GOOD)
-    tier.discard(NAME)
-    assert tier.files(0xAB) == []
+        tier.files.verify(NAME, GOOD, 4)
+    tier.files.mark_synced([(NAME, GOOD)])
+    tier.files.remove(NAME, GOOD)
+    tier.files.discard(NAME)
+    assert tier.files.complete(0xAB) == []
     tier.close()
     good = elsewhere / Path(whole(b"good")).name
     assert list(elsewhere.iterdir()) == [good]
@@ -320,7 +320,7 @@ def test_a_planted_fan_out_directory_is_not_followed(path: Path, tmp_path: Path)
 def test_a_planted_directory_of_parts_is_not_followed(path: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     tier = open_tier(path)
-    os.close(tier.create_part(NAME, 4))
+    os.close(tier.files.create_part(NAME, 4))
     (path / "parts").rename(elsewhere)
     (elsewhere / ".probe-0").touch()
     (tmp_path / "other").mkdir()
@@ -329,44 +329,44 @@ def test_a_planted_directory_of_parts_is_not_followed(path: Path, tmp_path: Path
         open_tier(tmp_path / "other")
     assert reopen(tier, tmp_path / "other")
     for use in (
-        lambda: tier.write_whole(NAME, b"good"),
-        lambda: tier.create_part(name_of(9), 4),
+        lambda: tier.files.write_whole(NAME, b"good"),
+        lambda: tier.files.create_part(name_of(9), 4),
         tier.probe,
     ):
         with pytest.raises(NotADirectoryError):
             use()
     with pytest.raises(ReplicaLost):
-        tier.open_part(NAME, 4)
-    tier.remove_part(NAME)
-    tier.discard(NAME)
-    assert tier.parts() == []
+        tier.files.open_part(NAME, 4)
+    tier.files.remove_part(NAME)
+    tier.files.discard(NAME)
+    assert tier.files.parts() == []
     tier.close()
     assert files_below(elsewhere) == {NAME.hex(), ".probe-0"}
     assert (tmp_path / "other" / "parts").is_symlink()
 
 
 def test_directories_that_were_cleaned_away_are_made_again(path: Path, tier: Tier) -> None:
-    tier.write_whole(NAME, b"good")
+    tier.files.write_whole(NAME, b"good")
     for directory in path.iterdir():
         shutil.rmtree(directory)
     with pytest.raises(ReplicaLost):
-        tier.open_replica(NAME, GOOD, 4)
-    tier.write_whole(NAME, b"good")
+        tier.files.open(NAME, GOOD, 4)
+    tier.files.write_whole(NAME, b"good")
     assert content(tier, b"good") == b"good"
     tier.probe()
 
     shutil.rmtree(path)
     with pytest.raises(FileNotFoundError):
-        tier.write_whole(NAME, b"good")
+        tier.files.write_whole(NAME, b"good")
     with pytest.raises(FileNotFoundError):
         tier.probe()
-    tier.remove(NAME, GOOD)
-    assert tier.files(0xAB) == tier.parts() == []
+    tier.files.remove(NAME, GOOD)
+    assert tier.files.complete(0xAB) == tier.files.parts() == []
 
 
 def test_a_tier_goes_on_in_another_directory(path: Path, tmp_path: Path, tier: Tier) -> None:
-    tier.write_whole(NAME, b"good")
-    fd = tier.open_replica(NAME, GOOD, 4)
+    tier.files.write_whole(NAME, b"good")
+    fd = tier.files.open(NAME, GOOD, 4)
     before = len(os.listdir("/proc/self/fd"))
     assert not reopen(tier, path)
     assert len(os.listdir("/proc/self/fd")) == before
@@ -380,16 +380,16 @@ def test_a_tier_goes_on_in_another_directory(path: Path, tmp_path: Path, tier: T
     assert read_full(fd, 0, 4) == b"good"  # what is open stays so
     os.close(fd)
     with pytest.raises(ReplicaLost):
-        tier.open_replica(NAME, GOOD, 4)
+        tier.files.open(NAME, GOOD, 4)
     tier.probe()
-    tier.write_whole(NAME, b"more")
+    tier.files.write_whole(NAME, b"more")
     tier.sync()
     assert files_below(path) == {whole(b"more")}
     assert files_below(tmp_path / "before") == {whole(b"good")}
 
 
 def test_a_directory_that_cannot_be_opened_changes_nothing(path: Path, tier: Tier) -> None:
-    tier.write_whole(NAME, b"good")
+    tier.files.write_whole(NAME, b"good")
     fd = os.open(path / whole(b"good"), os.O_RDONLY)
     with pytest.raises(NotADirectoryError):
         tier.reopen(fd)

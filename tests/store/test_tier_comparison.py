@@ -41,33 +41,33 @@ def test_files_are_listed_in_order_with_what_they_are(path: Path, tier: Tier) ->
     numbers = list(range(20))
     random.Random(1).shuffle(numbers)
     for number in numbers:
-        tier.write_whole(name_of(number), b"x" * number)
-    tier.write_whole(name_of(3), b"another")
-    tier.write_whole(b"\xac" * 16, b"not here")
+        tier.files.write_whole(name_of(number), b"x" * number)
+    tier.files.write_whole(name_of(3), b"another")
+    tier.files.write_whole(b"\xac" * 16, b"not here")
     tier.sync()
-    tier.mark_synced([(name_of(5), checksum(b"x" * 5)), (name_of(6), 0)])
+    tier.files.mark_synced([(name_of(5), checksum(b"x" * 5)), (name_of(6), 0)])
     expected = [
         TierFile(name_of(n), checksum(data), len(data), 4 * KIB if data else 0, n == 5)
         for n, data in [(3, b"another"), *((n, b"x" * n) for n in range(20))]
     ]
-    found = tier.files(0xAB)
+    found = tier.files.complete(0xAB)
     assert [file._replace(made_ns=0) for file in found] == sorted(expected)
     for file in found:
         replica = path / "ab" / f"{file.name.hex()}.{file.checksum:016x}"
         assert file.made_ns == replica.stat().st_mtime_ns
-    assert [file.name for file in tier.files(0xAC)] == [b"\xac" * 16]
-    assert tier.files(0xAD) == []
+    assert [file.name for file in tier.files.complete(0xAC)] == [b"\xac" * 16]
+    assert tier.files.complete(0xAD) == []
     assert not (path / "ad").exists()
 
 
 def test_parts_are_listed_in_order(tier: Tier) -> None:
-    assert tier.parts() == []
+    assert tier.files.parts() == []
     for number in (3, 1, 2):
-        os.close(tier.create_part(name_of(number), number * BLOCK))
-    fd = tier.open_part(name_of(2), 2 * BLOCK)
-    tier.write(fd, 0, b"x" * BLOCK)
+        os.close(tier.files.create_part(name_of(number), number * BLOCK))
+    fd = tier.files.open_part(name_of(2), 2 * BLOCK)
+    tier.files.write(fd, 0, b"x" * BLOCK)
     os.close(fd)
-    assert [part._replace(made_ns=0) for part in tier.parts()] == [
+    assert [part._replace(made_ns=0) for part in tier.files.parts()] == [
         TierFile(name_of(1), 0, BLOCK, 0, False),
         TierFile(name_of(2), 0, 2 * BLOCK, BLOCK, False),
         TierFile(name_of(3), 0, 3 * BLOCK, 0, False),
@@ -75,8 +75,8 @@ def test_parts_are_listed_in_order(tier: Tier) -> None:
 
 
 def test_only_proper_names_are_listed(path: Path, tmp_path: Path, tier: Tier) -> None:
-    tier.write_whole(NAME, b"good")
-    os.close(tier.create_part(NAME, 4))
+    tier.files.write_whole(NAME, b"good")
+    os.close(tier.files.create_part(NAME, 4))
     proper = "ab" + "0" * 30
     foreign = [
         *(f"ab/{proper}{end}" for end in ("", ".", ".0", "." + "0" * 17, "." + "A" * 16)),
@@ -93,25 +93,25 @@ def test_only_proper_names_are_listed(path: Path, tmp_path: Path, tier: Tier) ->
         (path / file).parent.mkdir(exist_ok=True)
         (path / file).touch()
     before = files_below(path)
-    assert [file.name for file in tier.files(0xAB)] == [NAME]
-    assert [file.name for file in tier.parts()] == [NAME]
-    tier.discard(bytes.fromhex(proper))
+    assert [file.name for file in tier.files.complete(0xAB)] == [NAME]
+    assert [file.name for file in tier.files.parts()] == [NAME]
+    tier.files.discard(bytes.fromhex(proper))
     tier.probe()
     assert files_below(path) == before
 
 
 def test_synced_is_what_the_mode_says(path: Path, tier: Tier) -> None:
-    tier.write_whole(NAME, b"good")
-    assert not tier.files(0xAB)[0].synced
-    tier.mark_synced([(NAME, GOOD), (name_of(1), GOOD), (b"\0" * 16, GOOD)])
+    tier.files.write_whole(NAME, b"good")
+    assert not tier.files.complete(0xAB)[0].synced
+    tier.files.mark_synced([(NAME, GOOD), (name_of(1), GOOD), (b"\0" * 16, GOOD)])
     assert mode_of(path / whole(b"good")) == 0o400
-    assert tier.files(0xAB)[0].synced
-    assert tier.verify(NAME, GOOD, 4)
-    tier.mark_synced([(NAME, GOOD)])
+    assert tier.files.complete(0xAB)[0].synced
+    assert tier.files.verify(NAME, GOOD, 4)
+    tier.files.mark_synced([(NAME, GOOD)])
     (path / whole(b"good")).chmod(0o444)  # whoever did that, it was not us
-    assert not tier.files(0xAB)[0].synced
-    tier.remove(NAME, GOOD)
-    assert tier.files(0xAB) == []
+    assert not tier.files.complete(0xAB)[0].synced
+    tier.files.remove(NAME, GOOD)
+    assert tier.files.complete(0xAB) == []
 
 
 @pytest.mark.parametrize("planted", PLANTED)
@@ -120,23 +120,23 @@ def test_nothing_planted_is_marked(path: Path, tmp_path: Path, tier: Tier, plant
     (path / "ab").mkdir()
     plant(path / whole(b"good"), planted, tmp_path / "elsewhere")
     modes = mode_of(path / whole(b"good")), mode_of(tmp_path / "elsewhere")
-    tier.mark_synced([(NAME, GOOD)])
+    tier.files.mark_synced([(NAME, GOOD)])
     assert (mode_of(path / whole(b"good")), mode_of(tmp_path / "elsewhere")) == modes
 
 
 def test_discarding_takes_all_of_a_name_and_nothing_else(path: Path, tier: Tier) -> None:
     kept = []
     for data in (b"good", b"evil", b""):
-        tier.write_whole(NAME, data)
-        tier.write_whole(name_of(8), data)
+        tier.files.write_whole(NAME, data)
+        tier.files.write_whole(name_of(8), data)
         kept.append(whole(data, name_of(8)))
-    tier.mark_synced([(NAME, GOOD)])
-    os.close(tier.create_part(NAME, 100))
-    os.close(tier.create_part(name_of(8), 100))
-    tier.discard(NAME)
+    tier.files.mark_synced([(NAME, GOOD)])
+    os.close(tier.files.create_part(NAME, 100))
+    os.close(tier.files.create_part(name_of(8), 100))
+    tier.files.discard(NAME)
     assert files_below(path) == {*kept, f"parts/{name_of(8).hex()}"}
-    tier.discard(NAME)
-    tier.discard(b"\0" * 16)
+    tier.files.discard(NAME)
+    tier.files.discard(b"\0" * 16)
     assert files_below(path) == {*kept, f"parts/{name_of(8).hex()}"}
     assert not (path / "00").exists()
 
@@ -172,57 +172,57 @@ def test_every_byte_is_verified(
     if direct != "as it is":
         refuse_direct(monkeypatch, direct)
     data = os.urandom(size)
-    _, total = tier.write_whole(NAME, data)
+    _, total = tier.files.write_whole(NAME, data)
     paced: list[int] = []
-    assert tier.verify(NAME, total, size, paced.append)
+    assert tier.files.verify(NAME, total, size, paced.append)
     assert sum(paced) == size
     assert all(0 < count <= MIB for count in paced)
     for at in {0, size // 2, size - 1} if size else set():
         with open(path / whole(data), "r+b") as file:
             file.seek(at)
             file.write(bytes([data[at] ^ 0x10]))
-        assert not tier.verify(NAME, total, size)
+        assert not tier.files.verify(NAME, total, size)
         with open(path / whole(data), "r+b") as file:
             file.write(data)
-    assert tier.verify(NAME, total, size)
+    assert tier.files.verify(NAME, total, size)
 
 
 def test_short_reads_are_gone_on_from(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom(2 * MIB + 5)
-    _, total = tier.write_whole(NAME, data)
+    _, total = tier.files.write_whole(NAME, data)
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, to, at: real(fd, (to[0][:300_000],), at))
     paced: list[int] = []
-    assert tier.verify(NAME, total, len(data), paced.append)
+    assert tier.files.verify(NAME, total, len(data), paced.append)
     assert paced[:4] == [MIB, MIB - 300_000, MIB - 600_000, MIB - 900_000]
 
 
 def test_what_is_not_there_cannot_be_verified(path: Path, tier: Tier) -> None:
     with pytest.raises(ReplicaLost):
-        tier.verify(NAME, GOOD, 4)
-    tier.write_whole(NAME, b"good")
+        tier.files.verify(NAME, GOOD, 4)
+    tier.files.write_whole(NAME, b"good")
     with pytest.raises(ReplicaLost, match="Has 4 bytes instead of 5"):
-        tier.verify(NAME, GOOD, 5)
+        tier.files.verify(NAME, GOOD, 5)
     with pytest.raises(ReplicaLost, match="Ends at 0 instead of 4"):
-        tier.verify(NAME, GOOD, 4, lambda _: os.truncate(path / whole(b"good"), 0))
+        tier.files.verify(NAME, GOOD, 4, lambda _: os.truncate(path / whole(b"good"), 0))
 
 
 def test_a_disk_that_does_not_give_the_bytes_is_no_answer(
     tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier.write_whole(NAME, b"good")
+    tier.files.write_whole(NAME, b"good")
 
     def preadv(fd: int, buffers: object, offset: int) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(OSError, match="Input/output") as error:
-        tier.verify(NAME, GOOD, 4)
+        tier.files.verify(NAME, GOOD, 4)
     assert not isinstance(error.value, ReplicaLost)
 
 
 def test_verifying_ends_when_the_pace_says_so(tier: Tier) -> None:
-    _, total = tier.write_whole(NAME, bytes(3 * MIB))
+    _, total = tier.files.write_whole(NAME, bytes(3 * MIB))
 
     class Enough(Exception):
         pass
@@ -231,7 +231,7 @@ def test_verifying_ends_when_the_pace_says_so(tier: Tier) -> None:
         raise Enough
 
     with pytest.raises(Enough):
-        tier.verify(NAME, total, 3 * MIB, pace)
+        tier.files.verify(NAME, total, 3 * MIB, pace)
 
 
 def cached_pages(path: Path) -> int:
@@ -260,12 +260,12 @@ def test_verifying_leaves_nothing_in_the_page_cache(
     if direct != "as it is":
         refuse_direct(monkeypatch, direct)
     data = os.urandom(4 * MIB)
-    _, total = tier.write_whole(NAME, data)
+    _, total = tier.files.write_whole(NAME, data)
     tier.sync()
     with open(path / whole(data), "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     assert cached_pages(path / whole(data)) == 0
-    assert tier.verify(NAME, total, len(data))
+    assert tier.files.verify(NAME, total, len(data))
     assert cached_pages(path / whole(data)) == 0
 
     whole_reads = os.preadv
@@ -276,7 +276,7 @@ def test_verifying_leaves_nothing_in_the_page_cache(
         next(turns)
 
     with pytest.raises(StopIteration):
-        tier.verify(NAME, total, len(data), pace)
+        tier.files.verify(NAME, total, len(data), pace)
     assert cached_pages(path / whole(data)) == 0
 
 
@@ -292,11 +292,11 @@ def test_verifying_keeps_what_was_cached(path: Path, tier: Tier) -> None:
     if tier.memory_backed or not takes_direct(path):
         pytest.skip("needs O_DIRECT: TMPDIR on ext4 or xfs")
     data = os.urandom(4 * MIB)
-    _, total = tier.write_whole(NAME, data)
+    _, total = tier.files.write_whole(NAME, data)
     tier.sync()
     before = cached_pages(path / whole(data))
     assert before > 0
-    assert tier.verify(NAME, total, len(data))
+    assert tier.files.verify(NAME, total, len(data))
     assert cached_pages(path / whole(data)) == before
 
 
@@ -304,12 +304,12 @@ def test_verifying_keeps_what_was_cached(path: Path, tier: Tier) -> None:
 def test_verifying_in_memory(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = open_tier(small)
     data = os.urandom(500_000)
-    _, total = tier.write_whole(NAME, data)
-    assert tier.verify(NAME, total, len(data))
+    _, total = tier.files.write_whole(NAME, data)
+    assert tier.files.verify(NAME, total, len(data))
     refuse_direct(monkeypatch, "set")
-    assert tier.verify(NAME, total, len(data))
+    assert tier.files.verify(NAME, total, len(data))
     (small / whole(data)).write_bytes(bytes(len(data)))
-    assert not tier.verify(NAME, total, len(data))
+    assert not tier.files.verify(NAME, total, len(data))
     tier.close()
 
 

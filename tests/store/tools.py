@@ -32,7 +32,7 @@ def whole(data: bytes, name: bytes = NAME) -> str:
 
 def content(tier: Tier, data: bytes, name: bytes = NAME) -> bytes:
     """What the complete replica that was written with ``data`` holds."""
-    fd = tier.open_replica(name, checksum(data), len(data))
+    fd = tier.files.open(name, checksum(data), len(data))
     try:
         return os.pread(fd, len(data) + 1, 0)
     finally:

@@ -15,6 +15,7 @@ from monarchfs.engine.units import Unit
 from monarchfs.source import posix
 from monarchfs.source.direct import DirectDescriptor
 from monarchfs.source.posix import Batches, Found, FoundEach, PosixSource
+from monarchfs.store.replica_files import ReplicaFiles
 from monarchfs.store.segments import SegmentFiles
 from monarchfs.store.tier import Tier
 from monarchfs.types import Data, DirRef, SourceStat, SourceVersion, Space
@@ -215,13 +216,10 @@ class FaultySegments(SegmentFiles):
         self.faults.meet("after_remove")
 
 
-class FaultyTier(Tier):
-    def __init__(self, dir_fd: int, path: str, tier_id: int) -> None:
-        self.faults = Faults()
-        super().__init__(dir_fd, path, tier_id, directory=path)
-
-    def _new_segments(self, dir_fd: int) -> SegmentFiles:
-        return FaultySegments(dir_fd, self.path, os.geteuid(), self.faults)
+class FaultyFiles(ReplicaFiles):
+    def __init__(self, dir_fd: int, path: str, uid: int, faults: Faults) -> None:
+        self.faults = faults
+        super().__init__(dir_fd, path, uid)
 
     def write_whole(self, name: bytes, data: Data) -> tuple[int, int]:
         self.faults.meet("write_whole")
@@ -236,9 +234,9 @@ class FaultyTier(Tier):
         self.faults.meet("open_part")
         return super().open_part(name, size)
 
-    def open_replica(self, name: bytes, checksum: int, size: int) -> int:
+    def open(self, name: bytes, checksum: int, size: int | None) -> int:
         self.faults.meet("open_replica")
-        return super().open_replica(name, checksum, size)
+        return super().open(name, checksum, size)
 
     def write_unit(self, fd: int, unit: Unit) -> bool:
         self.faults.meet("write")
@@ -264,6 +262,18 @@ class FaultyTier(Tier):
     def remove_part(self, name: bytes) -> None:
         self.faults.meet("remove_part")
         super().remove_part(name)
+
+
+class FaultyTier(Tier):
+    def __init__(self, dir_fd: int, path: str, tier_id: int) -> None:
+        self.faults = Faults()
+        super().__init__(dir_fd, path, tier_id, directory=path)
+
+    def _new_files(self, dir_fd: int) -> ReplicaFiles:
+        return FaultyFiles(dir_fd, self.path, os.geteuid(), self.faults)
+
+    def _new_segments(self, dir_fd: int) -> SegmentFiles:
+        return FaultySegments(dir_fd, self.path, os.geteuid(), self.faults)
 
     def probe(self) -> None:
         self.faults.meet("probe")

@@ -1,0 +1,233 @@
+"""Replicas that have a file each: complete ones, and parts that are being filled.
+
+Below the dataset's directory in a tier:
+
+    <xx>/<name>.<checksum>  a complete replica; ``name`` is its version's replica_name, in hex, and
+                            ``xx`` its first two digits; ``checksum`` (16 hex digits) as in
+                            ``store.checksum``. Mode 0400: its data reached the disk; 0600: perhaps
+    parts/<name>            one that is being filled
+    parts/.probe-<hex>      a trial, see ``store.trials``
+
+Order of the durable steps of a replica, of which the store does 1, 2 (on request), 3 and 5:
+
+    1. write the data under the staging name, in parts/;
+    2. sync the data (``Tier.sync``, for a group of replicas at once);
+    3. rename to the final name;
+    4. commit the index record that makes it resident (the caller);
+    5. say so in the file's mode (``mark_synced``).
+
+After a crash of the process nothing that 1 wrote is lost. After a reboot only replicas that went
+through 2 count: the record says so (Replica.durable), and where the record is lost the mode does;
+the size alone proves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+
+from monarchfs.engine.units import Unit
+from monarchfs.store import files as on_disk
+from monarchfs.store.checksum import BLOCK_BYTES, checksum, digests
+from monarchfs.store.directory import Directory, Remarks
+from monarchfs.store.errors import ReplicaLost
+from monarchfs.store.verify import matches, unpaced
+from monarchfs.types import SPARSE_MIN_BYTES, Data, TierFile
+
+_PARTS = "parts"
+ARRIVAL_SECONDS = 0.1
+"""A thread waits this long for the next bytes from the source."""
+
+
+class ReplicaFiles:
+    """Those of one dataset on one tier.
+
+    Constant: ``memory_backed``, ``parts_directory``. Changing, under the lock: the directories by
+    name, made when they are first asked for.
+
+    Methods block, if only for a local disk, and raise OSError. Thread-safe, except that one replica
+    must not be written by two threads at once.
+    """
+
+    def __init__(self, dir_fd: int, path: str, uid: int) -> None:
+        """``dir_fd``, the dataset's directory, stays the caller's, and open until ``close``;
+        ``path`` is its, for messages."""
+        self._fd = dir_fd
+        self._uid = uid
+        self._remarks = Remarks(path)
+        self._lock = threading.Lock()
+        self._directories: dict[str, Directory] = {}
+        self.memory_backed = on_disk.is_in_memory(dir_fd)
+        self.parts_directory = self._directory(_PARTS)
+
+    def close(self) -> None:
+        """Close all descriptors; no call may be under way any more."""
+        for directory in self._directories.values():
+            directory.close()
+
+    def _directory(self, name: str) -> Directory:
+        with self._lock:
+            directory = self._directories.get(name)
+            if directory is None:
+                directory = Directory(self._fd, name, self._uid, self._remarks)
+                self._directories[name] = directory
+            return directory
+
+    def write_whole(self, name: bytes, data: Data) -> tuple[int, int]:
+        """Store a complete replica; returns its allocated bytes and checksum. Zeros are left as
+        holes where they may be many.
+
+        Replaces one of the same name and checksum; on failure nothing new is left. Raises
+        FileExistsError if the replica is being filled as a part.
+        """
+        total = checksum(data)
+        fd = self.parts_directory.create(on_disk.part_file(name))
+        try:
+            view = memoryview(data).cast("B")
+            if len(view) > SPARSE_MIN_BYTES:
+                os.ftruncate(fd, len(view))
+                on_disk.write_sparse(fd, 0, view)
+            else:
+                on_disk.write_all(fd, 0, view)
+            return self.finish_part(fd, name, total), total
+        except BaseException:
+            self.parts_directory.remove_after_failure(on_disk.part_file(name))
+            raise
+        finally:
+            os.close(fd)
+
+    def create_part(self, name: bytes, size: int) -> int:
+        """A new, sparse file of ``size`` bytes to be filled; returns its descriptor (O_RDWR).
+
+        Raises FileExistsError if there is one.
+        """
+        fd = self.parts_directory.create(on_disk.part_file(name))
+        try:
+            os.ftruncate(fd, size)
+        except BaseException:
+            os.close(fd)
+            self.parts_directory.remove_after_failure(on_disk.part_file(name))
+            raise
+        return fd
+
+    def open_part(self, name: bytes, size: int) -> int:
+        """Open a part to go on filling it (O_RDWR). Raises ReplicaLost as ``open``."""
+        return self.parts_directory.open(on_disk.part_file(name), on_disk.WRITE, size=size)
+
+    def open(self, name: bytes, checksum: int, size: int | None) -> int:
+        """Open a complete replica for reading; its bytes are not looked at.
+
+        Raises ReplicaLost unless it is a regular file of ours, of exactly ``size`` bytes if given.
+        """
+        file = on_disk.replica_file(name, checksum)
+        return self._directory(on_disk.fan_out(name)).open(file, on_disk.READ, size=size)
+
+    def write(self, fd: int, offset: int, data: Data) -> bytes:
+        """Write all of ``data`` to a part, where nothing else was ever written.
+
+        ``offset`` is a multiple of 128 KiB, and the data end at one or where the part ends
+        (ValueError otherwise). Returns the digests of these blocks (``store.checksum``). Runs of
+        zeros of 64 KiB are left as the holes they are, so that a copy of a sparse file takes no
+        more room than the file.
+        """
+        end = offset + memoryview(data).nbytes
+        if offset % BLOCK_BYTES or (end % BLOCK_BYTES and end != os.fstat(fd).st_size):
+            raise ValueError(f"Bytes {offset} to {end} are not whole blocks")
+        on_disk.write_sparse(fd, offset, data)
+        return digests(data)
+
+    def write_unit(self, fd: int, unit: Unit) -> bool:
+        """``write`` the bytes of a unit as they arrive; False where none did for a while, and there
+        are more to come. The unit has the digests."""
+        return unit.write(fd, ARRIVAL_SECONDS)
+
+    def finish_part(self, fd: int, name: bytes, checksum: int) -> int:
+        """Give a part that has all its bytes its final name; returns its allocated bytes.
+
+        A complete replica of the same name and checksum is replaced. Raises ReplicaLost if the file
+        ``fd`` does not lie under the part's name any more, FileExistsError if something that is not
+        ours lies under the final one.
+        """
+        part = on_disk.part_file(name)
+        if not self.parts_directory.is_at(fd, part):
+            raise ReplicaLost(part, "Not the file that was written")
+        target = self._directory(on_disk.fan_out(name))
+        target.move_here(self.parts_directory, part, on_disk.replica_file(name, checksum))
+        return self.allocated(fd)
+
+    def allocated(self, fd: int) -> int:
+        """Bytes of the blocks a file occupies, including those not on the disk yet."""
+        return os.fstat(fd).st_blocks * 512
+
+    def mark_synced(self, replicas: Iterable[tuple[bytes, int]]) -> None:
+        """Note in the modes of complete replicas (name, checksum) that their data are on the disk.
+
+        Only of those that were complete before the last ``Tier.sync`` began and were not written
+        again since. One that is not there any more is passed over.
+        """
+        for name, total in replicas:
+            try:
+                fd = self.open(name, total, None)
+            except ReplicaLost:
+                continue
+            try:
+                os.fchmod(fd, on_disk.SYNCED_MODE)
+            finally:
+                os.close(fd)
+
+    def verify(
+        self, name: bytes, checksum: int, size: int, paced: Callable[[int], None] = unpaced
+    ) -> bool:
+        """Whether a complete replica's bytes, all read from the disk, still have its checksum.
+
+        Reads 1 MiB at a time, where possible past the page cache. ``paced`` is called with the
+        number of bytes before each reading; it may wait, and what it raises ends this. Raises
+        ReplicaLost as ``open`` (a replica that was evicted meanwhile, for instance), and OSError
+        where the disk does not give the bytes.
+        """
+        fd = self.open(name, checksum, size)
+        file = on_disk.replica_file(name, checksum)
+        return matches(fd, size, checksum, paced, memory_backed=self.memory_backed, name=file)
+
+    def remove(self, name: bytes, checksum: int) -> None:
+        """Remove a complete replica; it is no error if there is none."""
+        directory = self._directory(on_disk.fan_out(name))
+        directory.remove(on_disk.replica_file(name, checksum))
+
+    def remove_part(self, name: bytes) -> None:
+        """Remove a part; it is no error if there is none."""
+        self.parts_directory.remove(on_disk.part_file(name))
+
+    def discard(self, name: bytes) -> None:
+        """Remove all files of this name, the part and complete ones whatever their checksum.
+
+        For copies that a crash interrupted. Reads the names of a fan-out directory, so not for
+        everyday use.
+        """
+        self.remove_part(name)
+        directory = self._directory(on_disk.fan_out(name))
+        for entry in directory.entries():
+            found = on_disk.parse_replica(entry.name)
+            if found is not None and found[0] == name:
+                directory.remove(entry.name)
+
+    def complete(self, xx: int) -> list[TierFile]:
+        """The complete replicas whose name's first byte is ``xx``, by rising name and checksum."""
+        found = self._list(f"{xx:02x}", on_disk.parse_replica)
+        return [file for file in found if file.name[0] == xx]
+
+    def parts(self) -> list[TierFile]:
+        """The parts, by rising name. Their checksum is 0, and they do not count as synced."""
+        return [file._replace(synced=False) for file in self._list(_PARTS, on_disk.parse_part)]
+
+    def _list(
+        self, directory: str, parse: Callable[[str], tuple[bytes, int] | None]
+    ) -> list[TierFile]:
+        found = []
+        for file, st in self._directory(directory).ours():
+            if (parsed := parse(file)) is not None:
+                synced = st.st_mode & 0o777 == on_disk.SYNCED_MODE
+                place = (st.st_size, st.st_blocks * 512)
+                found.append(TierFile(*parsed, *place, synced, st.st_mtime_ns))
+        return sorted(found)
