@@ -57,14 +57,18 @@ class Filling(Moves):
     def claim(self, node: Node) -> Replica | None:
         """The record of the node's replica; also one that an earlier index, or an earlier number
         of the same version, left in a tier."""
-        record = self.index.replica(node.ino)
-        if record is None and self.index.claimable and node.stat.is_regular:
-            try:
-                record = self.index.claim(node.ino, node.stat.version.replica_name, node.stat.size)
-            except IndexWriteError:
-                return None
-            if record is not None:
-                self._metrics.replicas_adopted += 1
+        return self.index.replica(node.ino) or self._adopt(node)
+
+    def _adopt(self, node: Node) -> Replica | None:
+        """The record that an earlier index, or an earlier number of the same version, left."""
+        if not self.index.claimable or not node.stat.is_regular:
+            return None
+        try:
+            record = self.index.claim(node.ino, node.stat.version.replica_name, node.stat.size)
+        except IndexWriteError:
+            return None
+        if record is not None:
+            self._metrics.replicas_adopted += 1
         return record
 
     def reserve(self, node: Node, *, evicts: bool = True) -> Reservation | None:
@@ -322,9 +326,9 @@ class Filling(Moves):
                     ReplicaState.RESIDENT,
                     outcome.allocated_bytes,
                     checksum=outcome.checksum,
+                    place=outcome[:2],
                 )
-                place = replica._replace(segment=outcome.segment, offset=outcome.offset)
-                stored.append((reservation, place))
+                stored.append((reservation, replica))
         try:
             self._store(stored)
         except OSError as exc:
@@ -467,9 +471,15 @@ class Filling(Moves):
 
 
 def replica_of(
-    reservation: Reservation, state: ReplicaState, allocated: int, *, checksum: int = 0
+    reservation: Reservation,
+    state: ReplicaState,
+    allocated: int,
+    *,
+    checksum: int = 0,
+    place: tuple[int, int] = (0, 0),
 ) -> Replica:
-    """What is to be recorded; nothing of it is durable yet."""
+    """What is to be recorded, with its place in a segment; nothing of it is durable yet."""
+    segment, offset = place
     return Replica(
         reservation.tier.id,
         state,
@@ -479,4 +489,6 @@ def replica_of(
         durable=False,
         created_ns=time.time_ns(),
         checksum=checksum,
+        segment=segment,
+        offset=offset,
     )

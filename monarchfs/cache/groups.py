@@ -25,8 +25,9 @@ class Groups(Filling):
         self.readers.catch_up()
         reservations: list[Reservation | None] = [None] * len(nodes)
         new: list[tuple[int, Node]] = []
+        known = self.index.replicas_of([node.ino for node in nodes])
         for n, node in enumerate(nodes):
-            if node.ino in self._busy or self.claim(node) is not None:
+            if node.ino in self._busy or node.ino in known or self._adopt(node) is not None:
                 reservations[n] = self.reserve(node, evicts=evicts)
             else:
                 new.append((n, node))

@@ -72,6 +72,15 @@ class Replicas(Tables):
             return None
         return unpack_replica(value)
 
+    def replicas_of(self, inos: Sequence[int]) -> dict[int, Replica]:
+        """``replica`` of each, where there is one."""
+        rows = self._get_each(self._db.replicas, [ID.pack(ino) for ino in inos])
+        return {
+            int.from_bytes(key, "big"): unpack_replica(value)
+            for key, value in rows.items()
+            if replica_counts(value, self._boot)
+        }
+
     def replicas(self) -> Iterator[tuple[int, Replica]]:
         """All that count, by rising inode number. They may be changed meanwhile: what was not
         reached yet is then seen as it is when reached."""

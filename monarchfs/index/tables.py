@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import lmdb
@@ -88,6 +88,14 @@ class Tables:
         """The value of one row, or None. Raises IndexUnusable."""
         try:
             return (self._reader or self._begin_read()).get(key, None, table)
+        except lmdb.Error as error:
+            raise IndexUnusable(f"reading the index failed: {error}") from error
+
+    def _get_each(self, table: Any, keys: Sequence[bytes]) -> dict[bytes, Any]:
+        """The values of the rows that there are, by their keys."""
+        try:
+            get = (self._reader or self._begin_read()).get
+            return {key: value for key in keys if (value := get(key, None, table)) is not None}
         except lmdb.Error as error:
             raise IndexUnusable(f"reading the index failed: {error}") from error
 

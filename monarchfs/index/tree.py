@@ -43,6 +43,12 @@ class TreeTables(Outdated):
         value = self._get(self._db.nodes, ID.pack(ino))
         return None if value is None else unpack_node(ino, value)
 
+    def nodes_of(self, inos: Sequence[int]) -> dict[int, Node]:
+        """``node`` of each, where there is one."""
+        rows = self._get_each(self._db.nodes, [ID.pack(ino) for ino in inos])
+        numbers = {key: int.from_bytes(key, "big") for key in rows}
+        return {numbers[key]: unpack_node(numbers[key], value) for key, value in rows.items()}
+
     def count_nodes(self) -> int:
         """How many nodes are recorded, outdated ones included."""
         return self._count_rows(self._db.nodes)

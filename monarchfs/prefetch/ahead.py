@@ -10,8 +10,8 @@ the guess, at most twice as much is asked of the source as the job has asked for
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -103,17 +103,23 @@ class Allowance:
 
 
 class Walks:
-    """Directories to be gone through, the one in which something was opened last first. Pure.
+    """Directories to be gone through, the one in which something was opened last first, and the
+    small files that were found there. Pure.
 
-    Changing: of each, the cookie it was gone through to; those that were to their ends.
+    Changing: of each directory, the cookie it was gone through to; those that were to their ends;
+    of each, the inode numbers and sizes of what was found.
     """
 
     def __init__(self) -> None:
         self._cookies: OrderedDict[int, int] = OrderedDict()
         self._ended: set[int] = set()
+        self._found: OrderedDict[int, deque[tuple[int, int]]] = OrderedDict()
+        self.found_files = 0
 
     def opened_in(self, directory: int) -> None:
         """Something was opened there."""
+        if directory in self._found:
+            self._found.move_to_end(directory)
         if directory not in self._ended:
             self._cookies.setdefault(directory, 0)
             self._cookies.move_to_end(directory)
@@ -135,10 +141,28 @@ class Walks:
             self._ended.clear()
         self._ended.add(directory)
 
+    def found(self, directory: int, files: Sequence[tuple[int, int]]) -> None:
+        """Small files, which may be copied ahead."""
+        if files:
+            self._found.setdefault(directory, deque()).extend(files)
+            self.found_files += len(files)
+
+    def take(self, count: int, size: int) -> list[tuple[int, int]]:
+        """The next ones of what was found: at most so many, until they have so many bytes."""
+        files: list[tuple[int, int]] = []
+        while self._found and len(files) < count and size > 0:
+            directory = next(reversed(self._found))
+            files.append(self._found[directory].popleft())
+            size -= files[-1][1]
+            if not self._found[directory]:
+                del self._found[directory]
+        self.found_files -= len(files)
+        return files
+
 
 class Ahead:
     """Constant: its parts. Changing: the allowance; ``names``, how many were looked up; the walks
-    through directories for that, and to copy."""
+    through directories for that."""
 
     def __init__(
         self, tree: MirrorTree, cache: Cache, copier: Copier, seen: Callable[[int], bool]
@@ -147,8 +171,7 @@ class Ahead:
         ``opened``."""
         self.allowance = Allowance()
         self.names = 0
-        self._learning = Walks()
-        self._copying = Walks()
+        self._walks = Walks()
         self._tree = tree
         self._cache = cache
         self._copier = copier
@@ -167,35 +190,37 @@ class Ahead:
                 allowance.opened(node.stat.size)
         else:
             return
-        self._learning.opened_in(node.parent)
-        self._copying.opened_in(node.parent)
+        self._walks.opened_in(node.parent)
         self._news.set()
 
     async def run(self) -> None:
         """Have files copied ahead, for ever."""
-        allowance, pause = self.allowance, LOOK_SECONDS
+        allowance, pause, more = self.allowance, LOOK_SECONDS, False
         while True:
             opened, moved = allowance.opened_files, False
             few, spare = opened < MANY, self._spare()
-            if few or not (spare or self._learning.turn()):
+            if few or not (spare or self._walks.turn()):
                 self._news = trio.Event()
                 await self._news.wait()
                 await trio.sleep(LOOK_SECONDS)
                 continue
-            if spare and allowance.worth_while and (turn := self._copying.turn()):
-                moved = await self._go_on(self._copying, *turn, self._want)
-            elif self.names < NAMES_TIMES * opened and (turn := self._learning.turn()):
-                moved = await self._go_on(self._learning, *turn, self._learn)
+            if spare and self._walks.found_files and (more or allowance.worth_while):
+                moved, more = True, self._want_some()
+                await trio.lowlevel.checkpoint()
+            elif self._may_walk(opened) and (turn := self._walks.turn()):
+                moved = await self._go_on(*turn, spare=spare)
             if not moved:
                 await trio.sleep(pause)
                 await self._look()
                 longer = min(2 * pause, SELDOM_SECONDS)
                 pause = longer if allowance.opened_files == opened else LOOK_SECONDS
 
-    async def _go_on(
-        self, walks: Walks, directory: int, cookie: int, take: Callable[[Node], bool]
-    ) -> bool:
-        """With a batch of a directory, until ``take`` says no. True."""
+    def _may_walk(self, opened: int) -> bool:
+        return self.names < NAMES_TIMES * opened and self._walks.found_files < MOST_AHEAD
+
+    async def _go_on(self, directory: int, cookie: int, *, spare: bool) -> bool:
+        """With a batch of a directory; ``spare``: what it has may be copied. True."""
+        walks = self._walks
         try:
             await self._tree.directories.open(directory, Lane.BACKGROUND)
             batch = self._tree.directories.entries(directory, cookie, BATCH)
@@ -206,15 +231,15 @@ class Ahead:
             walks.end(directory)
             return True
         await trio.lowlevel.checkpoint()
-        if not batch:
+        if spare:
+            walks.found(directory, [(node.ino, node.stat.size) for node in nodes if _small(node)])
+        if batch:
+            walks.reached(directory, batch[-1][0].cookie)
+        else:
             walks.end(directory)
-        for (entry, *_), node in zip(batch, nodes, strict=True):
-            if node is not None and not take(node):
-                break
-            walks.reached(directory, entry.cookie)
         return True
 
-    async def _find(self, directory: int, batch: list[Listed]) -> list[Node | None]:
+    async def _find(self, directory: int, batch: list[Listed]) -> list[Node]:
         """What the entries stand for, as far as that may be of use."""
         unknown = [
             entry.name
@@ -227,20 +252,19 @@ class Ahead:
             found = await find_each(directory, unknown, Lane.BACKGROUND, publish=True)
         self.names += len(unknown)
         nodes = dict(zip(unknown, found, strict=True))
-        return [node or nodes.get(entry.name) for entry, node, *_ in batch]
+        known = [node or nodes.get(entry.name) for entry, node, *_ in batch]
+        return [node for node in known if node is not None]
 
-    def _learn(self, node: Node) -> bool:
-        """It is known now: that was all."""
-        return True
-
-    def _want(self, node: Node) -> bool:
-        """Have it copied if it is small and not here; False where it would be too much."""
-        if self._lacks(node):
-            if self.allowance.room <= 0:
-                return False
-            self.allowance.take(node.ino, node.stat.size)
-            self._copier.want(node.ino, Priority.SCANNED)
-        return True
+    def _want_some(self) -> bool:
+        """Have some of what was found copied, but what is here or on its way. Whether there is
+        room for more."""
+        found = self._walks.take(BATCH, self.allowance.room)
+        held = self._cache.index.replicas_of([ino for ino, _ in found])
+        for ino, size in found:
+            if ino not in held and not self._copier.pending(ino):
+                self.allowance.take(ino, size)
+                self._copier.want(ino, Priority.SCANNED)
+        return self.allowance.room > 0
 
     def _spare(self) -> bool:
         """Once half of all room is taken, the rest is for what is opened."""
@@ -256,8 +280,6 @@ class Ahead:
                 self.allowance.hit(ino)
             await trio.lowlevel.checkpoint()
 
-    def _lacks(self, node: Node) -> bool:
-        """Whether it is small, and neither here nor on its way."""
-        if node.stat is None or not node.stat.is_regular or not 0 < node.stat.size <= SMALL_BYTES:
-            return False
-        return not (self._copier.pending(node.ino) or self._cache.resident(node))
+
+def _small(node: Node) -> bool:
+    return node.stat.is_regular and 0 < node.stat.size <= SMALL_BYTES

@@ -34,7 +34,7 @@ MOST_TOGETHER = 128
 SIDE_BY_SIDE = 2
 """Such portions at once."""
 
-PAUSE_SECONDS = 0.005
+PAUSE_SECONDS = 0.01
 """What was served meanwhile is looked at together."""
 
 PATIENCE_SECONDS = 0.03
@@ -149,9 +149,15 @@ class Arrivals:
 
     def look(self) -> None:
         """Take up what was served since the last time. No checkpoint."""
-        for served in self._misses.served():
+        events = self._misses.served()
+        others = [served.ino for served in events if served.ino not in self._wanted]
+        nodes = self._cache.index.nodes_of(others)
+        for served in events:
             wanted = self._no_more(served.ino)
-            node = self._cache.index.node(served.ino) if wanted is None else wanted.place.node
+            if wanted is not None:
+                node: Node | None = wanted.place.node
+            else:
+                node = nodes.get(served.ino) or self._cache.index.node(served.ino)
             if node is not None and served.opens:
                 self._opened(node, served.opens)
             if wanted is not None:

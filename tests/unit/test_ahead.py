@@ -86,6 +86,22 @@ def test_the_directory_in_which_something_was_opened_last_comes_first() -> None:
     assert walks.turn() == (3, 0)
 
 
+def test_what_was_found_where_something_was_opened_last_comes_first() -> None:
+    walks = Walks()
+    assert walks.take(10, 100) == []
+    for directory in (1, 2):
+        walks.opened_in(directory)
+        walks.found(directory, [(10 * directory + n, 5) for n in range(4)])
+    walks.found(3, [])
+    assert walks.found_files == 8
+    assert walks.take(3, 100) == [(20, 5), (21, 5), (22, 5)]
+    walks.opened_in(1)
+    assert walks.take(10, 6) == [(10, 5), (11, 5)], "until they have so many bytes"
+    assert walks.take(10, 0) == []
+    assert walks.take(10, 100) == [(12, 5), (13, 5), (23, 5)]
+    assert walks.found_files == 0
+
+
 def test_so_many_directories_are_remembered() -> None:
     walks = Walks()
     for directory in range(MOST_DIRECTORIES + 5):
