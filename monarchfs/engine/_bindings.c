@@ -5,8 +5,6 @@
 #include "_misses.h"
 #include "_names.h"
 
-#include "../fuse/_relay_bindings.h"
-
 #include <errno.h>
 
 /* The bytes of a file, as a buffer. */
@@ -221,37 +219,6 @@ static PyObject *events(PyObject *self, PyObject *unused)
 	return found;
 }
 
-static PyObject *leave_older(PyObject *self, PyObject *args)
-{
-	unsigned long long before_ns;
-	unsigned most;
-	(void)self;
-	if (!PyArg_ParseTuple(args, "KI", &before_ns, &most))
-		return NULL;
-	return PyLong_FromUnsignedLong(misses_leave_older(before_ns, most));
-}
-
-static PyObject *any_since(PyObject *self, PyObject *given)
-{
-	uint64_t since_ns;
-	(void)self;
-	return number_in(given, &since_ns) ? PyBool_FromLong(misses_any_since(since_ns)) : NULL;
-}
-
-static PyObject *counted(PyObject *self, PyObject *unused)
-{
-	struct miss_counts counts;
-	(void)self;
-	(void)unused;
-	misses_count(&counts);
-	return Py_BuildValue("KKKKNNNN", (unsigned long long)counts.bytes,
-			     (unsigned long long)counts.source_bytes,
-			     (unsigned long long)counts.ahead_bytes,
-			     (unsigned long long)counts.lost, durations_object(&counts.opens),
-			     durations_object(&counts.reads), durations_object(&counts.source),
-			     durations_object(&counts.ahead));
-}
-
 /* -- names */
 
 #define NS 1000000000
@@ -352,15 +319,6 @@ static PyMethodDef methods[] = {
 	{"misses_events", events, METH_NOARGS,
 	 "What was served since the last call, oldest first: [(ino, opens, bytes or None, error, ns in the\n"
 	 "source)]."},
-	{"misses_leave_older", leave_older, METH_VARARGS,
-	 "misses_leave_older(before_ns, most): what has been waiting since before then (CLOCK_MONOTONIC)\n"
-	 "is Python's now, see _misses.h. How many others wait."},
-	{"misses_any_since", any_since, METH_O,
-	 "misses_any_since(since_ns): whether a request waits that came since then."},
-	{"misses_counts", counted, METH_NOARGS,
-	 "(bytes in answers, those asked of the source for readers, those ahead of them, opens that no event\n"
-	 "tells of, opens, reads, files read from the source for readers, ahead), the four last as in\n"
-	 "relay_counts."},
 	{"names_put", names_put_node, METH_VARARGS,
 	 "names_put(parent, name, seconds, node): look-ups are answered with the node for so long. Nothing\n"
 	 "is done with one whose times have no 64 bits."},

@@ -13,19 +13,18 @@
  *
  * Opening the file and comparing its version is all that an open has to ask in any mode: what is at the
  * name now is what it was known to be. Bytes are of a version that was seen before and after they were
- * read (fstat(2)). Nobody waits for the source under `lock`; whoever waits for it in a thread of these
+ * read (fstat(2)). Nobody waits for the source under `source_lock`; whoever waits for it in a thread of these
  * answers first, and closes then, because close(2) may wait, too.
  */
 #define _GNU_SOURCE
 #include "_misses.h"
 
 #include "_layout.h"
+#include "_waiting.h"
 
-#include "../fuse/_reply.h"
 #include "../fuse/_journal.h"
-#include "../fuse/_pool.h"
+#include "../fuse/_relay.h"
 #include "../fuse/_resident.h"
-#include "../fuse/_table.h"
 
 #include <linux/fuse.h>
 
@@ -45,18 +44,8 @@
 #define BUCKETS (1U << 16)
 #define MOST_ENTRIES (1U << 17) /* some 160 bytes each */
 #define MOST_EVENTS 65536
-#define MOST_STUCK 64 /* so many threads may hang in the source; then all of this is Python's */
-#define MOST_STUCK_AHEAD 16 /* so many of those that read ahead; then nothing more is */
 #define LAYOUT_BYTES 4096
 #define LOWEST_OF_BEST_EFFORT (2 << 13 | 7) /* ioprio_set(2) */
-
-/* A request. */
-struct waiter {
-	struct waiter *next;
-	uint64_t started_ns;
-	size_t length;
-	char request[];
-};
 
 enum state {
 	REMOTE,
@@ -65,17 +54,16 @@ enum state {
 	READING,
 };
 
-/* Under `lock`, but for what is constant: the number, the name, the version. */
+/* Under `source_lock`, but for what is constant: the number, the name, the version. */
 struct entry {
 	struct entry *next; /* in its bucket */
-	struct entry *later, *sooner; /* of those AHEAD, QUEUED, or READING */
+	struct errand errand; /* where it is AHEAD or QUEUED */
 	uint64_t ino;
 	struct miss_version version;
 	struct waiter *waiters;
 	struct miss_bytes *bytes;
 	struct miss_event *wanted; /* by Python: what will tell of it */
 	struct entry *older, *newer; /* of those with bytes */
-	uint64_t began_ns; /* to be read */
 	size_t answered; /* bytes of it */
 	unsigned answering; /* threads */
 	unsigned generation; /* of the directory */
@@ -84,8 +72,6 @@ struct entry {
 	bool held; /* Python reads it */
 	bool over; /* served from memory while it is open, and then forgotten */
 	bool told; /* its bytes wait for Python */
-	bool ahead; /* it is read by a thread for those */
-	bool stuck; /* its thread is not counted on */
 	bool gone; /* not to be found any more */
 	char name[];
 };
@@ -97,43 +83,30 @@ struct directory {
 	bool replaced;
 };
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct miss_options options;
-static int fuse_fd;
-static bool free_opens;
-static void (*leave)(const void *request, size_t length);
+static bool free_opens, serving;
 static struct entry *buckets[BUCKETS];
 static struct {
 	struct entry *first, *last;
-} ahead, queue, reading, filled;
+} filled;
 static size_t entry_count, memory, memory_ahead;
-static unsigned stuck, waiting;
-static unsigned active_ahead, stuck_ahead; /* threads */
 static struct directory *directories[MISS_DIRECTORIES];
 static unsigned generations;
 static struct miss_event *first_event, **last_event = &first_event;
 static unsigned event_count;
 static int events_fd = -1;
 static pthread_cond_t no_answers = PTHREAD_COND_INITIALIZER; /* of some entry are under way */
-static struct miss_counts counts;
 
-static bool any(void);
-static void take(struct lane *lane);
-static struct pool pool = {.lock = &lock, .any = any, .take = take};
+static void run(struct errand *errand, struct lane *lane);
+static void run_ahead(struct errand *errand, struct lane *lane);
 
-static bool any_ahead(void);
-static bool queue_ahead(struct entry *entry);
-static void take_ahead(struct lane *lane);
-static void lower(void);
-static struct pool pool_ahead = {
-	.lock = &lock, .any = any_ahead, .take = take_ahead, .begin = lower};
+/* -- bytes. Under `source_lock` */
 
-/* -- bytes. Under `lock` */
-
-/* There may be more to be read ahead. */
-static bool wake_ahead(void)
+/* Whether there is memory for one more that is read ahead. */
+static bool may_read_ahead(const struct errand *first)
 {
-	return !any_ahead() || pool_wake(&pool_ahead, stuck_ahead);
+	size_t size = OF_ERRAND(first, struct entry, errand)->version.size;
+	return !memory_ahead || memory_ahead + size <= options.memory_bytes / 2;
 }
 
 static void leave_bytes(struct miss_bytes *bytes)
@@ -141,7 +114,7 @@ static void leave_bytes(struct miss_bytes *bytes)
 	if (bytes && --bytes->users == 0) {
 		*(bytes->ahead ? &memory_ahead : &memory) -= bytes->size;
 		free(bytes);
-		wake_ahead();
+		(void)pool_wake(&ahead_threads);
 	}
 }
 
@@ -153,7 +126,7 @@ static bool adopt(struct miss_bytes *bytes)
 	bytes->ahead = false;
 	memory_ahead -= bytes->size;
 	memory += bytes->size;
-	wake_ahead();
+	(void)pool_wake(&ahead_threads);
 	return true;
 }
 
@@ -177,7 +150,7 @@ static void empty(struct entry *entry)
 	entry->bytes = NULL;
 }
 
-/* -- entries. Under `lock` */
+/* -- entries. Under `source_lock` */
 
 static struct entry **place_of(uint64_t ino)
 {
@@ -185,20 +158,6 @@ static struct entry **place_of(uint64_t ino)
 	while (*place && (*place)->ino != ino)
 		place = &(*place)->next;
 	return place;
-}
-
-static void add_to(struct entry **first, struct entry **last, struct entry *entry)
-{
-	entry->later = NULL;
-	entry->sooner = *last;
-	*(*last ? &(*last)->later : first) = entry;
-	*last = entry;
-}
-
-static void take_from(struct entry **first, struct entry **last, struct entry *entry)
-{
-	*(entry->sooner ? &entry->sooner->later : first) = entry->later;
-	*(entry->later ? &entry->later->sooner : last) = entry->sooner;
 }
 
 /* Python is to know this. */
@@ -210,7 +169,7 @@ static void tell(struct entry *entry, struct miss_event told)
 	if (!event && (event_count < MOST_EVENTS || bytes))
 		event = malloc(sizeof(*event));
 	if (!event) {
-		__atomic_fetch_add(&counts.lost, told.opens, __ATOMIC_RELAXED);
+		count(COUNT_UNTOLD_OPENS, told.opens);
 		return;
 	}
 	if (bytes)
@@ -233,10 +192,29 @@ static void leave_waiters(struct entry *entry)
 	struct waiter *waiter;
 	while ((waiter = entry->waiters)) {
 		entry->waiters = waiter->next;
-		leave(waiter->request, waiter->length);
+		waiter_leave(waiter);
 		free(waiter);
-		waiting--;
 	}
+}
+
+static bool queue(struct entry *entry, enum state state)
+{
+	struct pool *pool = state == AHEAD ? &ahead_threads : &source_threads;
+	entry->errand.run = state == AHEAD ? run_ahead : run;
+	if (!pool_queue(pool, &entry->errand))
+		return false;
+	entry->state = (uint8_t)state;
+	return true;
+}
+
+static void unqueue(struct entry *entry)
+{
+	if (entry->state == QUEUED)
+		pool_withdraw(&source_threads, &entry->errand);
+	else if (entry->state == AHEAD)
+		pool_withdraw(&ahead_threads, &entry->errand);
+	if (entry->state != READING)
+		entry->state = REMOTE;
 }
 
 /* It is not needed by this thread any more. */
@@ -251,12 +229,7 @@ static void leave_entry(struct entry *entry)
 /* It is not asked for, as far as no thread has begun. */
 static void withdraw(struct entry *entry)
 {
-	if (entry->state == QUEUED)
-		take_from(&queue.first, &queue.last, entry);
-	else if (entry->state == AHEAD)
-		take_from(&ahead.first, &ahead.last, entry);
-	if (entry->state != READING)
-		entry->state = REMOTE;
+	unqueue(entry);
 	if (entry->wanted && entry->state == REMOTE)
 		tell(entry, (struct miss_event){.error = MISS_LEFT});
 	leave_waiters(entry);
@@ -287,7 +260,7 @@ static void forget_unless_open(struct entry **place)
 	entry->over = true;
 }
 
-/* -- directories. Under `lock` */
+/* -- directories. Under `source_lock` */
 
 static void leave_directory(struct directory *directory)
 {
@@ -310,7 +283,7 @@ int misses_directory(unsigned number, int fd)
 		free(directory);
 		return -error;
 	}
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	struct directory *before = directories[number];
 	directory->generation = ++generations;
 	directories[number] = directory;
@@ -318,7 +291,7 @@ int misses_directory(unsigned number, int fd)
 		before->replaced = true;
 		leave_directory(before);
 	}
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 	return 0;
 }
 
@@ -327,7 +300,7 @@ int misses_directory(unsigned number, int fd)
 struct miss_event *misses_events(void)
 {
 	uint64_t count;
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	struct miss_event *events = first_event;
 	first_event = NULL;
 	last_event = &first_event;
@@ -339,7 +312,7 @@ struct miss_event *misses_events(void)
 		if (entry)
 			entry->told = false;
 	}
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 	return events;
 }
 
@@ -353,22 +326,12 @@ static void answer_read(struct entry *entry, const struct fuse_in_header *in, ui
 		uint64_t rest = entry->version.size - arg->offset;
 		size = rest < arg->size ? (size_t)rest : arg->size;
 	}
-	struct fuse_out_header out = {.len = (uint32_t)(sizeof(out) + size), .unique = in->unique};
-	struct iovec parts[] = {{&out, sizeof(out)},
-				{size ? entry->bytes->data + arg->offset : NULL, size}};
-	ssize_t sent;
-	do {
-		sent = writev(fuse_fd, parts, size ? 2 : 1);
-	} while (sent < 0 && errno == EINTR);
-	table_answered();
-	if (sent >= 0) { /* else nobody waits any more */
-		__atomic_fetch_add(&counts.bytes, size, __ATOMIC_RELAXED);
+	struct iovec parts[] = {{0}, {size ? entry->bytes->data + arg->offset : NULL, size}};
+	if (reply_bytes(in->unique, parts, 2, TIME_READ_SOURCE, started_ns))
 		__atomic_fetch_add(&entry->answered, size, __ATOMIC_RELAXED);
-		relay_time(&counts.reads, relay_now_ns() - started_ns);
-	}
 }
 
-/* Whether its bytes are of no use to readers any more. Under `lock`. */
+/* Whether its bytes are of no use to readers any more. Under `source_lock`. */
 static bool served(const struct entry *entry)
 {
 	if (entry->state != REMOTE || entry->answering)
@@ -379,7 +342,7 @@ static bool served(const struct entry *entry)
 				    !resident_used(entry->ino);
 }
 
-/* Under `lock`. */
+/* Under `source_lock`. */
 static void put_down(struct entry *entry)
 {
 	/* While they are on their way into a tier, the next one to open it is answered from them. */
@@ -391,7 +354,7 @@ static void put_down(struct entry *entry)
 		empty(entry);
 }
 
-/* The end of an answer that was begun with `answering` raised. Under `lock`. */
+/* The end of an answer that was begun with `answering` raised. Under `source_lock`. */
 static void answered(struct entry *entry)
 {
 	if (--entry->answering)
@@ -405,22 +368,22 @@ static void answered(struct entry *entry)
 
 void misses_released(uint64_t ino)
 {
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	struct entry *entry = *place_of(ino);
 	if (entry)
 		put_down(entry);
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 }
 
 void misses_leave_bytes(struct miss_bytes *bytes)
 {
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	struct entry *entry = bytes->users > 1 ? *place_of(bytes->ino) : NULL;
 	bool same = entry && entry->bytes == bytes;
 	leave_bytes(bytes);
 	if (same)
 		put_down(entry);
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 }
 
 /* -- the source threads */
@@ -456,7 +419,7 @@ static int archived(int fd)
 struct fetch {
 	struct entry *entry;
 	int fd, error;
-	bool must_read, may_read;
+	bool must_read, may_read, ahead;
 	struct miss_bytes *bytes;
 };
 
@@ -512,17 +475,14 @@ static int carry_out(struct fetch *fetch, int directory_fd)
 	return fcntl(fetch->fd, F_SETFL, flags & ~O_NONBLOCK) == 0 ? read_whole(fetch) : errno;
 }
 
-/* Under `lock`. */
 static void count_fetch(const struct fetch *fetch, uint64_t took_ns)
 {
-	bool for_readers = !fetch->entry->ahead;
 	if (fetch->bytes)
-		__atomic_fetch_add(for_readers ? &counts.source_bytes : &counts.ahead_bytes,
-				   fetch->bytes->size, __ATOMIC_RELAXED);
-	relay_time(for_readers ? &counts.source : &counts.ahead, took_ns);
+		count(fetch->ahead ? COUNT_AHEAD_BYTES : COUNT_SOURCE_BYTES, fetch->bytes->size);
+	count_duration(fetch->ahead ? TIME_AHEAD : TIME_SOURCE, took_ns);
 }
 
-/* Those who wait are answered, or become Python's. Under `lock`, but not while the kernel is told. */
+/* Those who wait are answered, or become Python's. Under `source_lock`, but not while the kernel is told. */
 static void deliver(struct fetch *fetch, uint64_t took_ns)
 {
 	struct entry *entry = fetch->entry;
@@ -532,16 +492,16 @@ static void deliver(struct fetch *fetch, uint64_t took_ns)
 	unsigned opens = 0;
 	if (!good) {
 		leave_waiters(entry);
-		if (entry->wanted) /* an open found no memory */
-			queue_ahead(entry);
+		if (entry->wanted && !queue(entry, AHEAD)) /* an open found no memory */
+			tell(entry, (struct miss_event){.error = MISS_LEFT});
 		leave_entry(entry);
 		return;
 	}
 	entry->waiters = NULL;
 	entry->answering++;
 	for (waiter = waiters; waiter; waiter = waiter->next) {
-		opens += ((const struct fuse_in_header *)waiter->request)->opcode == FUSE_OPEN;
-		waiting--;
+		opens += waiter->request->opcode == FUSE_OPEN;
+		waiter_take(waiter);
 	}
 	if (free_opens)
 		opens = fetch->bytes && waiters;
@@ -552,32 +512,27 @@ static void deliver(struct fetch *fetch, uint64_t took_ns)
 		tell(entry, (struct miss_event){.opens = opens,
 						.took_ns = took_ns,
 						.bytes = keeps ? fetch->bytes : NULL});
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 	while ((waiter = waiters)) {
-		const struct fuse_in_header *in = (const void *)waiter->request;
+		const struct fuse_in_header *in = waiter->request;
 		waiters = waiter->next;
 		bool done = true;
 		if (in->opcode == FUSE_READ)
 			answer_read(entry, in, waiter->started_ns);
 		else
-			done = relay_answer_open(in, &counts.opens, waiter->started_ns);
+			done = relay_answer_open(in, TIME_OPEN_SOURCE, waiter->started_ns);
 		if (done)
 			journal_done(in->unique);
 		else
-			leave(waiter->request, waiter->length);
+			relay_leave(waiter->request, waiter->length);
 		free(waiter);
 	}
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	answered(entry);
 }
 
-static bool any(void)
-{
-	return queue.first;
-}
-
 /* Whether there is memory for so much more: what nobody needs just now goes, and what waits for Python
- * is to be read again. Under `lock`. */
+ * is to be read again. Under `source_lock`. */
 static bool make_room(size_t size)
 {
 	struct entry *entry = filled.first;
@@ -606,12 +561,12 @@ static bool make_room(size_t size)
 static bool reads_any(const struct entry *entry)
 {
 	const struct waiter *waiter = entry->waiters;
-	while (waiter && ((const struct fuse_in_header *)waiter->request)->opcode != FUSE_READ)
+	while (waiter && waiter->request->opcode != FUSE_READ)
 		waiter = waiter->next;
 	return waiter;
 }
 
-/* The end of a fetch: who waits is told. Under `lock`. */
+/* The end of a fetch: who waits is told. Under `source_lock`. */
 static void end_fetch(struct fetch *fetch, uint64_t took_ns)
 {
 	struct entry *entry = fetch->entry;
@@ -630,24 +585,23 @@ static void end_fetch(struct fetch *fetch, uint64_t took_ns)
 	}
 }
 
-/* Whether the number of its directory still stands for that. Under `lock`. */
+/* Whether the number of its directory still stands for that. Under `source_lock`. */
 static bool is_placed(const struct entry *entry)
 {
 	const struct directory *directory = directories[entry->directory];
 	return directory && directory->generation == entry->generation;
 }
 
-/* Open it, and read it if that is wanted and there is memory. Under `lock`, and not any more afterwards. */
+/* Open it, and read it if that is wanted and there is memory. Under `source_lock`, but not meanwhile. */
 static void carry(struct entry *entry, bool is_ahead)
 {
+	entry->state = REMOTE;
 	if (!is_placed(entry)) {
-		entry->state = REMOTE;
 		end_fetch(&(struct fetch){.entry = entry, .error = MISS_LEFT}, 0);
-		pthread_mutex_unlock(&lock);
 		return;
 	}
 	struct directory *directory = directories[entry->directory];
-	struct fetch fetch = {.entry = entry, .fd = -1};
+	struct fetch fetch = {.entry = entry, .fd = -1, .ahead = is_ahead};
 	size_t size = entry->version.size;
 	fetch.must_read = !entry->bytes && reads_any(entry);
 	fetch.may_read = is_ahead || (!entry->bytes && make_room(size));
@@ -655,69 +609,45 @@ static void carry(struct entry *entry, bool is_ahead)
 	size_t *counted = is_ahead ? &memory_ahead : &memory;
 	*counted += reads ? size : 0;
 	entry->state = READING;
-	entry->ahead = is_ahead;
-	active_ahead += is_ahead;
-	entry->began_ns = relay_now_ns();
-	add_to(&reading.first, &reading.last, entry);
+	for (struct waiter *waiter = entry->waiters; waiter; waiter = waiter->next)
+		waiter->may_stay = false;
 	directory->users++;
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 
+	uint64_t began_ns = monotonic_ns();
 	fetch.error = carry_out(&fetch, directory->fd);
-	uint64_t took_ns = relay_now_ns() - entry->began_ns;
-
-	pthread_mutex_lock(&lock);
+	uint64_t took_ns = monotonic_ns() - began_ns;
 	count_fetch(&fetch, took_ns);
+
+	pthread_mutex_lock(&source_lock);
 	leave_directory(directory);
-	take_from(&reading.first, &reading.last, entry);
 	entry->state = REMOTE;
-	*(is_ahead ? &stuck_ahead : &stuck) -= entry->stuck;
-	active_ahead -= is_ahead;
-	entry->ahead = entry->stuck = false;
 	if (fetch.bytes)
 		fetch.bytes->ahead = is_ahead;
 	else if (reads)
 		*counted -= size;
+	bool has_bytes = fetch.bytes;
 	end_fetch(&fetch, took_ns);
-	pthread_mutex_unlock(&lock);
-	if (fetch.fd >= 0) {
-		/* The mount's pages have them now: not to be in memory twice. */
-		if (fetch.bytes)
-			(void)posix_fadvise(fetch.fd, 0, 0, POSIX_FADV_DONTNEED);
-		close(fetch.fd);
-	}
+	if (fetch.fd < 0)
+		return;
+	pthread_mutex_unlock(&source_lock);
+	/* The mount's pages have them now: not to be in memory twice. */
+	if (has_bytes)
+		(void)posix_fadvise(fetch.fd, 0, 0, POSIX_FADV_DONTNEED);
+	close(fetch.fd);
+	pthread_mutex_lock(&source_lock);
 }
 
-static void take(struct lane *lane)
+static void run(struct errand *errand, struct lane *lane)
 {
 	(void)lane;
-	struct entry *entry = queue.first;
-	take_from(&queue.first, &queue.last, entry);
-	carry(entry, false);
+	carry(OF_ERRAND(errand, struct entry, errand), false);
 }
 
-/* -- what nobody waits for. Under `lock` */
-
-static bool any_ahead(void)
-{
-	size_t most = options.memory_bytes / 2;
-	return ahead.first && active_ahead - stuck_ahead < pool_ahead.most &&
-	       (!memory_ahead || memory_ahead + ahead.first->version.size <= most);
-}
-
-static void take_ahead(struct lane *lane)
+static void run_ahead(struct errand *errand, struct lane *lane)
 {
 	(void)lane;
-	struct entry *entry = ahead.first;
-	take_from(&ahead.first, &ahead.last, entry);
-	carry(entry, true);
-}
-
-/* Have a thread come to it. */
-static bool queue_ahead(struct entry *entry)
-{
-	entry->state = AHEAD;
-	add_to(&ahead.first, &ahead.last, entry);
-	return wake_ahead();
+	carry(OF_ERRAND(errand, struct entry, errand), true);
 }
 
 /* Where nobody waits, those who read go first. */
@@ -737,52 +667,60 @@ static bool is_open_for_reading(const void *arg)
 	return (((const struct fuse_open_in *)arg)->flags & O_ACCMODE) == O_RDONLY;
 }
 
-/* Under `lock`. */
-static bool add_waiter(struct entry *entry, const void *request, size_t length, uint64_t started_ns)
+/* Nobody waits for it any more: it need not be asked for, or not now. Under `source_lock`. */
+static void dequeue(struct entry *entry)
 {
-	struct waiter *waiter = malloc(sizeof(*waiter) + length);
+	if (entry->state == QUEUED && !entry->waiters) {
+		unqueue(entry);
+		if (entry->wanted && !queue(entry, AHEAD))
+			tell(entry, (struct miss_event){.error = MISS_LEFT});
+	}
+}
+
+/* As waiter.left. */
+static void left(struct waiter *waiter)
+{
+	struct entry *entry = waiter->for_what;
+	struct waiter **place = &entry->waiters;
+	while (*place != waiter)
+		place = &(*place)->next;
+	*place = waiter->next;
+	free(waiter);
+	dequeue(entry);
+}
+
+/* Have it wait for a source thread. Under `source_lock`. */
+static bool enqueue(struct entry *entry, const struct fuse_in_header *in, size_t length, bool kept,
+		    uint64_t started_ns)
+{
+	if (!is_placed(entry) || source_hangs())
+		return false;
+	struct waiter *waiter = waiter_new(sizeof(*waiter), in, length, started_ns);
 	if (!waiter)
 		return false;
-	*waiter = (struct waiter){.started_ns = started_ns, .length = length};
-	memcpy(waiter->request, request, length);
+	bool was_ahead = entry->state == AHEAD;
+	if (was_ahead)
+		unqueue(entry);
+	if (entry->state == REMOTE && !queue(entry, QUEUED)) {
+		if (was_ahead && !queue(entry, AHEAD))
+			tell(entry, (struct miss_event){.error = MISS_LEFT});
+		free(waiter);
+		return false;
+	}
+	/* Of an open the kernel tells when who waits for it gets a signal. So it may go on waiting here for a
+	 * thread, which takes less memory; a read may not (O_DIRECT). */
+	waiter->may_stay = entry->state == QUEUED && in->opcode == FUSE_OPEN;
+	waiter->for_what = entry;
+	waiter->left = left;
 	struct waiter **last = &entry->waiters;
 	while (*last)
 		last = &(*last)->next;
 	*last = waiter;
-	waiting++;
+	waiter_add(waiter, kept);
 	return true;
 }
 
-/* Have it wait for a source thread. Under `lock`. */
-static bool enqueue(struct entry *entry, const void *request, size_t length, bool kept,
-		    uint64_t started_ns)
-{
-	if (!is_placed(entry) || stuck >= MOST_STUCK)
-		return false;
-	if (!add_waiter(entry, request, length, started_ns))
-		return false;
-	if (entry->state == AHEAD) {
-		take_from(&ahead.first, &ahead.last, entry);
-		entry->state = REMOTE;
-	}
-	if (entry->state == REMOTE) {
-		entry->state = QUEUED;
-		add_to(&queue.first, &queue.last, entry);
-		if (!pool_wake(&pool, stuck)) {
-			take_from(&queue.first, &queue.last, entry);
-			entry->state = REMOTE;
-			free(entry->waiters);
-			entry->waiters = NULL;
-			waiting--;
-			return false;
-		}
-	}
-	if (!kept)
-		journal_keep(request, length);
-	return true;
-}
-
-/* Under `lock`. */
+/* Under `source_lock`. */
 static bool takes(struct entry *entry, const struct fuse_in_header *in, size_t length, bool kept,
 		  uint64_t started_ns)
 {
@@ -800,10 +738,10 @@ bool misses_took(const void *request, size_t length, bool kept, uint64_t started
 	const struct fuse_in_header *in = request;
 	size_t body = length - sizeof(*in);
 	bool reads = in->opcode == FUSE_READ;
-	if (!pool.most ||
+	if (!serving ||
 	    body < (reads ? sizeof(struct fuse_read_in) : sizeof(struct fuse_open_in)))
 		return false;
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	struct entry *entry = *place_of(in->nodeid);
 	bool here = entry && reads && entry->bytes;
 	bool took = here || (entry && takes(entry, in, length, kept, started_ns));
@@ -811,129 +749,20 @@ bool misses_took(const void *request, size_t length, bool kept, uint64_t started
 		entry->answering++;
 		if (adopt(entry->bytes) && free_opens)
 			tell(entry, (struct miss_event){.opens = 1});
-		pthread_mutex_unlock(&lock);
+		pthread_mutex_unlock(&source_lock);
 		answer_read(entry, in, started_ns);
 		if (kept)
 			journal_done(in->unique);
-		pthread_mutex_lock(&lock);
+		pthread_mutex_lock(&source_lock);
 		answered(entry);
 	}
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 	return took;
 }
 
 /* -- for Python */
 
-/* Have a waiter carried out by Python. Under `lock`. */
-static void leave_one(struct waiter **place)
-{
-	struct waiter *waiter = *place;
-	*place = waiter->next;
-	leave(waiter->request, waiter->length);
-	free(waiter);
-	waiting--;
-}
-
-/* Nobody waits for it any more: it need not be asked for, or not now. Under `lock`. */
-static void dequeue(struct entry *entry)
-{
-	if (entry->state == QUEUED && !entry->waiters) {
-		take_from(&queue.first, &queue.last, entry);
-		entry->state = REMOTE;
-		if (entry->wanted)
-			queue_ahead(entry);
-	}
-}
-
-static struct waiter **find_waiter(struct entry *entry, uint64_t unique)
-{
-	struct waiter **place = &entry->waiters;
-	while (*place && ((const struct fuse_in_header *)(*place)->request)->unique != unique)
-		place = &(*place)->next;
-	return place;
-}
-
-bool misses_leave(uint64_t unique)
-{
-	bool found = false;
-	pthread_mutex_lock(&lock);
-	struct entry *lists[] = {queue.first, reading.first};
-	for (unsigned list = 0; list < 2; list++) {
-		for (struct entry *entry = lists[list], *later; entry && !found; entry = later) {
-			struct waiter **place = find_waiter(entry, unique);
-			later = entry->later;
-			if ((found = *place)) {
-				leave_one(place);
-				dequeue(entry);
-			}
-		}
-	}
-	pthread_mutex_unlock(&lock);
-	return found;
-}
-
-/* Of an open the kernel tells when who waits for it gets a signal. So it may go on waiting here for a
- * thread, which takes less memory; a read may not (O_DIRECT). */
-static bool may_stay(const struct entry *entry, const struct waiter *waiter)
-{
-	return entry->state == QUEUED &&
-	       ((const struct fuse_in_header *)waiter->request)->opcode == FUSE_OPEN;
-}
-
-static void leave_those_before(struct entry *entry, uint64_t before_ns, unsigned *most)
-{
-	bool left = false;
-	for (struct waiter **place = &entry->waiters; *place;) {
-		if ((*place)->started_ns >= before_ns || (!*most && may_stay(entry, *place))) {
-			place = &(*place)->next;
-			continue;
-		}
-		*most -= *most > 0;
-		leave_one(place);
-		left = true;
-	}
-	if (entry->state == READING && !entry->stuck) {
-		if (entry->ahead && entry->began_ns < before_ns && stuck_ahead < MOST_STUCK_AHEAD) {
-			entry->stuck = true;
-			stuck_ahead++;
-			wake_ahead();
-		} else if (left && !entry->ahead) {
-			entry->stuck = true;
-			stuck++;
-		}
-	}
-	dequeue(entry);
-}
-
-unsigned misses_leave_older(uint64_t before_ns, unsigned most)
-{
-	pthread_mutex_lock(&lock);
-	struct entry *lists[] = {queue.first, reading.first};
-	for (unsigned list = 0; before_ns && list < 2; list++) {
-		for (struct entry *entry = lists[list], *later; entry; entry = later) {
-			later = entry->later;
-			leave_those_before(entry, before_ns, &most);
-		}
-	}
-	unsigned rest = waiting;
-	pthread_mutex_unlock(&lock);
-	return rest;
-}
-
-bool misses_any_since(uint64_t since_ns)
-{
-	bool found = false;
-	pthread_mutex_lock(&lock);
-	if (queue.last)
-		found = queue.last->waiters->started_ns >= since_ns;
-	/* One for each thread, and nobody may wait for some of them. */
-	for (const struct entry *entry = reading.last; entry && !found; entry = entry->sooner)
-		found = entry->waiters && entry->waiters->started_ns >= since_ns;
-	pthread_mutex_unlock(&lock);
-	return found;
-}
-
-/* Some entry that nobody needs goes. Under `lock`. */
+/* Some entry that nobody needs goes. Under `source_lock`. */
 static void evict(void)
 {
 	static unsigned hand;
@@ -965,7 +794,7 @@ bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length,
 	};
 	memcpy(made->name, name, length);
 	made->name[length] = 0;
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	struct entry **place = place_of(ino), *known = *place;
 	bool busy = known && (known->state != REMOTE || known->bytes || known->answering ||
 			      known->told || known->held);
@@ -982,7 +811,7 @@ bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length,
 		*place = made;
 		entry_count++;
 	}
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 	if (!put)
 		free(made);
 	return put || busy;
@@ -990,30 +819,30 @@ bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length,
 
 bool misses_has(uint64_t ino)
 {
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	const struct entry *entry = *place_of(ino);
 	bool has = entry && !entry->over && is_placed(entry);
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 	return has;
 }
 
 void misses_forget(const uint64_t *inos, size_t count)
 {
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	for (size_t n = 0; n < count; n++) {
 		/* Nothing is answered from these bytes afterwards, but to who has them open. */
 		struct entry **place;
 		while (*(place = place_of(inos[n])) && (*place)->answering)
-			pthread_cond_wait(&no_answers, &lock);
+			pthread_cond_wait(&no_answers, &source_lock);
 		if (*place)
 			forget_unless_open(place);
 	}
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 }
 
 void misses_forget_all(void)
 {
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	for (unsigned bucket = 0; bucket < BUCKETS; bucket++) {
 		struct entry **place = &buckets[bucket], *entry;
 		while ((entry = *place)) {
@@ -1022,13 +851,13 @@ void misses_forget_all(void)
 				place = &entry->next;
 		}
 	}
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 }
 
-/* Under `lock`. */
+/* Under `source_lock`. */
 static bool fetch(struct entry *entry)
 {
-	bool known = pool.most && entry && is_placed(entry) && !entry->held && !entry->over &&
+	bool known = serving && entry && is_placed(entry) && !entry->held && !entry->over &&
 		     !entry->wanted;
 	if (!known || entry->told)
 		return known;
@@ -1037,9 +866,7 @@ static bool fetch(struct entry *entry)
 		return false;
 	if (entry->bytes) {
 		tell(entry, (struct miss_event){.bytes = entry->bytes});
-	} else if (entry->state == REMOTE && !queue_ahead(entry)) {
-		take_from(&ahead.first, &ahead.last, entry);
-		entry->state = REMOTE;
+	} else if (entry->state == REMOTE && !queue(entry, AHEAD)) {
 		entry->wanted = NULL;
 		free(event);
 		return false;
@@ -1049,58 +876,49 @@ static bool fetch(struct entry *entry)
 
 void misses_fetch(const uint64_t *inos, size_t count, unsigned threads, bool *begun)
 {
-	pthread_mutex_lock(&lock);
-	pool_ahead.most = threads;
+	pthread_mutex_lock(&source_lock);
+	ahead_threads.most = threads;
 	for (size_t n = 0; n < count; n++)
 		begun[n] = fetch(*place_of(inos[n]));
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 }
 
 bool misses_hold(uint64_t ino, bool held)
 {
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	struct entry *entry = *place_of(ino);
 	if (entry && held && entry->state == AHEAD) {
-		take_from(&ahead.first, &ahead.last, entry);
-		entry->state = REMOTE;
+		unqueue(entry);
 		free(entry->wanted);
 		entry->wanted = NULL;
 	}
 	bool busy = entry && (entry->state != REMOTE || entry->told);
 	if (entry)
 		entry->held = held;
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 	return busy;
 }
 
 int misses_start(const struct miss_options *given)
 {
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	int result = events_fd < 0 ? eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK) : -EALREADY;
 	if (result >= 0) {
 		options = *given;
+		ahead_threads.may = may_read_ahead;
+		ahead_threads.begin = lower;
 		events_fd = result;
 	} else if (events_fd < 0) {
 		result = -errno;
 	}
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 	return result;
 }
 
-void misses_serve(int fd, unsigned threads, bool no_opens,
-		  void (*python)(const void *request, size_t length))
+void misses_serve(bool no_opens)
 {
-	pthread_mutex_lock(&lock);
-	fuse_fd = fd;
+	pthread_mutex_lock(&source_lock);
 	free_opens = no_opens;
-	leave = python;
-	pool.most = events_fd < 0 ? 0 : threads;
-	pthread_mutex_unlock(&lock);
-}
-
-void misses_count(struct miss_counts *to)
-{
-	const uint64_t *from = (const uint64_t *)&counts;
-	for (size_t i = 0; i < sizeof(counts) / sizeof(*from); i++)
-		((uint64_t *)to)[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
+	serving = events_fd >= 0 && source_threads.most;
+	pthread_mutex_unlock(&source_lock);
 }

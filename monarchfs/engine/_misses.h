@@ -8,8 +8,6 @@
 #ifndef MONARCHFS_MISSES_H
 #define MONARCHFS_MISSES_H
 
-#include "../fuse/_relay.h"
-
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -52,14 +50,6 @@ struct miss_event {
 	struct miss_bytes *bytes;
 };
 
-struct miss_counts {
-	uint64_t bytes; /* in answers to READ */
-	uint64_t source_bytes, ahead_bytes; /* asked of the source, for readers and ahead of them */
-	uint64_t lost; /* opens that no event tells of */
-	struct relay_times opens, reads; /* answers */
-	struct relay_times source, ahead; /* files opened, and read if that was wanted */
-};
-
 struct miss_options {
 	size_t memory_bytes; /* for files that readers want, and half as much for others */
 	dev_t device; /* of the source */
@@ -71,11 +61,8 @@ struct miss_options {
 /* Python wants this. A descriptor that is readable while there are events, or -errno. Once only. */
 int misses_start(const struct miss_options *options);
 
-/* Begin, if Python wants it. `threads` wait for the source at once, those that hang there left out;
- * `no_opens`: there is no OPEN, and the first READ counts as one; `leave` has Python carry a request out,
- * and does not wait. */
-void misses_serve(int fuse_fd, unsigned threads, bool no_opens,
-		  void (*leave)(const void *request, size_t length));
+/* Begin, if Python wants it. `no_opens`: there is no OPEN, and the first READ counts as one. */
+void misses_serve(bool no_opens);
 
 /* An open directory of the source (duplicated) under a number of the caller's, below
  * MISS_DIRECTORIES; what that stood for before is closed when nobody uses it. 0 or -errno. */
@@ -108,20 +95,8 @@ bool misses_took(const void *request, size_t length, bool kept, uint64_t started
 /* The kernel has closed a handle of `ino`. */
 void misses_released(uint64_t ino);
 
-/* Give a request to Python that waits here; false where there is none. */
-bool misses_leave(uint64_t unique);
-
-/* The same for those that have been here since before then, but for opens that no thread has begun with
- * when there were `most`. How many others wait. */
-unsigned misses_leave_older(uint64_t before_ns, unsigned most);
-
-/* Whether a request waits that came since then. */
-bool misses_any_since(uint64_t since_ns);
-
 /* What happened, oldest first, to be freed by the caller. */
 struct miss_event *misses_events(void);
 void misses_leave_bytes(struct miss_bytes *bytes);
-
-void misses_count(struct miss_counts *counts);
 
 #endif

@@ -7,7 +7,7 @@
 #define _GNU_SOURCE
 #include "_names.h"
 
-#include "../fuse/_relay.h"
+#include "../fuse/_counts.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -70,7 +70,7 @@ void names_put(uint64_t parent, const char *name, size_t length, const struct fu
 {
 	struct known *known = length <= UINT8_MAX ? malloc(sizeof(*known) + length) : NULL;
 	if (known) {
-		*known = (struct known){.parent = parent, .until_ns = relay_now_ns() + for_ns,
+		*known = (struct known){.parent = parent, .until_ns = monotonic_ns() + for_ns,
 					.attr = *attr, .length = (uint8_t)length};
 		memcpy(known->name, name, length);
 	}
@@ -126,7 +126,7 @@ bool names_enter(uint64_t parent, const char *name, size_t length, struct fuse_e
 {
 	pthread_rwlock_rdlock(&lock);
 	const struct known *known = *place_of(parent, name, length);
-	uint64_t now_ns = known ? relay_now_ns() : 0;
+	uint64_t now_ns = known ? monotonic_ns() : 0;
 	if (!known || known->until_ns <= now_ns) {
 		pthread_rwlock_unlock(&lock);
 		return false;

@@ -5,7 +5,6 @@ to be copied ahead of them: it has to be told what they are.
 from __future__ import annotations
 
 import resource
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -23,17 +22,8 @@ MEMORY_BYTES = 64 << 20
 MOST_DIRECTORIES = 4096
 """As in _misses.h; or an eighth of the descriptors that the process may have, if that is less."""
 
-LONG_NS = 1_000_000_000
-"""A request that has been waiting for so long is Python's from then on."""
-
-MOST_LEFT = 256
-"""Where so many requests wait in Python, it gets no more opens than it must."""
-
 _TIMES = range(-(1 << 63), 1 << 63)
 """Of nanoseconds: the years from 1678 to 2262."""
-
-Times = tuple[int, tuple[int, ...]]
-
 
 CHANGED, ARCHIVED, LEFT = -1, -2, -3
 """As in _misses.h."""
@@ -49,19 +39,6 @@ class Served(NamedTuple):
     data: memoryview | None
     error: int
     took_ns: int
-
-
-class MissCounts(NamedTuple):
-    """Since the beginning; durations as in ``relay_counts``."""
-
-    answered_bytes: int
-    source_bytes: int
-    ahead_bytes: int
-    untold_opens: int
-    opens: Times
-    reads: Times
-    source_reads: Times
-    ahead_reads: Times
 
 
 class Places(Protocol):
@@ -190,25 +167,6 @@ class Misses:
         busy: bool = self._hooks.misses_hold(ino, held)
         return busy
 
-    @property
-    def waiting(self) -> int:
-        """How many requests wait for the source."""
-        waiting: int = self._hooks.misses_leave_older(0, 0)
-        return waiting
-
-    @property
-    def anybody_waits(self) -> bool:
-        """Whether somebody does, who has not been waiting for long."""
-        waits: bool = self._hooks.misses_any_since(time.monotonic_ns() - LONG_NS)
-        return waits
-
-    def leave_long(self, waiting: int) -> None:
-        """Give what takes long to Python, which knows what to do about it; ``waiting``: so many
-        requests wait there already. Opens that wait for a thread may go on waiting here, where they
-        take a hundredth of the memory."""
-        most = max(0, MOST_LEFT - waiting)
-        self._hooks.misses_leave_older(time.monotonic_ns() - LONG_NS, most)
-
     def served(self) -> list[Served]:
         """What was served since this was called last, oldest first."""
         found = []
@@ -224,6 +182,3 @@ class Misses:
         node = self._places.node(ino)
         if node is not None and (number := self._directories.pop(node.parent, None)) is not None:
             self._free.append(number)
-
-    def count(self) -> MissCounts:
-        return MissCounts(*self._hooks.misses_counts())

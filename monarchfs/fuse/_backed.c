@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "_backed.h"
 
+#include "_counts.h"
 #include "_resident.h"
 #include "_table.h"
 
@@ -19,7 +20,6 @@ struct delegated {
 /* Held from the look at what is delegated until the open is in the table, where Python counts it. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct delegated **buckets;
-static uint64_t opens;
 
 static struct delegated **find(uint64_t ino)
 {
@@ -83,16 +83,8 @@ bool backed_open(uint64_t ino, uint64_t unique, uint64_t *fh, uint32_t *backing_
 		if (added > 0) /* Python answers with it */
 			table_opened(*fh, true);
 		resident_unuse(ino);
-		opens += done && *backing_id;
+		count(COUNT_BACKED_OPENS, done && *backing_id);
 	}
 	pthread_mutex_unlock(&lock);
 	return done;
-}
-
-uint64_t backed_opens(void)
-{
-	pthread_mutex_lock(&lock);
-	uint64_t now = opens;
-	pthread_mutex_unlock(&lock);
-	return now;
 }

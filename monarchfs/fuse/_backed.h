@@ -34,7 +34,4 @@ unsigned backed_cached(uint64_t ino);
  * asked. */
 bool backed_open(uint64_t ino, uint64_t unique, uint64_t *fh, uint32_t *backing_id);
 
-/* How many opens were answered with an id. */
-uint64_t backed_opens(void);
-
 #endif

@@ -1,10 +1,9 @@
 /* Reads of files that are not resident (yet), without Python. See _nonresident.h.
  *
  * The threads that take requests from the kernel must not wait for a parallel file system, which may
- * hang. So reads of the source have threads of their own (_pool.h), and reads of what is being fetched
- * wait without one. A read that takes long becomes Python's, which knows what to do about a source that
- * hangs; a thread that waits for it goes on hanging, and finds nobody to answer. Nobody else calls the
- * source: a descriptor of it is closed by these threads, too.
+ * hang. So reads of the source have threads of their own (engine/_waiting.h), and reads of what is being
+ * fetched wait without one. A read that is left to Python while a thread is at it finds nobody to answer.
+ * Nobody else calls the source: a descriptor of it is closed by these threads, too.
  *
  * Bytes of the source are of the version that the file has after they were read: they are answered
  * if that is what it had when it was opened.
@@ -13,8 +12,9 @@
 #include "_nonresident.h"
 
 #include "_journal.h"
-#include "_pool.h"
-#include "_table.h"
+#include "_relay.h"
+
+#include "../engine/_waiting.h"
 
 #include <linux/fuse.h>
 
@@ -37,16 +37,13 @@
 /* So many pieces one read may need: those of units are of 256 KiB. */
 #define MOST_PIECES (MOST_READ_BYTES / (256 << 10) + 1)
 
-/* So many threads may hang in the source; then its reads are Python's. */
-#define MOST_STUCK 64
-
 /* Of the file that a descriptor stands for: its number and its device do not change. */
 struct version {
 	uint64_t size;
 	int64_t mtime_ns, ctime_ns;
 };
 
-/* Bytes in memory. Under `lock`, but for what is constant: all but the first and the last two. A read
+/* Bytes in memory. Under `source_lock`, but for what is constant: all but the first and the last two. A read
  * may need several, which follow each other. */
 struct piece {
 	struct piece *next; /* of the file */
@@ -59,9 +56,10 @@ struct piece {
 	bool over;
 };
 
-/* Under `lock`. Descriptors and their version do not change once they are there. */
+/* Under `source_lock`. Descriptors and their version do not change once they are there. */
 struct file {
-	struct file *next; /* in its bucket, or of those that are to be closed */
+	struct file *next; /* in its bucket */
+	struct errand closing;
 	uint64_t ino, size;
 	int source_fd, part_fd; /* -1: none (yet) */
 	struct version version; /* of the source */
@@ -70,6 +68,7 @@ struct file {
 	uint64_t chunk_bytes, chunks, ahead;
 	char *states; /* of chunks; NULL: all are missing */
 	struct piece *pieces;
+	struct waiter *parked;
 	unsigned reads; /* under way */
 	bool stopped, used;
 };
@@ -77,37 +76,24 @@ struct file {
 enum place {
 	PARKED, /* somebody else brings what it waits for */
 	QUEUED, /* for a thread */
-	BEGUN,
+	BEGUN, /* by one */
+	LEFT, /* to Python, after a thread had begun */
 };
 
-/* A read. Under `lock`, but for what is constant: the file, when it came, and the request. */
+/* A read. Under `source_lock`, but for what is constant: the file, and what is read. */
 struct job {
-	struct job *next, *previous; /* of all, in the order in which they came */
-	struct job *next_queued;
+	struct waiter waiter;
+	struct errand errand;
 	struct file *file;
-	uint64_t started_ns, offset;
+	uint64_t offset;
 	size_t size;
 	enum place place;
 	bool of_part; /* else of the source */
 	struct piece *pieces[MOST_PIECES]; /* it is answered from */
 	unsigned piece_count;
-	bool left, answering;
-	size_t length;
-	char bytes[];
 };
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct file *buckets[BUCKETS];
-static struct job *oldest, *newest, *first_queued, **last_queued = &first_queued;
-static struct file *unclosed;
-static unsigned stuck, moving;
-static int fuse_fd = -1;
-static struct nonresident_python python;
-static struct nonresident_counts counts;
-
-static bool any(void);
-static void take(struct lane *lane);
-static struct pool pool = {.lock = &lock, .any = any, .take = take};
 
 static int64_t ns_of(struct timespec time)
 {
@@ -133,19 +119,7 @@ static bool same(const struct version *one, const struct version *other)
 	       one->ctime_ns == other->ctime_ns;
 }
 
-static uint64_t unique_of(const struct job *job)
-{
-	return ((const struct fuse_in_header *)job->bytes)->unique;
-}
-
-static void count_answer(uint64_t started_ns, size_t size)
-{
-	table_answered();
-	__atomic_fetch_add(&counts.bytes, size, __ATOMIC_RELAXED);
-	relay_time(&counts.answers, relay_now_ns() - started_ns);
-}
-
-/* -- files. Under `lock` */
+/* -- files. Under `source_lock`, as all up to the threads */
 
 static struct file **find(uint64_t ino)
 {
@@ -155,7 +129,6 @@ static struct file **find(uint64_t ino)
 	return place;
 }
 
-/* By one of the threads: closing may take long. */
 static void destroy(struct file *file)
 {
 	if (file->source_fd >= 0) {
@@ -166,6 +139,15 @@ static void destroy(struct file *file)
 		close(file->part_fd);
 	free(file->states);
 	free(file);
+}
+
+/* By one of the threads: closing may take long. */
+static void close_file(struct errand *errand, struct lane *lane)
+{
+	(void)lane;
+	pthread_mutex_unlock(&source_lock);
+	destroy(OF_ERRAND(errand, struct file, closing));
+	pthread_mutex_lock(&source_lock);
 }
 
 static void put_away(struct piece *piece)
@@ -232,7 +214,7 @@ static void leave_pieces(const struct job *job)
 static struct file *make(uint64_t ino, uint64_t size)
 {
 	struct file **place = find(ino), *file = *place;
-	if (file || !pool.most)
+	if (file || !source_threads.most)
 		return file;
 	file = malloc(sizeof(*file));
 	if (file) {
@@ -251,95 +233,41 @@ static void end_read(struct file *file)
 		destroy(file);
 		return;
 	}
-	file->next = unclosed;
-	unclosed = file;
-	(void)pool_wake(&pool, stuck); /* else nonresident_leave_older */
+	file->closing.run = close_file;
+	pool_add(&source_threads, &file->closing);
+	(void)pool_wake(&source_threads); /* else waiting_leave_older */
 }
 
-/* -- reads. Under `lock` */
+/* -- reads */
 
-static void append(struct job *job)
+static void unpark(struct job *job)
 {
-	job->next = NULL;
-	job->previous = newest;
-	*(newest ? &newest->next : &oldest) = job;
-	newest = job;
-	moving++;
-	job->file->used = true;
-	job->file->reads++;
+	struct waiter **place = &job->file->parked;
+	while (*place != &job->waiter)
+		place = &(*place)->next;
+	*place = job->waiter.next;
 }
 
-static void take_out(struct job *job)
+/* As waiter.left. */
+static void left(struct waiter *waiter)
 {
-	*(job->previous ? &job->previous->next : &oldest) = job->next;
-	*(job->next ? &job->next->previous : &newest) = job->previous;
-	if (job->left)
-		stuck--;
-	else
-		moving--;
-}
-
-static void queue(struct job *job)
-{
-	job->place = QUEUED;
-	job->next_queued = NULL;
-	*last_queued = job;
-	last_queued = &job->next_queued;
-}
-
-static void unqueue(struct job *job)
-{
-	struct job **place = &first_queued;
-	while (*place != job)
-		place = &(*place)->next_queued;
-	*place = job->next_queued;
-	if (last_queued == &job->next_queued)
-		last_queued = place;
-}
-
-/* To Python. */
-static void give_up(struct job *job)
-{
-	python.leave(job->bytes, job->length);
+	struct job *job = (struct job *)waiter;
 	if (job->place == BEGUN) {
-		job->left = true; /* its thread takes it out */
-		moving--;
-		stuck++;
+		job->place = LEFT; /* its thread frees it */
 		return;
 	}
 	if (job->place == QUEUED)
-		unqueue(job);
-	take_out(job);
+		pool_withdraw(&source_threads, &job->errand);
+	else
+		unpark(job);
 	end_read(job->file);
 	free(job);
 }
 
-bool nonresident_leave(uint64_t unique)
+static void give_up(struct job *job)
 {
-	pthread_mutex_lock(&lock);
-	struct job *job = oldest;
-	while (job && (unique_of(job) != unique || job->left || job->answering))
-		job = job->next;
-	bool found = job;
-	if (job)
-		give_up(job);
-	pthread_mutex_unlock(&lock);
-	return found;
-}
-
-unsigned nonresident_leave_older(uint64_t before_ns)
-{
-	pthread_mutex_lock(&lock);
-	for (struct job *job = oldest, *next; job && job->started_ns < before_ns; job = next) {
-		next = job->next;
-		if (!job->left && !job->answering)
-			give_up(job);
-	}
-	unsigned rest = moving;
-	if (unclosed)
-		(void)pool_wake(&pool, stuck); /* there may have been no thread for it */
-	pthread_mutex_unlock(&lock);
-	return rest;
+	waiter_leave(&job->waiter);
+	left(&job->waiter);
 }
 
 /* -- the threads */
@@ -349,19 +277,34 @@ struct asked {
 	uint64_t began_ns, read_ns;
 };
 
+static struct read_reply answer_to(const struct job *job)
+{
+	const struct file *file = job->file;
+	return (struct read_reply){
+		.unique = job->waiter.request->unique,
+		.started_ns = job->waiter.started_ns,
+		.counted = TIME_READ_SOURCE,
+		.fd = job->of_part ? file->part_fd : file->source_fd,
+		.offset = job->offset,
+		.size = job->size,
+	};
+}
+
 /* Whether what was read is what was asked for, and somebody waits for it. */
 static bool is_good(void *given)
 {
 	struct asked *asked = given;
 	struct job *job = asked->job;
 	struct version now;
-	asked->read_ns = relay_now_ns() - asked->began_ns;
+	asked->read_ns = monotonic_ns() - asked->began_ns;
 	if (!job->of_part &&
 	    (!version_of(job->file->source_fd, &now) || !same(&now, &job->file->version)))
 		return false;
-	pthread_mutex_lock(&lock);
-	bool wanted = job->answering = !job->left;
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_lock(&source_lock);
+	bool wanted = job->place == BEGUN;
+	if (wanted)
+		waiter_take(&job->waiter);
+	pthread_mutex_unlock(&source_lock);
 	return wanted;
 }
 
@@ -372,7 +315,7 @@ static void drop_pages(const struct job *job)
 {
 	struct file *file = job->file;
 	uint64_t end = job->offset + job->size, from = job->offset, to = end;
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	if (from + LAG_BYTES >= file->read_to && from <= file->read_to + LAG_BYTES) {
 		file->read_to = end > file->read_to ? end : file->read_to;
 		from = file->dropped_to;
@@ -383,58 +326,40 @@ static void drop_pages(const struct job *job)
 	} else {
 		file->read_to = file->dropped_to = end;
 	}
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 	if (from < to)
 		(void)posix_fadvise(file->source_fd, (off_t)from, (off_t)(to - from),
 				    POSIX_FADV_DONTNEED);
 }
 
-static void carry_out(struct job *job, struct lane *lane)
+static void count_source(const struct job *job, uint64_t took_ns)
 {
-	struct file *file = job->file;
-	int fd = job->of_part ? file->part_fd : file->source_fd;
-	struct asked asked = {.job = job, .began_ns = relay_now_ns()};
-	enum answered done = reply_read_from(lane, fuse_fd, unique_of(job), fd, job->offset, job->size,
-					  is_good, &asked);
-	if (done != NOT_READ) {
-		journal_done(unique_of(job));
-		count_answer(job->started_ns, job->size);
-	}
-	if (!job->of_part && done != NOT_READ) {
-		__atomic_fetch_add(&counts.source_bytes, job->size, __ATOMIC_RELAXED);
-		relay_time(&counts.reads, asked.read_ns);
+	count(COUNT_SOURCE_BYTES, job->size);
+	count_duration(TIME_SOURCE, took_ns);
+}
+
+/* As errand.run. */
+static void carry_out(struct errand *errand, struct lane *lane)
+{
+	struct job *job = OF_ERRAND(errand, struct job, errand);
+	struct asked asked = {.job = job, .began_ns = monotonic_ns()};
+	struct read_reply reply = answer_to(job);
+	reply.good = is_good;
+	reply.arg = &asked;
+	job->place = BEGUN;
+	pthread_mutex_unlock(&source_lock);
+	bool answered = reply_from(lane, &reply);
+	if (answered)
+		journal_done(reply.unique);
+	if (answered && !job->of_part) {
+		count_source(job, asked.read_ns);
 		drop_pages(job);
 	}
-	pthread_mutex_lock(&lock);
-	if (done == NOT_READ && !job->left)
-		python.leave(job->bytes, job->length);
-	take_out(job);
-	end_read(file);
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_lock(&source_lock);
+	if (!answered && job->place == BEGUN)
+		waiter_leave(&job->waiter);
+	end_read(job->file);
 	free(job);
-}
-
-static bool any(void)
-{
-	return first_queued || unclosed;
-}
-
-/* Whoever reads goes first. Under `lock`, and not any more afterwards. */
-static void take(struct lane *lane)
-{
-	struct job *job = first_queued;
-	struct file *file = unclosed;
-	if (job) {
-		unqueue(job);
-		job->place = BEGUN;
-	} else {
-		unclosed = file->next;
-	}
-	pthread_mutex_unlock(&lock);
-	if (job)
-		carry_out(job, lane);
-	else
-		destroy(file);
 }
 
 /* -- for those who take requests */
@@ -467,24 +392,24 @@ static bool will_be_there(const struct job *job)
 	       (some_are(job, CHUNK_CLAIMED) || some_are(job, CHUNK_ARRIVED));
 }
 
-/* Whether it is not Python's; if so, where it has its place. Under `lock`. */
+/* Whether it is not Python's; if so, where it has its place. Under `source_lock`. */
 static bool is_ours(struct job *job)
 {
 	const struct file *file = job->file;
 	job->place = QUEUED;
 	job->of_part = false;
 	if (!file->states)
-		return file->direct && stuck < MOST_STUCK;
+		return file->direct && !source_hangs();
 	job->of_part = file->part_fd >= 0 && all_are(job, CHUNK_PRESENT);
 	if (job->of_part || find_pieces(job))
 		return true;
-	if (file->direct && stuck < MOST_STUCK && all_are(job, CHUNK_MISSING))
+	if (file->direct && !source_hangs() && all_are(job, CHUNK_MISSING))
 		return true;
 	job->place = PARKED;
 	return will_be_there(job);
 }
 
-/* Python hears of it once, and says from where on it is to hear again. Under `lock`. */
+/* Python hears of it once, and says from where on it is to hear again. Under `source_lock`. */
 static void look_ahead(const struct job *job)
 {
 	struct file *file = job->file;
@@ -493,17 +418,13 @@ static void look_ahead(const struct job *job)
 	uint64_t last = (job->offset + job->size - 1) / file->chunk_bytes + 1;
 	if (last >= file->ahead) {
 		file->ahead = NO_CHUNK;
-		python.ahead(file->ino, job->offset / file->chunk_bytes, last);
+		relay_note_ahead(file->ino, job->offset / file->chunk_bytes, last);
 	}
 }
 
-static void answer_from_memory(const struct job *job, uint64_t unique)
+static void answer_from_memory(const struct job *job)
 {
-	struct fuse_out_header out = {
-		.len = (uint32_t)(sizeof(out) + job->size),
-		.unique = unique,
-	};
-	struct iovec parts[1 + MOST_PIECES] = {{&out, sizeof(out)}};
+	struct iovec parts[1 + MOST_PIECES];
 	uint64_t at = job->offset, end = job->offset + job->size;
 	for (unsigned n = 0; n < job->piece_count; n++) {
 		const struct piece *piece = job->pieces[n];
@@ -511,55 +432,49 @@ static void answer_from_memory(const struct job *job, uint64_t unique)
 		parts[1 + n] = (struct iovec){(void *)(piece->data + (at - piece->start)), stop - at};
 		at = stop;
 	}
-	ssize_t sent;
-	do {
-		sent = writev(fuse_fd, parts, (int)(1 + job->piece_count));
-	} while (sent < 0 && errno == EINTR);
-	/* Else nobody waits any more. */
-	count_answer(job->started_ns, job->size);
+	reply_bytes(job->waiter.request->unique, parts, (int)(1 + job->piece_count),
+		    TIME_READ_SOURCE, job->waiter.started_ns);
 }
 
 /* What is local is read by whoever takes the request. Whether it is answered. */
-static bool read_here(const struct job *job, uint64_t unique, struct lane *lane)
+static bool read_here(const struct job *job, struct lane *lane)
 {
-	enum answered done = ANSWERED;
+	bool answered = true;
 	if (job->piece_count) {
-		answer_from_memory(job, unique);
+		answer_from_memory(job);
 	} else {
-		done = reply_read_from(lane, fuse_fd, unique, job->file->part_fd, job->offset,
-				    job->size, NULL, NULL);
-		if (done != NOT_READ)
-			count_answer(job->started_ns, job->size);
+		const struct read_reply reply = answer_to(job);
+		answered = reply_from(lane, &reply);
 	}
-	if (done != NOT_READ)
-		journal_done(unique);
-	pthread_mutex_lock(&lock);
+	if (answered)
+		journal_done(job->waiter.request->unique);
+	pthread_mutex_lock(&source_lock);
 	leave_pieces(job);
 	end_read(job->file);
-	pthread_mutex_unlock(&lock);
-	return done != NOT_READ;
+	pthread_mutex_unlock(&source_lock);
+	return answered;
 }
 
-/* Under `lock`. */
-static bool keep(const struct job *like, const void *request)
+/* Under `source_lock`. */
+static bool keep(const struct job *like)
 {
-	struct job *job = malloc(sizeof(*job) + like->length);
+	const struct waiter *of = &like->waiter;
+	struct job *job = waiter_new(sizeof(*job), of->request, of->length, of->started_ns);
 	if (!job)
 		return false;
+	const struct waiter waiter = job->waiter;
 	*job = *like;
-	memcpy(job->bytes, request, like->length);
-	append(job);
-	if (job->place == QUEUED) {
-		queue(job);
-		if (!pool_wake(&pool, stuck)) {
-			unqueue(job);
-			take_out(job);
-			job->file->reads--; /* it is not stopped */
-			free(job);
-			return false;
-		}
+	job->waiter = waiter;
+	job->waiter.left = left;
+	job->errand.run = carry_out;
+	if (job->place == PARKED) {
+		job->waiter.next = job->file->parked;
+		job->file->parked = &job->waiter;
+	} else if (!pool_queue(&source_threads, &job->errand)) {
+		free(job);
+		return false;
 	}
-	journal_keep(request, like->length);
+	waiter_add(&job->waiter, false);
 	return true;
 }
 
@@ -567,51 +482,54 @@ bool nonresident_took(const void *request, size_t length, struct lane *lane, uin
 {
 	const struct fuse_in_header *in = request;
 	const struct fuse_read_in *arg = (const void *)(in + 1);
-	if (!pool.most || !arg->size)
+	if (!source_threads.most || !arg->size)
 		return false;
-	struct job job = {.started_ns = started_ns, .offset = arg->offset, .length = length};
+	struct job job = {
+		.waiter = {.started_ns = started_ns, .request = request, .length = length},
+		.offset = arg->offset,
+	};
 	bool here = false;
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	job.file = *find(in->nodeid);
 	bool took = job.file && arg->offset < job.file->size;
 	if (took) {
 		uint64_t rest = job.file->size - arg->offset;
 		job.size = rest < arg->size ? (size_t)rest : arg->size;
 		took = is_ours(&job);
-		if (took)
-			look_ahead(&job);
-		here = took && (job.of_part || job.piece_count);
-		if (here) {
-			job.file->used = true;
-			job.file->reads++;
-		} else if (took) {
-			took = keep(&job, request);
-		}
 	}
-	pthread_mutex_unlock(&lock);
-	return here ? read_here(&job, in->unique, lane) : took;
+	if (took) {
+		look_ahead(&job);
+		here = job.of_part || job.piece_count;
+		took = here || keep(&job);
+	}
+	if (took) {
+		job.file->used = true;
+		job.file->reads++;
+	}
+	pthread_mutex_unlock(&source_lock);
+	return here ? read_here(&job, lane) : took;
 }
 
 /* -- for Python */
 
-/* Under `lock`. Parked reads of the chunks [first, last) that may go on, or never will. */
+/* Under `source_lock`. Parked reads of the chunks [first, last) that may go on, or never will. */
 static void look_at_parked(struct file *file, uint64_t first, uint64_t last)
 {
-	for (struct job *job = oldest, *next; job; job = next) {
-		next = job->next;
-		if (job->file != file || job->place != PARKED || job->answering ||
-		    job->offset >= last * file->chunk_bytes ||
+	for (struct waiter *waiter = file->parked, *next; waiter; waiter = next) {
+		struct job *job = (struct job *)waiter;
+		next = waiter->next;
+		if (job->offset >= last * file->chunk_bytes ||
 		    job->offset + job->size <= first * file->chunk_bytes)
 			continue;
-		if (file->part_fd >= 0 && all_are(job, CHUNK_PRESENT)) {
-			job->of_part = true;
-			queue(job);
-			if (pool_wake(&pool, stuck))
-				continue;
-		} else if (will_be_there(job)) {
+		job->of_part = file->part_fd >= 0 && all_are(job, CHUNK_PRESENT);
+		if (!job->of_part && will_be_there(job))
 			continue;
+		if (job->of_part && pool_queue(&source_threads, &job->errand)) {
+			unpark(job);
+			job->place = QUEUED;
+		} else {
+			give_up(job);
 		}
-		give_up(job);
 	}
 }
 
@@ -623,11 +541,8 @@ static void stop(uint64_t ino)
 	*place = file->next;
 	file->reads++; /* for this function */
 	end_pieces(file, 0, file->size);
-	for (struct job *job = oldest, *next; job; job = next) {
-		next = job->next;
-		if (job->file == file && job->place == PARKED && !job->answering)
-			give_up(job);
-	}
+	while (file->parked)
+		give_up((struct job *)file->parked);
 	file->stopped = true;
 	if (file->reads == 1 && file->part_fd >= 0) {
 		/* At once, so that its room is free once it is removed. It is not yet: this is quick. */
@@ -642,7 +557,7 @@ static int duplicate(int fd)
 {
 	struct rlimit limit;
 	/* The lowest number that is free; closing one of `fd` may take long. */
-	int next = fcntl(fuse_fd, F_DUPFD_CLOEXEC, 0);
+	int next = open("/", O_PATH | O_CLOEXEC);
 	if (next < 0)
 		return -1;
 	close(next);
@@ -655,7 +570,7 @@ bool nonresident_source(uint64_t ino, int fd, uint64_t size, int64_t mtime_ns, i
 {
 	/* Whether it still is that version, each read tells: the caller must not wait for the source. */
 	const struct version version = {.size = size, .mtime_ns = mtime_ns, .ctime_ns = ctime_ns};
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	struct file *file = make(ino, size);
 	if (file && file->source_fd < 0) {
 		file->source_fd = duplicate(fd);
@@ -669,26 +584,26 @@ bool nonresident_source(uint64_t ino, int fd, uint64_t size, int64_t mtime_ns, i
 		file->direct = done;
 	if (file && !done && !file->states)
 		stop(ino);
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 	return done;
 }
 
 void nonresident_stop(uint64_t ino)
 {
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	stop(ino);
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 }
 
 void nonresident_no_source(uint64_t ino)
 {
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	struct file *file = *find(ino);
 	if (file && file->states)
 		file->direct = false;
 	else
 		stop(ino);
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 }
 
 bool nonresident_fill(uint64_t ino, uint64_t size, uint64_t chunk_bytes, const char *states,
@@ -700,7 +615,7 @@ bool nonresident_fill(uint64_t ino, uint64_t size, uint64_t chunk_bytes, const c
 	if (!own)
 		return false;
 	memcpy(own, states, count);
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	stop(ino);
 	struct file *file = make(ino, size);
 	if (file) {
@@ -708,7 +623,7 @@ bool nonresident_fill(uint64_t ino, uint64_t size, uint64_t chunk_bytes, const c
 		file->chunks = count;
 		file->states = own;
 	}
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 	if (!file)
 		free(own);
 	return file;
@@ -719,12 +634,12 @@ bool nonresident_part(uint64_t ino, int fd)
 	int own = duplicate(fd);
 	if (own < 0)
 		return false;
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	struct file *file = *find(ino);
 	bool taken = file && file->states && file->part_fd < 0;
 	if (taken)
 		file->part_fd = own;
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 	if (!taken)
 		close(own);
 	return taken;
@@ -732,7 +647,7 @@ bool nonresident_part(uint64_t ino, int fd)
 
 void nonresident_chunks(uint64_t ino, uint64_t first, uint64_t last, enum chunk_state state)
 {
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	struct file *file = *find(ino);
 	if (file && file->states && first < last && last <= file->chunks) {
 		memset(file->states + first, state, last - first);
@@ -740,41 +655,41 @@ void nonresident_chunks(uint64_t ino, uint64_t first, uint64_t last, enum chunk_
 		if (state != CHUNK_CLAIMED)
 			look_at_parked(file, first, last);
 	}
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 }
 
 void nonresident_ahead(uint64_t ino, uint64_t chunk)
 {
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	struct file *file = *find(ino);
 	if (file)
 		file->ahead = chunk;
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 }
 
-/* A parked read of some of these bytes of `file`, all of whose bytes are there now; it uses them. Under
- * `lock`. */
+/* A parked read of some of these bytes, all of whose bytes are there now; it uses them. Under `source_lock`. */
 static struct job *find_parked(const struct file *file, uint64_t start, uint64_t end)
 {
-	struct job *job = oldest;
-	while (job && (job->file != file || job->place != PARKED || job->answering ||
-		       job->offset >= end || job->offset + job->size <= start || !find_pieces(job)))
-		job = job->next;
-	return job;
+	for (struct waiter *waiter = file->parked; waiter; waiter = waiter->next) {
+		struct job *job = (struct job *)waiter;
+		if (job->offset < end && job->offset + job->size > start && find_pieces(job))
+			return job;
+	}
+	return NULL;
 }
 
-/* Answer those who wait for these bytes. Under `lock`, but not meanwhile. */
+/* Answer those who wait for these bytes. Under `source_lock`, but not meanwhile. */
 static void answer_parked(const struct file *file, uint64_t start, uint64_t end)
 {
 	struct job *job;
 	while ((job = find_parked(file, start, end))) {
-		job->answering = true;
-		pthread_mutex_unlock(&lock);
-		answer_from_memory(job, unique_of(job));
-		journal_done(unique_of(job));
-		pthread_mutex_lock(&lock);
+		unpark(job);
+		waiter_take(&job->waiter);
+		pthread_mutex_unlock(&source_lock);
+		answer_from_memory(job);
+		journal_done(job->waiter.request->unique);
+		pthread_mutex_lock(&source_lock);
 		leave_pieces(job);
-		take_out(job);
 		end_read(job->file);
 		free(job);
 	}
@@ -784,7 +699,7 @@ bool nonresident_arrived(uint64_t ino, uint64_t start, const char *data, size_t 
 			void (*release)(void *), void *token)
 {
 	struct piece *piece = NULL;
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	struct file *file = *find(ino);
 	if (file && file->states && size && start % file->chunk_bytes == 0 &&
 	    start + size <= file->size && !find_piece(file, start))
@@ -805,37 +720,17 @@ bool nonresident_arrived(uint64_t ino, uint64_t start, const char *data, size_t 
 		leave_piece(piece);
 		end_read(file);
 	}
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 	return piece;
 }
 
 bool nonresident_used(uint64_t ino)
 {
-	pthread_mutex_lock(&lock);
+	pthread_mutex_lock(&source_lock);
 	struct file *file = *find(ino);
 	bool used = file && (file->used || file->reads);
 	if (file)
 		file->used = false;
-	pthread_mutex_unlock(&lock);
+	pthread_mutex_unlock(&source_lock);
 	return used;
-}
-
-int nonresident_start(int fd, unsigned some, const struct nonresident_python *given)
-{
-	pthread_mutex_lock(&lock);
-	int result = pool.most ? -EALREADY : 0;
-	if (!result) {
-		fuse_fd = fd;
-		python = *given;
-		pool.most = some;
-	}
-	pthread_mutex_unlock(&lock);
-	return result;
-}
-
-void nonresident_count(struct nonresident_counts *to)
-{
-	const uint64_t *from = (const uint64_t *)&counts;
-	for (size_t i = 0; i < sizeof(counts) / sizeof(*from); i++)
-		((uint64_t *)to)[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
 }

@@ -8,7 +8,6 @@
 #define MONARCHFS_UNFINISHED_H
 
 #include "_reply.h"
-#include "_relay.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -23,25 +22,6 @@ enum chunk_state {
 };
 
 #define NO_CHUNK UINT64_MAX
-
-struct nonresident_counts {
-	uint64_t bytes; /* in answers */
-	uint64_t source_bytes; /* those of them that were asked of the source here */
-	struct relay_times answers; /* from the request to its answer */
-	struct relay_times reads; /* of the source */
-};
-
-/* What Python has to do with this, whoever asks; it must not wait. */
-struct nonresident_python {
-	/* Carry out the request. */
-	void (*leave)(const void *request, size_t length);
-	/* Fetch ahead: a read of `ino` goes from its chunk `first` to before `last`. */
-	void (*ahead)(uint64_t ino, uint64_t first, uint64_t last);
-};
-
-/* Begin: at most `threads` wait for the source at once, but for those that hang there. 0 or
- * -EALREADY. */
-int nonresident_start(int fuse_fd, unsigned threads, const struct nonresident_python *python);
 
 /* What is missing of `ino` may be read from the source behind `fd` (duplicated), as long as its version
  * is this. False where it is being read as another one, or there is no memory or descriptor for it. */
@@ -88,13 +68,5 @@ bool nonresident_used(uint64_t ino);
 
 /* Whether the request, a READ, is answered, or will be from here. */
 bool nonresident_took(const void *request, size_t length, struct lane *lane, uint64_t started_ns);
-
-/* Give a request to Python that was taken; false where there is none, or it is being answered. */
-bool nonresident_leave(uint64_t unique);
-
-/* The same for all that have been here since before then; how many are left that have not. */
-unsigned nonresident_leave_older(uint64_t before_ns);
-
-void nonresident_count(struct nonresident_counts *counts);
 
 #endif

@@ -6,6 +6,8 @@
 #define _GNU_SOURCE
 #include "_pool.h"
 
+#include "_counts.h"
+
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -14,11 +16,13 @@
 #define STACK_BYTES (128 * 1024)
 #define IDLE_SECONDS 5
 
-/* A thread that waits for something to do. */
-struct waiting {
-	struct waiting *next;
+/* A thread, in one of the two lists. */
+struct worker {
+	struct worker *next;
 	pthread_cond_t wake;
 	bool woken;
+	bool stuck;
+	uint64_t began_ns; /* with what it is at */
 };
 
 /* What a thread begins with. */
@@ -27,13 +31,70 @@ struct start {
 	char *buffer;
 };
 
+/* -- errands */
+
+bool pool_any(const struct pool *pool)
+{
+	return __atomic_load_n(&pool->first, __ATOMIC_SEQ_CST);
+}
+
+static void set_first(struct pool *pool, struct errand *errand)
+{
+	__atomic_store_n(&pool->first, errand, __ATOMIC_SEQ_CST);
+}
+
+void pool_add(struct pool *pool, struct errand *errand)
+{
+	errand->next = NULL;
+	errand->previous = pool->last;
+	if (pool->last)
+		pool->last->next = errand;
+	else
+		set_first(pool, errand);
+	pool->last = errand;
+}
+
+void pool_withdraw(struct pool *pool, struct errand *errand)
+{
+	if (errand->previous)
+		errand->previous->next = errand->next;
+	else
+		set_first(pool, errand->next);
+	*(errand->next ? &errand->next->previous : &pool->last) = errand->previous;
+}
+
+bool pool_queue(struct pool *pool, struct errand *errand)
+{
+	pool_add(pool, errand);
+	if (pool_wake(pool))
+		return true;
+	pool_withdraw(pool, errand);
+	return false;
+}
+
+/* Whether a thread may begin with the first one. */
+static bool may_begin(const struct pool *pool)
+{
+	return pool->first && pool->busy - pool->stuck < pool->most &&
+	       (!pool->may || pool->may(pool->first));
+}
+
+/* -- threads */
+
+static void leave_list(struct worker **place, const struct worker *self)
+{
+	while (*place != self)
+		place = &(*place)->next;
+	*place = self->next;
+}
+
 /* Whether there is something to do; not where there was nothing for a while. Under the lock. */
-static bool wait_for_work(struct pool *pool, struct waiting *self)
+static bool wait_for_work(struct pool *pool, struct worker *self)
 {
 	struct timespec until;
 	clock_gettime(CLOCK_MONOTONIC, &until);
 	until.tv_sec += IDLE_SECONDS;
-	while (!pool->any()) {
+	while (!may_begin(pool)) {
 		self->woken = false;
 		self->next = pool->idle;
 		pool->idle = self;
@@ -41,14 +102,27 @@ static bool wait_for_work(struct pool *pool, struct waiting *self)
 		while (!self->woken && !error)
 			error = pthread_cond_timedwait(&self->wake, pool->lock, &until);
 		if (!self->woken) {
-			struct waiting **place = &pool->idle;
-			while (*place != self)
-				place = &(*place)->next;
-			*place = self->next;
-			return pool->any();
+			leave_list(&pool->idle, self);
+			return may_begin(pool);
 		}
 	}
 	return true;
+}
+
+/* Under the lock. */
+static void do_first(struct pool *pool, struct worker *self, struct lane *lane)
+{
+	struct errand *errand = pool->first;
+	pool_withdraw(pool, errand);
+	self->began_ns = monotonic_ns();
+	self->next = pool->working;
+	pool->working = self;
+	pool->busy++;
+	errand->run(errand, lane);
+	leave_list(&pool->working, self);
+	pool->busy--;
+	pool->stuck -= self->stuck;
+	self->stuck = false;
 }
 
 static void *serve(void *given)
@@ -56,7 +130,7 @@ static void *serve(void *given)
 	struct start start = *(struct start *)given;
 	struct pool *pool = start.pool;
 	struct lane lane = {.buffer = start.buffer, .pipe = {-1, -1}};
-	struct waiting self = {.woken = false};
+	struct worker self = {.woken = false};
 	pthread_condattr_t attributes;
 	free(given);
 	pthread_condattr_init(&attributes);
@@ -66,10 +140,8 @@ static void *serve(void *given)
 	if (pool->begin)
 		pool->begin();
 	pthread_mutex_lock(pool->lock);
-	while (wait_for_work(pool, &self)) {
-		pool->take(&lane);
-		pthread_mutex_lock(pool->lock);
-	}
+	while (wait_for_work(pool, &self))
+		do_first(pool, &self, &lane);
 	pool->threads--;
 	pthread_mutex_unlock(pool->lock);
 	pthread_cond_destroy(&self.wake);
@@ -113,14 +185,32 @@ static bool start_thread(struct pool *pool)
 	return false;
 }
 
-bool pool_wake(struct pool *pool, unsigned stuck)
+bool pool_wake(struct pool *pool)
 {
-	struct waiting *first = pool->idle;
+	struct worker *first = pool->idle;
+	if (!may_begin(pool))
+		return true; /* who is done with another one, or makes room for it, comes */
 	if (first) {
 		pool->idle = first->next;
 		first->woken = true;
 		pthread_cond_signal(&first->wake);
 		return true;
 	}
-	return pool->threads - stuck >= pool->most || start_thread(pool) || pool->threads > stuck;
+	return pool->threads - pool->stuck >= pool->most || start_thread(pool) ||
+	       pool->threads > pool->stuck;
+}
+
+void pool_expire(struct pool *pool, uint64_t before_ns)
+{
+	unsigned places = 1; /* there may have been no thread before */
+	for (struct worker *worker = pool->working; worker; worker = worker->next) {
+		if (!worker->stuck && worker->began_ns < before_ns &&
+		    pool->stuck < pool->most_stuck) {
+			worker->stuck = true;
+			pool->stuck++;
+			places++;
+		}
+	}
+	while (places--)
+		(void)pool_wake(pool);
 }

@@ -26,6 +26,7 @@
 
 #include "../engine/_misses.h"
 #include "../engine/_names.h"
+#include "../engine/_waiting.h"
 
 #include <linux/fuse.h>
 
@@ -56,7 +57,6 @@
 
 struct request {
 	struct request *next;
-	uint64_t started_ns; /* of a read */
 	enum relay_past past;
 	size_t length;
 	char bytes[];
@@ -70,56 +70,23 @@ static int end_errno;
 static int fuse_fd = -1, news_fd = -1;
 static bool free_opens, opens_here = true;
 
+/* A read that was put off. */
+struct read {
+	struct errand errand;
+	uint64_t started_ns;
+	size_t length;
+	char bytes[];
+};
+
 static pthread_mutex_t reads_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct request *first_read, **last_read = &first_read; /* that were put off */
+static struct pool readers = {.lock = &reads_lock, .most = MOST_MORE_READERS};
 static unsigned reading, most_reading; /* threads that are at a read; so many may be */
-static bool any_read(void);
-static void take_read(struct lane *lane);
-static struct pool readers = {
-	.lock = &reads_lock, .any = any_read, .take = take_read, .most = MOST_MORE_READERS};
 
 static pthread_mutex_t idle_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wanted = PTHREAD_COND_INITIALIZER;
 static unsigned waiting, resting;
-static uint64_t bounds_ns[MOST_BOUNDS];
-static unsigned bounds;
-static struct relay_counts counts;
 
 /* -- answers */
-
-uint64_t relay_now_ns(void)
-{
-	struct timespec now;
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
-}
-
-void relay_time(struct relay_times *times, uint64_t took_ns)
-{
-	unsigned bucket = 0;
-	while (bucket < bounds && bounds_ns[bucket] < took_ns)
-		bucket++;
-	__atomic_fetch_add(&times->total_ns, took_ns, __ATOMIC_RELAXED);
-	__atomic_fetch_add(&times->took[bucket], 1, __ATOMIC_RELAXED);
-}
-
-/* Fails where nobody waits any more: the caller was killed, the request was answered by an earlier
- * worker, or the mount has gone. */
-static bool answer(uint64_t unique, int error, const void *body, size_t length)
-{
-	struct fuse_out_header out = {
-		.len = (uint32_t)(sizeof(out) + length),
-		.error = error,
-		.unique = unique,
-	};
-	struct iovec parts[] = {{&out, sizeof(out)}, {(void *)body, length}};
-	ssize_t sent;
-	do {
-		sent = writev(fuse_fd, parts, length ? 2 : 1);
-	} while (sent < 0 && errno == EINTR);
-	table_answered();
-	return sent >= 0;
-}
 
 /* Whether the read is answered: all of it, but at the end of the file. (A short answer would cut
  * the file off for its reader.) */
@@ -134,18 +101,17 @@ static bool answer_read(const struct fuse_in_header *in, struct lane *lane, uint
 		uint64_t rest = reading.size - arg->offset;
 		size = rest < arg->size ? (size_t)rest : arg->size;
 	}
-	enum answered done =
-		reply_read_from(lane, fuse_fd, in->unique, reading.fd, reading.start + arg->offset,
-			     size, NULL, NULL);
+	const struct read_reply reply = {
+		.unique = in->unique,
+		.started_ns = started_ns,
+		.counted = TIME_READ_LOCAL,
+		.fd = reading.fd,
+		.offset = reading.start + arg->offset,
+		.size = size,
+	};
+	bool answered = reply_from(lane, &reply);
 	resident_leave(&reading);
-	if (done == NOT_READ)
-		return false;
-	table_answered();
-	if (done == ANSWERED) {
-		__atomic_fetch_add(&counts.bytes, size, __ATOMIC_RELAXED);
-		relay_time(&counts.reads, relay_now_ns() - started_ns);
-	}
-	return true;
+	return answered;
 }
 
 static void put_last(const char *bytes, size_t length, enum relay_past past);
@@ -153,7 +119,7 @@ static void put_last(const char *bytes, size_t length, enum relay_past past);
 /* Answer an open. Where the kernel knows of no answer with this handle, but Python does by now, that is
  * told as by the kernel. */
 static void answer_with_handle(uint64_t unique, uint64_t fh, const void *out, size_t length,
-			       struct relay_times *times, uint64_t started_ns)
+			       enum duration counted, uint64_t started_ns)
 {
 	struct {
 		struct fuse_in_header in;
@@ -162,9 +128,9 @@ static void answer_with_handle(uint64_t unique, uint64_t fh, const void *out, si
 		.in = {.len = sizeof(end), .opcode = FUSE_RELEASE},
 		.release = {.fh = fh},
 	};
-	bool accepted = answer(unique, 0, out, length);
+	bool accepted = reply(unique, 0, out, length);
 	if (accepted)
-		relay_time(times, relay_now_ns() - started_ns);
+		count_duration(counted, monotonic_ns() - started_ns);
 	if (table_opened(fh, accepted))
 		put_last((const char *)&end, sizeof(end), NEW);
 }
@@ -176,17 +142,16 @@ static bool answer_backed_open(const struct fuse_in_header *in, bool again, uint
 	if (again || !backed_open(in->nodeid, in->unique, &out.fh, &out.backing_id))
 		return false;
 	out.open_flags = out.backing_id ? OPEN_PASSTHROUGH : FOPEN_KEEP_CACHE;
-	answer_with_handle(in->unique, out.fh, &out, sizeof(out), &counts.opens, started_ns);
+	answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_LOCAL, started_ns);
 	return true;
 }
 
-bool relay_answer_open(const struct fuse_in_header *in, struct relay_times *times,
-		       uint64_t started_ns)
+bool relay_answer_open(const struct fuse_in_header *in, enum duration counted, uint64_t started_ns)
 {
 	struct fuse_open_out out = {.open_flags = FOPEN_KEEP_CACHE};
 	if (table_add(in->nodeid, in->unique, 0, ANSWERING, &out.fh) < 0)
 		return false;
-	answer_with_handle(in->unique, out.fh, &out, sizeof(out), times, started_ns);
+	answer_with_handle(in->unique, out.fh, &out, sizeof(out), counted, started_ns);
 	return true;
 }
 
@@ -194,7 +159,7 @@ static bool answer_open(const struct fuse_in_header *in, bool again, uint64_t st
 {
 	const struct fuse_open_in *arg = (const void *)(in + 1);
 	if (free_opens)
-		return answer(in->unique, -ENOSYS, NULL, 0), true;
+		return reply(in->unique, -ENOSYS, NULL, 0), true;
 	if ((arg->flags & O_ACCMODE) != O_RDONLY)
 		return false;
 	if (!__atomic_load_n(&opens_here, __ATOMIC_RELAXED))
@@ -205,7 +170,7 @@ static bool answer_open(const struct fuse_in_header *in, bool again, uint64_t st
 	uint64_t unique = again ? in->unique | RESENT : in->unique;
 	int added = table_add(in->nodeid, unique, 0, ANSWERING, &out.fh);
 	if (added >= 0)
-		answer_with_handle(in->unique, out.fh, &out, sizeof(out), &counts.opens,
+		answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_LOCAL,
 				   started_ns);
 	resident_unuse(in->nodeid);
 	return added >= 0;
@@ -219,7 +184,7 @@ static bool answer_release(const struct fuse_in_header *in)
 	uint64_t ino = table_end(arg->fh, true, &owned);
 	if (ino)
 		misses_released(ino);
-	return !owned && (answer(in->unique, 0, NULL, 0), true);
+	return !owned && (reply(in->unique, 0, NULL, 0), true);
 }
 
 /* Of a name that is known. It ends with a zero. */
@@ -229,8 +194,8 @@ static bool answer_lookup(const struct fuse_in_header *in, size_t body, uint64_t
 	struct fuse_entry_out out;
 	if (!body || name[body - 1] || !names_enter(in->nodeid, name, body - 1, &out))
 		return false;
-	if (answer(in->unique, 0, &out, sizeof(out)))
-		relay_time(&counts.lookups, relay_now_ns() - started_ns);
+	if (reply(in->unique, 0, &out, sizeof(out)))
+		count_duration(TIME_LOOKUP, monotonic_ns() - started_ns);
 	names_leave();
 	return true;
 }
@@ -243,7 +208,7 @@ static bool answer_getxattr(const struct fuse_in_header *in, size_t body)
 	    !memchr(name, 0, body - sizeof(struct fuse_getxattr_in)))
 		return false;
 	int error = absent_errno(in->nodeid, name);
-	return error && (answer(in->unique, -error, NULL, 0), true);
+	return error && (reply(in->unique, -error, NULL, 0), true);
 }
 
 /* Whether it is answered, or will be. `lane`: NULL: what would have to wait is not. `again`: an earlier
@@ -280,7 +245,7 @@ static bool open_missed(const struct fuse_in_header *in, size_t length, bool kep
 bool relay_answered(const void *request, size_t length, enum relay_past past)
 {
 	const struct fuse_in_header *in = request;
-	uint64_t started_ns = relay_now_ns();
+	uint64_t started_ns = monotonic_ns();
 	if (answer_any(in, length, NULL, past == TAKEN, started_ns)) {
 		journal_done(in->unique);
 		return true;
@@ -305,21 +270,21 @@ static void tell(void)
 		;
 }
 
-static struct request *copy_of(const char *bytes, size_t length)
+/* Room for a request behind so many bytes. Somebody waits for the answer: there is nothing better to do. */
+static void *new_for(size_t size, size_t length)
 {
-	struct request *request;
-	while (!(request = malloc(sizeof(*request) + length)))
-		poll(NULL, 0, 10); /* somebody waits for the answer: there is nothing better to do */
-	*request = (struct request){.length = length};
-	memcpy(request->bytes, bytes, length);
-	return request;
+	void *made;
+	while (!(made = malloc(size + length)))
+		poll(NULL, 0, 10);
+	return made;
 }
 
 static void put_last(const char *bytes, size_t length, enum relay_past past)
 {
-	struct request *request = copy_of(bytes, length);
-	request->past = past;
-	__atomic_fetch_add(&counts.queued, 1, __ATOMIC_RELAXED);
+	struct request *request = new_for(sizeof(*request), length);
+	*request = (struct request){.past = past, .length = length};
+	memcpy(request->bytes, bytes, length);
+	count(COUNT_QUEUED, 1);
 	pthread_mutex_lock(&queue_lock);
 	bool news = !first;
 	*last = request;
@@ -343,12 +308,12 @@ static void put_again(const void *request, size_t length)
 	put_last(request, length, TAKEN);
 }
 
-static void put_left(const void *request, size_t length)
+void relay_leave(const void *request, size_t length)
 {
 	put_last(request, length, WAITED);
 }
 
-static void put_ahead(uint64_t ino, uint64_t first_chunk, uint64_t last)
+void relay_note_ahead(uint64_t ino, uint64_t first_chunk, uint64_t last)
 {
 	struct {
 		struct fuse_in_header in;
@@ -400,40 +365,30 @@ long relay_next(void *buffer, int *ended_by, enum relay_past *past)
 
 /* -- reads for more threads */
 
-static bool any_read(void)
+/* As errand.run. */
+static void take_read(struct errand *errand, struct lane *lane)
 {
-	return __atomic_load_n(&first_read, __ATOMIC_SEQ_CST);
-}
-
-/* Under `reads_lock`, and not any more afterwards. */
-static void take_read(struct lane *lane)
-{
-	struct request *read = first_read;
-	if (read) {
-		__atomic_store_n(&first_read, read->next, __ATOMIC_SEQ_CST);
-		if (!read->next)
-			last_read = &first_read;
-	}
-	pthread_mutex_unlock(&reads_lock);
-	if (!read)
-		return;
+	struct read *read = OF_ERRAND(errand, struct read, errand);
 	const struct fuse_in_header *in = (const void *)read->bytes;
+	pthread_mutex_unlock(&reads_lock);
 	if (answer_read(in, lane, read->started_ns))
 		journal_done(in->unique);
 	else if (!nonresident_took(in, read->length, lane, read->started_ns) &&
 		 !misses_took(in, read->length, false, read->started_ns))
 		put(read->bytes, read->length);
 	free(read);
+	pthread_mutex_lock(&reads_lock);
 }
 
 static void put_off(const char *bytes, size_t length, uint64_t started_ns)
 {
-	struct request *read = copy_of(bytes, length);
-	read->started_ns = started_ns;
+	struct read *read = new_for(sizeof(*read), length);
+	*read = (struct read){
+		.errand = {.run = take_read}, .started_ns = started_ns, .length = length};
+	memcpy(read->bytes, bytes, length);
 	journal_keep(bytes, length);
 	pthread_mutex_lock(&reads_lock);
-	__atomic_store_n(last_read, read, __ATOMIC_SEQ_CST);
-	last_read = &read->next;
+	pool_add(&readers, &read->errand);
 	pthread_mutex_unlock(&reads_lock);
 }
 
@@ -442,12 +397,15 @@ static void put_off(const char *bytes, size_t length, uint64_t started_ns)
  * looks for it after that became less: so one of them sees the other. */
 static void read_on(struct lane *lane)
 {
-	while (any_read()) {
+	while (pool_any(&readers)) {
 		bool may = __atomic_add_fetch(&reading, 1, __ATOMIC_SEQ_CST) <= most_reading;
-		if (may) {
-			pthread_mutex_lock(&reads_lock);
-			take_read(lane);
+		pthread_mutex_lock(&reads_lock);
+		struct errand *first = may ? readers.first : NULL;
+		if (first) {
+			pool_withdraw(&readers, first);
+			first->run(first, lane);
 		}
+		pthread_mutex_unlock(&reads_lock);
 		if (__atomic_sub_fetch(&reading, 1, __ATOMIC_SEQ_CST) >= most_reading)
 			break;
 	}
@@ -457,9 +415,11 @@ static void read_on(struct lane *lane)
 static void give_threads_to_reads(void)
 {
 	pthread_mutex_lock(&reads_lock);
-	for (struct request *read = first_read;
-	     read && read->started_ns + STALLED_NS < relay_now_ns() && pool_wake(&readers, 0);)
-		read = read->next;
+	uint64_t stalled_ns = monotonic_ns() - STALLED_NS;
+	for (struct errand *errand = readers.first;
+	     errand && OF_ERRAND(errand, struct read, errand)->started_ns < stalled_ns &&
+	     pool_wake(&readers);)
+		errand = errand->next;
 	pthread_mutex_unlock(&reads_lock);
 }
 
@@ -552,7 +512,7 @@ static void *serve(void *number)
 		}
 		/* Nothing depends on what the kernel remembers, and no answer is expected. */
 		if (in->opcode != FUSE_FORGET && in->opcode != FUSE_BATCH_FORGET) {
-			uint64_t started_ns = relay_now_ns();
+			uint64_t started_ns = monotonic_ns();
 			table_busy(thread, started_ns);
 			bool reads = in->opcode == FUSE_READ &&
 				     (size_t)got >= sizeof(*in) + sizeof(struct fuse_read_in);
@@ -577,15 +537,10 @@ static void *serve(void *number)
 	return NULL;
 }
 
-int relay_start(int fd, unsigned threads, unsigned waiting_reads, bool no_opens,
-		const uint64_t *some_bounds_ns, unsigned some_bounds)
+int relay_start(int fd, unsigned threads, unsigned waiting_reads, bool no_opens)
 {
 	if (news_fd >= 0)
 		return -EALREADY;
-	if (some_bounds > MOST_BOUNDS)
-		return -EINVAL;
-	bounds = some_bounds;
-	memcpy(bounds_ns, some_bounds_ns, bounds * sizeof(*bounds_ns));
 	int flags = fcntl(fd, F_GETFL);
 	if (flags < 0 || fcntl(fd, F_SETFL, flags & ~O_NONBLOCK) < 0)
 		return -errno;
@@ -596,10 +551,10 @@ int relay_start(int fd, unsigned threads, unsigned waiting_reads, bool no_opens,
 	free_opens = no_opens;
 	fuse_fd = fd;
 	news_fd = news;
+	reply_start(fd);
 	journal_left(true, put_again);
-	const struct nonresident_python python = {.leave = put_left, .ahead = put_ahead};
-	nonresident_start(fd, waiting_reads, &python);
-	misses_serve(fd, waiting_reads, no_opens, put_left);
+	waiting_start(waiting_reads);
+	misses_serve(no_opens);
 
 	sigset_t all, before; /* signals are for Python's main thread */
 	sigfillset(&all);
@@ -625,11 +580,4 @@ int relay_start(int fd, unsigned threads, unsigned waiting_reads, bool no_opens,
 		return -error;
 	}
 	return news;
-}
-
-void relay_count(struct relay_counts *to)
-{
-	const uint64_t *from = (const uint64_t *)&counts;
-	for (size_t i = 0; i < sizeof(counts) / sizeof(*from); i++)
-		((uint64_t *)to)[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
 }

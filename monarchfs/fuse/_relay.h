@@ -3,6 +3,8 @@
 #ifndef MONARCHFS_RELAY_H
 #define MONARCHFS_RELAY_H
 
+#include "_counts.h"
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -12,30 +14,15 @@
  * 4096, so that requests are a path component or an attribute name at most; the rest is reserve. */
 #define REQUEST_BYTES (128 * 1024 + 4096)
 
-#define MOST_BOUNDS 32
-
 /* The opcode of what is none of the kernel's, and not answered: a note of _nonresident.c. Behind the
  * header are two numbers, the chunks that a read of this inode is of. See quick.Opcode. */
 #define RELAY_AHEAD 0xfffe
 
-/* How long answers took. */
-struct relay_times {
-	uint64_t total_ns;
-	uint64_t took[MOST_BOUNDS + 1]; /* answers that took at most so long; the last: longer */
-};
-
-struct relay_counts {
-	uint64_t queued; /* requests left to Python */
-	uint64_t bytes; /* in answers to reads */
-	struct relay_times reads, opens, lookups;
-};
-
 /* Begin: `fuse_fd` is the mounted descriptor, read and written by `threads` threads from now on.
- * At most `waiting_reads` wait for the source without Python (_nonresident.h). `free_opens`: OPEN is
- * answered with ENOSYS. `bounds_ns`: of relay_times.took, rising. Returns a descriptor that is
+ * At most `waiting_reads` wait for the source without Python. `free_opens`: OPEN is answered with ENOSYS.
+ * Returns a descriptor that is
  * readable while the queue has something, or -errno. Once only. */
-int relay_start(int fuse_fd, unsigned threads, unsigned waiting_reads, bool free_opens,
-		const uint64_t *bounds_ns, unsigned bounds);
+int relay_start(int fuse_fd, unsigned threads, unsigned waiting_reads, bool free_opens);
 
 /* Whether the threads answer OPEN where they can; they do, if nothing else is said. */
 void relay_answer_opens(bool here);
@@ -49,9 +36,8 @@ enum relay_past {
 
 struct fuse_in_header;
 
-/* Answer an OPEN, of which `times` counts the answer. False where too many files are open. */
-bool relay_answer_open(const struct fuse_in_header *in, struct relay_times *times,
-		       uint64_t started_ns);
+/* Answer an OPEN, counted as this. False where too many files are open. */
+bool relay_answer_open(const struct fuse_in_header *in, enum duration counted, uint64_t started_ns);
 
 /* Try once more with a request that was queued; true if it is answered now, or will be. */
 bool relay_answered(const void *request, size_t length, enum relay_past past);
@@ -64,12 +50,10 @@ long relay_next(void *buffer, int *ended_by, enum relay_past *past);
  * for others that hang. Several times a second; by one thread. */
 void relay_again(void);
 
-void relay_count(struct relay_counts *counts);
+/* For those who take requests over from the threads; none waits. Leave one to Python. */
+void relay_leave(const void *request, size_t length);
 
-/* CLOCK_MONOTONIC. */
-uint64_t relay_now_ns(void);
-
-/* Count an answer, or a part of it, that took so long. */
-void relay_time(struct relay_times *times, uint64_t took_ns);
+/* Have Python fetch ahead: a read of `ino` goes from its chunk `first` to before `last`. */
+void relay_note_ahead(uint64_t ino, uint64_t first, uint64_t last);
 
 #endif

@@ -5,11 +5,13 @@
 
 #include "_absent_xattrs.h"
 #include "_backed.h"
+#include "_counts.h"
 #include "_resident.h"
 #include "_table.h"
 #include "_nonresident.h"
 
 #include "../engine/_misses.h"
+#include "../engine/_waiting.h"
 
 #include <errno.h>
 #include <string.h>
@@ -28,17 +30,42 @@ static bool number_in(PyObject *given, uint64_t *number)
 	return !(*number == (uint64_t)-1 && PyErr_Occurred());
 }
 
-PyObject *durations_object(const struct relay_times *of)
+/* -- counts */
+
+static PyObject *numbers_object(const uint64_t *numbers, unsigned count)
 {
-	PyObject *took = PyTuple_New(MOST_BOUNDS + 1);
-	for (Py_ssize_t i = 0; took && i <= MOST_BOUNDS; i++) {
-		PyObject *number = PyLong_FromUnsignedLongLong(of->took[i]);
+	PyObject *found = PyTuple_New(count);
+	for (unsigned i = 0; found && i < count; i++) {
+		PyObject *number = PyLong_FromUnsignedLongLong(numbers[i]);
 		if (!number)
-			Py_CLEAR(took);
+			Py_CLEAR(found);
 		else
-			PyTuple_SET_ITEM(took, i, number);
+			PyTuple_SET_ITEM(found, i, number);
 	}
-	return took ? Py_BuildValue("KN", (unsigned long long)of->total_ns, took) : NULL;
+	return found;
+}
+
+static PyObject *counted(PyObject *self, PyObject *unused)
+{
+	struct counts now;
+	(void)self;
+	(void)unused;
+	counts_read(&now);
+	PyObject *durations = PyTuple_New(DURATIONS);
+	for (unsigned i = 0; durations && i < DURATIONS; i++) {
+		PyObject *took = numbers_object(now.durations[i].took, MOST_BOUNDS + 1);
+		PyObject *each = took ? Py_BuildValue("KN", (unsigned long long)
+								   now.durations[i].total_ns,
+						      took) : NULL;
+		if (!each)
+			Py_CLEAR(durations);
+		else
+			PyTuple_SET_ITEM(durations, i, each);
+	}
+	PyObject *numbers = durations ? numbers_object(now.numbers, COUNTS) : NULL;
+	if (!numbers)
+		Py_CLEAR(durations);
+	return durations ? Py_BuildValue("NN", numbers, durations) : NULL;
 }
 
 /* -- the table of open files */
@@ -264,17 +291,6 @@ static PyObject *told(PyObject *self, PyObject *unused)
 	return found;
 }
 
-static PyObject *counted(PyObject *self, PyObject *unused)
-{
-	struct resident_counts counts;
-	(void)self;
-	(void)unused;
-	resident_count(&counts);
-	return Py_BuildValue("KKK", (unsigned long long)counts.opens,
-			     (unsigned long long)counts.opened_bytes,
-			     (unsigned long long)counts.lost);
-}
-
 static PyObject *delegate(PyObject *self, PyObject *args)
 {
 	unsigned long long ino;
@@ -297,13 +313,6 @@ static PyObject *cached(PyObject *self, PyObject *given)
 	uint64_t ino;
 	(void)self;
 	return number_in(given, &ino) ? PyLong_FromUnsignedLong(backed_cached(ino)) : NULL;
-}
-
-static PyObject *backed(PyObject *self, PyObject *unused)
-{
-	(void)self;
-	(void)unused;
-	return PyLong_FromUnsignedLongLong(backed_opens());
 }
 
 /* -- files that are not resident (yet) */
@@ -396,14 +405,21 @@ static PyObject *used_unfinished(PyObject *self, PyObject *given)
 	return number_in(given, &ino) ? PyBool_FromLong(nonresident_used(ino)) : NULL;
 }
 
-static PyObject *leave_older(PyObject *self, PyObject *given)
+static PyObject *leave_older(PyObject *self, PyObject *args)
 {
-	uint64_t before_ns;
+	unsigned long long before_ns;
+	unsigned most;
 	(void)self;
-	if (!number_in(given, &before_ns))
+	if (!PyArg_ParseTuple(args, "KI", &before_ns, &most))
 		return NULL;
-	unsigned rest = nonresident_leave_older(before_ns);
-	return PyLong_FromUnsignedLong(rest);
+	return PyLong_FromUnsignedLong(waiting_leave_older(before_ns, most));
+}
+
+static PyObject *any_since(PyObject *self, PyObject *given)
+{
+	uint64_t since_ns;
+	(void)self;
+	return number_in(given, &since_ns) ? PyBool_FromLong(waiting_any_since(since_ns)) : NULL;
 }
 
 /* -- attributes that files do not have */
@@ -475,8 +491,6 @@ PyMethodDef known_methods[] = {
 	 "resident_seen(ino): whether it was opened or read since it was put."},
 	{"resident_opened", told, METH_NOARGS,
 	 "Inode numbers that the threads opened since the last call, at most 4096, oldest first."},
-	{"resident_counts", counted, METH_NOARGS,
-	 "(opens by the threads, sizes of those files, opens that resident_opened left out)."},
 	{"backed_delegate", delegate, METH_VARARGS,
 	 "backed_delegate(ino, backing_id): opens of it, of which there are none, are answered with this id."},
 	{"backed_reclaim", reclaim, METH_O,
@@ -484,7 +498,6 @@ PyMethodDef known_methods[] = {
 	{"backed_cached", cached, METH_O,
 	 "backed_cached(ino): how many opens without an id there are, whose RELEASE is Python's now, and\n"
 	 "was not before."},
-	{"backed_opens", backed, METH_NOARGS, "How many opens were answered with a backing id."},
 	{"nonresident_source", read_source, METH_VARARGS,
 	 "nonresident_source(ino, fd, size, mtime_ns, ctime_ns): what is missing may be read from the\n"
 	 "source, as long as it has this version. False where that cannot be done."},
@@ -503,8 +516,13 @@ PyMethodDef known_methods[] = {
 	 "nonresident_stop(ino): it is not to be read any more."},
 	{"nonresident_used", used_unfinished, METH_O,
 	 "nonresident_used(ino): whether it was read since this was asked the last time."},
-	{"nonresident_leave_older", leave_older, METH_O,
-	 "nonresident_leave_older(before_ns): reads that have been waiting since before then\n"
-	 "(CLOCK_MONOTONIC) are Python's now. How many others wait."},
+	{"waiting_leave_older", leave_older, METH_VARARGS,
+	 "waiting_leave_older(before_ns, most): requests that have been waiting since before then\n"
+	 "(CLOCK_MONOTONIC) are Python's now, see _waiting.h. How many others wait."},
+	{"waiting_any_since", any_since, METH_O,
+	 "waiting_any_since(since_ns): whether a request waits that came since then."},
+	{"counts", counted, METH_NOARGS,
+	 "What the threads have done: (numbers, durations), see _counts.h; each duration is (ns in all,\n"
+	 "how many took at most so long as each of the bounds)."},
 	{NULL, NULL, 0, NULL},
 };

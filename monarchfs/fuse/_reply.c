@@ -11,6 +11,8 @@
 #define _GNU_SOURCE
 #include "_reply.h"
 
+#include "_table.h"
+
 #include <linux/fuse.h>
 
 #include <errno.h>
@@ -21,6 +23,13 @@
 #define PAGE_BYTES 4096
 #define PIPE_BYTES (1 << 20) /* what everybody may have: /proc/sys/fs/pipe-max-size */
 #define SPLICED_FROM_BYTES (32 * 1024)
+
+static int fuse_fd = -1;
+
+void reply_start(int fd)
+{
+	fuse_fd = fd;
+}
 
 static void close_pipe(struct lane *lane)
 {
@@ -53,15 +62,49 @@ static bool has_pipe(struct lane *lane, size_t pages)
 	return lane->pipe[0] >= 0 && pages < lane->pages;
 }
 
-/* An answer that is being made. */
-struct reading {
-	struct lane *lane;
-	int fuse_fd, fd;
-	uint64_t offset;
-	size_t size;
-	struct fuse_out_header out;
-	bool (*good)(void *);
-	void *arg;
+/* Whether the kernel took it; `parts` begins with room for the header. */
+static bool send_parts(uint64_t unique, int error, struct iovec *parts, int count)
+{
+	struct fuse_out_header out = {.len = sizeof(out), .error = error, .unique = unique};
+	parts[0] = (struct iovec){&out, sizeof(out)};
+	for (int part = 1; part < count; part++)
+		out.len += (uint32_t)parts[part].iov_len;
+	ssize_t sent;
+	do {
+		sent = writev(fuse_fd, parts, count);
+	} while (sent < 0 && errno == EINTR);
+	table_answered();
+	return sent >= 0;
+}
+
+bool reply(uint64_t unique, int error, const void *body, size_t length)
+{
+	struct iovec parts[] = {{0}, {(void *)body, length}};
+	return send_parts(unique, error, parts, length ? 2 : 1);
+}
+
+static void count_read(enum duration counted, size_t size, uint64_t started_ns)
+{
+	count(COUNT_BYTES, size);
+	count_duration(counted, monotonic_ns() - started_ns);
+}
+
+bool reply_bytes(uint64_t unique, struct iovec *parts, int parts_count, enum duration counted,
+		 uint64_t started_ns)
+{
+	size_t size = 0;
+	for (int part = 1; part < parts_count; part++)
+		size += parts[part].iov_len;
+	bool sent = send_parts(unique, 0, parts, parts_count);
+	if (sent)
+		count_read(counted, size, started_ns);
+	return sent;
+}
+
+enum answered {
+	NOT_READ,
+	NOBODY_WAITS,
+	ANSWERED,
 };
 
 static bool read_all(int fd, char *to, size_t size, uint64_t offset)
@@ -80,27 +123,22 @@ static bool read_all(int fd, char *to, size_t size, uint64_t offset)
 	return true;
 }
 
-static enum answered through_buffer(const struct reading *of)
+static enum answered through_buffer(struct lane *lane, const struct read_reply *of)
 {
-	char *buffer = of->lane->buffer;
-	if (!read_all(of->fd, buffer, of->size, of->offset) || (of->good && !of->good(of->arg)))
+	if (!read_all(of->fd, lane->buffer, of->size, of->offset) || (of->good && !of->good(of->arg)))
 		return NOT_READ;
-	struct iovec parts[] = {{(void *)&of->out, sizeof(of->out)}, {buffer, of->size}};
-	ssize_t sent;
-	do {
-		sent = writev(of->fuse_fd, parts, of->size ? 2 : 1);
-	} while (sent < 0 && errno == EINTR);
-	return sent < 0 ? NOBODY_WAITS : ANSWERED;
+	return reply(of->unique, 0, lane->buffer, of->size) ? ANSWERED : NOBODY_WAITS;
 }
 
-static bool fill_pipe(const struct reading *of)
+static bool fill_pipe(struct lane *lane, const struct read_reply *of)
 {
-	int end = of->lane->pipe[1];
+	const struct fuse_out_header out = {.len = (uint32_t)(sizeof(out) + of->size),
+					    .unique = of->unique};
 	off_t offset = (off_t)of->offset;
-	if (write(end, &of->out, sizeof(of->out)) != (ssize_t)sizeof(of->out))
+	if (write(lane->pipe[1], &out, sizeof(out)) != (ssize_t)sizeof(out))
 		return false;
 	for (size_t size = of->size; size;) {
-		ssize_t got = splice(of->fd, &offset, end, NULL, size, 0);
+		ssize_t got = splice(of->fd, &offset, lane->pipe[1], NULL, size, 0);
 		if (got <= 0) {
 			if (got < 0 && errno == EINTR)
 				continue;
@@ -112,48 +150,39 @@ static bool fill_pipe(const struct reading *of)
 	return true;
 }
 
-static enum answered through_pipe(const struct reading *of)
+static enum answered through_pipe(struct lane *lane, const struct read_reply *of)
 {
-	struct lane *lane = of->lane;
-	bool filled = fill_pipe(of);
+	size_t length = sizeof(struct fuse_out_header) + of->size;
+	bool filled = fill_pipe(lane, of);
 	if (!filled && errno == EINVAL) { /* a file system without splice(2) */
 		close_pipe(lane);
 		lane->pages = 1;
-		return through_buffer(of);
+		return through_buffer(lane, of);
 	}
 	ssize_t sent = -1;
-	while (filled &&
-	       (sent = splice(lane->pipe[0], NULL, of->fuse_fd, NULL, of->out.len, 0)) < 0 &&
+	while (filled && (sent = splice(lane->pipe[0], NULL, fuse_fd, NULL, length, 0)) < 0 &&
 	       errno == EINTR)
 		;
 	int error = errno;
-	if (sent != (ssize_t)of->out.len) {
+	if (sent != (ssize_t)length) {
 		/* What is left in it must not come before the next answer. */
 		close_pipe(lane);
 		lane->pages = 0;
 	}
 	if (!filled || (sent < 0 && (error == ENOMEM || error == EINVAL || error == EAGAIN)))
 		return NOT_READ; /* or not taken: the request still waits */
+	table_answered();
 	return sent < 0 ? NOBODY_WAITS : ANSWERED;
 }
 
-enum answered reply_read_from(struct lane *lane, int fuse_fd, uint64_t unique, int fd, uint64_t offset,
-			   size_t size, bool (*good)(void *), void *arg)
+bool reply_from(struct lane *lane, const struct read_reply *of)
 {
-	if (size > MOST_READ_BYTES)
-		return NOT_READ;
-	const struct reading of = {
-		.lane = lane,
-		.fuse_fd = fuse_fd,
-		.fd = fd,
-		.offset = offset,
-		.size = size,
-		.out = {.len = (uint32_t)(sizeof(of.out) + size), .unique = unique},
-		.good = good,
-		.arg = arg,
-	};
-	size_t pages = (offset % PAGE_BYTES + size + PAGE_BYTES - 1) / PAGE_BYTES;
-	if (!good && size >= SPLICED_FROM_BYTES && has_pipe(lane, pages))
-		return through_pipe(&of);
-	return through_buffer(&of);
+	if (of->size > MOST_READ_BYTES)
+		return false;
+	size_t pages = (of->offset % PAGE_BYTES + of->size + PAGE_BYTES - 1) / PAGE_BYTES;
+	bool piped = !of->good && of->size >= SPLICED_FROM_BYTES && has_pipe(lane, pages);
+	enum answered done = piped ? through_pipe(lane, of) : through_buffer(lane, of);
+	if (done == ANSWERED)
+		count_read(of->counted, of->size, of->started_ns);
+	return done != NOT_READ;
 }

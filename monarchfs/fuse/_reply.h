@@ -1,10 +1,13 @@
-/* From a file to the kernel: the bytes of answers to READ. */
-#ifndef MONARCHFS_BYTES_H
-#define MONARCHFS_BYTES_H
+/* The only way to the kernel: answers, and how long they took. */
+#ifndef MONARCHFS_REPLY_H
+#define MONARCHFS_REPLY_H
+
+#include "_counts.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/uio.h>
 
 /* The largest read that the kernel asks for: FUSE_MAX_MAX_PAGES (fs/fuse/fuse_i.h). */
 #define MOST_READ_BYTES (256 * 4096)
@@ -16,18 +19,34 @@ struct lane {
 	unsigned pages; /* that fit into it */
 };
 
-enum answered {
-	NOT_READ, /* nothing was said to the kernel: the file did not give all of these bytes, or they
-		   * are not good */
-	NOBODY_WAITS,
-	ANSWERED,
+/* What a READ is answered with: the bytes of a file. */
+struct read_reply {
+	uint64_t unique;
+	uint64_t started_ns;
+	enum duration counted; /* as which the answer is */
+	int fd;
+	uint64_t offset;
+	size_t size;
+	/* Asked once they were read, and before anything is said; what it has seen then nobody changes any
+	 * more. NULL: they are good. */
+	bool (*good)(void *arg);
+	void *arg;
 };
 
-/* Answer request `unique` of `fuse_fd` with exactly `size` bytes of `fd` at `offset`. Waits for the
- * disk. `good` (NULL: they are) is asked once they were read, and before anything is said; what it has
- * seen then nobody changes any more. */
-enum answered reply_read_from(struct lane *lane, int fuse_fd, uint64_t unique, int fd, uint64_t offset,
-			   size_t size, bool (*good)(void *), void *arg);
+/* The mounted descriptor. Before any answer. */
+void reply_start(int fuse_fd);
+
+/* Answer with so many bytes, or an error. Fails where nobody waits any more: the caller was killed, the
+ * request was answered by an earlier worker, or the mount has gone. */
+bool reply(uint64_t unique, int error, const void *body, size_t length);
+
+/* Answer a READ with bytes in memory: parts[1] to parts[count - 1]. The first is for the header. */
+bool reply_bytes(uint64_t unique, struct iovec *parts, int count, enum duration counted,
+		 uint64_t started_ns);
+
+/* Answer a READ with exactly these bytes of a file. Waits for the disk. False, and nothing is said, where
+ * the file does not give all of them, or they are not good. */
+bool reply_from(struct lane *lane, const struct read_reply *of);
 
 void reply_end(struct lane *lane);
 

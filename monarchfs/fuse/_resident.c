@@ -2,6 +2,8 @@
 #define _GNU_SOURCE
 #include "_resident.h"
 
+#include "_counts.h"
+
 #include <linux/openat2.h>
 
 #include <errno.h>
@@ -73,7 +75,6 @@ static uid_t owner;
 static int64_t span_ns;
 static bool by_first_reads, telling;
 static uint64_t ring[RING], ring_head, ring_tail;
-static struct resident_counts counts;
 
 /* -- entries: open addressing, removal by shifting back. Under `lock` */
 
@@ -478,27 +479,20 @@ size_t resident_opened(uint64_t *inos, size_t most)
 	return got;
 }
 
-void resident_count(struct resident_counts *to)
-{
-	pthread_mutex_lock(&lock);
-	*to = counts;
-	pthread_mutex_unlock(&lock);
-}
-
 /* -- for the threads */
 
 /* Under `lock`. */
 static void opened(struct entry *entry)
 {
 	entry->seen = true;
-	counts.opens++;
-	counts.opened_bytes += entry->size;
+	count(COUNT_RESIDENT_OPENS, 1);
+	count(COUNT_RESIDENT_BYTES, entry->size);
 	if (!telling)
 		return;
 	if (ring_head - ring_tail < RING)
 		ring[ring_head++ % RING] = entry->ino;
 	else
-		counts.lost++;
+		count(COUNT_UNLISTED_OPENS, 1);
 }
 
 static int64_t now_ns(void)

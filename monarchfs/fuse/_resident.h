@@ -37,12 +37,6 @@ struct reading {
 	int place; /* among the open files; -1: this reader's own */
 };
 
-struct resident_counts {
-	uint64_t opens; /* counted by resident_open and, where there are no opens, by first reads */
-	uint64_t opened_bytes; /* the sizes of those files */
-	uint64_t lost; /* opens that resident_opened did not tell of */
-};
-
 /* Begin. At most `files` descriptors are kept open; replicas belong to `uid`. `lasting_ns`: opens
  * are never good for longer than that, so a clock that was set back ends them. `free_opens`: there
  * are none, and first reads count as such. `tells`: for resident_opened. 0 or -errno; once only. */
@@ -94,7 +88,5 @@ void resident_leave(const struct reading *reading);
 
 /* Inode numbers that were opened since the last call, oldest first; how many. */
 size_t resident_opened(uint64_t *inos, size_t most);
-
-void resident_count(struct resident_counts *counts);
 
 #endif

@@ -35,10 +35,9 @@
 #include "_handoff.h"
 #include "_relay.h"
 #include "_table.h"
-#include "_nonresident.h"
 
 #include "../engine/_bindings.h"
-#include "../engine/_misses.h"
+#include "../engine/_waiting.h"
 
 /* So often an interrupt is given back that comes before the request it is about. */
 #define MOST_RETURNS 3
@@ -180,8 +179,7 @@ static void interrupted(struct fuse_session *se, const struct fuse_in_header *in
 		PyErr_WriteUnraisable(on_interrupt);
 	else if (relaying && known == Py_False) {
 		/* It is to be given up if its process dies: for Python. It comes before the interrupt. */
-		if (!nonresident_leave(arg->unique))
-			misses_leave(arg->unique);
+		waiting_leave(arg->unique);
 		give_back(real_session_fd(se), in->unique);
 	}
 	Py_XDECREF(known);
@@ -410,7 +408,8 @@ static PyObject *start_relay(PyObject *self, PyObject *args)
 	}
 	if (waited_fd < 0)
 		Py_RETURN_FALSE;
-	int news = relay_start(fd, threads, waiting_reads, free_opens, bounds_ns, bounds);
+	counts_start(bounds_ns, bounds);
+	int news = relay_start(fd, threads, waiting_reads, free_opens);
 	if (news < 0) {
 		errno = -news;
 		return PyErr_SetFromErrno(PyExc_OSError);
@@ -469,33 +468,6 @@ static PyObject *answer_opens(PyObject *self, PyObject *here)
 	Py_RETURN_NONE;
 }
 
-static PyObject *relay_counts_of(PyObject *self, PyObject *unused)
-{
-	struct relay_counts counts;
-	(void)self;
-	(void)unused;
-	relay_count(&counts);
-	return Py_BuildValue("KKNNN", (unsigned long long)counts.queued,
-			     (unsigned long long)counts.bytes, durations_object(&counts.reads),
-			     durations_object(&counts.opens), durations_object(&counts.lookups));
-}
-
-static PyObject *nonresident_counts_of(PyObject *self, PyObject *unused)
-{
-	struct nonresident_counts counts;
-	(void)self;
-	(void)unused;
-	nonresident_count(&counts);
-	PyObject *answers = durations_object(&counts.answers), *reads = durations_object(&counts.reads);
-	if (!answers || !reads) {
-		Py_XDECREF(answers);
-		Py_XDECREF(reads);
-		return NULL;
-	}
-	return Py_BuildValue("KKNN", (unsigned long long)counts.bytes,
-			     (unsigned long long)counts.source_bytes, answers, reads);
-}
-
 static PyMethodDef methods[] = {
 	{"current", current, METH_NOARGS,
 	 "The request that was received last: (unique, opcode, pid, node id) of its fuse_in_header.\n\n"
@@ -517,7 +489,7 @@ static PyMethodDef methods[] = {
 	 "start_relay(init_fd, fuse_fd, threads, waiting_reads, free_opens, bounds_ns): have threads read\n"
 	 "the kernel's requests, and answer those they can; at most waiting_reads wait for the source\n"
 	 "without Python. free_opens: OPEN is answered with ENOSYS. bounds_ns are\n"
-	 "at most 32 durations that relay_counts tells apart. False where this is not possible. Raises\n"
+	 "at most 32 durations that counts tells apart. False where this is not possible. Raises\n"
 	 "OSError."},
 	{"journal", journal, METH_O,
 	 "journal(fd): keep requests in a journal (fuse/requests.py) until they are answered; start_relay\n"
@@ -530,12 +502,6 @@ static PyMethodDef methods[] = {
 	 "Nothing without a journal."},
 	{"answer_opens", answer_opens, METH_O,
 	 "answer_opens(here): whether the threads answer OPEN where they can. They do at first."},
-	{"relay_counts", relay_counts_of, METH_NOARGS,
-	 "(requests left to Python, bytes in answers to READ, READ, OPEN, LOOKUP), the three last\n"
-	 "(nanoseconds that the answers took, how many took at most so long as each of the bounds)."},
-	{"nonresident_counts", nonresident_counts_of, METH_NOARGS,
-	 "Of files that are not resident: (bytes in answers, those of them asked of the source here,\n"
-	 "answers, reads of the source), the two last as in relay_counts."},
 	{NULL, NULL, 0, NULL},
 };
 

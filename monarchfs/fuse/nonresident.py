@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from types import ModuleType
 
 from monarchfs.fs.copies import NonresidentReads
 from monarchfs.types import SourceVersion
-
-LONG_NS = 1_000_000_000
-"""A read that has been waiting for so long is Python's from then on."""
 
 NO_CHUNK = (1 << 64) - 1
 
@@ -20,17 +16,6 @@ class NonResidentFiles(NonresidentReads):
     def __init__(self, hooks: ModuleType) -> None:
         self._hooks = hooks
         self.units = hooks.nonresident_units()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether somebody waits, who has not been waiting for long."""
-        return self._hooks.nonresident_leave_older(0) > 0  # type: ignore[no-any-return]
-
-    def leave_long(self) -> None:
-        """Give what takes long to Python, which knows what to do about it."""
-        self._hooks.nonresident_leave_older(time.monotonic_ns() - LONG_NS)
-
-    # -- as UnfinishedReads
 
     def source(self, ino: int, fd: int, version: SourceVersion) -> bool:
         times = version.mtime_ns, version.ctime_ns

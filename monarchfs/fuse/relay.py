@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
 
 import trio
 
-from monarchfs.engine.misses import MissCounts, Misses
+from monarchfs.engine.misses import Misses
 from monarchfs.fs.files import Files
 from monarchfs.fs.tree import Entry
 from monarchfs.fuse.nonresident import NonResidentFiles
-from monarchfs.metrics import Histogram, Metrics
-from monarchfs.types import Lane, Node, Replica, ReplicaState
+from monarchfs.fuse.thread_counts import ThreadCounts
+from monarchfs.metrics import Metrics
+from monarchfs.types import Node, Replica, ReplicaState
 
 MOST_TIERS = 64
 """As in _resident.h; what further tiers hold is read by Python."""
@@ -33,42 +35,42 @@ CATCH_UP_SECONDS = 0.25
 WALK_BATCH, WALK_SECONDS = 64, 0.01
 """So many replicas are looked up at once, about a millisecond; and then none for so long."""
 
-_Times = tuple[int, tuple[int, ...]]
+LONG_NS = 1_000_000_000
+"""A request that has been waiting for so long is Python's from then on."""
 
-
-OnSourceReads = Callable[[Lane, int, int, list[int]], None]
-"""Told of reads of the source when they are counted: whether somebody waited for them, their bytes,
-the nanoseconds that they took, and how many took at most so long as each of DURATION_BOUNDS_NS."""
+MOST_LEFT = 256
+"""Where so many requests wait in Python, it gets no more opens than it must."""
 
 
 class Relay:
     """See ``cache.readers.Readers``.
 
     Constant: the C part; ``free_opens``, whether the kernel is told not to say what it
-    opens. Changing: ``_counted``, what the metrics know of; the tiers' numbers in the C part.
+    opens; ``counts``. Changing: the tiers' numbers in the C part.
     """
 
     def __init__(self, hooks: ModuleType, metrics: Metrics, *, free_opens: bool) -> None:
         self.free_opens = free_opens
         self._hooks = hooks
         self.nonresident = NonResidentFiles(hooks)
-        self._metrics = metrics
+        self.counts = ThreadCounts(hooks, metrics)
         self._tiers: dict[int, int] = {}
         self._files: Files | None = None
         self._opens_here = True
-        nothing: _Times = (0, (0,) * len(metrics.requests.read_local.counts))
-        self._counted = (0, nothing, nothing, 0, 0, nothing)
-        self._counted_backed = 0
-        self._counted_source = (0, 0, nothing, nothing)
-        self._counted_misses = MissCounts(0, 0, 0, 0, nothing, nothing, nothing, nothing)
         self.misses: Misses | None = None
         self._waiting: Callable[[], int] = lambda: 0
-        self._on_source_reads: OnSourceReads | None = None
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait in the C part for bytes of the source."""
+        waiting: int = self._hooks.waiting_leave_older(0, 0)
+        return waiting
 
     @property
     def waits(self) -> bool:
-        """Whether somebody waits for a read of a file that is not resident."""
-        return self.nonresident.waiting or (self.misses is not None and self.misses.anybody_waits)
+        """Whether any does, that has not been waiting for long."""
+        waits: bool = self._hooks.waiting_any_since(time.monotonic_ns() - LONG_NS)
+        return waits
 
     def begin(
         self,
@@ -79,14 +81,13 @@ class Relay:
         opens_here: bool = True,
         misses: Misses | None = None,
         waiting: Callable[[], int] = lambda: 0,
-        on_source_reads: OnSourceReads | None = None,
     ) -> None:
         """Those who need the relay to be made come now: ``misses`` where threads open files of the
         source, ``waiting`` says how many requests wait in Python. Opens are good for at most
         ``lasting_ns``; ``tells``: policies want to hear of them; not ``opens_here``: Python answers
         them, because it matters how, but those of what lies in a segment. Once; raises OSError."""
         self._files, self.misses = files, misses
-        self._waiting, self._on_source_reads = waiting, on_source_reads
+        self._waiting = waiting
         self._opens_here = opens_here
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         count = MOST_OPEN_FILES if most < 0 else max(1, min(MOST_OPEN_FILES, most // 4))
@@ -258,10 +259,14 @@ class Relay:
         while True:
             self.catch_up()
             self._hooks.take_again()
-            self.nonresident.leave_long()
-            if self.misses is not None:
-                self.misses.leave_long(self._waiting())
+            self._leave_long()
             await trio.sleep(CATCH_UP_SECONDS)
+
+    def _leave_long(self) -> None:
+        """Give what takes long to Python, which knows what to do about it. Opens that wait for a
+        thread may go on waiting in C, where they take a hundredth of the memory."""
+        most = max(0, MOST_LEFT - self._waiting())
+        self._hooks.waiting_leave_older(time.monotonic_ns() - LONG_NS, most)
 
     async def walk(self) -> None:
         """Offer what is resident already."""
@@ -275,54 +280,3 @@ class Relay:
 
     def open_inodes(self) -> Collection[int]:
         return [ino for _number, ino, _unique, _backing_id in self._hooks.table_list()]
-
-    def count(self) -> None:
-        """Bring the metrics up to date."""
-        _queued, relayed, reads, opens, lookups = self._hooks.relay_counts()
-        opened, opened_bytes, _lost = self._hooks.resident_counts()
-        before = self._counted
-        self._counted = (relayed, reads, opens, opened, opened_bytes, lookups)
-        metrics = self._metrics
-        metrics.relayed_bytes += relayed - before[0]
-        _add(metrics.requests.read_local, reads, before[1])
-        _add(metrics.requests.open_local, opens, before[2])
-        _add(metrics.requests.lookup_local, lookups, before[5])
-        metrics.local_opens += opened - before[3]
-        metrics.local_file_bytes += opened_bytes - before[4]
-        backed = self._hooks.backed_opens()
-        metrics.passthrough_opens += backed - self._counted_backed
-        self._counted_backed = backed
-        self._count_source()
-        if self.misses is not None:
-            self._count_misses(self.misses.count())
-
-    def _count_misses(self, now: MissCounts) -> None:
-        before, self._counted_misses = self._counted_misses, now
-        metrics = self._metrics
-        metrics.relayed_bytes += now.answered_bytes - before.answered_bytes
-        metrics.source_opens += now.untold_opens - before.untold_opens
-        _add(metrics.requests.open_source, now.opens, before.opens)
-        _add(metrics.requests.read_source, now.reads, before.reads)
-        size = now.source_bytes - before.source_bytes
-        self._tell_source(Lane.DEMAND, size, now.source_reads, before.source_reads)
-        size = now.ahead_bytes - before.ahead_bytes
-        self._tell_source(Lane.BACKGROUND, size, now.ahead_reads, before.ahead_reads)
-
-    def _count_source(self) -> None:
-        now = size, source_bytes, answers, reads = self._hooks.nonresident_counts()
-        before, self._counted_source = self._counted_source, now
-        self._metrics.relayed_bytes += size - before[0]
-        _add(self._metrics.requests.read_source, answers, before[2])
-        self._tell_source(Lane.DEMAND, source_bytes - before[1], reads, before[3])
-
-    def _tell_source(self, lane: Lane, size: int, reads: _Times, before: _Times) -> None:
-        if self._on_source_reads is not None:
-            buckets = range(len(self._metrics.requests.read_source.counts))
-            took = [reads[1][bucket] - before[1][bucket] for bucket in buckets]
-            self._on_source_reads(lane, size, reads[0] - before[0], took)
-
-
-def _add(durations: Histogram, now: _Times, before: _Times) -> None:
-    durations.total_ns += now[0] - before[0]
-    for bucket in range(len(durations.counts)):
-        durations.counts[bucket] += now[1][bucket] - before[1][bucket]

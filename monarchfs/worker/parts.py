@@ -224,8 +224,8 @@ class Parts:
             opens_here=not self.kernel_reads,
             misses=self.misses if relays else None,
             waiting=lambda: self.interrupts.waiting,
-            on_source_reads=self.source.count_elsewhere,
         )
+        self.relay.counts.on_source_reads = self.source.count_elsewhere
         self.passthrough = Passthrough(
             self.files, channel.send_now, self.metrics, self.relay, counts=self.kernel_reads
         )
@@ -273,7 +273,7 @@ class Parts:
     @property
     def requests_waiting(self) -> int:
         """How many wait for the source, or for a tier."""
-        return self.interrupts.waiting + self.misses.waiting
+        return self.interrupts.waiting + self.relay.waiting
 
     def _directory_moved(self, now_ns: int) -> None:
         self.slots.note_moved(now_ns)
@@ -282,7 +282,7 @@ class Parts:
 
     def count(self) -> None:
         """Bring the counts up to date, and keep them: before they are shown to anybody."""
-        self.relay.count()
+        self.relay.counts.count()
         self.arrivals.look()
         self._kept.save()
 

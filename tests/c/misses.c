@@ -3,6 +3,7 @@
  * for the source, how many requests, and whether there are no opens. */
 #define _GNU_SOURCE
 #include "../../monarchfs/engine/_misses.h"
+#include "../../monarchfs/engine/_waiting.h"
 #include "../../monarchfs/fuse/_relay.h"
 #include "../../monarchfs/fuse/_resident.h"
 #include "../../monarchfs/fuse/_table.h"
@@ -143,16 +144,16 @@ static void *be_python(void *unused)
 }
 
 /* The linker's --wrap: others come in between where an open is to be answered. */
-bool __real_relay_answer_open(const struct fuse_in_header *in, struct relay_times *times,
+bool __real_relay_answer_open(const struct fuse_in_header *in, enum duration counted,
 			      uint64_t started_ns);
-bool __wrap_relay_answer_open(const struct fuse_in_header *in, struct relay_times *times,
+bool __wrap_relay_answer_open(const struct fuse_in_header *in, enum duration counted,
 			      uint64_t started_ns);
 
-bool __wrap_relay_answer_open(const struct fuse_in_header *in, struct relay_times *times,
+bool __wrap_relay_answer_open(const struct fuse_in_header *in, enum duration counted,
 			      uint64_t started_ns)
 {
 	usleep(in->unique >> 8 & 1 ? 300 : 0);
-	return __real_relay_answer_open(in, times, started_ns);
+	return __real_relay_answer_open(in, counted, started_ns);
 }
 
 static void *be_others(void *unused)
@@ -179,15 +180,15 @@ static void *be_others(void *unused)
 			CHECK(misses_directory(DIRECTORY, source_fd) == 0);
 			break;
 		case 6:
-			misses_leave_older(rand_r(&seed) % 4 ? 0 : UINT64_MAX, rand_r(&seed) % 2);
+			waiting_leave_older(rand_r(&seed) % 4 ? 0 : UINT64_MAX, rand_r(&seed) % 2);
 			break;
 		case 7:
-			misses_leave(rand_r(&seed) % requests << 8 | ino);
-			misses_any_since(0);
+			waiting_leave(rand_r(&seed) % requests << 8 | ino);
+			waiting_any_since(0);
 			break;
 		case 8: {
-			struct miss_counts counts;
-			misses_count(&counts);
+			struct counts counts;
+			counts_read(&counts);
 			break;
 		}
 		case 9:
@@ -292,24 +293,25 @@ int main(int count, char **arguments)
 	kernel = ends[0];
 	device = ends[1];
 	uint64_t bounds[] = {1000, 1000000};
-	CHECK(relay_start(ends[1], 4, 6, no_opens, bounds, 2) >= 0);
+	counts_start(bounds, 2);
+	CHECK(relay_start(ends[1], 4, 6, no_opens) >= 0);
 	pthread_t threads[4];
 	void *(*parts[])(void *) = {be_kernel, be_python, be_others, be_others};
 	for (int i = 0; i < 4; i++)
 		CHECK(pthread_create(&threads[i], NULL, parts[i], NULL) == 0);
 	for (int i = 0; i < 4; i++)
 		CHECK(pthread_join(threads[i], NULL) == 0);
-	struct miss_counts counts;
-	misses_count(&counts);
+	struct counts counts;
+	counts_read(&counts);
 	take_events();
-	CHECK(counts.bytes && counts.source_bytes && told_opens && told_bytes);
+	CHECK(counts.numbers[COUNT_BYTES] && counts.numbers[COUNT_SOURCE_BYTES] && told_opens && told_bytes);
 	check_all_are_told();
 	be_short_of_memory();
 	for (uint64_t ino = 1; ino <= FILES; ino++)
 		fetch(ino, 2);
 	check_all_are_told();
-	misses_count(&counts);
-	CHECK(counts.ahead_bytes);
+	counts_read(&counts);
+	CHECK(counts.numbers[COUNT_AHEAD_BYTES]);
 	puts("done");
 	fflush(stdout);
 	_exit(0); /* the threads wait for the kernel */

@@ -3,7 +3,7 @@
  * how many look-ups. */
 #define _GNU_SOURCE
 #include "../../monarchfs/engine/_names.h"
-#include "../../monarchfs/fuse/_relay.h"
+#include "../../monarchfs/fuse/_counts.h"
 
 #include "check.h"
 
@@ -120,8 +120,8 @@ static void fill(void)
 	CHECK(!enter(DIRECTORY, MORE - 1, &out));
 }
 
-/* What _relay.c is asked for. */
-uint64_t relay_now_ns(void)
+/* What _counts.c is asked for. */
+uint64_t monotonic_ns(void)
 {
 	return 1000;
 }

@@ -152,7 +152,7 @@ int main(int count, char **arguments)
 	CHECK(resident_tier(0, tier_fd) == 0 && resident_put(INO, &replica, true));
 	CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends) == 0);
 	kernel = ends[0];
-	CHECK(relay_start(ends[1], THREADS, 0, false, bounds, 1) >= 0);
+	CHECK(relay_start(ends[1], THREADS, 0, false) >= 0);
 
 	/* The second answer is accepted, and the first then refused. */
 	begin(2, false);

@@ -8,6 +8,8 @@
 #include "../../monarchfs/fuse/_table.h"
 #include "../../monarchfs/fuse/_nonresident.h"
 
+#include "../../monarchfs/engine/_waiting.h"
+
 #include "kernel.h"
 
 #include <linux/fuse.h>
@@ -215,12 +217,8 @@ static void *be_cache(void *unused)
 			resident_opened(told, 64);
 			break;
 		case 5: {
-			struct relay_counts counts;
-			struct resident_counts others;
-			struct nonresident_counts more;
-			relay_count(&counts);
-			resident_count(&others);
-			nonresident_count(&more);
+			struct counts counts;
+			counts_read(&counts);
 			break;
 		}
 		case 6: {
@@ -234,10 +232,10 @@ static void *be_cache(void *unused)
 			nonresident_stop(ino);
 			break;
 		case 8:
-			nonresident_leave_older(rand_r(&seed) % 4 ? 0 : UINT64_MAX);
+			waiting_leave_older(rand_r(&seed) % 4 ? 0 : UINT64_MAX, 0);
 			break;
 		case 9:
-			nonresident_leave(rand_r(&seed) % requests << 8 | ino);
+			waiting_leave(rand_r(&seed) % requests << 8 | ino);
 			nonresident_used(ino);
 			break;
 		case 10:
@@ -320,20 +318,20 @@ int main(int count, char **arguments)
 	kernel = ends[0];
 	device = ends[1];
 	uint64_t bounds[] = {1000, 1000000};
-	CHECK(relay_start(ends[1], 4, 6, false, bounds, 2) >= 0);
+	counts_start(bounds, 2);
+	CHECK(relay_start(ends[1], 4, 6, false) >= 0);
 	pthread_t threads[4];
 	void *(*parts[])(void *) = {be_kernel, be_python, be_cache, be_cache};
 	for (int i = 0; i < 4; i++)
 		CHECK(pthread_create(&threads[i], NULL, parts[i], NULL) == 0);
 	for (int i = 0; i < 4; i++)
 		CHECK(pthread_join(threads[i], NULL) == 0);
-	struct relay_counts counts;
-	struct resident_counts others;
-	relay_count(&counts);
-	resident_count(&others);
-	struct nonresident_counts more;
-	nonresident_count(&more);
-	CHECK(counts.bytes && counts.queued && others.opens && more.bytes);
+	struct counts counts;
+	counts_read(&counts);
+	CHECK(counts.numbers[COUNT_BYTES] && counts.numbers[COUNT_QUEUED] &&
+	      counts.numbers[COUNT_RESIDENT_OPENS]);
+	for (enum duration of = TIME_OPEN_LOCAL; of <= TIME_READ_SOURCE; of++)
+		CHECK(of == TIME_OPEN_SOURCE || counts.durations[of].total_ns);
 	puts("done");
 	fflush(stdout);
 	_exit(0); /* the threads wait for the kernel */

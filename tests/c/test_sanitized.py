@@ -14,11 +14,11 @@ from tests.support.mounting import REPOSITORY
 
 ROOT = REPOSITORY
 PARTS = (
-    "fuse/_relay", "fuse/_reply", "fuse/_resident", "fuse/_nonresident", "fuse/_pool",
-    "fuse/_backed", "fuse/_table", "fuse/_journal", "fuse/_absent_xattrs", "engine/_misses",
-    "engine/_layout", "engine/_names",
+    "fuse/_relay", "fuse/_counts", "fuse/_reply", "fuse/_resident", "fuse/_nonresident",
+    "fuse/_pool", "fuse/_backed", "fuse/_table", "fuse/_journal", "fuse/_absent_xattrs",
+    "engine/_waiting", "engine/_misses", "engine/_layout", "engine/_names",
 )  # fmt: skip
-MEMORY = ("fuse/_table", "fuse/_resident", "fuse/_journal")
+MEMORY = ("fuse/_table", "fuse/_resident", "fuse/_counts", "fuse/_journal")
 REQUESTS = 20_000
 
 COMPILER = shutil.which("cc")
@@ -69,7 +69,7 @@ def test_all_threads_at_once(tmp_path: Path, tier: Path, sanitizers: str) -> Non
 @SANITIZERS
 def test_records_that_are_written_over(tmp_path: Path, tier: Path, sanitizers: str) -> None:
     """No answer has a byte of what comes after a record that was taken away."""
-    parts = ("fuse/_resident", "fuse/_reply")
+    parts = ("fuse/_resident", "fuse/_reply", "fuse/_counts", "fuse/_table")
     flags = (f"-fsanitize={sanitizers}", "-Dsplice=splice_at_once")
     run(build(tmp_path, "records", *flags, parts=parts), tier, REQUESTS // 10)
 

@@ -23,6 +23,7 @@ from monarchfs.fs.tree import Entry
 from monarchfs.fuse import fast_path
 from monarchfs.fuse.handle_table import ANSWERED, make_table
 from monarchfs.fuse.session import hooks
+from monarchfs.fuse.thread_counts import Durations, Numbers
 from monarchfs.store.files import fan_out, replica_file
 from monarchfs.types import Node, SourceStat
 from tests.support.mounting import REPOSITORY
@@ -84,9 +85,21 @@ class Threads:
         for end in (self.kernel, device):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
         self.library = library = ctypes.CDLL(hooks.__file__, use_errno=True)
-        bounds = (ctypes.c_uint64 * len(BOUNDS))(*BOUNDS)
-        news = library.relay_start(device.detach(), 4, 8, free_opens, bounds, len(BOUNDS))
+        library.counts_start((ctypes.c_uint64 * len(BOUNDS))(*BOUNDS), len(BOUNDS))
+        news = library.relay_start(device.detach(), 4, 8, free_opens)
         assert news >= 0
+
+    @property
+    def numbers(self) -> Numbers:
+        return Numbers(*self.hooks.counts()[0])
+
+    def opened(self) -> tuple[int, int, int]:
+        """Resident files: opens, the sizes of those files, and opens that nobody is told of."""
+        return self.numbers[5:8]
+
+    @property
+    def durations(self) -> Durations:
+        return Durations(*self.hooks.counts()[1])
 
     def serve(self, readable: bool) -> None:
         fd = os.open(self.tier, os.O_RDONLY | os.O_DIRECTORY)
@@ -170,17 +183,13 @@ class Threads:
         assert self.answer() == (4, 0, b"")
 
     def left_to_python(self, send: Callable[[], None]) -> None:
-        def queued() -> int:
-            count: int = self.hooks.relay_counts()[0]
-            return count
-
-        before = queued()
+        before = self.numbers.queued
         send()
         end = time.monotonic() + 10
-        while queued() == before:
+        while self.numbers.queued == before:
             assert time.monotonic() < end
             time.sleep(0.001)
-        assert queued() == before + 1
+        assert self.numbers.queued == before + 1
 
     def read_by_python(self, ino: int, offset: int = 0, size: int = 10) -> None:
         self.left_to_python(lambda: self.ask(99, ino, offset, size))
@@ -218,15 +227,15 @@ def reads(directory: Path) -> None:
             assert got == file.data[offset : offset + size]
     assert not asked
     end = time.monotonic() + 10
-    while threads.hooks.relay_counts()[1] < relayed:  # counted after the answer
+    while sum(threads.durations.read_local[1]) < len(places) + 199:  # counted after the answer
         assert time.monotonic() < end
-    _queued, counted, (total_ns, took), (_ns, opens), _lookups = threads.hooks.relay_counts()
-    assert counted == relayed
+    assert threads.numbers.answered_bytes == relayed
+    total_ns, took = threads.durations.read_local
     assert sum(took) == len(places) + 199
     assert total_ns > 0
-    assert not sum(opens)
+    assert not sum(threads.durations.open_local[1])
     assert len(took) > len(BOUNDS)
-    assert threads.hooks.resident_counts() == (0, 0, 0)
+    assert not threads.numbers.resident_opens
 
     # Anything else is Python's.
     threads.read_by_python(8)
@@ -296,7 +305,7 @@ def opens(directory: Path) -> None:
     told = threads.hooks.resident_opened()
     assert set(told) == {7}
     assert threads.hooks.resident_opened() == []
-    count, size, lost = threads.hooks.resident_counts()
+    count, size, lost = threads.opened()
     # A repeated one counts again, and one that found no room.
     assert (count, size, lost) == (len(told), len(told) * 10_000, 0)
     assert count == 22
@@ -539,7 +548,7 @@ def free(directory: Path) -> None:
     threads.read(file, 4096, 4096)  # the first
     threads.read(file, 8192, 4096)
     threads.read(file, 0, 4096)  # from the beginning: as if it was opened again
-    assert threads.hooks.resident_counts() == (2, 600_000, 0)
+    assert threads.opened() == (2, 600_000, 0)
     assert threads.hooks.resident_opened() == [7, 7]
     other = threads.make(8, 10)
     threads.put(other, seen=True)
@@ -548,7 +557,7 @@ def free(directory: Path) -> None:
     # Nobody hears of them: they are counted all the same.
     for _ in range(65_536 + 10):
         threads.read(other)
-    assert threads.hooks.resident_counts() == (65_536 + 12, 600_000 + 655_460, 10)
+    assert threads.opened() == (65_536 + 12, 600_000 + 655_460, 10)
     told = 0
     while inos := threads.hooks.resident_opened():
         told += len(inos)
@@ -592,7 +601,7 @@ def backed(directory: Path) -> None:
     opened = [threads.open(7, unique=unique) for unique in (20, 22, 24)]
     assert {flags for _number, flags in opened} == {PASSTHROUGH}
     assert {slot[3] for slot in hooks.table_list()} == {42}
-    assert hooks.backed_opens() == 3
+    assert threads.numbers.backed_opens == 3
     assert hooks.resident_opened() == [7, 7, 7]
     assert not hooks.resident_retire(7)
     threads.opened_by_python(7, os.O_RDWR)
@@ -619,7 +628,7 @@ def backed(directory: Path) -> None:
     body = RELEASE.pack(second[0], 0, 0, 0)
     threads.left_to_python(partial(threads.send, FUSE_RELEASE, 4, 70, body))
     assert hooks.table_end(second[0]) == 70
-    assert hooks.backed_opens() == 3
+    assert threads.numbers.backed_opens == 3
     assert hooks.resident_opened() == [70, 70]
 
     # Taken back with what is open, of which Python hears the end.
@@ -671,13 +680,13 @@ def from_source(directory: Path) -> None:
     assert answers == {n: data[n * 1000 : n * 1000 + 20_000] for n in range(2, 42, 2)}
     asked = sum(len(data[offset : offset + size]) for offset, size in places) + 20 * 20_000
     end = time.monotonic() + 10
-    while sum(hooks.nonresident_counts()[3][1]) < len(places) + 20:  # counted after the answer
+    while sum(threads.durations.source[1]) < len(places) + 20:  # counted after the answer
         assert time.monotonic() < end
-    size, of_source, (answer_ns, took), (read_ns, reads_took) = hooks.nonresident_counts()
-    assert size == of_source == asked
+    assert threads.numbers.answered_bytes == threads.numbers.source_bytes == asked
+    (answer_ns, took), (read_ns, reads_took) = threads.durations[4:6]
     assert sum(took) == sum(reads_took) == len(places) + 20
     assert 0 < read_ns < answer_ns
-    assert hooks.relay_counts()[1] == 0, "they are counted apart"
+    assert not sum(threads.durations.read_local[1]), "they are counted apart"
 
     # Behind the end, of another size, after a change: Python's.
     threads.read_by_python(7, len(data), 10)
@@ -713,7 +722,7 @@ def from_source(directory: Path) -> None:
     end = time.monotonic() + 10
     while len(psutil.Process().open_files()) > 1:  # closed by whoever was the last to read
         assert time.monotonic() < end
-    assert hooks.nonresident_leave_older(0) == 0
+    assert hooks.waiting_leave_older(0, 0) == 0
 
 
 MISSING, CLAIMED, PRESENT = range(3)
@@ -738,7 +747,7 @@ def filling(directory: Path) -> None:
         os.pwrite(part.fileno(), data[first * chunk : last * chunk], first * chunk)
 
     def waiting() -> int:
-        count: int = hooks.nonresident_leave_older(0)
+        count: int = hooks.waiting_leave_older(0, 0)
         return count
 
     def wait(unique: int, offset: int, size: int, together: int = 1) -> None:
@@ -817,16 +826,16 @@ def filling(directory: Path) -> None:
     # And what takes long.
     hooks.nonresident_chunks(7, 8, 10, CLAIMED)
     wait(12, 9 * chunk, 100)
-    threads.left_to_python(lambda: hooks.nonresident_leave_older((1 << 64) - 1))
+    threads.left_to_python(lambda: hooks.waiting_leave_older((1 << 64) - 1, 0))
     wait(14, 9 * chunk, 100)
 
     # Who reads as far as is said is told of, once.
     hooks.nonresident_ahead(7, 3)
     threads.read(file, 0, 2 * chunk)
     threads.left_to_python(lambda: threads.read(file, 0, 2 * chunk + 1))
-    queued = hooks.relay_counts()[0]
+    queued = threads.numbers.queued
     threads.read(file, 0, 5 * chunk)
-    assert hooks.relay_counts()[0] == queued
+    assert threads.numbers.queued == queued
 
     # What is missing comes from the source, and is asked of it together or not at all.
     source = directory / "source"
@@ -873,7 +882,7 @@ def names(directory: Path) -> None:
     threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b""))
     threads.hooks.names_forget_ino(77)
     threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b"a\0"))
-    assert sum(threads.hooks.relay_counts()[4][1]) == 1
+    assert sum(threads.durations.lookup[1]) == 1
 
 
 @pytest.mark.parametrize(

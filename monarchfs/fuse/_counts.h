@@ -1,0 +1,57 @@
+/* What the threads have done since the beginning: counts, and how long answers took. Lock-free. */
+#ifndef MONARCHFS_COUNTS_H
+#define MONARCHFS_COUNTS_H
+
+#include <stdint.h>
+
+#define MOST_BOUNDS 32
+
+/* In the order of relay.Counts, as all below. */
+enum count {
+	COUNT_QUEUED, /* requests left to Python */
+	COUNT_BYTES, /* in answers to READ */
+	COUNT_SOURCE_BYTES, /* asked of the source for readers */
+	COUNT_AHEAD_BYTES, /* asked of the source ahead of readers */
+	COUNT_UNTOLD_OPENS, /* of small files, of which no event tells */
+	COUNT_RESIDENT_OPENS, /* by resident_open and, where there are no opens, first reads */
+	COUNT_RESIDENT_BYTES, /* the sizes of those files */
+	COUNT_UNLISTED_OPENS, /* those of them that resident_opened did not tell of */
+	COUNT_BACKED_OPENS, /* answered with a backing id */
+	COUNTS,
+};
+
+enum duration {
+	TIME_LOOKUP, /* answers, as the next four */
+	TIME_OPEN_LOCAL,
+	TIME_READ_LOCAL,
+	TIME_OPEN_SOURCE,
+	TIME_READ_SOURCE,
+	TIME_SOURCE, /* small files opened, and read if that was wanted; reads of large ones */
+	TIME_AHEAD, /* small files read ahead of readers */
+	DURATIONS,
+};
+
+struct durations {
+	uint64_t total_ns;
+	uint64_t took[MOST_BOUNDS + 1]; /* so many took at most so long; the last: longer */
+};
+
+struct counts {
+	uint64_t numbers[COUNTS];
+	struct durations durations[DURATIONS];
+};
+
+/* `bounds_ns`: of durations.took, rising; at most MOST_BOUNDS. Before the threads. */
+void counts_start(const uint64_t *bounds_ns, unsigned bounds);
+
+void count(enum count of, uint64_t more);
+
+/* One more that took so long. */
+void count_duration(enum duration of, uint64_t took_ns);
+
+void counts_read(struct counts *to);
+
+/* CLOCK_MONOTONIC. */
+uint64_t monotonic_ns(void);
+
+#endif
