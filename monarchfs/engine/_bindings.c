@@ -1,11 +1,8 @@
 /* What Python tells the data engine, and hears from it. See engine/misses.py. */
-#define PY_SSIZE_T_CLEAN
 #include "_bindings.h"
 
 #include "_misses.h"
 #include "_names.h"
-
-#include <errno.h>
 
 /* The bytes of a file, as a buffer. */
 struct file_bytes {
@@ -43,19 +40,7 @@ static PyTypeObject file_bytes_type = {
 	.tp_as_sequence = &sequence,
 };
 
-static PyObject *failed(int error)
-{
-	errno = error;
-	return PyErr_SetFromErrno(PyExc_OSError);
-}
-
-static bool number_in(PyObject *given, uint64_t *number)
-{
-	*number = PyLong_AsUnsignedLongLong(given);
-	return !(*number == (uint64_t)-1 && PyErr_Occurred());
-}
-
-static PyObject *start(PyObject *self, PyObject *args)
+static PyObject *py_misses_start(PyObject *self, PyObject *args)
 {
 	unsigned long long memory_bytes, device;
 	int keeps, layouts, nice;
@@ -73,20 +58,17 @@ static PyObject *start(PyObject *self, PyObject *args)
 	return fd < 0 ? failed(-fd) : PyLong_FromLong(fd);
 }
 
-static PyObject *directory(PyObject *self, PyObject *args)
+static PyObject *py_misses_directory(PyObject *self, PyObject *args)
 {
 	unsigned number;
 	int fd;
 	(void)self;
 	if (!PyArg_ParseTuple(args, "Ii", &number, &fd))
 		return NULL;
-	int error = -misses_directory(number, fd);
-	if (error)
-		return failed(error);
-	Py_RETURN_NONE;
+	return none_unless(misses_directory(number, fd));
 }
 
-static PyObject *put(PyObject *self, PyObject *args)
+static PyObject *py_misses_put(PyObject *self, PyObject *args)
 {
 	unsigned long long ino, source_ino, size;
 	long long mtime_ns, ctime_ns;
@@ -101,12 +83,8 @@ static PyObject *put(PyObject *self, PyObject *args)
 	return PyBool_FromLong(misses_put(ino, number, name, (size_t)length, &version));
 }
 
-static PyObject *has(PyObject *self, PyObject *given)
-{
-	uint64_t ino;
-	(void)self;
-	return number_in(given, &ino) ? PyBool_FromLong(misses_has(ino)) : NULL;
-}
+ASKS_OF_NUMBER(misses_has, bool_of)
+TELLS(misses_forget_all)
 
 /* The numbers in a list, to be freed; NULL with an exception. */
 static uint64_t *numbers_in(PyObject *given)
@@ -128,7 +106,7 @@ static uint64_t *numbers_in(PyObject *given)
 	return numbers;
 }
 
-static PyObject *forget(PyObject *self, PyObject *given)
+static PyObject *py_misses_forget(PyObject *self, PyObject *given)
 {
 	(void)self;
 	uint64_t *inos = numbers_in(given);
@@ -139,15 +117,7 @@ static PyObject *forget(PyObject *self, PyObject *given)
 	Py_RETURN_NONE;
 }
 
-static PyObject *forget_all(PyObject *self, PyObject *unused)
-{
-	(void)self;
-	(void)unused;
-	misses_forget_all();
-	Py_RETURN_NONE;
-}
-
-static PyObject *hold(PyObject *self, PyObject *args)
+static PyObject *py_misses_hold(PyObject *self, PyObject *args)
 {
 	unsigned long long ino;
 	int held;
@@ -157,7 +127,7 @@ static PyObject *hold(PyObject *self, PyObject *args)
 	return PyBool_FromLong(misses_hold(ino, held));
 }
 
-static PyObject *fetch(PyObject *self, PyObject *args)
+static PyObject *py_misses_fetch(PyObject *self, PyObject *args)
 {
 	PyObject *given;
 	unsigned threads;
@@ -196,7 +166,7 @@ static PyObject *object_of(struct miss_bytes *bytes)
 	return (PyObject *)object;
 }
 
-static PyObject *events(PyObject *self, PyObject *unused)
+static PyObject *py_misses_events(PyObject *self, PyObject *unused)
 {
 	(void)self;
 	(void)unused;
@@ -231,7 +201,7 @@ static void set_time(long long ns, uint64_t *seconds, uint32_t *rest_ns)
 	*rest_ns = (uint32_t)rest;
 }
 
-static PyObject *names_put_node(PyObject *self, PyObject *args)
+static PyObject *py_names_put(PyObject *self, PyObject *args)
 {
 	unsigned long long parent, device, source_ino, ino, size, rdev, blocks;
 	long long mtime_ns, ctime_ns, atime_ns;
@@ -269,7 +239,7 @@ static PyObject *names_put_node(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-static PyObject *names_forget_name(PyObject *self, PyObject *args)
+static PyObject *py_names_forget(PyObject *self, PyObject *args)
 {
 	unsigned long long parent;
 	const char *name;
@@ -281,52 +251,23 @@ static PyObject *names_forget_name(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-static PyObject *names_forget_node(PyObject *self, PyObject *given)
-{
-	uint64_t ino;
-	(void)self;
-	if (!number_in(given, &ino))
-		return NULL;
-	names_forget_ino(ino);
-	Py_RETURN_NONE;
-}
-
-static PyObject *names_forget_each(PyObject *self, PyObject *unused)
-{
-	(void)self;
-	(void)unused;
-	names_forget_all();
-	Py_RETURN_NONE;
-}
+TELLS_NUMBER(names_forget_ino)
+TELLS(names_forget_all)
 
 static PyMethodDef methods[] = {
-	{"misses_start", start, METH_VARARGS,
-	 "misses_start(memory_bytes, device, keeps, layouts, nice): see _misses.h. A descriptor that is\n"
-	 "readable while there are events. Raises OSError."},
-	{"misses_directory", directory, METH_VARARGS,
-	 "misses_directory(number, fd): an open directory of the source. Raises OSError."},
-	{"misses_put", put, METH_VARARGS,
-	 "misses_put(ino, directory, name, source ino, size, mtime_ns, ctime_ns): what it stands for.\n"
-	 "False where it cannot be known."},
-	{"misses_has", has, METH_O, "misses_has(ino): whether it is known."},
-	{"misses_forget", forget, METH_O, "misses_forget([ino]): they are not to be served any more."},
-	{"misses_forget_all", forget_all, METH_NOARGS, "The same, of all."},
-	{"misses_hold", hold, METH_VARARGS,
-	 "misses_hold(ino, held): Python reads it, or not any more. Whether it was busy."},
-	{"misses_fetch", fetch, METH_VARARGS,
-	 "misses_fetch([ino], threads): have them read by so many threads, see _misses.h. A list of those of\n"
-	 "which no event will tell."},
-	{"misses_events", events, METH_NOARGS,
-	 "What was served since the last call, oldest first: [(ino, opens, bytes or None, error, ns in the\n"
-	 "source)]."},
-	{"names_put", names_put_node, METH_VARARGS,
-	 "names_put(parent, name, seconds, node): look-ups are answered with the node for so long. Nothing\n"
-	 "is done with one whose times have no 64 bits."},
-	{"names_forget", names_forget_name, METH_VARARGS,
-	 "names_forget(parent, name): it is not answered any more."},
-	{"names_forget_ino", names_forget_node, METH_O,
-	 "names_forget_ino(ino): the same of all names that stand for it."},
-	{"names_forget_all", names_forget_each, METH_NOARGS, "The same, of all."},
+	METHOD(misses_start, METH_VARARGS),
+	METHOD(misses_directory, METH_VARARGS),
+	METHOD(misses_put, METH_VARARGS),
+	METHOD(misses_has, METH_O),
+	METHOD(misses_forget, METH_O),
+	METHOD(misses_forget_all, METH_NOARGS),
+	METHOD(misses_hold, METH_VARARGS),
+	METHOD(misses_fetch, METH_VARARGS),
+	METHOD(misses_events, METH_NOARGS),
+	METHOD(names_put, METH_VARARGS),
+	METHOD(names_forget, METH_VARARGS),
+	METHOD(names_forget_ino, METH_O),
+	METHOD(names_forget_all, METH_NOARGS),
 	{NULL, NULL, 0, NULL},
 };
 

@@ -1,6 +1,5 @@
 /* What Python tells the threads, and asks of them: the table of open files, which files are resident,
  * and what may be read of others. */
-#define PY_SSIZE_T_CLEAN
 #include "_relay_bindings.h"
 
 #include "_absent_xattrs.h"
@@ -13,22 +12,9 @@
 #include "../engine/_misses.h"
 #include "../engine/_waiting.h"
 
-#include <errno.h>
 #include <string.h>
 
 #define MOST_TOLD 4096
-
-static PyObject *failed(int error)
-{
-	errno = error;
-	return PyErr_SetFromErrno(PyExc_OSError);
-}
-
-static bool number_in(PyObject *given, uint64_t *number)
-{
-	*number = PyLong_AsUnsignedLongLong(given);
-	return !(*number == (uint64_t)-1 && PyErr_Occurred());
-}
 
 /* -- counts */
 
@@ -36,7 +22,7 @@ static PyObject *numbers_object(const uint64_t *numbers, unsigned count)
 {
 	PyObject *found = PyTuple_New(count);
 	for (unsigned i = 0; found && i < count; i++) {
-		PyObject *number = PyLong_FromUnsignedLongLong(numbers[i]);
+		PyObject *number = number_of(numbers[i]);
 		if (!number)
 			Py_CLEAR(found);
 		else
@@ -45,7 +31,7 @@ static PyObject *numbers_object(const uint64_t *numbers, unsigned count)
 	return found;
 }
 
-static PyObject *counted(PyObject *self, PyObject *unused)
+static PyObject *py_counts(PyObject *self, PyObject *unused)
 {
 	struct counts now;
 	(void)self;
@@ -70,31 +56,23 @@ static PyObject *counted(PyObject *self, PyObject *unused)
 
 /* -- the table of open files */
 
-static PyObject *attach(PyObject *self, PyObject *given)
+static PyObject *py_table_attach(PyObject *self, PyObject *given)
 {
 	(void)self;
 	long fd = PyLong_AsLong(given);
 	if (fd == -1 && PyErr_Occurred())
 		return NULL;
-	int error = -table_attach((int)fd);
-	if (error == EINVAL) {
-		PyErr_SetString(PyExc_ValueError, "not a table of open files");
-		return NULL;
-	}
-	if (error)
-		return failed(error);
-	Py_RETURN_NONE;
+	int error = table_attach((int)fd);
+	if (error != -EINVAL)
+		return none_unless(error);
+	PyErr_SetString(PyExc_ValueError, "not a table of open files");
+	return NULL;
 }
 
-static PyObject *detach(PyObject *self, PyObject *unused)
-{
-	(void)self;
-	(void)unused;
-	table_detach();
-	Py_RETURN_NONE;
-}
+TELLS(table_detach)
 
-static PyObject *add(PyObject *self, PyObject *args)
+/* Of a handle whose RELEASE is Python's. */
+static PyObject *py_table_add(PyObject *self, PyObject *args)
 {
 	unsigned long long ino, unique;
 	unsigned backing_id = 0;
@@ -103,17 +81,10 @@ static PyObject *add(PyObject *self, PyObject *args)
 	if (!PyArg_ParseTuple(args, "KK|I", &ino, &unique, &backing_id))
 		return NULL;
 	int result = table_add(ino, unique, backing_id, OWNED | HELD, &number);
-	return result < 0 ? failed(-result) : PyLong_FromUnsignedLongLong(number);
+	return result < 0 ? failed(-result) : number_of(number);
 }
 
-static PyObject *ino_or_none(uint64_t ino)
-{
-	if (!ino)
-		Py_RETURN_NONE;
-	return PyLong_FromUnsignedLongLong(ino);
-}
-
-static PyObject *end(PyObject *self, PyObject *given)
+static PyObject *py_table_end(PyObject *self, PyObject *given)
 {
 	uint64_t number;
 	(void)self;
@@ -122,24 +93,14 @@ static PyObject *end(PyObject *self, PyObject *given)
 	uint64_t ino = table_end(number, false, NULL);
 	if (ino)
 		misses_released(ino);
-	return ino_or_none(ino);
+	return ino_of(ino);
 }
 
-static PyObject *ino_of(PyObject *self, PyObject *given)
-{
-	uint64_t number;
-	(void)self;
-	return number_in(given, &number) ? ino_or_none(table_ino(number)) : NULL;
-}
+ASKS_OF_NUMBER(table_ino, ino_of)
+ASKS_OF_NUMBER(table_own, bool_of)
 
-static PyObject *own(PyObject *self, PyObject *given)
-{
-	uint64_t number;
-	(void)self;
-	return number_in(given, &number) ? PyBool_FromLong(table_own(number)) : NULL;
-}
-
-static PyObject *list(PyObject *self, PyObject *unused)
+/* [(number, ino, unique, backing id)]. */
+static PyObject *py_table_list(PyObject *self, PyObject *unused)
 {
 	(void)self;
 	(void)unused;
@@ -158,7 +119,7 @@ static PyObject *list(PyObject *self, PyObject *unused)
 	return found;
 }
 
-static PyObject *length(PyObject *self, PyObject *unused)
+static PyObject *py_table_length(PyObject *self, PyObject *unused)
 {
 	(void)self;
 	(void)unused;
@@ -167,7 +128,7 @@ static PyObject *length(PyObject *self, PyObject *unused)
 
 /* -- resident files */
 
-static PyObject *start(PyObject *self, PyObject *args)
+static PyObject *py_resident_start(PyObject *self, PyObject *args)
 {
 	unsigned files, uid;
 	long long lasting_ns;
@@ -175,26 +136,20 @@ static PyObject *start(PyObject *self, PyObject *args)
 	(void)self;
 	if (!PyArg_ParseTuple(args, "IILpp", &files, &uid, &lasting_ns, &free_opens, &tells))
 		return NULL;
-	int error = -resident_start(files, (uid_t)uid, lasting_ns, free_opens, tells);
-	if (error)
-		return failed(error);
-	Py_RETURN_NONE;
+	return none_unless(resident_start(files, (uid_t)uid, lasting_ns, free_opens, tells));
 }
 
-static PyObject *tier(PyObject *self, PyObject *args)
+static PyObject *py_resident_tier(PyObject *self, PyObject *args)
 {
 	unsigned number;
 	int dir_fd;
 	(void)self;
 	if (!PyArg_ParseTuple(args, "Ii", &number, &dir_fd))
 		return NULL;
-	int error = -resident_tier(number, dir_fd);
-	if (error)
-		return failed(error);
-	Py_RETURN_NONE;
+	return none_unless(resident_tier(number, dir_fd));
 }
 
-static PyObject *put(PyObject *self, PyObject *args)
+static PyObject *py_resident_put(PyObject *self, PyObject *args)
 {
 	unsigned long long ino, checksum, size, segment, offset;
 	long long until_ns;
@@ -219,62 +174,15 @@ static PyObject *put(PyObject *self, PyObject *args)
 	return PyBool_FromLong(resident_put(ino, &replica, seen));
 }
 
-static PyObject *expire(PyObject *self, PyObject *given)
-{
-	uint64_t ino;
-	(void)self;
-	if (!number_in(given, &ino))
-		return NULL;
-	resident_expire(ino);
-	Py_RETURN_NONE;
-}
+TELLS_NUMBER(resident_expire)
+TELLS_NUMBER(resident_stop)
+ASKS_OF_NUMBER(resident_retire, bool_of)
+ASKS_OF_NUMBER(resident_reading, bool_of)
+ASKS_OF_NUMBER(resident_has, bool_of)
+ASKS_OF_NUMBER(resident_used, bool_of)
+ASKS_OF_NUMBER(resident_seen, bool_of)
 
-static PyObject *stop(PyObject *self, PyObject *given)
-{
-	uint64_t ino;
-	(void)self;
-	if (!number_in(given, &ino))
-		return NULL;
-	resident_stop(ino);
-	Py_RETURN_NONE;
-}
-
-static PyObject *retire(PyObject *self, PyObject *given)
-{
-	uint64_t ino;
-	(void)self;
-	return number_in(given, &ino) ? PyBool_FromLong(resident_retire(ino)) : NULL;
-}
-
-static PyObject *being_read(PyObject *self, PyObject *given)
-{
-	uint64_t ino;
-	(void)self;
-	return number_in(given, &ino) ? PyBool_FromLong(resident_reading(ino)) : NULL;
-}
-
-static PyObject *has(PyObject *self, PyObject *given)
-{
-	uint64_t ino;
-	(void)self;
-	return number_in(given, &ino) ? PyBool_FromLong(resident_has(ino)) : NULL;
-}
-
-static PyObject *used(PyObject *self, PyObject *given)
-{
-	uint64_t ino;
-	(void)self;
-	return number_in(given, &ino) ? PyBool_FromLong(resident_used(ino)) : NULL;
-}
-
-static PyObject *seen(PyObject *self, PyObject *given)
-{
-	uint64_t ino;
-	(void)self;
-	return number_in(given, &ino) ? PyBool_FromLong(resident_seen(ino)) : NULL;
-}
-
-static PyObject *told(PyObject *self, PyObject *unused)
+static PyObject *py_resident_opened(PyObject *self, PyObject *unused)
 {
 	static uint64_t inos[MOST_TOLD]; /* under the GIL */
 	(void)self;
@@ -282,7 +190,7 @@ static PyObject *told(PyObject *self, PyObject *unused)
 	size_t count = resident_opened(inos, MOST_TOLD);
 	PyObject *found = PyList_New((Py_ssize_t)count);
 	for (size_t i = 0; found && i < count; i++) {
-		PyObject *ino = PyLong_FromUnsignedLongLong(inos[i]);
+		PyObject *ino = number_of(inos[i]);
 		if (!ino)
 			Py_CLEAR(found);
 		else
@@ -291,7 +199,7 @@ static PyObject *told(PyObject *self, PyObject *unused)
 	return found;
 }
 
-static PyObject *delegate(PyObject *self, PyObject *args)
+static PyObject *py_backed_delegate(PyObject *self, PyObject *args)
 {
 	unsigned long long ino;
 	unsigned backing_id;
@@ -301,23 +209,12 @@ static PyObject *delegate(PyObject *self, PyObject *args)
 	return PyBool_FromLong(backed_delegate(ino, backing_id));
 }
 
-static PyObject *reclaim(PyObject *self, PyObject *given)
-{
-	uint64_t ino;
-	(void)self;
-	return number_in(given, &ino) ? PyLong_FromUnsignedLong(backed_reclaim(ino)) : NULL;
-}
-
-static PyObject *cached(PyObject *self, PyObject *given)
-{
-	uint64_t ino;
-	(void)self;
-	return number_in(given, &ino) ? PyLong_FromUnsignedLong(backed_cached(ino)) : NULL;
-}
+ASKS_OF_NUMBER(backed_reclaim, number_of)
+ASKS_OF_NUMBER(backed_cached, number_of)
 
 /* -- files that are not resident (yet) */
 
-static PyObject *read_source(PyObject *self, PyObject *args)
+static PyObject *py_nonresident_source(PyObject *self, PyObject *args)
 {
 	unsigned long long ino, size;
 	long long mtime_ns, ctime_ns;
@@ -328,17 +225,9 @@ static PyObject *read_source(PyObject *self, PyObject *args)
 	return PyBool_FromLong(nonresident_source(ino, fd, size, mtime_ns, ctime_ns));
 }
 
-static PyObject *no_source(PyObject *self, PyObject *given)
-{
-	uint64_t ino;
-	(void)self;
-	if (!number_in(given, &ino))
-		return NULL;
-	nonresident_no_source(ino);
-	Py_RETURN_NONE;
-}
+TELLS_NUMBER(nonresident_no_source)
 
-static PyObject *fill(PyObject *self, PyObject *args)
+static PyObject *py_nonresident_fill(PyObject *self, PyObject *args)
 {
 	unsigned long long ino, size, chunk_bytes;
 	const char *states;
@@ -349,7 +238,7 @@ static PyObject *fill(PyObject *self, PyObject *args)
 	return PyBool_FromLong(nonresident_fill(ino, size, chunk_bytes, states, (size_t)count));
 }
 
-static PyObject *part(PyObject *self, PyObject *args)
+static PyObject *py_nonresident_part(PyObject *self, PyObject *args)
 {
 	unsigned long long ino;
 	int fd;
@@ -359,7 +248,7 @@ static PyObject *part(PyObject *self, PyObject *args)
 	return PyBool_FromLong(nonresident_part(ino, fd));
 }
 
-static PyObject *chunks(PyObject *self, PyObject *args)
+static PyObject *py_nonresident_chunks(PyObject *self, PyObject *args)
 {
 	unsigned long long ino, first, last;
 	unsigned state;
@@ -370,7 +259,7 @@ static PyObject *chunks(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-static PyObject *ahead(PyObject *self, PyObject *args)
+static PyObject *py_nonresident_ahead(PyObject *self, PyObject *args)
 {
 	unsigned long long ino, chunk;
 	(void)self;
@@ -380,7 +269,7 @@ static PyObject *ahead(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-static PyObject *units(PyObject *self, PyObject *unused)
+static PyObject *py_nonresident_units(PyObject *self, PyObject *unused)
 {
 	static struct nonresident_units functions = {nonresident_arrived, nonresident_chunks};
 	(void)self;
@@ -388,24 +277,10 @@ static PyObject *units(PyObject *self, PyObject *unused)
 	return PyCapsule_New(&functions, UNFINISHED_UNITS, NULL);
 }
 
-static PyObject *stop_unfinished(PyObject *self, PyObject *given)
-{
-	uint64_t ino;
-	(void)self;
-	if (!number_in(given, &ino))
-		return NULL;
-	nonresident_stop(ino);
-	Py_RETURN_NONE;
-}
+TELLS_NUMBER(nonresident_stop)
+ASKS_OF_NUMBER(nonresident_used, bool_of)
 
-static PyObject *used_unfinished(PyObject *self, PyObject *given)
-{
-	uint64_t ino;
-	(void)self;
-	return number_in(given, &ino) ? PyBool_FromLong(nonresident_used(ino)) : NULL;
-}
-
-static PyObject *leave_older(PyObject *self, PyObject *args)
+static PyObject *py_waiting_leave_older(PyObject *self, PyObject *args)
 {
 	unsigned long long before_ns;
 	unsigned most;
@@ -415,16 +290,11 @@ static PyObject *leave_older(PyObject *self, PyObject *args)
 	return PyLong_FromUnsignedLong(waiting_leave_older(before_ns, most));
 }
 
-static PyObject *any_since(PyObject *self, PyObject *given)
-{
-	uint64_t since_ns;
-	(void)self;
-	return number_in(given, &since_ns) ? PyBool_FromLong(waiting_any_since(since_ns)) : NULL;
-}
+ASKS_OF_NUMBER(waiting_any_since, bool_of)
 
 /* -- attributes that files do not have */
 
-static PyObject *add_absent(PyObject *self, PyObject *inos)
+static PyObject *py_absent_add(PyObject *self, PyObject *inos)
 {
 	(void)self;
 	PyObject *each, *iterator = PyObject_GetIter(inos);
@@ -442,7 +312,7 @@ static PyObject *add_absent(PyObject *self, PyObject *inos)
 	Py_RETURN_NONE;
 }
 
-static PyObject *name_absent(PyObject *self, PyObject *args)
+static PyObject *py_absent_name(PyObject *self, PyObject *args)
 {
 	const char *name;
 	int error;
@@ -453,76 +323,41 @@ static PyObject *name_absent(PyObject *self, PyObject *args)
 }
 
 PyMethodDef known_methods[] = {
-	{"absent_add", add_absent, METH_O,
-	 "absent_add(inos): they have none of the attributes that absent_name names."},
-	{"absent_name", name_absent, METH_VARARGS,
-	 "absent_name(name, error): the errno of that attribute, for those. False: too many names."},
-	{"table_attach", attach, METH_O,
-	 "table_attach(fd): begin with what is open in that table (slots.py). Raises ValueError for\n"
-	 "what is none, OSError."},
-	{"table_detach", detach, METH_NOARGS, "Give the table's memory back; what is open stays so."},
-	{"table_add", add, METH_VARARGS,
-	 "table_add(ino, unique, backing_id=0): the number of a handle whose RELEASE is Python's.\n"
-	 "Raises OSError ENFILE."},
-	{"table_end", end, METH_O, "table_end(number): its inode number, None if it was not open."},
-	{"table_ino", ino_of, METH_O, "table_ino(number): its inode number, None if it is not open."},
-	{"table_own", own, METH_O,
-	 "table_own(number): its RELEASE is Python's from now on. False if it is not open."},
-	{"table_list", list, METH_NOARGS, "What is open: [(number, ino, unique, backing id)]."},
-	{"table_length", length, METH_NOARGS, "How many files are open."},
-	{"resident_start", start, METH_VARARGS,
-	 "resident_start(files, uid, lasting_ns, free_opens, tells): see _resident.h. Raises OSError."},
-	{"resident_tier", tier, METH_VARARGS,
-	 "resident_tier(tier, dir_fd): a tier's directory; -1: nothing is read there for now. Raises\n"
-	 "OSError."},
-	{"resident_put", put, METH_VARARGS,
-	 "resident_put(ino, tier, name, checksum, size, opens_until_ns, seen, segment, offset): the\n"
-	 "threads may read it, where it lies in that segment (0: in a file of its own). False where\n"
-	 "they know too many."},
-	{"resident_expire", expire, METH_O, "resident_expire(ino): its opens are to be asked about."},
-	{"resident_stop", stop, METH_O, "resident_stop(ino): it is not to be read any more."},
-	{"resident_retire", retire, METH_O,
-	 "resident_retire(ino): the same, and False, where it is open or being read."},
-	{"resident_reading", being_read, METH_O,
-	 "resident_reading(ino): whether a replica of it that was stopped is still being read."},
-	{"resident_has", has, METH_O, "resident_has(ino): whether the threads may read it."},
-	{"resident_used", used, METH_O, "resident_used(ino): whether it is open."},
-	{"resident_seen", seen, METH_O,
-	 "resident_seen(ino): whether it was opened or read since it was put."},
-	{"resident_opened", told, METH_NOARGS,
-	 "Inode numbers that the threads opened since the last call, at most 4096, oldest first."},
-	{"backed_delegate", delegate, METH_VARARGS,
-	 "backed_delegate(ino, backing_id): opens of it, of which there are none, are answered with this id."},
-	{"backed_reclaim", reclaim, METH_O,
-	 "backed_reclaim(ino): not any more. How many there are, whose RELEASE is Python's now."},
-	{"backed_cached", cached, METH_O,
-	 "backed_cached(ino): how many opens without an id there are, whose RELEASE is Python's now, and\n"
-	 "was not before."},
-	{"nonresident_source", read_source, METH_VARARGS,
-	 "nonresident_source(ino, fd, size, mtime_ns, ctime_ns): what is missing may be read from the\n"
-	 "source, as long as it has this version. False where that cannot be done."},
-	{"nonresident_no_source", no_source, METH_O, "nonresident_no_source(ino): not any more."},
-	{"nonresident_fill", fill, METH_VARARGS,
-	 "nonresident_fill(ino, size, chunk_bytes, states): it is being copied; a byte a chunk."},
-	{"nonresident_part", part, METH_VARARGS,
-	 "nonresident_part(ino, fd): the file with what is present, once."},
-	{"nonresident_chunks", chunks, METH_VARARGS,
-	 "nonresident_chunks(ino, first, last, state): of the chunks [first, last)."},
-	{"nonresident_ahead", ahead, METH_VARARGS,
-	 "nonresident_ahead(ino, chunk): the next read that goes as far as this is told of."},
-	{"nonresident_units", units, METH_NOARGS,
-	 "nonresident_units(): how what is fetched gets to those who wait; for engine.units."},
-	{"nonresident_stop", stop_unfinished, METH_O,
-	 "nonresident_stop(ino): it is not to be read any more."},
-	{"nonresident_used", used_unfinished, METH_O,
-	 "nonresident_used(ino): whether it was read since this was asked the last time."},
-	{"waiting_leave_older", leave_older, METH_VARARGS,
-	 "waiting_leave_older(before_ns, most): requests that have been waiting since before then\n"
-	 "(CLOCK_MONOTONIC) are Python's now, see _waiting.h. How many others wait."},
-	{"waiting_any_since", any_since, METH_O,
-	 "waiting_any_since(since_ns): whether a request waits that came since then."},
-	{"counts", counted, METH_NOARGS,
-	 "What the threads have done: (numbers, durations), see _counts.h; each duration is (ns in all,\n"
-	 "how many took at most so long as each of the bounds)."},
+	METHOD(absent_add, METH_O),
+	METHOD(absent_name, METH_VARARGS),
+	METHOD(table_attach, METH_O),
+	METHOD(table_detach, METH_NOARGS),
+	METHOD(table_add, METH_VARARGS),
+	METHOD(table_end, METH_O),
+	METHOD(table_ino, METH_O),
+	METHOD(table_own, METH_O),
+	METHOD(table_list, METH_NOARGS),
+	METHOD(table_length, METH_NOARGS),
+	METHOD(resident_start, METH_VARARGS),
+	METHOD(resident_tier, METH_VARARGS),
+	METHOD(resident_put, METH_VARARGS),
+	METHOD(resident_expire, METH_O),
+	METHOD(resident_stop, METH_O),
+	METHOD(resident_retire, METH_O),
+	METHOD(resident_reading, METH_O),
+	METHOD(resident_has, METH_O),
+	METHOD(resident_used, METH_O),
+	METHOD(resident_seen, METH_O),
+	METHOD(resident_opened, METH_NOARGS),
+	METHOD(backed_delegate, METH_VARARGS),
+	METHOD(backed_reclaim, METH_O),
+	METHOD(backed_cached, METH_O),
+	METHOD(nonresident_source, METH_VARARGS),
+	METHOD(nonresident_no_source, METH_O),
+	METHOD(nonresident_fill, METH_VARARGS),
+	METHOD(nonresident_part, METH_VARARGS),
+	METHOD(nonresident_chunks, METH_VARARGS),
+	METHOD(nonresident_ahead, METH_VARARGS),
+	METHOD(nonresident_units, METH_NOARGS),
+	METHOD(nonresident_stop, METH_O),
+	METHOD(nonresident_used, METH_O),
+	METHOD(waiting_leave_older, METH_VARARGS),
+	METHOD(waiting_any_since, METH_O),
+	METHOD(counts, METH_NOARGS),
 	{NULL, NULL, 0, NULL},
 };

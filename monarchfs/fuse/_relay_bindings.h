@@ -2,7 +2,7 @@
 #ifndef MONARCHFS_KNOWN_H
 #define MONARCHFS_KNOWN_H
 
-#include <Python.h>
+#include "_python.h"
 
 extern PyMethodDef known_methods[];
 

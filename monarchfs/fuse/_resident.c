@@ -39,6 +39,7 @@ struct entry {
 	};
 	uint32_t uses; /* how often it is open */
 	uint32_t stamp; /* another one with each replica */
+	uint32_t backing_id;
 	uint8_t tier;
 	bool resident : 1; /* else it is only counted */
 	bool seen : 1; /* was read, or opened */
@@ -137,7 +138,7 @@ static void unmake(struct entry *entry)
 
 static void tidy(struct entry *entry)
 {
-	if (!entry->resident && !entry->uses && !entry->readers && !entry->former)
+	if (!entry->resident && !entry->uses && !entry->readers && !entry->former && !entry->backing_id)
 		unmake(entry);
 }
 
@@ -467,6 +468,27 @@ bool resident_seen(uint64_t ino)
 	bool seen = entry && entry->seen;
 	pthread_mutex_unlock(&lock);
 	return seen;
+}
+
+bool resident_back(uint64_t ino, uint32_t backing_id)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = backing_id ? make(ino) : look_up(ino);
+	if (entry) {
+		entry->backing_id = backing_id;
+		tidy(entry);
+	}
+	pthread_mutex_unlock(&lock);
+	return entry;
+}
+
+uint32_t resident_backing(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	const struct entry *entry = look_up(ino);
+	uint32_t backing_id = entry ? entry->backing_id : 0;
+	pthread_mutex_unlock(&lock);
+	return backing_id;
 }
 
 size_t resident_opened(uint64_t *inos, size_t most)

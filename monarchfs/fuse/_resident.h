@@ -78,6 +78,11 @@ bool resident_used(uint64_t ino);
 /* Whether it was opened or read since it was put. */
 bool resident_seen(uint64_t ino);
 
+/* The id of its backing file, with which threads answer its opens; 0: they have none. It stays until another
+ * one is set, whatever becomes of the replica. False where there is no memory. */
+bool resident_back(uint64_t ino, uint32_t backing_id);
+uint32_t resident_backing(uint64_t ino);
+
 /* Count an open, and use it once; false where Python is to be asked. */
 bool resident_open(uint64_t ino);
 
