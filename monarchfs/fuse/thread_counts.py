@@ -17,8 +17,8 @@ _Duration = tuple[int, tuple[int, ...]]
 """Nanoseconds in all, and how many took at most so long as each of the bounds."""
 
 
-class Numbers(NamedTuple):
-    """In the order of _counts.h, as ``Durations``."""
+class ThreadNumbers(NamedTuple):
+    """In the order of _counts.h, as ``ThreadDurations``."""
 
     queued: int
     answered_bytes: int
@@ -31,7 +31,7 @@ class Numbers(NamedTuple):
     backed_opens: int
 
 
-class Durations(NamedTuple):
+class ThreadDurations(NamedTuple):
     lookup: _Duration
     open_local: _Duration
     read_local: _Duration
@@ -53,8 +53,10 @@ class ThreadCounts:
     def count(self) -> None:
         """Bring the metrics up to date."""
         numbers, durations = self._hooks.counts()
-        more = Numbers(*(now - before for now, before in zip(numbers, self._numbers, strict=True)))
-        took = Durations(*map(_since, durations, self._durations))
+        more = ThreadNumbers(
+            *(now - before for now, before in zip(numbers, self._numbers, strict=True))
+        )
+        took = ThreadDurations(*map(_since, durations, self._durations))
         self._numbers, self._durations = numbers, durations
         metrics, requests = self._metrics, self._metrics.requests
         metrics.relayed_bytes += more.answered_bytes

@@ -23,7 +23,7 @@ from monarchfs.fs.tree import Entry
 from monarchfs.fuse import fast_path
 from monarchfs.fuse.handle_table import ANSWERED, make_table
 from monarchfs.fuse.session import hooks
-from monarchfs.fuse.thread_counts import Durations, Numbers
+from monarchfs.fuse.thread_counts import ThreadDurations, ThreadNumbers
 from monarchfs.store.files import fan_out, replica_file
 from monarchfs.types import Node, SourceStat
 from tests.support.mounting import REPOSITORY
@@ -90,16 +90,16 @@ class Threads:
         assert news >= 0
 
     @property
-    def numbers(self) -> Numbers:
-        return Numbers(*self.hooks.counts()[0])
+    def numbers(self) -> ThreadNumbers:
+        return ThreadNumbers(*self.hooks.counts()[0])
 
     def opened(self) -> tuple[int, int, int]:
         """Resident files: opens, the sizes of those files, and opens that nobody is told of."""
         return self.numbers[5:8]
 
     @property
-    def durations(self) -> Durations:
-        return Durations(*self.hooks.counts()[1])
+    def durations(self) -> ThreadDurations:
+        return ThreadDurations(*self.hooks.counts()[1])
 
     def serve(self, readable: bool) -> None:
         fd = os.open(self.tier, os.O_RDONLY | os.O_DIRECTORY)
