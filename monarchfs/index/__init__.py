@@ -9,10 +9,12 @@ from monarchfs.index.recovery import (
     problems,
     set_aside,
 )
+from monarchfs.index.tables import OnChange
 
 __all__ = [
     "Index",
     "LastClose",
+    "OnChange",
     "check_in_child",
     "last_close",
     "mark_suspect",

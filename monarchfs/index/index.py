@@ -7,6 +7,7 @@ death of this process, and once ``sync`` has returned also that of the machine.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from monarchfs.index.environment import MAP_BYTES, Databases, open_environment
 from monarchfs.index.listings import Listings
 from monarchfs.index.machine import Machine
 from monarchfs.index.recovery import INDEX_DIRECTORY, LastClose
+from monarchfs.index.tables import OnChange
 from monarchfs.index.xattrs import XattrTables
 from monarchfs.types import IndexUnusable, IndexWriteError
 
@@ -29,9 +31,13 @@ class Index(Listings, Machine, XattrTables):
     """
 
     def __init__(
-        self, directory: str, env: Any, databases: Databases, next_id: int, source_id: str
+        self,
+        directory: str,
+        opened: tuple[Any, Databases, int],
+        source_id: str,
+        on_change: OnChange,
     ) -> None:
-        super().__init__(env, databases, next_id, source_id)
+        super().__init__(*opened, source_id, on_change)
         self._directory = directory
         self._load_replicas()
         self._count_pins()
@@ -44,6 +50,7 @@ class Index(Listings, Machine, XattrTables):
         source_id: str,
         trust_after_kill: bool = False,
         map_bytes: int = MAP_BYTES,
+        on_change: OnChange = OnChange(),  # noqa: B008
     ) -> Index:
         """Open the index in the state directory ``directory``, or make it there.
 
@@ -73,7 +80,18 @@ class Index(Listings, Machine, XattrTables):
             path.mkdir(mode=0o700, exist_ok=True)
         except FileExistsError as error:
             raise IndexUnusable(f"{path} is not a directory") from error
-        index = cls._open_environment(directory, str(path), source_id, map_bytes)
+
+        def open_in(place: str) -> Index:
+            environment = open_environment(place, source_id, map_bytes)
+            return cls(directory, environment, source_id, on_change)
+
+        try:
+            index = open_in(str(path))
+        except IndexWriteError as error:
+            why = disk.trouble(error.__cause__)
+            if why is None:
+                raise
+            index = _open_copy(str(path), why, open_in)
         try:
             # Before anything is written that a crash could tear.
             recovery.mark_open(directory)
@@ -86,37 +104,6 @@ class Index(Listings, Machine, XattrTables):
             or recovery.has_set_aside(directory)
         ):
             index._skip_numbers()
-        return index
-
-    @classmethod
-    def _open_environment(cls, directory: str, path: str, source_id: str, map_bytes: int) -> Index:
-        try:
-            return cls(directory, *open_environment(path, source_id, map_bytes), source_id)
-        except IndexWriteError as error:
-            why = disk.trouble(error.__cause__)
-            if why is None:
-                raise
-            return cls._open_copy(directory, path, source_id, map_bytes, why)
-
-    @classmethod
-    def _open_copy(
-        cls, directory: str, path: str, source_id: str, map_bytes: int, why: str
-    ) -> Index:
-        """Of an index on a read-only disk, which LMDB does not open for writing."""
-
-        def fill(to: int) -> None:
-            data = os.open(os.path.join(path, DATA_FILE), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                disk.copy_data(data, to)
-            finally:
-                os.close(data)
-
-        try:
-            with disk.memory_copy(fill) as copy:
-                index = cls(directory, *open_environment(copy, source_id, map_bytes), source_id)
-        except OSError as error:
-            raise IndexWriteError(f"the index in {path} cannot be opened: {why}") from error
-        index._frozen = f"the index cannot be written: {why}"
         return index
 
     def _freeze_at_start(self, error: OSError) -> None:
@@ -140,3 +127,22 @@ class Index(Listings, Machine, XattrTables):
         """
         if self._close_environment(sync=clean) and clean and self._frozen is None:
             recovery.mark_closed(self._directory)
+
+
+def _open_copy(path: str, why: str, open_in: Callable[[str], Index]) -> Index:
+    """Of an index on a read-only disk, which LMDB does not open for writing."""
+
+    def fill(to: int) -> None:
+        data = os.open(os.path.join(path, DATA_FILE), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            disk.copy_data(data, to)
+        finally:
+            os.close(data)
+
+    try:
+        with disk.memory_copy(fill) as copy:
+            index = open_in(copy)
+    except OSError as error:
+        raise IndexWriteError(f"the index in {path} cannot be opened: {why}") from error
+    index._frozen = f"the index cannot be written: {why}"
+    return index

@@ -114,7 +114,7 @@ class Listings(TreeTables):
                 next_id += 1
                 put(source_key, number, db=by_source)
             if known is not None and known != number:
-                self.on_name(parent, name)
+                self._on_name(parent, name)
                 self._move_pin_of_name(txn, parent, name, known, number)
             ino = int.from_bytes(number, "big")
             put(prefix + cookie, pack_entry(type_, ino, now_ns, seen, name), db=entries)
@@ -159,7 +159,7 @@ class Listings(TreeTables):
         def remove(txn: Any) -> None:
             for key in keys:
                 name = txn.pop(key, self._db.entries)[ENTRY.size :]
-                self.on_name(int.from_bytes(key[:8], "big"), name)
+                self._on_name(int.from_bytes(key[:8], "big"), name)
                 txn.delete(key[:8] + name, db=self._db.names)
 
         self._write(remove)

@@ -97,7 +97,7 @@ class Outdated(Pins):
                     return purged
                 names_limit -= 1
                 name = txn.pop(entry, self._db.entries)[ENTRY.size :]
-                self.on_name(int.from_bytes(key, "big"), name)
+                self._on_name(int.from_bytes(key, "big"), name)
                 txn.delete(key + name, db=self._db.names)
             txn.delete(key, db=self._db.listings)
             self._forget_xattrs(txn, key)
@@ -116,7 +116,7 @@ class Outdated(Pins):
         """``value`` is the node's. One that is outdated already stays so since then."""
         if node_outdated(value):
             return
-        self.on_node(int.from_bytes(key, "big"))
+        self._on_node(int.from_bytes(key, "big"))
         txn.put(key, outdated_node(value), db=self._db.nodes)
         txn.put(key, STALE.pack(now_ns), db=self._db.stale)
         replica = txn.get(key, None, self._db.replicas)

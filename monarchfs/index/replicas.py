@@ -1,21 +1,18 @@
-"""Replicas: whose is which file in which tier, which files no record knows of, and the totals."""
+"""Recording replicas: whose is which file in which tier, and the totals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from monarchfs.index.records import (
     BOOT,
     ID,
-    META_BOOT,
-    META_SWEPT,
     META_TIER,
     PLACE_KEY,
     RECORD_KEY,
     SEGMENT,
     SEGMENT_KEY,
-    TIER_INO,
     TIER_KEY,
     TOTALS,
     durable_replica,
@@ -25,8 +22,8 @@ from monarchfs.index.records import (
     replica_head,
     unpack_replica,
 )
-from monarchfs.index.tables import Tables
-from monarchfs.types import Replica, ReplicaState, TierFile, TierTotals
+from monarchfs.index.replica_rows import ReplicaRows
+from monarchfs.types import Replica, ReplicaState, TierFile
 
 _COLUMN: dict[int, int] = {
     ReplicaState.RESIDENT: 0,
@@ -35,185 +32,13 @@ _COLUMN: dict[int, int] = {
 }
 """Where TOTALS counts replicas in a state."""
 
-_BATCH = 256
-_SWEEP = 512
 
+class Replicas(ReplicaRows):
+    """Recording replicas. At any moment every file that this program has in a tier is some
+    record's, or in the journal; or the index it was recorded in is gone.
 
-class Replicas(Tables):
-    """Which local copies there are.
-
-    A record *counts* if it is durable or of the current boot; others are lost: their files may
-    have their size and not their data. At any moment every file that this program has in a tier
-    is some record's, or in the journal; or the index it was recorded in is gone.
-
-    Changing: ``_boot`` (the number of the boot, packed as in records), ``_tiers`` (those that ever
-    held a replica), ``_swept_to`` (where ``lost_in_reboot`` goes on; None once it is through).
+    All raise IndexWriteError where the index is frozen, but ``file_gone``.
     """
-
-    _boot: bytes
-    _tiers: set[int]
-    _swept_to: bytes | None
-
-    def _load_replicas(self) -> None:
-        """To be called once, when the index was opened."""
-        self._boot = self._get(self._db.meta, META_BOOT) or BOOT.pack(0)
-        rows = self._rows(self._db.meta, META_TIER, META_TIER, 1 << 16)
-        self._tiers = {TIER_KEY.unpack(key[len(META_TIER) :])[0] for key, _ in rows}
-        swept = self._get(self._db.meta, META_SWEPT) or BOOT.pack(0)
-        self._swept_to = None if swept == self._boot else b""
-        self.claimable = self._count_rows(self._db.outdated) > 0
-
-    # Reading.
-
-    def replica(self, ino: int) -> Replica | None:
-        """The replica of ``ino``, if there is one that counts."""
-        value = self._get(self._db.replicas, ID.pack(ino))
-        if value is None or not replica_counts(value, self._boot):
-            return None
-        return unpack_replica(value)
-
-    def replicas_of(self, inos: Sequence[int]) -> dict[int, Replica]:
-        """``replica`` of each, where there is one."""
-        rows = self._get_each(self._db.replicas, [ID.pack(ino) for ino in inos])
-        return {
-            int.from_bytes(key, "big"): unpack_replica(value)
-            for key, value in rows.items()
-            if replica_counts(value, self._boot)
-        }
-
-    def replicas(self) -> Iterator[tuple[int, Replica]]:
-        """All that count, by rising inode number. They may be changed meanwhile: what was not
-        reached yet is then seen as it is when reached."""
-        start = b""
-        while rows := self._rows(self._db.replicas, start, b"", _BATCH):
-            for key, value in rows:
-                if replica_counts(value, self._boot):
-                    yield int.from_bytes(key, "big"), unpack_replica(value)
-            start = rows[-1][0] + b"\0"
-
-    def names(self, tier: int, prefix: bytes, after: bytes, limit: int) -> list[tuple[bytes, int]]:
-        """At most ``limit`` names of replicas in ``tier`` that count, each with its inode number.
-
-        By rising name, of those that begin with ``prefix`` and come after ``after``; fewer than
-        ``limit`` are the last ones. About 2 us each.
-        """
-        tier_key = TIER_KEY.pack(tier)
-        prefix = tier_key + prefix
-        start = max(prefix, tier_key + after + b"\0") if after else prefix
-        found: list[tuple[bytes, int]] = []
-        while len(found) < limit:
-            wanted = limit - len(found)
-            rows = self._rows(self._db.files, start, prefix, wanted)
-            found += [
-                (key[TIER_KEY.size :], int.from_bytes(ino, "big"))
-                for key, ino in rows
-                if replica_counts(self._get(self._db.replicas, ino), self._boot)
-            ]
-            if len(rows) < wanted:
-                break
-            start = rows[-1][0] + b"\0"
-        return found
-
-    def owner(self, tier: int, name: bytes) -> int | None:
-        """Whose replica the file ``name`` in ``tier`` is; None if it is nobody's that counts."""
-        ino = self._get(self._db.files, PLACE_KEY.pack(tier, name))
-        if ino is None or not replica_counts(self._get(self._db.replicas, ino), self._boot):
-            return None
-        return int.from_bytes(ino, "big")
-
-    def outdated_replicas(self, tier: int, limit: int) -> list[int]:
-        """At most ``limit`` numbers whose replicas in ``tier`` nobody will ask for: those in state
-        FOUND, and those of versions that the source no longer has."""
-        prefix = TIER_KEY.pack(tier)
-        found: list[int] = []
-        start = prefix
-        while len(found) < limit:
-            wanted = limit - len(found)
-            rows = self._rows(self._db.outdated, start, prefix, wanted)
-            for key, _ in rows:
-                value = self._get(self._db.replicas, key[TIER_KEY.size :])
-                if replica_counts(value, self._boot):
-                    found.append(TIER_INO.unpack(key)[1])
-            if len(rows) < wanted:
-                break
-            start = rows[-1][0] + b"\0"
-        return found
-
-    def tier_totals(self) -> dict[int, TierTotals]:
-        """Of each tier that holds any replica. Lost ones are in it until they are dropped: their
-        files lie there."""
-        totals = {}
-        for key, value in self._rows(self._db.meta, META_TIER, META_TIER, 1 << 16):
-            of_tier = TierTotals(*TOTALS.unpack(value))
-            if of_tier.resident or of_tier.partial or of_tier.found:
-                totals[TIER_KEY.unpack(key[len(META_TIER) :])[0]] = of_tier
-        return totals
-
-    def journal(self) -> list[tuple[int, bytes]]:
-        """Tier and name of every file that may lie there although no record says so: copies that
-        were begun, and removals, each without its end."""
-        rows = self._rows(self._db.journal, b"", b"", self._count_rows(self._db.journal))
-        return [PLACE_KEY.unpack(key) for key, _ in rows]
-
-    def under_way(self) -> list[int]:
-        """The inode numbers of the ``journal``."""
-        rows = self._rows(self._db.journal, b"", b"", self._count_rows(self._db.journal))
-        return [int.from_bytes(value, "big") for _, value in rows]
-
-    def segments(self, tier: int) -> dict[int, bool]:
-        """The segments that may lie in ``tier``, and whether each may have bytes that no record
-        has."""
-        prefix = TIER_KEY.pack(tier)
-        most = self._count_rows(self._db.segments)
-        rows = self._rows(self._db.segments, prefix, prefix, most)
-        return {SEGMENT_KEY.unpack(key)[1]: bool(value[0]) for key, value in rows}
-
-    def segment_empty(self, tier: int, segment: int) -> bool:
-        """Whether no replica lies in a segment."""
-        prefix = SEGMENT_KEY.pack(tier, segment)
-        return not self._rows(self._db.records, prefix, prefix, 1)
-
-    def segment_records(self, tier: int, segment: int) -> list[tuple[int, int]]:
-        """Offset and inode number of each replica that lies in a segment, by rising offset; lost
-        ones, too."""
-        prefix = SEGMENT_KEY.pack(tier, segment)
-        found: list[tuple[int, int]] = []
-        start = prefix
-        while rows := self._rows(self._db.records, start, prefix, _BATCH):
-            found += [(RECORD_KEY.unpack(key)[2], int.from_bytes(ino, "big")) for key, ino in rows]
-            start = rows[-1][0] + b"\0"
-        return found
-
-    def segment_replicas(self) -> int:
-        """How many replicas lie in segments; lost ones, too."""
-        return self._count_rows(self._db.records)
-
-    # Writing. All raise IndexWriteError where the index is frozen, but file_gone and segment_gone.
-
-    def begin_segments(self, tier: int, segments: Sequence[int]) -> None:
-        """Files of these segments may lie in the tier from now on, until ``segment_gone``."""
-        keys = [SEGMENT_KEY.pack(tier, segment) for segment in segments]
-
-        def put(txn: Any) -> None:
-            for key in keys:
-                txn.put(key, SEGMENT.pack(1), db=self._db.segments)
-
-        self._write(put, of_tiers=True)
-
-    def segment_clean(self, tier: int, segment: int) -> None:
-        """There are no bytes in it but those of records, and none will come."""
-        key = SEGMENT_KEY.pack(tier, segment)
-
-        def put(txn: Any) -> None:
-            if txn.get(key, None, self._db.segments) is not None:
-                txn.put(key, SEGMENT.pack(0), db=self._db.segments)
-
-        self._write(put, of_tiers=True)
-
-    def segment_gone(self, tier: int, segment: int) -> None:
-        """Its file is not in the tier any more."""
-        key = SEGMENT_KEY.pack(tier, segment)
-        self._write(lambda txn: txn.delete(key, db=self._db.segments))
 
     def begin_copy(self, ino: int, tier: int, name: bytes) -> None:
         """A file of this name may lie in the tier from now on, until ``put_replica`` records it or
@@ -392,34 +217,6 @@ class Replicas(Tables):
             node = txn.get(owner, None, self._db.nodes)
             return node is not None and node_outdated(node)
         return state is ReplicaState.FOUND
-
-    # Reboots.
-
-    def lost_in_reboot(self, limit: int) -> list[tuple[int, Replica]]:
-        """At most ``limit`` records that do not count any more, to be dropped; empty at the end.
-
-        Each call goes on where the last one ended. Costs nothing but after a reboot; the first
-        time after one, all records are walked (about 0.3 s a million, in as many calls as there
-        are ``limit`` lost ones). One that could not be dropped comes again after the next reboot.
-        """
-        lost: list[tuple[int, Replica]] = []
-        while self._swept_to is not None and len(lost) < limit:
-            rows = self._rows(self._db.replicas, self._swept_to, b"", _SWEEP)
-            if not rows:
-                if lost:
-                    # The end is recorded only once the caller is through with these, too.
-                    break
-                self._write(lambda txn: txn.put(META_SWEPT, self._boot, db=self._db.meta))
-                self._swept_to = None
-                break
-            boot = self._boot
-            for key, value in rows:
-                if not value[0] and not replica_counts(value, boot):
-                    lost.append((int.from_bytes(key, "big"), unpack_replica(value)))
-                    if len(lost) == limit:
-                        break
-            self._swept_to = key + b"\0"
-        return lost
 
     # Within a transaction.
 

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import lmdb
 
@@ -32,6 +32,15 @@ _COMMITS_PER_LOOK = 64
 """Commits between two looks at the headroom: a batch of names is some 100 KB, 64 are 6 MB."""
 
 
+class OnChange(NamedTuple):
+    """Called before a change is committed: nobody has seen it then, and it may come to nothing.
+    ``name`` gets each name (directory, name) that will stand for something else, or go; ``node``
+    each inode number whose record changes."""
+
+    name: Callable[[int, bytes], object] = lambda parent, name: None
+    node: Callable[[int], object] = lambda ino: None
+
+
 class Tables:
     """The open environment, and what every kind of record needs of it.
 
@@ -42,7 +51,9 @@ class Tables:
     write: LMDB may reuse a page only once no reader can see it.
     """
 
-    def __init__(self, env: Any, databases: Databases, next_id: int, source_id: str) -> None:
+    def __init__(
+        self, env: Any, databases: Databases, next_id: int, source_id: str, on_change: OnChange
+    ) -> None:
         self._env = env
         self._data = os.open(os.path.join(env.path(), DATA_FILE), os.O_RDWR | os.O_CLOEXEC)
         self._headroom = Preallocation(self._data)
@@ -57,11 +68,7 @@ class Tables:
         self._retired: list[int] = []
         self._closing = threading.Lock()
         self._is_open = True
-        self.on_name: Callable[[int, bytes], object] = lambda parent, name: None
-        """Told of each name (directory, name) that is to stand for something else, or to go."""
-        self.on_node: Callable[[int], object] = lambda ino: None
-        """Told of each node whose record changes. Both before that is committed: nobody has seen
-        it then, and it may come to nothing."""
+        self._on_name, self._on_node = on_change
 
     @property
     def frozen(self) -> str | None:

@@ -164,7 +164,7 @@ class TreeTables(Outdated):
     # Within a transaction.
 
     def _put_node(self, txn: Any, node: Node) -> Node:
-        self.on_node(node.ino)
+        self._on_node(node.ino)
         txn.put(ID.pack(node.ino), pack_node(node), db=self._db.nodes)
         return node
 
@@ -199,7 +199,7 @@ class TreeTables(Outdated):
         else:
             before = ENTRY.unpack_from(txn.get(key + cookie, None, self._db.entries))[1]
             if before != ino:
-                self.on_name(parent, name)
+                self._on_name(parent, name)
             if self._pin_count:
                 self._move_pin_of_name(txn, parent, name, ID.pack(before), ID.pack(ino))
         value = pack_entry(type_, ino, checked_ns, seen, name)
@@ -211,7 +211,7 @@ class TreeTables(Outdated):
         cookie = txn.pop(key + name, self._db.names)
         if cookie is None:
             return None
-        self.on_name(parent, name)
+        self._on_name(parent, name)
         ino: int = ENTRY.unpack_from(txn.pop(key + cookie, self._db.entries))[1]
         return ino
 

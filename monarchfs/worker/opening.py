@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from monarchfs.config.model import Config, DataPath, PrefetchMode
 from monarchfs.fuse.datapath import ResidentReplicas, kernel_reads
-from monarchfs.index import Index, set_aside
+from monarchfs.index import Index, OnChange, set_aside
 from monarchfs.metrics.persistent import PersistentCounts
 from monarchfs.store.tier import Tier
 from monarchfs.types import (
@@ -61,21 +61,25 @@ def reads_by_kernel(config: Config, index: Index, *, passes: bool) -> bool:
     )
 
 
-def open_index(config: Config, state_dir: str, root_ino: int) -> Index:
+def open_index(config: Config, state_dir: str, root_ino: int, on_change: OnChange) -> Index:
     """The index; one that cannot be used is set aside and a new one made. ``root_ino`` is that of
     the source's root directory."""
     try:
-        return _open_index_of_root(config, state_dir, root_ino)
+        return _open_index_of_root(config, state_dir, root_ino, on_change)
     except IndexUnusable as exc:
         aside = set_aside(state_dir)
         told = f"{exc}: kept as {aside}, starting with an empty one"
         log.warning("%s", told.replace(state_dir, config.state_dir))
-        return _open_index_of_root(config, state_dir, root_ino)
+        return _open_index_of_root(config, state_dir, root_ino, on_change)
 
 
-def _open_index_of_root(config: Config, state_dir: str, root_ino: int) -> Index:
+def _open_index_of_root(
+    config: Config, state_dir: str, root_ino: int, on_change: OnChange
+) -> Index:
     # A commit that a killed process made is in the page cache, whole: that index is sound.
-    index = Index.open(state_dir, source_id=config.dataset_id, trust_after_kill=True)
+    index = Index.open(
+        state_dir, source_id=config.dataset_id, trust_after_kill=True, on_change=on_change
+    )
     try:
         known = index.node(ROOT_INO)
         if known is not None and known.stat is not None and known.stat.ino != root_ino:

@@ -30,6 +30,7 @@ from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.notify import Notifier
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
+from monarchfs.index import OnChange
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.arrivals import Arrivals
@@ -88,7 +89,10 @@ class Parts:
         )
         self.slots.has_layouts = posix.has_layouts
         self._root_ino = posix.root.ino
-        self.index = open_index(config, self._state_dir, posix.root.ino)
+        self.index = open_index(
+            *(config, self._state_dir, posix.root.ino),
+            OnChange(fuse_session.hooks.names_forget, fuse_session.hooks.names_forget_ino),
+        )
         if self.slots.kernel_reads is None:
             self.slots.kernel_reads = reads_by_kernel(config, self.index, passes=bootstrap.passes)
         self.kernel_reads = bool(self.slots.kernel_reads)
@@ -148,8 +152,6 @@ class Parts:
             publish=self.relay.known,
             on_moved=self._directory_moved,
         )
-        self.index.on_name = fuse_session.hooks.names_forget
-        self.index.on_node = fuse_session.hooks.names_forget_ino
         opens = OpenCounts(self.relay.used, self.relay.open_inodes, known=not self.relay.free_opens)
         self.ahead: Ahead | None = None
         if config.prefetch is PrefetchMode.AUTO and config.tiers:

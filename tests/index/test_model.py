@@ -74,8 +74,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.begin_boot(b"boot 0")
 
     def listen(self) -> None:
-        self.index.on_name = lambda *place: self.shown.pop(place, None)
-        self.index.on_node = self.changes
+        self.index._on_name = lambda *place: self.shown.pop(place, None)
+        self.index._on_node = self.changes
 
     def changes(self, ino: int) -> None:
         self.shown = {place: node for place, node in self.shown.items() if node.ino != ino}
