@@ -1,6 +1,7 @@
 """The source: the only package that touches the parallel file system.
 
-``posix`` holds the blocking functions, ``source`` the asynchronous facade over them.
+``posix`` holds the blocking functions on names, ``open_files`` those on open files, ``source`` the
+asynchronous facade over both, whose calls ``calls`` makes in threads.
 """
 
 from monarchfs.source.lanes import SourceCounters

@@ -14,16 +14,13 @@ import os
 import stat as stat_module
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from monarchfs.engine.units import Unit
 from monarchfs.source._stats import stat_each
-from monarchfs.source.direct import DirectDescriptor, DirectReads
 from monarchfs.source.dirs import DirHandle, DirHandles, check_name
-from monarchfs.source.layout import ATTRIBUTE, Layout, parse
-from monarchfs.types import Archived, DirRef, FileType, SourceChanged, SourceStat, SourceVersion
+from monarchfs.source.open_files import OpenFiles, knows_layouts
+from monarchfs.types import DirRef, FileType, SourceChanged, SourceStat
 
 # Not O_NOATIME: sites purge their scratch file systems by access time.
 # O_NONBLOCK: should the file have become a FIFO meanwhile, opening it must not wait for a writer.
@@ -61,7 +58,7 @@ Batch = list[SourceEntry]
 Batches = Generator[Batch, None, None]
 
 
-class PosixSource:
+class PosixSource(OpenFiles):
     """The source below ``root_fd``, which stays the caller's. Thread-safe.
 
     All fields are constant (the cache of directories has its own lock). ``root`` is the DirRef of
@@ -81,12 +78,12 @@ class PosixSource:
         if root is None:
             st = os.fstat(root_fd)
             root = st.st_dev, st.st_ino
-        self._root_device, ino = root
+        device, ino = root
+        super().__init__(device)
         self.root = DirRef(b"", ino)
         self._root_fd = root_fd
         self._dirs = DirHandles(root_fd, ino, max_directories)
-        self._direct = DirectReads()
-        self.has_layouts = _knows_layouts(root_fd) if has_layouts is None else has_layouts
+        self.has_layouts = knows_layouts(root_fd) if has_layouts is None else has_layouts
 
     def shutdown(self) -> None:
         """Close the cached directories; those in use as soon as they are not."""
@@ -95,11 +92,6 @@ class PosixSource:
     def forget(self, path: bytes) -> None:
         """Drop the descriptors of a directory and of all below it. Does not block."""
         self._dirs.forget(path)
-
-    @property
-    def device(self) -> int:
-        """st_dev of the root."""
-        return self._root_device
 
     def opened_directory(self, directory: DirRef) -> DirHandle | None:
         """A descriptor (O_PATH) of a directory, to be used as ``with``, if it is open already: the
@@ -119,7 +111,7 @@ class PosixSource:
                 st = os.stat(name, dir_fd=fd, follow_symlinks=False)
             else:
                 st = os.fstat(fd)
-        return SourceStat.of(st, self._root_device)
+        return SourceStat.of(st, self.device)
 
     def readlink(self, directory: DirRef, name: bytes) -> bytes:
         check_name(name)
@@ -141,9 +133,9 @@ class PosixSource:
                 raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), name)
             if stat_module.S_ISDIR(st.st_mode):
                 st = self._opened_directory(parent, name, st)
-                return SourceStat.of(st, self._root_device), b""
+                return SourceStat.of(st, self.device), b""
             if not stat_module.S_ISLNK(st.st_mode):
-                return SourceStat.of(st, self._root_device), b""
+                return SourceStat.of(st, self.device), b""
             fd = os.open(name, _LINK_FLAGS, dir_fd=dir_fd)
             try:
                 st = os.fstat(fd)
@@ -151,7 +143,7 @@ class PosixSource:
                 target = os.readlink(b"", dir_fd=fd) if is_link else b""
             finally:
                 os.close(fd)
-        return SourceStat.of(st, self._root_device), target
+        return SourceStat.of(st, self.device), target
 
     def _opened_directory(
         self, parent: DirHandle, name: bytes, seen: os.stat_result
@@ -174,7 +166,7 @@ class PosixSource:
         """
         until = time.monotonic() + seconds
         with self._dirs.acquire(directory) as fd:
-            answers = stat_each(fd, self._root_device, names, until)
+            answers = stat_each(fd, self.device, names, until)
         results: FoundEach = []
         for name, answer in zip(names, answers, strict=False):
             if isinstance(answer, tuple) and len(name) <= MOST_NAME_BYTES:
@@ -207,15 +199,7 @@ class PosixSource:
         except BaseException:
             os.close(fd)
             raise
-        return fd, SourceStat.of(st, self._root_device)
-
-    def fstat(self, fd: int) -> SourceStat:
-        """The attributes that the file behind a descriptor from ``open`` has now."""
-        return SourceStat.of(os.fstat(fd), self._root_device)
-
-    def close(self, fd: int) -> None:
-        """Close a descriptor from ``open``; a network file system may tell its server."""
-        os.close(fd)
+        return fd, SourceStat.of(st, self.device)
 
     def list(self, directory: DirRef, batch: int) -> Batches:
         """All entries but ``.``, ``..`` and those of more than MOST_NAME_BYTES, in the directory's
@@ -247,58 +231,6 @@ class PosixSource:
             os.close(fd)
         if entries:
             yield entries
-
-    def read(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
-        """``size`` bytes (fewer only at the end of the file), and the version seen *after* them.
-
-        Bytes that were read while the version was V before and is V now are V's.
-        """
-        data = os.pread(fd, size, offset)
-        st = os.fstat(fd)
-        if len(data) < size and offset + len(data) < st.st_size:
-            data, st = _read_on(fd, offset, size, data)
-        # The mount's own pages have them now, or a tier: not to be in memory twice or three times.
-        if data:
-            _advise(fd, offset, len(data), os.POSIX_FADV_DONTNEED)
-        return data, SourceVersion(
-            self._device(st), st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
-        )
-
-    def read_for_reader(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
-        """``read`` of what is not kept: the kernel may read ahead of a sequential reader."""
-        _advise(fd, 0, 0, os.POSIX_FADV_NORMAL)
-        return self.read(fd, offset, size)
-
-    def read_once(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
-        """``read`` of what is kept: nothing beyond it is read. Somebody may be fetching what
-        follows, and what is read ahead and dropped for want of memory is read twice. Fetches of a
-        file run side by side, so the kernel goes on as it was told until ``read_for_reader``."""
-        _advise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        return self.read(fd, offset, size)
-
-    def read_unit(self, fd: int, direct: DirectDescriptor, unit: Unit) -> int:
-        """``read_once`` of what goes from there into a tier; how many bytes. ``direct`` is of the
-        same file. Raises SourceChanged where another version lies there: what came before that is
-        good."""
-        if not self._direct.read(unit, fd, direct):
-            raise SourceChanged("it changed while it was read")
-        return unit.read_bytes
-
-    def layout(self, fd: int) -> Layout | None:
-        """Where the file's bytes are, as far as that is known. Raises Archived, OSError."""
-        try:
-            layout = parse(self._layout_value(fd))
-        except OSError as error:
-            if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
-                raise
-            return None
-        if layout is not None and layout.released:
-            raise Archived(errno.ENODATA, "its bytes are in the archive (HSM)")
-        return layout
-
-    def _layout_value(self, fd: int) -> bytes:
-        """Lustre answers this from what the client has in memory of an open file."""
-        return os.getxattr(fd, ATTRIBUTE)
 
     def touch(self, directory: DirRef, name: bytes) -> None:
         """Read a byte of a regular file as any reader would, for its access time. Raises as
@@ -356,9 +288,6 @@ class PosixSource:
     def statvfs(self) -> os.statvfs_result:
         return os.fstatvfs(self._root_fd)
 
-    def _device(self, st: os.stat_result) -> int:
-        return 0 if st.st_dev == self._root_device else st.st_dev
-
 
 def _has_acl(path: bytes, follow: bool) -> bool:
     """Raises OSError where the source does not say."""
@@ -385,15 +314,6 @@ def _each(ask: Callable[[bytes], T], names: Sequence[bytes], seconds: float) -> 
     return results
 
 
-def _knows_layouts(root_fd: int) -> bool:
-    try:
-        os.getxattr(_proc_path(root_fd, b""), ATTRIBUTE)
-    except OSError as error:
-        # Lustre alone has attributes whose names begin like this one.
-        return error.errno == errno.ENODATA
-    return True
-
-
 def _open_file(name: bytes, dir_fd: int) -> int:
     try:
         return os.open(name, _OPEN_FLAGS, dir_fd=dir_fd)
@@ -410,25 +330,6 @@ def _proc_path(dir_fd: int, name: bytes) -> bytes:
         return b"/proc/self/fd/%d" % dir_fd
     check_name(name)
     return b"/proc/self/fd/%d/%s" % (dir_fd, name)
-
-
-def _advise(fd: int, offset: int, size: int, advice: int) -> None:
-    """posix_fadvise(2), which is advice: no read fails because it was not taken."""
-    with suppress(OSError):
-        os.posix_fadvise(fd, offset, size, advice)
-
-
-def _read_on(fd: int, offset: int, size: int, data: bytes) -> tuple[bytes, os.stat_result]:
-    """Go on after a short read that was not the end of the file."""
-    parts = [data]
-    have = len(data)
-    while have < size:
-        data = os.pread(fd, size - have, offset + have)
-        if not data:
-            break
-        parts.append(data)
-        have += len(data)
-    return b"".join(parts), os.fstat(fd)
 
 
 def _type_of(entry: os.DirEntry[str]) -> FileType | None:

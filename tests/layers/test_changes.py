@@ -73,7 +73,7 @@ async def test_a_directory_that_was_swapped(files: Area) -> None:
         new_b = await entry(mirror, new.node.ino, b"b")
         assert new_b.node.stat.size == 14
         assert new_b.node.ino != old_b.node.ino
-        mirror.source.forget(b"")
+        mirror.posix.forget(b"")
         with pytest.raises(OSError, match="replaced") as raised:
             await mirror.tree.names.lookup(old.node.ino, b"b")
         assert raised.value.errno == errno.ESTALE
@@ -94,7 +94,7 @@ async def test_below_a_directory_that_was_swapped_immutable_asks_anew(files: Are
         e = await mirror.node("d/e")
         (files.source / "d").rename(files.source / "away")
         files.write("d/e/f", b"of the new one")
-        mirror.source.forget(b"")
+        mirror.posix.forget(b"")
         with pytest.raises(OSError, match="replaced") as raised:
             await mirror.tree.names.lookup(e.ino, b"f")
         assert raised.value.errno == errno.ESTALE

@@ -211,7 +211,7 @@ async def test_fstat_below_a_directory_that_was_moved(
     async with area.mount(mode=mode, ttl=60) as mirror:
         handle = await mirror.open("d/f")
         (area.source / "d").rename(area.source / "away")
-        mirror.source.forget(b"")
+        mirror.posix.forget(b"")
         hours.pass_by(61)
         assert (await mirror.files.attributes(handle.ino)).node.stat.size == len(OLD)
         assert await show(mirror, handle) == OLD

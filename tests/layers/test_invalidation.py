@@ -53,7 +53,7 @@ async def test_a_directory_that_lies_elsewhere(area: Area) -> None:
         ino = await ino_of(mirror, "above/below/a")
         os.rename(area.source / "above", area.source / "away")
         area.write("above/below/a", content(30, 2))
-        mirror.source.forget(b"")
+        mirror.posix.forget(b"")
         with pytest.raises(OSError, match="another version") as failed:
             await read(mirror, ino)
         assert failed.value.errno == errno.ESTALE

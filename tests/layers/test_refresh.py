@@ -166,7 +166,7 @@ async def test_a_directory_that_was_moved_is_the_same(files: Area) -> None:
     async with files.mount(mode=IMMUTABLE) as mirror:
         await know_all(mirror)
         d = await mirror.ino("d")
-        mirror.source.forget(b"")
+        mirror.posix.forget(b"")
         (files.source / "d").rename(files.source / "z")
         assert counts(await refresh(mirror)) == (1, 1, 1, 0)
         assert await mirror.ino("z") == d

@@ -335,7 +335,7 @@ async def test_a_place_that_is_not_known_any_more(files: Area) -> None:
         node = await mirror.node("d/file")
         (files.source / "d").rename(files.source / "e")
         (files.source / "d").mkdir()
-        mirror.source.forget(b"d")  # else its descriptor goes on meaning what it was opened for
+        mirror.posix.forget(b"d")  # else its descriptor goes on meaning what it was opened for
         with pytest.raises(OSError, match="another version") as raised:
             await mirror.open_ino(node.ino)
         assert raised.value.errno == errno.ESTALE

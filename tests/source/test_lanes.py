@@ -62,8 +62,6 @@ def test_each_function_has_its_asynchronous_twin(root: Path, hanging: HangingPos
         async with source.list(here, DEMAND, batch=3) as batches:
             sizes = [len(entries) async for entries in batches]
         assert sizes == [3, 1]
-        source.forget(b"d")
-        source.shutdown()
 
     run_in_nursery(body)
 

@@ -1,0 +1,169 @@
+"""Calls into the source: each in a thread of its lane, counted and timed."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import trio
+
+from monarchfs.metrics import DURATION_BOUNDS_NS, NS
+from monarchfs.source.lanes import Call, LaneThreads, SourceCounters, lend
+from monarchfs.source.posix import PosixSource
+from monarchfs.source.releases import Releases
+from monarchfs.system.threads import RunSync, run_sync
+from monarchfs.types import Lane
+
+T = TypeVar("T")
+
+# Errors that answer the question asked. Others (EIO, ESTALE, ETIMEDOUT, ...) mean trouble.
+_ANSWERS = frozenset(
+    {
+        errno.EACCES,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENODATA,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.ENXIO,
+        errno.EOPNOTSUPP,
+        errno.EPERM,
+        errno.ERANGE,
+    }
+)
+
+
+class SourceCalls:
+    """The lanes of one trio run, and what was asked of the source.
+
+    A cancelled caller leaves at once; its call goes on in its thread, keeps its slot, and what it
+    opens is closed. ``DEMAND`` and ``BACKGROUND`` calls never wait for each other's slots.
+    ``watch`` must run for stuck calls to lend theirs: at most ``max_stuck`` slots in all, demand
+    first.
+
+    Constant: all but ``counters``. ``demand`` and ``background`` are the lanes, to be looked at.
+    """
+
+    def __init__(
+        self,
+        posix: PosixSource,
+        *,
+        demand_threads: int = 64,
+        background_threads: int = 8,
+        stuck_seconds: float = 1.0,
+        max_stuck: int = 512,
+        deadline: float = 5.0,
+        behind: RunSync = run_sync,
+        reads_elsewhere: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``deadline`` (seconds) is that of ``responding``; ``behind`` runs BACKGROUND calls;
+        ``reads_elsewhere`` says whether a reader waits for a read that does not go through here
+        (``count_elsewhere``). To be called inside the trio run."""
+        self.counters = SourceCounters()
+        self.root = posix.root
+        self.device = posix.device
+        self._posix = posix
+        self.releases = Releases(stuck_seconds=stuck_seconds)
+        self.demand = LaneThreads(Lane.DEMAND, demand_threads, self.releases)
+        self.background = LaneThreads(Lane.BACKGROUND, background_threads, self.releases)
+        self._stuck_seconds = stuck_seconds
+        self._max_stuck = max_stuck
+        self._deadline = deadline
+        self._behind = behind
+        self._reads_elsewhere = reads_elsewhere
+        self._token = trio.lowlevel.current_trio_token()
+
+    async def watch(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Lend the slots of stuck calls and take them back, and start threads for releases that
+        wait, until cancelled."""
+        task_status.started()
+        while True:
+            self.counters.stuck = lend(
+                (self.demand, self.background), self._stuck_seconds, self._max_stuck
+            )
+            self.releases.go_on()
+            await trio.sleep(self._stuck_seconds / 4)
+
+    @property
+    def responding(self) -> bool:
+        """False while the source seems to hang, so that not every request waits for it anew.
+
+        True unless a DEMAND call has been out for longer than the deadline and none came back
+        within that time. Only further calls show that the source responds again: go on asking,
+        without waiting for the answer.
+        """
+        return not self.demand.hangs(self._deadline)
+
+    @property
+    def demand_waiting(self) -> bool:
+        """Whether a DEMAND call that does not hang is in the source now."""
+        return self._reads_elsewhere() or self.demand.moving(self._stuck_seconds)
+
+    def count_elsewhere(self, lane: Lane, size: int, duration_ns: int, counts: list[int]) -> None:
+        """Reads that did not go through here: their bytes, the time that they took together, and
+        how many took at most as long as each of DURATION_BOUNDS_NS."""
+        operations = sum(counts)
+        kind = self.counters.of(lane, "read")
+        self.counters.operations += operations
+        self.counters.seconds += duration_ns / NS
+        self.count_bytes(lane, size)
+        kind.operations += operations
+        kind.durations.total_ns += duration_ns
+        # There are fewer bounds here: the shortest are missing.
+        missing = len(DURATION_BOUNDS_NS) - len(kind.durations.bounds_ns)
+        for bucket, count in enumerate(counts):
+            kind.durations.counts[max(0, bucket - missing)] += count
+
+    async def _call(
+        self,
+        lane: Lane,
+        fn: Callable[..., T],
+        args: tuple[Any, ...],
+        dispose: Callable[[T], object] | None = None,
+        skipped: Callable[[], object] | None = None,
+    ) -> T:
+        demand = lane is Lane.DEMAND
+        threads, in_thread = (self.demand, run_sync) if demand else (self.background, self._behind)
+        counters = self.counters
+        counters.operations += 1
+        kind = counters.of(lane, fn.__name__)
+        kind.operations += 1
+        call = Call(threads, fn, args, dispose, skipped)
+        try:
+            result = await in_thread(call, abandon_on_cancel=True, limiter=threads.limiter)
+        except trio.Cancelled:
+            call.abandon()
+            raise
+        except OSError as error:
+            if error.errno not in _ANSWERS:
+                counters.errors += 1
+                counters.errors_by.count(error.errno)
+            raise
+        finally:
+            if call.seconds:
+                counters.seconds += call.seconds
+                kind.durations.observe(int(call.seconds * NS))
+        return cast(T, result)
+
+    def count_others(self, lane: Lane, function: str, count: int) -> None:
+        """A call that was counted as one operation was made for ``count`` names."""
+        self.counters.operations += max(0, count - 1)
+        self.counters.of(lane, function).operations += max(0, count - 1)
+
+    def count_bytes(self, lane: Lane, size: int) -> None:
+        self.counters.read_bytes += size
+        if lane is Lane.DEMAND:
+            self.counters.demand_read_bytes += size
+        else:
+            self.counters.prefetch_read_bytes += size
+
+    def count_late_bytes(self, lane: Lane, size: int) -> None:
+        """``count_bytes`` for threads: of a read that nobody waited for to the end. The source
+        served it all the same."""
+        try:
+            self._token.run_sync_soon(self.count_bytes, lane, size)
+        except trio.RunFinishedError:
+            return  # and with it whoever could have asked
