@@ -118,7 +118,7 @@ class Records:
         self.readers = readers
         self.reasons = ReasonLog()
         self._noticed: Callable[[int], None] = self._mark_outdated
-        self.room_appeared: Callable[[], None] = _nobody_waits
+        self.room_appeared: Callable[[], object] = _nobody_waits
         """Called when files that found no tier may find one now."""
         self._forget_pages = forget_pages
         self._holder: ReplicaHolder = NoHolder()

@@ -193,7 +193,7 @@ class Files:
         if replica is not None:
             return self._handle(node, replica, None)
         with self._tree.recorder.estale_if_replaced(node.parent):
-            nonresident = await self._copies.open_as_is(node)
+            nonresident = await self._copies.files.open_as_is(node)
         # The kernel has the size of the version that was found by the name.
         await self._kernel.forget_attributes(ino)
         return self._handle(node, None, nonresident, direct=True)
@@ -206,8 +206,8 @@ class Files:
             # The process that found this out may have died before it told the kernel.
             self.invalidation.notify(ino)
         handle = self._unopened(ino)
-        if not handle.local and self._copies.keeps:
-            self._copies.opened(ino)
+        if not handle.local and self._copies.jobs.keeps:
+            self._copies.jobs.opened(ino)
         return handle
 
     def first_read(self, ino: int) -> FileHandle:
@@ -283,25 +283,25 @@ class Files:
             or self.racy_opens.possible(node)
             or not freshness.past_racy_window(ctime_ns, min(node.fetched_ns, now_ns))
             or freshness.may_be_written(ctime_ns, now_ns)
-            or self._copies.nonresident(node.ino) is not None
+            or self._copies.files.get(node.ino) is not None
         ):
             return False
         return self.cache.claim(node) is None
 
     def read_ahead(self, ino: int, first: int, last: int) -> None:
         """They read the chunks [first, last) of a file that is not resident."""
-        if (nonresident := self._copies.nonresident(ino)) is not None:
+        if (nonresident := self._copies.files.get(ino)) is not None:
             nonresident.on_readahead(first, last)
 
     # -- files that are not resident
 
     async def open_to_copy(self, ino: int) -> PartialFile:
         """``open_nonresident``, and begin to copy it, if this mount does that."""
-        keeps = self._copies.keeps
+        keeps = self._copies.jobs.keeps
         nonresident = await self.open_nonresident(ino)
         if keeps and not nonresident.arriving:
             nonresident.start_filling()
-            self._copies.opened(ino)
+            self._copies.jobs.opened(ino)
         nonresident.allow_direct_reads()
         return nonresident
 
@@ -313,7 +313,7 @@ class Files:
                 await self.invalidation.forget_all_names()
             raise OSError(errno.ESTALE, "unknown inode")
         try:
-            return await self._copies.open(node)
+            return await self._copies.files.open(node)
         except SourceChanged as exc:
             self.invalidation.noticed(ino)
             if isinstance(exc, DirectoryChanged):
@@ -351,7 +351,7 @@ class Files:
             if again:
                 return await self._tree.attributes.of_successor(node)
             raise OSError(errno.ESTALE, "the source has another version")
-        nonresident = self._copies.nonresident(ino)
+        nonresident = self._copies.files.get(ino)
         if nonresident is None or self.residency.state(ino) == "resident":
             return Entry(node, 0.0, 0.0)
         try:

@@ -56,7 +56,7 @@ class Invalidation:
 
     def outdated(self, ino: int) -> None:
         """The tree found that out."""
-        if (nonresident := self._copies.nonresident(ino)) is not None:
+        if (nonresident := self._copies.files.get(ino)) is not None:
             nonresident.outdated()
         self.notify(ino)
 

@@ -66,14 +66,14 @@ class Reasons:
             return None if self._unreadable(node) is None else Cause.NO_TIER.value
         if state == "copying":
             return "being copied"
-        if self._copies.queued(node.ino):
+        if node.ino in self._copies.jobs.queue:
             return "queued"
         reason = self._reason(node)
         if reason is not None:
             return reason.cause.value
         if state == "partial":
             return "copied in part"
-        return "not opened yet" if self._copies.keeps else "nothing is copied"
+        return "not opened yet" if self._copies.jobs.keeps else "nothing is copied"
 
     def sentence(self, node: Node, *, exact: bool = False) -> str | None:
         """Why the file is not resident; None where it is."""
@@ -82,11 +82,11 @@ class Reasons:
             why = self._unreadable(node)
             return None if why is None else f"it is read from the source: {why}"
         if state == "copying":
-            nonresident = self._copies.nonresident(ino)
+            nonresident = self._copies.files.get(ino)
             done = 0 if nonresident is None else nonresident.local_bytes
             return f"it is being copied: {_share(done, node.stat.size)}"
-        if self._copies.queued(ino):
-            before = self._copies.queue_position(ino) if exact else None
+        if ino in self._copies.jobs.queue:
+            before = self._copies.jobs.queue.position(ino) if exact else None
             waits = "it waits to be copied" + ("" if before is None else f": {_before(before)}")
             reason = self._cache.reasons.get(ino)
             return waits if reason is None else f"{waits}; before, {self._said(node, reason)}"
@@ -95,12 +95,12 @@ class Reasons:
             return self._said(node, reason)
         if state == "partial":
             return "it is copied in part; the rest follows when it is opened" + self._if_kept()
-        if self._copies.keeps:
+        if self._copies.jobs.keeps:
             return "not opened yet"
         return "nothing is copied (--prefetch none), but by monarchfs warm"
 
     def _if_kept(self) -> str:
-        return "" if self._copies.keeps else " by a mount that copies (not --prefetch none)"
+        return "" if self._copies.jobs.keeps else " by a mount that copies (not --prefetch none)"
 
     def _reason(self, node: Node) -> Reason | None:
         reasons = self._cache.reasons
@@ -109,7 +109,7 @@ class Reasons:
     def _said(self, node: Node, reason: Reason) -> str:
         seconds = (time.time_ns() - reason.at_ns) / NS
         ago = f"{format_seconds(round(seconds))} ago" if seconds >= 1 else "just now"
-        again = self._copies.again_in(node.ino)
+        again = self._copies.jobs.retries.due_in(node.ino)
         then = "" if again is None else f"; it is tried again in {format_seconds(round(again))}"
         match reason.cause:
             case Cause.NO_ROOM if reason.missing_bytes:
@@ -149,7 +149,7 @@ class Reasons:
         return None if why is None else f"{self._cache.tiers[record.tier].path}: {why}"
 
     def _local_bytes(self, node: Node, record: Replica | None) -> int:
-        nonresident = self._copies.nonresident(node.ino)
+        nonresident = self._copies.files.get(node.ino)
         if record is not None and record.state is ReplicaState.RESIDENT:
             return node.stat.size
         if nonresident is not None and nonresident.local_bytes:

@@ -19,9 +19,9 @@ class Residency:
         record = self._cache.state(ino)
         if record is not None and record.state is ReplicaState.RESIDENT:
             return "resident"
-        if self._copies.copying(ino):
+        if self._copies.jobs.copying(ino):
             return "copying"
-        nonresident = self._copies.nonresident(ino)
+        nonresident = self._copies.files.get(ino)
         local = record is not None or (nonresident is not None and nonresident.partial)
         return "partial" if local else "remote"
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import trio
 
 from monarchfs.cache.cache import Cache
-from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.fetch import WHOLE_BYTES
+from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import WANTED, MirrorTree
 from monarchfs.types import Dirent, IndexWriteError, Lane, Node
@@ -165,7 +165,7 @@ class Ahead:
     through directories for that."""
 
     def __init__(
-        self, tree: MirrorTree, cache: Cache, copier: Copier, seen: Callable[[int], bool]
+        self, tree: MirrorTree, cache: Cache, jobs: CopyJobs, seen: Callable[[int], bool]
     ) -> None:
         """``seen``: whether a local file was opened or read, also by who does not call
         ``opened``."""
@@ -174,7 +174,7 @@ class Ahead:
         self._walks = Walks()
         self._tree = tree
         self._cache = cache
-        self._copier = copier
+        self._jobs = jobs
         self._seen = seen
         self._news = trio.Event()
 
@@ -261,9 +261,9 @@ class Ahead:
         found = self._walks.take(BATCH, self.allowance.room)
         held = self._cache.index.replicas_of([ino for ino, _ in found])
         for ino, size in found:
-            if ino not in held and not self._copier.pending(ino):
+            if ino not in held and not self._jobs.pending(ino):
                 self.allowance.take(ino, size)
-                self._copier.want(ino, Priority.SCANNED)
+                self._jobs.want(ino, Priority.SCANNED)
         return self.allowance.room > 0
 
     def _spare(self) -> bool:

@@ -77,7 +77,7 @@ class Arrivals:
         self._misses = misses
         self._source = source
         self._cache = cache
-        self._copier = copier
+        self._jobs, self._copy_alone = copier.jobs, copier.copy_alone
         self._metrics = metrics
         self._nursery = nursery
         self._opened = opened
@@ -127,7 +127,7 @@ class Arrivals:
         for ino in self._misses.fetch(nodes, self._batches):
             wanted = self._no_more(ino)
             assert wanted is not None
-            self._copier.copy_alone(wanted.place, wanted.priority)
+            self._copy_alone(wanted.place, wanted.priority)
             self._less(wanted.batch)
 
     def leave(self, ino: int) -> None:
@@ -162,7 +162,7 @@ class Arrivals:
                 self._opened(node, served.opens)
             if wanted is not None:
                 self._take(wanted, served)
-            elif node is not None and self._copier.keeps:
+            elif node is not None and self._jobs.keeps:
                 self._keep(node, served)
         if self._waiting and self._storing < SIDE_BY_SIDE and self._due() and not self._over:
             self._storing += 1
@@ -197,8 +197,8 @@ class Arrivals:
         ino = node.ino
         if served.data is None:
             if served.opens:
-                self._copier.opened(ino)  # to be read again for that
-        elif not node.outdated and self._copier.arriving(ino):
+                self._jobs.opened(ino)  # to be read again for that
+        elif not node.outdated and self._jobs.arrives(ino):
             self._wait((node, served.data, None))
 
     def _take(self, wanted: WantedFile, served: Served) -> None:
@@ -208,7 +208,7 @@ class Arrivals:
         if served.data is not None:
             batch.took_ns += served.took_ns
             batch.sizes.append(place.size)
-            self._copier.fetched(ino)
+            self._jobs.retries.forget_failures(ino)
             self._wait((node, served.data, wanted))
             return
         self._cache.cancel(place)
@@ -220,16 +220,16 @@ class Arrivals:
             self._cache.reasons.put_changed(node, "it changed in the source while it was copied")
         elif served.error == ARCHIVED:
             archived = Archived(errno.ENODATA, "its bytes are in the archive (HSM)")
-            self._copier.failed(ino, wanted.priority, archived)
+            self._jobs.failed(ino, wanted.priority, archived)
         elif served.error > 0:
             exc = OSError(served.error, os.strerror(served.error))
-            self._copier.failed(ino, wanted.priority, exc)
+            self._jobs.failed(ino, wanted.priority, exc)
         else:
-            self._copier.want(ino, wanted.priority)
+            self._jobs.want(ino, wanted.priority)
         self._end([(ino, wanted)])
 
     def _end(self, ended: Sequence[tuple[int, WantedFile | None]]) -> None:
-        self._copier.arrived([ino for ino, _wanted in ended])
+        self._jobs.arrived([ino for ino, _wanted in ended])
         for _ino, wanted in ended:
             if wanted is not None:
                 self._less(wanted.batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.scan import Scan
 
 _NS = 1_000_000_000
@@ -17,13 +17,13 @@ class CopyIdle:
 
     KEPT = ("since",)
 
-    def __init__(self, copier: Copier, scan: Scan, mount_ns: int) -> None:
-        self._copier = copier
+    def __init__(self, jobs: CopyJobs, scan: Scan, mount_ns: int) -> None:
+        self._jobs = jobs
         self._scan = scan
         self._mount_ns = mount_ns
         self.since: float | None = None
         self._copied = False
-        copier.observers.append(self._copy_ended)
+        jobs.observers.append(self._copy_ended)
         scan.on_end = self._look
 
     @property
@@ -34,7 +34,7 @@ class CopyIdle:
 
     @property
     def _busy(self) -> bool:
-        return bool(self._copier.active or len(self._copier.queue) or self._scan.running)
+        return bool(self._jobs.active or len(self._jobs.queue) or self._scan.running)
 
     def _copy_ended(self, _inos: Sequence[int]) -> None:
         self._copied = True

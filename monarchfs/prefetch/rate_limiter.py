@@ -82,3 +82,22 @@ class RateLimiter:
 
     def _owed(self, now: float) -> float:
         return max(0.0, self._debt - (now - self._debt_at) * self._rate)
+
+
+class AdaptiveSize:
+    """How much is asked for at once, so that it takes about so long. Changing: ``value``."""
+
+    def __init__(self, value: int, least: int, most: int, short: float, long: float) -> None:
+        """What takes less than ``short`` seconds is too little, more than ``long`` too much."""
+        self.value = value
+        self._least = least
+        self._most = most
+        self._short = short
+        self._long = long
+
+    def took(self, seconds: float) -> None:
+        """So long, just now."""
+        if seconds < self._short:
+            self.value = min(2 * self.value, self._most)
+        elif seconds > self._long:
+            self.value = max(self.value // 2, self._least)

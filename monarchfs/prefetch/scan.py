@@ -13,7 +13,7 @@ from typing import Protocol
 
 import trio
 
-from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
 from monarchfs.types import ROOT_INO, Dirent, FileType, IndexWriteError, Lane, Node
 
@@ -90,7 +90,7 @@ class Scan:
     def __init__(
         self,
         tree: MirrorTree,
-        copier: Copier,
+        jobs: CopyJobs,
         *,
         jitter_seconds: float = 0.0,
         random: Random | None = None,
@@ -100,7 +100,7 @@ class Scan:
         self._jitter_seconds = jitter_seconds
         self._random = random or Random()
         self._tree = tree
-        self._copier = copier
+        self._jobs = jobs
         self.running = False
         self.on_end: Callable[[], None] = lambda: None
         """Called when a walk has ended."""
@@ -131,7 +131,7 @@ class Scan:
         self.running = True
         before = self.failed
         for path in paths:
-            await self._copier.queue_below(QUEUE_LIMIT)
+            await self._jobs.queue_below(QUEUE_LIMIT)
             try:
                 node = await self._walk(path)
             except (OSError, IndexWriteError) as exc:
@@ -140,7 +140,7 @@ class Scan:
             if node is None or node.stat is None or not node.stat.is_regular:
                 self._skip_listed(path, OSError(errno.ENOENT, "no such file"), before)
                 continue
-            self._copier.want(node.ino, Priority.LISTED)
+            self._jobs.want(node.ino, Priority.LISTED)
         if self.failed > before:
             log.warning("%d paths of the list were not prefetched", self.failed - before)
         self.running = False
@@ -162,7 +162,7 @@ class Scan:
         cookie = 0
         while batch := self._tree.directories.entries(ino, cookie, BATCH):
             cookie = batch[-1][0].cookie
-            await self._copier.queue_below(QUEUE_LIMIT)
+            await self._jobs.queue_below(QUEUE_LIMIT)
             names = [dirent.name for dirent, *_rest in batch if dirent.type in WANTED]
             names = [name for name in names if name not in (b".", b"..")]
             try:
@@ -178,7 +178,7 @@ class Scan:
                 if node.stat.is_directory:
                     directories.append(node.ino)
                 elif node.stat.is_regular:
-                    self._copier.want(node.ino, Priority.SCANNED)
+                    self._jobs.want(node.ino, Priority.SCANNED)
         return directories
 
     def _skip_listed(self, path: bytes, exc: Exception, before: int) -> None:

@@ -20,7 +20,7 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
-from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import MirrorTree
 from monarchfs.types import (
@@ -117,7 +117,7 @@ class Warm:
         tree: MirrorTree,
         xattrs: AttributeLists,
         cache: Cache,
-        copier: Copier,
+        jobs: CopyJobs,
         what: What,
     ) -> None:
         self.what = what
@@ -127,7 +127,7 @@ class Warm:
         self.outstanding: dict[int, tuple[int, int]] = {}
         self._tree = tree
         self._cache = cache
-        self._copier = copier
+        self._jobs = jobs
         self._directories: list[int] = []
         self._active = 0
         self._changing = 0
@@ -140,11 +140,11 @@ class Warm:
     @property
     def moving_bytes(self) -> int:
         """How much is local of those files that are being copied now."""
-        return self._copier.copied_bytes(self.outstanding) if self.outstanding else 0
+        return self._jobs.copied_bytes(self.outstanding) if self.outstanding else 0
 
     async def run(self, roots: Sequence[Node]) -> None:
         """Do it for these nodes, to the end. Raises nothing."""
-        self._copier.observers.append(self._ended)
+        self._jobs.observers.append(self._ended)
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -166,7 +166,7 @@ class Warm:
                     left = sum(max(0, room) for room in rooms)
                     self.counts.short_bytes = max(0, self._refused_need - left)
         finally:
-            self._copier.observers.remove(self._ended)
+            self._jobs.observers.remove(self._ended)
             self._nursery = None
             self.done.set()
 
@@ -263,12 +263,12 @@ class Warm:
     def _want(self, node: Node, versions: int, names: int) -> None:
         self.outstanding[node.ino] = versions, names
         fits = self.counts.bytes <= self._capacity_bytes
-        self._copier.want(node.ino, Priority.HINTED if fits else Priority.LISTED)
+        self._jobs.want(node.ino, Priority.HINTED if fits else Priority.LISTED)
         self._ended([node.ino])  # where nothing has to be done for it
 
     def _ended(self, inos: Sequence[int]) -> None:
         """The copier has done something for files; perhaps all it will."""
-        ended = [ino for ino in inos if ino in self.outstanding and not self._copier.pending(ino)]
+        ended = [ino for ino in inos if ino in self.outstanding and not self._jobs.pending(ino)]
         for ino in ended:
             self._end(ino, *self.outstanding.pop(ino))
         if ended:
@@ -286,7 +286,9 @@ class Warm:
             self._changed(node, versions, names)
         elif reason is not None and reason.cause in _REFUSED:
             local = 0 if record is None else record.present.count(1) * record.chunk_bytes
-            missing = max(0, node.stat.size - max(local, self._copier.local_bytes(ino)))
+            if (fill := self._jobs.files.get(ino)) is not None:
+                local = max(local, fill.local_bytes)
+            missing = max(0, node.stat.size - local)
             counts.refused += names
             counts.refused_bytes += missing
             self._refused_need += self._cache.room_for(missing)[0]
@@ -350,13 +352,13 @@ class Warming:
         tree: MirrorTree,
         xattrs: AttributeLists,
         cache: Cache,
-        copier: Copier,
+        jobs: CopyJobs,
         nursery: trio.Nursery,
     ) -> None:
         self._tree = tree
         self._xattrs = xattrs
         self._cache = cache
-        self._copier = copier
+        self._jobs = jobs
         self._nursery = nursery
         self._under_way: dict[Warm, list[int]] = {}
 
@@ -373,7 +375,7 @@ class Warming:
 
     def request(self, what: What) -> Warm:
         """One to be run by the caller."""
-        return Warm(self._tree, self._xattrs, self._cache, self._copier, what)
+        return Warm(self._tree, self._xattrs, self._cache, self._jobs, what)
 
     def start(self, what: What, roots: Sequence[Node]) -> Warm:
         """Begin, and go on whatever becomes of the caller. Raises OperationError where too many

@@ -41,7 +41,7 @@ FOLLOW_SECONDS = 0.25
 
 STILL_SECONDS = 120.0
 """Who waits for files to be copied is sent away when nothing was for so long: longer than a copy
-that failed waits before it is tried again (``prefetch.copier.RETRY_SECONDS``)."""
+that failed waits before it is tried again (``prefetch.retries.RETRY_SECONDS``)."""
 
 _WHAT = {"copy": What.COPY, "metadata": What.METADATA, "check": What.CHECK}
 

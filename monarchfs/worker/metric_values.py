@@ -117,11 +117,11 @@ def _tiers(worker: Observed) -> Values:
 
 
 def _copies(worker: Observed) -> Values:
-    metrics, copier = worker.metrics, worker.copier
+    metrics, jobs = worker.metrics, worker.copier.jobs
     refused = ((reason.replace(" ", "_"), n) for reason, n in metrics.copies_refused_by.items())
     return {
-        names.COPIES_QUEUED: [((), len(copier.queue))],
-        names.COPIES_ACTIVE: [((), copier.active)],
+        names.COPIES_QUEUED: [((), len(jobs.queue))],
+        names.COPIES_ACTIVE: [((), jobs.active)],
         names.COPIES_COMPLETED: [((), metrics.copies_completed)],
         names.COPIES_FAILED: _labelled(metrics.copy_errors.by_name.items()),
         names.COPIES_OUTDATED: [((), metrics.copies_outdated)],

@@ -155,7 +155,7 @@ class Parts:
         opens = OpenCounts(self.relay.used, self.relay.open_inodes, known=not self.relay.free_opens)
         self.ahead: Ahead | None = None
         if config.prefetch is PrefetchMode.AUTO and config.tiers:
-            self.ahead = Ahead(self.tree, self.cache, self.copier, self.relay.seen)
+            self.ahead = Ahead(self.tree, self.cache, self.copier.jobs, self.relay.seen)
         self.touch: Touch | None = None
         if config.touch_source_seconds:
             self.touch = Touch(
@@ -174,7 +174,7 @@ class Parts:
             *(self.tree, self.files.residency, self.reasons, self.source, nursery),
             on_plain=self.relay.plain,
         )
-        self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier, nursery)
+        self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier.jobs, nursery)
         self.commands = Commands(
             self.tree,
             self.cache,
@@ -184,9 +184,9 @@ class Parts:
             Why(self.tree, self.cache, self.reasons, finder, lambda: self.source.responding),
             partial(_metrics, self),
         )
-        self.scan = Scan(self.tree, self.copier, jitter_seconds=config.prefetch_jitter_seconds)
+        self.scan = Scan(self.tree, self.copier.jobs, jitter_seconds=config.prefetch_jitter_seconds)
         self.load = Load(self.tree, bootstrap.mount_ns)
-        self.copy_idle = CopyIdle(self.copier, self.scan, bootstrap.mount_ns)
+        self.copy_idle = CopyIdle(self.copier.jobs, self.scan, bootstrap.mount_ns)
         for tier in config.tiers:
             self.metrics.errors_of_tier(tier.path)
         self._kept = keep_counts(
@@ -218,7 +218,7 @@ class Parts:
                 layouts=posix.has_layouts,
                 nice=config.copy_nice,
             )
-            self.copier.small = self.arrivals
+            self.copier.jobs.small = self.arrivals
         self.relay.begin(
             self.files,
             lasting_ns=freshness.ttl_ns,

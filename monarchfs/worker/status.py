@@ -81,7 +81,7 @@ def status(worker: Observed) -> dict[str, Any]:
             "known": worker.index.count_nodes(),
             "resident": sum(tier.resident for tier in totals),
             "partial": sum(tier.partial for tier in totals),
-            "copying": worker.copier.filling,
+            "copying": worker.copier.jobs.filling,
         },
         "source_io": {
             "read_bytes": counters.read_bytes,
@@ -108,9 +108,9 @@ def status(worker: Observed) -> dict[str, Any]:
             "refused": metrics.backing_refused,
         },
         "prefetch": {
-            "queued": len(worker.copier.queue),
-            "active": worker.copier.active,
-            "left_bytes": sum(map(_left, worker.copier.background)),
+            "queued": len(worker.copier.jobs.queue),
+            "active": worker.copier.jobs.active,
+            "left_bytes": sum(map(_left, worker.copier.jobs.background)),
             "scanning": worker.scan.running,
             "idle_since_uptime_seconds": worker.copy_idle.since_uptime_seconds,
             "completed": metrics.copies_completed,

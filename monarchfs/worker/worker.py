@@ -139,7 +139,7 @@ class Worker(Parts):
             self.warming.resume()
         for ino in self._interrupted:
             # Behind what is opened: some of these were being removed when the other worker died.
-            self.copier.want(ino, Priority.SCANNED)
+            self.copier.jobs.want(ino, Priority.SCANNED)
         if config.index_file is not None:
             # Before the scan, which then finds what it looks for.
             trusted = config.allow_other  # the kernel goes by the modes in it then

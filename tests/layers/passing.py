@@ -168,7 +168,7 @@ class Passing:
         self.eio: list[str] = []
         self._unique = 0
         self.threads = Threads(self.random)
-        self.threads.wanted = mirror.copier.opened
+        self.threads.wanted = mirror.copier.jobs.opened
         self.threads.missing = self._missing
         mirror.cache.readers = mirror.cache._books._readers = self.threads
         self._backed = (0, 0)

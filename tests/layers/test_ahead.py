@@ -33,7 +33,7 @@ def files(area: Area, directory: str, count: int, size: int = SIZE) -> list[str]
 async def copying_ahead(
     mirror: Mirror, seen: Callable[[int], bool] = lambda _ino: False
 ) -> AsyncIterator[Ahead]:
-    found = Ahead(mirror.tree, mirror.cache, mirror.copier, seen)
+    found = Ahead(mirror.tree, mirror.cache, mirror.copier.jobs, seen)
     mirror.files._on_open = found.opened
     mirror.start_copying()
     async with trio.open_nursery() as nursery:
@@ -45,7 +45,7 @@ async def copying_ahead(
 async def read(mirror: Mirror, name: str) -> bytes:
     """What is being read is answered from that by the C part; here it is waited for."""
     ino = await mirror.ino(name)
-    await until(lambda: not mirror.copier.copying(ino), f"{name} to be stored")
+    await until(lambda: not mirror.copier.jobs.copying(ino), f"{name} to be stored")
     return await mirror.read_file(name)
 
 

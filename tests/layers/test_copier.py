@@ -83,7 +83,7 @@ async def test_a_scanned_file_that_is_opened_goes_before_one_that_is_listed(area
         gate = mirror.posix.faults.gate("read")
         await mirror.want("scanned")
         await gate.arrived()
-        mirror.copier.opened(await mirror.ino("scanned"))
+        mirror.copier.jobs.opened(await mirror.ino("scanned"))
         await mirror.want("listed", Priority.LISTED)
         gate.open()
         await mirror.settled()
@@ -267,7 +267,7 @@ async def test_what_goes_on_failing_is_given_up(area: Area, clock: trio.testing.
     """Counted once, though several reads of it fail at the same time."""
     (name,) = files(area, 1, 16 * MIB)
     async with area.mount(copy_workers=4) as mirror:
-        mirror.copier.unit_bytes = 1 * MIB
+        mirror.copier.unit_bytes.value = 1 * MIB
         gate = mirror.posix.faults.gate("read")
         mirror.posix.faults.fail("read", errno.EIO)
         await mirror.want(name)
@@ -308,7 +308,7 @@ async def test_the_scan_wants_every_regular_file_and_nothing_else(area: Area) ->
     (area.source / "broken").symlink_to("nowhere")
     os.mkfifo(area.source / "fifo")
     async with area.mount() as mirror:
-        scan = Scan(mirror.tree, mirror.copier)
+        scan = Scan(mirror.tree, mirror.copier.jobs)
         await scan.everything()
         await mirror.settled()
         assert scan.failed == 0
@@ -323,7 +323,7 @@ async def test_a_directory_that_cannot_be_scanned_stops_nothing(area: Area) -> N
         area.write(name, content(1000))
     async with area.mount() as mirror:
         mirror.posix.faults.fail("found_each", errno.EIO, after=1, times=1)
-        scan = Scan(mirror.tree, mirror.copier)
+        scan = Scan(mirror.tree, mirror.copier.jobs)
         await scan.everything()
         await mirror.settled()
         assert scan.failed == 1
@@ -336,7 +336,7 @@ async def test_an_index_that_cannot_be_written_stops_no_scan(
 ) -> None:
     area.write("d/a", content(1000))
     async with area.mount() as mirror:
-        scan = Scan(mirror.tree, mirror.copier)
+        scan = Scan(mirror.tree, mirror.copier.jobs)
 
         def full(*_: object) -> None:
             raise IndexWriteError("the disk is full")
@@ -355,7 +355,7 @@ async def test_a_list_is_wanted_in_its_order_as_far_as_it_exists(area: Area) -> 
     (area.source / "d").mkdir()
     paths = [b"f3", b"nothing", b"f1", b"d", b"d/x", b"./f4", b"f3"]
     async with area.mount(copies=False, copy_workers=1) as mirror:
-        scan = Scan(mirror.tree, mirror.copier)
+        scan = Scan(mirror.tree, mirror.copier.jobs)
         await scan.listed(paths)
         assert scan.failed == 3
         mirror.start_copying()
@@ -373,11 +373,11 @@ async def test_the_scan_waits_while_the_queue_is_long(
     async with area.mount(copy_workers=1) as mirror:
         gate = mirror.posix.faults.gate("read")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(Scan(mirror.tree, mirror.copier).everything)
+            nursery.start_soon(Scan(mirror.tree, mirror.copier.jobs).everything)
             await gate.arrived()
-            await until(lambda: len(mirror.copier.queue) >= 4, "the queue")
+            await until(lambda: len(mirror.copier.jobs.queue) >= 4, "the queue")
             await trio.testing.wait_all_tasks_blocked()
-            assert len(mirror.copier.queue) < 4 + 3
+            assert len(mirror.copier.jobs.queue) < 4 + 3
             gate.open()
         await mirror.settled()
         assert mirror.metrics.copies_completed == 20
@@ -428,13 +428,13 @@ async def test_each_node_scans_in_an_order_of_its_own(
     orders: list[list[bytes]] = []
     for seed in (1, 2):
         async with area.mount(copy_workers=1, copies=False) as mirror:
-            scan = Scan(mirror.tree, mirror.copier, jitter_seconds=30, random=Random(seed))
+            scan = Scan(mirror.tree, mirror.copier.jobs, jitter_seconds=30, random=Random(seed))
             begun = trio.current_time()
             clock.autojump_threshold = 0.05
             await scan.everything()
             clock.autojump_threshold = math.inf
             assert 0 < trio.current_time() - begun < 30
-            jobs = iter(mirror.copier.queue.pop, None)
+            jobs = iter(mirror.copier.jobs.queue.pop, None)
             nodes = [mirror.index.node(ino) for ino, _priority in jobs]
             orders.append([node.name for node in nodes if node is not None])
     assert sorted(orders[0]) == sorted(orders[1])

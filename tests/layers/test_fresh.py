@@ -181,7 +181,7 @@ async def test_a_read_under_way_is_answered_from_one_version(area: Area) -> None
             await gate.arrived()
             in_place(area.source / "f")
             mirror.files.invalidation.noticed(handle.ino)
-            nonresident = mirror.copier.nonresident(handle.ino)
+            nonresident = mirror.copier.files.get(handle.ino)
             assert nonresident is not None
             nonresident.outdated()
             gate.open()

@@ -27,7 +27,7 @@ def files(area: Area, count: int, size: int = 10_000) -> list[str]:
 
 async def begin(mirror: Mirror, names: list[str], together: int = 64) -> None:
     """Have them copied, so many at a time."""
-    mirror.copier.together = together
+    mirror.copier.together.value = together
     for name in names:
         await mirror.want(name)
     mirror.start_copying()
@@ -84,7 +84,7 @@ async def test_many_files_are_few_calls_and_few_transactions(
             "misses_events",
             lambda: [] if mirror.whole.busy else tell(),
         )
-        mirror.copier.together = 50
+        mirror.copier.together.value = 50
         mirror.start_copying()
         await mirror.idle()
         assert mirror.posix.faults.calls["fetch"] == 2
@@ -146,10 +146,10 @@ async def test_what_others_have_read_is_kept_from_any_buffer(area: Area) -> None
 async def test_the_end_of_the_last_one_is_noticed(area: Area) -> None:
     names = files(area, 6)
     async with area.mount(copies=False) as mirror:
-        copy_idle = CopyIdle(mirror.copier, Scan(mirror.tree, mirror.copier), 0)
+        copy_idle = CopyIdle(mirror.copier.jobs, Scan(mirror.tree, mirror.copier.jobs), 0)
         await begin(mirror, names)
         await mirror.idle()
-        assert mirror.copier.active == 0
+        assert mirror.copier.jobs.active == 0
         assert copy_idle.since_uptime_seconds is not None
 
 
@@ -160,12 +160,12 @@ async def test_how_many_it_are_follows_the_time_that_it_takes(
     async with area.mount(copy_workers=1, copies=False) as mirror:
         await begin(mirror, names[:40], together=1)
         await mirror.idle()
-        assert mirror.copier.together > 4
-        grown = mirror.copier.together
+        assert mirror.copier.together.value > 4
+        grown = mirror.copier.together.value
         mirror.posix.faults.before("read", lambda: clock.jump(2 * copier.LONG_SECONDS))
         for name in names[40:]:
             await mirror.want(name)
-        await until(lambda: mirror.copier.together < grown, "a smaller number")
+        await until(lambda: mirror.copier.together.value < grown, "a smaller number")
         while mirror.metrics.copies_completed < 60:
             clock.jump(1.0)  # the source is slow now, and is spared for a while
             await trio.testing.wait_all_tasks_blocked(0.001)
@@ -194,7 +194,7 @@ async def test_a_reader_takes_out_what_has_not_had_its_turn(area: Area) -> None:
         await gate.arrived(1)
         with trio.fail_after(5):
             assert await mirror.read_file(names[5]) == content(10_000, 5)
-        assert mirror.copier.active == 7
+        assert mirror.copier.jobs.active == 7
         gate.open()
         await check(mirror, names)
         assert mirror.source.counters.read_bytes == 80_000
@@ -207,7 +207,7 @@ async def test_what_was_read_before_one_that_hangs_is_stored(area: Area) -> None
         await begin(mirror, names)
         await gate.arrived(1)
         await until(lambda: mirror.metrics.copies_completed == 2, "those before it")
-        assert mirror.copier.active == 2
+        assert mirror.copier.jobs.active == 2
         for number in range(2):
             assert await mirror.read_file(names[number]) == content(10_000, number)
         assert mirror.source.counters.demand_read_bytes == 0
@@ -230,7 +230,7 @@ async def test_one_that_hangs_gives_the_others_back(
             await trio.testing.wait_all_tasks_blocked()
         await until(lambda: mirror.metrics.copies_completed == 11, "the others")
         await trio.testing.wait_all_tasks_blocked()
-        assert mirror.copier.active == 1
+        assert mirror.copier.jobs.active == 1
         gate.open()
         await check(mirror, names)
         assert mirror.source.counters.read_bytes == 120_000
@@ -413,7 +413,7 @@ async def test_one_whose_place_is_not_known_any_more(
     async with area.mount(copies=False) as mirror:
         node = await mirror.node("d/f")
         real = mirror.index.dirref
-        mirror.copier.want(node.ino, Priority.SCANNED)
+        mirror.copier.jobs.want(node.ino, Priority.SCANNED)
         with monkeypatch.context() as patch:
             patch.setattr(
                 mirror.index, "dirref", lambda ino: None if ino == node.parent else real(ino)
@@ -422,4 +422,4 @@ async def test_one_whose_place_is_not_known_any_more(
             await until(lambda: mirror.metrics.copies_completed == 3, "the others")
             await mirror.idle()
         assert mirror.residency.state(node.ino) == "remote"
-        assert mirror.copier.again_in(node.ino) is not None
+        assert mirror.copier.jobs.retries.due_in(node.ino) is not None

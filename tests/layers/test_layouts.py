@@ -78,7 +78,7 @@ async def test_what_came_back_is_copied_as_any_other(area: Area) -> None:
 async def test_a_read_of_one_target_ends_where_its_stripe_does(area: Area) -> None:
     area.write("striped", content(16 * MIB))
     async with area.mount(copy_workers=1) as mirror:
-        mirror.copier.unit_bytes = 4 * MIB
+        mirror.copier.unit_bytes.value = 4 * MIB
         give_layouts(mirror, {"striped": plain([3, 1, 4], 2 * MIB)})
         await mirror.want("striped")
         await mirror.settled()
@@ -103,7 +103,7 @@ async def test_copies_are_spread_over_the_targets(
         fills = []
         for name in names:
             node = await mirror.node(name)
-            fill = await mirror.copier.open(node)
+            fill = await mirror.copier.files.open(node)
             fill.remote.layout = mirror.posix.layout(await fill.remote.open(Lane.BACKGROUND))
             fills.append(fill)
         gate = mirror.posix.faults.gate("read")

@@ -155,7 +155,7 @@ async def test_a_version_that_changed_under_the_copy(area: Area) -> None:
     async with area.mount(mode=OPEN, copy_workers=1) as mirror:
         gate = mirror.posix.faults.gate("read")
         old = await mirror.ino("large")
-        mirror.copier.want(old, Priority.SCANNED)
+        mirror.copier.jobs.want(old, Priority.SCANNED)
         await gate.arrived()
         gate.release()
         await gate.arrived()

@@ -35,7 +35,7 @@ def files(area: Area, count: int, size: int = SIZE) -> list[str]:
 
 async def copy(mirror: Mirror, names: list[str]) -> list[int]:
     """Have them copied together."""
-    mirror.copier.together = 64
+    mirror.copier.together.value = 64
     inos = [await mirror.ino(name) for name in names]
     for name in names:
         await mirror.want(name)

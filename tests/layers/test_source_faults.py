@@ -161,7 +161,7 @@ async def test_a_file_that_was_replaced_before_its_copy_began(files: Area, name:
     async with files.mount() as mirror:
         ino = await mirror.ino(name)
         replace(files.source / name)
-        mirror.copier.want(ino, Priority.SCANNED)
+        mirror.copier.jobs.want(ino, Priority.SCANNED)
         await mirror.settled()
         assert mirror.metrics.copies_outdated == 1
         assert mirror.bytes_read(name) == 0
@@ -216,7 +216,7 @@ async def test_an_error_of_the_source_that_passes_spoils_no_copy(files: Area) ->
             await mirror.read(handle, 2 * MIB + 300 * KIB, 1000)
         await mirror.idle()
         mirror.start_copying()
-        mirror.copier.opened(handle.ino)
+        mirror.copier.jobs.opened(handle.ino)
         await mirror.idle()
         assert mirror.residency.state(handle.ino) == "resident"
         assert mirror.bytes_read("large") == len(LARGE)
@@ -283,7 +283,7 @@ async def test_an_open_that_is_killed_leaves_nothing(files: Area) -> None:
         gate = mirror.posix.faults.gate("open")
         ino = await mirror.ino("large")
         await killed(mirror, lambda: mirror.open_ino(ino), gate.arrived)
-        assert mirror.copier.files == {}
+        assert mirror.copier.jobs.files == {}
         async with trio.open_nursery() as nursery:
             nursery.start_soon(mirror.read_file, "large")
             await gate.arrived(2)

@@ -94,7 +94,7 @@ async def test_a_part_that_cannot_be_removed_is_removed_by_the_next_mount(files:
         mirror.tier.faults.fail("remove_part", errno.EIO)
         assert await mirror.read_file("large", 100_000) == LARGE
         await mirror.idle()
-        assert mirror.copier.files == {}
+        assert mirror.copier.jobs.files == {}
         assert len(parts(mirror)) == 1
         assert mirror.placement.usage(mirror.tier.id)[0] > 0, "it counts while it lies there"
     async with files.mount() as mirror:
@@ -209,7 +209,7 @@ async def test_the_late_failure_of_an_old_replica_leaves_the_new_one_alone(files
         early.release()
         assert await mirror.read_file("large") == LARGE
         await until(lambda: mirror.residency.state(ino) == "resident", "the new copy")
-        await until(lambda: not mirror.copier.files, "the new copy to be closed")
+        await until(lambda: not mirror.copier.jobs.files, "the new copy to be closed")
         assert await mirror.read(late, 0, 10) == LARGE[:10]
         late.release()
         await mirror.settled()
@@ -262,9 +262,9 @@ async def test_a_copy_that_is_given_up_in_its_last_step(files: Area, name: str) 
         gate = mirror.tier.faults.gate("write_whole", "finish_part")
         handle = await mirror.open(name)
         await gate.arrived()
-        mirror.copier.files[handle.ino].give_up(Cause.FAILED, "for the test")
+        mirror.copier.jobs.files[handle.ino].give_up(Cause.FAILED, "for the test")
         await trio.testing.wait_all_tasks_blocked()
-        assert mirror.copier.files[handle.ino].reservation is not None
+        assert mirror.copier.jobs.files[handle.ino].reservation is not None
         gate.open()
         await mirror.idle()
         assert mirror.metrics.copies_completed == 0

@@ -20,7 +20,7 @@ from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
 
 
 def warming(mirror: Mirror) -> Warming:
-    return Warming(mirror.tree, mirror.xattrs, mirror.cache, mirror.copier, mirror.nursery)
+    return Warming(mirror.tree, mirror.xattrs, mirror.cache, mirror.copier.jobs, mirror.nursery)
 
 
 async def warmed(mirror: Mirror, *paths: str, what: What = What.COPY) -> WarmCounts:
@@ -35,7 +35,7 @@ async def warmed(mirror: Mirror, *paths: str, what: What = What.COPY) -> WarmCou
         await warm.done.wait()
     counts = warm.counts
     assert warm.outstanding == {}
-    assert mirror.copier.observers == []
+    assert mirror.copier.jobs.observers == []
     if what is What.COPY:
         assert counts.walked
         assert counts.files == counts.resident + counts.refused + counts.failed
@@ -80,10 +80,10 @@ async def test_a_request_outlives_its_process(area: Area) -> None:
         requests.resume()
         await mirror.idle()
         await until(lambda: len(list(mirror.index.replicas())) == files, "all to be copied")
-        await until(lambda: mirror.copier.observers == [], "the request to end")
+        await until(lambda: mirror.copier.jobs.observers == [], "the request to end")
         again = warming(mirror)
         again.resume()
-        assert mirror.copier.observers == [], "what has ended is not begun again"
+        assert mirror.copier.jobs.observers == [], "what has ended is not begun again"
         again.start(What.COPY, [await mirror.node("0")])
         again.forget()
 
@@ -134,7 +134,7 @@ async def test_what_is_opened_goes_first_and_what_is_scanned_last(area: Area) ->
     async with area.mount(copies=False, copy_workers=1) as mirror:
         await mirror.want("scanned")
         warm = warming(mirror).start(What.COPY, [await mirror.node("warm")])
-        await until(lambda: len(mirror.copier.queue) == 2, "the hint")
+        await until(lambda: len(mirror.copier.jobs.queue) == 2, "the hint")
         await mirror.want("opened", Priority.OPENED)
         mirror.start_copying()
         await mirror.idle()
@@ -262,9 +262,9 @@ async def test_memory_does_not_grow_with_the_files(
             nonlocal most
             most = max(most, len(warm.outstanding))
 
-        mirror.copier.observers.append(look)
+        mirror.copier.jobs.observers.append(look)
         await warm.done.wait()
-        mirror.copier.observers.remove(look)
+        mirror.copier.jobs.observers.remove(look)
         assert warm.counts.copied == files
         # Each of the walkers may have looked before the others put theirs in.
         assert 1 <= most <= 4 + warm_module.WALKERS * 2

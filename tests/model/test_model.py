@@ -506,7 +506,7 @@ class Model(RuleBasedStateMachine):
         path = self.pick(which, self.source.file_paths())
         node = None if path is None else self.at.do(retried, walk, self.mirror, path)
         if node is not None and node.stat.is_regular:
-            self.at.do_now(self.mirror.copier.want, node.ino, Priority.SCANNED)
+            self.at.do_now(self.mirror.copier.jobs.want, node.ino, Priority.SCANNED)
             self.at.quiet()
 
     @precondition(lambda self: self.mount is not None)

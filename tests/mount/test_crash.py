@@ -123,7 +123,7 @@ async def work(area: Area, boot_id: bytes, shares: bool) -> None:
         assert await mirror.read_file("slow") == FILES["slow"]
         await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
         await mirror.idle()
-        mirror.copier.together = 4
+        mirror.copier.together.value = 4
         for number in range(4):
             await mirror.want(f"g{number}")
         mirror.start_copying()

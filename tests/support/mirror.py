@@ -226,7 +226,7 @@ class Mirror:
             self.misses, self.source, cache, self.copier, metrics, nursery,
             self.files.opened_in_source, patience_seconds=0,
         )  # fmt: skip
-        self.copier.small = self.arrivals
+        self.copier.jobs.small = self.arrivals
         nursery.start_soon(self.arrivals.run, 0)
         self._copying = False
 
@@ -310,7 +310,7 @@ class Mirror:
 
     def _is_idle(self) -> bool:
         copier = self.copier
-        if copier._slots or copier.background or (self._copying and len(copier.queue)):
+        if copier._slots or copier.jobs.background or (self._copying and len(copier.jobs.queue)):
             return False
         if self.source.demand.running or self.source.background.running:
             return False
@@ -318,7 +318,7 @@ class Mirror:
             return False
         return not self.local.borrowed_tokens and not any(
             fill.busy or (fill.reservation is not None and fill.state is not State.FILLING)
-            for fill in copier.files.values()
+            for fill in copier.jobs.files.values()
         )
 
     async def idle(self) -> None:
@@ -328,7 +328,7 @@ class Mirror:
     async def settled(self) -> None:
         """With all handles closed: nothing is held any more, and the books are right."""
         await self.idle()
-        assert self.copier.files == {}
+        assert self.copier.jobs.files == {}
         assert self.cache._open == {}
         assert self.cache.backlog_bytes == 0
         for ledger in self.placement._ledgers.values():
@@ -398,7 +398,7 @@ class Mirror:
     async def want(self, path: str, priority: int = Priority.SCANNED) -> None:
         node = await self.tree.names.find(ROOT_INO, path.encode(), Lane.BACKGROUND)
         assert node is not None
-        self.copier.want(node.ino, Priority(priority))
+        self.copier.jobs.want(node.ino, Priority(priority))
 
 
 def data_bytes(tier: FaultyTier, segment: int) -> int:

@@ -1,0 +1,141 @@
+"""The files that are read from the source or copied, by inode number."""
+
+from __future__ import annotations
+
+import errno
+import logging
+
+import trio
+
+from monarchfs.cache.cache import Cache
+from monarchfs.metrics import Metrics
+from monarchfs.prefetch.copy import Copy
+from monarchfs.prefetch.fill import Fill
+from monarchfs.prefetch.jobs import CopyJobs
+from monarchfs.prefetch.remote import RemoteFile
+from monarchfs.source.source import Source
+from monarchfs.types import DirRef, Lane, Node
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT_SECONDS = 30.0
+CHECKPOINT_MIN_BYTES = 64 << 20
+"""A crash costs a smaller file's copy all it had; of a larger one, what the last half minute
+brought."""
+
+
+class Fills:
+    """Constant: its parts. Changing: ``files`` of the jobs."""
+
+    def __init__(
+        self,
+        jobs: CopyJobs,
+        source: Source,
+        cache: Cache,
+        metrics: Metrics,
+        nursery: trio.Nursery,
+        *,
+        trusts_times: bool,
+    ) -> None:
+        """``trusts_times``: the source does not change while it is mounted."""
+        self._jobs = jobs
+        self._files = jobs.files
+        self._source = source
+        self._cache = cache
+        self._metrics = metrics
+        self._nursery = nursery
+        self._trusts_times = trusts_times
+
+    def get(self, ino: int) -> Fill | None:
+        return self._files.get(ino)
+
+    async def open(self, node: Node) -> Fill:
+        """The file behind a node that is not resident; its ``handles`` go up by one.
+
+        Asks the source for a descriptor, and so for permission, unless that was done already.
+        Raises the source's OSError, or SourceChanged where it holds another version now.
+        """
+        fill = self._to_read(node)
+        fill.handles += 1
+        try:
+            await fill.remote.open(Lane.DEMAND)
+        except BaseException:
+            fill.release()
+            raise
+        return fill
+
+    async def open_as_is(self, node: Node) -> Fill:
+        """The same for an outdated node: what is read is what the source has now at its place, or
+        what those read who have it open already; nothing of it is kept. Raises as ``open``,
+        SourceChanged where the directory lies elsewhere."""
+        fill = self._to_read(node)
+        fill.handles += 1
+        try:
+            await fill.open_as_is()
+        except BaseException:
+            fill.release()
+            raise
+        fill.outdated()
+        return fill
+
+    def _to_read(self, node: Node) -> Fill:
+        fill = self._files.get(node.ino)
+        if fill is None:
+            fill = self._make(node)
+            held_elsewhere = self._cache.readers.hold(node.ino, held=True)
+            if not held_elsewhere and self._jobs.small is not None:
+                self._jobs.small.leave(node.ino)
+        return fill
+
+    def to_copy(self, node: Node) -> Fill | None:
+        """The file; None where somebody else has begun to read all of it for a reader."""
+        fill = self._files.get(node.ino)
+        if fill is None:
+            fill = self._make(node)
+            if self._cache.readers.hold(node.ino, held=True):
+                fill.settle()
+                return None
+        return fill
+
+    def _make(self, node: Node) -> Fill:
+        fill = self._files[node.ino] = Fill(
+            node,
+            RemoteFile(node.stat.version, lambda: self._where(node), self._source),
+            self._cache,
+            self._metrics,
+            self._nursery,
+            self._forget,
+            self._jobs.stepped,
+            trusts_times=self._trusts_times,
+        )
+        return fill
+
+    def _where(self, node: Node) -> tuple[DirRef, bytes]:
+        current = self._cache.index.node(node.ino) or node
+        directory = self._cache.index.dirref(current.parent)
+        if directory is None:
+            raise OSError(errno.ESTALE, "its directory is not known any more")
+        return directory, current.name
+
+    def _forget(self, fill: Copy) -> None:
+        ino = fill.node.ino
+        if self._files.get(ino) is fill:
+            del self._files[ino]
+            self._cache.readers.hold(ino, held=False)
+            self._jobs.tell([ino])
+
+    async def checkpoints(self) -> None:
+        """Record how far large copies have come, for ever."""
+        while True:
+            await trio.sleep(CHECKPOINT_SECONDS)
+            for ino, fill in list(self._files.items()):
+                if fill.size >= CHECKPOINT_MIN_BYTES:
+                    try:
+                        fill.checkpoint()
+                    except OSError as exc:
+                        log.warning("inode %d: its progress is not recorded: %s", ino, exc)
+
+    async def suspend(self) -> None:
+        """Record what is partly copied, before the end. Nothing may be reading any more."""
+        for fill in list(self._files.values()):
+            await fill.suspend()

@@ -1,0 +1,170 @@
+"""What is to be copied, what of it is under way, and who is told of its end."""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections.abc import Callable, Container, Sequence
+
+import trio
+
+from monarchfs.cache.cache import Cache
+from monarchfs.cache.reasons import Cause
+from monarchfs.metrics import Metrics
+from monarchfs.prefetch.copy import Copy
+from monarchfs.prefetch.fill import Fill
+from monarchfs.prefetch.queue import CopyQueue, Priority
+from monarchfs.prefetch.retries import Retries
+from monarchfs.prefetch.small import SmallFiles
+from monarchfs.types import Archived
+
+log = logging.getLogger(__name__)
+
+
+class CopyJobs:
+    """Constant: ``files``, by inode number, which are open or being copied; ``keeps``, whether
+    anything is copied at all; ``small`` (None: small files are copied as all others). Changing:
+    ``queue``; ``retries``; ``background``, the files whose chunks the copier takes, in order; the
+    files that others read as a whole (``arriving``); ``wakes``, where the copier waits.
+    """
+
+    def __init__(
+        self,
+        files: dict[int, Fill],
+        cache: Cache,
+        metrics: Metrics,
+        nursery: trio.Nursery,
+        *,
+        keeps: bool,
+    ) -> None:
+        self.files = files
+        self.keeps = keeps
+        self.small: SmallFiles | None = None
+        self.queue = CopyQueue()
+        self.background: list[Fill] = []
+        self.wakes = trio.lowlevel.ParkingLot()
+        self.retries = Retries(nursery, self._again)
+        self.observers: list[Callable[[Sequence[int]], None]] = []
+        """Each is called with inode numbers whenever something of their copying has ended: not
+        necessarily all of it, see ``pending``. No checkpoint."""
+        self._cache = cache
+        self._metrics = metrics
+        self.arriving: set[int] = set()
+        self._shrunk = trio.lowlevel.ParkingLot()
+        cache.room_appeared = self.wakes.unpark_all
+
+    def want(self, ino: int, priority: Priority) -> None:
+        """Copy the file some time, unless nothing is to be copied or it is there already.
+
+        What is hinted or listed somebody named: that counts also where opened files are not copied
+        (``keeps``)."""
+        if not self.keeps and priority not in (Priority.HINTED, Priority.LISTED):
+            return
+        fill = self.files.get(ino)
+        if fill is not None and fill.in_background:
+            if priority < fill.priority:
+                self.background.remove(fill)
+                self._insert(fill, priority)
+        elif self.queue.push(ino, priority):
+            self.wakes.unpark_all()
+
+    def opened(self, ino: int) -> None:
+        """A file was opened: it is wanted before anything that was only scanned."""
+        self.want(ino, Priority.OPENED)
+
+    def take(self) -> tuple[int, Priority] | None:
+        """The next one of the queue."""
+        self._shrunk.unpark_all()
+        return self.queue.pop()
+
+    async def queue_below(self, count: int) -> None:
+        """Wait until fewer than ``count`` files wait to be copied. A checkpoint in any case."""
+        await trio.lowlevel.checkpoint()
+        while len(self.queue) >= count:
+            await self._shrunk.park()
+
+    # -- the background list
+
+    def begin(self, fill: Fill, priority: Priority) -> None:
+        """It is copied from now on."""
+        fill.in_background = True
+        self._insert(fill, priority)
+        self.wakes.unpark_all()
+
+    def _insert(self, fill: Fill, priority: Priority) -> None:
+        fill.priority = priority
+        insort(self.background, fill, key=lambda fill: fill.priority)
+
+    def end(self, fill: Fill) -> None:
+        """Nothing more is to be fetched of it."""
+        if fill.in_background:
+            fill.in_background = False
+            self.background.remove(fill)
+            fill.settle()
+            self.tell([fill.node.ino])
+
+    # -- what is under way
+
+    def pending(self, ino: int) -> bool:
+        """Whether there is still something to do for the file: it is queued, being copied, or to be
+        tried again."""
+        fill = self.files.get(ino)
+        under_way = fill is not None and (fill.in_background or fill.fetching or fill.ending)
+        return under_way or ino in self.queue or ino in self.retries or ino in self.arriving
+
+    def copying(self, ino: int) -> bool:
+        """Whether it is being copied."""
+        fill = self.files.get(ino)
+        return ino in self.arriving or (fill is not None and fill.filling)
+
+    @property
+    def filling(self) -> int:
+        """How many files ``copying`` is true of."""
+        return len(self.arriving) + sum(fill.filling for fill in self.files.values())
+
+    @property
+    def active(self) -> int:
+        return len(self.background) + len(self.arriving)
+
+    def copied_bytes(self, inos: Container[int]) -> int:
+        """How much of these files is local, of those that are being copied now."""
+        return sum(fill.local_bytes for fill in self.background if fill.node.ino in inos)
+
+    def arrives(self, ino: int) -> bool:
+        """All of the file is read by others, or was, and is stored then; False where it is being
+        copied already. No checkpoint."""
+        if ino in self.files or ino in self.arriving:
+            return False
+        self.arriving.add(ino)
+        return True
+
+    def arrived(self, inos: Sequence[int]) -> None:
+        """That is over, whatever came of it."""
+        self.arriving.difference_update(inos)
+        self.tell(inos)
+
+    # -- what became of it
+
+    def tell(self, inos: Sequence[int]) -> None:
+        for observer in self.observers:
+            observer(inos)
+
+    def stepped(self, fill: Copy) -> None:
+        """A fetch or a copy has ended: it may be another file's turn."""
+        self.wakes.unpark_all()
+        self.tell([fill.node.ino])
+
+    def failed(self, ino: int, priority: Priority, exc: OSError) -> None:
+        """The source said this when the file was to be copied. No checkpoint."""
+        if isinstance(exc, Archived):
+            reason = f"{exc.strerror}: it is copied when it has been read"
+            self._cache.reasons.put(ino, Cause.ARCHIVED, reason)
+            return
+        self._cache.reasons.put(ino, Cause.FAILED, f"copying failed: {exc.strerror}")
+        if not self.retries.after_failure(ino, priority, exc.errno):
+            self._metrics.copy_failed(exc.errno)
+            log.warning("inode %d is not copied: %s", ino, exc)
+
+    def _again(self, ino: int, priority: Priority) -> None:
+        self.want(ino, priority)
+        self.tell([ino])
