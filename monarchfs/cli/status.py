@@ -26,7 +26,7 @@ _MOST_AT_ONCE = 16
 _WATCH_SECONDS = "2"
 _LEAST_WATCH_SECONDS = 0.1
 _MOST_WATCH_SECONDS = 86400.0
-_NOT_WELL = ("dead", "unknown", "silent", "down", "worker not answering")
+NOT_WELL = ("dead", "unknown", "silent", "down", "worker not answering")
 
 
 def status_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -50,7 +50,7 @@ def status_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         _draw(reports)
     else:
         print(format_list(reports) if isinstance(reports, list) else format_report(reports))
-    return int(not isinstance(reports, list) and reports.get("state") in _NOT_WELL)
+    return int(not isinstance(reports, list) and reports.get("state") in NOT_WELL)
 
 
 def _what_to_watch(arguments: argparse.Namespace) -> tuple[str | None, float | None]:

@@ -19,6 +19,7 @@ from monarchfs.types import (
     Replica,
     ReplicaState,
     SourceStat,
+    TierFile,
     TierTotals,
 )
 from tests.index.tools import (
@@ -326,18 +327,7 @@ class IndexMachine(RuleBasedStateMachine):
             tier_file(copy, synced=synced)._replace(segment=place[0], offset=place[1])
             for place, copy in places.items()
         ]
-        numbers = iter(self.index.record_found_files(tier, rows))
-        for (place, copy), row in zip(places.items(), rows, strict=True):
-            if (tier, row.name) in self.journal or self.owner(tier, row.name) is not None:
-                continue
-            ino = next(numbers)
-            self.new(ino)
-            record = replica(copy, tier, 4096, ReplicaState.FOUND)
-            self.put(
-                ino,
-                record._replace(durable=synced, created_ns=0, segment=place[0], offset=place[1]),
-            )
-        assert list(numbers) == []
+        self.found_are(tier, rows)
 
     @rule(inos=st.sets(INOS))
     def mark_durable(self, inos: set[int]) -> None:
@@ -349,16 +339,19 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS, copies=st.sets(COPIES), synced=st.booleans())
     def found_files(self, tier: int, copies: set[int], synced: bool) -> None:
-        files = [tier_file(copy, synced=synced) for copy in sorted(copies)]
-        numbers = iter(self.index.record_found_files(tier, files))
-        for copy, file in zip(sorted(copies), files, strict=True):
-            known = (tier, file.name) in self.journal or self.owner(tier, file.name) is not None
-            if not known:
-                ino = next(numbers)
-                self.new(ino)
-                record = replica(copy, tier, 4096, ReplicaState.FOUND)
-                self.put(ino, record._replace(durable=synced, created_ns=0))
-        assert list(numbers) == []
+        self.found_are(tier, [tier_file(copy, synced=synced) for copy in sorted(copies)])
+
+    def found_are(self, tier: int, files: list[TierFile]) -> None:
+        """Which of them are known is decided first: a new number may be one that had a replica."""
+        unknown = [
+            file
+            for file in files
+            if (tier, file.name) not in self.journal and self.owner(tier, file.name) is None
+        ]
+        numbers = self.index.record_found_files(tier, files)
+        for ino, file in zip(numbers, unknown, strict=True):
+            self.new(ino)
+            self.put(ino, Replica.found(tier, file))
 
     @rule(ino=INOS, copy=COPIES)
     def claim(self, ino: int, copy: int) -> None:

@@ -383,7 +383,7 @@ async def test_a_large_directory_is_listed_after_more(
         await mirror.idle()
         assert operations() == {"stat": 35}
         await stat_each(mirror, d, in_no_order(60))
-        assert "list" in operations()
+        await until(lambda: "list" in operations(), "the listing")
 
 
 async def test_one_that_turns_out_to_be_large_is_listed_after_more(

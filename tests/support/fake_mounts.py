@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import pwd
 import signal
@@ -19,7 +18,7 @@ import pytest
 
 from monarchfs import control
 from tests.support import surroundings
-from tests.support.mounting import as_user, fuse_mounts, processes_about, wait_for
+from tests.support.mounting import as_user, fuse_mounts, processes_about, report_on, wait_for
 from tests.support.timing import Stopwatch
 
 FAKE_CLI = str(Path(__file__).with_name("fake_cli.py"))
@@ -155,10 +154,8 @@ def registered(work: Area) -> control.Registered:
 
 
 def status(work: Area, name: str = "mnt") -> dict[str, Any]:
-    done = work.run("status", name, "--json")
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
+    uid = None if work.user is None else pwd.getpwnam(work.user).pw_uid
+    return report_on(work.path / name, uid, work.environment)
 
 
 def kill_worker(work: Area, number: signal.Signals) -> dict[str, Any]:

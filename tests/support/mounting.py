@@ -13,20 +13,25 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from monarchfs.cli.main import main
+from monarchfs.cli.status import NOT_WELL, report_of
+from monarchfs.config.places import runtime_dirs_to_search
+from monarchfs.supervisor.recover import find_one
 from tests.support import surroundings
 from tests.support.timing import Stopwatch
 
 REPOSITORY = surroundings.REPOSITORY
 MONARCHFS = [sys.executable, "-m", "monarchfs.cli.main"]
+ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("SUDO_", "XDG_"))}
 WAIT_SECONDS = 30.0
 WATCHDOG_SECONDS = 240.0
 
@@ -79,6 +84,26 @@ def processes_about(text: str) -> list[int]:
     return found
 
 
+def report_on(
+    mountpoint: Path, uid: int | None = None, environment: Mapping[str, str] = ENVIRONMENT
+) -> dict[str, Any]:
+    """What ``monarchfs status --json`` prints for ``uid``, without starting a program, as soon as
+    there is a worker that answers."""
+    search = partial(runtime_dirs_to_search, os.geteuid() if uid is None else uid, environment)
+
+    def answered() -> dict[str, Any] | None:
+        found = find_one(str(mountpoint), search)
+        assert found is not None, f"{mountpoint} is not mounted"
+        report = dict(report_of(found))
+        if report["state"] == "worker not answering":
+            return None
+        assert report["state"] not in NOT_WELL, report
+        return report
+
+    result: dict[str, Any] = wait_for(answered, "the worker to answer")
+    return result
+
+
 @dataclass
 class Mount:
     """One monarchfs mount of a test."""
@@ -88,10 +113,7 @@ class Mount:
     user: str | None = None
 
     def status(self) -> dict[str, Any]:
-        done = run("status", str(self.path), "--json", user=self.user)
-        assert done.returncode == 0, done.stderr
-        result: dict[str, Any] = json.loads(done.stdout)
-        return result
+        return report_on(self.path)
 
     def worker_pid(self) -> int:
         return int(self.status()["worker"]["pid"])
@@ -129,7 +151,6 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """One monarchfs command; skips the test where a user whom it names may not enter the clone."""
     surroundings.skip_unless_named(arguments)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SUDO_", "XDG_"))}
     return subprocess.run(
         as_user(user, [*MONARCHFS, *arguments]),
         stdin=subprocess.DEVNULL,
@@ -137,7 +158,7 @@ def run(
         text=True,
         timeout=timeout,
         cwd="/",
-        env=environment,
+        env=ENVIRONMENT,
         check=False,
     )
 

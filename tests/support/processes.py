@@ -55,7 +55,7 @@ class Peer:
 
     def end(self) -> str:
         """Has a reader stop; what it says at last. Fails the test where something was wrong."""
-        out, complaint = self.process.communicate("\n", timeout=30)
+        out, complaint = self.process.communicate("\n", timeout=60)
         assert self.process.returncode == 0, complaint
         return out.strip()
 
@@ -102,7 +102,7 @@ for name in names:
 long = os.open(f"{mount}/{long_name}", os.O_RDONLY)
 done = 0
 print("reading", flush=True)
-while not select.select([sys.stdin], [], [], 0)[0]:
+while done < 10 or not select.select([sys.stdin], [], [], 0)[0]:
     name = random.choice(names)
     with open(f"{mount}/{name}", "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
