@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -35,6 +36,8 @@ class WorkerChannel:
     """The supervisor's end. Never blocks longer than the timeout that is given."""
 
     def __init__(self, end: socket.socket, worker_log: WorkerLogging) -> None:
+        self.closed_at: float | None = None
+        """When the worker was found to have closed its end."""
         self._socket = end
         self._worker_log = worker_log
         refuse_descriptors(end)
@@ -61,8 +64,9 @@ class WorkerChannel:
         try:
             content, _, flags, _ = self._socket.recvmsg(MESSAGE_BYTES)
         except ConnectionResetError:
-            return None
+            content, flags = b"", 0
         if not content and not flags & socket.MSG_CTRUNC:
+            self.closed_at = time.monotonic()
             return None
         try:
             if flags & socket.MSG_CTRUNC:

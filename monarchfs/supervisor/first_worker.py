@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import select
+import time
 from contextlib import ExitStack
-from functools import partial
 
 from monarchfs.config import Config
+from monarchfs.fuse.protocol import ProtocolError, amend_init_reply
 from monarchfs.supervisor.backing import BackingFiles
-from monarchfs.supervisor.launch import (
-    Descriptors,
-    WorkerProcess,
-    await_ready,
-    negotiate,
-    start_worker,
-)
-from monarchfs.supervisor.messages import printable
-from monarchfs.supervisor.startup import Start
-from monarchfs.supervisor.storage import WORKER_LOG, last_log_line, mark_suspect, open_log
-from monarchfs.supervisor.worker_logging import WorkerLogging
+from monarchfs.supervisor.launch import WorkerLauncher, WorkerProcess
+from monarchfs.supervisor.messages import Failed, MalformedMessage, Ready, printable
+from monarchfs.supervisor.storage import WORKER_LOG, last_log_line, mark_suspect
 from monarchfs.types import OperationError
+
+_LARGEST_INIT = 1 << 18
+"""What is read from /dev/fuse at once: the kernel wants room for a full request."""
 
 
 class Crashed(OperationError):
@@ -32,9 +29,7 @@ class Crashed(OperationError):
 
 
 def serving_worker(
-    config: Config,
-    launch: Start,
-    descriptors: Descriptors,
+    launcher: WorkerLauncher,
     request: bytes,
     backing: BackingFiles,
     deadline: float,
@@ -48,10 +43,11 @@ def serving_worker(
     With ``init_answered`` the kernel has its answer to FUSE_INIT from an earlier worker, of the
     same program, and waits for no other.
     """
-    worker = launch(restarts=restarts, safe=False, waits=False)
+    config, descriptors = launcher.config, launcher.descriptors
+    worker = launcher.start(restarts=restarts)
     undo.callback(worker.end)
     try:
-        reply = negotiate(
+        reply = _negotiate(
             worker,
             request,
             posix_acl=config.allow_other,
@@ -62,7 +58,9 @@ def serving_worker(
             os.write(descriptors.fuse, reply)
             init_answered = True
             backing.begin()
-        await_ready(worker, deadline, backing_ids=backing.most)
+        worker.channel.send({"do": "serve", "backing_ids": backing.most})
+        while not _expect_alive(worker, deadline):
+            continue
     except (OperationError, OSError) as error:
         # An OSError is the kernel's refusal of the reply.
         message = _with_last_words(str(error), config, descriptors.state)
@@ -74,45 +72,71 @@ def serving_worker(
     return worker
 
 
-def launch_worker(
-    config: Config,
-    command: Sequence[str],
-    descriptors: Descriptors,
-    mount_ns: int,
-    worker_log: WorkerLogging,
-    output: int | None,
-    *,
-    source_root: tuple[int, int],
-    passes: bool,
-    restarts: int,
-    safe: bool,
-    waits: bool,
-) -> WorkerProcess:
-    start = partial(
-        start_worker,
-        config,
-        command,
-        descriptors,
-        mount_ns,
-        restarts=restarts,
-        safe=safe,
-        waits=waits,
-        source_root=source_root,
-        passes=passes,
-    )
-    if output is not None:
-        return start(output, worker_log)
-    # What the dead said is kept.
-    stderr = open_log(descriptors.state, WORKER_LOG, config.user, truncate=not restarts)
+def read_init_request(fuse: int, deadline: float) -> bytes:
+    """The kernel's FUSE_INIT, the first thing that a new connection sends."""
+    poll = select.poll()
+    poll.register(fuse, select.POLLIN)
+    if not poll.poll(_milliseconds_until(deadline)):
+        raise OperationError("the kernel sent no FUSE_INIT: check dmesg")
     try:
-        return start(stderr, worker_log)
-    finally:
-        os.close(stderr)
+        return os.read(fuse, _LARGEST_INIT)
+    except OSError as error:
+        raise OperationError(f"cannot read from /dev/fuse: {error.strerror}") from None
+
+
+def _negotiate(
+    worker: WorkerProcess, request: bytes, *, posix_acl: bool, stack_depth: int, deadline: float
+) -> bytes:
+    """Gives FUSE_INIT to the worker's libfuse; its reply, amended, for the kernel.
+
+    Raises OperationError if the worker fails or says nothing sensible before ``deadline``.
+    """
+    poll = select.poll()
+    poll.register(worker.init, select.POLLIN)
+    poll.register(worker.channel, select.POLLIN)
+    reply = b""
+    # A socket that fails means that the worker is gone; why, the channel and its end tell.
+    with contextlib.suppress(ConnectionError):
+        worker.init.send(request)
+    while not reply:
+        ready = dict(poll.poll(_milliseconds_until(deadline)))
+        if not ready:
+            raise OperationError("the worker did not answer FUSE_INIT in time")
+        if worker.channel.fileno() in ready:
+            _expect_alive(worker, deadline)
+            continue
+        with contextlib.suppress(ConnectionError):
+            reply = worker.init.recv(_LARGEST_INIT)
+        if not reply:
+            poll.unregister(worker.init)
+    try:
+        return amend_init_reply(request, reply, posix_acl=posix_acl, stack_depth=stack_depth)
+    except ProtocolError as error:
+        raise OperationError(f"FUSE_INIT failed: {error}") from None
+
+
+def _expect_alive(worker: WorkerProcess, deadline: float) -> bool:
+    """One message of a worker that is starting; whether it says that it serves."""
+    try:
+        message = worker.channel.receive(deadline - time.monotonic())
+    except TimeoutError:
+        raise OperationError("the worker did not become ready in time") from None
+    except MalformedMessage as malformed:
+        raise OperationError(f"the worker speaks nonsense: {malformed}") from None
+    if message is None:
+        worker.wait_gone(1.0)
+        raise OperationError(f"the worker {worker.describe_end()} while it started")
+    if isinstance(message, Failed):
+        raise OperationError(message.error)
+    return isinstance(message, Ready)
 
 
 def _with_last_words(error: str, config: Config, state_dir: int) -> str:
     words = "" if config.foreground else last_log_line(state_dir, WORKER_LOG, config.user)
     words = printable(words)
-    return f"cannot serve {config.source}: {error}" + (
-        f" (its last words: {words})" if words else ""
-    )
+    said = f" (its last words: {words})" if words else ""
+    return f"cannot serve {config.source}: {error}{said}"
+
+
+def _milliseconds_until(deadline: float) -> int:
+    return max(0, int((deadline - time.monotonic()) * 1000))

@@ -1,4 +1,4 @@
-"""Starting a worker and speaking with it until it serves.
+"""Starting a worker, and what is known of its process.
 
 The worker is told everything by a JSON document in a memory file and by inherited descriptors; it
 gets a clean environment and, where this process is root, the identity of the mount's user.
@@ -6,28 +6,26 @@ gets a clean environment and, where this process is root, the identity of the mo
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import select
 import signal
 import site
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import monarchfs
 from monarchfs.config import Config
 from monarchfs.config.model import PROTOCOL_VERSION
 from monarchfs.fuse.mount import SYSTEM_PATH
-from monarchfs.fuse.protocol import ProtocolError, amend_init_reply
 from monarchfs.supervisor.channel import WorkerChannel, refuse_descriptors
 from monarchfs.supervisor.identity import is_self
-from monarchfs.supervisor.messages import Failed, MalformedMessage, Ready
+from monarchfs.supervisor.stacks import stat_fields
+from monarchfs.supervisor.storage import WORKER_LOG, open_log
 from monarchfs.supervisor.vital_signs import Activity
 from monarchfs.supervisor.worker_logging import WorkerLogging
 from monarchfs.types import OperationError
@@ -35,8 +33,7 @@ from monarchfs.types import OperationError
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _CRASHES = frozenset({-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT})
 
-_LARGEST_INIT = 1 << 18
-"""What is read from /dev/fuse at once: the kernel wants room for a full request."""
+_CLOSED_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +78,8 @@ class WorkerProcess:
         self.process = process
         self.channel = channel
         self.init = init
+        self.error = ""
+        """What it said of its end, in words for a log."""
         self._killed = False
 
     @property
@@ -94,10 +93,8 @@ class WorkerProcess:
         if code is not None:
             return code
         # What its first thread left, while others cannot die (proc_pid_stat(5), fields 3 and 52).
-        try:
-            with open(f"/proc/{self.pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b") ")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
+        fields = stat_fields(self.pid)
+        if not fields:
             return self.process.poll()
         if fields[0] not in (b"Z", b"X") or int(fields[49]) == 0:
             return None
@@ -116,9 +113,10 @@ class WorkerProcess:
     def activity(self) -> Activity | None:
         """What its threads are doing now; None where that cannot be seen. Blocks for nothing."""
         try:
-            with open(f"/proc/{self.pid}/task/{self.pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b") ")[2].split()
+            fields = stat_fields(self.pid, self.pid)
         except OSError:
+            return None
+        if not fields:
             return None
         # proc_pid_stat(5): state, utime and stime.
         cpu_seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
@@ -133,29 +131,30 @@ class WorkerProcess:
         return all(state in b"ZXD" for state in self._thread_states())
 
     def _thread_states(self) -> list[bytes]:
-        states = []
         try:
             threads = os.listdir(f"/proc/{self.pid}/task")
         except FileNotFoundError:
             return []
-        for thread in threads:
-            try:
-                with open(f"/proc/{self.pid}/task/{thread}/stat", "rb") as file:
-                    states.append(file.read().rpartition(b") ")[2][:1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-        return states
+        return [fields[0] for one in threads if (fields := stat_fields(self.pid, int(one)))]
 
     def is_gone(self) -> bool:
         """Whether it ended, or at least all of it that does not hang in the kernel."""
         if self.process.poll() is not None:
             return True
         # The first thread is a zombie while others cannot die yet (proc_pid_stat(5), field 3).
-        try:
-            with open(f"/proc/{self.pid}/stat", "rb") as file:
-                return file.read().rpartition(b") ")[2][:1] in (b"Z", b"X")
-        except FileNotFoundError:
+        fields = stat_fields(self.pid)
+        return not fields or fields[0] in (b"Z", b"X")
+
+    def has_ended(self, now: float) -> bool:
+        """Whether it is gone. One that closed its channel a second ago is killed: it may be unable
+        to end."""
+        if self.is_gone():
             return True
+        closed_at = self.channel.closed_at
+        if closed_at is not None and now >= closed_at + _CLOSED_SECONDS:
+            self.kill()
+            self.channel.closed_at = now
+        return False
 
     def wait_gone(self, timeout: float) -> bool:
         """Waits at most ``timeout`` seconds; whether it is gone."""
@@ -190,146 +189,76 @@ class WorkerProcess:
         code = self.exit_code
         if code is None:
             return "was killed and hangs in the kernel"
-        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return f"{how} ({self.error})" if self.error else how
 
 
-def start_worker(
-    config: Config,
-    command: Sequence[str],
-    descriptors: Descriptors,
-    mount_ns: int,
-    stderr: int,
-    worker_log: WorkerLogging,
-    *,
-    restarts: int = 0,
-    safe: bool = False,
-    waits: bool = False,
-    source_root: tuple[int, int] | None = None,
-    passes: bool = False,
-) -> WorkerProcess:
-    """Starts a worker for the mount, after ``restarts`` others; raises OperationError if its
-    program cannot be run.
+@dataclass(frozen=True, slots=True)
+class WorkerLauncher:
+    """Starts the workers of one mount. ``output`` is where they write standard error, None for the
+    log in the state directory. ``source_root`` is the inode and the device number of the source's
+    directory, which might not answer. ``passes``: the kernel may come to read replicas itself."""
 
-    A ``safe`` one leaves out all but the source. One that ``waits`` says when it is loaded, and
-    touches nothing before it is told to begin. ``source_root`` is the inode and the device number
-    of the source's directory, which might not answer. ``passes``: the kernel may come to read
-    replicas itself.
-    """
-    our_init, their_init = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    our_channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    refuse_descriptors(our_init)
-    bootstrap: dict[str, Any] = {
-        "speaks": PROTOCOL_VERSION,
-        "config": config.to_json(),
-        "fds": {
-            "fuse": descriptors.fuse,
-            "init": their_init.fileno(),
-            "channel": their_channel.fileno(),
-            "source": descriptors.source,
-            "state": descriptors.state,
-            "tiers": list(descriptors.tiers),
-            "handles": descriptors.handles,
-            "counts": descriptors.counts,
-            "requests": descriptors.requests,
-            "metrics": descriptors.metrics,
-        },
-        "mount_ns": mount_ns,
-        "restarts": restarts,
-        "safe": safe,
-        "waits": waits,
-        "source_root": source_root,
-        "passes": passes,
-    }
-    memory = os.memfd_create("monarchfs-bootstrap")
-    try:
-        os.write(memory, json.dumps(bootstrap).encode())
-        os.lseek(memory, 0, os.SEEK_SET)
-        process = _spawn(
+    config: Config
+    command: Sequence[str]
+    descriptors: Descriptors
+    mount_ns: int
+    worker_log: WorkerLogging
+    output: int | None
+    source_root: tuple[int, int]
+    passes: bool
+
+    def start(self, *, restarts: int, safe: bool = False, waits: bool = False) -> WorkerProcess:
+        """Starts a worker, after ``restarts`` others; raises OperationError if its program cannot
+        be run.
+
+        A ``safe`` one leaves out all but the source. One that ``waits`` says when it is loaded, and
+        touches nothing before it is told to begin.
+        """
+        how = {"restarts": restarts, "safe": safe, "waits": waits}
+        if self.output is not None:
+            return self._start(how, self.output)
+        # What the dead said is kept.
+        user = self.config.user
+        stderr = open_log(self.descriptors.state, WORKER_LOG, user, truncate=not restarts)
+        try:
+            return self._start(how, stderr)
+        finally:
+            os.close(stderr)
+
+    def _start(self, how: Mapping[str, Any], stderr: int) -> WorkerProcess:
+        our_init, their_init = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        our_channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        refuse_descriptors(our_init)
+        fds = asdict(self.descriptors)
+        fds |= {"init": their_init.fileno(), "channel": their_channel.fileno()}
+        bootstrap = {
+            "speaks": PROTOCOL_VERSION,
+            "config": self.config.to_json(),
+            "fds": fds,
+            "mount_ns": self.mount_ns,
+            "source_root": self.source_root,
+            "passes": self.passes,
+            **how,
+        }
+        memory = os.memfd_create("monarchfs-bootstrap")
+        single = (fd for name, fd in fds.items() if name != "tiers" and fd is not None)
+        inherited = [memory, *self.descriptors.tiers, *single]
+        try:
+            os.write(memory, json.dumps(bootstrap).encode())
+            os.lseek(memory, 0, os.SEEK_SET)
             # The mount point is for people who look at processes (ps(1)).
-            [*command, "--bootstrap-fd", str(memory), config.mountpoint],
-            config,
-            [
-                *(descriptors.fuse, descriptors.source, descriptors.state, *descriptors.tiers),
-                *(their_init.fileno(), their_channel.fileno(), memory, descriptors.handles),
-                descriptors.counts,
-                *(() if descriptors.metrics is None else (descriptors.metrics,)),
-                *(() if descriptors.requests is None else (descriptors.requests,)),
-            ],
-            stderr,
-        )
-    except BaseException:
-        our_init.close()
-        our_channel.close()
-        raise
-    finally:
-        os.close(memory)
-        their_init.close()
-        their_channel.close()
-    return WorkerProcess(process, WorkerChannel(our_channel, worker_log), our_init)
-
-
-def read_init_request(fuse: int, deadline: float) -> bytes:
-    """The kernel's FUSE_INIT, the first thing that a new connection sends."""
-    _wait_readable(fuse, deadline, "the kernel sent no FUSE_INIT: check dmesg")
-    try:
-        return os.read(fuse, _LARGEST_INIT)
-    except OSError as error:
-        raise OperationError(f"cannot read from /dev/fuse: {error.strerror}") from None
-
-
-def negotiate(
-    worker: WorkerProcess, request: bytes, *, posix_acl: bool, stack_depth: int = 0, deadline: float
-) -> bytes:
-    """Gives FUSE_INIT to the worker's libfuse; its reply, amended, for the kernel.
-
-    Raises OperationError if the worker fails or says nothing sensible before ``deadline``.
-    """
-    poll = select.poll()
-    poll.register(worker.init, select.POLLIN)
-    poll.register(worker.channel, select.POLLIN)
-    reply = b""
-    # A socket that fails means that the worker is gone; why, the channel and its end tell.
-    with contextlib.suppress(ConnectionError):
-        worker.init.send(request)
-    while not reply:
-        ready = dict(poll.poll(_milliseconds_until(deadline)))
-        if not ready:
-            raise OperationError("the worker did not answer FUSE_INIT in time")
-        if worker.channel.fileno() in ready:
-            _expect_alive(worker, deadline)
-            continue
-        with contextlib.suppress(ConnectionError):
-            reply = worker.init.recv(_LARGEST_INIT)
-        if not reply:
-            poll.unregister(worker.init)
-    try:
-        return amend_init_reply(request, reply, posix_acl=posix_acl, stack_depth=stack_depth)
-    except ProtocolError as error:
-        raise OperationError(f"FUSE_INIT failed: {error}") from None
-
-
-def await_ready(worker: WorkerProcess, deadline: float, *, backing_ids: int = 0) -> None:
-    """Tells the worker that FUSE_INIT is through, and how many backing files it may have, and waits
-    until it serves; or OperationError."""
-    worker.channel.send({"do": "serve", "backing_ids": backing_ids})
-    while not _expect_alive(worker, deadline):
-        pass
-
-
-def _expect_alive(worker: WorkerProcess, deadline: float) -> bool:
-    """One message of a worker that is starting; whether it says that it serves."""
-    try:
-        message = worker.channel.receive(deadline - time.monotonic())
-    except TimeoutError:
-        raise OperationError("the worker did not become ready in time") from None
-    except MalformedMessage as malformed:
-        raise OperationError(f"the worker speaks nonsense: {malformed}") from None
-    if message is None:
-        worker.wait_gone(1.0)
-        raise OperationError(f"the worker {worker.describe_end()} while it started")
-    if isinstance(message, Failed):
-        raise OperationError(message.error)
-    return isinstance(message, Ready)
+            words = [*self.command, "--bootstrap-fd", str(memory), self.config.mountpoint]
+            process = _spawn(words, self.config, inherited, stderr)
+        except BaseException:
+            our_init.close()
+            our_channel.close()
+            raise
+        finally:
+            os.close(memory)
+            their_init.close()
+            their_channel.close()
+        return WorkerProcess(process, WorkerChannel(our_channel, self.worker_log), our_init)
 
 
 def _spawn(
@@ -358,14 +287,3 @@ def _spawn(
         ) from None
     except OSError as error:
         raise OperationError(f"cannot run {command[0]}: {error.strerror}") from None
-
-
-def _wait_readable(descriptor: int, deadline: float, overdue: str) -> None:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    if not poll.poll(_milliseconds_until(deadline)):
-        raise OperationError(overdue)
-
-
-def _milliseconds_until(deadline: float) -> int:
-    return max(0, int((deadline - time.monotonic()) * 1000))

@@ -16,6 +16,7 @@ from monarchfs.control import (
 )
 from monarchfs.supervisor.channel import refuse_descriptors
 from monarchfs.supervisor.identity import acting_as
+from monarchfs.supervisor.stacks import stat_fields
 from monarchfs.system.trusted import make_directories
 from monarchfs.types import OperationError, UsageError
 
@@ -147,12 +148,8 @@ def unlink_as(uid: int, path: str) -> None:
 def start_ticks(pid: int) -> int | None:
     """When a process began, in clock ticks since boot (proc_pid_stat(5), field 22); None if there
     is no such process, or if it is dead and only not waited for."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b") ")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    fields = stat_fields(pid)
+    return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def _refuse_unsafe(path: str, st: os.stat_result) -> None:

@@ -7,9 +7,13 @@ gets that one, marked as old, where no newer one comes in time.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from monarchfs.config import Config
+from monarchfs.supervisor.failover import Failover, Phase
 
 ANSWER_SECONDS = 1.5
 """How long a worker may take to answer before it counts as not answering."""
@@ -92,3 +96,54 @@ class Reports:
         for client in clients:
             self._waiting.remove(client)
             self._reply(client.connection)
+
+
+def status_of(
+    config: Config, reports: Reports, failover: Failover, started: float, registered: int
+) -> dict[str, Any]:
+    """What the worker last said, and what only the supervisor knows: ``started`` is when it began,
+    ``registered`` how many files the kernel reads itself."""
+    now = time.monotonic()
+    last, death, retry_seconds = reports.latest, failover.last_death, failover.retry_seconds
+    worker = {
+        **last.get("worker", {}),
+        "pid": failover.worker.pid,
+        "restarts": failover.restarts,
+        "not_understood": failover.log.not_understood,
+        "error": None,
+        "last_death": death and {"why": death.why, "unix_seconds": round(death.when, 3)},
+        "retry_seconds": None if retry_seconds is None else round(retry_seconds, 3),
+    }
+    known = {
+        "state": "starting",
+        **last,
+        "source": config.source,
+        "mountpoint": config.mountpoint,
+        "age_seconds": round(now - reports.came, 3) if last else None,
+        "uptime_seconds": round(now - started, 3),
+        "worker": worker,
+        "passthrough": {**last.get("passthrough", {}), "registered": registered},
+    }
+    if not failover.serves:
+        worker["error"] = _trouble_of(failover)
+        known["state"] = "down" if failover.phase is Phase.ENDED else "restarting"
+        if failover.phase in (Phase.ENDED, Phase.PAUSING):
+            worker["pid"] = None
+    elif reports.overdue(now) or not last:
+        known["state"] = "worker not answering"
+    elif retry_seconds is not None:
+        known["state"] = "safe mode"
+        worker["error"] = (
+            "the workers before it died one after the other, so it only serves the source: a whole"
+            f" one is tried in {retry_seconds:.0f} s, and by"
+            f" monarchfs restart {config.mountpoint} at once"
+        )
+    return known
+
+
+def _trouble_of(failover: Failover) -> str:
+    """Why no worker serves now."""
+    if failover.phase is Phase.HUNG:
+        return failover.why_replaced
+    died = None if failover.phase is Phase.LEAVING else failover.last_death
+    return died.why if died else "the worker is being replaced"

@@ -1,4 +1,4 @@
-"""What the threads of a process that hangs are doing, as far as /proc tells."""
+"""What /proc tells of processes, and of the threads of one that hangs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import os
 
 _MOST_THREADS = 64
 _MOST_FRAMES = 12
+
+
+def stat_fields(pid: int, thread: int | None = None) -> list[bytes]:
+    """The fields of proc_pid_stat(5) from the third one, the state, on; empty for what is gone."""
+    path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
+    try:
+        with open(path, "rb") as file:
+            return file.read().rpartition(b") ")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def describe_threads(pid: int) -> list[str]:

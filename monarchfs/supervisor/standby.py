@@ -74,6 +74,66 @@ class Candidate:
                 self._owner.unwatch(self.worker.channel)  # the tick sees how it ended
 
 
+class Replacement:
+    """The worker that is to take the place of the one that serves, where somebody asked for that.
+
+    Changing: the candidate; who is told what comes of it (``then``); whether it is a ``trial``,
+    which is to end safe mode.
+    """
+
+    def __init__(self, reap: Callable[[WorkerProcess], None]) -> None:
+        self.trial = False
+        self._reap = reap
+        self._candidate: Candidate | None = None
+        self._then: Callable[[str | None], None] | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Also until the new worker serves, or another one in its place."""
+        return self._then is not None
+
+    @property
+    def loaded(self) -> bool:
+        return self._candidate is not None and self._candidate.loaded
+
+    def begin(self, candidate: Candidate, then: Callable[[str | None], None], trial: bool) -> None:
+        """``then`` is called once, with None when it serves, or why not."""
+        self._candidate, self._then, self.trial = candidate, then, trial
+
+    def tick(self, now: float) -> bool:
+        """Whether it can take over now; one that cannot is dropped, and the old one goes on."""
+        if self._candidate is None:
+            return False
+        self._candidate.tick(now)
+        refused = self._candidate.refused
+        if refused is not None:
+            log.error("the installed program cannot take over: %s", refused)
+            self.drop()
+            why = f"cannot take over, and the old one goes on: {refused}"
+            self.answer(f"the installed program {why}")
+        return self.loaded
+
+    def take(self) -> WorkerProcess:
+        """The worker, which is somebody else's from now on."""
+        candidate, self._candidate = self._candidate, None
+        assert candidate is not None
+        candidate.unwatch()
+        return candidate.worker
+
+    def drop(self) -> None:
+        """End it, if there is one."""
+        candidate, self._candidate, self.trial = self._candidate, None, False
+        if candidate is not None:
+            candidate.drop()
+            self._reap(candidate.worker)
+
+    def answer(self, error: str | None) -> None:
+        """Tell who asked for it, if somebody did, and was not told yet."""
+        then, self._then = self._then, None
+        if then is not None:
+            then(error)
+
+
 class Standby:
     """The next worker, loaded ahead: that is most of what a start takes, on a machine that is busy.
 
@@ -85,7 +145,7 @@ class Standby:
     ) -> None:
         """``start`` raises OperationError; ``reap`` gets those that were killed."""
         self._start = start
-        self._bury = reap
+        self._reap = reap
         self._candidate: Candidate | None = None
         self._at = 0.0
 
@@ -118,12 +178,11 @@ class Standby:
     def take(self) -> WorkerProcess | None:
         """The worker, if there is one: also one that is still being loaded, as a new one would take
         longer."""
-        candidate, self._candidate = self._candidate, None
+        candidate = self._candidate
         if candidate is None or candidate.refused is not None or candidate.worker.is_gone():
-            if candidate is not None:
-                candidate.drop()
-                self._bury(candidate.worker)
+            self.drop()
             return None
+        self._candidate = None
         candidate.unwatch()
         return candidate.worker
 
@@ -133,5 +192,5 @@ class Standby:
         if candidate is None:
             return None
         candidate.drop()
-        self._bury(candidate.worker)
+        self._reap(candidate.worker)
         return candidate.worker

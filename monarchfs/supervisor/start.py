@@ -27,27 +27,16 @@ from monarchfs.fuse.requests import make_journal
 from monarchfs.fuse.unmount import unmount_bounded, waiting_requests
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.daemon import ending_signals
-from monarchfs.supervisor.failover import Failover
-from monarchfs.supervisor.first_worker import Crashed, launch_worker, serving_worker
-from monarchfs.supervisor.launch import (
-    Descriptors,
-    default_worker_command,
-    read_init_request,
-)
+from monarchfs.supervisor.first_worker import Crashed, read_init_request, serving_worker
+from monarchfs.supervisor.launch import Descriptors, WorkerLauncher, default_worker_command
 from monarchfs.supervisor.logs import log_as_daemon, log_to_stderr
 from monarchfs.supervisor.output import WorkerOutput
 from monarchfs.supervisor.port import listen_locally, stop_listening
 from monarchfs.supervisor.preflight import MountSpec, checked
 from monarchfs.supervisor.readahead import read_ahead
-from monarchfs.supervisor.registration import (
-    ControlSocket,
-    open_runtime_dir,
-)
+from monarchfs.supervisor.registration import ControlSocket, open_runtime_dir
 from monarchfs.supervisor.startup import Mounted
-from monarchfs.supervisor.storage import (
-    mark_suspect,
-    open_state_dir,
-)
+from monarchfs.supervisor.storage import mark_suspect, open_state_dir
 from monarchfs.supervisor.stranded import left_out
 from monarchfs.supervisor.supervise import Supervisor
 from monarchfs.supervisor.tieropening import open_tiers
@@ -112,22 +101,16 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
     )
     backing = BackingFiles(config, fuse, tiers, handles)
     backing.prepare(request)
-    worker_log = WorkerLogging()
     output = WorkerOutput() if config.foreground else None
     if output is not None:
         undo.callback(output.close)
-    launch = partial(
-        launch_worker,
-        config,
-        command,
-        descriptors,
-        mount_ns,
-        worker_log,
-        None if output is None else output.end,
+    launcher = WorkerLauncher(
+        *(config, command, descriptors, mount_ns, WorkerLogging()),
+        output=None if output is None else output.end,
         source_root=what.identity,
         passes=backing.stack_depth > 0,
     )
-    serve = partial(serving_worker, config, launch, descriptors, request, backing, deadline)
+    serve = partial(serving_worker, launcher, request, backing, deadline)
     restarts = 0
     try:
         worker = serve(undo)
@@ -146,27 +129,16 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
         log_as_daemon(config, state_dir)
     for level, line in (*directories.remarks, *stay):
         log.log(level, "%s", line)
-    suspect = partial(mark_suspect, state_dir, config.user)
     mounted = Mounted(
-        fuse,
-        request,
-        journal is not None,
-        config.start_timeout_seconds,
-        partial(read_vitals, handles),
-        partial(_waiting, connection, fuse),
-        suspect,
-        backing,
-    )
-    return Supervisor(
-        config,
-        Failover(worker, launch, mounted, restarts, worker_log),
-        control_socket,
-        fuse=fuse,
-        connection=connection,
+        *(fuse, connection, request, journal is not None, config.start_timeout_seconds),
+        vitals=partial(read_vitals, handles),
+        waiting=partial(_waiting, connection, fuse),
+        mark_suspect=partial(mark_suspect, state_dir, config.user),
         backing=backing,
-        output=output,
-        mark_suspect=suspect,
-        release=partial(_release, [lock, *directories.locks], metrics),
+    )
+    release = partial(_release, [lock, *directories.locks], metrics)
+    return Supervisor(
+        launcher, worker, restarts, mounted, control_socket, output=output, release=release
     )
 
 

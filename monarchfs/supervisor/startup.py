@@ -22,12 +22,14 @@ _LARGEST_INIT = 1 << 18
 
 
 class Mounted(NamedTuple):
-    """What is known of the mount. ``vitals`` are the worker's (beats, answered, stuck_since), from
+    """What is known of the mount: its descriptor and the number of its ``connection``, the kernel's
+    FUSE_INIT. ``vitals`` are the worker's (beats, answered, stuck_since), from
     memory that it shares; ``waiting`` is how many requests do, None where that cannot be seen;
     ``journal``: workers find in memory of the mount what those before them took and did not answer,
     as the kernel does not hand it out again."""
 
     fuse: int
+    connection: int
     init_request: bytes
     journal: bool
     start_seconds: float
@@ -44,12 +46,6 @@ class Mounted(NamedTuple):
             os.write(self.fuse, RESEND)
         except OSError as error:  # unmounted meanwhile, as the owner will see
             log.warning("the kernel does not hand requests out again: %s", error.strerror)
-
-
-class Start(Protocol):
-    """Starts a worker; see ``launch.start_worker``. Raises OperationError."""
-
-    def __call__(self, *, restarts: int, safe: bool, waits: bool) -> WorkerProcess: ...
 
 
 class WorkerOwner(Protocol):
@@ -121,10 +117,6 @@ class Startup:
             self._worker.channel.send({"do": "serve", "backing_ids": ids})
         elif now >= self._until and self.failed is None:
             self.failed = "did not become ready in time"
-
-    def ready(self) -> None:
-        """It says so."""
-        self.serves = True
 
     def _on_init(self) -> None:
         try:

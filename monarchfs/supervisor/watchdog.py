@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from monarchfs.supervisor.launch import WorkerProcess
+from monarchfs.supervisor.restart_policy import WorkerLife
 from monarchfs.supervisor.startup import Mounted
 from monarchfs.supervisor.vital_signs import Signs, VitalSigns
 
@@ -11,18 +12,15 @@ SILENT_LOOK_SECONDS = 0.25
 
 
 class Watchdog:
-    """Of one worker, since it began to serve. Constant: the worker, the mount. Changing: its
-    pulse."""
+    """Of one worker, since it began to serve. Constant: the worker, the mount, what was answered
+    before. Changing: its vital signs; how long it was silent before it was found to hang."""
 
     def __init__(self, worker: WorkerProcess, mounted: Mounted, now: float) -> None:
         self._worker = worker
         self._mounted = mounted
         self._vital_signs = VitalSigns(now)
-
-    @property
-    def silent_seconds(self) -> float:
-        """How long it has given no sign of life."""
-        return self._vital_signs.silent_seconds
+        self._began = now
+        self._answered_before = mounted.vitals()[1]
 
     @property
     def pause_seconds(self) -> float:
@@ -36,4 +34,14 @@ class Watchdog:
         if beats == self._vital_signs.beats:
             # Only now, because it takes a file of /proc for each thread.
             signs = signs._replace(activity=self._worker.activity())
-        return self._vital_signs.look(signs, now)
+        why = self._vital_signs.look(signs, now)
+        if why is not None:
+            # What it did not do at the end was no life.
+            self._began += self._vital_signs.silent_seconds
+        return why
+
+    def life(self, now: float) -> WorkerLife:
+        """What the worker's life was, now that it has ended."""
+        answered = self._mounted.vitals()[1] != self._answered_before
+        waited = bool(self._mounted.waiting())
+        return WorkerLife(now - self._began, answered, waited, self._worker.was_killed)

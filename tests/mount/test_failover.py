@@ -236,7 +236,7 @@ from monarchfs.cli import main, mount
 from monarchfs.supervisor import start
 
 mounted = start.Mounted
-start.Mounted = lambda *known: mounted(*known)._replace(waiting=lambda: None)
+start.Mounted = lambda *known, **named: mounted(*known, **named)._replace(waiting=lambda: None)
 worker = (sys.executable, "-I", {worker!r}, "serve")
 mount.mount_command = functools.partial(mount.mount_command, worker_command=worker)
 sys.exit(main.main(sys.argv[1:]))
