@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pwd
 import stat
 import subprocess
 from collections import Counter
@@ -20,7 +19,7 @@ from monarchfs.config import User
 from monarchfs.config.places import dataset_id, resolve_user
 from monarchfs.config.values import parse_path
 from monarchfs.fuse.mount import SYSTEM_PATH
-from monarchfs.supervisor.identity import is_self
+from monarchfs.supervisor.identity import is_self, user_name
 from monarchfs.supervisor.launch import module_command
 from monarchfs.supervisor.lock import (
     LOCK,
@@ -109,7 +108,7 @@ def _open_state_dir(path: str) -> tuple[int, User]:
     try:
         st = os.fstat(descriptor)
         if st.st_uid != os.geteuid() and os.geteuid() != 0:
-            raise OperationError(f"{path} belongs to {_name(st.st_uid)}: ask them, or use root")
+            raise OperationError(f"{path} belongs to {user_name(st.st_uid)}: ask them, or use root")
         if not any(_is_there(name, descriptor) for name in (_INDEX, LOCK)):
             raise UsageError(
                 f"{path} holds no cache of monarchfs: name a directory as --state-dir of mount"
@@ -136,7 +135,7 @@ def _is_there(name: str, directory: int) -> bool:
 
 def _owner(st: os.stat_result) -> User:
     if st.st_uid == os.geteuid():
-        return User(_name(st.st_uid), os.geteuid(), os.getegid(), tuple(os.getgroups()))
+        return User(user_name(st.st_uid), os.geteuid(), os.getegid(), tuple(os.getgroups()))
     try:
         return resolve_user(str(st.st_uid), {})
     except UsageError:  # a user that is known elsewhere
@@ -244,10 +243,3 @@ def _show_rest(shown: Mapping[str, int], counts: Mapping[str, int]) -> None:
 def _line(finding: Mapping[str, Any]) -> str:
     done = f": {finding['done']}" if finding["done"] else ""
     return printable(f"{finding['kind']}: {finding['what']}: {finding['detail']}{done}")
-
-
-def _name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"

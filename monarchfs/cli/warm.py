@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from monarchfs.cli.ask import add, ask, batches, mount_and_paths
-from monarchfs.cli.progress import Progress
 from monarchfs.cli.text import printable
 from monarchfs.text.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
@@ -112,11 +111,8 @@ class _Show(Protocol):
 
 @contextmanager
 def _shown(arguments: argparse.Namespace) -> Iterator[_Show]:
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield _Nothing() if arguments.json else _Lines()
-    elif "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
-        with Progress() as progress:
-            yield _OneLine(progress)
     else:
         with _bar() as bar:
             yield bar
@@ -165,16 +161,6 @@ def _counts(so_far: Mapping[str, Any]) -> str:
 class _Nothing:
     def show(self, so_far: Mapping[str, Any]) -> None:
         """Programs read the result."""
-
-
-class _OneLine:
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._pace = RateEstimate()
-
-    def show(self, so_far: Mapping[str, Any]) -> None:
-        pace = self._pace.text(so_far, time.monotonic())
-        self._progress.show(f"warm: {_counts(so_far)}{', ' + pace if pace else ''}")
 
 
 class _Lines:

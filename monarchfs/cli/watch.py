@@ -66,14 +66,16 @@ def watch(look: Look, interval: float, *, as_json: bool) -> int:
     return 0
 
 
-def _moments(look: Look, interval: float) -> Iterator[Moment]:
+def _moments(
+    look: Look, interval: float, wait: Callable[[float], object] = time.sleep
+) -> Iterator[Moment]:
     following = time.monotonic()
     while True:
         seen = look()
         now = time.monotonic()
         yield Moment(now, seen)
         following = max(following + interval, now)
-        time.sleep(max(0.0, following - time.monotonic()))
+        wait(max(0.0, following - time.monotonic()))
 
 
 def lines(moment: Moment, history: History) -> Iterator[str]:
@@ -126,16 +128,11 @@ class _Sampler:
         self._thread.start()
 
     def _run(self) -> None:
-        following = time.monotonic()
-        while not self._ended.is_set():
-            seen = self._look()
-            now = time.monotonic()
+        for moment in _moments(self._look, self._interval, self._ended.wait):
             if self._ended.is_set():
                 return
-            self.moments.put(Moment(now, seen))
+            self.moments.put(moment)
             os.write(self._wake, _TICK)
-            following = max(following + self._interval, now)
-            self._ended.wait(following - time.monotonic())
 
     def end(self) -> bool:
         """Whether it is gone, and the wake-up pipe may be closed."""

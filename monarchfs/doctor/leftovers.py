@@ -15,6 +15,7 @@ from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
 from monarchfs.supervisor.lock import LOCK, Holder, read_holder
 from monarchfs.supervisor.recover import FoundMount, find_all, find_private
 from monarchfs.supervisor.registration import check_runtime_dir
+from monarchfs.system.bounded import is_missing
 from monarchfs.types import MonarchError
 
 _CONNECT_SECONDS = 1.0
@@ -126,7 +127,7 @@ def caches(places: DefaultPlaces) -> list[Check]:
     busy = locked_files()
     paths = [os.path.join(base, name) for name in names]
     kept = [(path, holder) for path in paths if (holder := _idle_holder(path, busy))]
-    return judge_caches(kept, _exists)
+    return judge_caches(kept, lambda path: not is_missing(path))
 
 
 def judge_caches(kept: Sequence[tuple[str, Holder]], exists: Callable[[str], bool]) -> list[Check]:
@@ -172,14 +173,3 @@ def _idle_holder(state_dir: str, busy: Container[tuple[int, int, int]]) -> Holde
         return read_holder(lock)
     finally:
         os.close(lock)
-
-
-def _exists(path: str) -> bool:
-    """Also where that cannot be told."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return True

@@ -14,6 +14,7 @@ from monarchfs.doctor import leftovers, source, speed, storage, system
 from monarchfs.doctor.checks import Check, Severity, can_mount
 from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.supervisor.identity import become
+from monarchfs.supervisor.storage import nearest
 from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import MonarchError, OperationError
 
@@ -140,7 +141,7 @@ def tier_rates(path: str, timeout: float) -> TierRates:
 
     def call() -> Answer:
         try:
-            existing = storage.nearest(path)
+            existing = nearest(path)
             free = storage.look(path, existing).space.free_bytes
             return asdict(speed.measure_tier(existing, free)), ()
         except OSError as error:

@@ -52,13 +52,6 @@ class UsableRoom:
     limited_by: str
 
 
-def nearest(path: str) -> str:
-    """The path, or the nearest directory above it that exists. Blocks."""
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
-    return path
-
-
 def look(path: str, existing: str) -> TierLocation:
     """Blocks as long as the file system does. Raises OSError."""
     st, vfs = os.stat(existing), os.statvfs(existing)

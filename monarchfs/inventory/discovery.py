@@ -11,46 +11,36 @@ from __future__ import annotations
 import os
 import pwd
 import re
-import stat
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from monarchfs.config import User
 from monarchfs.config.places import own_directories, resolve_user
 from monarchfs.fuse.mountinfo import is_network_filesystem
-from monarchfs.inventory.trees import Size, in_use, open_users, tree_size
-from monarchfs.store.segments import SegmentFiles
-from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.lock import LOCK, read_holder
-from monarchfs.supervisor.tierdirs import (
-    FORMER_NAME,
-    NAME,
-    OPEN_DIRECTORY,
-    OWNER,
-    claims,
-    read_owner,
+from monarchfs.inventory.looks import (
+    MEASURE_SECONDS,
+    MOST_NAMES,
+    look_at_copies,
+    look_at_state,
+    names_in,
 )
-from monarchfs.supervisor.tierdirs import read_record as read_tiers
-from monarchfs.system.bounded import Answer, bounded_call
-from monarchfs.system.trusted import open_directory
+from monarchfs.inventory.trees import Size
+from monarchfs.supervisor.identity import become
+from monarchfs.supervisor.tierdirs import FORMER_NAME, NAME, claims
+from monarchfs.system.bounded import Answer, answer_within, bounded_call, is_missing
 from monarchfs.types import OperationError, UsageError
 
 OTHER_TIER = "its last mount did not name this tier"
 UNCLAIMED = "no state directory claims it"
 UNKNOWN = "unknown"
 """The source of a directory of the former layout that no state directory owns: it does not say."""
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOOK_SECONDS = 2.0
-_MEASURE_SECONDS = 3.0
-_MOST_NAMES = 1000
 _MOST_SILENT = 8
 _DATASET = re.compile(r"[0-9a-f]{16}")
 _TEMPORARY = "/tmp"
 _MOST_FORMER = 8
-_IN_FORMER = re.compile(rf"[0-9a-f]{{2}}|parts|segments|{OWNER}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +137,17 @@ class Inventory:
             user = user_of(uid)
         if (path, user.uid) in self._found:
             return True
-        said = self._asked(user, path, partial(_state, path, user))
+        said = self._asked(user, path, partial(look_at_state, path, user))
         if said is None:
             return False
         owned = []
         for tier in said["former_tiers"][:_MOST_FORMER]:
             self.tier(tier, user)
-            found = self._former(tier, said["dataset_id"], user)
+            found = self._directory(tier, said["dataset_id"], user, former=True)
             if found is not None:
-                self._claimed.add((found.path, user.uid))
+                self._claimed.add((found[0].path, user.uid))
                 # Its daemon has no lock but that of the state directory.
-                owned.append(replace(found, in_use=found.in_use or said["in_use"]))
+                owned.append(replace(found[0], in_use=found[0].in_use or said["in_use"]))
         for tier, name in sorted(said["tiers"].items()):
             self.tier(tier, user)
             self._claimed.add((os.path.join(tier, name), user.uid))
@@ -175,56 +165,49 @@ class Inventory:
         return True
 
     def _look_in_tier(self, tier: str, user: User) -> None:
-        for name, owner in self._names(tier, user, NAME):
-            path = os.path.join(tier, name)
-            if (path, owner.uid) in self._claimed:
-                continue
-            found = self._directory(tier, name, owner)
-            if found is None or (said := found[1]) is None or said["uid"] != owner.uid:
-                continue
-            state_dir = said["state_dir"]
+        for pattern, former in ((NAME, False), (FORMER_NAME, True)):
+            for name, owner in self._names(tier, user, pattern):
+                if (os.path.join(tier, name), owner.uid) not in self._claimed:
+                    self._look_at(tier, name, owner, former=former)
+
+    def _look_at(self, tier: str, name: str, owner: User, *, former: bool) -> None:
+        """A directory in a tier that no state directory has claimed so far."""
+        found = self._directory(tier, name, owner, former=former)
+        if found is None:
+            return
+        one, said = found
+        source, state_dir = UNKNOWN, ""
+        if not former:
+            if said is None or said["uid"] != owner.uid:
+                return
+            source, state_dir = said["source"], said["state_dir"]
             if os.path.isabs(state_dir) and claims(state_dir, tier, name, owner):
                 # Also where that hangs, or is another container's.
                 self.state_dir(state_dir, owner)
-                continue
-            used = found[0].in_use
-            one = found[0] if used else replace(found[0], stranded=UNCLAIMED)
-            cache = LocalCache(said["source"], owner, state_dir, (one,), used, one.last_used)
-            self._found[path, owner.uid] = replace(cache, claimed=False)
-
-        for name, owner in self._names(tier, user, FORMER_NAME):
-            path = os.path.join(tier, name)
-            if (path, owner.uid) in self._claimed:
-                continue
-            former = self._former(tier, name, owner)
-            if former is not None:
-                one = former if former.in_use else replace(former, stranded=UNCLAIMED)
-                cache = LocalCache(UNKNOWN, owner, "", (one,), one.in_use, one.last_used)
-                self._found[path, owner.uid] = replace(cache, claimed=False)
-
-    def _former(self, tier: str, name: str, user: User) -> TierDirectory | None:
-        path = os.path.join(tier, name)
-        said = self._asked(user, path, partial(_former_directory, path, user, self._measure))
-        if said is None:
-            return None
-        size = Size(*said["size"])
-        return TierDirectory(tier, path, size, said["in_use"], said["last_used"], former=True)
+                return
+        one = one if one.in_use else replace(one, stranded=UNCLAIMED)
+        self._found[one.path, owner.uid] = LocalCache(
+            source, owner, state_dir, (one,), one.in_use, one.last_used, claimed=False
+        )
 
     def _directory(
-        self, tier: str, name: str, user: User
+        self, tier: str, name: str, user: User, *, former: bool = False
     ) -> tuple[TierDirectory, dict[str, Any] | None] | None:
+        """The directory, and what its owner file says."""
         path = os.path.join(tier, name)
-        said = self._asked(user, path, partial(_directory, path, user, self._measure))
+        look = partial(look_at_copies, path, user, measure=self._measure, former=former)
+        said = self._asked(user, path, look)
         if said is None:
             return None
-        size = Size(*said["size"])
-        return TierDirectory(tier, path, size, said["in_use"], said["last_used"]), said["owner"]
+        used, last_used = said["in_use"], said["last_used"]
+        one = TierDirectory(tier, path, Size(*said["size"]), used, last_used, former=former)
+        return one, said["owner"]
 
     def _names(self, path: str, user: User, pattern: re.Pattern[str]) -> Iterable[tuple[str, User]]:
         """The directories in one, of the user; of all users, where it is root's alone."""
-        found = self._asked(user, path, partial(_names, path, user.uid, pattern)) or []
-        if len(found) == _MOST_NAMES:
-            self.notes.append(f"{path} has more than {_MOST_NAMES} entries: the rest was left out")
+        found = self._asked(user, path, partial(names_in, path, user.uid, pattern)) or []
+        if len(found) == MOST_NAMES:
+            self.notes.append(f"{path} has more than {MOST_NAMES} entries: the rest was left out")
         return [(name, user if uid == user.uid else user_of(uid)) for name, uid in found]
 
     def _asked(self, user: User, path: str, look: Callable[[], Any]) -> Any:
@@ -240,7 +223,7 @@ class Inventory:
             except OSError as error:
                 raise OperationError(f"{path} was not looked at: {error.strerror}") from None
 
-        limit = _LOOK_SECONDS + _MEASURE_SECONDS
+        limit = _LOOK_SECONDS + MEASURE_SECONDS
         try:
             return bounded_call(call, timeout=limit, overdue=f"{path} does not answer")[0]
         except OperationError as error:
@@ -252,20 +235,11 @@ def source_gone(source: str, user: User) -> bool:
     """Whether a user finds nothing where the source was; False where that cannot be told. Also true
     of a source that is not mounted now."""
 
-    def call() -> Answer:
+    def gone() -> bool:
         become(user)
-        try:
-            os.lstat(source)
-        except (FileNotFoundError, NotADirectoryError):
-            return True, ()
-        except OSError:
-            return False, ()
-        return False, ()
+        return is_missing(source)
 
-    try:
-        return bool(bounded_call(call, timeout=_LOOK_SECONDS, overdue=f"{source} hangs")[0])
-    except OperationError:
-        return False
+    return bool(answer_within(_LOOK_SECONDS, gone, otherwise=False))
 
 
 def default_places(uid: int, environ: Mapping[str, str]) -> list[str]:
@@ -313,104 +287,3 @@ def _home_of(uid: int) -> str:
         return pwd.getpwuid(uid).pw_dir
     except KeyError:
         return ""
-
-
-# In a child, as the user
-
-
-def _names(path: str, uid: int, pattern: re.Pattern[str]) -> list[tuple[str, int]]:
-    directory = os.open(path, OPEN_DIRECTORY)
-    everybody = uid == 0 and _is_roots(path)
-    found = []
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            if not pattern.fullmatch(entry.name):
-                continue
-            st = entry.stat(follow_symlinks=False)
-            if stat.S_ISDIR(st.st_mode) and (everybody or st.st_uid == uid):
-                found.append((entry.name, st.st_uid))
-    return list(islice(sorted(found), _MOST_NAMES))
-
-
-def _is_roots(path: str) -> bool:
-    try:
-        os.close(open_directory(path))
-    except OSError:
-        return False
-    return True
-
-
-def _state(path: str, user: User) -> dict[str, Any] | None:
-    directory = open_users(path, user.uid)
-    if directory is None:
-        return None
-    lock = os.open(LOCK, _FILE, dir_fd=directory)
-    holder = read_holder(lock)
-    if holder is None:
-        return None
-    owned = read_tiers(directory, user)
-    former = FORMER_NAME.fullmatch(holder.dataset_id)
-    times = [os.fstat(lock).st_mtime]
-    try:
-        index = os.stat("index/data.mdb", dir_fd=directory, follow_symlinks=False)
-        times.append(index.st_mtime)
-    except OSError:
-        pass  # it was never mounted, or is no directory: the lock's time counts
-    return {
-        "source": holder.source,
-        "mountpoint": None if holder.checking else holder.mountpoint,
-        "last_tiers": holder.tiers,
-        "tiers": owned,
-        "dataset_id": holder.dataset_id,
-        "former_tiers": [tier for tier in holder.tiers if former and tier not in owned],
-        "in_use": in_use(f"/proc/self/fd/{directory}"),
-        "last_used": max(times),
-    }
-
-
-def _sharing(directory: int, user: User) -> int:
-    """How many more copies lie in segments than there are files of segments."""
-    segments = SegmentFiles(directory, f"/proc/self/fd/{directory}", user.uid)
-    try:
-        found = segments.found()
-        lists = sum(bool(segments.noted(segment)) for segment in found)
-        return sum(len(segments.present(segment)) for segment in found) - len(found) - lists
-    finally:
-        segments.close()
-
-
-def _directory(path: str, user: User, measure: bool) -> dict[str, Any] | None:
-    directory = open_users(path, user.uid)
-    if directory is None:
-        return None
-    owner_file = os.open(OWNER, _FILE, dir_fd=directory)
-    owner = read_owner(owner_file)
-    here = f"/proc/self/fd/{directory}"
-    size = tree_size(f"{here}/.", _MEASURE_SECONDS) if measure else Size(whole=False)
-    # The owner file itself is no copy.
-    copies = max(0, size.files - 1 + (_sharing(directory, user) if measure else 0))
-    return {
-        "owner": None if owner is None else asdict(owner),
-        "size": (size.bytes, copies, size.whole),
-        "in_use": in_use(here, OWNER),
-        "last_used": os.fstat(owner_file).st_mtime,
-    }
-
-
-def _former_directory(path: str, user: User, measure: bool) -> dict[str, Any] | None:
-    """One of the former layout: in a tier that others use, too, the name alone says little. It has
-    no owner file, or an empty one."""
-    directory = open_users(path, user.uid)
-    if directory is None:
-        return None
-    names = os.listdir(directory)
-    if not names or not all(_IN_FORMER.fullmatch(name) for name in names):
-        return None
-    here = f"/proc/self/fd/{directory}"
-    size = tree_size(f"{here}/.", _MEASURE_SECONDS) if measure else Size(whole=False)
-    copies = size.files - (OWNER in names) + (_sharing(directory, user) if measure else 0)
-    return {
-        "size": (size.bytes, max(0, copies), size.whole),
-        "in_use": in_use(here, OWNER),
-        "last_used": os.fstat(directory).st_mtime,
-    }

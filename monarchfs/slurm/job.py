@@ -36,17 +36,12 @@ def parse_job_id(text: str) -> int:
     return int(text)
 
 
-def job_id_from(environ: Mapping[str, str]) -> int:
-    """The job's number; UsageError outside of Slurm."""
-    if "SLURM_JOB_ID" not in environ:
-        raise UsageError("there is no SLURM_JOB_ID: this is for Slurm's prolog and epilog")
-    return parse_job_id(environ["SLURM_JOB_ID"])
-
-
 def job_from(environ: Mapping[str, str]) -> Job:
     """What slurmd says (prolog and epilog guide of Slurm). A request with a mistake in it is a
     ``mistake``, not an error: the job runs without. Raises UsageError outside of Slurm."""
-    job = job_id_from(environ)
+    if "SLURM_JOB_ID" not in environ:
+        raise UsageError("there is no SLURM_JOB_ID: this is for Slurm's prolog and epilog")
+    job = parse_job_id(environ["SLURM_JOB_ID"])
     uid = environ.get("SLURM_JOB_UID", "")
     if _NUMBER.fullmatch(uid) is None or int(uid) >= (1 << 32) - 1:
         raise UsageError("SLURM_JOB_UID is no number: this is for Slurm's prolog and epilog")

@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-from monarchfs.control import Registered, find_mounts
+from monarchfs.control import find_mounts
 from monarchfs.doctor.leftovers import dead_sockets
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
@@ -38,7 +39,7 @@ from monarchfs.supervisor.recover import (
 )
 from monarchfs.supervisor.registration import remove_registration, unlink_as
 from monarchfs.supervisor.tierdirs import FORMER_NAME, NAME, OWNER
-from monarchfs.system.bounded import Answer, bounded_call
+from monarchfs.system.bounded import answer_within
 from monarchfs.types import MonarchError, OperationError
 
 YOUNG_SECONDS = 600.0
@@ -108,7 +109,7 @@ class Sweeper:
                 "registration",
                 registered.socket_path,
                 f"its process {registered.entry.supervisor_pid} is gone",
-                lambda registered=registered: _forget(registered),  # type: ignore[misc]
+                partial(remove_registration, registered.stem, registered.owner_uid),
             )
 
     def sockets(self, search: Search) -> None:
@@ -118,19 +119,14 @@ class Sweeper:
                 owner = os.lstat(path).st_uid
                 if os.geteuid() in (0, owner):
                     why = "nobody listens there any more"
-                    self._put("socket", path, why, lambda p=path, o=owner: unlink_as(o, p))  # type: ignore[misc]
+                    self._put("socket", path, why, partial(unlink_as, owner, path))
 
     def mounts(self, search: Search) -> None:
         """Mounts whose daemon is dead."""
         for found in find_all(search):
             if found.mount is None or not _is_dead(found):
                 continue
-            self._put(
-                "mount",
-                found.mountpoint,
-                "its daemon is dead",
-                lambda found=found: _unmount(found),  # type: ignore[misc]
-            )
+            self._put("mount", found.mountpoint, "its daemon is dead", partial(_unmount, found))
 
     # Of root
 
@@ -144,28 +140,20 @@ class Sweeper:
                 if job in running or entered > young:
                     continue
                 path = os.path.join(share.directory, "jobs", str(job))
-                self._put("job", path, "it is over", lambda s=share, j=job: _leave(s, j))  # type: ignore[misc]
+                self._put("job", path, "it is over", partial(_leave, share, job))
         for directory in (layout.environments, os.path.dirname(layout.facts(0))):
             for name in names_in(directory):
                 path = os.path.join(directory, name)
-                if (
-                    name.isdecimal()
-                    and int(name) not in running
-                    and os.lstat(path).st_mtime < young
-                ):
-                    self._put("job", path, "it is over", lambda path=path: unlink(path))  # type: ignore[misc]
+                is_over = name.isdecimal() and int(name) not in running
+                if is_over and os.lstat(path).st_mtime < young:
+                    self._put("job", path, "it is over", partial(unlink, path))
 
     def shares(self, site: Site) -> None:
         """Mounts that no job uses, and that have lingered long enough."""
         for share in every_share(layout_of(site)):
             if share.jobs() or share.idle_seconds() < max(site.linger_seconds, 1.0):
                 continue
-            self._put(
-                "share",
-                share.directory,
-                "no job uses it",
-                lambda share=share: _end(site, share),  # type: ignore[misc]
-            )
+            self._put("share", share.directory, "no job uses it", partial(_end, site, share))
 
     def caches(self, site: Site) -> None:
         """Caches of users that are gone, copies that nobody counts, and what was thrown away."""
@@ -175,15 +163,25 @@ class Sweeper:
         for cache in known.values():
             if cache.last_used < old and not _user_exists(cache.uid):
                 why = f"user {cache.user} ({cache.uid}) is gone"
-                self._put("cache", layout.cache(cache.key), why, _discard(layout, cache.key, why))
+                self._put(
+                    "cache",
+                    layout.cache(cache.key),
+                    why,
+                    partial(caches.discard, layout, cache.key, why),
+                )
         for tier in dict.fromkeys(tier.path for tier in site.tiers):
             for name in names_in(tier):
                 if KEY.fullmatch(name) and name not in known:
                     path = os.path.join(tier, name)
-                    self._put("copies", path, "no index counts them", _orphan(layout, name, path))
+                    self._put(
+                        "copies",
+                        path,
+                        "no index counts them",
+                        partial(_remove_uncounted, layout, name, path),
+                    )
         self._of_plain_mounts(site.cache_dir, old)
         for path in caches.trash_in(layout, site):
-            self._put("trash", path, "it was thrown away", _trash(path))
+            self._put("trash", path, "it was thrown away", partial(remove_tree, path))
 
     def budget(self, site: Site) -> None:
         """Unmounted caches beyond the budget of their tier, the least recently used first."""
@@ -203,7 +201,9 @@ class Sweeper:
             }
             for key in caches.over_budget(budget, held, resting, 0):
                 why = f"the budget of {tier.path} is exceeded"
-                self._put("cache", layout.cache(key), why, _discard(layout, key, why))
+                self._put(
+                    "cache", layout.cache(key), why, partial(caches.discard, layout, key, why)
+                )
 
     def _of_plain_mounts(self, cache_dir: str, old: float) -> None:
         """State and copies of ``monarchfs mount`` in the default place, by users that are gone."""
@@ -217,7 +217,7 @@ class Sweeper:
                 state = os.path.join(states, name[:_ID_DIGITS])
                 if not in_use(state) and not in_use(path, OWNER):
                     why = f"user {st.st_uid} is gone"
-                    self._put("cache", path, why, _plain(path, state))
+                    self._put("cache", path, why, partial(_remove_plain, path, state))
 
 
 def running_jobs(node: str) -> set[int]:
@@ -250,29 +250,21 @@ def _owners() -> set[int]:
     return {m.user_id for m in read_mountinfo() if m.fstype == MONARCHFS and m.user_id is not None}
 
 
-def _forget(registered: Registered) -> None:
-    remove_registration(registered.stem, registered.owner_uid)
-
-
 def _is_dead(found: FoundMount) -> bool:
     if found.registered is not None:
         return not found.supervisor_alive
     if os.geteuid() not in (0, found.mount.user_id if found.mount else None):
         return False
 
-    def call() -> Answer:
+    def code() -> int | None:
         try:
             os.stat(found.mountpoint)
         except OSError as error:
-            return error.errno, ()
-        return 0, ()
+            return error.errno
+        return None
 
-    try:
-        code, _ = bounded_call(call, timeout=_LOOK_SECONDS, overdue="it hangs")
-    except OperationError:
-        return False
     # What the kernel answers once nobody has the connection's device open (fs/fuse/dev.c).
-    return bool(code == errno.ENOTCONN)
+    return bool(answer_within(_LOOK_SECONDS, code, otherwise=None) == errno.ENOTCONN)
 
 
 def _unmount(found: FoundMount) -> bool:
@@ -306,34 +298,20 @@ def _end(site: Site, share: Share) -> bool:
         return True
 
 
-def _discard(layout: SitePaths, key: str, why: str) -> Callable[[], object]:
-    return lambda: caches.discard(layout, key, why)
-
-
-def _orphan(layout: SitePaths, key: str, path: str) -> Callable[[], object]:
-    def remove() -> bool:
-        with _holding(layout, key) as mine:
-            share = Share(layout, key)
-            if not mine or share.record() or share.jobs() or os.path.exists(layout.cache(key)):
-                return False
-            remove_tree(path)
-            return True
-
-    return remove
-
-
-def _trash(path: str) -> Callable[[], object]:
-    return lambda: remove_tree(path)
-
-
-def _plain(path: str, state: str) -> Callable[[], object]:
-    def remove() -> bool:
-        if in_use(state) or in_use(path, OWNER):
+def _remove_uncounted(layout: SitePaths, key: str, path: str) -> bool:
+    with _holding(layout, key) as mine:
+        share = Share(layout, key)
+        if not mine or share.record() or share.jobs() or os.path.exists(layout.cache(key)):
             return False
         remove_tree(path)
         return True
 
-    return remove
+
+def _remove_plain(path: str, state: str) -> bool:
+    if in_use(state) or in_use(path, OWNER):
+        return False
+    remove_tree(path)
+    return True
 
 
 def _user_exists(uid: int) -> bool:

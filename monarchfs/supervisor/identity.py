@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -51,3 +52,11 @@ def in_first_user_namespace(uid_map: str = "/proc/self/uid_map") -> bool:
     others the kernel has a namespace map what there is."""
     with open(uid_map, encoding="ascii") as file:
         return [int(word) for word in file.read().split()] == [0, 0, (1 << 32) - 1]
+
+
+def user_name(uid: int) -> str:
+    """For messages."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

@@ -9,12 +9,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import pwd
 import stat
 from contextlib import ExitStack
 
 from monarchfs.config import User
-from monarchfs.supervisor.identity import acting_as
+from monarchfs.supervisor.identity import acting_as, user_name
 from monarchfs.system.trusted import (
     Untrusted,
     make_directories,
@@ -128,11 +127,3 @@ def _remove_if_empty(path: str, user: User) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
             log.warning("cannot remove %s: %s", path, error.strerror)
-
-
-def user_name(uid: int) -> str:
-    """For messages."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"

@@ -19,7 +19,7 @@ from monarchfs.fuse.mountinfo import (
     resolve_mountpoint,
 )
 from monarchfs.supervisor.identity import become
-from monarchfs.system.bounded import Answer, bounded_call
+from monarchfs.system.bounded import Answer, answer_within, bounded_call, is_missing
 from monarchfs.system.trusted import place_of
 from monarchfs.types import OperationError, UsageError
 
@@ -107,22 +107,12 @@ def check_exists(path: str, user: User, timeout: float) -> None:
     """Raises UsageError if ``user`` can see that there is no ``path`` (absolute), and nothing where
     that cannot be known within ``timeout`` seconds."""
 
-    def call() -> Answer:
+    def complaint() -> str | None:
         become(user)
-        try:
-            os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            raise UsageError(_missing(path)) from None
-        except OSError:
-            return None, ()  # it may be there
-        return None, ()
+        return _missing(path) if is_missing(path) else None
 
-    try:
-        bounded_call(call, timeout=timeout, overdue="")
-    except UsageError:
-        raise
-    except OperationError:
-        return
+    if (said := answer_within(timeout, complaint, otherwise=None)) is not None:
+        raise UsageError(said)
 
 
 def seems_unmounted(source: OpenedSource, mounts: list[Mount] | None = None) -> str | None:

@@ -19,9 +19,9 @@ from typing import Any
 
 from monarchfs.config import Config, TierSpec, User
 from monarchfs.fuse.mountinfo import is_network_filesystem, mount_of
-from monarchfs.supervisor.identity import acting_as
+from monarchfs.supervisor.identity import acting_as, user_name
 from monarchfs.supervisor.lock import LOCK, Holder, InUse, take_lock, write_holder
-from monarchfs.supervisor.owned import open_own, refuse_foreign, user_name
+from monarchfs.supervisor.owned import open_own, refuse_foreign
 from monarchfs.supervisor.probe import Mountpoint, OpenedSource, lineage
 from monarchfs.supervisor.tierdirs import RECORD, RECORD_NEW, read_record_of
 from monarchfs.system.bounded import Answer, bounded_call
@@ -64,7 +64,7 @@ def check_storage(
             _check_own(directory, config.user)
             _check_writable(directory, config.user)
         for tier in config.tiers:
-            check_size(tier, _nearest(tier.path))
+            check_size(tier, nearest(tier.path))
         return None, ()
 
     paths = ", ".join([tier.path for tier in config.tiers] + [config.state_dir])
@@ -189,7 +189,7 @@ def open_users_file(state_dir: int, name: str, flags: int, user: User) -> int:
 def _check_exists(directory: StorageDirectory, cache_dir: str) -> str:
     """The directory, or the one above in which it can be made."""
     what, option, path = directory.what, directory.option, directory.path
-    existing = _nearest(path)
+    existing = nearest(path)
     if not os.path.isdir(existing):
         raise UsageError(f"{what}: {existing} is not a directory: name another {option}")
     parent = os.path.dirname(path)
@@ -253,7 +253,7 @@ def _check_own(directory: StorageDirectory, user: User) -> None:
 def _check_writable(directory: StorageDirectory, user: User) -> None:
     """By root where root alone can change the way there, else by the user: as `open_own`."""
     own = directory.own
-    existing = own if own is not None and os.path.isdir(own) else _nearest(directory.path)
+    existing = own if own is not None and os.path.isdir(own) else nearest(directory.path)
     inside = "" if existing == own else "/."
     who: AbstractContextManager[None] = nullcontext()
     if os.geteuid() == 0:
@@ -275,7 +275,8 @@ def _check_writable(directory: StorageDirectory, user: User) -> None:
         )
 
 
-def _nearest(path: str) -> str:
+def nearest(path: str) -> str:
+    """The path, or the nearest directory above it that exists. Blocks."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return path

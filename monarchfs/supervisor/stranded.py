@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from monarchfs.config import Config
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.tierdirs import OPEN_DIRECTORY, OWNER
-from monarchfs.system.bounded import Answer, bounded_call
+from monarchfs.system.bounded import answer_within
 from monarchfs.text.sizes import format_bytes
-from monarchfs.types import MonarchError
 
 _LOOK_SECONDS = 2.0
 _MEASURE_SECONDS = 0.5
@@ -41,24 +40,16 @@ def left_out(config: Config, record: Mapping[str, str]) -> list[str]:
 
 
 def _held(path: str, config: Config) -> tuple[int, bool] | None:
-    def call() -> Answer:
+    def measured() -> tuple[int, bool] | None:
         become(config.user)
+        directory = os.open(path, OPEN_DIRECTORY)
         try:
-            directory = os.open(path, OPEN_DIRECTORY)
-        except OSError:
-            return None, ()  # it is gone
-        try:
-            if os.fstat(directory).st_uid != config.user.uid:
-                return None, ()
-            return _measured(directory), ()
+            return _measured(directory) if os.fstat(directory).st_uid == config.user.uid else None
         finally:
             os.close(directory)
 
-    try:
-        answer, _ = bounded_call(call, timeout=_LOOK_SECONDS, overdue=f"{path} hangs")
-    except MonarchError:
-        return None
-    return None if answer is None or not answer[0] else (answer[0], answer[1])
+    size, whole = answer_within(_LOOK_SECONDS, measured, otherwise=None) or (0, True)
+    return (size, whole) if size else None
 
 
 def _measured(directory: int) -> tuple[int, bool]:

@@ -33,8 +33,7 @@ from typing import Any, TypeVar
 
 from monarchfs.config import User
 from monarchfs.supervisor.identity import acting_as, become
-from monarchfs.system.bounded import Answer, bounded_call
-from monarchfs.types import MonarchError
+from monarchfs.system.bounded import answer_within
 
 RECORD = "tiers"
 RECORD_NEW = RECORD + ".new"
@@ -205,20 +204,14 @@ def claims(state_dir: str, tier: str, name: str, user: User) -> bool:
     """Whether a state directory says that it owns a directory in a tier; also where that cannot be
     told. Looks there for 2 seconds at most."""
 
-    def call() -> Answer:
+    def claimed() -> bool:
         become(user)
         try:
-            return read_record_of(state_dir, user).get(tier) == name, ()
+            return read_record_of(state_dir, user).get(tier) == name
         except (FileNotFoundError, NotADirectoryError):
-            return False, ()
-        except OSError:
-            return True, ()
+            return False
 
-    try:
-        answer, _ = bounded_call(call, timeout=_LOOK_SECONDS, overdue=f"{state_dir} hangs")
-    except MonarchError:
-        return True
-    return bool(answer)
+    return bool(answer_within(_LOOK_SECONDS, claimed, otherwise=True))
 
 
 def _refuse_foreign(st: os.stat_result, user: User) -> None:

@@ -7,11 +7,13 @@ never waited for: it goes when the file system lets it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 from monarchfs.types import MonarchError, OperationError, UsageError
@@ -41,27 +43,16 @@ def bounded_talk(
     Raises OperationError(``overdue``) where it says nothing for ``silence`` seconds. No descriptors
     are passed; those to ``keep`` are open there, too.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours:
-        pid = os.fork()
-        if pid == 0:
 
-            def tell(progress: Any) -> None:
-                theirs.send(json.dumps({"progress": progress}).encode())
+    def told(theirs: socket.socket) -> Answer:
+        def tell(progress: Any) -> None:
+            theirs.send(json.dumps({"progress": progress}).encode())
 
-            _answer_and_exit(lambda: (call(tell), ()), theirs, keep)
-        theirs.close()
-        ours.settimeout(silence)
-        try:
-            while "progress" in (message := _received(ours, overdue)):
-                heard(message["progress"])
-        except TimeoutError:
-            os.kill(pid, signal.SIGKILL)
-            raise OperationError(overdue) from None
-        except BaseException:
-            os.kill(pid, signal.SIGKILL)
-            raise
-        os.waitpid(pid, 0)
+        return call(tell), ()
+
+    with _child(told, silence, overdue, keep) as ours:
+        while "progress" in (message := _decoded(ours.recv(_REPLY_BYTES), overdue)):
+            heard(message["progress"])
     return _result_of(message)
 
 
@@ -74,30 +65,53 @@ def bounded_call(
     there. A MonarchError of ``call`` is raised here, and OperationError(``overdue``) after
     ``timeout`` seconds. For processes of one thread, because it forks.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours:
-        pid = os.fork()
-        if pid == 0:
-            _answer_and_exit(call, theirs, keep)
-        theirs.close()
-        ours.settimeout(max(timeout, 0.001))
-        try:
-            reply, descriptors, _, _ = socket.recv_fds(ours, _REPLY_BYTES, _MOST_DESCRIPTORS)
-        except TimeoutError:
-            os.kill(pid, signal.SIGKILL)
-            raise OperationError(overdue) from None
-        except BaseException:
-            os.kill(pid, signal.SIGKILL)
-            raise
-        os.waitpid(pid, 0)
+    with _child(lambda _theirs: call(), max(timeout, 0.001), overdue, keep) as ours:
+        reply, descriptors, _, _ = socket.recv_fds(ours, _REPLY_BYTES, _MOST_DESCRIPTORS)
     # Not by MSG_CMSG_CLOEXEC, because socket.recv_fds ignores flags in many releases of Python.
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     return _result_of(_decoded(reply, overdue)), descriptors
 
 
-def _received(channel: socket.socket, overdue: str) -> dict[str, Any]:
-    return _decoded(channel.recv(_REPLY_BYTES), overdue)
+def answer_within(seconds: float, call: Callable[[], Any], *, otherwise: Any) -> Any:
+    """What ``call`` returns in a child, without descriptors; ``otherwise`` where it fails, or does
+    not answer in time."""
+    try:
+        return bounded_call(lambda: (call(), ()), timeout=seconds, overdue="")[0]
+    except MonarchError:
+        return otherwise
+
+
+def is_missing(path: str) -> bool:
+    """Whether it is certain that there is nothing. Blocks as the file system does."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ENOTDIR)
+    return False
+
+
+@contextmanager
+def _child(
+    call: Callable[[socket.socket], Answer], patience: float, overdue: str, keep: Sequence[int]
+) -> Iterator[socket.socket]:
+    """Our end of the channel to a child that makes the call. Whatever is raised inside the block
+    kills the child: what hangs is not waited for."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        pid = os.fork()
+        if pid == 0:
+            _answer_and_exit(lambda: call(theirs), theirs, keep)
+        theirs.close()
+        ours.settimeout(patience)
+        try:
+            yield ours
+        except BaseException as error:
+            os.kill(pid, signal.SIGKILL)
+            if isinstance(error, TimeoutError):
+                raise OperationError(overdue) from None
+            raise
+        os.waitpid(pid, 0)
 
 
 def _decoded(reply: bytes, overdue: str) -> dict[str, Any]:
