@@ -31,9 +31,7 @@ _WITNESS_SECONDS = 1.0
 
 
 def run_child(
-    command: Sequence[str],
-    prepare: Callable[[], None],
-    complain: Callable[[str, int], int],
+    command: Sequence[str], prepare: Callable[[], None], complain: Callable[[str, int], int]
 ) -> int:
     """Runs ``command`` after ``prepare``, in a child, and returns its exit code as shells do.
 

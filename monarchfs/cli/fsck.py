@@ -21,14 +21,7 @@ from monarchfs.config.values import parse_path
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.supervisor.identity import is_self, user_name
 from monarchfs.supervisor.launch import module_command
-from monarchfs.supervisor.lock import (
-    LOCK,
-    Holder,
-    InUse,
-    read_holder,
-    take_lock,
-    write_holder,
-)
+from monarchfs.supervisor.lock import LOCK, Holder, InUse, read_holder, take_lock, write_holder
 from monarchfs.supervisor.tierdirs import read_record
 from monarchfs.system.trusted import place_of
 from monarchfs.text.sizes import format_bytes

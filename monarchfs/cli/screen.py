@@ -182,10 +182,7 @@ def _source(view: MountView) -> Text:
 
 
 def _source_trouble(report: Report) -> Iterator[str]:
-    for keys, name in (
-        (("source_io", "stuck"), "calls hang"),
-        (("source_io", "errors"), "errors"),
-    ):
+    for keys, name in ((("source_io", "stuck"), "calls hang"), (("source_io", "errors"), "errors")):
         if number(report, *keys):
             yield f"{format_count(number(report, *keys))} {name}"
 

@@ -56,10 +56,7 @@ OPTIONS: Mapping[str, Option] = {
         toml='["PATH=SIZE"]',
     ),
     "state_dir": Option(
-        values.parse_path,
-        "DIR",
-        "where the index is kept (local storage)",
-        paths="directory",
+        values.parse_path, "DIR", "where the index is kept (local storage)", paths="directory"
     ),
     "prefetch": Option(
         values.parse_prefetch,
@@ -132,15 +129,10 @@ OPTIONS: Mapping[str, Option] = {
         help="refuse an empty source, such as one that was not mounted on this node",
     ),
     "user": Option(
-        values.parse_name,
-        "USER",
-        "whose mount it is (root only; default: the user who ran sudo)",
+        values.parse_name, "USER", "whose mount it is (root only; default: the user who ran sudo)"
     ),
     "log_file": Option(
-        values.parse_path,
-        "FILE",
-        "where the daemon logs (default: syslog)",
-        paths="file",
+        values.parse_path, "FILE", "where the daemon logs (default: syslog)", paths="file"
     ),
     "log_level": Option(
         values.parse_log_level,

@@ -13,12 +13,7 @@ from collections import Counter
 from enum import Enum
 from typing import TypeVar
 
-from monarchfs.config.model import (
-    DataPath,
-    FreshnessSetting,
-    PrefetchMode,
-    TierSpec,
-)
+from monarchfs.config.model import DataPath, FreshnessSetting, PrefetchMode, TierSpec
 from monarchfs.types import EvictionPolicy, FreshnessMode, TierSize, UsageError
 
 # Not more digits than int() and float() take.

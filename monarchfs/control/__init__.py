@@ -1,9 +1,6 @@
 """The control socket: what is said on it, who may ask, and where it is found."""
 
-from monarchfs.control.client import (
-    Connection,
-    request,
-)
+from monarchfs.control.client import Connection, request
 from monarchfs.control.messages import (
     MOST_NAME_BYTES,
     MOST_PATH_BYTES,
@@ -19,11 +16,7 @@ from monarchfs.control.messages import (
     encode_result,
     too_long,
 )
-from monarchfs.control.peers import (
-    may_ask,
-    peer_uid,
-    short_socket_path,
-)
+from monarchfs.control.peers import may_ask, peer_uid, short_socket_path
 from monarchfs.control.registration import (
     UNKNOWN_CONNECTION,
     Registered,

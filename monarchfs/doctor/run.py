@@ -64,11 +64,7 @@ def _probes(subject: Subject) -> Iterator[tuple[str, float, Probe]]:
         look = partial(source.source, config.source, config.user, SOURCE_SECONDS, touches=touches)
         yield "source", SOURCE_SECONDS + 2, look
     for tier in config.tiers:
-        yield (
-            "tier",
-            5.0,
-            partial(storage.tier, tier, config, places.cache_dir, subject.environ),
-        )
+        yield ("tier", 5.0, partial(storage.tier, tier, config, places.cache_dir, subject.environ))
     yield "state_dir", 5.0, partial(storage.state_dir, config, places.cache_dir)
     yield "runtime_dir", 2.0, partial(leftovers.runtime_dir, places.runtime_dir)
     yield "mounts", 10.0, partial(leftovers.mounts, subject.search)

@@ -49,11 +49,7 @@ def source(path: str, user: User, seconds: float, *, touches: bool) -> list[Chec
 
 
 def judge_type(path: str, fstype: str) -> Check:
-    numbers: dict[str, Value] = {
-        "path": path,
-        "type": fstype,
-        "network": is_network_type(fstype),
-    }
+    numbers: dict[str, Value] = {"path": path, "type": fstype, "network": is_network_type(fstype)}
     where = "a network file system" if is_network_type(fstype) else "a local file system"
     return Check("source", Severity.OK, f"{path} can be read; {where} ({fstype})", "", numbers)
 

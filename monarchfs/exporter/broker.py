@@ -82,12 +82,7 @@ def _answer_all(channel: socket.socket, roots: Roots) -> None:
 
 
 def _send(channel: socket.socket, number: int, sight: DiscoveredMount) -> None:
-    message = {
-        "stem": sight.stem,
-        "owner": sight.owner_uid,
-        "full": sight.full,
-        "jobs": sight.jobs,
-    }
+    message = {"stem": sight.stem, "owner": sight.owner_uid, "full": sight.full, "jobs": sight.jobs}
     descriptors = [sight.registration]
     if sight.connection is not None:
         descriptors.append(sight.connection)

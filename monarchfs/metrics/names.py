@@ -75,8 +75,7 @@ PASSTHROUGH_OPENS = _counter(
 )
 BACKING_FILES = _gauge("backing_files", "Copies that the kernel keeps open to read them itself")
 BACKING_REFUSED = _counter(
-    "backing_files_refused_total",
-    "Copies that could not be passed through; the daemon reads them",
+    "backing_files_refused_total", "Copies that could not be passed through; the daemon reads them"
 )
 STALE_ANSWERS = _counter(
     "stale_answers_total",
@@ -162,8 +161,7 @@ COPIES_REFUSED = _counter(
     "copies_refused_total", "Files that found no room in any tier, counted at each try", "reason"
 )
 CHUNKS_DROPPED = _counter(
-    "chunks_dropped_total",
-    "Pieces that were read but not kept because the tiers are too slow",
+    "chunks_dropped_total", "Pieces that were read but not kept because the tiers are too slow"
 )
 SCAN_RUNNING = _gauge("scan_running", "1 while a scan looks for files to copy, else 0")
 SCAN_ERRORS = _counter("scan_errors_total", "Names that a scan could not look up")

@@ -107,10 +107,7 @@ def survey_and_fit(
 
 
 def _walk(
-    survey: Survey,
-    files: Iterable[File],
-    known: Sequence[Mapping[bytes, int]],
-    clock: _Clock,
+    survey: Survey, files: Iterable[File], known: Sequence[Mapping[bytes, int]], clock: _Clock
 ) -> None:
     for file in files:
         if survey.all.files % _LOOK_EVERY == 0 and not clock.look("walking", survey.all):

@@ -54,11 +54,7 @@ class ControlSocket:
     """The listening socket and its registration; removed by `close`."""
 
     def __init__(
-        self,
-        config: Config,
-        state_dir: str,
-        started_ns: int,
-        connection: int = UNKNOWN_CONNECTION,
+        self, config: Config, state_dir: str, started_ns: int, connection: int = UNKNOWN_CONNECTION
     ) -> None:
         self.stem = registration_stem(config.runtime_dir, config.mountpoint, connection)
         self.registration = Registration(

@@ -294,9 +294,7 @@ def _try(verb: str, path: str, call: Callable[[], Any]) -> Any:
 def _lock(config: Config, state_dir: int) -> int:
     try:
         lock: int = _try(
-            "lock",
-            os.path.join(config.state_dir, LOCK),
-            partial(take_lock, state_dir, config.user),
+            "lock", os.path.join(config.state_dir, LOCK), partial(take_lock, state_dir, config.user)
         )
     except InUse as error:
         raise UsageError(
