@@ -18,9 +18,8 @@ from monarchfs.cli.text import printable
 from monarchfs.config import User
 from monarchfs.config.places import dataset_id, resolve_user
 from monarchfs.config.values import parse_path
-from monarchfs.fuse.mount import SYSTEM_PATH
-from monarchfs.supervisor.identity import is_self, user_name
-from monarchfs.supervisor.launch import module_command
+from monarchfs.supervisor.identity import user_name
+from monarchfs.supervisor.launch import module_command, spawn_as
 from monarchfs.supervisor.lock import LOCK, Holder, InUse, read_holder, take_lock, write_holder
 from monarchfs.supervisor.tierdirs import read_record
 from monarchfs.system.trusted import place_of
@@ -193,27 +192,8 @@ def _listen(lines: Iterable[bytes], progress: Progress, *, quiet: bool) -> dict[
 def _child(
     task: Mapping[str, Any], user: User, inherited: tuple[int, ...]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    identity: dict[str, Any] = {}
-    if not is_self(user):
-        identity = {"user": user.uid, "group": user.gid, "extra_groups": list(user.groups)}
     command = [*module_command("monarchfs.fsck"), json.dumps(task)]
-    try:
-        process = subprocess.Popen(
-            command,
-            env={"PATH": SYSTEM_PATH, "LANG": "C.UTF-8"},
-            cwd="/",
-            pass_fds=inherited,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            # Ctrl-C at a terminal is for this process, which ends the child in order.
-            start_new_session=True,
-            **identity,
-        )
-    except PermissionError:
-        raise OperationError(
-            f"{user.name} may not run {command[0]}: install monarchfs where every user can read it"
-        ) from None
-    with process:
+    with spawn_as(user, command, inherited, stdout=subprocess.PIPE, stderr=None) as process:
         try:
             yield process
         except BaseException:

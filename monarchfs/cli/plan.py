@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -88,10 +89,10 @@ def combine(
             }
             for room, both in zip(rooms, zip(placed, cached, strict=True), strict=True)
         ],
-        "resident": _amount(resident),
-        "partial": _amount(partial_),
-        "remote": _amount(remote),
-        "cached_before": _amount(total(*cached)),
+        "resident": asdict(resident),
+        "partial": asdict(partial_),
+        "remote": asdict(remote),
+        "cached_before": asdict(total(*cached)),
         "source_bytes": {
             "first_epoch": new.bytes + remote.bytes,
             "later_epoch": remote.bytes,
@@ -102,10 +103,6 @@ def combine(
         "epochs": epochs,
         "pays_from_epoch": estimate.pays_from_epoch if estimate is not None else None,
     }
-
-
-def _amount(amount: Amount) -> dict[str, int]:
-    return {"files": amount.files, "bytes": amount.bytes}
 
 
 def _rates_json(
@@ -133,10 +130,7 @@ def _seconds_json(estimate: Times | None, epochs: int) -> dict[str, float] | Non
     if estimate is None:
         return None
     return {
-        "fill": estimate.fill,
-        "plain_epoch": estimate.plain_epoch,
-        "first_epoch": estimate.first_epoch,
-        "later_epoch": estimate.later_epoch,
+        **asdict(estimate),
         "plain_total": estimate.plain_total(epochs),
         "total": estimate.total(epochs),
         "saved": estimate.plain_total(epochs) - estimate.total(epochs),

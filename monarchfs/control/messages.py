@@ -6,17 +6,11 @@ itself; other commands reach the worker, together with the connection. Who may c
 the socket's mode (0600, the mount's user) and by SO_PEERCRED. All messages and limits are in
 docs/CONTROL.md.
 
-``refresh``, ``pin``, ``unpin`` and ``evict`` carry ``"paths": [...]``, relative to the mount's root
-(``""`` is the root), with bytes that are no text as lone surrogates (os.fsencode undoes that). They
-may take as long as they need: before its reply the worker then writes lines
-``{"progress": {...}}``, one every PROGRESS_SECONDS at least, also while the source hangs. Who asked
-gives up after SILENCE_SECONDS without a line. A client that closes the connection wants no more:
-the next line then fails with EPIPE, and the worker ends the command.
-
-So do ``warm``, with ``"what": "copy" | "metadata" | "check"`` and ``"wait": true | false``, and
-``why``. A ``warm`` that is no check goes on when the client is gone. Results are what the command
-line prints with ``--json`` (docs/USAGE.md); that of ``why`` is ``{"paths": [...]}``, each with its
-``"path"`` and either what is known or an ``"error"``.
+Paths are relative to the mount's root (``""`` is the root); bytes that are no text are lone
+surrogates (os.fsencode undoes that). A command that takes long writes lines ``{"progress": {...}}``
+before its reply, one every PROGRESS_SECONDS at least, also while the source hangs. Who asked gives
+up after SILENCE_SECONDS without a line. A client that closes the connection wants no more: the next
+line fails with EPIPE, and the worker ends the command (but a ``warm``, unless it only checks).
 """
 
 from __future__ import annotations

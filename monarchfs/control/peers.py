@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _UCRED = struct.Struct("=iII")
 
@@ -33,6 +35,11 @@ def _outsiders() -> int | None:
         return int(number.read())
 
 
-def short_socket_path(directory_fd: int, path: str) -> str:
-    """A name for the socket ``path`` in an open directory that fits into sun_path (108 bytes)."""
-    return f"/proc/self/fd/{directory_fd}/{os.path.basename(path)}"
+@contextmanager
+def short_socket_path(path: str) -> Iterator[str]:
+    """Another name for the socket ``path`` that fits into sun_path (108 bytes). Raises OSError."""
+    directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{os.path.basename(path)}"
+    finally:
+        os.close(directory)

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from monarchfs.config.places import DefaultPlaces
+from monarchfs.control import short_socket_path
 from monarchfs.doctor.checks import Check, Severity, Value, from_error
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
 from monarchfs.supervisor.lock import LOCK, Holder, read_holder
@@ -102,18 +103,15 @@ def _is_socket_of(uid: int, path: str) -> bool:
 
 def _listens(path: str) -> bool:
     """Also where it cannot be asked (it is another user's)."""
-    directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_CONNECT_SECONDS)
         try:
-            # Through the directory's descriptor, because sun_path holds 108 bytes only.
-            connection.connect(f"/proc/self/fd/{directory}/{os.path.basename(path)}")
+            with short_socket_path(path) as short:
+                connection.connect(short)
         except (ConnectionRefusedError, FileNotFoundError):
             return False
         except OSError:
             return True
-        finally:
-            os.close(directory)
     return True
 
 

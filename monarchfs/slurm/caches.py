@@ -27,7 +27,7 @@ from monarchfs.slurm.records import (
     unlink,
     write_record,
 )
-from monarchfs.slurm.shares import Share, share_key
+from monarchfs.slurm.shares import Share, record_of, share_key
 from monarchfs.slurm.site import Site
 from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError, TierSize
@@ -106,18 +106,10 @@ def open_cache(layout: SitePaths, site: Site, share: Share, source: str, user: U
     path = os.path.join(layout.cache(share.key), "cache.json")
     for tier in site.tiers:
         make_directory(tier.path, 0o755)
-    record = {
-        "source": source,
-        "uid": user.uid,
-        "user": user.name,
-        "gid": user.gid,
-        "groups": list(user.groups),
-        "used": None,
-        "last_used_unix_seconds": time.time(),
-    }
+    used_now = {"used": None, "last_used_unix_seconds": time.time()}
     with locked(layout.lock(_BUDGET_LOCK), time.monotonic() + 2 * _MEASURE_SECONDS):
         granted = {tier.path: _grant(layout, site, share.key, tier) for tier in site.tiers}
-        write_record(path, {**record, "granted": granted})
+        write_record(path, {**record_of(source, user), **used_now, "granted": granted})
     for tier in site.tiers:
         make_directory(os.path.join(tier.path, share.key), 0o755)
     return [

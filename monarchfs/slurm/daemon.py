@@ -118,15 +118,7 @@ def leave_running(words: Sequence[str]) -> None:
     command = command_of_ours(*words)
     if os.path.isdir(_BOOTED) and os.access(_SYSTEMD_RUN, os.X_OK):
         command = [*_scope(""), *command]
-    subprocess.Popen(
-        command,
-        env=clean_environment(),
-        cwd="/",
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    _begun(command, subprocess.DEVNULL)
 
 
 def _scope(unit: str) -> list[str]:
@@ -142,16 +134,7 @@ def _run(
     ``descriptor``."""
     # Not a pipe: a process that hangs in the kernel would keep it open.
     with open(os.memfd_create("monarchfs-mount-errors"), "w+b") as errors:
-        process = subprocess.Popen(
-            command,
-            env=clean_environment(),
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            pass_fds=[descriptor],
-            start_new_session=True,
-        )
+        process = _begun(command, errors.fileno(), [descriptor])
         try:
             code = process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -167,6 +150,21 @@ def _run(
         return
     reason = (said or (lines[-1] if lines else f"exit code {code}")).removeprefix("monarchfs: ")
     raise OperationError(reason)
+
+
+def _begun(
+    command: Sequence[str], stderr: int, inherited: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        env=clean_environment(),
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        pass_fds=inherited,
+        start_new_session=True,
+    )
 
 
 def _give_up(process: subprocess.Popen[bytes]) -> None:

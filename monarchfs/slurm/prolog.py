@@ -17,7 +17,7 @@ from monarchfs.slurm.identity import Dataset, resolve, user_of
 from monarchfs.slurm.job import Job
 from monarchfs.slurm.records import SitePaths, layout_of, locked, prepare, write_record, write_text
 from monarchfs.slurm.request import Request
-from monarchfs.slurm.shares import Share, share_key
+from monarchfs.slurm.shares import Share, record_of, share_key
 from monarchfs.slurm.site import Site, is_below
 from monarchfs.supervisor.recover import remove_by_force
 from monarchfs.types import MonarchError, OperationError
@@ -229,15 +229,7 @@ def _mount(
         if not gone:
             raise OperationError(f"an earlier mount of {source} cannot be removed")
     os.makedirs(mountpoint, mode=0o755, exist_ok=True)
-    record = {
-        "source": source,
-        "mountpoint": mountpoint,
-        "uid": user.uid,
-        "user": user.name,
-        "gid": user.gid,
-        "groups": list(user.groups),
-    }
-    share.write(record)
+    share.write({**record_of(source, user), "mountpoint": mountpoint})
     try:
         tiers = caches.open_cache(share.layout, site, share, source, user)
         daemon.start(

@@ -39,6 +39,12 @@ def share_key(source: str, user: User) -> str:
     return hashlib.sha256(os.fsencode(source) + f"\0{user.uid}\0{groups}".encode()).hexdigest()[:20]
 
 
+def record_of(source: str, user: User) -> dict[str, Any]:
+    """What the records of a share and of its cache say of whose it is."""
+    groups = list(user.groups)
+    return {"source": source, "uid": user.uid, "user": user.name, "gid": user.gid, "groups": groups}
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """One share's files. ``record`` is what share.json says, empty before anything is mounted."""

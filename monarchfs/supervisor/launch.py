@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import monarchfs
-from monarchfs.config import Config
+from monarchfs.config import Config, User
 from monarchfs.config.model import PROTOCOL_VERSION
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.supervisor.channel import WorkerChannel, refuse_descriptors
@@ -249,7 +249,7 @@ class WorkerLauncher:
             os.lseek(memory, 0, os.SEEK_SET)
             # The mount point is for people who look at processes (ps(1)).
             words = [*self.command, "--bootstrap-fd", str(memory), self.config.mountpoint]
-            process = _spawn(words, self.config, inherited, stderr)
+            process = spawn_as(self.config.user, words, inherited, stdout=stderr, stderr=stderr)
         except BaseException:
             our_init.close()
             our_channel.close()
@@ -261,10 +261,10 @@ class WorkerLauncher:
         return WorkerProcess(process, WorkerChannel(our_channel, self.worker_log), our_init)
 
 
-def _spawn(
-    command: list[str], config: Config, inherited: list[int], stderr: int
+def spawn_as(
+    user: User, command: list[str], inherited: Sequence[int], *, stdout: int, stderr: int | None
 ) -> subprocess.Popen[bytes]:
-    user = config.user
+    """Starts a program of ours as ``user``, with a clean environment. Raises OperationError."""
     identity: dict[str, Any] = {}
     if not is_self(user):
         identity = {"user": user.uid, "group": user.gid, "extra_groups": list(user.groups)}
@@ -275,9 +275,9 @@ def _spawn(
             cwd="/",
             pass_fds=inherited,
             stdin=subprocess.DEVNULL,
-            stdout=stderr,
+            stdout=stdout,
             stderr=stderr,
-            # Ctrl-C at a terminal is for the supervisor alone.
+            # Ctrl-C at a terminal is for this process, which ends the other one in order.
             start_new_session=True,
             **identity,
         )

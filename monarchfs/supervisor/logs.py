@@ -13,8 +13,8 @@ from typing import TextIO
 
 from monarchfs.config import Config, User
 from monarchfs.supervisor.identity import acting_as
-from monarchfs.supervisor.storage import SUPERVISOR_LOG, open_log, open_users_file
-from monarchfs.system.logs import ToStream, keep_small, suspend
+from monarchfs.supervisor.storage import SUPERVISOR_LOG, open_log
+from monarchfs.system.logs import BoundedLog, keep_small, suspend
 from monarchfs.system.trusted import TrustedPath, Untrusted, place_of
 from monarchfs.text.escaping import OneLine
 from monarchfs.types import UsageError
@@ -66,30 +66,10 @@ def log_as_daemon(config: Config, state_dir: int) -> None:
         )
         _install(syslog, config.log_level, f"monarchfs[{os.getpid()}]: %(message)s")
         return
-    _install(_InStateDirectory(state_dir, config.user), config.log_level, _TIMED)
-
-
-class _InStateDirectory(ToStream):
-    """The log in the state directory, begun anew when it has become too large."""
-
-    def __init__(self, state_dir: int, user: User) -> None:
-        descriptor = open_log(state_dir, SUPERVISOR_LOG, user, truncate=False)
-        super().__init__(os.fdopen(descriptor, "a"))
-        self._state_dir = state_dir
-        self._user = user
-
-    def emit(self, record: logging.LogRecord) -> None:
-        super().emit(record)
-        keep_small(self.stream.fileno(), self._begin_anew)
-
-    def _begin_anew(self) -> None:
-        ours = self.stream.fileno()
-        with acting_as(self._user):
-            suspend(SUPERVISOR_LOG, self._state_dir, ours)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        new = open_users_file(self._state_dir, SUPERVISOR_LOG, flags, self._user)
-        os.dup2(new, ours, inheritable=False)
-        os.close(new)
+    descriptor = open_log(state_dir, SUPERVISOR_LOG, config.user, truncate=False)
+    as_owner = partial(acting_as, config.user)
+    log = BoundedLog(state_dir, SUPERVISOR_LOG, os.fdopen(descriptor, "a"), as_owner)
+    _install(log, config.log_level, _TIMED)
 
 
 def log_file_handler(path: str, user: User) -> logging.Handler:

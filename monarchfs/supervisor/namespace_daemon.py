@@ -157,13 +157,12 @@ class _Keeper:
         path = self._wanted.socket_path
         with suppress(FileNotFoundError):
             os.unlink(path)  # of a keeper that was killed: we have its lock
-        directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         before = os.umask(0o177)
         try:
-            self._listener.bind(short_socket_path(directory, path))
+            with short_socket_path(path) as short:
+                self._listener.bind(short)
         finally:
             os.umask(before)
-            os.close(directory)
         self._listener.listen(_BACKLOG)
         self._listener.setblocking(False)
 

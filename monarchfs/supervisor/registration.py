@@ -13,6 +13,7 @@ from monarchfs.control import (
     Registration,
     own_mount_namespace,
     registration_stem,
+    short_socket_path,
 )
 from monarchfs.supervisor.channel import refuse_descriptors
 from monarchfs.supervisor.identity import acting_as
@@ -68,7 +69,6 @@ class ControlSocket:
             started_ns=started_ns,
             connection=connection,
         )
-        self._runtime_dir = config.runtime_dir
         self._inode = 0
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         refuse_descriptors(self.listener)
@@ -95,19 +95,16 @@ class ControlSocket:
     def _listen(self, uid: int, gid: int) -> None:
         path = self.stem + ".sock"
         remove_registration(self.stem)
-        # Through the directory's descriptor, because sun_path holds 108 bytes only.
-        directory = os.open(self._runtime_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        name = os.path.basename(path)
         before = os.umask(0o177)
         try:
-            self.listener.bind(f"/proc/self/fd/{directory}/{name}")
-            self._inode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_ino
-            if os.geteuid() != uid:
-                # Only root can put anything there (`open_runtime_dir`).
-                os.chown(name, uid, gid, dir_fd=directory, follow_symlinks=False)
+            with short_socket_path(path) as short:
+                self.listener.bind(short)
+                self._inode = os.lstat(short).st_ino
+                if os.geteuid() != uid:
+                    # Only root can put anything there (`open_runtime_dir`).
+                    os.lchown(short, uid, gid)
         finally:
             os.umask(before)
-            os.close(directory)
         self.listener.listen(_BACKLOG)
         self.listener.setblocking(False)
 

@@ -167,11 +167,8 @@ def _connect(wanted: MountRequest, stem: str) -> MountLease | None:
     connection.settimeout(_WELCOME_SECONDS)
     descriptors: list[int] = []
     try:
-        directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            connection.connect(short_socket_path(directory, path))
-        finally:
-            os.close(directory)
+        with short_socket_path(path) as short:
+            connection.connect(short)
         if peer_uid(connection) != os.geteuid():
             raise OSError("somebody else listens there")
         message, descriptors, _, _ = socket.recv_fds(connection, _WELCOME_BYTES, _MOST_SPACES)

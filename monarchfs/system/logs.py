@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -90,27 +90,35 @@ def suspend(name: str, directory: int, descriptor: int) -> None:
 
 
 class BoundedLog(ToStream):
-    """Standard error, which is begun anew when it is a log in ``directory`` and too large.
+    """A log in an open directory, which is begun anew when it is too large."""
 
-    The file is the user's, and so is this process.
-    """
-
-    def __init__(self, directory: int, name: str) -> None:
-        super().__init__(sys.stderr)
+    def __init__(
+        self,
+        directory: int,
+        name: str,
+        stream: TextIO | None = None,
+        as_owner: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """``stream`` writes it, by default standard error. The directory is its owner's: what is
+        done in it is done inside ``as_owner()``, which may be this process without any change."""
+        super().__init__(sys.stderr if stream is None else stream)
         self._directory = directory
         self._name = name
+        self._as_owner = as_owner
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
-        keep_small(2, self._begin_anew)
+        keep_small(self.stream.fileno(), self._begin_anew)
 
     def _begin_anew(self) -> None:
-        suspend(self._name, self._directory, 2)
+        ours = self.stream.fileno()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(self._name, flags | os.O_CLOEXEC, 0o600, dir_fd=self._directory)
+        with self._as_owner():
+            suspend(self._name, self._directory, ours)
+            new = os.open(self._name, flags | os.O_CLOEXEC, 0o600, dir_fd=self._directory)
         try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            if not stat.S_ISREG(os.fstat(new).st_mode):
                 raise OSError(errno.EINVAL, "it is not a file")
-            os.dup2(descriptor, 2)
+            os.dup2(new, ours, inheritable=os.get_inheritable(ours))
         finally:
-            os.close(descriptor)
+            os.close(new)
