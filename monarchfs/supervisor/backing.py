@@ -1,12 +1,11 @@
 """Backing files: which files of its tiers a worker may have the kernel read in the daemon's place.
 
-The kernel lets CAP_SYS_ADMIN alone register one, and asks no more: it opens the file again itself,
-with the registrar's rights and whatever mode the application's open(2) has (fs/fuse/passthrough.c),
-and it takes descriptors that were opened with O_PATH, which say nothing of what their owner may
-read (fs/fuse/backing.c). So what a worker offers is looked at here, as if it were hostile. It names
-files below its tiers and sends no descriptors: closing one may wait for whoever serves its file.
-What is accepted belongs to the mount's user and lies on the device of a tier: it gives nobody more
-than the owner of the file can give away himself.
+Only CAP_SYS_ADMIN may register one, and the kernel checks nothing else: it opens the file with the
+rights of whoever registers it, in whatever mode the application asks for (fs/fuse/passthrough.c),
+and accepts O_PATH descriptors (fs/fuse/backing.c). So each offer is checked here as if the worker
+were hostile. It names files below its tiers and sends no descriptors, because closing one may wait
+for whoever serves its file. An accepted file belongs to the mount's user and lies on the device of
+a tier: nobody gets more than its owner could give away.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class BackingRefused(Exception):
 
 
 def check_privileges(data_path: DataPath) -> None:
-    """Raises UsageError where this process could not have the kernel read for it, and must."""
+    """Raises UsageError where passthrough is required and this process may not set it up."""
     if data_path is DataPath.PASSTHROUGH and not _may_register():
         reason = "only mounts made by root may use it, outside of any user namespace"
         raise UsageError(_refusal(reason))
@@ -68,8 +67,8 @@ def most_ids(memory_bytes: int) -> int:
 
 
 def check(st: os.stat_result, ino: int, uid: int, devices: Collection[int]) -> None:
-    """Raises Refused unless a file with this stat(2) may be registered: the regular file ``ino`` of
-    ``uid``, on one of ``devices``."""
+    """Raises BackingRefused unless a file with this stat(2) is the regular file ``ino`` of ``uid``,
+    on one of ``devices``."""
     if not stat.S_ISREG(st.st_mode):
         raise BackingRefused(errno.EINVAL, "it is not a regular file")
     if st.st_dev not in devices:
@@ -81,12 +80,12 @@ def check(st: os.stat_result, ino: int, uid: int, devices: Collection[int]) -> N
 
 
 class BackingFiles:
-    """The backing ids of one mount. They belong to the connection: a worker's death leaves them.
+    """The backing ids of one mount. They belong to the connection and outlive workers.
 
     Constant: descriptors of the mount, the table of open files and the tiers; whose files are
-    accepted; whether this must work. Changing: ``stack_depth``, what FUSE_INIT is to be answered
-    with, 0 for no passthrough; how many ids there may be (``most``, 0 where it is not possible) and
-    on which devices their files lie, both known from `begin` on; the ids that are registered.
+    accepted; whether passthrough is required. Changing: ``stack_depth``, the answer to FUSE_INIT, 0
+    for no passthrough; ``most``, how many ids there may be, and on which devices their files lie
+    (both known from `begin` on); the registered ids.
     """
 
     def __init__(self, config: Config, fuse: int, tiers: Sequence[int], handles: int) -> None:
@@ -103,8 +102,8 @@ class BackingFiles:
         self._ids: set[int] = set()
 
     def prepare(self, request: bytes) -> None:
-        """Decide what to ask of the kernel that sent this FUSE_INIT. Raises OperationError where
-        it does not offer what this mount must have, or sent something else."""
+        """Decide what to ask of the kernel that sent this FUSE_INIT. Raises OperationError for what
+        is no FUSE_INIT, and where passthrough is required and not offered."""
         try:
             self.stack_depth = self._depth(request)
         except ProtocolError as error:
@@ -125,8 +124,8 @@ class BackingFiles:
         return 2 if any(m is not None and m.fstype in _STACKED for m in mounts) else 1
 
     def begin(self) -> None:
-        """FUSE_INIT is answered: find out whether the kernel does it for this process and these
-        tiers. Raises OperationError where it does not, and must."""
+        """FUSE_INIT is answered: find out whether the kernel allows passthrough to this process and
+        these tiers. Raises OperationError where it does not and passthrough is required."""
         if not self.stack_depth:
             return
         devices = set()
@@ -160,8 +159,8 @@ class BackingFiles:
         return len(self._ids)
 
     def open(self, offer: Offer) -> int:
-        """A new id for a file. Raises Refused. Takes a few microseconds; the names of files that
-        are open in the worker are in the kernel's memory."""
+        """A new id for a file. Raises BackingRefused. Takes a few microseconds: the names of files
+        that the worker has open are in the kernel's memory."""
         if len(self._ids) >= self.most:
             raise BackingRefused(errno.ENOSPC, f"there are {self.most} already")
         if offer.tier >= len(self._tiers):
@@ -179,20 +178,20 @@ class BackingFiles:
         return number
 
     def close(self, numbers: Iterable[int]) -> None:
-        """Forget ids; those that are not registered are passed over. Opens that use one keep it."""
+        """Forget ids, except those that are not registered. Opens that use one keep it."""
         for number in self._ids.intersection(list(numbers)):
             self._ids.discard(number)
             unregister(self._fuse, number)
 
     def close_unused(self) -> None:
-        """Forget those that no open uses: another worker is about to begin, and does not know of
-        them. Before it does: what it opens may be missed here, or lose the id that it goes by."""
+        """Forget the ids that no open uses, because the next worker does not know of them. To be
+        called before it begins: ids that it opens could be lost here."""
         if self._ids:
             self.close(self._ids - backing_ids(self._handles))
 
     def answer(self, message: Back | Unback) -> dict[str, Any]:
-        """The reply to it (docs/ARCHITECTURE.md, The channel). The caller closes its ids where it
-        cannot be sent. One of them is 0 where a file was refused."""
+        """The reply (docs/ARCHITECTURE.md, The channel). An id is 0 where a file was refused. The
+        caller closes the ids if it cannot send the reply."""
         if isinstance(message, Unback):
             self.close(message.ids)
             return {"do": "backed", "number": message.number, "ids": []}
@@ -218,8 +217,8 @@ def _refusal(reason: str) -> str:
 
 def register(fuse: int, descriptor: int) -> int:
     """The kernel's id for a backing file. Raises OSError: EPERM without CAP_SYS_ADMIN in the first
-    user namespace or where FUSE_INIT did not ask for passthrough, ELOOP for a file on too many
-    file systems, ENOTTY before Linux 6.9."""
+    user namespace or without passthrough in FUSE_INIT, ELOOP for a file on too many file systems,
+    ENOTTY before Linux 6.9."""
     argument = bytearray(_MAP.pack(descriptor, 0, 0))
     number: int = fcntl.ioctl(fuse, _BACKING_OPEN, argument, True)
     return number
@@ -232,11 +231,9 @@ def unregister(fuse: int, number: int) -> None:
 
 
 def probe(fuse: int, tier: int) -> int:
-    """The device of files in the directory ``tier``, having registered one there and forgotten it
-    again. Raises OSError as `register`, or of the tier's file system.
-
-    The device is not always the directory's (overlayfs), so a file is asked.
-    """
+    """The device of files in the directory ``tier``, found by registering one. A file is asked
+    because the directory may have another device (overlayfs). Raises OSError as `register`, or of
+    the tier's file system."""
     descriptor = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=tier)
     try:
         unregister(fuse, register(fuse, descriptor))

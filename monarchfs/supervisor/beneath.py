@@ -20,9 +20,9 @@ _libc.syscall.argtypes = (
 
 
 def find_beneath(directory: int, path: str) -> int:
-    """A descriptor, as of O_PATH, of what lies there: nothing is opened, and no symbolic link is
-    followed, no other file system entered on the way. So it asks the directory's file system alone,
-    also when it is closed. Raises OSError; ENOSYS before Linux 5.6."""
+    """An O_PATH descriptor of what lies there. Nothing is opened, and no symbolic link or other
+    file system is entered on the way, so only the directory's file system is asked, also on close.
+    Raises OSError; ENOSYS before Linux 5.6."""
     found: int = _libc.syscall(_OPENAT2, directory, os.fsencode(path), _HOW, len(_HOW))
     if found < 0:
         code = ctypes.get_errno()

@@ -1,5 +1,5 @@
-"""Messages between supervisor and worker: JSON objects over SOCK_SEQPACKET. Descriptors go from the
-supervisor to the worker alone (docs/SECURITY.md)."""
+"""Messages between supervisor and worker: JSON objects over SOCK_SEQPACKET. Descriptors pass only
+from the supervisor to the worker (docs/SECURITY.md)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ _SO_PASSRIGHTS = 83
 
 
 def refuse_descriptors(end: socket.socket) -> None:
-    """Whoever sends this socket a descriptor gets EPERM from now on; a listener's connections
-    inherit that.
+    """Whoever sends a descriptor to this socket, or to a listener's connections, gets EPERM from
+    now on.
 
-    The last close of a descriptor can wait for whoever serves its file, and the first one too: a
-    worker that is stopped, the source. Before Linux 6.16 the kernel takes no such wish; what is
-    received without room for it (recvmsg(2)) is closed there before this process sees it, which
-    asks nobody for most file systems.
+    The last close of a descriptor can wait for whoever serves its file. Before Linux 6.16
+    descriptors cannot be refused; there recvmsg(2) closes those for which it has no room before
+    this process sees them, which blocks on few file systems.
     """
     with suppress(OSError):
         end.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
@@ -58,8 +57,8 @@ class WorkerChannel:
         return True
 
     def receive(self, timeout: float) -> Message | None:
-        """The next message; None if the worker closed its end. Raises TimeoutError, or Malformed,
-        which has been counted and logged, for what is no message."""
+        """The next message; None if the worker closed its end. Raises TimeoutError, or
+        MalformedMessage for what is no message, which has been counted and logged."""
         self._socket.settimeout(max(timeout, 0.001))
         try:
             content, _, flags, _ = self._socket.recvmsg(MESSAGE_BYTES)

@@ -21,8 +21,8 @@ _GONE_SECONDS = 5.0
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Those that end a supervisor in the orderly way. One that was ignored when this process began
-    stays ignored, as nohup(1) and a shell's background jobs want it; SIGTERM never does."""
+    """The signals that end a supervisor in the orderly way. One that was ignored when this process
+    began stays ignored, as nohup(1) wants it; SIGTERM never is."""
     terminal = (signal.SIGINT, signal.SIGHUP)
     heeded = [number for number in terminal if signal.getsignal(number) is not signal.SIG_IGN]
     return [signal.SIGTERM, *heeded]
@@ -34,10 +34,9 @@ def run_in_background(
     """Runs ``run(report)`` in a daemon; returns its process number when it has called ``report``.
     The daemon has no descriptor of this process but 0 to 2 and those in ``keep``.
 
-    Raises what ``run`` raised before, if that is a MonarchError. After ``timeout`` seconds the
-    daemon is killed, not waited for (it may hang in the kernel), and OperationError(``overdue``)
-    raised. KeyboardInterrupt ends the daemon, and says so. For processes of one thread, because it
-    forks.
+    A MonarchError that ``run`` raises earlier is raised here. After ``timeout`` seconds the daemon
+    is killed, not waited for (it may hang in the kernel), and OperationError(``overdue``) raised.
+    KeyboardInterrupt ends the daemon. For processes of one thread, because it forks.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
@@ -64,7 +63,7 @@ def run_in_background(
 
 
 def _become_daemon(run: Callable[[Report], int], pipe: int, keep: Collection[int]) -> None:
-    """The child's life. Never returns."""
+    """The child. Never returns."""
     code = 1
     try:
         os.setsid()
@@ -86,8 +85,8 @@ def _become_daemon(run: Callable[[Report], int], pipe: int, keep: Collection[int
 
 
 def _report(pipe: int) -> None:
-    """Lets go of the terminal, then tells the parent; in that order, so that a caller who waits
-    for the end of our output is not kept waiting."""
+    """Lets go of the terminal, then tells the parent: a caller who waits for the end of our output
+    must not wait longer."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
@@ -117,7 +116,7 @@ def _read_until(pipe: int, deadline: float) -> dict[str, str | bool] | dict[str,
 
 
 def _wait(pid: int) -> None:
-    """Waits for the daemon's end, which is near; not for long, because it may hang."""
+    """Waits a little for the daemon's end, which is near unless it hangs."""
     deadline = time.monotonic() + _GONE_SECONDS
     while time.monotonic() < deadline and os.waitpid(pid, os.WNOHANG) == (0, 0):
         time.sleep(0.01)

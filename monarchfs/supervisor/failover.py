@@ -1,9 +1,9 @@
-"""Which worker serves a mount, and who follows it: when it dies, hangs, or is to be replaced.
+"""Which worker serves a mount, and which follows when that dies, hangs, or is to be replaced.
 
-The supervisor keeps all that a worker needs to take over: the kernel's FUSE_INIT request, which the
-successor's libfuse answers once more (nobody wants that answer), the mounted descriptor, the table
-of open files. When the successor serves, the kernel is asked to hand out again what the dead one
-had taken and not answered (``protocol.RESEND``). Nothing here waits: a start goes on in steps.
+The supervisor keeps all that a worker needs to take over: the kernel's FUSE_INIT request, the
+mounted descriptor, the table of open files. The next worker's libfuse answers FUSE_INIT again, and
+that answer is dropped. When the worker serves, the kernel repeats the requests that the dead one
+left without an answer (``protocol.RESEND``). Nothing here waits: a start goes on in steps.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _KILLED_SECONDS = 2.0
 
 
 class Phase(Enum):
-    """``SERVING``: a worker answers. ``HUNG``: it does not, and writes down where it is.
-    ``LEAVING``: it was told to, for another one. ``ENDING``: it was killed. ``PAUSING``: there is
-    none. ``STARTING``: there is one that does not serve yet. ``ENDED``: there will be no other."""
+    """``SERVING``: a worker answers. ``HUNG``: it does not, and logs its stacks. ``LEAVING``: it
+    was told to, for another one. ``ENDING``: it was killed. ``PAUSING``: there is none.
+    ``STARTING``: one does not serve yet. ``ENDED``: there will be no other."""
 
     SERVING = 1
     HUNG = 2
@@ -74,8 +74,8 @@ class Death(NamedTuple):
 
 class Failover:
     """Constant: the mount, how a worker is started. Changing: ``worker``, the one that serves or
-    the last that did or tried; ``phase``; ``why_replaced``, in words for a log; what is left of
-    earlier workers; how they died."""
+    the last that did or tried; ``phase``; ``why_replaced``, for the log; earlier workers, and how
+    they died."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Failover:
         restarts: int,
         owner: WorkerOwner,
     ) -> None:
-        """``worker`` serves, after ``restarts`` others. The owner's loop is to call ``tick``, at
+        """``worker`` serves, after ``restarts`` others. The owner's loop has to call ``tick``, at
         ``next_tick`` at the latest."""
         self.worker = worker
         self.phase = Phase.SERVING
@@ -114,7 +114,7 @@ class Failover:
 
     @property
     def retry_seconds(self) -> float | None:
-        """In how many seconds safe mode is left for a try; None outside of it."""
+        """In how many seconds a whole worker is tried; None outside of safe mode."""
         safe = self._restart_policy.safe
         return max(0.0, self._retry_at - time.monotonic()) if safe else None
 
@@ -142,8 +142,8 @@ class Failover:
         self, then: Callable[[str | None], None], seconds: float, *, trial: bool = False
     ) -> None:
         """Have another worker take this one's place. ``then`` is called once, with None when it
-        serves, or why not. Where the installed program cannot do it, the old one goes on. A
-        ``trial`` is to end safe mode."""
+        serves, or with the reason why not: then the old one goes on. A ``trial`` is to end safe
+        mode."""
         if self._replacement.under_way or not self.serves:
             then("the worker is being replaced already: see monarchfs status")
             return

@@ -38,11 +38,8 @@ def serving_worker(
     init_answered: bool = False,
     restarts: int = 0,
 ) -> WorkerProcess:
-    """A worker that serves; ``undo`` ends it. Raises Crashed or another OperationError.
-
-    With ``init_answered`` the kernel has its answer to FUSE_INIT from an earlier worker, of the
-    same program, and waits for no other.
-    """
+    """A worker that serves; ``undo`` ends it. Raises Crashed or another OperationError. With
+    ``init_answered`` an earlier worker of the same program has answered FUSE_INIT."""
     config, descriptors = launcher.config, launcher.descriptors
     worker = launcher.start(restarts=restarts)
     undo.callback(worker.end)
@@ -87,10 +84,8 @@ def read_init_request(fuse: int, deadline: float) -> bytes:
 def _negotiate(
     worker: WorkerProcess, request: bytes, *, posix_acl: bool, stack_depth: int, deadline: float
 ) -> bytes:
-    """Gives FUSE_INIT to the worker's libfuse; its reply, amended, for the kernel.
-
-    Raises OperationError if the worker fails or says nothing sensible before ``deadline``.
-    """
+    """Gives FUSE_INIT to the worker's libfuse; its reply, amended, for the kernel. Raises
+    OperationError if the worker fails or says nothing sensible before ``deadline``."""
     poll = select.poll()
     poll.register(worker.init, select.POLLIN)
     poll.register(worker.channel, select.POLLIN)

@@ -17,11 +17,9 @@ def is_self(user: User) -> bool:
 
 @contextmanager
 def acting_as(user: User) -> Iterator[None]:
-    """The effective identity of ``user``, without root's capabilities, inside the block.
-
-    Of the whole process; for processes of one thread. Leaves things as they are if this process
-    is ``user`` (in a user namespace setgroups(2) would fail).
-    """
+    """The effective identity of ``user``, without root's capabilities, inside the block. Of the
+    whole process; for processes of one thread. Does nothing if this process is ``user`` (in a user
+    namespace setgroups(2) would fail)."""
     if is_self(user):
         yield
         return
@@ -48,8 +46,8 @@ def become(user: User) -> None:
 
 
 def in_first_user_namespace(uid_map: str = "/proc/self/uid_map") -> bool:
-    """Whether privileges of this process are those of the machine (user_namespaces(7)): of all
-    others the kernel has a namespace map what there is."""
+    """Whether privileges of this process are those of the machine (user_namespaces(7)): only the
+    first user namespace maps all ids."""
     with open(uid_map, encoding="ascii") as file:
         return [int(word) for word in file.read().split()] == [0, 0, (1 << 32) - 1]
 

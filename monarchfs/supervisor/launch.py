@@ -38,9 +38,9 @@ _CLOSED_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """What a worker inherits, and its successors too; ``tiers`` are the dataset's directories in
-    the order of the tiers, ``handles`` is the table of open files, ``counts`` memory for what
-    workers count, ``metrics`` a listening socket, if there is one."""
+    """What a worker and its successors inherit. ``tiers`` are the dataset's directories in the
+    order of the tiers, ``handles`` is the table of open files, ``counts`` memory for counts,
+    ``metrics`` a listening socket, if there is one."""
 
     fuse: int
     source: int
@@ -58,11 +58,9 @@ def default_worker_command() -> tuple[str, ...]:
 
 
 def module_command(module: str) -> tuple[str, ...]:
-    """How a module of ours is run: isolated from the user's environment variables and directory.
-
-    A package that was installed with ``pip --user`` is found without isolation only; the working
-    directory is ``/`` then.
-    """
+    """How a module of ours is run: isolated from the user's environment and directory. A package
+    that was installed with ``pip --user`` is only found without isolation; the working directory is
+    ``/`` then."""
     ours = os.path.realpath(os.path.dirname(monarchfs.__file__))
     user_site = os.path.realpath(site.getusersitepackages())
     isolation = "-E" if ours.startswith(user_site + "/") else "-I"
@@ -125,7 +123,7 @@ class WorkerProcess:
 
     def is_quiet(self) -> bool:
         """Whether none of its threads can run any more: each is gone, or dead, or waits in the
-        kernel for what no signal ends. (A killed one that waits there dies when it comes back.)"""
+        kernel in a state that no signal ends (a killed one dies when it comes back)."""
         if self.process.poll() is not None:
             return True
         return all(state in b"ZXD" for state in self._thread_states())
@@ -146,8 +144,8 @@ class WorkerProcess:
         return not fields or fields[0] in (b"Z", b"X")
 
     def has_ended(self, now: float) -> bool:
-        """Whether it is gone. One that closed its channel a second ago is killed: it may be unable
-        to end."""
+        """Whether it is gone. One that closed its channel a second ago is killed, as it may be
+        unable to end."""
         if self.is_gone():
             return True
         closed_at = self.channel.closed_at
@@ -175,8 +173,8 @@ class WorkerProcess:
         return self.exit_code in _CRASHES
 
     def end(self, patience: float = 1.0) -> None:
-        """Tells it to stop; kills it after ``patience`` seconds; leaves behind what cannot die in
-        another. Idempotent."""
+        """Tells it to stop; kills it after ``patience`` seconds; leaves it behind if it does not
+        die within another. Idempotent."""
         self.channel.send({"do": "stop"})
         if not self.wait_gone(patience):
             self.kill()
@@ -196,8 +194,8 @@ class WorkerProcess:
 @dataclass(frozen=True, slots=True)
 class WorkerLauncher:
     """Starts the workers of one mount. ``output`` is where they write standard error, None for the
-    log in the state directory. ``source_root`` is the inode and the device number of the source's
-    directory, which might not answer. ``passes``: the kernel may come to read replicas itself."""
+    log in the state directory. ``source_root``: inode and device number of the source, which may
+    hang now. ``passes``: the kernel may read replicas itself."""
 
     config: Config
     command: Sequence[str]
@@ -210,11 +208,8 @@ class WorkerLauncher:
 
     def start(self, *, restarts: int, safe: bool = False, waits: bool = False) -> WorkerProcess:
         """Starts a worker, after ``restarts`` others; raises OperationError if its program cannot
-        be run.
-
-        A ``safe`` one leaves out all but the source. One that ``waits`` says when it is loaded, and
-        touches nothing before it is told to begin.
-        """
+        be run. A ``safe`` one has nothing but the source. One that ``waits`` says when it is
+        loaded, and touches nothing before it is told to begin."""
         how = {"restarts": restarts, "safe": safe, "waits": waits}
         if self.output is not None:
             return self._start(how, self.output)

@@ -1,4 +1,4 @@
-"""Mistakes in a list of paths (``--prefetch FILE``), told when it is mounted."""
+"""Mistakes in a list of paths (``--prefetch FILE``), reported when it is mounted."""
 
 from __future__ import annotations
 

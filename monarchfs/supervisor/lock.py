@@ -1,8 +1,8 @@
-"""The lock on a state directory: one mount, or one ``fsck``, at a time. And locks that are nothing
-but a name.
+"""The lock on a state directory: one mount, or one ``fsck``, at a time. And locks that are only
+names.
 
-The file also says who had it last, for messages, and where that one's replicas lie, for ``fsck``
-where the index itself cannot be asked.
+The file also says who had it last, for messages, and where the replicas lie, for ``fsck`` of a lost
+index.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _POLL_SECONDS = 0.05
 @dataclass(frozen=True, slots=True)
 class Holder:
     """Who holds a state directory, or did last. ``tiers`` are paths; the dataset's own directory
-    below each is called ``dataset_id``. ``checking`` says that ``fsck`` holds it, process ``pid``,
-    and the rest is what it found."""
+    below each is called ``dataset_id``. ``checking``: ``fsck`` holds it, as process ``pid``, and
+    has found the rest."""
 
     pid: int
     mountpoint: str
@@ -51,11 +51,9 @@ class InUse(MonarchError):
 
 
 def take_lock(state_dir: int, user: User) -> int:
-    """The descriptor of the lock's file in an open state directory, locked until it is closed.
-
-    Opened as ``user``, who owns the directory and could have put a symbolic link there. Raises
-    InUse, or OSError.
-    """
+    """The descriptor of the lock file in an open state directory, locked until it is closed. Opened
+    as ``user``, who owns the directory and may have put a symbolic link there. Raises InUse, or
+    OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     while True:
         with acting_as(user):
@@ -78,8 +76,7 @@ def take_lock(state_dir: int, user: User) -> int:
 
 
 def read_holder(lock: int) -> Holder | None:
-    """What the lock's file says; None if it does not make sense. Not to be believed blindly: it is
-    the user's file."""
+    """What the lock file says; None if it makes no sense. It is the user's: do not trust it."""
     try:
         content = json.loads(os.pread(lock, _MOST_BYTES, 0))
         holder = Holder(
@@ -104,8 +101,8 @@ def write_holder(lock: int, holder: Holder) -> None:
 
 
 class NamedLock:
-    """A lock on a file that is there for as long as somebody has it (or was killed with it), in a
-    directory that only we can change."""
+    """A locked file in a directory that only we can change. It exists while somebody has it, or was
+    killed with it."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self._path = path

@@ -47,10 +47,8 @@ def log_to_stderr(level: str) -> None:
 
 
 def log_as_daemon(config: Config, state_dir: int) -> None:
-    """To the log file, else to syslog, else to a file in the state directory.
-
-    Raises UsageError if the file cannot be opened.
-    """
+    """To the log file, else to syslog, else to a file in the state directory. Raises UsageError if
+    the file cannot be opened."""
     import logging.handlers  # only here, because loading it is slow
 
     if config.log_file is not None:
@@ -73,9 +71,8 @@ def log_as_daemon(config: Config, state_dir: int) -> None:
 
 
 def log_file_handler(path: str, user: User) -> logging.Handler:
-    """Writes to a file, which is opened again when it was rotated away, by others or because it has
-    become too large. Raises OSError if it cannot be opened now; if it cannot later, lines are lost
-    until it can."""
+    """Writes to a file, opened again when others rotated it away or it has become too large. Raises
+    OSError if it cannot be opened now; while it cannot later, lines are lost."""
     import logging.handlers
 
     class Watched(logging.handlers.WatchedFileHandler):
@@ -128,7 +125,7 @@ def _refuse_others(place: TrustedPath) -> None:
 
 
 def _open_log_file(path: str, user: User, *, make: bool) -> int:
-    """A file for appending: as root where root alone could have put it there, else as the mount's
+    """A file for appending: as root where only root could have put it there, else as the mount's
     user, whose link or file it may be. Raises OSError."""
     flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT if make else 0)
     if os.geteuid() == 0:

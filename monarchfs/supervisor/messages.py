@@ -1,7 +1,7 @@
 """What a worker says, checked. Pure: no I/O.
 
-A worker may have been taken over, so whatever it sends becomes one of the types below, with every
-part of the type that is written there, or Malformed. Nobody else looks into what came.
+A worker may have been taken over. Each message becomes one of the types below, with every part
+checked, or MalformedMessage. Nobody else looks at the raw message.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Failed(NamedTuple):
 
 class StatusReport(NamedTuple):
     """The answer to question ``number``. ``status`` holds finite numbers of 64 bits, is not deep,
-    and its known parts have the types that docs/USAGE.md gives them; ``dropped`` values had not."""
+    and its known parts have the types of docs/USAGE.md; ``dropped`` counts values that had not."""
 
     number: int
     status: Mapping[str, Any]
@@ -66,7 +66,7 @@ class StatusReport(NamedTuple):
 
 class Offer(NamedTuple):
     """A file that the kernel is to read. ``tier`` is the tier's place in the configuration,
-    ``path`` relative to the dataset's directory there, of plain names, ``ino`` as of stat(2)."""
+    ``path`` is of plain names below the dataset's directory there, ``ino`` is of stat(2)."""
 
     tier: int
     path: str
@@ -121,7 +121,7 @@ def parse(content: bytes) -> Message:
 
 
 def printable(text: str, most: int = MOST_WORDS) -> str:
-    """``text`` as one line that moves no cursor, forges no other line, and is not long."""
+    """``text`` as one short line that moves no cursor and forges no other line."""
     cut = text[:most]
     shown = escaping.printable(cut)
     return shown if cut == text else f"{shown}... ({len(text)} characters)"
@@ -180,7 +180,8 @@ def _has_its_type(name: str, value: object) -> bool:
 
 
 def _plain(value: Any, depth: int, dropped: list[str]) -> Any:
-    """``value`` without what is deeper, or no number that others understand; that is counted."""
+    """``value`` without parts that are too deep and numbers that others do not understand, which
+    are counted in ``dropped``."""
     if isinstance(value, (dict, list)) and not depth:
         dropped.append("depth")
         return _MISSING

@@ -1,10 +1,10 @@
 """Mount namespaces of our own: making one, and joining one that another process made.
 
-As root a mount namespace is enough. Anybody else makes a user namespace with it, in which the own
-uid and gid are what they are outside (user_namespaces(7)). Everybody else's numbers read 65534
-there; access by supplementary groups goes on working, because the kernel's own numbers stay.
+Root only needs a mount namespace. Anybody else makes a user namespace with it, in which the own uid
+and gid are mapped to themselves and all other ids to 65534 (user_namespaces(7)). Access by
+supplementary groups still works, because the kernel keeps its own numbers.
 
-All of this is for processes of one thread: setns(2) and unshare(2) refuse others.
+For processes of one thread: setns(2) and unshare(2) refuse others.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _REMEDY = "ask the administrator to allow user namespaces, or to mount for you"
 
 @dataclass(frozen=True, slots=True)
 class Spaces:
-    """Descriptors of a mount namespace, of the root directory to have in it, and of the user
-    namespace that owns it, where that is not the initial one."""
+    """Descriptors of a mount namespace, of the root directory to have in it, and of its user
+    namespace, unless that is the initial one."""
 
     mounts: int
     root: int
@@ -61,8 +61,8 @@ class Spaces:
 def leave_for_own() -> bool:
     """Moves this process into a mount namespace of its own; whether that took a user namespace.
 
-    Mounts that are made outside later (by an automounter, say) still appear inside; what is mounted
-    inside is never seen outside. Raises OperationError, with the remedy, where it is not allowed.
+    Mounts made outside later (by an automounter, say) appear inside; mounts made inside are never
+    seen outside. Raises OperationError, with the remedy, where it is not allowed.
     """
     uid, gid = os.geteuid(), os.getegid()
     as_user = uid != 0
@@ -86,8 +86,8 @@ def leave_for_own() -> bool:
 
 
 def join(spaces: Spaces) -> None:
-    """Moves this process into namespaces that another one made. Its working directory is the root
-    then. Raises OSError."""
+    """Moves this process into namespaces that another one made, with the root as working directory.
+    Raises OSError."""
     if spaces.users is not None:
         _checked("setns", spaces.users, _CLONE_NEWUSER)
     _checked("setns", spaces.mounts, _CLONE_NEWNS)
@@ -105,8 +105,7 @@ def bind(existing: str, path: str) -> None:
 
 
 def map_ids(inside_uid: int, inside_gid: int, uid: int, gid: int) -> None:
-    """In a new user namespace of this process: what its only user and group are called there.
-    Raises OSError."""
+    """Names the only user and group of this process's new user namespace. Raises OSError."""
     # setgroups before gid_map, as user_namespaces(7) says.
     for file, text in (
         ("setgroups", "deny"),
@@ -136,7 +135,7 @@ def _checked(name: str, *arguments: object) -> None:
 
 
 def _call(name: str, *arguments: object) -> int:
-    """A function of libc that returns 0 or sets errno: that, or 0. (os.unshare and os.setns came
-    with Python 3.12.)"""
+    """A function of libc that returns 0 or sets errno: the error, or 0. (os.unshare and os.setns
+    need Python 3.12.)"""
     libc = ctypes.CDLL(None, use_errno=True)
     return ctypes.get_errno() if getattr(libc, name)(*arguments) != 0 else 0

@@ -1,13 +1,14 @@
-"""Who keeps the private mount of ``monarchfs run``: a namespace, the mount in it, and who uses it.
+"""The daemon of the private mount of ``monarchfs run``: the namespace, the mount in it, and the
+leases.
 
-The keeper is a daemon in a mount namespace of its own, in which the source's own path shows the
-mount. Its child is the mount's supervisor, the same as everywhere. Whoever connects to the keeper's
-socket is sent the namespaces, to join them, and holds the mount for as long as the connection is
-open, so that no end of a process goes unnoticed. When the last holder is gone the keeper unmounts,
-within a few seconds whatever still uses the mount, and then closes that last connection.
+It lives in a mount namespace of its own, in which the source's own path shows the mount. Its child
+is the usual supervisor. Whoever connects to its socket is sent the namespaces, and holds the mount
+while the connection is open, so every end of a process is noticed. When the last holder is gone,
+the daemon unmounts within a few seconds, whatever still uses the mount, and then closes that last
+connection.
 
-Where several start at once, one makes the mount and the others join it: locks in the runtime
-directory see to that (``supervisor.shared`` has the other side).
+If several start at once, one makes the mount and the others join it: locks in the runtime directory
+see to that (``supervisor.shared`` has the other side).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _BACKLOG = 128
 @dataclass(frozen=True, slots=True)
 class MountRequest:
     """What is to be mounted on ``source`` itself (absolute, resolved), for whom. ``stem`` is the
-    path of the keeper's files without their suffixes: whoever has the same shares the mount."""
+    path of the daemon's files without suffixes: those with the same stem share the mount."""
 
     settings: Settings
     source: str
@@ -73,8 +74,8 @@ class MountRequest:
 
 
 def keep(wanted: MountRequest, deadline: float, starter: int, report: Report) -> int:
-    """The keeper's life, in a daemon: mounts, calls ``report``, and returns 0 when the mount is
-    gone, which is at once if its parent ``starter`` has ended meanwhile.
+    """The daemon's life: mounts, calls ``report``, and returns 0 when the mount is gone; at once if
+    its parent ``starter`` has ended meanwhile.
 
     Raises UsageError or OperationError if it does not come about by ``deadline``
     (time.monotonic()); nothing is left then.
@@ -121,8 +122,8 @@ def _start_supervisor(wanted: MountRequest, deadline: float) -> int:
 
 
 def die_with_parent(parent: int, number: signal.Signals) -> None:
-    """Has the kernel send this process a signal when its parent dies (PR_SET_PDEATHSIG(2const));
-    a change of identity takes that back. Ends it now if the parent is dead already."""
+    """Has the kernel send this process a signal when its parent dies (PR_SET_PDEATHSIG(2const)),
+    until its identity changes. Sends it now if the parent is dead already."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -131,8 +132,8 @@ def die_with_parent(parent: int, number: signal.Signals) -> None:
 
 
 class _Keeper:
-    """Constant: what is mounted, its supervisor's process, the namespaces, the socket.
-    Changing: who holds the mount."""
+    """Constant: what is mounted, its supervisor's process, the namespaces, the socket. Changing:
+    who holds the mount."""
 
     def __init__(self, wanted: MountRequest, supervisor: int, spaces: Spaces) -> None:
         self._wanted = wanted
@@ -215,7 +216,7 @@ class _Keeper:
         )
 
     def _on_holder(self, connection: socket.socket) -> None:
-        """Holders say nothing: that one can be read means that it is gone."""
+        """Holders say nothing: one that can be read is gone."""
         self._selector.unregister(connection)
         self._holders.remove(connection)
         if self._holders:

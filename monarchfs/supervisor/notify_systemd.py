@@ -1,7 +1,7 @@
-"""Telling a service manager how it goes: the protocol of sd_notify(3), a datagram a message.
+"""Reports to a service manager by the protocol of sd_notify(3), one datagram a message.
 
-systemd gives a service of ``Type=notify`` the address of a socket in $NOTIFY_SOCKET, and with
-``WatchdogSec=`` in $WATCHDOG_USEC how often it wants to hear of it (sd_watchdog_enabled(3)).
+systemd names its socket in $NOTIFY_SOCKET for services of ``Type=notify``, and with
+``WatchdogSec=`` in $WATCHDOG_USEC the interval of the reports (sd_watchdog_enabled(3)).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 
 
 class ServiceManager:
-    """The one in whose service this process is; without one all of it does nothing. Nothing here
-    blocks or raises.
+    """The service manager of this process; without one all methods do nothing. None blocks or
+    raises.
 
     Constant: the socket's address, the watchdog's interval. Changing: when it was last told, and
     whether it was told of the end.
@@ -31,11 +31,11 @@ class ServiceManager:
         self._stopping = False
 
     def ready(self, status: str) -> None:
-        """The service can be used; ``status`` is shown to whoever asks for its state."""
+        """The service can be used; ``status`` is shown with its state."""
         self._tell(f"READY=1\nSTATUS={' '.join(status.splitlines())}")
 
     def beat(self, now: float) -> None:
-        """For the loop that is watched to call all the time; ``now`` is time.monotonic()."""
+        """To be called by the watched loop all the time; ``now`` is time.monotonic()."""
         if self._every is not None and now >= self._next_beat:
             self._next_beat = now + self._every
             self._tell("WATCHDOG=1")

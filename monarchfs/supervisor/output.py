@@ -1,7 +1,7 @@
 """What workers write to standard error while the supervisor is in the foreground.
 
-It goes where the supervisor's own lines go, a journal or a terminal of root's, perhaps: so it comes
-by way of a pipe, line by line, with nothing in it that moves a cursor, and not too much of it.
+It goes where the supervisor's own lines go, perhaps a journal or root's terminal. So it passes
+through a pipe, line by line, printable, and with a limit.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _TURNS = 16
 
 
 class WorkerOutput:
-    """One pipe for all workers of a mount. Neither end ever blocks: a worker loses what finds no
-    room in the pipe, so a supervisor that is stopped stops none.
+    """One pipe for all workers of a mount. Neither end blocks: a worker loses what finds no room in
+    the pipe, so a supervisor that is stopped stops no worker.
 
     Constant: ``end``, what workers inherit. Changing: the beginning of a line; how many lines were
     left out.
@@ -65,8 +65,8 @@ class WorkerOutput:
             self._write(self._count())
 
     def close(self) -> None:
-        """Write what is left, as far as it comes; there are no workers any more. Their last words
-        are shown even if they said too much before: it is one line."""
+        """Write what is left; there are no workers any more. Their last line is shown even if they
+        said too much before."""
         turns = 0
         while turns < _TURNS and self.pass_on():
             turns += 1

@@ -1,7 +1,7 @@
 """Directories that belong to a mount's user, whoever mounts: opened, made and taken back.
 
-Root makes one where root alone can change the way there (``trusted``), and gives away nothing but
-what it has just made. Everywhere else the user makes it, who could have led root to anything.
+Root makes one only where root alone can change the way there (``trusted``), and gives away only
+what it has just made. Elsewhere the user makes it, who could lead root anywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def open_own(path: str, option: str, user: User, undo: ExitStack) -> int:
-    """Opens the directory ``path``, made with mode 0700 for ``user`` if it is missing, as what is
+    """Opens the directory ``path``; a missing one is made with mode 0700 for ``user``, and those
     missing above it. ``undo`` takes back what was made. Raises UsageError, naming ``option``, for
     one that is not the user's alone, OperationError where it cannot be made."""
     try:
@@ -47,9 +47,8 @@ def open_own(path: str, option: str, user: User, undo: ExitStack) -> int:
 
 
 def open_shared(path: str, user: User, undo: ExitStack) -> tuple[int, bool]:
-    """Opens a directory in which others may have theirs, made if it is missing, as what is missing
-    above it: a descriptor (O_PATH), and whether root alone can change the way there. Raises
-    OSError."""
+    """Opens a directory in which others may have theirs; makes what is missing: a descriptor
+    (O_PATH), and whether root alone can change the way there. Raises OSError."""
     if os.geteuid() == 0:
         alone = user.uid != 0
         try:

@@ -1,7 +1,7 @@
 """The TCP sockets on which metrics are served: a worker's, and the node's.
 
-The supervisor makes a worker's, before anything is mounted, and keeps it: a port that is taken is
-found out in time, and a worker that takes the place of another goes on with it.
+The supervisor makes a worker's before anything is mounted, and keeps it: a port that is taken is
+noticed in time, and the next worker goes on with it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ def listen_locally(port: int) -> socket.socket:
 
 
 def listen_on(address: str, port: int, option: str) -> socket.socket:
-    """A socket that listens on an IP address; ``option`` is what chooses it. Raises
-    OperationError."""
+    """A socket that listens on an IP address, which ``option`` chooses. Raises OperationError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -43,7 +42,7 @@ def listen_on(address: str, port: int, option: str) -> socket.socket:
 
 
 def stop_listening(listener: socket.socket) -> None:
-    """Free the port, also where a worker that cannot die has the socket as well. Idempotent."""
+    """Free the port, even if a worker that cannot die has the socket too. Idempotent."""
     with contextlib.suppress(OSError):  # closed before, or nobody listens any more
         listener.shutdown(socket.SHUT_RDWR)
     listener.close()

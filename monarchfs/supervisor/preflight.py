@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MountSpec:
-    """What is to be mounted where. ``source`` and ``mountpoint`` are absolute paths. With
-    ``source_fd`` the directory behind that descriptor is mounted, and ``source`` is its name."""
+    """What is to be mounted where; paths are absolute. With ``source_fd`` the directory behind that
+    descriptor is mounted, and ``source`` is its name."""
 
     settings: Settings
     source: str
@@ -46,15 +46,13 @@ class MountSpec:
 
 
 def check_mount(spec: MountSpec) -> None:
-    """Looks at all that mounting looks at before it makes anything, and raises what that would
-    raise. Changes nothing."""
+    """Checks all that mounting checks before it makes anything, with the same errors."""
     with ExitStack() as undo:
         checked(spec, time.monotonic() + spec.settings.start_timeout_seconds, undo)
 
 
 def checked(spec: MountSpec, deadline: float, undo: ExitStack) -> tuple[Config, OpenedSource]:
-    """What will be mounted, and its source, opened. Raises UsageError or OperationError for what is
-    wrong."""
+    """What will be mounted, and its source, opened. Raises UsageError or OperationError."""
     settings, user, places = spec.settings, spec.user, spec.places
     check_privileges(settings.data_path)
     check_device()

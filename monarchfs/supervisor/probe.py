@@ -1,4 +1,4 @@
-"""Looking at the source and the mount point without ever hanging with them."""
+"""Looks at the source and the mount point without ever hanging with them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class EmptySource(OperationError):
 
 @dataclass(frozen=True, slots=True)
 class OpenedSource:
-    """The source, opened as the mount's user. ``lineage`` are the identities of the directory
-    itself and of those above it; ``path`` has no symbolic links."""
+    """The source, opened as the mount's user. ``lineage``: identities of the directory itself and
+    of those above it; ``path`` has no symbolic links."""
 
     descriptor: int
     path: str
@@ -51,7 +51,7 @@ class OpenedSource:
 
 @dataclass(frozen=True, slots=True)
 class Mountpoint:
-    """A directory that can be mounted on; like `Source`, but nothing of it is kept open."""
+    """A directory that can be mounted on; as `OpenedSource`, but nothing is kept open."""
 
     path: str
     lineage: tuple[Identity, ...]
@@ -62,8 +62,8 @@ class Mountpoint:
 
 
 def path_of(descriptor: int) -> str:
-    """Where an open directory lies now, which a symbolic link that was changed since does not
-    change (proc_pid_fd(5)). Raises OSError where it was removed or moved meanwhile."""
+    """Where an open directory lies now, whatever symbolic links say (proc_pid_fd(5)). Raises
+    OSError where it was removed or moved meanwhile."""
     path = os.readlink(f"/proc/self/fd/{descriptor}")
     if not os.path.samestat(os.stat(path), os.fstat(descriptor)):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -71,8 +71,8 @@ def path_of(descriptor: int) -> str:
 
 
 def probe_source(path: str, user: User, timeout: float, opened: int | None = None) -> OpenedSource:
-    """Opens the directory ``path`` (absolute) as ``user``; that of the descriptor ``opened``, if
-    there is one: ``path`` is what it is called then.
+    """Opens the directory ``path`` (absolute) as ``user``; if ``opened`` is given, that
+    descriptor's, of which ``path`` is the name.
 
     Raises UsageError if it is missing or no directory, OperationError if the user may not read it
     or it does not answer within ``timeout`` seconds.
@@ -104,8 +104,8 @@ def probe_source(path: str, user: User, timeout: float, opened: int | None = Non
 
 
 def check_exists(path: str, user: User, timeout: float) -> None:
-    """Raises UsageError if ``user`` can see that there is no ``path`` (absolute), and nothing where
-    that cannot be known within ``timeout`` seconds."""
+    """Raises UsageError if ``user`` sees that there is no ``path`` (absolute) within ``timeout``
+    seconds."""
 
     def complaint() -> str | None:
         become(user)
@@ -116,8 +116,8 @@ def check_exists(path: str, user: User, timeout: float) -> None:
 
 
 def seems_unmounted(source: OpenedSource, mounts: list[Mount] | None = None) -> str | None:
-    """The mount point of a file system beside an empty source on which none is mounted: it looks as
-    if that was forgotten on this node, or failed. None where nothing looks like it."""
+    """If the source is empty and looks as if its file system was not mounted on this node: the
+    mount point of another file system beside it. None otherwise."""
     mounts = read_mountinfo() if mounts is None else mounts
     is_mounted = any(mount.mountpoint == source.path for mount in mounts)
     devices = [device for device, _ in source.lineage[:2]]
@@ -136,7 +136,7 @@ def seems_unmounted(source: OpenedSource, mounts: list[Mount] | None = None) -> 
 
 
 def complaint_of_empty(source: OpenedSource) -> str | None:
-    """What to tell of a source that seems not to be mounted; None where nothing is odd."""
+    """What to tell of a source that seems not to be mounted; None where all is well."""
     beside = seems_unmounted(source)
     if beside is None:
         return None
@@ -154,10 +154,8 @@ def check_filled(source: OpenedSource) -> None:
 
 
 def probe_mountpoint(path: str, timeout: float) -> Mountpoint:
-    """Checks that ``path`` (absolute) is a directory with no mount of ours on it.
-
-    Raises UsageError if it is not, OperationError if it does not answer or its daemon is dead.
-    """
+    """Checks that ``path`` (absolute) is a directory with no mount of ours on it. Raises UsageError
+    if it is not, OperationError if it does not answer or its daemon is dead."""
     literal = find_mount(os.path.normpath(path))
     if literal is not None:
         _refuse_ours(literal)
@@ -240,7 +238,7 @@ def _source_error(path: str, user: User, error: OSError) -> Exception:
 
 
 def _missing(path: str) -> str:
-    """Says that there is no source of that path, and which one was meant perhaps."""
+    """Says that there is no source of that path, and which one was perhaps meant."""
     above, name = os.path.split(os.path.normpath(path))
     while not os.path.isdir(above):
         above, name = os.path.split(above)

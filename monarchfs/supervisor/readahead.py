@@ -12,9 +12,9 @@ while a page fault in a map still brings no more than this."""
 
 
 def read_ahead(connection: int) -> None:
-    """Have the kernel read ahead further on the mount that has this connection. Only root may, and
-    only after FUSE_INIT is answered, which sets it anew (fs/fuse/inode.c, process_init_reply);
-    where it cannot be, reads are as fast as the kernel has them."""
+    """Have the kernel read ahead further on the mount of this connection. Only root may, and only
+    after FUSE_INIT is answered, which resets it (fs/fuse/inode.c, process_init_reply). Elsewhere
+    reads go on with the kernel's own value."""
     try:
         with open(f"/sys/class/bdi/0:{connection}/read_ahead_kb", "w", encoding="ascii") as file:
             file.write(str(READAHEAD_KIB))

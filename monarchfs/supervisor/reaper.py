@@ -1,4 +1,4 @@
-"""Workers that were left behind: killed, and dead as soon as the kernel lets them be."""
+"""Workers that were left behind: killed, and dead as soon as the kernel allows it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from monarchfs.supervisor.startup import Mounted
 
 
 class Reaper:
-    """What cannot die holds nobody up; it is waited for now and then. Nothing here waits.
+    """Reaps dead workers now and then; one that cannot die holds nobody up. Nothing here waits.
 
-    Changing: the workers that were not reaped so far; those of them that might still take requests
+    Changing: the workers that are not reaped yet; those among them that may still take requests
     from the kernel while another one serves.
     """
 
@@ -27,12 +27,12 @@ class Reaper:
         return all(worker.is_quiet() for worker in self._left)
 
     def overtaken(self, *, hurried: bool) -> None:
-        """Another one serves; ``hurried``: though they were not all quiet."""
+        """Another one serves; ``hurried``: before all of these were quiet."""
         self._unquiet = list(self._left) if hurried else []
 
     def tick(self, serving: WorkerProcess | None) -> None:
-        """Take notice of their ends. What one took from the kernel that ran on when its successor
-        came is handed out again, if there is one to hand it to."""
+        """Reap those that ended. If one ended that still ran when its successor came, have the
+        kernel repeat the requests it took, if there is a worker to answer them."""
         self._left[:] = [worker for worker in self._left if worker.process.poll() is None]
         unquiet = [worker for worker in self._unquiet if not worker.is_quiet()]
         if len(unquiet) < len(self._unquiet) and serving is not None:
@@ -43,5 +43,5 @@ class Reaper:
 
     @property
     def waits(self) -> bool:
-        """Whether ``tick`` may soon have something to hand out."""
+        """Whether ``tick`` may soon have requests repeated."""
         return bool(self._unquiet)
