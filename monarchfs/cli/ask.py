@@ -7,11 +7,10 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from monarchfs.cli.progress import Progress
-from monarchfs.config.places import runtime_dirs_to_search
+from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
 from monarchfs.control import Connection, too_long
 from monarchfs.fuse.mountinfo import split_below
@@ -56,7 +55,7 @@ def mount_and_paths(
     given. Instead of the mount a path in it may stand first, as in `monarchfs why`. Raises
     UsageError or OperationError."""
     typed, paths = parse_path(arguments.mountpoint), list(arguments.path)
-    mounts = find_all(partial(runtime_dirs_to_search, os.geteuid(), environ))
+    mounts = find_all(search_of(environ))
     by_point = {found.mountpoint: found for found in mounts}
     place = split_below(typed, by_point)
     if place is None:
@@ -76,13 +75,9 @@ def ask(
 ) -> dict[str, Any]:
     """The worker's answer; ``progress`` is called with what it says meanwhile. Raises
     OperationError, with the remedy, where there is none."""
-    if found.registered is None or not found.supervisor_alive:
-        raise OperationError(
-            f"the daemon of {found.mountpoint} is gone: clear the mount with"
-            f" monarchfs umount {found.mountpoint}"
-        )
-    with Connection(found.registered.socket_path, _CONNECT_SECONDS) as connection:
-        if connection.peer_uid != found.registered.owner_uid:
+    daemon = found.daemon
+    with Connection(daemon.socket_path, _CONNECT_SECONDS) as connection:
+        if connection.peer_uid != daemon.owner_uid:
             raise OperationError(f"the daemon of {found.mountpoint} is not who it says")
         return connection.long_request(request, progress)
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from monarchfs.cli.text import printable
-from monarchfs.config.places import ROOT_CACHE_DIR, runtime_dirs_to_search
+from monarchfs.config.places import ROOT_CACHE_DIR, search_of
 from monarchfs.config.values import parse_interval, parse_path
 from monarchfs.inventory.discovery import (
     UNKNOWN,
@@ -93,7 +93,7 @@ def look(
             raise OperationError(f"{path} holds no cache of monarchfs that is yours to look at")
     for path in tiers:
         inventory.tier(path, me)
-    search = partial(runtime_dirs_to_search, os.geteuid(), environ)
+    search = search_of(environ)
     for mount in [*find_all(search), *find_private(search)]:
         if mount.registered is not None:
             entry, writer = mount.registered.entry, mount.registered.owner_uid

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import chain
 
 from monarchfs.cli.mount import config_and_personal, settings_from
@@ -21,7 +20,7 @@ from monarchfs.config.places import (
     build_config,
     default_places,
     resolve_user,
-    runtime_dirs_to_search,
+    search_of,
 )
 from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.doctor.checks import Check, Severity, Value
@@ -41,7 +40,7 @@ def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         config,
         places,
         environ,
-        partial(runtime_dirs_to_search, os.geteuid(), environ),
+        search_of(environ),
         measures=not arguments.quick,
     )
     checks: list[Check] = []

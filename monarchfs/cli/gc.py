@@ -7,11 +7,10 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from functools import partial
 
 from monarchfs.cli.cache import look
 from monarchfs.cli.text import printable
-from monarchfs.config.places import runtime_dirs_to_search
+from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
 from monarchfs.slurm.job import node_name
 from monarchfs.slurm.leftovers import Sweeper, running_jobs
@@ -28,7 +27,7 @@ def gc_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int
     if os.geteuid() == 0:
         site = read_site(None if arguments.config is None else parse_path(arguments.config))
     sweeper = Sweeper(remove=not arguments.dry_run)
-    search = partial(runtime_dirs_to_search, os.geteuid(), environ)
+    search = search_of(environ)
     sweeper.registrations(search)
     sweeper.sockets(search)
     sweeper.mounts(search)

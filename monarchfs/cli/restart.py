@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Mapping
-from functools import partial
 
-from monarchfs.config.places import runtime_dirs_to_search
+from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.control import request
-from monarchfs.supervisor.recover import find_one
-from monarchfs.types import OperationError
+from monarchfs.supervisor.recover import required
 
 
 def restart_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -20,15 +17,8 @@ def restart_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -
     goes on with the old one, or did not say within ``--timeout`` seconds."""
     timeout = parse_timeout(arguments.timeout)
     path = parse_path(arguments.mountpoint)
-    found = find_one(path, partial(runtime_dirs_to_search, os.geteuid(), environ))
-    if found is None:
-        raise OperationError(f"{path} is not a monarchfs mount: see monarchfs status for those")
-    if found.registered is None or not found.supervisor_alive:
-        raise OperationError(
-            f"the daemon of {found.mountpoint} is gone: clear the mount with"
-            f" monarchfs umount {found.mountpoint}"
-        )
-    worker = request(found.registered, {"command": "restart", "timeout": timeout}, timeout)
+    found = required(path, search_of(environ))
+    worker = request(found.daemon, {"command": "restart", "timeout": timeout}, timeout)
     if arguments.json:
         print(json.dumps(worker))
     return 0

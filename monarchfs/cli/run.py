@@ -21,7 +21,7 @@ from monarchfs.cli.text import format_count, format_share
 from monarchfs.config import User
 from monarchfs.config.files import from_file
 from monarchfs.config.personal import RUN_FLAGS, flag_of_run
-from monarchfs.config.places import default_places, resolve_user, runtime_dirs_to_search
+from monarchfs.config.places import default_places, resolve_user, search_of
 from monarchfs.config.settings import Settings, merge
 from monarchfs.config.values import parse_path
 from monarchfs.control import Connection
@@ -144,7 +144,7 @@ def _view_of(
     _check_filled(real, user, settings)
     places = default_places(os.geteuid(), environ, is_network_filesystem)
     stem = stem_of(places, real, user, environ)
-    search = partial(runtime_dirs_to_search, os.geteuid(), environ, set())
+    search = partial(search_of(environ), set())
     others = find_private(lambda _: search())
     try:
         hold = hold_mount(MountRequest(settings, real, user, places, stem), deadline, search)
@@ -194,7 +194,7 @@ def _resolved(source: str, timeout: float) -> str:
 
 def _existing(real: str, user: User, environ: Mapping[str, str]) -> FoundMount | None:
     """A mount of the source that the user may enter, and that this process can see."""
-    for found in find_all(partial(runtime_dirs_to_search, os.geteuid(), environ)):
+    for found in find_all(search_of(environ)):
         usable = found.mount is not None and found.mount.user_id == user.uid and found.on_top
         if usable and found.source == real and found.supervisor_alive:
             return found

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from monarchfs.cli.status_text import Report, format_list, format_report
-from monarchfs.config.places import runtime_dirs_to_search
+from monarchfs.config.places import Search, search_of
 from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.control import request
 from monarchfs.fuse.mountinfo import resolve_mountpoint
 from monarchfs.supervisor.recover import FoundMount, find_all, find_one, find_private
 from monarchfs.types import MonarchError, OperationError, UsageError
-
-Search = Callable[[set[int]], Iterable[str]]
 
 _ANSWER_SECONDS = 5.0
 _LEAST_ANSWER_SECONDS = 0.5
@@ -34,7 +31,7 @@ def status_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
 
     With ``--watch`` again and again. Raises UsageError, OperationError.
     """
-    search = partial(runtime_dirs_to_search, os.geteuid(), environ)
+    search = search_of(environ)
     typed, interval = _what_to_watch(arguments)
     path = None if typed is None else parse_path(typed)
     reports = _look(path, search)

@@ -6,10 +6,9 @@ import argparse
 import os
 import time
 from collections.abc import Mapping
-from functools import partial
 
 from monarchfs.cli.text import printable
-from monarchfs.config.places import runtime_dirs_to_search
+from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.fuse.mountinfo import MONARCHFS
 from monarchfs.supervisor.recover import find_one, find_others_mount, unmount_found
@@ -22,7 +21,7 @@ def umount_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     timeout = parse_timeout(arguments.timeout)
     deadline = time.monotonic() + timeout
     path = parse_path(arguments.mountpoint)
-    found = find_one(path, partial(runtime_dirs_to_search, os.geteuid(), environ))
+    found = find_one(path, search_of(environ))
     if found is None:
         other = find_others_mount(path)
         if other is not None:

@@ -7,13 +7,12 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from monarchfs.cli.ask import ask, batches, below
 from monarchfs.cli.progress import Progress
 from monarchfs.cli.text import printable
-from monarchfs.config.places import runtime_dirs_to_search
+from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
 from monarchfs.fuse.mountinfo import split_below
 from monarchfs.supervisor.recover import FoundMount, find_all
@@ -24,7 +23,7 @@ from monarchfs.types import OperationError, UsageError
 def why_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Prints what is known of each path; 1 if nothing is of one of them. Raises UsageError and
     OperationError."""
-    mounts = find_all(partial(runtime_dirs_to_search, os.geteuid(), environ))
+    mounts = find_all(search_of(environ))
     by_point = {found.mountpoint: found for found in mounts}
     wanted: dict[str, list[str]] = {}
     for typed in arguments.path:

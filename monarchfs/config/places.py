@@ -8,9 +8,9 @@ import pwd
 import re
 import secrets
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
@@ -23,6 +23,9 @@ ROOT_RUNTIME_DIR = "/run/monarchfs"
 DEFAULT_TIER_SIZE = TierSize(percent=50.0)
 _TEMPORARY = "/tmp"
 _MOST_OWN = 16
+
+Search = Callable[[set[int]], Iterable[str]]
+"""Names the runtime directories to look into for mounts of these users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,11 @@ def runtime_dirs_to_search(uid: int, environ: Mapping[str, str], mount_uids: set
             dirs += [f"/run/user/{owner}/monarchfs", f"{_TEMPORARY}/monarchfs-{owner}/run"]
             dirs += [os.path.join(own, "run") for own in own_directories(_TEMPORARY, owner)]
     return list(dict.fromkeys(dirs))
+
+
+def search_of(environ: Mapping[str, str]) -> Search:
+    """Where to look for the mounts that this process may manage."""
+    return partial(runtime_dirs_to_search, os.geteuid(), environ)
 
 
 def dataset_id(source: str, uid: int) -> str:

@@ -7,9 +7,9 @@ import re
 import shlex
 import socket
 import stat
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 
-from monarchfs.config.places import DefaultPlaces
+from monarchfs.config.places import DefaultPlaces, Search
 from monarchfs.control import short_socket_path
 from monarchfs.doctor.checks import Check, Severity, Value, from_error
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
@@ -21,8 +21,6 @@ from monarchfs.types import MonarchError
 
 _CONNECT_SECONDS = 1.0
 _PLACE = re.compile(r"\b([0-9a-f]+):([0-9a-f]+):(\d+) ")
-
-Search = Callable[[set[int]], Iterable[str]]
 
 
 def runtime_dir(path: str) -> list[Check]:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from monarchfs.config import Config
-from monarchfs.config.places import DefaultPlaces
+from monarchfs.config.places import DefaultPlaces, Search
 from monarchfs.doctor import leftovers, source, speed, storage, system
 from monarchfs.doctor.checks import Check, Severity, can_mount
 from monarchfs.doctor.speed import SourceRates, TierRates
@@ -32,7 +32,7 @@ class Subject:
     config: Config
     places: DefaultPlaces
     environ: Mapping[str, str]
-    search: leftovers.Search
+    search: Search
     measures: bool
 
 

@@ -12,10 +12,10 @@ from monarchfs.fuse.mountinfo import Mount, mount_of, read_mountinfo
 from monarchfs.supervisor.storage import (
     StorageDirectory,
     check_directory,
-    check_size,
     directories_of,
 )
 from monarchfs.system.memory import MemoryHeadroom, MemoryProbe
+from monarchfs.text.sizes import format_bytes
 from monarchfs.types import MonarchError, OperationError, Space, TierSize, UsageError
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -151,12 +151,14 @@ def judge_room(place: TierLocation, room: UsableRoom, xattrs: bool) -> Check:
         return Check("tier", Severity.WARNING, detail, "remove small files there", numbers)
     if room.usable_bytes < room.capacity_bytes:
         detail = (
-            f"{what}: of {_size(room.capacity_bytes)} only {_size(room.usable_bytes)} can be used:"
-            f" limited by {room.limited_by}"
+            f"{what}: of {format_bytes(room.capacity_bytes)} only"
+            f" {format_bytes(room.usable_bytes)} can be used: limited by {room.limited_by}"
         )
         return Check("tier", Severity.WARNING, detail, "give it less, or make room there", numbers)
     inodes = f", {space.free_inodes} inodes free" if space.total_inodes else ""
-    return Check("tier", Severity.OK, f"{what}: {_size(room.usable_bytes)}{inodes}", "", numbers)
+    return Check(
+        "tier", Severity.OK, f"{what}: {format_bytes(room.usable_bytes)}{inodes}", "", numbers
+    )
 
 
 def judge_sharing(
@@ -183,7 +185,7 @@ def judge_memory(place: TierLocation, room: UsableRoom) -> list[Check]:
     whose = "the machine" if headroom.limited_by == "machine" else headroom.limited_by
     detail = (
         f"{place.path} lies in memory and is charged to {whose}, as the job's own memory is:"
-        f" {_size(headroom.available_bytes)} of {_size(headroom.limit_bytes)} left"
+        f" {format_bytes(headroom.available_bytes)} of {format_bytes(headroom.limit_bytes)} left"
     )
     charged = headroom.limited_by.startswith("cgroup")
     if charged or room.capacity_bytes > headroom.available_bytes:
@@ -230,10 +232,3 @@ def has_xattrs(directory: str) -> bool:
 
 def _named(check: Check, path: str) -> Check:
     return Check(check.name, check.state, check.detail, check.remedy, {"path": path})
-
-
-def _size(count: int) -> str:
-    for unit, shift in (("T", 40), ("G", 30), ("M", 20)):
-        if count >= 10 << shift or (unit == "M"):
-            return f"{count >> shift}{unit}"
-    return f"{count}"

@@ -16,10 +16,11 @@ from monarchfs.config import User
 from monarchfs.doctor import connection
 from monarchfs.doctor.checks import Check, Severity, Value, from_error
 from monarchfs.fuse.mount import DEVICE, FUSERMOUNT, SYSTEM_PATH, check_device, fusermount_path
-from monarchfs.supervisor.identity import in_first_user_namespace, is_self
+from monarchfs.supervisor.identity import in_first_user_namespace, popen_as
 from monarchfs.supervisor.launch import module_command
 from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.system.memory import UNLIMITED, MemoryHeadroom, MemoryProbe
+from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError
 
 FIRST_LARGE_READS = (4, 20)
@@ -173,9 +174,6 @@ def kernel_offers() -> list[Check]:
 
 def worker(user: User) -> list[Check]:
     """Whether the worker's program can be run by ``user``: what it needs is imported."""
-    identity: dict[str, Any] = {}
-    if not is_self(user):
-        identity = {"user": user.uid, "group": user.gid, "extra_groups": list(user.groups)}
     command = [*module_command("monarchfs.worker")[:-2], "-c", _WORKER_PROGRAM]
     try:
         done = subprocess.run(
@@ -186,7 +184,7 @@ def worker(user: User) -> list[Check]:
             text=True,
             timeout=_WORKER_SECONDS,
             check=False,
-            **identity,
+            **popen_as(user),
         )
     except subprocess.TimeoutExpired:
         detail = f"the worker's program did not load within {_WORKER_SECONDS:g} s"
@@ -245,7 +243,8 @@ def judge_memory(room: MemoryHeadroom, huge: str) -> Check:
     }
     if room.available_bytes >= UNLIMITED:
         return Check("memory", Severity.OK, "no limit is known", "", numbers)
-    detail = f"{_gib(room.available_bytes)} of {_gib(room.limit_bytes)} left ({room.limited_by})"
+    left, limit = format_bytes(room.available_bytes), format_bytes(room.limit_bytes)
+    detail = f"{left} of {limit} left ({room.limited_by})"
     if room.available_bytes < LITTLE_MEMORY:
         remedy = "ask for more memory (Slurm: --mem), or use no tier in memory"
         return Check("memory", Severity.WARNING, detail, remedy, numbers)
@@ -264,7 +263,3 @@ def probes(user: User) -> Sequence[tuple[str, float, Any]]:
         ("descriptors", 2.0, descriptors),
         ("memory", 5.0, memory),
     )
-
-
-def _gib(count: int) -> str:
-    return f"{count / (1 << 30):.1f}G"

@@ -14,12 +14,13 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from monarchfs.config.places import Search
 from monarchfs.control import find_mounts
 from monarchfs.doctor.leftovers import dead_sockets
 from monarchfs.fuse.mount import SYSTEM_PATH
@@ -51,8 +52,6 @@ _SQUEUE_SECONDS = 10.0
 _UMOUNT_SECONDS = 5.0
 _DATASET = re.compile(rf"{FORMER_NAME.pattern}|{NAME.pattern}")
 _ID_DIGITS = 16
-
-Search = Callable[[set[int]], Iterable[str]]
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import os
 import pwd
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from monarchfs.config import User
 
@@ -13,6 +14,13 @@ from monarchfs.config import User
 def is_self(user: User) -> bool:
     """Whether this process has the user's identity already."""
     return (os.geteuid(), os.getegid()) == (user.uid, user.gid)
+
+
+def popen_as(user: User) -> dict[str, Any]:
+    """Arguments with which subprocess.Popen runs a program as ``user``."""
+    if is_self(user):
+        return {}
+    return {"user": user.uid, "group": user.gid, "extra_groups": list(user.groups)}
 
 
 @contextmanager

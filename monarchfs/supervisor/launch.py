@@ -23,7 +23,7 @@ from monarchfs.config import Config, User
 from monarchfs.config.model import PROTOCOL_VERSION
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.supervisor.channel import WorkerChannel, refuse_descriptors
-from monarchfs.supervisor.identity import is_self
+from monarchfs.supervisor.identity import popen_as
 from monarchfs.supervisor.stacks import stat_fields
 from monarchfs.supervisor.storage import WORKER_LOG, open_log
 from monarchfs.supervisor.vital_signs import Activity
@@ -260,9 +260,6 @@ def spawn_as(
     user: User, command: list[str], inherited: Sequence[int], *, stdout: int, stderr: int | None
 ) -> subprocess.Popen[bytes]:
     """Starts a program of ours as ``user``, with a clean environment. Raises OperationError."""
-    identity: dict[str, Any] = {}
-    if not is_self(user):
-        identity = {"user": user.uid, "group": user.gid, "extra_groups": list(user.groups)}
     try:
         return subprocess.Popen(
             command,
@@ -274,7 +271,7 @@ def spawn_as(
             stderr=stderr,
             # Ctrl-C at a terminal is for this process, which ends the other one in order.
             start_new_session=True,
-            **identity,
+            **popen_as(user),
         )
     except PermissionError:
         raise OperationError(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from monarchfs.config.places import Search
 from monarchfs.control import (
     UNKNOWN_CONNECTION,
     Connection,
@@ -55,6 +56,16 @@ class FoundMount:
         )
 
     @property
+    def daemon(self) -> Registered:
+        """Where it can be asked. Raises OperationError, with the remedy, if it is gone."""
+        if self.registered is None or not self.supervisor_alive:
+            raise OperationError(
+                f"the daemon of {self.mountpoint} is gone: clear the mount with"
+                f" monarchfs umount {self.mountpoint}"
+            )
+        return self.registered
+
+    @property
     def made_elsewhere(self) -> bool:
         """Whether it was mounted in another mount namespace than this process's, which may have
         got a copy of the mount."""
@@ -72,7 +83,7 @@ class FoundMount:
         return self.made_elsewhere and self.mount is None
 
 
-def find_all(search: Callable[[set[int]], Iterable[str]]) -> list[FoundMount]:
+def find_all(search: Search) -> list[FoundMount]:
     """All mounts of ours in this mount namespace, those among them that were copied from another
     one; ``search`` names the runtime directories to look into, given whose mounts there are.
     Registrations of what is gone altogether are removed. Not among them are bind mounts of a
@@ -99,7 +110,7 @@ def find_all(search: Callable[[set[int]], Iterable[str]]) -> list[FoundMount]:
     return sorted(found, key=lambda one: one.mountpoint)
 
 
-def find_private(search: Callable[[set[int]], Iterable[str]]) -> list[FoundMount]:
+def find_private(search: Search) -> list[FoundMount]:
     """The mounts in other mount namespaces, as ``monarchfs run`` makes them, that answer and cannot
     be seen in this one.
 
@@ -120,7 +131,7 @@ def find_private(search: Callable[[set[int]], Iterable[str]]) -> list[FoundMount
     return sorted(found, key=lambda one: one.mountpoint)
 
 
-def find_one(path: str, search: Callable[[set[int]], Iterable[str]]) -> FoundMount | None:
+def find_one(path: str, search: Search) -> FoundMount | None:
     """The mount of ours on ``path`` (absolute), the topmost of several, without looking at what is
     mounted there."""
     resolved = resolve_mountpoint(path)
@@ -132,6 +143,14 @@ def find_others_mount(path: str) -> Mount | None:
     """What is mounted on ``path``, if it is not a mount of ours (but perhaps a part of one)."""
     mount = find_mount(resolve_mountpoint(path))
     return None if mount is None or (mount.fstype, mount.root) == (MONARCHFS, "/") else mount
+
+
+def required(path: str, search: Search) -> FoundMount:
+    """`find_one`; raises OperationError, with the remedy, where there is none."""
+    found = find_one(path, search)
+    if found is None:
+        raise OperationError(f"{path} is not a monarchfs mount: see monarchfs status for those")
+    return found
 
 
 def supervisor_lives(registered: Registered) -> bool:
