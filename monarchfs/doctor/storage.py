@@ -12,6 +12,7 @@ from monarchfs.fuse.mountinfo import Mount, mount_of, read_mountinfo
 from monarchfs.supervisor.storage import (
     StorageDirectory,
     check_directory,
+    check_size,
     directories_of,
 )
 from monarchfs.system.memory import MemoryHeadroom, MemoryProbe
