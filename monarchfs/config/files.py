@@ -1,6 +1,6 @@
 """Settings in TOML files: one that the user names, else the machine's own.
 
-What is wrong in one is told with its file, line and key.
+Errors name the file, line and key.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def from_file(path: str) -> Layer:
 
 
 def read_limited(file: BinaryIO) -> bytes:
-    """What `from_content` takes of a file; a byte too much of one that is too large."""
+    """The content for `from_content`; one byte too many of a file that is too large."""
     return file.read(_LARGEST_FILE + 1)
 
 
 def from_system_file(path: str = SYSTEM_FILE) -> Layer:
     """The layer of the machine's file, empty if there is none.
 
-    Raises UsageError like `from_file`, and where others than root could have written the file: it
-    says where root's mounts keep their data. Root is who owns ``/``: in a user namespace that
-    does not map root, it has another number.
+    Raises UsageError like `from_file`, and if others than root could have written the file: it says
+    where root's mounts keep their data. Root is who owns ``/``: in a user namespace without root it
+    has another number.
     """
     content = read_trusted(path)
     return {} if content is None else from_content(path, content)
@@ -73,7 +73,7 @@ def read_trusted(path: str) -> bytes | None:
 
 
 def toml_table(path: str, content: bytes) -> dict[str, Any]:
-    """The table of a TOML document; UsageError, with file, line and key, for what is none."""
+    """The table of a TOML document. Raises UsageError, with file and line."""
     return _parsed(path, content)[0]
 
 
@@ -139,7 +139,7 @@ def _not_toml(path: str, text: str, complaint: str) -> UsageError:
 
 
 def _line_of(name: str, text: str) -> str:
-    """Where a key or table of the top level begins, as far as a look at the lines can tell."""
+    """Where a key or table of the top level begins, as far as the lines tell."""
     begins = re.compile(rf"\s*\[*\s*([\"']?){re.escape(name)}\1\s*[].=]")
     for number, line in enumerate(text.split("\n"), 1):
         if begins.match(line):

@@ -1,7 +1,7 @@
 """The options of a mount, each described once.
 
-Flags of the command line, keys of files, mount options, environment variables, shell completion and
-the first lines of each section of docs/CONFIGURATION.md come from here. Defaults are those of
+This table makes the flags of the command line, keys of files, mount options, environment variables,
+shell completion and the first lines of each section of docs/CONFIGURATION.md. Defaults are those of
 ``Settings``.
 """
 
@@ -18,9 +18,9 @@ from monarchfs.types import EvictionPolicy
 @dataclass(frozen=True, slots=True)
 class Option:
     """``parse`` turns text, or a value of TOML, into the setting; it raises UsageError. ``value``
-    stands for it in documents: "" for a switch. ``help`` is that of the flag: "" where only files
-    and ``-o`` have the option. A shell completes ``choices``, and ``paths``: "file" or "directory".
-    ``toml`` is the value in a file, where that is neither text nor true."""
+    is its placeholder in documents, "" for a switch. ``help`` is the flag's; "" if there is no
+    flag. Shells complete ``choices``, and ``paths``: "file" or "directory". ``toml`` is the value
+    in a file, unless that is text or true."""
 
     parse: Callable[[object], object]
     value: str = ""

@@ -1,8 +1,8 @@
 """Settings of whoever runs the command: environment variables and a file in the home directory.
 
-They count for mounts of one's own alone. Where root acts for another user (``--user``, sudo, a
-prolog, mount(8)), the environment and the home may be that user's, and root's mount is not to be
-told by them where to write.
+They only count for mounts of one's own. If root acts for another user (``--user``, sudo, a prolog,
+mount(8)), the environment and the home may be that user's, who must not tell root's mount where to
+write.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _OF_SLURM = ("ROOT", "DATA_", "WARNING", "RUN", "MODEL_")
 
 @dataclass(frozen=True, slots=True)
 class Personal:
-    """``variables`` are the names of those that count, ``unknown`` of those that mean nothing;
-    ``file`` the path of the file that was read, ``config`` what $MONARCHFS_CONFIG names."""
+    """``variables`` are the names of those that count, ``unknown`` those without a meaning;
+    ``file`` is the file that was read, ``config`` what $MONARCHFS_CONFIG names."""
 
     environment: Layer = field(default_factory=dict)
     home: Layer = field(default_factory=dict)
@@ -48,8 +48,8 @@ class Personal:
 
 
 def read_personal(environ: Mapping[str, str], user: str | None) -> Personal:
-    """What counts for a mount for ``user`` (None: nobody was named); nothing where that is another
-    one than who runs this. Blocks as the home's file system does. Raises UsageError."""
+    """What counts for a mount for ``user`` (None: nobody was named); nothing if that is not who
+    runs this. Blocks as the home's file system does. Raises UsageError."""
     if acts_for_another(environ, user):
         return Personal()
     names = sorted(name for name in environ if name.startswith(PREFIX) and environ[name])
@@ -125,8 +125,8 @@ def _file_of(environ: Mapping[str, str]) -> str | None:
 
 
 def _read(path: str) -> bytes | None:
-    """None where it cannot be entered or is gone: HOME may be somebody else's. Raises UsageError
-    for a file that others could have written."""
+    """None if it cannot be entered or is gone: HOME may be somebody else's. Raises UsageError for a
+    file that others could have written."""
     try:
         # O_NONBLOCK: a FIFO is not waited for.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

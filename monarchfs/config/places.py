@@ -39,8 +39,8 @@ class DefaultPlaces:
 def default_places(
     uid: int, environ: Mapping[str, str], is_network: Callable[[str], bool]
 ) -> DefaultPlaces:
-    """Where ``uid`` keeps caches and sockets. ``is_network`` tells whether a path (which need not
-    exist yet) lies on a network file system, as homes on a cluster do."""
+    """Where ``uid`` keeps caches and sockets. ``is_network`` says whether a path (which need not
+    exist) lies on a network file system, as homes on a cluster do."""
     if _owns_the_system(uid):
         return DefaultPlaces(ROOT_CACHE_DIR, ROOT_RUNTIME_DIR)
     temporary = own_directory(_absolute(environ.get("TMPDIR")) or _TEMPORARY, uid)
@@ -63,10 +63,8 @@ def runtime_dir_of(uid: int, environ: Mapping[str, str]) -> str:
 
 
 def own_directory(parent: str, uid: int) -> str:
-    """The directory that ``uid`` keeps in one to which everybody may write; it may be missing.
-
-    Where somebody else has taken its name first, it is called by a random number as well, which
-    nobody knows before it is made; `own_directories` finds it again.
+    """The directory of ``uid`` in one to which everybody may write; it may be missing. If somebody
+    else took its usual name first, the name gets a random number, and `own_directories` finds it.
     """
     usual = os.path.join(parent, f"monarchfs-{uid}")
     try:
@@ -103,8 +101,8 @@ def _random_suffix() -> str:
 
 
 def runtime_dirs_to_search(uid: int, environ: Mapping[str, str], mount_uids: set[int]) -> list[str]:
-    """Where the control socket of a mount that ``uid`` may manage can be; ``mount_uids`` are the
-    owners of the mounts there are. Another user's $XDG_RUNTIME_DIR is where pam_systemd puts it."""
+    """Where the control socket of a mount that ``uid`` may manage can be; ``mount_uids`` own the
+    existing mounts. pam_systemd makes another user's $XDG_RUNTIME_DIR."""
     dirs = [runtime_dir_of(uid, environ), ROOT_RUNTIME_DIR]
     for owner in sorted(mount_uids if uid == 0 else {uid}):
         if owner != 0 or not _owns_the_system(owner):
@@ -124,10 +122,8 @@ def dataset_id(source: str, uid: int) -> str:
 
 
 def resolve_user(name: str | None, environ: Mapping[str, str]) -> User:
-    """Whom the worker runs as: ``name``, else the user behind sudo, else who runs this.
-
-    Raises UsageError for an unknown user, and for another user's name where this is not root.
-    """
+    """Whom the worker runs as: ``name``, else the user behind sudo, else who runs this. Raises
+    UsageError for an unknown user, and for another user's name without root."""
     euid = os.geteuid()
     if name is not None:
         entry = _passwd_entry(name)

@@ -56,10 +56,9 @@ _REFUSED = {
 
 
 def split_options(text: str) -> list[str]:
-    """The words of ``-o a,b=c``; a backslash takes the meaning from a comma, a backslash or a
-    quotation mark, and between quotation marks a comma has none (as in mount(8)).
-
-    Raises UsageError for a quotation mark that is not closed."""
+    """The words of ``-o a,b=c``. A backslash escapes a comma, a backslash or a quotation mark;
+    between quotation marks a comma does not divide (as in mount(8)). Raises UsageError for a
+    quotation mark that is not closed."""
     words, word, quoted, characters = [], "", False, iter(text)
     for character in characters:
         if character == "\\":
@@ -77,12 +76,12 @@ def split_options(text: str) -> list[str]:
 
 
 def escape_option(option: str) -> str:
-    """What `split_options` makes ``option`` of, and nothing else."""
+    """The text of which `split_options` makes ``option``."""
     return "".join(f"\\{c}" if c in '\\,"' else c for c in option)
 
 
 def is_known_option(option: str) -> bool:
-    """Whether ``NAME`` or ``NAME=VALUE`` has a meaning in ``-o``, be it that it is refused."""
+    """Whether ``NAME`` or ``NAME=VALUE`` has a meaning in ``-o``, even if it is refused."""
     key = option.partition("=")[0].replace("-", "_")
     return _is_ignored(option) or key == "exec" or key in _REFUSED or key in OPTIONS
 
@@ -132,7 +131,7 @@ def merge(*layers: Layer) -> Settings:
 
 
 def nearest(key: str) -> str:
-    """What to write instead of a key that there is not."""
+    """What to write instead of an unknown key."""
     close = difflib.get_close_matches(key, OPTIONS, n=1)
     return f"did you mean {close[0]}?" if close else "see monarchfs mount --help"
 

@@ -1,7 +1,6 @@
 """One parser for each kind of value; each raises UsageError with one line that names the remedy.
 
-Values come as text from the command line and from mount options, and as TOML's own types from a
-file; a parser takes both.
+A value comes as text from the command line or mount options, or as TOML's own type from a file.
 """
 
 from __future__ import annotations
@@ -170,7 +169,7 @@ def parse_seconds(value: object) -> float:
 
 
 def parse_timeout(value: object) -> float:
-    """A number of seconds above 0, and not above what clocks and sockets can count."""
+    """A number of seconds above 0 that clocks and sockets can count."""
     seconds = parse_seconds(value)
     if seconds == 0:
         raise UsageError("a time limit of 0 seconds cannot be kept: use 1 or more")

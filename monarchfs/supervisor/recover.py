@@ -1,4 +1,4 @@
-"""What mounts there are, and how to be rid of one whose supervisor does not answer."""
+"""Which mounts there are, and how to remove one whose supervisor does not answer."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ class FoundMount:
 
     @property
     def made_elsewhere(self) -> bool:
-        """Whether it was mounted in another mount namespace than this process's, which may have
-        got a copy of the mount."""
+        """Whether it was made in another mount namespace, of which this one may have a copy."""
         entry = self.registered.entry if self.registered is not None else None
         return entry is not None and entry.mount_namespace != own_mount_namespace()
 
@@ -84,10 +83,9 @@ class FoundMount:
 
 
 def find_all(search: Search) -> list[FoundMount]:
-    """All mounts of ours in this mount namespace, those among them that were copied from another
-    one; ``search`` names the runtime directories to look into, given whose mounts there are.
-    Registrations of what is gone altogether are removed. Not among them are bind mounts of a
-    directory in a mount: what is below has another path there than in the mount."""
+    """All mounts of ours in this mount namespace, with copies from other ones. ``search`` names the
+    runtime directories to look into, given the mounts' owners. Removes registrations of mounts that
+    are gone. Leaves out bind mounts of a directory in a mount, below which paths are different."""
     mounts = [m for m in read_mountinfo() if m.fstype == MONARCHFS and m.root == "/"]
     owners = {mount.user_id for mount in mounts if mount.user_id is not None}
     known = find_mounts(search(owners))
@@ -111,11 +109,11 @@ def find_all(search: Search) -> list[FoundMount]:
 
 
 def find_private(search: Search) -> list[FoundMount]:
-    """The mounts in other mount namespaces, as ``monarchfs run`` makes them, that answer and cannot
-    be seen in this one.
+    """The mounts in other mount namespaces, as ``monarchfs run`` makes them, that answer and are
+    not visible in this one. Removes registrations of those that are gone.
 
-    Registrations of those that are gone are removed. A daemon may be in another process namespace,
-    where its number says nothing; that nobody listens any more does.
+    A daemon may be in another process namespace, where its number means nothing; then its socket
+    tells whether it lives.
     """
     namespace = own_mount_namespace()
     visible = {mount.minor for mount in read_mountinfo() if mount.fstype == MONARCHFS}
@@ -132,8 +130,7 @@ def find_private(search: Search) -> list[FoundMount]:
 
 
 def find_one(path: str, search: Search) -> FoundMount | None:
-    """The mount of ours on ``path`` (absolute), the topmost of several, without looking at what is
-    mounted there."""
+    """The topmost mount of ours on ``path`` (absolute), found without touching it."""
     resolved = resolve_mountpoint(path)
     there = [one for one in find_all(search) if one.mountpoint == resolved]
     return next((one for one in there if one.on_top), there[-1] if there else None)
@@ -163,9 +160,9 @@ def supervisor_lives(registered: Registered) -> bool:
 
 
 def unmount_found(found: FoundMount, deadline: float) -> bool:
-    """Unmounts by ``deadline`` (time.monotonic), by the supervisor or, where that does not do it,
-    by force; whether the mount is gone. Of a bind mount, and of a mount that was made in another
-    mount namespace, only the copy goes: those who use the mount itself are not cut off."""
+    """Unmounts by ``deadline`` (time.monotonic), by the supervisor or else by force; whether the
+    mount is gone. Of a bind mount, or a mount made in another mount namespace, only the copy is
+    removed: users of the mount itself keep it."""
     if found.made_elsewhere or found.is_copy:
         if found.on_top:
             unmount_call(found.mountpoint, lazy=True)
@@ -174,8 +171,8 @@ def unmount_found(found: FoundMount, deadline: float) -> bool:
 
 
 def remove_by_force(found: FoundMount, deadline: float) -> bool:
-    """Unmounts without the supervisor's help by ``deadline`` (time.monotonic), kills the supervisor
-    if it is still there, and removes the registration; whether the mount is gone. Idempotent."""
+    """Unmounts without the supervisor by ``deadline`` (time.monotonic), kills it if it still lives,
+    and removes the registration; whether the mount is gone. Idempotent."""
     outcome = Unmounted.NOT_MOUNTED
     if found.mount is not None:
         outcome = unmount_bounded(found.mount.minor, deadline)
@@ -221,8 +218,8 @@ def registration_of(mount: Mount, known: Iterable[Registered]) -> Registered | N
 
 
 def is_about(entry: Registration, owner_uid: int, mount: Mount) -> bool:
-    """Whether a registration means ``mount``, wherever that is by now; the word of the mount's
-    owner counts, or root's."""
+    """Whether a registration means ``mount``, wherever that is by now. Only the mount's owner and
+    root are believed."""
     if owner_uid not in (0, root_uid(), mount.user_id):
         return False
     if entry.connection != UNKNOWN_CONNECTION:
@@ -231,8 +228,8 @@ def is_about(entry: Registration, owner_uid: int, mount: Mount) -> bool:
 
 
 def _is_copy(mount: Mount, match: Registered | None, mounts: Iterable[Mount]) -> bool:
-    """Whether it is not the connection's first mount: that which is where it was made, or else
-    the oldest one."""
+    """Whether it is not the connection's first mount: the one where it was made, or else the
+    oldest."""
     same = [one for one in mounts if one.minor == mount.minor]
     made = match.entry.mountpoint if match is not None else None
     return mount != next((one for one in same if one.mountpoint == made), same[0])
@@ -254,7 +251,7 @@ def _forget(registered: Registered) -> None:
 
 
 def _kill(registered: Registered) -> None:
-    """Kills a supervisor, if it belongs to who registered it, and waits a moment for its end."""
+    """Kills a supervisor that belongs to whoever registered it, and waits a moment for its end."""
     pid = registered.entry.supervisor_pid
     try:
         if os.stat(f"/proc/{pid}").st_uid != registered.owner_uid:

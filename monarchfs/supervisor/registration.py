@@ -35,7 +35,7 @@ def check_runtime_dir(path: str) -> None:
 
 
 def open_runtime_dir(path: str, undo: ExitStack) -> None:
-    """Makes the runtime directory (and the one above it) where it is missing."""
+    """Makes the runtime directory and the one above it where they are missing."""
     try:
         if os.geteuid() == 0:
             make_directories(path, 0o755, undo)
@@ -120,16 +120,15 @@ class ControlSocket:
 
 
 def remove_registration(stem: str, owner_uid: int | None = None) -> None:
-    """Removes the files of a registration, as far as they are there; as ``owner_uid`` where they
-    are somebody else's (`unlink_as`)."""
+    """Removes the files of a registration, if they are there, with the rights of ``owner_uid``,
+    where given (`unlink_as`)."""
     for suffix in (".sock", ".json"):
         unlink_as(os.geteuid() if owner_uid is None else owner_uid, stem + suffix)
 
 
 def unlink_as(uid: int, path: str) -> None:
-    """Removes a file, if it is there, with the rights of ``uid`` where this is root: the directory
-    is that user's, and could be a link by now to one in which only root may remove anything.
-    Raises OSError."""
+    """Removes a file, if it is there; root does it with the rights of ``uid``, whose directory it
+    is and may be a link to one of root's by now. Raises OSError."""
     user = User(str(uid), uid, _NOGROUP, ())
     with acting_as(user) if os.geteuid() == 0 != uid else nullcontext():
         try:
@@ -139,8 +138,8 @@ def unlink_as(uid: int, path: str) -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot (proc_pid_stat(5), field 22); None if there
-    is no such process, or if it is dead and only not waited for."""
+    """When a process began, in clock ticks since boot (proc_pid_stat(5), field 22); None if it is
+    dead."""
     fields = stat_fields(pid)
     return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
 

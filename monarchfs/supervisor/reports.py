@@ -1,7 +1,7 @@
-"""What the worker says of itself: asked for, kept, and passed on to whoever wants a status.
+"""What the worker reports: asked for, kept, and passed on to whoever wants a status.
 
-The worker may hang, stopped by a signal or by a bug. So its last report is kept, and whoever asks
-gets that one, marked as old, where no newer one comes in time.
+The worker may hang. So its last report is kept; who asks gets that one, marked as old, if no newer
+one comes in time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MOST_WAITING = 128
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A client that wants a report asked for by question ``number`` or a later one: what it did
-    before it asked must show."""
+    """A client that waits for the answer to question ``number`` or a later one, so that the report
+    has the effect of what it did before."""
 
     number: int
     deadline: float
@@ -33,15 +33,15 @@ class _Waiting:
 
 
 class Reports:
-    """Times are those of time.monotonic(). Nothing here blocks.
+    """Times are time.monotonic(). Nothing here blocks.
 
-    Constant: how the worker is asked and a client answered. Changing: the ``latest`` report
-    (empty before the first) and when it came; questions without an answer; who waits for one.
+    Constant: how the worker is asked and a client answered. Changing: the ``latest`` report (empty
+    before the first) and when it came; questions without an answer; who waits for one.
     """
 
     def __init__(self, ask: Callable[[int], bool], reply: Callable[[socket.socket], None]) -> None:
-        """``ask`` sends the worker a question with this number, and says whether it could;
-        ``reply`` answers a client from what is known then, and closes its connection."""
+        """``ask`` sends the worker a question with this number, and returns whether it could;
+        ``reply`` answers a client with what is known then, and closes the connection."""
         self.latest: Mapping[str, Any] = {}
         self.came = 0.0
         self._ask = ask
@@ -57,7 +57,7 @@ class Reports:
         return now - oldest >= ANSWER_SECONDS
 
     def want(self, connection: socket.socket, now: float) -> None:
-        """Answer a client with a new report, or with the last one where none comes in time."""
+        """Answer a client with a new report, or with the last one if none comes in time."""
         if self.overdue(now) or len(self._waiting) >= _MOST_WAITING or not self._put(now):
             self._reply(connection)
         else:
@@ -70,13 +70,13 @@ class Reports:
         self._answer([one for one in self._waiting if one.number <= number])
 
     def tick(self, now: float) -> None:
-        """Give up waiting where it is time; ask now and then, so that the last report is recent."""
+        """Stop waiting where it is time; ask now and then, so that the last report is recent."""
         self._answer([one for one in self._waiting if one.deadline <= now])
         if not self._unanswered and now - self._asked >= _EVERY_SECONDS:
             self._put(now)
 
     def give_up(self) -> None:
-        """There is no worker any more that could answer."""
+        """No worker is left that could answer."""
         self._unanswered.clear()
         self._answer(list(self._waiting))
 
@@ -101,8 +101,8 @@ class Reports:
 def status_of(
     config: Config, reports: Reports, failover: Failover, started: float, registered: int
 ) -> dict[str, Any]:
-    """What the worker last said, and what only the supervisor knows: ``started`` is when it began,
-    ``registered`` how many files the kernel reads itself."""
+    """What the worker last reported, and what only the supervisor knows. ``started`` is when that
+    began, ``registered`` how many files the kernel reads itself."""
     now = time.monotonic()
     last, death, retry_seconds = reports.latest, failover.last_death, failover.retry_seconds
     worker = {

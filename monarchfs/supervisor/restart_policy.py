@@ -1,9 +1,8 @@
 """What follows when a worker dies: another one, a pause, safe mode, or the end. Pure: no I/O.
 
-One that did its work before it died is replaced at once, however often. One that died without
-having done any will probably do so again: so there are pauses, then a worker that leaves out all
-that can be left out, then the end, so that who waits gets an error. After a while in safe mode a
-whole worker is tried again; one that fails leads back there at once, for longer.
+A worker that did its work is replaced at once, however often. One that did none will probably die
+again: so pauses follow, then safe mode, then the end, so that waiting processes get an error. After
+a while in safe mode a normal worker is tried; if that fails, safe mode returns for longer.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ was as well."""
 
 
 class WorkerLife(NamedTuple):
-    """A worker's, as it ended. ``seconds`` since it served, None if it never did; ``answered``: it
-    answered a request; ``waited``: some wait now; ``killed``: by SIGKILL, and not by us."""
+    """How a worker lived. ``seconds`` since it served, None if it never did; ``answered``: it
+    answered a request; ``waited``: requests wait now; ``killed``: by SIGKILL, and not by us."""
 
     seconds: float | None
     answered: bool
@@ -57,14 +56,14 @@ class Verdict(NamedTuple):
 
 
 class RestartPolicy:
-    """Changing: how many lives in a row were of no use, or short; ``safe``, and how many ended so
-    in safe mode; how often safe mode was left for a try, and whether one is going on."""
+    """Changing: how many lives in a row were useless, or short; ``safe``, and how many ended so in
+    safe mode; how often safe mode was left for a trial, and whether one is going on."""
 
     def __init__(self) -> None:
         self.replaced()
 
     def replaced(self) -> None:
-        """A worker was replaced on purpose: what was before does not count."""
+        """A worker was replaced on purpose: earlier deaths do not count."""
         self._kills = 0
         self._tries = 0
         self._on_trial = False
@@ -110,8 +109,8 @@ class RestartPolicy:
         return Verdict(Follows.START, PAUSES_SECONDS[self._useless - 1] if self._useless else 0.0)
 
     def _killed(self, useless: bool) -> Verdict:
-        """Whoever did it, or the kernel where memory ran out, it says nothing about the worker: so
-        it counts neither for a loop nor against one."""
+        """A kill, by anybody or for want of memory, says nothing about the worker: it counts
+        neither for a loop nor against one."""
         self._kills = self._kills + 1 if useless else 0
         follows = Follows.START_SAFE if self.safe else Follows.START
         return Verdict(follows, KILLED_PAUSE_SECONDS if self._kills > 1 else 0.0)

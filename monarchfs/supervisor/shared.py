@@ -1,4 +1,4 @@
-"""Getting at the private mount of a source: joining the one that there is, or having one made.
+"""Getting the private mount of a source: joining the existing one, or having one made.
 
 One mount per user, source and job on a node: the tasks of a job step share it. Another job's would
 end with that job, whose processes a batch system kills.
@@ -46,11 +46,9 @@ _POLL_SECONDS = 0.05
 
 @dataclass(slots=True)
 class MountLease:
-    """A private mount, kept for as long as this is not closed and its process lives.
-
-    ``control`` is the path of the mount's control socket, ``owner_uid`` who listens there.
-    ``same_settings`` says whether it was made with what was asked for here.
-    """
+    """Keeps a private mount until this is closed or its process ends. ``control`` is the path of
+    the mount's control socket, ``owner_uid`` who listens there. ``same_settings``: the mount has
+    the settings that were asked for here."""
 
     spaces: Spaces
     control: str
@@ -59,7 +57,7 @@ class MountLease:
     _connection: socket.socket
 
     def close(self) -> None:
-        """Lets go of the mount. Where nobody else holds it, returns when it is gone, after
+        """Lets go of the mount. If nobody else holds it, returns when it is gone, after
         MOST_END_SECONDS at most."""
         self.spaces.close()
         with self._connection:
@@ -72,7 +70,7 @@ class MountLease:
 
 
 def stem_of(places: DefaultPlaces, source: str, user: User, environ: Mapping[str, str]) -> str:
-    """`Wanted.stem`: the same for whoever is to share a mount."""
+    """`MountRequest.stem`: the same for all that are to share a mount."""
     job = [environ.get(name, "") for name in _JOB]
     name = "\0".join([source, str(user.uid), *job])
     return os.path.join(places.runtime_dir, hashlib.sha256(os.fsencode(name)).hexdigest()[:24])
@@ -118,9 +116,8 @@ def hold_mount(
 
 
 def _stems(wanted: MountRequest, directories: Iterable[str]) -> list[str]:
-    """Where the mount's daemon may listen: first in the directory that is used here. A process
-    with another environment (without a session), or that began when somebody else had taken the
-    name in /tmp, uses another one."""
+    """Where the mount's daemon may listen, the directory used here first. Other processes may use
+    another one: without a session, or since somebody else took the name in /tmp."""
     name = os.path.basename(wanted.stem)
     own = [directory for directory in directories if _is_own(directory)]
     return list(dict.fromkeys([wanted.stem, *(os.path.join(place, name) for place in own)]))
@@ -144,8 +141,8 @@ def _is_elsewhere(wanted: MountRequest, directories: Iterable[str]) -> bool:
 
 
 def _sweep(runtime_dir: str) -> None:
-    """Removes what keepers left that were killed, with their job perhaps: the same names would
-    never be used again."""
+    """Removes the files of daemons that were killed, perhaps with their job: nobody else would, as
+    their names never come again."""
     for name in os.listdir(runtime_dir):
         stem, suffix = os.path.splitext(os.path.join(runtime_dir, name))
         if suffix not in (KEPT, STARTING):

@@ -19,8 +19,8 @@ def stat_fields(pid: int, thread: int | None = None) -> list[bytes]:
 
 
 def describe_threads(pid: int) -> list[str]:
-    """A line for each thread: name, state, system call, and the kernel's stack where one may read
-    it (root, proc_pid_stack(5)). Empty for a process that is gone. Blocks for nothing."""
+    """A line for each thread: name, state, system call, and for root the kernel's stack
+    (proc_pid_stack(5)). Empty for a process that is gone. Blocks for nothing."""
     try:
         threads = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
     except FileNotFoundError:

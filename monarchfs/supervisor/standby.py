@@ -22,11 +22,9 @@ _AGAIN_SECONDS = 60.0
 
 
 class Candidate:
-    """A worker that is to take another one's place on purpose: while that serves, it shows whether
-    the installed program can be loaded and understands this one.
-
-    Changing: whether it is ``loaded``; ``refused``, why it cannot take over.
-    """
+    """A loaded worker that may take over. While another one serves, it shows whether the installed
+    program can be loaded and understands this one. Changing: ``loaded``; ``refused``, why it cannot
+    take over."""
 
     def __init__(self, worker: WorkerProcess, owner: WorkerOwner, seconds: float) -> None:
         self.worker = worker
@@ -37,7 +35,7 @@ class Candidate:
         owner.watch(worker.channel, self._on_message)
 
     def tick(self, now: float) -> None:
-        """See whether it says nothing any more."""
+        """See whether it ended, or says nothing in time."""
         if self.loaded or self.refused is not None:
             return
         if self.worker.is_gone():
@@ -50,7 +48,7 @@ class Candidate:
         self._owner.unwatch(self.worker.channel)
 
     def drop(self) -> None:
-        """End it: it is not wanted. It has not touched anything yet."""
+        """End it; it has touched nothing yet."""
         self._owner.unwatch(self.worker.channel)
         self.worker.kill()
         self.worker.channel.close()
@@ -75,10 +73,10 @@ class Candidate:
 
 
 class Replacement:
-    """The worker that is to take the place of the one that serves, where somebody asked for that.
+    """The worker that was asked to take the place of the one that serves.
 
-    Changing: the candidate; who is told what comes of it (``then``); whether it is a ``trial``,
-    which is to end safe mode.
+    Changing: the candidate; who is told the outcome (``then``); whether it is a ``trial``, which is
+    to end safe mode.
     """
 
     def __init__(self, reap: Callable[[WorkerProcess], None]) -> None:
@@ -128,17 +126,15 @@ class Replacement:
             self._reap(candidate.worker)
 
     def answer(self, error: str | None) -> None:
-        """Tell who asked for it, if somebody did, and was not told yet."""
+        """Tell the outcome to who asked, once."""
         then, self._then = self._then, None
         if then is not None:
             then(error)
 
 
 class Standby:
-    """The next worker, loaded ahead: that is most of what a start takes, on a machine that is busy.
-
-    Changing: the worker, if there is one; when the next one is to be loaded.
-    """
+    """The next worker, loaded ahead, because loading takes most of a start. Changing: the worker,
+    if there is one; when the next one is to be loaded."""
 
     def __init__(
         self, start: Callable[[], WorkerProcess], reap: Callable[[WorkerProcess], None]
@@ -176,7 +172,7 @@ class Standby:
                 log.warning("no worker could be loaded ahead: %s", error)
 
     def take(self) -> WorkerProcess | None:
-        """The worker, if there is one: also one that is still being loaded, as a new one would take
+        """The worker, if there is one, even if it is still being loaded: a new one would take
         longer."""
         candidate = self._candidate
         if candidate is None or candidate.refused is not None or candidate.worker.is_gone():

@@ -1,7 +1,7 @@
 """Mounting, from what the user asked for to a file system that answers.
 
-Everything that can be wrong is looked at before anything is made; what was made is taken back in
-reverse order if a later step fails.
+All checks come before anything is made. If a later step fails, what was made is taken back in
+reverse order.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def mount_and_supervise(
     """Mounts what ``spec`` says, calls ``report`` when the mount answers and supervises it until it
     is gone; the process's exit code. Closes ``spec.source_fd``.
 
-    Raises UsageError or OperationError, having taken everything back, if it does not come about
-    within ``start_timeout_seconds``.
+    Raises UsageError or OperationError, with everything taken back, if that takes longer than
+    ``start_timeout_seconds`` or fails.
     """
     deadline = time.monotonic() + spec.settings.start_timeout_seconds
     log_to_stderr(spec.settings.log_level)
@@ -153,8 +153,8 @@ def _waiting(connection: int, fuse: int) -> int | None:
 
 
 def _journal(config: Config, request: bytes, undo: ExitStack) -> int | None:
-    """For what workers take of the kernel, which would be lost with them otherwise; they write it
-    in their C part."""
+    """Memory for the requests that workers have taken, where the kernel does not repeat those; None
+    elsewhere."""
     if config.kernel_resend and parse_init_request(request).flags & InitFlag.HAS_RESEND:
         return None
     journal = make_journal()
@@ -202,7 +202,7 @@ class _Interrupted(OperationError):
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Signals end the start in the orderly way, instead of the process (see `ending_signals`)."""
+    """Signals end the start in the orderly way (see `ending_signals`)."""
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
         raise _Interrupted(f"interrupted by {signal.Signals(number).name}: nothing was mounted")

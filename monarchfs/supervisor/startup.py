@@ -1,4 +1,4 @@
-"""A new worker's way from its start to the moment when it serves, in steps: nothing here waits."""
+"""A new worker's steps from its start until it serves. Nothing here waits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ _LARGEST_INIT = 1 << 18
 
 
 class Mounted(NamedTuple):
-    """What is known of the mount: its descriptor and the number of its ``connection``, the kernel's
-    FUSE_INIT. ``vitals`` are the worker's (beats, answered, stuck_since), from
-    memory that it shares; ``waiting`` is how many requests do, None where that cannot be seen;
-    ``journal``: workers find in memory of the mount what those before them took and did not answer,
-    as the kernel does not hand it out again."""
+    """The mount: its descriptor, the number of its ``connection``, the kernel's FUSE_INIT.
+    ``journal``: the kernel does not repeat requests that a worker took; the next one finds them in
+    shared memory. ``vitals`` are the worker's (beats, answered, stuck_since), from shared memory;
+    ``waiting`` is the number of waiting requests, None if that is not known."""
 
     fuse: int
     connection: int
@@ -39,7 +38,7 @@ class Mounted(NamedTuple):
     backing: BackingFiles
 
     def resend(self) -> None:
-        """Have the kernel hand out again what was taken and not answered, if that is its task."""
+        """Have the kernel repeat requests that were taken and not answered, if it can."""
         if self.journal:
             return
         try:
@@ -49,7 +48,7 @@ class Mounted(NamedTuple):
 
 
 class WorkerOwner(Protocol):
-    """Whose worker it is: the supervisor, with its loop."""
+    """Who owns the worker: the supervisor, with its loop."""
 
     def watch(self, what: Any, then: Callable[[], None]) -> None:
         """Call ``then`` whenever ``what`` is readable."""
@@ -61,20 +60,23 @@ class WorkerOwner(Protocol):
         """The worker answered a question."""
 
     def silenced(self) -> None:
-        """The worker answers nobody any more, or what it answered was not understood."""
+        """The worker will not answer, or its answer was not understood."""
 
     def deserted(self, why: str) -> None:
         """No worker can serve the mount."""
 
 
 class Startup:
-    """1. Its libfuse answers the kernel's FUSE_INIT; that answer the kernel has already.
-    2. Those before it must have stopped: what one takes from the kernel from now on nobody would
-       answer. What they took is to be handed out again.
-    3. It is told to serve, and says that it does.
+    """1. The worker's libfuse answers FUSE_INIT; the kernel has an answer already, so this one is
+    dropped.
 
-    Changing: how far that is; ``was_hurried``, whether those before it ran on; ``serves``;
-    ``failed``, why it will not.
+    2. All earlier workers must have stopped: nobody would answer requests that they take now. The
+    kernel is asked to repeat those that they took.
+
+    3. The worker is told to serve, and reports that it does.
+
+    Changing: how far that is; ``was_hurried``: earlier workers still ran; ``serves``; ``failed``,
+    why it will not serve.
     """
 
     def __init__(

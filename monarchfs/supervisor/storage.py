@@ -1,8 +1,8 @@
 """The state directory and the tiers' directories: checked, made, opened, locked, and taken back.
 
-Checks come first and change nothing. What is made is noted in an ExitStack, which takes it back if
-the mount does not come about: only directories that were made here, and only while they are empty.
-Who makes and removes it, root or the mount's user, ``owned`` decides.
+Checks come first and change nothing. What is made is noted in an ExitStack, which removes it if the
+mount fails: only directories made here, and only while they are empty. ``owned`` decides whether
+root or the mount's user makes and removes them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StorageDirectory:
-    """A directory that the user named (or left to the default), for messages and checks. ``own``
-    is the one that the dataset has there: itself, below it, or none yet."""
+    """A directory that the user named (or left to the default), for messages and checks. ``own`` is
+    the dataset's own one there: the directory itself, one below it, or none yet."""
 
     what: str
     option: str
@@ -52,9 +52,7 @@ def check_storage(
     config: Config, source: OpenedSource, mountpoint: Mountpoint, cache_dir: str, timeout: float
 ) -> None:
     """Raises UsageError for a tier or a state directory that cannot serve. Changes nothing.
-
-    ``cache_dir`` is the default place, in which missing parents will be made.
-    """
+    ``cache_dir`` is the default place, in which missing parents are made later."""
 
     def call() -> Answer:
         for directory in directories_of(config):
@@ -99,9 +97,8 @@ def recorded_directories(config: Config) -> dict[str, str]:
 
 
 def check_directory(directory: StorageDirectory, cache_dir: str, user: User) -> str:
-    """`check_storage` of one directory, without regard to source and mount point, in this process:
-    it blocks as long as the file system does. Returns the directory, or the one above that exists.
-    """
+    """`check_storage` of one directory, without source and mount point, in this process: blocks as
+    the file system does. Returns the directory, or the nearest above it that exists."""
     existing = _check_exists(directory, cache_dir)
     _check_local(directory, existing)
     _check_own(directory, user)
@@ -110,8 +107,8 @@ def check_directory(directory: StorageDirectory, cache_dir: str, user: User) -> 
 
 
 def check_size(tier: TierSpec, existing: str) -> None:
-    """Raises UsageError for a tier that is larger than all of the file system of ``existing``, a
-    directory: a slip, or a size that was meant for another node. Blocks as the file system does."""
+    """Raises UsageError for a tier larger than the whole file system of ``existing``, a directory:
+    a slip, or a size for another node. Blocks as the file system does."""
     vfs = os.statvfs(existing)
     total = vfs.f_blocks * vfs.f_frsize
     size = tier.size.resolve(total)
@@ -123,11 +120,9 @@ def check_size(tier: TierSpec, existing: str) -> None:
 
 
 def open_state_dir(config: Config, undo: ExitStack) -> tuple[int, int]:
-    """Makes and opens the state directory and takes its lock: both descriptors.
-
-    The lock is held until the second is closed. Raises UsageError, naming the other mount, if
-    another supervisor holds it.
-    """
+    """Makes and opens the state directory and takes its lock: both descriptors. The lock is held
+    until the second is closed. Raises UsageError, naming the other mount, if another supervisor
+    holds it."""
     descriptor = open_own(config.state_dir, "--state-dir", config.user, undo)
     undo.callback(os.close, descriptor)
     lock = _lock(config, descriptor)
@@ -137,8 +132,8 @@ def open_state_dir(config: Config, undo: ExitStack) -> tuple[int, int]:
 
 
 def open_log(state_dir: int, name: str, user: User, *, truncate: bool) -> int:
-    """A file in the state directory for appending. Where something else lies there, nothing is
-    kept, and a warning says so: a log is no reason not to mount."""
+    """A file in the state directory for appending. If something else has its name, a warning says
+    so and the log is dropped: that is no reason not to mount."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if truncate else 0)
     try:
         return open_users_file(state_dir, name, flags, user)
@@ -150,8 +145,8 @@ def open_log(state_dir: int, name: str, user: User, *, truncate: bool) -> int:
 
 
 def mark_suspect(state_dir: int, user: User) -> None:
-    """Leaves word that a worker died as LMDB does of a damaged index: who opens it next checks it
-    first. Written as the user; trouble with it is logged."""
+    """Notes that a worker died as LMDB does of a damaged index: the next worker checks it before it
+    opens it. Written as the user; errors are logged."""
     try:
         os.close(open_users_file(state_dir, SUSPECT, os.O_WRONLY | os.O_CREAT, user))
     except OSError as error:
@@ -159,10 +154,8 @@ def mark_suspect(state_dir: int, user: User) -> None:
 
 
 def last_log_line(state_dir: int, name: str, user: User) -> str:
-    """The last line of a log that names an error, else the last; empty if there is none.
-
-    A traceback of an exception group ends with a frame drawn around it, which says nothing.
-    """
+    """The last line of a log that names an error, else the last; empty if there is none. (The
+    traceback of an exception group ends with a drawn frame.)"""
     try:
         descriptor = open_users_file(state_dir, name, os.O_RDONLY, user)
     except OSError:
@@ -175,8 +168,8 @@ def last_log_line(state_dir: int, name: str, user: User) -> str:
 
 
 def open_users_file(state_dir: int, name: str, flags: int, user: User) -> int:
-    """A file of the state directory, opened as the user, whose directory it is: there may be a link
-    under that name, or a FIFO, on which a plain open(2) would wait. Raises OSError."""
+    """A file of the state directory, opened as the user: its name may be a link's, or a FIFO's, for
+    which a plain open(2) would wait. Raises OSError."""
     safe = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with acting_as(user):
         descriptor = os.open(name, safe, 0o600, dir_fd=state_dir)
@@ -236,8 +229,7 @@ def _check_local(directory: StorageDirectory, existing: str) -> None:
 
 
 def _check_own(directory: StorageDirectory, user: User) -> None:
-    """A state directory that is there already must be the user's own. (In a tier, another one is
-    made where it is not.)"""
+    """An existing state directory must be the user's own. (In a tier, another one is made.)"""
     try:
         st = os.lstat(directory.path)
     except FileNotFoundError:
@@ -316,7 +308,7 @@ def _lock(config: Config, state_dir: int) -> int:
 
 
 def _clear_if_unused(state_dir: int, user: User) -> None:
-    """Removes what the supervisor itself put into the state directory, if that is all there is."""
+    """Removes the supervisor's own files from the state directory, if it holds nothing else."""
     ours = {LOCK, SUSPECT, WORKER_LOG, SUPERVISOR_LOG, RECORD, RECORD_NEW}
     with acting_as(user):
         names = set(os.listdir(state_dir))

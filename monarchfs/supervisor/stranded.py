@@ -1,4 +1,4 @@
-"""Copies that a mount leaves where they are: in tiers that it had before, and has not now."""
+"""Copies that a mount leaves behind in tiers that it had before, and does not have now."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_TIERS = 8
 
 
 def left_out(config: Config, record: Mapping[str, str]) -> list[str]:
-    """A line for each tier of ``record`` (`tierdirs.read_record`) that ``config`` does not have and
+    """A line for each tier of ``record`` (`tierdirs.read_record`) that ``config`` does not name and
     that holds copies. Blocks for 2 seconds a tier at most; looks as the user."""
     tiers = {tier.path for tier in config.tiers}
     others = [item for item in sorted(record.items()) if item[0] not in tiers]

@@ -49,8 +49,8 @@ class Supervisor:
     """One mount, from the moment it serves until it is gone. One thread; nothing here blocks for
     more than about two seconds.
 
-    Constant: config, the mount, the control socket. Changing: the workers (``failover``), what the
-    last one said of itself, clients, the unmount under way.
+    Constant: config, the mount, the control socket. Changing: the workers (``failover``), their
+    reports, clients, the unmount under way.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Supervisor:
                 reply(connection, control.encode_error(_NO_WORKER))
 
     def _hand_over(self, connection: socket.socket, request: dict[str, Any], now: float) -> bool:
-        """Whether the worker was given a request: it is not, while it does not answer anything."""
+        """Whether the worker was given a request: it is not while it leaves others unanswered."""
         if not self.failover.serves or self._reports.overdue(now):
             return False
         message = {"do": "client", "request": request}
@@ -226,7 +226,7 @@ class Supervisor:
             self._exit_code = int(outcome is Unmounted.FAILED or ended)
 
     def _finish(self, code: int) -> None:
-        """Order matters to a caller who mounts again at once: the lock is free, and the socket
+        """The order matters to a caller who mounts again at once: the lock is free, and the socket
         gone, before the reply says that it is done."""
         now = time.monotonic()
         left = self._unmount.deadline - now if self._unmount is not None else 0.0
@@ -261,7 +261,7 @@ class Supervisor:
 
 
 def _is_dead(fuse: int) -> bool:
-    """Whether the connection is. Asked now and then, not registered: the kernel wakes who polls at
+    """Whether the connection is. Asked now and then, not registered: the kernel wakes a poller at
     every request."""
     poll = select.poll()
     poll.register(fuse, 0)

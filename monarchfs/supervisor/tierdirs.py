@@ -1,19 +1,19 @@
 """The dataset's own directory in each tier: who owns it, how it is found again, how it is made.
 
-A state directory owns one directory in each tier that it was ever mounted with. Its name is random,
-so that two mounts of one source do not share it, and so that nobody else can be first in a
-directory to which everybody may write. Two small files, both the user's, connect them:
+A state directory owns one directory in each tier with which it was ever mounted. Its name is
+random, so that two mounts of one source do not share it, and nobody else can take the name first in
+a directory to which everybody may write. Two small files, both the user's, connect them:
 
 - ``tiers`` in the state directory names the directory in each tier. It is written, and synced,
   before a directory is made or renamed.
 - ``owner`` in that directory says whose it is. A mount holds a lock on it (flock(2)) as long
-  as it lives, so that no other one takes it over, even where it cannot see the state directory.
+  as it lives, so that no other one takes it over, even if it cannot see the state directory.
 
-What another state directory left, and does not claim any more, is taken over by renaming it: the
-name alone says who owns it, and the worker looks at what lies in a directory of another name.
+A directory that its state directory does not claim any more is taken over by renaming it: the name
+alone says who owns it, and the worker reconciles a directory of another name.
 
-Everything is made, opened and renamed as the user. Where the user may not, root does it, and only
-in a directory that root alone can change.
+All of this is done as the user. Where the user may not, root does it, but only in a directory that
+root alone can change.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class TierOwner:
 
 @dataclass(frozen=True, slots=True)
 class TierRoot:
-    """A tier's directory ``path``, open (O_PATH). ``roots``: root alone can change it, and the way
-    there, so that root may make and rename what lies in it."""
+    """A tier's directory ``path``, open (O_PATH). ``roots``: only root can change it and the way
+    there, so root may make and rename what lies in it."""
 
     path: str
     descriptor: int
@@ -72,8 +72,8 @@ class TierRoot:
 
 
 def read_record(state_dir: int, user: User) -> dict[str, str]:
-    """The names of the directories that a state directory owns, by their tiers' paths. Empty if
-    none are recorded, or if the record does not make sense: it is the user's file."""
+    """The names of the directories that a state directory owns, by their tiers' paths. Empty
+    without a record, or if it makes no sense: it is the user's file."""
     try:
         with acting_as(user):
             descriptor = os.open(RECORD, os.O_RDONLY | _FILE, dir_fd=state_dir)
@@ -132,8 +132,8 @@ def read_owner(owner_file: int) -> TierOwner | None:
 
 
 def names_for(dataset_id: str, tier: int, uid: int) -> list[str]:
-    """The names of a user's directories for a dataset in the open directory ``tier``, the newest
-    first; of the first 10,000 entries. Empty where the tier must not be listed. Raises OSError."""
+    """A user's directories for a dataset in the open directory ``tier``, the newest first; of the
+    first 10,000 entries. Empty where the tier must not be listed. Raises OSError."""
     found: list[tuple[int, str]] = []
     try:
         directory = os.open(".", OPEN_DIRECTORY, dir_fd=tier)
@@ -154,8 +154,8 @@ def names_for(dataset_id: str, tier: int, uid: int) -> list[str]:
 
 
 def open_own(tier: TierRoot, name: str, user: User) -> tuple[int, int]:
-    """A directory of the user's in a tier, and its owner file, made if it is not there. Raises
-    OSError, PermissionError for what belongs to others or can be changed by them."""
+    """A directory of the user's in a tier, and its owner file, made if it is missing. Raises
+    OSError; PermissionError for what belongs to others or can be changed by them."""
     call = partial(os.open, name, OPEN_DIRECTORY, dir_fd=tier.descriptor)
     directory = in_tier(tier, user, call)
     try:
@@ -189,8 +189,7 @@ def lock_owner(owner_file: int) -> bool:
 
 
 def in_tier(tier: TierRoot, user: User, call: Callable[[], T]) -> T:
-    """Does something in the tier as the user; as root if the user may not, and root may. Raises
-    OSError."""
+    """Does something in the tier as the user, or as root if only root may. Raises OSError."""
     try:
         with acting_as(user):
             return call()
@@ -201,8 +200,8 @@ def in_tier(tier: TierRoot, user: User, call: Callable[[], T]) -> T:
 
 
 def claims(state_dir: str, tier: str, name: str, user: User) -> bool:
-    """Whether a state directory says that it owns a directory in a tier; also where that cannot be
-    told. Looks there for 2 seconds at most."""
+    """Whether a state directory says that it owns a directory in a tier, or may say so but cannot
+    be read within 2 seconds."""
 
     def claimed() -> bool:
         become(user)

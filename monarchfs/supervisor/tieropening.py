@@ -1,5 +1,5 @@
-"""Opening the dataset's own directory in each tier: the one it had, one that nobody claims, or a
-new one. See `supervisor.tierdirs` for who owns which."""
+"""Opens the dataset's own directory in each tier: the one it had, one that nobody claims, or a new
+one. `supervisor.tierdirs` says who owns which."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class OwnDirectory:
 
 
 def open_tiers(config: Config, state_dir: int, undo: ExitStack) -> tuple[Config, TierDirectories]:
-    """Makes and opens the dataset's directory in each tier, in the order of the tiers, and returns
-    the configuration that names them. Raises OperationError."""
+    """Makes and opens the dataset's directory in each tier, in their order, and returns the
+    configuration that names them. Raises OperationError."""
     directories = TierDirectories(config, state_dir, undo)
     for tier in config.tiers:
         directories.open(tier.path)
@@ -66,7 +66,7 @@ def open_tiers(config: Config, state_dir: int, undo: ExitStack) -> tuple[Config,
 
 
 class TierDirectories:
-    """The directories of a mount. ``opened`` are in the order of the tiers; ``record`` is what the
+    """The directories of a mount. ``opened`` has the order of the tiers; ``record`` is what the
     state directory owns; ``remarks`` are lines for the log, once there is a mount."""
 
     def __init__(self, config: Config, state_dir: int, undo: ExitStack) -> None:
@@ -192,8 +192,8 @@ class TierDirectories:
             os.close(descriptor)
 
     def _take_over(self, root: TierRoot, found: OwnDirectory) -> OwnDirectory | None:
-        """Gives it a new name, which this state directory owns; None, with it closed, if that
-        cannot be."""
+        """Renames it to a name that this state directory owns; None, with it closed, if that
+        fails."""
         name = self._new_name(root.path)
         try:
             there = root.descriptor
@@ -266,7 +266,7 @@ def open_root(tier: str, user: User, undo: ExitStack) -> Iterator[TierRoot]:
 
 
 def _remove_if_unused(tier: str, name: str, user: User) -> None:
-    """Takes back a directory that was made for a mount that did not come about."""
+    """Takes back a directory of a mount that failed."""
     with ExitStack() as cleanup:
         try:
             root = cleanup.enter_context(open_root(tier, user, cleanup))

@@ -31,8 +31,8 @@ _FAIR_SHARE = 0.5
 
 
 class Activity(NamedTuple):
-    """``runs``: the thread with the event loop runs or wants to; ``cpu_seconds`` that it got so
-    far; ``rests``: no thread of the worker runs, wants to, or waits for a disk."""
+    """``runs``: the thread with the event loop runs or wants to; ``cpu_seconds`` it got so far;
+    ``rests``: no thread of the worker runs, wants to, or waits for a disk."""
 
     runs: bool
     cpu_seconds: float
@@ -40,9 +40,9 @@ class Activity(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """``beats`` rises while the event loop turns; ``waiting`` requests, None if that cannot be
-    seen; ``stuck_since`` changes whenever one of the threads takes a request, 0: one is free, or
-    there are none. ``activity``: None where it beats, or where that cannot be seen."""
+    """``beats`` rises while the event loop turns; ``waiting`` requests, None if unknown;
+    ``stuck_since`` changes whenever a thread takes a request, 0: one is free, or there are none.
+    ``activity``: None while it beats, or if unknown."""
 
     beats: int
     waiting: int | None
@@ -51,9 +51,9 @@ class Signs(NamedTuple):
 
 
 class VitalSigns:
-    """One worker's. Changing: ``beats``, the last ones; how long it has been silent by now, though
-    it got the processor (``silent_seconds``), or starved of it, or stuck; how long of that, up to
-    now, all its threads have slept."""
+    """One worker's. Changing: ``beats``, the last ones; how long it has been silent though it got
+    the processor (``silent_seconds``), starved of it, or stuck; how long all its threads have
+    slept."""
 
     def __init__(self, now: float) -> None:
         self.beats: int | None = None
@@ -66,7 +66,7 @@ class VitalSigns:
         self._looked = now
 
     def look(self, signs: Signs, now: float) -> str | None:
-        """Why it is taken to hang, in words for a log; None if it is not."""
+        """Why it seems to hang, in words for a log; None if it does not."""
         step = min(now - self._looked, _LONGEST_STEP_SECONDS)
         self._looked = now
         self._listen(signs, step)
@@ -92,7 +92,7 @@ class VitalSigns:
         self._cpu_seconds = None if activity is None else activity.cpu_seconds
 
     def _starved(self, activity: Activity | None, step: float) -> bool:
-        """Whether it wants to run, and was not let for most of the step."""
+        """Whether it wanted to run and could not for most of the step."""
         if activity is None or not activity.runs:
             return False
         got = activity.cpu_seconds - (self._cpu_seconds or 0.0)

@@ -28,7 +28,7 @@ class Watchdog:
         return SILENT_LOOK_SECONDS if self._vital_signs.silent_seconds else LOOK_SECONDS
 
     def look(self, now: float) -> str | None:
-        """Why it is taken to hang, in words for a log; None if it is not."""
+        """Why the worker seems to hang, in words for a log; None if it does not."""
         beats, _answered, stuck_since = self._mounted.vitals()
         signs = Signs(beats, self._mounted.waiting(), stuck_since)
         if beats == self._vital_signs.beats:

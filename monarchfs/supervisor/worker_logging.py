@@ -1,4 +1,4 @@
-"""What is made of the words of workers: log lines, few enough, and counts of what made no sense."""
+"""Log lines that workers cause: few enough, with counts of what made no sense."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ LINES_AT_ONCE = 20
 
 
 class Throttle:
-    """A token bucket. Pure. Changing: how many lines may be said now; ``left_out`` since the last
-    one that was."""
+    """A token bucket. Pure. Changing: how many lines are allowed now; ``left_out`` since the last
+    one."""
 
     def __init__(self, per_second: float, at_once: int) -> None:
         self.left_out = 0
@@ -45,8 +45,7 @@ class WorkerLogging:
         self._throttle = Throttle(LINES_PER_SECOND, LINES_AT_ONCE)
 
     def say(self, level: int, line: str) -> None:
-        """A line for the log that a worker caused, unless there are too many of them. Its words in
-        it are printable."""
+        """A log line that a worker caused, unless there are too many. Its words are printable."""
         if self._throttle.take(self._clock()):
             self._count()
             log.log(level, "%s", line)
