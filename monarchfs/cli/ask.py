@@ -27,9 +27,8 @@ _DONE = {"pin": "pinned", "unpin": "unpinned", "evict": "evicted"}
 
 
 def ask_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Has the worker do what ``arguments.command`` says to each path, or to all of the mount, and
-    prints what came of it; 1 if some of it could not be done. Raises UsageError or OperationError.
-    """
+    """Has the worker do what ``arguments.command`` says to each path, or to the whole mount, and
+    prints the result; 1 if some of it failed. Raises UsageError or OperationError."""
     command = arguments.command
     found, paths = mount_and_paths(arguments, environ)
     total: dict[str, Any] = {}
@@ -51,9 +50,8 @@ def ask_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
 def mount_and_paths(
     arguments: argparse.Namespace, environ: Mapping[str, str]
 ) -> tuple[FoundMount, list[str]]:
-    """The mount that is meant, and the paths as the worker takes them; all of it where none is
-    given. Instead of the mount a path in it may stand first, as in `monarchfs why`. Raises
-    UsageError or OperationError."""
+    """The mount, and the paths as the worker takes them; all of it if there are none. A path in the
+    mount may stand in its place, as in `monarchfs why`. Raises UsageError or OperationError."""
     typed, paths = parse_path(arguments.mountpoint), list(arguments.path)
     mounts = find_all(search_of(environ))
     by_point = {found.mountpoint: found for found in mounts}
@@ -73,8 +71,8 @@ def mount_and_paths(
 def ask(
     found: FoundMount, request: Mapping[str, Any], progress: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """The worker's answer; ``progress`` is called with what it says meanwhile. Raises
-    OperationError, with the remedy, where there is none."""
+    """The worker's answer; ``progress`` gets what it reports before. Raises OperationError, with
+    the remedy, if there is no answer."""
     daemon = found.daemon
     with Connection(daemon.socket_path, _CONNECT_SECONDS) as connection:
         if connection.peer_uid != daemon.owner_uid:
@@ -83,9 +81,9 @@ def ask(
 
 
 def below(path: str, mountpoints: Sequence[str]) -> str:
-    """``path``, absolute below one of the names of the mount point or relative to it, as the worker
+    """``path``, absolute below one of the mount point's names or relative to it, as the worker
     takes it: relative to the mount's root, which is ``""``. Raises UsageError, and OperationError
-    for one that no file can have."""
+    for a path that no file can have."""
     plain = _relative(path, mountpoints)
     if too_long(plain):
         raise OperationError(f"{path[:80]}...: {os.strerror(errno.ENAMETOOLONG)}")
@@ -124,8 +122,7 @@ def batches(paths: Sequence[str]) -> Iterator[list[str]]:
 
 
 def add(total: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
-    """Both results as one: counts are added; of anything else (an error, say) the first that says
-    something is kept."""
+    """Both results as one: counts are added; of other values (an error, say) the first is kept."""
     both = dict(total)
     for key, value in result.items():
         is_count = isinstance(value, int) and not isinstance(value, bool)

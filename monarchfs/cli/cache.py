@@ -84,8 +84,8 @@ def look(
     named: int = 0,
     measure: bool = True,
 ) -> Inventory:
-    """All places that are known looked at: those of users, of mounts, of Slurm, and what was named.
-    The first ``named`` of the state directories have to be some. Raises OperationError."""
+    """An inventory of all known places: those of users, of mounts, of Slurm, and what was named.
+    The first ``named`` of the state directories must exist. Raises OperationError."""
     inventory = Inventory(measure=measure)
     me = user_of(os.geteuid())
     for number, path in enumerate(state_dirs):
@@ -144,8 +144,8 @@ def as_dict(cache: LocalCache) -> dict[str, Any]:
 
 
 def _chosen(found: Sequence[LocalCache], name: str) -> list[LocalCache]:
-    """The caches that a name means: of a source, by its state directory, mounted somewhere, or with
-    a directory that the path is, or lies in. A stranded directory alone, where that is meant."""
+    """The caches that a name means: by source, state directory, mount point, or a path in one of
+    their directories. Of a stranded directory that is meant, that alone."""
     chosen = []
     for one in found:
         if name in (one.source, one.state_dir, one.mountpoint if one.in_use else None):
@@ -249,7 +249,7 @@ def _print(found: Sequence[LocalCache], notes: list[str], *, as_json: bool, whol
 
 
 def _lines(cache: LocalCache, *, whole: bool) -> list[str]:
-    """A row a cache, and below it one a directory in a tier."""
+    """A row for the cache, then one for each directory in a tier."""
     ago = format_seconds(max(0.0, time.time() - cache.last_used))
     state = "not in use"
     if cache.in_use:

@@ -1,10 +1,10 @@
-"""Running a command as its own parent would have: the same terminal, process group and signals.
+"""Runs a command as its parent would have: with the same terminal, process group and signals.
 
-The command stays in this process's group, so that a terminal's Ctrl-C and Ctrl-Z, and a shell's job
-control, reach it without us. What is sent to this process alone is passed on. kill(2) does not tell
-the receiver whether the whole group was meant, and a command must not get a signal twice (some save
-their state at the first and give up at the second): so a second child, the witness, sits in the
-group, blocks everything, and says what it got.
+The command stays in this process's group, so Ctrl-C, Ctrl-Z and a shell's job control reach it.
+Signals sent to this process alone are passed on. kill(2) does not tell whether the whole group was
+meant, and a command must not get a signal twice (some save their state at the first and give up at
+the second). So a second child in the group, the witness, blocks all signals and reports which it
+got.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def run_child(
 ) -> int:
     """Runs ``command`` after ``prepare``, in a child, and returns its exit code as shells do.
 
-    ``complain`` prints an error and returns the code it is given. ``prepare`` may raise SystemExit
-    with an exit code, having said why; what else it raises is printed, and the code is 1. If this
-    process is killed, so is the command. What comes after this is not to be interrupted: the
-    signals stay blocked. For processes of one thread.
+    ``complain`` prints an error and returns the code it is given. ``prepare`` may raise SystemExit,
+    having said why; other errors are printed, and the code is 1. If this process is killed, so is
+    the command. The signals stay blocked: nothing may interrupt what the caller does next. For
+    processes of one thread.
     """
     passed_on = {n for n in _PASSED_ON if signal.getsignal(n) is not signal.SIG_IGN}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit code away
@@ -104,8 +104,8 @@ def _wait(pid: int, passed_on: set[signal.Signals], witness: _Witness) -> int:
 
 
 def _stop() -> None:
-    """Does what SIGTSTP does by itself: nothing, where no shell could continue us (an orphaned
-    process group)."""
+    """Does what SIGTSTP does: nothing where no shell could continue us (an orphaned process
+    group)."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
@@ -134,7 +134,7 @@ class _Witness:
         theirs.close()
 
     def got(self, number: int) -> bool:
-        """Whether the group got the signal since this was asked last; no, where nobody answers."""
+        """Whether the group got the signal since the last question; no, if nobody answers."""
         self._asked = (self._asked + 1) % 256
         try:
             self._channel.send(bytes([number, self._asked]))

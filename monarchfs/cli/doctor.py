@@ -31,8 +31,8 @@ _COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: 
 
 
 def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints what was found; 1 if it cannot be mounted. Raises UsageError for options that make no
-    sense, within ``--timeout`` seconds and a moment in any case."""
+    """Prints the checks; 1 if it cannot be mounted. Ends within ``--timeout`` seconds and a moment.
+    Raises UsageError for options that make no sense."""
     timeout = parse_timeout(arguments.timeout)
     source = parse_path(arguments.source) if arguments.source is not None else ""
     config, places = config_from(arguments, source, environ)
@@ -62,7 +62,7 @@ def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
 def config_from(
     arguments: argparse.Namespace, source: str, environ: Mapping[str, str]
 ) -> tuple[Config, DefaultPlaces]:
-    """What a mount of ``source`` with these options would be, on no mount point. Raises
+    """The configuration of a mount of ``source`` with these options, on no mount point. Raises
     UsageError."""
     settings = settings_from(arguments, PLAN_OPTIONS, environ=environ)
     user = resolve_user(settings.user, environ)
@@ -72,7 +72,7 @@ def config_from(
 
 
 def configuration(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Check:
-    """Which files and environment variables have a say, the one that wins last."""
+    """Which files and environment variables count, the strongest last."""
     named, own = config_and_personal(arguments, environ)
     standard = [SYSTEM_FILE] if os.path.exists(SYSTEM_FILE) else []
     files = [*standard, *([own.file] if own.file else [])] if named is None else [named]

@@ -1,4 +1,4 @@
-"""``monarchfs fsck``: has a child do it that runs as the cache's owner, and shows what it says."""
+"""``monarchfs fsck``: runs a child as the cache's owner, and shows its report."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _owner(st: os.stat_result) -> User:
 
 
 def _known_holder(lock: int, path: str, user: User) -> Holder:
-    """What the last mount said of itself: it names the dataset, and the tiers."""
+    """What the last mount said of itself: the dataset and the tiers."""
     holder = read_holder(lock)
     if holder is None:
         raise OperationError(
@@ -149,7 +149,7 @@ def _known_holder(lock: int, path: str, user: User) -> Holder:
 def _run(
     task: Mapping[str, Any], user: User, inherited: tuple[int, ...], *, quiet: bool
 ) -> dict[str, Any]:
-    """What the child reports. It keeps the lock as long as it lives, whatever becomes of us."""
+    """What the child reports. It keeps the lock while it lives, even without us."""
     with Progress() as progress, _child(task, user, inherited) as process:
         assert process.stdout is not None
         try:

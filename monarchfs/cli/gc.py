@@ -20,8 +20,8 @@ from monarchfs.types import MonarchError
 
 
 def gc_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints what was found and what became of it; 1 if something could not be removed, or looked
-    at. Raises UsageError or OperationError."""
+    """Prints what was found and its fate; 1 if something could not be removed, or looked at. Raises
+    UsageError or OperationError."""
     logging.getLogger().addHandler(logging.NullHandler())
     site = None
     if os.geteuid() == 0:

@@ -90,7 +90,7 @@ def _directory(path: str) -> str:
 
 
 def _export(source: str, descriptor: int, tell: Tell) -> dict[str, int]:
-    """In a child: also that of a source which hangs can be given up."""
+    """In a child, which can be given up if the source hangs."""
     next_time = 0.0
 
     def now_and_then(so_far: Exported) -> None:
@@ -111,8 +111,8 @@ def _export(source: str, descriptor: int, tell: Tell) -> dict[str, int]:
 
 
 class _NewFile:
-    """A context manager: a file that takes the place of ``path`` with ``keep``, and is gone at the
-    end otherwise. Raises OperationError."""
+    """A context manager: a new file, which replaces ``path`` with ``keep`` and is removed
+    otherwise. Raises OperationError."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -1,6 +1,6 @@
-"""``monarchfs job``: what Slurm's prolog and epilog run.
+"""``monarchfs job``: run by Slurm's prolog and epilog.
 
-They never fail: what goes wrong is logged, and the job runs without a mount.
+It never fails: errors are logged, and the job runs without a mount.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 
 def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Returns 0, whatever happened, but for wrong usage: UsageError where this is not run by root
-    or not by Slurm."""
+    """Returns 0, whatever happened. Raises UsageError where this is not run by root or not by
+    Slurm."""
     if os.geteuid() != 0:
         raise UsageError("this is for root: Slurm's prolog and epilog run it")
     if arguments.what != "sweep":

@@ -1,7 +1,7 @@
 """The command line: which command, and how errors and exit codes look.
 
 0 done, 1 failed, 2 wrong usage; an error is one line on stderr that begins with ``monarchfs:``.
-What Ctrl-C interrupts dies of SIGINT, which a shell shows as 130.
+Ctrl-C ends the process by SIGINT, which a shell shows as 130.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ Command = Callable[[Namespace, Mapping[str, str]], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line ``arguments`` (without the program's name); the exit code.
-
-    Ends by SIGINT, as whoever started it can see, where that interrupted it.
-    """
+    """Runs the command line ``arguments`` (without the program's name); the exit code. If it is
+    interrupted, the process ends by SIGINT, as its parent can see."""
     prepare_streams()
     try:
         return output_written(_outcome(sys.argv[1:] if arguments is None else arguments))

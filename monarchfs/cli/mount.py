@@ -1,4 +1,4 @@
-"""``monarchfs mount``: from words to settings, then into the background or not."""
+"""``monarchfs mount``: from words to settings, then into the background unless told otherwise."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def settings_from(
 def words_of(
     arguments: argparse.Namespace, flags: Sequence[str] = MOUNT_OPTIONS
 ) -> tuple[Layer, Layer]:
-    """What the command line says itself: ``-o``, then flags. Raises UsageError."""
+    """What the command line itself says: ``-o``, then flags. Raises UsageError."""
     return (
         from_mount_options(arguments.options or ()),
         from_flags({name: getattr(arguments, name) for name in flags}),
@@ -121,8 +121,8 @@ def words_of(
 def config_and_personal(
     arguments: argparse.Namespace, environ: Mapping[str, str]
 ) -> tuple[str | None, Personal]:
-    """The file that replaces the machine's and the user's own, if one is named, and what of the
-    user's own counts. Raises UsageError."""
+    """The file that replaces the machine's and the user's own, if one is named, and the user's own
+    settings that count. Raises UsageError."""
     options, flags = words_of(arguments, ("user",))
     user = {**options, **flags}.get("user")
     own = read_personal(environ, user if isinstance(user, str) else None)

@@ -1,9 +1,9 @@
 """``mount.monarchfs``: what mount(8) runs for file systems of type ``monarchfs``.
 
-See mount(8), EXTERNAL HELPERS, and there for the exit codes: 0 mounted, 1 wrong call or option,
-8 interrupted, 32 not mounted. mount(8) puts options of its own into the list: ``rw`` where nobody
-said ``ro``, and ``exec,suid,dev`` for a line of fstab with ``user`` that root mounts. The mount is
-read-only, nosuid and nodev whatever they say.
+See mount(8), EXTERNAL HELPERS, also for the exit codes: 0 mounted, 1 wrong call or option, 8
+interrupted, 32 not mounted. mount(8) adds options of its own: ``rw`` without ``ro``, and
+``exec,suid,dev`` for a line of fstab with ``user`` that root mounts. The mount is read-only, nosuid
+and nodev in any case.
 """
 
 from __future__ import annotations

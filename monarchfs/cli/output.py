@@ -1,7 +1,7 @@
 """Standard output and standard error, which may be closed, full, or without a reader.
 
-What is said on standard error never decides what becomes of a command: what cannot be written there
-is dropped. Python alone would end with exit code 120 (``sys.exit``), whatever the command did.
+What cannot be written to standard error is dropped and never changes the outcome of a command.
+Python alone would end with exit code 120 (``sys.exit``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Complain = Callable[[str, int], int]
 
 
 class _Lossy(io.RawIOBase):
-    """A descriptor that takes everything, also what it cannot write."""
+    """A descriptor that accepts everything, even what it cannot write."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -48,9 +48,9 @@ class _Lossy(io.RawIOBase):
 
 
 def prepare_streams() -> None:
-    """Opens /dev/null in place of standard descriptors that are closed, so that no other file gets
-    their numbers, and lets `sys.stderr` drop what cannot be written. What is run later gets them
-    closed as they were (O_CLOEXEC)."""
+    """Opens /dev/null for closed standard descriptors, so that no other file gets their numbers,
+    and lets `sys.stderr` drop what cannot be written. Programs run later get them closed as they
+    were (O_CLOEXEC)."""
     while (lowest := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
         pass
     os.close(lowest)
@@ -73,8 +73,8 @@ def complain(message: str, code: int, program: str = "monarchfs") -> int:
 
 
 def output_written(code: int, complain: Complain = complain) -> int:
-    """The exit code once all output is out: a full disk is an error of a command that has done
-    everything else, a reader who left is none."""
+    """The exit code once all output is written: a full disk fails a command that did everything
+    else, a reader who left does not."""
     try:
         if sys.stdout is not None:  # it may be closed from the start
             sys.stdout.flush()
@@ -90,8 +90,8 @@ def output_written(code: int, complain: Complain = complain) -> int:
 
 
 def die_of_interrupt(code: int) -> int:
-    """Ends this process by SIGINT: a shell that runs a script goes on after an exit code of any
-    kind, and stops where its child died of the signal. Returns ``code`` where SIGINT is blocked."""
+    """Ends this process by SIGINT: a shell script stops if its child dies of the signal, and goes
+    on after any exit code. Returns ``code`` if SIGINT is blocked."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
     return code

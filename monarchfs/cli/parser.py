@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """What to append to a complaint about a word: nothing, where none that is known is near it."""
+    """The nearest known word, to be appended to a complaint; nothing if none is near."""
     close = difflib.get_close_matches(word, known, n=1)
     return f": did you mean {close[0]}?" if close else ""
 

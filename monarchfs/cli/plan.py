@@ -1,4 +1,5 @@
-"""``monarchfs plan``: what of a dataset fits, what the source has to serve, and what it brings."""
+"""``monarchfs plan``: what of a dataset fits, what the source has to serve, and what that
+brings."""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ def _seconds_json(estimate: Times | None, epochs: int) -> dict[str, float] | Non
 
 
 def _room(config: Config, number: int, cache_dir: str) -> PlannedTier:
-    """A tier as placement will be told of it. Raises UsageError, OperationError."""
+    """A tier as placement will see it. Raises UsageError, OperationError."""
     tier = config.tiers[number]
 
     def call() -> Answer:
@@ -203,7 +204,7 @@ def _survey(
 
 
 def _cached(config: Config) -> list[str]:
-    """The dataset's directory in each tier, there or not: the one recorded, else the newest."""
+    """The dataset's directory in each tier, there or not: the recorded one, else the newest."""
     own = recorded_directories(config)
     return [own.get(tier.path) or _newest(tier.path, config) for tier in config.tiers]
 

@@ -1,4 +1,4 @@
-"""One line on a terminal that says how far a long command is; nothing anywhere else."""
+"""One line on a terminal that says how far a long command is; nothing elsewhere."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""From reports, one after the other, to what a person watches: rates, shares, what is left to do.
-Pure."""
+"""From successive reports to what a person watches: rates, shares, what is left to do. Pure."""
 
 from __future__ import annotations
 
@@ -39,9 +38,9 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class MountView:
-    """One mount at one moment. ``report`` is the newest; ``details`` the newest that says more than
-    that there is no answer, and ``old_seconds`` is how old those are. ``left_seconds`` is None
-    while nobody knows. The histories have one value an interval, the newest last."""
+    """One mount at one moment. ``report`` is the newest; ``details`` is the newest with an answer,
+    ``old_seconds`` old. ``left_seconds`` is None if unknown. The histories have one value an
+    interval, the newest last."""
 
     report: Report
     details: Report
@@ -53,8 +52,7 @@ class MountView:
 
 
 def number(report: Report, *keys: str) -> float:
-    """The number under the keys, one within the other; 0 where there is none: a daemon may be of
-    another version."""
+    """The number under the nested keys; 0 if there is none: a daemon may be of another version."""
     value: Any = report
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -100,7 +98,7 @@ class History:
         return rates_between(*samples[-2], *samples[-1]) if len(samples) > 1 else None
 
     def _left(self) -> float | None:
-        """When nothing waits to be copied any more, at the pace of late."""
+        """When nothing waits to be copied any more, at the recent pace."""
         if len(self._samples) < 2:
             return None
         (began, before), (ended, now) = self._samples[0], self._samples[-1]

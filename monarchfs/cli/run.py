@@ -48,8 +48,8 @@ _LOOK_SECONDS = 5.0
 
 @dataclass(slots=True)
 class CommandView:
-    """How the command comes to see the mount. ``kind`` is ``own`` (a private mount, perhaps shared
-    with others of the same job), ``existing`` (one that somebody made already) or ``none``."""
+    """How the command sees the mount. ``kind`` is ``own`` (a private mount, perhaps shared within
+    the job), ``existing`` (a mount that was there) or ``none``."""
 
     kind: str
     enter: Callable[[], None]
@@ -61,9 +61,9 @@ class CommandView:
 def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Runs the command behind ``--`` and returns its exit code (126, 127 and 128 + N as of shells).
 
-    Where nothing can be mounted the command runs on the plain source, and standard error says why;
-    with ``--strict`` that raises UsageError or OperationError instead, as other misuse does always:
-    a source that does not exist among it, and with ``--require-files`` an empty one.
+    If nothing can be mounted, the command runs on the plain source, and standard error says why;
+    with ``--strict`` that raises UsageError or OperationError. Misuse always raises: also a source
+    that does not exist, and an empty one with ``--require-files``.
     """
     if not arguments.argv:
         raise UsageError("there is no command: monarchfs run SOURCE -- COMMAND [ARGUMENT]...")
@@ -107,7 +107,7 @@ def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
 def _end(
     view: CommandView, arguments: argparse.Namespace, report: int | None, result: dict[str, Any]
 ) -> None:
-    """Lets go of the mount, and says what was asked for."""
+    """Lets go of the mount, and reports what was asked for."""
     status = None
     if view.control is not None and (arguments.report or report is not None):
         status = _status(view)
@@ -120,7 +120,7 @@ def _end(
 
 
 def _words_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
-    """The settings that the user named, without the machine's file: raises UsageError for them."""
+    """The settings that the user named, without the machine's file. Raises UsageError."""
     named, own = config_and_personal(arguments, environ)
     file = {} if named is None else from_file(parse_path(named))
     return merge(
@@ -156,7 +156,7 @@ def _view_of(
 
 
 def _check_filled(source: str, user: User, settings: Settings) -> None:
-    """The keeper of the mount has nowhere to say it."""
+    """Here because the mount's daemon has nobody to tell."""
     found = probe_source(source, user, settings.start_timeout_seconds)
     os.close(found.descriptor)
     complaint = complaint_of_empty(found)
@@ -169,7 +169,8 @@ def _check_filled(source: str, user: User, settings: Settings) -> None:
 def _better_reason(
     error: MonarchError, source: str, user: User, others: Sequence[FoundMount]
 ) -> MonarchError:
-    """Why there is no mount, where that is another job's, which nobody here can unmount."""
+    """Why there is no mount, if another job's mount is the reason, which nobody here can
+    unmount."""
     for other in others:
         entry = other.registered.entry if other.registered is not None else None
         if entry is None or (entry.source, entry.uid) != (source, user.uid):
@@ -266,7 +267,7 @@ def _summary(source: str, status: Mapping[str, Any] | None) -> str:
 
 
 def _open_report(path: str) -> int:
-    """Before anything is done: a report that cannot be written is a mistake to be told now."""
+    """Opened first: a report that cannot be written is a mistake to be told at once."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -279,7 +280,7 @@ def _open_report(path: str) -> int:
 
 
 def _write_report(descriptor: int, result: Mapping[str, Any]) -> None:
-    """Trouble with it is told, and changes no exit code."""
+    """Errors are told, and change no exit code."""
     try:
         with open(descriptor, "w") as file:
             if stat.S_ISREG(os.fstat(descriptor).st_mode):

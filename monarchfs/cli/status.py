@@ -27,10 +27,8 @@ NOT_WELL = ("dead", "unknown", "silent", "down", "worker not answering")
 
 
 def status_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints one mount, or all; 1 if the mount that was asked for is not there or not well.
-
-    With ``--watch`` again and again. Raises UsageError, OperationError.
-    """
+    """Prints one mount, or all, repeatedly with ``--watch``; 1 if the mount that was asked for is
+    not there or not well. Raises UsageError, OperationError."""
     search = search_of(environ)
     typed, interval = _what_to_watch(arguments)
     path = None if typed is None else parse_path(typed)
@@ -96,8 +94,8 @@ def _look_again(
 
 
 def reports_of(mounts: Sequence[FoundMount]) -> list[Report]:
-    """Of each what it says of itself. A mount that says nothing does not hold up the others, and
-    all of them take about 10 seconds at most."""
+    """The report of each. A silent mount does not hold up the others; all take about 10 seconds at
+    most."""
     if len(mounts) < 2:
         return [report_of(found) for found in mounts]
     from concurrent.futures import ThreadPoolExecutor
@@ -108,8 +106,8 @@ def reports_of(mounts: Sequence[FoundMount]) -> list[Report]:
 
 
 def report_of(found: FoundMount, deadline: float | None = None) -> Report:
-    """What the mount says about itself; of one that says nothing, why. Takes 5 seconds at most,
-    and little after ``deadline`` (time.monotonic())."""
+    """The mount's report; of a silent one, why. Takes 5 seconds at most, and little after
+    ``deadline`` (time.monotonic())."""
     silent = {"source": found.source, "mountpoint": found.mountpoint, "private": found.private}
     remedy = f"clear it with monarchfs umount {found.mountpoint}"
     if found.registered is None:

@@ -16,7 +16,7 @@ def format_count(count: float) -> str:
 
 
 def format_share(part: float, whole: float) -> str:
-    """Per cent; ``-`` of nothing. Never 100% of what is not all of it, nor 0% of what is some."""
+    """Per cent; ``-`` of nothing. 100% only of all, 0% only of nothing."""
     if whole <= 0:
         return "-"
     percent = 100 * part / whole
@@ -28,8 +28,8 @@ def format_share(part: float, whole: float) -> str:
 def sparkline(
     values: Sequence[float | None], top: float | None = None, sparks: str = SPARKS
 ) -> str:
-    """One character a value, as high as its share of ``top`` (default: the largest); a space where
-    nothing is known."""
+    """One character a value, as high as its share of ``top`` (default: the largest); a space for an
+    unknown one."""
     highest = top or max((value for value in values if value), default=0.0) or 1.0
     last = len(sparks) - 1
     return "".join(

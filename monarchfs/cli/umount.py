@@ -1,4 +1,4 @@
-"""``monarchfs umount``: ask the supervisor; do it without one if need be."""
+"""``monarchfs umount``: ask the supervisor, or do it without one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from monarchfs.types import OperationError, UsageError
 
 
 def umount_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Returns 0 when nothing of ours is mounted there any more (or never was), within
-    ``--timeout`` seconds and a moment. Raises OperationError if it still is."""
+    """Returns 0 when nothing of ours is mounted there any more (or never was), within ``--timeout``
+    seconds and a moment. Raises OperationError if it still is."""
     timeout = parse_timeout(arguments.timeout)
     deadline = time.monotonic() + timeout
     path = parse_path(arguments.mountpoint)

@@ -1,4 +1,4 @@
-"""``monarchfs warm``: have files copied before they are opened, and see how far that is."""
+"""``monarchfs warm``: have files copied before they are opened, and follow that."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RATE_SECONDS = 10.0
 
 def warm_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """1 if something failed or, with ``--check``, is not resident. Raises UsageError,
-    OperationError, and KeyboardInterrupt that says what goes on."""
+    OperationError, and KeyboardInterrupt with what goes on."""
     if arguments.check and (arguments.wait or arguments.metadata):
         raise UsageError("--check only looks: leave out --wait and --metadata")
     what = "check" if arguments.check else "metadata" if arguments.metadata else "copy"
@@ -72,7 +72,7 @@ def _result(arguments: argparse.Namespace, total: Mapping[str, Any]) -> int:
 
 
 def summary(what: str, total: Mapping[str, Any]) -> Iterator[str]:
-    """What came of it, for people; one subject a line."""
+    """The result for people; one subject a line."""
     files, size = total.get("files", 0), total.get("bytes", 0)
     if what == "metadata":
         directories = total.get("directories", 0)
@@ -119,7 +119,7 @@ def _shown(arguments: argparse.Namespace) -> Iterator[_Show]:
 
 
 class RateEstimate:
-    """Bytes a second, and how long the rest takes; from what was done in the last seconds."""
+    """Bytes a second, and the time left, from the last seconds."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()

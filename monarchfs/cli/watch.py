@@ -1,4 +1,4 @@
-"""``monarchfs status --watch``: a screen that follows one mount or all, or a line an interval."""
+"""``monarchfs status --watch``: a screen that follows one mount or all, or lines."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _TICK = b"\0"
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What there was to see at one time (time.monotonic()): of one mount, or of all."""
+    """What was seen at one time (time.monotonic()): of one mount, or of all."""
 
     at: float
     seen: Report | list[Report]
 
 
 def watch(look: Look, interval: float, *, as_json: bool) -> int:
-    """Shows what ``look`` finds, every ``interval`` seconds, until it is told to end: q or Ctrl-C
-    on a terminal, where it returns 0."""
+    """Shows what ``look`` finds, every ``interval`` seconds, until q or Ctrl-C on a terminal;
+    returns 0."""
     console = Console()
     try:
         if as_json:
@@ -117,7 +117,7 @@ def _line(view: MountView) -> str:
 
 
 class _Sampler:
-    """Looks in a thread of its own, so that keys are heard while a mount does not answer."""
+    """Looks in a thread of its own, so that keys work while a mount does not answer."""
 
     def __init__(self, look: Look, interval: float, wake: int) -> None:
         self.moments: queue.SimpleQueue[Moment] = queue.SimpleQueue()
@@ -183,8 +183,8 @@ def _says_quit(keyboard: int | None) -> bool:
 
 @contextmanager
 def _wake_ups(look: Look, interval: float) -> Iterator[tuple[int, _Sampler]]:
-    """A pipe that is readable when there is something to do: a sample, another size of the
-    terminal, a signal that ends the program once the terminal is as it was."""
+    """A pipe that is readable when there is something to do: a sample, a new size of the terminal,
+    a signal that is to end the program once the terminal is restored."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before: dict[signal.Signals, Any] = {}

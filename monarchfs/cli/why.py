@@ -21,7 +21,7 @@ from monarchfs.types import OperationError, UsageError
 
 
 def why_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints what is known of each path; 1 if nothing is of one of them. Raises UsageError and
+    """Prints what is known of each path; 1 if nothing is known of one. Raises UsageError and
     OperationError."""
     mounts = find_all(search_of(environ))
     by_point = {found.mountpoint: found for found in mounts}
@@ -48,7 +48,7 @@ def why_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
 
 
 def _named(mountpoint: str, report: Mapping[str, Any]) -> dict[str, Any]:
-    """With paths as people know them instead of those below the mount point."""
+    """With paths as people know them, not below the mount point."""
     named = {**report, "path": os.path.join(mountpoint, report["path"]).rstrip("/") or "/"}
     if "error" in report:
         named["error"] = os.path.join(mountpoint, report["error"].lstrip("/"))
