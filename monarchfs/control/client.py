@@ -77,8 +77,8 @@ class Connection:
     def long_request(
         self, message: Mapping[str, Any], progress: Callable[[dict[str, Any]], None]
     ) -> dict[str, Any]:
-        """The same for a command that takes its time: ``progress`` is called with what the daemon
-        says of it meanwhile; OperationError after SILENCE_SECONDS without a word."""
+        """The same for a command that takes long: ``progress`` gets what the daemon reports
+        meanwhile. Raises OperationError after SILENCE_SECONDS without a word."""
         return self._ask(message, SILENCE_SECONDS, progress)
 
     def _ask(
@@ -108,7 +108,7 @@ class Connection:
         raise OperationError(str(reply.get("error", "the mount's daemon refused without a reason")))
 
     def wait_closed(self, timeout: float) -> bool:
-        """Waits until the other side is gone; whether it went within ``timeout`` seconds."""
+        """Waits until the other side is gone; whether it was within ``timeout`` seconds."""
         self._socket.settimeout(max(timeout, 0.001))
         try:
             while self._socket.recv(1 << 16):
@@ -139,7 +139,7 @@ class Connection:
 
 
 def request(registered: Registered, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """The result of one command sent to the daemon that is registered.
+    """The result of one command sent to the registered daemon.
 
     Raises OperationError if nobody listens or somebody else does, if there is no answer within
     ``timeout`` seconds, or with the daemon's own words if it refuses.

@@ -60,8 +60,8 @@ def decode_message(line: bytes) -> dict[str, Any]:
 
 
 def decode_request(line: bytes) -> dict[str, Any]:
-    """A request, checked as far as that is the same for all commands, so that nothing strange
-    reaches a worker. Raises ValueError, with the reason in one line."""
+    """A request, with the checks that all commands share, so that nothing strange reaches a worker.
+    Raises ValueError, with the reason in one line."""
     request = decode_message(line)
     if not isinstance(request.get("command"), str):
         raise ValueError("it names no command")
@@ -106,6 +106,6 @@ def _check_path(path: str) -> None:
 
 
 def too_long(path: str) -> bool:
-    """Whether no file can have the path (or no name of a file a name in it)."""
+    """Whether the path, or a name in it, is too long for any file."""
     encoded = os.fsencode(path)
     return len(encoded) > MOST_PATH_BYTES or max(map(len, encoded.split(b"/"))) > MOST_NAME_BYTES

@@ -18,16 +18,16 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def may_ask(connection: socket.socket, uid: int) -> bool:
-    """Whether who connected is root, the mount's user or who runs this.
+    """Whether root connected, the mount's user, or who runs this.
 
-    In a user namespace the machine's root has no number of its own, but that of everybody from
-    outside (user_namespaces(7), overflowuid). Of those the socket's mode has let in only root.
+    In a user namespace the machine's root has the number of all outsiders (user_namespaces(7),
+    overflowuid). Of those the socket's mode lets in only root.
     """
     return peer_uid(connection) in (0, uid, os.geteuid(), _outsiders())
 
 
 def _outsiders() -> int | None:
-    """The uid that those have who are not of this user namespace; None outside of one."""
+    """The uid that users outside this user namespace have here; None outside of one."""
     with open("/proc/self/uid_map", encoding="ascii") as uid_map:
         if uid_map.read().split() == ["0", "0", "4294967295"]:
             return None

@@ -1,4 +1,4 @@
-"""The files beside control sockets that say which mounts there are, and whose."""
+"""The files beside control sockets that say which mounts exist, and whose they are."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ UNKNOWN_CONNECTION = -1
 class Registration:
     """What a supervisor writes beside its socket.
 
-    ``mountpoint`` means something in ``mount_namespace`` only (the inode number, namespaces(7)).
-    ``start_ticks`` is when the supervisor's process began (field 22 of proc_pid_stat(5)): with it
-    a process number says for certain who is meant. ``connection`` is the minor number of the
-    mount's device, by which a mount namespace that got a copy of the mount knows it too; releases
-    before this one wrote none.
+    ``mountpoint`` only has a meaning in ``mount_namespace`` (the inode number, namespaces(7)).
+    ``start_ticks`` is when the supervisor's process began (field 22 of proc_pid_stat(5)), which
+    makes its number unambiguous. ``connection`` is the minor number of the mount's device, by which
+    copies of the mount in other namespaces are known, too.
     """
 
     mountpoint: str
@@ -41,8 +40,8 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A registration that was found; ``stem`` is its path without ``.json`` or ``.sock``, and
-    ``owner_uid`` is who wrote it: whoever the supervisor runs as."""
+    """A registration that was found; ``stem`` is its path without ``.json`` or ``.sock``,
+    ``owner_uid`` is who wrote it: the supervisor's user."""
 
     stem: str
     owner_uid: int
@@ -54,8 +53,8 @@ class Registered:
 
 
 def root_uid() -> int:
-    """Root as this process sees it: in a user namespace that does not map root, as that of a user's
-    ``monarchfs run``, another number (user_namespaces(7))."""
+    """Root as this process sees it: another number in a user namespace that does not map root
+    (user_namespaces(7)), as that of ``monarchfs run``."""
     return os.stat("/").st_uid
 
 
@@ -65,21 +64,17 @@ def own_mount_namespace() -> int:
 
 
 def registration_stem(runtime_dir: str, mountpoint: str, connection: int) -> str:
-    """Where the socket and the registration of a mount are, without their suffix.
-
-    Jobs with mount namespaces of their own may share the directory and the mount point's name, and
-    one mount may lie over another one.
-    """
+    """Where the socket and the registration of a mount are, without suffix. Jobs with mount
+    namespaces of their own may share the directory and the mount point's name, and one mount may
+    lie over another."""
     name = os.fsencode(mountpoint) + b"\0%d\0%d" % (own_mount_namespace(), connection)
     digest = hashlib.sha256(name).hexdigest()
     return os.path.join(runtime_dir, digest[:24])
 
 
 def find_mounts(runtime_dirs: Iterable[str]) -> list[Registered]:
-    """All registrations in ``runtime_dirs`` that can be read, also of daemons that are gone.
-
-    Those of other users count for their own mounts only, because anybody can write into /tmp.
-    """
+    """All readable registrations in ``runtime_dirs``, also of dead daemons. Other users' only count
+    for their own mounts, because anybody can write into /tmp."""
     found = []
     for directory in runtime_dirs:
         try:
@@ -98,8 +93,8 @@ def find_mounts(runtime_dirs: Iterable[str]) -> list[Registered]:
 
 
 def decode_registration(content: bytes, owner_uid: int) -> Registration:
-    """What a file that belongs to ``owner_uid`` says. Raises ValueError for anything else than a
-    registration, and for one of another user's mount, unless root wrote it."""
+    """What a file of ``owner_uid`` says. Raises ValueError for what is no registration, and for one
+    of another user's mount, unless root wrote it."""
     message = decode_message(content)
     known = {}
     for field in fields(Registration):

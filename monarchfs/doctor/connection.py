@@ -1,5 +1,5 @@
-"""What the kernel's FUSE offers, asked of the kernel by a trial mount in a namespace of its own,
-which nobody sees and which ends with the process that made it."""
+"""What the kernel's FUSE offers, asked by a trial mount in a namespace of its own, which nobody
+sees and which ends with its process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _ANSWER_MS = 3000
 
 def ask_kernel() -> InitFlag:
     """The flags that the kernel offers in FUSE_INIT. For a child process: it leaves this mount
-    namespace, and, without root, this user namespace. Raises OperationError where that is not
-    allowed, or the mount is not."""
+    namespace and, without root, this user namespace. Raises OperationError if that or the mount
+    fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     uid, gid = os.geteuid(), os.getegid()
     spaces = _CLONE_NEWNS if uid == 0 else _CLONE_NEWNS | _CLONE_NEWUSER
@@ -61,9 +61,9 @@ def ask_kernel() -> InitFlag:
 def judge(
     flags: int | None, refusal: str, release: tuple[int, int], *, is_root: bool, passes: bool
 ) -> list[Check]:
-    """What the answer means. Without one (None) the kernel's version has to do; for root the
-    ``refusal`` says that it cannot mount at all. ``passes``: this user may have the kernel read
-    files for him, if it can."""
+    """What the answer means. Without one (None) the kernel's version decides; for root ``refusal``
+    says that it cannot mount at all. ``passes``: this user may use passthrough if the kernel can.
+    """
     checks = []
     if flags is None and is_root:
         remedy = "root needs CAP_SYS_ADMIN here (in a container: --cap-add SYS_ADMIN)"

@@ -76,9 +76,9 @@ def sockets(search: Search) -> list[Check]:
 
 
 def dead_sockets(directory: str) -> list[str]:
-    """Sockets in a runtime directory without a registration beside them, that nobody listens on.
-    A directory that is a link, or that others may write to, is passed over: what lies there is not
-    its user's."""
+    """Sockets in a runtime directory without a registration beside them, on which nobody listens. A
+    directory that is a link, or that others may write to, is passed over: its entries may be
+    anybody's."""
     try:
         st = os.lstat(directory)
         if not stat.S_ISDIR(st.st_mode) or st.st_mode & 0o022:
@@ -100,7 +100,7 @@ def _is_socket_of(uid: int, path: str) -> bool:
 
 
 def _listens(path: str) -> bool:
-    """Also where it cannot be asked (it is another user's)."""
+    """Also if it cannot be asked (another user's)."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_CONNECT_SECONDS)
         try:
@@ -143,8 +143,8 @@ def judge_caches(kept: Sequence[tuple[str, Holder]], exists: Callable[[str], boo
 
 
 def locked_files() -> set[tuple[int, int, int]]:
-    """Major, minor and inode number of each file with a flock(2) on it (proc(5), /proc/locks): to
-    try the lock would be in the way of a mount that begins just then."""
+    """Major, minor and inode number of each file with a flock(2) on it (proc(5), /proc/locks):
+    trying the lock would disturb a mount that begins just then."""
     found = set()
     with open("/proc/locks", encoding="ascii", errors="replace") as locks:
         for line in locks:
@@ -155,7 +155,7 @@ def locked_files() -> set[tuple[int, int, int]]:
 
 
 def _idle_holder(state_dir: str, busy: Container[tuple[int, int, int]]) -> Holder | None:
-    """Who had a state directory last; None where somebody has it, or nobody can tell."""
+    """Who had a state directory last; None if somebody has it now, or that is unknown."""
     try:
         # What is called so can be a FIFO of the user's, on which a plain open waits.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

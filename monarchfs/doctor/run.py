@@ -1,4 +1,5 @@
-"""All checks, one after the other, each in a child of its own: what hangs is left behind."""
+"""All checks, one after the other, each in a child of its own; a child that hangs is left
+behind."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ LEAST_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is looked at. ``config.source`` is empty where none was named. ``places`` are the
-    defaults, ``search`` names runtime directories; ``measures``: rates too."""
+    """What is checked. ``config.source`` is empty if none was named. ``places`` are the defaults,
+    ``search`` names runtime directories; ``measures``: rates too."""
 
     config: Config
     places: DefaultPlaces
@@ -43,7 +44,7 @@ def examine(
     subject: Subject, timeout: float, show: Callable[[str], None] = lambda text: None
 ) -> Iterator[Check]:
     """The checks as they are made, within ``timeout`` seconds and a moment; ``show`` is told what
-    is being looked at. For processes of one thread, because it forks."""
+    is being checked. For processes of one thread, because it forks."""
     deadline = time.monotonic() + timeout
     failed: set[str] = set()
     for name, seconds, probe in _probes(subject):
@@ -77,7 +78,7 @@ _HARMLESS = frozenset({"mounts", "stale_socket", "caches", "allow_other", "memor
 
 
 def _guarded(name: str, seconds: float, probe: Probe) -> list[Check]:
-    """The checks of a probe; one that says why where it did not answer or failed."""
+    """The checks of a probe; if it failed or did not answer, one that says so."""
 
     def call() -> Answer:
         return [check.to_json() for check in probe()], ()
@@ -132,7 +133,7 @@ def source_rates(config: Config, timeout: float) -> SourceRates:
 
 
 def tier_rates(path: str, timeout: float) -> TierRates:
-    """Measured in a child, in the tier's directory or the nearest one above that exists. Raises
+    """Measured in a child, in the tier's directory or the nearest existing one above it. Raises
     OperationError."""
 
     def call() -> Answer:

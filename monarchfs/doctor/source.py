@@ -1,4 +1,4 @@
-"""The source: whether it can be read, what it lies on, and how fast it is beside the tiers."""
+"""The source: whether it can be read, its file system, and its speed beside the tiers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORTH_IT = 1.5
 
 
 def source(path: str, user: User, seconds: float, *, touches: bool) -> list[Check]:
-    """Takes a little more than ``seconds`` where the source hangs. ``touches``: --touch-source is
+    """Takes a little more than ``seconds`` if the source hangs. ``touches``: --touch-source is
     given."""
     try:
         refuse_ours(path)
@@ -55,7 +55,7 @@ def judge_type(path: str, fstype: str) -> Check:
 
 
 def judge_purge(fstype: str, options: str, *, touches: bool) -> list[Check]:
-    """Sites purge such file systems by access time, and say so nowhere that a program could see."""
+    """Sites purge such file systems by access time, and no program can find out."""
     if fstype not in OFTEN_PURGED:
         return []
     unrecorded = "noatime" in options.split(",")
@@ -118,8 +118,8 @@ def judge_tier_speed(path: str, rates: TierRates, of_source: SourceRates | None)
 
 
 def refuse_ours(path: str) -> None:
-    """Raises UsageError if ``path`` (absolute) is one of our mounts, or lies in one; the table of
-    mounts says so."""
+    """Raises UsageError if ``path`` (absolute) is one of our mounts, or lies in one, by the mount
+    table."""
     mount = mount_on_the_way(resolve_mountpoint(path))
     if mount is not None and mount.fstype == MONARCHFS:
         raise UsageError(

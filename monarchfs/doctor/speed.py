@@ -24,8 +24,8 @@ _BLOCK = 1 << 20
 @dataclass(frozen=True, slots=True)
 class SourceRates:
     """``read_bytes_per_second`` of all ``threads`` together, ``open_seconds`` of one open with the
-    first read and the close (the median); ``sampled_bytes`` were read for it. None where nothing
-    could be measured."""
+    first read and the close (the median), ``sampled_bytes`` that were read. None if nothing could
+    be measured."""
 
     read_bytes_per_second: float | None
     open_seconds: float | None
@@ -44,11 +44,8 @@ class TierRates:
 
 
 def measure_source(root: str, threads: int) -> SourceRates:
-    """Reads some files of ``root``, past the page cache where the kernel lets go of it.
-
-    Takes about LOOK_SECONDS + 2 PHASE_SECONDS where the source answers. Files that cannot be read
-    are left out.
-    """
+    """Reads some files of ``root``, past the page cache if possible; leaves out those that cannot
+    be read. Takes about LOOK_SECONDS + 2 PHASE_SECONDS if the source answers."""
     files = _some_files(root)
     opened = _opens(
         [path for path, size in files if 0 < size <= SMALL_BYTES] or [path for path, _size in files]
@@ -61,8 +58,8 @@ def measure_source(root: str, threads: int) -> SourceRates:
 
 
 def measure_tier(directory: str, free_bytes: int) -> TierRates:
-    """Writes a file without a name, so that it is gone whatever happens, and reads it again.
-    Raises OSError."""
+    """Writes a file without a name, which is gone in any case, and reads it again. Raises
+    OSError."""
     most = min(SOURCE_BYTES // 2, free_bytes // 4)
     block = os.urandom(_BLOCK)
     fd = nameless_file(directory)
@@ -163,7 +160,7 @@ def _read_all(paths: list[str], threads: int) -> tuple[int, float]:
 
 
 def _with_file(path: str, use: Callable[[int], int]) -> int | None:
-    """What ``use`` makes of a file that is not in memory; None where it cannot be read."""
+    """What ``use`` makes of a file, dropped from memory first; None if it cannot be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

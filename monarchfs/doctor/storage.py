@@ -1,4 +1,4 @@
-"""Tiers and the state directory: what they lie on, and how much room there is."""
+"""Tiers and the state directory: their file systems, and how much room there is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMON_SCRATCH = ("/tmp", "/var/tmp", "/scratch", "/local", "/localscratch")
 
 @dataclass(frozen=True, slots=True)
 class TierLocation:
-    """What a tier lies on. ``existing`` is its directory, or the nearest above that exists;
+    """What a tier lies on. ``existing`` is its directory, or the nearest existing one above;
     ``device`` is st_dev. ``headroom`` is set for a tier in memory."""
 
     path: str
@@ -46,7 +46,7 @@ class TierLocation:
 
 @dataclass(frozen=True, slots=True)
 class UsableRoom:
-    """``capacity_bytes`` is what was asked for, ``usable_bytes`` what there is of it now."""
+    """``capacity_bytes`` is what was asked for, ``usable_bytes`` what of that is there now."""
 
     capacity_bytes: int
     usable_bytes: int
@@ -201,8 +201,8 @@ def scratch_directories(environ: Mapping[str, str]) -> list[str]:
 
 
 def sharing(device: int, directories: Iterable[str], mounts: Sequence[Mount]) -> list[str]:
-    """Those on the file system ``device``, by the table of mounts alone: to ask a directory that is
-    not ours could hang. A file system may be mounted in several places."""
+    """Those on the file system ``device``, by the mount table alone: asking another's directory
+    could hang. A file system may be mounted in several places."""
     found = []
     for directory in directories:
         above = directory.rstrip("/") + "/"
@@ -217,7 +217,7 @@ def sharing(device: int, directories: Iterable[str], mounts: Sequence[Mount]) ->
 
 
 def has_xattrs(directory: str) -> bool:
-    """Whether files there can have user attributes; of a file without a name, gone at once."""
+    """Whether files there can have user attributes; tried on a file without a name."""
     try:
         fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError:

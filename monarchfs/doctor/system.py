@@ -107,7 +107,7 @@ def fusermount() -> list[Check]:
 def judge_fusermount(
     path: str, version: str, st: os.stat_result, *, honoured: bool, capable: bool, is_root: bool
 ) -> Check:
-    """``honoured``: this process gains what set-user-id programs give; ``capable``: the file has
+    """``honoured``: set-user-id programs have an effect for this process; ``capable``: the file has
     capabilities instead."""
     privileged = capable or (st.st_uid == 0 and bool(st.st_mode & stat.S_ISUID))
     numbers: dict[str, Value] = {"path": path, "version": version, "setuid": privileged}
@@ -173,7 +173,7 @@ def kernel_offers() -> list[Check]:
 
 
 def worker(user: User) -> list[Check]:
-    """Whether the worker's program can be run by ``user``: what it needs is imported."""
+    """Whether ``user`` can run the worker's program: its imports are tried."""
     command = [*module_command("monarchfs.worker")[:-2], "-c", _WORKER_PROGRAM]
     try:
         done = subprocess.run(

@@ -1,8 +1,8 @@
-"""The two processes of the node's exporter, and what passes between them.
+"""The two processes of the node's exporter, and their messages.
 
-The one that was started looks for mounts, connects to them and asks, and does nothing else: it may
-do all that root may, and so reads nothing that a user wrote. The other one, its child, has given up
-every privilege: it gets connections on which it can only listen, reads the answers and serves them.
+The first looks for mounts, connects to them and asks, and does nothing else: it has root's rights,
+so it reads nothing that a user wrote. Its child has given up every privilege: it gets connections
+from which it can only read, reads the answers and serves them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MESSAGE_BYTES = 64 << 10
 
 
 def run_apart(roots: Roots, user: User | None, child: Callable[[socket.socket], int]) -> int:
-    """Runs ``child`` as ``user`` (None: as whoever this is, with no privileges), with a socket on
-    which it may ask what mounts there are, and answers it until it ends; its exit code.
+    """Runs ``child`` as ``user`` (None: as this user, without privileges), and answers on its
+    socket which mounts there are until it ends; its exit code.
 
-    For processes of one thread, because it forks. Raises OSError. Where this ends in another way
-    the child sees its end of the socket closed, and ends as well.
+    For processes of one thread, because it forks. Raises OSError. If this process ends first, the
+    child sees its socket closed, and ends too.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     raise_descriptor_limit()
@@ -101,14 +101,14 @@ class LookEnd:
 
 
 def ask(channel: socket.socket, number: int) -> None:
-    """In the child: begins a look, which gets that number. Raises OSError, BlockingIOError where
-    the parent has not begun with many before."""
+    """In the child: begins look ``number``. Raises OSError; BlockingIOError if the parent is far
+    behind."""
     channel.send(b"%d" % number)
 
 
 def receive(channel: socket.socket) -> tuple[int, DiscoveredMount | LookEnd] | None:
     """In the child: what came next, and of which look; None when the parent is gone. Raises
-    BlockingIOError where there is nothing yet, if the socket does not block."""
+    BlockingIOError if nothing came, on a socket that does not block."""
     data, descriptors, _flags, _address = socket.recv_fds(
         channel, MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC
     )

@@ -42,8 +42,8 @@ _PLACE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 @dataclass(frozen=True, slots=True)
 class Roots:
     """Where runtime directories are (``config.places``): root's; those of sessions, one directory a
-    uid; those in the directory that everybody may write to. ``own`` are those of an ordinary user
-    who looks, and then all there is beside root's."""
+    uid; those in the directory to which everybody may write. An ordinary user only looks into
+    ``own`` and root's."""
 
     system: str = ROOT_RUNTIME_DIR
     sessions: str = "/run/user"
@@ -54,8 +54,8 @@ class Roots:
 @dataclass(slots=True)
 class DiscoveredMount:
     """A registration whose file is open for reading, as ``registration``. ``owner_uid`` wrote it.
-    ``connection`` is a connected socket, on which the QUESTION was asked and nothing else can be;
-    None where nobody listens, or too many wait (``full``). To be closed."""
+    ``connection`` is a connected socket on which the QUESTION was asked and nothing else can be;
+    None if nobody listens, or too many wait (``full``). To be closed."""
 
     stem: str
     owner_uid: int
@@ -78,7 +78,7 @@ class Look:
     left_off: int = 0
 
     def sights(self) -> Iterator[DiscoveredMount]:
-        """All registered mounts, one at a time; what goes away meanwhile is passed over."""
+        """All registered mounts, one at a time; those that vanish meanwhile are left out."""
         left = MOST_IN_ALL
         looked_at: Counter[int] = Counter()
         for owner, path, directory in self._directories():
@@ -120,8 +120,8 @@ def _plain(path: str, owner: int) -> Iterator[tuple[int, str, int]]:
 def _of_users(
     root: str, prefix: str, name: str, other_mounts: set[int]
 ) -> Iterator[tuple[int, str, int]]:
-    """``ROOT/PREFIXuid/NAME``, or with ``uid.RANDOM``, where both belong to that uid. The directory
-    of the uid may be one of ``other_mounts``."""
+    """``ROOT/PREFIXuid/NAME``, or with ``uid.RANDOM``, if both belong to that uid. The directory of
+    the uid may be in one of ``other_mounts``."""
     try:
         top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -151,8 +151,8 @@ def _of_users(
 def _step(
     directory: int, name: str, flags: int = 0, other_mounts: set[int] | None = None
 ) -> Iterator[int]:
-    """A descriptor for ``name`` in a directory. Raises OSError, EXDEV for what is mounted there:
-    before anything is asked of it."""
+    """A descriptor for ``name`` in a directory. Raises OSError; EXDEV for a mount point, before the
+    file system there is asked anything."""
     place = os.open(name, _PLACE | flags, dir_fd=directory)
     try:
         mount = mount_id(place)
@@ -226,8 +226,8 @@ def _connect(directory: int, name: str) -> int | None:
 
 
 def _jobs(registration: int, directory: int, top: str) -> tuple[str, ...]:
-    """Of a mount that root registered in ``directory``, whose path is ``top``. So it is root's own
-    word that is read, and everything on the way to the jobs has to be root's."""
+    """The jobs of a mount that root registered in ``directory``, whose path is ``top``. Only root's
+    words are read, and the whole way to the jobs must be root's."""
     try:
         content = os.pread(registration, MOST_REQUEST_BYTES, 0)
         names = way_to_jobs(decode_registration(content, 0).mountpoint, top)

@@ -1,8 +1,7 @@
-"""``GET /metrics`` on a listening socket: just as much HTTP/1.1 as that needs (RFC 9112).
+"""``GET /metrics`` on a listening socket: only the HTTP/1.1 that this needs (RFC 9112).
 
-Whoever connects may be slow, or evil: a connection gets a few seconds and a few kilobytes, few are
-served at once, and the others wait in the kernel's queue. None of that takes anything from the
-mount but the time to answer.
+Clients may be slow or hostile: a connection gets a few seconds and a few kilobytes, few are served
+at once, and the others wait in the kernel's queue. The mount only loses the time for the answers.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ PATH = b"/metrics"
 async def serve(
     listener: socket.socket, page: Callable[[], Awaitable[bytes]], content_type: str
 ) -> None:
-    """Answer until ``listener`` (in the state of listening) is shut down, with what ``page`` gives.
-
-    An error of ``page`` is logged, and becomes status 500.
-    """
+    """Answer with what ``page`` gives until ``listener`` (already listening) is shut down. An error
+    of ``page`` is logged and becomes status 500."""
     free = trio.Semaphore(MOST_CONNECTIONS)
     accepting = trio.socket.from_stdlib_socket(listener)
 
@@ -88,8 +85,7 @@ async def _answer(
 
 
 async def _read_head(stream: trio.SocketStream) -> bytes | None:
-    """The request line and the headers; as far as they came if no more does, None if they are too
-    long."""
+    """The request line and the headers, or as much as came; None if they are too long."""
     head = b""
     while b"\r\n\r\n" not in head:
         part = await stream.receive_some(MOST_HEAD_BYTES)

@@ -1,7 +1,7 @@
 """Which jobs use a mount: the names in a directory ``jobs`` beside its mount point, one file a job.
 
-Looked for only where root alone can have made it: beside mount points below the directory of root's
-registrations, for mounts that root registered. The Slurm prolog keeps such a set.
+Only looked for where root alone can have made it: below the directory of root's registrations, for
+mounts that root registered. The Slurm prolog keeps such a set.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _MOST_NAMES = 1024
 
 
 def way_to_jobs(mountpoint: str, top: str) -> list[str]:
-    """The names that lead from the directory ``top`` to the set of the jobs of a mount; empty where
-    that does not lie below it."""
+    """The names from the directory ``top`` to the set of a mount's jobs; empty if that is not below
+    it."""
     names = mountpoint.split("/")[1:]
     begin = top.split("/")[1:]
     below = names[len(begin) :]
@@ -30,8 +30,7 @@ def way_to_jobs(mountpoint: str, top: str) -> list[str]:
 
 
 def jobs_in(directory: int) -> tuple[str, ...]:
-    """The ids of the jobs that the open directory names, MOST_JOBS at most; what cannot be an id is
-    passed over. Raises OSError."""
+    """The ids of the jobs that the open directory names, MOST_JOBS at most. Raises OSError."""
     with os.scandir(directory) as entries:
         names = [entry.name for entry in islice(entries, _MOST_NAMES)]
     return tuple(sorted(name for name in names if _JOB.fullmatch(name))[:MOST_JOBS])

@@ -1,8 +1,8 @@
-"""All mounts of a node on one page: the part of the exporter that has no privileges.
+"""All mounts of a node on one page: the part of the exporter without privileges.
 
-At each scrape every mount is asked anew, all of them at once, and what has not answered by the
-deadline is reported as down, without values: nothing is ever told twice. Scrapes that come while
-one is under way share it, so that a mount that hangs is waited for by one question at a time.
+Each scrape asks all mounts anew, at once. A mount that has not answered by the deadline is reported
+as down, without values: no value is reported twice. Scrapes that come meanwhile share the page
+under way, so a mount that hangs has one question to answer at a time.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ Labels = tuple[str, str, str]
 
 @dataclass(slots=True)
 class Seen:
-    """A mount, as it was seen in one scrape. ``key`` says for as long as it is there which one it
-    is; ``values`` is None where it gave no answer."""
+    """A mount in one scrape. ``key`` identifies it while it exists; ``values`` is None if it did
+    not answer."""
 
     key: str
     uid: int
@@ -71,14 +71,14 @@ class Seen:
 
 @dataclass
 class Naming:
-    """The labels of mounts: no two have the same, and a mount keeps what it got. Changing: what was
-    given, by the mounts' keys."""
+    """The labels of mounts: unique, and kept while the mount exists. Changing: the given ones, by
+    the mounts' keys."""
 
     given: dict[str, Labels] = field(default_factory=dict)
 
     def name(self, mounts: Iterable[tuple[str, Labels]]) -> dict[str, Labels]:
-        """By key, for all the mounts there are; one whose labels are taken gets a number, as may be
-        where jobs have mount namespaces of their own."""
+        """Labels by key, for all mounts there are; a duplicate gets a number, as may be if jobs
+        have mount namespaces of their own."""
         there = dict(mounts)
         kept = {key: labels for key, labels in self.given.items() if key in there}
         taken = set(kept.values())
@@ -96,8 +96,8 @@ class Naming:
 
 @dataclass
 class UserNames:
-    """Names of users. A name service may be slow, or hang: then the number it is, for good, because
-    a label that changes is another series. Changing: ``known``."""
+    """Names of users. If the name service hangs, a user keeps the number for good, because a label
+    that changes is another series. Changing: ``known``."""
 
     known: dict[int, str] = field(default_factory=dict)
 
@@ -125,8 +125,8 @@ class _PageInFlight:
 
 
 class NodeExporter:
-    """Constant: the socket to the broker; ``own_uid`` where it is not root that looks. Changing:
-    the page under way, the number of the look and what came of it, the names that were given."""
+    """Constant: the socket to the broker; ``own_uid`` unless root looks. Changing: the page under
+    way, the number of the look and its results, the names that were given."""
 
     def __init__(self, channel: socket.socket, nursery: trio.Nursery, own_uid: int | None) -> None:
         channel.setblocking(False)
@@ -141,7 +141,7 @@ class NodeExporter:
 
     async def page(self) -> bytes:
         """The text of all mounts, within LOOK_SECONDS and ASK_SECONDS and a little. Raises OSError
-        where it cannot be made."""
+        if it cannot be made."""
         flight = self._flight
         if flight is None:
             flight = self._flight = _PageInFlight()
@@ -174,7 +174,7 @@ class NodeExporter:
         return printable(self._users.known[mount.uid]), source, mountpoint
 
     async def receive(self) -> None:
-        """Take what the broker sends until it is gone; what comes too late is let go."""
+        """Take what the broker sends until it is gone; what comes too late is closed."""
         while True:
             await trio.lowlevel.wait_readable(self._channel)
             received = broker.receive(self._channel)
@@ -251,14 +251,14 @@ def _seen(sight: DiscoveredMount) -> Seen | None:
 
 
 def _is_there(sight: DiscoveredMount, seen: Seen, table: Iterable[Mount]) -> bool:
-    """Whether a mount is more than a registration that its daemon left when it died."""
+    """Whether it is more than the registration of a dead daemon."""
     if sight.connection is not None or sight.full:
         return True
     return any(seen.means(mount) for mount in table)
 
 
 async def _ask(seen: Seen, connection: int, owner_uid: int) -> None:
-    """Sets ``values``, unless there is no answer to what was asked, or none that makes sense."""
+    """Sets ``values`` if there is an answer that makes sense."""
     ours = socket.socket(fileno=connection)
     ours.setblocking(False)
     async with trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as stream:
@@ -349,6 +349,6 @@ def _print(page: bytes) -> int:
 def serve_node(
     channel: socket.socket, *, listener: socket.socket | None, own_uid: int | None
 ) -> int:
-    """Serves the page on ``listener`` until the broker is gone, or writes it to standard output
-    once, where there is none; the exit code, an errno where that cannot be written."""
+    """Serves the page on ``listener`` until the broker is gone, or without one writes it to
+    standard output once; the exit code, an errno if that fails."""
     return trio.run(_run, channel, listener, own_uid)

@@ -1,7 +1,6 @@
 """A mount's values on their way to the node's exporter, as JSON (docs/CONTROL.md, ``metrics``).
 
-Who reads them is not the worker's user, and believes nothing: what comes may be a hostile user's
-own program.
+The reader is not the worker's user and trusts nothing: the sender may be a hostile program.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def encode(values: Values) -> dict[str, Any]:
 
 
 def decode(result: Mapping[str, Any]) -> Values:
-    """What ``encode`` was given. Metrics that this version does not have, or has with other labels,
-    are left out. Raises ValueError for what no mount of any version says."""
+    """What ``encode`` was given. Leaves out metrics that this version does not have, or has with
+    other labels. Raises ValueError for what no version sends."""
     metrics, all_bounds = result.get("metrics"), result.get("bounds_ns")
     if not isinstance(metrics, dict) or not isinstance(all_bounds, dict):
         raise ValueError("there are no metrics")

@@ -1,9 +1,8 @@
-"""What caches there are: state directories, and the directories in tiers that they own, or that
-nobody claims any more.
+"""Which caches there are: state directories, and directories in tiers, owned by them or by nobody.
 
-A state directory is the user's, and so is what it says. So a child with that user's rights looks at
-it, for a bounded time: whatever a link leads to, the user could have looked at as well. Directories
-of several users are looked for only where root alone can change the way.
+A state directory and its content are the user's. So a child with that user's rights looks at it
+(``looks``), for a bounded time: it can reach nothing that the user could not. Directories of
+several users are only looked for where root alone can change the way.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ _MOST_FORMER = 8
 
 @dataclass(frozen=True, slots=True)
 class TierDirectory:
-    """One in a tier. ``size`` is of its copies. ``stranded`` says why no mount uses them."""
+    """A directory in a tier. ``size`` is of its copies. ``stranded`` says why no mount uses
+    them."""
 
     tier: str
     path: str
@@ -61,7 +61,7 @@ class TierDirectory:
 class LocalCache:
     """A state directory with its directories in tiers; or, not ``claimed``, one directory whose
     state directory is gone or has another. ``part``: only some of its directories are meant.
-    ``mountpoint`` is where it is mounted, or was last; times are in seconds since 1970."""
+    ``mountpoint`` is where it is or was last mounted; times are in seconds since 1970."""
 
     source: str
     user: User
@@ -84,8 +84,8 @@ class LocalCache:
 
 
 class Inventory:
-    """One look at a node. ``notes`` say what could not be looked at. Each step blocks for some
-    seconds at most for each place that hangs. For processes of one thread (forks)."""
+    """One look at a node. ``notes`` say what could not be looked at. Each place that hangs costs
+    some seconds at most. For processes of one thread (forks)."""
 
     def __init__(self, *, measure: bool = True) -> None:
         self._measure = measure
@@ -95,8 +95,8 @@ class Inventory:
         self.notes: list[str] = []
 
     def caches(self) -> list[LocalCache]:
-        """All that were found, the least recently used first; looks for stranded ones in the tiers
-        that are known by now."""
+        """All that were found, the least recently used first, with the stranded ones in all known
+        tiers."""
         looked: set[tuple[str, int]] = set()
         # A stranded directory's owner may name a state directory that has further tiers.
         while ahead := set(self._tiers) - looked:
@@ -128,7 +128,7 @@ class Inventory:
         self._tiers[path, user.uid] = user
 
     def state_dir(self, path: str, user: User | None) -> bool:
-        """A state directory of a user's (None: of whoever owns it); whether it is one."""
+        """A state directory of a user's (None: of its owner); whether it is one."""
         if user is None:
             me = user_of(os.geteuid())
             uid = self._asked(me, path, lambda: os.lstat(path).st_uid)
@@ -211,8 +211,8 @@ class Inventory:
         return [(name, user if uid == user.uid else user_of(uid)) for name, uid in found]
 
     def _asked(self, user: User, path: str, look: Callable[[], Any]) -> Any:
-        """What ``look`` returns in a child with the user's rights; None where it may not, where
-        nothing is there, and where it does not answer in time."""
+        """What ``look`` returns in a child with the user's rights; None if there is nothing, if it
+        may not look, and if it does not answer in time."""
 
         def call() -> Answer:
             become(user)
@@ -232,8 +232,8 @@ class Inventory:
 
 
 def source_gone(source: str, user: User) -> bool:
-    """Whether a user finds nothing where the source was; False where that cannot be told. Also true
-    of a source that is not mounted now."""
+    """Whether a user finds nothing at the source's path (also true of a source that is not mounted
+    now); False if that is unknown."""
 
     def gone() -> bool:
         become(user)
@@ -243,8 +243,7 @@ def source_gone(source: str, user: User) -> bool:
 
 
 def default_places(uid: int, environ: Mapping[str, str]) -> list[str]:
-    """Where mounts of ``uid`` keep what no option places. Asks the file system of the home: for a
-    child."""
+    """Where mounts of ``uid`` keep data by default. Asks the home's file system: for a child."""
     temporary = list(dict.fromkeys([environ.get("TMPDIR") or _TEMPORARY, _TEMPORARY]))
     places = [f"{directory}/monarchfs-{uid}" for directory in temporary]
     places += [path for directory in temporary for path in own_directories(directory, uid)]

@@ -1,4 +1,4 @@
-"""Removing a cache: with its locks held, with its user's rights, and never what is in use."""
+"""Removes a cache: with its locks held, with its user's rights, and never one in use."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ it is whatever directory --state-dir named."""
 
 
 def remove_cache(cache: LocalCache) -> None:
-    """Removes a cache: its directories, and unless only a part is meant its state directory.
+    """Removes a cache: its directories and, unless only a part is meant, its state directory.
 
     Blocks until all is removed, or a file system is silent for two minutes. Raises OperationError
-    where it is in use (then nothing was removed), and where something cannot be removed.
+    if it is in use (then nothing was removed), or something cannot be removed.
     """
     tiers = [(one.path, OWNER, one.former) for one in cache.directories]
     state = [(cache.state_dir, LOCK, False)] if cache.claimed and not cache.part else []
@@ -62,7 +62,7 @@ def remove_cache(cache: LocalCache) -> None:
 
 def _hold(path: str, lock: str, make: bool, uid: int) -> tuple[str, str, int] | None:
     """The directory, open, and locked for the life of this process; None if it is gone. ``make``:
-    the lock may have to be made, as a mount does that takes the directory over."""
+    the lock may have to be made, as by a mount that takes the directory over."""
     try:
         directory = open_users(path, uid)
         if directory is None:
@@ -83,8 +83,8 @@ def _hold(path: str, lock: str, make: bool, uid: int) -> tuple[str, str, int] | 
 
 
 def _empty(path: str, lock: str, directory: int, tell: Tell) -> bool:
-    """Removes what lies in a directory, its lock last, then itself; whether it could be removed, or
-    has to stay because other things lie there."""
+    """Removes a directory's content, its lock last, then itself; whether that worked, or other
+    things lie there."""
     os.fchdir(directory)
     for name in os.listdir("."):
         if name == lock or (lock == LOCK and not _OURS.fullmatch(name)):

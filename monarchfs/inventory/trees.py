@@ -1,4 +1,4 @@
-"""Trees that are a user's, looked at and removed whatever that user does meanwhile."""
+"""Trees of a user's, measured and removed safely whatever that user does meanwhile."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _DEEPEST = 8
 
 
 def open_users(path: str, uid: int) -> int | None:
-    """A directory of the user's that this process is; None where it is another's or others may
-    change it. Raises OSError, as root also where a link of another's is on the way."""
+    """A directory of this process's user; None if it is another's or others may change it. Raises
+    OSError; as root also if a link of another's is on the way."""
     if os.geteuid() == 0:
         place = open_directory(path, alone=False)
         try:
@@ -50,8 +50,8 @@ class Size:
 
 def remove_tree(path: str) -> None:
     """Removes a directory of the user's whose parent is root's. Follows no link, whatever the user
-    does meanwhile (shutil.rmtree works by descriptors). Raises OperationError, after all that can
-    be removed was, if something cannot."""
+    does (shutil.rmtree works by descriptors). Raises OperationError, after removing all it can, if
+    something is left."""
     assert shutil.rmtree.avoids_symlink_attacks
     errors: list[BaseException] = []
 
@@ -70,8 +70,7 @@ def tree_bytes(path: str, seconds: float = _MEASURE_SECONDS) -> int:
 
 
 def tree_size(path: str, seconds: float = _MEASURE_SECONDS) -> Size:
-    """The blocks and number of all files below; what was found in ``seconds``, if that is too
-    short."""
+    """The blocks and number of all files below, or of those found in ``seconds``."""
     size = Size()
     top = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -82,8 +81,8 @@ def tree_size(path: str, seconds: float = _MEASURE_SECONDS) -> Size:
 
 
 def _add_below(size: Size, directory: int, name: str, deadline: float, deepest: int) -> None:
-    """Of one directory in another. The tree is a user's: no link is followed, nor is anything asked
-    that the user has mounted in it, and may never answer."""
+    """Of one directory in another. The tree is a user's: no link is followed, and nothing that the
+    user has mounted in it is asked, as that may hang."""
     flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     with ExitStack() as closing:
         try:

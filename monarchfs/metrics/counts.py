@@ -1,8 +1,8 @@
-"""Every count that the worker keeps, with its unit and meaning, in one place.
+"""All counts of the worker, with unit and meaning.
 
-Plain integers, changed on the event loop only: counting an open must not cost more than an
-addition, timing a request not more than one search in a short list. What the source layer counts
-about itself is in ``monarchfs.source``.
+Plain integers, changed on the event loop only: counting an open costs no more than an addition,
+timing a request one search in a short list. The source layer's own counts are in
+``monarchfs.source``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ REFUSALS = ("no room", "no inodes", "no tier")
 
 
 class Histogram:
-    """Durations in nanoseconds, by how long they were. Changing: ``counts`` (one more than there
-    are bounds, the last for what is longer than all) and ``total_ns``."""
+    """Durations in nanoseconds, in buckets. Changing: ``counts`` (one more than there are bounds,
+    the last for longer ones) and ``total_ns``."""
 
     __slots__ = ("bounds_ns", "counts", "total_ns")
 
@@ -65,12 +65,9 @@ class ErrorCounts:
 
 @dataclass(slots=True)
 class Requests:
-    """How long the kernel's requests took, from their arrival in the worker to the answer; those
-    that were answered with an error are left out.
-
-    ``*_local``: answered from what is known, and open and read from a complete copy; ``*_source``:
-    the others.
-    """
+    """How long the kernel's requests took, from arrival in the worker to the answer, without those
+    that failed. ``*_local``: answered from what is known, or from a complete copy; ``*_source``:
+    the others."""
 
     access: Histogram = field(default_factory=Histogram)
     getattr_local: Histogram = field(default_factory=Histogram)

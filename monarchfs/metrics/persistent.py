@@ -1,12 +1,12 @@
-"""Counts that outlive the worker, in memory that the supervisor holds and never looks into.
+"""Counts that outlive the worker, in memory that the supervisor holds and never reads.
 
-What was counted is written there now and then, and before it is told to anybody: the next worker
-goes on from there, so that no count that somebody has seen becomes less. What was counted after the
-last time is lost with a worker that is killed.
+They are written there now and then, and before anybody sees them. The next worker goes on from
+there, so that no count that somebody saw becomes less. A worker that is killed loses what it
+counted since.
 
-Layout: a word, then two halves; the word says which of them is whole (0: none is). A half is the
-length of a JSON document and the document. Zeros are left out, names that are not known are passed
-over: the next worker may be of another release.
+Layout: a word, then two halves; the word says which is whole (0: none). A half is the length of a
+JSON document and the document. Zeros are left out, unknown names are passed over: the next worker
+may be of another release.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _WORD = struct.Struct("=Q")
 
 
 class PersistentCounts:
-    """Constant: the memory (``slots.make_memory``); ``parts``, by names that mean the same to every
-    release. A part is a dataclass, or has the names of its counts in ``KEPT``. Counts are numbers
-    (None: not known yet), histograms, and dataclasses and dictionaries of such; what a field's
-    metadata call ``kept`` False is left out."""
+    """Constant: the memory (``handle_table.make_memory``); ``parts``, by names that keep their
+    meaning in every release. A part is a dataclass, or has the names of its counts in ``KEPT``.
+    Counts are numbers (None: not known yet), histograms, and dataclasses and dictionaries of such.
+    Fields with the metadata ``kept`` False are left out."""
 
     def __init__(self, fd: int | None, parts: Mapping[str, object]) -> None:
         """Nothing is kept without ``fd``. Raises OSError or ValueError for what is no memory."""
@@ -38,8 +38,8 @@ class PersistentCounts:
         self._saved = b""
 
     def restore(self) -> None:
-        """Add what the worker before has saved, if there was one. Raises ValueError where that
-        makes no sense; nothing is added then."""
+        """Add what the last worker saved, if there was one. Raises ValueError, with nothing added,
+        if that makes no sense."""
         if self._memory is None:
             return
         (which,) = _WORD.unpack_from(self._memory, 0)

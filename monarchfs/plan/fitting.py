@@ -25,8 +25,8 @@ _CHUNK_BYTES = 128 << 10
 
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
-    """A tier as placement is told of it. ``held_files`` of this dataset, of ``held_bytes`` in
-    blocks, lie in it already; ``space`` is what there is beside them."""
+    """A tier as placement sees it. ``held_files`` of this dataset, of ``held_bytes`` in blocks, lie
+    in it already; ``space`` is the rest."""
 
     path: str
     capacity_bytes: int
@@ -48,8 +48,8 @@ class Amount:
 @dataclass(slots=True)
 class Fitted:
     """``tiers`` gets what was placed there (whole files and parts), ``whole`` is all of them;
-    ``partial``: files that are kept in part, with the bytes that are; ``remote``: what stays in the
-    source, files without any copy and the bytes of partial ones too."""
+    ``partial``: files kept in part, with the kept bytes; ``remote``: files without a copy, and the
+    missing bytes of partial ones."""
 
     tiers: list[Amount]
     whole: Amount = field(default_factory=Amount)
@@ -76,8 +76,8 @@ class _NoBooks:
 def fit(
     files: Iterable[tuple[int, int]], rooms: Sequence[PlannedTier], reserve_percent: float
 ) -> Fitted:
-    """Places files in this order, as a mount with ``--evict keep`` does that copies one after the
-    other. Of each the size, and what a copy is expected to occupy: less where it has holes."""
+    """Places files in this order, as a mount with ``--evict keep`` does. Of each the size, and what
+    a copy occupies: less if it has holes."""
     placement = Placement(range(len(rooms)), _NoBooks(), reserve_percent=reserve_percent)
     for number, room in enumerate(rooms):
         placement.handle(Loaded(number, room.held_files, room.held_bytes))

@@ -1,5 +1,5 @@
-"""Looking at a dataset and its tiers, and fitting the one into the others. For a child process, as
-the mount's user: it blocks as long as the source does, and tells how far it is."""
+"""Looks at a dataset and its tiers, and fits one into the others. For a child process, as the
+mount's user: it blocks as long as the source does, and reports its progress."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Sizes:
 @dataclass(slots=True)
 class Survey:
     """What was found. ``cached_in_tier`` are complete replicas of files as they are now; of ``new``
-    ones the sizes, and what copies are expected to occupy."""
+    files the sizes, and what copies will occupy."""
 
     counts: WalkCounts = field(default_factory=WalkCounts)
     sizes: Sizes = field(default_factory=Sizes)
@@ -134,8 +134,8 @@ def _with_progress(sizes: array[int], clock: _Clock) -> Iterator[int]:
 
 
 def _replicas(directory: str, clock: _Clock) -> dict[bytes, int]:
-    """The names of the complete replicas in a tier, with what they occupy. Their names are all that
-    is needed: they derive from the version of the file."""
+    """The names of the complete replicas in a tier, with what they occupy. A name derives from the
+    file's version, so no more is needed."""
     found: dict[bytes, int] = {}
     for number in range(256):
         try:

@@ -1,5 +1,5 @@
-"""How long it takes, at measured rates. Estimates, and pure: a job's own computing is left out, and
-what the page cache serves."""
+"""How long it takes, at measured rates. Pure estimates, without the job's own computing and the
+page cache."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _local(amounts: Sequence[Amount], tiers: Sequence[TierSpeed]) -> float:
 
 
 def _relayed(amount: Amount, seconds: float) -> float:
-    """``seconds``, or what the mount needs to relay it if that is more."""
+    """``seconds``, or what the mount needs to relay it, if that is more."""
     return max(
         seconds, amount.bytes / RELAY_BYTES_PER_SECOND, amount.files / RELAY_FILES_PER_SECOND
     )

@@ -23,8 +23,8 @@ class File(NamedTuple):
 
 @dataclass(slots=True)
 class WalkCounts:
-    """What was come across beside files: ``others`` are links and special files, ``unreadable``
-    directories that could not be listed, ``hard_links`` further names of files counted already."""
+    """Beside files: ``others`` are links and special files, ``unreadable`` directories that could
+    not be listed, ``hard_links`` further names of files that were counted."""
 
     directories: int = 0
     others: int = 0
