@@ -37,7 +37,7 @@ from monarchfs.supervisor.probe import (
     probe_source,
 )
 from monarchfs.supervisor.recover import FoundMount, find_all, find_private
-from monarchfs.supervisor.shared import MountLease, hold_mount, stem_of
+from monarchfs.supervisor.shared import MountLease, lease_mount, stem_of
 from monarchfs.system.bounded import bounded_call
 from monarchfs.text.sizes import format_bytes
 from monarchfs.types import MonarchError, OperationError, UsageError
@@ -55,7 +55,7 @@ class CommandView:
     enter: Callable[[], None]
     control: str | None = None
     owner_uid: int | None = None
-    hold: MountLease | None = None
+    lease: MountLease | None = None
 
 
 def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -111,8 +111,8 @@ def _end(
     status = None
     if view.control is not None and (arguments.report or report is not None):
         status = _status(view)
-    if view.hold is not None:
-        view.hold.close()
+    if view.lease is not None:
+        view.lease.close()
     if arguments.report:
         complain(_summary(result["source"], status), 0)
     if report is not None:
@@ -147,12 +147,12 @@ def _view_of(
     search = partial(search_of(environ), set())
     others = find_private(lambda _: search())
     try:
-        hold = hold_mount(MountRequest(settings, real, user, places, stem), deadline, search)
+        lease = lease_mount(MountRequest(settings, real, user, places, stem), deadline, search)
     except MonarchError as error:
         raise _better_reason(error, real, user, others) from None
-    if not hold.same_settings:
+    if not lease.same_settings:
         complain(f"{source} is mounted already for this job: with the options of that mount", 0)
-    return CommandView("own", partial(join, hold.spaces), hold.control, hold.owner_uid, hold)
+    return CommandView("own", partial(join, lease.spaces), lease.control, lease.owner_uid, lease)
 
 
 def _check_filled(source: str, user: User, settings: Settings) -> None:

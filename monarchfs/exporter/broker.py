@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from monarchfs.config import User
-from monarchfs.exporter.discovery import DiscoveredMount, Look, Roots
+from monarchfs.exporter.discovery import DiscoveredMount, Discovery, Roots
 from monarchfs.supervisor.identity import become
 from monarchfs.system.privileges import drop_capabilities, raise_descriptor_limit
 
@@ -70,22 +70,22 @@ def _live(
 def _answer_all(channel: socket.socket, roots: Roots) -> None:
     try:
         while number := channel.recv(_NUMBER_BYTES):
-            look = Look(roots)
-            for sight in look.sights():
+            look = Discovery(roots)
+            for mount in look.mounts():
                 try:
-                    _send(channel, int(number), sight)
+                    _send(channel, int(number), mount)
                 finally:
-                    sight.close()
+                    mount.close()
             channel.send(_encoded(int(number), {"left_off": look.left_off}))
     except (BrokenPipeError, ConnectionResetError):
         return  # it has ended: its exit code says how
 
 
-def _send(channel: socket.socket, number: int, sight: DiscoveredMount) -> None:
-    message = {"stem": sight.stem, "owner": sight.owner_uid, "full": sight.full, "jobs": sight.jobs}
-    descriptors = [sight.registration]
-    if sight.connection is not None:
-        descriptors.append(sight.connection)
+def _send(channel: socket.socket, number: int, mount: DiscoveredMount) -> None:
+    message = {"stem": mount.stem, "owner": mount.owner_uid, "full": mount.full, "jobs": mount.jobs}
+    descriptors = [mount.registration]
+    if mount.connection is not None:
+        descriptors.append(mount.connection)
     socket.send_fds(channel, [_encoded(number, message)], descriptors)
 
 
@@ -94,7 +94,7 @@ def _encoded(number: int, message: dict[str, Any]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class LookEnd:
+class DiscoveryEnd:
     """A look is over; ``left_off`` says how many mounts were more than the limits."""
 
     left_off: int
@@ -106,7 +106,7 @@ def ask(channel: socket.socket, number: int) -> None:
     channel.send(b"%d" % number)
 
 
-def receive(channel: socket.socket) -> tuple[int, DiscoveredMount | LookEnd] | None:
+def receive(channel: socket.socket) -> tuple[int, DiscoveredMount | DiscoveryEnd] | None:
     """In the child: what came next, and of which look; None when the parent is gone. Raises
     BlockingIOError if nothing came, on a socket that does not block."""
     data, descriptors, _flags, _address = socket.recv_fds(
@@ -116,7 +116,7 @@ def receive(channel: socket.socket) -> tuple[int, DiscoveredMount | LookEnd] | N
         return None
     message = json.loads(data)
     if not descriptors:
-        return message["look"], LookEnd(message["left_off"])
+        return message["look"], DiscoveryEnd(message["left_off"])
     registration, *connection = descriptors
     return message["look"], DiscoveredMount(
         message["stem"],

@@ -71,13 +71,13 @@ class DiscoveredMount:
 
 
 @dataclass
-class Look:
+class Discovery:
     """One look at the node; ``left_off`` counts what was more than the limits."""
 
     roots: Roots = field(default_factory=Roots)
     left_off: int = 0
 
-    def sights(self) -> Iterator[DiscoveredMount]:
+    def mounts(self) -> Iterator[DiscoveredMount]:
         """All registered mounts, one at a time; those that vanish meanwhile are left out."""
         left = MOST_IN_ALL
         looked_at: Counter[int] = Counter()
@@ -91,9 +91,9 @@ class Look:
                 left -= len(stems[:most])
                 looked_at[owner] += len(stems[:most])
                 for stem in stems[:most]:
-                    sight = _sight(directory, path, stem, owner)
-                    if sight is not None:
-                        yield sight
+                    mount = _discovered(directory, path, stem, owner)
+                    if mount is not None:
+                        yield mount
 
     def _directories(self) -> Iterator[tuple[int, str, int]]:
         """Owner, path, and a descriptor that stands for it, of each runtime directory."""
@@ -179,7 +179,7 @@ def _stems(directory: int) -> list[str]:
     return sorted(match[1] for match in map(_NAME.fullmatch, names) if match)
 
 
-def _sight(directory: int, path: str, stem: str, owner: int) -> DiscoveredMount | None:
+def _discovered(directory: int, path: str, stem: str, owner: int) -> DiscoveredMount | None:
     full = False
     try:
         try:

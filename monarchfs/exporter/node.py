@@ -116,7 +116,7 @@ class UserNames:
         self.known.setdefault(uid, name)
 
 
-class _PageInFlight:
+class _PendingPage:
     """A page on its way, for all who wait for it; None where it could not be made."""
 
     def __init__(self) -> None:
@@ -134,38 +134,38 @@ class NodeExporter:
         self._nursery = nursery
         self._own_uid = own_uid
         self._number = 0
-        self._arrived, _ = trio.open_memory_channel[DiscoveredMount | broker.LookEnd](math.inf)
-        self._flight: _PageInFlight | None = None
+        self._arrived, _ = trio.open_memory_channel[DiscoveredMount | broker.DiscoveryEnd](math.inf)
+        self._pending: _PendingPage | None = None
         self._naming = Naming()
         self._users = UserNames()
 
     async def page(self) -> bytes:
         """The text of all mounts, within LOOK_SECONDS and ASK_SECONDS and a little. Raises OSError
         if it cannot be made."""
-        flight = self._flight
-        if flight is None:
-            flight = self._flight = _PageInFlight()
-            self._nursery.start_soon(self._fly, flight)
-        await flight.done.wait()
-        if flight.page is None:
+        pending = self._pending
+        if pending is None:
+            pending = self._pending = _PendingPage()
+            self._nursery.start_soon(self._make, pending)
+        await pending.done.wait()
+        if pending.page is None:
             raise OSError("the page could not be made")
-        return flight.page
+        return pending.page
 
-    async def _fly(self, flight: _PageInFlight) -> None:
+    async def _make(self, pending: _PendingPage) -> None:
         try:
-            sights, left_off = await self._look()
-            mounts = await self._ask(sights)
+            found, left_off = await self._look()
+            mounts = await self._ask(found)
             await self._users.learn(mount.uid for mount in mounts)
             named = self._naming.name((mount.key, self._labels(mount)) for mount in mounts)
             values = page_values([(named[mount.key], mount) for mount in mounts], left_off)
-            flight.page = await trio.to_thread.run_sync(exposition_of, values)
+            pending.page = await trio.to_thread.run_sync(exposition_of, values)
         except trio.TooSlowError:
             log.warning("metrics: the part that looks for mounts does not answer")
         except Exception:  # a bug, and no reason to end
             log.exception("metrics")
         finally:
-            self._flight = None
-            flight.done.set()
+            self._pending = None
+            pending.done.set()
 
     def _labels(self, mount: Seen) -> Labels:
         source, mountpoint = (
@@ -189,40 +189,40 @@ class NodeExporter:
     async def _look(self) -> tuple[list[DiscoveredMount], int]:
         """All registered mounts, and how many were left off. Raises trio.TooSlowError."""
         self._number += 1
-        self._arrived, arrivals = trio.open_memory_channel[DiscoveredMount | broker.LookEnd](
+        self._arrived, arrivals = trio.open_memory_channel[DiscoveredMount | broker.DiscoveryEnd](
             math.inf
         )
-        sights: list[DiscoveredMount] = []
+        found: list[DiscoveredMount] = []
         try:
             broker.ask(self._channel, self._number)
             with trio.fail_after(LOOK_SECONDS):
                 while isinstance(what := await arrivals.receive(), DiscoveredMount):
-                    sights.append(what)
+                    found.append(what)
         except (trio.TooSlowError, OSError):
             self._number += 1
             with suppress(trio.WouldBlock):
                 while isinstance(late := arrivals.receive_nowait(), DiscoveredMount):
-                    sights.append(late)
-            for sight in sights:
-                sight.close()
+                    found.append(late)
+            for mount in found:
+                mount.close()
             raise trio.TooSlowError from None
-        return sights, what.left_off
+        return found, what.left_off
 
-    async def _ask(self, sights: Iterable[DiscoveredMount]) -> list[Seen]:
+    async def _ask(self, found: Iterable[DiscoveredMount]) -> list[Seen]:
         """All mounts there are, with what those said that answered within ASK_SECONDS."""
         table = [mount for mount in read_mountinfo() if mount.fstype == MONARCHFS]
         mounts = []
         with trio.move_on_after(ASK_SECONDS):
             async with trio.open_nursery() as nursery:
-                for sight in sights:
-                    seen = _seen(sight)
-                    if seen is None or not _is_there(sight, seen, table):
-                        sight.close()
+                for mount in found:
+                    seen = _seen(mount)
+                    if seen is None or not _is_there(mount, seen, table):
+                        mount.close()
                         continue
-                    os.close(sight.registration)
+                    os.close(mount.registration)
                     mounts.append(seen)
-                    if sight.connection is not None:
-                        nursery.start_soon(_ask, seen, sight.connection, sight.owner_uid)
+                    if mount.connection is not None:
+                        nursery.start_soon(_ask, seen, mount.connection, mount.owner_uid)
         # A connection may have several mounts: bind mounts.
         return mounts + [
             Seen(f"{one.mountpoint}\0{one.user_id}", one.user_id or 0, one.source, one.mountpoint)
@@ -231,28 +231,28 @@ class NodeExporter:
         ]
 
 
-def _seen(sight: DiscoveredMount) -> Seen | None:
+def _seen(mount: DiscoveredMount) -> Seen | None:
     """The mount of a registration; None if that is none."""
     try:
-        content = os.pread(sight.registration, control.MOST_REQUEST_BYTES, 0)
-        entry = control.decode_registration(content, sight.owner_uid)
+        content = os.pread(mount.registration, control.MOST_REQUEST_BYTES, 0)
+        entry = control.decode_registration(content, mount.owner_uid)
     except (OSError, ValueError):
         return None
     return Seen(
-        sight.stem,
+        mount.stem,
         entry.uid,
         entry.source,
         entry.mountpoint,
         started_ns=entry.started_ns if 0 <= entry.started_ns < 1 << 63 else None,
-        jobs=sight.jobs,
-        owner_uid=sight.owner_uid,
+        jobs=mount.jobs,
+        owner_uid=mount.owner_uid,
         entry=entry,
     )
 
 
-def _is_there(sight: DiscoveredMount, seen: Seen, table: Iterable[Mount]) -> bool:
+def _is_there(mount: DiscoveredMount, seen: Seen, table: Iterable[Mount]) -> bool:
     """Whether it is more than the registration of a dead daemon."""
-    if sight.connection is not None or sight.full:
+    if mount.connection is not None or mount.full:
         return True
     return any(seen.means(mount) for mount in table)
 

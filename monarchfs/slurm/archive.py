@@ -1,6 +1,7 @@
-"""Where the reports of jobs are kept: one JSON object a job and node, and a page beside it.
+"""Where the reports of jobs are kept: for each job and node one JSON object, and a page beside it.
 
-The directory belongs to root, and each report to the job's user: nobody else but root may read it.
+The directory belongs to root, and each report to the job's user: only that user and root may read
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MOST_BYTES = 1 << 20
 
 def keep_report(directory: str, report: Mapping[str, Any], uid: int, timeout: float) -> None:
     """Writes a report, in place of an earlier one of the job on this node. The directory may be on
-    a network file system: raises OperationError after ``timeout`` seconds, or if it fails."""
+    a network file system: raises OperationError after ``timeout`` seconds, or on failure."""
     stem = os.path.join(directory, f"{report['job']}.{report['node']}")
 
     def call() -> Answer:
@@ -40,8 +41,8 @@ def keep_report(directory: str, report: Mapping[str, Any], uid: int, timeout: fl
 
 
 def find_reports(directory: str, job: int) -> list[dict[str, Any]]:
-    """The reports of a job on all nodes that keep theirs here, by node. Raises OperationError if
-    there is none, or if they are somebody else's."""
+    """The reports of a job that all nodes keep here, by node. Raises OperationError if there is
+    none, or if they are somebody else's."""
     name = re.compile(rf"{job}\.[^/]+\.json")
     found, refused = [], ""
     for entry in names_in(directory):

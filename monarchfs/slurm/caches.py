@@ -1,7 +1,7 @@
-"""The caches of shares: who has how much room on this node, and which go when that is too little.
+"""The caches of shares: how much room each has on this node, and which go if that is too little.
 
-A cache is kept when its share is unmounted, for the next job. ``cache.json`` beside its state
-directory is root's and says where it lies; the copies themselves, and the index, are the user's.
+A cache stays when its share is unmounted, for the next job. ``cache.json`` beside its state
+directory is root's and says where it lies; copies and index are the user's.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CacheShare:
-    """One cache by its share's key. ``tiers`` are the site's directories in which it has one of
-    that name; ``granted`` and ``used`` are bytes, by these (used: None where not known)."""
+    """A cache by its share's key. ``tiers`` are the site's directories in which it has one of that
+    name; ``granted`` and ``used`` are bytes in these (used: None if unknown)."""
 
     key: str
     source: str
@@ -65,7 +65,7 @@ class CacheShare:
 
 
 def read_cache(layout: SitePaths, key: str) -> CacheShare | None:
-    """What is recorded of a cache; None if nothing sensible is."""
+    """What is recorded of a cache; None if that makes no sense."""
     record = read_record(os.path.join(layout.cache(key), "cache.json"))
     try:
         if record is None or share_key_of(record) != key:
@@ -96,11 +96,11 @@ def all_caches(layout: SitePaths) -> list[CacheShare]:
 
 
 def open_cache(layout: SitePaths, site: Site, share: Share, source: str, user: User) -> list[str]:
-    """Makes room for a share that is about to be mounted, and notes that it has it; the tiers as
-    for mount, PATH=SIZE. The share's own record must be there already (its lock is held): what is
-    mounted, or about to be, keeps what it was granted.
+    """Makes room for a share that is about to be mounted, and records that; the tiers as for mount,
+    PATH=SIZE. The share's record must exist (its lock is held): mounted shares, and those about to
+    be, keep what they were granted.
 
-    Raises OperationError where what is mounted has used up the budget.
+    Raises OperationError if mounted shares have used up the budget.
     """
     make_directory(layout.cache(share.key), 0o711)
     path = os.path.join(layout.cache(share.key), "cache.json")
@@ -120,7 +120,7 @@ def open_cache(layout: SitePaths, site: Site, share: Share, source: str, user: U
 
 
 def close_cache(layout: SitePaths, key: str, status: Mapping[str, Any] | None) -> None:
-    """Notes what an unmounted share's cache holds, as far as its last status tells."""
+    """Records what an unmounted share's cache holds, by its last status."""
     path = os.path.join(layout.cache(key), "cache.json")
     record = read_record(path)
     if record is None:
@@ -137,8 +137,8 @@ def close_cache(layout: SitePaths, key: str, status: Mapping[str, Any] | None) -
 
 
 def throw_away(layout: SitePaths, cache: CacheShare) -> None:
-    """Takes a cache out of use at once; `empty_trash` removes it. With the share's lock held, and
-    nothing mounted."""
+    """Takes a cache out of use at once; it is removed later (`trash_in`). To be called with the
+    share's lock held, and nothing mounted."""
     for directory in [*cache.tiers, layout.caches]:
         target = os.path.join(directory, f"{_TRASH}{cache.key}-{secrets.token_hex(4)}")
         try:
@@ -177,7 +177,7 @@ def over_budget(
 ) -> list[str]:
     """Which unmounted caches have to go so that ``wanted`` more bytes fit into ``budget`` beside
     the ``held`` ones of mounted caches: the least recently used first. ``resting``: when each was
-    used last, and its bytes. Pure."""
+    last used, and its bytes. Pure."""
     excess = held + wanted + sum(size for _, size in resting.values()) - budget
     chosen = []
     for key, (_, size) in sorted(resting.items(), key=lambda item: item[1]):
@@ -190,7 +190,7 @@ def over_budget(
 
 
 def _grant(layout: SitePaths, site: Site, key: str, tier: TierSpec) -> int:
-    """How much of a tier a share gets; others' unmounted caches make room for that."""
+    """How much of a tier a share gets; unmounted caches of others make room."""
     wanted = size_in_bytes(tier.path, tier.size)
     budget = budget_bytes(site, tier.path)
     if budget is None:
@@ -235,7 +235,7 @@ def _size(size: TierSize) -> str:
 
 
 def remove_empty_cache(layout: SitePaths, key: str) -> None:
-    """Takes back what `open_cache` made for a mount that did not come about, if it held nothing."""
+    """Takes back what `open_cache` made for a mount that failed, if it holds nothing."""
     cache = read_cache(layout, key)
     if cache is None or os.path.lexists(os.path.join(layout.cache(key), "state")):
         return

@@ -1,8 +1,8 @@
 """The daemon of a share: started, asked and ended, each within a deadline.
 
-It is started through the command line, as a site would do it by hand. It is no child of the prolog
-for long, and in no job's control group: a prolog is in slurmd's. Where systemd runs, it gets a
-scope of its own, so that a restart of slurmd.service cannot end it.
+It is started by the command line, as a site would do it by hand. It soon is no child of the prolog,
+and it is in slurmd's control group, not the job's. With systemd it gets a scope of its own, so that
+a restart of slurmd.service does not end it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _SYSTEMD_RUN = "/usr/bin/systemd-run"
 
 
 def command_of_ours(*words: str) -> list[str]:
-    """How a prolog runs a command of this program: nothing of the environment or the working
-    directory has a say in what is run."""
+    """How a prolog runs a command of this program, whatever the environment and the working
+    directory."""
     return [*module_command("monarchfs.cli.main"), *words]
 
 
@@ -54,10 +54,9 @@ def start(
     unit: str,
     deadline: float,
 ) -> None:
-    """Mounts, for ``user``.
-
-    Raises OperationError, with the reason in one line, if that has not come about by ``deadline``
-    (time.monotonic); nothing is mounted then, or soon will not be."""
+    """Mounts, for ``user``. Raises OperationError, with the reason in one line, if that fails or
+    takes longer than ``deadline`` (time.monotonic); nothing is mounted then, or soon will not be.
+    """
     left = deadline - time.monotonic()
     words = ["mount", dataset.path, mountpoint, "--source-fd", str(dataset.descriptor)]
     words += ["--user", user.name, "--state-dir", state_dir]
@@ -75,13 +74,13 @@ def start(
 
 
 def find(mountpoint: str) -> FoundMount | None:
-    """What is known of the mount at ``mountpoint``; touches the mount table and registrations."""
+    """The mount at ``mountpoint``, by the mount table and registrations."""
     return find_one(mountpoint, lambda _owners: [ROOT_RUNTIME_DIR])
 
 
 def find_below(directory: str) -> list[FoundMount]:
-    """All mounts of ours, and registrations of such, below a directory: also one that came about
-    after whoever began it was killed."""
+    """All mounts of ours, and registrations of such, below a directory: also a mount that came
+    about after its prolog was killed."""
     found = find_all(lambda _owners: [ROOT_RUNTIME_DIR])
     return [one for one in found if one.mountpoint.startswith(directory + "/")]
 
@@ -97,14 +96,14 @@ def status_of(found: FoundMount, timeout: float = _STATUS_SECONDS) -> dict[str, 
 
 
 def started_ns(found: FoundMount) -> int | None:
-    """When a mount came about, which tells it from another one in its place; None if that is not
-    known."""
+    """When a mount came about, which distinguishes it from another in its place; None if
+    unknown."""
     return None if found.registered is None else found.registered.entry.started_ns
 
 
 def serves(status: dict[str, Any] | None) -> bool:
-    """Whether a mount with this status is fit for a job. A source that does not answer just now
-    does not spoil it: what is local is served; nor does a worker whose place another one takes."""
+    """Whether a mount with this status is fit for a job: also if its source does not answer just
+    now (local files are served), or its worker is being replaced."""
     return status is not None and status.get("state") in _FIT
 
 
@@ -114,7 +113,7 @@ def end(found: FoundMount, deadline: float) -> bool:
 
 
 def leave_running(words: Sequence[str]) -> None:
-    """Runs a command of ours that outlives this process; what it has to say it logs."""
+    """Runs a command of ours that outlives this process; it logs what it has to say."""
     command = command_of_ours(*words)
     if os.path.isdir(_BOOTED) and os.access(_SYSTEMD_RUN, os.X_OK):
         command = [*_scope(""), *command]
@@ -168,7 +167,7 @@ def _begun(
 
 
 def _give_up(process: subprocess.Popen[bytes]) -> None:
-    """An interrupted ``monarchfs mount`` takes back what it began; it is not waited for long."""
+    """An interrupted ``monarchfs mount`` takes back what it began; waits a moment for that."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(_GIVE_UP_SECONDS)

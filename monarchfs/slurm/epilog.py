@@ -1,4 +1,4 @@
-"""What happens after a job: it leaves its shares, the last one unmounts, a report is written."""
+"""After a job: it leaves its shares, the last job unmounts, a report is written."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ log = logging.getLogger(__name__)
 
 def run_epilog(site: Site, job: Job) -> None:
     """Takes a job out of all its shares and unmounts those that nobody uses any more, within the
-    site's deadline; what cannot be done by then is left to a process of its own. Idempotent.
-    Trouble is logged."""
+    site's deadline; a process of its own does the rest. Idempotent. Errors are logged."""
     deadline = time.monotonic() + site.deadline_seconds - _REPORT_SECONDS - 1.0
     layout = layout_of(site)
     prepare(layout)
@@ -79,9 +78,9 @@ def run_epilog(site: Site, job: Job) -> None:
 
 
 def sweep(site: Site, *, without: int | None = None) -> None:
-    """Unmounts every share that no job has used for the site's linger, and waits for those that
-    still linger; ``without`` is a job that is over, but in some set still. Then removes what was
-    thrown away. Takes as long as that takes; one process does it at a time."""
+    """Unmounts every share that no job has used for the site's linger, waiting for those that still
+    linger; ``without`` is a job that is over, but still in some set. Then removes what was thrown
+    away. Takes as long as that takes; one process does it at a time."""
     layout = layout_of(site)
     prepare(layout)
     if without is not None:
@@ -101,7 +100,7 @@ def sweep(site: Site, *, without: int | None = None) -> None:
 
 def sweep_once(site: Site, layout: SitePaths) -> float | None:
     """Unmounts what has lingered long enough; in how many seconds to look again, None for never.
-    What cannot be unmounted now is left to the next one."""
+    The next sweep tries again what cannot be unmounted now."""
     pauses = []
     for share in every_share(layout):
         with (
@@ -164,15 +163,15 @@ def _trouble_logged(about: str) -> Iterator[None]:
 
 
 def last_status(share: Share) -> Status | None:
-    """What a share's daemon says of itself, if it does."""
+    """The status of a share's daemon, if it answers."""
     mounts = daemon.find_below(share.directory)
     return daemon.status_of(mounts[0]) if mounts else None
 
 
 def end_share(site: Site, share: Share, deadline: float, status: Status | None) -> bool:
-    """Unmounts a share, whoever is still in it, by ``deadline`` (time.monotonic), and keeps or
-    wipes its cache; whether that worked. With its lock held. ``status`` is what its daemon said
-    last, if it said anything."""
+    """Unmounts a share, even if it is in use, by ``deadline`` (time.monotonic), and keeps or wipes
+    its cache; whether that worked. With its lock held. ``status`` is the daemon's last one, if
+    there was one."""
     mounts = daemon.find_below(share.directory)
     for found in mounts:
         now = time.monotonic()

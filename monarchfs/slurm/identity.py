@@ -1,4 +1,4 @@
-"""Who a job's user is, and what the user means by a path; asked in children that may hang."""
+"""Who a job's user is, and what a path is for that user; asked in children that may hang."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def user_of(uid: int, timeout: float) -> User:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """A directory that was looked up once, for good: ``path`` has no symbolic links, and
-    ``descriptor`` stands for what it was then (O_PATH). To be closed."""
+    """A directory, looked up once: ``path`` has no symbolic links, and ``descriptor`` stands for
+    what it was then (O_PATH). To be closed."""
 
     path: str
     descriptor: int
@@ -52,8 +52,8 @@ class Dataset:
 def resolve(path: str, roots: Sequence[str] | None, user: User, timeout: float) -> Dataset:
     """The directory that ``path`` is for ``user``.
 
-    Raises OperationError if it is none, if it lies (links followed) in none of ``roots``, where
-    those are given, or if that is not known within ``timeout`` seconds.
+    Raises OperationError if there is none, if it lies (links followed) in none of ``roots``, where
+    given, or if that takes longer than ``timeout`` seconds.
     """
 
     def call() -> Answer:

@@ -1,4 +1,4 @@
-"""The job that a prolog or epilog is run for, as slurmd describes it in the environment."""
+"""The job of a prolog or epilog, as slurmd describes it in the environment."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """``requests`` are the job's own; ``mistake`` says why what it asked for is not done. ``nodes``
-    is how many it runs on."""
+    """``requests`` are the job's own; ``mistake`` says why its request is refused. ``nodes`` is how
+    many it runs on."""
 
     id: int
     uid: int
@@ -37,8 +37,8 @@ def parse_job_id(text: str) -> int:
 
 
 def job_from(environ: Mapping[str, str]) -> Job:
-    """What slurmd says (prolog and epilog guide of Slurm). A request with a mistake in it is a
-    ``mistake``, not an error: the job runs without. Raises UsageError outside of Slurm."""
+    """What slurmd says (prolog and epilog guide of Slurm). A wrong request is a ``mistake``, not an
+    error: the job runs without. Raises UsageError outside of Slurm."""
     if "SLURM_JOB_ID" not in environ:
         raise UsageError("there is no SLURM_JOB_ID: this is for Slurm's prolog and epilog")
     job = parse_job_id(environ["SLURM_JOB_ID"])
@@ -66,7 +66,7 @@ def job_from(environ: Mapping[str, str]) -> Job:
 
 
 def node_name(environ: Mapping[str, str]) -> str:
-    """This node's name in Slurm, else in the network; safe as a part of a file's name."""
+    """This node's name in Slurm, else in the network; safe as part of a file name."""
     name = environ.get("SLURMD_NODENAME", "")
     if _NODE.fullmatch(name) is None:
         import socket

@@ -1,8 +1,8 @@
-"""What crashed nodes, crashed daemons and deleted users leave behind, and how it goes.
+"""What crashed nodes, crashed daemons and deleted users leave behind, and how it is removed.
 
 Nothing in use is touched: each thing is removed with its lock held, or after its process was found
-dead. Nothing is followed: what a user could have made is reached through directories of root's
-only, and removed by descriptors.
+dead. No link is followed: what a user could have made is reached only through directories of
+root's, and removed by descriptors.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Sweeper:
     # Of any user
 
     def registrations(self, search: Search) -> None:
-        """Registrations whose process is gone, in this mount namespace or one that is gone with it;
-        those of mounts that are still there go with these."""
+        """Registrations whose process is gone, in this mount namespace or one that is gone too;
+        those of mounts that still exist go with these."""
         known = find_mounts(search(_owners()))
         ours = (mount for mount in read_mountinfo() if mount.fstype == MONARCHFS)
         mounted = [registration_of(mount, known) for mount in ours]

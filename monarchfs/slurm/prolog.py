@@ -1,4 +1,4 @@
-"""What happens before a job: its datasets are mounted, or it is told where they are without."""
+"""Before a job: its datasets are mounted, or it is told their paths without a mount."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ class WantedDataset:
 
 def run_prolog(site: Site, job: Job) -> None:
     """Mounts what the job gets, within the site's deadline. What cannot be mounted is logged, and
-    the job gets the source itself. Raises OperationError where not even that can be written down.
-    """
+    the job gets the source itself. Raises OperationError if not even that can be recorded."""
     began = time.time()
     overhead = min(_OVERHEAD_SECONDS, site.deadline_seconds / 5)
     deadline = time.monotonic() + site.deadline_seconds - overhead
@@ -91,12 +90,12 @@ def run_prolog(site: Site, job: Job) -> None:
 
 
 def sweep_words(site: Site) -> list[str]:
-    """The command that does later, and slowly, what no prolog or epilog may wait for."""
+    """The command that does later what no prolog or epilog may wait for."""
     return ["job", "sweep", *([] if site.path is None else ["--config", site.path])]
 
 
 def datasets_of(site: Site, job: Job) -> list[WantedDataset]:
-    """What the job gets, by its own request and by the site's tables: each path once, each with a
+    """What the job gets, by its request and by the site's tables: each path once, each with a
     variable of its own. Pure."""
     own = [(request, False) for request in job.requests]
     given = [(request, True) for request in site.given_to(job)]
@@ -118,7 +117,8 @@ def mount_for(
     site: Site, layout: SitePaths, job: Job, wanted: WantedDataset, user: User, deadline: float
 ) -> str:
     """The directory in which the job finds a dataset, mounted now or by another job. Raises
-    MonarchError or OSError, with the job in no set, by ``deadline`` (time.monotonic) and some."""
+    MonarchError or OSError, with the job in no set, by ``deadline`` (time.monotonic) and a little.
+    """
     with ExitStack() as opened:
         return _mount_for(site, layout, job, wanted, user, deadline, opened)
 
@@ -185,7 +185,7 @@ def _mount_for(
 
 
 def mount_options(site: Site, job: Job, wanted: WantedDataset) -> list[str]:
-    """What follows ``mount -o``, what counts more after what counts less. Pure."""
+    """What follows ``mount -o``, the strongest last. Pure."""
     options = [f"copy_nice={site.nice}"]
     # The prologs of many nodes begin at the same instant; those of a few are no burden.
     jitter = min(_MOST_JITTER_SECONDS, job.nodes * _JITTER_SECONDS_A_NODE)
@@ -198,8 +198,8 @@ def mount_options(site: Site, job: Job, wanted: WantedDataset) -> list[str]:
 
 
 def _known(share: Share, source: str) -> bool:
-    """Whether a dataset is mounted, and its daemon is well. Without the lock: whoever relies on it
-    looks again with it held."""
+    """Whether a dataset is mounted and well. Without the lock: who relies on it looks again with
+    it."""
     if not share.record():
         return False
     found = daemon.find(share.mountpoint(source))

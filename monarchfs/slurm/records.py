@@ -40,7 +40,7 @@ _POLL_SECONDS = 0.03
 
 @dataclass(frozen=True, slots=True)
 class SitePaths:
-    """Where things lie for one site's configuration."""
+    """Where things lie for a site's configuration."""
 
     run_dir: str
     cache_dir: str
@@ -78,8 +78,8 @@ def layout_of(site: Site) -> SitePaths:
 
 
 def prepare(layout: SitePaths) -> None:
-    """Makes the directories, where they are missing, and raises OperationError where somebody else
-    could change them. Others may pass through some of them, but list none."""
+    """Makes the missing directories, and raises OperationError if somebody else could change them.
+    Others may pass through some of them, but list none."""
     for path in (layout.run_dir, layout.shares, layout.environments):
         make_directory(path, 0o711)
     for path in (layout.lock(""), layout.facts(0)):
@@ -89,8 +89,8 @@ def prepare(layout: SitePaths) -> None:
 
 
 def make_directory(path: str, mode: int) -> None:
-    """A directory that only we can change, as all those above it; one of ours that is there already
-    keeps its mode, and missing ones are made. Raises OperationError."""
+    """A directory that only we can change, as all those above it; missing ones are made, an
+    existing one keeps its mode. Raises OperationError."""
     try:
         if os.geteuid() == 0:
             make_directories(path, mode)
@@ -137,7 +137,7 @@ def write_text(path: str, text: str, *, mode: int = 0o600, owner: int | None = N
 
 
 def remove_unfinished(path: str) -> None:
-    """Removes what a process that was killed in `write_text` left of ``path``."""
+    """Removes the unfinished copy of ``path`` that a killed `write_text` left."""
     directory, name = os.path.split(path)
     for found in names_in(directory, hidden=True):
         if found.startswith(f".{name}."):
@@ -145,7 +145,7 @@ def remove_unfinished(path: str) -> None:
 
 
 def read_record(path: str) -> dict[str, Any] | None:
-    """The object that `write_record` wrote; None if there is none, or it is no such object."""
+    """The object that `write_record` wrote; None if there is none, or it is damaged."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
@@ -174,8 +174,8 @@ def remove_directory(path: str) -> None:
 
 
 def names_in(path: str, *, hidden: bool = False) -> list[str]:
-    """The names in a directory, none if there is no such directory; without those that begin with
-    a dot, which are being written, or were left by who was killed then."""
+    """The names in a directory, none if there is no such directory; without those that begin with a
+    dot, which are being written, or were when their process was killed."""
     try:
         return sorted(name for name in os.listdir(path) if hidden or not name.startswith("."))
     except (FileNotFoundError, NotADirectoryError):
@@ -188,9 +188,9 @@ class Busy(OperationError):
 
 @contextmanager
 def locked(path: str, deadline: float) -> Iterator[None]:
-    """Holds the lock ``path`` inside the block. Raises Busy if it cannot be had by ``deadline``
-    (time.monotonic); tries once in any case. The kernel frees it when its holder dies; children
-    that are executed do not keep it."""
+    """Holds the lock ``path`` inside the block. Raises Busy if it is not free by ``deadline``
+    (time.monotonic); tries at least once. The kernel frees it when its holder dies; executed
+    children do not keep it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         while True:

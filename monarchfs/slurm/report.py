@@ -1,7 +1,7 @@
-"""The report of a job: pure, from what a mount said of itself when the job came and when it left.
+"""The report of a job: pure, from the mount's status when the job came and when it left.
 
-A mount counts for all who use it. What a job's report says is what the mount did while the job was
-there; where other jobs were there too, it is theirs as well, and the report says so.
+A mount counts for all its users. A job's report says what the mount did while the job was there; if
+other jobs used it too, the report says so.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def job_report(
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The report for people; paths are to be made printable by who prints it."""
+    """The report for people; the caller makes paths printable."""
     began, ended = report["began_unix_seconds"], report["ended_unix_seconds"]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
     lines = [
@@ -156,8 +156,8 @@ def _shared_lines(others: Sequence[int]) -> list[str]:
 
 
 def _resident_after(before: Status | None, after: Status) -> float | None:
-    """Seconds from when the job came until nothing was left to copy and every known file was
-    local; 0 if that was so before; None if it is not so yet."""
+    """Seconds from when the job came until nothing was left to copy and every known file was local;
+    0 if that was so before; None if it is not so yet."""
     prefetch, files = after.get("prefetch", {}), after.get("files", {})
     done = prefetch.get("idle_since_uptime_seconds")
     if not isinstance(done, (int, float)) or prefetch.get("refused") or prefetch.get("failed"):

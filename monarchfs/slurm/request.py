@@ -32,9 +32,9 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One dataset. ``path`` is absolute, without ``.``, ``..`` or anything that is not printed;
-    ``name`` is for the variable of the job's environment, None for the path's last part;
-    ``options`` are mount options, checked, in the order in which they were written."""
+    """One dataset. ``path`` is absolute, printable, without ``.`` and ``..``; ``name`` is for the
+    variable in the job's environment, None for the path's last part; ``options`` are mount options,
+    checked, in their order."""
 
     path: str
     name: str | None = None
@@ -42,9 +42,7 @@ class Request:
 
 
 def parse_comment(text: str) -> list[Request]:
-    """The requests in a job's comment, in order; none for a comment that holds none.
-
-    Raises UsageError for a request that is not one."""
+    """The requests in a job's comment, in their order. Raises UsageError for a wrong one."""
     requests: list[Request] = []
     at = 0
     while at < len(text):

@@ -1,7 +1,6 @@
 """A share: one dataset mounted for one user with one set of groups, and the jobs that use it.
 
-All of this is called with the share's lock held (`records.locked`), but for `shares_of` and
-`every_share`.
+To be called with the share's lock held (`records.locked`), but for `shares_of` and `every_share`.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _OURS = frozenset({"jobs", "idle", "share.json"})
 
 
 def share_key(source: str, user: User) -> str:
-    """The name of a share. Another set of groups may be allowed to read other files, so it gets a
+    """The name of a share. Other groups may give access to other files, so each set of groups has a
     mount and a cache of its own."""
     groups = ",".join(map(str, sorted({user.gid, *user.groups})))
     return hashlib.sha256(os.fsencode(source) + f"\0{user.uid}\0{groups}".encode()).hexdigest()[:20]
 
 
 def record_of(source: str, user: User) -> dict[str, Any]:
-    """What the records of a share and of its cache say of whose it is."""
+    """Whose it is, for the records of a share and of its cache."""
     groups = list(user.groups)
     return {"source": source, "uid": user.uid, "user": user.name, "gid": user.gid, "groups": groups}
 
@@ -75,7 +74,7 @@ class Share:
         write_record(os.path.join(self.directory, "share.json"), record)
 
     def mountpoint(self, source: str) -> str:
-        """Where ``source`` is mounted: a directory of its name, if that is a plain one."""
+        """Where ``source`` is mounted: a directory of its name, if that is plain."""
         name = os.path.basename(source)
         plain = _FOLDER.fullmatch(name) is not None and name not in _OURS
         return os.path.join(self.directory, name if plain else "data")
@@ -83,8 +82,8 @@ class Share:
     # Coming and going
 
     def enter(self, job: int) -> None:
-        """Puts a job into the set. Before anything is mounted, so that whoever is killed later
-        leaves a set of which the epilog, or ``gc``, takes the job out again."""
+        """Puts a job into the set. Before anything is mounted: if the prolog is killed later, the
+        epilog or ``gc`` takes the job out again."""
         make_directory(self.directory, 0o711)
         make_directory(self._jobs, 0o700)
         others = [other for other in self.jobs() if other != job]
@@ -111,14 +110,14 @@ class Share:
         write_text(os.path.join(self.directory, "idle"), "")
 
     def idle_seconds(self) -> float:
-        """For how long no job has used it; for ever, if nobody noted when that began."""
+        """For how long no job has used it; infinite if that was not recorded."""
         try:
             return max(0.0, time.time() - os.stat(os.path.join(self.directory, "idle")).st_mtime)
         except FileNotFoundError:
             return float("inf")
 
     def clear(self) -> None:
-        """Removes what is left of a share that no job uses and that is not mounted."""
+        """Removes the rest of a share that no job uses and that is not mounted."""
         for name in names_in(self._jobs, hidden=True):
             if name.startswith("."):
                 unlink(os.path.join(self._jobs, name))

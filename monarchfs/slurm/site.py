@@ -1,4 +1,4 @@
-"""What the site lets jobs have, and how: ``/etc/monarchfs-slurm.toml``."""
+"""What the site lets jobs have: ``/etc/monarchfs-slurm.toml``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NOT_THE_SITES = {"user", "tier", "state_dir", "foreground", "log_file", "metric
 
 @dataclass(frozen=True, slots=True)
 class Who:
-    """Which jobs a table is about; an empty set means any."""
+    """The jobs of a table; an empty set means any."""
 
     users: frozenset[str] = frozenset()
     accounts: frozenset[str] = frozenset()
@@ -54,8 +54,7 @@ class Allow:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A dataset that jobs get without asking. ``index`` is a file with its names and attributes,
-    for whoever mounts it."""
+    """A dataset that jobs get without asking. ``index`` is a file with its names and attributes."""
 
     who: Who
     request: Request
@@ -65,9 +64,8 @@ class Given:
 @dataclass(frozen=True, slots=True)
 class Site:
     """The site's configuration. ``tiers`` as for mount: what one dataset of one user may take;
-    ``budget``: what all of them together may, by the tier's path. ``options`` are those of
-    ``mount -o``. ``path`` is the file it was read from, None for the usual one. Times are in
-    seconds."""
+    ``budget``: what all together may, by the tier's path. ``options`` are those of ``mount -o``.
+    ``path`` is the file, None for the usual one. Times are in seconds."""
 
     path: str | None = None
     tiers: tuple[TierSpec, ...] = (TierSpec(ROOT_CACHE_DIR, DEFAULT_TIER_SIZE),)
@@ -97,9 +95,8 @@ class Site:
 
 
 def read_site(path: str | None = None) -> Site:
-    """The site's configuration; its defaults, by which no job may ask for anything, where there is
-    no file. Raises UsageError for what is wrong in it, and where others than root could have
-    written it."""
+    """The site's configuration; without a file the defaults, by which no job may ask for anything.
+    Raises UsageError for mistakes in it, and if others than root could have written it."""
     content = read_trusted(path or SITE_FILE)
     if content is None:
         if path is not None:

@@ -3,7 +3,7 @@ leases.
 
 It lives in a mount namespace of its own, in which the source's own path shows the mount. Its child
 is the usual supervisor. Whoever connects to its socket is sent the namespaces, and holds the mount
-while the connection is open, so every end of a process is noticed. When the last holder is gone,
+while the connection is open, so every end of a process is noticed. When the last lease is gone,
 the daemon unmounts within a few seconds, whatever still uses the mount, and then closes that last
 connection.
 
@@ -40,15 +40,15 @@ from monarchfs.types import OperationError
 log = logging.getLogger(__name__)
 
 SOCKET, KEPT, STARTING = ".run", ".kept", ".starting"
-"""Suffixes of a keeper's files: its socket; what it has locked for its life; what is locked by who
-looks for it, or starts it."""
+"""Suffixes of the daemon's files: its socket; what it locks for its life; what a process locks that
+looks for the daemon, or starts it."""
 
-_FIRST_HOLDER_SECONDS = 10.0
+_FIRST_LEASE_SECONDS = 10.0
 _POLITE_SECONDS = 2.0
 _END_SECONDS = 3.0
 _FORCE_SECONDS = 1.0
 MOST_END_SECONDS = _POLITE_SECONDS + _END_SECONDS + _FORCE_SECONDS + 2.0
-"""How long the end of a private mount takes at most, after its last holder is gone."""
+"""How long the end of a private mount takes at most, after the last lease is gone."""
 
 _PARENT_GRACE_SECONDS = 2.0
 _TICK_SECONDS = 1.0
@@ -73,7 +73,9 @@ class MountRequest:
         return self.stem + SOCKET
 
 
-def keep(wanted: MountRequest, deadline: float, starter: int, report: Report) -> int:
+def run_namespace_daemon(
+    wanted: MountRequest, deadline: float, starter: int, report: Report
+) -> int:
     """The daemon's life: mounts, calls ``report``, and returns 0 when the mount is gone; at once if
     its parent ``starter`` has ended meanwhile.
 
@@ -86,7 +88,7 @@ def keep(wanted: MountRequest, deadline: float, starter: int, report: Report) ->
         os.dup2(null, standard)
     os.close(null)
     with ExitStack() as undo:
-        # An earlier keeper of the same mount may still be unmounting it.
+        # An earlier daemon of the same mount may still be unmounting it.
         lock = NamedLock.take(
             wanted.stem + KEPT, deadline, f"an earlier mount of {wanted.source} does not end"
         )
@@ -94,12 +96,12 @@ def keep(wanted: MountRequest, deadline: float, starter: int, report: Report) ->
         with_users = leave_for_own()
         supervisor = _start_supervisor(wanted, deadline)
         spaces = Spaces.own(with_users=with_users)
-        keeper = _Keeper(wanted, supervisor, spaces)
-        undo.callback(keeper.end)
+        daemon = NamespaceDaemon(wanted, supervisor, spaces)
+        undo.callback(daemon.end)
         if os.getppid() == starter:
-            keeper.listen()
+            daemon.listen()
             report()
-            keeper.run()
+            daemon.run()
     return 0
 
 
@@ -108,7 +110,7 @@ def _start_supervisor(wanted: MountRequest, deadline: float) -> int:
     parent = os.getpid()
 
     def run(report: Report) -> int:
-        # Without its keeper nobody would ever end it.
+        # Without its daemon nobody would ever end it.
         die_with_parent(parent, signal.SIGTERM)
         spec = MountSpec(wanted.settings, wanted.source, wanted.source, wanted.user, wanted.places)
         return mount_and_supervise(spec, report=report)
@@ -131,7 +133,7 @@ def die_with_parent(parent: int, number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
-class _Keeper:
+class NamespaceDaemon:
     """Constant: what is mounted, its supervisor's process, the namespaces, the socket. Changing:
     who holds the mount."""
 
@@ -141,7 +143,7 @@ class _Keeper:
         self._supervisor_ended = False
         self._spaces = spaces
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._holders: list[socket.socket] = []
+        self._leases: list[socket.socket] = []
         self._last: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
         found = self._find()
@@ -157,7 +159,7 @@ class _Keeper:
     def listen(self) -> None:
         path = self._wanted.socket_path
         with suppress(FileNotFoundError):
-            os.unlink(path)  # of a keeper that was killed: we have its lock
+            os.unlink(path)  # of a daemon that was killed: we have its lock
         before = os.umask(0o177)
         try:
             with short_socket_path(path) as short:
@@ -168,13 +170,13 @@ class _Keeper:
         self._listener.setblocking(False)
 
     def run(self) -> None:
-        """Until the last holder is gone, or the mount."""
+        """Until the last lease is gone, or the mount."""
         self._selector.register(self._listener, selectors.EVENT_READ, self._on_connection)
-        first_by = time.monotonic() + _FIRST_HOLDER_SECONDS
+        first_by = time.monotonic() + _FIRST_LEASE_SECONDS
         while self._last is None:
             for key, _ in self._selector.select(_TICK_SECONDS):
                 key.data()
-            if not self._holders and self._last is None and time.monotonic() > first_by:
+            if not self._leases and self._last is None and time.monotonic() > first_by:
                 log.info("nobody wants %s any more", self._wanted.source)
                 return
             if self._has_ended():
@@ -210,16 +212,16 @@ class _Keeper:
             log.debug("somebody left before the welcome: %s", error)
             connection.close()
             return
-        self._holders.append(connection)
+        self._leases.append(connection)
         self._selector.register(
-            connection, selectors.EVENT_READ, partial(self._on_holder, connection)
+            connection, selectors.EVENT_READ, partial(self._on_lease, connection)
         )
 
-    def _on_holder(self, connection: socket.socket) -> None:
-        """Holders say nothing: one that can be read is gone."""
+    def _on_lease(self, connection: socket.socket) -> None:
+        """Nobody says anything here: a connection that can be read is closed."""
         self._selector.unregister(connection)
-        self._holders.remove(connection)
-        if self._holders:
+        self._leases.remove(connection)
+        if self._leases:
             connection.close()
         else:
             self._last = connection  # closed when this process ends, which is what it waits for

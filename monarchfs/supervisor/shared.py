@@ -29,7 +29,7 @@ from monarchfs.supervisor.namespace_daemon import (
     SOCKET,
     STARTING,
     MountRequest,
-    keep,
+    run_namespace_daemon,
     settings_digest,
 )
 from monarchfs.supervisor.registration import open_runtime_dir
@@ -66,7 +66,7 @@ class MountLease:
                 self._connection.shutdown(socket.SHUT_WR)
                 self._connection.recv(1)
             except OSError:
-                return  # it takes longer, or was killed: the keeper's own matter
+                return  # it takes longer, or was killed: the daemon's own matter
 
 
 def stem_of(places: DefaultPlaces, source: str, user: User, environ: Mapping[str, str]) -> str:
@@ -76,7 +76,7 @@ def stem_of(places: DefaultPlaces, source: str, user: User, environ: Mapping[str
     return os.path.join(places.runtime_dir, hashlib.sha256(os.fsencode(name)).hexdigest()[:24])
 
 
-def hold_mount(
+def lease_mount(
     wanted: MountRequest, deadline: float, directories: Callable[[], Iterable[str]]
 ) -> MountLease:
     """Joins the mount that is ``wanted``, or makes it first; blocks until ``deadline``
@@ -92,14 +92,14 @@ def hold_mount(
     try:
         while attempts < _ATTEMPTS:
             stems = _stems(wanted, directories())
-            hold = next((hold for stem in stems if (hold := _connect(wanted, stem))), None)
-            if hold is not None:
-                return hold
+            lease = next((one for stem in stems if (one := _connect(wanted, stem))), None)
+            if lease is not None:
+                return lease
             left = deadline - time.monotonic()
             timeout = left + MOST_END_SECONDS + _PARENT_GRACE_SECONDS
             try:
                 run_in_background(
-                    partial(keep, wanted, deadline, os.getpid()),
+                    partial(run_namespace_daemon, wanted, deadline, os.getpid()),
                     timeout=timeout,
                     overdue=f"the mount of {wanted.source} did not come about within"
                     f" {timeout:.0f} s",

@@ -1,8 +1,8 @@
 """Calls that may never return, made in a child process so that the caller goes on.
 
-A system call on a hung file system sleeps uninterruptibly; neither a signal nor a thread helps the
-process that made it. So a child makes it, and one that does not answer in time is killed and
-never waited for: it goes when the file system lets it.
+A system call on a hung file system sleeps uninterruptibly; neither signals nor threads help. So a
+child makes it. One that does not answer in time is killed and never waited for: it ends when the
+file system lets it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def bounded_talk(
     heard: Callable[[Any], None],
     keep: Sequence[int] = (),
 ) -> Any:
-    """As `bounded_call`, of a call that takes long and says so: ``heard`` gets what it tells.
+    """As `bounded_call`, for a long call that reports its progress: ``heard`` gets that.
 
-    Raises OperationError(``overdue``) where it says nothing for ``silence`` seconds. No descriptors
-    are passed; those to ``keep`` are open there, too.
+    Raises OperationError(``overdue``) if it says nothing for ``silence`` seconds. No descriptors
+    are returned; those in ``keep`` are open there, too.
     """
 
     def told(theirs: socket.socket) -> Answer:
@@ -59,11 +59,11 @@ def bounded_talk(
 def bounded_call(
     call: Callable[[], Answer], *, timeout: float, overdue: str, keep: Sequence[int] = ()
 ) -> Answer:
-    """Runs ``call`` in a child and returns its answer, the descriptors being ours then.
+    """Runs ``call`` in a child and returns its answer; the descriptors are ours then.
 
-    The child holds no descriptor of this process but those in ``keep``; 0 to 2 lead to /dev/null
-    there. A MonarchError of ``call`` is raised here, and OperationError(``overdue``) after
-    ``timeout`` seconds. For processes of one thread, because it forks.
+    The child has no descriptor of this process but those in ``keep``; 0 to 2 are /dev/null. A
+    MonarchError of ``call`` is raised here, and OperationError(``overdue``) after ``timeout``
+    seconds. For processes of one thread, because it forks.
     """
     with _child(lambda _theirs: call(), max(timeout, 0.001), overdue, keep) as ours:
         reply, descriptors, _, _ = socket.recv_fds(ours, _REPLY_BYTES, _MOST_DESCRIPTORS)
@@ -74,8 +74,8 @@ def bounded_call(
 
 
 def answer_within(seconds: float, call: Callable[[], Any], *, otherwise: Any) -> Any:
-    """What ``call`` returns in a child, without descriptors; ``otherwise`` where it fails, or does
-    not answer in time."""
+    """What ``call`` returns in a child, without descriptors; ``otherwise`` if it fails or does not
+    answer in time."""
     try:
         return bounded_call(lambda: (call(), ()), timeout=seconds, overdue="")[0]
     except MonarchError:
@@ -150,7 +150,7 @@ def _answer_and_exit(
 
 
 def _leave_parent_behind(keep: Set[int]) -> None:
-    """A stuck child must hold none of its parent's locks, sockets or output pipes."""
+    """A stuck child must not hold its parent's locks, sockets or output pipes."""
     for wanted in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(wanted, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)

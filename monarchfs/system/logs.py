@@ -1,6 +1,6 @@
-"""What keeps a worker's log short: few lines of a kind, and a file of a bounded size.
+"""Keeps a log short: few lines of a kind, and a file of a bounded size.
 
-What is told of a single file can be told of a million of them, all at once.
+What is logged for one file can be logged for a million of them at once.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class FewOfEach(logging.Filter):
         return count < MOST_LINES
 
     def tell(self, *, all_of_them: bool = False) -> None:
-        """Say how many lines were left out, of the kinds whose interval is over. Costs next to
-        nothing where there are none."""
+        """Log how many lines were left out, of the kinds whose interval is over. Costs next to
+        nothing without any."""
         if not self._kinds:
             return
         until = self._clock() - (0.0 if all_of_them else INTERVAL_SECONDS)
@@ -70,7 +70,7 @@ class FewOfEach(logging.Filter):
 
 
 def keep_small(descriptor: int, suspend: Callable[[], None]) -> None:
-    """Has a log that has become too large put aside; emptied, if that raises OSError."""
+    """Renames a log that is too large (``suspend``); empties it if that raises OSError."""
     st = os.fstat(descriptor)
     if st.st_size <= MOST_BYTES or not stat.S_ISREG(st.st_mode):
         return
@@ -81,8 +81,8 @@ def keep_small(descriptor: int, suspend: Callable[[], None]) -> None:
 
 
 def suspend(name: str, directory: int, descriptor: int) -> None:
-    """Renames the log ``name``, which ``descriptor`` is open on, to ``name``.1. One that somebody
-    else put aside meanwhile stays as it is. Raises OSError."""
+    """Renames the log ``name``, on which ``descriptor`` is open, to ``name``.1, unless somebody
+    else did so meanwhile. Raises OSError."""
     with suppress(FileNotFoundError):
         there = os.stat(name, dir_fd=directory, follow_symlinks=False)
         if os.path.samestat(os.fstat(descriptor), there):
@@ -99,8 +99,8 @@ class BoundedLog(ToStream):
         stream: TextIO | None = None,
         as_owner: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """``stream`` writes it, by default standard error. The directory is its owner's: what is
-        done in it is done inside ``as_owner()``, which may be this process without any change."""
+        """``stream`` writes the log, by default standard error. The directory is changed inside
+        ``as_owner()`` only, as its owner."""
         super().__init__(sys.stderr if stream is None else stream)
         self._directory = directory
         self._name = name

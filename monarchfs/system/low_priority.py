@@ -1,8 +1,7 @@
-"""Threads for work that nobody waits for, at a low priority of CPU and I/O.
+"""Threads for background work, at a low priority of CPU and I/O.
 
-On Linux each thread has priorities of its own (setpriority(2), "C library/kernel differences";
-ioprio_set(2)). Raising one again needs a privilege that a worker does not have: so these threads do
-nothing else, ever.
+On Linux each thread has its own priorities (setpriority(2), "C library/kernel differences";
+ioprio_set(2)). A worker lacks the privilege to raise them again, so these threads do nothing else.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ _LOWEST_OF_BEST_EFFORT = 2 << 13 | 7
 
 
 class LowPriorityThreads:
-    """For one trio run. Constant: ``nice``. Changing: the threads, which end when they have had
-    nothing to do for a while, and how many of them wait for work that nobody has promised them."""
+    """For one trio run. Constant: ``nice``. Changing: the threads, which end when they have been
+    idle for a while, and how many are idle without a promised job."""
 
     def __init__(self, nice: int) -> None:
         """``nice`` as of nice(1), above 0; with it goes the lowest I/O priority of the best-effort
@@ -59,8 +58,8 @@ class LowPriorityThreads:
         abandon_on_cancel: bool = False,
         limiter: trio.CapacityLimiter | None = None,
     ) -> T:
-        """As ``threads.run_sync``: the limiter's token is held until ``sync_fn`` returns,
-        also where nobody waits for it any more. A task ``at_normal_priority`` gets just that."""
+        """As ``threads.run_sync``: the limiter's token is held until ``sync_fn`` returns, even if
+        nobody waits any more. In a task ``at_normal_priority`` it is just that."""
         if at_normal_priority.get():
             return await run_sync(
                 sync_fn, *args, abandon_on_cancel=abandon_on_cancel, limiter=limiter
@@ -145,7 +144,7 @@ class LowPriorityThreads:
 
 
 def lower_this_thread(nice: int) -> None:
-    """Never raises a priority, and fails with a line in the log only."""
+    """Never raises a priority. If it fails, it only logs a line."""
     try:
         # 0 is the calling thread.
         os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
@@ -159,5 +158,5 @@ def lower_this_thread(nice: int) -> None:
 
 
 def run_sync_at(nice: int) -> RunSync:
-    """What runs functions that nobody waits for: at a low priority, or (0) as any other."""
+    """What runs background functions: at a low priority, or (0) as any other."""
     return LowPriorityThreads(nice).run_sync if nice else run_sync

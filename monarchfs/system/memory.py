@@ -1,14 +1,14 @@
-"""How much more memory this process may use, for tiers that lie in memory.
+"""How much more memory this process may use, for tiers in memory.
 
-What a process writes to a tmpfs is charged to its control group (cgroup), as its own memory is, and
-none of it can be reclaimed. So the room is the least of what the machine has available and, for the
-process's group and each one above it, what is left below its limit, where clean or dirty pages of
-files do not count as used: the kernel takes those back. Pages of a tmpfs are not among them: they
-are on the anonymous lists (memory.stat in Documentation/admin-guide/cgroup-v2.rst).
+Writes to a tmpfs are charged to the process's control group (cgroup), as its own memory is, and
+cannot be reclaimed. So the room is the least of what the machine has and what each group, from the
+process's own upwards, has below its limit. Clean or dirty pages of files do not count as used,
+because the kernel takes those back; pages of a tmpfs are not among them, as they are on the
+anonymous lists (memory.stat in Documentation/admin-guide/cgroup-v2.rst).
 
-Both versions of cgroups are looked at, since a hybrid machine has its memory controller in one of
-them only. Where they are mounted is asked once; the process's group each time, since a batch system
-may move it. A container sees its own group as the root of the mount, and nothing above.
+Both versions of cgroups are read, since a hybrid machine has its memory controller in only one.
+Where they are mounted is read once; the process's group each time, since a batch system may move
+it. A container sees its own group as the root of the mount, and nothing above.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _ESCAPE = re.compile(rb"\\([0-7]{3})")
 
 
 class MemoryHeadroom(NamedTuple):
-    """``available_bytes`` may be used still, of ``limit_bytes``; ``limited_by`` says by whom: the
-    machine, or the path of a control group."""
+    """``available_bytes`` of ``limit_bytes`` are left; ``limited_by`` is "machine" or the path of a
+    control group."""
 
     available_bytes: int
     limit_bytes: int
@@ -47,9 +47,9 @@ class Hierarchy(NamedTuple):
 
 
 class MemoryFiles(NamedTuple):
-    """What a version's files are called, and which lines of memory.stat can be reclaimed.
+    """The names of a version's files, and the lines of memory.stat that can be reclaimed.
 
-    The lines of all groups below: the plain ones in version 2, those of total_ in version 1.
+    For all groups below: the plain lines in version 2, those of total_ in version 1.
     """
 
     limit: bytes
@@ -86,10 +86,8 @@ class MemoryProbe:
         self._hierarchies = parse_mountinfo(self._read(b"/proc/self/mountinfo"))
 
     def read(self) -> MemoryHeadroom:
-        """The room now. Does not block but for the kernel's accounts; never raises.
-
-        What cannot be read limits nothing. The least room wins, the machine's among equals.
-        """
+        """The room now. Blocks for nothing but the kernel's accounts; never raises. What cannot be
+        read limits nothing. The least room wins, the machine's among equals."""
         found = [self._of_machine()]
         groups = parse_groups(self._read(b"/proc/self/cgroup"))
         for version, group in groups.items():
@@ -168,7 +166,7 @@ def parse_groups(text: bytes) -> dict[int, bytes]:
 
 def hierarchy_of(found: list[Hierarchy], version: int, group: bytes) -> Hierarchy | None:
     """The mount that shows most of the groups above ``group``; any if none shows the group itself:
-    its root is then the nearest that can be seen."""
+    then its root is the nearest visible one."""
     fitting = [each for each in found if each.version == version]
     showing = [each for each in fitting if _below(group, each.root) is not None]
     return min(showing or fitting, key=lambda each: len(each.root), default=None)
@@ -200,10 +198,8 @@ def parse_stat(text: bytes, wanted: frozenset[bytes]) -> int:
 
 
 def _below(group: bytes, root: bytes) -> bytes | None:
-    """``group`` relative to ``root``: empty or with a slash first; None if it is not below.
-
-    A group outside of the process's cgroup namespace shows as ``/../..``: not below anything.
-    """
+    """``group`` relative to ``root``: empty or with a slash first; None if it is not below, as a
+    group outside of the process's cgroup namespace, which shows as ``/../..``."""
     top = root.rstrip(b"/")
     if not (group + b"/").startswith(top + b"/"):
         return None

@@ -1,4 +1,4 @@
-"""What a process that serves a hostile world should not be able to do."""
+"""Privileges that a process with hostile input should not have."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ CAPABILITY_VERSION_3 = 0x20080522
 
 
 def drop_capabilities() -> None:
-    """Keep no privilege that reading does not need, for this process and all it starts.
+    """Keep no privilege but for reading, for this process and all it starts.
 
-    A worker of an ordinary user has none anyway. One that runs as root keeps CAP_DAC_READ_SEARCH
-    (capabilities(7)): it mirrors files of any owner. Raises OSError.
+    An ordinary user's worker has none anyway. One that runs as root keeps CAP_DAC_READ_SEARCH
+    (capabilities(7)), because it mirrors files of any owner. Raises OSError.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
@@ -33,19 +33,17 @@ def drop_capabilities() -> None:
 
 
 def close_to_others() -> None:
-    """Keep other processes of this user from looking into this one, or taking its descriptors
-    (ptrace(2), pidfd_getfd(2), /proc/PID/fd), and from having it dump core; root may go on. What it
-    starts is closed as well until execve(2). Raises OSError."""
+    """Keep other processes of this user from inspecting this one or taking its descriptors
+    (ptrace(2), pidfd_getfd(2), /proc/PID/fd), and prevent core dumps; root still can. Holds for
+    children until execve(2). Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
 
 
 def raise_descriptor_limit() -> None:
-    """As many open files as this process may have: each open file of the mount needs one or two.
-
-    The soft limit is low for the sake of programs that use select(2) (getrlimit(2)).
-    """
+    """As many open files as allowed: each open file of the mount needs one or two. (The soft limit
+    is low for programs that use select(2): getrlimit(2).)"""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

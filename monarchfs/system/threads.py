@@ -1,8 +1,7 @@
-"""Calls that block, in threads: ``run_sync`` is trio's, for a process that may get no more threads.
+"""Blocking calls in threads: ``run_sync`` is trio's, for a process that may get no more threads.
 
-Where a limit of processes is reached (pthread_create(3), EAGAIN), trio's fails. Somebody waits for
-an answer that the source could well give: so the call waits in a queue until a thread of an earlier
-call is free, or another one can be started.
+At a limit of processes (pthread_create(3), EAGAIN) trio's fails, though the source could answer. So
+the call waits until a thread of an earlier call is free, or another one can be started.
 """
 
 from __future__ import annotations

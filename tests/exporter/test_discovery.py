@@ -18,7 +18,7 @@ import pytest
 
 from monarchfs.control import Registration
 from monarchfs.exporter import discovery, jobs
-from monarchfs.exporter.discovery import MOST_OF_A_USER, Look, Roots
+from monarchfs.exporter.discovery import MOST_OF_A_USER, Discovery, Roots
 from tests.support.mounting import REPOSITORY, Bench, requires_fuse, requires_root
 
 pytestmark = requires_root
@@ -79,13 +79,13 @@ class Node:
 
     def look(self) -> tuple[dict[str, bool], int]:
         """By stem whether somebody listens, and how many were left off."""
-        now = Look(self.roots)
+        now = Discovery(self.roots)
         found = {}
-        for sight in now.sights():
-            assert sight.stem not in found
-            assert json.loads(os.pread(sight.registration, 1 << 16, 0))["source"] == "/lustre"
-            found[sight.stem] = sight.connection is not None
-            sight.close()
+        for mount in now.mounts():
+            assert mount.stem not in found
+            assert json.loads(os.pread(mount.registration, 1 << 16, 0))["source"] == "/lustre"
+            found[mount.stem] = mount.connection is not None
+            mount.close()
         return found, now.left_off
 
 
@@ -113,10 +113,10 @@ def test_what_is_passed_on_can_only_listen(node: Node) -> None:
     """Else a reader that was taken over could have root unmount what it likes."""
     stem = node.register(node.directory("tmp", USER), USER)
     (listener,) = node.listeners
-    (sight,) = Look(node.roots).sights()
-    assert (sight.stem, sight.full) == (stem, False)
-    assert sight.connection is not None
-    with socket.socket(fileno=os.dup(sight.connection)) as passed:
+    (mount,) = Discovery(node.roots).mounts()
+    assert (mount.stem, mount.full) == (stem, False)
+    assert mount.connection is not None
+    with socket.socket(fileno=os.dup(mount.connection)) as passed:
         with pytest.raises(BrokenPipeError):
             passed.send(b'{"command": "umount"}\n')
         asked, _ = listener.accept()
@@ -125,12 +125,12 @@ def test_what_is_passed_on_can_only_listen(node: Node) -> None:
             assert asked.recv(4096) == b""
             asked.sendall(b"answer")
             assert passed.recv(10) == b"answer"
-    sight.close()
+    mount.close()
 
 
 def test_no_directories_are_no_mounts(tmp_path: Path) -> None:
     roots = Roots(f"{tmp_path}/a", f"{tmp_path}/b", f"{tmp_path}/c")
-    assert list(Look(roots).sights()) == []
+    assert list(Discovery(roots).mounts()) == []
 
 
 def test_an_ordinary_user_looks_into_two_directories(node: Node) -> None:
@@ -231,9 +231,9 @@ def test_a_queue_that_is_full_is_not_the_same_as_nobody(node: Node) -> None:
                 client.connect(f"{stem}.sock")
             except BlockingIOError:
                 break
-        (sight,) = Look(node.roots).sights()
-        assert (sight.connection, sight.full) == (None, True)
-        sight.close()
+        (mount,) = Discovery(node.roots).mounts()
+        assert (mount.connection, mount.full) == (None, True)
+        mount.close()
     finally:
         for client in waiting:
             client.close()
@@ -258,9 +258,9 @@ def test_more_mounts_than_one_may_have_are_left_off(
 
 LOOK = """
 import os, sys
-from monarchfs.exporter.discovery import MOST_OF_A_USER, Look, Roots
-for sight in Look(Roots(*sys.argv[1:4])).sights():
-    print(sight.stem, sight.connection is not None)
+from monarchfs.exporter.discovery import MOST_OF_A_USER, Discovery, Roots
+for mount in Discovery(Roots(*sys.argv[1:4])).mounts():
+    print(mount.stem, mount.connection is not None)
 """
 
 
@@ -316,9 +316,9 @@ def test_jobs_beside_a_mount_point_of_roots_are_found(node: Node) -> None:
 
     def told() -> list[tuple[str, ...]]:
         found = []
-        for sight in Look(node.roots).sights():
-            found.append(sight.jobs)
-            sight.close()
+        for mount in Discovery(node.roots).mounts():
+            found.append(mount.jobs)
+            mount.close()
         return sorted(found)
 
     assert told() == [(), ("17", "18_4")]
@@ -335,9 +335,9 @@ def test_jobs_of_a_users_registration_are_not_looked_for(node: Node) -> None:
     (node.path / "run" / "x" / "jobs").mkdir(parents=True)
     (node.path / "run" / "x" / "jobs" / "1").touch()
     node.register(node.directory("tmp", USER), USER, mountpoint=f"{node.path}/run/x/data")
-    (sight,) = Look(node.roots).sights()
-    assert sight.jobs == ()
-    sight.close()
+    (mount,) = Discovery(node.roots).mounts()
+    assert mount.jobs == ()
+    mount.close()
 
 
 @pytest.mark.parametrize(
