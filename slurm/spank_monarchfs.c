@@ -1,8 +1,8 @@
 /* sbatch, srun and salloc --monarchfs=PATH[:OPTION=VALUE]...[,PATH...]: asks for datasets.
  *
- * The request is handed to the prolog as SPANK_MONARCHFS, by way of the job control environment
- * (spank(7)); `monarchfs job prolog` parses it, strictly. Here, as the user, only what could not be
- * carried over is refused. Nothing runs in slurmd or slurmstepd.
+ * The prolog gets the request as SPANK_MONARCHFS from the job control environment (spank(7)), and
+ * `monarchfs job prolog` parses it strictly. This plugin, which runs as the user, only refuses what
+ * cannot be passed on. Nothing runs in slurmd or slurmstepd.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -66,7 +66,7 @@ int slurm_spank_init(spank_t spank, int argc, char *argv[])
 	return spank_option_register(spank, &option);
 }
 
-/* After all options: the last one given counts, and one that was taken back leaves nothing. */
+/* After all options: the last one counts, and one that was withdrawn leaves nothing. */
 int slurm_spank_init_post_opt(spank_t spank, int argc, char *argv[])
 {
 	(void)argc;
