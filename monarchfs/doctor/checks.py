@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -42,10 +42,6 @@ class Check:
         return cls(
             fields["name"], Severity(fields["state"]), fields["detail"], fields["remedy"], numbers
         )
-
-
-def can_mount(checks: Iterable[Check]) -> bool:
-    return all(check.state is not Severity.PROBLEM for check in checks)
 
 
 def from_error(name: str, error: Exception, state: Severity = Severity.PROBLEM) -> Check:

@@ -12,7 +12,7 @@ from typing import Any
 from monarchfs.config import Config
 from monarchfs.config.places import DefaultPlaces, Search
 from monarchfs.doctor import leftovers, source, speed, storage, system
-from monarchfs.doctor.checks import Check, Severity, can_mount
+from monarchfs.doctor.checks import Check, Severity
 from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.storage import nearest
@@ -157,9 +157,10 @@ def _measured(call: Callable[[], Answer], timeout: float) -> dict[str, Any]:
 
 def summary(checks: Sequence[Check]) -> dict[str, Any]:
     """What ``--json`` prints."""
+    problems = sum(check.state is Severity.PROBLEM for check in checks)
     return {
-        "can_mount": can_mount(checks),
+        "can_mount": not problems,
         "warnings": sum(check.state is Severity.WARNING for check in checks),
-        "problems": sum(check.state is Severity.PROBLEM for check in checks),
+        "problems": problems,
         "checks": [check.to_json() for check in checks],
     }

@@ -64,11 +64,6 @@ def remove_tree(path: str) -> None:
         raise OperationError(f"cannot remove all of {path}: {errors[0]}")
 
 
-def tree_bytes(path: str, seconds: float = _MEASURE_SECONDS) -> int:
-    """`tree_size` in bytes alone."""
-    return tree_size(path, seconds).bytes
-
-
 def tree_size(path: str, seconds: float = _MEASURE_SECONDS) -> Size:
     """The blocks and number of all files below, or of those found in ``seconds``."""
     size = Size()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 
 class MetricType(Enum):
@@ -29,23 +30,15 @@ class Family:
 FAMILIES: list[Family] = []
 
 
-def _add(kind: MetricType, name: str, meaning: str, labels: tuple[str, ...]) -> Family:
+def _add(kind: MetricType, name: str, meaning: str, *labels: str) -> Family:
     family = Family(f"monarchfs_{name}", kind, meaning, labels)
     FAMILIES.append(family)
     return family
 
 
-def _counter(name: str, meaning: str, *labels: str) -> Family:
-    return _add(MetricType.COUNTER, name, meaning, labels)
-
-
-def _gauge(name: str, meaning: str, *labels: str) -> Family:
-    return _add(MetricType.GAUGE, name, meaning, labels)
-
-
-def _histogram(name: str, meaning: str, *labels: str) -> Family:
-    return _add(MetricType.HISTOGRAM, name, meaning, labels)
-
+_counter = partial(_add, MetricType.COUNTER)
+_gauge = partial(_add, MetricType.GAUGE)
+_histogram = partial(_add, MetricType.HISTOGRAM)
 
 BUILD_INFO = _gauge("build_info", "Always 1; the labels show the versions", "version", "python")
 MOUNT_INFO = _gauge(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monarchfs.config.model import TierSpec, User
-from monarchfs.inventory.trees import in_use, tree_bytes
+from monarchfs.inventory.trees import in_use, tree_size
 from monarchfs.slurm.records import (
     Busy,
     SitePaths,
@@ -61,7 +61,8 @@ class CacheShare:
     def bytes_in(self, tier: str) -> int:
         if tier not in self.granted:
             return 0
-        return tree_bytes(os.path.join(tier, self.key)) if self.used is None else self.used[tier]
+        path = os.path.join(tier, self.key)
+        return tree_size(path).bytes if self.used is None else self.used[tier]
 
 
 def read_cache(layout: SitePaths, key: str) -> CacheShare | None:

@@ -20,7 +20,7 @@ from monarchfs.config.places import ROOT_RUNTIME_DIR
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.slurm.identity import Dataset
 from monarchfs.supervisor.launch import module_command
-from monarchfs.supervisor.recover import FoundMount, find_all, find_one, unmount_found
+from monarchfs.supervisor.recover import FoundMount, find_all, find_one
 from monarchfs.types import OperationError
 
 _STATUS_SECONDS = 3.0
@@ -105,11 +105,6 @@ def serves(status: dict[str, Any] | None) -> bool:
     """Whether a mount with this status is fit for a job: also if its source does not answer just
     now (local files are served), or its worker is being replaced."""
     return status is not None and status.get("state") in _FIT
-
-
-def end(found: FoundMount, deadline: float) -> bool:
-    """Unmounts by ``deadline`` (time.monotonic), whoever uses it; whether it is gone."""
-    return unmount_found(found, deadline)
 
 
 def leave_running(words: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ from monarchfs.slurm.records import (
 from monarchfs.slurm.report import Status, dataset_report, job_report, unmounted_report
 from monarchfs.slurm.shares import Share, every_share, shares_of
 from monarchfs.slurm.site import Site
+from monarchfs.supervisor.recover import unmount_found
 from monarchfs.types import MonarchError
 
 _LEAST_SECONDS = 2.0
@@ -176,7 +177,7 @@ def end_share(site: Site, share: Share, deadline: float, status: Status | None) 
     for found in mounts:
         now = time.monotonic()
         until = max(now + _LEAST_SECONDS, min(deadline, now + _UMOUNT_SECONDS))
-        if not daemon.end(found, until):
+        if not unmount_found(found, until):
             log.error("%s cannot be unmounted", found.mountpoint)
             return False
         log.info("unmounted %s (%s)", found.source, share.key)

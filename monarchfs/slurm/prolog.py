@@ -19,7 +19,7 @@ from monarchfs.slurm.records import SitePaths, layout_of, locked, prepare, write
 from monarchfs.slurm.request import Request
 from monarchfs.slurm.shares import Share, record_of, share_key
 from monarchfs.slurm.site import Site, is_below
-from monarchfs.supervisor.recover import remove_by_force
+from monarchfs.supervisor.recover import remove_by_force, unmount_found
 from monarchfs.types import MonarchError, OperationError
 
 ROOT_VARIABLE = "MONARCHFS_ROOT"
@@ -225,8 +225,8 @@ def _mount(
             # It may come back for those who use it; this job is better off without.
             raise OperationError(f"the mount of {source} does not answer")
         until = min(deadline, time.monotonic() + _CLEAR_SECONDS)
-        gone = daemon.end(found, until) if found.supervisor_alive else remove_by_force(found, until)
-        if not gone:
+        remove = unmount_found if found.supervisor_alive else remove_by_force
+        if not remove(found, until):
             raise OperationError(f"an earlier mount of {source} cannot be removed")
     os.makedirs(mountpoint, mode=0o755, exist_ok=True)
     share.write({**record_of(source, user), "mountpoint": mountpoint})
@@ -245,7 +245,7 @@ def _mount(
         )
     except BaseException:
         found = daemon.find(mountpoint)
-        if found is None or daemon.end(found, time.monotonic() + _UMOUNT_SECONDS):
+        if found is None or unmount_found(found, time.monotonic() + _UMOUNT_SECONDS):
             os.unlink(os.path.join(share.directory, "share.json"))
             caches.remove_empty_cache(share.layout, share.key)
         raise

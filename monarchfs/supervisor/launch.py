@@ -52,11 +52,6 @@ class Descriptors:
     metrics: int | None = None
 
 
-def default_worker_command() -> tuple[str, ...]:
-    """How the worker is started."""
-    return module_command("monarchfs.worker")
-
-
 def module_command(module: str) -> tuple[str, ...]:
     """How a module of ours is run: isolated from the user's environment and directory. A package
     that was installed with ``pip --user`` is only found without isolation; the working directory is

@@ -28,7 +28,7 @@ from monarchfs.fuse.unmount import unmount_bounded, waiting_requests
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.daemon import ending_signals
 from monarchfs.supervisor.first_worker import Crashed, read_init_request, serving_worker
-from monarchfs.supervisor.launch import Descriptors, WorkerLauncher, default_worker_command
+from monarchfs.supervisor.launch import Descriptors, WorkerLauncher, module_command
 from monarchfs.supervisor.logs import log_as_daemon, log_to_stderr
 from monarchfs.supervisor.output import WorkerOutput
 from monarchfs.supervisor.port import listen_locally, stop_listening
@@ -65,7 +65,9 @@ def mount_and_supervise(
     log_to_stderr(spec.settings.log_level)
     with ExitStack() as undo:
         with _interruptible():
-            supervisor = _start(spec, worker_command or default_worker_command(), deadline, undo)
+            supervisor = _start(
+                spec, worker_command or module_command("monarchfs.worker"), deadline, undo
+            )
             supervisor.catch_signals()
             report()
         # From here on the supervisor itself puts things back, and what it keeps (the state

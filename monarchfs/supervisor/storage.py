@@ -47,6 +47,9 @@ class StorageDirectory:
     path: str
     own: str | None
 
+    def refusal(self, reason: str) -> UsageError:
+        return UsageError(f"{self.what}{reason}: name another {self.option}")
+
 
 def check_storage(
     config: Config, source: OpenedSource, mountpoint: Mountpoint, cache_dir: str, timeout: float
@@ -181,17 +184,18 @@ def open_users_file(state_dir: int, name: str, flags: int, user: User) -> int:
 
 def _check_exists(directory: StorageDirectory, cache_dir: str) -> str:
     """The directory, or the one above in which it can be made."""
-    what, option, path = directory.what, directory.option, directory.path
+    path = directory.path
     existing = nearest(path)
     if not os.path.isdir(existing):
-        raise UsageError(f"{what}: {existing} is not a directory: name another {option}")
+        raise directory.refusal(f": {existing} is not a directory")
     parent = os.path.dirname(path)
     in_default = path == cache_dir or path.startswith(cache_dir + "/")
     if existing not in (path, parent) and not in_default:
+        what, option = directory.what, directory.option
         raise UsageError(f"{what}: {parent} does not exist: create it, or name another {option}")
     owner = os.stat(existing).st_uid
     if existing == cache_dir and owner not in (0, os.geteuid()):
-        raise UsageError(f"{what} belongs to {user_name(owner)}: name another {option}")
+        raise directory.refusal(f" belongs to {user_name(owner)}")
     return existing
 
 
@@ -202,15 +206,13 @@ def _check_apart(
     try:
         descriptor = os.open(existing, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise UsageError(f"{what}: {error.strerror}: name another {option}") from None
+        raise directory.refusal(f": {error.strerror}") from None
     above = lineage(descriptor)
     os.close(descriptor)
     if source.identity in above:
-        raise UsageError(f"{what} lies inside the source {source.path}: name another {option}")
+        raise directory.refusal(f" lies inside the source {source.path}")
     if mountpoint.identity in above:
-        raise UsageError(
-            f"{what} lies inside the mount point {mountpoint.path}: name another {option}"
-        )
+        raise directory.refusal(f" lies inside the mount point {mountpoint.path}")
     holds_source = existing == directory.path and above[0] in source.lineage
     if option == "--tier" and holds_source:
         raise UsageError(
@@ -235,9 +237,7 @@ def _check_own(directory: StorageDirectory, user: User) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise UsageError(
-            f"{directory.what}: {error.strerror}: name another {directory.option}"
-        ) from None
+        raise directory.refusal(f": {error.strerror}") from None
     if directory.own == directory.path:
         refuse_foreign(st, directory.path, directory.option, user)
 
@@ -254,9 +254,7 @@ def _check_writable(directory: StorageDirectory, user: User) -> None:
                 pass
         except Untrusted as error:
             if user.uid == 0:
-                raise UsageError(
-                    f"{directory.what}: {error.strerror}: name another {directory.option}"
-                ) from None
+                raise directory.refusal(f": {error.strerror}") from None
             who = acting_as(user)
     with who:
         writable = os.access(existing, os.W_OK | os.X_OK, effective_ids=True)

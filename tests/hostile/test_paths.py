@@ -19,7 +19,7 @@ import pytest
 
 from monarchfs.config import Config
 from monarchfs.config.model import TierSpec, User
-from monarchfs.inventory.trees import tree_bytes
+from monarchfs.inventory.trees import tree_size
 from monarchfs.supervisor import logs, storage
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.tieropening import open_tiers
@@ -210,7 +210,7 @@ def test_the_size_of_a_users_tree_is_nothing_elses(ground: Ground) -> None:
         sizes: list[int] = []
         calls = at_each_call(
             ground.bait,
-            lambda: sizes.append(tree_bytes(str(ground.users))),
+            lambda: sizes.append(tree_size(str(ground.users)).bytes),
             lambda: None,
         )
     finally:
