@@ -308,14 +308,14 @@ class Cache(Groups):
         rooms = []
         for tier in self.tiers.values():
             _used, capacity = self._usage(tier)
-            room = self.placement.room(tier.id)
+            room = self.placement.ledger(tier.id).room
             reason = self._tiers.out_of_service(tier.id)
             rooms.append(TierRoom(tier.path, capacity, room, reason))
         return reservation(size), rooms
 
     def _usage(self, tier: Tier) -> tuple[int, int]:
         """Bytes used and capacity: the lists of segments are not placement's."""
-        used, capacity = self.placement.usage(tier.id)
+        used, capacity = self.placement.ledger(tier.id).usage
         lists = tier.segments.lists.bytes
         return used + lists, capacity + lists
 

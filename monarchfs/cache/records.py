@@ -151,7 +151,7 @@ class Records:
         self._durability = Durability(index, self._tiers)
         self._segments = SegmentRecords(
             *(index, self._tiers, self.readers, self._in_thread),
-            capacity=lambda tier_id: self.placement.usage(tier_id)[1],
+            capacity=lambda tier_id: self.placement.ledger(tier_id).usage[1],
             most_bytes=shared_bytes,
         )
         self._removals = Removals(

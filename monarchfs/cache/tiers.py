@@ -102,7 +102,7 @@ class Tiers:
             # What is free is free for this tier too, but for what shall stay free for others.
             headroom = self._headroom()
             spare = headroom.available_bytes - headroom.limit_bytes * self._reserve_percent / 100
-            allowed = max(0, int(self._placement.usage(tier.id)[0] + written + spare))
+            allowed = max(0, int(self._placement.ledger(tier.id).usage[0] + written + spare))
             pressed = allowed < capacity
             capacity = min(capacity, allowed)
         self._handle(TierSeen(tier.id, capacity, space, written, demote=pressed))

@@ -31,18 +31,6 @@ class Room(NamedTuple):
     for_others: bool
 
 
-class Accounts(NamedTuple):
-    """What is known of a tier's room. The replicas occupy ``used_bytes`` (not counting what is
-    leaving); the capacity is 0 until the tier was seen."""
-
-    capacity_bytes: int
-    used_bytes: int
-    leaving_bytes: int
-    reserved_bytes: int
-    files: int
-    leaving_files: int
-
-
 @dataclass(slots=True)
 class Ledger:
     """One tier's accounts.
@@ -90,15 +78,10 @@ class Ledger:
             self.free_inodes = 1 << 62
 
     @property
-    def accounts(self) -> Accounts:
-        return Accounts(
-            self.capacity_bytes,
-            self.used_bytes,
-            self.leaving_bytes,
-            self.reserved_bytes,
-            self.files,
-            self.leaving_files,
-        )
+    def usage(self) -> tuple[int, int]:
+        """The bytes that the replicas occupy, with those that are being removed, and the capacity
+        (0 until the tier was seen)."""
+        return self.used_bytes + self.leaving_bytes, self.capacity_bytes
 
     def room_bytes(self) -> int:
         """How much more may be reserved; negative where a promise cannot be kept as things are."""
@@ -136,8 +119,13 @@ class Ledger:
         return self.kept_free_inodes - self.free_inodes
 
     def writable_bytes(self, written_bytes: int) -> int:
-        """How much of what is reserved may be written before more of what leaves is gone, where
-        the copies in progress have written ``written_bytes``."""
+        """How much of what is reserved may be written now, where all copies and moves in progress
+        have written ``written_bytes``; 0 also says that no file may be made.
+
+        The rest has to wait for what is leaving. Where nothing is, it was promised in vain (the
+        capacity shrank, say), and waiting is of no use. Inodes that others take after a copy was
+        placed are made up for by the next ``TierSeen`` only.
+        """
         if self.leaving_files and self.room_inodes() < self.leaving_files:
             return 0
         in_capacity = self.capacity_bytes - self.used_bytes

@@ -18,7 +18,6 @@ policy, outdated ones first. What is opened moves up where there is room (``prom
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from monarchfs.placement.events import (
     Abandoned,
@@ -47,11 +46,12 @@ from monarchfs.placement.events import (
     Wanted,
     WantedEach,
 )
-from monarchfs.placement.ledger import Accounts, Ledger, Room, reservation
+from monarchfs.placement.ledger import Ledger, reservation
 from monarchfs.placement.policies import make_policy
 from monarchfs.placement.replica_lookup import ReplicaLookup
 from monarchfs.placement.shifting import Shifting
 from monarchfs.placement.traffic import Traffic
+from monarchfs.placement.under_way import CopiesUnderWay
 from monarchfs.placement.victims import Budget, Victims
 from monarchfs.types import EvictionPolicy
 
@@ -65,18 +65,6 @@ LARGE_SHARE = 4
 """A file of ``partial_min_bytes`` or more pushes others out of one part in so many of a tier."""
 
 RESERVE_PERCENT = 10.0
-
-
-@dataclass(slots=True)
-class _Copy:
-    """A copy in progress. A resumed one had ``base_bytes``, counted as used, before; every one may
-    add ``reserved_bytes``. ``evicts``: others may go for it."""
-
-    tier: int
-    resumed: bool
-    base_bytes: int
-    reserved_bytes: int
-    evicts: bool
 
 
 class Placement:
@@ -100,8 +88,8 @@ class Placement:
         self._partial_min_bytes = partial_min_bytes
         self._reserve_percent = reserve_percent
         self._ledgers = {tier: Ledger() for tier in tiers}
-        self._copies: dict[int, _Copy] = {}
         self._policy = make_policy(eviction)
+        self._copies = CopiesUnderWay(self._ledgers, self._policy)
         self._traffic = Traffic(self._ledgers, self._policy)
         self._victims = Victims(books, self._policy, self._traffic.busy)
         self._shifting = Shifting(self._ledgers, self._policy, self._traffic, self._victims)
@@ -115,7 +103,7 @@ class Placement:
     def handle(self, event: Event) -> list[Action]:
         match event:
             case Accessed(ino, tier):
-                self._ledger(tier)
+                self.ledger(tier)
                 return self._shifting.accessed(ino, tier)
             case Wanted(ino, size_bytes, evicts):
                 return self._place(ino, size_bytes, evicts)
@@ -124,15 +112,11 @@ class Placement:
             case RoomWanted(ino, size_bytes):
                 return self._grow(ino, size_bytes)
             case Stored(ino, allocated_bytes) | Suspended(ino, allocated_bytes):
-                self._come_to_rest(ino, allocated_bytes)
+                self._copies.store([(ino, allocated_bytes)])
             case StoredEach(files):
-                inos = {ino for ino, _ in files}
-                if len(inos) < len(files) or not inos <= self._copies.keys():
-                    raise ValueError("one of the inodes is not being copied, or named twice")
-                for ino, allocated_bytes in files:
-                    self._come_to_rest(ino, allocated_bytes)
+                self._copies.store(files)
             case Abandoned(ino):
-                self._abandon(ino)
+                self._copies.abandon(ino)
             case Resumed():
                 self._resume(event)
             case Dropped(ino, tier, allocated_bytes):
@@ -142,7 +126,7 @@ class Placement:
             case EvictionFailed(ino, at):
                 self._traffic.stays(ino, at)
             case Known(ino, tier):
-                self._ledger(tier)
+                self.ledger(tier)
                 self._policy.known(tier, ino)
             case Moved(ino, allocated_bytes):
                 return self._shifting.moved(ino, allocated_bytes)
@@ -158,50 +142,33 @@ class Placement:
                 self._set_lost(tier, None)
         return []
 
-    def usage(self, tier: int) -> tuple[int, int]:
-        """The bytes that the tier's replicas occupy, with those that are being removed, and its
-        capacity (0 until it was seen)."""
-        ledger = self._ledger(tier)
-        return ledger.used_bytes + ledger.leaving_bytes, ledger.capacity_bytes
-
-    def accounts(self, tier: int) -> Accounts:
-        return self._ledger(tier).accounts
-
-    def room(self, tier: int) -> Room:
-        """How much more the tier may take, if it is in service."""
-        return self._ledger(tier).room
-
-    def writable_bytes(self, tier: int, written_bytes: int) -> int:
-        """How much of what is reserved in the tier may be written now, where all copies and moves
-        in progress there have written ``written_bytes``; 0 also says that no file may be made.
-
-        The rest has to wait for what is leaving. Where nothing is, it was promised in vain (the
-        capacity shrank, say), and waiting is of no use. Inodes that others take after a copy was
-        placed are made up for by the next ``TierSeen`` only.
-        """
-        return self._ledger(tier).writable_bytes(written_bytes)
+    def ledger(self, tier: int) -> Ledger:
+        """The tier's accounts: to be read."""
+        try:
+            return self._ledgers[tier]
+        except KeyError:
+            raise ValueError(f"there is no tier {tier}") from None
 
     def check_invariants(self) -> None:
         """That the accounts agree with copies, moves and what is leaving; for tests."""
         self._traffic.check_invariants()
+        self._copies.check_invariants()
         for tier, ledger in self._ledgers.items():
             ledger.check_invariants()
-            copies = [copy for copy in self._copies.values() if copy.tier == tier]
+            copies = self._copies.in_tier(tier)
             moved_bytes, moves = self._traffic.reserved(tier)
             copied_bytes = sum(copy.reserved_bytes for copy in copies)
             assert ledger.reserved_bytes == copied_bytes + moved_bytes
             assert ledger.copies == sum(not copy.resumed for copy in copies) + moves
             assert ledger.used_bytes >= sum(copy.base_bytes for copy in copies)
             assert ledger.files >= sum(copy.resumed for copy in copies)
-        assert all(copy.tier in self._ledgers for copy in self._copies.values())
         usable = [(tier, ledger) for tier, ledger in self._ledgers.items() if ledger.usable]
         assert self._usable == usable
 
     # Room for copies.
 
     def _place(self, ino: int, size_bytes: int, evicts: bool) -> list[Action]:
-        if ino in self._copies:
-            raise ValueError(f"inode {ino} is being copied already")
+        self._copies.refuse([ino])
         need = reservation(size_bytes)
         if (tier := self._taker(need)) is not None:
             return self._start(ino, tier, need, True, evicts)
@@ -219,9 +186,7 @@ class Placement:
         return [self._refusal(ino, need)]
 
     def _place_each(self, files: Sequence[tuple[int, int]], evicts: bool) -> list[Action]:
-        inos = {ino for ino, _ in files}
-        if len(inos) < len(files) or not inos.isdisjoint(self._copies):
-            raise ValueError("one of the inodes is being copied already, or named twice")
+        self._copies.refuse(ino for ino, _ in files)
         actions: list[Action] = []
         freed = False
         for n, (ino, size_bytes) in enumerate(files):
@@ -250,8 +215,7 @@ class Placement:
     def _start(
         self, ino: int, tier: int, reserved_bytes: int, whole: bool, evicts: bool
     ) -> list[Action]:
-        self._copies[ino] = _Copy(tier, False, 0, reserved_bytes, evicts)
-        self._ledgers[tier].reserve(reserved_bytes)
+        self._copies.start(ino, tier, reserved_bytes, evicts)
         return [Place(ino, tier, reserved_bytes, whole)]
 
     def _roomiest(self) -> int | None:
@@ -289,7 +253,7 @@ class Placement:
         return Refuse(ino, RefusalReason.NO_ROOM, need - max(rooms))
 
     def _grow(self, ino: int, size_bytes: int) -> list[Action]:
-        copy = self._copy(ino)
+        copy = self._copies.get(ino)
         ledger = self._ledgers[copy.tier]
         if not ledger.usable:
             return [Refuse(ino, RefusalReason.NO_TIER, 0)]
@@ -309,88 +273,36 @@ class Placement:
     # Copies in progress, and replicas at rest.
 
     def _resume(self, event: Resumed) -> None:
-        ino, tier = event.ino, event.tier
-        ledger = self._ledger(tier)
-        if ino in self._copies:
-            raise ValueError(f"inode {ino} is being copied already")
-        if self._traffic.moving(ino) is not None:
-            raise ValueError(f"inode {ino} is being moved")
-        resumed = [copy for copy in self._copies.values() if copy.tier == tier and copy.resumed]
-        at_rest_bytes = ledger.used_bytes - sum(copy.base_bytes for copy in resumed)
-        if event.allocated_bytes > at_rest_bytes or ledger.files <= len(resumed):
-            raise ValueError(f"tier {tier} holds no such replica of inode {ino}")
-        self._copies[ino] = _Copy(tier, True, event.allocated_bytes, 0, event.evicts)
-        self._policy.removed(tier, ino)
-
-    def _come_to_rest(self, ino: int, allocated_bytes: int) -> None:
-        copy = self._copy(ino)
-        ledger = self._ledgers[copy.tier]
-        if copy.resumed:
-            added_bytes = allocated_bytes - copy.base_bytes
-            ledger.reserved_bytes -= copy.reserved_bytes
-            ledger.used_bytes += added_bytes
-            ledger.free_bytes -= added_bytes
-        else:
-            ledger.store(copy.reserved_bytes, allocated_bytes)
-        del self._copies[ino]
-        self._policy.added(copy.tier, ino)
-
-    def _abandon(self, ino: int) -> None:
-        copy = self._copies.pop(ino, None)
-        if copy is None:
-            return
-        ledger = self._ledgers[copy.tier]
-        if copy.resumed:
-            # What was given back to the file system counts once it is seen.
-            ledger.reserved_bytes -= copy.reserved_bytes
-            ledger.used_bytes -= copy.base_bytes
-            ledger.files -= 1
-        else:
-            ledger.release(copy.reserved_bytes)
+        self.ledger(event.tier)
+        if self._traffic.moving(event.ino) is not None:
+            raise ValueError(f"inode {event.ino} is being moved")
+        self._copies.resume(event)
 
     def _drop(self, ino: int, tier: int, allocated_bytes: int) -> None:
-        ledger = self._ledger(tier)
+        ledger = self.ledger(tier)
         if allocated_bytes > ledger.used_bytes or not ledger.files:
             raise ValueError(f"tier {tier} holds no such replica of inode {ino}")
-        copy = self._copies.get(ino)
-        if copy is not None and copy.resumed and copy.tier == tier:
-            # What it was resumed from goes; what the copy adds is a replica of its own.
-            copy.resumed = False
-            copy.base_bytes = 0
-            ledger.copies += 1
+        self._copies.dropped(ino, tier)
         self._traffic.dropped(ino, tier)
         self._traffic.leave(ino, tier, allocated_bytes)
 
-    def _copy(self, ino: int) -> _Copy:
-        try:
-            return self._copies[ino]
-        except KeyError:
-            raise ValueError(f"inode {ino} is not being copied") from None
-
     # Tiers.
 
-    def _ledger(self, tier: int) -> Ledger:
-        try:
-            return self._ledgers[tier]
-        except KeyError:
-            raise ValueError(f"there is no tier {tier}") from None
-
     def _see(self, seen: TierSeen) -> list[Action]:
-        ledger = self._ledger(seen.tier)
+        ledger = self.ledger(seen.tier)
         ledger.see(seen.capacity_bytes, seen.space, seen.written_bytes, self._reserve_percent)
         self._find_usable()
         return self._shifting.relieve(seen.tier, seen.demote)
 
     def _load(self, tier: int, files: int, allocated_bytes: int) -> None:
-        ledger = self._ledger(tier)
-        busy = any(copy.tier == tier for copy in self._copies.values())
-        if busy or self._traffic.touches(tier):
+        ledger = self.ledger(tier)
+        if self._copies.in_tier(tier) or self._traffic.touches(tier):
             raise ValueError(f"copies to tier {tier} are in progress")
         ledger.files = files
         ledger.used_bytes = allocated_bytes
 
     def _set_lost(self, tier: int, reason: str | None) -> None:
-        self._ledger(tier).lost_reason = reason
+        self.ledger(tier).lost_reason = reason
         self._find_usable()
 
     def _find_usable(self) -> None:

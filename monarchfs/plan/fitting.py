@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from monarchfs.placement import (
+from monarchfs.placement.events import (
     Grant,
     Loaded,
     Place,
-    Placement,
     RoomWanted,
     Stored,
     Suspended,
@@ -17,6 +16,7 @@ from monarchfs.placement import (
     Wanted,
 )
 from monarchfs.placement.ledger import BLOCK_BYTES
+from monarchfs.placement.placement import Placement
 from monarchfs.types import Space
 
 _STEP_BYTES = 64 << 20

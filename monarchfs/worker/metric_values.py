@@ -103,7 +103,7 @@ def _tiers(worker: Observed) -> Values:
     }
     totals = worker.index.tier_totals()
     for tier_id, tier in worker.cache.tiers.items():
-        used, capacity = worker.cache.placement.usage(tier_id)
+        used, capacity = worker.cache.placement.ledger(tier_id).usage
         held = totals.get(tier_id, TierTotals())
         states = {"complete": held.resident, "partial": held.partial, "unclaimed": held.found}
         values[names.TIER_CAPACITY].append(((tier.path,), capacity))

@@ -188,15 +188,15 @@ async def test_an_evicted_file_that_is_wanted_again_before_it_is_gone(files: Are
 async def test_a_replica_that_cannot_be_removed_counts_until_it_is_gone(files: Area) -> None:
     async with files.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await read_all(mirror, "0123")
-        used = mirror.placement.usage(mirror.tier.id)[0]
+        used = mirror.placement.ledger(mirror.tier.id).usage[0]
         mirror.tier.faults.fail("remove", errno.EIO)
         assert await mirror.read_file("4") == content(SIZE, 4)
         await mirror.idle()
-        assert mirror.placement.usage(mirror.tier.id)[0] == used == blocks(mirror)
+        assert mirror.placement.ledger(mirror.tier.id).usage[0] == used == blocks(mirror)
         assert mirror.residency.state(await mirror.ino("4")) == "remote"
         await mirror.mend()
         await mirror.idle()
-        assert mirror.placement.usage(mirror.tier.id)[0] == blocks(mirror) < used
+        assert mirror.placement.ledger(mirror.tier.id).usage[0] == blocks(mirror) < used
         await mirror.copied("4")
         await mirror.settled()
 
@@ -215,7 +215,7 @@ async def test_an_eviction_that_was_cut_off_is_finished_by_the_next_mount(
         # What a crash between the commit and the unlink leaves.
         mirror.index.drop_replica(ino)
     async with files.mount([ROOM], eviction=EvictionPolicy.LRU, shares=shares) as mirror:
-        used = mirror.placement.usage(mirror.tier.id)[0]
+        used = mirror.placement.ledger(mirror.tier.id).usage[0]
         await until(lambda: blocks(mirror) == used, "its room")
         mirror.check_books()
         assert await resident(mirror) == set("123")

@@ -104,7 +104,9 @@ async def test_a_new_index_takes_over_what_lies_there(files: Area) -> None:
         await mirror.idle()
         totals = mirror.index.tier_totals()[mirror.tier.id]
         assert (totals.found, totals.resident) == (2, 0)
-        assert mirror.placement.usage(mirror.tier.id)[0] == totals.allocated_bytes > len(LARGE)
+        assert (
+            mirror.placement.ledger(mirror.tier.id).usage[0] == totals.allocated_bytes > len(LARGE)
+        )
         await read_both(mirror)
         assert mirror.posix.reads == []
         assert mirror.metrics.replicas_adopted == 2
@@ -175,7 +177,7 @@ async def test_a_tier_that_somebody_emptied(files: Area) -> None:
         shutil.rmtree(path)
     async with files.mount(boot_id=b"second boot") as mirror:
         await mirror.idle()
-        assert mirror.placement.usage(mirror.tier.id)[0] == 0
+        assert mirror.placement.ledger(mirror.tier.id).usage[0] == 0
         await read_both(mirror)
         await mirror.settled()
 
@@ -330,7 +332,7 @@ async def test_no_tier_counts_what_another_ones_stocktaking_is_about_to_drop(
         await until(lambda: time.monotonic() > end or len(mirror.cache._taking) < 2, "the other")
         gate.open()
         await mirror.settled()
-        assert [mirror.placement.usage(tier.id)[0] for tier in mirror.tiers] == [0, 0]
+        assert [mirror.placement.ledger(tier.id).usage[0] for tier in mirror.tiers] == [0, 0]
 
 
 async def test_a_tier_is_counted_although_another_one_does_not_give_up_what_a_reboot_took(
@@ -354,7 +356,7 @@ async def test_a_tier_is_counted_although_another_one_does_not_give_up_what_a_re
     ) as mirror:
         await mirror.idle()
         assert mirror.cache._tiers.out_of_service(1)
-        assert mirror.placement.usage(2)[0] == 0
+        assert mirror.placement.ledger(2).usage[0] == 0
         await mirror.copied("large")
     monkeypatch.undo()
     async with files.mount([100_000, ALL_ROOM], shares=False, boot_id=b"second boot") as mirror:

@@ -46,7 +46,7 @@ async def test_a_tier_that_was_cleaned_between_two_mounts_is_empty(area: Area) -
     async with area.mount([300_000]) as mirror:
         await mirror.idle()
         mirror.check_books()
-        assert mirror.placement.usage(1)[0] == 0
+        assert mirror.placement.ledger(1).usage[0] == 0
         await mirror.copied("b")
         await mirror.settled()
 

@@ -205,7 +205,7 @@ async def test_what_the_index_does_not_take_is_given_back(
             inos = await copy(mirror, names)
         assert set(states(mirror, inos)) == {"remote"}
         assert mirror.tier.faults.calls["write_whole"] == 6
-        assert blocks(mirror.tier) == mirror.placement.usage(mirror.tier.id)[0] == 0
+        assert blocks(mirror.tier) == mirror.placement.ledger(mirror.tier.id).usage[0] == 0
         assert mirror.cache.out_of_service(mirror.tier.id) is None, "it is not to blame"
         await mirror.settled()
 
@@ -326,7 +326,7 @@ async def test_what_is_open_is_given_back_when_it_is_closed(area: Area, durable:
         await mirror.idle()
         assert mirror.residency.state(inos[1]) == "remote"
         assert segment_bytes(mirror.tier, old) == content(SIZE, 1)
-        assert blocks(mirror.tier) == mirror.placement.usage(mirror.tier.id)[0] == 3 * TAKEN
+        assert blocks(mirror.tier) == mirror.placement.ledger(mirror.tier.id).usage[0] == 3 * TAKEN
         first.release()
         await mirror.idle()
         mirror.posix.reads.clear()
@@ -356,7 +356,7 @@ async def test_what_threads_are_reading_stays_until_they_have_read_it(
         assert mirror.cache.drop(ino, "for the test")
         await trio.sleep(0.02)
         assert segment_bytes(mirror.tier, old) == content(SIZE, 0)
-        assert mirror.placement.usage(mirror.tier.id)[0] == 2 * TAKEN
+        assert mirror.placement.ledger(mirror.tier.id).usage[0] == 2 * TAKEN
         busy.clear()
         await mirror.settled()
         assert segment_bytes(mirror.tier, old) == bytes(SIZE)
@@ -421,7 +421,7 @@ async def test_those_that_go_together_cost_one_sync(
         # ext4 keeps a block for the map of so many holes: what has data is looked at.
         (segment,) = mirror.tier.segments.found()
         assert mirror.tier.segments.data_ranges(segment) == [(0, TAKEN)]
-        assert mirror.placement.usage(mirror.tier.id)[0] == TAKEN
+        assert mirror.placement.ledger(mirror.tier.id).usage[0] == TAKEN
 
 
 async def test_without_the_sync_it_stays_and_is_tried_again(
@@ -440,7 +440,9 @@ async def test_without_the_sync_it_stays_and_is_tried_again(
                 await mirror.cache.look_after()
                 await mirror.idle()
             assert segment_bytes(mirror.tier, old) == content(SIZE, 0)
-            assert mirror.placement.usage(mirror.tier.id)[0] == blocks(mirror.tier) == 3 * TAKEN
+            assert (
+                mirror.placement.ledger(mirror.tier.id).usage[0] == blocks(mirror.tier) == 3 * TAKEN
+            )
             assert mirror.cache.out_of_service(mirror.tier.id) is None, "it is not to blame"
         await mirror.cache.look_after()
         await mirror.settled()
@@ -476,9 +478,9 @@ async def test_what_cannot_be_punched_counts_until_it_is(area: Area) -> None:
         mirror.tier.faults.fail("remove", errno.EIO)
         assert mirror.cache.evict(inos[0])
         await mirror.idle()
-        assert mirror.placement.usage(mirror.tier.id)[0] == blocks(mirror.tier) == 3 * TAKEN
+        assert mirror.placement.ledger(mirror.tier.id).usage[0] == blocks(mirror.tier) == 3 * TAKEN
         await mirror.mend()
-        assert mirror.placement.usage(mirror.tier.id)[0] == blocks(mirror.tier) == 2 * TAKEN
+        assert mirror.placement.ledger(mirror.tier.id).usage[0] == blocks(mirror.tier) == 2 * TAKEN
         await mirror.settled()
 
 
@@ -648,7 +650,7 @@ async def test_a_segment_without_its_list_is_removed(area: Area, damage: str) ->
     async with area.mount(copies=False) as mirror:
         await mirror.idle()
         assert mirror.tier.segments.found() == []
-        assert mirror.placement.usage(mirror.tier.id)[0] == 0
+        assert mirror.placement.ledger(mirror.tier.id).usage[0] == 0
         await copy(mirror, names)
         await read_locally(mirror, names)
         await mirror.settled()
@@ -710,7 +712,7 @@ async def test_what_is_not_ours_in_their_place_is_left_alone(area: Area, known: 
     async with area.mount(boot_id=b"second boot", copies=False) as mirror:
         await mirror.idle()
         assert mirror.cache.out_of_service(mirror.tier.id) is None
-        assert mirror.placement.usage(mirror.tier.id)[0] == 0
+        assert mirror.placement.ledger(mirror.tier.id).usage[0] == 0
         await copy(mirror, names)
         await read_locally(mirror, names)
         await mirror.settled()

@@ -96,7 +96,7 @@ async def test_a_part_that_cannot_be_removed_is_removed_by_the_next_mount(files:
         await mirror.idle()
         assert mirror.copier.jobs.files == {}
         assert len(parts(mirror)) == 1
-        assert mirror.placement.usage(mirror.tier.id)[0] > 0, "it counts while it lies there"
+        assert mirror.placement.ledger(mirror.tier.id).usage[0] > 0, "it counts while it lies there"
     async with files.mount() as mirror:
         assert parts(mirror) == []
         await mirror.copied("large")

@@ -152,7 +152,7 @@ async def test_no_room_is_no_failure(area: Area) -> None:
         counts = await warmed(mirror)
         assert (counts.resident, counts.refused, counts.failed) == (3, 2, 0)
         assert counts.refused_bytes == 120 * KIB
-        left = 140 * KIB - mirror.placement.usage(1)[0]
+        left = 140 * KIB - mirror.placement.ledger(1).usage[0]
         assert counts.short_bytes == 2 * 64 * KIB - left
         await mirror.settled()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from monarchfs.placement import (
+from monarchfs.placement.events import (
     Abandoned,
     Accessed,
     Action,
@@ -141,18 +141,18 @@ def test_a_bounded_number_is_examined_for_one_event(eviction: EvictionPolicy) ->
 @pytest.mark.parametrize("eviction", TRACKING)
 def test_what_leaves_is_room_and_still_counted(eviction: EvictionPolicy) -> None:
     node = full_node(eviction)
-    assert node.placement.writable_bytes(0, 0) == 0
+    assert node.placement.ledger(0).writable_bytes(0) == 0
     assert evicted(wanted(node, 50, 10)) == [20]
-    assert node.placement.usage(0) == (100 * BLOCK, 100 * BLOCK)
-    accounts = node.placement.accounts(0)
+    assert node.placement.ledger(0).usage == (100 * BLOCK, 100 * BLOCK)
+    accounts = node.placement.ledger(0)
     assert (accounts.used_bytes, accounts.leaving_bytes) == (90 * BLOCK, 10 * BLOCK)
     assert (accounts.files, accounts.leaving_files) == (9, 1)
     assert accounts.reserved_bytes == 10 * BLOCK
-    assert node.placement.writable_bytes(0, 0) == 0
+    assert node.placement.ledger(0).writable_bytes(0) == 0
     node.run(Evicted(20))
-    assert node.placement.writable_bytes(0, 0) == 10 * BLOCK
-    assert node.placement.writable_bytes(0, 4 * BLOCK) == 6 * BLOCK
-    assert node.placement.usage(0) == (90 * BLOCK, 100 * BLOCK)
+    assert node.placement.ledger(0).writable_bytes(0) == 10 * BLOCK
+    assert node.placement.ledger(0).writable_bytes(4 * BLOCK) == 6 * BLOCK
+    assert node.placement.ledger(0).usage == (90 * BLOCK, 100 * BLOCK)
 
 
 def test_what_leaves_is_not_chosen_again_while_the_books_still_show_it() -> None:
@@ -172,8 +172,8 @@ def test_what_could_not_be_removed_counts_again_and_is_not_tried_at_once(
     wanted(node, 50, 10)
     node.books.replicas[20] = (0, 10 * BLOCK)
     assert node.run(EvictionFailed(20), Abandoned(50)) == []
-    assert node.placement.usage(0) == (100 * BLOCK, 100 * BLOCK)
-    assert node.placement.accounts(0).leaving_files == 0
+    assert node.placement.ledger(0).usage == (100 * BLOCK, 100 * BLOCK)
+    assert node.placement.ledger(0).leaving_files == 0
     assert evicted(wanted(node, 50, 10)) == [21]
 
 
@@ -185,10 +185,10 @@ def test_a_replica_that_leaves_two_tiers_is_told_apart() -> None:
     node.store(20, 8)
     node.run(Dropped(20, 1, 8 * BLOCK))
     node.run(Evicted(20, 1))
-    assert node.placement.usage(1)[0] == 0
-    assert node.placement.usage(0)[0] == 10 * BLOCK
+    assert node.placement.ledger(1).usage[0] == 0
+    assert node.placement.ledger(0).usage[0] == 10 * BLOCK
     node.run(EvictionFailed(20))
-    assert node.placement.accounts(0).used_bytes == 10 * BLOCK
+    assert node.placement.ledger(0).used_bytes == 10 * BLOCK
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
@@ -224,9 +224,9 @@ def test_empty_files_go_for_inodes_only() -> None:
     node.run(TierSeen(0, 10 * BLOCK, Space(GIB, GIB, 100, 10)))
     assert wanted(node, 51, 1) == [Evict(20, 0, 0, POLICY), Place(51, 0, BLOCK, True)]
     # No file may be made before one is gone.
-    assert node.placement.writable_bytes(0, 0) == 0
+    assert node.placement.ledger(0).writable_bytes(0) == 0
     node.run(Evicted(20))
-    assert node.placement.writable_bytes(0, 0) > 0
+    assert node.placement.ledger(0).writable_bytes(0) > 0
 
 
 # Files that are kept in part.

@@ -9,7 +9,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from monarchfs.placement import (
+from monarchfs.placement.events import (
     Abandoned,
     Accessed,
     Action,
@@ -26,7 +26,6 @@ from monarchfs.placement import (
     Moved,
     MoveFailed,
     Place,
-    Placement,
     RefusalReason,
     Refuse,
     Resumed,
@@ -41,6 +40,7 @@ from monarchfs.placement import (
     WantedEach,
 )
 from monarchfs.placement.ledger import reservation
+from monarchfs.placement.placement import Placement
 from monarchfs.types import EvictionPolicy, Space
 from tests.placement.tools import BLOCK, MIB, placed
 
@@ -147,7 +147,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     def may_write(self, tier: int, size: int) -> bool:
         """As the cache asks: nothing is written that would not fit beside what is leaving."""
-        return size <= self.placement.writable_bytes(tier, self.written(tier)) > 0
+        return size <= self.placement.ledger(tier).writable_bytes(self.written(tier)) > 0
 
     def check_written(self, tier: int) -> None:
         used, files = self.on_tier(tier)
@@ -555,14 +555,14 @@ class PlacementMachine(RuleBasedStateMachine):
             return
         self.placement.check_invariants()
         for tier in range(3):
-            accounts = self.placement.accounts(tier)
+            accounts = self.placement.ledger(tier)
             rest = [allocated for at, allocated in self.rest.values() if at == tier]
             rest += [item.allocated for item in self.stuck if item.tier == tier]
             rest += [c.base for c in self.copies.values() if c.tier == tier and c.resumed]
             leaving = [item.allocated for item in self.leaving if item.tier == tier]
             assert (accounts.used_bytes, accounts.files) == (sum(rest), len(rest))
             assert (accounts.leaving_bytes, accounts.leaving_files) == (sum(leaving), len(leaving))
-            assert self.placement.usage(tier)[0] == sum(rest) + sum(leaving)
+            assert self.placement.ledger(tier).usage[0] == sum(rest) + sum(leaving)
 
     def teardown(self) -> None:
         """Once everything is gone, every tier takes what it took at first."""
@@ -589,7 +589,9 @@ class PlacementMachine(RuleBasedStateMachine):
         for tier in range(3):
             self.placement.handle(TierLost(tier, "not its turn"))
         for tier in range(3):
-            assert self.placement.accounts(tier)[1:] == (0, 0, 0, 0, 0)
+            ledger = self.placement.ledger(tier)
+            assert ledger.usage[0] == ledger.reserved_bytes == 0
+            assert ledger.files == ledger.leaving_files == 0
             self.placement.handle(TierBack(tier))
             assert self.see(tier) == []
             (action,) = self.placement.handle(Wanted(tier, 40 * MIB - BLOCK))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from monarchfs.placement import (
+from monarchfs.placement.events import (
     Abandoned,
     Accessed,
     Dropped,
@@ -17,7 +17,6 @@ from monarchfs.placement import (
     Moved,
     MoveFailed,
     Place,
-    Placement,
     RefusalReason,
     Refuse,
     Resumed,
@@ -30,6 +29,7 @@ from monarchfs.placement import (
     Wanted,
 )
 from monarchfs.placement.ledger import reservation
+from monarchfs.placement.placement import Placement
 from monarchfs.types import EvictionPolicy, Space
 from tests.placement.tools import BLOCK, GIB, KIB, MIB, ROOMY, FakeBooks, placed, placement_of, run
 
@@ -65,7 +65,7 @@ def test_a_tier_is_filled_to_its_last_block_and_no_further() -> None:
     assert run(placement, Wanted(20, 9 * BLOCK)) == [placed(20, 0, 9 * BLOCK)]
     assert run(placement, Wanted(21, 0)) == [Refuse(21, RefusalReason.NO_ROOM, BLOCK)]
     assert run(placement, Stored(20, 9 * BLOCK), Wanted(21, 0)) == [placed(21, 0, 0)]
-    assert placement.usage(0) == (9 * BLOCK, 10 * BLOCK)
+    assert placement.ledger(0).usage == (9 * BLOCK, 10 * BLOCK)
 
 
 def test_a_refusal_says_how_many_bytes_were_missing() -> None:
@@ -107,7 +107,7 @@ def test_no_part_of_a_file_below_the_minimum_or_in_a_sliver() -> None:
 def test_a_partial_copy_at_rest_counts_what_it_occupies() -> None:
     placement = placement_of(40 * MIB)
     run(placement, Wanted(20, GIB), RoomWanted(20, 30 * MIB), Suspended(20, 5 * MIB))
-    assert placement.usage(0) == (5 * MIB, 40 * MIB)
+    assert placement.ledger(0).usage == (5 * MIB, 40 * MIB)
     # 35 MiB are left.
     assert run(placement, Resumed(20, 0, 5 * MIB), RoomWanted(20, 35 * MIB - BLOCK + 1)) == [
         Refuse(20, RefusalReason.NO_ROOM, BLOCK)
@@ -115,11 +115,11 @@ def test_a_partial_copy_at_rest_counts_what_it_occupies() -> None:
     assert run(placement, RoomWanted(20, 35 * MIB - BLOCK)) == [Grant(20, 35 * MIB - BLOCK)]
     assert run(placement, Wanted(21, 0)) == [Refuse(21, RefusalReason.NO_ROOM, BLOCK)]
     run(placement, Suspended(20, 39 * MIB))
-    assert placement.usage(0) == (39 * MIB, 40 * MIB)
+    assert placement.ledger(0).usage == (39 * MIB, 40 * MIB)
     run(placement, Dropped(20, 0, 39 * MIB))
-    assert placement.usage(0) == (39 * MIB, 40 * MIB)
+    assert placement.ledger(0).usage == (39 * MIB, 40 * MIB)
     run(placement, Evicted(20))
-    assert placement.usage(0) == (0, 40 * MIB)
+    assert placement.ledger(0).usage == (0, 40 * MIB)
 
 
 def test_a_partial_copy_that_was_completed_is_stored_like_any_other() -> None:
@@ -132,14 +132,14 @@ def test_a_partial_copy_that_was_completed_is_stored_like_any_other() -> None:
         Dropped(20, 0, 64 * MIB),
         Evicted(20),
     )
-    assert placement.usage(0) == (0, 100 * MIB)
+    assert placement.ledger(0).usage == (0, 100 * MIB)
 
 
 def test_giving_a_copy_up_frees_all_of_it_and_passes_when_repeated() -> None:
     placement = placement_of(100 * MIB)
     run(placement, Loaded(0, 2, 10 * MIB), Resumed(20, 0, 4 * MIB), RoomWanted(20, 80 * MIB))
     run(placement, Wanted(21, MIB), Abandoned(20), Abandoned(21), Abandoned(21))
-    assert placement.usage(0) == (6 * MIB, 100 * MIB)
+    assert placement.ledger(0).usage == (6 * MIB, 100 * MIB)
     assert run(placement, Wanted(22, 94 * MIB - BLOCK)) == [placed(22, 0, 94 * MIB - BLOCK)]
 
 
@@ -149,7 +149,7 @@ def test_a_replica_removed_while_it_is_resumed_is_counted_once(end: Event) -> No
     run(placement, Loaded(0, 1, 4 * MIB), Resumed(20, 0, 4 * MIB), RoomWanted(20, 8 * MIB))
     run(placement, Dropped(20, 0, 4 * MIB), end, Evicted(20))
     used = 3 * MIB if isinstance(end, Suspended) else 0
-    assert placement.usage(0) == (used, 100 * MIB)
+    assert placement.ledger(0).usage == (used, 100 * MIB)
 
 
 def test_the_file_systems_last_part_stays_free() -> None:
@@ -239,13 +239,13 @@ def test_a_partial_copy_does_not_grow_in_a_lost_tier_but_can_end() -> None:
     run(placement, Loaded(0, 1, MIB), Resumed(20, 0, MIB), TierLost(0, "gone"))
     assert run(placement, RoomWanted(20, MIB)) == [Refuse(20, RefusalReason.NO_TIER, 0)]
     run(placement, Abandoned(20))
-    assert placement.usage(0) == (0, GIB)
+    assert placement.ledger(0).usage == (0, GIB)
 
 
 def test_what_was_loaded_counts_even_beyond_a_smaller_capacity() -> None:
     placement = Placement([0], FakeBooks())
     run(placement, Loaded(0, 3, 10 * MIB), TierSeen(0, 4 * MIB, ROOMY))
-    assert placement.usage(0) == (10 * MIB, 4 * MIB)
+    assert placement.ledger(0).usage == (10 * MIB, 4 * MIB)
     assert run(placement, Wanted(20, 0)) == [Refuse(20, RefusalReason.NO_ROOM, 6 * MIB + BLOCK)]
     run(placement, Dropped(19, 0, 7 * MIB))
     assert run(placement, Wanted(20, 0)) == [placed(20, 0, 0)]
@@ -281,4 +281,4 @@ def test_a_contradiction_is_an_error_and_changes_nothing(event: Event) -> None:
     placement.check_invariants()
     assert run(placement, Stored(20, MIB), Dropped(21, 0, MIB), Dropped(20, 0, MIB)) == []
     run(placement, Evicted(20), Evicted(21))
-    assert placement.usage(0) == (0, GIB)
+    assert placement.ledger(0).usage == (0, GIB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from monarchfs.placement import (
+from monarchfs.placement.events import (
     Abandoned,
     Accessed,
     Dropped,
@@ -112,7 +112,7 @@ def test_reserved_room_counts_and_nothing_at_rest_means_nothing_to_do() -> None:
     empty = Node(100 * BLOCK)
     empty.run(Wanted(50, 39 * BLOCK))
     assert empty.shrink(10) == []
-    assert empty.placement.writable_bytes(0, 0) == 10 * BLOCK
+    assert empty.placement.ledger(0).writable_bytes(0) == 10 * BLOCK
 
 
 def test_a_lost_tier_is_left_alone_until_it_is_back() -> None:
@@ -135,9 +135,9 @@ def test_under_pressure_replicas_move_down_where_there_is_room() -> None:
     assert node.shrink(85, demote=True) == []
     assert node.moved(down) == []
     assert node.shrink(85, demote=True) == []
-    assert node.placement.accounts(2).used_bytes == 10 * BLOCK
+    assert node.placement.ledger(2).used_bytes == 10 * BLOCK
     # 29 is leaving still.
-    assert node.placement.usage(0)[0] == 90 * BLOCK
+    assert node.placement.ledger(0).usage[0] == 90 * BLOCK
 
 
 def test_more_than_may_move_is_evicted() -> None:
@@ -161,7 +161,7 @@ def test_a_demotion_that_fails_ends_in_eviction_if_the_need_is_still_there() -> 
     assert node.run(MoveFailed(20)) == [Evict(20, 0, 10 * BLOCK, PRESSURE)]
     node.run(TierSeen(0, 100 * BLOCK, ROOMY))
     assert node.run(MoveFailed(21)) == []
-    assert node.placement.accounts(1)[1:4] == (0, 0, 0)
+    assert node.placement.ledger(1).usage[0] == node.placement.ledger(1).reserved_bytes == 0
 
 
 def test_a_replica_that_is_dropped_while_it_moves_leaves_once() -> None:
@@ -173,10 +173,10 @@ def test_a_replica_that_is_dropped_while_it_moves_leaves_once() -> None:
         node.run(Loaded(1, 0, 0))
     del node.books.replicas[20]
     node.run(Dropped(20, 0, 10 * BLOCK))
-    assert node.placement.accounts(0).leaving_bytes == 10 * BLOCK
+    assert node.placement.ledger(0).leaving_bytes == 10 * BLOCK
     node.run(MoveFailed(20), Evicted(20))
-    assert node.placement.usage(0)[0] == 90 * BLOCK
-    assert node.placement.accounts(1)[1:4] == (0, 0, 0)
+    assert node.placement.ledger(0).usage[0] == 90 * BLOCK
+    assert node.placement.ledger(1).usage[0] == node.placement.ledger(1).reserved_bytes == 0
 
 
 # Promotion.
@@ -194,10 +194,10 @@ def test_what_is_opened_moves_up_where_there_is_room(eviction: EvictionPolicy) -
     assert action == move(41, 2, 0, 40)
     # It is on its way.
     assert node.run(Accessed(41, 2)) == []
-    assert node.placement.usage(2)[0] == 40 * BLOCK
+    assert node.placement.ledger(2).usage[0] == 40 * BLOCK
     node.moved(action)
-    assert node.placement.usage(2)[0] == 0
-    assert node.placement.usage(0)[0] == 90 * BLOCK
+    assert node.placement.ledger(2).usage[0] == 0
+    assert node.placement.ledger(0).usage[0] == 90 * BLOCK
 
 
 def test_what_moves_up_is_not_evicted_meanwhile() -> None:
@@ -311,8 +311,8 @@ def test_a_move_takes_the_room_that_it_reserves() -> None:
     node = Node(10 * MIB, 100 * MIB)
     node.load(1, {40: 1024})
     assert node.run(Accessed(40, 1)) == [Move(40, 1, 0, 4 * MIB + BLOCK)]
-    assert node.placement.accounts(0).reserved_bytes == 4 * MIB + BLOCK
+    assert node.placement.ledger(0).reserved_bytes == 4 * MIB + BLOCK
     node.run(Wanted(50, 5 * MIB))
-    assert node.placement.accounts(0).reserved_bytes == 9 * MIB + 2 * BLOCK
+    assert node.placement.ledger(0).reserved_bytes == 9 * MIB + 2 * BLOCK
     node.run(Abandoned(50), MoveFailed(40))
-    assert node.placement.accounts(0).reserved_bytes == 0
+    assert node.placement.ledger(0).reserved_bytes == 0

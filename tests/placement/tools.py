@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from monarchfs.placement import (
+from monarchfs.placement.events import (
     Action,
     Event,
     Evict,
@@ -13,7 +13,6 @@ from monarchfs.placement import (
     Move,
     Moved,
     Place,
-    Placement,
     Stored,
     StoredEach,
     Suspended,
@@ -21,6 +20,7 @@ from monarchfs.placement import (
     Wanted,
 )
 from monarchfs.placement.ledger import reservation
+from monarchfs.placement.placement import Placement
 from monarchfs.types import EvictionPolicy, Space
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -102,7 +102,7 @@ class Node:
                 case _:
                     stored = ()
             for ino, size in stored:
-                self.books.replicas[ino] = (self.placement._copies[ino].tier, size)
+                self.books.replicas[ino] = (self.placement._copies.get(ino).tier, size)
             done = run(self.placement, event)
             for action in done:
                 if isinstance(action, Evict):

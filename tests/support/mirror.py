@@ -380,7 +380,7 @@ class Mirror:
                 segment: in_segments[segment] for segment in there
             }
             blocks = sum(recorded.values()) + in_segments.total()
-            assert self.placement.usage(tier.id)[0] == blocks, (recorded, tier.id)
+            assert self.placement.ledger(tier.id).usage[0] == blocks, (recorded, tier.id)
             totals = self.index.tier_totals().get(tier.id, TierTotals())
             assert totals == (
                 len(whole) + len(sharing) - found,

@@ -1,0 +1,104 @@
+"""The copies in progress: what each has reserved, and what becomes of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from monarchfs.placement.events import Resumed
+from monarchfs.placement.ledger import Ledger
+from monarchfs.placement.policies import Policy
+
+
+@dataclass(slots=True)
+class CopyUnderWay:
+    """A resumed one had ``base_bytes``, counted as used, before; every one may add
+    ``reserved_bytes``. ``evicts``: others may go for it."""
+
+    tier: int
+    resumed: bool
+    base_bytes: int
+    reserved_bytes: int
+    evicts: bool
+
+
+class CopiesUnderWay:
+    """Keeps the ledgers and the policy in step with what is copied. Changing: the copies, by inode
+    number. Raises ValueError for what contradicts them, and changes nothing then."""
+
+    def __init__(self, ledgers: dict[int, Ledger], policy: Policy) -> None:
+        self._ledgers = ledgers
+        self._policy = policy
+        self._copies: dict[int, CopyUnderWay] = {}
+
+    def refuse(self, inos: Iterable[int]) -> None:
+        """These are to be new, each."""
+        seen: set[int] = set()
+        for ino in inos:
+            if ino in self._copies or ino in seen:
+                raise ValueError(f"inode {ino} is being copied already, or named twice")
+            seen.add(ino)
+
+    def get(self, ino: int) -> CopyUnderWay:
+        try:
+            return self._copies[ino]
+        except KeyError:
+            raise ValueError(f"inode {ino} is not being copied") from None
+
+    def in_tier(self, tier: int) -> list[CopyUnderWay]:
+        return [copy for copy in self._copies.values() if copy.tier == tier]
+
+    def start(self, ino: int, tier: int, reserved_bytes: int, evicts: bool) -> None:
+        self._copies[ino] = CopyUnderWay(tier, False, 0, reserved_bytes, evicts)
+        self._ledgers[tier].reserve(reserved_bytes)
+
+    def resume(self, event: Resumed) -> None:
+        ino, tier, ledger = event.ino, event.tier, self._ledgers[event.tier]
+        self.refuse([ino])
+        resumed = [copy for copy in self.in_tier(tier) if copy.resumed]
+        at_rest_bytes = ledger.used_bytes - sum(copy.base_bytes for copy in resumed)
+        if event.allocated_bytes > at_rest_bytes or ledger.files <= len(resumed):
+            raise ValueError(f"tier {tier} holds no such replica of inode {ino}")
+        self._copies[ino] = CopyUnderWay(tier, True, event.allocated_bytes, 0, event.evicts)
+        self._policy.removed(tier, ino)
+
+    def store(self, files: Sequence[tuple[int, int]]) -> None:
+        """They come to rest, each with so many bytes."""
+        copies = {ino: (self.get(ino), allocated_bytes) for ino, allocated_bytes in files}
+        if len(copies) < len(files):
+            raise ValueError("one of the inodes is named twice")
+        for ino, (copy, allocated_bytes) in copies.items():
+            ledger = self._ledgers[copy.tier]
+            if copy.resumed:
+                added_bytes = allocated_bytes - copy.base_bytes
+                ledger.reserved_bytes -= copy.reserved_bytes
+                ledger.used_bytes += added_bytes
+                ledger.free_bytes -= added_bytes
+            else:
+                ledger.store(copy.reserved_bytes, allocated_bytes)
+            del self._copies[ino]
+            self._policy.added(copy.tier, ino)
+
+    def abandon(self, ino: int) -> None:
+        copy = self._copies.pop(ino, None)
+        if copy is None:
+            return
+        ledger = self._ledgers[copy.tier]
+        if copy.resumed:
+            # What was given back to the file system counts once it is seen.
+            ledger.reserved_bytes -= copy.reserved_bytes
+            ledger.used_bytes -= copy.base_bytes
+            ledger.files -= 1
+        else:
+            ledger.release(copy.reserved_bytes)
+
+    def dropped(self, ino: int, tier: int) -> None:
+        """What a copy was resumed from goes; what it adds is a replica of its own."""
+        copy = self._copies.get(ino)
+        if copy is not None and copy.resumed and copy.tier == tier:
+            copy.resumed = False
+            copy.base_bytes = 0
+            self._ledgers[tier].copies += 1
+
+    def check_invariants(self) -> None:
+        assert all(copy.tier in self._ledgers for copy in self._copies.values())
