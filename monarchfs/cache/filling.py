@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import trio
@@ -228,7 +228,7 @@ class Filling(Moves):
             if reservation.after:
                 await reservation.room()
             await self._make_part(reservation)
-            while not await self._write_unit(tier.files.write_unit, reservation.fd, unit):
+            while not await self._write_in_thread(tier.files.write_unit, reservation.fd, unit):
                 await read.wait()
             allocated = tier.files.allocated(reservation.fd)
         before = 0 if reservation.resumed is None else reservation.resumed.allocated_bytes
@@ -246,10 +246,6 @@ class Filling(Moves):
                 self._begin_part(reservation)
                 reservation.fd = await self._in_thread(reservation.new_part)
                 self.readers.nonresident.part(reservation.node.ino, reservation.fd)
-
-    async def _write_unit(self, write: Callable[[int, Unit], bool], fd: int, unit: Unit) -> bool:
-        """Under a limit of its own: it waits for the source, a little, and others shall not."""
-        return await self._behind(write, fd, unit, limiter=self._writing)
 
     async def read_part(self, reservation: Reservation, offset: int, size: int) -> bytes:
         """Bytes that were written already. Raises OSError of the tier."""

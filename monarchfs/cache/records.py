@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import trio
 
@@ -15,6 +16,7 @@ from monarchfs.cache.record_lookup import RecordLookup
 from monarchfs.cache.removals import Removals
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.segments import SegmentRecords
+from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
@@ -31,16 +33,13 @@ from monarchfs.placement.events import (
     RefusalReason,
     Refuse,
 )
-from monarchfs.placement.placement import Placement
+from monarchfs.placement.placement import PARTIAL_MIN_BYTES, Placement
 from monarchfs.store.segments import SMALL_BYTES
 from monarchfs.store.tier import Tier
 from monarchfs.system.memory import MemoryHeadroom, MemoryProbe
-from monarchfs.system.threads import RunSync, run_sync
 from monarchfs.types import EvictionPolicy, IndexWriteError, Node, Replica, TierSize
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _EVICTED = {
     EvictionReason.OUTDATED: "evicted: the source does not have this version any more",
@@ -78,49 +77,46 @@ class NoHolder:
     def reclaim(self, ino: int) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """Replicas of up to ``shared_bytes`` share files with others."""
+
+    eviction: EvictionPolicy = EvictionPolicy.KEEP
+    reserve_percent: float = 10.0
+    partial_min_bytes: int = PARTIAL_MIN_BYTES
+    shared_bytes: int = SMALL_BYTES
+
+
 class Records:
     """The part of the cache that filling and reading share.
 
-    Constant: ``index``, ``tiers`` by their numbers, ``local``. Changing: ``reasons``, the replicas
+    Constant: ``index``, ``tiers`` by their numbers. Changing: ``reasons``, the replicas
     that are open by inode, the inodes (and names) of replicas that are being copied or moved.
     """
 
     def __init__(
         self,
         index: Index,
-        tiers: Sequence[Tier],
-        sizes: Sequence[TierSize],
+        tiers: Sequence[tuple[Tier, TierSize]],
         metrics: Metrics,
-        local: trio.CapacityLimiter,
+        threads: TierThreads,
         nursery: trio.Nursery,
         readers: Readers,
-        *,
-        eviction: EvictionPolicy = EvictionPolicy.KEEP,
-        reserve_percent: float = 10.0,
-        partial_min_bytes: int = 64 << 20,
-        shared_bytes: int = SMALL_BYTES,
+        options: CacheOptions,
         headroom: Callable[[], MemoryHeadroom] | None = None,
-        behind: RunSync = run_sync,
-        forget_pages: Callable[[int], None] = _forget_no_pages,
     ) -> None:
-        """``local`` limits the threads that read and write tiers, apart from the source's;
-        replicas of up to ``shared_bytes`` share files with others; ``headroom`` says how much
-        memory is left for tiers in memory; ``readers`` read replicas without asking. ``behind``
-        runs what no reader waits for; if that is at a lower priority, readers do not wait for its
-        threads either, which have a limit of their own. ``forget_pages`` is told of an inode of
-        which the kernel may have read wrong bytes."""
+        """``headroom`` says how much memory is left for tiers in memory; ``readers`` read replicas
+        without asking."""
         self.index = index
-        self.local = local
-        self._behind = behind
-        apart = behind is not run_sync
-        self._local_behind = trio.CapacityLimiter(local.total_tokens) if apart else local
-        self._writing = trio.CapacityLimiter(local.total_tokens)
+        self._in_thread = threads.run
+        self._in_thread_now = threads.run_now
+        self._write_in_thread = threads.write
         self.readers = readers
         self.reasons = ReasonLog()
         self._noticed: Callable[[int], None] = self._mark_outdated
         self.room_appeared: Callable[[], object] = _nobody_waits
         """Called when files that found no tier may find one now."""
-        self._forget_pages = forget_pages
+        self._forget_pages: Callable[[int], None] = _forget_no_pages
         self._holder: ReplicaHolder = NoHolder()
         self._open: dict[int, OpenReplica] = {}
         self._busy: dict[int, bytes] = {}
@@ -128,23 +124,22 @@ class Records:
         self._peaks: dict[int, int] = {}
         self._books = RecordLookup(index, self._open, self._busy, self.readers)
         self.placement = Placement(
-            [tier.id for tier in tiers],
+            [tier.id for tier, _size in tiers],
             self._books,
-            eviction=eviction,
-            partial_min_bytes=partial_min_bytes,
-            reserve_percent=reserve_percent,
+            eviction=options.eviction,
+            partial_min_bytes=options.partial_min_bytes,
+            reserve_percent=options.reserve_percent,
         )
         self._metrics = metrics
         self._nursery = nursery
         self._tiers = Tiers(
             tiers,
-            sizes,
             index,
             self.placement,
             self._handle,
             metrics,
             headroom or MemoryProbe().read,
-            reserve_percent,
+            options.reserve_percent,
             self.readers,
         )
         self.tiers = self._tiers.by_id
@@ -152,18 +147,25 @@ class Records:
         self._segments = SegmentRecords(
             *(index, self._tiers, self.readers, self._in_thread),
             capacity=lambda tier_id: self.placement.ledger(tier_id).usage[1],
-            most_bytes=shared_bytes,
+            most_bytes=options.shared_bytes,
         )
         self._removals = Removals(
             *(index, self._tiers, self._handle, self._in_thread, nursery, self._segments),
             let_go=lambda ino: self._holder.let_go(ino),
         )
 
-    def bind(self, noticed: Callable[[int], None], holder: ReplicaHolder | None = None) -> None:
+    def bind(
+        self,
+        noticed: Callable[[int], None],
+        holder: ReplicaHolder | None = None,
+        forget_pages: Callable[[int], None] = _forget_no_pages,
+    ) -> None:
         """Those who need the cache to be made, and whom it has to tell: ``noticed`` of an inode
-        whose version the source was seen not to have any more."""
+        whose version the source was seen not to have any more, ``forget_pages`` of one of which the
+        kernel may have read wrong bytes."""
         self._noticed = noticed
         self._holder = holder or NoHolder()
+        self._forget_pages = forget_pages
 
     def state(self, ino: int) -> Replica | None:
         """The record of its replica; None for one in a tier that this mount does not have."""
@@ -268,13 +270,6 @@ class Records:
     def _begin_move(self, action: Move) -> None:
         """Moves are begun one level up (``Moves``)."""
         raise NotImplementedError
-
-    async def _in_thread(self, fn: Callable[..., T], *args: object) -> T:
-        return await self._behind(fn, *args, limiter=self._local_behind)
-
-    async def _in_thread_now(self, fn: Callable[..., T], *args: object) -> T:
-        """For who reads: not behind those who copy."""
-        return await run_sync(fn, *args, limiter=self.local)
 
 
 def _nobody_waits() -> None:

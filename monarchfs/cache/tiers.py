@@ -45,8 +45,7 @@ class Tiers:
 
     def __init__(
         self,
-        tiers: Sequence[Tier],
-        sizes: Sequence[TierSize],
+        tiers: Sequence[tuple[Tier, TierSize]],
         index: Index,
         placement: Placement,
         handle: Callable[[Event], list[Action]],
@@ -57,9 +56,9 @@ class Tiers:
     ) -> None:
         """``handle`` tells placement and carries out what it answers; ``headroom`` is asked for
         tiers in memory."""
-        self.by_id = {tier.id: tier for tier in tiers}
+        self.by_id = {tier.id: tier for tier, _size in tiers}
         self.written = dict.fromkeys(self.by_id, 0)
-        self._sizes = {tier.id: size for tier, size in zip(tiers, sizes, strict=True)}
+        self._sizes = {tier.id: size for tier, size in tiers}
         self._index = index
         self._placement = placement
         self._handle = handle

@@ -176,7 +176,7 @@ class Ahead:
         self._cache = cache
         self._jobs = jobs
         self._seen = seen
-        self._news = trio.Event()
+        self._news = trio.lowlevel.ParkingLot()
 
     def opened(self, node: Node, local: bool) -> None:
         """A file was opened; ``local``: all of it was on this node. No checkpoint."""
@@ -191,7 +191,7 @@ class Ahead:
         else:
             return
         self._walks.opened_in(node.parent)
-        self._news.set()
+        self._news.unpark_all()
 
     async def run(self) -> None:
         """Have files copied ahead, for ever."""
@@ -200,8 +200,7 @@ class Ahead:
             opened, moved = allowance.opened_files, False
             few, spare = opened < MANY, self._spare()
             if few or not (spare or self._walks.turn()):
-                self._news = trio.Event()
-                await self._news.wait()
+                await self._news.park()
                 await trio.sleep(LOOK_SECONDS)
                 continue
             if spare and self._walks.found_files and (more or allowance.worth_while):

@@ -23,13 +23,7 @@ from monarchfs.cache.reasons import Cause
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import MirrorTree
-from monarchfs.types import (
-    IndexWriteError,
-    Lane,
-    Node,
-    OperationError,
-    ReplicaState,
-)
+from monarchfs.types import IndexWriteError, Lane, Node, OperationError, ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +128,7 @@ class Warm:
         self._turn = trio.Lock()
         self._refused_need = 0
         self._capacity_bytes = sum(room.capacity_bytes for room in cache.room_for(0)[1])
-        self._news = trio.Event()
+        self._news = trio.lowlevel.ParkingLot()
         self._nursery: trio.Nursery | None = None
 
     @property
@@ -157,10 +151,10 @@ class Warm:
                 for _ in range(WALKERS):
                     nursery.start_soon(self._walk)
                 while self._active or self._directories:
-                    await self._wait()
+                    await self._news.park()
                 self.counts.walked = True
                 while self.outstanding or self._changing:
-                    await self._wait()
+                    await self._news.park()
                 if self._refused_need:
                     rooms = [room.room.bytes for room in self._cache.room_for(0)[1]]
                     left = sum(max(0, room) for room in rooms)
@@ -175,7 +169,7 @@ class Warm:
     async def _walk(self) -> None:
         while self._directories or self._active:
             if not self._directories:
-                await self._wait()
+                await self._news.park()
                 continue
             ino = self._directories.pop()
             self._active += 1
@@ -185,7 +179,7 @@ class Warm:
                 self._fail(self._path(ino), exc)
             finally:
                 self._active -= 1
-                self._tell()
+                self._news.unpark_all()
 
     async def _directory(self, ino: int) -> None:
         await self._tree.directories.open(ino, Lane.BACKGROUND)
@@ -211,7 +205,7 @@ class Warm:
                     continue
                 if node.stat.is_directory:
                     self._directories.append(node.ino)
-                    self._tell()
+                    self._news.unpark_all()
                 elif node.stat.is_regular:
                     self._take(node)
 
@@ -229,7 +223,7 @@ class Warm:
             # One walker at a time, and half of the time none: readers come before.
             await trio.sleep(PAUSE_SECONDS)
         while len(self.outstanding) >= OUTSTANDING_MOST:
-            await self._wait()
+            await self._news.park()
 
     # -- its files
 
@@ -272,7 +266,7 @@ class Warm:
         for ino in ended:
             self._end(ino, *self.outstanding.pop(ino))
         if ended:
-            self._tell()
+            self._news.unpark_all()
 
     def _end(self, ino: int, versions: int, names: int) -> None:
         counts, record = self.counts, self._cache.state(ino)
@@ -318,7 +312,7 @@ class Warm:
                     self._want(found, versions, names)
         finally:
             self._changing -= 1
-            self._tell()
+            self._news.unpark_all()
 
     def _path(self, ino: int, name: bytes = b"") -> str:
         """For messages."""
@@ -332,15 +326,6 @@ class Warm:
         if not self.counts.error:  # the copier logs each
             self.counts.error = f"{path}: {reason}"
             log.warning("not warmed: %r: %s", path, reason)
-
-    # -- news
-
-    async def _wait(self) -> None:
-        await self._news.wait()
-
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = trio.Event()
 
 
 class Warming:

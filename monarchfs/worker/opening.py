@@ -18,6 +18,7 @@ from monarchfs.types import (
     FreshnessMode,
     IndexUnusable,
     OperationError,
+    TierSize,
 )
 from monarchfs.worker.bootstrap import Bootstrap
 
@@ -90,12 +91,15 @@ def _open_index_of_root(
     return index
 
 
-def open_tiers(config: Config, bootstrap: Bootstrap, index: Index) -> list[Tier]:
+def open_tiers(config: Config, bootstrap: Bootstrap, index: Index) -> list[tuple[Tier, TierSize]]:
     """Raises OperationError for one in which something lies that is not ours."""
     return [
-        _open_tier(
-            *(fd, spec.path, index.tier_number(spec.path)),
-            os.path.join(spec.path, spec.directory),
+        (
+            _open_tier(
+                *(fd, spec.path, index.tier_number(spec.path)),
+                os.path.join(spec.path, spec.directory),
+            ),
+            spec.size,
         )
         for spec, fd in zip(config.tiers, bootstrap.tier_fds, strict=not bootstrap.safe)
     ]

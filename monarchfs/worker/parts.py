@@ -11,6 +11,8 @@ import trio
 # The session comes before anything that imports pyfuse3.
 from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs.cache.cache import Cache
+from monarchfs.cache.records import CacheOptions
+from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.config.model import PrefetchMode
 from monarchfs.engine.misses import Misses
 from monarchfs.fs.files import Files
@@ -119,15 +121,11 @@ class Parts:
         self.cache = Cache(
             self.index,
             open_tiers(config, bootstrap, self.index),
-            [spec.size for spec in config.tiers],
             self.metrics,
-            trio.CapacityLimiter(config.local_threads),
+            TierThreads(config.local_threads, quietly),
             nursery,
             self.relay,
-            eviction=config.evict,
-            reserve_percent=config.reserve_percent,
-            behind=quietly,
-            forget_pages=self.kernel.invalidate_inode,
+            CacheOptions(config.evict, config.reserve_percent),
         )
         self.copier = Copier(
             self.source,
@@ -231,7 +229,9 @@ class Parts:
         self.passthrough = Passthrough(
             self.files, channel.send_now, self.metrics, self.relay, counts=self.kernel_reads
         )
-        self.cache.bind(self.files.invalidation.noticed, self.passthrough)
+        self.cache.bind(
+            self.files.invalidation.noticed, self.passthrough, self.kernel.invalidate_inode
+        )
         self.adapter = Adapter(
             self.tree,
             self.files,

@@ -13,6 +13,8 @@ from pathlib import Path
 import trio
 
 from monarchfs.cache.cache import Cache
+from monarchfs.cache.records import CacheOptions
+from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.engine.misses import Misses
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fs.freshness import NS, Freshness
@@ -127,23 +129,27 @@ class Area:
                 whole = WholeReads(posix)
                 stack.callback(whole.close)
                 metrics = Metrics()
-                local = trio.CapacityLimiter(8)
+                threads = TierThreads(8)
                 cache = Cache(
                     index,
-                    opened,
-                    [TierSize(bytes=capacity) for capacity in tiers],
+                    [
+                        (tier, TierSize(bytes=capacity))
+                        for tier, capacity in zip(opened, tiers, strict=True)
+                    ],
                     metrics,
-                    local,
+                    threads,
                     nursery,
                     WholeReaders(),
-                    eviction=eviction,
-                    partial_min_bytes=partial_min_bytes,
-                    headroom=headroom,
-                    shared_bytes=SMALL_BYTES if shares else 0,
+                    CacheOptions(
+                        eviction,
+                        partial_min_bytes=partial_min_bytes,
+                        shared_bytes=SMALL_BYTES if shares else 0,
+                    ),
+                    headroom,
                 )
                 freshness = Freshness(mode, int(ttl * NS), time.time_ns())
                 mirror = Mirror(
-                    self, index, posix, whole, opened, cache, metrics, freshness, nursery,
+                    self, index, posix, whole, opened, cache, threads, metrics, freshness, nursery,
                     keeps=keeps, deadline=deadline, copy_workers=copy_workers, rate=rate,
                 )  # fmt: skip
                 stack.callback(mirror.cache.close)
@@ -175,6 +181,7 @@ class Mirror:
         whole: WholeReads,
         tiers: Sequence[FaultyTier],
         cache: Cache,
+        threads: TierThreads,
         metrics: Metrics,
         freshness: Freshness,
         nursery: trio.Nursery,
@@ -194,7 +201,7 @@ class Mirror:
         self.source = Source(
             posix, background_threads=copy_workers + 8, stuck_seconds=0.25, deadline=deadline
         )
-        self.local = cache.local
+        self.local = threads.limiter
         self.cache = cache
         self.placement = cache.placement
         self.copier = Copier(
