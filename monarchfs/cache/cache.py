@@ -8,21 +8,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import NamedTuple
 
 import trio
 
 from monarchfs.cache.filling import OUT_OF_DESCRIPTORS
 from monarchfs.cache.groups import Groups
 from monarchfs.cache.reasons import Cause
-from monarchfs.cache.reconciliation import Reconciliation
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.scrub import Scrub
-from monarchfs.cache.tiers import Hold
+from monarchfs.index.index import Index
 from monarchfs.placement.events import Accessed, Known, Loaded
-from monarchfs.placement.ledger import Room, reservation
 from monarchfs.store.errors import ReplicaLost
-from monarchfs.store.tier import Tier
 from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState, TierTotals
 
 log = logging.getLogger(__name__)
@@ -31,18 +27,14 @@ WATCH_SECONDS = 1.0
 PURGE_BATCH = 256
 
 
-class TierRoom(NamedTuple):
-    """What a tier has left, for people; ``out_of_service`` is why it takes nothing."""
-
-    path: str
-    capacity_bytes: int
-    room: Room
-    out_of_service: str | None
-
-    def takes(self, need_bytes: int) -> bool:
-        return (
-            self.out_of_service is None and self.room.bytes >= need_bytes and self.room.inodes > 0
-        )
+async def purge(index: Index, before_ns: int) -> None:
+    """Forget versions that were outdated before then: before this mount, so that no kernel asks for
+    them."""
+    try:
+        while index.purge_outdated(before_ns, PURGE_BATCH):
+            await trio.lowlevel.checkpoint()
+    except IndexWriteError as exc:
+        log.warning("outdated inodes stay recorded: %s", exc)
 
 
 class Cache(Groups):
@@ -55,16 +47,19 @@ class Cache(Groups):
         """Whether it matters what is opened."""
         return self.placement.tracks or len(self.tiers) > 1
 
+    @property
+    def reconciling(self) -> bool:
+        """Whether a tier takes nothing only because its files are being compared with the index."""
+        return bool(self._reconciliation.running)
+
     def load(self, boot_id: bytes, reopen: Callable[[], None] = lambda: None) -> None:
         """Take over what an earlier mount left; ``boot_id`` tells whether the machine was restarted
-        since. Takes no longer the more there is: what has to be looked at is so in the background.
-        ``reopen`` is called before anything may be evicted: to acquire what is in use already.
+        since. Takes the same time however much there is: what has to be looked at is looked at in
+        the background. ``reopen`` is called before anything may be evicted, to acquire what is in
+        use.
         """
         rebooted = self.index.begin_boot(boot_id)
-        stock = self._stock = Reconciliation(
-            self.index, self._tiers, self._handle, self._metrics, self._in_thread
-        )
-        stock.recover()
+        self._reconciliation.recover()
         totals = self.index.tier_totals()
         for tier in self.tiers.values():
             held = totals.get(tier.id, TierTotals())
@@ -72,53 +67,23 @@ class Cache(Groups):
             self._handle(Loaded(tier.id, files, held.allocated_bytes))
             self.readers.serve(tier.id, tier.dir_fd)
             try:
-                needed = stock.needed(tier, rebooted=rebooted)
+                needed = self._reconciliation.needed(tier, rebooted=rebooted)
             except OSError as exc:
                 self._tiers.failed(tier, "looking at what it holds", exc)
                 needed = True
             if needed:
-                self._begin_stock(tier)
+                self._reconciliation.begin(tier)
         reopen()
         self._tiers.look()
         for tier in self.tiers.values():
             self._segments.begin(tier)
-            if tier.id not in self._taking:
-                self._nursery.start_soon(self._settle, tier)
+            if tier.id not in self._reconciliation.running:
+                self._nursery.start_soon(self._reconciliation.settle, tier)
         if self.placement.tracks:
-            self._nursery.start_soon(self._tell_known)
+            self._nursery.start_soon(self._announce_known)
 
-    async def _settle(self, tier: Tier) -> None:
-        try:
-            await self._segments.settle(tier)
-        except OSError as exc:
-            self._tiers.failed(tier, "giving back what a crash left", exc)
-        except IndexWriteError as exc:
-            log.warning("tier %s: the next mount looks at its segments: %s", tier.path, exc)
-
-    def _begin_stock(self, tier: Tier) -> None:
-        self._taking.add(tier.id)
-        self._stock.suspect(tier)
-        self._nursery.start_soon(self._take_stock, tier)
-
-    async def _take_stock(self, tier: Tier) -> None:
-        try:
-            await self._stock.take(tier)
-            await self._settle(tier)
-        except (OSError, IndexWriteError) as exc:
-            # It stays out of use: what it holds is not known.
-            self._tiers.hold(tier.id, Hold.STOCK, f"what it holds could not be looked at: {exc}")
-            log.warning("tier %s: %s", tier.path, exc)
-        finally:
-            self._taking.discard(tier.id)
-            self.room_appeared()
-
-    @property
-    def taking_stock(self) -> bool:
-        """Whether a tier takes nothing only because what it holds is still being looked at."""
-        return bool(self._taking)
-
-    async def _tell_known(self) -> None:
-        """Tell the policy of what an earlier mount left."""
+    async def _announce_known(self) -> None:
+        """Have the policy know the replicas that an earlier mount left."""
         for count, (ino, record) in enumerate(self.index.replicas()):
             if record.tier in self.tiers:
                 self._handle(Known(ino, record.tier))
@@ -130,11 +95,6 @@ class Cache(Groups):
         for replica in self._open.values():
             os.close(replica.fd)
         self._open.clear()
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError where the books are wrong; for tests."""
-        self.placement.check_invariants()
-        assert all(replica.uses > 0 for replica in self._open.values())
 
     # -- reading
 
@@ -172,12 +132,8 @@ class Cache(Groups):
         """Whether it is what ``acquire`` gives: it is open, sound and recorded."""
         return self._open.get(replica.ino) is replica and not replica.bad
 
-    def touch(self, node: Node) -> None:
-        """It was asked for, though nobody opened it: others go before it."""
-        self.accessed(node.ino)
-
     def accessed(self, ino: int) -> None:
-        """It was opened by ``readers``, or asked for."""
+        """``readers`` opened it, or somebody asked for it without an open: others go before it."""
         record = self.index.replica(ino) if self.tracks else None
         if record is None or record.tier not in self.tiers:
             return
@@ -221,8 +177,8 @@ class Cache(Groups):
             fd = tier.open_complete(record)
         except ReplicaLost as exc:
             self._metrics.replicas_lost += 1
-            if tier.id in self._taking:
-                self._stock.lost[tier.id] += 1  # told with all others, at the end of that
+            if tier.id in self._reconciliation.running:
+                self._reconciliation.lost[tier.id] += 1  # logged with all others, at its end
             else:
                 log.warning("replica of inode %d is gone, reading the source: %s", node.ino, exc)
             self.drop(node.ino, "its replica was lost")
@@ -236,19 +192,10 @@ class Cache(Groups):
 
     # -- what people ask for
 
-    def pin(self, ino: int) -> None:
-        """Never evict the replica of ``ino``, or those below it if it is a directory. Raises
-        IndexWriteError."""
-        self.index.pin(ino)
-
-    def unpin(self, ino: int) -> None:
-        """Raises IndexWriteError."""
-        self.index.unpin(ino)
-
     def evict(self, ino: int) -> bool:
         """Remove the replica of ``ino``, unless it is open, pinned or being copied; whether it
         was."""
-        if not self._books.evictable(ino):
+        if not self._lookup.evictable(ino):
             return False
         if not self.readers.try_remove(ino) or not self.drop(ino, "evicted by hand", Cause.EVICTED):
             return False
@@ -267,9 +214,9 @@ class Cache(Groups):
         """``watch``, once."""
         self._tiers.look()
         for tier in await self._tiers.probe(self._in_thread):
-            if tier.id not in self._taking:
+            if tier.id not in self._reconciliation.running:
                 self._segments.replaced(tier)
-                self._begin_stock(tier)
+                self._reconciliation.begin(tier)
         self._removals.retry(self._busy.values())
 
     async def sync_loop(self) -> None:
@@ -280,69 +227,6 @@ class Cache(Groups):
         """Make everything durable that is stored by now."""
         await self._durability.sync()
 
-    async def purge(self, before_ns: int) -> None:
-        """Forget versions that were outdated before then: before this mount, so that no kernel
-        asks for them."""
-        try:
-            while self.index.purge_outdated(before_ns, PURGE_BATCH):
-                await trio.lowlevel.checkpoint()
-        except IndexWriteError as exc:
-            log.warning("outdated inodes stay recorded: %s", exc)
-
     async def scrub(self, rate: int) -> None:
         """Read replicas again at ``rate`` bytes a second, for ever; drop those that are corrupt."""
         await Scrub(self.index, self._tiers, self, self._metrics, rate).run()
-
-    @property
-    def removals_pending(self) -> int:
-        """How many replicas' files are being removed."""
-        return self._removals.count
-
-    def out_of_service(self, tier_id: int) -> str | None:
-        """Why the tier takes nothing, for people; None where it does."""
-        return self._tiers.out_of_service(tier_id)
-
-    def room_for(self, size: int) -> tuple[int, list[TierRoom]]:
-        """What a file of ``size`` bytes may come to need, and what each tier has left."""
-        self._tiers.look()
-        rooms = []
-        for tier in self.tiers.values():
-            _used, capacity = self._usage(tier)
-            room = self.placement.ledger(tier.id).room
-            reason = self._tiers.out_of_service(tier.id)
-            rooms.append(TierRoom(tier.path, capacity, room, reason))
-        return reservation(size), rooms
-
-    def _usage(self, tier: Tier) -> tuple[int, int]:
-        """Bytes used and capacity: the lists of segments are not placement's."""
-        used, capacity = self.placement.ledger(tier.id).usage
-        lists = tier.segments.lists.bytes
-        return used + lists, capacity + lists
-
-    def out_of_reach(self, tier_id: int) -> str | None:
-        """Why what the tier holds is not served either; None where it is."""
-        if self._tiers.readable(tier_id):
-            return None
-        return self._tiers.out_of_service(tier_id)
-
-    def usage(self) -> list[dict[str, object]]:
-        """One dict a tier, with the keys of ``status --json``."""
-        self._tiers.look()
-        totals = self.index.tier_totals()
-        result: list[dict[str, object]] = []
-        for tier in self.tiers.values():
-            used, capacity = self._usage(tier)
-            held = totals.get(tier.id, TierTotals())
-            self._peaks[tier.id] = max(used, self._peaks.get(tier.id, 0))
-            result.append(
-                {
-                    "path": tier.path,
-                    "capacity_bytes": capacity,
-                    "used_bytes": used,
-                    "peak_used_bytes": self._peaks[tier.id],
-                    "files": held.resident + held.partial + held.found,
-                    "unclaimed": held.found,
-                    "out_of_service": self._tiers.out_of_service(tier.id),
-                }
-            )
-        return result

@@ -1,8 +1,8 @@
-"""Comparing what lies in a tier with what the index says, while the mount serves.
+"""Comparing a tier's files with the index's records, while the mount serves.
 
-Done where the books may be wrong: a new index, a reboot, a tier whose directory is another one than
-before. Until then the tier takes nothing, because what is not counted could make it overflow; what
-is recorded is served meanwhile.
+Done where the records may be wrong: a new index, a reboot, a tier whose directory is another one
+than before. Until it is done the tier takes nothing, because files that are not counted could make
+it overflow. What is recorded is served meanwhile.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import trio
 
+from monarchfs.cache.segments import SegmentRecords
 from monarchfs.cache.tier_comparison import (
     Ambiguous,
     Finding,
@@ -29,7 +30,7 @@ from monarchfs.cache.tier_comparison import (
     compare,
     compare_parts,
 )
-from monarchfs.cache.tiers import Hold, Tiers
+from monarchfs.cache.tiers import Outage, Tiers
 from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
 from monarchfs.placement.events import Action, Event, Loaded
@@ -45,7 +46,8 @@ SAMPLED = 8
 
 
 class Reconciliation:
-    """Constant: its parts."""
+    """Constant: its parts. Changing: ``running``, the tiers that are being reconciled; ``lost``, by
+    tier, the records that turned out to have no file meanwhile."""
 
     def __init__(
         self,
@@ -54,15 +56,22 @@ class Reconciliation:
         handle: Callable[[Event], list[Action]],
         metrics: Metrics,
         in_thread: Callable[..., Awaitable[Any]],
+        nursery: trio.Nursery,
+        segments: SegmentRecords,
+        on_done: Callable[[], None],
     ) -> None:
+        """``on_done`` is called when a tier was reconciled, or could not be."""
         self._index = index
         self._tiers = tiers
         self._handle = handle
         self._metrics = metrics
         self._in_thread = in_thread
+        self._nursery = nursery
+        self._segments = segments
+        self._on_done = on_done
         self._dropping = trio.Lock()
+        self.running: set[int] = set()
         self.lost: Counter[int] = Counter()
-        """By tier: what was recorded and is not there, as it turned out while it was looked at."""
         self._found: Counter[int] = Counter()
         self._removed: Counter[int] = Counter()
 
@@ -98,8 +107,8 @@ class Reconciliation:
         return True
 
     def needed(self, tier: Tier, *, rebooted: bool) -> bool:
-        """Whether the books of a tier may be wrong. Blocks for the disk, as short as an empty tier
-        takes. Raises OSError of the tier, IndexWriteError."""
+        """Whether the records of a tier may be wrong. Blocks for the disk, no longer than for an
+        empty tier. Raises OSError of the tier, IndexWriteError."""
         right = not rebooted and self._index.meta_get(_mark(tier)) == _right(tier)
         if right and not self._was_cleaned(tier):
             return False
@@ -131,9 +140,43 @@ class Reconciliation:
             os.close(fd)
         return False
 
-    async def take(self, tier: Tier) -> None:
-        """Put the books of a tier right. Raises OSError of the tier, IndexWriteError."""
-        self._tiers.hold(tier.id, Hold.STOCK, "what it holds is being looked at")
+    def begin(self, tier: Tier) -> None:
+        """Reconcile the tier in the background. Until that is done its records are not to be
+        trusted, also by the next mount."""
+        self.running.add(tier.id)
+        self._tiers.begin_outage(tier.id, Outage.RECONCILIATION, "what it holds is to be looked at")
+        try:
+            self._index.meta_put(_mark(tier), b"")
+        except IndexWriteError as exc:
+            log.warning("tier %s is not marked as suspect: %s", tier.path, exc)
+        self._nursery.start_soon(self._run, tier)
+
+    async def _run(self, tier: Tier) -> None:
+        try:
+            await self._reconcile(tier)
+            await self.settle(tier)
+        except (OSError, IndexWriteError) as exc:
+            # It stays out of service: what it holds is not known.
+            reason = f"what it holds could not be looked at: {exc}"
+            self._tiers.begin_outage(tier.id, Outage.RECONCILIATION, reason)
+            log.warning("tier %s: %s", tier.path, exc)
+        finally:
+            self.running.discard(tier.id)
+            self._on_done()
+
+    async def settle(self, tier: Tier) -> None:
+        """Give back room in segments that a crash left without records. Raises nothing."""
+        try:
+            await self._segments.settle(tier)
+        except OSError as exc:
+            self._tiers.failed(tier, "giving back what a crash left", exc)
+        except IndexWriteError as exc:
+            log.warning("tier %s: the next mount looks at its segments: %s", tier.path, exc)
+
+    async def _reconcile(self, tier: Tier) -> None:
+        """Put the records of a tier right. Raises OSError of the tier, IndexWriteError."""
+        reason = "what it holds is being looked at"
+        self._tiers.begin_outage(tier.id, Outage.RECONCILIATION, reason)
         await self._drop_lost()
         partial: list[Row] = []
         for fan_out in range(FAN_OUTS):
@@ -150,11 +193,11 @@ class Reconciliation:
         await self._look_at_segments(tier)
         self._load(tier)
         self._index.meta_put(_mark(tier), _right(tier))
-        self._tiers.let_go(tier.id, Hold.STOCK)
-        self._tell(tier)
+        self._tiers.end_outage(tier.id, Outage.RECONCILIATION)
+        self._log_findings(tier)
 
-    def _tell(self, tier: Tier) -> None:
-        """What was found: one line, however many files."""
+    def _log_findings(self, tier: Tier) -> None:
+        """One line, however many files."""
         lost, found = self.lost.pop(tier.id, 0), self._found.pop(tier.id, 0)
         removed = self._removed.pop(tier.id, 0)
         parts = [
@@ -165,17 +208,9 @@ class Reconciliation:
         if parts:
             log.warning("tier %s was looked at: %s", tier.path, "; ".join(parts))
 
-    def suspect(self, tier: Tier) -> None:
-        """The books of the tier are not to be trusted, also by the next mount."""
-        self._tiers.hold(tier.id, Hold.STOCK, "what it holds is to be looked at")
-        try:
-            self._index.meta_put(_mark(tier), b"")
-        except IndexWriteError as exc:
-            log.warning("tier %s is not marked as suspect: %s", tier.path, exc)
-
     async def _drop_lost(self) -> None:
         """Forget what a reboot took: replicas whose data were never synced."""
-        # One tier's stocktaking drops those of all: the others are not to count before it did.
+        # This drops the records of all tiers: no other tier is counted before.
         async with self._dropping:
             while lost := self._index.lost_in_reboot(LOST_BATCH):
                 for ino, record in lost:
@@ -197,7 +232,7 @@ class Reconciliation:
             try:
                 await self._in_thread(tier.files.discard, record.name)
             except OSError as exc:
-                # The journal keeps it for the next mount. Not the tier of this stock, perhaps.
+                # The journal keeps it for the next mount. This may be another tier.
                 self._tiers.failed(tier, "removing what a reboot took", exc)
                 return
         self._index.file_gone(record.tier, record.name)
@@ -321,5 +356,5 @@ def _mark(tier: Tier) -> bytes:
 
 
 def _right(tier: Tier) -> bytes:
-    """The mark of books that are right. One that another state directory had has another name."""
+    """The mark of right records. It names the directory: another owner's has another name."""
     return b"right " + os.fsencode(os.path.basename(tier.directory or ""))

@@ -12,12 +12,14 @@ import trio
 from monarchfs.cache.durable import Durability
 from monarchfs.cache.readers import Readers
 from monarchfs.cache.reasons import Cause, ReasonLog
+from monarchfs.cache.reconciliation import Reconciliation
 from monarchfs.cache.record_lookup import RecordLookup
 from monarchfs.cache.removals import Removals
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.segments import SegmentRecords
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.cache.tiers import Tiers
+from monarchfs.cache.usage import TierUsage
 from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
 from monarchfs.placement.events import (
@@ -120,12 +122,10 @@ class Records:
         self._holder: ReplicaHolder = NoHolder()
         self._open: dict[int, OpenReplica] = {}
         self._busy: dict[int, bytes] = {}
-        self._taking: set[int] = set()
-        self._peaks: dict[int, int] = {}
-        self._books = RecordLookup(index, self._open, self._busy, self.readers)
+        self._lookup = RecordLookup(index, self._open, self._busy, self.readers)
         self.placement = Placement(
             [tier.id for tier, _size in tiers],
-            self._books,
+            self._lookup,
             eviction=options.eviction,
             partial_min_bytes=options.partial_min_bytes,
             reserve_percent=options.reserve_percent,
@@ -152,6 +152,11 @@ class Records:
         self._removals = Removals(
             *(index, self._tiers, self._handle, self._in_thread, nursery, self._segments),
             let_go=lambda ino: self._holder.let_go(ino),
+        )
+        self.usage = TierUsage(index, self._tiers, self.placement, self._removals)
+        self._reconciliation = Reconciliation(
+            *(index, self._tiers, self._handle, metrics, self._in_thread, nursery, self._segments),
+            on_done=lambda: self.room_appeared(),
         )
 
     def bind(

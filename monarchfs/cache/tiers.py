@@ -26,15 +26,15 @@ SPACE_MAX_AGE_SECONDS = 0.25
 """Others fill the tier's file system too: placement decides on a statvfs no older than this."""
 
 
-class Hold(Enum):
+class Outage(Enum):
     """Why a tier takes nothing."""
 
     SPACE = "space"
     """It does not say how much room it has."""
     HEALTH = "health"
     """Something failed; it is probed."""
-    STOCK = "stock"
-    """What it holds is being compared with the index."""
+    RECONCILIATION = "reconciliation"
+    """Its files are being compared with the index."""
     INDEX = "index"
     """The index cannot be written: what is copied could not be recorded."""
 
@@ -54,8 +54,8 @@ class Tiers:
         reserve_percent: float,
         readers: Readers,
     ) -> None:
-        """``handle`` tells placement and carries out what it answers; ``headroom`` is asked for
-        tiers in memory."""
+        """``handle`` passes events to placement and carries out its actions; ``headroom`` says how
+        much memory is left for tiers in memory."""
         self.by_id = {tier.id: tier for tier, _size in tiers}
         self.written = dict.fromkeys(self.by_id, 0)
         self._sizes = {tier.id: size for tier, size in tiers}
@@ -68,7 +68,7 @@ class Tiers:
         self._readers = readers
         self._seen_at = -SPACE_MAX_AGE_SECONDS
         self._health = {tier_id: Health() for tier_id in self.by_id}
-        self._holds: dict[int, dict[Hold, str]] = {tier_id: {} for tier_id in self.by_id}
+        self._outages: dict[int, dict[Outage, str]] = {tier_id: {} for tier_id in self.by_id}
 
     # -- room
 
@@ -81,15 +81,15 @@ class Tiers:
         frozen = self._index.frozen
         for tier in self.by_id.values():
             if frozen is not None:
-                self.hold(tier.id, Hold.INDEX, frozen)
+                self.begin_outage(tier.id, Outage.INDEX, frozen)
             try:
                 space = tier.space()
             except OSError as exc:
-                if Hold.SPACE not in self._holds[tier.id]:
+                if Outage.SPACE not in self._outages[tier.id]:
                     self.failed(tier, "asking for its room", exc)
-                    self.hold(tier.id, Hold.SPACE, f"its room is unknown: {exc.strerror}")
+                    self.begin_outage(tier.id, Outage.SPACE, f"its room is unknown: {exc.strerror}")
                 continue
-            self.let_go(tier.id, Hold.SPACE)
+            self.end_outage(tier.id, Outage.SPACE)
             self._see(tier, space)
 
     def _see(self, tier: Tier, space: Space) -> None:
@@ -116,7 +116,7 @@ class Tiers:
         if health.failed(trio.current_time(), exc, reading=reading):
             assert health.reason is not None
             log.warning("tier %s is out of service: %s", tier.path, health.reason)
-            self.hold(tier.id, Hold.HEALTH, health.reason)
+            self.begin_outage(tier.id, Outage.HEALTH, health.reason)
         if not health.readable:
             self._readers.serve(tier.id, None)
 
@@ -141,28 +141,28 @@ class Tiers:
             if health.probed(trio.current_time(), error):
                 log.info("tier %s is back in service", tier.path)
                 self._seen_at = -SPACE_MAX_AGE_SECONDS
-                self.let_go(tier.id, Hold.HEALTH)
+                self.end_outage(tier.id, Outage.HEALTH)
                 self._readers.serve(tier.id, tier.dir_fd)
                 self.look()
             elif health.reason is not None:
-                self.hold(tier.id, Hold.HEALTH, health.reason)
+                self.begin_outage(tier.id, Outage.HEALTH, health.reason)
         return replaced
 
     # -- whether it takes anything
 
-    def hold(self, tier_id: int, kind: Hold, reason: str) -> None:
-        """Nothing is placed in the tier until it is let go."""
-        holds = self._holds[tier_id]
-        known = holds.get(kind)
-        holds[kind] = reason
+    def begin_outage(self, tier_id: int, kind: Outage, reason: str) -> None:
+        """Nothing is placed in the tier until all of its outages have ended."""
+        outages = self._outages[tier_id]
+        known = outages.get(kind)
+        outages[kind] = reason
         if known != reason:
             self._handle(TierLost(tier_id, reason))
 
-    def let_go(self, tier_id: int, kind: Hold) -> None:
-        holds = self._holds[tier_id]
-        if holds.pop(kind, None) is not None and not holds:
+    def end_outage(self, tier_id: int, kind: Outage) -> None:
+        outages = self._outages[tier_id]
+        if outages.pop(kind, None) is not None and not outages:
             self._handle(TierBack(tier_id))
 
     def out_of_service(self, tier_id: int) -> str | None:
         """Why the tier takes nothing, for people; None where it does."""
-        return "; ".join(self._holds[tier_id].values()) or None
+        return "; ".join(self._outages[tier_id].values()) or None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from monarchfs.cache.cache import Cache, TierRoom
+from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause, Reason
+from monarchfs.cache.usage import TierRoom
 from monarchfs.fs.copies import Copies
 from monarchfs.fs.residency import Residency
 from monarchfs.text.sizes import format_bytes, format_seconds
@@ -123,7 +124,7 @@ class Reasons:
     def _no_room(self, node: Node, reason: Reason, ago: str) -> str:
         record = self._cache.state(node.ino)
         local = self._local_bytes(node, record)
-        need, rooms = self._cache.room_for(_rest(node, record, local))
+        need, rooms = self._cache.usage.room_for(_rest(node, record, local))
         short = f"{format_bytes(reason.missing_bytes)} short"
         if any(room.takes(need) for room in rooms):
             return (
@@ -135,7 +136,7 @@ class Reasons:
         return f"{what}: it needs {format_bytes(need)}, {short} when it was wanted; {left}"
 
     def _no_tier(self, reason: Reason, ago: str) -> str:
-        rooms = self._cache.room_for(0)[1]
+        rooms = self._cache.usage.room_for(0)[1]
         if any(room.out_of_service is None for room in rooms):
             return f"{reason.text} when it was wanted, {ago}; it is copied when it is opened next"
         tiers = "; ".join(f"{room.path}: {room.out_of_service}" for room in rooms[:MOST_TIERS])
@@ -145,7 +146,7 @@ class Reasons:
         record = self._cache.state(node.ino)
         if record is None or record.tier not in self._cache.tiers:
             return None
-        why = self._cache.out_of_reach(record.tier)
+        why = self._cache.usage.out_of_reach(record.tier)
         return None if why is None else f"{self._cache.tiers[record.tier].path}: {why}"
 
     def _local_bytes(self, node: Node, record: Replica | None) -> int:

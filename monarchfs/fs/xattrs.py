@@ -9,10 +9,12 @@ import stat as stat_module
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 import trio
 
+from monarchfs.fs.batches import BATCH_SECONDS
 from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.residency import Residency
 from monarchfs.fs.statahead import Statahead
@@ -31,19 +33,15 @@ ACCESS_KEPT = 100_000
 WRITTEN = {stat_module.S_IFREG, stat_module.S_IFDIR, stat_module.S_IFLNK}
 
 LASTING = {errno.ENODATA, errno.EOPNOTSUPP}
-"""Errors that are an answer about the attribute, and not about the source's day."""
+"""Errors that say something about the attribute, and not about the source's state."""
 
 LISTED = (b"security.", b"system.posix_acl_")
-"""How attributes begin that ``ls -l`` asks for of every file, and hardly any has. listxattr(2) of a
-file system that has them tells of them: one call for all."""
+"""Prefixes of the attributes that ``ls -l`` asks for of every file, although few files have them. A
+file system that has them lists them in listxattr(2): one call for all."""
 
 LABEL = b"security.selinux"
-"""Where SELinux is on, the kernel answers for it and never asks. Where it is off nobody goes by it,
-but ``ls -l`` asks for it of each file, unless it hears once that the file system has no labels."""
-
-ERRAND_SECONDS = 0.1
-"""What a thread has found by then, others need not wait for."""
-
+"""With SELinux the kernel answers for it and never asks. Without it nobody uses the attribute, but
+``ls -l`` asks for it of each file, unless it hears once that the file system has no labels."""
 
 Names = list[bytes]
 
@@ -57,7 +55,7 @@ class _Kind(NamedTuple):
 
 
 class Xattrs:
-    """What one inode (one version of a file) has; therefore what was asked once stays true.
+    """An inode is one version of a file, so what was asked once stays true.
 
     The attributes of a directory and the rights on it may change under the same number: they are
     remembered with its ctime. Changing: ``_absent``, the errno of attributes that a file does not
@@ -90,7 +88,7 @@ class Xattrs:
             tree.index.entries,
             tree.index.count_entries,
             self._lacks,
-            self._ask_ahead,
+            partial(self._ask_lists, lane=Lane.DEMAND, seconds=BATCH_SECONDS),
         )
         self._on_plain = on_plain
 
@@ -246,9 +244,6 @@ class Xattrs:
             raise
         return True
 
-    async def _ask_ahead(self, parent: int, names: Names) -> tuple[int, int]:
-        return await self._ask_lists(parent, names, Lane.DEMAND, ERRAND_SECONDS)
-
     async def list_each(self, parent: int, names: Names, lane: Lane) -> None:
         """Have the lists of these files, as far as the source tells. Raises OSError if the
         directory cannot be used, and IndexWriteError."""
@@ -264,8 +259,8 @@ class Xattrs:
     async def _ask_lists(
         self, parent: int, names: Names, lane: Lane, seconds: float
     ) -> tuple[int, int]:
-        """Of the first of them, as many as ``seconds`` are enough for; how many those are, and how
-        many lists there were."""
+        """Ask for the lists of the first names, as many as can be asked for in ``seconds``. Returns
+        the number of these names, and of the lists."""
         index = self._index
         directory = self._tree.known.directory(parent)
         with self._tree.recorder.estale_if_replaced(parent):

@@ -13,14 +13,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from time import perf_counter_ns as now_ns
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import pyfuse3
 from pyfuse3 import FileHandleT, FileNameT, InodeT, RequestContext, XAttrNameT
 
-from monarchfs.fs.files import FileHandle, Files
-from monarchfs.fs.tree import Entry, Missing, Tree
-from monarchfs.fs.xattrs import Xattrs
+from monarchfs.fs.file_system import FileSystem
+from monarchfs.fs.files import FileHandle
+from monarchfs.fs.tree import Entry, Missing
 from monarchfs.fuse.estale_retries import EstaleRetries
 from monarchfs.fuse.handle_table import HandleTable
 from monarchfs.fuse.handleless_reads import HandlelessReads
@@ -37,7 +37,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 NO_TROUBLE = {errno.ENODATA, errno.ENOSYS, errno.EOPNOTSUPP, errno.ERANGE}
-"""Answers that are errors to the kernel alone; they are not counted."""
+"""Errors that are normal answers; they are not counted."""
 
 Handler = Callable[Concatenate["Adapter", P], Coroutine[Any, Any, T]]
 
@@ -51,7 +51,7 @@ def answers(handler: Handler[P, T]) -> Handler[P, T]:
 
     @wraps(handler)
     async def answer(self: Adapter, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        unique = self._current_request()[0] if self._answered_soon is not None else 0
+        unique = self._current_request()[0] if self._session.answered_soon is not None else 0
         try:
             result = await handler(self, *args, **kwargs)
             self._answers(unique)
@@ -73,63 +73,65 @@ def answers(handler: Handler[P, T]) -> Handler[P, T]:
 
 
 def timed(handler: Handler[P, T]) -> Handler[P, T]:
-    """Note how long a handler took, in the histogram of its name."""
+    """Record the duration of a handler, in the histogram of its name."""
     name = handler.__name__
 
     @wraps(handler)
     async def answer(self: Adapter, /, *args: P.args, **kwargs: P.kwargs) -> T:
         started = now_ns()
         result = await handler(self, *args, **kwargs)
-        getattr(self.took, name).observe(now_ns() - started)
+        getattr(self.durations, name).observe(now_ns() - started)
         return result
 
     return answer
 
 
+class SessionCalls(NamedTuple):
+    """What the session says of requests, and is told about their answers.
+
+    ``current_request`` returns (unique, pid) of the request that was received last, and
+    ``current_node`` its node id. ``answer_with`` (number, backing id) makes the open that is
+    answered next a passthrough one. ``answered_soon`` is called with each request when its handler
+    ends, where there is a journal of them."""
+
+    current_request: Callable[[], tuple[int, int]]
+    current_node: Callable[[], int]
+    answer_with: Callable[[int, int], None]
+    answered_soon: Callable[[int], None] | None = None
+
+
 class Adapter(pyfuse3.Operations):
-    """The handlers of one session."""
+    """The handlers of one session. pyfuse3 calls one for each kind of request, hence more than
+    twenty methods."""
 
     def __init__(
         self,
-        tree: Tree,
-        files: Files,
-        xattrs: Xattrs,
+        file_system: FileSystem,
         interrupts: Interrupts,
         metrics: Metrics,
         relay: Relay,
         slots: HandleTable,
         passthrough: Passthrough,
-        answer_with: Callable[[int, int], None],
-        current_request: Callable[[], tuple[int, int]],
-        current_node: Callable[[], int],
-        answered_soon: Callable[[int], None] | None = None,
+        session: SessionCalls,
     ) -> None:
-        """``current_request`` tells (unique, pid) of the request that was received last,
-        ``current_node`` its node id; ``answer_with`` (number, backing id) makes the open that is
-        answered next a passthrough one; ``answered_soon`` is told of each request when its
-        handler ends, where there is a journal of them."""
         super().__init__()
-        self._tree = tree
-        self._files = files
-        self._xattrs = xattrs
+        self._tree, self._files, self._xattrs = file_system
         self._interrupts = interrupts
         self._metrics = metrics
-        self.took = metrics.requests
+        self.durations = metrics.requests
         self._relay = relay
-        self._current_request = current_request
         self._passthrough = passthrough
-        self._answer_with = answer_with
-        self._current_node = current_node
+        self._session = session
+        self._current_request = session.current_request
         self.handles: Handles[FileHandle] = Handles(slots, passthrough)
-        self.implicit = HandlelessReads(files)
-        self._refused = EstaleRetries(tree.known.asked_ns)
-        self._answered_soon = answered_soon
+        self.handleless = HandlelessReads(self._files)
+        self._refused = EstaleRetries(self._tree.known.asked_ns)
 
     def _answers(self, unique: int) -> None:
         """The request is answered in the very next step, by pyfuse3."""
         self.handles.slots.count_answer()
-        if self._answered_soon is not None:
-            self._answered_soon(unique)
+        if self._session.answered_soon is not None:
+            self._session.answered_soon(unique)
 
     def count_error(self, failure: pyfuse3.FUSEError, unique: int) -> None:
         """For ``answers``."""
@@ -143,8 +145,8 @@ class Adapter(pyfuse3.Operations):
     async def _waiting(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run ``work``; EINTR if the process that waits for it is killed.
 
-        To be called before the handler's first checkpoint: until then the request that was
-        received last is the handler's own.
+        To be called before the handler's first checkpoint: until then, the request that was
+        received last is the one that the handler answers.
         """
         with self._interrupts.guard(*self._current_request()):
             return await work()
@@ -156,12 +158,12 @@ class Adapter(pyfuse3.Operations):
     async def lookup(
         self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext
     ) -> pyfuse3.EntryAttributes:
-        started, took = now_ns(), self.took.lookup_local
+        started, duration = now_ns(), self.durations.lookup_local
         found = self._tree.known.lookup(parent_inode, name)
         if found is None:
-            took = self.took.lookup_source
+            duration = self.durations.lookup_source
             found = await self._waiting(lambda: self._tree.names.lookup(parent_inode, name))
-        took.observe(now_ns() - started)
+        duration.observe(now_ns() - started)
         if isinstance(found, Missing):
             return _negative(found.timeout)
         self._relay.found(found.node)
@@ -169,14 +171,14 @@ class Adapter(pyfuse3.Operations):
 
     @answers
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> pyfuse3.EntryAttributes:
-        started, took = now_ns(), self.took.getattr_local
+        started, duration = now_ns(), self.durations.getattr_local
         found = self._files.known_attributes(inode)
         if found is None:
-            took = self.took.getattr_source
+            duration = self.durations.getattr_source
             again = self._refused.again(inode, thread := self._current_request()[1])
             with self._refused.noting(inode, thread):
                 found = await self._waiting(lambda: self._files.attributes(inode, again=again))
-        took.observe(now_ns() - started)
+        duration.observe(now_ns() - started)
         return _attributes(found)
 
     @answers
@@ -212,7 +214,7 @@ class Adapter(pyfuse3.Operations):
     async def open(self, inode: InodeT, flags: int, ctx: RequestContext) -> pyfuse3.FileInfo:
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        started, took = now_ns(), self.took.open_local
+        started, duration = now_ns(), self.durations.open_local
         unique, thread = self._current_request()
         opened = self._known_open(inode, unique)
         if opened is None:
@@ -221,16 +223,16 @@ class Adapter(pyfuse3.Operations):
                 opened = await self._waiting(lambda: self._open(inode, unique, again))
         number, handle, backing_id = opened
         if not handle.local:
-            took = self.took.open_source
-        took.observe(now_ns() - started)
+            duration = self.durations.open_source
+        duration.observe(now_ns() - started)
         if backing_id:
-            self._answer_with(number, backing_id)
+            self._session.answer_with(number, backing_id)
         direct = handle.direct and not backing_id
         keep_cache = handle.keep_cache and not (direct or backing_id)
         return pyfuse3.FileInfo(fh=FileHandleT(number), keep_cache=keep_cache, direct_io=direct)
 
     def _known_open(self, ino: int, unique: int) -> tuple[int, FileHandle, int] | None:
-        """``_open`` where nobody has to be asked."""
+        """``_open`` where neither the source nor the supervisor has to be asked."""
         backing_id = self._passthrough.known(ino)
         handle = None if backing_id is None else self._files.known_open(ino)
         if handle is None or backing_id is None:
@@ -260,9 +262,10 @@ class Adapter(pyfuse3.Operations):
         return number
 
     def take_over(self) -> int:
-        """Know what an earlier worker has opened; how many that are. Before the first request."""
+        """Take over what an earlier worker has opened; returns how many that are. Before the first
+        request."""
         for slot in self.handles.slots:
-            # Whose modes count, Python has to hear of its end.
+            # Where the modes of opens count, Python has to know when they end.
             if slot.backing_id or self._passthrough.counts or not self._relay.offer(slot.ino):
                 handle = self._files.reopened(slot.ino)
                 self.handles.take_over(slot.number, handle, slot.backing_id)
@@ -270,23 +273,23 @@ class Adapter(pyfuse3.Operations):
 
     @answers
     async def read(self, fh: FileHandleT, off: int, size: int) -> Data:  # type: ignore[override]
-        started, took = now_ns(), self.took.read_local
+        started, duration = now_ns(), self.durations.read_local
         with self._reading(fh) as handle:
             data = handle.known_read(off, size)
             if data is None:
                 data = await self._waiting(lambda: handle.read(off, size))
                 if not handle.local:
-                    took = self.took.read_source
+                    duration = self.durations.read_source
             if handle.served:  # its copy may be complete by now
                 self._relay.offer(handle.ino, seen=True)
         self._metrics.relayed_bytes += len(data)
-        took.observe(now_ns() - started)
+        duration.observe(now_ns() - started)
         return data
 
     def _reading(self, fh: int) -> AbstractContextManager[FileHandle]:
         """What a READ is about. Raises OSError EBADF. Before the handler's first checkpoint."""
         if not fh:
-            return self.implicit.handle(self._current_node())
+            return self.handleless.handle(self._session.current_node())
         handle = self.handles.get(fh)
         if handle is None:
             # Opened by the C part, which cannot read it.

@@ -1,8 +1,8 @@
 """Answers to requests about what is known, without pyfuse3: its tasks and objects, and the turns of
 the event loop, cost more than the answer.
 
-The C part (fuse_session_receive_buf) calls this with each request of these kinds. What would have
-to wait goes on to pyfuse3, as if it had not been here. The messages are those of linux/fuse.h.
+The C part (fuse_session_receive_buf) calls this with each request of these kinds. A request that
+would have to wait goes on to pyfuse3. The messages are those of linux/fuse.h.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import struct
 from collections.abc import Callable
 from time import perf_counter_ns as now_ns
 
-from monarchfs.fs.files import FileHandle, Files
-from monarchfs.fs.tree import Entry, Missing, Tree
-from monarchfs.fs.xattrs import Xattrs
+from monarchfs.fs.file_system import FileSystem
+from monarchfs.fs.files import FileHandle
+from monarchfs.fs.tree import Entry, Missing
 from monarchfs.fuse.handles import Handles
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
@@ -72,32 +72,29 @@ class FastPath:
 
     def __init__(
         self,
-        tree: Tree,
-        files: Files,
+        file_system: FileSystem,
         handles: Handles[FileHandle],
         relay: Relay,
         metrics: Metrics,
         current_request: Callable[[], tuple[int, int]],
         passthrough: Passthrough,
-        xattrs: Xattrs,
     ) -> None:
-        """``current_request`` tells (unique, pid) of the request that is to be answered."""
-        self._current_request = current_request
-        self._count_answer = handles.slots.count_answer
-        self._passthrough = passthrough
+        """``current_request`` returns (unique, pid) of the request that is to be answered."""
+        tree, self._files, self._xattrs = file_system
         self._known = tree.known
         self._siblings = tree.siblings
         self._directories = tree.directories
-        self._files = files
+        self._current_request = current_request
+        self._count_answer = handles.slots.count_answer
+        self._passthrough = passthrough
         self._handles = handles
         self._relay = relay
-        self._xattrs = xattrs
-        self._took = metrics.requests
+        self._durations = metrics.requests
 
     def answer(self, opcode: int, node: int, body: bytes) -> bytes | int | None:
-        """What follows the header of a successful answer, or an errno; None: not here; True: the C
-        part knows more now, and may answer. ``body`` is what follows the header of the request. No
-        checkpoint; raises nothing that is foreseen."""
+        """What follows the header of a successful answer, or an errno. None: pyfuse3 answers. True:
+        the C part knows more now, and may answer. ``body`` is what follows the header of the
+        request. No checkpoint; raises nothing that is foreseen."""
         started = now_ns()
         match opcode:
             case Opcode.LOOKUP:
@@ -105,7 +102,7 @@ class FastPath:
                 found = self._known.lookup(node, name)
                 if found is None:
                     return None
-                self._took.lookup_local.observe(now_ns() - started)
+                self._durations.lookup_local.observe(now_ns() - started)
                 self._count_answer()
                 if isinstance(found, Missing):
                     return _negative(found)
@@ -117,7 +114,7 @@ class FastPath:
                 known = self._files.known_attributes(node)
                 if known is None:
                     return None
-                self._took.getattr_local.observe(now_ns() - started)
+                self._durations.getattr_local.observe(now_ns() - started)
                 self._count_answer()
                 return _ATTR_OUT.pack(*_split(known.attr_timeout), 0, *_attributes(known.node))
             case Opcode.OPEN:
@@ -138,7 +135,7 @@ class FastPath:
                 except OSError:
                     handle.release()
                     return None
-                self._took.open_local.observe(now_ns() - started)
+                self._durations.open_local.observe(now_ns() - started)
                 self._count_answer()
                 if backing_id:
                     return _OPEN_OUT.pack(number, FOPEN_PASSTHROUGH, backing_id)
@@ -163,7 +160,7 @@ class FastPath:
                 keep = self._directories.known_open(node)
                 if keep is None:
                     return None
-                self._took.opendir.observe(now_ns() - started)
+                self._durations.opendir.observe(now_ns() - started)
                 self._count_answer()
                 flags = FOPEN_CACHE_DIR | FOPEN_KEEP_CACHE if keep else FOPEN_CACHE_DIR
                 return _OPEN_OUT.pack(node, flags, 0)
@@ -173,7 +170,7 @@ class FastPath:
             case Opcode.READDIRPLUS:
                 _fh, offset, size = _READ_IN.unpack_from(body)
                 listing = self._listing(node, offset, min(size, MOST_LISTED_BYTES))
-                self._took.readdir.observe(now_ns() - started)
+                self._durations.readdir.observe(now_ns() - started)
                 self._count_answer()
                 return listing
             case Opcode.GETXATTR:
@@ -193,7 +190,7 @@ class FastPath:
             return code
         if value is None:
             return None
-        self._took.getxattr.observe(now_ns() - started)
+        self._durations.getxattr.observe(now_ns() - started)
         self._count_answer()
         if not size:
             return _GETXATTR_OUT.pack(len(value))

@@ -267,7 +267,7 @@ class Ahead:
 
     def _spare(self) -> bool:
         """Once half of all room is taken, the rest is for what is opened."""
-        rooms = [room for room in self._cache.room_for(0)[1] if room.out_of_service is None]
+        rooms = [room for room in self._cache.usage.room_for(0)[1] if room.out_of_service is None]
         capacity = sum(room.capacity_bytes for room in rooms)
         return 2 * sum(room.room.bytes for room in rooms) > capacity
 

@@ -151,7 +151,7 @@ class Copier:
 
     def _next_file(self, before: int, *, paced: bool) -> tuple[Work | None, int]:
         """Begin with a file that goes before those of a priority."""
-        if self._cache.taking_stock:
+        if self._cache.reconciling:
             return None, 0  # they would find no room where there may be some in a moment
         if not paced:
             before = min(before, Priority.HINTED)

@@ -127,7 +127,7 @@ class Warm:
         self._changing = 0
         self._turn = trio.Lock()
         self._refused_need = 0
-        self._capacity_bytes = sum(room.capacity_bytes for room in cache.room_for(0)[1])
+        self._capacity_bytes = sum(room.capacity_bytes for room in cache.usage.room_for(0)[1])
         self._news = trio.lowlevel.ParkingLot()
         self._nursery: trio.Nursery | None = None
 
@@ -156,7 +156,7 @@ class Warm:
                 while self.outstanding or self._changing:
                     await self._news.park()
                 if self._refused_need:
-                    rooms = [room.room.bytes for room in self._cache.room_for(0)[1]]
+                    rooms = [room.room.bytes for room in self._cache.usage.room_for(0)[1]]
                     left = sum(max(0, room) for room in rooms)
                     self.counts.short_bytes = max(0, self._refused_need - left)
         finally:
@@ -237,7 +237,7 @@ class Warm:
         if self._cache.resident(node):
             self._resident(size)
             if self.what is What.COPY:
-                self._cache.touch(node)
+                self._cache.accessed(node.ino)
         elif self.what is What.CHECK:
             record = self._cache.state(node.ino)
             if record is not None and record.state is ReplicaState.PARTIAL:
@@ -285,7 +285,7 @@ class Warm:
             missing = max(0, node.stat.size - local)
             counts.refused += names
             counts.refused_bytes += missing
-            self._refused_need += self._cache.room_for(missing)[0]
+            self._refused_need += self._cache.usage.room_for(missing)[0]
         else:
             text = "it was not copied" if reason is None else reason.text
             self._fail(self._path(node.parent, node.name), OperationError(text), names)

@@ -117,9 +117,9 @@ class Commands:
         for node in nodes:
             match request["command"]:
                 case "pin":
-                    self._cache.pin(node.ino)
+                    self._cache.index.pin(node.ino)
                 case "unpin":
-                    self._cache.unpin(node.ino)
+                    self._cache.index.unpin(node.ino)
             async for file in self._files_below(node):
                 if request["command"] != "evict" or self._evict(file, counts):
                     counts.files += 1

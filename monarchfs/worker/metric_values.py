@@ -99,7 +99,7 @@ def _tiers(worker: Observed) -> Values:
         names.TIER_IN_SERVICE: [],
         names.TIER_ERRORS: [],
         names.TIER_BACKLOG: [((), worker.cache.backlog_bytes)],
-        names.REMOVALS_PENDING: [((), worker.cache.removals_pending)],
+        names.REMOVALS_PENDING: [((), worker.cache.usage.removals_pending)],
     }
     totals = worker.index.tier_totals()
     for tier_id, tier in worker.cache.tiers.items():
@@ -109,7 +109,7 @@ def _tiers(worker: Observed) -> Values:
         values[names.TIER_CAPACITY].append(((tier.path,), capacity))
         values[names.TIER_USED].append(((tier.path,), used))
         values[names.TIER_FILES] += [((tier.path, state), n) for state, n in states.items()]
-        in_service = int(worker.cache.out_of_service(tier_id) is None)
+        in_service = int(worker.cache.usage.out_of_service(tier_id) is None)
         values[names.TIER_IN_SERVICE].append(((tier.path,), in_service))
         errors = worker.metrics.errors_of_tier(tier.path).by_name
         values[names.TIER_ERRORS] += [((tier.path, error), n) for error, n in errors.items()]

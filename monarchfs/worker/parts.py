@@ -15,6 +15,7 @@ from monarchfs.cache.records import CacheOptions
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.config.model import PrefetchMode
 from monarchfs.engine.misses import Misses
+from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import Files
 from monarchfs.fs.find import Finder
 from monarchfs.fs.freshness import NS, Freshness
@@ -25,7 +26,7 @@ from monarchfs.fs.refresh import Refresh
 from monarchfs.fs.tree import Tree
 from monarchfs.fs.why import Why
 from monarchfs.fs.xattrs import Xattrs
-from monarchfs.fuse.adapter import Adapter
+from monarchfs.fuse.adapter import Adapter, SessionCalls
 from monarchfs.fuse.fast_path import FastPath
 from monarchfs.fuse.handle_table import HandleTable
 from monarchfs.fuse.interrupts import Interrupts
@@ -232,34 +233,22 @@ class Parts:
         self.cache.bind(
             self.files.invalidation.noticed, self.passthrough, self.kernel.invalidate_inode
         )
+        file_system = FileSystem(self.tree, self.files, self.xattrs)
         self.adapter = Adapter(
-            self.tree,
-            self.files,
-            self.xattrs,
-            self.interrupts,
-            self.metrics,
-            self.relay,
-            self.slots,
-            self.passthrough,
-            fuse_session.back_open,
+            *(file_system, self.interrupts, self.metrics, self.relay, self.slots, self.passthrough),
+            SessionCalls(
+                fuse_session.current_request,
+                fuse_session.current_node,
+                fuse_session.back_open,
+                fuse_session.answered_soon if journal is not None else None,
+            ),
+        )
+        fast_path = FastPath(
+            *(file_system, self.adapter.handles, self.relay, self.metrics),
             fuse_session.current_request,
-            fuse_session.current_node,
-            fuse_session.answered_soon if journal is not None else None,
+            self.passthrough,
         )
-        current_request = fuse_session.current_request
-        quick = FastPath(
-            *(
-                self.tree,
-                self.files,
-                self.adapter.handles,
-                self.relay,
-                self.metrics,
-                current_request,
-                self.passthrough,
-                self.xattrs,
-            )
-        )
-        fuse_session.on_request(quick.answer)
+        fuse_session.on_request(fast_path.answer)
         self.session = fuse_session.Session(
             self.adapter,
             bootstrap.init_fd,

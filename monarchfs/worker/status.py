@@ -67,7 +67,7 @@ def status(worker: Observed) -> dict[str, Any]:
         "data_path": worker.passthrough.data_path,
         "metrics_port": worker.config.metrics_port,
         "freshness": worker.config.freshness.mode.value,
-        "tiers": worker.cache.usage(),
+        "tiers": worker.cache.usage.report(),
         "other_tiers": [
             {
                 "path": path,

@@ -12,6 +12,7 @@ import trio
 
 # The session comes before anything that imports pyfuse3.
 from monarchfs.fuse import session as fuse_session  # isort: skip
+from monarchfs.cache.cache import purge
 from monarchfs.config.model import PrefetchMode
 from monarchfs.fs.freshness import NS
 from monarchfs.prefetch.queue import Priority
@@ -121,11 +122,11 @@ class Worker(Parts):
         self._nursery.start_soon(self.relay.walk)
         if self.relay.misses is not None:
             self._nursery.start_soon(self.arrivals.run)
-        self._nursery.start_soon(self.adapter.implicit.run)
+        self._nursery.start_soon(self.adapter.handleless.run)
         self._nursery.start_soon(self.copier.run)
         self._nursery.start_soon(self.cache.watch)
         self._nursery.start_soon(self.cache.sync_loop)
-        self._nursery.start_soon(self.cache.purge, self._mount_ns)
+        self._nursery.start_soon(purge, self.index, self._mount_ns)
         self._nursery.start_soon(_measure_delay, self.metrics.event_loop_delay)
         if self._exporter is not None:
             self._nursery.start_soon(self._exporter.run)

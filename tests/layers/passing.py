@@ -15,7 +15,8 @@ import trio
 
 from monarchfs.fuse.session import hooks  # isort: skip  # before pyfuse3
 from monarchfs.config import Config, TierSpec, User
-from monarchfs.fuse.adapter import Adapter
+from monarchfs.fs.file_system import FileSystem
+from monarchfs.fuse.adapter import Adapter, SessionCalls
 from monarchfs.fuse.handle_table import HandleTable, make_table
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
@@ -170,7 +171,7 @@ class Passing:
         self.threads = Threads(self.random)
         self.threads.wanted = mirror.copier.jobs.opened
         self.threads.missing = self._missing
-        mirror.cache.readers = mirror.cache._books._readers = self.threads
+        mirror.cache.readers = mirror.cache._lookup._readers = self.threads
         self._backed = (0, 0)
         self._outbox: list[tuple[Passthrough, dict[str, Any]]] = []
         self._in: trio.MemorySendChannel[tuple[Passthrough, dict[str, Any]]]
@@ -193,17 +194,13 @@ class Passing:
         self.slots = HandleTable(self.table, hooks)
         self.threads.begin(self.slots)
         self.adapter = Adapter(
-            mirror.tree,
-            mirror.files,
-            mirror.xattrs,
+            FileSystem(mirror.tree, mirror.files, mirror.xattrs),
             Interrupts(mirror.metrics),
             mirror.metrics,
             Relay(hooks, mirror.metrics, free_opens=False),
             self.slots,
             self.passthrough,
-            self._answer_with,
-            lambda: (self._unique, 0),
-            lambda: 0,
+            SessionCalls(lambda: (self._unique, 0), lambda: 0, self._answer_with),
         )
         self.adapter.take_over()
         self.passthrough.begin(self.supervisor.most)

@@ -115,12 +115,12 @@ async def test_open_and_pinned_replicas_stay(files: Area) -> None:
     async with files.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await read_all(mirror, "0123")
         handle = await mirror.open("0")
-        mirror.cache.pin(await mirror.ino("1"))
+        mirror.cache.index.pin(await mirror.ino("1"))
         await read_all(mirror, "4567")
         assert await resident(mirror) == set("0167")
         assert await mirror.read(handle, 5, 100) == content(SIZE, 0)[5:105]
         handle.release()
-        mirror.cache.unpin(await mirror.ino("1"))
+        mirror.cache.index.unpin(await mirror.ino("1"))
         await read_all(mirror, "2345")
         assert await resident(mirror) == set("2345")
         await mirror.settled()
@@ -132,7 +132,7 @@ async def test_a_pinned_directory_keeps_what_is_below_it(area: Area) -> None:
         area.write(str(number), content(SIZE, number))
     async with area.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await mirror.copied("kept/deep/a")
-        mirror.cache.pin(await mirror.ino("kept"))
+        mirror.cache.index.pin(await mirror.ino("kept"))
         await read_all(mirror, "01234")
         assert mirror.residency.state(await mirror.ino("kept/deep/a")) == "resident"
         await mirror.settled()

@@ -208,9 +208,9 @@ async def test_replicas_outlive_a_mount(area: Area) -> None:
     async with area.mount() as mirror:
         inos = [await mirror.copied(name) for name in names]
         await mirror.cache.sync()
-        used = mirror.cache.usage()[0]["used_bytes"]
+        used = mirror.cache.usage.report()[0]["used_bytes"]
     async with area.mount() as again:
-        assert again.cache.usage()[0]["used_bytes"] == used
+        assert again.cache.usage.report()[0]["used_bytes"] == used
         for number, name in enumerate(names):
             assert await again.read_file(name) == content(10_000 + number, number)
             assert await again.ino(name) == inos[number]

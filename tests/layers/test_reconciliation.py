@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from monarchfs.cache.tier_comparison import MissingFile
-from monarchfs.cache.tiers import Hold
+from monarchfs.cache.tiers import Outage
 from monarchfs.index import set_aside
 from monarchfs.store.replica_files import ReplicaFiles
 from monarchfs.types import ReplicaState
@@ -221,14 +221,16 @@ async def test_what_a_reader_missed_first_is_neither_lost_twice_nor_is_its_new_c
         # Between the comparison and what is done about it: the reader, and the copy.
         mirror.cache.drop(ino, "its replica was lost")
         await mirror.idle()
-        mirror.cache._tiers.hold(mirror.tier.id, Hold.STOCK, "it is being looked at")
+        mirror.cache._tiers.begin_outage(
+            mirror.tier.id, Outage.RECONCILIATION, "it is being looked at"
+        )
         await mirror.copied("other")
-        await mirror.cache._stock._mend(mirror.tier, [MissingFile(ino, record)])
+        await mirror.cache._reconciliation._mend(mirror.tier, [MissingFile(ino, record)])
         again = mirror.record(ino)
         assert again is not None
         assert again.tier == mirror.tiers[1].id
         assert mirror.metrics.replicas_lost == 0
-        mirror.cache._tiers.let_go(mirror.tier.id, Hold.STOCK)
+        mirror.cache._tiers.end_outage(mirror.tier.id, Outage.RECONCILIATION)
         await mirror.settled()
 
 
@@ -329,7 +331,10 @@ async def test_no_tier_counts_what_another_ones_stocktaking_is_about_to_drop(
         await gate.arrived()
         # The other tier's stocktaking waits: nothing can be awaited but that it had the time.
         end = time.monotonic() + 0.2
-        await until(lambda: time.monotonic() > end or len(mirror.cache._taking) < 2, "the other")
+        await until(
+            lambda: time.monotonic() > end or len(mirror.cache._reconciliation.running) < 2,
+            "the other",
+        )
         gate.open()
         await mirror.settled()
         assert [mirror.placement.ledger(tier.id).usage[0] for tier in mirror.tiers] == [0, 0]

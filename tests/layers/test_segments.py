@@ -206,7 +206,7 @@ async def test_what_the_index_does_not_take_is_given_back(
         assert set(states(mirror, inos)) == {"remote"}
         assert mirror.tier.faults.calls["write_whole"] == 6
         assert blocks(mirror.tier) == mirror.placement.ledger(mirror.tier.id).usage[0] == 0
-        assert mirror.cache.out_of_service(mirror.tier.id) is None, "it is not to blame"
+        assert mirror.cache.usage.out_of_service(mirror.tier.id) is None, "it is not to blame"
         await mirror.settled()
 
 
@@ -443,7 +443,7 @@ async def test_without_the_sync_it_stays_and_is_tried_again(
             assert (
                 mirror.placement.ledger(mirror.tier.id).usage[0] == blocks(mirror.tier) == 3 * TAKEN
             )
-            assert mirror.cache.out_of_service(mirror.tier.id) is None, "it is not to blame"
+            assert mirror.cache.usage.out_of_service(mirror.tier.id) is None, "it is not to blame"
         await mirror.cache.look_after()
         await mirror.settled()
         assert blocks(mirror.tier) == 2 * TAKEN
@@ -692,7 +692,7 @@ async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
     monkeypatch.setattr(FaultySegments, "verify", verify)
     async with area.mount(copies=False) as mirror:
         await mirror.idle()
-        assert mirror.cache.out_of_service(mirror.tier.id) is None
+        assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
         assert mirror.index.tier_totals()[mirror.tier.id].found == 3
         await read_all(mirror, names)
         await mirror.settled()
@@ -711,7 +711,7 @@ async def test_what_is_not_ours_in_their_place_is_left_alone(area: Area, known: 
         set_aside(str(area.state))
     async with area.mount(boot_id=b"second boot", copies=False) as mirror:
         await mirror.idle()
-        assert mirror.cache.out_of_service(mirror.tier.id) is None
+        assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
         assert mirror.placement.ledger(mirror.tier.id).usage[0] == 0
         await copy(mirror, names)
         await read_locally(mirror, names)
@@ -836,7 +836,7 @@ async def test_a_tier_that_is_another_one_while_it_is_mounted(
             await mirror.idle()
             await copy(mirror, names)
             await read_all(mirror, names)
-        assert mirror.cache.out_of_service(mirror.tier.id) is None
+        assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
         inos = [await mirror.ino(name) for name in names]
         assert states(mirror, inos) == ["resident"] * 6
         await read_locally(mirror, names)

@@ -30,6 +30,7 @@ from hypothesis.stateful import (
 
 from monarchfs.cache import health, replicas
 from monarchfs.cache import tiers as cache_tiers
+from monarchfs.cache.cache import purge
 from monarchfs.cache.scrub import Scrub
 from monarchfs.fs.files import FileHandle
 from monarchfs.index.recovery import set_aside
@@ -498,7 +499,7 @@ class Model(RuleBasedStateMachine):
         node = self.at.do(retried, walk, self.mirror, path)
         if node is not None:
             cache = self.mirror.cache
-            self.at.do_now(cache.pin if pin else cache.unpin, node.ino)
+            self.at.do_now(cache.index.pin if pin else cache.index.unpin, node.ino)
 
     @precondition(lambda self: self.mount is not None and not self.source_fails)
     @rule(which=WHICH)
@@ -526,7 +527,7 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.mount is not None)
     @rule()
     def purge(self) -> None:
-        self.at.do(self.mirror.cache.purge, self.mount_ns)
+        self.at.do(purge, self.mirror.index, self.mount_ns)
 
     @precondition(lambda self: self.mount is not None)
     @rule(available=st.sampled_from([1 << 34, (1 << 30) // 10 - MIB, (1 << 30) // 10 - 200_000]))

@@ -321,7 +321,7 @@ class Mirror:
             return False
         if self.source.demand.running or self.source.background.running:
             return False
-        if self.cache._removals.count or self.cache.taking_stock:
+        if self.cache._removals.count or self.cache.reconciling:
             return False
         return not self.local.borrowed_tokens and not any(
             fill.busy or (fill.reservation is not None and fill.state is not State.FILLING)
@@ -344,7 +344,7 @@ class Mirror:
 
     def check_books(self) -> None:
         """What is recorded is what lies in the tiers."""
-        self.cache.check_invariants()
+        self.cache.placement.check_invariants()
         for tier in self.tiers:
             path = Path(tier.path)
             records = [r for _ino, r in self.index.replicas() if r.tier == tier.id]
