@@ -16,20 +16,9 @@ from typing import Any
 
 import trio
 
+from monarchfs.cache import tier_comparison as found
 from monarchfs.cache.segments import SegmentRecords
-from monarchfs.cache.tier_comparison import (
-    Ambiguous,
-    Finding,
-    MissingFile,
-    NotSynced,
-    Orphan,
-    Row,
-    WrongBlocks,
-    WrongChecksumName,
-    WrongSize,
-    compare,
-    compare_parts,
-)
+from monarchfs.cache.tier_comparison import Finding, Row
 from monarchfs.cache.tiers import Outage, Tiers
 from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
@@ -183,13 +172,13 @@ class Reconciliation:
             files = await self._in_thread(tier.files.complete, fan_out)
             rows = self._rows(tier, bytes([fan_out]))
             partial += [row for row in rows if row[2].state is ReplicaState.PARTIAL]
-            await self._mend(tier, compare(rows, files))
+            await self._mend(tier, found.compare(rows, files))
             await trio.lowlevel.checkpoint()
-        findings = compare_parts(partial, await self._in_thread(tier.files.parts))
+        findings = found.compare_parts(partial, await self._in_thread(tier.files.parts))
         for finding in findings:
-            if isinstance(finding, Orphan):
+            if isinstance(finding, found.Orphan):
                 await self._in_thread(tier.files.remove_part, finding.file.name)
-        await self._mend(tier, [f for f in findings if not isinstance(f, Orphan)])
+        await self._mend(tier, [f for f in findings if not isinstance(f, found.Orphan)])
         await self._look_at_segments(tier)
         self._load(tier)
         self._index.meta_put(_mark(tier), _right(tier))
@@ -255,10 +244,13 @@ class Reconciliation:
         orphans: list[TierFile] = []
         for finding in findings:
             match finding:
-                case Orphan(file=file):
+                case found.Orphan(file=file):
                     if file.name not in journal:
                         orphans.append(file)
-                case MissingFile(ino=ino, replica=replica) | WrongSize(ino=ino, replica=replica):
+                case (
+                    found.MissingFile(ino=ino, replica=replica)
+                    | found.WrongSize(ino=ino, replica=replica)
+                ):
                     now = self._index.replica(ino)
                     if now is None or (now.tier, now.name) != (tier.id, replica.name):
                         continue  # a reader found out first, and may have copied it elsewhere
@@ -267,13 +259,13 @@ class Reconciliation:
                     self._index.drop_replica(ino)
                     await self._in_thread(tier.files.discard, replica.name)
                     self._index.file_gone(tier.id, replica.name)
-                case WrongChecksumName(file=file) | Ambiguous(file=file):
+                case found.WrongChecksumName(file=file) | found.Ambiguous(file=file):
                     self._removed[tier.id] += 1
                     await self._in_thread(tier.files.remove, file.name, file.checksum)
-                case WrongBlocks(ino=ino, allocated_bytes=allocated):
+                case found.WrongBlocks(ino=ino, allocated_bytes=allocated):
                     if (record := self._index.replica(ino)) is not None:
                         self._index.put_replica(ino, record._replace(allocated_bytes=allocated))
-                case NotSynced():
+                case found.NotSynced():
                     pass  # a note for fsck: what the record says was done, the mode came later
         await self._adopt(tier, orphans)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,12 @@ from typing import Any
 
 from monarchfs.fsck.report import FindingKind, FsckReport
 from monarchfs.fsck.tier import FAN_OUTS, TierCheck, forget_lost
-from monarchfs.index import Index, LastClose, last_close, problems, set_aside
+from monarchfs.index import Index, LastClose, last_close, problems, remove_aside, set_aside
 from monarchfs.store.tier import Tier
 from monarchfs.types import IndexUnusable, TierTotals
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ASIDE = re.compile(r"index\.bad-[0-9]+")
-_INDEX_FILES = frozenset({"data.mdb", "lock.mdb", "mark", "mark.new"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +100,9 @@ class CacheCheck:
         """Indexes that were set aside earlier: nobody needs them but who wants to know why."""
         for name in sorted(os.listdir(self._directory)):
             if _ASIDE.fullmatch(name):
-                removed = self._task.repair and self._remove_index(name)
+                removed = self._task.repair and remove_aside(self._directory, name)
                 done = "removed" if removed else None
                 self._report.found(FindingKind.INDEX_SET_ASIDE, name, "set aside earlier", done)
-
-    def _remove_index(self, name: str) -> bool:
-        """Whether it was a directory that held an index and nothing else, and is gone."""
-        try:
-            directory = os.open(name, _DIRECTORY, dir_fd=self._task.state)
-        except OSError:
-            return False
-        try:
-            files = os.listdir(directory)
-            if not _INDEX_FILES.issuperset(files) or not all(
-                stat.S_ISREG(os.stat(file, dir_fd=directory, follow_symlinks=False).st_mode)
-                for file in files
-            ):
-                return False
-            for file in files:
-                os.unlink(file, dir_fd=directory)
-        finally:
-            os.close(directory)
-        os.rmdir(name, dir_fd=self._task.state)
-        return True
 
     # -- the tiers
 

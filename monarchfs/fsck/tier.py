@@ -7,21 +7,11 @@ nothing to be believed, if this process ends half-way.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
-from monarchfs.cache.tier_comparison import (
-    Ambiguous,
-    Finding,
-    MissingFile,
-    NotSynced,
-    Orphan,
-    Row,
-    WrongBlocks,
-    WrongChecksumName,
-    WrongSize,
-    compare,
-    compare_parts,
-)
+from monarchfs.cache import tier_comparison as found
+from monarchfs.cache.tier_comparison import Finding, Row
 from monarchfs.fsck.report import FindingKind, FsckReport
 from monarchfs.index import Index
 from monarchfs.store.errors import ReplicaLost
@@ -53,10 +43,10 @@ class TierCheck:
         self._end_journal()
         totals = self._index.tier_totals().get(self._tier.id, TierTotals())
         to_read = totals.allocated_bytes if self._checksum else 0
-        partial: list[Row] = []
+        partial_rows: list[Row] = []
         for fan_out in range(FAN_OUTS):
             rows = [row for row in self._rows(bytes([fan_out])) if not row[2].segment]
-            partial += [
+            partial_rows += [
                 (name, ino, record._replace(present=b"", digests=b""))
                 for name, ino, record in rows
                 if record.state is ReplicaState.PARTIAL
@@ -65,7 +55,7 @@ class TierCheck:
             if not to_read:
                 self._report.progress(f"comparing {self._tier.path}", fan_out + 1, FAN_OUTS)
         parts = self._tier.files.parts()
-        for finding in compare_parts(partial, parts):
+        for finding in found.compare_parts(partial_rows, parts):
             self._handle_part(finding)
         for segment in self._index.segments(self._tier.id):
             self._check_segment(segment, to_read)
@@ -76,29 +66,28 @@ class TierCheck:
     def _end_journal(self) -> None:
         entries = [name for tier, name in self._index.journal() if tier == self._tier.id]
         for name in entries:
-            done = None
-            if self._repair:
-                ino = self._index.owner(self._tier.id, name)
-                if ino is None or self._index.replica(ino) is None:
+            ino = self._index.owner(self._tier.id, name)
+            recorded = ino is not None and self._index.replica(ino) is not None
+
+            def end(name: bytes = name, recorded: bool = recorded) -> None:
+                # What a record says ought to be there is compared next.
+                if not recorded:
                     self._tier.files.discard(name)
-                    done = "removed what there was of it"
-                else:
-                    # Its record says what ought to be there; the comparison does the rest.
-                    done = "the record stands"
                 self._index.file_gone(self._tier.id, name)
-            self._report.found(
-                FindingKind.INTERRUPTED, self._place(name), "copying it was cut off", done
-            )
+
+            done = "the record stands" if recorded else "removed what there was of it"
+            place, detail = self._place(name), "copying it was cut off"
+            self._found(FindingKind.INTERRUPTED, place, detail, done, end)
 
     def _check_fan_out(self, rows: list[Row], files: list[TierFile], to_read: int) -> None:
         gone = set()
         orphans = []
-        for finding in compare(rows, files):
-            if isinstance(finding, Orphan):
+        for finding in found.compare(rows, files):
+            if isinstance(finding, found.Orphan):
                 orphans.append(finding.file)
             else:
                 self._handle(finding)
-            if isinstance(finding, (MissingFile, WrongSize)):
+            if isinstance(finding, (found.MissingFile, found.WrongSize)):
                 gone.add(finding.ino)
         self._handle_orphans(orphans)
         if self._checksum:
@@ -119,7 +108,7 @@ class TierCheck:
                 continue
             end = offset + record.size
             if not any(start <= offset and end <= stop for start, stop in data):
-                self._handle(MissingFile(ino, record))
+                self._handle(found.MissingFile(ino, record))
             elif self._checksum:
                 self._verify(ino, record)
                 self._report.progress(f"reading {self._tier.path}", self.checked_bytes, to_read)
@@ -131,8 +120,8 @@ class TierCheck:
                 continue
             sound = rows = self._tier.segments.noted(segment)
             if self._repair or self._checksum:
-                found = [(row, Replica.found(self._tier.id, row)) for row in rows]
-                sound = [row for row, replica in found if self._reads_right(replica)]
+                named = [(row, Replica.found(self._tier.id, row)) for row in rows]
+                sound = [row for row, replica in named if self._reads_right(replica)]
             place = f"{self._tier.path}: segments/{segment:016x}"
             done = None
             if self._repair and sound:
@@ -147,114 +136,98 @@ class TierCheck:
                 detail += f", {len(rows) - len(sound)} of which are not what it says"
             self._report.found(FindingKind.ORPHAN, place, detail, done)
 
+    def _found(
+        self, kind: FindingKind, what: str, detail: str, done: str, repair: Callable[[], object]
+    ) -> None:
+        """Report a finding, and repair it if that is to be done; ``done`` says how."""
+        if self._repair:
+            repair()
+        self._report.found(kind, what, detail, done if self._repair else None)
+
     def _handle(self, finding: Finding) -> None:
-        done = None
+        files = self._tier.files
         match finding:
-            case Ambiguous(file=file):
-                if self._repair:
-                    self._tier.files.remove(file.name, file.checksum)
-                    done = "removed"
-                place = self._place(file.name, file.checksum)
-                self._report.found(
-                    FindingKind.AMBIGUOUS, place, "one of several of this name", done
-                )
-            case MissingFile(ino=ino, replica=record):
-                what = self._path(ino, record)
-                if self._repair:
-                    self._forget(ino, record)
-                    done = "forgotten"
-                self._report.found(FindingKind.MISSING, what, "its copy is not there", done)
-            case WrongSize(ino=ino, replica=record, file=file):
-                what = self._path(ino, record)
-                if self._repair:
-                    self._forget(ino, record)
-                    done = "removed"
+            case found.Ambiguous(file=file) | found.WrongChecksumName(file=file):
+                kind, detail = FindingKind.EXTRA_FILE, "not the copy that is recorded"
+                if isinstance(finding, found.Ambiguous):
+                    kind, detail = FindingKind.AMBIGUOUS, "one of several of this name"
+                what, done = self._place(file.name, file.checksum), "removed"
+                repair = partial(files.remove, file.name, file.checksum)
+            case found.MissingFile(ino=ino, replica=record):
+                kind, detail = FindingKind.MISSING, "its copy is not there"
+                what, done = self._path(ino, record), "forgotten"
+                repair = partial(self._forget, ino, record)
+            case found.WrongSize(ino=ino, replica=record, file=file):
+                kind = FindingKind.WRONG_SIZE
                 detail = f"its copy has {file.size} bytes instead of {record.size}"
-                self._report.found(FindingKind.WRONG_SIZE, what, detail, done)
-            case WrongChecksumName(ino=ino, file=file):
-                if self._repair:
-                    self._tier.files.remove(file.name, file.checksum)
-                    done = "removed"
-                place = self._place(file.name, file.checksum)
-                self._report.found(
-                    FindingKind.EXTRA_FILE, place, "not the copy that is recorded", done
-                )
-            case WrongBlocks(ino=ino, replica=record, allocated_bytes=allocated):
-                if self._repair:
-                    self._index.put_replica(ino, record._replace(allocated_bytes=allocated))
-                    done = "recorded"
+                what, done = self._path(ino, record), "removed"
+                repair = partial(self._forget, ino, record)
+            case found.WrongBlocks(ino=ino, replica=record, allocated_bytes=allocated):
+                kind = FindingKind.WRONG_BLOCKS
                 detail = f"its copy occupies {allocated} bytes, recorded {record.allocated_bytes}"
-                self._report.found(FindingKind.WRONG_BLOCKS, self._path(ino, record), detail, done)
-            case NotSynced(ino=ino, replica=record):
-                if self._repair:
-                    self._tier.sync()
-                    self._tier.files.mark_synced([(record.name, record.checksum)])
-                    done = "marked"
-                detail = "its copy is not marked as synced"
-                self._report.found(FindingKind.NOT_SYNCED, self._path(ino, record), detail, done)
+                what, done = self._path(ino, record), "recorded"
+                right = record._replace(allocated_bytes=allocated)
+                repair = partial(self._index.put_replica, ino, right)
+            case found.NotSynced(ino=ino, replica=record):
+                kind, detail = FindingKind.NOT_SYNCED, "its copy is not marked as synced"
+                what, done = self._path(ino, record), "marked"
+                repair = partial(self._mark_synced, [(record.name, record.checksum)])
+            case found.Orphan(file=file):  # of a part; others are handled together
+                kind, detail = FindingKind.ORPHAN_PART, "no record knows it"
+                what, done = f"{self._tier.path}: parts/{file.name.hex()}", "removed"
+                repair = partial(files.remove_part, file.name)
+        self._found(kind, what, detail, done, repair)
+
+    def _mark_synced(self, replicas: list[tuple[bytes, int]]) -> None:
+        self._tier.sync()
+        self._tier.files.mark_synced(replicas)
 
     def _handle_part(self, finding: Finding) -> None:
-        if isinstance(finding, Orphan):
-            done = None
-            if self._repair:
-                self._tier.files.remove_part(finding.file.name)
-                done = "removed"
-            place = f"{self._tier.path}: parts/{finding.file.name.hex()}"
-            self._report.found(FindingKind.ORPHAN_PART, place, "no record knows it", done)
-        elif isinstance(finding, WrongBlocks):
+        if isinstance(finding, found.WrongBlocks):
             # The slim row has lost the map of what is there.
             record = self._index.replica(finding.ino)
-            if record is not None:
-                self._handle(WrongBlocks(finding.ino, record, finding.allocated_bytes))
-        else:
-            self._handle(finding)
+            if record is None:
+                return
+            finding = found.WrongBlocks(finding.ino, record, finding.allocated_bytes)
+        self._handle(finding)
 
     def _handle_orphans(self, files: list[TierFile]) -> None:
         """Files that no record knows are recorded, if their bytes can be believed: whether a reboot
         came before they were synced, nobody knows any more."""
-        found: list[TierFile] = []
+        synced: list[TierFile] = []
         proven: list[TierFile] = []
         for file in files:
             doubtful = not (file.synced or self._tier.memory_backed)
             sound = True
             if self._checksum or (doubtful and self._repair):
                 sound = self._reads_right(Replica.found(self._tier.id, file))
-            place = self._place(file.name, file.checksum)
-            if not sound:
-                done = None
-                if self._repair:
-                    self._tier.files.remove(file.name, file.checksum)
-                    done = "removed"
-                detail = "no record knows it, and its bytes are not what its name says"
-                self._report.found(FindingKind.CORRUPT, place, detail, done)
-                continue
-            (proven if doubtful else found).append(file)
-            done = "recorded as found" if self._repair else None
-            self._report.found(FindingKind.ORPHAN, place, "no record knows it", done)
-        if self._repair and proven:
-            self._tier.sync()
-            self._tier.files.mark_synced([(file.name, file.checksum) for file in proven])
-            found += [file._replace(synced=True) for file in proven]
-        if self._repair and found:
-            self._index.record_found_files(self._tier.id, found)
+            place, detail = self._place(file.name, file.checksum), "no record knows it"
+            if sound:
+                kept = proven if doubtful else synced
+                repair = partial(kept.append, file)
+                self._found(FindingKind.ORPHAN, place, detail, "recorded as found", repair)
+            else:
+                detail += ", and its bytes are not what its name says"
+                remove = partial(self._tier.files.remove, file.name, file.checksum)
+                self._found(FindingKind.CORRUPT, place, detail, "removed", remove)
+        if proven:
+            self._mark_synced([(file.name, file.checksum) for file in proven])
+            synced += [file._replace(synced=True) for file in proven]
+        if synced:
+            self._index.record_found_files(self._tier.id, synced)
 
     def _verify(self, ino: int, record: Replica) -> None:
         if self._reads_right(record):
             return
-        what, done = self._path(ino, record), None
-        if self._repair:
-            self._forget(ino, record)
-            done = "removed"
-        self._report.found(FindingKind.CORRUPT, what, "its copy has other bytes than it had", done)
+        what, detail = self._path(ino, record), "its copy has other bytes than it had"
+        self._found(FindingKind.CORRUPT, what, detail, "removed", lambda: self._forget(ino, record))
 
     def _reads_right(self, replica: Replica) -> bool:
         self.checked_files += 1
         try:
             return self._tier.verify_complete(replica, self._count)
-        except ReplicaLost:
+        except OSError:  # lost, or the disk does not give it back: as good as gone
             return False
-        except OSError:
-            return False  # the disk does not give it back: as good as gone
 
     def _count(self, count: int) -> None:
         self.checked_bytes += count

@@ -7,6 +7,7 @@ from monarchfs.index.recovery import (
     last_close,
     mark_suspect,
     problems,
+    remove_aside,
     set_aside,
 )
 from monarchfs.index.tables import OnChange
@@ -19,5 +20,6 @@ __all__ = [
     "last_close",
     "mark_suspect",
     "problems",
+    "remove_aside",
     "set_aside",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from typing import Any
@@ -10,17 +11,21 @@ from monarchfs.index.records import (
     BOOT,
     META_BOOT,
     META_BOOT_ID,
+    META_LONG,
     META_PATH,
+    META_USER,
     TIER_KEY,
 )
 from monarchfs.index.replicas import Replicas
+
+_USER_KEY_BYTES = 400
 
 _NUMBER_NS = 64
 """Numbers are taken to be given out at most once in so many nanoseconds (a commit takes 5000)."""
 
 
 class Machine(Replicas):
-    """Boots and tiers."""
+    """Boots and tiers, and small values of callers."""
 
     def begin_boot(self, boot_id: bytes) -> bool:
         """To be called once after the index was opened, with the kernel's boot_id.
@@ -59,6 +64,18 @@ class Machine(Replicas):
             TIER_KEY.unpack(key[len(META_PATH) :])[0]: os.fsdecode(value) for key, value in rows
         }
 
+    # Small values of callers.
+
+    def meta_get(self, key: bytes) -> bytes | None:
+        value: bytes | None = self._get(self._db.meta, _user_key(key))
+        return value
+
+    def meta_put(self, key: bytes, value: bytes) -> None:
+        """Keep ``value`` (at most a few kilobytes) under ``key`` (of any length)."""
+        self._write(lambda txn: txn.put(_user_key(key), value, db=self._db.meta))
+
+    # Numbers.
+
     def _skip_numbers(self) -> None:
         """Never give out again what an earlier process may have given out without a record.
 
@@ -85,3 +102,10 @@ class Machine(Replicas):
 def _most_since_boot() -> int:
     """More numbers than a process can have given out since the machine was started."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // _NUMBER_NS
+
+
+def _user_key(key: bytes) -> bytes:
+    # LMDB's keys end at 511 bytes; a path may be longer.
+    if len(key) <= _USER_KEY_BYTES:
+        return META_USER + key
+    return META_LONG + hashlib.sha256(key).digest()

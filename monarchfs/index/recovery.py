@@ -31,7 +31,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SUSPECT = "suspect"
 _ASIDE = re.compile(re.escape(INDEX_DIRECTORY) + r"\.bad-([1-9][0-9]{0,8})\Z")
 _ASIDE_KEPT = 2
-_OURS = frozenset({DATA_FILE, _MARK, f"{_MARK}.new"})
+_OURS = frozenset({DATA_FILE, "lock.mdb", _MARK, f"{_MARK}.new"})
 
 CHECK_SECONDS = 20.0
 PROBLEMS_SECONDS = 600.0
@@ -202,7 +202,7 @@ def set_aside(directory: str) -> str | None:
     # No race between the look and the rename: the caller holds the state directory's lock.
     index.rename(aside)
     for old in sorted(numbers)[: -(_ASIDE_KEPT - 1)]:
-        _remove_aside(directory, f"{INDEX_DIRECTORY}.bad-{old}")
+        remove_aside(directory, f"{INDEX_DIRECTORY}.bad-{old}")
     return str(aside)
 
 
@@ -215,11 +215,9 @@ def _aside_numbers(directory: str) -> list[int]:
     return [int(match[1]) for name in os.listdir(directory) if (match := _ASIDE.match(name))]
 
 
-def _remove_aside(directory: str, name: str) -> None:
-    """Remove an index, never what a symbolic link leads to or a file of somebody else.
-
-    Best effort: one that stays is looked at again when the next is set aside.
-    """
+def remove_aside(directory: str, name: str) -> bool:
+    """Remove an index that was set aside; whether that was done. Never removes what a symbolic
+    link leads to, or a directory that holds anything else. Raises nothing."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -230,13 +228,15 @@ def _remove_aside(directory: str, name: str) -> None:
                 stat.S_ISREG(os.stat(f, dir_fd=descriptor, follow_symlinks=False).st_mode)
                 for f in files
             ):
-                return
+                return False
             for file in files:
                 os.unlink(file, dir_fd=descriptor)
         finally:
             os.close(descriptor)
         os.rmdir(name, dir_fd=parent)
+        return True
     except OSError as error:
         log.warning("%s/%s could not be removed: %s", directory, name, error.strerror)
+        return False
     finally:
         os.close(parent)

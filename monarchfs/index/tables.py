@@ -7,7 +7,6 @@ table would let the corpse of a killed process pin old pages for as long as it c
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import threading
@@ -25,8 +24,6 @@ from monarchfs.types import IndexUnusable, IndexWriteError
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-_USER_KEY_BYTES = 400
 
 _COMMITS_PER_LOOK = 64
 """Commits between two looks at the headroom: a batch of names is some 100 KB, 64 are 6 MB."""
@@ -238,16 +235,6 @@ class Tables:
         txn.put(records.META_NEXT, ID.pack(self._next_id), db=self._db.meta)
         return first
 
-    # Small values of callers.
-
-    def meta_get(self, key: bytes) -> bytes | None:
-        value: bytes | None = self._get(self._db.meta, _user_key(key))
-        return value
-
-    def meta_put(self, key: bytes, value: bytes) -> None:
-        """Keep ``value`` (at most a few kilobytes) under ``key`` (of any length)."""
-        self._write(lambda txn: txn.put(_user_key(key), value, db=self._db.meta))
-
     # Durability.
 
     def sync(self) -> None:
@@ -286,10 +273,3 @@ class Tables:
                 for fd in (self._data, *self._retired):
                     os.close(fd)
             return True
-
-
-def _user_key(key: bytes) -> bytes:
-    # LMDB's keys end at 511 bytes; a path may be longer.
-    if len(key) <= _USER_KEY_BYTES:
-        return records.META_USER + key
-    return records.META_LONG + hashlib.sha256(key).digest()
