@@ -47,7 +47,7 @@ class Reconciliation:
         in_thread: Callable[..., Awaitable[Any]],
         nursery: trio.Nursery,
         segments: SegmentRecords,
-        on_done: Callable[[], None],
+        on_done: Callable[[], object],
     ) -> None:
         """``on_done`` is called when a tier was reconciled, or could not be."""
         self._index = index

@@ -53,6 +53,10 @@ class CopyJobs:
         self._shrunk = trio.lowlevel.ParkingLot()
         cache.room_appeared = self.wakes.unpark_all
 
+    def bind(self, small: SmallFiles) -> None:
+        """``small`` copies small files from now on; it needs this object to be made."""
+        self.small = small
+
     def want(self, ino: int, priority: Priority) -> None:
         """Copy the file some time, unless nothing is to be copied or it is there already.
 

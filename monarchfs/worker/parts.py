@@ -217,7 +217,7 @@ class Parts:
                 layouts=posix.has_layouts,
                 nice=config.copy_nice,
             )
-            self.copier.jobs.small = self.arrivals
+            self.copier.jobs.bind(self.arrivals)
         self.relay.begin(
             self.files,
             lasting_ns=freshness.ttl_ns,

@@ -233,7 +233,7 @@ class Mirror:
             self.misses, self.source, cache, self.copier, metrics, nursery,
             self.files.opened_in_source, patience_seconds=0,
         )  # fmt: skip
-        self.copier.jobs.small = self.arrivals
+        self.copier.jobs.bind(self.arrivals)
         nursery.start_soon(self.arrivals.run, 0)
         self._copying = False
 
