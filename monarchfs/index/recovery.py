@@ -202,7 +202,8 @@ def set_aside(directory: str) -> str | None:
     # No race between the look and the rename: the caller holds the state directory's lock.
     index.rename(aside)
     for old in sorted(numbers)[: -(_ASIDE_KEPT - 1)]:
-        remove_aside(directory, f"{INDEX_DIRECTORY}.bad-{old}")
+        if not remove_aside(directory, name := f"{INDEX_DIRECTORY}.bad-{old}"):
+            log.warning("%s/%s could not be removed", directory, name)
     return str(aside)
 
 
@@ -236,7 +237,7 @@ def remove_aside(directory: str, name: str) -> bool:
         os.rmdir(name, dir_fd=parent)
         return True
     except OSError as error:
-        log.warning("%s/%s could not be removed: %s", directory, name, error.strerror)
+        log.debug("%s/%s cannot be removed: %s", directory, name, error.strerror)
         return False
     finally:
         os.close(parent)

@@ -237,8 +237,8 @@ class SegmentFiles:
         """The segments that lie there, by rising number."""
         return sorted(
             int(name, 16)
-            for name, _st in self._files.ours()
-            if _SEGMENT.fullmatch(name) and int(name, 16)
+            for name in (entry.name for entry in self._files.entries())
+            if _SEGMENT.fullmatch(name) and int(name, 16) and self._files.stat(name) is not None
         )
 
     # The list beside a segment
