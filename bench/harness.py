@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.pool import Pool
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -156,12 +156,7 @@ class Source:
         counts = self._ask({"do": "counts", "reset": True})
         return counts["read_bytes"], sum(counts["operations"].values())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
             self.faults()
         detach(self.path)
@@ -245,12 +240,7 @@ class Mount:
         files = (self.place / "log", self.place / "state" / "worker.log")
         return "".join(file.read_text(errors="replace") for file in files if file.exists())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and kind is not KeyboardInterrupt:
             print(self.log(), file=sys.stderr)
         self.umount()

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from bench.harness import REPOSITORY, Unusable, end
@@ -137,12 +136,7 @@ class Job:
     def _end(self) -> None:
         end(self._process, 20.0)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             # In the middle of an epoch it would not see the end of its input for long.
             self._process.kill()

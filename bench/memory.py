@@ -19,7 +19,6 @@ import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from bench.harness import Unusable, wait_for
 from monarchfs.system.memory import hierarchy_of, levels, parse_groups, parse_mountinfo, parse_stat
@@ -86,12 +85,7 @@ class MemoryLimit:
         allocated so far. What they allocate later is at the expense of that, as on a real node."""
         (self.path / LIMIT[self._version]).write_text(str(pages + self.own_bytes()))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Whoever is still there goes back to where this process is: it is not ours to end it.
         left = (self.path / "cgroup.procs").read_text().split()
         for pid in left:

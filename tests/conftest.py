@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import surroundings
+from tests.support.fake_mounts import device_mode
 from tests.support.mounting import Bench, bench
 
 settings.register_profile(
@@ -67,3 +68,10 @@ def work() -> Iterator[Bench]:
     """A directory with real mounts, all ended afterwards."""
     with bench() as opened:
         yield opened
+
+
+@pytest.fixture
+def open_device() -> Iterator[None]:
+    """/dev/fuse as on most machines: everybody may open it."""
+    with device_mode(0o666):
+        yield

@@ -3,15 +3,20 @@
 #ifndef MONARCHFS_TESTS_KERNEL_H
 #define MONARCHFS_TESTS_KERNEL_H
 
+#include "../../monarchfs/fuse/_counts.h"
 #include "../../monarchfs/fuse/_handoff.h"
+#include "../../monarchfs/fuse/_relay.h"
+#include "../../monarchfs/fuse/_table.h"
 #include "check.h"
 
 #include <linux/fuse.h>
 
 #include <pthread.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <time.h>
+#include <unistd.h>
 
 #define FILES 40
 #define READ_BYTES 1000
@@ -92,6 +97,34 @@ static void *be_kernel(void *unused)
 	over = true;
 	pthread_mutex_unlock(&queue);
 	return NULL;
+}
+
+/* The table of open files, and the threads that answer, each `parts` in a thread beside them until all
+ * have ended. */
+static void attach_table(void)
+{
+	int table = memfd_create("table", 0);
+	uint64_t head[2] = {0x3173666863726e6dULL, 1000};
+	CHECK(ftruncate(table, 4096 + 1000 * 32) == 0);
+	CHECK(pwrite(table, head, sizeof(head), 0) == sizeof(head));
+	CHECK(table_attach(table) == 0);
+}
+
+static void run_threads(bool no_opens, void *(*parts[4])(void *), struct counts *counts)
+{
+	uint64_t bounds[] = {1000, 1000000};
+	int ends[2];
+	pthread_t threads[4];
+	CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends) == 0);
+	kernel = ends[0];
+	device = ends[1];
+	counts_start(bounds, 2);
+	CHECK(relay_start(device, 4, 6, no_opens) >= 0);
+	for (int i = 0; i < 4; i++)
+		CHECK(pthread_create(&threads[i], NULL, parts[i], NULL) == 0);
+	for (int i = 0; i < 4; i++)
+		CHECK(pthread_join(threads[i], NULL) == 0);
+	counts_read(counts);
 }
 
 #endif

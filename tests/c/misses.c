@@ -275,12 +275,8 @@ int main(int count, char **arguments)
 	no_opens = atoi(arguments[3]);
 	source_fd = open(arguments[1], O_RDONLY | O_DIRECTORY);
 	CHECK(source_fd >= 0);
-	int table = memfd_create("table", 0), ends[2];
-	uint64_t head[2] = {0x3173666863726e6dULL, 1000};
 	struct stat st;
-	CHECK(ftruncate(table, 4096 + 1000 * 32) == 0);
-	CHECK(pwrite(table, head, sizeof(head), 0) == sizeof(head));
-	CHECK(table_attach(table) == 0);
+	attach_table();
 	CHECK(resident_start(8, geteuid(), 1, no_opens, false) == 0);
 	CHECK(fstat(source_fd, &st) == 0);
 	const struct miss_options options = {
@@ -289,20 +285,9 @@ int main(int count, char **arguments)
 	CHECK(misses_directory(DIRECTORY, source_fd) == 0);
 	for (uint64_t ino = 1; ino <= FILES; ino++)
 		replace(ino, true);
-	CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends) == 0);
-	kernel = ends[0];
-	device = ends[1];
-	uint64_t bounds[] = {1000, 1000000};
-	counts_start(bounds, 2);
-	CHECK(relay_start(ends[1], 4, 6, no_opens) >= 0);
-	pthread_t threads[4];
 	void *(*parts[])(void *) = {be_kernel, be_python, be_others, be_others};
-	for (int i = 0; i < 4; i++)
-		CHECK(pthread_create(&threads[i], NULL, parts[i], NULL) == 0);
-	for (int i = 0; i < 4; i++)
-		CHECK(pthread_join(threads[i], NULL) == 0);
 	struct counts counts;
-	counts_read(&counts);
+	run_threads(no_opens, parts, &counts);
 	take_events();
 	CHECK(counts.numbers[COUNT_BYTES] && counts.numbers[COUNT_SOURCE_BYTES] && told_opens && told_bytes);
 	check_all_are_told();

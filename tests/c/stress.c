@@ -307,27 +307,12 @@ int main(int count, char **arguments)
 		CHECK(pthread_mutex_init(&records[ino].lock, NULL) == 0);
 		append_record(ino);
 	}
-	int table = memfd_create("table", 0), ends[2];
-	uint64_t head[2] = {0x3173666863726e6dULL, 1000};
-	CHECK(ftruncate(table, 4096 + 1000 * 32) == 0);
-	CHECK(pwrite(table, head, sizeof(head), 0) == sizeof(head));
-	CHECK(table_attach(table) == 0);
+	attach_table();
 	CHECK(resident_start(8, geteuid(), 1, false, true) == 0);
 	CHECK(resident_tier(0, tier_fd) == 0);
-	CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends) == 0);
-	kernel = ends[0];
-	device = ends[1];
-	uint64_t bounds[] = {1000, 1000000};
-	counts_start(bounds, 2);
-	CHECK(relay_start(ends[1], 4, 6, false) >= 0);
-	pthread_t threads[4];
 	void *(*parts[])(void *) = {be_kernel, be_python, be_cache, be_cache};
-	for (int i = 0; i < 4; i++)
-		CHECK(pthread_create(&threads[i], NULL, parts[i], NULL) == 0);
-	for (int i = 0; i < 4; i++)
-		CHECK(pthread_join(threads[i], NULL) == 0);
 	struct counts counts;
-	counts_read(&counts);
+	run_threads(false, parts, &counts);
 	CHECK(counts.numbers[COUNT_BYTES] && counts.numbers[COUNT_QUEUED] &&
 	      counts.numbers[COUNT_RESIDENT_OPENS]);
 	for (enum duration of = TIME_OPEN_LOCAL; of <= TIME_READ_SOURCE; of++)

@@ -116,4 +116,4 @@ def test_a_kill_at_any_instruction(tmp_path: Path, memory: str) -> None:
 
 def test_threads_that_outlive_their_worker(tmp_path: Path) -> None:
     """What one that was killed has in hand is taken up once, and only when it is whole."""
-    run(build(tmp_path, "corpses", parts=MEMORY))
+    run(build(tmp_path, "unreapable", parts=MEMORY))

@@ -19,7 +19,7 @@ import pytest
 from monarchfs.control import Registration, own_mount_namespace
 from tests.exporter.nodes import exporter, exporter_process, of, reader_of, up, wait_answering
 from tests.support import surroundings
-from tests.support.fake_mounts import device_mode, interpreter_for
+from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import (
     MONARCHFS,
     Bench,
@@ -51,13 +51,6 @@ OTHER = pwd.getpwnam("daemon")
 HOSTILE = pwd.getpwnam("games")
 BOUND_SECONDS = 5.0
 """What a scrape may take, whatever hangs: less than Prometheus waits by default (10)."""
-
-
-@pytest.fixture
-def open_device() -> Iterator[None]:
-    """/dev/fuse as on most machines: everybody may open it."""
-    with device_mode(0o666):
-        yield
 
 
 def mounted(work: Bench, name: str, *options: str, user: str | None = None) -> Mount:

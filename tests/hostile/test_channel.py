@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import os
 import shutil
 import signal
@@ -15,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from tests.support.fake_mounts import (
     assert_unmounted,
     device_mode,
     interpreter_for,
+    is_plain,
     registered,
     status,
     umount,
@@ -69,8 +69,8 @@ class Mad:
         return (self.work.path / "state" / "supervisor.log").read_bytes()
 
 
-@pytest.fixture(scope="module")
-def mad() -> Iterator[Mad]:
+@contextmanager
+def mad_worker() -> Iterator[Mad]:
     path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
     try:
         with area(path, None) as work:
@@ -80,19 +80,18 @@ def mad() -> Iterator[Mad]:
             assert_unmounted(work)
     finally:
         shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def mad() -> Iterator[Mad]:
+    with mad_worker() as made:
+        yield made
 
 
 @pytest.fixture
 def own_mad() -> Iterator[Mad]:
-    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
-    try:
-        with area(path, None) as work:
-            work.mount(mode="mad")
-            yield Mad(work)
-            umount(work)
-            assert_unmounted(work)
-    finally:
-        shutil.rmtree(path)
+    with mad_worker() as made:
+        yield made
 
 
 FORGED = "gone\n2026-01-01 00:00:00,000 INFO forged\r\x1b[2J\u202e\udcff" + "x" * 30_000
@@ -212,18 +211,8 @@ def check(mad: Mad) -> None:
     assert isinstance(found["passthrough"]["registered"], int)
     for tier in found.get("tiers", []):
         assert isinstance(tier, dict)
-    assert plain(found)
+    assert is_plain(found)
     assert len(os.listdir(f"/proc/{mad.supervisor}/fd")) < 40, "what came was closed"
-
-
-def plain(value: object, depth: int = 10) -> bool:
-    if isinstance(value, dict):
-        return depth > 0 and all(plain(one, depth - 1) for one in value.values())
-    if isinstance(value, list):
-        return depth > 0 and all(plain(one, depth - 1) for one in value)
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return not isinstance(value, int) or abs(value) < 1 << 64
 
 
 def test_a_descriptor_on_the_mount_itself_blocks_nobody(own_mad: Mad) -> None:

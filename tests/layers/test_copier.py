@@ -14,7 +14,7 @@ import trio.testing
 from monarchfs.prefetch import copy_slots, retries
 from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.scan import Scan
-from monarchfs.types import IndexWriteError
+from tests.support.faults import disk_is_full
 from tests.support.mirror import MIB, Area, Mirror, content, until
 
 
@@ -338,13 +338,10 @@ async def test_an_index_that_cannot_be_written_stops_no_scan(
     async with area.mount() as mirror:
         scan = Scan(mirror.tree, mirror.copier.jobs)
 
-        def full(*_: object) -> None:
-            raise IndexWriteError("the disk is full")
-
         for calls in (("record_found", "record_found_each"), ("begin_listing",)):
             with monkeypatch.context() as patch:
                 for call in calls:
-                    patch.setattr(mirror.index, call, full)
+                    patch.setattr(mirror.index, call, disk_is_full)
                 await (scan.everything() if all_of_it else scan.listed([b"d/a"]))
         assert scan.failed == (2 if all_of_it else 1)
         await mirror.settled()

@@ -13,16 +13,9 @@ from monarchfs.prefetch import copier, copy_slots, retries
 from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan
-from monarchfs.types import FreshnessMode, IndexWriteError
-from tests.support.faults import Gate
+from monarchfs.types import FreshnessMode
+from tests.support.faults import Gate, disk_is_full
 from tests.support.mirror import MIB, Area, Mirror, content, until
-
-
-def files(area: Area, count: int, size: int = 10_000) -> list[str]:
-    names = [f"f{number:03d}" for number in range(count)]
-    for number, name in enumerate(names):
-        area.write(name, content(size, number))
-    return names
 
 
 async def begin(mirror: Mirror, names: list[str], together: int = 64) -> None:
@@ -33,14 +26,10 @@ async def begin(mirror: Mirror, names: list[str], together: int = 64) -> None:
     mirror.start_copying()
 
 
-def states(mirror: Mirror, inos: list[int]) -> list[str]:
-    return [mirror.residency.state(ino) for ino in inos]
-
-
 async def check(mirror: Mirror, names: list[str]) -> None:
     """All are resident and right, and nothing is left over."""
     await mirror.settled()
-    assert states(mirror, [await mirror.ino(name) for name in names]) == ["resident"] * len(names)
+    assert mirror.states([await mirror.ino(name) for name in names]) == ["resident"] * len(names)
     read = mirror.source.counters.read_bytes
     for name in names:
         assert await mirror.read_file(name) == (mirror.area.source / name).read_bytes()
@@ -65,7 +54,7 @@ def at_file(mirror: Mirror, name: str) -> Gate:
 async def test_many_files_are_few_calls_and_few_transactions(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = files(area, 100)
+    names = area.write_files(100)
     async with area.mount(copies=False) as mirror:
         commits = 0
         real = mirror.index._write
@@ -102,7 +91,7 @@ async def test_what_is_about_to_be_written_is_recorded_once(
     area: Area, monkeypatch: pytest.MonkeyPatch, shares: bool
 ) -> None:
     """Each file of its own before it is made; of files that share one only that."""
-    names = files(area, 6)
+    names = area.write_files(6)
     async with area.mount(copies=False, shares=shares) as mirror:
         begun: list[str] = []
 
@@ -124,7 +113,7 @@ async def test_what_is_about_to_be_written_is_recorded_once(
 
 
 async def test_what_others_have_read_is_kept_from_any_buffer(area: Area) -> None:
-    names = files(area, 5, 7000)
+    names = area.write_files(5, 7000)
     async with area.mount(copies=False) as mirror:
         nodes = [await mirror.node(name) for name in names]
         places = mirror.cache.reserve_each(nodes, evicts=False)
@@ -136,7 +125,7 @@ async def test_what_others_have_read_is_kept_from_any_buffer(area: Area) -> None
         assert results == [False, True, True, True, True]
         mirror.cache.cancel(given_up)
         data[:] = bytes(35_000)  # it is not looked at any more
-        assert states(mirror, [node.ino for node in nodes]) == ["remote"] + ["resident"] * 4
+        assert mirror.states([node.ino for node in nodes]) == ["remote"] + ["resident"] * 4
         for number in range(1, 5):
             assert await mirror.read_file(names[number]) == content(7000, number)
         assert mirror.source.counters.read_bytes == 0
@@ -144,7 +133,7 @@ async def test_what_others_have_read_is_kept_from_any_buffer(area: Area) -> None
 
 
 async def test_the_end_of_the_last_one_is_noticed(area: Area) -> None:
-    names = files(area, 6)
+    names = area.write_files(6)
     async with area.mount(copies=False) as mirror:
         copy_idle = CopyIdle(mirror.copier.jobs, Scan(mirror.tree, mirror.copier.jobs), 0)
         await begin(mirror, names)
@@ -156,7 +145,7 @@ async def test_the_end_of_the_last_one_is_noticed(area: Area) -> None:
 async def test_how_many_it_are_follows_the_time_that_it_takes(
     area: Area, clock: trio.testing.MockClock
 ) -> None:
-    names = files(area, 60)
+    names = area.write_files(60)
     async with area.mount(copy_workers=1, copies=False) as mirror:
         await begin(mirror, names[:40], together=1)
         await mirror.idle()
@@ -173,7 +162,7 @@ async def test_how_many_it_are_follows_the_time_that_it_takes(
 
 
 async def test_large_empty_and_opened_files_are_copied_alone(area: Area) -> None:
-    names = files(area, 4)
+    names = area.write_files(4)
     area.write("large", content(3 * MIB, 50))
     area.write("empty", b"")
     async with area.mount(copies=False) as mirror:
@@ -187,7 +176,7 @@ async def test_large_empty_and_opened_files_are_copied_alone(area: Area) -> None
 
 
 async def test_a_reader_takes_out_what_has_not_had_its_turn(area: Area) -> None:
-    names = files(area, 8)
+    names = area.write_files(8)
     async with area.mount(copy_workers=1, copies=False) as mirror:
         gate = at_file(mirror, names[0])
         await begin(mirror, names)
@@ -201,7 +190,7 @@ async def test_a_reader_takes_out_what_has_not_had_its_turn(area: Area) -> None:
 
 
 async def test_what_was_read_before_one_that_hangs_is_stored(area: Area) -> None:
-    names = files(area, 4)
+    names = area.write_files(4)
     async with area.mount(copy_workers=1, copies=False) as mirror:
         gate = at_file(mirror, names[2])
         await begin(mirror, names)
@@ -219,7 +208,7 @@ async def test_what_was_read_before_one_that_hangs_is_stored(area: Area) -> None
 async def test_one_that_hangs_gives_the_others_back(
     area: Area, clock: trio.testing.MockClock
 ) -> None:
-    names = files(area, 12)
+    names = area.write_files(12)
     async with area.mount(copy_workers=1, copies=False) as mirror:
         gate = at_file(mirror, names[3])
         await begin(mirror, names)
@@ -239,7 +228,7 @@ async def test_one_that_hangs_gives_the_others_back(
 async def test_a_tier_that_hangs_has_nothing_written_twice(
     area: Area, clock: trio.testing.MockClock
 ) -> None:
-    names = files(area, 6)
+    names = area.write_files(6)
     async with area.mount(copy_workers=1, copies=False) as mirror:
         gate = mirror.tier.faults.gate("write_whole")
         await begin(mirror, names)
@@ -256,7 +245,7 @@ async def test_a_tier_that_hangs_has_nothing_written_twice(
 
 
 async def test_files_wait_to_be_stored_together_but_not_for_the_end(area: Area) -> None:
-    names = files(area, 6)
+    names = area.write_files(6)
     async with area.mount(copies=False) as mirror:
         mirror.arrivals._patience = 3600
         gate = at_file(mirror, names[5])
@@ -272,11 +261,11 @@ async def test_files_wait_to_be_stored_together_but_not_for_the_end(area: Area) 
         accounts = mirror.cache.placement.ledger(mirror.tier.id)
         assert (accounts.reserved_bytes, accounts.files) == (0, 0)
     async with area.mount() as mirror:
-        assert states(mirror, [await mirror.ino(name) for name in names]) == ["remote"] * 6
+        assert mirror.states([await mirror.ino(name) for name in names]) == ["remote"] * 6
 
 
 async def test_all_of_a_batch_are_stored_at_once(area: Area) -> None:
-    names = files(area, 6)
+    names = area.write_files(6)
     async with area.mount(copies=False) as mirror:
         mirror.arrivals._patience = 3600
         await begin(mirror, names, together=6)
@@ -286,7 +275,7 @@ async def test_all_of_a_batch_are_stored_at_once(area: Area) -> None:
 async def test_what_fails_is_tried_again_and_the_others_are_stored(
     area: Area, clock: trio.testing.MockClock
 ) -> None:
-    names = files(area, 6)
+    names = area.write_files(6)
     async with area.mount(copies=False) as mirror:
         mirror.posix.faults.fail("open", errno.EIO, after=2, times=1)
         await begin(mirror, names)
@@ -300,7 +289,7 @@ async def test_what_fails_is_tried_again_and_the_others_are_stored(
 
 @pytest.mark.parametrize("how", ["replaced", "gone", "grown"])
 async def test_a_file_that_has_changed_is_not_stored(area: Area, how: str) -> None:
-    names = files(area, 6)
+    names = area.write_files(6)
     async with area.mount(copies=False) as mirror:
         inos = [await mirror.ino(name) for name in names]
         path = area.source / names[2]
@@ -314,14 +303,14 @@ async def test_a_file_that_has_changed_is_not_stored(area: Area, how: str) -> No
                 file.write(b"more")
         await begin(mirror, names)
         await mirror.settled()
-        assert states(mirror, inos) == ["resident"] * 2 + ["remote"] + ["resident"] * 3
+        assert mirror.states(inos) == ["resident"] * 2 + ["remote"] + ["resident"] * 3
         node = mirror.index.node(inos[2])
         assert node is not None
         assert node.outdated
 
 
 async def test_a_file_that_changes_while_it_is_read_is_not_stored(area: Area) -> None:
-    names = files(area, 3)
+    names = area.write_files(3)
     async with area.mount(copies=False) as mirror:
         inos = [await mirror.ino(name) for name in names]
         (area.source / names[1]).chmod(0o600)
@@ -334,18 +323,18 @@ async def test_a_file_that_changes_while_it_is_read_is_not_stored(area: Area) ->
         mirror.posix.read = read  # type: ignore[assignment,method-assign]
         await begin(mirror, names)
         await mirror.settled()
-        assert states(mirror, inos) == ["remote", "remote", "resident"]
+        assert mirror.states(inos) == ["remote", "remote", "resident"]
 
 
 async def test_a_tier_that_fails_one_of_them_has_the_others(area: Area) -> None:
-    names = files(area, 6)
+    names = area.write_files(6)
     async with area.mount(copies=False) as mirror:
         mirror.tier.faults.fail("write_whole", errno.EIO, after=2, times=1)
         await begin(mirror, names)
         await mirror.settled()
         assert mirror.metrics.copies_completed == 5
         assert mirror.metrics.tier_errors == 1
-        found = states(mirror, [await mirror.ino(name) for name in names])
+        found = mirror.states([await mirror.ino(name) for name in names])
         assert sorted(found) == ["remote"] + ["resident"] * 5
 
 
@@ -361,18 +350,14 @@ async def test_a_tier_that_fails_one_of_them_has_the_others(area: Area) -> None:
 async def test_what_cannot_be_recorded_leaves_nothing_behind(
     area: Area, monkeypatch: pytest.MonkeyPatch, call: str, shares: bool
 ) -> None:
-    names = files(area, 6)
+    names = area.write_files(6)
     async with area.mount(copies=False, shares=shares) as mirror:
-
-        def full(*_: object, **options: object) -> None:
-            raise IndexWriteError("the disk is full")
-
         inos = [await mirror.ino(name) for name in names]
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, call, full)
+            patch.setattr(mirror.index, call, disk_is_full)
             await begin(mirror, names)
             await mirror.settled()
-        assert states(mirror, inos) == ["remote"] * 6
+        assert mirror.states(inos) == ["remote"] * 6
         mirror.check_books()
         await mirror.mend()
         for name in names:
@@ -386,12 +371,12 @@ async def test_there_is_room_for_some_of_them(area: Area) -> None:
     async with area.mount([38 * 4096], copies=False) as mirror:
         await begin(mirror, [f"f{number}" for number in range(8)])
         await mirror.settled()
-        found = states(mirror, [await mirror.ino(f"f{number}") for number in range(8)])
+        found = mirror.states([await mirror.ino(f"f{number}") for number in range(8)])
         assert found == ["resident"] * 4 + ["remote"] * 4
 
 
 async def test_one_that_is_too_young_waits_alone(area: Area, clock: trio.testing.MockClock) -> None:
-    names = files(area, 6)
+    names = area.write_files(6)
     await area.settled()
     async with area.mount(copies=False, mode=FreshnessMode.TTL) as mirror:
         (area.source / names[2]).write_bytes(content(10_000, 77))
@@ -409,7 +394,7 @@ async def test_one_whose_place_is_not_known_any_more(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     area.write("d/f", content(1000))
-    names = files(area, 3)
+    names = area.write_files(3)
     async with area.mount(copies=False) as mirror:
         node = await mirror.node("d/f")
         real = mirror.index.dirref

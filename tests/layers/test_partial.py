@@ -12,7 +12,8 @@ import trio.testing
 from monarchfs.cache.replicas import Reservation
 from monarchfs.placement import placement
 from monarchfs.prefetch.fetch import CHUNK_BYTES
-from monarchfs.types import IndexWriteError, ReplicaState
+from monarchfs.types import ReplicaState
+from tests.support.faults import disk_is_full
 from tests.support.mirror import KIB, MIB, Area, Mirror, content
 
 LARGE = content(5 * MIB + 5, 2)
@@ -32,7 +33,7 @@ async def read_at(mirror: Mirror, offset: int, size: int = 1000) -> None:
     handle.release()
 
 
-async def test_what_was_read_is_put_aside_at_close_and_not_read_again(files: Area) -> None:
+async def test_what_was_read_is_suspended_at_close_and_not_read_again(files: Area) -> None:
     async with files.mount(copies=False) as mirror:
         await read_at(mirror, 3 * MIB)
         await mirror.settled()
@@ -53,7 +54,7 @@ async def test_what_was_read_is_put_aside_at_close_and_not_read_again(files: Are
 async def test_a_file_that_is_opened_as_soon_as_it_was_closed_goes_on_being_copied(
     files: Area,
 ) -> None:
-    """Without the loop running in between: what is put aside is at rest at once."""
+    """Without the loop running in between: what is suspended is suspended at once."""
     async with files.mount() as mirror:
         for turn in range(8):
             handle = await mirror.open("large")
@@ -318,12 +319,9 @@ async def test_a_sync_whose_marks_cannot_be_written_is_made_up_for(
     async with area.mount() as mirror:
         ino = await mirror.copied("f0")
 
-        def full(*_: object) -> None:
-            raise IndexWriteError("the disk is full")
-
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, "mark_durable", full)
-            patch.setattr(mirror.index, "sync", full)
+            patch.setattr(mirror.index, "mark_durable", disk_is_full)
+            patch.setattr(mirror.index, "sync", disk_is_full)
             await mirror.cache.sync()
         assert not durable(mirror, ino)
         await mirror.cache.sync()

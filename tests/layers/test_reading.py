@@ -136,7 +136,7 @@ def run_steps(steps: list[tuple[object, ...]], room: int, *, keeps: bool, copies
                 assert_read_once(mirror)
             if ("fail", "tier") not in steps:
                 assert mirror.metrics.tier_errors == 0
-        # What was put aside is taken up where it was left.
+        # What was suspended is resumed where it was left.
         async with area.mount([room], keeps=keeps) as again:
             assert await all_of(again) == CONTENTS
             await again.settled()

@@ -308,7 +308,7 @@ async def test_parts_at_rest_are_left_where_the_tier_is_looked_at(files: Area) -
         await mirror.settled()
 
 
-async def test_no_tier_counts_what_another_ones_stocktaking_is_about_to_drop(
+async def test_no_tier_counts_the_reconciliation_of_another_is_about_to_drop(
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The records that a reboot ended are dropped for all tiers at once."""
@@ -329,7 +329,7 @@ async def test_no_tier_counts_what_another_ones_stocktaking_is_about_to_drop(
     monkeypatch.setattr(FaultyFiles, "discard", slow)
     async with files.mount([100_000, ALL_ROOM], shares=False, boot_id=b"second boot") as mirror:
         await gate.arrived()
-        # The other tier's stocktaking waits: nothing can be awaited but that it had the time.
+        # The other tier waits: nothing can be awaited but that it had the time.
         end = time.monotonic() + 0.2
         await until(
             lambda: time.monotonic() > end or len(mirror.cache._reconciliation.running) < 2,

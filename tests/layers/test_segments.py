@@ -18,19 +18,12 @@ from monarchfs.cache.replicas import Reservation
 from monarchfs.index import set_aside
 from monarchfs.store.segment_lists import SegmentLists
 from monarchfs.store.segments import SegmentFiles, allocated
-from monarchfs.types import EvictionPolicy, IndexWriteError, Node, Replica, TierFile
-from tests.support.faults import FaultySegments, FaultyTier
+from monarchfs.types import EvictionPolicy, Node, Replica, TierFile
+from tests.support.faults import FaultySegments, FaultyTier, disk_is_full
 from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 
 SIZE = 10_000
 TAKEN = allocated(SIZE)
-
-
-def files(area: Area, count: int, size: int = SIZE) -> list[str]:
-    names = [f"f{number:03d}" for number in range(count)]
-    for number, name in enumerate(names):
-        area.write(name, content(size, number))
-    return names
 
 
 async def copy(mirror: Mirror, names: list[str]) -> list[int]:
@@ -54,10 +47,6 @@ async def read_locally(mirror: Mirror, names: list[str]) -> None:
     mirror.posix.reads.clear()
     await read_all(mirror, names)
     assert mirror.posix.reads == []
-
-
-def states(mirror: Mirror, inos: list[int]) -> list[str]:
-    return [mirror.residency.state(ino) for ino in inos]
 
 
 def record(mirror: Mirror, ino: int) -> Replica:
@@ -95,10 +84,6 @@ def unsynced(mirror: Mirror) -> None:
         group.clear()
 
 
-def full(*_: object, **options: object) -> None:
-    raise IndexWriteError("the disk is full")
-
-
 # Coming.
 
 
@@ -109,13 +94,13 @@ def together(mirror: Mirror, nodes: list[Node]) -> list[tuple[Reservation, bytes
 
 
 async def test_many_files_share_one_and_outlive_the_mount(area: Area) -> None:
-    names = files(area, 150)
+    names = area.write_files(150)
     area.write("empty", b"")
     area.write("large", content(3 * MIB))
     names += ["empty", "large"]
     async with area.mount(copies=False) as mirror:
         inos = await copy(mirror, names)
-        assert set(states(mirror, inos)) == {"resident"}
+        assert set(mirror.states(inos)) == {"resident"}
         (segment,) = mirror.tier.segments.found()
         lying = [record(mirror, ino) for ino in inos[:150]]
         assert {replica.segment for replica in lying} == {segment}
@@ -132,7 +117,7 @@ async def test_many_files_share_one_and_outlive_the_mount(area: Area) -> None:
 
 
 async def test_no_mount_writes_to_what_another_one_made(area: Area) -> None:
-    names = files(area, 9)
+    names = area.write_files(9)
     for number in range(3):
         async with area.mount(copies=False) as mirror:
             await copy(mirror, names[: 3 * number + 3])
@@ -144,7 +129,7 @@ async def test_no_mount_writes_to_what_another_one_made(area: Area) -> None:
 
 async def test_a_full_one_is_followed_by_another(area: Area) -> None:
     """A tier of 64 MiB has segments of 4 MiB."""
-    names = files(area, 9, 900 * KIB)
+    names = area.write_files(9, 900 * KIB)
     async with area.mount([64 * MIB], copies=False) as mirror:
         await copy(mirror, names)
         sizes = [lies_in(mirror.tier, s).stat().st_size for s in mirror.tier.segments.found()]
@@ -155,7 +140,7 @@ async def test_a_full_one_is_followed_by_another(area: Area) -> None:
 
 
 async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> None:
-    names = files(area, 6)
+    names = area.write_files(6)
     async with area.mount(copies=False) as mirror:
         mirror.tier.faults.fail("after_write", errno.EIO, after=2, times=1)
         cache, nodes = mirror.cache, [await mirror.node(name) for name in names]
@@ -165,20 +150,20 @@ async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> No
             if isinstance(result, OSError):
                 cache.tier_failed(place, result)
                 await cache.abandon(place, Cause.FAILED, "for the test")
-        assert states(mirror, inos).count("remote") == 1
+        assert mirror.states(inos).count("remote") == 1
         assert mirror.metrics.copies_completed == 5
         await mirror.settled()
         (first,) = mirror.tier.segments.found()
         await mirror.mend()
         await copy(mirror, names)
-        assert set(states(mirror, inos)) == {"resident"}
+        assert set(mirror.states(inos)) == {"resident"}
         assert len(mirror.tier.segments.found()) == 2, "one that failed is not written to again"
         assert {record(mirror, ino).segment for ino in inos} >= {first}
         await mirror.settled()
 
 
 async def test_one_that_is_given_up_while_others_are_written(area: Area) -> None:
-    names = files(area, 4)
+    names = area.write_files(4)
     async with area.mount(copies=False) as mirror:
         cache, nodes = mirror.cache, [await mirror.node(name) for name in names]
         inos = [node.ino for node in nodes]
@@ -191,19 +176,19 @@ async def test_one_that_is_given_up_while_others_are_written(area: Area) -> None
             await trio.testing.wait_all_tasks_blocked()
             gate.open()
         await mirror.settled()
-        assert states(mirror, inos) == ["resident", "remote", "resident", "resident"]
+        assert mirror.states(inos) == ["resident", "remote", "resident", "resident"]
         assert blocks(mirror.tier) == 3 * TAKEN
 
 
 async def test_what_the_index_does_not_take_is_given_back(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = files(area, 6)
+    names = area.write_files(6)
     async with area.mount(copies=False) as mirror:
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, "put_replicas", full)
+            patch.setattr(mirror.index, "put_replicas", disk_is_full)
             inos = await copy(mirror, names)
-        assert set(states(mirror, inos)) == {"remote"}
+        assert set(mirror.states(inos)) == {"remote"}
         assert mirror.tier.faults.calls["write_whole"] == 6
         assert blocks(mirror.tier) == mirror.placement.ledger(mirror.tier.id).usage[0] == 0
         assert mirror.cache.usage.out_of_service(mirror.tier.id) is None, "it is not to blame"
@@ -213,7 +198,7 @@ async def test_what_the_index_does_not_take_is_given_back(
 async def test_a_tier_that_gives_nothing_back_has_files_of_their_own(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = files(area, 4)
+    names = area.write_files(4)
     async with area.mount(copies=False) as mirror:
         await copy(mirror, names[:2])
     monkeypatch.setattr(SegmentFiles, "gives_back", lambda _: False)
@@ -228,13 +213,13 @@ async def test_a_tier_that_gives_nothing_back_has_files_of_their_own(
 async def test_a_tier_that_fails_the_trial_has_files_of_their_own(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = files(area, 4)
+    names = area.write_files(4)
     with monkeypatch.context() as patch:
         patch.setattr(SegmentFiles, "gives_back", lambda _: os.stat("/there is no such file"))
         async with area.mount(copies=False) as mirror:
             await mirror.mend()
             inos = await copy(mirror, names)
-            assert set(states(mirror, inos)) == {"resident"}
+            assert set(mirror.states(inos)) == {"resident"}
             assert len(own_files(mirror.tier)) == 4
             await mirror.settled()
 
@@ -243,7 +228,7 @@ async def test_a_tier_that_fails_the_trial_has_files_of_their_own(
 
 
 async def test_what_is_evicted_gives_its_blocks_back(area: Area) -> None:
-    names = files(area, 9, 900 * KIB)
+    names = area.write_files(9, 900 * KIB)
     taken = allocated(900 * KIB)
     async with area.mount([64 * MIB], copies=False) as mirror:
         inos = await copy(mirror, names)
@@ -274,7 +259,7 @@ async def test_what_is_evicted_gives_its_blocks_back(area: Area) -> None:
 
 async def test_no_list_outlives_its_segment(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is written to while the last replica goes."""
-    names = files(area, 9, 900 * KIB)
+    names = area.write_files(9, 900 * KIB)
     async with area.mount([64 * MIB], copies=False) as mirror:
         inos = await copy(mirror, names)
         first = record(mirror, inos[0]).segment
@@ -301,7 +286,7 @@ async def test_no_list_outlives_its_segment(area: Area, monkeypatch: pytest.Monk
 
 
 async def test_a_full_tier_takes_what_is_read_in_place_of_others(area: Area) -> None:
-    names = files(area, 30, 100_000)
+    names = area.write_files(30, 100_000)
     room = 8 * allocated(100_000)
     async with area.mount([room], eviction=EvictionPolicy.LRU) as mirror:
         for name in names * 2:
@@ -314,7 +299,7 @@ async def test_a_full_tier_takes_what_is_read_in_place_of_others(area: Area) -> 
 
 @pytest.mark.parametrize("durable", [True, False])
 async def test_what_is_open_is_given_back_when_it_is_closed(area: Area, durable: bool) -> None:
-    names = files(area, 3)
+    names = area.write_files(3)
     async with area.mount() as mirror:
         inos = [await mirror.copied(name) for name in names]
         if durable:
@@ -346,7 +331,7 @@ async def test_what_is_open_is_given_back_when_it_is_closed(area: Area, durable:
 async def test_what_threads_are_reading_stays_until_they_have_read_it(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = files(area, 2)
+    names = area.write_files(2)
     async with area.mount() as mirror:
         ino = await mirror.copied(names[0])
         await mirror.copied(names[1])
@@ -387,7 +372,7 @@ def listen(mirror: Mirror, patch: pytest.MonkeyPatch) -> list[str]:
 async def test_what_a_power_cut_could_bring_back_is_not_punched_before(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = files(area, 4)
+    names = area.write_files(4)
     async with area.mount(copies=False) as mirror:
         inos = await copy(mirror, names[:2])
         await mirror.cache.sync()
@@ -400,14 +385,14 @@ async def test_what_a_power_cut_could_bring_back_is_not_punched_before(
         assert mirror.cache.evict(inos[1])
         await mirror.idle()
         assert calls == ["commit", "begin sync", "end sync", "punch"]
-        assert states(mirror, inos) == ["resident", "remote", "resident", "remote"]
+        assert mirror.states(inos) == ["resident", "remote", "resident", "remote"]
         await mirror.settled()
 
 
 async def test_those_that_go_together_cost_one_sync(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = files(area, 20)
+    names = area.write_files(20)
     async with area.mount(copies=False, sound=False) as mirror:
         inos = await copy(mirror, names)
         await mirror.cache.sync()
@@ -427,13 +412,13 @@ async def test_those_that_go_together_cost_one_sync(
 async def test_without_the_sync_it_stays_and_is_tried_again(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = files(area, 3)
+    names = area.write_files(3)
     async with area.mount(copies=False) as mirror:
         inos = await copy(mirror, names)
         await mirror.cache.sync()
         old = record(mirror, inos[0])
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, "sync", full)
+            patch.setattr(mirror.index, "sync", disk_is_full)
             assert mirror.cache.evict(inos[0])
             await mirror.idle()
             for _ in range(2):
@@ -450,7 +435,7 @@ async def test_without_the_sync_it_stays_and_is_tried_again(
 
 
 async def test_a_frozen_index_has_nothing_punched_that_was_durable(area: Area) -> None:
-    names = files(area, 3)
+    names = area.write_files(3)
     async with area.mount(copies=False, sound=False) as mirror:
         inos = await copy(mirror, names[:2])
         await mirror.cache.sync()
@@ -472,7 +457,7 @@ async def test_a_frozen_index_has_nothing_punched_that_was_durable(area: Area) -
 
 
 async def test_what_cannot_be_punched_counts_until_it_is(area: Area) -> None:
-    names = files(area, 3)
+    names = area.write_files(3)
     async with area.mount(copies=False) as mirror:
         inos = await copy(mirror, names)
         mirror.tier.faults.fail("remove", errno.EIO)
@@ -490,7 +475,7 @@ async def test_what_cannot_be_punched_counts_until_it_is(area: Area) -> None:
 async def test_a_crash_before_the_commit_leaves_a_gap(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = files(area, 8)
+    names = area.write_files(8)
 
     class Killed(BaseException):
         pass
@@ -524,7 +509,7 @@ async def test_a_crash_before_the_commit_leaves_a_gap(
 @pytest.mark.parametrize("size", [SIZE, 3 * TAKEN, 1])
 async def test_bytes_behind_the_last_record_are_given_back(area: Area, size: int) -> None:
     """To the last block, also where the file ends amid one."""
-    names = files(area, 2)
+    names = area.write_files(2)
     async with area.mount(copies=False, sound=False) as mirror:
         inos = await copy(mirror, names)
         scribble(mirror.tier, record(mirror, inos[1]), content(size), TAKEN)
@@ -539,7 +524,7 @@ async def test_bytes_behind_the_last_record_are_given_back(area: Area, size: int
 
 
 async def test_gaps_between_records_and_before_the_first_are_given_back(area: Area) -> None:
-    names = files(area, 7)
+    names = area.write_files(7)
     async with area.mount(copies=False, sound=False) as mirror:
         inos = await copy(mirror, names)
         for number in (0, 2, 3, 6):
@@ -552,7 +537,7 @@ async def test_gaps_between_records_and_before_the_first_are_given_back(area: Ar
 
 
 async def test_one_that_was_begun_and_never_made(area: Area) -> None:
-    names = files(area, 2)
+    names = area.write_files(2)
     async with area.mount(copies=False) as mirror:
         await copy(mirror, names)
         mirror.index.begin_segments(mirror.tier.id, [77])
@@ -563,7 +548,7 @@ async def test_one_that_was_begun_and_never_made(area: Area) -> None:
 
 
 async def test_after_a_reboot_what_was_not_synced_is_not_believed(area: Area) -> None:
-    names = files(area, 6)
+    names = area.write_files(6)
     async with area.mount(copies=False) as mirror:
         await copy(mirror, names[:3])
         await mirror.cache.sync()
@@ -586,7 +571,7 @@ async def test_after_a_reboot_what_was_not_synced_is_not_believed(area: Area) ->
 
 async def test_a_reboot_that_lost_the_index_of_a_segment(area: Area) -> None:
     """What was synced is in the list; what was not is removed with the rest of it."""
-    names = files(area, 5)
+    names = area.write_files(5)
     async with area.mount(copies=False, sound=False) as mirror:
         await copy(mirror, names[:3])
         await mirror.cache.sync()
@@ -607,7 +592,7 @@ async def test_a_reboot_that_lost_the_index_of_a_segment(area: Area) -> None:
 
 
 async def test_a_new_index_takes_over_what_the_lists_say_and_is_so(area: Area) -> None:
-    names = files(area, 6)
+    names = area.write_files(6)
     async with area.mount(copies=False, sound=False) as mirror:
         inos = await copy(mirror, names[:5])
         await mirror.cache.sync()
@@ -634,7 +619,7 @@ async def test_a_new_index_takes_over_what_the_lists_say_and_is_so(area: Area) -
 
 @pytest.mark.parametrize("damage", ["missing", "torn", "of another"])
 async def test_a_segment_without_its_list_is_removed(area: Area, damage: str) -> None:
-    names = files(area, 3)
+    names = area.write_files(3)
     async with area.mount(copies=False) as mirror:
         await copy(mirror, names)
     (path,) = (area.tier(1) / "segments").glob("*.list")
@@ -658,7 +643,7 @@ async def test_a_segment_without_its_list_is_removed(area: Area, damage: str) ->
 
 async def test_two_copies_of_one_version_are_taken_over_once(area: Area) -> None:
     """One was dropped, and a crash came before its room was given back."""
-    names = files(area, 3)
+    names = area.write_files(3)
     async with area.mount(copies=False, sound=False) as mirror:
         inos = await copy(mirror, names)
         await mirror.cache.sync()
@@ -678,7 +663,7 @@ async def test_two_copies_of_one_version_are_taken_over_once(area: Area) -> None
 async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = files(area, 4)
+    names = area.write_files(4)
     async with area.mount(copies=False, sound=False) as mirror:
         bad = record(mirror, (await copy(mirror, names))[2])
     set_aside(str(area.state))
@@ -700,7 +685,7 @@ async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
 
 @pytest.mark.parametrize("known", [True, False])
 async def test_what_is_not_ours_in_their_place_is_left_alone(area: Area, known: bool) -> None:
-    names = files(area, 3)
+    names = area.write_files(3)
     async with area.mount(copies=False, sound=False) as mirror:
         (segment,) = {record(mirror, ino).segment for ino in await copy(mirror, names)}
     path = area.tier(1) / "segments" / f"{segment:016x}"
@@ -724,7 +709,7 @@ async def test_what_is_not_ours_in_their_place_is_left_alone(area: Area, known: 
 
 
 async def test_small_files_move_from_one_segment_to_another(area: Area) -> None:
-    names = files(area, 3)
+    names = area.write_files(3)
     async with area.mount([TAKEN + 4096, ALL_ROOM]) as mirror:
         inos = [await mirror.copied(name) for name in names]
         fast, slow = mirror.tiers
@@ -752,7 +737,7 @@ async def test_one_moves_to_where_nothing_is_shared(
     monkeypatch.setattr(
         SegmentFiles, "gives_back", lambda self: not self.path.endswith("tier1") and real(self)
     )
-    names = files(area, 2)
+    names = area.write_files(2)
     async with area.mount([TAKEN + 4096, ALL_ROOM]) as mirror:
         inos = [await mirror.copied(name) for name in names]
         assert [bool(record(mirror, ino).segment) for ino in inos] == [False, True]
@@ -771,7 +756,7 @@ async def test_one_moves_to_where_nothing_is_shared(
 async def test_a_move_that_cannot_be_recorded_leaves_nothing(
     area: Area, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    names = files(area, 2)
+    names = area.write_files(2)
     async with area.mount([TAKEN + 4096, ALL_ROOM]) as mirror:
         inos = [await mirror.copied(name) for name in names]
         mirror.cache._segments._allocators[mirror.tier.id].seal()  # type: ignore[union-attr]
@@ -781,7 +766,7 @@ async def test_a_move_that_cannot_be_recorded_leaves_nothing(
 
         def fail(*_: object, **options: object) -> None:
             tried.set()
-            full()
+            disk_is_full()
 
         with monkeypatch.context() as patch:
             patch.setattr(mirror.index, call, fail)
@@ -821,7 +806,7 @@ async def test_a_tier_that_is_another_one_while_it_is_mounted(
     area: Area, how: Callable[[Path], None]
 ) -> None:
     """What it had is read from the source; once it is there again it takes files as before."""
-    names = files(area, 6)
+    names = area.write_files(6)
     async with area.mount(copies=False, sound=False) as mirror:
         await copy(mirror, names[:3])
         held = await mirror.open(names[0])
@@ -838,7 +823,7 @@ async def test_a_tier_that_is_another_one_while_it_is_mounted(
             await read_all(mirror, names)
         assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
         inos = [await mirror.ino(name) for name in names]
-        assert states(mirror, inos) == ["resident"] * 6
+        assert mirror.states(inos) == ["resident"] * 6
         await read_locally(mirror, names)
         for ino in inos:
             assert lies_in(mirror.tier, record(mirror, ino).segment).exists()
@@ -852,7 +837,7 @@ async def test_a_tier_that_gives_nothing_back_any_more_when_they_are_written(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its directory became another one after there was room for them."""
-    names = files(area, 2)
+    names = area.write_files(2)
     async with area.mount(copies=False) as mirror:
         nodes = [await mirror.node(name) for name in names]
         places = [place for place in mirror.cache.reserve_each(nodes, evicts=False) if place]

@@ -149,7 +149,7 @@ async def test_the_promise_holds_for_many_at_once(area: Area) -> None:
         await mirror.settled()
 
 
-async def test_what_was_put_aside_goes_on_in_as_little_room(area: Area) -> None:
+async def test_a_suspended_replica_goes_on_in_as_little_room(area: Area) -> None:
     data = make_sparse(area, "f", [(0, DATA), (40 * MIB, DATA)])
     async with area.mount([MIB], copies=False) as mirror:
         handle = await mirror.open("f")

@@ -1,4 +1,4 @@
-"""Going through a directory name by name: how often the source is asked, in how many errands."""
+"""Going through a directory name by name: how often the source is asked, in how many batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SELINUX, ACL = b"security.selinux", b"system.posix_acl_access"
 
 @pytest.fixture
 def many(area: Area, monkeypatch: pytest.MonkeyPatch) -> Area:
-    # On a busy machine an errand may take longer than a reader would wait.
+    # On a busy machine a batch may take longer than a reader would wait.
     monkeypatch.setattr(statahead, "PATIENCE_SECONDS", 60)
     for number in range(FILES):
         area.write(f"d/{number:04}", b"x" * number)
@@ -35,12 +35,12 @@ def many(area: Area, monkeypatch: pytest.MonkeyPatch) -> Area:
 
 class Operations:
     """What the source was asked since this was made or called last, by kind. Changing:
-    ``errands``, how many calls of threads that took."""
+    ``batches``, how many calls of threads that took."""
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
-        self.errands = 0
-        self._errands_before = self._calls()
+        self.batches = 0
+        self._batches_before = self._calls()
         self._before = self._now()
 
     def _calls(self) -> int:
@@ -55,7 +55,7 @@ class Operations:
 
     def __call__(self) -> dict[str, int]:
         calls = self._calls()
-        self.errands, self._errands_before = calls - self._errands_before, calls
+        self.batches, self._batches_before = calls - self._batches_before, calls
         before, self._before = self._before, self._now()
         return {k: n - before[k] for k, n in self._before.items() if n != before[k]}
 
@@ -79,7 +79,7 @@ async def attribute(mirror: Mirror, ino: int, name: bytes) -> bytes | int:
 
 
 @pytest.mark.parametrize("mode", [IMMUTABLE, TTL])
-async def test_each_name_is_asked_for_once_and_in_few_errands(
+async def test_each_name_is_asked_for_once_and_in_few_batches(
     many: Area, hours: Hours, mode: FreshnessMode
 ) -> None:
     hours.pass_by(1)  # else the last ones are in the tick of their making
@@ -91,12 +91,12 @@ async def test_each_name_is_asked_for_once_and_in_few_errands(
             sizes = await stat_each(mirror, d, order)
             assert sizes == {b"%04d" % number: number for number in range(FILES)}
         assert operations() == {"stat": FILES}
-        assert operations.errands < FILES / 10
+        assert operations.batches < FILES / 10
         if mode is TTL:
             hours.pass_by(61)
             assert await stat_each(mirror, d, order) == sizes
             assert operations() == {"stat": FILES}
-            assert operations.errands < FILES / 10
+            assert operations.batches < FILES / 10
 
 
 async def test_what_is_used_near_its_expiry_is_asked_for_ahead(many: Area, hours: Hours) -> None:
@@ -124,7 +124,7 @@ async def test_what_is_used_near_its_expiry_is_asked_for_ahead(many: Area, hours
 
         await until(renewed, "all to be asked for")
         assert FILES <= operations()["stat"] <= FILES + 1
-        assert operations.errands < FILES / 10
+        assert operations.batches < FILES / 10
         hours.pass_by(30)  # more than the ttl since it was asked for first
         sizes = await stat_each(mirror, d, order)
         assert sizes[b"0200"] == len(b"another")
@@ -157,7 +157,7 @@ async def test_all_names_in_no_order(many: Area) -> None:
         operations = Operations(mirror)
         await stat_each(mirror, d, order)
         assert operations() == {"stat": FILES}
-        assert operations.errands < FILES / 10
+        assert operations.batches < FILES / 10
 
 
 async def test_names_that_fail_are_not_asked_for_with_each_that_follows(
@@ -279,7 +279,7 @@ def in_no_order(count: int = FILES) -> list[bytes]:
 
 
 @pytest.mark.parametrize("mode", [IMMUTABLE, TTL])
-async def test_names_that_nobody_has_listed_come_in_few_errands(
+async def test_names_that_nobody_has_listed_come_in_few_batches(
     area: Area, hours: Hours, mode: FreshnessMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(statahead, "PATIENCE_SECONDS", 60)
@@ -303,7 +303,7 @@ async def test_names_that_nobody_has_listed_come_in_few_errands(
         assert asked["stat"] <= len(order) + len(singles) + 1, "the directory's own"
         assert asked["list"] <= 2
         # How long the listing takes is not ours to say.
-        assert operations.errands - len(singles) < 30
+        assert operations.batches - len(singles) < 30
         assert singles[:3] == order[:3]
         assert mirror.index.listing(d) is not None
         assert isinstance(await mirror.tree.names.lookup(d, b"no such name"), Missing)
@@ -348,7 +348,7 @@ async def test_a_batch_is_one_transaction(many: Area) -> None:
         commits, operations = mirror.index._commits, Operations(mirror)
         await stat_each(mirror, d, order)
         operations()
-        assert mirror.index._commits - commits <= operations.errands + 1
+        assert mirror.index._commits - commits <= operations.batches + 1
 
 
 async def test_two_names_list_no_directory(many: Area) -> None:
@@ -537,7 +537,7 @@ async def test_what_hardly_any_file_has_is_asked_for_once_for_all(many: Area) ->
             asked = operations()
             assert asked.get("stat", 0) == (0 if again else FILES)
             assert asked.get("xattr", 0) <= (0 if again else 2 * FILES + 4)
-        assert operations.errands < FILES / 4
+        assert operations.batches < FILES / 4
 
 
 def source_attribute(path: os.PathLike[str], name: bytes) -> bytes | int:

@@ -12,7 +12,8 @@ import trio.testing
 
 from monarchfs.cache import filling
 from monarchfs.cache.reasons import Cause
-from monarchfs.types import IndexWriteError, Node
+from monarchfs.types import Node
+from tests.support.faults import disk_is_full
 from tests.support.mirror import ALL_ROOM, MIB, Area, Mirror, content, until
 
 SMALL, LARGE = content(50_000, 1), content(3 * MIB + 5, 2)
@@ -317,7 +318,7 @@ async def test_a_part_at_rest_that_was_lost_is_begun_anew(files: Area, call: str
         assert mirror.metrics.copies_failed == 0
 
 
-async def test_no_descriptors_left_for_a_part_at_rest(files: Area) -> None:
+async def test_no_descriptors_left_for_a_suspended_part(files: Area) -> None:
     async with files.mount(copies=False) as mirror:
         handle = await mirror.open("large")
         await mirror.read(handle, 0, 10)
@@ -331,7 +332,7 @@ async def test_no_descriptors_left_for_a_part_at_rest(files: Area) -> None:
         assert mirror.residency.state(handle.ino) == "partial"
 
 
-async def test_a_part_that_cannot_be_put_aside_is_given_up(files: Area) -> None:
+async def test_a_part_that_cannot_be_suspended_is_given_up(files: Area) -> None:
     async with files.mount(copies=False) as mirror:
         handle = await mirror.open("large")
         await mirror.read(handle, 0, 10)
@@ -397,12 +398,9 @@ async def test_an_index_that_cannot_be_written(
     async with files.mount(shares=shares) as mirror:
         ino = await mirror.ino(name)
 
-        def full(*_: object, **options: object) -> None:
-            raise IndexWriteError("the disk is full")
-
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, "put_replica", full)
-            patch.setattr(mirror.index, "put_replicas", full)
+            patch.setattr(mirror.index, "put_replica", disk_is_full)
+            patch.setattr(mirror.index, "put_replicas", disk_is_full)
             assert await mirror.read_file(name) == data
             await mirror.settled()
             assert mirror.residency.state(ino) == "remote"

@@ -12,7 +12,8 @@ import trio.testing
 from monarchfs.fs import attributes as attributes_module
 from monarchfs.fs.freshness import UNANSWERED_SECONDS
 from monarchfs.fs.tree import Entry
-from monarchfs.types import ROOT_INO, IndexWriteError
+from monarchfs.types import ROOT_INO
+from tests.support.faults import disk_is_full
 from tests.support.lookups import IMMUTABLE, METADATA, OPEN, TTL, Hours, asked, entry, names
 from tests.support.mirror import Area, Mirror
 
@@ -163,10 +164,7 @@ async def test_an_answer_that_cannot_be_recorded(
         ino = await see_everything(mirror)
         hours.pass_by(61)
 
-        def full(*_: object) -> None:
-            raise IndexWriteError("the disk is full")
-
-        monkeypatch.setattr(mirror.index, "record_found_each", full)
+        monkeypatch.setattr(mirror.index, "record_found_each", disk_is_full)
         assert (await entry(mirror, ROOT_INO, b"d")).node.ino == ino
         assert mirror.metrics.stale_answers == 1
         with pytest.raises(OSError, match="cannot be recorded") as raised:

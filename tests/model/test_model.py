@@ -184,7 +184,7 @@ class Model(RuleBasedStateMachine):
     def come_up(self) -> None:
         self.mount_ns = time.time_ns()
         self.mount = mounted(self.area, boot_id=b"boot %d" % self.boot, **self.options)
-        self.at.quiet()
+        self.at.wait_idle()
 
     def close_handles(self) -> None:
         for opened in self.handles:
@@ -377,7 +377,7 @@ class Model(RuleBasedStateMachine):
             offset += len(data)
         self.at.do_now(opened.handle.release)
         if rest:
-            self.at.quiet()
+            self.at.wait_idle()
 
     read_file_again = read_file
 
@@ -394,7 +394,7 @@ class Model(RuleBasedStateMachine):
         path = self.pick(which, self.source.file_paths())
         if path is not None and (opened := self.open(path)) is not None:
             self.handles.append(opened)
-            self.at.quiet()
+            self.at.wait_idle()
 
     @precondition(lambda self: self.mount is not None)
     @rule(which=WHICH, offset=OFFSETS, size=LENGTHS, rest=st.booleans())
@@ -403,7 +403,7 @@ class Model(RuleBasedStateMachine):
             return  # no precondition: whether an open worked may depend on time
         self.check_read(self.handles[which % len(self.handles)], offset, size)
         if rest:
-            self.at.quiet()
+            self.at.wait_idle()
 
     @precondition(lambda self: self.mount is not None)
     @rule(which=WHICH)
@@ -412,7 +412,7 @@ class Model(RuleBasedStateMachine):
             return  # no precondition: whether an open worked may depend on time
         opened = self.handles.pop(which % len(self.handles))
         self.at.do_now(opened.handle.release)
-        self.at.quiet()
+        self.at.wait_idle()
 
     @precondition(lambda self: self.mount is not None)
     @rule(reads=st.lists(st.tuples(WHICH, OFFSETS, LENGTHS), min_size=2, max_size=5))
@@ -437,7 +437,7 @@ class Model(RuleBasedStateMachine):
         self.at.do(all_of_them)
         for opened, offset, size, data in results:
             self.compare(opened, offset, size, data)
-        self.at.quiet()
+        self.at.wait_idle()
 
     @precondition(lambda self: self.mount is not None)
     @rule()
@@ -487,7 +487,7 @@ class Model(RuleBasedStateMachine):
         if replicas:
             ino = replicas[which % len(replicas)]
             self.at.do_now(self.mirror.cache.drop, ino, "the test says so")
-            self.at.quiet()
+            self.at.wait_idle()
 
     @precondition(lambda self: self.mount is not None and not self.source_fails)
     @rule(which=WHICH, directory=st.booleans(), pin=st.booleans())
@@ -508,7 +508,7 @@ class Model(RuleBasedStateMachine):
         node = None if path is None else self.at.do(retried, walk, self.mirror, path)
         if node is not None and node.stat.is_regular:
             self.at.do_now(self.mirror.copier.jobs.want, node.ino, Priority.SCANNED)
-            self.at.quiet()
+            self.at.wait_idle()
 
     @precondition(lambda self: self.mount is not None)
     @rule()
@@ -522,7 +522,7 @@ class Model(RuleBasedStateMachine):
     def look_after(self) -> None:
         if not self.at.waiting:
             self.at.do(self.mirror.cache.look_after)
-            self.at.quiet()
+            self.at.wait_idle()
 
     @precondition(lambda self: self.mount is not None)
     @rule()
@@ -535,7 +535,7 @@ class Model(RuleBasedStateMachine):
         self.available = available
         if not self.at.waiting:
             self.at.do(self.mirror.cache.look_after)
-            self.at.quiet()
+            self.at.wait_idle()
 
     @precondition(lambda self: self.mount is not None and self.mode is FreshnessMode.TTL)
     @rule(seconds=st.sampled_from([1.0, 40.0, 61.0]))
@@ -571,7 +571,7 @@ class Model(RuleBasedStateMachine):
     def mend(self) -> None:
         self.end_faults()
         self.at.do(self.mirror.mend)
-        self.at.quiet()
+        self.at.wait_idle()
 
     # -- edits
 
@@ -731,7 +731,7 @@ class Model(RuleBasedStateMachine):
         self.available = 1 << 34
         self.close_handles()
         self.at.do(self.mirror.mend)
-        self.at.quiet()
+        self.at.wait_idle()
         self.look_at_names()
         for number, _path in enumerate(self.source.file_paths()):
             self.read_one(number, MIB, True)

@@ -8,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ from tests.support.mounting import (
     MONARCHFS,
     Bench,
     Mount,
-    assert_refused,
-    bench,
     requires_fuse,
     requires_root,
     run,
@@ -49,13 +46,6 @@ def fill(source: Path) -> Path:
     (source / "away").symlink_to("/etc")
     os.mkfifo(source / "fifo")
     return source
-
-
-@pytest.fixture(scope="module")
-def mount() -> Iterator[Mount]:
-    """For tests that copy nothing."""
-    with bench() as work:
-        yield work.mount(fill(work.path / "src"), "--freshness", "immutable")
 
 
 def warm(mount: Mount, *arguments: str) -> dict[str, object]:
@@ -197,36 +187,6 @@ def test_on_a_terminal_there_is_a_bar(work: Bench) -> None:
     assert out.startswith(b"resident: ")
     assert b"files" in seen
     assert b"\x1b[" in seen
-
-
-BAD_INPUT = [
-    (["{mnt}", "nope"], 1, "nope: no such file or directory in the mount"),
-    (["{mnt}", "d0/file 0/x"], 1, "file 0 is not a directory"),
-    (["{mnt}", "fifo"], 1, "fifo is no file or directory"),
-    (["{mnt}", "away"], 1, "away: a symbolic link leads out of the mount"),
-    (["{mnt}", "away/passwd"], 1, "leads out of the mount"),
-    (["{mnt}", "--check", "--wait"], 2, "--check only looks"),
-    (["{mnt}", "--check", "--metadata"], 2, "--check only looks"),
-    (["{mnt}", "--wait=5"], 2, "--wait"),
-    (["{mnt}", "--chec"], 2, "--chec"),
-    (["{mnt}", "-x"], 2, "-x"),
-    (["{mnt}x"], 1, "is not a monarchfs mount"),
-    ([""], 2, "empty"),
-]
-"""Paths: ``tests/mount/test_cli_why.py``."""
-
-
-@requires_root
-@requires_fuse
-@pytest.mark.parametrize(("arguments", "code", "words"), BAD_INPUT)
-def test_bad_input(
-    mount: Mount,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    code: int,
-    words: str,
-) -> None:
-    assert_refused(mount, capsys, ["warm", *arguments], code, words)
 
 
 def test_the_pace() -> None:

@@ -147,7 +147,7 @@ def test_by_way_of_links_and_some_of_many(mount: Mount, work: Bench) -> None:
     assert done.stdout.startswith(f"{mount.path}/a: ")
 
 
-BAD_INPUT = [
+BAD_WHY = [
     ([], 2, "PATH"),
     (["{mnt}/nope"], 1, "{mnt}/nope: no such file or directory"),
     (["{mnt}/nope", "{mnt}/neither"], 1, "(and 1 more)"),
@@ -174,19 +174,6 @@ BAD_INPUT = [
     (["-x"], 2, "PATH"),
     (["{mnt}/a\0b"], 2, "NUL"),
 ]
-
-
-@requires_root
-@requires_fuse
-@pytest.mark.parametrize(("arguments", "code", "words"), BAD_INPUT)
-def test_bad_input(
-    mount: Mount,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    code: int,
-    words: str,
-) -> None:
-    assert_refused(mount, capsys, ["why", *arguments], code, words)
 
 
 OTHERS = ("warm", "evict", "pin", "unpin", "refresh")
@@ -220,11 +207,29 @@ BAD_PATHS = [
 ]
 
 
+BAD_WARM = [
+    (["{mnt}", "nope"], 1, "nope: no such file or directory in the mount"),
+    (["{mnt}", "a/x"], 1, "a is not a directory"),
+    (["{mnt}", "fifo"], 1, "fifo is no file or directory"),
+    (["{mnt}", "away"], 1, "away: a symbolic link leads out of the mount"),
+    (["{mnt}", "away/passwd"], 1, "leads out of the mount"),
+    (["{mnt}", "--check", "--wait"], 2, "--check only looks"),
+    (["{mnt}", "--check", "--metadata"], 2, "--check only looks"),
+    (["{mnt}", "--wait=5"], 2, "--wait"),
+    (["{mnt}", "--chec"], 2, "--chec"),
+    (["{mnt}", "-x"], 2, "-x"),
+    (["{mnt}x"], 1, "is not a monarchfs mount"),
+    ([""], 2, "empty"),
+]
+
+BAD_INPUT = [("why", *row) for row in BAD_WHY] + [("warm", *row) for row in BAD_WARM]
+BAD_INPUT += [(command, *row) for row in BAD_PATHS for command in OTHERS]
+
+
 @requires_root
 @requires_fuse
-@pytest.mark.parametrize("command", OTHERS)
-@pytest.mark.parametrize(("arguments", "code", "words"), BAD_PATHS)
-def test_bad_input_of_the_others(
+@pytest.mark.parametrize(("command", "arguments", "code", "words"), BAD_INPUT)
+def test_bad_input(
     mount: Mount,
     capsys: pytest.CaptureFixture[str],
     command: str,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support import surroundings
-from tests.support.mounting import MONARCHFS, Bench, Mount, bench, requires_fuse, requires_root, run
+from tests.support.mounting import MONARCHFS, Bench, Mount, requires_fuse, requires_root, run
 
 pytestmark = [requires_root, requires_fuse, surroundings.requires_namespaces]
 
@@ -19,12 +18,6 @@ NAMESPACES = {
     "mounts": ["--mount", "--propagation", "private"],
     "mounts and processes": ["--mount", "--propagation", "private", "--pid", "--fork"],
 }
-
-
-@pytest.fixture
-def work() -> Iterator[Bench]:
-    with bench() as opened:
-        yield opened
 
 
 @pytest.fixture

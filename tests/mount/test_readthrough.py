@@ -232,7 +232,7 @@ def test_a_file_larger_than_the_tier_is_kept_in_part(work: Bench, source: Faulty
         read_bytes = source.counts()["read_bytes"]
         assert read_bytes <= len(data) - 0.8 * capacity, "the local part was read from the source"
     # It is held open for some seconds, as nobody says that it was closed.
-    wait_for(lambda: mount.wait_idle()["files"]["partial"] == 1, "it to be put aside")
+    wait_for(lambda: mount.wait_idle()["files"]["partial"] == 1, "it to be suspended")
     assert os.getxattr(mount.path / "huge", "user.monarchfs.state") == b"partial"
     assert allocated(work.path / "tier") <= capacity
 
@@ -248,7 +248,7 @@ def test_a_second_mount_with_the_same_state_reads_nothing_again(
     mount = work.mount(source.path, "--freshness", "immutable", tier="40M")
     for path in contents:
         (mount.path / path).read_bytes()
-    wait_for(lambda: mount.wait_idle()["files"]["partial"] == huge, "it to be put aside")
+    wait_for(lambda: mount.wait_idle()["files"]["partial"] == huge, "it to be suspended")
     used = mount.status()["tiers"][0]["used_bytes"]
     assert mount.umount().returncode == 0
     source.counts(reset=True)

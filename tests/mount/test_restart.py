@@ -8,7 +8,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 
 from monarchfs import control
 from tests.support import trees
-from tests.support.fake_mounts import NOBODY, device_mode, interpreter_for
+from tests.support.fake_mounts import NOBODY
 from tests.support.mounting import (
     Bench,
     FaultySource,
@@ -95,14 +94,6 @@ def handed_over(request: pytest.FixtureRequest, work: Bench) -> None:
             return mount(source, *others, *options, **more)
 
         work.mount = with_journal  # type: ignore[method-assign]
-
-
-@pytest.fixture
-def open_device() -> Iterator[None]:
-    """/dev/fuse as on most machines: everybody may open it."""
-    interpreter_for(NOBODY)
-    with device_mode(0o666):
-        yield
 
 
 @pytest.mark.usefixtures("open_device")
@@ -312,7 +303,7 @@ def test_who_waits_across_a_restart_can_be_killed(
     clean_after(work, mount)
 
 
-def test_a_corpse_in_the_source_holds_nobody_up(
+def test_a_worker_that_cannot_be_reaped_holds_nobody_up(
     work: Bench, faulty: FaultySource, processes: Processes
 ) -> None:
     contents = some_files(faulty.backing, 10, 50_000)
@@ -339,7 +330,7 @@ def test_a_corpse_in_the_source_holds_nobody_up(
     assert holder.line() == "ok"
     assert holder.ask("read", mount.path / "hung") == sha(b"x" * 50_000)
     assert holder.ask("close", mount.path / "hung") == "ok"
-    wait_for(lambda: not Path(f"/proc/{first}/stat").exists(), "the corpse to go")
+    wait_for(lambda: not Path(f"/proc/{first}/stat").exists(), "the old worker to go")
     clean_after(work, mount)
 
 

@@ -733,17 +733,17 @@ def test_a_killed_keeper_takes_the_mount_with_it(users: Place) -> None:
     running = users.start("sh", "-c", "echo ready; read line; exit 5", stdin=subprocess.PIPE)
     assert next(lines_of(running)) == "ready\n"
     worker = json.loads(users.status(str(users.source), "--json").stdout)["worker"]["pid"]
-    keeper = next(
+    daemon = next(
         pid
         for pid in users.processes()
         if int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1]) == running.pid
         and os.getsid(pid) == pid
     )
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(daemon, signal.SIGKILL)
     wait_for(lambda: not Path(f"/proc/{worker}").exists(), "the worker to end")
     running.communicate("\n", timeout=WAIT_SECONDS)
     assert running.returncode == 5
-    # What a killed keeper leaves is in nobody's way, and goes with the next one.
+    # What a killed daemon leaves is in nobody's way, and goes with the next one.
     done = users.run("stat", "-f", "-c", "%T", "source/file")
     assert (done.stdout, done.stderr) == ("fuseblk\n", "")
 

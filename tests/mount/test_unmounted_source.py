@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from monarchfs.fuse.mountinfo import Mount as Entry
 from monarchfs.supervisor.probe import OpenedSource, seems_unmounted
-from tests.support.mounting import Bench, bench, requires_fuse, requires_root, run
-
-
-@pytest.fixture
-def work() -> Iterator[Bench]:
-    with bench() as opened:
-        yield opened
+from tests.support.mounting import Bench, requires_fuse, requires_root, run
 
 
 def entry(point: str, fstype: str, source: str = "none") -> Entry:

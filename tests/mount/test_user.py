@@ -5,26 +5,18 @@ from __future__ import annotations
 import os
 import pwd
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import trees
-from tests.support.fake_mounts import device_mode, interpreter_for
+from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import Bench, as_user, free_port, requires_fuse, requires_root, run
 from tests.support.scraping import scrape
 
 pytestmark = [requires_root, requires_fuse]
 
 NOBODY = pwd.getpwnam("nobody")
-
-
-@pytest.fixture
-def open_device() -> Iterator[None]:
-    """/dev/fuse as on most machines: everybody may open it."""
-    with device_mode(0o666):
-        yield
 
 
 @pytest.fixture

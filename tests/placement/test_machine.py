@@ -42,7 +42,7 @@ from monarchfs.placement.events import (
 from monarchfs.placement.ledger import reservation
 from monarchfs.placement.placement import Placement
 from monarchfs.types import EvictionPolicy, Space
-from tests.placement.tools import BLOCK, MIB, placed
+from tests.placement.tools import BLOCK, MIB, FakeBooks, placed
 
 TIERS = st.integers(0, 2)
 SIZES = st.integers(0, 60).map(lambda n: n * MIB + n)
@@ -83,21 +83,19 @@ class Leaving:
     """Evicted: the record may come back. Dropped or moved: it is gone."""
 
 
-class PlacementMachine(RuleBasedStateMachine):
+class PlacementMachine(FakeBooks, RuleBasedStateMachine):
     """Does what the cache would do. It is the books, too."""
 
     def __init__(self) -> None:
-        super().__init__()
+        FakeBooks.__init__(self)
+        RuleBasedStateMachine.__init__(self)
         self.next_ino = 16
         self.capacity = list(CAPACITIES)
         self.others = [(0, 0)] * 3
-        self.rest: dict[int, tuple[int, int]] = {}  # ino: tier, allocated
         self.copies: dict[int, Copy] = {}
         self.moves: dict[int, Moving] = {}
         self.leaving: list[Leaving] = []
         self.stuck: list[Leaving] = []
-        self.open: set[int] = set()
-        self.stale: set[int] = set()
         self.lost: set[int] = set()
         self.evictees: list[Leaving] = []
 
@@ -111,33 +109,18 @@ class PlacementMachine(RuleBasedStateMachine):
             range(3), self, eviction=eviction, partial_min_bytes=LARGE, reserve_percent=10
         )
         for tier, allocated in loaded:
-            self.rest[self.next_ino] = (tier, allocated)
+            self.replicas[self.next_ino] = (tier, allocated)
             self.next_ino += 1
         for tier in range(3):
-            held = [allocated for at, allocated in self.rest.values() if at == tier]
+            held = [allocated for at, allocated in self.replicas.values() if at == tier]
             assert self.placement.handle(Loaded(tier, len(held), sum(held))) == []
             assert self.see(tier) == []
-
-    # The books.
-
-    def allocated_bytes(self, ino: int, tier: int) -> int | None:
-        at, allocated = self.rest.get(ino, (None, 0))
-        return allocated if at == tier else None
-
-    def evictable(self, ino: int) -> bool:
-        return ino not in self.open
-
-    def outdated(self, tier: int) -> Iterable[int]:
-        return [ino for ino in self.any(tier) if ino in self.stale]
-
-    def any(self, tier: int) -> Iterable[int]:
-        return [ino for ino, (at, _) in self.rest.items() if at == tier]
 
     # The disks.
 
     def on_tier(self, tier: int) -> tuple[int, int]:
         """Bytes and files that are really there."""
-        sizes = [allocated for at, allocated in self.rest.values() if at == tier]
+        sizes = [allocated for at, allocated in self.replicas.values() if at == tier]
         sizes += [item.allocated for item in self.leaving + self.stuck if item.tier == tier]
         sizes += [c.written + c.base for c in self.copies.values() if c.tier == tier and c.created]
         return sum(sizes), len(sizes)
@@ -189,10 +172,10 @@ class PlacementMachine(RuleBasedStateMachine):
         for action in actions:
             match action:
                 case Evict(ino, tier, allocated):
-                    assert self.rest.pop(ino) == (tier, allocated)
+                    assert self.replicas.pop(ino) == (tier, allocated)
                     self.leaving.append(Leaving(ino, tier, allocated, True))
                 case Move(ino, tier, to, reserved):
-                    at, allocated = self.rest[ino]
+                    at, allocated = self.replicas[ino]
                     assert at == tier
                     assert ino not in self.moves
                     assert tier not in self.lost
@@ -207,7 +190,7 @@ class PlacementMachine(RuleBasedStateMachine):
             if eviction.reason is not EvictionReason.OUTDATED:
                 # Whatever outdated one is left could not go.
                 for ino in self.outdated(eviction.tier):
-                    tier, allocated = self.rest[ino]
+                    tier, allocated = self.replicas[ino]
                     busy = ino in self.moves or self.is_leaving(ino, tier)
                     assert ino in self.open or busy or not allocated
         return answers
@@ -237,7 +220,7 @@ class PlacementMachine(RuleBasedStateMachine):
     @rule(size=SIZES, evicts=st.booleans(), again=PICK)
     def wanted(self, size: int, evicts: bool, again: int) -> None:
         ino = self.next_ino
-        gone = {item.ino for item in self.leaving} - set(self.rest) - set(self.copies)
+        gone = {item.ino for item in self.leaving} - set(self.replicas) - set(self.copies)
         if again % 2 and gone:
             # One whose file is still being removed.
             ino = self.pick(gone, again) or 0
@@ -309,7 +292,7 @@ class PlacementMachine(RuleBasedStateMachine):
         for ino in created:
             copy = self.copies.pop(ino)
             stored.append((ino, copy.base + copy.written))
-            self.rest[ino] = (copy.tier, copy.base + copy.written)
+            self.replicas[ino] = (copy.tier, copy.base + copy.written)
         assert self.handle(StoredEach(stored)) == []
 
     @rule(sizes=st.lists(SMALL, min_size=3, max_size=12))
@@ -327,7 +310,7 @@ class PlacementMachine(RuleBasedStateMachine):
                 copy.written = copy.granted
                 self.check_written(copy.tier)
                 del self.copies[ino]
-                self.rest[ino] = (copy.tier, copy.written)
+                self.replicas[ino] = (copy.tier, copy.written)
                 assert self.handle(Stored(ino, copy.written)) == []
 
     @rule(pick=PICK, size=SIZES)
@@ -361,7 +344,7 @@ class PlacementMachine(RuleBasedStateMachine):
         if ino is not None:
             copy = self.copies.pop(ino)
             allocated = copy.base + copy.written
-            self.rest[ino] = (copy.tier, allocated)
+            self.replicas[ino] = (copy.tier, allocated)
             assert self.handle(event(ino, allocated)) == []
 
     @rule(pick=PICK)
@@ -373,17 +356,17 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK, evicts=st.booleans())
     def resumed(self, pick: int, evicts: bool) -> None:
-        ino = self.pick(set(self.rest) - set(self.moves), pick)
+        ino = self.pick(set(self.replicas) - set(self.moves), pick)
         if ino is not None:
-            tier, allocated = self.rest.pop(ino)
+            tier, allocated = self.replicas.pop(ino)
             assert self.handle(Resumed(ino, tier, allocated, evicts)) == []
             self.copies[ino] = Copy(tier, 0, allocated, resumed=True, created=True)
 
     @rule(pick=PICK)
     def dropped(self, pick: int) -> None:
-        ino = self.pick(self.rest, pick)
+        ino = self.pick(self.replicas, pick)
         if ino is not None:
-            tier, allocated = self.rest.pop(ino)
+            tier, allocated = self.replicas.pop(ino)
             self.leaving.append(Leaving(ino, tier, allocated, False))
             if ino in self.moves:
                 self.moves[ino].dropped = True
@@ -419,8 +402,8 @@ class PlacementMachine(RuleBasedStateMachine):
         item = self.leaving[pick % len(self.leaving)]
         item = next(o for o in self.leaving if o.ino == item.ino and o.tier == item.tier)
         self.leaving.remove(item)
-        if item.recorded and item.ino not in self.rest and item.ino not in self.copies:
-            self.rest[item.ino] = (item.tier, item.allocated)
+        if item.recorded and item.ino not in self.replicas and item.ino not in self.copies:
+            self.replicas[item.ino] = (item.tier, item.allocated)
         else:
             self.stuck.append(item)
         assert self.handle(EvictionFailed(item.ino, item.tier)) == []
@@ -442,15 +425,15 @@ class PlacementMachine(RuleBasedStateMachine):
     def accessed(self, picks: list[int], late: int) -> None:
         reasons = [EvictionReason.POLICY] if self.eviction is EvictionPolicy.LRU else []
         for pick in picks:
-            ino = self.pick(self.rest, pick)
+            ino = self.pick(self.replicas, pick)
             if ino is not None:
                 # Now and then the replica is elsewhere by now.
-                tier = (self.rest[ino][0] + (late == 0)) % 3
+                tier = (self.replicas[ino][0] + (late == 0)) % 3
                 assert self.handle(Accessed(ino, tier), *reasons) == []
 
     @rule(pick=PICK, tier=TIERS)
     def known(self, pick: int, tier: int) -> None:
-        ino = self.pick(self.rest, pick)
+        ino = self.pick(self.replicas, pick)
         if ino is not None:
             assert self.handle(Known(ino, tier)) == []
 
@@ -463,7 +446,7 @@ class PlacementMachine(RuleBasedStateMachine):
         allocated = int(move.granted * share)
         if self.may_write(move.to, allocated):
             del self.moves[ino]
-            self.rest[ino] = (move.to, allocated)
+            self.replicas[ino] = (move.to, allocated)
             self.leaving.append(Leaving(ino, move.tier, move.allocated, False))
             self.check_written(move.to)
             assert self.handle(Moved(ino, allocated)) == []
@@ -479,7 +462,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK)
     def opened(self, pick: int) -> None:
-        ino = self.pick(self.rest, pick)
+        ino = self.pick(self.replicas, pick)
         if ino is not None:
             self.open.add(ino)
 
@@ -490,7 +473,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK)
     def outdated_now(self, pick: int) -> None:
-        ino = self.pick(self.rest, pick)
+        ino = self.pick(self.replicas, pick)
         if ino is not None:
             self.stale.add(ino)
 
@@ -517,7 +500,7 @@ class PlacementMachine(RuleBasedStateMachine):
             return
         staying = [
             (ino, allocated)
-            for ino, (at, allocated) in self.rest.items()
+            for ino, (at, allocated) in self.replicas.items()
             if at == tier and ino not in self.moves
         ]
         if any(
@@ -556,7 +539,7 @@ class PlacementMachine(RuleBasedStateMachine):
         self.placement.check_invariants()
         for tier in range(3):
             accounts = self.placement.ledger(tier)
-            rest = [allocated for at, allocated in self.rest.values() if at == tier]
+            rest = [allocated for at, allocated in self.replicas.values() if at == tier]
             rest += [item.allocated for item in self.stuck if item.tier == tier]
             rest += [c.base for c in self.copies.values() if c.tier == tier and c.resumed]
             leaving = [item.allocated for item in self.leaving if item.tier == tier]
@@ -574,10 +557,10 @@ class PlacementMachine(RuleBasedStateMachine):
         for ino in list(self.copies):
             self.placement.handle(Abandoned(ino))
         self.copies.clear()
-        for ino, (tier, allocated) in self.rest.items():
+        for ino, (tier, allocated) in self.replicas.items():
             self.placement.handle(Dropped(ino, tier, allocated))
             self.placement.handle(Evicted(ino, tier))
-        self.rest.clear()
+        self.replicas.clear()
         for item in self.stuck:
             self.placement.handle(Dropped(item.ino, item.tier, item.allocated))
         for item in self.leaving + self.stuck:

@@ -55,12 +55,12 @@ async def main(in_thread, before):
         assert len({thread for _, thread in done[:-1]}) == 1
     limit(hard)
 
-trio.run(main, {"any": run_sync, "quiet": run_sync_at(5)}[sys.argv[2]], int(sys.argv[3]))
+trio.run(main, {"any": run_sync, "low priority": run_sync_at(5)}[sys.argv[2]], int(sys.argv[3]))
 """
 
 
 @pytest.mark.parametrize("threads", [0, 1])
-@pytest.mark.parametrize("kind", ["any", "quiet"])
+@pytest.mark.parametrize("kind", ["any", "low priority"])
 def test_calls_wait_for_the_threads_that_there_are(kind: str, threads: int) -> None:
     python = interpreter_for(NOBODY)
     root = str(Path(__file__).parents[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import pwd
 import signal
@@ -240,3 +241,14 @@ def assert_refused(
         assert word in done.stderr
     work.assert_nothing_runs()
     assert work.files() == before
+
+
+def is_plain(value: object, depth: int = 10) -> bool:
+    """Whether JSON can hold it, and any reader take it: finite, of bounded depth and size."""
+    if isinstance(value, dict):
+        return depth > 0 and all(is_plain(one, depth - 1) for one in value.values())
+    if isinstance(value, list):
+        return depth > 0 and all(is_plain(one, depth - 1) for one in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return not isinstance(value, int) or abs(value) < 1 << 64

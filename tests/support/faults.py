@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import trio
 
@@ -18,7 +18,7 @@ from monarchfs.source.posix import Batches, Found, FoundEach, PosixSource
 from monarchfs.store.replica_files import ReplicaFiles
 from monarchfs.store.segments import SegmentFiles
 from monarchfs.store.tier import Tier
-from monarchfs.types import Data, DirRef, SourceStat, SourceVersion, Space
+from monarchfs.types import Data, DirRef, IndexWriteError, SourceStat, SourceVersion, Space
 
 
 class Gate:
@@ -112,6 +112,11 @@ class Faults:
         self._hooks.clear()
         for gate in self._gates:
             gate.open()
+
+
+def disk_is_full(*_: object, **_options: object) -> NoReturn:
+    """In place of what writes to the index."""
+    raise IndexWriteError("the disk is full")
 
 
 class Read(NamedTuple):

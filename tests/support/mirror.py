@@ -80,6 +80,13 @@ class Area:
         path.write_bytes(data)
         return data
 
+    def write_files(self, count: int, size: int = 10_000) -> list[str]:
+        """Their names."""
+        names = [f"f{number:03d}" for number in range(count)]
+        for number, name in enumerate(names):
+            self.write(name, content(size, number))
+        return names
+
     async def settled(self) -> None:
         """Until no file could be changed without its version changing."""
         root = self.source.stat().st_dev
@@ -401,6 +408,9 @@ class Mirror:
         node = self.index.node(ino)
         assert node is not None
         return self.reasons.sentence(node) or ""
+
+    def states(self, inos: Sequence[int]) -> list[str]:
+        return [self.residency.state(ino) for ino in inos]
 
     async def want(self, path: str, priority: int = Priority.SCANNED) -> None:
         node = await self.tree.names.find(ROOT_INO, path.encode(), Lane.BACKGROUND)

@@ -123,14 +123,14 @@ class Runner:
         self._thread.join()
         return self._error or AssertionError("the mount has ended")
 
-    def quiet(self) -> None:
+    def wait_idle(self) -> None:
         """Until nothing moves any more but what waits at gates."""
-        self.do(self._quiet)
+        self.do(self._wait_idle)
 
-    async def _quiet(self) -> None:
+    async def _wait_idle(self) -> None:
         mirror = self.mirror
         while True:
-            await until(self._threads_wait, "the threads to rest")
+            await until(self._threads_wait, "the threads to wait")
             await trio.testing.wait_all_tasks_blocked(0.0005)
             if self._threads_wait() and (self.waiting or mirror._is_idle()):
                 return
@@ -170,7 +170,7 @@ class Runner:
     def end_faults(self) -> None:
         self.do_now(self.mirror.end_faults)
         self.gates.clear()
-        self.quiet()
+        self.wait_idle()
 
     # -- the end
 

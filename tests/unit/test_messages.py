@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 from hypothesis import example, given
@@ -30,6 +29,7 @@ from monarchfs.supervisor.worker_logging import (
     Throttle,
     WorkerLogging,
 )
+from tests.support.fake_mounts import is_plain
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10),
@@ -83,16 +83,6 @@ def understood(content: bytes) -> Message | str:
         return parse(content)
     except MalformedMessage as malformed:
         return str(malformed)
-
-
-def is_plain(value: object, depth: int = 8) -> bool:
-    if isinstance(value, dict):
-        return depth > 0 and all(is_plain(one, depth - 1) for one in value.values())
-    if isinstance(value, list):
-        return depth > 0 and all(is_plain(one, depth - 1) for one in value)
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return not isinstance(value, int) or abs(value) < 1 << 64
 
 
 def say(**message: object) -> bytes:

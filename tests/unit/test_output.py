@@ -12,7 +12,6 @@ import pytest
 from tests.support.mounting import (
     MONARCHFS,
     Bench,
-    bench,
     requires_fuse,
     requires_root,
     run,
@@ -32,12 +31,6 @@ ENDS = {
     "all closed": 'exec "$@" <&- >&- 2>&-',
     "no reader": 'exec "$@"',
 }
-
-
-@pytest.fixture
-def work() -> Iterator[Bench]:
-    with bench() as opened:
-        yield opened
 
 
 @contextmanager
