@@ -31,7 +31,7 @@ from monarchfs.placement.events import (
     Refuse,
     Resumed,
     RoomWanted,
-    StoredEach,
+    Stored,
     Suspended,
     Wanted,
 )
@@ -375,7 +375,7 @@ class Filling(Moves):
             self.reasons.forget(reservation.node)
             self._durability.stored(reservation.node.ino, replica)
         self._handle(
-            StoredEach([(place.node.ino, replica.allocated_bytes) for place, replica in stored])
+            Stored([(place.node.ino, replica.allocated_bytes) for place, replica in stored])
         )
         self._metrics.copies_completed += len(stored)
         self.readers.stored(

@@ -98,15 +98,7 @@ class RoomWanted:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The copy is complete: it occupies ``allocated_bytes``, and its reservation ends."""
-
-    ino: int
-    allocated_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredEach:
-    """``Stored`` of each (number, allocated bytes)."""
+    """Copies are complete: each (number, bytes) occupies so many, and its reservation ends."""
 
     files: Sequence[tuple[int, int]]
 
@@ -216,7 +208,6 @@ Event = (
     | WantedEach
     | RoomWanted
     | Stored
-    | StoredEach
     | Suspended
     | Resumed
     | Abandoned

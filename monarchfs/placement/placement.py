@@ -38,7 +38,6 @@ from monarchfs.placement.events import (
     Resumed,
     RoomWanted,
     Stored,
-    StoredEach,
     Suspended,
     TierBack,
     TierLost,
@@ -111,10 +110,10 @@ class Placement:
                 return self._place_each(files, evicts)
             case RoomWanted(ino, size_bytes):
                 return self._grow(ino, size_bytes)
-            case Stored(ino, allocated_bytes) | Suspended(ino, allocated_bytes):
-                self._copies.store([(ino, allocated_bytes)])
-            case StoredEach(files):
+            case Stored(files):
                 self._copies.store(files)
+            case Suspended(ino, allocated_bytes):
+                self._copies.store([(ino, allocated_bytes)])
             case Abandoned(ino):
                 self._copies.abandon(ino)
             case Resumed():

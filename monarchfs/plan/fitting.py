@@ -88,7 +88,7 @@ def fit(
         if not isinstance(action, Place):
             fitted.remote.add(size)
         elif action.whole:
-            placement.handle(Stored(ino, blocks(occupied)))
+            placement.handle(Stored([(ino, blocks(occupied))]))
             fitted.tiers[action.tier].add(size)
             fitted.whole.add(size)
         else:

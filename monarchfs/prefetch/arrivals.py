@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import trio
 
@@ -20,9 +20,8 @@ from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
 from monarchfs.engine.misses import ARCHIVED, CHANGED, Misses, Served
 from monarchfs.metrics import NS, Metrics
-from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.small import Batch
 from monarchfs.source.source import Source
 from monarchfs.types import Archived, Lane, Node, SourceChanged
 
@@ -42,6 +41,20 @@ PATIENCE_SECONDS = 0.03
 until there are MOST_TOGETHER, or MUCH_BYTES, or all of a batch of the copier are there."""
 
 MUCH_BYTES = 8 << 20
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """Files that the copier wants together. ``left``: so many are not stored or given up yet;
+    ``unread``: nor is anything known of them. Of those that were read: how long that took, and
+    their sizes."""
+
+    nodes: Sequence[Node]
+    left: int
+    unread: int
+    took_ns: int = 0
+    sizes: list[int] = field(default_factory=list)
+    done: trio.Event = field(default_factory=trio.Event)
 
 
 @dataclass(eq=False, slots=True)
@@ -67,17 +80,19 @@ class Arrivals:
         misses: Misses,
         source: Source,
         cache: Cache,
-        copier: Copier,
+        jobs: CopyJobs,
         metrics: Metrics,
         nursery: trio.Nursery,
+        copy_alone: Callable[[Reservation, Priority], None],
         opened: Callable[[Node, int], None],
-        patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        """``opened`` is told of each file that was opened, and how often."""
+        """``copy_alone`` gets what cannot be read in this way; ``opened`` is told of each file that
+        was opened, and how often."""
         self._misses = misses
         self._source = source
         self._cache = cache
-        self._jobs, self._copy_alone = copier.jobs, copier.copy_alone
+        self._jobs = jobs
+        self._copy_alone = copy_alone
         self._metrics = metrics
         self._nursery = nursery
         self._opened = opened
@@ -88,11 +103,14 @@ class Arrivals:
         self._complete = self._over = False
         self._store_by = math.inf
         self._sleep = trio.CancelScope()
-        self._patience = patience_seconds
+        self._patience = PATIENCE_SECONDS
         self._storing = 0
 
-    async def run(self, pause_seconds: float = PAUSE_SECONDS) -> None:
+    async def run(
+        self, pause_seconds: float = PAUSE_SECONDS, patience_seconds: float = PATIENCE_SECONDS
+    ) -> None:
         """For ever."""
+        self._patience = patience_seconds
         while True:
             busy = self._storing == SIDE_BY_SIDE
             self._sleep = trio.CancelScope(deadline=math.inf if busy else self._store_by)
@@ -104,13 +122,15 @@ class Arrivals:
     # -- for the copier
 
     def want(self, places: Sequence[Reservation], priority: Priority) -> Batch:
-        """As SmallFiles. What a reader has had read meanwhile is stored there, too."""
+        """A batch for ``copy``. What a reader has had read meanwhile is stored there, too. No
+        checkpoint."""
         batch = Batch([place.node for place in places], len(places), len(places))
         self._wanted |= {place.node.ino: WantedFile(place, priority, batch) for place in places}
         return batch
 
     async def copy(self, batch: Batch) -> tuple[float, list[int]]:
-        """As SmallFiles. What cannot be read in this way becomes ``Copier.copy_alone``."""
+        """Have its files read, and store each at its place. Raises nothing. Returns how long the
+        source took, and for files of which sizes."""
         self._batches += 1
         try:
             for directory in self._misses.unopened(batch.nodes):
@@ -131,13 +151,13 @@ class Arrivals:
             self._less(wanted.batch)
 
     def leave(self, ino: int) -> None:
-        """As SmallFiles."""
+        """Do nothing more for a file that no thread has begun to read. No checkpoint."""
         if (wanted := self._no_more(ino)) is not None:
             self._cache.cancel(wanted.place)
             self._end([(ino, wanted)])
 
     def suspend(self) -> None:
-        """As SmallFiles."""
+        """At the end of the mount: nothing more comes."""
         self._over = True
         for wanted in (*self._wanted.values(), *(wanted for *_, wanted in self._waiting)):
             if wanted is not None:

@@ -18,6 +18,7 @@ from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
 from monarchfs.metrics import Metrics
+from monarchfs.prefetch.arrivals import Arrivals, Batch
 from monarchfs.prefetch.copy_slots import STUCK_SECONDS, CopySlot, CopySlots
 from monarchfs.prefetch.fetch import CHUNK_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
@@ -25,7 +26,6 @@ from monarchfs.prefetch.fills import Fills
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.rate_limiter import AdaptiveSize, RateLimiter
-from monarchfs.prefetch.small import Batch, SmallFiles
 from monarchfs.source.source import Source
 from monarchfs.system.low_priority import at_normal_priority
 from monarchfs.types import Lane, Node
@@ -86,12 +86,6 @@ class Copier:
         self._nursery = nursery
         self._targets: Counter[int | None] = Counter()
         self._slots = CopySlots(copy_workers, self.rate_limiter)
-
-    async def suspend_all(self) -> None:
-        """Record what is partly copied, before the end. Nothing may be reading any more."""
-        if self.jobs.small is not None:
-            self.jobs.small.suspend()
-        await self.files.suspend()
 
     async def run(self) -> None:
         """Copy for ever."""
@@ -213,7 +207,7 @@ class Copier:
 
     def _is_small(self, node: Node) -> bool:
         """Whether it is copied as a whole: nobody has it open, and it is not too young for that."""
-        if self.jobs.small is None or self.files.get(node.ino) is not None:
+        if self.files.small is None or self.files.get(node.ino) is not None:
             return False
         if not 0 < node.stat.size <= WHOLE_BYTES:
             return False
@@ -257,11 +251,11 @@ class Copier:
         if not begun:
             return trio.lowlevel.checkpoint, 0
         size = 0 if priority is Priority.OPENED else sum(place.size for place in begun)
-        small = self.jobs.small
+        small = self.files.small
         assert small is not None
         return partial(self._copy_small, small, small.want(begun, priority)), size
 
-    async def _copy_small(self, small: SmallFiles, batch: Batch) -> None:
+    async def _copy_small(self, small: Arrivals, batch: Batch) -> None:
         seconds, sizes = await small.copy(batch)
         if sizes:
             now = trio.current_time()

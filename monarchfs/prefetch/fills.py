@@ -9,6 +9,7 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.metrics import Metrics
+from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copy import Copy
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.jobs import CopyJobs
@@ -25,7 +26,8 @@ brought."""
 
 
 class Fills:
-    """Constant: its parts. Changing: ``files`` of the jobs."""
+    """Constant: its parts; ``small``, who reads small files as a whole (None: they are read as all
+    others). Changing: ``files`` of the jobs."""
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class Fills:
         trusts_times: bool,
     ) -> None:
         """``trusts_times``: the source does not change while it is mounted."""
+        self.small: Arrivals | None = None
         self._jobs = jobs
         self._files = jobs.files
         self._source = source
@@ -45,6 +48,10 @@ class Fills:
         self._metrics = metrics
         self._nursery = nursery
         self._trusts_times = trusts_times
+
+    def bind(self, small: Arrivals) -> None:
+        """``small`` reads small files from now on; it needs this object to be made."""
+        self.small = small
 
     def get(self, ino: int) -> Fill | None:
         return self._files.get(ino)
@@ -83,8 +90,8 @@ class Fills:
         if fill is None:
             fill = self._make(node)
             held_elsewhere = self._cache.readers.hold(node.ino, held=True)
-            if not held_elsewhere and self._jobs.small is not None:
-                self._jobs.small.leave(node.ino)
+            if not held_elsewhere and self.small is not None:
+                self.small.leave(node.ino)
         return fill
 
     def to_copy(self, node: Node) -> Fill | None:
@@ -137,5 +144,7 @@ class Fills:
 
     async def suspend(self) -> None:
         """Record what is partly copied, before the end. Nothing may be reading any more."""
+        if self.small is not None:
+            self.small.suspend()
         for fill in list(self._files.values()):
             await fill.suspend()

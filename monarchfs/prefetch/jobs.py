@@ -15,17 +15,16 @@ from monarchfs.prefetch.copy import Copy
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.retries import Retries
-from monarchfs.prefetch.small import SmallFiles
 from monarchfs.types import Archived
 
 log = logging.getLogger(__name__)
 
 
 class CopyJobs:
-    """Constant: ``files``, by inode number, which are open or being copied; ``keeps``, whether
-    anything is copied at all; ``small`` (None: small files are copied as all others). Changing:
-    ``queue``; ``retries``; ``background``, the files whose chunks the copier takes, in order; the
-    files that others read as a whole (``arriving``); ``wakes``, where the copier waits.
+    """Constant: ``keeps``, whether anything is copied at all. Changing: ``files``, by inode number,
+    which are open or being copied; ``queue``; ``retries``; ``background``, the files whose chunks
+    the copier takes, in order; the files that others read as a whole (``arriving``); ``wakes``,
+    where the copier waits.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class CopyJobs:
     ) -> None:
         self.files = files
         self.keeps = keeps
-        self.small: SmallFiles | None = None
         self.queue = CopyQueue()
         self.background: list[Fill] = []
         self.wakes = trio.lowlevel.ParkingLot()
@@ -52,10 +50,6 @@ class CopyJobs:
         self.arriving: set[int] = set()
         self._shrunk = trio.lowlevel.ParkingLot()
         cache.room_appeared = self.wakes.unpark_all
-
-    def bind(self, small: SmallFiles) -> None:
-        """``small`` copies small files from now on; it needs this object to be made."""
-        self.small = small
 
     def want(self, ino: int, priority: Priority) -> None:
         """Copy the file some time, unless nothing is to be copied or it is there already.

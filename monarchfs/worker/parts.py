@@ -205,9 +205,10 @@ class Parts:
             self.misses,
             self.source,
             self.cache,
-            self.copier,
+            self.copier.jobs,
             self.metrics,
             nursery,
+            self.copier.copy_alone,
             self.files.opened_in_source,
         )
         if relays:
@@ -217,7 +218,7 @@ class Parts:
                 layouts=posix.has_layouts,
                 nice=config.copy_nice,
             )
-            self.copier.jobs.bind(self.arrivals)
+            self.copier.files.bind(self.arrivals)
         self.relay.begin(
             self.files,
             lasting_ns=freshness.ttl_ns,

@@ -161,7 +161,7 @@ class Worker(Parts):
     async def close(self) -> None:
         """Keep what was copied, within a bounded time."""
         with trio.CancelScope(shield=True), trio.move_on_after(SHUTDOWN_SYNC_SECONDS):
-            await self.copier.suspend_all()
+            await self.copier.files.suspend()
             if not self._leaving:  # else somebody waits, and the machine goes on
                 await self.cache.sync()
         self.count()

@@ -217,7 +217,7 @@ def test_what_the_policy_hears_too_late_does_no_harm(eviction: EvictionPolicy) -
 def test_empty_files_go_for_inodes_only() -> None:
     node = Node(10 * BLOCK, eviction=EvictionPolicy.LRU)
     for ino in (20, 21, 22):
-        node.run(Wanted(ino, 0, True), Stored(ino, 0))
+        node.run(Wanted(ino, 0, True), Stored([(ino, 0)]))
     node.store(23, 10)
     assert evicted(wanted(node, 50, 5)) == [23]
     node.run(Abandoned(50), Evicted(23))

@@ -31,7 +31,6 @@ from monarchfs.placement.events import (
     Resumed,
     RoomWanted,
     Stored,
-    StoredEach,
     Suspended,
     TierBack,
     TierLost,
@@ -293,7 +292,7 @@ class PlacementMachine(FakeBooks, RuleBasedStateMachine):
             copy = self.copies.pop(ino)
             stored.append((ino, copy.base + copy.written))
             self.replicas[ino] = (copy.tier, copy.base + copy.written)
-        assert self.handle(StoredEach(stored)) == []
+        assert self.handle(Stored(stored)) == []
 
     @rule(sizes=st.lists(SMALL, min_size=3, max_size=12))
     def filled(self, sizes: list[int]) -> None:
@@ -311,7 +310,7 @@ class PlacementMachine(FakeBooks, RuleBasedStateMachine):
                 self.check_written(copy.tier)
                 del self.copies[ino]
                 self.replicas[ino] = (copy.tier, copy.written)
-                assert self.handle(Stored(ino, copy.written)) == []
+                assert self.handle(Stored([(ino, copy.written)])) == []
 
     @rule(pick=PICK, size=SIZES)
     def room_wanted(self, pick: int, size: int) -> None:
@@ -338,14 +337,15 @@ class PlacementMachine(FakeBooks, RuleBasedStateMachine):
             copy.written += more
             self.check_written(copy.tier)
 
-    @rule(pick=PICK, event=st.sampled_from([Stored, Suspended]))
-    def comes_to_rest(self, pick: int, event: type[Stored] | type[Suspended]) -> None:
+    @rule(pick=PICK, whole=st.booleans())
+    def comes_to_rest(self, pick: int, whole: bool) -> None:
         ino = self.pick((ino for ino, copy in self.copies.items() if copy.created), pick)
         if ino is not None:
             copy = self.copies.pop(ino)
             allocated = copy.base + copy.written
             self.replicas[ino] = (copy.tier, allocated)
-            assert self.handle(event(ino, allocated)) == []
+            event = Stored([(ino, allocated)]) if whole else Suspended(ino, allocated)
+            assert self.handle(event) == []
 
     @rule(pick=PICK)
     def abandoned(self, pick: int) -> None:

@@ -64,7 +64,7 @@ def test_a_tier_is_filled_to_its_last_block_and_no_further() -> None:
     placement = placement_of(10 * BLOCK)
     assert run(placement, Wanted(20, 9 * BLOCK)) == [placed(20, 0, 9 * BLOCK)]
     assert run(placement, Wanted(21, 0)) == [Refuse(21, RefusalReason.NO_ROOM, BLOCK)]
-    assert run(placement, Stored(20, 9 * BLOCK), Wanted(21, 0)) == [placed(21, 0, 0)]
+    assert run(placement, Stored([(20, 9 * BLOCK)]), Wanted(21, 0)) == [placed(21, 0, 0)]
     assert placement.ledger(0).usage == (9 * BLOCK, 10 * BLOCK)
 
 
@@ -128,7 +128,7 @@ def test_a_partial_copy_that_was_completed_is_stored_like_any_other() -> None:
     run(
         placement,
         RoomWanted(20, 60 * MIB),
-        Stored(20, 64 * MIB),
+        Stored([(20, 64 * MIB)]),
         Dropped(20, 0, 64 * MIB),
         Evicted(20),
     )
@@ -160,7 +160,7 @@ def test_the_file_systems_last_part_stays_free() -> None:
     ]
     assert run(placement, Wanted(20, 5 * MIB - BLOCK)) == [placed(20, 0, 5 * MIB - BLOCK)]
     # It was written, but that was not seen: it must not be spent twice.
-    assert run(placement, Stored(20, 5 * MIB), Wanted(21, 0)) == [
+    assert run(placement, Stored([(20, 5 * MIB)]), Wanted(21, 0)) == [
         Refuse(21, RefusalReason.NO_ROOM, BLOCK)
     ]
     # What is being removed counts as room, once.
@@ -199,7 +199,7 @@ def test_inodes_are_promised_like_bytes() -> None:
     placement = Placement([0, 1], FakeBooks(), reserve_percent=10)
     run(placement, TierSeen(0, GIB, Space(GIB, GIB, 100, 12)))
     run(placement, TierSeen(1, GIB, Space(GIB, GIB, 100, 11)))
-    assert run(placement, Wanted(20, 1), Stored(20, BLOCK), Wanted(21, 1), Wanted(22, 1)) == [
+    assert run(placement, Wanted(20, 1), Stored([(20, BLOCK)]), Wanted(21, 1), Wanted(22, 1)) == [
         placed(20, 0, 1),
         placed(21, 0, 1),
         placed(22, 1, 1),
@@ -257,7 +257,7 @@ def test_what_was_loaded_counts_even_beyond_a_smaller_capacity() -> None:
         Wanted(20, 1),
         Resumed(20, 0, 1),
         Resumed(30, 0, 5 * MIB),
-        Stored(99, 1),
+        Stored([(99, 1)]),
         Suspended(99, 1),
         RoomWanted(99, 1),
         Dropped(99, 0, 2 * MIB),
@@ -279,6 +279,6 @@ def test_a_contradiction_is_an_error_and_changes_nothing(event: Event) -> None:
     with pytest.raises(ValueError, match=r"tier|inode"):
         placement.handle(event)
     placement.check_invariants()
-    assert run(placement, Stored(20, MIB), Dropped(21, 0, MIB), Dropped(20, 0, MIB)) == []
+    assert run(placement, Stored([(20, MIB)]), Dropped(21, 0, MIB), Dropped(20, 0, MIB)) == []
     run(placement, Evicted(20), Evicted(21))
     assert placement.ledger(0).usage == (0, GIB)

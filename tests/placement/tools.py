@@ -14,7 +14,6 @@ from monarchfs.placement.events import (
     Moved,
     Place,
     Stored,
-    StoredEach,
     Suspended,
     TierSeen,
     Wanted,
@@ -95,9 +94,9 @@ class Node:
         actions = []
         for event in events:
             match event:
-                case Stored(ino, size) | Suspended(ino, size):
+                case Suspended(ino, size):
                     stored: Sequence[tuple[int, int]] = [(ino, size)]
-                case StoredEach(files):
+                case Stored(files):
                     stored = files
                 case _:
                     stored = ()
@@ -118,7 +117,7 @@ class Node:
         actions = self.run(Wanted(ino, (blocks - 1) * BLOCK, True))
         if isinstance(actions[-1], Place):
             self.gone(actions)
-            self.run(Stored(ino, blocks * BLOCK))
+            self.run(Stored([(ino, blocks * BLOCK)]))
         return actions
 
     def gone(self, actions: list[Action]) -> None:

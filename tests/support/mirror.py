@@ -171,7 +171,7 @@ class Area:
                     mirror.end_faults()
                     nursery.cancel_scope.cancel()
             with trio.CancelScope(shield=True):
-                await mirror.copier.suspend_all()
+                await mirror.copier.files.suspend()
                 await mirror.cache.sync()
             if sound:
                 mirror.check_books()
@@ -237,11 +237,11 @@ class Mirror:
         cache.readers.misses = self.misses
         whole.count = self.source.count_elsewhere
         self.arrivals = Arrivals(
-            self.misses, self.source, cache, self.copier, metrics, nursery,
-            self.files.opened_in_source, patience_seconds=0,
+            self.misses, self.source, cache, self.copier.jobs, metrics, nursery,
+            self.copier.copy_alone, self.files.opened_in_source,
         )  # fmt: skip
-        self.copier.jobs.bind(self.arrivals)
-        nursery.start_soon(self.arrivals.run, 0)
+        self.copier.files.bind(self.arrivals)
+        nursery.start_soon(self.arrivals.run, 0, 0)
         self._copying = False
 
     def start_copying(self) -> None:
