@@ -1,4 +1,4 @@
-"""Which replicas are not known to survive a reboot yet, and the groups in which they come to be."""
+"""Making replicas durable, in groups."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 SYNC_INTERVAL_SECONDS = 30.0
 
 Group = dict[int, Replica]
-"""Replicas by inode number, in the order of their coming."""
+"""Replicas by inode number, in the order in which they were stored."""
 
 
 class Durability:
     """Changing: the replicas of each tier that were stored since it was last synced, and the group
-    being synced now. What a tmpfs holds is gone after a reboot anyway: of that only segments are
-    told what lies in them."""
+    that is being synced. Replicas on a tmpfs do not survive a reboot: they are only noted in the
+    lists of segments."""
 
     def __init__(self, index: Index, tiers: Tiers) -> None:
         self._index = index
@@ -39,7 +39,7 @@ class Durability:
             self._unsynced[replica.tier][ino] = replica
 
     def dropped(self, ino: int, tier_id: int) -> None:
-        """Its record is gone: what is recorded for this inode next was not synced."""
+        """The record is gone. The next one of this inode is not synced by an earlier sync."""
         if tier_id in self._unsynced:
             self._unsynced[tier_id].pop(ino, None)
         self._syncing.pop(ino, None)
@@ -51,8 +51,8 @@ class Durability:
             await self.sync()
 
     async def sync(self) -> None:
-        """Data first, then the records, then the mark that they survive a reboot. What fails is
-        tried again with the next group."""
+        """Sync the data, then the records, then mark these as durable. What fails is tried again
+        with the next group."""
         for tier_id in self._unsynced:
             if self._unsynced[tier_id]:
                 await self._sync_tier(tier_id)
@@ -67,7 +67,7 @@ class Durability:
         try:
             if not tier.memory_backed:
                 await run_sync(tier.sync, abandon_on_cancel=True)
-            # The tier says it too, for an index that has to be made anew.
+            # The tier notes it too, in case the index is lost.
             group = list(self._syncing.values())
             await run_sync(_note, tier, group, abandon_on_cancel=True)
             if not tier.memory_backed:
@@ -78,13 +78,13 @@ class Durability:
         except IndexWriteError as exc:
             log.warning("replicas are not durable: %s", exc)
         finally:
-            # Also of one that was cancelled: the end of the mount syncs once more.
+            # Also if this was cancelled: the end of the mount syncs once more.
             self._unsynced[tier_id] = self._syncing | self._unsynced[tier_id]
             self._syncing = {}
 
 
 def _note(tier: Tier, replicas: Sequence[Replica]) -> None:
-    """That they are on the disk. For a thread."""
+    """Note in the tier that their data are on the disk. For a thread."""
     by_segment: dict[int, list[TierFile]] = defaultdict(list)
     own = [(replica.name, replica.checksum) for replica in replicas if not replica.segment]
     for replica in replicas:

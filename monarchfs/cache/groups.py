@@ -1,4 +1,4 @@
-"""Small files whose replicas come to be together.
+"""Small files whose replicas are stored as a group.
 
 For each of them ``Filling`` would call a thread and commit two transactions, which
 takes longer than to write some kilobytes. Here that is done once for all. The order is the same:

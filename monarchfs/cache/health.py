@@ -9,7 +9,7 @@ FIRST_PROBE_SECONDS = 1.0
 LAST_PROBE_SECONDS = 60.0
 
 CALM_SECONDS = 60.0
-"""A tier that fails again this soon after it came back is probed less and less often."""
+"""A tier that fails again within this time after it came back is probed less and less often."""
 
 NOT_THE_TIERS = frozenset(
     {
@@ -17,12 +17,12 @@ NOT_THE_TIERS = frozenset(
         *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ESTALE),
     }
 )
-"""What says something of this process, this node or one file, and nothing of the tier."""
+"""Errors that concern this process, this node or one file, but not the tier."""
 
 UNREADABLE = frozenset(
     {errno.EIO, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN, errno.ENOTCONN, errno.EREMOTEIO}
 )
-"""Errors of reading that speak for the whole disk."""
+"""Errors of reading that mean the whole disk."""
 
 _MEANINGS = {
     errno.ENOSPC: "its file system is full",

@@ -1,4 +1,4 @@
-"""Why files are not resident: what is remembered of each, for people."""
+"""Why files are not resident: what is remembered for people."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Cause(Enum):
 
 
 class Reason(NamedTuple):
-    """``text`` says it in a sentence that begins with no name; ``at_ns`` is when it was so, by the
-    wall clock. ``missing_bytes``: of NO_ROOM, how much more room would have been enough."""
+    """``text`` is a sentence without the file's name; ``at_ns`` the time of the wall clock.
+    ``missing_bytes``, of NO_ROOM: how much more room would have been enough."""
 
     cause: Cause
     text: str
@@ -55,7 +55,7 @@ class ReasonLog:
         self._put(ino, Reason(cause, text, time.time_ns(), missing_bytes))
 
     def put_changed(self, node: Node, text: str) -> None:
-        """Of a version that the source does not have any more."""
+        """For a version that the source no longer has."""
         reason = Reason(Cause.CHANGED, text, time.time_ns())
         self._put(node.ino, reason)
         self._put((node.parent, node.name), reason)

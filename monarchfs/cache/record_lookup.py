@@ -39,8 +39,8 @@ class RecordLookup:
         return iter(self._index.outdated_replicas(tier, OUTDATED_BATCH))
 
     def any(self, tier: int) -> Iterator[int]:
-        """Each replica once, from where the last search ended: names are hashes, so this is no
-        particular order."""
+        """Each replica once, from where the last search ended. Names are hashes, so the order is
+        random."""
         start = after = self._after.get(tier, b"")
         wrapped = False
         while True:

@@ -1,4 +1,4 @@
-"""What readers and copiers hold of the cache: a complete replica, open, or room for a new one."""
+"""What the cache hands out: a complete replica, open, or the reservation for a new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading replicas again in the background, to find bytes that a disk has lost."""
+"""Reading replicas again in the background, to find bytes that a disk has damaged."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Scrub:
             self._cache.corrupt(ino)
 
     def _pacer(self) -> Callable[[int], None]:
-        """Sleeps in the thread that reads, so that the rate is kept."""
+        """A function that limits the rate by sleeping, in the thread that reads."""
 
         def paced(size: int) -> None:
             if self._stopping:

@@ -1,6 +1,6 @@
-"""Taking stock: what the index says of a directory of a tier, beside the files that lie there.
+"""Comparing the index's records of a tier's directory with the files that lie there.
 
-Pure: the caller reads both, and does what is to be done about what is found.
+Pure: the caller reads both, and repairs what is found.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """A file that no record knows, and one of several of its name. Its name stands for one version
-    of a file, so that all of them but one are wrong, and none can be believed."""
+    """A file that no record knows, one of several of its name. A name stands for one version of a
+    file, so all of them but one are wrong, and none can be trusted."""
 
     file: TierFile
 
@@ -48,8 +48,8 @@ class WrongSize:
 
 @dataclass(frozen=True, slots=True)
 class WrongChecksumName:
-    """A file of a record's name that is not the record's: under another checksum, or complete
-    where the record knows a part."""
+    """A file that has a record's name but is not its file: it has another checksum, or is complete
+    where the record is of a part."""
 
     ino: int
     replica: Replica
@@ -67,10 +67,9 @@ class WrongBlocks:
 
 @dataclass(frozen=True, slots=True)
 class NotSynced:
-    """A record that counts after a reboot, of a file whose mode does not say that it may.
+    """A durable record of a file whose mode does not say that its data are synced.
 
-    Nothing is wrong with either: the next index to find the file would have to read it, that is
-    all.
+    Neither is wrong. But if the index were lost, the file would have to be read to be trusted.
     """
 
     ino: int
@@ -138,7 +137,7 @@ def _add_known(findings: list[Finding], ino: int, replica: Replica, own: TierFil
 
 
 def _add_unknown(findings: list[Finding], files: Sequence[TierFile]) -> None:
-    """Of files that are neighbours in their directory: those of one name are all among them."""
+    """Of neighbouring files of a directory, among them all of each name."""
     for at, file in enumerate(files):
         twin = (at > 0 and files[at - 1].name == file.name) or (
             at + 1 < len(files) and files[at + 1].name == file.name

@@ -135,8 +135,8 @@ class Files:
         kernel: Kernel,
         opens: OpenCounts,
         *,
-        on_open: Callable[[Node, bool], None] = lambda node, resident: None,
-        on_local_open: Callable[[int], None] = lambda ino: None,
+        on_open: Callable[[Node, bool], None] | None = None,
+        on_local_open: Callable[[int], None] | None = None,
     ) -> None:
         """``on_open`` is called with each open and whether a complete replica serves it,
         ``on_local_open`` with each open that may be served without reading the source."""
@@ -238,7 +238,7 @@ class Files:
         direct: bool = False,
     ) -> FileHandle:
         self._count(node, resident=replica is not None)
-        if nonresident is None or nonresident.partial:
+        if self._on_local_open is not None and (nonresident is None or nonresident.partial):
             self._on_local_open(node.ino)
         self.opens.add(node.ino)
         # If the file is truncated and its attributes come in the same moment, the kernel pads what
@@ -252,7 +252,8 @@ class Files:
         return FileHandle(node.ino, self, replica, nonresident, keep_cache, direct)
 
     def _count(self, node: Node, *, resident: bool) -> None:
-        self._on_open(node, resident)
+        if self._on_open is not None:
+            self._on_open(node, resident)
         if resident:
             self._metrics.local_opens += 1
             self._metrics.local_file_bytes += node.stat.size
@@ -265,11 +266,13 @@ class Files:
     def opened_by_threads(self, ino: int) -> None:
         """They opened a resident file. No checkpoint."""
         self.cache.accessed(ino)
-        self._on_local_open(ino)
+        if self._on_local_open is not None:
+            self._on_local_open(ino)
 
     def opened_in_source(self, node: Node, opens: int) -> None:
         """They opened a file in the source, ``opens`` times. No checkpoint."""
-        self._on_open(node, False)
+        if self._on_open is not None:
+            self._on_open(node, False)
         self._metrics.source_opens += opens
         self._metrics.source_file_bytes += opens * node.stat.size
 

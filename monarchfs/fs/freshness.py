@@ -1,4 +1,4 @@
-"""How long what is known of the source may be believed. Pure."""
+"""How long known names, attributes and listings may be believed. Pure."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ NS = 1_000_000_000
 FOREVER_NS = (1 << 63) - 1
 
 FOREVER_SECONDS = 365 * 86_400.0
-"""What the kernel is told where nothing changes while mounted."""
+"""For how long the kernel may keep what does not change while mounted."""
 
 UNANSWERED_SECONDS = 1.0
 """The kernel asks again after this long where the source did not answer in time."""
 
 OPEN_ATTRIBUTES_SECONDS = 1.0
-"""With ``open``, attributes may be this old for fstat(2): every path walk and open asks anyway."""
+"""With ``open``, fstat(2) may show attributes of this age: every path walk and open asks anyway."""
 
 UNSETTLED_SECONDS = 0.05
-"""The kernel asks again after this long about what may have changed since without a trace."""
+"""The kernel asks again after this long where a change since would not show in the timestamps."""
 
 NEAR_EXPIRY = 0.75
-"""The share of the ttl from which on a directory that is used is asked for ahead."""
+"""After this share of the ttl, a directory that is used is asked for ahead."""
 
 WRITTEN_NS = NS
-"""A file that was changed so recently is taken to be still being written."""
+"""A file that was changed more recently is taken to be still being written."""
 
 SURELY_SETTLED_NS = 2 * NS
 """Longer than any tick of ``SourceVersion.past_racy_window``."""
@@ -41,8 +41,8 @@ def past_racy_window(ctime_ns: int, now_ns: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Freshness:
-    """The mount's promise. ``mount_ns`` is when it was mounted: what an earlier mount knew must be
-    confirmed once, whatever the mode."""
+    """The mount's promise. ``mount_ns`` is the time of the mount: what an earlier mount knew must
+    be confirmed once, whatever the mode."""
 
     mode: FreshnessMode
     ttl_ns: int
@@ -55,11 +55,11 @@ class Freshness:
 
     @property
     def trusts_times(self) -> bool:
-        """Whether a version that was seen in the tick of its last change is believed for good."""
+        """Whether a version is believed even if it was seen in the tick of its last change."""
         return self.mode is FreshnessMode.IMMUTABLE
 
     def fresh(self, checked_ns: int, now_ns: int) -> bool:
-        """Whether a name or attributes last asked for at ``checked_ns`` need no asking now."""
+        """Whether a name or attributes last asked for at ``checked_ns`` may be believed now."""
         if checked_ns < self.mount_ns:
             return False
         if self.mode is FreshnessMode.TTL:
@@ -67,7 +67,7 @@ class Freshness:
         return self.mode is FreshnessMode.IMMUTABLE
 
     def near_expiry_ns(self, now_ns: int) -> int | None:
-        """What was asked for then or earlier is to be asked for again soon; None: nothing is."""
+        """What was asked for at this time or earlier will soon be too old; None: nothing will."""
         if self.mode is not FreshnessMode.TTL:
             return None
         return now_ns - int(self.ttl_ns * NEAR_EXPIRY)
@@ -90,8 +90,8 @@ class Freshness:
         return self.node_timeouts(node, min(checked_ns, node.fetched_ns), now_ns)
 
     def opens_until(self, node: Node, now_ns: int) -> int:
-        """Until when the node may be opened without another look at it, as time.time_ns; 0: not
-        even now, FOREVER_NS: as long as it is not found outdated."""
+        """The time (time.time_ns()) until which the node may be opened without asking again; 0: not
+        even now; FOREVER_NS: until it is found outdated."""
         if not self.fresh(node.fetched_ns, now_ns) or node.outdated:
             return 0
         if not self.past_racy_window(node.stat.ctime_ns, node.fetched_ns):
@@ -101,7 +101,7 @@ class Freshness:
         return node.fetched_ns + self.ttl_ns
 
     def fresh_attributes(self, node: Node, now_ns: int) -> bool:
-        """The same for getattr of an inode that a path walk has found already."""
+        """``fresh_node`` for getattr of an inode that a path walk has just found."""
         if self.mode is FreshnessMode.OPEN:
             age_ns = now_ns - node.fetched_ns
             return 0 <= age_ns < OPEN_ATTRIBUTES_SECONDS * NS and self._holds(
@@ -116,16 +116,16 @@ class Freshness:
         )
 
     def past_racy_window(self, ctime_ns: int, now_ns: int) -> bool:
-        """Whether what was read by ``now_ns`` is told from what comes later by its times, or is
-        believed whatever they are."""
+        """Whether timestamps distinguish what was read by ``now_ns`` from later versions, or are
+        trusted anyway."""
         return self.trusts_times or past_racy_window(ctime_ns, now_ns)
 
     def may_be_written(self, ctime_ns: int, now_ns: int) -> bool:
-        """Whether a file of which changes count may be being written just now."""
+        """Whether a file, of a mount in which changes count, may be being written just now."""
         return not self.trusts_times and abs(now_ns - ctime_ns) < WRITTEN_NS
 
     def _holds(self, ctime_ns: int, seen_ns: int, now_ns: int) -> bool:
-        """What was seen in the tick of its last change is believed for that tick only."""
+        """What was seen in the tick of its last change is believed during that tick only."""
         return self.past_racy_window(ctime_ns, seen_ns) or not self.past_racy_window(
             ctime_ns, now_ns
         )

@@ -1,4 +1,4 @@
-"""Taking over names and attributes that another node has looked up (``monarchfs.snapshot``)."""
+"""Loading names and attributes that another node has looked up (``monarchfs.snapshot``)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ RECORDS_AT_A_TIME = 64
 
 
 class LoadedListing:
-    """A directory that another node listed at ``taken_ns``, taken to be so at ``asked_ns``.
+    """A directory that another node listed at ``taken_ns``; its listing counts as one of
+    ``asked_ns``.
 
-    Constant: the directory, and these times. Changing: whether it can be the whole listing.
-    Methods raise IndexWriteError.
+    Constant: the directory, and these times. Changing: whether the listing can be complete. Methods
+    raise IndexWriteError.
     """
 
     def __init__(self, tree: Tree, ino: int, taken_ns: int, asked_ns: int) -> None:
@@ -49,7 +50,7 @@ class LoadedListing:
         """The directory had these times then."""
         self._times = (mtime_ns, ctime_ns)
         index, cookie = self._tree.index, 0
-        # What was found here since may be missing there.
+        # What was found here since then may be missing in the file.
         while self._whole and (rows := index.entries(self._ino, cookie, LISTING_BATCH)):
             cookie = rows[-1][0].cookie
             self._whole = all(dirent.checked_ns < self._taken_ns for dirent, _node in rows)
@@ -76,7 +77,7 @@ class LoadedListing:
                     self._tree.recorder.replaced(ino, one.name, known.ino)
 
     async def complete(self) -> None:
-        """There are no others."""
+        """There are no other entries."""
         if self._whole:
             await self._tree.directories.finish_listing(
                 self._ino, self._sequence, self._times, self._asked_ns
@@ -94,12 +95,12 @@ class Load:
         self._mount_ns = mount_ns
 
     async def run(self, path: str, root_ino: int, *, trusted: bool = False) -> None:
-        """Record what the file at ``path`` holds, but for what this node has asked the source about
-        since it was written. ``root_ino``: the inode number of the source's root. ``trusted``: only
-        from a file that nobody but this user or root can have written.
+        """Record what the file at ``path`` holds, except what this node has asked the source about
+        since it was written. ``root_ino``: the inode number of the source's root. ``trusted``: the
+        file is used only if nobody but this user or root can have written it.
 
-        Raises nothing: what comes before something that is wrong is kept, and the source is asked
-        for the rest.
+        Raises nothing. If something in the file is wrong, what comes before it is kept, and the
+        source is asked for all else.
         """
         self.state = "running"
         started = time.monotonic()
@@ -122,7 +123,7 @@ class Load:
             )
 
     async def _take(self, reader: Reader) -> None:
-        # What a mount is told not to change is as it was; else the file's age counts.
+        # With ``immutable`` nothing has changed since; else the file's age counts.
         trusted = self._tree.freshness.trusts_times
         asked_ns = max(self._mount_ns, reader.head.taken_ns) if trusted else reader.head.taken_ns
         records, taken_ns = iter(reader), reader.head.taken_ns
@@ -146,8 +147,8 @@ class Load:
                 await trio.lowlevel.checkpoint()
 
     def _directory(self, names: tuple[bytes, ...], taken_ns: int) -> int | None:
-        """The number of the directory they lead to; None where that is not known, or its listing
-        is younger than the file."""
+        """The number of the directory that ``names`` lead to; None where that is not known, or its
+        listing is younger than the file."""
         index, ino = self._tree.index, ROOT_INO
         for name in names:
             dirent = index.dirent(ino, name)

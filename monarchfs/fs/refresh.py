@@ -1,8 +1,7 @@
 """Asking the source again now, whatever the mount's promise is.
 
 Below a path, every directory whose listing is known is listed again, and every name whose file is
-known is asked for. What is known is never dropped before: it is served meanwhile, and corrected
-name by name.
+known is asked for. What is known is served meanwhile, and corrected name by name.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from monarchfs.types import (
 T = TypeVar("T")
 
 WORKERS = 4
-"""Directories at once."""
+"""Directories that are refreshed side by side."""
 
 BATCH = 64
 """Names asked for with one call."""
@@ -64,19 +63,15 @@ class _Work(NamedTuple):
 
 
 class _Run:
-    """One refresh. ``work`` is done from its end, so that it holds no more than one batch of
-    directories for each level of the tree."""
+    """One refresh. ``work`` is taken from its end, so that it holds no more than one batch of
+    directories for each level of the tree. ``waiters`` wait for work, or for the end."""
 
     def __init__(self) -> None:
         self.result = RefreshResult()
         self.work: list[_Work] = []
         self.active = 0
         self.silent: OperationError | None = None
-        self.changes = trio.Event()
-
-    def tell(self) -> None:
-        self.changes.set()
-        self.changes = trio.Event()
+        self.waiters = trio.lowlevel.ParkingLot()
 
 
 class _Differences:
@@ -169,7 +164,7 @@ class Refresh:
     async def _take(self, run: _Run, progress: Callable[[RefreshResult], None] | None) -> None:
         while run.silent is None and (run.work or run.active):
             if not run.work:
-                await run.changes.wait()
+                await run.waiters.park()
                 continue
             work = run.work.pop()
             run.active += 1
@@ -183,7 +178,7 @@ class Refresh:
                 run.result.error = run.result.error or f"{self._path(work.ino)}: {_reason(exc)}"
             finally:
                 run.active -= 1
-                run.tell()
+                run.waiters.unpark_all()
             if progress is not None:
                 progress(run.result)
 

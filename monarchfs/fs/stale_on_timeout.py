@@ -1,4 +1,4 @@
-"""Questions to the source: one for all who want the same answer, and not waited for for ever."""
+"""Questions to the source: asked once for all callers that want the same, with a limited wait."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Key = tuple[object, ...]
 
 
 class StaleOnTimeout:
-    """Constant: its parts. ``deadline`` is how many seconds a revalidation waits for a source that
-    does not answer, where something is known that can be served instead."""
+    """Constant: its parts. ``deadline``: seconds that a revalidation waits for the source where
+    something is known that can be served instead."""
 
     def __init__(
         self,
@@ -42,7 +42,8 @@ class StaleOnTimeout:
         self._under_way: set[Key] = set()
 
     async def run_once(self, key: Key, fetch: Callable[[], Awaitable[T]]) -> T:
-        """The answer, asked for once for all who want the same. Raises what ``fetch`` does."""
+        """The answer of one call of ``fetch`` for all callers with the same ``key``. Raises what it
+        raises."""
         if self._freshness.mode is not FreshnessMode.OPEN:
             return await self._flights.run_once(key, fetch)
 
@@ -54,7 +55,7 @@ class StaleOnTimeout:
                 self._under_way.discard(key)
 
         if key in self._under_way:
-            # The source may have answered that before what this caller has to see.
+            # The source may have answered before the change that this caller has to see.
             with suppress(OSError, IndexWriteError):
                 await self._flights.run_once(key, run)
         return await self._flights.run_once(key, run)
@@ -67,15 +68,15 @@ class StaleOnTimeout:
         *,
         even_open: bool = False,
     ) -> T:
-        """``run_once``, or what is known instead where the source does not answer in time, or the
-        answer cannot be recorded, and the mount's promise allows that. Raises OSError."""
+        """``run_once``; or ``fallback``, if the mount's promise allows that, where the source does
+        not answer in time or the answer cannot be recorded. Raises OSError."""
         if fallback is None or not (self._freshness.serves_stale or even_open):
             try:
                 return await self.run_once(key, fetch)
             except IndexWriteError as exc:
                 raise OSError(errno.EIO, f"what was found cannot be recorded: {exc}") from exc
-        # A source that is known to hang is asked all the same (the answer, when it comes, is for
-        # the next one), but nobody waits for it again.
+        # A source that is known to hang is asked all the same, because the answer serves later
+        # callers; but this one does not wait for it.
         with trio.move_on_after(self._deadline if self._source.responding else 0.001):
             try:
                 return await self.run_once(key, fetch)

@@ -1,11 +1,11 @@
-"""Asking the source about the names that follow, for whoever goes through a directory.
+"""Asking the source about the names that a reader of a directory will probably want next.
 
-``ls -l`` asks for one name after the other: a thread's call, a transaction and a round trip to
-the server each. So a name that has to be asked for brings those that follow it in the listing, more
-each time, as Lustre's statahead and the kernel's readahead do: hundreds go to a few threads, and
-their answers come back in batches. A job that opens files in no order brings others, too, from the
-directory's first on: which ones does not matter, as long as there are not many more than it wants.
-"""
+``ls -l`` asks for one name after the other: each costs a call of a thread, a transaction and a
+round trip to the server. So a name that has to be asked for is asked for with those that follow it
+in the listing, more each time, as Lustre's statahead and the kernel's readahead do: hundreds go to
+a few threads, and their answers come back in batches. For a job that opens files in no order, other
+names are asked for, from the directory's first one on. Which ones does not matter, as long as they
+are not many more than it wants."""
 
 from __future__ import annotations
 
@@ -17,50 +17,49 @@ import trio
 
 from monarchfs.types import Dirent, IndexWriteError, Node
 
-AT_ONCE = 64
+BATCH = 64
 """Names of one call of a thread."""
 
 MOST_AHEAD = 1024
 """Names asked for ahead of a reader."""
 
-RENEWED_AT_ONCE = 256
-"""Names of a directory that is renewed: half of the batches that there may be."""
+RENEWED = 256
+"""Names of a renewed directory that are asked for at a time: half of the batches."""
 
 RANDOM_MOST = 256
-"""The same, where he does not take them in the listing's order."""
+"""The same, for a reader that does not take them in the listing's order."""
 
 RANDOM_SHARE = 2
-"""Who takes them in no order has one asked for with each, for each so many that he asked for."""
+"""For such a reader, the n-th name brings n / RANDOM_SHARE others."""
 
 RANDOM_FIRST = 8
-"""Where they are more than ``RANDOM_APART``, he waits for a batch of so many, his own among them;
-the others may take longer."""
+"""Where these are more than ``RANDOM_APART``, the reader waits for a batch of this size that has
+its name; the others may take longer."""
 
 RANDOM_APART = 32
 
 RANDOM_FEW, RANDOM_PART = 3, 16
-"""Who asked for more names than the first, and for one of so many of the directory's, is about to
-ask for all."""
+"""A reader that asked for more than RANDOM_FEW names, and for one in RANDOM_PART of the
+directory's, is taken to want all of them."""
 
 MOST_COUNTED = RANDOM_PART * RANDOM_MOST
-"""Names of a directory, to know when that is."""
+"""Names of a directory are counted up to this, to know when that is."""
 
 MOST_LOOKED_AT = 512
-"""Entries, for one name that is asked for: two milliseconds of the event loop."""
+"""Entries looked at for one name that is asked for: two milliseconds of the event loop."""
 
-ERRANDS = 8
-"""At once, of all directories."""
+MOST_BATCHES = 8
+"""Batches under way, of all directories."""
 
 PATIENCE_SECONDS = 1.0
-"""A reader waits so long for a batch that brings nothing. Then he asks for himself, and nothing
-is asked ahead in that directory until the batch returns."""
+"""A reader waits this long for a batch that brings nothing. Then it asks the source itself, and
+nothing is asked ahead in that directory until the batch returns."""
 
-REST_SECONDS = 10.0
-"""So long nothing is asked ahead in a directory after a batch that found nothing."""
+PAUSE_SECONDS = 10.0
+"""Nothing is asked ahead in a directory for this long after a batch that found nothing."""
 
 DIRECTORIES_KEPT = 30_000
-"""Some 500 bytes each. Who takes files of more directories than these in no order is forgotten
-before he comes again."""
+"""Some 500 bytes each; of more, those used least recently are forgotten."""
 
 _FAR = 1 << 63
 
@@ -68,30 +67,27 @@ Row = tuple[Dirent, Node | None]
 
 
 class _Batch:
-    """Changing: ``names``, those on their way; ``changes``, set and replaced with each batch of
-    answers; ``runs``, whether it counts as one of ``ERRANDS``."""
+    """Changing: ``names`` without an answer yet; ``waiters`` for the next answers; ``runs``,
+    whether it counts as one of ``MOST_BATCHES``."""
 
-    __slots__ = ("changes", "names", "runs")
+    __slots__ = ("names", "runs", "waiters")
 
     def __init__(self, names: list[bytes]) -> None:
         self.names = names
-        self.changes = trio.Event()
+        self.waiters = trio.lowlevel.ParkingLot()
         self.runs = False
-
-    def tell(self) -> None:
-        self.changes.set()
-        self.changes = trio.Event()
 
 
 class _Window:
-    """What was asked for in one directory. Changing: all. ``end`` is the cookie up to which names
-    were looked at, ``half`` the one from which the next window is due, ``size`` the last one's;
-    before ``rests_until`` (trio's clock) there is no next one. ``began_ns`` is when somebody began
-    to go through it, or it was renewed.
+    """What was asked for in one directory. Changing: all. ``coming`` are the batches by name,
+    ``stuck`` those that took too long. ``end`` is the cookie up to which names were looked at,
+    ``half`` the one from which the next window is due, ``size`` the size of the last window; before
+    ``paused_until`` (trio's clock) there is no next one. ``began_ns`` is when somebody began to go
+    through the directory, or it was renewed.
 
-    For who goes in no order: ``missed``, how many names had to be asked for when he came to them;
-    ``names``, how many there are, as far as counted; ``swept``, the cookie up to which all were
-    asked for ahead, from the first on, and not before ``sweeps_again`` from the first on again."""
+    For a reader in no order: ``missed``, the names that it asked for and nobody had asked for
+    ahead; ``names``, how many there are, as far as counted; ``swept``, the cookie up to which all
+    were asked for ahead, from the first one on; that begins anew after ``sweeps_again``."""
 
     __slots__ = (
         "began_ns",
@@ -100,7 +96,7 @@ class _Window:
         "half",
         "missed",
         "names",
-        "rests_until",
+        "paused_until",
         "size",
         "stuck",
         "sweeps_again",
@@ -113,23 +109,23 @@ class _Window:
         self.end = self.missed = self.began_ns = self.names = self.swept = 0
         self.half = _FAR
         self.size = 1
-        self.rests_until = 0.0
-        self.sweeps_again = trio.current_time() + REST_SECONDS
+        self.paused_until = 0.0
+        self.sweeps_again = trio.current_time() + PAUSE_SECONDS
 
     @property
-    def rests(self) -> bool:
-        return bool(self.stuck) or trio.current_time() < self.rests_until
+    def paused(self) -> bool:
+        return bool(self.stuck) or trio.current_time() < self.paused_until
 
-    def rest(self) -> None:
-        self.size, self.rests_until = 1, trio.current_time() + REST_SECONDS
+    def pause(self) -> None:
+        self.size, self.paused_until = 1, trio.current_time() + PAUSE_SECONDS
 
 
 class Statahead:
-    """Constant: its parts. ``rows`` (directory, after this cookie, at most so many) gives entries
-    in the listing's order, ``count`` (directory, at most so many) how many there are; ``lacks``
-    says whether an entry has to be asked for; ``ask`` asks the source about names of a directory
-    and returns for how many, from the first on, it recorded an answer, and how many of them it
-    found. It raises OSError and IndexWriteError."""
+    """Constant: its parts. ``rows`` (directory, cookie, limit) returns entries after the cookie in
+    the listing's order, ``count`` (directory, limit) their number; ``lacks`` says whether an entry
+    has to be asked for. ``ask`` asks the source about names of a directory; it returns for how many
+    of them, from the first on, it recorded an answer, and how many it found. It raises OSError and
+    IndexWriteError."""
 
     def __init__(
         self,
@@ -144,46 +140,45 @@ class Statahead:
         self._count = count
         self._lacks = lacks
         self._ask = ask
-        self._batches = trio.CapacityLimiter(ERRANDS)
+        self._batches = trio.CapacityLimiter(MOST_BATCHES)
         self._windows: OrderedDict[int, _Window] = OrderedDict()
 
     async def bring(self, parent: int, dirent: Dirent) -> None:
-        """The name has to be asked for: wait for a batch that does, with names that follow.
+        """The name has to be asked for: wait for a batch that asks for it and for others.
 
-        It returns at once where there is none, or when that failed or takes too long: the caller
-        looks whether he knows now, and asks for himself if not.
+        Returns at once where there is no such batch, and when it failed or takes too long. The
+        caller then looks whether the name is known, and asks for it if not.
         """
         window = self._window(parent)
         if dirent.name not in window.coming:
             window.missed += 1
-            if window.rests or not self._follows(parent, window, dirent):
+            if window.paused or not self._follows(parent, window, dirent):
                 window.end, window.half = dirent.cookie, _FAR
-                if not window.rests:
+                if not window.paused:
                     self._scatter(parent, window, dirent)
-        elif dirent.cookie >= window.half and not window.rests:
+        elif dirent.cookie >= window.half and not window.paused:
             window.size = min(2 * window.size, MOST_AHEAD)
             self._start(parent, window, window.end, window.size)
         while (batch := window.coming.get(dirent.name)) is not None:
             with trio.move_on_after(PATIENCE_SECONDS) as scope:
-                await batch.changes.wait()
+                await batch.waiters.park()
             if scope.cancelled_caught and window.coming.get(dirent.name) is batch:
                 window.stuck.append(batch)
                 self._end(window, batch)
 
     def missed(self, parent: int) -> int:
-        """A name had to be asked for of which there is no entry; how many such names there were
-        since the directory was not thought of."""
+        """A name without an entry had to be asked for; returns how many of them there were."""
         window = self._window(parent)
         window.missed += 1
         return window.missed
 
     def gone_through_before(self, parent: int, before_ns: int) -> bool:
-        """Whether somebody went through the directory, or it was renewed, then at the latest."""
+        """Whether somebody went through the directory, or it was renewed, by ``before_ns``."""
         window = self._windows.get(parent)
-        return window is not None and window.size >= AT_ONCE and window.began_ns <= before_ns
+        return window is not None and window.size >= BATCH and window.began_ns <= before_ns
 
     def renew(self, parent: int, due: Callable[[Dirent, Node | None], bool]) -> None:
-        """Ask for all entries of a directory that are ``due``, while nobody waits for them."""
+        """Ask for all entries of a directory that are ``due``, in the background."""
         window = self._window(parent)
         window.began_ns = time.time_ns()
         self._nursery.start_soon(self._renew, parent, window, due)
@@ -192,7 +187,7 @@ class Statahead:
         self, parent: int, window: _Window, due: Callable[[Dirent, Node | None], bool]
     ) -> None:
         after = 0
-        while not window.rests and (rows := self._rows(parent, after, RENEWED_AT_ONCE)):
+        while not window.paused and (rows := self._rows(parent, after, RENEWED)):
             after = rows[-1][0].cookie
             names = [row[0].name for row in rows if due(*row) and row[0].name not in window.coming]
             async with trio.open_nursery() as nursery:
@@ -200,7 +195,7 @@ class Statahead:
                     nursery.start_soon(self._run, parent, window, batch)
 
     def _batches_for(self, window: _Window, names: list[bytes]) -> list[_Batch]:
-        batches = [_Batch(names[at : at + AT_ONCE]) for at in range(0, len(names), AT_ONCE)]
+        batches = [_Batch(names[at : at + BATCH]) for at in range(0, len(names), BATCH)]
         for batch in batches:
             window.coming.update(dict.fromkeys(batch.names, batch))
         return batches
@@ -215,8 +210,8 @@ class Statahead:
         return window
 
     def _follows(self, parent: int, window: _Window, dirent: Dirent) -> bool:
-        """Whether it is the next one in the listing's order; then those that follow are asked for
-        with it."""
+        """Whether the name is the next one in the listing's order; then it is asked for with those
+        that follow."""
         if window.missed == 1:
             return False
         following = self._rows(parent, window.end, 1)
@@ -225,7 +220,7 @@ class Statahead:
                 window.began_ns = time.time_ns()
             window.size = min(2 * window.size, MOST_AHEAD)
         else:
-            # A later turn begins as the last one ended.
+            # Who goes through it again begins with the window size of last time.
             first = self._rows(parent, 0, 1) if window.size > 1 else []
             if not first or first[0][0].cookie != dirent.cookie:
                 return False
@@ -234,7 +229,7 @@ class Statahead:
         return True
 
     def _scatter(self, parent: int, window: _Window, dirent: Dirent) -> None:
-        """Others are asked for with it, if that is worth while: the next ones from the first on."""
+        """Ask for the name with others, if that is worth while: the next ones of the sweep."""
         if (size := min(window.missed // RANDOM_SHARE, RANDOM_MOST)) < 1:
             return
         if window.missed > RANDOM_FEW:
@@ -245,7 +240,7 @@ class Statahead:
         names = [dirent.name]
         looked_at, more = 0, True
         while more and len(names) < size and looked_at < MOST_LOOKED_AT:
-            limit = min(size, AT_ONCE)
+            limit = min(size, BATCH)
             rows = self._rows(parent, window.swept, limit)
             for row in rows:
                 window.swept, name = row[0].cookie, row[0].name
@@ -257,14 +252,14 @@ class Statahead:
             if len(rows) < limit and len(names) < size:
                 more = trio.current_time() >= window.sweeps_again
                 if more:
-                    window.swept, window.sweeps_again = 0, trio.current_time() + REST_SECONDS
+                    window.swept, window.sweeps_again = 0, trio.current_time() + PAUSE_SECONDS
         if len(names) > 1:
             first = RANDOM_FIRST if len(names) > RANDOM_APART else len(names)
             self._send(parent, window, names[:first])
             self._send(parent, window, names[first:])
 
     def _start(self, parent: int, window: _Window, after: int, size: int) -> None:
-        """Ask for those of ``size`` entries that have to be asked for, if there are several."""
+        """Of the next ``size`` entries, ask for those that have to be asked for, if several do."""
         lacking: list[bytes] = []
         rows = self._rows(parent, after, size)
         for dirent, node in rows:
@@ -281,31 +276,31 @@ class Statahead:
             self._nursery.start_soon(self._run, parent, window, batch)
 
     async def _run(self, parent: int, window: _Window, batch: _Batch) -> None:
-        # Who waits asks for himself, and meets the error, if it is still one.
+        # After an error each waiting reader asks the source itself, and gets its own error.
         try:
             await self._batches.acquire_on_behalf_of(batch)
             batch.runs = True
             while batch not in window.stuck and batch.names:
                 done, found = await self._ask(parent, batch.names)
                 if not found:
-                    window.rest()
+                    window.pause()
                 for name in batch.names[:done]:
                     window.coming.pop(name, None)
                 del batch.names[:done]
-                batch.tell()
+                batch.waiters.unpark_all()
         except (OSError, IndexWriteError):
-            window.rest()
+            window.pause()
         finally:
             self._end(window, batch)
             if batch in window.stuck:
                 window.stuck.remove(batch)
 
     def _end(self, window: _Window, batch: _Batch) -> None:
-        """Nobody waits for it any more, and its place is for another one."""
+        """Nobody waits for the batch any more, and another one may run."""
         for name in batch.names:
             if window.coming.get(name) is batch:
                 del window.coming[name]
-        batch.tell()
+        batch.waiters.unpark_all()
         if batch.runs:
             batch.runs = False
             self._batches.release_on_behalf_of(batch)

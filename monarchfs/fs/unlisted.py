@@ -1,8 +1,8 @@
-"""Directories in which names are looked up that nobody has listed: a job may have its list of files
-from elsewhere.
+"""Listing directories in which a job looks names up without listing them: it may have its list of
+files from elsewhere.
 
-Without a listing each such name is a call of its own. After a few of them the directory is
-listed, while nobody waits; then those that follow can be asked for together (``statahead``).
+Without a listing each such name is a call of its own. After a few of them the directory is listed
+in the background; from then on names can be asked for in batches (``statahead``).
 """
 
 from __future__ import annotations
@@ -17,38 +17,39 @@ from monarchfs.types import IndexWriteError
 log = logging.getLogger(__name__)
 
 FEW, MANY = 3, 32
-"""So many names are looked up before the directory is listed: twice as many, up to the second,
-after one that turned out to have fewer than ``WORTH`` names. A tree may be all such directories."""
+"""Names that are looked up before a directory is listed. The number doubles, up to MANY, with each
+directory that turns out to have fewer than WORTH names: a tree may have only such directories."""
 
 WORTH = 8
 
 DIRECTORY_BYTES = 8192
-"""In a large directory, one for each so many bytes of it: some 256 names. On GlusterFS, say, its
-size does not tell; there it is by ``MOST_NAMES`` alone."""
+"""A large directory needs one more name for each so many of its bytes (some 256 names). On some
+file systems, as GlusterFS, the size says nothing; there MOST_NAMES alone limits the listing."""
 
 MOST_NAMES = 1024
-"""For each name that was looked up, so many are listed at most. Where there are more, it ends."""
+"""A listing ends after this many names for each name that was looked up."""
 
 AGAIN = 8
-"""What failed, or ended, is tried again after so many times as many names."""
+"""A listing that failed or ended is tried again after this many times as many names."""
 
 LISTINGS = 4
-"""At once. Where more would begin, the next name begins them."""
+"""Under way. Where more are needed, a later name begins them."""
 
 SILENCE_SECONDS = 10.0
-"""A listing that brings nothing for so long is given up."""
+"""A listing that brings nothing for this long is given up."""
 
 MOST_KEPT = 10_000
-"""Directories of which is remembered that listing them failed."""
+"""Directories whose failed listing is remembered."""
 
 
 class Unlisted:
-    """Constant: its parts. Changing: ``_few``, after how many names a directory is listed, and
-    ``_again``, after how many one is tried again; ``_running``, the listings under way.
+    """Constant: its parts. Changing: ``_few``, the number of names after which a directory is
+    listed; ``_again``, the number after which one is tried again; ``_running``, the listings under
+    way.
 
-    ``size`` says how many bytes a directory has; ``ask`` (directory, most names, what to call with
-    each answer) lists it, and says how many names it has; None: more. It raises OSError and
-    IndexWriteError."""
+    ``size`` returns the bytes of a directory. ``ask`` (directory, most names, what to call with
+    each batch) lists it and returns the number of its names, None if there are more. It raises
+    OSError and IndexWriteError."""
 
     def __init__(
         self,
@@ -64,8 +65,8 @@ class Unlisted:
         self._running: dict[int, trio.CancelScope] = {}
 
     def missed(self, ino: int, times: int) -> None:
-        """Of a directory without a listing, a name had to be asked for of which nothing is known;
-        by now, so many. Raises nothing, waits for nothing."""
+        """In a directory without a listing, ``times`` unknown names had to be asked for by now.
+        Raises nothing, waits for nothing."""
         if ino in self._running or times < self._again.get(ino, self._few):
             return
         if times * DIRECTORY_BYTES < self._size(ino):
@@ -75,7 +76,7 @@ class Unlisted:
             self._nursery.start_soon(self._list, ino, times)
 
     def stop(self, ino: int) -> None:
-        """Somebody else lists it now."""
+        """Another caller lists the directory now."""
         if (scope := self._running.get(ino)) is not None:
             scope.cancel()
 
@@ -83,15 +84,15 @@ class Unlisted:
         scope = self._running[ino]
         names: int | None = None
 
-        def tell() -> None:
+        def on_batch() -> None:
             scope.deadline = trio.current_time() + SILENCE_SECONDS
 
         try:
-            tell()
+            on_batch()
             with scope:
-                names = await self._ask(ino, times * MOST_NAMES, tell)
+                names = await self._ask(ino, times * MOST_NAMES, on_batch)
         except (OSError, IndexWriteError) as exc:
-            # Who lists it himself is told by the source.
+            # A caller that lists it gets the error itself.
             log.debug("directory inode %d is not listed ahead: %s", ino, exc)
         finally:
             del self._running[ino]

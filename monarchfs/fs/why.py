@@ -16,10 +16,10 @@ from monarchfs.fs.tree import Tree
 from monarchfs.types import Node
 
 SOURCE_SECONDS = 3.0
-"""So long the source is asked about the name itself; then what is known is told."""
+"""The source has this long to answer for the name; then what is known is reported."""
 
 BATCH = 128
-"""Names looked at without letting others run: about a millisecond."""
+"""Names looked at between two checkpoints: about a millisecond."""
 
 
 class Why:
@@ -40,10 +40,10 @@ class Why:
         self._responding = responding
 
     async def report(self, path: str, so_far: dict[str, Any]) -> dict[str, Any]:
-        """What is known of ``path``, with the keys of ``why --json``. ``so_far`` is kept up to date
-        while a directory is looked through. Raises OperationError where nothing is known."""
+        """What is known of ``path``, with the keys of ``why --json``. ``so_far`` gets the counts
+        while a directory is gone through. Raises OperationError where nothing is known."""
         node, answered = await self._finder.find_within(path, SOURCE_SECONDS)
-        # One that an earlier index left in a tier counts, too.
+        # A replica that an earlier index left in a tier counts, too.
         self._cache.claim(node)
         now_ns = time.time_ns()
         common: dict[str, Any] = {

@@ -26,12 +26,12 @@ def main(arguments: list[str]) -> int:
     task = Task(**{**fields, "tiers": tuple(fields["tiers"])})
     report = FsckReport(sys.stdout)
     try:
-        report.tell({"report": CacheCheck(task, report).run()})
+        report.send({"report": CacheCheck(task, report).run()})
     except BrokenPipeError:
         _fall_silent()
         return 1
     except (MonarchError, OSError) as error:
-        report.tell({"failed": str(error)})
+        report.send({"failed": str(error)})
         return 1
     return 0
 

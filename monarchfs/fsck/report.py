@@ -1,4 +1,4 @@
-"""What was found, counted by kind, and told to whoever started this as lines of JSON."""
+"""What was found, counted by kind, and reported to the parent process as lines of JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, TextIO
 
 MOST_LINES = 100
-"""Findings of one kind that are told one by one; the others are only counted."""
+"""Findings of one kind that are reported one by one; the others are only counted."""
 
 _PROGRESS_SECONDS = 0.2
 
@@ -70,14 +70,14 @@ class FsckReport:
             self._repaired[kind] += 1
         if self._counts[kind] <= MOST_LINES:
             finding = {"kind": kind.value, "what": what, "detail": detail, "done": done}
-            self.tell({"finding": finding})
+            self.send({"finding": finding})
 
     def progress(self, text: str, done: int, of: int) -> None:
         """How far it is, in whatever unit ``of`` has."""
         now = time.monotonic()
         if now >= self._next_progress:
             self._next_progress = now + _PROGRESS_SECONDS
-            self.tell({"progress": {"text": text, "done": done, "of": of}})
+            self.send({"progress": {"text": text, "done": done, "of": of}})
 
     def summary(self) -> dict[str, Any]:
         """The counts: of each kind, of what was repaired, and whether nothing wrong is left."""
@@ -93,7 +93,7 @@ class FsckReport:
             ),
         }
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """One message. Raises BrokenPipeError when nobody listens any more."""
         self._output.write(json.dumps(message) + "\n")
         self._output.flush()

@@ -1,4 +1,4 @@
-"""Who was told ESTALE a moment ago, and so asks for the second and last time.
+"""Which threads got ESTALE a moment ago, and so ask for the second and last time.
 
 The kernel walks the path of an open(2) or stat(2) that fails with ESTALE once more, asking about
 each name (LOOKUP_REVAL: fs/namei.c, do_filp_open; fs/stat.c), and gives the next ESTALE to its
@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 MOST_KEPT = 10_000
-"""Threads; of more the first are forgotten."""
+"""Threads that are remembered; of more, the first are forgotten."""
 
 SHARED_NS = 1_000_000_000
-"""A look-up may be answered by a question that another one put to the source so long before."""
+"""A look-up may share an answer that the source was asked for this long before."""
 
 
 class _Refusal(NamedTuple):
@@ -27,17 +27,17 @@ class _Refusal(NamedTuple):
 
 
 class EstaleRetries:
-    """Constant: ``asked_ns``, which tells when the source was asked about a number last. Changing:
-    by thread, which number it was refused last."""
+    """Constant: ``asked_ns``, which returns when the source was last asked about a number.
+    Changing: by thread, the number that it was last refused."""
 
     def __init__(self, asked_ns: Callable[[int], int]) -> None:
         self._asked_ns = asked_ns
         self._threads: OrderedDict[int, _Refusal] = OrderedDict()
 
     def again(self, ino: int, thread: int) -> bool:
-        """Whether ``thread`` (of the request) asks for the second time: about the number that it
-        was refused, which it then has from elsewhere than a name (a link in /proc/PID/fd), or about
-        one that the source was asked about since."""
+        """Whether ``thread`` (of the request) asks for the second time: about a number that the
+        source was asked about since, or again about the number that it was refused, which it then
+        does not have from a name (but from a link in /proc/PID/fd)."""
         refusal = self._threads.get(thread) if self._threads else None
         if refusal is None:
             return False

@@ -1,8 +1,8 @@
 """The table of open files, in memory that outlives the worker.
 
-The kernel goes on using the handle numbers that a dead worker gave out, so who takes its place must
-know what they stand for. The supervisor makes the memory (`make_table`) and never looks into the
-slots: a worker may write there what it likes. Only one worker uses it at a time.
+The kernel goes on using the handle numbers that a dead worker gave out, so the next worker must
+know what they stand for. The supervisor makes the memory (``make_table``) and trusts nothing in it,
+because a worker may write anything there. Only one worker uses it at a time.
 
 Layout, in the byte order of the machine: a header of 4096 bytes, then slots of 32 bytes.
 
@@ -65,7 +65,7 @@ _BY_DAEMON, _BY_KERNEL = 1, 2
 
 
 class HandleSlot(NamedTuple):
-    """One open of a file: what the kernel has been told of it."""
+    """One open of a file, as it was answered to the kernel."""
 
     number: int
     ino: int
@@ -74,8 +74,8 @@ class HandleSlot(NamedTuple):
 
 
 class Vitals(NamedTuple):
-    """What a worker shows of itself in the header. ``stuck_since``: when the last of its relay
-    threads took the request that it is at, if all of them are at one, else 0."""
+    """What a worker shows of itself in the header. ``stuck_since``: if all relay threads are at a
+    request, when the last of them took its own (CLOCK_MONOTONIC, ns); else 0."""
 
     beats: int
     answered: int
@@ -83,7 +83,7 @@ class Vitals(NamedTuple):
 
 
 def read_vitals(fd: int) -> Vitals:
-    """By who does not trust the worker: nothing is mapped. Raises OSError."""
+    """For the supervisor, which does not trust the worker: nothing is mapped. Raises OSError."""
     header = os.pread(fd, HEADER_BYTES, 0)
     beats, answered = (_U64.unpack_from(header, at)[0] for at in (BEATS, ANSWERED))
     threads = min(_U64.unpack_from(header, THREADS)[0], MOST_THREADS)
@@ -110,7 +110,7 @@ def make_memory(name: str, size: int) -> int:
 
 
 def open_slots(fd: int) -> Iterator[HandleSlot]:
-    """What is open, for who does not trust those who write the table: nothing is mapped. Raises
+    """What is open, without trust in the writers of the table: nothing is mapped. Raises
     OSError."""
     used, index = _HIGH_WATER.unpack(os.pread(fd, _HIGH_WATER.size, _HIGH_WATER_AT))[0], 0
     while index < used:
@@ -172,7 +172,7 @@ class HandleTable:
         return ino
 
     def own(self, number: int) -> bool:
-        """Its end is for this process' Python to know; whether it is open."""
+        """Have this process' Python get its RELEASE; whether it is open."""
         owned: bool = self._hooks.table_own(number)
         return owned
 
@@ -183,7 +183,7 @@ class HandleTable:
         self._words[BEATS // 8] = (self._words[BEATS // 8] + 1) & _MOST
 
     def count_answer(self) -> None:
-        """Show that a request was answered: not how many were, as threads count there, too."""
+        """Show that requests are answered. The number is not exact, as threads count there, too."""
         self._words[ANSWERED // 8] = (self._words[ANSWERED // 8] + 1) & _MOST
 
     def begin(self, threads: int) -> None:
@@ -221,8 +221,8 @@ class HandleTable:
 
     @property
     def kernel_reads(self) -> bool | None:
-        """Whether this mount was found to be one whose resident files the kernel reads; None where
-        no worker has decided that yet. Another one could not: opens may not come any more."""
+        """Whether the kernel reads the resident files of this mount; None where no worker has
+        decided that yet. It cannot be changed: with free opens no opens come any more."""
         decided = self._words[DATA_PATH // 8]
         return None if decided == 0 else decided == _BY_KERNEL
 

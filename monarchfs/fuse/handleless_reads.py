@@ -1,7 +1,7 @@
-"""Files that are read without having been opened: the kernel was told not to say what it opens.
+"""Reads without an open: with free opens the kernel does not report what it opens.
 
-Only reads that the C part does not answer come here: of files that are not resident, or not known
-to it yet. Such a file is held open while it is being read, and for a while after.
+Only reads that the C part does not answer come here: of files that are not resident, or that it
+does not know yet. Such a file is kept open while it is being read, and for a while after.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import trio
 from monarchfs.fs.files import FileHandle, Files
 
 MOST_KEPT = 1024
-"""So many files are held open that nobody is reading."""
+"""Files that are kept open although nobody is reading them."""
 
 IDLE_SECONDS = 5.0
-"""A file that was not read for so long is closed."""
+"""A file that was not read for this long is closed."""
 
 
 class _HeldHandle:
@@ -31,7 +31,7 @@ class _HeldHandle:
 
 
 class HandlelessReads:
-    """Changing: what is held open by inode, the one that was read last at the end."""
+    """Changing: ``_held``, the open files by inode, the one that was read last at the end."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -42,7 +42,7 @@ class HandlelessReads:
 
     @contextmanager
     def handle(self, ino: int) -> Iterator[FileHandle]:
-        """For one read of ``ino``. What is wrong with the file shows in the read."""
+        """For one read of ``ino``. Errors show in the read."""
         held = self._held.get(ino)
         if held is None:
             held = self._held[ino] = _HeldHandle(self._files.first_read(ino))
@@ -54,7 +54,7 @@ class HandlelessReads:
             held.readers -= 1
             held.until = trio.current_time() + IDLE_SECONDS
             if held.handle.served:
-                self._close(ino, held)  # others read it from now on
+                self._close(ino, held)  # the C part reads it from now on
             elif len(self._held) > MOST_KEPT:
                 self._close_first()
 
@@ -74,7 +74,7 @@ class HandlelessReads:
         return self._files.cache.readers.nonresident.used(ino)
 
     async def run(self) -> None:
-        """Close what is not read any more, or by others, for ever."""
+        """Close what is not read any more, or what the C part reads, for ever."""
         while True:
             await trio.sleep(1)
             now = trio.current_time()

@@ -1,4 +1,4 @@
-"""The numbers by which the kernel knows what it has opened, and what they stand for here."""
+"""Handle numbers: what the kernel has opened under each."""
 
 from __future__ import annotations
 
@@ -63,9 +63,8 @@ class Handles(Generic[T]):
         return any(slot.unique == unique and slot.ino == ino for slot in self.slots)
 
     def unopened(self, number: int) -> T | None:
-        """The kernel did not wait for the answer with this number. What was opened for it, if that
-        was by the last ``add``; None for an open that an earlier worker has answered and that
-        lasts."""
+        """The kernel did not wait for the answer with this number. Returns what the last ``add``
+        opened for it; None for an open that an earlier worker has answered and that lasts."""
         return self.pop(number) if number == self._unsure else None
 
     def take_over(self, number: int, what: T, backing_id: int = 0) -> None:
@@ -79,7 +78,7 @@ class Handles(Generic[T]):
             self._modes.opened(what, backing_id)
 
     def get(self, number: int) -> T | None:
-        """None for a number under which nothing is known here: see ``slots.ino``."""
+        """None for a number that this process' Python does not have: see ``slots.ino``."""
         return self._open.get(number)
 
     def pop(self, number: int) -> T | None:

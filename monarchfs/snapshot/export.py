@@ -1,4 +1,4 @@
-"""Looking at a source and writing what is there. For a child process, as the user who may: it
+"""Writing the names and attributes of a source to a file. For a child process, as the user: it
 blocks as long as the source does."""
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Exported:
     unknown: int = 0
 
 
-def export(root: str, file: IO[bytes], tell: Callable[[Exported], None]) -> Exported:
-    """Write all names and attributes below ``root`` to ``file``; ``tell`` hears how far that is,
-    after each batch of names. Raises OSError where ``root`` cannot be listed or ``file`` not be
-    written, and what ``tell`` raises.
+def export(root: str, file: IO[bytes], progress: Callable[[Exported], None]) -> Exported:
+    """Write all names and attributes below ``root`` to ``file``; ``progress`` is called after each
+    batch of names. Raises OSError where ``root`` cannot be listed or ``file`` not be written, and
+    what ``progress`` raises.
 
     Other file systems that are mounted below it are left out: their numbers mean nothing elsewhere.
     """
@@ -56,7 +56,7 @@ def export(root: str, file: IO[bytes], tell: Callable[[Exported], None]) -> Expo
             writer.add(found)
             result.directories, result.entries = writer.directories, writer.entries
             result.unknown += len(batch) - sum(one.stat is not None for one in found)
-            tell(result)
+            progress(result)
         if complete:
             writer.complete()
     writer.close()

@@ -1,10 +1,9 @@
-"""Reads past the page cache (O_DIRECT) of what is kept: which files are read that way.
+"""Reads past the source's page cache (O_DIRECT) for copies.
 
-Pages of the source are of no use to us: the bytes go into a tier, and the mount has pages of its
-own. On a local file system they cost most of the processor time that a cold read takes. But what a
-direct read costs differs from one file system to the next, so both ways are measured in turn, and
-the slower one is left.
-"""
+Pages of the source are of no use: the bytes go into a tier, and the mount has pages of its own. On
+a local file system they cost most of the processor time of a cold read. But the cost of direct
+reads differs between file systems, so both ways are measured in turn, and the slower one is given
+up."""
 
 from __future__ import annotations
 
@@ -19,21 +18,21 @@ from monarchfs.engine.units import Unit
 from monarchfs.system.file_system_type import FUSE, file_system_type
 
 LEAST_BYTES = 1 << 20
-"""A file of less is not opened a second time."""
+"""A smaller file is not opened a second time."""
 
 TRIALS = 8
-"""So many units are read in turn this way and that, at first and then again after ``PERIOD``."""
+"""In each ``PERIOD`` of units, the first ones are read directly and normally in turn."""
 PERIOD = 256
 
 SLOWER = 1.25
-"""A direct read may take so many times longer: it leaves the processor and the memory to others."""
+"""A direct read may take this many times longer, as it leaves processor and memory to others."""
 
 
 class DirectDescriptor:
-    """A second descriptor of one open file, with O_DIRECT. For any thread; only ``get`` blocks.
+    """A second descriptor of one open file, with O_DIRECT. Thread-safe; only ``get`` blocks.
 
-    Changing, under the lock: the descriptor, -1 where there is none; whether it was ``closed``;
-    ``opens``, how often the file was opened for it and nobody has counted that."""
+    Changing, under the lock: the descriptor, -1 where there is none; whether it was closed; the
+    number of opens that nobody has counted yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,7 +48,7 @@ class DirectDescriptor:
         opened = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         with self._lock:
             self._opens += 1
-            # Whoever closes the file says so here before: else ``fd`` may be another one's by now.
+            # ``close`` is called before the file is closed, after which ``fd`` may be another file.
             if not self._closed and self._fd < 0:
                 self._fd, opened = opened, -1
             current = self._fd
@@ -58,7 +57,8 @@ class DirectDescriptor:
         return current
 
     def close(self) -> int:
-        """There is to be none any more; the descriptor that has to be closed, or -1."""
+        """No descriptor is opened from now on. Returns the one that the caller has to close, or
+        -1."""
         with self._lock:
             self._closed = True
             fd, self._fd = self._fd, -1
@@ -71,12 +71,15 @@ class DirectDescriptor:
 
 
 class DirectReads:
-    """Of one source. Changing, by any thread and each in one step: how many units were read; how
-    long the last ones took, in seconds a byte; ``_possible``, None until the first one is read."""
+    """Those of one source. Changing, by any thread and each in one step: the number of units read;
+    the durations of the last ones, in seconds a byte, by direct or not; ``_possible``, None until
+    the first one is read."""
 
     def __init__(self) -> None:
         self._count = 0
-        self._took: dict[bool, deque[float]] = {way: deque(maxlen=TRIALS) for way in (False, True)}
+        self._durations: dict[bool, deque[float]] = {
+            way: deque(maxlen=TRIALS) for way in (False, True)
+        }
         self._possible: bool | None = None
 
     def read(self, unit: Unit, fd: int, descriptor: DirectDescriptor) -> bool:
@@ -88,21 +91,21 @@ class DirectReads:
             direct = self._get(fd, descriptor)
         complete = unit.read(fd, direct)
         if complete and size >= LEAST_BYTES:
-            self._took[unit.direct].append((time.monotonic() - began) / size)
+            self._durations[unit.direct].append((time.monotonic() - began) / size)
         if direct >= 0 and not unit.direct:
             self._possible = False
         return complete
 
     def _turn(self, fd: int) -> bool:
         if self._possible is None:
-            # The file system's own server would be told, and might read past its memory, too.
+            # A FUSE server is told of the flag, and might bypass its own cache, too.
             self._possible = not _is_fuse(fd)
         if not self._possible:
             return False
         self._count += 1
         if self._count % PERIOD < TRIALS:
             return self._count % 2 == 0
-        direct, cached = self._took[True], self._took[False]
+        direct, cached = self._durations[True], self._durations[False]
         return not direct or not cached or median(direct) <= SLOWER * median(cached)
 
     def _get(self, fd: int, descriptor: DirectDescriptor) -> int:
@@ -115,7 +118,7 @@ class DirectReads:
 
 
 def _is_fuse(fd: int) -> bool:
-    """Also where nobody can tell."""
+    """True also where that is not known."""
     try:
         return file_system_type(fd) == FUSE
     except OSError:

@@ -109,7 +109,7 @@ class DirHandles:
             try:
                 return self._walk(ref, start)
             except DirectoryChanged:
-                # Perhaps the ancestor we started from is the one that was replaced.
+                # Perhaps the ancestor where this began is the one that was replaced.
                 start = self._root
         return self._walk(ref, start)
 
@@ -125,7 +125,7 @@ class DirHandles:
     def open(self, parent: DirHandle, name: bytes) -> DirHandle:
         """The directory ``name`` in ``parent``, whichever it is now, to be used as ``with``.
 
-        Who is told of a directory can use it from then on, also where others replace it at once.
+        So a directory that was reported can be used even if another one takes its place at once.
         Blocks. Raises DirectoryChanged where there is no such directory, and OSError.
         """
         check_name(name)

@@ -75,8 +75,8 @@ def kind_of(lane: Lane, function: str) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class CallCounts:
-    """Calls of one kind for one purpose: how many were made (one that asks for several names
-    counts as so many), and how long they took that somebody waited for to the end."""
+    """Calls of one kind for one purpose: the number made (one that asks for several names counts as
+    several), and the durations of those that were waited for to the end."""
 
     operations: int = 0
     durations: Histogram = field(default_factory=lambda: Histogram(DURATION_BOUNDS_NS[2:]))
@@ -91,10 +91,10 @@ def _no_calls() -> dict[tuple[str, str], CallCounts]:
 class SourceCounters:
     """What was asked of the source. Changed in the event loop only.
 
-    ``operations`` counts calls when they are made; ``seconds`` sums the time they spent in the
-    source, of those that somebody still waited for; ``errors`` are calls that failed in a way that
-    says something about the source, not about the file asked for; ``stuck`` is a gauge. ``calls``
-    has the same by (purpose, operation), ``errors_by`` by errno.
+    ``operations`` counts calls when they are made. ``seconds`` is the time that they spent in the
+    source, of those that were waited for to the end. ``errors`` counts failures that concern the
+    source, not the file. ``stuck`` is a gauge. ``calls`` has the same by (purpose, operation),
+    ``errors_by`` by errno.
     """
 
     operations: int = 0
@@ -144,7 +144,7 @@ class LaneThreads:
         return len(self.running) > self.stuck(time.monotonic() - stuck_seconds)
 
     def oldest_seconds(self) -> float:
-        """How long the call has been in the source that has been there longest; 0 for none."""
+        """How long the oldest call has been in the source; 0 for none."""
         for call in list(self.running):
             return time.monotonic() - call.started
         return 0.0

@@ -54,8 +54,8 @@ class Layout(NamedTuple):
         return None
 
     def span(self, offset: int, most: int) -> int:
-        """How many bytes to read at once of what lies around ``offset``, at most ``most``: no more
-        than lie together on one storage target."""
+        """How many bytes to read in one call at ``offset``, at most ``most``: no more than lie in
+        one piece on one storage target."""
         for part in self.parts:
             if part.start <= offset < part.end and len(part.targets) > 1:
                 return min(most, part.stripe_bytes)

@@ -37,7 +37,7 @@ class OpenFiles:
         st = os.fstat(fd)
         if len(data) < size and offset + len(data) < st.st_size:
             data, st = _read_on(fd, offset, size, data)
-        # The mount's own pages have them now, or a tier: not to be in memory twice or three times.
+        # The mount's own pages or a tier have the bytes: they shall not be in memory twice.
         if data:
             _advise(fd, offset, len(data), os.POSIX_FADV_DONTNEED)
         return data, SourceVersion(
@@ -50,16 +50,15 @@ class OpenFiles:
         return self.read(fd, offset, size)
 
     def read_once(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
-        """``read`` of what is kept: nothing beyond it is read. Somebody may be fetching what
-        follows, and what is read ahead and dropped for want of memory is read twice. Fetches of a
-        file run side by side, so the kernel goes on as it was told until ``read_for_reader``."""
+        """``read`` of what is kept, without the kernel's readahead. Another call may be fetching
+        what follows; and where memory is short, readahead pages are dropped and read twice. Calls
+        for one file run side by side, so this holds until ``read_for_reader``."""
         _advise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return self.read(fd, offset, size)
 
     def read_unit(self, fd: int, direct: DirectDescriptor, unit: Unit) -> int:
-        """``read_once`` of what goes from there into a tier; how many bytes. ``direct`` is of the
-        same file. Raises SourceChanged where another version lies there: what came before that is
-        good."""
+        """``read_once`` of a unit; returns its bytes. ``direct`` is of the same file. Raises
+        SourceChanged if the file has another version now; blocks that came before are good."""
         if not self._direct.read(unit, fd, direct):
             raise SourceChanged("it changed while it was read")
         return unit.read_bytes

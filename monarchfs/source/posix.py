@@ -94,12 +94,12 @@ class PosixSource(OpenFiles):
         self._dirs.forget(path)
 
     def opened_directory(self, directory: DirRef) -> DirHandle | None:
-        """A descriptor (O_PATH) of a directory, to be used as ``with``, if it is open already: the
-        source is not asked."""
+        """A descriptor (O_PATH) of a directory, for ``with``, if it is open already: the source is
+        not asked."""
         return self._dirs.known(directory)
 
     def open_directory(self, directory: DirRef) -> None:
-        """Have it open for a while: ``opened_directory``. Raises OSError, SourceChanged."""
+        """Open it for a while, for ``opened_directory``. Raises OSError, SourceChanged."""
         with self._dirs.acquire(directory):
             return
 
@@ -239,7 +239,7 @@ class PosixSource(OpenFiles):
         try:
             if self.has_layouts:
                 self.layout(fd)
-            # From the server: of bytes in this node's memory some file systems tell it nothing.
+            # From the server: some file systems do not report reads of cached bytes to it.
             os.posix_fadvise(fd, 0, 1, os.POSIX_FADV_DONTNEED)
             os.pread(fd, 1, 0)
         finally:

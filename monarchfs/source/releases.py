@@ -1,8 +1,8 @@
-"""What the source gave is given back: by few threads, and later if need be.
+"""Closing what was opened of the source, in few threads.
 
-close(2) of a network file system may tell a server, and hang with it. Nobody waits for that here,
-so there is a queue. What cannot be done now, because no thread can be started or all hang, waits in
-it: it is never forgotten.
+close(2) of a network file system may ask a server, and hang with it. No caller waits for that, so
+there is a queue. What cannot be closed now, because no thread can be started or all hang, waits in
+the queue and is never forgotten.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 FEW_THREADS = 4
 MOST_THREADS = 64
-"""As many as that where the others hang."""
+"""The limit where others hang."""
 
 Release = Callable[[], object]
 StartThread = Callable[[Callable[[], None], Callable[[outcome.Outcome[None]], None]], None]
@@ -39,8 +39,8 @@ class Releases:
         stuck_seconds: float = 1.0,
         start_thread: StartThread = trio.lowlevel.start_thread_soon,
     ) -> None:
-        """A thread that is at one thing for ``stuck_seconds`` hangs. ``start_thread`` raises
-        RuntimeError where there can be none."""
+        """A thread that is in one call for ``stuck_seconds`` hangs. ``start_thread`` raises
+        RuntimeError where no thread can be started."""
         self._stuck_seconds = stuck_seconds
         self._start_thread = start_thread
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class Releases:
 
     @property
     def pending(self) -> int:
-        """How much is not done yet."""
+        """The number of releases that are not done yet."""
         return len(self._waiting) + len(self._since)
 
     @property
@@ -64,7 +64,7 @@ class Releases:
         self.go_on()
 
     def go_on(self) -> None:
-        """See whether another thread is needed, and can be had. Now and then."""
+        """Start another thread if one is needed and can be had. To be called now and then."""
         with self._lock:
             before = time.monotonic() - self._stuck_seconds
             stuck = sum(since <= before for since in self._since.values())

@@ -1,4 +1,4 @@
-"""What tells that a replica still holds the bytes that were copied.
+"""Checksums: whether a replica still holds the bytes that were copied.
 
 Each block of 128 KiB (the last one of a file may be shorter) has a digest, XXH3 with 64 bits; the
 checksum of a file is the digest of its blocks' digests, so that a copy that arrives in any order

@@ -123,7 +123,7 @@ def write_sparse(fd: int, offset: int, data: Data) -> None:
 
 
 def _is_hole(chunk: memoryview) -> bool:
-    # The first and last byte tell nearly always, and then cost nothing.
+    # Looking at the first and last byte is nearly always enough.
     return chunk[0] == 0 and chunk[-1] == 0 and bytes(chunk) == _ZEROS[: len(chunk)]
 
 

@@ -84,7 +84,7 @@ def tell(channel_fd: int, message: dict[str, Any]) -> None:
 
 
 def wait_to_begin(channel_fd: int) -> dict[str, Any] | None:
-    """Say that this process could take over, and wait to be told; None: it is not wanted."""
+    """Report that this process could take over, and wait for the order; None: it is not wanted."""
     tell(channel_fd, {"event": "loaded"})
     with socket.socket(fileno=os.dup(channel_fd)) as channel:
         message = channel.recv(CHANNEL_BYTES)

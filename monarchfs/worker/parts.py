@@ -164,8 +164,8 @@ class Parts:
             )
         self.files = Files(
             *(self.tree, self.cache, self.copier, self.metrics, self.kernel, opens),
-            on_open=_ignore if self.ahead is None else self.ahead.opened,
-            on_local_open=_ignore if self.touch is None else self.touch.opened,
+            on_open=None if self.ahead is None else self.ahead.opened,
+            on_local_open=None if self.touch is None else self.touch.opened,
         )
         self.reasons = Reasons(self.files.residency, self.cache, self.copier)
         finder = Finder(self.tree, [os.fsencode(config.mountpoint), os.fsencode(config.source)])
@@ -277,10 +277,6 @@ class Parts:
         self.relay.counts.count()
         self.arrivals.look()
         self._kept.save()
-
-
-def _ignore(*_what: object) -> None:
-    """Where nobody has to know what is opened."""
 
 
 def _exporter(parts: Parts, descriptor: int | None) -> Exporter | None:

@@ -61,7 +61,7 @@ class Worker(Parts):
             await self.tree.attributes.load_root()
 
     def _take_over(self) -> None:
-        """What an earlier worker knew and no record tells is taken to be so."""
+        """Where only an earlier worker knew something, assume the worst."""
         self._interrupted = self.index.under_way()
         self.tree.recorder.take_over(self.slots.moved_ns)
         self.files.racy_opens.take_over(self._mount_ns, time.time_ns())
