@@ -50,10 +50,6 @@ _EVICTED = {
 }
 
 
-def _forget_no_pages(ino: int) -> None:
-    """Where no kernel is asking."""
-
-
 class ReplicaHolder(Protocol):
     """Who opens replicas without ``OpenReplica``. Its methods raise nothing."""
 
@@ -116,9 +112,9 @@ class Records:
         self.readers = readers
         self.reasons = ReasonLog()
         self._noticed: Callable[[int], None] = self._mark_outdated
-        self.room_appeared: Callable[[], object] = _nobody_waits
+        self.room_appeared: Callable[[], object] = lambda: None
         """Called when files that found no tier may find one now."""
-        self._forget_pages: Callable[[int], None] = _forget_no_pages
+        self._forget_pages: Callable[[int], object] = lambda ino: None
         self._holder: ReplicaHolder = NoHolder()
         self._open: dict[int, OpenReplica] = {}
         self._busy: dict[int, bytes] = {}
@@ -163,7 +159,7 @@ class Records:
         self,
         noticed: Callable[[int], None],
         holder: ReplicaHolder | None = None,
-        forget_pages: Callable[[int], None] = _forget_no_pages,
+        forget_pages: Callable[[int], object] = lambda ino: None,
     ) -> None:
         """Those who need the cache to be made, and whom it has to tell: ``noticed`` of an inode
         whose version the source was seen not to have any more, ``forget_pages`` of one of which the
@@ -275,7 +271,3 @@ class Records:
     def _begin_move(self, action: Move) -> None:
         """Moves are begun one level up (``Moves``)."""
         raise NotImplementedError
-
-
-def _nobody_waits() -> None:
-    """Where nothing is copied."""

@@ -9,11 +9,18 @@ from enum import Enum
 
 from monarchfs.types import Space
 
+
+class Event:
+    """What placement is told."""
+
+    __slots__ = ()
+
+
 # Events: the tiers.
 
 
 @dataclass(frozen=True, slots=True)
-class TierSeen:
+class TierSeen(Event):
     """A tier's capacity and the room on its file system, as just read.
 
     A tier takes nothing before the first; sent again from time to time: room that others gave back
@@ -36,7 +43,7 @@ class TierSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Event):
     """The replicas that the tier held when it was mounted, in place of what was known of it: those
     with a record, in all states. What is leaving stays leaving.
 
@@ -49,7 +56,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class TierLost:
+class TierLost(Event):
     """The tier cannot be used: nothing is placed there and nothing evicted. What it holds, and what
     is leaving it, stays counted."""
 
@@ -58,7 +65,7 @@ class TierLost:
 
 
 @dataclass(frozen=True, slots=True)
-class TierBack:
+class TierBack(Event):
     """The tier can be used again."""
 
     tier: int
@@ -68,7 +75,7 @@ class TierBack:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Event):
     """A file that has no replica should get one. Answered by ``Evict``..., ``Place``, or by
     ``Refuse``. ``evicts``: others may go for it (somebody opened it, or asked for it)."""
 
@@ -78,7 +85,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class WantedEach:
+class WantedEach(Event):
     """``Wanted`` of each (number, size in bytes). Answered by ``Evict``... and a ``Place`` for each
     of the first of them, up to one that has no room, nor gets any where room is made for all of the
     others at once: each of the rest is to be asked for by itself."""
@@ -88,7 +95,7 @@ class WantedEach:
 
 
 @dataclass(frozen=True, slots=True)
-class RoomWanted:
+class RoomWanted(Event):
     """A partial replica in progress wants to grow. Answered by ``Evict``..., ``Grant``, or by
     ``Refuse``."""
 
@@ -97,14 +104,14 @@ class RoomWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Event):
     """Copies are complete: each (number, bytes) occupies so many, and its reservation ends."""
 
     files: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Suspended:
+class Suspended(Event):
     """A partial copy is put to rest: it occupies ``allocated_bytes``, its reservation ends."""
 
     ino: int
@@ -112,7 +119,7 @@ class Suspended:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(Event):
     """A partial replica at rest, of ``allocated_bytes``, goes on being filled; ``evicts`` as in
     ``Wanted``. Not one that is being moved: that must have failed before."""
 
@@ -123,7 +130,7 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
-class Abandoned:
+class Abandoned(Event):
     """The copy in progress was given up and removed, also what it had before it was resumed.
 
     Of an ``ino`` that has no copy in progress, it passes: clean-up paths may cross.
@@ -133,7 +140,7 @@ class Abandoned:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(Event):
     """The record of a replica of ``allocated_bytes`` is gone, and its file about to be removed: of
     one at rest, or of what a copy resumed from. Ended by ``Evicted`` or ``EvictionFailed``."""
 
@@ -143,7 +150,7 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(Event):
     """The file of an evicted, dropped or moved replica is removed.
 
     ``tier`` matters only where files of the inode are leaving several tiers; without it the one
@@ -155,7 +162,7 @@ class Evicted:
 
 
 @dataclass(frozen=True, slots=True)
-class EvictionFailed:
+class EvictionFailed(Event):
     """It could not be removed, or its record could not: it stays, and counts as a replica."""
 
     ino: int
@@ -163,7 +170,7 @@ class EvictionFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Known(Event):
     """The tier has a replica that an earlier mount left. Without it the policy hears of that
     replica when it is accessed. May come at any time, also late."""
 
@@ -172,7 +179,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Accessed:
+class Accessed(Event):
     """A replica was opened. Said of every one where the policy tracks accesses, else at least of
     complete ones outside the fastest tier. Answered by nothing, or ``Evict``, ``Move``."""
 
@@ -181,7 +188,7 @@ class Accessed:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(Event):
     """The replica lies in the tier where it was to go, and its record says so. It occupies
     ``allocated_bytes`` there; the file in the old tier is about to be removed, which ``Evicted`` or
     ``EvictionFailed`` ends. May be answered by the ``Move`` of another one, for which it made room.
@@ -192,33 +199,12 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class MoveFailed:
+class MoveFailed(Event):
     """The replica stays where it was (or was dropped); what was written elsewhere is removed. May
     be answered by ``Evict``."""
 
     ino: int
 
-
-Event = (
-    TierSeen
-    | Loaded
-    | TierLost
-    | TierBack
-    | Wanted
-    | WantedEach
-    | RoomWanted
-    | Stored
-    | Suspended
-    | Resumed
-    | Abandoned
-    | Dropped
-    | Evicted
-    | EvictionFailed
-    | Known
-    | Accessed
-    | Moved
-    | MoveFailed
-)
 
 # Actions.
 

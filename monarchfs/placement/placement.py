@@ -47,11 +47,10 @@ from monarchfs.placement.events import (
 )
 from monarchfs.placement.ledger import Ledger, reservation
 from monarchfs.placement.policies import make_policy
-from monarchfs.placement.replica_lookup import ReplicaLookup
 from monarchfs.placement.shifting import Shifting
 from monarchfs.placement.traffic import Traffic
 from monarchfs.placement.under_way import CopiesUnderWay
-from monarchfs.placement.victims import Budget, Victims
+from monarchfs.placement.victims import Budget, ReplicaLookup, Victims
 from monarchfs.types import EvictionPolicy
 
 PARTIAL_MIN_BYTES = 64 << 20

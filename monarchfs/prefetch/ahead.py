@@ -245,10 +245,8 @@ class Ahead:
             for entry, node, *_ in batch
             if node is None and entry.type in WANTED and entry.name not in (b".", b"..")
         ]
-        found: list[Node | None] = []
-        if unknown:
-            find_each = self._tree.names.find_each
-            found = await find_each(directory, unknown, Lane.BACKGROUND, publish=True)
+        find_each = self._tree.names.find_each
+        found = await find_each(directory, unknown, Lane.BACKGROUND, publish=True)
         self.names += len(unknown)
         nodes = dict(zip(unknown, found, strict=True))
         known = [node or nodes.get(entry.name) for entry, node, *_ in batch]

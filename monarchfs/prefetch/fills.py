@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Awaitable, Callable
 
 import trio
 
@@ -62,36 +63,29 @@ class Fills:
         Asks the source for a descriptor, and so for permission, unless that was done already.
         Raises the source's OSError, or SourceChanged where it holds another version now.
         """
-        fill = self._to_read(node)
-        fill.handles += 1
-        try:
-            await fill.remote.open(Lane.DEMAND)
-        except BaseException:
-            fill.release()
-            raise
-        return fill
+        return await self._opened(node, lambda fill: fill.remote.open(Lane.DEMAND))
 
     async def open_as_is(self, node: Node) -> Fill:
         """The same for an outdated node: what is read is what the source has now at its place, or
         what those read who have it open already; nothing of it is kept. Raises as ``open``,
         SourceChanged where the directory lies elsewhere."""
-        fill = self._to_read(node)
-        fill.handles += 1
-        try:
-            await fill.open_as_is()
-        except BaseException:
-            fill.release()
-            raise
+        fill = await self._opened(node, Fill.open_as_is)
         fill.outdated()
         return fill
 
-    def _to_read(self, node: Node) -> Fill:
+    async def _opened(self, node: Node, opening: Callable[[Fill], Awaitable[object]]) -> Fill:
         fill = self._files.get(node.ino)
         if fill is None:
             fill = self._make(node)
             held_elsewhere = self._cache.readers.hold(node.ino, held=True)
             if not held_elsewhere and self.small is not None:
                 self.small.leave(node.ino)
+        fill.handles += 1
+        try:
+            await opening(fill)
+        except BaseException:
+            fill.release()
+            raise
         return fill
 
     def to_copy(self, node: Node) -> Fill | None:

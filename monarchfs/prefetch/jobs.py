@@ -62,7 +62,7 @@ class CopyJobs:
         if fill is not None and fill.in_background:
             if priority < fill.priority:
                 self.background.remove(fill)
-                self._insert(fill, priority)
+                self.begin(fill, priority)
         elif self.queue.push(ino, priority):
             self.wakes.unpark_all()
 
@@ -85,13 +85,9 @@ class CopyJobs:
 
     def begin(self, fill: Fill, priority: Priority) -> None:
         """It is copied from now on."""
-        fill.in_background = True
-        self._insert(fill, priority)
-        self.wakes.unpark_all()
-
-    def _insert(self, fill: Fill, priority: Priority) -> None:
-        fill.priority = priority
+        fill.in_background, fill.priority = True, priority
         insort(self.background, fill, key=lambda fill: fill.priority)
+        self.wakes.unpark_all()
 
     def end(self, fill: Fill) -> None:
         """Nothing more is to be fetched of it."""

@@ -76,7 +76,3 @@ class CopyQueue:
     def peek(self) -> tuple[int, Priority] | None:
         """What ``pop`` would give."""
         return None if self.first is Priority.NOBODY else (self._heap[0][2], self._heap[0][0])
-
-    def discard(self, ino: int) -> None:
-        """Nobody wants it any more."""
-        self._best.pop(ino, None)

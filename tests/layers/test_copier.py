@@ -389,7 +389,7 @@ def test_the_queue_says_whose_turn_it_is() -> None:
     turns.append(queue.first)
     assert queue.pop() == (2, Priority.OPENED)
     turns.append(queue.first)
-    queue.discard(1)
+    assert queue.pop() == (1, Priority.SCANNED)
     turns.append(queue.first)
     assert turns == [Priority.NOBODY, Priority.OPENED, Priority.SCANNED, Priority.NOBODY]
     assert queue.pop() is None
