@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import trio
 
-from monarchfs.cache.filling import OUT_OF_DESCRIPTORS
 from monarchfs.cache.groups import Groups
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica
+from monarchfs.cache.rooms import OUT_OF_DESCRIPTORS
 from monarchfs.cache.scrub import Scrub
 from monarchfs.index.index import Index
 from monarchfs.placement.events import Accessed, Known, Loaded

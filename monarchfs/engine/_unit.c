@@ -7,6 +7,8 @@
 #define XXH_INLINE_ALL
 #include "_unit.h"
 
+#include "../fuse/_counts.h"
+
 #include <xxhash.h>
 
 #include <errno.h>
@@ -199,13 +201,6 @@ static void tell(const struct unit *unit, unsigned n, enum chunk_state state)
 
 /* -- from the source */
 
-static int64_t now_ns(void)
-{
-	struct timespec now;
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
 static bool same_time(const struct timespec *one, const struct timespec *other)
 {
 	return one->tv_sec == other->tv_sec && one->tv_nsec == other->tv_nsec;
@@ -311,7 +306,7 @@ static void put(struct unit *unit, unsigned n, struct block *block)
 		leave_block(block);
 }
 
-static unsigned next_step(unsigned step, int64_t took_ns)
+static unsigned next_step(unsigned step, uint64_t took_ns)
 {
 	if (took_ns > SLOW_NS)
 		return step * 2 < MOST_BLOCKS ? step * 2 : MOST_BLOCKS;
@@ -324,7 +319,7 @@ static enum unit_end read_each(struct unit *unit, struct unit_source *source, ui
 	enum unit_end end;
 	unsigned count, step = 1;
 	for (unsigned n = 0; n < unit->count; n += count) {
-		int64_t began_ns = now_ns();
+		uint64_t began_ns = monotonic_ns();
 		count = step < unit->count - n ? step : unit->count - n;
 		end = read_blocks(unit, source, n, count, blocks);
 		if (end == UNIT_FAILED && errno == EINVAL && source->direct >= 0) {
@@ -334,7 +329,7 @@ static enum unit_end read_each(struct unit *unit, struct unit_source *source, ui
 		}
 		if (end != UNIT_READ)
 			return end;
-		step = next_step(step, now_ns() - began_ns);
+		step = next_step(step, monotonic_ns() - began_ns);
 		for (unsigned each = 0; each < count; each++) {
 			*bytes += size_of(unit, n + each);
 			put(unit, n + each, blocks[each]);
@@ -436,7 +431,7 @@ int unit_write(struct unit *unit, int fd, int64_t wait_ns)
 	unsigned n;
 	pthread_mutex_lock(&unit->lock);
 	for (;;) {
-		int64_t until_ns = now_ns() + wait_ns;
+		int64_t until_ns = (int64_t)monotonic_ns() + wait_ns;
 		struct timespec until = {until_ns / 1000000000, until_ns % 1000000000};
 		found = next_block(unit, &until, &n);
 		if (found <= 0)

@@ -103,8 +103,7 @@ class Misses:
         if number is None:
             return False
         version = stat.ino, stat.size, stat.mtime_ns, stat.ctime_ns
-        known: bool = self._hooks.misses_put(node.ino, number, node.name, *version)
-        return known
+        return bool(self._hooks.misses_put(node.ino, number, node.name, *version))
 
     def _directory(self, ino: int) -> int | None:
         number = self._directories.get(ino)
@@ -164,8 +163,7 @@ class Misses:
     def hold(self, ino: int, *, held: bool) -> bool:
         """Python reads the file from the source, or not any more. Whether it is being read here, or
         was and ``served`` tells of it; if not, what was to be fetched is not."""
-        busy: bool = self._hooks.misses_hold(ino, held)
-        return busy
+        return bool(self._hooks.misses_hold(ino, held))
 
     def served(self) -> list[Served]:
         """What was served since this was called last, oldest first."""

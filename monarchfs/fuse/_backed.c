@@ -49,7 +49,7 @@ bool backed_open(uint64_t ino, uint64_t unique, uint64_t *fh, uint32_t *backing_
 		if (added > 0) /* Python answers with it */
 			table_opened(*fh, true);
 		resident_unuse(ino);
-		count(COUNT_BACKED_OPENS, done && *backing_id);
+		counts_add(COUNT_BACKED_OPENS, done && *backing_id);
 	}
 	pthread_mutex_unlock(&lock);
 	return done;

@@ -2,8 +2,8 @@
 #define _GNU_SOURCE
 #include "_counts.h"
 
+#include <stddef.h>
 #include <string.h>
-#include <time.h>
 
 static uint64_t bounds_ns[MOST_BOUNDS];
 static unsigned bounds;
@@ -15,12 +15,12 @@ void counts_start(const uint64_t *given_ns, unsigned given)
 	memcpy(bounds_ns, given_ns, given * sizeof(*bounds_ns));
 }
 
-void count(enum count of, uint64_t more)
+void counts_add(enum count of, uint64_t more)
 {
 	__atomic_fetch_add(&counts.numbers[of], more, __ATOMIC_RELAXED);
 }
 
-void count_duration(enum duration of, uint64_t took_ns)
+void counts_time(enum duration of, uint64_t took_ns)
 {
 	struct durations *durations = &counts.durations[of];
 	unsigned bucket = 0;
@@ -35,11 +35,4 @@ void counts_read(struct counts *to)
 	const uint64_t *from = (const uint64_t *)&counts;
 	for (size_t i = 0; i < sizeof(counts) / sizeof(*from); i++)
 		((uint64_t *)to)[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
-}
-
-uint64_t monotonic_ns(void)
-{
-	struct timespec now;
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
 }

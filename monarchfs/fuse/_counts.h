@@ -3,6 +3,7 @@
 #define MONARCHFS_COUNTS_H
 
 #include <stdint.h>
+#include <time.h>
 
 #define MOST_BOUNDS 32
 
@@ -44,14 +45,18 @@ struct counts {
 /* `bounds_ns`: of durations.took, rising; at most MOST_BOUNDS. Before the threads. */
 void counts_start(const uint64_t *bounds_ns, unsigned bounds);
 
-void count(enum count of, uint64_t more);
+void counts_add(enum count of, uint64_t more);
 
 /* One more that took so long. */
-void count_duration(enum duration of, uint64_t took_ns);
+void counts_time(enum duration of, uint64_t took_ns);
 
 void counts_read(struct counts *to);
 
-/* CLOCK_MONOTONIC. */
-uint64_t monotonic_ns(void);
+static inline uint64_t monotonic_ns(void)
+{
+	struct timespec now;
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
 
 #endif

@@ -15,11 +15,12 @@
 
 #include "_handoff.h"
 
+#include "_counts.h"
+
 #include <linux/fuse.h>
 
 #include <poll.h>
 #include <pthread.h>
-#include <time.h>
 
 /* So long is waited for the next. The kernel adds 50 us to it (PR_SET_TIMERSLACK). */
 #define NEXT_NS 200000
@@ -33,14 +34,7 @@ static unsigned waiting; /* for `lock`, or have it, of those who want to answer 
 /* No more wait for each other: the other threads answer reads meanwhile. */
 #define MOST_WAITING 3
 
-int64_t handoff_now_ns(void)
-{
-	struct timespec now;
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-bool handoff_wait(handoff_answer answer, int news_fd, int64_t until_ns)
+bool handoff_wait(handoff_answer answer, int news_fd, uint64_t until_ns)
 {
 	struct pollfd news = {.fd = news_fd, .events = POLLIN};
 	const struct timespec next = {.tv_nsec = NEXT_NS};
@@ -48,7 +42,7 @@ bool handoff_wait(handoff_answer answer, int news_fd, int64_t until_ns)
 	Py_BEGIN_ALLOW_THREADS
 	pthread_mutex_lock(&lock);
 	answer_now = answer;
-	for (unsigned before = answered - 1; before != answered && handoff_now_ns() < until_ns;) {
+	for (unsigned before = answered - 1; before != answered && monotonic_ns() < until_ns;) {
 		before = answered;
 		pthread_mutex_unlock(&lock);
 		ready = ppoll(&news, 1, &next, NULL);

@@ -13,11 +13,9 @@ typedef bool (*handoff_answer)(const void *request, size_t length);
 /* The event loop's thread has just answered a request: wait for the next as long as they keep coming,
  * until `until_ns` (CLOCK_MONOTONIC) at most. Whether `news_fd` is readable. The caller holds the GIL,
  * which is free meanwhile. */
-bool handoff_wait(handoff_answer answer, int news_fd, int64_t until_ns);
+bool handoff_wait(handoff_answer answer, int news_fd, uint64_t until_ns);
 
 /* For any other thread, without the GIL: whether a request is answered by now. */
 bool handoff_answered(const void *request, size_t length);
-
-int64_t handoff_now_ns(void);
 
 #endif

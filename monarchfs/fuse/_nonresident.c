@@ -334,8 +334,8 @@ static void drop_pages(const struct job *job)
 
 static void count_source(const struct job *job, uint64_t took_ns)
 {
-	count(COUNT_SOURCE_BYTES, job->size);
-	count_duration(TIME_SOURCE, took_ns);
+	counts_add(COUNT_SOURCE_BYTES, job->size);
+	counts_time(TIME_SOURCE, took_ns);
 }
 
 /* As errand.run. */
@@ -493,8 +493,7 @@ bool nonresident_took(const void *request, size_t length, struct lane *lane, uin
 	job.file = *find(in->nodeid);
 	bool took = job.file && arg->offset < job.file->size;
 	if (took) {
-		uint64_t rest = job.file->size - arg->offset;
-		job.size = rest < arg->size ? (size_t)rest : arg->size;
+		job.size = reply_size(arg, job.file->size);
 		took = is_ours(&job);
 	}
 	if (took) {

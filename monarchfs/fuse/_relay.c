@@ -96,18 +96,13 @@ static bool answer_read(const struct fuse_in_header *in, struct lane *lane, uint
 	struct reading reading;
 	if (!resident_enter(in->nodeid, arg->offset, &reading))
 		return false;
-	size_t size = 0;
-	if (arg->offset < reading.size) {
-		uint64_t rest = reading.size - arg->offset;
-		size = rest < arg->size ? (size_t)rest : arg->size;
-	}
 	const struct read_reply reply = {
 		.unique = in->unique,
 		.started_ns = started_ns,
 		.counted = TIME_READ_LOCAL,
 		.fd = reading.fd,
 		.offset = reading.start + arg->offset,
-		.size = size,
+		.size = reply_size(arg, reading.size),
 	};
 	bool answered = reply_from(lane, &reply);
 	resident_leave(&reading);
@@ -128,9 +123,9 @@ static void answer_with_handle(uint64_t unique, uint64_t fh, const void *out, si
 		.in = {.len = sizeof(end), .opcode = FUSE_RELEASE},
 		.release = {.fh = fh},
 	};
-	bool accepted = reply(unique, 0, out, length);
+	bool accepted = reply_with(unique, 0, out, length);
 	if (accepted)
-		count_duration(counted, monotonic_ns() - started_ns);
+		counts_time(counted, monotonic_ns() - started_ns);
 	if (table_opened(fh, accepted))
 		put_last((const char *)&end, sizeof(end), NEW);
 }
@@ -159,7 +154,7 @@ static bool answer_open(const struct fuse_in_header *in, bool again, uint64_t st
 {
 	const struct fuse_open_in *arg = (const void *)(in + 1);
 	if (free_opens)
-		return reply(in->unique, -ENOSYS, NULL, 0), true;
+		return reply_with(in->unique, -ENOSYS, NULL, 0), true;
 	if ((arg->flags & O_ACCMODE) != O_RDONLY)
 		return false;
 	if (!__atomic_load_n(&opens_here, __ATOMIC_RELAXED))
@@ -184,7 +179,7 @@ static bool answer_release(const struct fuse_in_header *in)
 	uint64_t ino = table_end(arg->fh, true, &owned);
 	if (ino)
 		misses_released(ino);
-	return !owned && (reply(in->unique, 0, NULL, 0), true);
+	return !owned && (reply_with(in->unique, 0, NULL, 0), true);
 }
 
 /* Of a name that is known. It ends with a zero. */
@@ -194,8 +189,8 @@ static bool answer_lookup(const struct fuse_in_header *in, size_t body, uint64_t
 	struct fuse_entry_out out;
 	if (!body || name[body - 1] || !names_enter(in->nodeid, name, body - 1, &out))
 		return false;
-	if (reply(in->unique, 0, &out, sizeof(out)))
-		count_duration(TIME_LOOKUP, monotonic_ns() - started_ns);
+	if (reply_with(in->unique, 0, &out, sizeof(out)))
+		counts_time(TIME_LOOKUP, monotonic_ns() - started_ns);
 	names_leave();
 	return true;
 }
@@ -208,7 +203,7 @@ static bool answer_getxattr(const struct fuse_in_header *in, size_t body)
 	    !memchr(name, 0, body - sizeof(struct fuse_getxattr_in)))
 		return false;
 	int error = absent_errno(in->nodeid, name);
-	return error && (reply(in->unique, -error, NULL, 0), true);
+	return error && (reply_with(in->unique, -error, NULL, 0), true);
 }
 
 /* Whether it is answered, or will be. `lane`: NULL: what would have to wait is not. `again`: an earlier
@@ -284,7 +279,7 @@ static void put_last(const char *bytes, size_t length, enum relay_past past)
 	struct request *request = new_for(sizeof(*request), length);
 	*request = (struct request){.past = past, .length = length};
 	memcpy(request->bytes, bytes, length);
-	count(COUNT_QUEUED, 1);
+	counts_add(COUNT_QUEUED, 1);
 	pthread_mutex_lock(&queue_lock);
 	bool news = !first;
 	*last = request;

@@ -13,8 +13,6 @@
 
 #include "_table.h"
 
-#include <linux/fuse.h>
-
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/uio.h>
@@ -29,6 +27,12 @@ static int fuse_fd = -1;
 void reply_start(int fd)
 {
 	fuse_fd = fd;
+}
+
+size_t reply_size(const struct fuse_read_in *arg, uint64_t file_size)
+{
+	uint64_t rest = arg->offset < file_size ? file_size - arg->offset : 0;
+	return rest < arg->size ? (size_t)rest : arg->size;
 }
 
 static void close_pipe(struct lane *lane)
@@ -77,7 +81,7 @@ static bool send_parts(uint64_t unique, int error, struct iovec *parts, int coun
 	return sent >= 0;
 }
 
-bool reply(uint64_t unique, int error, const void *body, size_t length)
+bool reply_with(uint64_t unique, int error, const void *body, size_t length)
 {
 	struct iovec parts[] = {{0}, {(void *)body, length}};
 	return send_parts(unique, error, parts, length ? 2 : 1);
@@ -85,8 +89,8 @@ bool reply(uint64_t unique, int error, const void *body, size_t length)
 
 static void count_read(enum duration counted, size_t size, uint64_t started_ns)
 {
-	count(COUNT_BYTES, size);
-	count_duration(counted, monotonic_ns() - started_ns);
+	counts_add(COUNT_BYTES, size);
+	counts_time(counted, monotonic_ns() - started_ns);
 }
 
 bool reply_bytes(uint64_t unique, struct iovec *parts, int parts_count, enum duration counted,
@@ -127,7 +131,7 @@ static enum answered through_buffer(struct lane *lane, const struct read_reply *
 {
 	if (!read_all(of->fd, lane->buffer, of->size, of->offset) || (of->good && !of->good(of->arg)))
 		return NOT_READ;
-	return reply(of->unique, 0, lane->buffer, of->size) ? ANSWERED : NOBODY_WAITS;
+	return reply_with(of->unique, 0, lane->buffer, of->size) ? ANSWERED : NOBODY_WAITS;
 }
 
 static bool fill_pipe(struct lane *lane, const struct read_reply *of)

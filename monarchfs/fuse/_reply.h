@@ -4,6 +4,8 @@
 
 #include "_counts.h"
 
+#include <linux/fuse.h>
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -36,9 +38,12 @@ struct read_reply {
 /* The mounted descriptor. Before any answer. */
 void reply_start(int fuse_fd);
 
+/* How many bytes of a file of so many a READ is answered with. */
+size_t reply_size(const struct fuse_read_in *arg, uint64_t file_size);
+
 /* Answer with so many bytes, or an error. Fails where nobody waits any more: the caller was killed, the
  * request was answered by an earlier worker, or the mount has gone. */
-bool reply(uint64_t unique, int error, const void *body, size_t length);
+bool reply_with(uint64_t unique, int error, const void *body, size_t length);
 
 /* Answer a READ with bytes in memory: parts[1] to parts[count - 1]. The first is for the header. */
 bool reply_bytes(uint64_t unique, struct iovec *parts, int count, enum duration counted,

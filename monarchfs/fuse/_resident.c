@@ -3,8 +3,7 @@
 #include "_resident.h"
 
 #include "_counts.h"
-
-#include <linux/openat2.h>
+#include "_tier_files.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -23,8 +22,6 @@
 #define PLACES (1U << 22)
 #define BLOCK_BITS 6
 #define RING 65536 /* opens that wait for resident_opened, a power of two */
-#define NOT_OPEN UINT32_MAX
-#define FILE_BYTES 64 /* "xx/" + 32 digits + "." + 16 digits, and a terminating zero */
 #define MOST_AT_ONE 200 /* threads at one inode */
 
 struct entry {
@@ -50,29 +47,13 @@ struct entry {
 
 _Static_assert(sizeof(struct entry) == 64, "two cache lines' worth is too much");
 
-/* The descriptor of a replica, or of a segment. Under `lock`. */
-struct file {
-	uint64_t number; /* of the inode, or of the segment */
-	int fd; /* -1: a free place */
-	uint32_t reads; /* under way */
-	uint32_t next; /* in its bucket, or of the free ones */
-	uint8_t tier;
-	bool segment;
-	bool stopped; /* to be closed after the last of them, and in no bucket */
-	bool used; /* since the hand went by */
-};
-
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct entry *entries;
 static uint32_t entry_count, resident_total, stamps;
-static struct file *files;
-static uint32_t *buckets; /* as many as files */
-static uint32_t most_files, hand, first_free = NOT_OPEN;
 static struct {
 	int fd; /* of its directory, if it is known */
 	bool known, served;
 } tiers[MOST_TIERS];
-static uid_t owner;
 static int64_t span_ns;
 static bool by_first_reads, telling;
 static uint64_t ring[RING], ring_head, ring_tail;
@@ -160,73 +141,15 @@ static void leave(struct entry *entry, uint32_t stamp)
 	tidy(entry);
 }
 
-/* -- open files. Under `lock`; what is to be closed is returned, because closing may take long */
+/* -- what it lies in */
 
-static uint64_t number_of(const struct entry *entry)
+static struct tier_file file_of(const struct entry *entry)
 {
-	return entry->in_segment ? entry->segment : entry->ino;
-}
-
-static uint32_t *bucket_of(uint64_t number)
-{
-	return &buckets[(number * 0x9e3779b97f4a7c15ULL >> 32) % most_files];
-}
-
-/* Where the file that the entry's replica lies in is open, or NOT_OPEN. */
-static uint32_t find_file(const struct entry *entry)
-{
-	uint64_t number = number_of(entry);
-	uint32_t place = *bucket_of(number);
-	while (place != NOT_OPEN &&
-	       (files[place].number != number || files[place].tier != entry->tier ||
-		files[place].segment != entry->in_segment))
-		place = files[place].next;
-	return place;
-}
-
-static int release_place(uint32_t place)
-{
-	int fd = files[place].fd;
-	files[place].fd = -1;
-	files[place].next = first_free;
-	first_free = place;
-	return fd;
-}
-
-/* The descriptor is not for reading any more. */
-static int put_down(uint32_t place)
-{
-	if (place == NOT_OPEN)
-		return -1;
-	uint32_t *link = bucket_of(files[place].number);
-	while (*link != place)
-		link = &files[*link].next;
-	*link = files[place].next;
-	if (!files[place].reads)
-		return release_place(place);
-	files[place].stopped = true;
-	return -1;
-}
-
-/* A free place: that of a file that was not read for long (CLOCK); NOT_OPEN where all are busy. */
-static uint32_t find_place(int *to_close)
-{
-	*to_close = -1;
-	for (uint32_t tries = 2 * most_files; first_free == NOT_OPEN && tries; tries--) {
-		uint32_t place = hand;
-		struct file *file = &files[place];
-		hand = (hand + 1) % most_files;
-		if (file->fd < 0 || file->reads || file->stopped)
-			continue;
-		if (file->used)
-			file->used = false;
-		else
-			*to_close = put_down(place);
-	}
-	uint32_t place = first_free;
-	if (place != NOT_OPEN)
-		first_free = files[place].next;
-	return place;
+	return (struct tier_file){
+		.tier = entry->tier,
+		.segment = entry->in_segment,
+		.number = entry->in_segment ? entry->segment : entry->ino,
+	};
 }
 
 static void close_if(int fd)
@@ -240,33 +163,15 @@ static void close_if(int fd)
 int resident_start(unsigned some, uid_t uid, int64_t lasting_ns, bool free_opens,
 		   bool tells)
 {
-	if (files)
-		return -EALREADY;
 	if (!some)
 		return -EINVAL;
-	struct file *memory = calloc(some, sizeof(*memory));
-	uint32_t *heads = malloc(some * sizeof(*heads));
-	if (!memory || !heads) {
-		free(memory);
-		free(heads);
-		return -ENOMEM;
-	}
 	pthread_mutex_lock(&lock);
-	files = memory;
-	buckets = heads;
-	most_files = some;
-	for (uint32_t place = 0; place < some; place++) {
-		files[place] = (struct file){.fd = -1, .next = place + 1};
-		buckets[place] = NOT_OPEN;
-	}
-	files[some - 1].next = NOT_OPEN;
-	first_free = 0;
-	owner = uid;
+	int error = files_start(some, uid);
 	span_ns = lasting_ns;
 	by_first_reads = free_opens;
 	telling = tells;
 	pthread_mutex_unlock(&lock);
-	return 0;
+	return error;
 }
 
 /* Whether both are the same directory. */
@@ -294,12 +199,8 @@ int resident_tier(unsigned tier, int dir_fd)
 		tiers[tier].known = true;
 	}
 	tiers[tier].served = dir_fd >= 0;
-	for (uint32_t place = 0; place < most_files; place++) {
-		const struct file *file = &files[place];
-		if (file->fd >= 0 && file->tier == tier && !file->stopped &&
-		    (own >= 0 || dir_fd < 0))
-			close_if(put_down(place));
-	}
+	if (own >= 0 || dir_fd < 0)
+		files_put_down_all(tier);
 	pthread_mutex_unlock(&lock);
 	return 0;
 }
@@ -327,7 +228,8 @@ static bool same(const struct entry *one, const struct entry *other)
 /* Under `lock`: its replica is not to be read any more. */
 static int take_away(struct entry *entry)
 {
-	int to_close = entry->resident ? put_down(find_file(entry)) : -1;
+	const struct tier_file file = file_of(entry);
+	int to_close = entry->resident ? files_put_down(files_find(&file)) : -1;
 	resident_total -= entry->resident;
 	entry->resident = false;
 	renew(entry);
@@ -344,7 +246,7 @@ bool resident_put(uint64_t ino, const struct replica *replica, bool seen)
 	const struct entry new = as_entry(ino, replica);
 	pthread_mutex_lock(&lock);
 	struct entry *entry = look_up(ino);
-	if (files && ((entry && entry->resident) || resident_total < MOST_RESIDENT))
+	if (files_started() && ((entry && entry->resident) || resident_total < MOST_RESIDENT))
 		entry = make(ino);
 	else
 		entry = NULL;
@@ -405,31 +307,45 @@ bool resident_retire(uint64_t ino)
 	return !busy;
 }
 
-bool resident_reading(uint64_t ino)
+/* What is known of it now. */
+static struct entry look_at(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);
-	struct entry *entry = look_up(ino);
-	bool reading = entry && entry->former;
+	const struct entry *entry = look_up(ino);
+	const struct entry now = entry ? *entry : (struct entry){0};
 	pthread_mutex_unlock(&lock);
-	return reading;
+	return now;
+}
+
+bool resident_reading(uint64_t ino)
+{
+	return look_at(ino).former;
 }
 
 bool resident_has(uint64_t ino)
 {
-	pthread_mutex_lock(&lock);
-	struct entry *entry = look_up(ino);
-	bool has = entry && entry->resident;
-	pthread_mutex_unlock(&lock);
-	return has;
+	return look_at(ino).resident;
 }
 
 bool resident_in_segment(uint64_t ino)
 {
-	pthread_mutex_lock(&lock);
-	struct entry *entry = look_up(ino);
-	bool lies = entry && entry->resident && entry->in_segment;
-	pthread_mutex_unlock(&lock);
-	return lies;
+	const struct entry now = look_at(ino);
+	return now.resident && now.in_segment;
+}
+
+bool resident_used(uint64_t ino)
+{
+	return look_at(ino).uses;
+}
+
+bool resident_seen(uint64_t ino)
+{
+	return look_at(ino).seen;
+}
+
+uint32_t resident_backing(uint64_t ino)
+{
+	return look_at(ino).backing_id;
 }
 
 void resident_use(uint64_t ino)
@@ -452,24 +368,6 @@ void resident_unuse(uint64_t ino)
 	pthread_mutex_unlock(&lock);
 }
 
-bool resident_used(uint64_t ino)
-{
-	pthread_mutex_lock(&lock);
-	struct entry *entry = look_up(ino);
-	bool used = entry && entry->uses;
-	pthread_mutex_unlock(&lock);
-	return used;
-}
-
-bool resident_seen(uint64_t ino)
-{
-	pthread_mutex_lock(&lock);
-	struct entry *entry = look_up(ino);
-	bool seen = entry && entry->seen;
-	pthread_mutex_unlock(&lock);
-	return seen;
-}
-
 bool resident_back(uint64_t ino, uint32_t backing_id)
 {
 	pthread_mutex_lock(&lock);
@@ -480,15 +378,6 @@ bool resident_back(uint64_t ino, uint32_t backing_id)
 	}
 	pthread_mutex_unlock(&lock);
 	return entry;
-}
-
-uint32_t resident_backing(uint64_t ino)
-{
-	pthread_mutex_lock(&lock);
-	const struct entry *entry = look_up(ino);
-	uint32_t backing_id = entry ? entry->backing_id : 0;
-	pthread_mutex_unlock(&lock);
-	return backing_id;
 }
 
 size_t resident_opened(uint64_t *inos, size_t most)
@@ -507,14 +396,14 @@ size_t resident_opened(uint64_t *inos, size_t most)
 static void opened(struct entry *entry)
 {
 	entry->seen = true;
-	count(COUNT_RESIDENT_OPENS, 1);
-	count(COUNT_RESIDENT_BYTES, entry->size);
+	counts_add(COUNT_RESIDENT_OPENS, 1);
+	counts_add(COUNT_RESIDENT_BYTES, entry->size);
 	if (!telling)
 		return;
 	if (ring_head - ring_tail < RING)
 		ring[ring_head++ % RING] = entry->ino;
 	else
-		count(COUNT_UNLISTED_OPENS, 1);
+		counts_add(COUNT_UNLISTED_OPENS, 1);
 }
 
 static int64_t now_ns(void)
@@ -553,65 +442,17 @@ bool resident_open(uint64_t ino)
 	return entry;
 }
 
-/* As store/files.py has it: never through a symbolic link, and not to be held up by a FIFO. */
-static int open_below(int dir_fd, const char *file)
-{
-	const int flags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
-	struct open_how how = {.flags = flags, .resolve = RESOLVE_NO_SYMLINKS};
-	int fd = (int)syscall(SYS_openat2, dir_fd, file, &how, sizeof(how));
-	if (fd >= 0 || (errno != ENOSYS && errno != EPERM))
-		return fd;
-	/* Before Linux 5.6, or forbidden by a container's filter. */
-	char subdir[FILE_BYTES] = {0};
-	size_t length = strcspn(file, "/");
-	memcpy(subdir, file, length);
-	int sub_fd = openat(dir_fd, subdir, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-	if (sub_fd < 0)
-		return -1;
-	fd = openat(sub_fd, file + length + 1, flags);
-	close(sub_fd);
-	return fd;
-}
-
-static char *hex(char *to, uint64_t number, unsigned digits)
-{
-	for (unsigned left = digits; left--; number >>= 4)
-		to[left] = "0123456789abcdef"[number & 15];
-	return to + digits;
-}
-
-static void name_file(char *to, const struct entry *of)
-{
-	if (of->in_segment) {
-		*hex(stpcpy(to, "segments/"), of->segment, 16) = 0;
-		return;
-	}
-	to = hex(to, of->name[0], 2);
-	*to++ = '/';
-	for (unsigned i = 0; i < NAME_BYTES; i++)
-		to = hex(to, of->name[i], 2);
-	*to++ = '.';
-	*hex(to, of->checksum, 16) = 0;
-}
-
-/* Whether a file of so many bytes has the replica. */
-static bool fits(const struct entry *wanted, uint64_t bytes)
-{
-	return wanted->in_segment ? bytes >= wanted->offset + wanted->size : bytes == wanted->size;
-}
-
 static int open_replica(int dir_fd, const struct entry *wanted)
 {
-	char file[FILE_BYTES];
-	name_file(file, wanted);
-	int fd = open_below(dir_fd, file);
-	struct stat st;
-	if (fd >= 0 && (fstat(fd, &st) < 0 || !S_ISREG(st.st_mode) || st.st_uid != owner ||
-			!fits(wanted, (uint64_t)st.st_size))) {
-		close(fd);
-		return -1;
-	}
-	return fd;
+	const struct tier_file file = file_of(wanted);
+	uint64_t bytes;
+	int fd = files_open(dir_fd, &file, wanted->name, wanted->checksum, &bytes);
+	bool fits = wanted->in_segment ? bytes >= wanted->offset + wanted->size :
+					 bytes == wanted->size;
+	if (fd < 0 || fits)
+		return fd;
+	close(fd);
+	return -1;
 }
 
 /* Under `lock`: a read of the entry's replica, in the file at that place, or in one of its own. */
@@ -627,9 +468,7 @@ static void begin(const struct entry *entry, uint32_t place, int fd, struct read
 	};
 	if (place == NOT_OPEN)
 		return;
-	files[place].reads++;
-	files[place].used = true;
-	reading->fd = files[place].fd;
+	reading->fd = files_begin(place);
 	reading->place = (int)place;
 }
 
@@ -643,20 +482,12 @@ static bool take(uint64_t ino, uint32_t stamp, int fd, struct reading *reading, 
 		leave(entry, stamp);
 		return false;
 	}
-	uint32_t place = find_file(entry);
-	if (place != NOT_OPEN) {
+	const struct tier_file file = file_of(entry);
+	uint32_t place = files_find(&file);
+	if (place != NOT_OPEN)
 		*to_close = fd; /* another thread was faster */
-	} else if ((place = find_place(to_close)) != NOT_OPEN) {
-		uint32_t *bucket = bucket_of(number_of(entry));
-		files[place] = (struct file){
-			.number = number_of(entry),
-			.fd = fd,
-			.next = *bucket,
-			.tier = entry->tier,
-			.segment = entry->in_segment,
-		};
-		*bucket = place;
-	}
+	else
+		place = files_add(&file, fd, to_close);
 	begin(entry, place, fd, reading);
 	return true;
 }
@@ -673,7 +504,8 @@ bool resident_enter(uint64_t ino, uint64_t offset, struct reading *reading)
 	if (entry && entry->readers + entry->former >= MOST_AT_ONE)
 		entry = NULL;
 	if (entry) {
-		uint32_t place = find_file(entry);
+		const struct tier_file file = file_of(entry);
+		uint32_t place = files_find(&file);
 		entered = place != NOT_OPEN;
 		entry->readers++;
 		wanted = *entry;
@@ -696,12 +528,8 @@ void resident_leave(const struct reading *reading)
 {
 	int to_close = reading->fd;
 	pthread_mutex_lock(&lock);
-	if (reading->place >= 0) {
-		struct file *file = &files[reading->place];
-		to_close = --file->reads == 0 && file->stopped ?
-				   release_place((uint32_t)reading->place) :
-				   -1;
-	}
+	if (reading->place >= 0)
+		to_close = files_end((uint32_t)reading->place);
 	leave(look_up(reading->ino), reading->stamp);
 	pthread_mutex_unlock(&lock);
 	close_if(to_close);

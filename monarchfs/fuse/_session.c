@@ -274,7 +274,7 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 	ssize_t got;
 	session = se;
 	answering(0);
-	const int64_t until_ns = handoff_now_ns() + TURN_NS;
+	const uint64_t until_ns = monotonic_ns() + TURN_NS;
 	for (bool parks = false;; parks = relaying) {
 		got = relaying ? receive_queued(received) : receive_here(se, received);
 		if (got == -EINTR && parks && handoff_wait(answered_here, news_fd, until_ns))
@@ -297,7 +297,7 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 		else if (!answered(se, in, (size_t)got))
 			break;
 		/* There may be more, but other tasks want their turn, too. */
-		if (handoff_now_ns() > until_ns)
+		if (monotonic_ns() > until_ns)
 			return -EINTR;
 	}
 	if (relaying && !is_handled(in->opcode))
@@ -336,7 +336,8 @@ int fuse_reply_open(fuse_req_t req, const struct fuse_file_info *fi)
 	return sent;
 }
 
-static PyObject *current(PyObject *self, PyObject *unused)
+/* Of the request that was received last, until its handler's first checkpoint. */
+static PyObject *py_current(PyObject *self, PyObject *unused)
 {
 	(void)self;
 	(void)unused;
@@ -344,7 +345,8 @@ static PyObject *current(PyObject *self, PyObject *unused)
 			     (unsigned long long)current_node);
 }
 
-static PyObject *back_open(PyObject *self, PyObject *args)
+/* The open that is answered with this handle next has the kernel read the backing file. */
+static PyObject *py_back_open(PyObject *self, PyObject *args)
 {
 	unsigned long long fh;
 	int id;
@@ -356,33 +358,36 @@ static PyObject *back_open(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-static PyObject *set_interrupt_handler(PyObject *self, PyObject *handler)
+static PyObject *set_handler(PyObject **place, PyObject *handler)
 {
-	(void)self;
 	if (handler != Py_None && !PyCallable_Check(handler)) {
 		PyErr_SetString(PyExc_TypeError, "the handler must be callable or None");
 		return NULL;
 	}
-	PyObject *old = on_interrupt;
-	on_interrupt = handler == Py_None ? NULL : Py_NewRef(handler);
+	PyObject *old = *place;
+	*place = handler == Py_None ? NULL : Py_NewRef(handler);
 	Py_XDECREF(old);
 	Py_RETURN_NONE;
 }
 
-static PyObject *set_request_handler(PyObject *self, PyObject *handler)
+/* handler(unique) is called when the kernel says that the process that waits for this request got a signal;
+ * False says that it is not known. None: interrupts go to libfuse, which ignores them. */
+static PyObject *py_set_interrupt_handler(PyObject *self, PyObject *handler)
 {
 	(void)self;
-	if (handler != Py_None && !PyCallable_Check(handler)) {
-		PyErr_SetString(PyExc_TypeError, "the handler must be callable or None");
-		return NULL;
-	}
-	PyObject *old = on_request;
-	on_request = handler == Py_None ? NULL : Py_NewRef(handler);
-	Py_XDECREF(old);
-	Py_RETURN_NONE;
+	return set_handler(&on_interrupt, handler);
 }
 
-static PyObject *read_directly(PyObject *self, PyObject *unused)
+/* handler(opcode, node id, body) is called with requests that it may answer at once: bytes are the body of the
+ * answer, a number its errno; None leaves the request to pyfuse3, True has the threads' code try it again. */
+static PyObject *py_set_request_handler(PyObject *self, PyObject *handler)
+{
+	(void)self;
+	return set_handler(&on_request, handler);
+}
+
+/* There will be no threads: pyfuse3 waits for libfuse's descriptor. Before its init. */
+static PyObject *py_read_directly(PyObject *self, PyObject *unused)
 {
 	(void)self;
 	(void)unused;
@@ -390,7 +395,8 @@ static PyObject *read_directly(PyObject *self, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
-static PyObject *start_relay(PyObject *self, PyObject *args)
+/* See _relay.h. False where pyfuse3 does not wait for what it should. */
+static PyObject *py_start_relay(PyObject *self, PyObject *args)
 {
 	int init_fd, fd;
 	unsigned threads, waiting_reads, bounds = 0;
@@ -410,55 +416,44 @@ static PyObject *start_relay(PyObject *self, PyObject *args)
 		Py_RETURN_FALSE;
 	counts_start(bounds_ns, bounds);
 	int news = relay_start(fd, threads, waiting_reads, free_opens);
-	if (news < 0) {
-		errno = -news;
-		return PyErr_SetFromErrno(PyExc_OSError);
-	}
+	if (news < 0)
+		return failed(-news);
 	relaying = true;
 	news_fd = news;
 	watch(EPOLL_CTL_DEL, init_fd);
 	int error = watch(EPOLL_CTL_ADD, news);
-	if (error < 0) {
-		errno = -error;
-		return PyErr_SetFromErrno(PyExc_OSError);
-	}
-	Py_RETURN_TRUE;
+	return error < 0 ? failed(-error) : bool_of(true);
 }
 
-static PyObject *journal(PyObject *self, PyObject *given)
+static PyObject *py_journal(PyObject *self, PyObject *given)
 {
 	(void)self;
 	long fd = PyLong_AsLong(given);
 	if (fd == -1 && PyErr_Occurred())
 		return NULL;
-	int error = journal_start((int)fd);
-	if (error < 0) {
-		errno = -error;
-		return PyErr_SetFromErrno(PyExc_OSError);
-	}
-	Py_RETURN_NONE;
+	return none_unless(journal_start((int)fd));
 }
 
-static PyObject *answered_soon(PyObject *self, PyObject *unique)
+/* The handler of this request ends now, and pyfuse3 answers. With a journal only. */
+static PyObject *py_answered_soon(PyObject *self, PyObject *given)
 {
+	uint64_t unique;
 	(void)self;
-	unsigned long long number = PyLong_AsUnsignedLongLong(unique);
-	if (number == (unsigned long long)-1 && PyErr_Occurred())
+	if (!number_in(given, &unique))
 		return NULL;
-	answering(number);
+	answering(unique);
 	Py_RETURN_NONE;
 }
 
-static PyObject *take_again(PyObject *self, PyObject *unused)
+static void take_again(void)
 {
-	(void)self;
-	(void)unused;
 	if (relaying)
 		relay_again();
-	Py_RETURN_NONE;
 }
 
-static PyObject *answer_opens(PyObject *self, PyObject *here)
+TELLS(take_again)
+
+static PyObject *py_answer_opens(PyObject *self, PyObject *here)
 {
 	(void)self;
 	int truth = PyObject_IsTrue(here);
@@ -469,39 +464,16 @@ static PyObject *answer_opens(PyObject *self, PyObject *here)
 }
 
 static PyMethodDef methods[] = {
-	{"current", current, METH_NOARGS,
-	 "The request that was received last: (unique, opcode, pid, node id) of its fuse_in_header.\n\n"
-	 "Valid in a handler until its first checkpoint."},
-	{"back_open", back_open, METH_VARARGS,
-	 "back_open(fh, backing_id): the open that is answered with this handle next has the kernel\n"
-	 "read the backing file."},
-	{"set_interrupt_handler", set_interrupt_handler, METH_O,
-	 "Call handler(unique) when the kernel says that the process waiting for request `unique`\n"
-	 "got a signal (FUSE_INTERRUPT); False says that it is not known. None: interrupts go to\n"
-	 "libfuse, which ignores them."},
-	{"set_request_handler", set_request_handler, METH_O,
-	 "Call handler(opcode, node id, body) with LOOKUP, GETATTR, OPEN, RELEASE, OPENDIR,\n"
-	 "READDIRPLUS, RELEASEDIR and GETXATTR: bytes are the body of the answer, a number its errno,\n"
-	 "None leaves the request to pyfuse3, True has the threads' code try it once more. Only while threads relay."},
-	{"read_directly", read_directly, METH_NOARGS,
-	 "There will be no threads: pyfuse3 waits for libfuse's descriptor. Before its init."},
-	{"start_relay", start_relay, METH_VARARGS,
-	 "start_relay(init_fd, fuse_fd, threads, waiting_reads, free_opens, bounds_ns): have threads read\n"
-	 "the kernel's requests, and answer those they can; at most waiting_reads wait for the source\n"
-	 "without Python. free_opens: OPEN is answered with ENOSYS. bounds_ns are\n"
-	 "at most 32 durations that counts tells apart. False where this is not possible. Raises\n"
-	 "OSError."},
-	{"journal", journal, METH_O,
-	 "journal(fd): keep requests in a journal (fuse/requests.py) until they are answered; start_relay\n"
-	 "begins with what is left in it. Raises OSError."},
-	{"answered_soon", answered_soon, METH_O,
-	 "answered_soon(unique): the handler of this request ends now, and pyfuse3 answers. With a\n"
-	 "journal only."},
-	{"take_again", take_again, METH_NOARGS,
-	 "Begin anew with what was in the hands of an earlier worker's threads that have died since.\n"
-	 "Nothing without a journal."},
-	{"answer_opens", answer_opens, METH_O,
-	 "answer_opens(here): whether the threads answer OPEN where they can. They do at first."},
+	METHOD(current, METH_NOARGS),
+	METHOD(back_open, METH_VARARGS),
+	METHOD(set_interrupt_handler, METH_O),
+	METHOD(set_request_handler, METH_O),
+	METHOD(read_directly, METH_NOARGS),
+	METHOD(start_relay, METH_VARARGS),
+	METHOD(journal, METH_O),
+	METHOD(answered_soon, METH_O),
+	METHOD(take_again, METH_NOARGS),
+	METHOD(answer_opens, METH_O),
 	{NULL, NULL, 0, NULL},
 };
 

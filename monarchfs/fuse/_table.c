@@ -210,22 +210,24 @@ bool table_opened(uint64_t number, bool accepted)
 	return owned;
 }
 
-bool table_held(uint64_t number)
+/* Free if it is not open. */
+static struct slot look_at(uint64_t number)
 {
 	pthread_mutex_lock(&lock);
 	const struct slot *slot = find(number);
-	bool held = slot && slot->flags & HELD;
+	const struct slot now = slot ? *slot : (struct slot){0};
 	pthread_mutex_unlock(&lock);
-	return held;
+	return now;
+}
+
+bool table_held(uint64_t number)
+{
+	return look_at(number).flags & HELD;
 }
 
 uint64_t table_ino(uint64_t number)
 {
-	pthread_mutex_lock(&lock);
-	struct slot *slot = find(number);
-	uint64_t ino = slot ? slot->ino : 0;
-	pthread_mutex_unlock(&lock);
-	return ino;
+	return look_at(number).ino;
 }
 
 bool table_own(uint64_t number)

@@ -146,8 +146,7 @@ class HandleTable:
 
     def __len__(self) -> int:
         """How many files are open."""
-        length: int = self._hooks.table_length()
-        return length
+        return int(self._hooks.table_length())
 
     def __iter__(self) -> Iterator[HandleSlot]:
         """What is open, in no particular order."""
@@ -158,8 +157,7 @@ class HandleTable:
         """The number of a new handle, never given out before. The request ``unique`` may have been
         carried out by an earlier worker: then it is the number that it had. Raises OSError ENFILE
         where too many files are open."""
-        number: int = self._hooks.table_add(ino, unique, backing_id)
-        return number
+        return int(self._hooks.table_add(ino, unique, backing_id))
 
     def end(self, number: int) -> int | None:
         """The inode number of the handle, which is open no more; None if it was not."""
@@ -173,8 +171,7 @@ class HandleTable:
 
     def own(self, number: int) -> bool:
         """Have this process' Python get its RELEASE; whether it is open."""
-        owned: bool = self._hooks.table_own(number)
-        return owned
+        return bool(self._hooks.table_own(number))
 
     # -- the header
 

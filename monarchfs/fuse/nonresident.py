@@ -21,15 +21,13 @@ class NonResidentFiles(NonresidentReads):
         times = version.mtime_ns, version.ctime_ns
         if any(not -(1 << 63) <= time_ns < 1 << 63 for time_ns in times):
             return False  # a year beyond 2262, or before 1678: they know no such version
-        done: bool = self._hooks.nonresident_source(ino, fd, version.size, *times)
-        return done
+        return bool(self._hooks.nonresident_source(ino, fd, version.size, *times))
 
     def no_source(self, ino: int) -> None:
         self._hooks.nonresident_no_source(ino)
 
     def fill(self, ino: int, size: int, chunk_bytes: int, states: bytes) -> bool:
-        done: bool = self._hooks.nonresident_fill(ino, size, chunk_bytes, states)
-        return done
+        return bool(self._hooks.nonresident_fill(ino, size, chunk_bytes, states))
 
     def part(self, ino: int, fd: int) -> None:
         self._hooks.nonresident_part(ino, fd)
@@ -44,5 +42,4 @@ class NonResidentFiles(NonresidentReads):
         self._hooks.nonresident_stop(ino)
 
     def used(self, ino: int) -> bool:
-        used: bool = self._hooks.nonresident_used(ino)
-        return used
+        return bool(self._hooks.nonresident_used(ino))

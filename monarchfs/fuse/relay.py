@@ -63,14 +63,12 @@ class Relay:
     @property
     def waiting(self) -> int:
         """How many requests wait in the C part for bytes of the source."""
-        waiting: int = self._hooks.waiting_leave_older(0, 0)
-        return waiting
+        return int(self._hooks.waiting_leave_older(0, 0))
 
     @property
     def waits(self) -> bool:
         """Whether any does, that has not been waiting for long."""
-        waits: bool = self._hooks.waiting_any_since(time.monotonic_ns() - LONG_NS)
-        return waits
+        return bool(self._hooks.waiting_any_since(time.monotonic_ns() - LONG_NS))
 
     def begin(
         self,
@@ -129,8 +127,7 @@ class Relay:
         if opens_too and opens_until <= 0:
             return False
         place = (record.segment, record.offset)
-        offered: bool = self._hooks.resident_put(node.ino, *replica, opens_until, seen, *place)
-        return offered
+        return bool(self._hooks.resident_put(node.ino, *replica, opens_until, seen, *place))
 
     def opens(self, ino: int) -> bool:
         """``offer``, for an open: whether the threads may answer it."""
@@ -151,24 +148,20 @@ class Relay:
         record = files.cache.index.replica(ino)
         if not self._offer_recorded(files, ino, record, opens_too=True):
             return False
-        delegated: bool = self._hooks.backed_delegate(ino, backing_id)
-        return delegated
+        return bool(self._hooks.backed_delegate(ino, backing_id))
 
     def reclaim(self, ino: int) -> int:
         """Not any more: how many opens of it there are now, whose ends are for Python."""
-        opens: int = self._hooks.backed_reclaim(ino)
-        return opens
+        return int(self._hooks.backed_reclaim(ino))
 
     def cached(self, ino: int) -> int:
         """How many opens of it the threads have answered without a backing id, whose ends are for
         Python from now on, and were not before."""
-        opens: int = self._hooks.backed_cached(ino)
-        return opens
+        return int(self._hooks.backed_cached(ino))
 
     def seen(self, ino: int) -> bool:
         """Whether the threads have opened or read its replica."""
-        seen: bool = self._hooks.resident_seen(ino)
-        return seen
+        return bool(self._hooks.resident_seen(ino))
 
     def plain(self, inos: Sequence[int]) -> None:
         """These have none of the attributes that ``absent`` was told of."""
@@ -217,12 +210,10 @@ class Relay:
         self._hooks.resident_stop(ino)
 
     def try_remove(self, ino: int) -> bool:
-        removed: bool = self._hooks.resident_retire(ino)
-        return removed
+        return bool(self._hooks.resident_retire(ino))
 
     def reading(self, ino: int) -> bool:
-        reading: bool = self._hooks.resident_reading(ino)
-        return reading
+        return bool(self._hooks.resident_reading(ino))
 
     def expire(self, ino: int) -> None:
         self._hooks.resident_expire(ino)
@@ -233,8 +224,7 @@ class Relay:
         return self.misses is not None and self.misses.hold(ino, held=held)
 
     def used(self, ino: int) -> bool:
-        used: bool = self._hooks.resident_used(ino)
-        return used
+        return bool(self._hooks.resident_used(ino))
 
     def serve(self, tier_id: int, dir_fd: int | None) -> None:
         number = self._tiers.setdefault(tier_id, len(self._tiers))

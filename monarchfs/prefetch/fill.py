@@ -8,50 +8,15 @@ readers want it. Where there is no room for a chunk, exactly the bytes that were
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import trio
-
-from monarchfs.cache import filling
-from monarchfs.cache.cache import Cache
-from monarchfs.cache.reasons import Cause
-from monarchfs.cache.replicas import OpenReplica, Reservation
-from monarchfs.engine.units import Unit
-from monarchfs.metrics import Metrics
-from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT
-from monarchfs.prefetch.copy import Copy
-from monarchfs.prefetch.fetch import MOST_AHEAD_BYTES, WHOLE_BYTES, Fetch, State
-from monarchfs.prefetch.readahead import Readahead
-from monarchfs.prefetch.remote import RemoteFile
-from monarchfs.types import Data, Lane, Node, SourceChanged, SourceStat
+from monarchfs.cache.replicas import OpenReplica
+from monarchfs.prefetch.chunks import CLAIMED, PRESENT
+from monarchfs.prefetch.fetch import WHOLE_BYTES, Fetch, State
+from monarchfs.prefetch.fetching import Fetching
+from monarchfs.types import Data, Lane, SourceChanged, SourceStat
 
 
-class Fill(Copy):
-    """A file behind all handles of its inode. Changing: the fetches under way, how far ahead of
-    its reader it is fetched."""
-
-    def __init__(
-        self,
-        node: Node,
-        remote: RemoteFile,
-        cache: Cache,
-        metrics: Metrics,
-        nursery: trio.Nursery,
-        forget: Callable[[Copy], None],
-        wake_copier: Callable[[Copy], None],
-        *,
-        trusts_times: bool,
-    ) -> None:
-        super().__init__(
-            node, remote, cache, metrics, nursery, forget, wake_copier, trusts_times=trusts_times
-        )
-        self._fetches: list[Fetch] = []
-        self._ahead = Readahead(MOST_AHEAD_BYTES // self.chunks.chunk_bytes)
-
-    @property
-    def fetching(self) -> bool:
-        """Whether reads of the source are under way for it; after each, ``wake_copier``."""
-        return bool(self._fetches)
+class Fill(Fetching):
+    """A file behind all handles of its inode."""
 
     # -- reading
 
@@ -121,66 +86,6 @@ class Fill(Copy):
         for run in list(self.chunks.missing_runs(first, last)):
             if fetch := self._claim(*run, Lane.DEMAND):
                 self._nursery.start_soon(self.fetch, fetch, Lane.DEMAND)
-
-    def _claim(self, first: int, last: int, lane: Lane) -> Fetch | None:
-        """Take a run of missing chunks; None where there is no room for it."""
-        assert self.reservation is not None
-        start, end = self.chunks.span(first, last)
-        if not self._cache.grow(self.reservation, end - start):
-            self.full = True
-            return None
-        self.chunks.claim(first, last)
-        self._tell(first, last, CLAIMED)
-        layout = self.remote.layout
-        target = None if layout is None else layout.target(start)
-        whole = self.size <= WHOLE_BYTES and end - start == self.size and self.reservation.whole
-        unit = None if whole else self._unit(start, end, lane)
-        fetch = Fetch(self.chunks, first, last, start, end, trio.Event(), target, unit)
-        self._fetches.append(fetch)
-        self.busy += 1
-        return fetch
-
-    def _unit(self, start: int, end: int, lane: Lane) -> Unit:
-        # A slow tier must not slow the readers: what they wait for is fetched again some time.
-        most = filling.MOST_UNWRITTEN_BYTES if lane is Lane.DEMAND else 0
-        return Unit(
-            self.node.ino,
-            start,
-            end,
-            chunk_bytes=self.chunks.chunk_bytes,
-            version=self.remote.version,
-            device=self.remote.device,
-            readers=self._cache.readers.nonresident.units,
-            most_bytes=most,
-        )
-
-    @property
-    def arriving(self) -> bool:
-        """Whether all of it was fetched, and is local or on its way into the tier."""
-        missing = self.state is State.FILLING and self.chunks.first_missing(0) is not None
-        return not missing and self.state is not State.DIRECT
-
-    def claim_next(self, unit_bytes: int) -> Fetch | None:
-        """The next run to be copied in the background, or None where there is none to claim."""
-        if self.state is not State.FILLING or self.full or self._finishing:
-            return None
-        if (layout := self.remote.layout) is not None:
-            unit_bytes = layout.span(self._next_offset, unit_bytes)
-        unit = max(1, unit_bytes // self.chunks.chunk_bytes)
-        if self.size <= WHOLE_BYTES:
-            unit = self.chunks.count
-        run = self.chunks.next_missing(self.cursor, unit)
-        return None if run is None else self._claim(*run, Lane.BACKGROUND)
-
-    @property
-    def next_target(self) -> int | None:
-        """The storage target of the source that ``claim_next`` comes to; None if not known."""
-        layout = self.remote.layout
-        return None if layout is None else layout.target(self._next_offset)
-
-    @property
-    def _next_offset(self) -> int:
-        return (self.chunks.first_missing(self.cursor) or 0) * self.chunks.chunk_bytes
 
     async def _piece(self, offset: int, end: int) -> Data:
         """At least one byte of [offset, end), from its start; none where the source has no more."""
@@ -264,140 +169,3 @@ class Fill(Copy):
             version = await self.remote.open_as_is(Lane.DEMAND)
             if version != self.node.stat.version:
                 self._saw(version)
-
-    # -- fetching
-
-    async def fetch(self, fetch: Fetch, lane: Lane) -> None:
-        """Carry out a claimed fetch: source, then readers, then tier. Raises nothing."""
-        try:
-            if fetch.unit is not None:
-                await self._fetch_unit(fetch, fetch.unit, lane)
-            else:
-                data = await self._fetch_source(fetch, lane)
-                if data is not None and self._keeps(fetch, lane):
-                    await self._keep_whole(fetch, data)
-        finally:
-            self.end(fetch)
-
-    def end(self, fetch: Fetch) -> None:
-        """A claimed fetch is over, whatever came of it. No checkpoint."""
-        self._fetches.remove(fetch)
-        if fetch.unit is not None:
-            self._settle_unit(fetch, fetch.unit)
-        elif fetch.chunks.state(fetch.first) == CLAIMED:
-            fetch.chunks.release(fetch.first, fetch.last)
-        fetch.is_over()
-        self._leave()
-        self._wake_copier(self)
-
-    async def _fetch_unit(self, fetch: Fetch, unit: Unit, lane: Lane) -> None:
-        """Source and tier at the same time, once there is a part file: if the source does not let
-        us read it, there is to be none."""
-        reservation = self.reservation
-        if reservation is None or not self._fills(fetch):
-            unit.stop()
-            await self._read_unit(fetch, unit, lane)
-        elif reservation.fd < 0:
-            await self._read_unit(fetch, unit, lane)
-            if unit.read_bytes:
-                await self._keep_unit(reservation, fetch, unit)
-        else:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._keep_unit, reservation, fetch, unit)
-                await self._read_unit(fetch, unit, lane)
-
-    def _fills(self, fetch: Fetch) -> bool:
-        return self.state is State.FILLING and fetch.chunks is self.chunks
-
-    async def _read_unit(self, fetch: Fetch, unit: Unit, lane: Lane) -> None:
-        started = trio.current_time()
-        try:
-            await self.remote.read_unit(unit, lane)
-        except OSError as exc:
-            fetch.error = exc.with_traceback(None)
-        except SourceChanged:
-            self._changed()
-        except BaseException:
-            unit.stop()  # its thread goes on
-            raise
-        else:
-            fetch.seconds = trio.current_time() - started
-        unit.finish()
-        for start, end in unit.dropped():
-            self._metrics.chunks_dropped += -(-(end - start) // fetch.chunks.chunk_bytes)
-        fetch.done.set()
-
-    async def _keep_unit(self, reservation: Reservation, fetch: Fetch, unit: Unit) -> None:
-        if not self._fills(fetch):
-            return
-        try:
-            if not await self._cache.write(reservation, unit, fetch.done):
-                self.full = True
-        except OSError as exc:
-            self._tier_failed(reservation, exc, "copying failed")
-
-    def _settle_unit(self, fetch: Fetch, unit: Unit) -> None:
-        """What was written is present, the rest is missing again."""
-        unit.stop()
-        chunks, at, fills = fetch.chunks, fetch.first, self._fills(fetch)
-        for start, end in unit.stored():
-            first, last = chunks.chunk_of(start), chunks.chunk_of(end - 1) + 1
-            self._miss(fetch, at, first)
-            chunks.arrive(first, last)
-            if fills and self.reservation is not None:
-                self.reservation.put_digests(start, unit.digests(start, end))
-                self._tell(first, last, PRESENT)
-            at = last
-        self._miss(fetch, at, fetch.last)
-        if fills and chunks.complete:
-            self._begin_finish()
-
-    def _miss(self, fetch: Fetch, first: int, last: int) -> None:
-        if first < last:
-            fetch.chunks.release(first, last)
-            if fetch.chunks is self.chunks:
-                self._tell(first, last, MISSING)
-
-    def give_up(self, cause: Cause, reason: str) -> None:
-        super().give_up(cause, reason)
-        for fetch in self._fetches:
-            if fetch.unit is not None:
-                fetch.unit.stop()
-
-    async def _fetch_source(self, fetch: Fetch, lane: Lane) -> bytes | None:
-        started = trio.current_time()
-        try:
-            fetch.data = await self.remote.fetch_whole(lane)
-        except OSError as exc:
-            fetch.error = exc
-        except SourceChanged:
-            self._changed()
-        else:
-            fetch.seconds = trio.current_time() - started
-            fetch.done.set()
-        return fetch.data
-
-    def _tell(self, first: int, last: int, state: bytes) -> None:
-        if self._shown:
-            self._cache.readers.nonresident.chunks(self.node.ino, first, last, state)
-
-    def _keeps(self, fetch: Fetch, lane: Lane) -> bool:
-        if not self._fills(fetch):
-            return False
-        if lane is Lane.DEMAND and self._cache.backlogged:
-            # A slow tier must not slow the readers: these bytes are fetched again some time.
-            self._metrics.chunks_dropped += fetch.last - fetch.first
-            return False
-        return True
-
-    async def _keep_whole(self, fetch: Fetch, data: bytes) -> None:
-        reservation = self.reservation
-        assert reservation is not None
-        try:
-            stored = await self._cache.write_all(reservation, data)
-        except OSError as exc:
-            self._tier_failed(reservation, exc, "copying failed")
-            return
-        fetch.chunks.arrive(fetch.first, fetch.last)
-        if stored:
-            self._become_resident()

@@ -3,7 +3,6 @@
  * how many look-ups. */
 #define _GNU_SOURCE
 #include "../../monarchfs/engine/_names.h"
-#include "../../monarchfs/fuse/_counts.h"
 
 #include "check.h"
 
@@ -118,12 +117,6 @@ static void fill(void)
 	names_leave();
 	names_forget_all();
 	CHECK(!enter(DIRECTORY, MORE - 1, &out));
-}
-
-/* What _counts.c is asked for. */
-uint64_t monotonic_ns(void)
-{
-	return 1000;
 }
 
 int main(int count, char **arguments)

@@ -14,11 +14,14 @@ from tests.support.mounting import REPOSITORY
 
 ROOT = REPOSITORY
 PARTS = (
-    "fuse/_relay", "fuse/_counts", "fuse/_reply", "fuse/_resident", "fuse/_nonresident",
-    "fuse/_pool", "fuse/_backed", "fuse/_table", "fuse/_journal", "fuse/_absent_xattrs",
-    "engine/_waiting", "engine/_misses", "engine/_layout", "engine/_names",
+    "fuse/_relay", "fuse/_counts", "fuse/_reply", "fuse/_resident", "fuse/_tier_files",
+    "fuse/_nonresident", "fuse/_pool", "fuse/_backed", "fuse/_table", "fuse/_journal",
+    "fuse/_absent_xattrs", "engine/_waiting", "engine/_misses", "engine/_miss_entries",
+    "engine/_small_file", "engine/_layout", "engine/_names",
 )  # fmt: skip
-MEMORY = ("fuse/_table", "fuse/_resident", "fuse/_counts", "fuse/_journal")
+MEMORY = (
+    "fuse/_table", "fuse/_resident", "fuse/_tier_files", "fuse/_counts", "fuse/_journal",
+)  # fmt: skip
 REQUESTS = 20_000
 
 COMPILER = shutil.which("cc")
@@ -69,7 +72,7 @@ def test_all_threads_at_once(tmp_path: Path, tier: Path, sanitizers: str) -> Non
 @SANITIZERS
 def test_records_that_are_written_over(tmp_path: Path, tier: Path, sanitizers: str) -> None:
     """No answer has a byte of what comes after a record that was taken away."""
-    parts = ("fuse/_resident", "fuse/_reply", "fuse/_counts", "fuse/_table")
+    parts = ("fuse/_reply", *MEMORY[:4])
     flags = (f"-fsanitize={sanitizers}", "-Dsplice=splice_at_once")
     run(build(tmp_path, "records", *flags, parts=parts), tier, REQUESTS // 10)
 
@@ -82,6 +85,13 @@ def test_misses_while_files_change(tmp_path: Path, tier: Path, sanitizers: str, 
     wrap = "-Wl,--wrap=relay_answer_open"
     program = build(tmp_path, "misses", f"-fsanitize={sanitizers}", wrap)
     run(program, tier, REQUESTS, int(opens == "no opens"))
+
+
+@SANITIZERS
+def test_threads_of_a_pool_while_some_hang(tmp_path: Path, sanitizers: str) -> None:
+    """Each errand is run once, or was withdrawn before; those that hang are not counted."""
+    parts = ("fuse/_pool", "fuse/_reply", *MEMORY[:4])
+    run(build(tmp_path, "pool", f"-fsanitize={sanitizers}", parts=parts), REQUESTS // 20)
 
 
 @SANITIZERS

@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.cache import filling
+from monarchfs.cache import groups
 from monarchfs.cache.reasons import Cause
 from monarchfs.types import Node
 from tests.support.faults import disk_is_full
@@ -414,7 +414,7 @@ async def test_a_slow_tier_slows_no_reader_and_collects_no_memory(
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits for the tier is bounded; more is answered and not kept."""
-    monkeypatch.setattr(filling, "MOST_UNWRITTEN_BYTES", 256 * 1024)
+    monkeypatch.setattr(groups, "MOST_UNWRITTEN_BYTES", 256 * 1024)
     async with files.mount() as mirror:
         gate = mirror.tier.faults.gate("write")
         handle = await mirror.open("large")

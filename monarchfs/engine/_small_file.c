@@ -1,0 +1,69 @@
+/* A small file in the source. See _small_file.h. */
+#define _GNU_SOURCE
+#include "_small_file.h"
+
+#include "_layout.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/xattr.h>
+#include <unistd.h>
+
+#define LAYOUT_BYTES 4096
+
+/* O_NONBLOCK: should it be a FIFO by now, opening it must not wait for a writer. Lustre's reads honour it, so
+ * it does not stay. */
+#define FLAGS (O_RDONLY | O_NOFOLLOW | O_NOCTTY | O_CLOEXEC)
+
+static int64_t ns_of(struct timespec time)
+{
+	return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static int compare(int fd, dev_t device, const struct miss_version *version)
+{
+	struct stat st;
+	if (fstat(fd, &st) < 0)
+		return errno;
+	bool same = S_ISREG(st.st_mode) && st.st_dev == device &&
+		    st.st_ino == version->ino && (uint64_t)st.st_size == version->size &&
+		    ns_of(st.st_mtim) == version->mtime_ns &&
+		    ns_of(st.st_ctim) == version->ctime_ns;
+	return same ? 0 : MISS_CHANGED;
+}
+
+int small_open(int directory_fd, const char *name, dev_t device, const struct miss_version *version, int *fd)
+{
+	do
+		*fd = openat(directory_fd, name, FLAGS | O_NONBLOCK);
+	while (*fd < 0 && errno == EINTR);
+	if (*fd < 0) /* what says that another thing lies there, or none */
+		return errno == ENOENT || errno == ELOOP || errno == ENXIO ? MISS_CHANGED : errno;
+	return compare(*fd, device, version);
+}
+
+int small_archived(int fd)
+{
+	unsigned char layout[LAYOUT_BYTES];
+	ssize_t size = fgetxattr(fd, "lustre.lov", layout, sizeof(layout));
+	if (size < 0)
+		return errno == ENODATA || errno == EOPNOTSUPP ? 0 : errno;
+	return layout_released(layout, (size_t)size) ? MISS_ARCHIVED : 0;
+}
+
+int small_read(int fd, dev_t device, const struct miss_version *version, char *to)
+{
+	if (fcntl(fd, F_SETFL, FLAGS) < 0)
+		return errno;
+	for (size_t done = 0; done < version->size;) {
+		ssize_t got = pread(fd, to + done, version->size - done, (off_t)done);
+		if (got > 0)
+			done += (size_t)got;
+		else if (got == 0)
+			return MISS_CHANGED;
+		else if (errno != EINTR)
+			return errno;
+	}
+	return compare(fd, device, version);
+}
