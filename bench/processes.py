@@ -12,7 +12,7 @@ from typing import Any
 from bench.harness import Unusable, wait_for
 from monarchfs.cli.ask import ask
 from monarchfs.config.places import runtime_dirs_to_search
-from monarchfs.control import request
+from monarchfs.control.client import request
 from monarchfs.fuse.handle_table import open_slots
 from monarchfs.supervisor.recover import find_one
 

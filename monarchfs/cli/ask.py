@@ -12,7 +12,8 @@ from typing import Any
 from monarchfs.cli.progress import Progress
 from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
-from monarchfs.control import Connection, too_long
+from monarchfs.control.client import Connection
+from monarchfs.control.messages import too_long
 from monarchfs.fuse.mountinfo import split_below
 from monarchfs.supervisor.recover import FoundMount, find_all
 from monarchfs.text.sizes import format_bytes

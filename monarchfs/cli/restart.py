@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path, parse_timeout
-from monarchfs.control import request
+from monarchfs.control.client import request
 from monarchfs.supervisor.recover import required
 
 

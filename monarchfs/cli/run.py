@@ -24,7 +24,7 @@ from monarchfs.config.personal import RUN_FLAGS, flag_of_run
 from monarchfs.config.places import default_places, resolve_user, search_of
 from monarchfs.config.settings import Settings, merge
 from monarchfs.config.values import parse_path
-from monarchfs.control import Connection
+from monarchfs.control.client import Connection
 from monarchfs.fuse.mountinfo import is_network_filesystem, resolve_mountpoint
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.namespace import bind, join, leave_for_own

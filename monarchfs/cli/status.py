@@ -12,7 +12,7 @@ from functools import partial
 from monarchfs.cli.status_text import Report, format_list, format_report
 from monarchfs.config.places import Search, search_of
 from monarchfs.config.values import parse_path, parse_timeout
-from monarchfs.control import request
+from monarchfs.control.client import request
 from monarchfs.fuse.mountinfo import resolve_mountpoint
 from monarchfs.supervisor.recover import FoundMount, find_all, find_one, find_private
 from monarchfs.types import MonarchError, OperationError, UsageError

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Container, Sequence
 
 from monarchfs.config.places import DefaultPlaces, Search
-from monarchfs.control import short_socket_path
+from monarchfs.control.peers import short_socket_path
 from monarchfs.doctor.checks import Check, Severity, Value, from_error
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
 from monarchfs.supervisor.lock import LOCK, Holder, read_holder

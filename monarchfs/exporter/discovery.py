@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from monarchfs.config.places import ROOT_RUNTIME_DIR
-from monarchfs.control import MOST_REQUEST_BYTES, decode_registration, encode_message
+from monarchfs.control.messages import MOST_REQUEST_BYTES, encode_message
+from monarchfs.control.registration import decode_registration
 from monarchfs.exporter.jobs import jobs_in, way_to_jobs
 from monarchfs.fuse.mountinfo import mount_id, read_mountinfo
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import trio
 
-from monarchfs import control
+from monarchfs.control import messages, peers, registration
 from monarchfs.exporter import broker
 from monarchfs.exporter.discovery import DiscoveredMount
 from monarchfs.exporter.http import serve
@@ -61,7 +61,7 @@ class Seen:
     started_ns: int | None = None
     jobs: tuple[str, ...] = ()
     owner_uid: int = 0
-    entry: control.Registration | None = None
+    entry: registration.Registration | None = None
     values: Values | None = None
 
     def means(self, mount: Mount) -> bool:
@@ -234,8 +234,8 @@ class NodeExporter:
 def _seen(mount: DiscoveredMount) -> Seen | None:
     """The mount of a registration; None if that is none."""
     try:
-        content = os.pread(mount.registration, control.MOST_REQUEST_BYTES, 0)
-        entry = control.decode_registration(content, mount.owner_uid)
+        content = os.pread(mount.registration, messages.MOST_REQUEST_BYTES, 0)
+        entry = registration.decode_registration(content, mount.owner_uid)
     except (OSError, ValueError):
         return None
     return Seen(
@@ -263,8 +263,8 @@ async def _ask(seen: Seen, connection: int, owner_uid: int) -> None:
     ours.setblocking(False)
     async with trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as stream:
         with suppress(trio.BrokenResourceError, ValueError, OSError):
-            if control.peer_uid(ours) in (0, owner_uid):
-                reply = control.decode_message(await _line(stream))
+            if peers.peer_uid(ours) in (0, owner_uid):
+                reply = messages.decode_message(await _line(stream))
                 if reply.get("ok") is True and isinstance(reply.get("result"), dict):
                     seen.values = decode(reply["result"])
 

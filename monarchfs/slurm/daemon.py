@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from monarchfs import control
 from monarchfs.config.model import User
 from monarchfs.config.places import ROOT_RUNTIME_DIR
+from monarchfs.control import client
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.slurm.identity import Dataset
 from monarchfs.supervisor.launch import module_command
@@ -90,7 +90,7 @@ def status_of(found: FoundMount, timeout: float = _STATUS_SECONDS) -> dict[str, 
     if found.registered is None or not found.supervisor_alive:
         return None
     try:
-        return control.request(found.registered, {"command": "status"}, max(0.1, timeout))
+        return client.request(found.registered, {"command": "status"}, max(0.1, timeout))
     except OperationError:
         return None
 

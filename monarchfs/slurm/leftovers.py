@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from monarchfs.config.places import Search
-from monarchfs.control import find_mounts
+from monarchfs.control.registration import find_mounts
 from monarchfs.doctor.leftovers import dead_sockets
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from monarchfs import control
+from monarchfs.control import messages, peers
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ class Clients:
             if not isinstance(error, (BlockingIOError, ConnectionAbortedError)):
                 log.warning("cannot take a connection: %s", error.strerror)
             return
-        if not control.may_ask(connection, self._uid):
-            reply(connection, control.encode_error("this mount belongs to another user"))
+        if not peers.may_ask(connection, self._uid):
+            reply(connection, messages.encode_error("this mount belongs to another user"))
             return
         if len(self._clients) >= MOST_CLIENTS:
             # Those that say nothing must not keep out those that do.
@@ -91,7 +91,7 @@ class Clients:
             part = b""
         client.received += part
         line, newline, _ = client.received.partition(b"\n")
-        if len(line) > control.MOST_REQUEST_BYTES:
+        if len(line) > messages.MOST_REQUEST_BYTES:
             self._refuse(client, "the request is too long")
         elif newline:
             self._forget(client)
@@ -102,7 +102,7 @@ class Clients:
 
     def _refuse(self, client: Client, why: str) -> None:
         self._forget(client)
-        reply(client.connection, control.encode_error(why))
+        reply(client.connection, messages.encode_error(why))
 
     def _forget(self, client: Client) -> None:
         self._selector.unregister(client.connection)

@@ -28,7 +28,7 @@ from functools import partial
 from monarchfs.config import User
 from monarchfs.config.places import DefaultPlaces
 from monarchfs.config.settings import Settings
-from monarchfs.control import peer_uid, short_socket_path
+from monarchfs.control.peers import peer_uid, short_socket_path
 from monarchfs.supervisor.daemon import Report, run_in_background
 from monarchfs.supervisor.lock import NamedLock
 from monarchfs.supervisor.namespace import Spaces, leave_for_own

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from monarchfs.config.places import Search
-from monarchfs.control import (
+from monarchfs.control.client import Connection
+from monarchfs.control.registration import (
     UNKNOWN_CONNECTION,
-    Connection,
     Registered,
     Registration,
     find_mounts,

@@ -8,12 +8,12 @@ import stat
 from contextlib import ExitStack, nullcontext, suppress
 
 from monarchfs.config import Config, User
-from monarchfs.control import (
+from monarchfs.control.peers import short_socket_path
+from monarchfs.control.registration import (
     UNKNOWN_CONNECTION,
     Registration,
     own_mount_namespace,
     registration_stem,
-    short_socket_path,
 )
 from monarchfs.supervisor.channel import refuse_descriptors
 from monarchfs.supervisor.identity import acting_as

@@ -19,7 +19,7 @@ from functools import partial
 
 from monarchfs.config import User
 from monarchfs.config.places import DefaultPlaces
-from monarchfs.control import peer_uid, short_socket_path
+from monarchfs.control.peers import peer_uid, short_socket_path
 from monarchfs.supervisor.daemon import run_in_background
 from monarchfs.supervisor.lock import NamedLock
 from monarchfs.supervisor.namespace import Spaces

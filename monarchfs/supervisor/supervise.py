@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from monarchfs import control
+from monarchfs.control import messages
 from monarchfs.fuse.unmount import Unmount, Unmounted, abort_connection
 from monarchfs.supervisor.clients import MOST_CLIENTS, Clients, reply
 from monarchfs.supervisor.daemon import ending_signals
@@ -158,9 +158,9 @@ class Supervisor:
     def _answer(self, connection: socket.socket, line: bytes) -> None:
         now = time.monotonic()
         try:
-            request = control.decode_request(line)
+            request = messages.decode_request(line)
         except ValueError as error:
-            reply(connection, control.encode_error(f"the request is not valid: {error}"))
+            reply(connection, messages.encode_error(f"the request is not valid: {error}"))
             return
         match request["command"]:
             case "status" if self.failover.serves:
@@ -168,7 +168,7 @@ class Supervisor:
             case "status":
                 self._reply_status(connection)
             case "umount" if len(self._waiting_for_unmount) >= MOST_CLIENTS:
-                reply(connection, control.encode_error("too many requests at once"))
+                reply(connection, messages.encode_error("too many requests at once"))
             case "umount":
                 timeout = float(request.get("timeout", _DEFAULT_UMOUNT_SECONDS))
                 log.info("asked to unmount %s within %g s", self.config.mountpoint, timeout)
@@ -181,7 +181,7 @@ class Supervisor:
             case _ if self._hand_over(connection, request, now):
                 connection.close()
             case _:
-                reply(connection, control.encode_error(_NO_WORKER))
+                reply(connection, messages.encode_error(_NO_WORKER))
 
     def _hand_over(self, connection: socket.socket, request: dict[str, Any], now: float) -> bool:
         """Whether the worker was given a request: it is not while it leaves others unanswered."""
@@ -196,11 +196,11 @@ class Supervisor:
     def _reply_status(self, connection: socket.socket) -> None:
         registered = len(self.mounted.backing)
         status = status_of(self.config, self._reports, self.failover, self._started, registered)
-        reply(connection, control.encode_result(status))
+        reply(connection, messages.encode_result(status))
 
     def _reply_restart(self, connection: socket.socket, error: str | None) -> None:
         worker = {"pid": self.failover.worker.pid, "restarts": self.failover.restarts}
-        line = control.encode_result(worker) if error is None else control.encode_error(error)
+        line = messages.encode_result(worker) if error is None else messages.encode_error(error)
         reply(connection, line)
 
     # The end
@@ -244,10 +244,10 @@ class Supervisor:
         outcome = self._unmount.outcome if self._unmount is not None else None
         for connection in self._waiting_for_unmount:
             if code and outcome is Unmounted.FAILED:
-                reply(connection, control.encode_error("the mount could not be removed"))
+                reply(connection, messages.encode_error("the mount could not be removed"))
             else:
                 done = outcome or Unmounted.NOT_MOUNTED
-                reply(connection, control.encode_result({"outcome": done.name.lower()}))
+                reply(connection, messages.encode_result({"outcome": done.name.lower()}))
         self._clients.close()
         self._reports.give_up()
 

@@ -11,7 +11,7 @@ from typing import Any
 import trio
 
 from monarchfs.config.model import PROTOCOL_VERSION, Config
-from monarchfs.control import peer_uid
+from monarchfs.control.peers import peer_uid
 from monarchfs.types import OperationError
 
 CHANNEL_BYTES = 256 << 10

@@ -16,8 +16,8 @@ from typing import Any
 
 import trio
 
-from monarchfs import control
 from monarchfs.cache.cache import Cache
+from monarchfs.control import messages
 from monarchfs.fs.find import Finder
 from monarchfs.fs.refresh import Refresh, RefreshResult
 from monarchfs.fs.tree import Tree
@@ -33,7 +33,7 @@ COMMANDS = ("refresh", "pin", "unpin", "evict", "warm", "why", "metrics")
 BATCH = 128
 """Names looked at without letting others run: about a millisecond."""
 
-USUAL_TELL_SECONDS = control.PROGRESS_SECONDS / 2
+USUAL_TELL_SECONDS = messages.PROGRESS_SECONDS / 2
 _TELL_SECONDS = {"warm": 0.5}
 """How often a client hears how far it is."""
 
@@ -86,17 +86,17 @@ class Commands:
         async def keep_telling() -> None:
             while True:
                 await trio.sleep(_TELL_SECONDS.get(request["command"], USUAL_TELL_SECONDS))
-                await stream.send_all(control.encode_progress(so_far))
+                await stream.send_all(messages.encode_progress(so_far))
 
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_unless_broken, keep_telling, nursery.cancel_scope)
                 try:
-                    reply = control.encode_result(await self._carry_out(request, so_far))
+                    reply = messages.encode_result(await self._carry_out(request, so_far))
                 except (OSError, MonarchError) as exc:
-                    reply = control.encode_error(str(exc))
+                    reply = messages.encode_error(str(exc))
                 nursery.cancel_scope.cancel()
-            with trio.CancelScope(shield=True), trio.move_on_after(control.PROGRESS_SECONDS):
+            with trio.CancelScope(shield=True), trio.move_on_after(messages.PROGRESS_SECONDS):
                 await stream.send_all(reply)
 
     async def _carry_out(self, request: dict[str, Any], so_far: dict[str, Any]) -> dict[str, Any]:
@@ -259,4 +259,4 @@ async def answer_client(commands: Commands, request: dict[str, Any], fd: int) ->
                 log.exception("the command %r failed", command)
                 error = "it failed unexpectedly: the worker's log says more"
         with suppress(OSError, trio.BrokenResourceError):  # the client may be gone
-            await stream.send_all(control.encode_error(error))
+            await stream.send_all(messages.encode_error(error))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.control import Registration
+from monarchfs.control.registration import Registration
 from monarchfs.exporter import discovery, jobs
 from monarchfs.exporter.discovery import MOST_OF_A_USER, Discovery, Roots
 from tests.support.mounting import REPOSITORY, Bench, requires_fuse, requires_root

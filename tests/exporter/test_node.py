@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.control import Registration, own_mount_namespace
+from monarchfs.control.registration import Registration, own_mount_namespace
 from tests.exporter.nodes import exporter, exporter_process, of, reader_of, up, wait_answering
 from tests.support import surroundings
 from tests.support.fake_mounts import interpreter_for

@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monarchfs.control import find_mounts, request
+from monarchfs.control.client import request
+from monarchfs.control.registration import find_mounts
 from tests.fuzz.calls import LONG, ODD, Call
 
 AT_RECURSIVE, RDONLY, MOUNT_SETATTR = 0x8000, 1, 442

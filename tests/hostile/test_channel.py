@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from monarchfs import control
+from monarchfs.control import client
 from tests.support.fake_mounts import (
     NOBODY,
     Area,
@@ -60,10 +60,10 @@ class Mad:
 
     def ask(self, command: str, content: bytes = b"", **more: object) -> dict[str, Any]:
         message = {"command": command, "content": base64.b64encode(content).decode(), **more}
-        return control.request(self.found, message, ANSWER_SECONDS)
+        return client.request(self.found, message, ANSWER_SECONDS)
 
     def status(self) -> dict[str, Any]:
-        return control.request(self.found, {"command": "status"}, ANSWER_SECONDS)
+        return client.request(self.found, {"command": "status"}, ANSWER_SECONDS)
 
     def log(self) -> bytes:
         return (self.work.path / "state" / "supervisor.log").read_bytes()

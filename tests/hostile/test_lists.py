@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from monarchfs.control import MOST_PATH_BYTES
+from monarchfs.control.messages import MOST_PATH_BYTES
 from monarchfs.prefetch.scan import read_list
 from tests.support import on_disk, trees
 from tests.support.fake_mounts import interpreter_for

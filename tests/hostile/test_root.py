@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs import control
 from monarchfs.config.model import User
-from monarchfs.control import Registration, find_mounts, own_mount_namespace
+from monarchfs.control import client
+from monarchfs.control.registration import Registration, find_mounts, own_mount_namespace
 from monarchfs.doctor.leftovers import dead_sockets
 from monarchfs.fuse.mount import mount
 from monarchfs.fuse.mountinfo import find_mount, open_directory
@@ -269,7 +269,7 @@ def test_what_root_asks_a_users_daemon_reaches_no_other(users: Path, roots: Path
             (run_dir / "one.sock").symlink_to(roots / "one.sock")
         (found,) = find_mounts([str(run_dir)])
         with pytest.raises(OperationError, match=r"does not answer|somebody else listens"):
-            control.request(found, {"command": "umount", "timeout": 1}, 2)
+            client.request(found, {"command": "umount", "timeout": 1}, 2)
         try:
             connection, _ = daemon.accept()
         except BlockingIOError:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from monarchfs import control
+from monarchfs.control import registration
 from monarchfs.supervisor import supervise
 from monarchfs.worker import commands
 from tests.support import trees
@@ -87,7 +87,7 @@ def daemon() -> Iterator[Daemon]:
         mount.wait_idle()
         (found,) = [
             one
-            for one in control.find_mounts(["/run/monarchfs"])
+            for one in registration.find_mounts(["/run/monarchfs"])
             if one.entry.mountpoint == str(mount.path)
         ]
         status = mount.status()

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from monarchfs import control
 from monarchfs.cli import ask
 from monarchfs.cli.ask import add, ask_command, batches, below, describe
 from monarchfs.cli.parser import build_parser
 from monarchfs.cli.progress import bar
-from monarchfs.control import client
+from monarchfs.control import client, messages
+from monarchfs.control import client as control_client
+from monarchfs.control.registration import Registered, Registration
 from monarchfs.supervisor.recover import FoundMount
 from monarchfs.types import OperationError, UsageError
 from tests.support.fake_daemon import Listener, Serve
@@ -58,8 +59,8 @@ def test_many_paths_go_in_several_requests() -> None:
     assert [path for group in groups for path in group] == paths
     assert len(groups) > 1
     for group in groups:
-        message = control.encode_message({"command": "refresh", "paths": group})
-        assert len(message) <= control.MOST_REQUEST_BYTES
+        message = messages.encode_message({"command": "refresh", "paths": group})
+        assert len(message) <= messages.MOST_REQUEST_BYTES
     assert list(batches([""])) == [[""]]
 
 
@@ -113,7 +114,7 @@ class Daemon(Listener):
         with connection.makefile("rb") as lines:
             line = lines.readline()
         if line:
-            self.requests.append(control.decode_message(line))
+            self.requests.append(messages.decode_message(line))
             self._answer(connection)
 
 
@@ -124,8 +125,8 @@ def daemon(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[S
     def start(serve: Serve) -> Daemon:
         one = Daemon(place, serve)
         running.append(one)
-        registration = control.Registration("/mnt", 0, "/src", 0, os.getpid(), 0, "/state", 0)
-        registered = control.Registered(one.path.removesuffix(".sock"), os.geteuid(), registration)
+        registration = Registration("/mnt", 0, "/src", 0, os.getpid(), 0, "/state", 0)
+        registered = Registered(one.path.removesuffix(".sock"), os.geteuid(), registration)
         found = FoundMount("/mnt", "/src", None, registered)
         monkeypatch.setattr(ask, "find_all", lambda search: [found])
         monkeypatch.setattr(FoundMount, "supervisor_alive", True)
@@ -146,8 +147,8 @@ def test_progress_comes_before_the_result(
     def serve(connection: socket.socket) -> None:
         result = {"checked": 3, "changed": 0, "appeared": 0, "gone": 0}
         # Two lines at once, and one in pieces.
-        connection.sendall(control.encode_progress({"checked": 1}) * 2)
-        last = control.encode_progress({"checked": 2}) + control.encode_result(result)
+        connection.sendall(messages.encode_progress({"checked": 1}) * 2)
+        last = messages.encode_progress({"checked": 2}) + messages.encode_result(result)
         connection.sendall(last[:20])
         connection.sendall(last[20:])
 
@@ -162,11 +163,11 @@ def test_progress_comes_before_the_result(
 def test_progress_is_passed_on(daemon: Callable[[Serve], Daemon]) -> None:
     def serve(connection: socket.socket) -> None:
         for count in range(3):
-            connection.sendall(control.encode_progress({"checked": count}))
-        connection.sendall(control.encode_result({"checked": 3}))
+            connection.sendall(messages.encode_progress({"checked": count}))
+        connection.sendall(messages.encode_result({"checked": 3}))
 
     seen: list[dict[str, Any]] = []
-    with control.Connection(daemon(serve).path, 5) as connection:
+    with control_client.Connection(daemon(serve).path, 5) as connection:
         assert connection.long_request({"command": "refresh"}, seen.append) == {"checked": 3}
     assert seen == [{"checked": count} for count in range(3)]
 
@@ -175,7 +176,7 @@ def test_without_paths_it_is_all_of_the_mount(
     daemon: Callable[[Serve], Daemon], capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = daemon(
-        lambda connection: connection.sendall(control.encode_result({"files": 4, "bytes": 9}))
+        lambda connection: connection.sendall(messages.encode_result({"files": 4, "bytes": 9}))
     )
     assert ask_command(parse("evict", "/mnt", "--json"), {}) == 0
     assert one.requests == [{"command": "evict", "paths": [""]}]
@@ -186,7 +187,7 @@ def test_requests_of_many_paths_are_added_up(
     daemon: Callable[[Serve], Daemon], capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = daemon(
-        lambda connection: connection.sendall(control.encode_result({"files": 4, "bytes": 9}))
+        lambda connection: connection.sendall(messages.encode_result({"files": 4, "bytes": 9}))
     )
     assert (
         ask_command(parse("pin", "/mnt", *(f"{n}/" * 200 for n in range(300)), "--json"), {}) == 0
@@ -200,7 +201,7 @@ def test_what_failed_is_an_error(
 ) -> None:
     daemon(
         lambda connection: connection.sendall(
-            control.encode_result({"checked": 4, "failed": 2, "error": "a: Input/output error"})
+            messages.encode_result({"checked": 4, "failed": 2, "error": "a: Input/output error"})
         )
     )
     with pytest.raises(OperationError, match="2 of them failed: a: Input/output error"):
@@ -212,11 +213,11 @@ def test_what_failed_is_an_error(
 @pytest.mark.parametrize(
     ("reply", "words"),
     [
-        (control.encode_error("the source does not answer"), "the source does not answer"),
-        (control.encode_progress({"checked": 1}), "the connection was closed"),
+        (messages.encode_error("the source does not answer"), "the source does not answer"),
+        (messages.encode_progress({"checked": 1}), "the connection was closed"),
         (b"", "the connection was closed"),
         (b"junk\n", "gave no answer"),
-        (control.encode_message({"progress": 5}), "without a reason"),
+        (messages.encode_message({"progress": 5}), "without a reason"),
     ],
 )
 def test_other_ends(daemon: Callable[[Serve], Daemon], reply: bytes, words: str) -> None:
@@ -231,7 +232,7 @@ def test_silence_ends_it(
     monkeypatch.setattr(client, "SILENCE_SECONDS", 0.2)
 
     def serve(connection: socket.socket) -> None:
-        connection.sendall(control.encode_progress({"checked": 1}))
+        connection.sendall(messages.encode_progress({"checked": 1}))
         connection.recv(1)  # until the client gives up
 
     daemon(serve)

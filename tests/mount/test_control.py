@@ -22,7 +22,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarchfs import control
+from monarchfs.control import client as control_client
+from monarchfs.control import messages, registration
 from monarchfs.supervisor import channel, supervise
 from monarchfs.supervisor.reports import ANSWER_SECONDS, Reports
 from monarchfs.types import OperationError
@@ -52,12 +53,12 @@ def test_the_document_has_every_command() -> None:
 
 def test_the_document_has_the_limits() -> None:
     for words in (
-        f"{control.MOST_REQUEST_BYTES >> 10} KiB",
-        f"{control.MOST_REPLY_BYTES >> 20} MiB",
-        f"{control.MOST_PATH_BYTES} bytes",
-        f"{control.MOST_NAME_BYTES} bytes",
-        f"{control.PROGRESS_SECONDS:g} seconds",
-        f"{control.SILENCE_SECONDS:g} seconds",
+        f"{messages.MOST_REQUEST_BYTES >> 10} KiB",
+        f"{messages.MOST_REPLY_BYTES >> 20} MiB",
+        f"{messages.MOST_PATH_BYTES} bytes",
+        f"{messages.MOST_NAME_BYTES} bytes",
+        f"{messages.PROGRESS_SECONDS:g} seconds",
+        f"{messages.SILENCE_SECONDS:g} seconds",
         f"{ANSWER_SECONDS:g} seconds",
     ):
         assert words in DOCUMENT, words
@@ -73,7 +74,7 @@ listener.listen(4)
 print("ready", flush=True)
 for _ in range(2):
     connection, _ = listener.accept()
-    print(control.peer_uid(connection), control.may_ask(connection, os.geteuid()), flush=True)
+    print(peers.peer_uid(connection), peers.may_ask(connection, os.geteuid()), flush=True)
 """
 
 
@@ -125,7 +126,7 @@ def line(**request: Any) -> bytes:
     ],
 )
 def test_requests(content: bytes) -> None:
-    assert control.decode_request(content) == json.loads(content)
+    assert messages.decode_request(content) == json.loads(content)
 
 
 ODD_REQUESTS = [
@@ -174,7 +175,7 @@ ODD_REQUESTS = [
 @pytest.mark.parametrize("content", ODD_REQUESTS)
 def test_odd_requests(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"\w") as raised:
-        control.decode_request(content)
+        messages.decode_request(content)
     assert "\n" not in str(raised.value)
 
 
@@ -192,7 +193,7 @@ JSON_VALUES = st.recursive(
 def test_a_request_is_flat_or_refused(value: Any) -> None:
     request, refused = {}, ""
     try:
-        request = control.decode_request(json.dumps(value).encode())
+        request = messages.decode_request(json.dumps(value).encode())
     except ValueError as error:
         refused = str(error)
     assert len(refused.splitlines()) == (0 if request else 1)
@@ -209,20 +210,20 @@ def test_a_request_is_flat_or_refused(value: Any) -> None:
 @given(st.binary())
 def test_bytes_are_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"\w"):
-        control.decode_request(content)
+        messages.decode_request(content)
 
 
 def test_what_is_checked_fits_into_a_message_to_the_worker() -> None:
     """Escaped it becomes longer; what is cut off would be no message."""
     longest = 0
     for piece in (b"1e15,", b"1e9,", "é".encode(), b"\x7f", b"true,", b"\\u00e9", b"\\udcff"):
-        inside = piece * ((control.MOST_REQUEST_BYTES - 40) // len(piece))
+        inside = piece * ((messages.MOST_REQUEST_BYTES - 40) // len(piece))
         text = b'["%s"]' % inside
         if piece.endswith(b","):
             text = b"[%s0]" % inside
         content = b'{"command":"x","a":%s}' % text
-        assert len(content) <= control.MOST_REQUEST_BYTES
-        request = control.decode_message(content)
+        assert len(content) <= messages.MOST_REQUEST_BYTES
+        request = messages.decode_message(content)
         sent = channel.encode({"do": "client", "request": request})
         assert json.loads(sent)["request"] == request
         longest = max(longest, len(sent))
@@ -326,10 +327,10 @@ def test_without_a_worker_nobody_waits(told: Told) -> None:
 # A supervisor with a fake worker
 
 
-def registered(path: Path) -> control.Registered:
+def registered(path: Path) -> registration.Registered:
     (found,) = [
         one
-        for one in control.find_mounts(["/run/monarchfs"])
+        for one in registration.find_mounts(["/run/monarchfs"])
         if one.entry.mountpoint.startswith(f"{path}/")
     ]
     return found
@@ -421,7 +422,7 @@ def test_two_hundred_at_once_are_all_answered(root_work: Area) -> None:
     results: list[str] = []
 
     def one() -> None:
-        results.append(control.request(found, {"command": "status"}, 20)["state"])
+        results.append(control_client.request(found, {"command": "status"}, 20)["state"])
 
     threads = [threading.Thread(target=one) for _ in range(200)]
     for thread in threads:
@@ -538,7 +539,7 @@ def test_a_dead_worker_is_reported_while_another_one_starts(root_work: Area) -> 
     os.kill(before, signal.SIGKILL)
 
     def seen() -> dict[str, Any] | None:
-        report = control.request(found, {"command": "status"}, 5)
+        report = control_client.request(found, {"command": "status"}, 5)
         return report if report["state"] == "restarting" else None
 
     report = wait_for(seen, "the worker's end to be noticed")
@@ -548,7 +549,7 @@ def test_a_dead_worker_is_reported_while_another_one_starts(root_work: Area) -> 
     assert worker["last_death"]["why"] == worker["error"]
     assert report["environment"], "what it said last is still told"
     with pytest.raises(OperationError, match="does not answer"):
-        control.request(found, {"command": "pin", "paths": ["a"]}, 5)
+        control_client.request(found, {"command": "pin", "paths": ["a"]}, 5)
     assert root_work.run("umount", "mnt", "--timeout", "3").returncode == 0
 
 
@@ -625,7 +626,7 @@ def test_a_large_request_reaches_the_worker(mounted: tuple[Mount, str]) -> None:
     _mount, path = mounted
     paths = ["é" * 120 for _ in range(260)]
     content = json.dumps({"command": "pin", "paths": paths}, ensure_ascii=False).encode()
-    assert 60_000 < len(content) < control.MOST_REQUEST_BYTES
+    assert 60_000 < len(content) < messages.MOST_REQUEST_BYTES
     assert "no such file" in assert_refused(ask(path, content + b"\n"))
 
 
@@ -665,10 +666,10 @@ class Evil(Listener):
     """Listens in a runtime directory of its own, and does to each connection what it is told."""
 
     def __init__(self, place: Path, serve: Serve) -> None:
-        self.registered = control.Registered(
+        self.registered = registration.Registered(
             str(place / "evil"),
             os.geteuid(),
-            control.Registration("/mnt", 0, "/src", 0, os.getpid(), 0, "/state", 0),
+            registration.Registration("/mnt", 0, "/src", 0, os.getpid(), 0, "/state", 0),
         )
         self._misbehave = serve
         super().__init__(self.registered.socket_path, self._until_it_breaks)
@@ -716,7 +717,7 @@ def test_a_client_survives_any_daemon(tmp_path: Path, name: str) -> None:
     try:
         started = Stopwatch()
         with pytest.raises(OperationError):
-            control.request(evil.registered, {"command": "status"}, 1)
+            control_client.request(evil.registered, {"command": "status"}, 1)
         assert started.seconds() < 3
     finally:
         evil.close()
@@ -743,10 +744,10 @@ def test_root_does_not_believe_another_user(tmp_path: Path) -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"listening\n"
-            entry = control.Registration("/mnt", 0, "/src", 0, os.getpid(), 0, "/state", 0)
+            entry = registration.Registration("/mnt", 0, "/src", 0, os.getpid(), 0, "/state", 0)
             with pytest.raises(OperationError, match="somebody else"):
-                control.request(
-                    control.Registered(str(place / "evil"), 0, entry), {"command": "status"}, 5
+                control_client.request(
+                    registration.Registered(str(place / "evil"), 0, entry), {"command": "status"}, 5
                 )
             process.kill()
     finally:
@@ -763,11 +764,11 @@ def test_a_full_backlog_is_waited_for(tmp_path: Path) -> None:
         waiting.connect(str(path))
         started = Stopwatch()
         with pytest.raises(OperationError, match="does not answer"):
-            control.Connection(str(path), 0.3)
+            control_client.Connection(str(path), 0.3)
         assert started.elapsed() > 0.2
         assert started.seconds() < 2
         threading.Timer(0.2, lambda: listener.accept()[0].close()).start()
-        with control.Connection(str(path), 10):
+        with control_client.Connection(str(path), 10):
             pass
 
 
@@ -785,7 +786,7 @@ def test_a_full_backlog_is_waited_for(tmp_path: Path) -> None:
 def test_what_is_no_socket(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "x.sock")
     with pytest.raises(OperationError, match="does not answer"):
-        control.Connection(str(tmp_path / "x.sock"), 1)
+        control_client.Connection(str(tmp_path / "x.sock"), 1)
 
 
 @pytest.mark.parametrize(
@@ -796,7 +797,7 @@ def test_what_is_no_socket(tmp_path: Path, make: Callable[[Path], None]) -> None
         b"[" * 60_000,
         b"{}",
         b'{"mountpoint": 5}',
-        json.dumps(dict.fromkeys(control.Registration.__slots__, None)).encode(),
+        json.dumps(dict.fromkeys(registration.Registration.__slots__, None)).encode(),
         b"\0" * (1 << 20),
     ],
     ids=["empty", "junk", "nested", "no fields", "wrong type", "nulls", "huge"],
@@ -809,8 +810,8 @@ def test_odd_registrations_are_passed_over(tmp_path: Path, content: bytes) -> No
     (runtime / "c.json").mkdir()
     (runtime / "d.json").symlink_to("/etc/passwd")
     (runtime / "e.json").symlink_to("e.json")
-    entry = control.Registration("/mnt", 0, "/src", os.geteuid(), os.getpid(), 0, "/state", 0)
+    entry = registration.Registration("/mnt", 0, "/src", os.geteuid(), os.getpid(), 0, "/state", 0)
     (runtime / "good.json").write_text(entry.to_json())
-    assert [one.entry for one in control.find_mounts([str(runtime)])] == [entry]
+    assert [one.entry for one in registration.find_mounts([str(runtime)])] == [entry]
     runtime.chmod(0o777)
-    assert control.find_mounts([str(runtime)]) == []
+    assert registration.find_mounts([str(runtime)]) == []

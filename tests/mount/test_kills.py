@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from monarchfs import control
+from monarchfs.control import client, registration
 from tests.support import trees
 from tests.support.mounting import Bench, requires_fuse, requires_root, wait_for
 from tests.support.processes import READER, Processes, clean_after, some_files
@@ -52,7 +52,7 @@ def test_worker_and_standby_killed_together_again_and_again(
     mount = work.mount(source)
     (found,) = [
         one
-        for one in control.find_mounts(["/run/monarchfs"])
+        for one in registration.find_mounts(["/run/monarchfs"])
         if one.entry.mountpoint == str(mount.path)
     ]
     supervisor = found.entry.supervisor_pid
@@ -98,5 +98,5 @@ def test_a_busy_machine_does_not_look_like_a_hang(work: Bench, processes: Proces
     clean_after(work, mount)
 
 
-def status_of(found: control.Registered) -> dict[str, Any]:
-    return control.request(found, {"command": "status"}, 5)
+def status_of(found: registration.Registered) -> dict[str, Any]:
+    return client.request(found, {"command": "status"}, 5)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from monarchfs import control
+from monarchfs.control import client, registration
 from tests.support import trees
 from tests.support.fake_mounts import NOBODY
 from tests.support.mounting import (
@@ -152,14 +152,14 @@ def test_killed_while_it_takes_its_first_requests(work: Bench, processes: Proces
     readers = [processes.start(STATTER, mount.path) for _ in range(8)]
     (found,) = [
         one
-        for one in control.find_mounts(["/run/monarchfs"])
+        for one in registration.find_mounts(["/run/monarchfs"])
         if one.entry.mountpoint == str(mount.path)
     ]
 
     def serving(after: int) -> dict[str, int]:
         worker: dict[str, int] = {"restarts": -1}
         while worker["restarts"] <= after:
-            report = control.request(found, {"command": "status"}, 5)
+            report = client.request(found, {"command": "status"}, 5)
             if report["state"] == "serving":
                 worker = report["worker"]
         return worker

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from monarchfs import control
+from monarchfs.control import registration
 from tests.support import surroundings
 from tests.support.mounting import as_user, fuse_mounts, processes_about, report_on, wait_for
 from tests.support.timing import Stopwatch
@@ -144,11 +144,11 @@ def device_mode(mode: int) -> Iterator[None]:
             os.chmod("/dev/fuse", before)
 
 
-def registered(work: Area) -> control.Registered:
+def registered(work: Area) -> registration.Registered:
     runtime_dir = "/run/monarchfs" if work.user is None else f"{work.path}/run/monarchfs"
     (found,) = [
         one
-        for one in control.find_mounts([runtime_dir])
+        for one in registration.find_mounts([runtime_dir])
         if one.entry.mountpoint.startswith(f"{work.path}/")
     ]
     return found

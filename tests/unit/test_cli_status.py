@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from monarchfs import control
 from monarchfs.cli import status as cli_status
 from monarchfs.cli.main import main
 from monarchfs.cli.status_text import format_list, format_report
+from monarchfs.control.registration import Registered, Registration
 from monarchfs.fuse.mountinfo import read_mountinfo
 from monarchfs.supervisor.recover import FoundMount
 from monarchfs.text.sizes import format_bytes
@@ -103,16 +103,14 @@ def test_all_mounts_are_a_table() -> None:
 
 
 def found(number: int) -> FoundMount:
-    registration = control.Registration(f"/mnt{number}", 0, "/src", 0, os.getpid(), 0, "/state", 0)
-    return FoundMount(
-        f"/mnt{number}", "/src", None, control.Registered("/nowhere", 0, registration)
-    )
+    registration = Registration(f"/mnt{number}", 0, "/src", 0, os.getpid(), 0, "/state", 0)
+    return FoundMount(f"/mnt{number}", "/src", None, Registered("/nowhere", 0, registration))
 
 
 def test_many_that_say_nothing_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
-    def request(registered: control.Registered, message: object, seconds: float) -> dict[str, Any]:
+    def request(registered: Registered, message: object, seconds: float) -> dict[str, Any]:
         given.append(seconds)
         raise OperationError(f"no answer within {seconds:g} s")
 
