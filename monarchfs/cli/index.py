@@ -7,8 +7,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -32,21 +32,20 @@ def index_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     refuse_ours(parse_path(arguments.source))
     source, path = _directory(arguments.source), parse_path(arguments.file)
     started = time.monotonic()
-    with _NewFile(path) as file, Progress() as progress:
+    with _new_file(path) as descriptor, Progress() as progress:
 
         def heard(so_far: Mapping[str, int]) -> None:
             directories, names = so_far["directories"], so_far["entries"]
             progress.show(f"looking at {source}: {directories} directories, {names} names")
 
         found = bounded_talk(
-            lambda tell: _export(source, file.descriptor, tell),
+            lambda tell: _export(source, descriptor, tell),
             silence=_SILENCE_SECONDS,
             overdue=f"source {source} did not answer for {_SILENCE_SECONDS:g} s: nothing was"
             " written",
             heard=heard,
-            keep=[file.descriptor],
+            keep=[descriptor],
         )
-        file.keep()
     result = {
         "source": source,
         "file": path,
@@ -110,38 +109,28 @@ def _export(source: str, descriptor: int, tell: Tell) -> dict[str, int]:
         ) from None
 
 
-class _NewFile:
-    """A context manager: a new file, which replaces ``path`` with ``keep`` and is removed
-    otherwise. Raises OperationError."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        directory, name = os.path.split(path)
-        try:
-            if os.path.isdir(path):
-                raise IsADirectoryError(0, "Is a directory")
-            self.descriptor, self._temporary = tempfile.mkstemp("", f".{name}.", directory)
-        except OSError as error:
-            raise self._failed(error) from None
-
-    def _failed(self, error: OSError) -> OperationError:
-        return OperationError(
-            f"{self._path} cannot be written: {error.strerror}: name a file in a directory of yours"
-        )
-
-    def __enter__(self) -> _NewFile:
-        return self
-
-    def keep(self) -> None:
+@contextmanager
+def _new_file(path: str) -> Iterator[int]:
+    """A new file, which takes the place of ``path`` at the end, and is gone if that does not come.
+    Raises OperationError."""
+    remedy = "name a file in a directory of yours"
+    directory, name = os.path.split(path)
+    try:
+        if os.path.isdir(path):
+            raise IsADirectoryError(0, "Is a directory")
+        descriptor, temporary = tempfile.mkstemp("", f".{name}.", directory)
+    except OSError as error:
+        raise OperationError(f"{path} cannot be written: {error.strerror}: {remedy}") from None
+    try:
+        yield descriptor
         umask = os.umask(0)
         os.umask(umask)
         try:
-            os.fchmod(self.descriptor, 0o666 & ~umask)
-            os.rename(self._temporary, self._path)
+            os.fchmod(descriptor, 0o666 & ~umask)
+            os.rename(temporary, path)
         except OSError as error:
-            raise self._failed(error) from None
-
-    def __exit__(self, *_error: object) -> None:
-        os.close(self.descriptor)
+            raise OperationError(f"{path} cannot be written: {error.strerror}: {remedy}") from None
+    finally:
+        os.close(descriptor)
         with suppress(FileNotFoundError):
-            os.unlink(self._temporary)
+            os.unlink(temporary)

@@ -14,15 +14,7 @@ Report = Mapping[str, Any]
 _HEADINGS = ["MOUNT POINT", "SOURCE", "STATE", "RESIDENT", "LOCAL", "USED"]
 _PRIVATE = "not visible in this mount namespace"
 _APART = ("error", "last_death", "retry_seconds")
-_LABELS = {
-    "files": "files",
-    "source_io": "source",
-    "served": "served",
-    "prefetch": "prefetch",
-    "evictions": "evictions",
-    "replicas": "replicas",
-    "worker": "worker",
-}
+_SHOWN = ("files", "source_io", "served", "prefetch", "evictions", "replicas", "worker")
 
 
 def format_list(reports: Sequence[Report]) -> str:
@@ -82,11 +74,13 @@ def _lines(report: Report) -> Iterator[str]:
             yield _line("", f"takes nothing: {printable(tier['out_of_service'])}")
     if (report.get("index") or {}).get("frozen"):
         yield _line("index", f"nothing new is recorded: {printable(report['index']['frozen'])}")
-    for key, label in _LABELS.items():
+    for key in _SHOWN:
         values = report.get(key)
         if isinstance(values, Mapping):
             known = ((name, value) for name, value in values.items() if name not in _APART)
-            yield _line(label, ", ".join(_value(name, value) for name, value in known))
+            yield _line(
+                key.removesuffix("_io"), ", ".join(_value(name, value) for name, value in known)
+            )
     died = worker.get("last_death") if isinstance(worker, Mapping) else None
     if isinstance(died, Mapping):
         ago = max(0.0, time.time() - float(died.get("unix_seconds", 0)))

@@ -8,17 +8,14 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from monarchfs.cli.ask import add, ask, batches, mount_and_paths
 from monarchfs.cli.text import printable
 from monarchfs.text.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
-
-if TYPE_CHECKING:
-    import rich.progress
 
 _LINE_SECONDS = 10.0
 """How often a line is printed where there is no terminal."""
@@ -42,7 +39,7 @@ def warm_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
                 before, request = total, {"command": "warm", "what": what, "wait": waits}
 
                 def tell(so_far: Mapping[str, Any], before: Mapping[str, Any] = before) -> None:
-                    show.show({**add(before, so_far), "what": what})
+                    show({**add(before, so_far), "what": what})
 
                 total = add(total, ask(found, {**request, "paths": batch}, tell))
     except KeyboardInterrupt:
@@ -105,17 +102,18 @@ def _plural(count: int) -> str:
 # How far it is
 
 
-class _Show(Protocol):
-    def show(self, so_far: Mapping[str, Any]) -> None: ...
+Show = Callable[[Mapping[str, Any]], None]
+"""Gets the counts so far."""
 
 
 @contextmanager
-def _shown(arguments: argparse.Namespace) -> Iterator[_Show]:
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        yield _Nothing() if arguments.json else _Lines()
+def _shown(arguments: argparse.Namespace) -> Iterator[Show]:
+    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        with _bar() as show:
+            yield show
     else:
-        with _bar() as bar:
-            yield bar
+        # Programs read the result.
+        yield (lambda _so_far: None) if arguments.json else _lines()
 
 
 class RateEstimate:
@@ -158,45 +156,25 @@ def _counts(so_far: Mapping[str, Any]) -> str:
     return text if so_far.get("walked") else f"{text} found so far"
 
 
-class _Nothing:
-    def show(self, so_far: Mapping[str, Any]) -> None:
-        """Programs read the result."""
-
-
-class _Lines:
+def _lines() -> Show:
     """For a job's log: now and then a line."""
+    pace = RateEstimate()
+    following = time.monotonic() + _LINE_SECONDS
 
-    def __init__(self) -> None:
-        self._pace = RateEstimate()
-        self._next = time.monotonic() + _LINE_SECONDS
-
-    def show(self, so_far: Mapping[str, Any]) -> None:
+    def show(so_far: Mapping[str, Any]) -> None:
+        nonlocal following
         now = time.monotonic()
-        pace = self._pace.text(so_far, now)
-        if now >= self._next:
-            self._next = now + _LINE_SECONDS
-            text = f"warm: {_counts(so_far)}{', ' + pace if pace else ''}"
+        rate = pace.text(so_far, now)
+        if now >= following:
+            following = now + _LINE_SECONDS
+            text = f"warm: {_counts(so_far)}{', ' + rate if rate else ''}"
             print(text, file=sys.stderr, flush=True)
 
-
-class _Bar:
-    def __init__(self, progress: rich.progress.Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("warm", total=None, counts="", pace="")
-        self._pace = RateEstimate()
-
-    def show(self, so_far: Mapping[str, Any]) -> None:
-        self._progress.update(
-            self._task,
-            total=max(1, so_far.get("bytes", 0)) if so_far.get("walked") else None,
-            completed=_done_bytes(so_far),
-            counts=_counts(so_far),
-            pace=self._pace.text(so_far, time.monotonic()),
-        )
+    return show
 
 
 @contextmanager
-def _bar() -> Iterator[_Bar]:
+def _bar() -> Iterator[Show]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
@@ -208,4 +186,16 @@ def _bar() -> Iterator[_Bar]:
         TextColumn("[cyan]{task.fields[pace]}"),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield _Bar(progress)
+        task = progress.add_task("warm", total=None, counts="", pace="")
+        pace = RateEstimate()
+
+        def show(so_far: Mapping[str, Any]) -> None:
+            progress.update(
+                task,
+                total=max(1, so_far.get("bytes", 0)) if so_far.get("walked") else None,
+                completed=_done_bytes(so_far),
+                counts=_counts(so_far),
+                pace=pace.text(so_far, time.monotonic()),
+            )
+
+        yield show
