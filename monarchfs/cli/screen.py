@@ -95,8 +95,9 @@ def _rows(view: MountView) -> Iterator[tuple[str, RenderableType]]:
     if any(share is not None for share in view.local_shares):
         yield "", _History(view.local_shares, 1.0, "100%")
     yield "source", _source(view)
-    for trouble in _source_trouble(now):
-        yield "", Text(trouble, _BAD)
+    for key, trouble in (("stuck", "calls hang"), ("errors", "errors")):
+        if number(now, "source_io", key):
+            yield "", Text(f"{format_count(number(now, 'source_io', key))} {trouble}", _BAD)
     if any(view.source_bytes):
         top = max(value for value in view.source_bytes if value)
         yield "", _History(view.source_bytes, top, f"{format_bytes(top)}/s")
@@ -179,12 +180,6 @@ def _source(view: MountView) -> Text:
     if number(view.details, "requests", "waiting"):
         text.append(f", {format_count(number(view.details, 'requests', 'waiting'))} wait")
     return text
-
-
-def _source_trouble(report: Report) -> Iterator[str]:
-    for keys, name in ((("source_io", "stuck"), "calls hang"), (("source_io", "errors"), "errors")):
-        if number(report, *keys):
-            yield f"{format_count(number(report, *keys))} {name}"
 
 
 def _listed(values: object) -> Text:

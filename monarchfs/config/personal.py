@@ -62,7 +62,7 @@ def read_personal(environ: Mapping[str, str], user: str | None) -> Personal:
         layer,
         {} if file is None or content is None else from_content(file, content),
         tuple(known),
-        tuple(name for name in strange if not _is_runs(name) and name != CONFIG_VARIABLE),
+        tuple(name for name in strange if _key_of(name) not in {*RUN_FLAGS, "config"}),
         None if content is None else file,
         environ.get(CONFIG_VARIABLE) or None,
     )
@@ -97,10 +97,6 @@ def _is_known(name: str, value: str) -> bool:
     if key == "data_path" and value.startswith("/"):
         return False
     return key in OPTIONS and key not in _NOT_FROM_HERE
-
-
-def _is_runs(name: str) -> bool:
-    return _key_of(name) in RUN_FLAGS
 
 
 def _value_of(name: str, text: str) -> object:

@@ -44,10 +44,9 @@ class Check:
         )
 
 
-def from_error(name: str, error: Exception, state: Severity = Severity.PROBLEM) -> Check:
-    """A check out of one of our errors, whose texts end with the remedy."""
-    detail, remedy = split_remedy(str(error))
-    return Check(name, state, detail, remedy)
+def from_error(name: str, error: Exception) -> Check:
+    """The problem that one of our errors describes, whose texts end with the remedy."""
+    return Check(name, Severity.PROBLEM, *split_remedy(str(error)))
 
 
 def split_remedy(text: str) -> tuple[str, str]:

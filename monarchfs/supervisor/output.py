@@ -10,7 +10,6 @@ import fcntl
 import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from monarchfs.supervisor.messages import printable
@@ -34,11 +33,10 @@ class WorkerOutput:
     left out.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self._reading, self.end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         with suppress(OSError):  # pipe-user-pages-soft (pipe(7)): more of it is lost then
             fcntl.fcntl(self.end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self._clock = clock
         self._throttle = Throttle(LINES_PER_SECOND, LINES_AT_ONCE)
         self._begun = b""
 
@@ -55,13 +53,13 @@ class WorkerOutput:
         if len(self._begun) > _MOST_LINE:
             lines.append(self._begun)
             self._begun = b""
-        now = self._clock()
+        now = time.monotonic()
         self._write("".join(self._line(line, now) for line in lines))
         return bool(part)
 
     def tick(self) -> None:
         """Say how many lines were left out, if there may be one more."""
-        if self._throttle.left_out and self._throttle.take(self._clock()):
+        if self._throttle.left_out and self._throttle.take(time.monotonic()):
             self._write(self._count())
 
     def close(self) -> None:

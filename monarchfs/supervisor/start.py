@@ -190,12 +190,8 @@ def _mount(config: Config, undo: ExitStack) -> tuple[int, int]:
                 f"somebody else unmounted or covered {config.mountpoint}: try again"
             )
         connection = mounted.minor
-    undo.callback(_take_back_mount, connection)
+    undo.callback(lambda: unmount_bounded(connection, time.monotonic() + 1))
     return fuse, connection
-
-
-def _take_back_mount(connection: int) -> None:
-    unmount_bounded(connection, time.monotonic() + 1)
 
 
 class _Interrupted(OperationError):

@@ -86,7 +86,7 @@ def open_directory(path: str, *, alone: bool = True) -> int:
 
 
 def make_directories(
-    path: str, mode: int, undo: ExitStack | None = None, *, alone: bool = True, above: int = 0o755
+    path: str, mode: int, undo: ExitStack | None = None, *, alone: bool = True
 ) -> None:
     """Makes the directory ``path``, and those above it, where they are missing; one that is there
     keeps its mode. ``undo`` removes what was made, if it is empty then. Raises as `open_directory`
@@ -96,7 +96,7 @@ def make_directories(
     except FileNotFoundError:
         if path == os.path.dirname(path):
             raise
-        make_directories(os.path.dirname(path), above, undo, alone=alone)
+        make_directories(os.path.dirname(path), 0o755, undo, alone=alone)
         with place_of(path, alone=alone) as place:
             if place.make(mode) and undo is not None:
                 undo.callback(remove_if_empty, path)

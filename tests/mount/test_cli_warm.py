@@ -204,15 +204,15 @@ def test_the_pace() -> None:
 def test_lines_for_a_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = warm_module._Lines()
+    show = warm_module._lines()
     so_far = {"files": 2000, "bytes": 4 << 20, "resident": 1000, "resident_bytes": 1 << 20}
-    lines.show(so_far)
+    show(so_far)
     assert capsys.readouterr().err == "", "not that often"
     monkeypatch.setattr(warm_module, "_LINE_SECONDS", 0.0)
-    lines = warm_module._Lines()
-    lines.show(so_far)
-    lines.show({**so_far, "walked": True, "failed": 2, "refused": 3})
-    lines.show({**so_far, "what": "metadata"})
+    show = warm_module._lines()
+    show(so_far)
+    show({**so_far, "walked": True, "failed": 2, "refused": 3})
+    show({**so_far, "what": "metadata"})
     assert capsys.readouterr().err.splitlines() == [
         "warm: 1,000 of 2,000 files, 1.0M of 4.0M found so far",
         "warm: 1,000 of 2,000 files, 1.0M of 4.0M, no room 3, failed 2",
