@@ -99,12 +99,16 @@ def _child(
     kills the child: what hangs is not waited for."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
+        # The hooks of os.fork() would swallow a KeyboardInterrupt.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         pid = os.fork()
         if pid == 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             _answer_and_exit(lambda: call(theirs), theirs, keep)
-        theirs.close()
-        ours.settimeout(patience)
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+            ours.settimeout(patience)
             yield ours
         except BaseException as error:
             os.kill(pid, signal.SIGKILL)
