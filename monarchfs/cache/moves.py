@@ -86,7 +86,7 @@ class Moves(Records):
                 allocated = await self._in_thread(_copy, source, to, record)
             if not await self._closed(ino):
                 raise OSError(errno.EBUSY, "it stays open")
-            # No checkpoint between the index commit and the books.
+            # No checkpoint between the index commit and placement.
             replica = record._replace(
                 tier=to.id,
                 allocated_bytes=allocated,

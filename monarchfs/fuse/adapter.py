@@ -110,7 +110,7 @@ class Adapter(pyfuse3.Operations):
         interrupts: Interrupts,
         metrics: Metrics,
         relay: Relay,
-        slots: HandleTable,
+        table: HandleTable,
         passthrough: Passthrough,
         session: SessionCalls,
     ) -> None:
@@ -123,13 +123,13 @@ class Adapter(pyfuse3.Operations):
         self._passthrough = passthrough
         self._session = session
         self._current_request = session.current_request
-        self.handles: Handles[FileHandle] = Handles(slots, passthrough)
+        self.handles: Handles[FileHandle] = Handles(table, passthrough)
         self.handleless = HandlelessReads(self._files)
         self._refused = EstaleRetries(self._tree.known.asked_ns)
 
     def _answers(self, unique: int) -> None:
         """The request is answered in the very next step, by pyfuse3."""
-        self.handles.slots.count_answer()
+        self.handles.table.count_answer()
         if self._session.answered_soon is not None:
             self._session.answered_soon(unique)
 
@@ -264,12 +264,12 @@ class Adapter(pyfuse3.Operations):
     def take_over(self) -> int:
         """Take over what an earlier worker has opened; returns how many that are. Before the first
         request."""
-        for slot in self.handles.slots:
+        for slot in self.handles.table:
             # Where the modes of opens count, Python has to know when they end.
             if slot.backing_id or self._passthrough.counts or not self._relay.offer(slot.ino):
                 handle = self._files.reopened(slot.ino)
                 self.handles.take_over(slot.number, handle, slot.backing_id)
-        return len(self.handles.slots)
+        return len(self.handles.table)
 
     @answers
     async def read(self, fh: FileHandleT, off: int, size: int) -> Data:  # type: ignore[override]
@@ -293,7 +293,7 @@ class Adapter(pyfuse3.Operations):
         handle = self.handles.get(fh)
         if handle is None:
             # Opened by the C part, which cannot read it.
-            if (ino := self.handles.slots.ino(fh)) is None:
+            if (ino := self.handles.table.ino(fh)) is None:
                 raise OSError(errno.EBADF, "unknown handle")
             handle = self._files.reopened(ino)
             self.handles.take_over(fh, handle)

@@ -85,7 +85,7 @@ class FastPath:
         self._siblings = tree.siblings
         self._directories = tree.directories
         self._current_request = current_request
-        self._count_answer = handles.slots.count_answer
+        self._count_answer = handles.table.count_answer
         self._passthrough = passthrough
         self._handles = handles
         self._relay = relay

@@ -16,7 +16,7 @@ offset type    header
 24     u64     answered: rises with each request that was answered
 32     u64     the index gives out inode numbers from here on, and never one twice
 40     u64     how many relay threads there are
-48     u64     when a directory was last seen moved (``Names``), nanoseconds since 1970
+48     u64     when a directory was last seen moved (``Recorder``), ns since 1970
 56     u64     whether the source has layouts (``PosixSource``): 1 no, 2 yes, 0 not known
 64     u64     who reads resident files: 1 the daemon, 2 the kernel; 0: not decided
 1024   u64[64] since when each relay thread has been busy, CLOCK_MONOTONIC in ns; 0: it waits

@@ -36,8 +36,8 @@ class Handles(Generic[T]):
     Constant: the table that outlives this process. Changing: what its numbers stand for.
     """
 
-    def __init__(self, slots: HandleTable, modes: Modes[T] | None = None) -> None:
-        self.slots = slots
+    def __init__(self, table: HandleTable, modes: Modes[T] | None = None) -> None:
+        self.table = table
         self._modes = modes
         self._open: dict[int, T] = {}
         self._unsure = 0
@@ -48,7 +48,7 @@ class Handles(Generic[T]):
     def add(self, what: T, unique: int, backing_id: int = 0) -> int:
         """The number for the answer to the OPEN request ``unique``. Raises OSError ENFILE."""
         known = self._lasting(what.ino, unique) if unique & RESENT else None
-        number = self.slots.add(what.ino, unique, backing_id)
+        number = self.table.add(what.ino, unique, backing_id)
         self._unsure = number if known is False else 0
         if (before := self._open.get(number)) is not None:
             before.release()  # taken over from a worker that died before it answered
@@ -60,7 +60,7 @@ class Handles(Generic[T]):
     def _lasting(self, ino: int, unique: int) -> bool:
         """Whether an earlier worker has carried out this open, and it is not released yet."""
         unique &= ~RESENT
-        return any(slot.unique == unique and slot.ino == ino for slot in self.slots)
+        return any(slot.unique == unique and slot.ino == ino for slot in self.table)
 
     def unopened(self, number: int) -> T | None:
         """The kernel did not wait for the answer with this number. Returns what the last ``add``
@@ -70,7 +70,7 @@ class Handles(Generic[T]):
     def take_over(self, number: int, what: T, backing_id: int = 0) -> None:
         """``number`` was given out by an earlier worker, or without Python. Raises OSError EBADF if
         it is not open."""
-        if not self.slots.own(number):
+        if not self.table.own(number):
             what.release()
             raise OSError(errno.EBADF, "unknown handle")
         self._open[number] = what
@@ -78,12 +78,12 @@ class Handles(Generic[T]):
             self._modes.opened(what, backing_id)
 
     def get(self, number: int) -> T | None:
-        """None for a number that this process' Python does not have: see ``slots.ino``."""
+        """None for a number that this process' Python does not have: see ``table.ino``."""
         return self._open.get(number)
 
     def pop(self, number: int) -> T | None:
         """None for a number that is not open: a second RELEASE is not an error."""
-        ino = self.slots.end(number)
+        ino = self.table.end(number)
         if ino is not None and self._modes is not None:
             self._modes.closed(ino)
         return self._open.pop(number, None)

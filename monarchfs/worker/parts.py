@@ -67,8 +67,8 @@ BACKGROUND_EXTRA = 8
 class Parts:
     """The parts of a worker, connected. Constant; each owns what it opens.
 
-    Each gets what it needs when it is made. Where two need each other, the one made first is told
-    of the other later, by a method: ``Relay.begin``, ``Cache.bind``.
+    Each gets what it needs when it is made. Where two need each other, the one made first gets
+    the other later, by a method: ``Relay.begin``, ``Cache.bind``.
     """
 
     def __init__(
@@ -77,32 +77,32 @@ class Parts:
         config = safe(bootstrap.config) if bootstrap.safe else bootstrap.config
         self.config = config
         self.restarts = bootstrap.restarts
-        self.slots = HandleTable(bootstrap.handles_fd, fuse_session.hooks)
-        # What is left in a journal, threads take up.
+        self.handle_table = table = HandleTable(bootstrap.handles_fd, fuse_session.hooks)
+        # Threads take up the requests that are left in a journal.
         journal = bootstrap.requests_fd
         relays = journal is not None or not bootstrap.safe
-        self.slots.begin(fuse_session.RELAY_THREADS if relays else 0)
+        table.begin(fuse_session.RELAY_THREADS if relays else 0)
         self._mount_ns = bootstrap.mount_ns
         self._channel = channel
         self._nursery = nursery
         self.metrics = Metrics()
         self._state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
         posix = PosixSource(
-            bootstrap.source_fd, root=bootstrap.source_root, has_layouts=self.slots.has_layouts
+            bootstrap.source_fd, root=bootstrap.source_root, has_layouts=table.has_layouts
         )
-        self.slots.has_layouts = posix.has_layouts
+        table.has_layouts = posix.has_layouts
         self._root_ino = posix.root.ino
         self.index = open_index(
             *(config, self._state_dir, posix.root.ino),
             OnChange(fuse_session.hooks.names_forget, fuse_session.hooks.names_forget_ino),
         )
-        if self.slots.kernel_reads is None:
-            self.slots.kernel_reads = reads_by_kernel(config, self.index, passes=bootstrap.passes)
-        self.kernel_reads = bool(self.slots.kernel_reads)
+        if table.kernel_reads is None:
+            table.kernel_reads = reads_by_kernel(config, self.index, passes=bootstrap.passes)
+        self.kernel_reads = bool(table.kernel_reads)
         # Numbers that the kernel knows are not given to other files, also if the index was lost.
-        if self.slots.numbers:
-            self.index.skip_numbers_after(self.slots.numbers)
-        self.slots.numbers = self.index.next_number
+        if table.numbers:
+            self.index.skip_numbers_after(table.numbers)
+        table.numbers = self.index.next_number
         # Where nobody waits for a copy or a scan, those who read go first.
         quietly = run_sync_at(config.copy_nice)
         self.relay = Relay(
@@ -236,7 +236,7 @@ class Parts:
         )
         file_system = FileSystem(self.tree, self.files, self.xattrs)
         self.adapter = Adapter(
-            *(file_system, self.interrupts, self.metrics, self.relay, self.slots, self.passthrough),
+            *(file_system, self.interrupts, self.metrics, self.relay, table, self.passthrough),
             SessionCalls(
                 fuse_session.current_request,
                 fuse_session.current_node,
@@ -268,7 +268,7 @@ class Parts:
         return self.interrupts.waiting + self.relay.waiting
 
     def _directory_moved(self, now_ns: int) -> None:
-        self.slots.note_moved(now_ns)
+        self.handle_table.note_moved(now_ns)
         self.misses.forget_all()
         fuse_session.hooks.names_forget_all()
 

@@ -63,7 +63,7 @@ class Worker(Parts):
     def _take_over(self) -> None:
         """Where only an earlier worker knew something, assume the worst."""
         self._interrupted = self.index.under_way()
-        self.tree.recorder.take_over(self.slots.moved_ns)
+        self.tree.recorder.take_over(self.handle_table.moved_ns)
         self.files.racy_opens.take_over(self._mount_ns, time.time_ns())
 
     def _take_over_files(self) -> None:
@@ -73,7 +73,7 @@ class Worker(Parts):
     async def beat(self) -> None:
         """Show the supervisor that the event loop turns, and keep what was counted, for ever."""
         while True:
-            self.slots.beat()
+            self.handle_table.beat()
             self.count()
             self._log_filter.tell()
             await trio.sleep(BEAT_SECONDS)

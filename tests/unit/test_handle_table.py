@@ -98,7 +98,7 @@ def test_a_handle_that_was_taken_over_is_released_once(table: int) -> None:
     assert first.released == 1
     assert handles.pop(number) is second
     assert handles.pop(number) is None
-    assert len(handles.slots) == 0
+    assert len(handles.table) == 0
     assert handles.get(number) is None
     with pytest.raises(OSError, match="unknown handle"):
         handles.take_over(number, first)
