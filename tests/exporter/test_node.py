@@ -508,6 +508,7 @@ def hostile_daemon(answer: str, *, started_ns: int = 1) -> Iterator[None]:
 
 
 BAD = "monarchfs_opens_total"
+LIE = 987_654_321  # no mount of another test has it
 
 
 def saying(**metrics: object) -> str:
@@ -561,7 +562,7 @@ def test_a_hostile_registration_breaks_no_page(work: Bench) -> None:
 def test_a_hostile_daemon_may_lie_about_its_own_user_only(work: Bench) -> None:
     answer = {
         "metrics": {
-            BAD: [[["local"], 5]],
+            BAD: [[["local"], LIE]],
             "monarchfs_unheard_of": [[["x"], 1]],
             "monarchfs_mount_info": [[["/s", "/m", "relay", "ttl", "all", "keep"], 1]],
         },
@@ -572,7 +573,7 @@ def test_a_hostile_daemon_may_lie_about_its_own_user_only(work: Bench) -> None:
         now = timely(port)
         assert up(now, mount) == 1
         users = {
-            dict(labels).get("user") for (name, labels), value in now.samples.items() if value == 5
+            dict(labels).get("user") for (_, labels), value in now.samples.items() if value == LIE
         }
         assert users == {HOSTILE.pw_name}
         assert "unheard_of" not in now.text

@@ -324,6 +324,7 @@ def test_help_and_version_are_commands_too(capsys: pytest.CaptureFixture[str]) -
 
     assert printed("help") == printed("--help")
     assert printed("version") == printed("--version")
+    assert printed("version").startswith("monarchfs ")
     for command in commands_of(build_parser()):
         assert printed("help", command) == printed(command, "--help")
 
@@ -345,13 +346,6 @@ def test_a_tier_larger_than_its_file_system(root_work: Area) -> None:
         assert root_work.run("umount", "mnt").returncode == 0
     finally:
         subprocess.run(["umount", place], check=True)
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exited:
-        main(["--version"])
-    assert exited.value.code == 0
-    assert capsys.readouterr().out.startswith("monarchfs ")
 
 
 def test_names_may_stand_before_and_behind_options() -> None:

@@ -242,6 +242,8 @@ def test_an_interrupted_export_leaves_nothing(work: Bench) -> None:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: os.listdir(out), "the export to begin")
+        # An interrupt that comes while it forks is lost: Python ignores errors there.
+        wait_for(lambda: "lookup" in slow.counts()["operations"], "it to wait for the source")
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     finally:
