@@ -72,6 +72,36 @@ async def test_keep_keeps(files: Area) -> None:
         await mirror.settled()
 
 
+async def test_what_goes_for_a_batch_goes_together_and_what_stays_costs_one_file_its_room(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with files.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
+        await read_all(mirror, "0123")
+        inos = [await mirror.ino(str(number)) for number in range(4)]
+        dropped: list[list[int]] = []
+        drop, try_remove = mirror.index.drop_replicas, mirror.cache.readers.try_remove
+
+        def dropping(going: list[int]) -> None:
+            dropped.append(going)
+            drop(going)
+
+        monkeypatch.setattr(mirror.index, "drop_replicas", dropping)
+        monkeypatch.setattr(
+            mirror.cache.readers, "try_remove", lambda ino: ino != inos[1] and try_remove(ino)
+        )
+        nodes = [await mirror.node(name) for name in "456"]
+        places = mirror.cache.reserve_each(nodes, evicts=True)
+        assert dropped == [[inos[0], inos[2]], [inos[3]]], "the last file is asked for anew"
+        wanted = [
+            (place, content(SIZE, number))
+            for number, place in enumerate(places, 4)
+            if place is not None
+        ]
+        assert await mirror.cache.write_each(wanted) == [True] * 3
+        assert await resident(mirror) == set("1456")
+        await mirror.settled()
+
+
 async def test_lru_evicts_what_was_read_longest_ago(files: Area) -> None:
     async with files.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await read_all(mirror, "0123")
