@@ -115,8 +115,11 @@ class Placement:
                 self._copies.store([(ino, allocated_bytes)])
             case Abandoned(ino):
                 self._copies.abandon(ino)
-            case Resumed():
-                self._resume(event)
+            case Resumed(ino, tier):
+                self.ledger(tier)
+                if self._traffic.moving(ino) is not None:
+                    raise ValueError(f"inode {ino} is being moved")
+                self._copies.resume(event)
             case Dropped(ino, tier, allocated_bytes):
                 self._drop(ino, tier, allocated_bytes)
             case Evicted(ino, at):
@@ -269,12 +272,6 @@ class Placement:
         return [*actions, Grant(ino, size_bytes)]
 
     # Copies in progress, and replicas at rest.
-
-    def _resume(self, event: Resumed) -> None:
-        self.ledger(event.tier)
-        if self._traffic.moving(event.ino) is not None:
-            raise ValueError(f"inode {event.ino} is being moved")
-        self._copies.resume(event)
 
     def _drop(self, ino: int, tier: int, allocated_bytes: int) -> None:
         ledger = self.ledger(tier)

@@ -23,8 +23,6 @@ EXCEPTIONS: Mapping[str, str] = {
     "fuse/passthrough.py Passthrough": "The modes of inodes, their backing ids and the opens that"
     " wait for both change together, because the kernel allows an inode one mode.",
     "fuse/relay.py Relay": "It has a method for each function of the C part that it stands for.",
-    "placement/placement.py Placement": "Each event changes ledgers, copies and the policy at once;"
-    " the rules that need no state are in modules of their own.",
     "prefetch/copy.py Copy": "It is the life of one file's copy, whose states most methods change.",
     "source/source.py Source": "It has a method for each function of PosixSource.",
 }
