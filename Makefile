@@ -14,8 +14,8 @@ SIDE_BY_SIDE := --numprocesses=logical --maxprocesses=6 --dist=loadfile
 TWO_AT_ONCE := --numprocesses=2 --dist=loadfile
 
 # To build and to mount; then what the tests compare with and look through (libcachesim loads GLib).
-PACKAGES := gcc libc6-dev libfuse3-dev libxxhash-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
-	bindfs attr acl strace procps libglib2.0-0
+PACKAGES := gcc libc6-dev libfuse3-dev libxxhash-dev libcurl4-openssl-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
+	bindfs attr acl strace procps libglib2.0-0 nginx-light
 
 .PHONY: help setup packages bench-packages demo test test-full test-fuzz check bench bench-full frameworks \
 	frameworks-or-not bench-packages-or-not cluster man install-system clean
@@ -36,7 +36,7 @@ $(STAMP): Makefile pyproject.toml setup.py $(wildcard monarchfs/*/*.c monarchfs/
 		$(PYTHON) -m venv $(VENV); }
 	@echo "set-up, 3 of 3: Python packages, and building the C part: a minute the first time"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,demo,bench]'
-	@$(BIN)/python -c 'import monarchfs.fuse._session, monarchfs.store._records, monarchfs.engine._units, monarchfs.source._stats' || \
+	@$(BIN)/python -c 'import monarchfs.fuse._session, monarchfs.store._records, monarchfs.engine._units, monarchfs.source._stats, monarchfs.peers._replicas' || \
 		{ echo "the C part was not built: see pip install --verbose --editable ." >&2; exit 1; }
 	@touch $@
 

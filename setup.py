@@ -7,8 +7,9 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, ExecError, LinkError
 
 NEEDS = (
-    "monarchfs needs a C compiler and the headers of libfuse 3, xxHash and Python:"
-    " apt-get install gcc libc6-dev libfuse3-dev libxxhash-dev pkg-config python3-dev"
+    "monarchfs needs a C compiler and the headers of libfuse 3, xxHash, libcurl and Python:"
+    " apt-get install gcc libc6-dev libfuse3-dev libxxhash-dev libcurl4-openssl-dev pkg-config"
+    " python3-dev"
 )
 
 
@@ -39,6 +40,7 @@ PARTS = (
 )  # fmt: skip
 ENGINE = ("_waiting", "_misses", "_miss_entries", "_small_file", "_names", "_layout", "_bindings")
 UNITS = ("_units", "_unit")
+PEERS = ("_bindings", "_fetch", "_places", "_want")
 
 FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-D_FILE_OFFSET_BITS=64"]
 
@@ -71,6 +73,19 @@ setup(
             "monarchfs.source._stats",
             ["monarchfs/source/_stats.c"],
             extra_compile_args=FLAGS,
+        ),
+        Extension(
+            "monarchfs.peers._owners",
+            ["monarchfs/peers/_owners.c"],
+            extra_compile_args=FLAGS,
+            extra_link_args=["-lm"],
+        ),
+        Extension(
+            "monarchfs.peers._replicas",
+            [f"monarchfs/peers/{part}.c" for part in PEERS],
+            depends=[f"monarchfs/peers/{part}.h" for part in PEERS[1:]],
+            extra_compile_args=[*FLAGS, "-pthread"],
+            extra_link_args=["-lcurl"],
         ),
         Extension(
             "monarchfs.engine._units",

@@ -15,7 +15,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 
-from monarchfs.supervisor.namespace_daemon import die_with_parent
+from monarchfs.system.parent_death import die_with_parent
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 """Exit codes as of shells (POSIX, 2.8.2); a signal N that ended the command makes 128 + N."""

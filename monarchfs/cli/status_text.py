@@ -74,6 +74,14 @@ def _lines(report: Report) -> Iterator[str]:
             yield _line("", f"takes nothing: {printable(tier['out_of_service'])}")
     if (report.get("index") or {}).get("frozen"):
         yield _line("index", f"nothing new is recorded: {printable(report['index']['frozen'])}")
+    for peer in report.get("peers", ()):
+        error = peer.get("error") or ("it failed a moment ago" if peer.get("avoided") else "")
+        yield _line(
+            "peer",
+            f"{printable(peer.get('name', '?'))}: has {peer.get('has_files', 0)} files,"
+            f" gave {peer.get('read_files', 0)} ({format_bytes(peer.get('read_bytes', 0))})"
+            + (f"; does not answer: {printable(error)}" if error else ""),
+        )
     for key in _SHOWN:
         values = report.get(key)
         if isinstance(values, Mapping):

@@ -79,7 +79,8 @@ class PlainSettings:
     instead (freshness ``ttl``). ``reserve_percent`` of each tier's file system is never used.
     ``metrics_port`` is where 127.0.0.1 serves the metrics, None for nowhere. ``kernel_resend``: the
     kernel repeats requests that a dead worker took, where it can. ``copy_nice`` is the priority
-    (nice(1)) of threads that nobody waits for.
+    (nice(1)) of threads that nobody waits for. ``peers`` are the job's nodes that share what they
+    have, this one among them, as ``peer_name``; ``peer_key`` is a file with the site's key.
     """
 
     freshness: FreshnessSetting = DEFAULT_FRESHNESS
@@ -99,6 +100,10 @@ class PlainSettings:
     metrics_port: int | None = None
     kernel_resend: bool = True
     copy_nice: int = 0
+    peers: tuple[str, ...] = ()
+    peer_name: str | None = None
+    peer_port: int = 9466
+    peer_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,7 @@ class Config(PlainSettings):
             TierSpec(tier["path"], TierSize(**tier["size"]), tier["directory"])
             for tier in fields["tiers"]
         )
+        fields["peers"] = tuple(fields["peers"])
         fields["user"] = User(**{**user, "groups": tuple(user["groups"])})
         mode = FreshnessMode(freshness["mode"])
         fields["freshness"] = FreshnessSetting(mode, freshness["ttl_seconds"])

@@ -112,6 +112,31 @@ OPTIONS: Mapping[str, Option] = {
         "read all copies again and again to find damaged ones, at RATE bytes per second, as 20M"
         " (default: off)",
     ),
+    "peers": Option(
+        values.parse_peers,
+        "LIST",
+        "the job's nodes that share what they have cached: NAME[=ADDRESS][:PORT][*WEIGHT],... or a"
+        " FILE with one a line (default: off)",
+        paths="file",
+        toml='["NAME"]',
+    ),
+    "peer_name": Option(
+        values.parse_name,
+        "NAME",
+        "which of the peers this node is (default: its host name)",
+    ),
+    "peer_port": Option(
+        values.parse_peer_port,
+        "PORT",
+        "where peers serve each other (default: 9466)",
+        toml="PORT",
+    ),
+    "peer_key": Option(
+        values.parse_path,
+        "FILE",
+        "the key of the site, the same on all nodes, that only its owner can read",
+        paths="file",
+    ),
     "metrics_port": Option(
         values.parse_port,
         "PORT",

@@ -30,6 +30,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _LONGEST_INTERVAL = 366 * 86400
 _TRUE = frozenset({"", "1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
+_LARGEST_LIST = 16 << 20
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MOST_TIMEOUT_SECONDS = 1e6
 
@@ -132,6 +133,27 @@ def parse_path(value: object) -> str:
     return os.path.abspath(text)
 
 
+def parse_peers(value: object) -> tuple[str, ...]:
+    """``a,b,c``, a list of them, or the path of a file with one a line (``#`` begins a comment);
+    none for ``off``."""
+    if isinstance(value, list):
+        return tuple(_text(one) for one in value)
+    text = _text(value)
+    if text.strip().lower() in ("off", "none"):
+        return ()
+    if "/" not in text:
+        return tuple(filter(None, (part.strip() for part in text.split(","))))
+    try:
+        with open(text, encoding="ascii") as file:
+            lines = [
+                line.partition("#")[0].strip() for line in file.read(_LARGEST_LIST).split("\n")
+            ]
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII"
+        raise UsageError(f"the list of peers {text} cannot be read: {reason}") from None
+    return tuple(filter(None, lines))
+
+
 def parse_name(value: object) -> str:
     text = _text(value).strip()
     if not text:
@@ -227,6 +249,14 @@ def parse_port(value: object) -> int | None:
             f"'{text}' is not a port: use a number from 1 to 65535, as in 9464, or off"
         )
     return int(text)
+
+
+def parse_peer_port(value: object) -> int:
+    """A TCP port from 1 to 65535."""
+    port = parse_port(value)
+    if port is None:
+        raise UsageError("peers need a port: use a number from 1 to 65535, as in 9466")
+    return port
 
 
 def parse_flag(value: object) -> bool:

@@ -62,10 +62,11 @@ static PyObject *py_misses_directory(PyObject *self, PyObject *args)
 {
 	unsigned number;
 	int fd;
+	const char *path;
 	(void)self;
-	if (!PyArg_ParseTuple(args, "Ii", &number, &fd))
+	if (!PyArg_ParseTuple(args, "Iiy", &number, &fd, &path))
 		return NULL;
-	return none_unless(misses_directory(number, fd));
+	return none_unless(misses_directory(number, fd, path));
 }
 
 static PyObject *py_misses_put(PyObject *self, PyObject *args)
@@ -73,14 +74,33 @@ static PyObject *py_misses_put(PyObject *self, PyObject *args)
 	unsigned long long ino, source_ino, size;
 	long long mtime_ns, ctime_ns;
 	unsigned number;
-	const char *name;
-	Py_ssize_t length;
+	const char *name, *replica = NULL;
+	Py_ssize_t length, replica_bytes = 0;
 	(void)self;
-	if (!PyArg_ParseTuple(args, "KIy#KKLL", &ino, &number, &name, &length, &source_ino, &size,
-			      &mtime_ns, &ctime_ns))
+	if (!PyArg_ParseTuple(args, "KIy#KKLL|y#", &ino, &number, &name, &length, &source_ino, &size,
+			      &mtime_ns, &ctime_ns, &replica, &replica_bytes))
 		return NULL;
+	if (replica && replica_bytes != MISS_REPLICA_BYTES) {
+		PyErr_SetString(PyExc_ValueError, "the name of a replica has 16 bytes");
+		return NULL;
+	}
 	const struct miss_version version = {source_ino, size, mtime_ns, ctime_ns};
-	return PyBool_FromLong(misses_put(ino, number, name, (size_t)length, &version));
+	return PyBool_FromLong(misses_put(ino, number, name, (size_t)length, &version,
+					  (const unsigned char *)replica));
+}
+
+static PyObject *py_misses_peers(PyObject *self, PyObject *args)
+{
+	PyObject *capsule;
+	int asks;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "Op", &capsule, &asks))
+		return NULL;
+	struct miss_peers given = {.read = PyCapsule_GetPointer(capsule, MISS_PEERS), .asks = asks};
+	if (!given.read)
+		return NULL;
+	misses_peers(&given);
+	Py_RETURN_NONE;
 }
 
 ASKS_OF_NUMBER(misses_has, bool_of)
@@ -258,6 +278,7 @@ static PyMethodDef methods[] = {
 	METHOD(misses_start, METH_VARARGS),
 	METHOD(misses_directory, METH_VARARGS),
 	METHOD(misses_put, METH_VARARGS),
+	METHOD(misses_peers, METH_VARARGS),
 	METHOD(misses_has, METH_O),
 	METHOD(misses_forget, METH_O),
 	METHOD(misses_forget_all, METH_NOARGS),

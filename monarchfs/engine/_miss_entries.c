@@ -197,14 +197,15 @@ void miss_leave_directory(struct directory *directory)
 	}
 }
 
-int misses_directory(unsigned number, int fd)
+int misses_directory(unsigned number, int fd, const char *path)
 {
 	if (number >= MISS_DIRECTORIES)
 		return -EINVAL;
-	struct directory *directory = malloc(sizeof(*directory));
+	struct directory *directory = malloc(sizeof(*directory) + strlen(path) + 1);
 	if (!directory)
 		return -ENOMEM;
 	*directory = (struct directory){.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0), .users = 1};
+	strcpy(directory->path, path);
 	if (directory->fd < 0) {
 		int error = errno;
 		free(directory);
@@ -321,7 +322,7 @@ static void evict(void)
 }
 
 bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length,
-		const struct miss_version *version)
+		const struct miss_version *version, const unsigned char *replica)
 {
 	if (misses.events_fd < 0 || !version->size || version->size > MISS_MOST_BYTES || !length ||
 	    length > MISS_NAME_BYTES || number >= MISS_DIRECTORIES)
@@ -337,6 +338,10 @@ bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length,
 	};
 	memcpy(made->name, name, length);
 	made->name[length] = 0;
+	if (replica) {
+		memcpy(made->replica, replica, MISS_REPLICA_BYTES);
+		made->shared = true;
+	}
 	pthread_mutex_lock(&source_lock);
 	struct entry **place = miss_place_of(ino), *known = *place;
 	bool busy = known && (known->state != REMOTE || known->bytes || known->answering ||

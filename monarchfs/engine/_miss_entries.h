@@ -26,8 +26,10 @@ struct entry {
 	size_t answered; /* bytes of it */
 	unsigned answering; /* threads */
 	unsigned generation; /* of the directory */
+	unsigned char replica[MISS_REPLICA_BYTES];
 	uint16_t directory;
 	uint8_t state;
+	bool shared; /* other nodes may have it, as `replica` */
 	bool held; /* Python reads it */
 	bool over; /* served from memory while it is open, and then forgotten */
 	bool told; /* its bytes wait for Python */
@@ -40,10 +42,12 @@ struct directory {
 	unsigned generation;
 	unsigned users;
 	bool replaced;
+	char path[]; /* below the source's root */
 };
 
 extern struct misses {
 	struct miss_options options;
+	struct miss_peers peers;
 	bool free_opens;
 	int events_fd;
 	size_t memory, memory_ahead; /* bytes of files; those that nobody but Python has asked for */

@@ -27,6 +27,8 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
@@ -52,18 +54,25 @@ static void answer_read(struct entry *entry, const struct fuse_in_header *in, ui
 struct fetch {
 	struct entry *entry;
 	int fd, error;
-	bool must_read, may_read, ahead;
+	bool must_read, may_read, ahead, from_peer;
 	struct miss_bytes *bytes;
 };
+
+static struct miss_bytes *new_bytes(const struct entry *entry)
+{
+	size_t size = (size_t)entry->version.size;
+	struct miss_bytes *bytes = malloc(sizeof(*bytes) + size);
+	if (bytes)
+		*bytes = (struct miss_bytes){.ino = entry->ino, .users = 1, .size = size};
+	return bytes;
+}
 
 static int read_whole(struct fetch *fetch)
 {
 	const struct entry *entry = fetch->entry;
-	size_t size = (size_t)entry->version.size;
-	struct miss_bytes *bytes = malloc(sizeof(*bytes) + size);
+	struct miss_bytes *bytes = new_bytes(entry);
 	if (!bytes)
 		return ENOMEM;
-	*bytes = (struct miss_bytes){.ino = entry->ino, .users = 1, .size = size};
 	int error = small_read(fetch->fd, misses.options.device, &entry->version, bytes->data);
 	if (error)
 		free(bytes);
@@ -72,12 +81,35 @@ static int read_whole(struct fetch *fetch)
 	return error;
 }
 
-static int carry_out(struct fetch *fetch, int directory_fd)
+/* Whether another node had all of it. */
+static bool read_from_peer(struct fetch *fetch, const struct directory *directory)
 {
 	const struct entry *entry = fetch->entry;
-	int error = small_open(directory_fd, entry->name, misses.options.device, &entry->version,
+	char path[PATH_MAX];
+	if (!misses.peers.read || !entry->shared || !(fetch->must_read || fetch->may_read))
+		return false;
+	int length = snprintf(path, sizeof(path), "%s%s%s", directory->path, directory->path[0] ? "/" : "",
+			      entry->name);
+	if (length >= (int)sizeof(path))
+		return false;
+	struct miss_bytes *bytes = new_bytes(entry);
+	if (bytes && misses.peers.read(entry->replica, bytes->size, path, bytes->data)) {
+		fetch->bytes = bytes;
+		return fetch->from_peer = true;
+	}
+	free(bytes);
+	return false;
+}
+
+static int carry_out(struct fetch *fetch, const struct directory *directory)
+{
+	const struct entry *entry = fetch->entry;
+	bool asks = misses.peers.asks;
+	if (!asks && read_from_peer(fetch, directory))
+		return 0;
+	int error = small_open(directory->fd, entry->name, misses.options.device, &entry->version,
 			       &fetch->fd);
-	if (error || !(fetch->must_read || fetch->may_read))
+	if (error || !(fetch->must_read || fetch->may_read) || (asks && read_from_peer(fetch, directory)))
 		return error;
 	/* An open alone does not read that. */
 	if (!fetch->must_read && misses.options.layouts && (error = small_archived(fetch->fd)))
@@ -94,9 +126,10 @@ static void queue_again(struct entry *entry)
 
 static void count_fetch(const struct fetch *fetch, uint64_t took_ns)
 {
-	if (fetch->bytes)
+	if (fetch->bytes && !fetch->from_peer)
 		counts_add(fetch->ahead ? COUNT_AHEAD_BYTES : COUNT_SOURCE_BYTES, fetch->bytes->size);
-	counts_time(fetch->ahead ? TIME_AHEAD : TIME_SOURCE, took_ns);
+	if (!fetch->from_peer || misses.peers.asks)
+		counts_time(fetch->ahead ? TIME_AHEAD : TIME_SOURCE, took_ns);
 }
 
 /* Those who wait are answered, or become Python's. Under `source_lock`, but not while the kernel is told. */
@@ -197,7 +230,7 @@ static void carry(struct entry *entry, bool is_ahead)
 	pthread_mutex_unlock(&source_lock);
 
 	uint64_t began_ns = monotonic_ns();
-	fetch.error = carry_out(&fetch, directory->fd);
+	fetch.error = carry_out(&fetch, directory);
 	uint64_t took_ns = monotonic_ns() - began_ns;
 	count_fetch(&fetch, took_ns);
 
@@ -213,7 +246,7 @@ static void carry(struct entry *entry, bool is_ahead)
 	if (fetch.fd < 0)
 		return;
 	pthread_mutex_unlock(&source_lock);
-	/* The mount's pages have them now: not to be in misses.memory twice. */
+	/* The mount's pages have them now: not to be in memory twice. */
 	if (has_bytes)
 		(void)posix_fadvise(fetch.fd, 0, 0, POSIX_FADV_DONTNEED);
 	close(fetch.fd);
@@ -379,6 +412,13 @@ bool misses_hold(uint64_t ino, bool held)
 		entry->held = held;
 	pthread_mutex_unlock(&source_lock);
 	return busy;
+}
+
+void misses_peers(const struct miss_peers *given)
+{
+	pthread_mutex_lock(&source_lock);
+	misses.peers = *given;
+	pthread_mutex_unlock(&source_lock);
 }
 
 int misses_start(const struct miss_options *given)

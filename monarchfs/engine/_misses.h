@@ -64,13 +64,28 @@ int misses_start(const struct miss_options *options);
 /* Begin, if Python wants it. `no_opens`: there is no OPEN, and the first READ counts as one. */
 void misses_serve(bool no_opens);
 
-/* An open directory of the source (duplicated) under a number of the caller's, below
+/* An open directory of the source (duplicated), at `path` below its root, under a number of the caller's, below
  * MISS_DIRECTORIES; what that stood for before is closed when nobody uses it. 0 or -errno. */
-int misses_directory(unsigned number, int fd);
+int misses_directory(unsigned number, int fd, const char *path);
 
-/* `ino` stands for this. False where it cannot be known here. */
+#define MISS_REPLICA_BYTES 16
+
+/* Other nodes may have the bytes: whether `read` got all of the replica of this name into `to`. It waits for
+ * them; `path` is that in the source. `asks`: the source is opened, and its version compared, all the same. */
+struct miss_peers {
+	bool (*read)(const unsigned char *replica, size_t size, const char *path, char *to);
+	bool asks;
+};
+
+/* Of the capsule with that function. */
+#define MISS_PEERS "monarchfs.peers._replicas.read"
+
+/* Once, before misses_serve. */
+void misses_peers(const struct miss_peers *peers);
+
+/* `ino` stands for this; `replica` is what other nodes call it, or NULL. False where it cannot be known here. */
 bool misses_put(uint64_t ino, unsigned directory, const char *name, size_t length,
-		const struct miss_version *version);
+		const struct miss_version *version, const unsigned char *replica);
 bool misses_has(uint64_t ino);
 
 /* They are not to be served any more: each is resident, or stands for nothing. No open is being answered

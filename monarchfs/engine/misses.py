@@ -60,15 +60,18 @@ class Misses:
         places: Places,
         opened_directory: Callable[[DirRef], AbstractContextManager[int] | None],
         may_serve: Callable[[Node], bool],
+        *,
+        shares: bool = False,
     ) -> None:
         """``opened_directory`` gives a descriptor of a directory without waiting, if there is one;
         ``may_serve`` tells whether the bytes of a node are to be had from the source alone, and its
-        version tells them from later ones."""
+        version tells them from later ones; ``shares``: other nodes may have their bytes."""
         self.events_fd = -1
         self._hooks = hooks
         self._places = places
         self._opened_directory = opened_directory
         self._may_serve = may_serve
+        self._shares = shares
         self._directories: OrderedDict[int, int] = OrderedDict()
         self._free: list[int] = []
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -103,7 +106,8 @@ class Misses:
         if number is None:
             return False
         version = stat.ino, stat.size, stat.mtime_ns, stat.ctime_ns
-        return bool(self._hooks.misses_put(node.ino, number, node.name, *version))
+        replica = (stat.version.replica_name,) if self._shares else ()
+        return bool(self._hooks.misses_put(node.ino, number, node.name, *version, *replica))
 
     def _directory(self, ino: int) -> int | None:
         number = self._directories.get(ino)
@@ -112,7 +116,7 @@ class Misses:
             return number
         ref = self._places.dirref(ino)
         opened = None if ref is None else self._opened_directory(ref)
-        if opened is None:
+        if ref is None or opened is None:
             return None
         if self._free:
             number = self._free.pop()
@@ -122,7 +126,7 @@ class Misses:
             _ino, number = self._directories.popitem(last=False)
         try:
             with opened as descriptor:
-                self._hooks.misses_directory(number, descriptor)
+                self._hooks.misses_directory(number, descriptor, ref.path)
         except OSError:  # no descriptor is left
             self._free.append(number)
             return None

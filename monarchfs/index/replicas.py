@@ -241,6 +241,7 @@ class Replicas(ReplicaRows):
     def _put_record(self, txn: Any, key: bytes, replica: Replica) -> None:
         record = RECORD_KEY.pack(replica.tier, replica.segment, replica.offset)
         txn.put(record, key, db=self._db.records)
+        self._on_record(replica.name)
 
     def _note_outdated(self, txn: Any, key: bytes, replica: Replica) -> bool:
         """That nobody will ask for it, if that is so. Whether its node is outdated, or unknown."""
@@ -263,6 +264,7 @@ class Replicas(ReplicaRows):
         txn.delete(TIER_KEY.pack(head.tier) + key, db=self._db.outdated)
         if head.segment:
             txn.delete(head.record, db=self._db.records)
+            self._on_record(head.place[TIER_KEY.size :])
             txn.put(head.record[: SEGMENT_KEY.size], SEGMENT.pack(1), db=self._db.segments)
         elif lies_there:
             txn.put(head.place, key, db=self._db.journal)

@@ -32,10 +32,12 @@ _COMMITS_PER_LOOK = 64
 class OnChange(NamedTuple):
     """Called before a change is committed: nobody has seen it then, and it may come to nothing.
     ``name`` gets each name (directory, name) that will stand for something else, or go; ``node``
-    each inode number whose record changes."""
+    each inode number whose record changes; ``record`` the name of each replica in a segment that
+    comes or goes."""
 
     name: Callable[[int, bytes], object] = lambda parent, name: None
     node: Callable[[int], object] = lambda ino: None
+    record: Callable[[bytes], object] = lambda name: None
 
 
 class Tables:
@@ -65,7 +67,7 @@ class Tables:
         self._retired: list[int] = []
         self._closing = threading.Lock()
         self._is_open = True
-        self._on_name, self._on_node = on_change
+        self._on_name, self._on_node, self._on_record = on_change
 
     @property
     def frozen(self) -> str | None:

@@ -173,6 +173,14 @@ SOURCE_TOUCHES = _counter(
     "source_touches_total", "Files touched in the source (--touch-source), by result", "result"
 )
 
+PEERS = _gauge("peers", "Nodes that this mount shares with, by whether they answer", "state")
+PEER_FILES = _counter("peer_read_files_total", "Small files read from peers")
+PEER_BYTES = _counter("peer_read_bytes_total", "Bytes read from peers")
+PEER_FAILURES = _counter(
+    "peer_failures_total", "Requests that a peer did not answer, or not in time"
+)
+PEER_WRONG = _counter("peer_wrong_files_total", "Files that were not what a peer had said")
+
 INDEX_INODES = _gauge("index_inodes", "Known inode numbers")
 INDEX_BYTES = _gauge("index_bytes", "Size of the index's data")
 INDEX_FROZEN = _gauge("index_frozen", "1 while nothing new can be recorded on disk, else 0")

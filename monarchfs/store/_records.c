@@ -7,14 +7,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#define XXH_INLINE_ALL
-#include <xxhash.h>
+#include "_checksum.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <unistd.h>
-
-#define BLOCK_BYTES (128 << 10) /* as in checksum.py */
 
 struct record {
 	int fd;
@@ -23,24 +20,6 @@ struct record {
 	uint64_t checksum;
 	int error;
 };
-
-/* As in checksum.py. */
-static uint64_t checksum(const char *data, size_t size)
-{
-	XXH64_canonical_t digests[64];
-	XXH3_state_t state;
-	unsigned count = 0;
-	XXH3_64bits_reset(&state);
-	for (size_t at = 0; at < size; at += BLOCK_BYTES) {
-		size_t length = size - at < BLOCK_BYTES ? size - at : BLOCK_BYTES;
-		XXH64_canonicalFromHash(&digests[count++], XXH3_64bits(data + at, length));
-		if (count == sizeof(digests) / sizeof(*digests) || at + length == size) {
-			XXH3_64bits_update(&state, digests, count * sizeof(*digests));
-			count = 0;
-		}
-	}
-	return XXH3_64bits_digest(&state);
-}
 
 static int put_record(const struct record *record)
 {

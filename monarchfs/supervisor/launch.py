@@ -40,7 +40,7 @@ _CLOSED_SECONDS = 1.0
 class Descriptors:
     """What a worker and its successors inherit. ``tiers`` are the dataset's directories in the
     order of the tiers, ``handles`` is the table of open files, ``counts`` memory for counts,
-    ``metrics`` a listening socket, if there is one."""
+    ``metrics`` and ``peers`` listening sockets, if there are any."""
 
     fuse: int
     source: int
@@ -50,6 +50,7 @@ class Descriptors:
     counts: int
     requests: int | None
     metrics: int | None = None
+    peers: int | None = None
 
 
 def module_command(module: str) -> tuple[str, ...]:
@@ -190,7 +191,8 @@ class WorkerProcess:
 class WorkerLauncher:
     """Starts the workers of one mount. ``output`` is where they write standard error, None for the
     log in the state directory. ``source_root``: inode and device number of the source, which may
-    hang now. ``passes``: the kernel may read replicas itself."""
+    hang now. ``passes``: the kernel may read replicas itself. ``peers``: whom the mount shares with
+    (``peering.Peers``)."""
 
     config: Config
     command: Sequence[str]
@@ -200,6 +202,7 @@ class WorkerLauncher:
     output: int | None
     source_root: tuple[int, int]
     passes: bool
+    peers: Mapping[str, Any] | None = None
 
     def start(self, *, restarts: int, safe: bool = False, waits: bool = False) -> WorkerProcess:
         """Starts a worker, after ``restarts`` others; raises OperationError if its program cannot
@@ -229,6 +232,7 @@ class WorkerLauncher:
             "mount_ns": self.mount_ns,
             "source_root": self.source_root,
             "passes": self.passes,
+            "peers": self.peers,
             **how,
         }
         memory = os.memfd_create("monarchfs-bootstrap")

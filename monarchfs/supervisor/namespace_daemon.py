@@ -13,7 +13,6 @@ see to that (``supervisor.shared`` has the other side).
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -35,6 +34,7 @@ from monarchfs.supervisor.namespace import Spaces, leave_for_own
 from monarchfs.supervisor.preflight import MountSpec
 from monarchfs.supervisor.recover import FoundMount, find_one, remove_by_force
 from monarchfs.supervisor.start import mount_and_supervise
+from monarchfs.system.parent_death import die_with_parent
 from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,6 @@ MOST_END_SECONDS = _POLITE_SECONDS + _END_SECONDS + _FORCE_SECONDS + 2.0
 _PARENT_GRACE_SECONDS = 2.0
 _TICK_SECONDS = 1.0
 _POLL_SECONDS = 0.01
-_PR_SET_PDEATHSIG = 1
 _BACKLOG = 128
 
 
@@ -121,16 +120,6 @@ def _start_supervisor(wanted: MountRequest, deadline: float) -> int:
         timeout=left + _PARENT_GRACE_SECONDS,
         overdue=f"the mount did not come about within {left:.0f} s",
     )
-
-
-def die_with_parent(parent: int, number: signal.Signals) -> None:
-    """Has the kernel send this process a signal when its parent dies (PR_SET_PDEATHSIG(2const)),
-    until its identity changes. Sends it now if the parent is dead already."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        os.kill(os.getpid(), number)
 
 
 class NamespaceDaemon:

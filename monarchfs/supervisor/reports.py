@@ -14,6 +14,7 @@ from typing import Any
 
 from monarchfs.config import Config
 from monarchfs.supervisor.failover import Failover, Phase
+from monarchfs.supervisor.startup import Mounted
 
 ANSWER_SECONDS = 1.5
 """How long a worker may take to answer before it counts as not answering."""
@@ -99,10 +100,10 @@ class Reports:
 
 
 def status_of(
-    config: Config, reports: Reports, failover: Failover, started: float, registered: int
+    config: Config, reports: Reports, failover: Failover, started: float, mounted: Mounted
 ) -> dict[str, Any]:
     """What the worker last reported, and what only the supervisor knows. ``started`` is when that
-    began, ``registered`` how many files the kernel reads itself."""
+    began."""
     now = time.monotonic()
     last, death, retry_seconds = reports.latest, failover.last_death, failover.retry_seconds
     worker = {
@@ -122,7 +123,8 @@ def status_of(
         "age_seconds": round(now - reports.came, 3) if last else None,
         "uptime_seconds": round(now - started, 3),
         "worker": worker,
-        "passthrough": {**last.get("passthrough", {}), "registered": registered},
+        "peer_server": mounted.peer_server and {"pid": mounted.peer_server.pid},
+        "passthrough": {**last.get("passthrough", {}), "registered": len(mounted.backing)},
     }
     if not failover.serves:
         worker["error"] = _trouble_of(failover)

@@ -31,6 +31,7 @@ from monarchfs.supervisor.first_worker import Crashed, read_init_request, servin
 from monarchfs.supervisor.launch import Descriptors, WorkerLauncher, module_command
 from monarchfs.supervisor.logs import log_as_daemon, log_to_stderr
 from monarchfs.supervisor.output import WorkerOutput
+from monarchfs.supervisor.peering import find_peers, open_peer_server
 from monarchfs.supervisor.port import listen_locally, stop_listening
 from monarchfs.supervisor.preflight import MountSpec, checked
 from monarchfs.supervisor.readahead import read_ahead
@@ -85,6 +86,13 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
     state_dir, lock = open_state_dir(config, undo)
     config, directories = open_tiers(config, state_dir, undo)
     tiers = [directory.descriptor for directory in directories.opened]
+    peers = find_peers(config)
+    peer_server = None
+    if peers is not None:
+        peer_server = open_peer_server(
+            *(config, peers, os.path.join(config.state_dir, "peers")),
+            *([os.path.join(tier.path, tier.directory) for tier in config.tiers], undo),
+        )
     metrics = None
     if config.metrics_port is not None:
         metrics = listen_locally(config.metrics_port)
@@ -100,6 +108,7 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
     descriptors = Descriptors(
         *(fuse, what.descriptor, state_dir, tuple(tiers), handles, counts, journal),
         metrics=None if metrics is None else metrics.fileno(),
+        peers=None if peer_server is None else peer_server.listener.fileno(),
     )
     backing = BackingFiles(config, fuse, tiers, handles)
     backing.prepare(request)
@@ -111,6 +120,7 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
         output=None if output is None else output.end,
         source_root=what.identity,
         passes=backing.stack_depth > 0,
+        peers=None if peers is None else peers.to_message(),
     )
     serve = partial(serving_worker, launcher, request, backing, deadline)
     restarts = 0
@@ -137,6 +147,7 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
         waiting=partial(_waiting, connection, fuse),
         mark_suspect=partial(mark_suspect, state_dir, config.user),
         backing=backing,
+        peer_server=peer_server,
     )
     release = partial(_release, [lock, *directories.locks], metrics)
     return Supervisor(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from monarchfs.fuse.protocol import RESEND, ProtocolError, parse_init_reply
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.launch import WorkerProcess
+from monarchfs.supervisor.peer_server import PeerServer
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,8 @@ class Mounted(NamedTuple):
     """The mount: its descriptor, the number of its ``connection``, the kernel's FUSE_INIT.
     ``journal``: the kernel does not repeat requests that a worker took; the next one finds them in
     shared memory. ``vitals`` are the worker's (beats, answered, stuck_since), from shared memory;
-    ``waiting`` is the number of waiting requests, None if that is not known."""
+    ``waiting`` is the number of waiting requests, None if that is not known.
+    ``peer_server``: nginx, if the mount shares with peers."""
 
     fuse: int
     connection: int
@@ -36,6 +38,7 @@ class Mounted(NamedTuple):
     waiting: Callable[[], int | None]
     mark_suspect: Callable[[], None]
     backing: BackingFiles
+    peer_server: PeerServer | None = None
 
     def resend(self) -> None:
         """Have the kernel repeat requests that were taken and not answered, if it can."""

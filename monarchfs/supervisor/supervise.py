@@ -142,6 +142,8 @@ class Supervisor:
         self._manager.beat(now)
         if self._output is not None:
             self._output.tick()
+        if self.mounted.peer_server is not None:
+            self.mounted.peer_server.tick(now)
         self._clients.tick(now)
         if self.failover.serves:
             self._reports.tick(now)
@@ -194,8 +196,7 @@ class Supervisor:
         return self.failover.worker.channel.send({"do": "status", "number": number})
 
     def _reply_status(self, connection: socket.socket) -> None:
-        registered = len(self.mounted.backing)
-        status = status_of(self.config, self._reports, self.failover, self._started, registered)
+        status = status_of(self.config, self._reports, self.failover, self._started, self.mounted)
         reply(connection, messages.encode_result(status))
 
     def _reply_restart(self, connection: socket.socket, error: str | None) -> None:
@@ -229,6 +230,8 @@ class Supervisor:
         """The order matters to a caller who mounts again at once: the lock is free, and the socket
         gone, before the reply says that it is done."""
         now = time.monotonic()
+        if self.mounted.peer_server is not None:
+            self.mounted.peer_server.close()
         left = self._unmount.deadline - now if self._unmount is not None else 0.0
         answers = self.failover.serves and not self._reports.overdue(now)
         self.failover.close(max(1.0, min(_SYNC_SECONDS, left)) if answers else 1.0)

@@ -40,6 +40,8 @@ class Bootstrap:
     passes: bool = False
     requests_fd: int | None = None
     counts_fd: int | None = None
+    peers: dict[str, Any] | None = None
+    peers_fd: int | None = None
 
     @classmethod
     def read(cls, fd: int) -> Bootstrap:
@@ -68,6 +70,8 @@ class Bootstrap:
             message["passes"],
             fds["requests"],
             fds.get("counts"),  # a supervisor of an earlier release has none
+            message.get("peers"),
+            fds.get("peers"),
         )
 
     @property

@@ -28,6 +28,7 @@ def values_now(worker: Observed) -> Values:
         **_tiers(worker),
         **_copies(worker),
         **_replicas(metrics),
+        **_peers(worker),
         names.INDEX_INODES: [((), worker.index.count_nodes())],
         names.INDEX_BYTES: [((), worker.index.size_bytes())],
         names.INDEX_FROZEN: [((), int(worker.index.frozen is not None))],
@@ -148,6 +149,19 @@ def _replicas(metrics: Metrics) -> Values:
         names.REPLICAS_MOVED: [((), metrics.replicas_moved)],
         names.SCRUBBED_BYTES: [((), metrics.scrubbed_bytes)],
         names.SOURCE_TOUCHES: _labelled(touches.items()),
+    }
+
+
+def _peers(worker: Observed) -> Values:
+    metrics = worker.metrics
+    down = 0 if worker.peering is None else len(worker.peering.following.errors)
+    count = 0 if worker.peering is None else len(worker.peering.following.nodes) - 1
+    return {
+        names.PEERS: _labelled([("up", count - down), ("down", down)]),
+        names.PEER_FILES: [((), metrics.peer_files)],
+        names.PEER_BYTES: [((), metrics.peer_bytes)],
+        names.PEER_FAILURES: [((), metrics.peer_failures)],
+        names.PEER_WRONG: [((), metrics.peer_wrong_files)],
     }
 
 

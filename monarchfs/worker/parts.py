@@ -56,6 +56,7 @@ from monarchfs.worker.opening import (
     reads_by_kernel,
     safe,
 )
+from monarchfs.worker.peering import Peering
 
 if TYPE_CHECKING:
     from monarchfs.exporter.run import Exporter
@@ -85,6 +86,7 @@ class Parts:
         self._mount_ns = bootstrap.mount_ns
         self._channel = channel
         self._nursery = nursery
+        self.peering: Peering | None = None
         self.metrics = Metrics()
         self._state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
         posix = PosixSource(
@@ -94,7 +96,10 @@ class Parts:
         self._root_ino = posix.root.ino
         self.index = open_index(
             *(config, self._state_dir, posix.root.ino),
-            OnChange(fuse_session.hooks.names_forget, fuse_session.hooks.names_forget_ino),
+            OnChange(
+                *(fuse_session.hooks.names_forget, fuse_session.hooks.names_forget_ino),
+                self._replica_changed,
+            ),
         )
         if table.kernel_reads is None:
             table.kernel_reads = reads_by_kernel(config, self.index, passes=bootstrap.passes)
@@ -198,8 +203,19 @@ class Parts:
             },
         )
         self.interrupts = Interrupts(self.metrics)
+        if bootstrap.peers is not None and bootstrap.peers_fd is not None and relays:
+            self.peering = Peering(
+                *(self.tree, self.copier.jobs, self.cache.tiers, bootstrap.peers),
+                bootstrap.peers_fd,
+            )
+            asks = config.freshness.mode is not FreshnessMode.IMMUTABLE
+            self.peering.begin(fuse_session.hooks, asks=asks)
         self.misses = Misses(
-            fuse_session.hooks, self.index, posix.opened_directory, self.files.only_remote
+            fuse_session.hooks,
+            self.index,
+            posix.opened_directory,
+            self.files.only_remote,
+            shares=self.peering is not None,
         )
         self.arrivals = Arrivals(
             self.misses,
@@ -267,6 +283,10 @@ class Parts:
         """How many wait for the source, or for a tier."""
         return self.interrupts.waiting + self.relay.waiting
 
+    def _replica_changed(self, name: bytes) -> None:
+        if self.peering is not None:
+            self.peering.changed(name)
+
     def _directory_moved(self, now_ns: int) -> None:
         self.handle_table.note_moved(now_ns)
         self.misses.forget_all()
@@ -276,6 +296,8 @@ class Parts:
         """Bring the counts up to date, and keep them: before they are shown to anybody."""
         self.relay.counts.count()
         self.arrivals.look()
+        if self.peering is not None:
+            self.peering.count(self.metrics)
         self._kept.save()
 
 

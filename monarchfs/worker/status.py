@@ -17,6 +17,7 @@ from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.scan import Scan
 from monarchfs.source.source import Source
+from monarchfs.worker.peering import Peering
 
 
 class Observed(Protocol):
@@ -36,6 +37,8 @@ class Observed(Protocol):
     def copier(self) -> Copier: ...
     @property
     def scan(self) -> Scan: ...
+    @property
+    def peering(self) -> Peering | None: ...
     @property
     def load(self) -> Load: ...
     @property
@@ -131,6 +134,7 @@ def status(worker: Observed) -> dict[str, Any]:
             "moved": metrics.replicas_moved,
             "scrubbed_bytes": metrics.scrubbed_bytes,
         },
+        "peers": [] if worker.peering is None else worker.peering.status(),
         "touch": {"completed": metrics.touches_completed, "failed": metrics.touches_failed},
         "index": {
             "frozen": worker.index.frozen,

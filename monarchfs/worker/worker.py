@@ -128,6 +128,8 @@ class Worker(Parts):
         self._nursery.start_soon(self.cache.sync_loop)
         self._nursery.start_soon(purge, self.index, self._mount_ns)
         self._nursery.start_soon(_measure_delay, self.metrics.event_loop_delay)
+        if self.peering is not None:
+            self._nursery.start_soon(self.peering.run)
         if self._exporter is not None:
             self._nursery.start_soon(self._exporter.run)
         if config.scrub_bytes_per_second:

@@ -46,7 +46,7 @@ static void replace(uint64_t ino, bool right)
 		return;
 	CHECK(fstatat(source_fd, name, &st, 0) == 0);
 	const struct miss_version version = {st.st_ino, SIZE, ns_of(st.st_mtim), ns_of(st.st_ctim)};
-	misses_put(ino, DIRECTORY, name, strlen(name), &version);
+	misses_put(ino, DIRECTORY, name, strlen(name), &version, NULL);
 }
 
 static void ask(unsigned *seed, uint64_t unique, uint64_t *handles)
@@ -177,7 +177,7 @@ static void *be_others(void *unused)
 			misses_has(ino);
 			break;
 		case 5:
-			CHECK(misses_directory(DIRECTORY, source_fd) == 0);
+			CHECK(misses_directory(DIRECTORY, source_fd, "") == 0);
 			break;
 		case 6:
 			waiting_leave_older(rand_r(&seed) % 4 ? 0 : UINT64_MAX, rand_r(&seed) % 2);
@@ -248,7 +248,7 @@ static void be_short_of_memory(void)
 	CHECK(setsockopt(kernel, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)) == 0);
 	misses_forget_all();
 	take_events();
-	CHECK(misses_directory(DIRECTORY, source_fd) == 0);
+	CHECK(misses_directory(DIRECTORY, source_fd, "") == 0);
 	for (uint64_t ino = 1; ino <= FILES; ino++) {
 		misses_hold(ino, false);
 		replace(ino, true);
@@ -282,7 +282,7 @@ int main(int count, char **arguments)
 	const struct miss_options options = {
 		.memory_bytes = 20 * SIZE, .device = st.st_dev, .keeps = true};
 	CHECK(misses_start(&options) >= 0);
-	CHECK(misses_directory(DIRECTORY, source_fd) == 0);
+	CHECK(misses_directory(DIRECTORY, source_fd, "") == 0);
 	for (uint64_t ino = 1; ino <= FILES; ino++)
 		replace(ino, true);
 	void *(*parts[])(void *) = {be_kernel, be_python, be_others, be_others};

@@ -110,6 +110,13 @@ def test_units_while_their_files_change(tmp_path: Path, tier: Path, sanitizers: 
 
 
 @SANITIZERS
+def test_files_that_are_wanted_of_peers(tmp_path: Path, sanitizers: str) -> None:
+    """Threads that want files of one peer ask together, and each hears of its own."""
+    parts = ("peers/_want", "peers/_places")
+    run(build(tmp_path, "wants", f"-fsanitize={sanitizers}", parts=parts), REQUESTS // 10)
+
+
+@SANITIZERS
 def test_an_open_that_is_handed_out_again_meanwhile(
     tmp_path: Path, tier: Path, sanitizers: str
 ) -> None:

@@ -72,7 +72,7 @@ class WholeReads:
     def misses_start(self, *_options: object) -> int:
         return self._fd
 
-    def misses_directory(self, number: int, fd: int) -> None:
+    def misses_directory(self, number: int, fd: int, path: bytes) -> None:
         if number in self._directories:
             os.close(self._directories[number])
         self._directories[number] = os.dup(fd)

@@ -55,6 +55,19 @@ def test_a_report_for_people() -> None:
     ]
 
 
+def test_peers_are_lines_of_their_own() -> None:
+    peers = [
+        {"name": "b", "has_files": 7, "read_files": 3, "read_bytes": 1536, "error": None},
+        {"name": "c", "has_files": 0, "read_files": 0, "read_bytes": 0, "error": "status 403"},
+        {"name": "d", "avoided": True},
+    ]
+    assert format_report({"peers": peers}).splitlines()[2:] == [
+        "  peer      b: has 7 files, gave 3 (1.5K)",
+        "  peer      c: has 0 files, gave 0 (0 bytes); does not answer: status 403",
+        "  peer      d: has 0 files, gave 0 (0 bytes); does not answer: it failed a moment ago",
+    ]
+
+
 def test_a_report_may_lack_anything() -> None:
     assert format_report({}).splitlines() == ["? on ?", "  state     "]
 

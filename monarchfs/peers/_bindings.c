@@ -1,0 +1,255 @@
+/* _places.h and _fetch.h for Python. See replicas.py. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "_want.h"
+
+#include "../engine/_misses.h"
+
+#include <errno.h>
+#include <stdlib.h>
+
+static PyObject *failed(int error)
+{
+	errno = error;
+	return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+static bool is_name(const Py_buffer *name)
+{
+	if (name->len == REPLICA_NAME_BYTES)
+		return true;
+	PyErr_SetString(PyExc_ValueError, "the name of a replica has 16 bytes");
+	return false;
+}
+
+static PyObject *put(PyObject *self, PyObject *args)
+{
+	(void)self;
+	PyObject *rows;
+	unsigned peer;
+	if (!PyArg_ParseTuple(args, "IO", &peer, &rows))
+		return NULL;
+	PyObject *sequence = PySequence_Fast(rows, "rows are a sequence");
+	if (!sequence)
+		return NULL;
+	unsigned long kept = 0;
+	for (Py_ssize_t n = 0; n < PySequence_Fast_GET_SIZE(sequence); n++) {
+		Py_buffer name;
+		unsigned long long segment, offset, checksum;
+		unsigned size, tier;
+		PyObject *row = PySequence_Fast_GET_ITEM(sequence, n);
+		if (!PyTuple_Check(row) || !PyArg_ParseTuple(row, "y*KIIKK", &name, &checksum, &size, &tier, &segment, &offset)) {
+			if (!PyErr_Occurred())
+				PyErr_SetString(PyExc_TypeError, "a row is a tuple");
+			Py_DECREF(sequence);
+			return NULL;
+		}
+		struct place place = {segment, offset, checksum, size, (uint16_t)peer, (uint16_t)tier};
+		bool good = is_name(&name);
+		if (good && segment)
+			kept += places_put(name.buf, &place);
+		else if (good)
+			places_remove(name.buf, peer);
+		PyBuffer_Release(&name);
+		if (!good) {
+			Py_DECREF(sequence);
+			return NULL;
+		}
+	}
+	Py_DECREF(sequence);
+	return PyLong_FromUnsignedLong(kept);
+}
+
+static PyObject *remove_all(PyObject *self, PyObject *number)
+{
+	(void)self;
+	unsigned long peer = PyLong_AsUnsignedLong(number);
+	if (PyErr_Occurred())
+		return NULL;
+	Py_BEGIN_ALLOW_THREADS
+	places_remove_all((unsigned)peer);
+	Py_END_ALLOW_THREADS
+	Py_RETURN_NONE;
+}
+
+static PyObject *has(PyObject *self, PyObject *arg)
+{
+	(void)self;
+	Py_buffer name;
+	if (PyObject_GetBuffer(arg, &name, PyBUF_SIMPLE) < 0)
+		return NULL;
+	struct place place;
+	PyObject *result = NULL;
+	if (is_name(&name))
+		result = PyBool_FromLong(places_get(name.buf, &place));
+	PyBuffer_Release(&name);
+	return result;
+}
+
+static PyObject *peer(PyObject *self, PyObject *args)
+{
+	(void)self;
+	unsigned number;
+	const char *url;
+	if (!PyArg_ParseTuple(args, "Is", &number, &url))
+		return NULL;
+	int result = fetch_peer(number, url);
+	if (result < 0)
+		return failed(-result);
+	Py_RETURN_NONE;
+}
+
+static PyObject *token(PyObject *self, PyObject *args)
+{
+	(void)self;
+	const char *text, *address;
+	if (!PyArg_ParseTuple(args, "ss", &text, &address))
+		return NULL;
+	int result = fetch_token(text, address);
+	if (result < 0)
+		return failed(-result);
+	Py_RETURN_NONE;
+}
+
+static PyObject *owners(PyObject *self, PyObject *args)
+{
+	(void)self;
+	Py_buffer given;
+	unsigned own;
+	if (!PyArg_ParseTuple(args, "y*I", &given, &own))
+		return NULL;
+	int result = -EINVAL;
+	if (given.len == OWNER_BUCKETS * (Py_ssize_t)sizeof(uint16_t))
+		result = want_owners(given.buf, own);
+	PyBuffer_Release(&given);
+	if (result < 0)
+		return failed(-result);
+	Py_RETURN_NONE;
+}
+
+static PyObject *fetch(PyObject *self, PyObject *args)
+{
+	(void)self;
+	Py_buffer name;
+	Py_ssize_t size;
+	if (!PyArg_ParseTuple(args, "y*n", &name, &size))
+		return NULL;
+	PyObject *data = is_name(&name) ? PyBytes_FromStringAndSize(NULL, size) : NULL;
+	enum fetch_result result = FETCH_UNKNOWN;
+	if (data) {
+		char *to = PyBytes_AS_STRING(data);
+		Py_BEGIN_ALLOW_THREADS
+		result = fetch_replica(name.buf, (size_t)size, to);
+		Py_END_ALLOW_THREADS
+	}
+	PyBuffer_Release(&name);
+	if (!data || result == FETCHED)
+		return data;
+	Py_DECREF(data);
+	return PyLong_FromLong(result);
+}
+
+static PyObject *ask(PyObject *self, PyObject *args)
+{
+	(void)self;
+	unsigned number;
+	const char *path;
+	Py_buffer body = {0};
+	double seconds;
+	Py_ssize_t most;
+	if (!PyArg_ParseTuple(args, "Isz*dn", &number, &path, &body, &seconds, &most))
+		return NULL;
+	char *answer = NULL;
+	size_t size = 0;
+	int status;
+	Py_BEGIN_ALLOW_THREADS
+	status = fetch_answer(number, path, body.buf, (size_t)body.len, (int64_t)(seconds * 1e9), (size_t)most,
+			      &answer, &size);
+	Py_END_ALLOW_THREADS
+	if (body.obj)
+		PyBuffer_Release(&body);
+	if (status < 0)
+		return failed(-status);
+	PyObject *result = Py_BuildValue("iy#", status, answer ? answer : "", (Py_ssize_t)size);
+	free(answer);
+	return result;
+}
+
+static PyObject *counts(PyObject *self, PyObject *number)
+{
+	(void)self;
+	unsigned long peer = PyLong_AsUnsignedLong(number);
+	if (PyErr_Occurred())
+		return NULL;
+	struct peer_counts of;
+	fetch_count((unsigned)peer, &of);
+	return Py_BuildValue("KKKKKN", of.files, of.bytes, of.wrong, of.failed, of.nanoseconds,
+			     PyBool_FromLong(fetch_avoided((unsigned)peer)));
+}
+
+static PyObject *known(PyObject *self, PyObject *number)
+{
+	(void)self;
+	Py_ssize_t count = PyLong_AsSsize_t(number);
+	if (PyErr_Occurred())
+		return NULL;
+	uint64_t *of = PyMem_Calloc(count > 0 ? (size_t)count : 1, sizeof(*of));
+	if (!of)
+		return PyErr_NoMemory();
+	Py_BEGIN_ALLOW_THREADS
+	places_count(of, (size_t)count);
+	Py_END_ALLOW_THREADS
+	PyObject *list = PyList_New(count);
+	for (Py_ssize_t n = 0; list && n < count; n++)
+		PyList_SET_ITEM(list, n, PyLong_FromUnsignedLongLong(of[n]));
+	PyMem_Free(of);
+	return list;
+}
+
+static PyMethodDef methods[] = {
+	{"put", put, METH_VARARGS,
+	 "put(peer, rows): the replicas (name, checksum, size, tier, segment, offset) that a peer has; segment 0:\n"
+	 "that it has no more. How many were entered."},
+	{"remove_all", remove_all, METH_O, "remove_all(peer): it has none any more."},
+	{"has", has, METH_O, "has(name): whether a peer has this replica."},
+	{"peer", peer, METH_VARARGS, "peer(number, url): where it serves its tiers; '': nowhere. Raises OSError."},
+	{"token", token, METH_VARARGS, "token(text, address): what each request has behind its path, and where it comes from. Raises OSError."},
+	{"owners", owners, METH_VARARGS,
+	 "owners(numbers, own): the owner of each bucket of names, 16 bits each, and this node's number. Raises\n"
+	 "OSError."},
+	{"fetch", fetch, METH_VARARGS,
+	 "fetch(name, size): the bytes of a replica, or why not: enum fetch_result in _fetch.h. Waits for the peer."},
+	{"ask", ask, METH_VARARGS,
+	 "ask(peer, path, body, seconds, most): status and bytes of the answer of the peer's worker; POST unless\n"
+	 "body is None. Waits for the peer. Raises OSError: EAGAIN while it is avoided."},
+	{"counts", counts, METH_O,
+	 "counts(peer): files, bytes, wrong, failed, nanoseconds, whether it is avoided."},
+	{"known", known, METH_O, "known(count): how many replicas each of so many peers is known to have."},
+	{0},
+};
+
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_replicas", .m_size = 0, .m_methods = methods};
+
+/* For the threads that read what is not local: see struct miss_peers. */
+static bool read_replica(const unsigned char *name, size_t size, const char *path, char *to)
+{
+	enum fetch_result result = fetch_replica(name, size, to);
+	if ((result == FETCH_UNKNOWN || result == FETCH_WRONG) && want_replica(name, size, path))
+		result = fetch_replica(name, size, to);
+	return result == FETCHED;
+}
+
+PyMODINIT_FUNC PyInit__replicas(void)
+{
+	int result = fetch_begin();
+	if (result < 0)
+		return failed(-result);
+	PyObject *made = PyModule_Create(&module);
+	PyObject *capsule = made ? PyCapsule_New((void *)read_replica, MISS_PEERS, NULL) : NULL;
+	if (!capsule || PyModule_AddObject(made, "read", capsule) < 0) {
+		Py_XDECREF(capsule);
+		Py_CLEAR(made);
+	}
+	return made;
+}

@@ -1,0 +1,342 @@
+/* See _fetch.h. */
+#include "_fetch.h"
+
+#include "../store/_checksum.h"
+
+#include <curl/curl.h>
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define MOST_PEERS 65536
+#define CONNECTIONS 32L /* that a thread keeps */
+#define FIRST_DEADLINE_NS 800000000LL
+#define LEAST_DEADLINE_NS 100000000LL
+#define MOST_DEADLINE_NS 800000000LL /* less than after which a request is Python's */
+#define FIRST_PAUSE_NS 1000000000LL
+#define MOST_PAUSE_NS 60000000000LL
+
+struct peer {
+	char url[PEER_URL_BYTES];
+	pthread_mutex_t lock; /* of what follows */
+	int64_t smoothed_ns, deviation_ns; /* of the time that a file takes: RFC 6298 */
+	int64_t pause_ns, avoided_until_ns;
+	struct peer_counts counts;
+};
+
+static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER; /* of the list and the token */
+static struct peer *peers[MOST_PEERS];
+static char token[PEER_TOKEN_BYTES];
+static char interface[PEER_ADDRESS_BYTES + 8]; /* CURLOPT_INTERFACE */
+static pthread_key_t handle_key;
+
+static int64_t now_ns(void)
+{
+	struct timespec now;
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static void end_handle(void *handle)
+{
+	curl_easy_cleanup(handle);
+}
+
+int fetch_begin(void)
+{
+	if (curl_global_init(CURL_GLOBAL_DEFAULT) != CURLE_OK)
+		return -ENOMEM;
+	return -pthread_key_create(&handle_key, end_handle);
+}
+
+int fetch_peer(unsigned number, const char *url)
+{
+	if (number >= MOST_PEERS || strlen(url) >= PEER_URL_BYTES)
+		return -EINVAL;
+	int result = 0;
+	pthread_rwlock_wrlock(&lock);
+	struct peer *peer = peers[number];
+	if (!peer && (peer = calloc(1, sizeof(*peer)))) {
+		pthread_mutex_init(&peer->lock, NULL);
+		peers[number] = peer;
+	}
+	if (peer) {
+		pthread_mutex_lock(&peer->lock);
+		strcpy(peer->url, url);
+		peer->smoothed_ns = peer->deviation_ns = peer->pause_ns = peer->avoided_until_ns = 0;
+		pthread_mutex_unlock(&peer->lock);
+	} else {
+		result = -ENOMEM;
+	}
+	pthread_rwlock_unlock(&lock);
+	return result;
+}
+
+int fetch_token(const char *text, const char *address)
+{
+	if (strlen(text) >= PEER_TOKEN_BYTES || strlen(address) >= PEER_ADDRESS_BYTES)
+		return -EINVAL;
+	pthread_rwlock_wrlock(&lock);
+	strcpy(token, text);
+	snprintf(interface, sizeof(interface), "host!%s", address);
+	pthread_rwlock_unlock(&lock);
+	return 0;
+}
+
+/* -- what is known of a peer. Under its lock */
+
+static int64_t deadline_of(const struct peer *peer)
+{
+	if (!peer->smoothed_ns)
+		return FIRST_DEADLINE_NS;
+	int64_t ns = peer->smoothed_ns + 4 * peer->deviation_ns;
+	return ns < LEAST_DEADLINE_NS ? LEAST_DEADLINE_NS : ns > MOST_DEADLINE_NS ? MOST_DEADLINE_NS : ns;
+}
+
+static void note_time(struct peer *peer, int64_t ns)
+{
+	if (!peer->smoothed_ns) {
+		peer->smoothed_ns = ns;
+		peer->deviation_ns = ns / 2;
+	} else {
+		int64_t off = ns > peer->smoothed_ns ? ns - peer->smoothed_ns : peer->smoothed_ns - ns;
+		peer->deviation_ns += (off - peer->deviation_ns) / 4;
+		peer->smoothed_ns += (ns - peer->smoothed_ns) / 8;
+	}
+	peer->counts.nanoseconds += (uint64_t)ns;
+}
+
+static void note_result(struct peer *peer, enum fetch_result result, size_t size, int64_t ns)
+{
+	pthread_mutex_lock(&peer->lock);
+	if (result == FETCH_FAILED) {
+		peer->counts.failed++;
+		peer->pause_ns = !peer->pause_ns ? FIRST_PAUSE_NS :
+				 peer->pause_ns < MOST_PAUSE_NS / 2 ? peer->pause_ns * 2 : MOST_PAUSE_NS;
+		peer->avoided_until_ns = now_ns() + peer->pause_ns;
+	} else {
+		peer->pause_ns = peer->avoided_until_ns = 0;
+		note_time(peer, ns);
+		peer->counts.wrong += result == FETCH_WRONG;
+		peer->counts.files += result == FETCHED;
+		peer->counts.bytes += result == FETCHED ? size : 0;
+	}
+	pthread_mutex_unlock(&peer->lock);
+}
+
+static void note_answer(struct peer *peer)
+{
+	pthread_mutex_lock(&peer->lock);
+	peer->pause_ns = peer->avoided_until_ns = 0;
+	pthread_mutex_unlock(&peer->lock);
+}
+
+/* Whether it may be asked: one at a time finds out whether a peer that failed is back. */
+static bool may_ask(struct peer *peer, int64_t *deadline_ns)
+{
+	pthread_mutex_lock(&peer->lock);
+	bool may = peer->url[0] && now_ns() >= peer->avoided_until_ns;
+	*deadline_ns = deadline_of(peer);
+	if (may && peer->pause_ns)
+		peer->avoided_until_ns = now_ns() + *deadline_ns;
+	pthread_mutex_unlock(&peer->lock);
+	return may;
+}
+
+/* -- one request */
+
+struct answer {
+	char *to;
+	size_t size, got;
+};
+
+static size_t take(char *data, size_t one, size_t size, void *to)
+{
+	(void)one;
+	struct answer *answer = to;
+	if (size > answer->size - answer->got)
+		return 0; /* which ends it */
+	memcpy(answer->to + answer->got, data, size);
+	answer->got += size;
+	return size;
+}
+
+/* The calling thread's, for requests that come `from` an address. */
+static CURL *handle(const char *from)
+{
+	CURL *known = pthread_getspecific(handle_key);
+	if (known) {
+		curl_easy_setopt(known, CURLOPT_INTERFACE, from);
+		return known;
+	}
+	known = curl_easy_init();
+	if (!known)
+		return NULL;
+	curl_easy_setopt(known, CURLOPT_INTERFACE, from);
+	curl_easy_setopt(known, CURLOPT_WRITEFUNCTION, take);
+	curl_easy_setopt(known, CURLOPT_NOSIGNAL, 1L);
+	curl_easy_setopt(known, CURLOPT_NOPROXY, "*");
+	curl_easy_setopt(known, CURLOPT_BUFFERSIZE, 131072L);
+	curl_easy_setopt(known, CURLOPT_MAXCONNECTS, CONNECTIONS);
+	if (pthread_setspecific(handle_key, known) != 0) {
+		curl_easy_cleanup(known);
+		return NULL;
+	}
+	return known;
+}
+
+static enum fetch_result ask(const char *url, const char *from, const struct place *place, int64_t deadline_ns, char *to)
+{
+	char range[64];
+	struct answer answer = {.to = to, .size = place->size};
+	CURL *request = handle(from);
+	if (!request)
+		return FETCH_FAILED;
+	snprintf(range, sizeof(range), "%llu-%llu", (unsigned long long)place->offset,
+		 (unsigned long long)place->offset + place->size - 1);
+	curl_easy_setopt(request, CURLOPT_URL, url);
+	curl_easy_setopt(request, CURLOPT_RANGE, range);
+	curl_easy_setopt(request, CURLOPT_WRITEDATA, &answer);
+	curl_easy_setopt(request, CURLOPT_TIMEOUT_MS, (long)(deadline_ns / 1000000));
+	CURLcode code = curl_easy_perform(request);
+	long status = 0;
+	curl_easy_getinfo(request, CURLINFO_RESPONSE_CODE, &status);
+	if (code != CURLE_OK && code != CURLE_WRITE_ERROR)
+		return FETCH_FAILED;
+	if (status == 403 || status >= 500) /* nothing about this file */
+		return FETCH_FAILED;
+	if (status != 206 || answer.got != place->size)
+		return FETCH_WRONG;
+	return checksum(to, place->size) == place->checksum ? FETCHED : FETCH_WRONG;
+}
+
+enum fetch_result fetch_replica(const unsigned char *name, size_t size, char *to)
+{
+	struct place place;
+	if (!places_get(name, &place))
+		return FETCH_UNKNOWN;
+	if (place.size != size) {
+		places_remove(name, place.peer);
+		return FETCH_WRONG;
+	}
+	char url[PEER_URL_BYTES + PEER_TOKEN_BYTES + 64], from[sizeof(interface)];
+	int64_t deadline_ns = 0;
+	pthread_rwlock_rdlock(&lock);
+	struct peer *peer = peers[place.peer]; /* is there for ever */
+	bool may = peer && may_ask(peer, &deadline_ns);
+	strcpy(from, interface);
+	if (may)
+		snprintf(url, sizeof(url), "%s/tier/%u/segments/%016llx%s", peer->url, place.tier,
+			 (unsigned long long)place.segment, token);
+	pthread_rwlock_unlock(&lock);
+	if (!may)
+		return FETCH_AVOIDED;
+	int64_t began_ns = now_ns();
+	enum fetch_result result = ask(url, from, &place, deadline_ns, to);
+	note_result(peer, result, size, now_ns() - began_ns);
+	if (result == FETCH_WRONG)
+		places_remove(name, place.peer);
+	return result;
+}
+
+/* Bytes of an answer whose size is not known before. */
+struct text {
+	char *bytes;
+	size_t size, room, most;
+};
+
+static size_t append(char *data, size_t one, size_t size, void *to)
+{
+	(void)one;
+	struct text *text = to;
+	if (size > text->most - text->size)
+		return 0;
+	if (text->size + size > text->room) {
+		size_t room = (text->size + size) * 2;
+		char *bytes = realloc(text->bytes, room);
+		if (!bytes)
+			return 0;
+		text->bytes = bytes;
+		text->room = room;
+	}
+	memcpy(text->bytes + text->size, data, size);
+	text->size += size;
+	return size;
+}
+
+int fetch_answer(unsigned number, const char *path, const char *body, size_t size, int64_t timeout_ns,
+		 size_t most, char **answer, size_t *answer_size)
+{
+	char url[PEER_URL_BYTES + PEER_TOKEN_BYTES + 1024], from[sizeof(interface)];
+	int64_t unused_ns;
+	pthread_rwlock_rdlock(&lock);
+	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL;
+	bool may = peer && may_ask(peer, &unused_ns);
+	strcpy(from, interface);
+	/* The token begins with a question mark, and may follow a query. */
+	const char *before = strchr(path, '?') ? "&" : "?";
+	int length = may ? snprintf(url, sizeof(url), "%s%s%s%s", peer->url, path, before,
+				    token[0] ? token + 1 : "") : 0;
+	pthread_rwlock_unlock(&lock);
+	if (!may)
+		return -EAGAIN;
+	if ((size_t)length >= sizeof(url))
+		return -EINVAL;
+	struct text text = {.most = most};
+	CURL *request = handle(from);
+	if (!request)
+		return -ENOMEM;
+	curl_easy_setopt(request, CURLOPT_URL, url);
+	curl_easy_setopt(request, CURLOPT_RANGE, NULL);
+	curl_easy_setopt(request, CURLOPT_WRITEFUNCTION, append);
+	curl_easy_setopt(request, CURLOPT_WRITEDATA, &text);
+	curl_easy_setopt(request, CURLOPT_TIMEOUT_MS, (long)(timeout_ns / 1000000));
+	if (body) {
+		curl_easy_setopt(request, CURLOPT_POSTFIELDSIZE, (long)size);
+		curl_easy_setopt(request, CURLOPT_POSTFIELDS, body);
+	}
+	CURLcode code = curl_easy_perform(request);
+	long status = 0;
+	curl_easy_getinfo(request, CURLINFO_RESPONSE_CODE, &status);
+	curl_easy_setopt(request, CURLOPT_HTTPGET, 1L);
+	curl_easy_setopt(request, CURLOPT_WRITEFUNCTION, take);
+	if (code == CURLE_OK) {
+		note_answer(peer);
+		*answer = text.bytes;
+		*answer_size = text.size;
+		return (int)status;
+	}
+	free(text.bytes);
+	note_result(peer, FETCH_FAILED, 0, 0);
+	return code == CURLE_OPERATION_TIMEDOUT ? -ETIMEDOUT : code == CURLE_WRITE_ERROR ? -EMSGSIZE : -ECONNREFUSED;
+}
+
+bool fetch_avoided(unsigned number)
+{
+	pthread_rwlock_rdlock(&lock);
+	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL;
+	pthread_rwlock_unlock(&lock);
+	if (!peer)
+		return false;
+	pthread_mutex_lock(&peer->lock);
+	bool avoided = now_ns() < peer->avoided_until_ns;
+	pthread_mutex_unlock(&peer->lock);
+	return avoided;
+}
+
+void fetch_count(unsigned number, struct peer_counts *counts)
+{
+	memset(counts, 0, sizeof(*counts));
+	pthread_rwlock_rdlock(&lock);
+	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL;
+	pthread_rwlock_unlock(&lock);
+	if (!peer)
+		return;
+	pthread_mutex_lock(&peer->lock);
+	*counts = peer->counts;
+	pthread_mutex_unlock(&peer->lock);
+}

@@ -1,0 +1,166 @@
+/* See _want.h. The request is rows of name, size, length of the path (little-endian), path; the answer is as that
+ * for the catalogue (catalogue.py). */
+#include "_want.h"
+
+#include <endian.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define ROW_BYTES (REPLICA_NAME_BYTES + 8 + 2)
+#define ANSWER_HEADER_BYTES 28
+#define ANSWER_ROW_BYTES 48
+#define ANSWER_NS 700000000LL /* less than after which a request is Python's */
+#define MOST_ASKING 4 /* requests to one owner at once */
+#define WANT_PATH "/ask/want"
+
+struct want {
+	struct want *next;
+	const unsigned char *name;
+	const char *path;
+	size_t size, length;
+	bool done;
+};
+
+struct owner {
+	struct want *first, **last; /* that nobody has asked for yet */
+	unsigned asking; /* threads */
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all that follows */
+static pthread_cond_t answered = PTHREAD_COND_INITIALIZER;
+static uint16_t *owners;
+static unsigned own_number;
+static struct owner *queues; /* by the number of the peer */
+
+int want_owners(const uint16_t *given, unsigned own)
+{
+	uint16_t *made = malloc(OWNER_BUCKETS * sizeof(*made));
+	if (!made)
+		return -ENOMEM;
+	memcpy(made, given, OWNER_BUCKETS * sizeof(*made));
+	pthread_mutex_lock(&lock);
+	if (!queues)
+		queues = calloc(1 << 16, sizeof(*queues));
+	if (queues) {
+		free(owners);
+		owners = made;
+		own_number = own;
+	}
+	pthread_mutex_unlock(&lock);
+	if (queues)
+		return 0;
+	free(made);
+	return -ENOMEM;
+}
+
+/* The first of a queue, some at most. Under `lock`. */
+static struct want *take(struct owner *owner, unsigned most)
+{
+	struct want *first = owner->first, **end = &owner->first;
+	while (most-- && *end)
+		end = &(*end)->next;
+	owner->first = *end;
+	if (!*end)
+		owner->last = &owner->first;
+	*end = NULL;
+	return first;
+}
+
+static char *encode(const struct want *wants, size_t *size)
+{
+	*size = 0;
+	for (const struct want *want = wants; want; want = want->next)
+		*size += ROW_BYTES + want->length;
+	char *body = malloc(*size), *to = body;
+	for (const struct want *want = wants; want && body; want = want->next) {
+		uint64_t bytes = htole64(want->size);
+		uint16_t length = htole16((uint16_t)want->length);
+		memcpy(to, want->name, REPLICA_NAME_BYTES);
+		memcpy(to + REPLICA_NAME_BYTES, &bytes, sizeof(bytes));
+		memcpy(to + REPLICA_NAME_BYTES + 8, &length, sizeof(length));
+		memcpy(to + ROW_BYTES, want->path, want->length);
+		to += ROW_BYTES + want->length;
+	}
+	return body;
+}
+
+static void note(unsigned peer, const char *answer, size_t size)
+{
+	for (size_t at = ANSWER_HEADER_BYTES; at + ANSWER_ROW_BYTES <= size; at += ANSWER_ROW_BYTES) {
+		const char *row = answer + at;
+		uint64_t checksum, segment, offset;
+		uint32_t bytes, tier;
+		memcpy(&checksum, row + 16, 8);
+		memcpy(&bytes, row + 24, 4);
+		memcpy(&tier, row + 28, 4);
+		memcpy(&segment, row + 32, 8);
+		memcpy(&offset, row + 40, 8);
+		struct place place = {
+			.segment = le64toh(segment),
+			.offset = le64toh(offset),
+			.checksum = le64toh(checksum),
+			.size = le32toh(bytes),
+			.peer = (uint16_t)peer,
+			.tier = (uint16_t)le32toh(tier),
+		};
+		places_put((const unsigned char *)row, &place); /* not where the segment is 0 */
+	}
+}
+
+static void ask(unsigned peer, const struct want *wants)
+{
+	size_t size, answer_size = 0;
+	char *answer = NULL, *body = encode(wants, &size);
+	if (!body)
+		return;
+	size_t most = ANSWER_HEADER_BYTES + MOST_WANTED * ANSWER_ROW_BYTES;
+	if (fetch_answer(peer, WANT_PATH, body, size, ANSWER_NS, most, &answer, &answer_size) == 200)
+		note(peer, answer, answer_size);
+	free(answer);
+	free(body);
+}
+
+/* Wait until it was asked for, by this thread or another one. Under `lock`. */
+static void wait_for(struct want *want, unsigned peer)
+{
+	struct owner *owner = &queues[peer];
+	if (!owner->first)
+		owner->last = &owner->first;
+	*owner->last = want;
+	owner->last = &want->next;
+	while (!want->done) {
+		if (owner->asking >= MOST_ASKING || !owner->first) {
+			pthread_cond_wait(&answered, &lock);
+			continue;
+		}
+		struct want *wants = take(owner, MOST_WANTED);
+		owner->asking++;
+		pthread_mutex_unlock(&lock);
+		ask(peer, wants);
+		pthread_mutex_lock(&lock);
+		owner->asking--;
+		while (wants) {
+			struct want *next = wants->next; /* its thread may go when it is done */
+			wants->done = true;
+			wants = next;
+		}
+		pthread_cond_broadcast(&answered);
+	}
+}
+
+bool want_replica(const unsigned char *name, size_t size, const char *path)
+{
+	struct want want = {.name = name, .path = path, .size = size, .length = strlen(path)};
+	struct place place;
+	if (want.length > WANT_PATH_BYTES)
+		return false;
+	pthread_mutex_lock(&lock);
+	unsigned peer = owners ? owners[(unsigned)name[0] << 8 | name[1]] : own_number;
+	bool others = peer != own_number && !fetch_avoided(peer);
+	if (others)
+		wait_for(&want, peer);
+	pthread_mutex_unlock(&lock);
+	return others && places_get(name, &place);
+}

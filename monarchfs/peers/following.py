@@ -1,0 +1,123 @@
+"""Keeps up with what the job's other nodes have: a task for each of them."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import socket
+import time
+from collections.abc import Sequence
+
+import trio
+
+from monarchfs.peers import _replicas
+from monarchfs.peers.catalogue import Follower, decode
+from monarchfs.peers.credentials import TOKEN_SECONDS, token
+from monarchfs.peers.errors import PeerError
+from monarchfs.peers.nodes import PeerNode
+from monarchfs.system.threads import run_sync
+
+log = logging.getLogger(__name__)
+
+INTERVAL_SECONDS = 1.0
+PEERS_A_SECOND = 64
+"""That are asked, at most: with more peers each is asked less often."""
+
+FIRST_PAUSE_SECONDS = 1.0
+MAX_PAUSE_SECONDS = 60.0
+ANSWER_SECONDS = 5.0
+MAX_ANSWER_BYTES = 1 << 20
+THREADS = 8
+
+
+class Following:
+    """The catalogues of all peers.
+
+    Constant: ``nodes``, in the order of their numbers; ``own``, this one's number. Changing:
+    ``errors``, why a peer does not answer, by number; ``complete``, the peers all of whose
+    catalogue is known.
+    """
+
+    def __init__(self, nodes: Sequence[PeerNode], own: int, secret: str) -> None:
+        self.nodes = nodes
+        self.own = own
+        self.errors: dict[int, str] = {}
+        self.complete: set[int] = set()
+        self._secret = secret
+        self._threads = trio.CapacityLimiter(THREADS)
+        self._interval = max(INTERVAL_SECONDS, len(nodes) / PEERS_A_SECOND)
+
+    async def run(self) -> None:
+        """Follow all peers until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._renew_token)
+            for number in range(len(self.nodes)):
+                if number != self.own:
+                    nursery.start_soon(self._follow, number)
+
+    async def _renew_token(self) -> None:
+        address = await self._address(self.own)
+        while True:
+            _replicas.token(token(address, self._secret, time.time()), address)
+            await trio.sleep(TOKEN_SECONDS / 4)
+
+    async def _address(self, number: int) -> str:
+        """The node's address as the others see it. Waits until its name can be resolved."""
+        node = self.nodes[number]
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                found = await trio.socket.getaddrinfo(
+                    node.address, node.port, type=socket.SOCK_STREAM
+                )
+                return str(found[0][4][0])
+            except OSError as exc:
+                self._failed(number, f"{node.address}: {exc.strerror or exc}")
+            await trio.sleep(pause)
+            pause = min(pause * 2, MAX_PAUSE_SECONDS)
+
+    async def _follow(self, number: int) -> None:
+        address = await self._address(number)
+        host = f"[{address}]" if ":" in address else address
+        _replicas.peer(number, f"http://{host}:{self.nodes[number].port}")
+        follower = Follower()
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                again = await self._ask(number, follower)
+            except (OSError, PeerError) as exc:
+                if not (isinstance(exc, OSError) and exc.errno == errno.EAGAIN):
+                    self._failed(number, str(exc))
+                await trio.sleep(pause)
+                pause = min(pause * 2, MAX_PAUSE_SECONDS)
+                continue
+            pause = FIRST_PAUSE_SECONDS
+            if self.errors.pop(number, None) is not None:
+                log.info("peer %s answers", self.nodes[number].name)
+            if not again:
+                # Not all nodes at the same moment.
+                await trio.sleep(self._interval * random.uniform(0.75, 1.25))
+
+    async def _ask(self, number: int, follower: Follower) -> bool:
+        """Ask once; whether to ask again at once."""
+        path = f"/ask/catalogue?{follower.query()}"
+        status, data = await run_sync(
+            _replicas.ask, number, path, None, ANSWER_SECONDS, MAX_ANSWER_BYTES,
+            limiter=self._threads,
+        )  # fmt: skip
+        if status != 200:
+            raise PeerError(f"status {status}")
+        page = decode(data)
+        void, again = follower.take(page)
+        if void:
+            _replicas.remove_all(number)
+        _replicas.put(number, page.rows)
+        if not again:
+            self.complete.add(number)
+        return again
+
+    def _failed(self, number: int, why: str) -> None:
+        if self.errors.get(number) != why:
+            log.warning("peer %s: %s", self.nodes[number].name, why)
+        self.errors[number] = why

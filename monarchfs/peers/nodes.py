@@ -1,0 +1,89 @@
+"""The list of a job's nodes."""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from monarchfs.types import UsageError
+
+MAX_NODES = 65_535
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerNode:
+    """One node of the job.
+
+    ``name`` decides what it owns, so it has to be the same in every node's list. ``weight`` is its
+    share of the files, in proportion to the others' (the capacity of its tiers).
+    """
+
+    name: str
+    address: str
+    port: int
+    weight: float = 1.0
+
+    def __str__(self) -> str:
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{self.name}={host}:{self.port}"
+
+
+def parse_node(text: str, default_port: int) -> PeerNode:
+    """A node from ``NAME``, ``NAME:PORT``, ``NAME=ADDRESS`` or ``NAME=ADDRESS:PORT``.
+
+    An IPv6 address with a port stands in brackets. A weight may follow: ``NAME*1.5``.
+
+    Raises UsageError for anything else.
+    """
+    body, star, weight = text.partition("*")
+    name, equals, address = body.partition("=")
+    host, port = _split_port(address if equals else name)
+    if not equals:
+        name = host
+    try:
+        node = PeerNode(
+            name, host, int(port) if port else default_port, float(weight) if star else 1.0
+        )
+    except ValueError:
+        raise UsageError(f"{text!r} is no peer: NAME[=ADDRESS][:PORT][*WEIGHT]") from None
+    if not _NAME.fullmatch(name) or not (_NAME.fullmatch(host) or _is_address(host)):
+        raise UsageError(f"{text!r} is no peer: NAME[=ADDRESS][:PORT][*WEIGHT]")
+    if not 0 < node.port < 65536 or not 0 < node.weight < float("inf"):
+        raise UsageError(f"{text!r} is no peer: a port is 1 to 65535, a weight above 0")
+    return node
+
+
+def parse_nodes(texts: Iterable[str], default_port: int) -> list[PeerNode]:
+    """The nodes of a list, in the order of their names, so that all nodes have the same order.
+
+    Raises UsageError if a name comes twice or there are too many.
+    """
+    nodes = sorted((parse_node(text, default_port) for text in texts), key=lambda node: node.name)
+    for before, after in itertools.pairwise(nodes):
+        if before.name == after.name:
+            raise UsageError(f"{after.name!r} is twice in the list of peers")
+    if len(nodes) > MAX_NODES:
+        raise UsageError(f"the list of peers has more than {MAX_NODES} nodes")
+    return nodes
+
+
+def _split_port(text: str) -> tuple[str, str]:
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        return host, rest.removeprefix(":")
+    if text.count(":") == 1:
+        host, _, port = text.partition(":")
+        return host, port
+    return text, ""
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,52 @@
+"""Which node owns a file: every node computes it from the same list, without asking anybody.
+
+Files are put into buckets by the first bits of their replica's name, a hash of the version. Buckets
+are given to nodes by weighted rendezvous hashing (``_owners.c``).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Sequence
+
+from xxhash import xxh3_64_intdigest
+
+from monarchfs.peers._owners import owners
+from monarchfs.peers.nodes import PeerNode
+
+BUCKETS = 1 << 16
+SPAN_BYTES = 64 << 20
+"""Of a large file: each of its spans has an owner, so that one large file is spread as well."""
+
+
+class Ownership:
+    """The owners of all files, for one list of nodes. Pure; takes 0.1 s for 64 nodes."""
+
+    def __init__(self, nodes: Sequence[PeerNode]) -> None:
+        self.nodes = tuple(nodes)
+        seeds = struct.pack(f"<{len(nodes)}Q", *(xxh3_64_intdigest(n.name.encode()) for n in nodes))
+        weights = struct.pack(f"<{len(nodes)}d", *(node.weight for node in nodes))
+        self._owners = memoryview(owners(seeds, weights, BUCKETS)).cast("H")
+
+    def owner(self, name: bytes, span: int = 0) -> PeerNode:
+        """Who owns a span of the file whose replica has this name (16 bytes); small files have
+        span 0 alone."""
+        return self.nodes[self._owners[bucket(name, span)]]
+
+    @property
+    def table(self) -> memoryview:
+        """The number of each bucket's owner, 16 bits each."""
+        return self._owners.cast("B")
+
+    def shares(self) -> dict[str, float]:
+        """The part of all buckets that each node owns, by name."""
+        counts = Counter(self._owners)
+        return {node.name: counts[n] / BUCKETS for n, node in enumerate(self.nodes)}
+
+
+def bucket(name: bytes, span: int = 0) -> int:
+    """The bucket of a span of the file whose replica has this name."""
+    if not span:
+        return name[0] << 8 | name[1]
+    return xxh3_64_intdigest(name, span) & (BUCKETS - 1)

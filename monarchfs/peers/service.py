@@ -1,0 +1,42 @@
+"""What the worker answers to peers, below /ask/: nginx has checked who asks."""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qs
+
+from monarchfs.peers.catalogue import Page, Publisher, encode
+from monarchfs.peers.errors import PeerError
+from monarchfs.peers.http_server import HttpRequest, HttpResponse
+from monarchfs.peers.supply import Supply, decode
+
+BINARY = "application/octet-stream"
+
+
+class Service:
+    """Constant: who knows this node's replicas, and who copies what is wanted."""
+
+    def __init__(self, publisher: Publisher, supply: Supply) -> None:
+        self._publisher = publisher
+        self._supply = supply
+
+    async def answer(self, request: HttpRequest) -> HttpResponse:
+        """One request."""
+        try:
+            match request.method, request.path:
+                case "GET", "/ask/catalogue":
+                    page = self._catalogue(request.query)
+                case "POST", "/ask/want":
+                    wanted = decode(request.body)
+                    await self._supply.supply(wanted)
+                    page = self._publisher.rows([one.name for one in wanted])
+                case _:
+                    return HttpResponse(b"There is nothing here\n", 404)
+        except (PeerError, KeyError, ValueError) as error:
+            return HttpResponse(f"This is no request: {error}\n".encode(), 400)
+        return HttpResponse(encode(page), content_type=BINARY)
+
+    def _catalogue(self, query: str) -> Page:
+        values = {key: value[0] for key, value in parse_qs(query, keep_blank_values=True).items()}
+        if "after" in values:
+            return self._publisher.page(bytes.fromhex(values["after"]))
+        return self._publisher.changes(int(values["incarnation"]), int(values["since"]))

@@ -1,0 +1,148 @@
+/* Threads that want files of peers, while catalogues come and go: each file is asked for once in a request, each
+ * thread hears of its own, and never of more than the owner said. The functions below are the peers. Argument:
+ * how many files each thread wants. */
+#define _GNU_SOURCE
+#include "../../monarchfs/peers/_want.h"
+
+#include "check.h"
+
+#include <endian.h>
+#include <pthread.h>
+#include <sched.h>
+#include <string.h>
+#include <unistd.h>
+
+#define THREADS 8
+#define PEERS 4
+#define OWN 0
+#define NAMES 5000
+#define ROW 26
+
+static unsigned requests, rows, in_one;
+static unsigned long each;
+
+/* Files whose number is a multiple of 7 their owner has not; of 11, he fails. */
+static void name_of(unsigned number, unsigned char *name)
+{
+	memset(name, 0, REPLICA_NAME_BYTES);
+	name[0] = (unsigned char)(number % PEERS);
+	memcpy(name + 4, &number, sizeof(number));
+}
+
+static unsigned number_of(const char *name)
+{
+	unsigned number;
+	memcpy(&number, name + 4, sizeof(number));
+	return number;
+}
+
+bool fetch_avoided(unsigned number)
+{
+	CHECK(number < PEERS);
+	return false;
+}
+
+int fetch_answer(unsigned peer, const char *path, const char *body, size_t size, int64_t timeout_ns, size_t most,
+		 char **answer, size_t *answer_size)
+{
+	char *made = calloc(1, 28 + MOST_WANTED * 48);
+	size_t count = 0;
+	bool fails = false;
+	CHECK(strcmp(path, "/ask/want") == 0 && timeout_ns > 0 && peer != OWN && made);
+	for (size_t at = 0; at < size; count++) {
+		uint16_t length;
+		uint64_t bytes;
+		CHECK(count < MOST_WANTED && at + ROW <= size);
+		memcpy(&bytes, body + at + 16, sizeof(bytes));
+		memcpy(&length, body + at + 24, sizeof(length));
+		unsigned number = number_of(body + at);
+		char expected[32];
+		CHECK(le16toh(length) == (uint16_t)snprintf(expected, sizeof(expected), "d/%u", number));
+		CHECK(memcmp(body + at + ROW, expected, le16toh(length)) == 0);
+		CHECK(number % PEERS == peer && le64toh(bytes) == number + 1);
+		char *row = made + 28 + count * 48;
+		uint32_t number32 = htole32(number + 1);
+		uint64_t segment = htole64(number % 7 ? number + 1 : 0);
+		memcpy(row, body + at, 16);
+		memcpy(row + 24, &number32, sizeof(number32));
+		memcpy(row + 32, &segment, sizeof(segment));
+		fails |= number % 11 == 0;
+		at += ROW + le16toh(length);
+	}
+	CHECK(count && 28 + count * 48 <= most);
+	__atomic_fetch_add(&requests, 1, __ATOMIC_RELAXED);
+	__atomic_fetch_add(&rows, (unsigned)count, __ATOMIC_RELAXED);
+	if (count > __atomic_load_n(&in_one, __ATOMIC_RELAXED))
+		__atomic_store_n(&in_one, (unsigned)count, __ATOMIC_RELAXED);
+	usleep(50);
+	if (fails) {
+		free(made);
+		return -ETIMEDOUT;
+	}
+	*answer = made;
+	*answer_size = 28 + count * 48;
+	return 200;
+}
+
+static void *want(void *seed)
+{
+	unsigned random = (unsigned)(size_t)seed;
+	for (unsigned long n = 0; n < each; n++) {
+		unsigned char name[REPLICA_NAME_BYTES];
+		unsigned number = (unsigned)rand_r(&random) % NAMES;
+		char path[32];
+		struct place place;
+		name_of(number, name);
+		snprintf(path, sizeof(path), "d/%u", number);
+		bool has = want_replica(name, number + 1, path);
+		CHECK(!has || (number % PEERS != OWN && number % 7));
+		if (places_get(name, &place))
+			CHECK(place.segment == number + 1 && place.size == number + 1 && place.peer == number % PEERS);
+	}
+	return NULL;
+}
+
+static void *forget(void *ended)
+{
+	unsigned random = 99;
+	while (!__atomic_load_n((bool *)ended, __ATOMIC_RELAXED)) {
+		unsigned char name[REPLICA_NAME_BYTES];
+		unsigned number = (unsigned)rand_r(&random) % NAMES;
+		name_of(number, name);
+		places_remove(name, number % PEERS);
+		if (number < 5)
+			places_remove_all(number % PEERS);
+		sched_yield();
+	}
+	return NULL;
+}
+
+int main(int count, char **arguments)
+{
+	static uint16_t owners[OWNER_BUCKETS];
+	pthread_t threads[THREADS], forgetting;
+	bool ended = false;
+	uint64_t known[PEERS];
+	CHECK(count == 2);
+	each = strtoul(arguments[1], NULL, 10);
+	CHECK(!want_replica((const unsigned char *)"0123456789abcdef", 1, "d/1")); /* nobody owns anything yet */
+	for (unsigned bucket = 0; bucket < OWNER_BUCKETS; bucket++)
+		owners[bucket] = (uint16_t)((bucket >> 8) % PEERS);
+	CHECK(want_owners(owners, OWN) == 0);
+	CHECK(pthread_create(&forgetting, NULL, forget, &ended) == 0);
+	for (size_t n = 0; n < THREADS; n++)
+		CHECK(pthread_create(&threads[n], NULL, want, (void *)(n + 1)) == 0);
+	for (size_t n = 0; n < THREADS; n++)
+		CHECK(pthread_join(threads[n], NULL) == 0);
+	__atomic_store_n(&ended, true, __ATOMIC_RELAXED);
+	CHECK(pthread_join(forgetting, NULL) == 0);
+	CHECK(requests && rows > requests && in_one > 1); /* several asked together */
+	places_count(known, PEERS);
+	CHECK(!known[OWN] && known[1]);
+	for (unsigned peer = 0; peer < PEERS; peer++)
+		places_remove_all(peer);
+	places_count(known, PEERS);
+	CHECK(!known[0] && !known[1] && !known[2] && !known[3]);
+	puts("done");
+	return 0;
+}

@@ -1,0 +1,91 @@
+"""The list of nodes, and who owns which file."""
+
+from __future__ import annotations
+
+import os
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monarchfs.peers.nodes import PeerNode, parse_node, parse_nodes
+from monarchfs.peers.ownership import Ownership
+from monarchfs.types import UsageError
+
+node_names = st.lists(
+    st.from_regex(r"[a-z]{1,6}[0-9]{1,3}", fullmatch=True), min_size=1, max_size=12, unique=True
+)
+FILES = [os.urandom(16) for _ in range(500)]
+
+
+def owners(nodes: list[PeerNode]) -> list[str]:
+    ownership = Ownership(nodes)
+    return [ownership.owner(name).name for name in FILES]
+
+
+@given(node_names, st.randoms())
+@settings(max_examples=30, deadline=None)
+def test_all_nodes_agree_whatever_the_order_of_the_list(
+    given_names: list[str], random: Random
+) -> None:
+    shuffled = list(given_names)
+    random.shuffle(shuffled)
+    assert owners(parse_nodes(given_names, 1)) == owners(parse_nodes(shuffled, 1))
+
+
+@given(node_names.filter(lambda names: len(names) > 1), st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_node_that_leaves_gives_away_its_own_files_alone(
+    given_names: list[str], data: st.DataObject
+) -> None:
+    gone = data.draw(st.sampled_from(given_names))
+    nodes = parse_nodes(given_names, 1)
+    before = owners(nodes)
+    after = owners([node for node in nodes if node.name != gone])
+    assert all(b == a for b, a in zip(before, after, strict=True) if b != gone)
+    assert gone not in after
+
+
+def test_a_node_owns_as_much_as_it_weighs() -> None:
+    nodes = [PeerNode("a", "a", 1, 1.0), PeerNode("b", "b", 1, 2.0), PeerNode("c", "c", 1, 5.0)]
+    shares = Ownership(nodes).shares()
+    assert shares == pytest.approx({"a": 1 / 8, "b": 2 / 8, "c": 5 / 8}, rel=0.05)
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+def test_the_spans_of_a_large_file_have_several_owners() -> None:
+    ownership = Ownership(parse_nodes(["a", "b", "c", "d"], 1))
+    assert len({ownership.owner(FILES[0], span).name for span in range(64)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "node"),
+    [
+        ("node1", PeerNode("node1", "node1", 9)),
+        ("node1:70", PeerNode("node1", "node1", 70)),
+        ("node1=10.0.0.1", PeerNode("node1", "10.0.0.1", 9)),
+        ("node1=10.0.0.1:70", PeerNode("node1", "10.0.0.1", 70)),
+        ("node1=[fe80::1]:70", PeerNode("node1", "fe80::1", 70)),
+        ("node1=fe80::1", PeerNode("node1", "fe80::1", 9)),
+        ("node1*2.5", PeerNode("node1", "node1", 9, 2.5)),
+    ],
+)
+def test_one_node(text: str, node: PeerNode) -> None:
+    assert parse_node(text, 9) == node
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a b", "a:", "a:0", "a:70000", "a:x", "a*0", "a*-1", "a*nan", "a=;", "-a", "a*inf"]
+)
+def test_what_is_no_node(text: str) -> None:
+    if text == "a:":  # as in a URL
+        assert parse_node(text, 9).port == 9
+        return
+    with pytest.raises(UsageError):
+        parse_node(text, 9)
+
+
+def test_a_name_comes_once() -> None:
+    with pytest.raises(UsageError, match="'a' is twice"):
+        parse_nodes(["a", "b", "a:70"], 1)
