@@ -315,7 +315,7 @@ static bool enqueue(struct entry *entry, const struct fuse_in_header *in, size_t
 		return false;
 	}
 	/* Of an open the kernel tells when who waits for it gets a signal. So it may go on waiting here for a
-	 * thread, which takes less misses.memory; a read may not (O_DIRECT). */
+	 * thread, which takes less memory; a read may not (O_DIRECT). */
 	waiter->may_stay = entry->state == QUEUED && in->opcode == FUSE_OPEN;
 	waiter->for_what = entry;
 	waiter->left = left;
@@ -336,7 +336,7 @@ static bool takes(struct entry *entry, const struct fuse_in_header *in, size_t l
 		return false;
 	if (in->opcode == FUSE_OPEN &&
 	    (!is_open_for_reading(arg) || (!entry->bytes && !miss_make_room(entry->version.size))))
-		return false; /* what is open has to stay in misses.memory */
+		return false; /* what is open has to stay in memory */
 	return enqueue(entry, in, length, kept, started_ns);
 }
 

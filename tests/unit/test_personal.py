@@ -139,7 +139,8 @@ def test_every_option_has_a_variable(key: str) -> None:
         Settings(), key
     ) or key in ("kernel_resend",)
     assert getattr(settings_from(parse(), environ={variable: ""}), key) == getattr(Settings(), key)
-    if key not in ("state_dir", "log_file", "index", "prefetch"):
+    paths = ("state_dir", "log_file", "index", "prefetch", "peer_key")
+    if key not in (*paths, "peers", "peer_name"):
         with pytest.raises(UsageError, match=f"environment variable {variable}: "):
             settings_from(parse(), environ={variable: "no sense"})
 
