@@ -56,10 +56,10 @@ from monarchfs.worker.opening import (
     reads_by_kernel,
     safe,
 )
-from monarchfs.worker.peering import Peering
 
 if TYPE_CHECKING:
     from monarchfs.exporter.run import Exporter
+    from monarchfs.worker.peering import Peering
 
 BACKGROUND_EXTRA = 8
 """Background threads for scanning, beside those that copy."""
@@ -204,6 +204,9 @@ class Parts:
         )
         self.interrupts = Interrupts(self.metrics)
         if bootstrap.peers is not None and bootstrap.peers_fd is not None and relays:
+            # Mounts that share nothing are not to pay for libcurl.
+            from monarchfs.worker.peering import Peering
+
             self.peering = Peering(
                 *(self.tree, self.copier.jobs, self.cache.tiers, bootstrap.peers),
                 bootstrap.peers_fd,

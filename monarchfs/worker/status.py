@@ -4,7 +4,7 @@ counted (docs/USAGE.md)."""
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from monarchfs.cache.cache import Cache
 from monarchfs.config.model import Config
@@ -17,7 +17,9 @@ from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.scan import Scan
 from monarchfs.source.source import Source
-from monarchfs.worker.peering import Peering
+
+if TYPE_CHECKING:
+    from monarchfs.worker.peering import Peering
 
 
 class Observed(Protocol):
