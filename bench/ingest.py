@@ -91,7 +91,7 @@ OURS = (
     Way("monarchfs all", ("--prefetch", "all")),
     Way("monarchfs auto, lru, room for a third", ("--evict", "lru"), share=1 / 3),
 )
-PEERS = (DIRECT, BINDFS, COPY, RCLONE)
+OTHERS = (DIRECT, BINDFS, COPY, RCLONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Case:
     medium: str
     tree: Tree
     readers: int
-    peers: tuple[str, ...] = PEERS
+    others: tuple[str, ...] = OTHERS
     ours: tuple[Way, ...] = OURS
 
     @property
@@ -220,7 +220,7 @@ class Bench:
             if way.keeps:
                 found.second.append(self.epoch(mount.path)[0])
 
-    def peer(self, name: str, place: Path) -> None:
+    def other(self, name: str, place: Path) -> None:
         found = self.found[name]
         if name == COPY:
             os.sync()
@@ -271,9 +271,9 @@ def media(case: Case, task: Task) -> Iterator[tuple[Path, Path]]:
 def measure(case: Case, task: Task, result: Result) -> dict[str, Found]:
     installed = mirrors.installed()
     ways: list[str | Way] = [
-        name for name in case.peers if name in (DIRECT, COPY) or name in installed
+        name for name in case.others if name in (DIRECT, COPY) or name in installed
     ]
-    for name in set(case.peers) - set(ways):
+    for name in set(case.others) - set(ways):
         result.leave_out(f"{name}, {case.name}", "not installed: run make bench-packages")
     ways += case.ours
     rounds = task.rounds_or(3, 3)
@@ -288,7 +288,7 @@ def measure(case: Case, task: Task, result: Result) -> dict[str, Found]:
                 place = room / f"run{number}"
                 place.mkdir()
                 if isinstance(way, str):
-                    bench.peer(way, place)
+                    bench.other(way, place)
                 else:
                     bench.ours(way, place)
                 shutil.rmtree(place)

@@ -29,8 +29,8 @@ MEASUREMENTS = {
     "dlio": Measurement("bench.dlio", "DLIO: accelerator utilisation by arm", 2, 20, BOTH),
     "loaders": Measurement("bench.loaders", "real loaders: torch, HDF5, tars, parquet", 4, 20),
     "ingest": Measurement("bench.ingest", "first epochs of a source without latency", 8, 90),
-    "peers": Measurement(
-        "bench.peers", "rclone, juicefs, bindfs, mergerfs, cp -r first", 3, 25, BOTH
+    "programs": Measurement(
+        "bench.programs", "rclone, juicefs, bindfs, mergerfs, cp -r first", 3, 25, BOTH
     ),
     "copying": Measurement("bench.copying", "copy rate against cp -r and rsync", 3, 25, BOTH),
     "datapath": Measurement("bench.datapath", "reads of resident files by every way", 2, 20, BOTH),

@@ -25,7 +25,7 @@ def report() -> Report:
     found.seconds = 754.0
     found.results = [training(), growth(), utilisation(), sweep()]
     found.results.append(crowd())
-    found.failed = [Missing("peers", "RuntimeError: it broke")]
+    found.failed = [Missing("programs", "RuntimeError: it broke")]
     return found
 
 
@@ -127,10 +127,12 @@ def growth() -> Result:
     result.figure(
         "memory of the worker, per million files", 312.0, "MB", values=[300.0, 312.0, 330.0]
     )
-    peers = [
+    programs = [
         Point(name, value) for name, value in (("rclone", 3.4), ("juicefs", 4.9), ("bindfs", 6))
     ]
-    result.series.append(Series("second epoch", "", "time (s)", peers, Kind.BARS, plot="Peers"))
+    result.series.append(
+        Series("second epoch", "", "time (s)", programs, Kind.BARS, plot="Programs")
+    )
     return result
 
 

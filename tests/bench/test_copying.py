@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import copying, epochs, growth, mirrors, peers
+from bench import copying, epochs, growth, mirrors, programs
 from bench.arms import DIRECT, LOCAL, Arm
 from bench.copying import ALL, CP, NO_LATENCY, READ, RSYNC, WARM, Case, Tree
 from bench.harness import Unusable, reader_processes
@@ -93,7 +93,7 @@ def test_growth_of_a_small_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_totals_count_what_had_to_be_waited_for_first() -> None:
-    found = peers.Found(ready=[1.0, 2.0], seconds=[[3.0, 4.0], [5.0, 6.0]])
+    found = programs.Found(ready=[1.0, 2.0], seconds=[[3.0, 4.0], [5.0, 6.0]])
     assert found.totals == [8.0, 13.0]
     assert found.epoch(1) == [4.0, 6.0]
 
@@ -101,10 +101,10 @@ def test_totals_count_what_had_to_be_waited_for_first() -> None:
 def test_a_program_that_is_missing_is_said_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "ENVIRONMENT", tmp_path)
+    monkeypatch.setattr(programs, "ENVIRONMENT", tmp_path)
     monkeypatch.setattr(mirrors, "installed", lambda names: [])
     pfs = ParallelFileSystem(tmp_path, tmp_path, INSTANT)
-    for arm in peers.PEERS:
+    for arm in programs.PROGRAMS:
         with (
             pytest.raises(Unusable, match="make bench-packages"),
             arm.reach(pfs, tmp_path, capacity=None),
@@ -115,28 +115,28 @@ def test_a_program_that_is_missing_is_said_to_be(
 @requires_fuse
 @requires_root
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("arm", [DIRECT, LOCAL, *peers.PEERS], ids=lambda arm: arm.name)
+@pytest.mark.parametrize("arm", [DIRECT, LOCAL, *programs.PROGRAMS], ids=lambda arm: arm.name)
 def test_a_job_reads_the_same_bytes_by_every_way(tmp_path: Path, arm: Arm) -> None:
-    data = peers.generate(tmp_path / "data", 3, 0)
+    data = programs.generate(tmp_path / "data", 3, 0)
     place = tmp_path / "place"
     place.mkdir()
-    found = peers.Found()
+    found = programs.Found()
     with (
         ParallelFileSystem(tmp_path / "data", tmp_path / "pfs", INSTANT) as pfs,
         reader_processes(1) as pool,
     ):
         try:
-            peers.job(arm, pfs, place, pool, data, None, found, 0)
+            programs.job(arm, pfs, place, pool, data, None, found, 0)
         except Unusable as error:
             pytest.skip(str(error))
-    assert len(found.seconds[0]) == peers.EPOCHS
+    assert len(found.seconds[0]) == programs.EPOCHS
     first = found.counts[0][0].read_bytes
     assert first == 0 if arm is LOCAL else first >= data.size
     assert fuse_mounts(str(tmp_path)) == []
 
 
 def test_wrong_bytes_are_an_error(tmp_path: Path) -> None:
-    data = peers.generate(tmp_path / "data", 2, 0)
+    data = programs.generate(tmp_path / "data", 2, 0)
     (tmp_path / "data" / data.files[1].path).write_bytes(b"else")
     with reader_processes(1) as pool, pytest.raises(ValueError, match="1 files had the wrong"):
         epochs.epoch(pool, tmp_path / "data", data.files, 0)

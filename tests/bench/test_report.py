@@ -94,7 +94,7 @@ def test_several_runs_make_one_report() -> None:
     report = merged([first, second])
     assert [result.name for result in report.results] == ["monarch", "growth", "dlio"]
     assert report.results[1].title == "later"
-    assert [one.what for one in report.failed] == ["peers"]
+    assert [one.what for one in report.failed] == ["programs"]
     assert (report.stem, report.commit, report.size) == (first.stem, "0123abc, 4567def", "quick")
     assert ".venv/bin/python -m bench.run growth\n" in markdown.document(report, [])
     assert merged([first]) == first

