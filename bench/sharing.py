@@ -1,0 +1,174 @@
+"""Nodes that share (--peers), against mounts of their own and the source alone.
+
+The nodes are mounts on one machine, on addresses of their own, and their readers. All of them read
+one emulated file system, whose bandwidth they share.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from multiprocessing.pool import Pool
+from pathlib import Path
+
+from bench.harness import Mount, drop_caches, reader_processes, wait_for
+from bench.pfs import Counts, ParallelFileSystem, Profile
+from bench.processes import processes_of
+from bench.report import Result
+from bench.task import Task
+from monarchfs.peers.web_server import find_nginx
+
+NODES = 3
+FILE_BYTES = 110_000
+EPOCHS = 2
+MB = 1e6
+PROFILE = Profile("shared", 150 * MB, 1e-3, 1e-3)
+ALONE, APART, SHARED = "source alone", "mounts of their own", "sharing"
+
+
+@dataclass
+class Found:
+    """Of one arm: seconds of each epoch, of the slowest node; what the source was asked in each."""
+
+    seconds: list[float] = field(default_factory=list)
+    asked: list[Counts] = field(default_factory=list)
+    processor_seconds: float = 0.0
+
+
+def generate(path: Path, files: int) -> int:
+    """Files in directories of 200; the bytes of all."""
+    rng = random.Random(1)
+    for number in range(files):
+        directory = path / f"{number // 200:03d}"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{number:06d}").write_bytes(
+            number.to_bytes(8, "big") + rng.randbytes(FILE_BYTES - 8)
+        )
+    for entry in path.rglob("*"):
+        os.utime(entry, (1.6e9, 1.6e9))
+    return files * FILE_BYTES
+
+
+def read_all(task: tuple[str, int, int]) -> float:
+    """Seconds that a node takes for all files, in an order of its own. ValueError for wrong
+    bytes."""
+    root, files, seed = task
+    order = list(range(files))
+    random.Random(seed).shuffle(order)
+    started = time.perf_counter()
+    for number in order:
+        with open(f"{root}/{number // 200:03d}/{number:06d}", "rb") as file:
+            data = file.read()
+        if len(data) != FILE_BYTES or int.from_bytes(data[:8], "big") != number:
+            raise ValueError(f"{root}: file {number} has wrong bytes")
+    return time.perf_counter() - started
+
+
+def free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def sharing_options(place: Path) -> list[tuple[str, ...]]:
+    """The options of each node."""
+    key = place / "key"
+    key.write_bytes(os.urandom(64))
+    key.chmod(0o400)
+    addresses = [f"127.0.0.{2 + node}" for node in range(NODES)]
+    nodes = ",".join(f"n{i}={a}:{free_port(a)}" for i, a in enumerate(addresses))
+    return [
+        ("--peers", nodes, "--peer-name", f"n{node}", "--peer-key", str(key))
+        for node in range(NODES)
+    ]
+
+
+def know_each_other(mounts: list[Mount]) -> bool:
+    return all(peer["answered"] for mount in mounts for peer in mount.status()["peers"])
+
+
+def measure(arm: str, task: Task, data: Path, files: int, pool: Pool) -> Found:
+    """All epochs through one arm."""
+    found = Found()
+    place = task.place / arm.replace(" ", "-")
+    place.mkdir()
+    drop_caches()
+    with ExitStack() as undo:
+        source = place / "source"
+        pfs = undo.enter_context(ParallelFileSystem(data, source, PROFILE))
+        roots = [source] * NODES
+        mounts: list[Mount] = []
+        if arm is not ALONE:
+            options = sharing_options(place) if arm is SHARED else [()] * NODES
+            for node in range(NODES):
+                words = ("--freshness", "immutable", *options[node])
+                mounts.append(undo.enter_context(Mount(source, place / f"n{node}", *words)))
+            roots = [mount.path for mount in mounts]
+            if arm is SHARED:
+                wait_for(lambda: know_each_other(mounts), "the nodes to know each other", 60)
+        before = pfs.counts()
+        for epoch in range(EPOCHS):
+            task.say(f"{arm}, epoch {epoch + 1}")
+            work = [(str(root), files, 10 * epoch + node) for node, root in enumerate(roots)]
+            found.seconds.append(max(pool.map(read_all, work, chunksize=1)))
+            for mount in mounts:
+                mount.wait_idle()
+            now = pfs.counts()
+            found.asked.append(now - before)
+            before = now
+            drop_caches()
+        found.processor_seconds = sum(_processor_seconds(mount) for mount in mounts)
+    return found
+
+
+def _processor_seconds(mount: Mount) -> float:
+    """Of the supervisor and what it has started: workers, nginx."""
+    ticks = 0
+    for pid in processes_of(mount.path):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def run(task: Task) -> Result:
+    files = 600 if task.quick else 3000
+    result = Result(
+        "sharing",
+        f"{NODES} nodes read {files:,} files of {FILE_BYTES // 1000} KB each, {EPOCHS} epochs, each"
+        " in its own order",
+    )
+    if find_nginx() is None:
+        result.leave_out("all of it", "nginx is not installed: apt-get install nginx-light")
+        return result
+    data = task.place / "data"
+    total = generate(data, files)
+    with reader_processes(NODES) as pool:
+        arms = {arm: measure(arm, task, data, files, pool) for arm in (ALONE, APART, SHARED)}
+    for arm, found in arms.items():
+        for epoch, (seconds, asked) in enumerate(
+            zip(found.seconds, found.asked, strict=True), start=1
+        ):
+            goal = 1.05 if (arm, epoch) == (SHARED, 1) else None
+            name = f"epoch {epoch}"
+            result.figure(f"{name}, time of the slowest node", seconds, "s", arm=arm)
+            result.figure(
+                *(f"{name}, read of the source", asked.read_bytes / total, "x data"),
+                at_most=goal,
+                arm=arm,
+            )
+            operations = asked.operations / files
+            result.figure(f"{name}, operations of the source a file", operations, "", arm=arm)
+        if found.processor_seconds:
+            per_file = 1000 * found.processor_seconds / (files * NODES * EPOCHS)
+            result.figure("processor time of the daemons a read", per_file, "ms", arm=arm)
+    result.notes = [
+        f"the source: {PROFILE.bandwidth / MB:g} MB/s for all nodes together,"
+        f" {1000 * PROFILE.read_seconds:g} ms an operation; page caches dropped before each epoch",
+        "nodes: mounts on one machine, which share its processors; the network is the loopback",
+        "the daemons: supervisors, workers, nginx",
+    ]
+    return result
