@@ -66,7 +66,7 @@ def test_the_document_has_the_limits() -> None:
 
 ASKED = """
 import os, socket, sys
-from monarchfs import control
+from monarchfs.control import peers
 listener = socket.socket(socket.AF_UNIX)
 os.umask(0o177)
 listener.bind(sys.argv[1])
