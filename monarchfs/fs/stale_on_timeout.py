@@ -21,10 +21,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Key = tuple[object, ...]
 
-MARGIN_SECONDS = 0.02
-"""A call begins in its thread a little later than it is waited for. With this it has been out for
-the deadline when the waiting ends, so the source counts as one that does not respond."""
-
 
 class StaleOnTimeout:
     """Constant: its parts. ``deadline``: seconds that a revalidation waits for the source where
@@ -81,9 +77,7 @@ class StaleOnTimeout:
                 raise OSError(errno.EIO, f"what was found cannot be recorded: {exc}") from exc
         # A source that is known to hang is asked all the same, because the answer serves later
         # callers; but this one does not wait for it.
-        with trio.move_on_after(
-            self._deadline + MARGIN_SECONDS if self._source.responding else 0.001
-        ):
+        with trio.move_on_after(self._deadline if self._source.responding else 0.001):
             try:
                 return await self.run_once(key, fetch)
             except IndexWriteError as exc:

@@ -185,7 +185,11 @@ class Parts:
             Refresh(self.tree, self.kernel),
             self.warming,
             finder,
-            Why(self.tree, self.cache, self.reasons, finder, lambda: self.source.responding),
+            Why(
+                *(self.tree, self.cache, self.reasons, finder),
+                lambda: self.source.responding,
+                lambda: self.metrics.stale_answers,
+            ),
             partial(_metrics, self),
         )
         self.scan = Scan(self.tree, self.copier.jobs, jitter_seconds=config.prefetch_jitter_seconds)

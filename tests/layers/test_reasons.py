@@ -24,7 +24,11 @@ from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
 
 def why(mirror: Mirror) -> Why:
     finder = Finder(mirror.tree, [b"/mnt/here", os.fsencode(mirror.area.source)])
-    return Why(mirror.tree, mirror.cache, mirror.reasons, finder, lambda: mirror.source.responding)
+    return Why(
+        *(mirror.tree, mirror.cache, mirror.reasons, finder),
+        lambda: mirror.source.responding,
+        lambda: mirror.metrics.stale_answers,
+    )
 
 
 async def told(mirror: Mirror, path: str) -> tuple[str | None, str]:
