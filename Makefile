@@ -10,8 +10,6 @@ PAGES ?= build/man
 ARGS ?=
 # A file's tests stay together; more than a few at once would be too many mounts.
 SIDE_BY_SIDE := --numprocesses=logical --maxprocesses=6 --dist=loadfile
-# The slow ones wait more than they compute, and some look at the whole machine.
-TWO_AT_ONCE := --numprocesses=2 --dist=loadfile
 
 # To build and to mount; then what the tests compare with and look through (libcachesim loads GLib).
 PACKAGES := gcc libc6-dev libfuse3-dev libxxhash-dev libcurl4-openssl-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
@@ -67,7 +65,7 @@ test: $(STAMP)
 test-full: $(STAMP)
 ifeq ($(strip $(ARGS)),)
 	@$(BIN)/python -m pytest --quick $(SIDE_BY_SIDE)
-	@$(BIN)/python -m pytest --slow $(TWO_AT_ONCE)
+	@$(BIN)/python -m pytest --slow
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
