@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from urllib.parse import parse_qs
 
 from monarchfs.peers.catalogue import Page, Publisher, encode
 from monarchfs.peers.errors import PeerError
-from monarchfs.peers.http_server import HttpRequest, HttpResponse
 from monarchfs.peers.supply import Supply, decode
+from monarchfs.system.http_server import HttpRequest, HttpResponse
 
 BINARY = "application/octet-stream"
 
@@ -30,9 +31,10 @@ class Service:
                     await self._supply.supply(wanted)
                     page = self._publisher.rows([one.name for one in wanted])
                 case _:
-                    return HttpResponse(b"There is nothing here\n", 404)
+                    return HttpResponse(b"There is nothing here\n", HTTPStatus.NOT_FOUND)
         except (PeerError, KeyError, ValueError) as error:
-            return HttpResponse(f"This is no request: {error}\n".encode(), 400)
+            text = f"This is no request: {error}\n"
+            return HttpResponse(text.encode(), HTTPStatus.BAD_REQUEST)
         return HttpResponse(encode(page), content_type=BINARY)
 
     def _catalogue(self, query: str) -> Page:

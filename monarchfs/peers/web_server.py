@@ -20,8 +20,8 @@ from monarchfs.peers.credentials import signed_text
 _CONFIGURATION = """\
 {user}daemon off;
 master_process off;
-pid {directory}/nginx.pid;
-error_log {directory}/nginx.log warn;
+pid "{directory}/nginx.pid";
+error_log "{directory}/nginx.log" warn;
 worker_rlimit_nofile 8192;
 events {{ worker_connections 4096; }}
 http {{
@@ -39,12 +39,11 @@ http {{
     client_max_body_size 1m;
     default_type application/octet-stream;
     disable_symlinks on;
-    client_body_temp_path {directory}/body;
-    proxy_temp_path {directory}/proxy;
-    fastcgi_temp_path {directory}/fastcgi;
-    uwsgi_temp_path {directory}/uwsgi;
-    scgi_temp_path {directory}/scgi;
-    upstream worker {{ server unix:{socket} max_fails=0; keepalive 16; }}
+    client_body_temp_path "{directory}/body";
+    proxy_temp_path "{directory}/proxy";
+    fastcgi_temp_path "{directory}/fastcgi";
+    uwsgi_temp_path "{directory}/uwsgi";
+    scgi_temp_path "{directory}/scgi";
     server {{
         listen {listen};
         secure_link $arg_s,$arg_e;
@@ -52,9 +51,7 @@ http {{
         if ($secure_link != 1) {{ return 403; }}
         location / {{ return 404; }}
 {tiers}        location /ask/ {{
-            proxy_pass http://worker;
-            proxy_http_version 1.1;
-            proxy_set_header Connection "";
+            proxy_pass "http://unix:{socket}";
             proxy_request_buffering on;
             proxy_buffering off;
             proxy_read_timeout 60s;

@@ -17,15 +17,16 @@ from monarchfs.peers import _replicas
 from monarchfs.peers.catalogue import Publisher
 from monarchfs.peers.following import Following
 from monarchfs.peers.holdings import IndexHoldings
-from monarchfs.peers.http_server import Limits, serve
 from monarchfs.peers.nodes import PeerNode
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.service import Service
 from monarchfs.peers.supply import Supply
 from monarchfs.prefetch.jobs import CopyJobs
+from monarchfs.system.http_server import serve
 from monarchfs.types import Lane
 
-LIMITS = Limits(connections=64, body_bytes=1 << 20, idle_seconds=120.0)
+CONNECTIONS = 64
+MOST_BODY_BYTES = 1 << 20
 
 
 class Peering:
@@ -75,8 +76,16 @@ class Peering:
     async def run(self) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve, self._listener, self._service.answer, LIMITS)
+            nursery.start_soon(self._serve)
             nursery.start_soon(self.following.run)
+
+    async def _serve(self) -> None:
+        await serve(
+            self._listener,
+            self._service.answer,
+            connections=CONNECTIONS,
+            most_body_bytes=MOST_BODY_BYTES,
+        )
 
     def count(self, metrics: Metrics) -> None:
         """Add what has happened since this was called last."""

@@ -13,6 +13,7 @@ import trio
 
 from monarchfs.exporter import http
 from monarchfs.supervisor.port import listen_locally, stop_listening
+from monarchfs.system import http_server
 from monarchfs.types import OperationError
 from tests.support.mounting import free_port
 
@@ -94,7 +95,7 @@ def test_other_requests_are_refused(request_bytes: bytes, status: bytes) -> None
 
 
 def test_a_request_that_never_ends_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "CONNECTION_SECONDS", 60)  # for its length, not for its time
+    monkeypatch.setattr(http_server, "CONNECTION_SECONDS", 60)  # for its length, not for its time
 
     async def main() -> None:
         async with served() as port:
@@ -109,7 +110,7 @@ def test_a_request_that_never_ends_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
 def test_clients_that_say_nothing_or_read_nothing_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http, "CONNECTION_SECONDS", 0.2)
+    monkeypatch.setattr(http_server, "CONNECTION_SECONDS", 0.2)
 
     async def large() -> bytes:
         return b"x" * (64 << 20)  # more than the socket's buffers take
@@ -118,7 +119,7 @@ def test_clients_that_say_nothing_or_read_nothing_are_dropped(
         async with served(large) as port, trio.open_nursery() as nursery:
             silent = [
                 await trio.open_tcp_stream("127.0.0.1", port)
-                for _ in range(2 * http.MOST_CONNECTIONS)
+                for _ in range(2 * http_server.MOST_CONNECTIONS)
             ]
             for stream in silent[::2]:
                 await stream.send_all(GET)
@@ -145,7 +146,7 @@ def test_no_more_are_served_at_once_than_said(monkeypatch: pytest.MonkeyPatch) -
         async with served(slow) as port, trio.open_nursery() as nursery:
             for _ in range(40):
                 nursery.start_soon(ask, port, GET)
-        assert most == http.MOST_CONNECTIONS
+        assert most == http_server.MOST_CONNECTIONS
 
     trio.run(main)
 
@@ -164,6 +165,41 @@ def test_a_client_that_leaves_disturbs_nobody() -> None:
     trio.run(main)
 
 
+@pytest.mark.parametrize(
+    ("request_bytes", "status", "body"),
+    [
+        (b"POST /a?b=c HTTP/1.0\r\nContent-Length: 4\r\n\r\nwhat", b"200", b"POST /a b=c what"),
+        (b"POST /a HTTP/1.1\r\ncontent-LENGTH:0\r\n\r\nwhat", b"200", b"POST /a  "),
+        (b"POST /a HTTP/1.1\r\nContent-Length: 3\r\n\r\nwhat", b"200", b"POST /a  wha"),
+        (b"POST /a HTTP/1.1\r\nContent-Length: 5\r\n\r\nwhat?", b"413", b"The body is too long\n"),
+        (b"POST /a HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"400", None),
+        (b"POST /a HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", b"400", None),
+        (b"POST /a HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab", b"400", None),
+        (b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"411", None),
+        (b"POST /a HTTP/1.1\r\nContent-Length: 4\r\n\r\nwh", b"400", b"The body is cut off\n"),
+    ],
+)
+def test_a_body_has_a_length_and_a_limit(
+    request_bytes: bytes, status: bytes, body: bytes | None
+) -> None:
+    async def echo(request: http_server.HttpRequest) -> http_server.HttpResponse:
+        words = f"{request.method} {request.path} {request.query} ".encode()
+        return http_server.HttpResponse(words + request.body)
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.sendall(request_bytes)
+            ours.shutdown(socket.SHUT_WR)
+            stream = trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
+            await http_server.answer(stream, echo, most_body_bytes=4)
+            answer = ours.recv(65536)
+        assert status_of(answer) == status
+        assert body is None or answer.endswith(b"\r\n\r\n" + body)
+
+    trio.run(main)
+
+
 def test_an_error_of_ours_is_logged_and_answered(caplog: pytest.LogCaptureFixture) -> None:
     async def broken() -> bytes:
         raise ZeroDivisionError
@@ -178,7 +214,7 @@ def test_an_error_of_ours_is_logged_and_answered(caplog: pytest.LogCaptureFixtur
 
 
 def test_out_of_descriptors_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(http_server, "PAUSE_SECONDS", 0.01)
     failures = [OSError(errno.EMFILE, "full"), ConnectionAbortedError(errno.ECONNABORTED, "gone")]
     really = trio.socket.from_stdlib_socket
 
