@@ -68,7 +68,7 @@ class Listings(TreeTables):
         """The sequence number of a listing of ``parent`` that starts now.
 
         Call it before the source's directory is opened: names that are found meanwhile by
-        ``record_found`` are then safe from ``finish_listing``.
+        ``record_found_each`` are then safe from ``finish_listing``.
         """
         return self._write(self._new_ids)
 

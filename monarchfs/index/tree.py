@@ -104,22 +104,17 @@ class TreeTables(Outdated):
         txn.put(ID_PAIR.pack(stat.device, stat.ino), ID.pack(ROOT_INO), db=self._db.by_source)
         return self._put_node(txn, Node(ROOT_INO, stat, ROOT_INO, b"", now_ns, False, b""))
 
-    def record_found(
-        self, parent: int, name: bytes, stat: SourceStat, target: bytes, now_ns: int
-    ) -> Node:
-        """``name`` was found in ``parent`` with these attributes (``target``: of a symlink).
-
-        One transaction. The version that was known keeps its number, also under another name (a
-        hard link, a rename); another version gets a new one, and the node of the old is outdated. A
-        pin goes to the new number, of a changed file as of a name that stands for another file.
-        """
-        return self._write(lambda txn: self._found(txn, parent, name, stat, target, now_ns)[0])
-
     def record_found_each(
         self, parent: int, found: Sequence[tuple[bytes, SourceStat, bytes]], now_ns: int
     ) -> list[tuple[Node, int | None]]:
-        """``record_found`` of each (name, stat, target), in one transaction: about 8 us a name, so
-        a hundred at most. With each node the number for which the name stood before, if any."""
+        """Record each (name, attributes, target of a symlink) that was found in ``parent``.
+
+        A version that was known keeps its number, also under another name (a hard link, a rename).
+        Another version gets a new number, and the old node is outdated. A pin moves to the new
+        number, whether the file changed or the name stands for another file now. With each node
+        comes the number for which the name stood before, if any. One transaction takes about 8 us
+        a name: give a hundred names at most.
+        """
         return self._write(
             lambda txn: [
                 self._found(txn, parent, name, stat, target, now_ns) for name, stat, target in found

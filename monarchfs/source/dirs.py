@@ -82,9 +82,6 @@ class DirHandles:
         self._newest: dict[bytes, DirHandle] = {}
         self._root = DirHandle(self, b"", root_fd, root_ino)
 
-    def __len__(self) -> int:
-        return len(self._handles)
-
     def acquire(self, ref: DirRef) -> DirHandle:
         """The directory that ``ref`` means, to be used as ``with``. Blocks.
 
@@ -138,18 +135,6 @@ class DirHandles:
                 self._drop(self._take(handle))
             handle.users -= 1
             _close_if_unused(handle)
-
-    def forget(self, path: bytes) -> None:
-        """Drop the handles of ``path`` and of everything below it (``b""``: all)."""
-        below = path + b"/"
-        with self._lock:
-            for handle in list(self._handles.values()):
-                if not path or handle.path == path or handle.path.startswith(below):
-                    self._drop(self._take(handle))
-
-    def close(self) -> None:
-        """Close what is not in use, and what is as soon as it is not. The root is the caller's."""
-        self.forget(b"")
 
     def _nearest(self, path: bytes) -> DirHandle:
         """The handle of the nearest known ancestor. (The root's is never counted or dropped.)"""

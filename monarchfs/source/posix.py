@@ -85,14 +85,6 @@ class PosixSource(OpenFiles):
         self._dirs = DirHandles(root_fd, ino, max_directories)
         self.has_layouts = knows_layouts(root_fd) if has_layouts is None else has_layouts
 
-    def shutdown(self) -> None:
-        """Close the cached directories; those in use as soon as they are not."""
-        self._dirs.close()
-
-    def forget(self, path: bytes) -> None:
-        """Drop the descriptors of a directory and of all below it. Does not block."""
-        self._dirs.forget(path)
-
     def opened_directory(self, directory: DirRef) -> DirHandle | None:
         """A descriptor (O_PATH) of a directory, for ``with``, if it is open already: the source is
         not asked."""

@@ -31,6 +31,7 @@ from tests.index.tools import (
     source_stat,
     tier_file,
 )
+from tests.support.indexing import record_found
 
 
 def test_an_index_of_another_source_is_refused(tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def filled(directory: Path) -> Path:
     index = open_index(directory)
     index.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
     for i in range(500):
-        node = index.record_found(ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
+        node = record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
         index.put_replica(node.ino, replica(i))
     index.close()
     return directory / "index" / "data.mdb"
@@ -149,7 +150,9 @@ def test_pages_of_garbage_never_pass_as_sound_records(tmp_path: Path) -> None:
             index = open_index(tmp_path)
             assert len(index.entries(ROOT_INO, 0, 1000)) == 500
             for number in range(20):
-                index.record_found(ROOT_INO, b"new%d" % number, source_stat(900 + number), b"", NOW)
+                record_found(
+                    index, ROOT_INO, b"new%d" % number, source_stat(900 + number), b"", NOW
+                )
             index.close(clean=False)
         else:
             rejected += 1
@@ -161,7 +164,7 @@ def full(directory: Path) -> None:
     index = open_index(directory)
     index.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
     inos = [
-        index.record_found(ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW).ino
+        record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW).ino
         for i in range(10)
     ]
     for i, ino in enumerate(inos):
@@ -257,7 +260,7 @@ index = Index.open(sys.argv[1], source_id="lustre:/data")
 i = int(sys.argv[2])
 while True:
     stat = SourceStat(0, 10 + i % 300, i, i, i, i, 0o100644, 1, 0, 0, 0, 0, 4096)
-    node = index.record_found(1, b"%d" % (i % 300), stat, b"", i)
+    ((node, _),) = index.record_found_each(1, [(b"%d" % (i % 300), stat, b"")], i)
     name = stat.version.replica_name
     index.begin_copy(node.ino, i % 3, name)
     index.put_replica(node.ino, Replica(i % 3, ReplicaState.RESIDENT, name, i, i, False, i, i))

@@ -27,6 +27,7 @@ from tests.index.tools import (
     tier_file,
 )
 from tests.support import surroundings
+from tests.support.indexing import record_found
 
 _EXT4_IOC_SHUTDOWN = 0x8004587D  # fs/ext4/ext4.h; its argument 2: without flushing the journal
 
@@ -103,7 +104,7 @@ def record_until_frozen(index: Index) -> list[int]:
     """Names are recorded without an error, whatever the disk does."""
     inos = []
     for i in range(100_000):
-        inos.append(index.record_found(ROOT_INO, b"%d" % i, source_stat(100 + i), b"", NOW).ino)
+        inos.append(record_found(index, ROOT_INO, b"%d" % i, source_stat(100 + i), b"", NOW).ino)
         if index.frozen is not None:
             return inos
     raise AssertionError("the disk never failed")
@@ -120,7 +121,7 @@ FAILURES = {
 def test_a_disk_that_fails_freezes_the_index_and_nothing_else(disk: Path, how: str) -> None:
     fail, message = FAILURES[how]
     index = prepared(disk)
-    known = index.record_found(ROOT_INO, b"known", source_stat(10), b"", NOW)
+    known = record_found(index, ROOT_INO, b"known", source_stat(10), b"", NOW)
     assert index.node(known.ino) == known
     fail(disk)
     inos = record_until_frozen(index)
@@ -172,7 +173,7 @@ def test_after_a_full_disk_the_index_is_as_it_was_when_it_froze(disk: Path) -> N
     index = prepared(disk)
     fill(disk)
     inos = record_until_frozen(index)
-    later = index.record_found(ROOT_INO, b"later", source_stat(5), b"", NOW)
+    later = record_found(index, ROOT_INO, b"later", source_stat(5), b"", NOW)
     index.close()
     for path in disk.glob("filler-*"):
         path.unlink()
@@ -188,7 +189,7 @@ def test_after_a_full_disk_the_index_is_as_it_was_when_it_froze(disk: Path) -> N
     assert index.node(inos[-2]) is not None
     assert index.node(later.ino) is None
     # Numbers that only the frozen one gave out are not given to others.
-    new = index.record_found(ROOT_INO, b"new", source_stat(6), b"", NOW)
+    new = record_found(index, ROOT_INO, b"new", source_stat(6), b"", NOW)
     assert new.ino > later.ino
     index.close()
     assert last_close(str(disk)) is LastClose.CLEAN
@@ -198,7 +199,7 @@ def test_after_a_full_disk_the_index_is_as_it_was_when_it_froze(disk: Path) -> N
 @pytest.mark.parametrize("clean", [True, False])
 def test_an_index_on_a_disk_that_failed_is_opened_frozen(disk: Path, how: str, clean: bool) -> None:
     index = prepared(disk)
-    known = index.record_found(ROOT_INO, b"known", source_stat(10), b"", NOW)
+    known = record_found(index, ROOT_INO, b"known", source_stat(10), b"", NOW)
     index.close(clean=clean)
     FAILURES[how][0](disk)
     numbers = set()
@@ -209,7 +210,7 @@ def test_an_index_on_a_disk_that_failed_is_opened_frozen(disk: Path, how: str, c
         index.begin_boot(b"one")
         assert index.node(known.ino) == known
         assert index.replica(21) == replica(21)
-        numbers.add(index.record_found(ROOT_INO, b"new", source_stat(11), b"", NOW).ino)
+        numbers.add(record_found(index, ROOT_INO, b"new", source_stat(11), b"", NOW).ino)
         index.close(clean=False)
     if how == "read-only":
         # Each was given in memory only; the kernel may have heard of both.
@@ -223,26 +224,26 @@ def test_others_may_fill_the_disk_without_stopping_commits(disk: Path) -> None:
     assert ahead >= 1 << 20
     fill(disk)
     for i in range(1000):
-        index.record_found(ROOT_INO, b"%d" % i, source_stat(100 + i), b"", NOW)
+        record_found(index, ROOT_INO, b"%d" % i, source_stat(100 + i), b"", NOW)
     assert index.frozen is None
     index.close(clean=False)
 
 
 def test_an_error_that_is_not_the_disks_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
     index = open_index(tmp_path)
-    known = index.record_found(ROOT_INO, b"a", source_stat(10), b"", NOW)
+    known = record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     # Not even a copy in memory can be made.
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(IndexWriteError):
-            index.record_found(ROOT_INO, b"b", source_stat(11), b"", NOW)
+            record_found(index, ROOT_INO, b"b", source_stat(11), b"", NOW)
         assert index.frozen is None
         assert index.dirent(ROOT_INO, b"b") is None
         assert index.node(known.ino) == known
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    after = index.record_found(ROOT_INO, b"after", source_stat(5000), b"", NOW)
+    after = record_found(index, ROOT_INO, b"after", source_stat(5000), b"", NOW)
     assert after.ino > known.ino
     index.close()
     assert problems(str(tmp_path)) == []

@@ -7,6 +7,7 @@ from pathlib import Path
 from monarchfs.index import Index
 from monarchfs.types import ROOT_INO, FileType, Listing
 from tests.index.tools import DIRECTORY, NOW, add_listing, names_in, open_index, source_stat
+from tests.support.indexing import record_found
 
 
 def test_a_listing_gives_numbers_without_nodes_until_names_are_found(index: Index) -> None:
@@ -15,7 +16,7 @@ def test_a_listing_gives_numbers_without_nodes_until_names_are_found(index: Inde
     (b, no_node), (a, _) = index.entries(ROOT_INO, 2, 10)
     assert (b.name, a.name, no_node) == (b"b", b"a", None)
     assert index.node(b.ino) is None
-    found = index.record_found(ROOT_INO, b"b", source_stat(11), b"", NOW)
+    found = record_found(index, ROOT_INO, b"b", source_stat(11), b"", NOW)
     assert found.ino == b.ino
     assert index.entries(ROOT_INO, 2, 10) == [(b, found), (a, None)]
 
@@ -42,9 +43,9 @@ def test_a_second_listing_removes_what_is_gone_and_keeps_the_rest(index: Index) 
 
 
 def test_a_name_found_while_a_listing_runs_outlives_it(index: Index) -> None:
-    index.record_found(ROOT_INO, b"before", source_stat(10), b"", NOW)
+    record_found(index, ROOT_INO, b"before", source_stat(10), b"", NOW)
     sequence = index.begin_listing(ROOT_INO)
-    index.record_found(ROOT_INO, b"meanwhile", source_stat(11), b"", NOW)
+    record_found(index, ROOT_INO, b"meanwhile", source_stat(11), b"", NOW)
     index.add_entries(ROOT_INO, sequence, [(b"seen", FileType.REGULAR, 12, 0)], NOW)
     for _ in index.finish_listing(ROOT_INO, sequence, NOW, NOW, NOW):
         pass
@@ -76,7 +77,7 @@ def test_finishing_a_long_listing_goes_in_steps_and_may_be_left_off(index: Index
 
 
 def test_a_directory_of_unknown_types_keeps_the_types_that_are_known(index: Index) -> None:
-    index.record_found(ROOT_INO, b"d", source_stat(20, mode=DIRECTORY), b"", NOW)
+    record_found(index, ROOT_INO, b"d", source_stat(20, mode=DIRECTORY), b"", NOW)
     sequence = index.begin_listing(ROOT_INO)
     index.add_entries(
         ROOT_INO,
@@ -89,7 +90,7 @@ def test_a_directory_of_unknown_types_keeps_the_types_that_are_known(index: Inde
 
 
 def test_a_listed_type_that_contradicts_the_node_is_another_file(index: Index) -> None:
-    node = index.record_found(ROOT_INO, b"d", source_stat(20, mode=DIRECTORY), b"", NOW)
+    node = record_found(index, ROOT_INO, b"d", source_stat(20, mode=DIRECTORY), b"", NOW)
     add_listing(index, ROOT_INO, (b"d", 20))
     dirent = index.dirent(ROOT_INO, b"d")
     assert dirent is not None
@@ -109,10 +110,10 @@ def test_a_name_seen_after_a_crash_is_removed_by_a_later_listing(tmp_path: Path)
     """Numbers leap after a crash, and names are dated by them: the leap is recorded with it."""
     index = open_index(tmp_path)
     add_listing(index, ROOT_INO, (b"a", 10), (b"b", 11))
-    index.record_found(ROOT_INO, b"a", source_stat(10), b"", NOW)
+    record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
     index.close(clean=False)
     index = open_index(tmp_path, trust=True)
-    index.record_found(ROOT_INO, b"a", source_stat(10), b"", NOW)
+    record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
     index.close()
     index = open_index(tmp_path)
     add_listing(index, ROOT_INO, (b"b", 11))

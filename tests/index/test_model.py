@@ -33,6 +33,7 @@ from tests.index.tools import (
     source_stat,
     tier_file,
 )
+from tests.support.indexing import record_found
 
 PARENTS = st.sampled_from([ROOT_INO, 1000, 1001])
 NAMES = st.sampled_from([b"a", b"b", b"\xff\xfe", b"z" * 255])
@@ -113,7 +114,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(parent=PARENTS, name=NAMES, ino=SOURCE_INOS, version=VERSIONS, mode=MODES, now=VERSIONS)
     def found(self, parent: int, name: bytes, ino: int, version: int, mode: int, now: int) -> None:
         wanted = source_stat(ino, mode=mode, version=version)
-        node = self.index.record_found(parent, name, wanted, b"", now)
+        node = record_found(self.index, parent, name, wanted, b"", now)
         number = self.by_source.get(ino)
         known = None if number is None else self.nodes.get(number)
         if known is not None and not self.same(known.stat, wanted):

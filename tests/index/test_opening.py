@@ -11,12 +11,13 @@ import pytest
 from monarchfs.index import Index, LastClose, last_close, mark_suspect, set_aside
 from monarchfs.types import ROOT_INO, IndexUnusable, IndexWriteError, TierTotals
 from tests.index.tools import NOW, open_index, replica, source_stat
+from tests.support.indexing import record_found
 
 
 def test_everything_is_there_after_reopening(tmp_path: Path) -> None:
     index = open_index(tmp_path)
     assert last_close(str(tmp_path)) is LastClose.KILLED
-    node = index.record_found(ROOT_INO, b"a", source_stat(10), b"", NOW)
+    node = record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
     index.put_replica(node.ino, replica(1))
     index.close()
     index.close()
@@ -25,7 +26,7 @@ def test_everything_is_there_after_reopening(tmp_path: Path) -> None:
     assert index.node(node.ino) == node
     assert index.replica(node.ino) == replica(1)
     assert index.tier_totals() == {0: TierTotals(1, 0, 0, 4096)}
-    later = index.record_found(ROOT_INO, b"b", source_stat(11), b"", NOW)
+    later = record_found(index, ROOT_INO, b"b", source_stat(11), b"", NOW)
     assert later.ino > node.ino + 1
     index.close()
 
@@ -85,7 +86,7 @@ def test_the_directory_may_be_known_by_descriptor_only(tmp_path: Path) -> None:
 def test_the_map_grows_by_itself(tmp_path: Path) -> None:
     index = open_index(tmp_path, map_bytes=1 << 18)
     for i in range(3000):
-        index.record_found(ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
+        record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
         assert index.dirent(ROOT_INO, b"%d" % i) is not None
     index.close()
     assert (tmp_path / "index" / "data.mdb").stat().st_size > 1 << 19
@@ -93,7 +94,7 @@ def test_the_map_grows_by_itself(tmp_path: Path) -> None:
     index = open_index(tmp_path, map_bytes=1 << 18)
     inos = {node.ino for _, node in index.entries(ROOT_INO, 0, 4000) if node is not None}
     assert len(inos) == 3000
-    index.record_found(ROOT_INO, b"new", source_stat(9999), b"", NOW)
+    record_found(index, ROOT_INO, b"new", source_stat(9999), b"", NOW)
     index.close()
 
 
@@ -121,7 +122,7 @@ def test_sync_from_another_thread_while_writing(tmp_path: Path) -> None:
     thread = threading.Thread(target=sync)
     thread.start()
     for i in range(2000):
-        index.record_found(ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
+        record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
     index.close()
     stop.set()
     thread.join()
@@ -170,7 +171,7 @@ def test_suspicion_is_no_way_out_of_the_directory(tmp_path: Path) -> None:
 def test_numbers_leap_where_a_mount_may_know_some_that_are_not_recorded(tmp_path: Path) -> None:
     def found(name: bytes) -> int:
         index = open_index(tmp_path, trust=True)
-        ino = index.record_found(ROOT_INO, name, source_stat(len(name)), b"", NOW).ino
+        ino = record_found(index, ROOT_INO, name, source_stat(len(name)), b"", NOW).ino
         index.close(clean=name != b"bb")
         return ino
 

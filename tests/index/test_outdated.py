@@ -17,14 +17,15 @@ from tests.index.tools import (
     replica,
     source_stat,
 )
+from tests.support.indexing import record_found
 
 
 def found(index: Index, name: bytes, ino: int, version: int = 0, parent: int = ROOT_INO) -> Node:
-    return index.record_found(parent, name, source_stat(ino, version=version), b"", NOW + version)
+    return record_found(index, parent, name, source_stat(ino, version=version), b"", NOW + version)
 
 
 def found_directory(index: Index, name: bytes, ino: int, parent: int = ROOT_INO) -> Node:
-    return index.record_found(parent, name, source_stat(ino, mode=DIRECTORY), b"", NOW)
+    return record_found(index, parent, name, source_stat(ino, mode=DIRECTORY), b"", NOW)
 
 
 # Pins.

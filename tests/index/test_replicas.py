@@ -10,6 +10,7 @@ import pytest
 from monarchfs.index import Index
 from monarchfs.types import ROOT_INO, Replica, ReplicaState, TierTotals
 from tests.index.tools import NOW, name_of, open_index, replica, source_stat, tier_file
+from tests.support.indexing import record_found
 
 PARTIAL = ReplicaState.PARTIAL
 FOUND = ReplicaState.FOUND
@@ -145,7 +146,7 @@ def test_found_files_get_numbers_unless_they_are_known(index: Index) -> None:
     assert index.record_found_files(2, files) == []
     assert index.record_found_files(1, [tier_file(3)]) != []
     assert index.node(three) is None
-    node = index.record_found(ROOT_INO, b"a", source_stat(10), b"", NOW)
+    node = record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
     assert node.ino > four
     assert index.outdated_replicas(2, 10) == [three, four]
     assert index.outdated_replicas(2, 1) == [three]
@@ -155,8 +156,8 @@ def test_found_files_get_numbers_unless_they_are_known(index: Index) -> None:
 
 
 def test_replicas_of_outdated_versions_go_first(index: Index) -> None:
-    before = index.record_found(ROOT_INO, b"a", source_stat(10), b"", NOW)
-    other = index.record_found(ROOT_INO, b"b", source_stat(11), b"", NOW)
+    before = record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
+    other = record_found(index, ROOT_INO, b"b", source_stat(11), b"", NOW)
     index.put_replica(before.ino, replica(1))
     index.put_replica(other.ino, replica(2))
     assert index.outdated_replicas(0, 10) == []
@@ -164,7 +165,7 @@ def test_replicas_of_outdated_versions_go_first(index: Index) -> None:
     assert index.outdated_replicas(0, 10) == [before.ino]
     assert index.outdated_replicas(1, 10) == []
     # The version is back.
-    index.record_found(ROOT_INO, b"a", source_stat(10), b"", NOW)
+    record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
     assert index.outdated_replicas(0, 10) == []
     # Recorded after its version was gone.
     index.mark_outdated(other.ino)
@@ -191,7 +192,7 @@ def test_a_found_file_is_claimed_once(index: Index) -> None:
 
 
 def test_an_outdated_numbers_replica_is_claimed_and_a_good_ones_not(index: Index) -> None:
-    node = index.record_found(ROOT_INO, b"a", source_stat(10), b"", NOW)
+    node = record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
     index.put_replica(node.ino, replica(1))
     assert index.claim(600, name_of(1), 100) is None
     index.mark_outdated(node.ino)
@@ -201,7 +202,7 @@ def test_an_outdated_numbers_replica_is_claimed_and_a_good_ones_not(index: Index
 
 
 def test_nobody_claims_a_part_or_with_a_replica_of_its_own(index: Index) -> None:
-    node = index.record_found(ROOT_INO, b"a", source_stat(10), b"", NOW)
+    node = record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
     index.put_replica(node.ino, replica(1, state=PARTIAL))
     index.mark_outdated(node.ino)
     assert index.claim(600, name_of(1), 100) is None

@@ -10,6 +10,7 @@ import pytest
 
 from monarchfs.fuse.estale_retries import MOST_KEPT, SHARED_NS, EstaleRetries
 from monarchfs.types import ROOT_INO
+from tests.support.indexing import record_found
 from tests.support.lookups import OPEN, TTL, Hours, entry
 from tests.support.mirror import Area, Mirror, content
 
@@ -86,7 +87,7 @@ async def test_who_shares_a_number_with_a_late_open_gets_no_other_version(files:
         handle = await mirror.files.open(ino, again=True)
         old = mirror.index.node(ino)
         assert old is not None
-        mirror.index.record_found(ROOT_INO, b"a", old.stat, b"", time.time_ns())
+        record_found(mirror.index, ROOT_INO, b"a", old.stat, b"", time.time_ns())
         with pytest.raises(OSError, match="another version") as raised:
             await mirror.files.open(ino)
         assert raised.value.errno == errno.ESTALE
@@ -140,8 +141,8 @@ async def test_whose_try_is_the_second(files: Area) -> None:
         # Another number: if it was asked for since, or by somebody a moment before.
         other = await mirror.node("d/b")
         assert refused.again(other.ino, 7)
-        mirror.index.record_found(
-            other.parent, other.name, other.stat, b"", node.fetched_ns - 2 * SHARED_NS
+        record_found(
+            mirror.index, other.parent, other.name, other.stat, b"", node.fetched_ns - 2 * SHARED_NS
         )
         assert not refused.again(other.ino, 7)
         # It is over with any other answer.

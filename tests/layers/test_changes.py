@@ -12,6 +12,7 @@ from monarchfs.fs.tree import Missing
 from monarchfs.types import ROOT_INO, FileType, Lane
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names
 from tests.support.mirror import Area, content
+from tests.support.open_directories import close_directories
 
 
 async def test_another_version_is_another_number_and_the_old_one_is_stale(
@@ -73,7 +74,7 @@ async def test_a_directory_that_was_swapped(files: Area) -> None:
         new_b = await entry(mirror, new.node.ino, b"b")
         assert new_b.node.stat.size == 14
         assert new_b.node.ino != old_b.node.ino
-        mirror.posix.forget(b"")
+        close_directories(mirror.posix)
         with pytest.raises(OSError, match="replaced") as raised:
             await mirror.tree.names.lookup(old.node.ino, b"b")
         assert raised.value.errno == errno.ESTALE
@@ -94,7 +95,7 @@ async def test_below_a_directory_that_was_swapped_immutable_asks_anew(files: Are
         e = await mirror.node("d/e")
         (files.source / "d").rename(files.source / "away")
         files.write("d/e/f", b"of the new one")
-        mirror.posix.forget(b"")
+        close_directories(mirror.posix)
         with pytest.raises(OSError, match="replaced") as raised:
             await mirror.tree.names.lookup(e.ino, b"f")
         assert raised.value.errno == errno.ESTALE

@@ -338,7 +338,7 @@ async def test_an_index_that_cannot_be_written_stops_no_scan(
     async with area.mount() as mirror:
         scan = Scan(mirror.tree, mirror.copier.jobs)
 
-        for calls in (("record_found", "record_found_each"), ("begin_listing",)):
+        for calls in (("record_found_each",), ("begin_listing",)):
             with monkeypatch.context() as patch:
                 for call in calls:
                     patch.setattr(mirror.index, call, disk_is_full)

@@ -10,6 +10,7 @@ import pytest
 
 from monarchfs.types import ROOT_INO, FreshnessMode
 from tests.support.mirror import Area, Mirror, content
+from tests.support.open_directories import close_directories
 from tests.support.runner import walk
 
 IMMUTABLE = FreshnessMode.IMMUTABLE
@@ -53,7 +54,7 @@ async def test_a_directory_that_lies_elsewhere(area: Area) -> None:
         ino = await ino_of(mirror, "above/below/a")
         os.rename(area.source / "above", area.source / "away")
         area.write("above/below/a", content(30, 2))
-        mirror.posix.forget(b"")
+        close_directories(mirror.posix)
         with pytest.raises(OSError, match="another version") as failed:
             await read(mirror, ino)
         assert failed.value.errno == errno.ESTALE

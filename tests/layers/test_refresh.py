@@ -17,6 +17,7 @@ from monarchfs.fs.tree import Missing
 from monarchfs.types import ROOT_INO, FreshnessMode, OperationError
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, entry, names
 from tests.support.mirror import Area, Mirror, content
+from tests.support.open_directories import close_directories
 
 MODES = [IMMUTABLE, TTL, OPEN]
 
@@ -167,7 +168,7 @@ async def test_a_directory_that_was_moved_is_the_same(files: Area) -> None:
     async with files.mount(mode=IMMUTABLE) as mirror:
         await know_all(mirror)
         d = await mirror.ino("d")
-        mirror.posix.forget(b"")
+        close_directories(mirror.posix)
         (files.source / "d").rename(files.source / "z")
         assert counts(await refresh(mirror)) == (1, 1, 1, 0)
         assert await mirror.ino("z") == d

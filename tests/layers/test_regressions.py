@@ -8,6 +8,7 @@ from pathlib import Path
 from monarchfs.types import ROOT_INO, FreshnessMode
 from tests.support.lookups import Hours, names
 from tests.support.mirror import Area, content
+from tests.support.open_directories import close_directories
 from tests.support.runner import open_path, retried, walk
 
 
@@ -28,7 +29,7 @@ async def test_directories_that_moved_twice_are_found_at_the_second_try(
         swap(source / "y", source / "x/z")
         swap(source / "x", source / "w")
         hours.pass_by(1)
-        mirror.posix.forget(b"")
+        close_directories(mirror.posix)
         handle = await retried(open_path, mirror, "x/z/a")
         assert handle is not None
         assert await mirror.read(handle, 0, 100) == content(30, 3)
@@ -110,7 +111,7 @@ async def test_a_file_below_a_listed_directory_that_was_swapped_is_found_at_the_
     async with area.mount(mode=FreshnessMode.TTL, ttl=60, keeps=False) as mirror:
         assert await walk(mirror, "y/e") is not None
         swap(area.source / "a", area.source / "y")
-        mirror.posix.forget(b"")
+        close_directories(mirror.posix)
         assert set(await names(mirror, ROOT_INO)) == {b"a", b"y"}
         handle = await retried(open_path, mirror, "a/e")
         assert handle is not None

@@ -15,6 +15,7 @@ from monarchfs.fs.tree import Missing
 from monarchfs.prefetch.queue import Priority
 from monarchfs.types import ROOT_INO, FreshnessMode, Lane
 from tests.support.mirror import KIB, MIB, Area, Mirror, content
+from tests.support.open_directories import close_directories
 
 SMALL, LARGE, OTHER = content(50_000, 1), content(3 * MIB + 5, 2), content(3 * MIB + 5, 3)
 
@@ -335,7 +336,8 @@ async def test_a_place_that_is_not_known_any_more(files: Area) -> None:
         node = await mirror.node("d/file")
         (files.source / "d").rename(files.source / "e")
         (files.source / "d").mkdir()
-        mirror.posix.forget(b"d")  # else its descriptor goes on meaning what it was opened for
+        # Else its descriptor goes on meaning what it was opened for.
+        close_directories(mirror.posix, b"d")
         with pytest.raises(OSError, match="another version") as raised:
             await mirror.open_ino(node.ino)
         assert raised.value.errno == errno.ESTALE

@@ -31,6 +31,7 @@ from monarchfs.supervisor.lock import Holder, InUse, read_holder, take_lock, wri
 from monarchfs.types import ROOT_INO, Replica, ReplicaState, SourceStat, TierFile
 from tests.support import surroundings
 from tests.support.fake_mounts import NOBODY, interpreter_for
+from tests.support.indexing import record_found
 from tests.support.mounting import as_user, requires_root, wait_for
 
 pytestmark = pytest.mark.smoke
@@ -111,13 +112,13 @@ class Cache:
         """``count`` resident files below ``dir`` in the source."""
         with self.open(boot) as (index, tier):
             index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
-            parent = index.record_found(
-                ROOT_INO, b"dir", source_stat(3, stat.S_IFDIR | 0o755), b"", NOW
+            parent = record_found(
+                index, ROOT_INO, b"dir", source_stat(3, stat.S_IFDIR | 0o755), b"", NOW
             )
             for number in range(count):
                 data = content(number)[:SIZE]
-                node = index.record_found(
-                    parent.ino, names % number, source_stat(100 + number), b"", NOW
+                node = record_found(
+                    index, parent.ino, names % number, source_stat(100 + number), b"", NOW
                 )
                 name = node.stat.version.replica_name
                 index.begin_copy(node.ino, tier.id, name)
@@ -277,7 +278,7 @@ def interrupted_removal(cache: Cache) -> None:
 def partial(cache: Cache, size: int = 1 << 20) -> tuple[int, Replica]:
     """A replica in part, whose second half is there."""
     with cache.open() as (index, tier):
-        node = index.record_found(ROOT_INO, b"big", source_stat(50, size=size), b"", NOW)
+        node = record_found(index, ROOT_INO, b"big", source_stat(50, size=size), b"", NOW)
         name = node.stat.version.replica_name
         fd = tier.files.create_part(name, size)
         digests = bytes(8 * 4) + tier.files.write(fd, 512 << 10, b"y" * (512 << 10))
@@ -410,7 +411,7 @@ def fill_segment(cache: Cache, count: int, *, synced: bool = True, boot: bytes =
         rows = []
         for number in range(count):
             file, at = source_stat(500 + number), number * SHARE
-            node = index.record_found(ROOT_INO, b"s%d" % number, file, b"", NOW)
+            node = record_found(index, ROOT_INO, b"s%d" % number, file, b"", NOW)
             data = content(number)[:SIZE]
             assert tier.segments.write_each([(SEGMENT, at, data)]) == [checksum(data)]
             name = node.stat.version.replica_name
@@ -559,7 +560,7 @@ def test_a_segment_that_no_record_knows_is_taken_over(
         index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
         for number, there in enumerate((True, False, True, True)):
             file = source_stat(500 + number)
-            node = index.record_found(ROOT_INO, b"s%d" % number, file, b"", NOW)
+            node = record_found(index, ROOT_INO, b"s%d" % number, file, b"", NOW)
             claimed = index.claim(node.ino, file.version.replica_name, SIZE)
             assert (claimed is not None) == there
             if claimed is not None:
@@ -706,8 +707,8 @@ def assert_claimed_by_name(cache: Cache, count: int) -> None:
     with cache.open() as (index, _tier):
         index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
         for number in range(count):
-            node = index.record_found(
-                ROOT_INO, b"f%d" % number, source_stat(100 + number), b"", NOW
+            node = record_found(
+                index, ROOT_INO, b"f%d" % number, source_stat(100 + number), b"", NOW
             )
             claimed = index.claim(node.ino, node.stat.version.replica_name, SIZE)
             assert claimed is not None
@@ -828,7 +829,7 @@ def test_a_name_cannot_command_the_terminal(
 ) -> None:
     with cache.open() as (index, tier):
         index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
-        node = index.record_found(ROOT_INO, b"a\n\x1b[2J\xff", source_stat(9), b"", NOW)
+        node = record_found(index, ROOT_INO, b"a\n\x1b[2J\xff", source_stat(9), b"", NOW)
         record = Replica(tier.id, ReplicaState.RESIDENT, b"n" * 16, 1, 0, True, NOW, 1)
         index.put_replica(node.ino, record)
     assert main(["fsck", str(cache.state)]) == 1

@@ -14,6 +14,7 @@ from tests.source.tools import (
     eventually,
     open_descriptors,
 )
+from tests.support.open_directories import close_directories
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def root_fd(root: Path) -> Iterator[int]:
 def posix(root_fd: int) -> Iterator[PosixSource]:
     source = PosixSource(root_fd)
     yield source
-    source.shutdown()
+    close_directories(source)
 
 
 @pytest.fixture
@@ -52,4 +53,4 @@ def hanging(root: Path, root_fd: int) -> Iterator[HangingPosix]:
     yield source
     source.release.set()
     eventually(lambda: source.inside == 0)
-    source.shutdown()
+    close_directories(source)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from monarchfs.source import PosixSource
-from monarchfs.source.dirs import DirHandles
 from monarchfs.types import (
     DirRef,
     SourceChanged,
@@ -21,6 +20,7 @@ from tests.source.tools import (
     open_descriptors,
     ref,
 )
+from tests.support.open_directories import close_directories
 
 
 def test_a_symlink_in_place_of_a_component_is_not_followed(
@@ -61,7 +61,7 @@ def test_a_component_swapped_for_a_symlink_again_and_again_never_leads_outside(
     read, refused = 0, 0
     try:
         while (read < 200 or refused < 50) and read + refused < 50_000:
-            posix.forget(b"")
+            close_directories(posix)
             try:
                 fd, _ = posix.open(directory, b"file")
             except SourceChanged:
@@ -98,7 +98,7 @@ def test_a_cached_directory_goes_on_meaning_the_old_one_until_forgotten(
         posix.stat(new, b"old")
     # Both stay open, as they may take turns at this path.
     assert posix.stat(old, b"old").is_regular
-    posix.forget(b"d")
+    close_directories(posix, b"d")
     assert posix.stat(new, b"new").is_regular
     with pytest.raises(SourceChanged):
         posix.stat(old, b"old")
@@ -115,21 +115,6 @@ def test_a_directory_that_was_found_can_be_used_when_it_is_replaced_at_once(
     fd, stat = posix.open(DirRef(b"d", found.ino), b"f")
     assert stat.size == 16
     posix.close(fd)
-
-
-def test_forget_drops_what_is_below_and_nothing_else(
-    root: Path, root_fd: int, posix: PosixSource
-) -> None:
-    for name in ("d/e", "d2"):
-        (root / name).mkdir(parents=True)
-    handles = DirHandles(root_fd, os.fstat(root_fd).st_ino)
-    for path in (b"d/e", b"d2"):
-        handles.release(handles.acquire(ref(root, path)))
-    assert len(handles) == 3
-    handles.forget(b"d")
-    assert len(handles) == 1
-    handles.close()
-    assert len(handles) == 0
 
 
 @pytest.mark.parametrize("replacement", ["nothing", "file", "directory"])
@@ -193,7 +178,7 @@ def test_paths_longer_than_path_max(root: Path, posix: PosixSource) -> None:
     deep = DirRef(path, os.fstat(fd).st_ino)
     os.close(fd)
     assert len(path) > 2 * 4096
-    posix.forget(b"")
+    close_directories(posix)
     assert posix.stat(deep, b"f" * 255).size == 0
     assert [entry.name for entry in everything(posix, deep)] == [b"f" * 255]
     posix.close(posix.open(deep, b"f" * 255)[0])
@@ -231,20 +216,20 @@ def test_evicted_directories_in_use_are_closed_at_the_last_release(
 ) -> None:
     for name in "abcdef":
         (root / name).mkdir()
-    handles = DirHandles(root_fd, os.fstat(root_fd).st_ino, limit=2)
+    posix = PosixSource(root_fd, max_directories=2)
+    handles = posix._dirs
     before = open_descriptors()
     first = handles.acquire(ref(root, b"a"))
     again = handles.acquire(ref(root, b"a"))
     assert first is again
     for other in (b"b", b"c", b"d", b"e"):
         handles.release(handles.acquire(ref(root, other)))
-    assert len(handles) == 2
     assert open_descriptors() == before + 3
     handles.release(first)
     assert os.fstat(again.fd).st_ino == first.ino
     handles.release(again)
     assert open_descriptors() == before + 2
-    handles.close()
+    close_directories(posix)
     assert open_descriptors() == before
 
 
@@ -264,7 +249,7 @@ def test_many_threads_share_few_directory_handles(root: Path, root_fd: int) -> N
                 if posix.stat(wanted, b"").ino != wanted.ino:
                     failures.append(wanted)
                 if number % 50 == 0:
-                    posix.forget(wanted.path[:1])
+                    close_directories(posix, wanted.path[:1])
         except BaseException as error:
             failures.append(error)
             raise
@@ -276,7 +261,7 @@ def test_many_threads_share_few_directory_handles(root: Path, root_fd: int) -> N
         thread.join()
     assert failures == []
     assert open_descriptors() == before + 4
-    posix.shutdown()
+    close_directories(posix)
 
 
 def test_a_stale_directory_is_opened_again(

@@ -19,6 +19,7 @@ from tests.source.tools import (
     ref,
 )
 from tests.support import surroundings
+from tests.support.open_directories import close_directories
 
 needs_root = surroundings.requires_root
 
@@ -121,5 +122,5 @@ def test_a_file_system_mounted_below_the_root_has_a_device(root: Path, posix: Po
         posix.close(fd)
         assert posix.statvfs().f_files == os.statvfs(root).f_files
     finally:
-        posix.shutdown()
+        close_directories(posix)
         subprocess.run(["umount", "-l", root / "m"], check=True)

@@ -48,6 +48,7 @@ from monarchfs.types import (
 from tests.layers.recording import RecordingKernel
 from tests.layers.whole import WholeReaders, WholeReads
 from tests.support.faults import FaultySource, FaultyTier
+from tests.support.open_directories import close_directories
 
 KIB, MIB = 1 << 10, 1 << 20
 ALL_ROOM = 1 << 30
@@ -132,7 +133,7 @@ class Area:
                 opened.append(tier)
             async with trio.open_nursery() as nursery:
                 posix = FaultySource(root_fd)
-                stack.callback(posix.shutdown)
+                stack.callback(close_directories, posix)
                 whole = WholeReads(posix)
                 stack.callback(whole.close)
                 metrics = Metrics()
