@@ -1,6 +1,6 @@
-"""Who may ask a peer: whoever has a token that is signed with the secret of the job.
+"""Who may ask a peer: whoever has a token that is signed with the secret of the mount.
 
-The secret is an HMAC of (user, source, job) with a key of the site, which only root can read on
+The secret is an HMAC of (user, groups, source) with a key of the site, which only root can read on
 each node. A token is valid for requests from one address, until a time. nginx checks it
 (ngx_http_secure_link_module).
 """
@@ -12,6 +12,7 @@ import hmac
 import os
 import stat
 from base64 import urlsafe_b64encode
+from collections.abc import Iterable
 
 from monarchfs.types import UsageError
 
@@ -42,23 +43,23 @@ def read_site_key(path: str) -> bytes:
     return key
 
 
-def job_secret(site_key: bytes, uid: int, source: bytes, job: str) -> str:
-    """The secret of one user's mount of one dataset in one job: 64 hexadecimal digits, the same on
-    each of the job's nodes."""
-    parts = (b"monarchfs peers", b"%d" % uid, source, job.encode())
+def mount_secret(site_key: bytes, uid: int, groups: Iterable[int], source: bytes) -> str:
+    """The secret of a user's mounts of one dataset: 64 hexadecimal digits, the same on each node.
+
+    Another set of ``groups`` may read other files, so it has another secret.
+    """
+    members = ",".join(map(str, sorted(set(groups))))
+    parts = (b"monarchfs peers", b"%d" % uid, members.encode(), source)
     message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     return hmac.new(site_key, message, hashlib.sha256).hexdigest()
-
-
-def job_port(first: int, count: int, secret: str) -> int:
-    """The port on which the job's nodes serve, of ``count`` from ``first`` on: the same on each."""
-    return first + int(hashlib.sha256(b"port" + secret.encode()).hexdigest(), 16) % count
 
 
 def token(address: str, secret: str, now: float) -> str:
     """What a request has behind its path, if it comes from ``address``: ``?e=...&s=...``."""
     expires = str(int(now) + TOKEN_SECONDS)
-    digest = hashlib.md5(signed_text(expires, address, secret).encode()).digest()
+    # FIPS mode refuses MD5 otherwise; nginx knows no other digest here.
+    signed = signed_text(expires, address, secret).encode()
+    digest = hashlib.md5(signed, usedforsecurity=False).digest()
     return f"?e={expires}&s={urlsafe_b64encode(digest).rstrip(b'=').decode()}"
 
 

@@ -27,10 +27,6 @@ class PeerNode:
     port: int
     weight: float = 1.0
 
-    def __str__(self) -> str:
-        host = f"[{self.address}]" if ":" in self.address else self.address
-        return f"{self.name}={host}:{self.port}"
-
 
 def parse_node(text: str, default_port: int) -> PeerNode:
     """A node from ``NAME``, ``NAME:PORT``, ``NAME=ADDRESS`` or ``NAME=ADDRESS:PORT``.

@@ -7,7 +7,6 @@ are given to nodes by weighted rendezvous hashing (``_owners.c``).
 from __future__ import annotations
 
 import struct
-from collections import Counter
 from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
@@ -38,11 +37,6 @@ class Ownership:
     def table(self) -> memoryview:
         """The number of each bucket's owner, 16 bits each."""
         return self._owners.cast("B")
-
-    def shares(self) -> dict[str, float]:
-        """The part of all buckets that each node owns, by name."""
-        counts = Counter(self._owners)
-        return {node.name: counts[n] / BUCKETS for n, node in enumerate(self.nodes)}
 
 
 def bucket(name: bytes, span: int = 0) -> int:

@@ -16,9 +16,11 @@ from monarchfs.peers.nodes import PeerNode, parse_nodes
 from monarchfs.peers.web_server import WebServerOptions, configuration, find_nginx
 from monarchfs.supervisor.identity import acting_as, popen_as
 from monarchfs.supervisor.peer_server import PeerServer
+from monarchfs.system.bounded import answer_within
 from monarchfs.types import OperationError, UsageError
 
 _BACKLOG = 128
+_RESOLVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,9 @@ def find_peers(config: Config) -> Peers | None:
         ) from None
     if find_nginx() is None:
         raise UsageError("peers need nginx, which is not installed: apt-get install nginx-light")
-    secret = credentials.job_secret(key, config.user.uid, os.fsencode(config.source), "")
+    user = config.user
+    groups = {user.gid, *user.groups}
+    secret = credentials.mount_secret(key, user.uid, groups, os.fsencode(config.source))
     return Peers(tuple(nodes), own, secret)
 
 
@@ -74,14 +78,15 @@ def open_peer_server(
     """
     user = config.user
     path = Path(directory)
+    own = peers.nodes[peers.own]
+    address = address_of(own)
     try:
         with acting_as(user):
             path.mkdir(0o700, exist_ok=True)
             if not stat.S_ISDIR(path.lstat().st_mode):
                 raise OperationError(f"{path} is no directory: remove it")
-            address = socket.getaddrinfo(peers.nodes[peers.own].address, None)[0][4][0]
             options = WebServerOptions(
-                *(path, str(address), peers.nodes[peers.own].port),
+                *(path, address, own.port),
                 *([Path(tier) for tier in tiers], path / "worker.sock", peers.secret),
             )
             configuration(options)
@@ -96,3 +101,18 @@ def open_peer_server(
     server = PeerServer(program, options, popen_as(user), listener)
     undo.callback(server.close)
     return server
+
+
+def address_of(node: PeerNode) -> str:
+    """Where it listens. A directory service may never answer. Raises OperationError."""
+
+    def resolved() -> str:
+        return str(socket.getaddrinfo(node.address, None)[0][4][0])
+
+    address: str | None = answer_within(_RESOLVE_SECONDS, resolved, otherwise=None)
+    if address is None:
+        raise OperationError(
+            f"cannot serve peers: the address of {node.address} is not known: see getent hosts"
+            f" {node.address}"
+        )
+    return address

@@ -24,7 +24,7 @@ Peer = tuple[bytes, "subprocess.Popen[bytes]", int]
 UNKNOWN, AVOIDED, FAILED, WRONG = 1, 2, 3, 4
 """enum fetch_result in _fetch.h."""
 
-SECRET = credentials.job_secret(bytes(32), 1000, b"/lustre/data", "17")
+SECRET = credentials.mount_secret(bytes(32), 1000, [1000], b"/lustre/data")
 SEGMENT = 5
 
 
