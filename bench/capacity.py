@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.pool import Pool
@@ -22,11 +23,13 @@ MOST_READ = 0.46
 EPOCHS = 3
 POLICIES = ("keep", "lru", "sieve")
 SAMPLE_SECONDS = 0.02
+SYNC_SECONDS = 45
 DISK_BYTES = 4 * epochs.DATASET_BYTES
 
 
 class Allocated(NamedTuple):
-    """Bytes of the blocks of all files, and of the directories, below one."""
+    """Bytes of the blocks of all files, and of the directories with the file that says whose they
+    are, below one."""
 
     files: int
     directories: int
@@ -53,6 +56,7 @@ def allocated(root: Path) -> Allocated:
                         below.append(entry.path)
                         continue
                     if entry.name == OWNER:  # says whose the directory is
+                        directories += blocks * 512
                         continue
                     files += blocks * 512
                     if len(os.path.basename(path)) == 2:
@@ -118,6 +122,19 @@ def unmounted(point: Path) -> bool:
     return subprocess.run(["umount", str(point)], check=False, capture_output=True).returncode == 0
 
 
+def unaccounted(mount: Mount, tier: Path) -> int:
+    """By how many bytes status and disk differ. What extents take is known after a sync."""
+    deadline = time.monotonic() + SYNC_SECONDS
+
+    def difference() -> int:
+        used: int = mount.status()["tiers"][0]["used_bytes"]
+        return abs(used - allocated(tier).files)
+
+    while (now := difference()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return now
+
+
 def measure(
     policy: str, place: Path, source: Source, pool: Pool, files: list[epochs.File], result: Result
 ) -> None:
@@ -148,8 +165,7 @@ def measure(
                     )
                 by_status = total
                 result.figure(f"{policy}: epoch {number + 1}", seconds, "s")
-            used = status["tiers"][0]["used_bytes"]
-            difference = abs(used - allocated(tier).files)
+            difference = unaccounted(mount, tier)
     # A walk over files takes a while: where some go and others come meanwhile, it sees both.
     result.figure(
         f"{policy}: most allocated to files",

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from bench import verify
-from bench.capacity import allocated
+from bench.capacity import unaccounted
 from bench.harness import MIB, Mount, Source, Unusable, memory_place, monarchfs, wait_for
 from bench.kill import fsck
 from bench.processes import Daemon
@@ -219,8 +219,8 @@ def show_end(result: Result, what: str, mount: Mount, daemon: Daemon) -> None:
     while (handles := daemon.open_handles()) and time.monotonic() < deadline:
         time.sleep(0.05)
     result.figure(f"{what}: handles left open", handles, "", at_most=0)
-    used: int = mount.wait_idle()["tiers"][0]["used_bytes"]
-    difference = abs(used - allocated(mount.tier).files)
+    mount.wait_idle()
+    difference = unaccounted(mount, mount.tier)
     result.figure(f"{what}: allocated, but by status", difference, "B", at_most=0)
 
 

@@ -56,10 +56,19 @@ class Durability:
         for tier_id in self._unsynced:
             if self._unsynced[tier_id]:
                 await self._sync_tier(tier_id)
+            await self._measure(self._tiers.by_id[tier_id])
         try:
             await run_sync(self._index.sync, abandon_on_cancel=True)
         except IndexWriteError as exc:
             log.warning("replicas are not durable: %s", exc)
+
+    async def _measure(self, tier: Tier) -> None:
+        """Look what the extents of its segments take, now that they are on the disk."""
+        try:
+            if not tier.memory_backed:
+                await run_sync(tier.segments.trees.measure, abandon_on_cancel=True)
+        except OSError as exc:
+            self._tiers.failed(tier, "looking at its segments", exc)
 
     async def _sync_tier(self, tier_id: int) -> None:
         self._syncing, self._unsynced[tier_id] = self._unsynced[tier_id], {}

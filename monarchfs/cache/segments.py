@@ -97,6 +97,7 @@ class SegmentRecords:
         try:
             gives_back = tier.segments.gives_back()
             tier.segments.lists.count()
+            tier.segments.trees.count()
         except OSError as exc:
             gives_back = exc.errno in _FULL  # then nothing can be tried, and most can
             if not gives_back:

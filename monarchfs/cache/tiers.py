@@ -94,7 +94,7 @@ class Tiers:
 
     def _see(self, tier: Tier, space: Space) -> None:
         capacity = self._sizes[tier.id].resolve(space.total_bytes)
-        capacity = max(0, capacity - tier.segments.lists.bytes)
+        capacity = max(0, capacity - tier.overhead_bytes)
         written = self.written[tier.id]
         pressed = False
         if tier.memory_backed:

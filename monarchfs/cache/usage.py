@@ -57,10 +57,10 @@ class TierUsage:
         return reservation(size), rooms
 
     def _used(self, tier: Tier) -> tuple[int, int]:
-        """Bytes used and capacity: the lists of segments are not placement's."""
+        """Bytes used and capacity: placement knows nothing of what is no replica."""
         used, capacity = self._placement.ledger(tier.id).usage
-        lists = tier.segments.lists.bytes
-        return used + lists, capacity + lists
+        overhead = tier.overhead_bytes
+        return used + overhead, capacity + overhead
 
     def out_of_reach(self, tier_id: int) -> str | None:
         """Why what the tier holds is not served either; None where it is."""

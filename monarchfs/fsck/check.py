@@ -111,19 +111,19 @@ class CacheCheck:
             index.begin_boot(_boot_id())
             forget_lost(index, self._report)
         for number, path in sorted(index.tier_paths().items()):
-            present = self._check_tier(index, number, path)
+            seen = self._check_tier(index, number, path)
             totals = index.tier_totals().get(number, TierTotals())
             self._tiers.append(
                 {
                     "path": path,
-                    "present": present,
+                    **seen,
                     "files": totals.resident + totals.partial + totals.found,
                     **totals._asdict(),
                 }
             )
 
-    def _check_tier(self, index: Index, number: int, path: str) -> bool:
-        """Whether the tier is there."""
+    def _check_tier(self, index: Index, number: int, path: str) -> dict[str, Any]:
+        """Whether the tier is there, and what is in it beside replicas."""
         try:
             tier = self._open_tier(path, number)
         except OSError as error:
@@ -131,19 +131,23 @@ class CacheCheck:
             if number in index.tier_totals():
                 detail = f"cannot be opened, what is recorded of it stays: {error.strerror}"
                 self._report.found(FindingKind.TIER_GONE, path, detail)
-            return False
+            return {"present": False}
         check = TierCheck(
             index, tier, self._report, repair=self._task.repair, checksum=self._task.checksum
         )
         try:
             check.run()
+            tier.segments.lists.count()
+            tier.segments.trees.count()
+            tier.segments.trees.measure()
         except OSError as error:
             self._report.found(FindingKind.TIER_FAILED, path, f"{error.strerror}: left as it is")
         finally:
+            overhead = tier.overhead_bytes
             tier.close()
             self._checked["checked_files"] += check.checked_files
             self._checked["checked_bytes"] += check.checked_bytes
-        return True
+        return {"present": True, "overhead_bytes": overhead, "gap_bytes": check.gap_bytes}
 
     def _only_count(self, path: str) -> None:
         """What lies in a tier of which nothing is known."""

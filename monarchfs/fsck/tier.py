@@ -14,6 +14,7 @@ from monarchfs.cache import tier_comparison as found
 from monarchfs.cache.tier_comparison import Finding, Row
 from monarchfs.fsck.report import FindingKind, FsckReport
 from monarchfs.index import Index
+from monarchfs.store.allocator import allocated
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.tier import Tier
 from monarchfs.types import ROOT_INO, Replica, ReplicaState, TierFile, TierTotals
@@ -24,7 +25,8 @@ _DEEPEST = 4096
 
 
 class TierCheck:
-    """Constant: its parts, what to do. Changing: counts of what was seen."""
+    """Constant: its parts, what to do. Changing: counts of what was seen; ``gap_bytes`` of segments
+    belong to no record."""
 
     def __init__(
         self, index: Index, tier: Tier, report: FsckReport, *, repair: bool, checksum: bool
@@ -36,6 +38,7 @@ class TierCheck:
         self._checksum = checksum
         self.checked_files = 0
         self.checked_bytes = 0
+        self.gap_bytes = 0
 
     def run(self) -> None:
         """All of the tier. Raises OSError of the tier, IndexUnusable, IndexWriteError."""
@@ -102,6 +105,8 @@ class TierCheck:
             data = self._tier.segments.data_ranges(segment)
         except ReplicaLost:
             data = []  # something else lies in its place
+        align = self._tier.segments.align
+        self.gap_bytes += sum(allocated(stop, align) - start for start, stop in data)
         for offset, ino in self._index.segment_records(self._tier.id, segment):
             record = self._index.replica(ino)
             if record is None:
@@ -109,7 +114,9 @@ class TierCheck:
             end = offset + record.size
             if not any(start <= offset and end <= stop for start, stop in data):
                 self._handle(found.MissingFile(ino, record))
-            elif self._checksum:
+                continue
+            self.gap_bytes -= record.allocated_bytes
+            if self._checksum:
                 self._verify(ino, record)
                 self._report.progress(f"reading {self._tier.path}", self.checked_bytes, to_read)
 

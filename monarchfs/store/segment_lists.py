@@ -13,6 +13,7 @@ from monarchfs.store.directory import Directory
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.types import TierFile
 
+SEGMENT_NAME = re.compile(r"[0-9a-f]{16}")
 _LIST = re.compile(r"[0-9a-f]{16}\.list")
 
 

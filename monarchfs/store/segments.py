@@ -15,10 +15,8 @@ The caller keeps this order:
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import re
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -38,7 +36,8 @@ from monarchfs.store.allocator import (
 )
 from monarchfs.store.directory import Directory, Remarks
 from monarchfs.store.errors import ReplicaLost
-from monarchfs.store.segment_lists import SegmentLists, segment_name
+from monarchfs.store.extent_trees import ExtentTrees, data_ranges
+from monarchfs.store.segment_lists import SEGMENT_NAME, SegmentLists, segment_name
 from monarchfs.store.verify import matches, unpaced
 from monarchfs.types import Data, TierFile
 
@@ -50,7 +49,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _DIRECTORY = "segments"
-_SEGMENT = re.compile(r"[0-9a-f]{16}")
 _OPEN = 64  # descriptors of segments that are kept
 _TAKEN_AWAY = (-1, -1)  # no file has it
 
@@ -91,6 +89,7 @@ class SegmentFiles:
         self._dir_fd = os.open(".", on_disk.DIRECTORY, dir_fd=dir_fd)
         self._files = Directory(self._dir_fd, _DIRECTORY, uid, Remarks(path))
         self.lists = SegmentLists(self._files)
+        self.trees = ExtentTrees(self._files, self.align)
 
     def close(self) -> None:
         """Close all descriptors; no call may be under way any more."""
@@ -180,6 +179,7 @@ class SegmentFiles:
             self._ends.pop(segment, None)
             self._let_go(segment)
         self.lists.remove(segment)
+        self.trees.gone(segment_name(segment))
 
     # Reading
 
@@ -219,26 +219,17 @@ class SegmentFiles:
             if _is_missing(error):
                 return []
             raise
-        ranges = []
         try:
-            end = 0
-            while True:
-                start = os.lseek(fd, end, os.SEEK_DATA)
-                end = os.lseek(fd, start, os.SEEK_HOLE)
-                ranges.append((start, end))
-        except OSError as error:
-            if error.errno != errno.ENXIO:  # no data behind ``end``
-                raise
+            return data_ranges(fd)
         finally:
             os.close(fd)
-        return ranges
 
     def found(self) -> list[int]:
         """The segments that lie there, by rising number."""
         return sorted(
             int(name, 16)
             for name in (entry.name for entry in self._files.entries())
-            if _SEGMENT.fullmatch(name) and int(name, 16) and self._files.stat(name) is not None
+            if SEGMENT_NAME.fullmatch(name) and int(name, 16) and self._files.stat(name) is not None
         )
 
     # The list beside a segment
@@ -302,6 +293,7 @@ class SegmentFiles:
         try:
             yield held.fd
         finally:
+            self.trees.changed(segment_name(segment))
             with self._lock:
                 held.users -= 1
                 if held.gone and not held.users:

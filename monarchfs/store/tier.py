@@ -100,6 +100,11 @@ class Tier:
             return self.segments.verify(segment, offset, size, checksum, paced)
         return self.files.verify(name, checksum, size, paced)
 
+    @property
+    def overhead_bytes(self) -> int:
+        """What lies there beside replicas: the lists of segments, and what their extents take."""
+        return self.segments.lists.bytes + self.segments.trees.bytes
+
     def probe(self) -> None:
         """Raises OSError unless the tier stores bytes, by trial."""
         trials.check_stores(self.files.parts_directory, self.path)

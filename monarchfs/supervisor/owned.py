@@ -101,7 +101,10 @@ def _make_missing(path: str, user: User, undo: ExitStack) -> None:
         missing.append(path)
         path = os.path.dirname(path)
     for directory in reversed(missing):
-        os.mkdir(directory, 0o700)
+        try:
+            os.mkdir(directory, 0o700)
+        except FileExistsError:
+            continue  # another mount made it meanwhile; whose it is, is looked at later
         undo.callback(_remove_if_empty, directory, user)
 
 

@@ -193,6 +193,8 @@ def test_nothing_is_wrong(cache: Cache, fsck: Fsck, capfd: pytest.CaptureFixture
                 {
                     "path": f"{cache.path}/tier",
                     "present": True,
+                    "overhead_bytes": 0,
+                    "gap_bytes": 0,
                     "files": 5,
                     "resident": 5,
                     "partial": 0,

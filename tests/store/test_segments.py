@@ -476,3 +476,28 @@ def test_a_tier_goes_on_in_another_directory(tmp_path: Path) -> None:
 def test_sizes() -> None:
     assert segments.SMALL_BYTES <= segments.SEGMENT_BYTES // 8
     assert segments.SEGMENT_BYTES % segments.ALIGN_BYTES == 0
+
+
+def test_what_extents_take_is_measured(disk: Path) -> None:
+    """ext4: more than four extents of a file take a block of their own."""
+    own = open_segments(disk)
+    size = 8 * KIB
+    own.write_each([(ONE, number * size, b"x" * size) for number in range(20)])
+    own.punch(ONE, [(number * size, 4 * KIB) for number in range(20)])
+    os.sync()
+    own.trees.measure()
+    taken = own.trees.bytes
+    assert taken == own.blocks(ONE) - 20 * 4 * KIB > 0
+    own.close()
+
+    again = open_segments(disk)
+    again.trees.measure()
+    assert again.trees.bytes == 0  # not counted yet
+    again.trees.count()
+    again.trees.measure()
+    assert again.trees.bytes == taken
+    again.remove(ONE)
+    assert again.trees.bytes == 0
+    again.trees.measure()
+    assert again.trees.bytes == 0
+    again.close()
