@@ -226,7 +226,7 @@ class Place:
     each with room asked for by ``RoomWanted``.
 
     What is leaving the tier counts as room: nothing may be written, and no file made, before
-    enough of it is gone (``Ledger.writable_bytes``). The same file may be among it.
+    enough of it is gone. The same file may be among it.
     """
 
     ino: int

@@ -118,20 +118,6 @@ class Ledger:
         """The same for inodes."""
         return self.kept_free_inodes - self.free_inodes
 
-    def writable_bytes(self, written_bytes: int) -> int:
-        """How much of what is reserved may be written now, where all copies and moves in progress
-        have written ``written_bytes``; 0 also says that no file may be made.
-
-        The rest has to wait for what is leaving. Where nothing is, it was promised in vain (the
-        capacity shrank, say), and waiting is of no use. Inodes that others take after a copy was
-        placed are made up for by the next ``TierSeen`` only.
-        """
-        if self.leaving_files and self.room_inodes() < self.leaving_files:
-            return 0
-        in_capacity = self.capacity_bytes - self.used_bytes
-        in_file_system = self.free_bytes - self.kept_free_bytes
-        return max(0, min(in_capacity, in_file_system) - self.leaving_bytes - written_bytes)
-
     def leave(self, allocated_bytes: int) -> None:
         """A replica at rest is about to be removed."""
         self.used_bytes -= allocated_bytes
@@ -171,11 +157,3 @@ class Ledger:
         self.files += 1
         self.free_bytes -= allocated_bytes
         self.free_inodes -= 1
-
-    def check_invariants(self) -> None:
-        assert self.used_bytes >= self.departing_bytes >= 0, self
-        assert self.reserved_bytes >= 0, self
-        assert self.leaving_bytes >= 0, self
-        assert self.files >= 0, self
-        assert self.copies >= 0, self
-        assert self.leaving_files >= 0, self

@@ -150,22 +150,6 @@ class Placement:
         except KeyError:
             raise ValueError(f"there is no tier {tier}") from None
 
-    def check_invariants(self) -> None:
-        """That the accounts agree with copies, moves and what is leaving; for tests."""
-        self._traffic.check_invariants()
-        self._copies.check_invariants()
-        for tier, ledger in self._ledgers.items():
-            ledger.check_invariants()
-            copies = self._copies.in_tier(tier)
-            moved_bytes, moves = self._traffic.reserved(tier)
-            copied_bytes = sum(copy.reserved_bytes for copy in copies)
-            assert ledger.reserved_bytes == copied_bytes + moved_bytes
-            assert ledger.copies == sum(not copy.resumed for copy in copies) + moves
-            assert ledger.used_bytes >= sum(copy.base_bytes for copy in copies)
-            assert ledger.files >= sum(copy.resumed for copy in copies)
-        usable = [(tier, ledger) for tier, ledger in self._ledgers.items() if ledger.usable]
-        assert self._usable == usable
-
     # Room for copies.
 
     def _place(self, ino: int, size_bytes: int, evicts: bool) -> list[Action]:

@@ -135,21 +135,3 @@ class Traffic:
             return self._moves.pop(ino)
         except KeyError:
             raise ValueError(f"inode {ino} is not being moved") from None
-
-    def check_invariants(self) -> None:
-        for tier, ledger in self._ledgers.items():
-            leaving = [item for items in self._leaving.values() for item in items]
-            sizes = [size for at, size in leaving if at == tier]
-            assert ledger.leaving_bytes == sum(sizes)
-            assert ledger.leaving_files == len(sizes)
-            moves = [move for move in self._moves.values() if move.tier == tier]
-            assert ledger.departing_bytes == sum(
-                move.allocated_bytes for move in moves if not move.dropped
-            )
-        assert all(self._leaving.values())
-        assert len(self._moves) <= MOST_MOVES
-
-    def reserved(self, tier: int) -> tuple[int, int]:
-        """The bytes that moves to the tier have reserved, and how many they are; for tests."""
-        sizes = [move.reserved_bytes for move in self._moves.values() if move.to == tier]
-        return sum(sizes), len(sizes)

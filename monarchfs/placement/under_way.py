@@ -99,6 +99,3 @@ class CopiesUnderWay:
             copy.resumed = False
             copy.base_bytes = 0
             self._ledgers[tier].copies += 1
-
-    def check_invariants(self) -> None:
-        assert all(copy.tier in self._ledgers for copy in self._copies.values())

@@ -97,7 +97,3 @@ class ChunkMap:
         assert self._state.count(CLAIMED, first, last) == last - first, "arrived unclaimed"
         self._state[first:last] = PRESENT * (last - first)
         self.present_count += last - first
-
-    def check_invariants(self) -> None:
-        assert self.present_count == self._state.count(PRESENT)
-        assert len(self._state) == self.count

@@ -29,6 +29,7 @@ from monarchfs.placement.events import (
 from monarchfs.placement.victims import MOST_EXAMINED
 from monarchfs.types import EvictionPolicy, Space
 from tests.placement.tools import BLOCK, GIB, MIB, Node, evicted, placed
+from tests.support.accounts import writable_bytes
 
 OUTDATED, POLICY = EvictionReason.OUTDATED, EvictionReason.POLICY
 TRACKING = [EvictionPolicy.LRU, EvictionPolicy.SIEVE]
@@ -141,17 +142,17 @@ def test_a_bounded_number_is_examined_for_one_event(eviction: EvictionPolicy) ->
 @pytest.mark.parametrize("eviction", TRACKING)
 def test_what_leaves_is_room_and_still_counted(eviction: EvictionPolicy) -> None:
     node = full_node(eviction)
-    assert node.placement.ledger(0).writable_bytes(0) == 0
+    assert writable_bytes(node.placement.ledger(0), 0) == 0
     assert evicted(wanted(node, 50, 10)) == [20]
     assert node.placement.ledger(0).usage == (100 * BLOCK, 100 * BLOCK)
     accounts = node.placement.ledger(0)
     assert (accounts.used_bytes, accounts.leaving_bytes) == (90 * BLOCK, 10 * BLOCK)
     assert (accounts.files, accounts.leaving_files) == (9, 1)
     assert accounts.reserved_bytes == 10 * BLOCK
-    assert node.placement.ledger(0).writable_bytes(0) == 0
+    assert writable_bytes(node.placement.ledger(0), 0) == 0
     node.run(Evicted(20))
-    assert node.placement.ledger(0).writable_bytes(0) == 10 * BLOCK
-    assert node.placement.ledger(0).writable_bytes(4 * BLOCK) == 6 * BLOCK
+    assert writable_bytes(node.placement.ledger(0), 0) == 10 * BLOCK
+    assert writable_bytes(node.placement.ledger(0), 4 * BLOCK) == 6 * BLOCK
     assert node.placement.ledger(0).usage == (90 * BLOCK, 100 * BLOCK)
 
 
@@ -224,9 +225,9 @@ def test_empty_files_go_for_inodes_only() -> None:
     node.run(TierSeen(0, 10 * BLOCK, Space(GIB, GIB, 100, 10)))
     assert wanted(node, 51, 1) == [Evict(20, 0, 0, POLICY), Place(51, 0, BLOCK, True)]
     # No file may be made before one is gone.
-    assert node.placement.ledger(0).writable_bytes(0) == 0
+    assert writable_bytes(node.placement.ledger(0), 0) == 0
     node.run(Evicted(20))
-    assert node.placement.ledger(0).writable_bytes(0) > 0
+    assert writable_bytes(node.placement.ledger(0), 0) > 0
 
 
 # Files that are kept in part.

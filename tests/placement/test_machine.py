@@ -42,6 +42,7 @@ from monarchfs.placement.ledger import reservation
 from monarchfs.placement.placement import Placement
 from monarchfs.types import EvictionPolicy, Space
 from tests.placement.tools import BLOCK, MIB, FakeBooks, placed
+from tests.support.accounts import check_accounts, writable_bytes
 
 TIERS = st.integers(0, 2)
 SIZES = st.integers(0, 60).map(lambda n: n * MIB + n)
@@ -129,7 +130,7 @@ class PlacementMachine(FakeBooks, RuleBasedStateMachine):
 
     def may_write(self, tier: int, size: int) -> bool:
         """As the cache asks: nothing is written that would not fit beside what is leaving."""
-        return size <= self.placement.ledger(tier).writable_bytes(self.written(tier)) > 0
+        return size <= writable_bytes(self.placement.ledger(tier), self.written(tier)) > 0
 
     def check_written(self, tier: int) -> None:
         used, files = self.on_tier(tier)
@@ -536,7 +537,7 @@ class PlacementMachine(FakeBooks, RuleBasedStateMachine):
     def accounts_are_true(self) -> None:
         if not hasattr(self, "placement"):
             return
-        self.placement.check_invariants()
+        check_accounts(self.placement)
         for tier in range(3):
             accounts = self.placement.ledger(tier)
             rest = [allocated for at, allocated in self.replicas.values() if at == tier]
@@ -580,7 +581,7 @@ class PlacementMachine(FakeBooks, RuleBasedStateMachine):
             (action,) = self.placement.handle(Wanted(tier, 40 * MIB - BLOCK))
             assert action == placed(tier, tier, 40 * MIB - BLOCK)
             self.placement.handle(TierLost(tier, "full"))
-        self.placement.check_invariants()
+        check_accounts(self.placement)
 
 
 TestPlacementMachine = PlacementMachine.TestCase

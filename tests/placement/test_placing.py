@@ -32,6 +32,7 @@ from monarchfs.placement.ledger import reservation
 from monarchfs.placement.placement import Placement
 from monarchfs.types import EvictionPolicy, Space
 from tests.placement.tools import BLOCK, GIB, KIB, MIB, ROOMY, FakeBooks, placed, placement_of, run
+from tests.support.accounts import check_accounts
 
 
 def test_a_reservation_is_whole_blocks_and_one_more() -> None:
@@ -278,7 +279,7 @@ def test_a_contradiction_is_an_error_and_changes_nothing(event: Event) -> None:
     run(placement, Loaded(0, 1, MIB), Wanted(20, MIB))
     with pytest.raises(ValueError, match=r"tier|inode"):
         placement.handle(event)
-    placement.check_invariants()
+    check_accounts(placement)
     assert run(placement, Stored([(20, MIB)]), Dropped(21, 0, MIB), Dropped(20, 0, MIB)) == []
     run(placement, Evicted(20), Evicted(21))
     assert placement.ledger(0).usage == (0, GIB)

@@ -23,6 +23,7 @@ from monarchfs.placement.events import (
 from monarchfs.placement.ledger import reservation
 from monarchfs.types import EvictionPolicy, Space
 from tests.placement.tools import BLOCK, GIB, MIB, ROOMY, Node, evicted
+from tests.support.accounts import writable_bytes
 
 OUTDATED, POLICY = EvictionReason.OUTDATED, EvictionReason.POLICY
 PRESSURE = EvictionReason.PRESSURE
@@ -112,7 +113,7 @@ def test_reserved_room_counts_and_nothing_at_rest_means_nothing_to_do() -> None:
     empty = Node(100 * BLOCK)
     empty.run(Wanted(50, 39 * BLOCK))
     assert empty.shrink(10) == []
-    assert empty.placement.ledger(0).writable_bytes(0) == 10 * BLOCK
+    assert writable_bytes(empty.placement.ledger(0), 0) == 10 * BLOCK
 
 
 def test_a_lost_tier_is_left_alone_until_it_is_back() -> None:

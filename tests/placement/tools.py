@@ -21,6 +21,7 @@ from monarchfs.placement.events import (
 from monarchfs.placement.ledger import reservation
 from monarchfs.placement.placement import Placement
 from monarchfs.types import EvictionPolicy, Space
+from tests.support.accounts import check_accounts
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 BLOCK = 4 * KIB
@@ -64,7 +65,7 @@ def run(placement: Placement, *events: Event) -> list[Action]:
     actions = []
     for event in events:
         actions += placement.handle(event)
-        placement.check_invariants()
+        check_accounts(placement)
     return actions
 
 

@@ -47,6 +47,7 @@ from monarchfs.types import (
 )
 from tests.layers.recording import RecordingKernel
 from tests.layers.whole import WholeReaders, WholeReads
+from tests.support.accounts import check_accounts
 from tests.support.faults import FaultySource, FaultyTier
 from tests.support.open_directories import close_directories
 
@@ -352,7 +353,7 @@ class Mirror:
 
     def check_books(self) -> None:
         """What is recorded is what lies in the tiers."""
-        self.cache.placement.check_invariants()
+        check_accounts(self.cache.placement)
         for tier in self.tiers:
             path = Path(tier.path)
             records = [r for _ino, r in self.index.replicas() if r.tier == tier.id]

@@ -13,6 +13,11 @@ from monarchfs.prefetch.queue import CopyQueue, Priority
 SIZE, CHUNK = 1000, 64
 
 
+def check_counts(chunks: ChunkMap) -> None:
+    assert chunks.present_count == chunks._state.count(PRESENT)
+    assert len(chunks._state) == chunks.count
+
+
 class ChunkMapMachine(RuleBasedStateMachine):
     """Claims are disjoint, and every byte is claimed, arrived or missing."""
 
@@ -65,13 +70,13 @@ class ChunkMapMachine(RuleBasedStateMachine):
     @rule()
     def save_and_load(self) -> None:
         again = ChunkMap(SIZE, CHUNK, self.map.saved())
-        again.check_invariants()
+        check_counts(again)
         expected = [PRESENT if s == PRESENT else MISSING for s in self.model]
         assert [again.state(c) for c in range(again.count)] == expected
 
     @invariant()
     def agrees(self) -> None:
-        self.map.check_invariants()
+        check_counts(self.map)
         assert [self.map.state(c) for c in range(self.map.count)] == self.model
         assert self.map.complete == all(s == PRESENT for s in self.model)
 

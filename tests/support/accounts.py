@@ -1,0 +1,60 @@
+"""What holds of placement's accounts at any moment."""
+
+from __future__ import annotations
+
+from monarchfs.placement.ledger import Ledger
+from monarchfs.placement.placement import Placement
+from monarchfs.placement.traffic import MOST_MOVES, Traffic
+
+
+def check_accounts(placement: Placement) -> None:
+    """They agree with copies, moves and what is leaving."""
+    _check_traffic(placement._traffic)
+    copies = placement._copies._copies.values()
+    moves = placement._traffic._moves.values()
+    assert all(copy.tier in placement._ledgers for copy in copies)
+    for tier, ledger in placement._ledgers.items():
+        _check_signs(ledger)
+        here = [copy for copy in copies if copy.tier == tier]
+        coming = [move for move in moves if move.to == tier]
+        reserved = [copy.reserved_bytes for copy in here] + [move.reserved_bytes for move in coming]
+        assert ledger.reserved_bytes == sum(reserved)
+        assert ledger.copies == sum(not copy.resumed for copy in here) + len(coming)
+        assert ledger.used_bytes >= sum(copy.base_bytes for copy in here)
+        assert ledger.files >= sum(copy.resumed for copy in here)
+    usable = [(tier, ledger) for tier, ledger in placement._ledgers.items() if ledger.usable]
+    assert placement._usable == usable
+
+
+def _check_signs(ledger: Ledger) -> None:
+    assert ledger.used_bytes >= ledger.departing_bytes >= 0, ledger
+    assert ledger.reserved_bytes >= 0, ledger
+    assert ledger.leaving_bytes >= 0, ledger
+    assert ledger.files >= 0, ledger
+    assert ledger.copies >= 0, ledger
+    assert ledger.leaving_files >= 0, ledger
+
+
+def _check_traffic(traffic: Traffic) -> None:
+    leaving = [file for files in traffic._leaving.values() for file in files]
+    for tier, ledger in traffic._ledgers.items():
+        sizes = [size for at, size in leaving if at == tier]
+        assert ledger.leaving_bytes == sum(sizes)
+        assert ledger.leaving_files == len(sizes)
+        going = [move for move in traffic._moves.values() if move.tier == tier and not move.dropped]
+        assert ledger.departing_bytes == sum(move.allocated_bytes for move in going)
+    assert all(traffic._leaving.values())
+    assert len(traffic._moves) <= MOST_MOVES
+
+
+def writable_bytes(ledger: Ledger, written_bytes: int) -> int:
+    """How much of what is reserved may be written now, if all copies and moves in progress have
+    written ``written_bytes``; at 0 no file may be made either.
+
+    The rest waits for what is leaving.
+    """
+    if ledger.leaving_files and ledger.room_inodes() < ledger.leaving_files:
+        return 0
+    in_capacity = ledger.capacity_bytes - ledger.used_bytes
+    in_file_system = ledger.free_bytes - ledger.kept_free_bytes
+    return max(0, min(in_capacity, in_file_system) - ledger.leaving_bytes - written_bytes)
