@@ -10,13 +10,13 @@ from monarchfs.slurm.request import MOST_CHARACTERS, Request, parse_comment, par
 from monarchfs.types import UsageError
 
 _NUMBER = re.compile(r"[0-9]{1,10}")
-_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
+NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """``requests`` are the job's own; ``mistake`` says why its request is refused. ``nodes`` is how
-    many it runs on."""
+    many it runs on, ``node_list`` which ones, in Slurm's notation."""
 
     id: int
     uid: int
@@ -27,6 +27,7 @@ class Job:
     requests: tuple[Request, ...] = ()
     mistake: str | None = None
     nodes: int = 1
+    node_list: str = ""
 
 
 def parse_job_id(text: str) -> int:
@@ -62,17 +63,19 @@ def job_from(environ: Mapping[str, str]) -> Job:
         requests=tuple(requests),
         mistake=mistake,
         nodes=int(nodes) if _NUMBER.fullmatch(nodes) else 1,
+        # The first one in later releases of Slurm.
+        node_list=environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", ""),
     )
 
 
 def node_name(environ: Mapping[str, str]) -> str:
     """This node's name in Slurm, else in the network; safe as part of a file name."""
     name = environ.get("SLURMD_NODENAME", "")
-    if _NODE.fullmatch(name) is None:
+    if NODE.fullmatch(name) is None:
         import socket
 
         name = socket.gethostname().partition(".")[0]
-    return name if _NODE.fullmatch(name) else "node"
+    return name if NODE.fullmatch(name) else "node"
 
 
 def _requested(environ: Mapping[str, str]) -> list[Request]:

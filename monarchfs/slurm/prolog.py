@@ -18,6 +18,7 @@ from monarchfs.slurm.job import Job
 from monarchfs.slurm.records import SitePaths, layout_of, locked, prepare, write_record, write_text
 from monarchfs.slurm.request import Request
 from monarchfs.slurm.shares import Share, record_of, share_key
+from monarchfs.slurm.sharing import sharing_options
 from monarchfs.slurm.site import Site, is_below
 from monarchfs.supervisor.recover import remove_by_force, unmount_found
 from monarchfs.types import MonarchError, OperationError
@@ -163,6 +164,7 @@ def _mount_for(
                 if dataset.path != source:
                     raise OperationError(f"{source} has become {dataset.path}")
                 options = mount_options(site, job, wanted)
+                options += sharing_options(site, job, share.key)
                 others = share.jobs() != [job.id]
                 _mount(site, share, dataset, options, user, deadline, others=others)
                 before = None

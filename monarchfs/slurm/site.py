@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +25,11 @@ from monarchfs.types import UsageError
 
 SITE_FILE = "/etc/monarchfs-slurm.toml"
 _LEAST_DEADLINE, _MOST_DEADLINE = 2.0, 100.0
-_NOT_THE_SITES = {"user", "tier", "state_dir", "foreground", "log_file", "metrics_port"}
+_NOT_THE_SITES = {
+    *("user", "tier", "state_dir", "foreground", "log_file", "metrics_port"),
+    *("peers", "peer_name", "peer_port", "peer_key"),
+}
+_PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,9 @@ class Given:
 class Site:
     """The site's configuration. ``tiers`` as for mount: what one dataset of one user may take;
     ``budget``: what all together may, by the tier's path. ``options`` are those of ``mount -o``.
-    ``path`` is the file, None for the usual one. Times are in seconds."""
+    ``path`` is the file, None for the usual one. Times are in seconds. ``peer_key`` is a file, on
+    each node, with the key by which the mounts of a job's nodes share, on one of ``peer_ports``
+    (the first and the last); None: they do not."""
 
     path: str | None = None
     tiers: tuple[TierSpec, ...] = (TierSpec(ROOT_CACHE_DIR, DEFAULT_TIER_SIZE),)
@@ -77,6 +84,8 @@ class Site:
     linger_seconds: float = 0.0
     wipe: bool = False
     nice: int = 5
+    peer_key: str | None = None
+    peer_ports: tuple[int, int] = (21000, 23999)
     run_dir: str = ROOT_RUNTIME_DIR + "/slurm"
     cache_dir: str = ROOT_CACHE_DIR
     report_dir: str = "/var/log/monarchfs/jobs"
@@ -144,6 +153,14 @@ def site_from(table: Mapping[str, Any], path: str) -> Site:
     return site
 
 
+def _ports(value: object) -> tuple[int, int]:
+    match = _PORTS.fullmatch(value) if isinstance(value, str) else None
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1024 <= first <= last < 65536:
+        raise UsageError(f'{value!r} is no range of ports: write it like "21000-23999"')
+    return first, last
+
+
 def _deadline(value: object) -> float:
     seconds = parse_timeout(value)
     if not _LEAST_DEADLINE <= seconds <= _MOST_DEADLINE:
@@ -159,6 +176,8 @@ _PARSERS: Mapping[str, tuple[str, Callable[[object], object]]] = {
     "linger": ("linger_seconds", parse_interval),
     "wipe": ("wipe", parse_flag),
     "nice": ("nice", parse_nice),
+    "peer_key": ("peer_key", parse_path),
+    "peer_ports": ("peer_ports", _ports),
     "run_dir": ("run_dir", parse_path),
     "cache_dir": ("cache_dir", parse_path),
     "report_dir": ("report_dir", parse_path),

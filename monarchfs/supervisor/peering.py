@@ -20,7 +20,7 @@ from monarchfs.system.bounded import answer_within
 from monarchfs.types import OperationError, UsageError
 
 _BACKLOG = 128
-_RESOLVE_SECONDS = 5.0
+RESOLVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +103,13 @@ def open_peer_server(
     return server
 
 
-def address_of(node: PeerNode) -> str:
+def address_of(node: PeerNode, seconds: float = RESOLVE_SECONDS) -> str:
     """Where it listens. A directory service may never answer. Raises OperationError."""
 
     def resolved() -> str:
         return str(socket.getaddrinfo(node.address, None)[0][4][0])
 
-    address: str | None = answer_within(_RESOLVE_SECONDS, resolved, otherwise=None)
+    address: str | None = answer_within(seconds, resolved, otherwise=None)
     if address is None:
         raise OperationError(
             f"cannot serve peers: the address of {node.address} is not known: see getent hosts"

@@ -41,10 +41,9 @@ def test_tokens_are_made_where_md5_is_not_for_security(monkeypatch: pytest.Monke
 
 
 def test_a_name_service_that_hangs_does_not_hang_a_mount(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peering, "_RESOLVE_SECONDS", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: time.sleep(60))
     with pytest.raises(OperationError, match="the address of node1 is not known"):
-        peering.address_of(PeerNode("n1", "node1", 9466))
+        peering.address_of(PeerNode("n1", "node1", 9466), 0.1)
 
 
 def test_an_address_needs_no_name_service() -> None:

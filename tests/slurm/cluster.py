@@ -266,6 +266,9 @@ class Cluster:
         for node in NODES:
             self.local_of(node).mkdir()
         (self.base / "plugstack.conf").touch(exist_ok=True)
+        (self.base / "hosts").write_text(
+            "127.0.0.1 localhost\n" + "".join(f"{self.address(node)} {node}\n" for node in NODES)
+        )
         lines = "\n".join(f"{key}={value}" for key, value in scripts.items())
         (self.base / "slurm.conf").write_text(
             _CONFIG.format(base=self.base, network=_NETWORK, scripts=lines)
@@ -343,6 +346,7 @@ class Cluster:
             "while read -r _ _ _ _ point rest; do case $rest in"
             " *' - fuse'*) umount -l \"$point\" ;; esac; done < /proc/self/mountinfo; "
             f"hostname {name}; mount -t tmpfs -o mode=755 tmpfs /run; "
+            f"mount --bind {self.base}/hosts /etc/hosts; "
             + (f"mount --bind {self.base}/disks/{name} {self.local}; " if name in NODES else "")
             # The first process has to take leave of those whose parents are gone.
             + "ip link set lo up; echo ready; exec >/dev/null; sleep infinity & wait"

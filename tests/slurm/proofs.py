@@ -118,6 +118,39 @@ def a_job_on_three_nodes_reads_its_dataset_through_mounts(slurm: Cluster) -> str
     )
 
 
+def the_nodes_of_a_job_share_what_each_has_read(slurm: Cluster) -> str:
+    data = dataset(slurm, "shared", files=150)
+    key = slurm.base / "peers.key"
+    key.write_bytes(os.urandom(64))
+    key.chmod(0o400)
+    configure(slurm.base, f'peer_key = "{key}"')
+    # Each node has heard of what the other two have.
+    know = (
+        f"until test $({slurm.base}/monarchfs status --json $MONARCHFS_ROOT |"
+        " grep -o 'answered.: *true' | wc -l) = 2; do sleep 0.1; done\n"
+    )
+    try:
+        job = slurm.sbatch(
+            f"cat >job.sh <<'END'\n{know}{VERIFY}END\nsrun sh job.sh\n",
+            *("-N3", f"--comment=monarchfs={data}:prefetch=access"),
+        )
+        slurm.wait(job)
+        assert slurm.output(job).count(digest(data)) == 3, slurm.output(job) + slurm.logs()
+        # One that runs on one node has nobody to share with.
+        alone = after(slurm, "n1", data)
+    finally:
+        configure(slurm.base)
+    size = sum(path.stat().st_size for path in data.iterdir())
+    read = [one["datasets"][0]["source_read_bytes"] for one in reports(slurm, job).values()]
+    # A busy machine misses a deadline now and then, and goes to the source.
+    assert len(read) == 3
+    assert size <= sum(read) < 1.5 * size, slurm.logs()
+    assert reports(slurm, alone)["n1"]["datasets"][0]["source_read_bytes"] == 0
+    assert "without peers" not in log_of(slurm, "n1"), log_of(slurm, "n1")
+    nothing_left(slurm)
+    return f"3 nodes read {sum(read) / size:.2f} x the dataset of the source, bytes right on each"
+
+
 def twenty_jobs_in_a_burst_share_two_datasets(slurm: Cluster) -> str:
     pair = [dataset(slurm, f"burst{number}") for number in range(2)]
     began = time.monotonic()

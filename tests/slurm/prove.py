@@ -24,6 +24,7 @@ from tests.support.surroundings import no_fuse, no_namespaces
 
 PROOFS: tuple[Callable[[Cluster], str], ...] = (
     proofs.a_job_on_three_nodes_reads_its_dataset_through_mounts,
+    proofs.the_nodes_of_a_job_share_what_each_has_read,
     proofs.twenty_jobs_in_a_burst_share_two_datasets,
     proofs.the_jobs_of_an_array_use_one_mount_that_lingers,
     proofs.a_source_that_hangs_delays_a_job_for_no_longer_than_the_deadline,

@@ -73,6 +73,10 @@ def test_all_that_is_named_must_fit() -> None:
         ({"budget": ["/elsewhere=1G"]}, "budget: /elsewhere is none of the tiers"),
         ({"options": ["nonsense=1"]}, "options: mount option 'nonsense=1' is not known"),
         ({"options": ["user=root"]}, "options: user is not set here"),
+        ({"options": ["peer_port=1"]}, "options: peer_port is not set here"),
+        ({"peer_ports": "9000"}, "peer_ports: '9000' is no range of ports"),
+        ({"peer_ports": "9-9000"}, "peer_ports: '9-9000' is no range of ports"),
+        ({"peer_ports": 9000}, "peer_ports: 9000 is no range of ports"),
         ({"options": ["tier=/x=1G"]}, "options: tier is not set here"),
         ({"deadline_seconds": 0}, "deadline_seconds: a time limit of 0"),
         ({"deadline_seconds": True}, "deadline_seconds: True is not a value"),
@@ -109,7 +113,7 @@ def test_every_key_is_documented() -> None:
     documented = set(re.findall(r"^\| `\[*([a-z_]+)\]*` \|", table, flags=re.M))
     known = {
         *("roots", "tier", "budget", "options", "allow", "dataset", "deadline_seconds", "linger"),
-        *("wipe", "nice", "log", "report_dir", "cache_dir", "run_dir"),
+        *("wipe", "nice", "log", "report_dir", "cache_dir", "run_dir", "peer_key", "peer_ports"),
     }
     assert documented == known
     for key in sorted(known):

@@ -1,0 +1,150 @@
+"""Which of a job's mounts share with the job's other nodes, and by which options."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarchfs.config.settings import from_mount_options
+from monarchfs.slurm import sharing
+from monarchfs.slurm.job import Job, job_from
+from monarchfs.slurm.sharing import expand_nodes, port_of, sharing_options
+from monarchfs.slurm.site import Site
+from monarchfs.types import UsageError
+
+KEY = "1c4b0f3fd05d3f6d1a55"
+JOB = Job(7, 1000, "alice", "", "main", "n02", nodes=3, node_list="n[01-03]")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n1,login", ["n1", "login"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("gpu[08-11,3],x", ["gpu08", "gpu09", "gpu10", "gpu11", "gpu3", "x"]),
+        ("r[1-2]n[7,9]-ib", ["r1n7-ib", "r1n9-ib", "r2n7-ib", "r2n9-ib"]),
+        ("a[099-101].x", ["a099.x", "a100.x", "a101.x"]),
+    ],
+)
+def test_a_list_of_nodes(text: str, names: list[str]) -> None:
+    assert expand_nodes(text) == names
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ",",
+        "n[",
+        "n[]",
+        "n[1-]",
+        "n[a-b]",
+        "n[1-99999999]",
+        "n[3-1]",
+        "n[1-999][1-999]",
+        "a b",
+        "a/b",
+        "-a",
+    ],
+)
+def test_what_is_no_list_of_nodes(text: str) -> None:
+    with pytest.raises(UsageError):
+        expand_nodes(text)
+
+
+@given(st.text(alphabet="n1-9,[]x/ ", max_size=30))
+def test_any_text_is_a_list_of_nodes_or_none(text: str) -> None:
+    try:
+        names = expand_nodes(text)
+    except UsageError:
+        return
+    assert names
+    assert not any(set(name) & set(",[]/ ") for name in names)
+
+
+def test_the_port_is_one_of_the_sites() -> None:
+    site = Site(peer_ports=(2000, 2009))
+    ports = {port_of(site, f"{number:020x}") for number in range(100)}
+    assert ports == set(range(2000, 2010))
+    assert port_of(Site(peer_ports=(2000, 2000)), KEY) == 2000
+
+
+def test_slurm_says_which_nodes() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "1000", "SLURM_JOB_NUM_NODES": "2"}
+    assert job_from({**environ, "SLURM_NODELIST": "n[1-2]"}).node_list == "n[1-2]"
+    assert job_from({**environ, "SLURM_JOB_NODELIST": "n[1-2]"}).node_list == "n[1-2]"
+    assert job_from(environ).node_list == ""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """Of a node that can share."""
+    key = tmp_path / "key"
+    key.write_bytes(os.urandom(64))
+    key.chmod(0o400)
+    monkeypatch.setattr(sharing, "find_nginx", lambda: "/usr/sbin/nginx")
+    monkeypatch.setattr(sharing, "address_of", lambda _node, _seconds: "10.0.0.2")
+    return Site(peer_key=str(key))
+
+
+def test_a_job_on_several_nodes_shares(site: Site) -> None:
+    values = from_mount_options(sharing_options(site, JOB, KEY))
+    assert values == {
+        "peers": ("n01", "n02", "n03"),
+        "peer_name": "n02",
+        "peer_port": port_of(site, KEY),
+        "peer_key": site.peer_key,
+    }
+
+
+def test_without_a_key_or_another_node_nothing_is_said(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert sharing_options(replace(site, peer_key=None), JOB, KEY) == []
+    assert sharing_options(site, replace(JOB, nodes=1, node_list="n02"), KEY) == []
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("nginx", "nginx is not installed"),
+        ("key", "No such file"),
+        ("open key", "chmod 0400"),
+        ("address", "n02 is 127.0.1.1 on this node: see /etc/hosts"),
+        ("list", "is no list of nodes"),
+        ("name", "n09 is none of the job's nodes"),
+    ],
+)
+def test_a_node_that_cannot_share_says_why_and_goes_on_alone(
+    site: Site,
+    what: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = JOB
+    if what == "nginx":
+        monkeypatch.setattr(sharing, "find_nginx", lambda: None)
+    elif what == "key":
+        site = replace(site, peer_key=f"{site.peer_key}.none")
+    elif what == "open key":
+        Path(str(site.peer_key)).chmod(0o444)
+    elif what == "address":
+        monkeypatch.setattr(sharing, "address_of", lambda _node, _seconds: "127.0.1.1")
+    elif what == "list":
+        job = replace(job, node_list="")
+    else:
+        job = replace(job, node="n09")
+    with caplog.at_level(logging.WARNING):
+        assert sharing_options(site, job, KEY) == []
+    (record,) = caplog.records
+    assert "job 7 of alice: mounts without peers: " in record.getMessage()
+    assert words in record.getMessage()
