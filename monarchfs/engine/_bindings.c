@@ -137,6 +137,17 @@ static PyObject *py_misses_forget(PyObject *self, PyObject *given)
 	Py_RETURN_NONE;
 }
 
+static PyObject *py_misses_hurry(PyObject *self, PyObject *given)
+{
+	(void)self;
+	uint64_t *inos = numbers_in(given);
+	if (!inos)
+		return NULL;
+	misses_hurry(inos, (size_t)PyList_GET_SIZE(given));
+	free(inos);
+	Py_RETURN_NONE;
+}
+
 static PyObject *py_misses_hold(PyObject *self, PyObject *args)
 {
 	unsigned long long ino;
@@ -283,6 +294,7 @@ static PyMethodDef methods[] = {
 	METHOD(misses_forget, METH_O),
 	METHOD(misses_forget_all, METH_NOARGS),
 	METHOD(misses_hold, METH_VARARGS),
+	METHOD(misses_hurry, METH_O),
 	METHOD(misses_fetch, METH_VARARGS),
 	METHOD(misses_events, METH_NOARGS),
 	METHOD(names_put, METH_VARARGS),

@@ -7,6 +7,7 @@
  *   OPEN     waits for a source thread          waits, too: the version is looked at for each open
  *   READ     waits for a source thread          is answered at once
  *   fetch    becomes AHEAD, or nothing          Python is told of them
+ *   hurry    AHEAD becomes QUEUED               nothing
  *
  * What is AHEAD is read by threads of its own, so readers find theirs free, and has memory of its own. The
  * first request for it makes it QUEUED.
@@ -257,7 +258,7 @@ void miss_run(struct errand *errand, struct lane *lane)
 {
 	struct entry *entry = OF_ERRAND(errand, struct entry, errand);
 	(void)lane;
-	carry(entry, entry->state == AHEAD);
+	carry(entry, entry->state == AHEAD || !entry->waiters);
 }
 
 /* Where nobody waits, those who read go first. */
@@ -395,6 +396,20 @@ void misses_fetch(const uint64_t *inos, size_t count, unsigned threads, bool *be
 	ahead_threads.most = threads;
 	for (size_t n = 0; n < count; n++)
 		begun[n] = fetch(*miss_place_of(inos[n]));
+	pthread_mutex_unlock(&source_lock);
+}
+
+void misses_hurry(const uint64_t *inos, size_t count)
+{
+	pthread_mutex_lock(&source_lock);
+	for (size_t n = 0; n < count && !source_hangs(); n++) {
+		struct entry *entry = *miss_place_of(inos[n]);
+		if (!entry || entry->state != AHEAD)
+			continue;
+		miss_unqueue(entry);
+		if (!miss_queue(entry, QUEUED))
+			queue_again(entry);
+	}
 	pthread_mutex_unlock(&source_lock);
 }
 

@@ -99,6 +99,9 @@ void misses_forget_all(void);
  * from the same read. */
 void misses_fetch(const uint64_t *inos, size_t count, unsigned threads, bool *begun);
 
+/* Somebody waits for these, of what was to be fetched: they are read as what readers want is. */
+void misses_hurry(const uint64_t *inos, size_t count);
+
 /* Python reads the file itself (`held`), or not any more: what is not in memory is not asked for here
  * meanwhile. Whether it is being read here, or its bytes wait for Python; if not, no event tells of what was
  * to be fetched. */

@@ -153,6 +153,10 @@ class Misses:
         refused = {node.ino for node in nodes}.difference(offered)
         return [*refused, *self._hooks.misses_fetch(offered, threads)]
 
+    def hurry(self, inos: list[int]) -> None:
+        """Somebody waits for these, of what is to be fetched."""
+        self._hooks.misses_hurry(inos)
+
     def forget(self, inos: list[int]) -> None:
         """Each is resident, or another version: it is served otherwise from now on. Who has it open
         goes on reading what is in memory."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import trio
 
 from monarchfs.peers.errors import PeerError
-from monarchfs.types import ROOT_INO, IndexWriteError, MonarchError, Node
+from monarchfs.types import ROOT_INO, IndexWriteError, Lane, MonarchError, Node
 
 MAX_WANTED = 128
 ANSWER_SECONDS = 0.5
@@ -52,43 +52,61 @@ def _is_path(path: bytes) -> bool:
     return all(part not in (b"", b".", b"..") for part in path.split(b"/")) and b"\0" not in path
 
 
-class Copying(Protocol):
-    """What is asked of the copier: to copy a file before those that nobody has opened, and whether
-    it has still something to do for it."""
+class Names(Protocol):
+    """What is asked of the mount's names: nodes, known or asked of the source."""
 
-    def opened(self, ino: int) -> None: ...
+    async def find(self, parent: int, name: bytes, lane: Lane) -> Node | None: ...
+
+    async def find_each(
+        self, parent: int, names: list[bytes], lane: Lane
+    ) -> Sequence[Node | None]: ...
+
+
+class Copying(Protocol):
+    """What is asked of the copier: to copy files at once, and whether it has still something to do
+    for one."""
+
+    def hurry(self, inos: Sequence[int]) -> None: ...
 
     def pending(self, ino: int) -> bool: ...
 
 
 class Supply:
-    """Constant: who finds a name in a directory, who copies, who knows whether a replica is there.
+    """Constant: who knows names, who copies, and who knows which replicas are here, or have to be.
     Changing: ``_waiting``, by inode number: what is waited for; ``_directories``, the numbers of
     those that were asked for last, by their paths."""
 
     def __init__(
         self,
-        find: Callable[[int, bytes], Awaitable[Node | None]],
+        names: Names,
         directory_path: Callable[[int], bytes | None],
         copying: Copying,
         has: Callable[[bytes], bool],
+        owns: Callable[[bytes], bool],
     ) -> None:
-        """``find`` may ask the source, and raise its OSError; ``directory_path``: where a directory
-        lies now."""
-        self._find = find
+        """``directory_path``: where a directory lies now."""
+        self._names = names
         self._directory_path = directory_path
         self._copying = copying
         self._has = has
+        self._owns = owns
         self._waiting: dict[int, trio.Event] = {}
         self._directories: OrderedDict[bytes, int] = OrderedDict()
 
     async def supply(self, wanted: Sequence[WantedReplica]) -> None:
-        """Copy what can be copied in time. Raises nothing but Cancelled."""
+        """Copy what can be copied in time. Raises nothing but Cancelled.
+
+        What this node does not own is not copied for others: it might ask its owner in turn, and
+        so on, where the nodes' lists differ.
+        """
+        by_directory: dict[bytes, list[WantedReplica]] = {}
+        for one in wanted:
+            if self._owns(one.name) and not self._has(one.name):
+                by_directory.setdefault(one.path.rpartition(b"/")[0], []).append(one)
         with trio.move_on_after(ANSWER_SECONDS):
-            inos = [ino for one in wanted if (ino := await self._begin(one)) is not None]
-            for ino in inos:
-                while self._copying.pending(ino):
-                    await self._waiting.setdefault(ino, trio.Event()).wait()
+            async with trio.open_nursery() as nursery:
+                for path, together in by_directory.items():
+                    nursery.start_soon(self._copy, path, together)
 
     def changed(self, inos: Sequence[int]) -> None:
         """Something of their copying has ended: an observer of the copier."""
@@ -97,23 +115,29 @@ class Supply:
                 if (event := self._waiting.pop(ino, None)) is not None:
                     event.set()
 
-    async def _begin(self, wanted: WantedReplica) -> int | None:
-        """Have it copied, if it is the version that is wanted; its number."""
-        if self._has(wanted.name):
-            return None
+    async def _copy(self, path: bytes, wanted: Sequence[WantedReplica]) -> None:
+        """What is the version that is wanted, of the files of one directory."""
         try:
-            node = await self._node(wanted.path)
+            nodes = await self._find(path, [one.path[len(path) :].lstrip(b"/") for one in wanted])
         except (OSError, IndexWriteError, MonarchError):
-            return None  # the peer meets the same trouble in the source
-        if node is None or node.stat.version.replica_name != wanted.name:
-            return None
-        self._copying.opened(node.ino)
-        return node.ino
+            return  # the peer meets the same trouble in the source
+        inos = [
+            node.ino
+            for node, one in zip(nodes, wanted, strict=True)
+            if node is not None and node.stat.version.replica_name == one.name
+        ]
+        self._copying.hurry(inos)
+        for ino in inos:
+            while self._copying.pending(ino):
+                await self._waiting.setdefault(ino, trio.Event()).wait()
 
-    async def _node(self, path: bytes) -> Node | None:
-        directory, _, name = path.rpartition(b"/")
-        parent = await self._directory(directory)
-        return None if parent is None else await self._find(parent, name)
+    async def _find(self, path: bytes, names: list[bytes]) -> Sequence[Node | None]:
+        parent = await self._directory(path)
+        if parent is None:
+            return [None] * len(names)
+        if len(names) == 1:  # others of the directory are asked for with it
+            return [await self._names.find(parent, names[0], Lane.DEMAND)]
+        return await self._names.find_each(parent, names, Lane.DEMAND)
 
     async def _directory(self, path: bytes) -> int | None:
         if not path:
@@ -124,7 +148,7 @@ class Supply:
             return ino
         above, _, name = path.rpartition(b"/")
         parent = await self._directory(above)
-        node = None if parent is None else await self._find(parent, name)
+        node = None if parent is None else await self._names.find(parent, name, Lane.DEMAND)
         if node is None or not node.stat.is_directory:
             return None
         self._directories[path] = node.ino

@@ -56,6 +56,12 @@ class Batch:
     sizes: list[int] = field(default_factory=list)
     done: trio.Event = field(default_factory=trio.Event)
 
+    def end_one(self) -> None:
+        """Another one is stored, or given up."""
+        self.left -= 1
+        if not self.left:
+            self.done.set()
+
 
 @dataclass(eq=False, slots=True)
 class WantedFile:
@@ -72,8 +78,9 @@ Arrived = tuple[Node, memoryview, WantedFile | None]
 class Arrivals:
     """Constant: its parts. Changing: ``_wanted``, what the copier wants and nobody has told of yet;
     ``_batches``, how many of those are under way; ``_waiting``, what is to be stored next,
-    because all of a batch is there (``_complete``), or at a time (``_store_by``); ``_storing``, how
-    many tasks do; ``_over``: nothing is stored any more."""
+    because all of a batch is there (``_complete``), or at a time (``_store_by``); ``_hurried``,
+    what somebody waits for, on its way here; ``_storing``, how many tasks do; ``_over``: nothing is
+    stored any more."""
 
     def __init__(
         self,
@@ -102,7 +109,8 @@ class Arrivals:
         self._waiting_bytes = 0
         self._complete = self._over = False
         self._store_by = math.inf
-        self._sleep = trio.CancelScope()
+        self._hurried: set[int] = set()
+        self._sleep = self._pause = trio.CancelScope()
         self._patience = PATIENCE_SECONDS
         self._storing = 0
 
@@ -117,7 +125,8 @@ class Arrivals:
             with self._sleep:
                 await trio.lowlevel.wait_readable(self._misses.events_fd)
             self.look()
-            await trio.sleep(pause_seconds)
+            with trio.CancelScope() as self._pause:
+                await trio.sleep(0 if self._hurried else pause_seconds)
 
     # -- for the copier
 
@@ -148,7 +157,20 @@ class Arrivals:
             wanted = self._no_more(ino)
             assert wanted is not None
             self._copy_alone(wanted.place, wanted.priority)
-            self._less(wanted.batch)
+            wanted.batch.end_one()
+        if hurried := [node.ino for node in nodes if node.ino in self._hurried]:
+            self._misses.hurry(hurried)
+
+    def hurry(self, inos: Sequence[int]) -> None:
+        """Somebody waits until these are stored. No checkpoint."""
+        arriving = [ino for ino in inos if ino in self._jobs.arriving]
+        if not arriving:
+            return
+        self._hurried.update(arriving)
+        self._misses.hurry(arriving)
+        self._complete |= any(node.ino in self._hurried for node, *_ in self._waiting)
+        self._pause.cancel()
+        self._begin_storing()
 
     def leave(self, ino: int) -> None:
         """Do nothing more for a file that no thread has begun to read. No checkpoint."""
@@ -173,6 +195,7 @@ class Arrivals:
         others = [served.ino for served in events if served.ino not in self._wanted]
         nodes = self._cache.index.nodes_of(others)
         for served in events:
+            self._complete |= served.ino in self._hurried
             wanted = self._no_more(served.ino)
             if wanted is not None:
                 node: Node | None = wanted.place.node
@@ -184,6 +207,11 @@ class Arrivals:
                 self._take(wanted, served)
             elif node is not None and self._jobs.keeps:
                 self._keep(node, served)
+        if self._hurried:
+            self._hurried &= self._jobs.arriving
+        self._begin_storing()
+
+    def _begin_storing(self) -> None:
         if self._waiting and self._storing < SIDE_BY_SIDE and self._due() and not self._over:
             self._storing += 1
             self._nursery.start_soon(self._store_all)
@@ -252,13 +280,7 @@ class Arrivals:
         self._jobs.arrived([ino for ino, _wanted in ended])
         for _ino, wanted in ended:
             if wanted is not None:
-                self._less(wanted.batch)
-
-    @staticmethod
-    def _less(batch: Batch) -> None:
-        batch.left -= 1
-        if not batch.left:
-            batch.done.set()
+                wanted.batch.end_one()
 
     # -- the tiers
 

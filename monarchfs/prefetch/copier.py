@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import trio
@@ -262,6 +262,26 @@ class Copier:
             self.rate_limiter.took(now, seconds / len(sizes), sum(sizes) // len(sizes))
             # What two would have taken, where it was one.
             self.together.took(seconds if len(sizes) > 1 else 2 * seconds)
+
+    def hurry(self, inos: Sequence[int]) -> None:
+        """Copy files that somebody waits for at once: beside what is being copied, and whether or
+        not readers wait for the source. No checkpoint."""
+        small = self.files.small
+        if small is None or not self.jobs.keeps or self._cache.reconciling:
+            return
+        small.look()
+        nodes = [node for ino in inos if (node := self._copyable(ino)) is not None]
+        others = [node for node in nodes if not self._is_small(node)]
+        for node in others:
+            self.jobs.opened(node.ino)
+        if begun := [node for node in nodes if node not in others]:
+            work, _ = self._begin_small(begun, Priority.OPENED)
+            self._nursery.start_soon(work)
+        small.hurry(inos)
+
+    def pending(self, ino: int) -> bool:
+        """See ``CopyJobs.pending``."""
+        return self.jobs.pending(ino)
 
     def copy_alone(self, place: Reservation, priority: Priority) -> None:
         """A file that finds no others to be copied with, and for which there is room. No

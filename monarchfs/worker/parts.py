@@ -212,7 +212,7 @@ class Parts:
             from monarchfs.worker.peering import Peering
 
             self.peering = Peering(
-                *(self.tree, self.copier.jobs, self.cache.tiers, bootstrap.peers),
+                *(self.tree, self.copier, self.cache.tiers, bootstrap.peers),
                 bootstrap.peers_fd,
             )
             asks = config.freshness.mode is not FreshnessMode.IMMUTABLE

@@ -21,9 +21,8 @@ from monarchfs.peers.nodes import PeerNode
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.service import Service
 from monarchfs.peers.supply import Supply
-from monarchfs.prefetch.jobs import CopyJobs
+from monarchfs.prefetch.copier import Copier
 from monarchfs.system.http_server import serve
-from monarchfs.types import Lane
 
 CONNECTIONS = 64
 MOST_BODY_BYTES = 1 << 20
@@ -36,7 +35,7 @@ class Peering:
     def __init__(
         self,
         tree: Tree,
-        jobs: CopyJobs,
+        copier: Copier,
         tiers: Iterable[int],
         message: dict[str, Any],
         descriptor: int,
@@ -52,12 +51,13 @@ class Peering:
         self._publisher = Publisher(self._holdings, secrets.randbits(63))
         index = tree.index
         supply = Supply(
-            lambda parent, name: tree.names.find(parent, name, Lane.DEMAND),
+            tree.names,
             lambda ino: None if (ref := index.dirref(ino)) is None else ref.path,
-            jobs,
+            copier,
             lambda name: bool(self._holdings.rows([name])[0].segment),
+            self._holdings.owns,
         )
-        jobs.observers.append(supply.changed)
+        copier.jobs.observers.append(supply.changed)
         self._counted = [0, 0, 0, 0]
         self._service = Service(self._publisher, supply)
         self.following = Following(nodes, own, message["secret"])

@@ -198,6 +198,9 @@ static void *be_others(void *unused)
 		case 13:
 			fetch(ino, 1 + rand_r(&seed) % 3);
 			break;
+		case 14:
+			misses_hurry((uint64_t[]){ino, 1 + ino % FILES}, 2);
+			break;
 		default:
 			pthread_mutex_lock(&replacing);
 			replace(ino, rand_r(&seed) % 4);

@@ -272,6 +272,38 @@ async def test_all_of_a_batch_are_stored_at_once(area: Area) -> None:
         await check(mirror, names)
 
 
+async def test_what_somebody_waits_for_is_stored_before_the_rest_of_its_batch(area: Area) -> None:
+    names = area.write_files(6)
+    async with area.mount(copies=False) as mirror:
+        mirror.arrivals._patience = 3600
+        gate = at_file(mirror, names[5])
+        await begin(mirror, names, together=6)
+        await gate.arrived()
+        await until(lambda: len(mirror.arrivals._waiting) == 5, "the others to be read")
+        ino = await mirror.ino(names[3])
+        mirror.copier.hurry([ino])
+        await until(lambda: mirror.states([ino]) == ["resident"], "the copy")
+        assert not mirror.copier.pending(ino)
+        gate.open()
+        await check(mirror, names)
+    assert not mirror.arrivals._hurried
+
+
+async def test_what_somebody_waits_for_needs_no_turn(area: Area) -> None:
+    names = area.write_files(6)
+    async with area.mount(copies=False) as mirror:  # the copier does not run at all
+        mirror.arrivals._patience = 3600
+        for name in names:
+            await mirror.want(name)
+        inos = [await mirror.ino(name) for name in names[2:4]]
+        mirror.copier.hurry(inos)
+        await until(lambda: mirror.states(inos) == ["resident"] * 2, "the copies")
+        mirror.copier.hurry(inos)  # they are there
+        mirror.start_copying()
+        await check(mirror, names)
+        assert mirror.source.counters.read_bytes == 60_000
+
+
 async def test_what_fails_is_tried_again_and_the_others_are_stored(
     area: Area, clock: trio.testing.MockClock
 ) -> None:

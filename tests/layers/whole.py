@@ -124,6 +124,12 @@ class WholeReads:
         self._start()
         return refused
 
+    def misses_hurry(self, inos: list[int]) -> None:
+        with self._lock:
+            for ino in filter(self._queue.__contains__, inos):
+                self._queue.remove(ino)
+                self._queue.appendleft(ino)
+
     def lend(self) -> None:
         """Those that are reading now hang."""
         self.lent = self._running

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import trio
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from monarchfs.peers.errors import PeerError
 from monarchfs.peers.supply import Supply, WantedReplica, decode
-from monarchfs.types import ROOT_INO, Node, SourceStat
+from monarchfs.types import ROOT_INO, Lane, Node, SourceStat
 
 DIRECTORY, FILE = 0o40755, 0o100644
 
@@ -41,14 +41,19 @@ class Tree:
         self.nodes = {(one.parent, one.name): one for one in nodes}
         self.paths = {2: b"a", 3: b"a/b"}
         self.looked_up: list[tuple[int, bytes]] = []
+        self.batches = 0
         self.error: OSError | None = None
 
-    async def find(self, parent: int, name: bytes) -> Node | None:
+    async def find(self, parent: int, name: bytes, _lane: Lane) -> Node | None:
         await trio.lowlevel.checkpoint()
         self.looked_up.append((parent, name))
         if self.error is not None:
             raise self.error
         return self.nodes.get((parent, name))
+
+    async def find_each(self, parent: int, names: list[bytes], lane: Lane) -> list[Node | None]:
+        self.batches += 1
+        return [await self.find(parent, name, lane) for name in names]
 
     def wanted(self, ino: int, path: bytes) -> WantedReplica:
         found = next(one for one in self.nodes.values() if one.ino == ino)
@@ -59,12 +64,12 @@ class Copies:
     """The copier: what was wanted of it, and what it has not done yet."""
 
     def __init__(self) -> None:
-        self.opened_inos: list[int] = []
+        self.hurried: list[int] = []
         self.left: set[int] = set()
 
-    def opened(self, ino: int) -> None:
-        self.opened_inos.append(ino)
-        self.left.add(ino)
+    def hurry(self, inos: Sequence[int]) -> None:
+        self.hurried += inos
+        self.left.update(inos)
 
     def pending(self, ino: int) -> bool:
         return ino in self.left
@@ -80,8 +85,13 @@ def copies() -> Copies:
     return Copies()
 
 
-def make(tree: Tree, copies: Copies, has: Callable[[bytes], bool] = lambda name: False) -> Supply:
-    return Supply(tree.find, tree.paths.get, copies, has)
+def make(
+    tree: Tree,
+    copies: Copies,
+    has: Callable[[bytes], bool] = lambda name: False,
+    owns: Callable[[bytes], bool] = lambda name: True,
+) -> Supply:
+    return Supply(tree, tree.paths.get, copies, has, owns)
 
 
 def run(supply: Supply, wanted: list[WantedReplica]) -> float:
@@ -104,7 +114,7 @@ def test_it_waits_until_the_copies_are_there(tree: Tree, copies: Copies) -> None
                 supply.supply, [tree.wanted(4, b"a/b/file"), tree.wanted(5, b"a/other")]
             )
             await trio.testing.wait_all_tasks_blocked()
-            assert copies.opened_inos == [4, 5]
+            assert sorted(copies.hurried) == [4, 5]
             for ino in (5, 4):
                 supply.changed([ino])  # something ended, not all of it
                 await trio.testing.wait_all_tasks_blocked()
@@ -134,18 +144,36 @@ def test_directories_are_looked_up_once(tree: Tree, copies: Copies) -> None:
 @pytest.mark.parametrize("path", [b"a/b/none", b"none/file", b"a/other/file", b"a/b"])
 def test_what_is_not_there_is_not_copied(tree: Tree, copies: Copies, path: bytes) -> None:
     assert run(make(tree, copies), [WantedReplica(bytes(16), 10, path)]) == 0
-    assert not copies.opened_inos
+    assert not copies.hurried
 
 
 def test_another_version_is_not_copied(tree: Tree, copies: Copies) -> None:
     wanted = tree.wanted(5, b"a/b/file")
     assert run(make(tree, copies), [wanted]) == 0
-    assert not copies.opened_inos
+    assert not copies.hurried
 
 
 def test_what_is_there_is_not_looked_up(tree: Tree, copies: Copies) -> None:
     run(make(tree, copies, lambda name: True), [tree.wanted(4, b"a/b/file")])
     assert not tree.looked_up
+
+
+def test_what_another_node_owns_is_not_copied(tree: Tree, copies: Copies) -> None:
+    """Else a want might go from node to node, where their lists differ."""
+    supply = make(tree, copies, owns=lambda name: name != tree.wanted(4, b"").name)
+    assert run(supply, [tree.wanted(4, b"a/b/file")]) == 0
+    assert not tree.looked_up
+    run(supply, [tree.wanted(4, b"a/b/file"), tree.wanted(5, b"a/other")])
+    assert copies.hurried == [5]
+
+
+def test_files_of_one_directory_are_looked_up_and_copied_together(
+    tree: Tree, copies: Copies
+) -> None:
+    tree.nodes[2, b"more"] = node(6, 2, b"more", FILE)
+    run(make(tree, copies), [tree.wanted(5, b"a/other"), tree.wanted(6, b"a/more")])
+    assert tree.batches == 1
+    assert copies.hurried == [5, 6]
 
 
 def test_an_error_of_the_source_is_the_peers_to_meet(tree: Tree, copies: Copies) -> None:
