@@ -77,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_restart(commands)
     _add_run(commands)
     _add_status(commands)
+    _add_peers(commands)
     _add_warm(commands)
     _add_why(commands)
     _add_ask(commands, "refresh", "ask the source again now")
@@ -178,6 +179,17 @@ def _add_status(commands: _Commands) -> None:
     parser.add_argument("mountpoint", nargs="?", help="one mount (default: all of them)")
     watch = "repeat every SECONDS (default 2), with rates"
     parser.add_argument("--watch", metavar="SECONDS", nargs="?", const="2", help=watch)
+
+
+def _add_peers(commands: _Commands) -> None:
+    summary = "show the nodes that a mount shares with, or change their list"
+    parser = _add_command(commands, "peers", summary, json=True)
+    parser.add_argument("mountpoint", help="where it is mounted")
+    what = "add or remove; without it, show"
+    parser.add_argument("action", nargs="?", choices=("add", "remove"), help=what)
+    nodes = "which nodes: NAME[=ADDRESS][:PORT][*WEIGHT], as in --peers"
+    parser.add_argument("node", nargs="*", help=nodes)
+    _add_timeout(parser, "30")
 
 
 def _add_ask(commands: _Commands, name: str, summary: str) -> argparse.ArgumentParser:

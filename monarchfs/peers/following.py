@@ -36,7 +36,7 @@ class Following:
 
     Constant: ``nodes``, in the order of their numbers; ``own``, this one's number. Changing:
     ``errors``, why a peer does not answer, by number; ``complete``, the peers all of whose
-    catalogue is known.
+    catalogue is known; ``heard``, when a peer last answered (trio.current_time()).
     """
 
     def __init__(self, nodes: Sequence[PeerNode], own: int, secret: str) -> None:
@@ -44,6 +44,7 @@ class Following:
         self.own = own
         self.errors: dict[int, str] = {}
         self.complete: set[int] = set()
+        self.heard: dict[int, float] = {}
         self._secret = secret
         self._threads = trio.CapacityLimiter(THREADS)
         self._interval = max(INTERVAL_SECONDS, len(nodes) / PEERS_A_SECOND)
@@ -109,6 +110,7 @@ class Following:
         if status != 200:
             raise PeerError(f"status {status}")
         page = decode(data)
+        self.heard[number] = trio.current_time()
         void, again = follower.take(page)
         if void:
             _replicas.remove_all(number)
