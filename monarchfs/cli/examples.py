@@ -124,6 +124,7 @@ Exit code: 0 if everything is correct or was repaired, 1 if not.""",
   monarchfs doctor /lustre/imagenet --tier /dev/shm=16G --tier /scratch=80%
   monarchfs doctor /lustre/imagenet --config cluster.toml --json
   sudo monarchfs doctor /lustre/imagenet --user alice
+  monarchfs doctor /lustre/imagenet --peers node1,node2 --peer-key /etc/monarchfs-peers.key
 
 Takes the options of mount. To measure rates, it reads some of the source's files, and writes and
 reads a file without a name in each tier.

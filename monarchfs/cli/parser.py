@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from monarchfs import __version__
 from monarchfs.cli.examples import EXAMPLES
-from monarchfs.cli.mount_options import PLAN_OPTIONS, RUN_OPTIONS, add_mount_options
+from monarchfs.cli.mount_options import DOCTOR_OPTIONS, PLAN_OPTIONS, RUN_OPTIONS, add_mount_options
 from monarchfs.types import UsageError
 
 SHELLS = ("bash", "zsh", "fish")
@@ -223,7 +223,7 @@ def _add_doctor(commands: _Commands) -> None:
     summary = "check whether this machine can mount, and how well"
     parser = _add_command(commands, "doctor", summary, json=True)
     parser.add_argument("source", nargs="?", help="the dataset's directory")
-    add_mount_options(parser, PLAN_OPTIONS)
+    add_mount_options(parser, DOCTOR_OPTIONS)
     parser.add_argument("--quick", action="store_true", help="measure no rates")
     _add_timeout(parser, "60")
 

@@ -273,6 +273,37 @@ def test_a_mount_of_its_own_has_no_peers(work: Bench, source: Path) -> None:
         assert "has no peers: mount with --peers" in done.stderr
 
 
+def test_the_doctor_asks_each_peer(work: Bench, source: Path) -> None:
+    nodes = Nodes(work, source, 2)
+    silent = free_port("127.0.0.4")
+    words = [
+        *("--quick", "--json", "--tier", f"{work.path}/x=1M", "--state-dir", f"{work.path}/y"),
+        *("--peers", f"{nodes.list},x=127.0.0.4:{silent}", "--peer-name", "a"),
+    ]
+
+    def ask(*more: str) -> dict[str, list[dict[str, Any]]]:
+        found: dict[str, list[dict[str, Any]]] = {}
+        for check in json.loads(run("doctor", *words, *more).stdout)["checks"]:
+            found.setdefault(check["name"], []).append(check)
+        return found
+
+    # It is one of them for the other node, by the key and the source.
+    found = ask(str(source), "--peer-key", str(nodes.key))
+    assert found["nginx"][0]["state"] == "ok"
+    assert "no other node reaches it" in found["peers"][0]["detail"]
+    assert found["peers"][1]["detail"] == "1 of 2 peers answer"
+    assert [(one["peer"], one["detail"].split(": ")[1]) for one in found["peer"]] == [
+        ("x", "Connection refused")
+    ]
+    assert ask("--peer-key", str(nodes.key))["peers"][1]["answering"] == 1
+    other = work.path / "other"
+    other.write_bytes(os.urandom(64))
+    other.chmod(0o400)
+    refused = ask(str(source), "--peer-key", str(other))["peer"]
+    assert "same key, user, groups and source" in refused[0]["remedy"]
+    assert ask()["peers"][0]["state"] == "problem"
+
+
 def test_a_version_that_the_source_has_no_more_is_not_taken(work: Bench, source: Path) -> None:
     nodes = Nodes(work, source, 2, "--freshness", "open")
     a, b = nodes.mounts.values()
