@@ -94,7 +94,8 @@ static bool read_from_peer(struct fetch *fetch, const struct directory *director
 	if (length >= (int)sizeof(path))
 		return false;
 	struct miss_bytes *bytes = new_bytes(entry);
-	if (bytes && misses.peers.read(entry->replica, bytes->size, path, bytes->data)) {
+	/* Python has had the owner copy what is read ahead. */
+	if (bytes && misses.peers.read(entry->replica, bytes->size, fetch->ahead ? NULL : path, bytes->data)) {
 		fetch->bytes = bytes;
 		return fetch->from_peer = true;
 	}
@@ -254,10 +255,10 @@ static void carry(struct entry *entry, bool is_ahead)
 	pthread_mutex_lock(&source_lock);
 }
 
-void miss_run(struct task *task, struct scratch *scratch)
+void miss_run(struct errand *errand, struct lane *lane)
 {
-	struct entry *entry = OF_TASK(task, struct entry, task);
-	(void)scratch;
+	struct entry *entry = OF_ERRAND(errand, struct entry, errand);
+	(void)lane;
 	carry(entry, entry->state == AHEAD || !entry->waiters);
 }
 

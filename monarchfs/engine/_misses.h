@@ -71,7 +71,7 @@ int misses_directory(unsigned number, int fd, const char *path);
 #define MISS_REPLICA_BYTES 16
 
 /* Other nodes may have the bytes: whether `read` got all of the replica of this name into `to`. It waits for
- * them; `path` is that in the source. `asks`: the source is opened, and its version compared, all the same. */
+ * them; `path` is that in the source, NULL: they have it already, or not at all. `asks`: the source is opened, and its version compared, all the same. */
 struct miss_peers {
 	bool (*read)(const unsigned char *replica, size_t size, const char *path, char *to);
 	bool asks;

@@ -1,7 +1,7 @@
-/* A pool of threads for calls that may block for long. See _pool.h.
+/* Threads for work that may wait long. See _pool.h.
  *
- * The thread that became idle last is woken first, because its buffer is in the CPU's cache. If none is
- * idle, another one is started. A thread ends when it was idle for IDLE_SECONDS.
+ * The one that was idle last goes first, because its buffer is in the cache; another is started where
+ * none is idle, and each ends when there was nothing to do for a while.
  */
 #define _GNU_SOURCE
 #include "_pool.h"
@@ -22,57 +22,57 @@ struct worker {
 	pthread_cond_t wake;
 	bool woken;
 	bool stuck;
-	uint64_t began_ns; /* its present task */
+	uint64_t began_ns; /* with what it is at */
 };
 
-/* The argument of a new thread. */
+/* What a thread begins with. */
 struct start {
 	struct pool *pool;
 	char *buffer;
 };
 
-/* -- tasks */
+/* -- errands */
 
 bool pool_any(const struct pool *pool)
 {
 	return __atomic_load_n(&pool->first, __ATOMIC_SEQ_CST);
 }
 
-static void set_first(struct pool *pool, struct task *task)
+static void set_first(struct pool *pool, struct errand *errand)
 {
-	__atomic_store_n(&pool->first, task, __ATOMIC_SEQ_CST);
+	__atomic_store_n(&pool->first, errand, __ATOMIC_SEQ_CST);
 }
 
-void pool_add(struct pool *pool, struct task *task)
+void pool_add(struct pool *pool, struct errand *errand)
 {
-	task->next = NULL;
-	task->previous = pool->last;
+	errand->next = NULL;
+	errand->previous = pool->last;
 	if (pool->last)
-		pool->last->next = task;
+		pool->last->next = errand;
 	else
-		set_first(pool, task);
-	pool->last = task;
+		set_first(pool, errand);
+	pool->last = errand;
 }
 
-void pool_withdraw(struct pool *pool, struct task *task)
+void pool_withdraw(struct pool *pool, struct errand *errand)
 {
-	if (task->previous)
-		task->previous->next = task->next;
+	if (errand->previous)
+		errand->previous->next = errand->next;
 	else
-		set_first(pool, task->next);
-	*(task->next ? &task->next->previous : &pool->last) = task->previous;
+		set_first(pool, errand->next);
+	*(errand->next ? &errand->next->previous : &pool->last) = errand->previous;
 }
 
-bool pool_queue(struct pool *pool, struct task *task)
+bool pool_queue(struct pool *pool, struct errand *errand)
 {
-	pool_add(pool, task);
+	pool_add(pool, errand);
 	if (pool_wake(pool))
 		return true;
-	pool_withdraw(pool, task);
+	pool_withdraw(pool, errand);
 	return false;
 }
 
-/* Whether a thread may begin the first task. */
+/* Whether a thread may begin with the first one. */
 static bool may_begin(const struct pool *pool)
 {
 	return pool->first && pool->busy - pool->stuck < pool->most &&
@@ -88,7 +88,7 @@ static void leave_list(struct worker **place, const struct worker *self)
 	*place = self->next;
 }
 
-/* Wait until a task may begin. False after IDLE_SECONDS without one. Under the lock. */
+/* Whether there is something to do; not where there was nothing for a while. Under the lock. */
 static bool wait_for_work(struct pool *pool, struct worker *self)
 {
 	struct timespec until;
@@ -110,15 +110,15 @@ static bool wait_for_work(struct pool *pool, struct worker *self)
 }
 
 /* Under the lock. */
-static void do_first(struct pool *pool, struct worker *self, struct scratch *scratch)
+static void do_first(struct pool *pool, struct worker *self, struct lane *lane)
 {
-	struct task *task = pool->first;
-	pool_withdraw(pool, task);
+	struct errand *errand = pool->first;
+	pool_withdraw(pool, errand);
 	self->began_ns = monotonic_ns();
 	self->next = pool->working;
 	pool->working = self;
 	pool->busy++;
-	task->run(task, scratch);
+	errand->run(errand, lane);
 	leave_list(&pool->working, self);
 	pool->busy--;
 	pool->stuck -= self->stuck;
@@ -129,7 +129,7 @@ static void *serve(void *given)
 {
 	struct start start = *(struct start *)given;
 	struct pool *pool = start.pool;
-	struct scratch scratch = {.buffer = start.buffer, .pipe = {-1, -1}};
+	struct lane lane = {.buffer = start.buffer, .pipe = {-1, -1}};
 	struct worker self = {.woken = false};
 	pthread_condattr_t attributes;
 	free(given);
@@ -141,16 +141,16 @@ static void *serve(void *given)
 		pool->begin();
 	pthread_mutex_lock(pool->lock);
 	while (wait_for_work(pool, &self))
-		do_first(pool, &self, &scratch);
+		do_first(pool, &self, &lane);
 	pool->threads--;
 	pthread_mutex_unlock(pool->lock);
 	pthread_cond_destroy(&self.wake);
-	reply_end(&scratch);
-	munmap(scratch.buffer, MOST_READ_BYTES);
+	reply_end(&lane);
+	munmap(lane.buffer, MOST_READ_BYTES);
 	return NULL;
 }
 
-/* All signals are blocked in the new thread: they are for Python's main thread. */
+/* With every signal blocked: they are for Python's main thread. */
 static bool start_with(struct start *start)
 {
 	pthread_t thread;
@@ -189,7 +189,7 @@ bool pool_wake(struct pool *pool)
 {
 	struct worker *first = pool->idle;
 	if (!may_begin(pool))
-		return true; /* a thread that ends its task, or whoever makes room, begins it */
+		return true; /* who is done with another one, or makes room for it, comes */
 	if (first) {
 		pool->idle = first->next;
 		first->woken = true;

@@ -235,7 +235,7 @@ static PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_replicas", .m_si
 static bool read_replica(const unsigned char *name, size_t size, const char *path, char *to)
 {
 	enum fetch_result result = fetch_replica(name, size, to);
-	if ((result == FETCH_UNKNOWN || result == FETCH_WRONG) && want_replica(name, size, path))
+	if (path && (result == FETCH_UNKNOWN || result == FETCH_WRONG) && want_replica(name, size, path))
 		result = fetch_replica(name, size, to);
 	return result == FETCHED;
 }

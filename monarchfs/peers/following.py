@@ -21,6 +21,9 @@ from monarchfs.system.threads import run_sync
 log = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 1.0
+BUSY_SECONDS = 0.1
+"""After an answer that had something new."""
+
 PEERS_A_SECOND = 64
 """That are asked, at most: with more peers each is asked less often."""
 
@@ -35,19 +38,18 @@ class Following:
     """The catalogues of all peers.
 
     Constant: ``nodes``, in the order of their numbers; ``own``, this one's number. Changing:
-    ``errors``, why a peer does not answer, by number; ``complete``, the peers all of whose
-    catalogue is known; ``heard``, when a peer last answered (trio.current_time()).
+    ``errors``, why a peer does not answer, by number; ``answered``, by number, set once all of a
+    peer's catalogue is known.
     """
 
     def __init__(self, nodes: Sequence[PeerNode], own: int, secret: str) -> None:
         self.nodes = nodes
         self.own = own
         self.errors: dict[int, str] = {}
-        self.complete: set[int] = set()
-        self.heard: dict[int, float] = {}
+        self.answered = [trio.Event() for _ in nodes]
         self._secret = secret
         self._threads = trio.CapacityLimiter(THREADS)
-        self._interval = max(INTERVAL_SECONDS, len(nodes) / PEERS_A_SECOND)
+        self._least = len(nodes) / PEERS_A_SECOND
 
     async def run(self) -> None:
         """Follow all peers until cancelled."""
@@ -86,7 +88,7 @@ class Following:
         pause = FIRST_PAUSE_SECONDS
         while True:
             try:
-                again = await self._ask(number, follower)
+                again, rows = await self._ask(number, follower)
             except (OSError, PeerError) as exc:
                 if not (isinstance(exc, OSError) and exc.errno == errno.EAGAIN):
                     self._failed(number, str(exc))
@@ -98,10 +100,11 @@ class Following:
                 log.info("peer %s answers", self.nodes[number].name)
             if not again:
                 # Not all nodes at the same moment.
-                await trio.sleep(self._interval * random.uniform(0.75, 1.25))
+                interval = max(self._least, BUSY_SECONDS if rows else INTERVAL_SECONDS)
+                await trio.sleep(interval * random.uniform(0.75, 1.25))
 
-    async def _ask(self, number: int, follower: Follower) -> bool:
-        """Ask once; whether to ask again at once."""
+    async def _ask(self, number: int, follower: Follower) -> tuple[bool, int]:
+        """Ask once; whether to ask again at once, and how many rows came."""
         path = f"/ask/catalogue?{follower.query()}"
         status, data = await run_sync(
             _replicas.ask, number, path, None, ANSWER_SECONDS, MAX_ANSWER_BYTES,
@@ -110,14 +113,13 @@ class Following:
         if status != 200:
             raise PeerError(f"status {status}")
         page = decode(data)
-        self.heard[number] = trio.current_time()
         void, again = follower.take(page)
         if void:
             _replicas.remove_all(number)
         _replicas.put(number, page.rows)
         if not again:
-            self.complete.add(number)
-        return again
+            self.answered[number].set()
+        return again, len(page.rows)
 
     def _failed(self, number: int, why: str) -> None:
         if self.errors.get(number) != why:

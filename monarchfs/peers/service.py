@@ -7,7 +7,7 @@ from urllib.parse import parse_qs
 
 from monarchfs.peers.catalogue import Page, Publisher, encode
 from monarchfs.peers.errors import PeerError
-from monarchfs.peers.supply import Supply, decode
+from monarchfs.peers.supply import MOST_SECONDS, Supply, decode
 from monarchfs.system.http_server import HttpRequest, HttpResponse
 
 BINARY = "application/octet-stream"
@@ -28,7 +28,7 @@ class Service:
                     page = self._catalogue(request.query)
                 case "POST", "/ask/want":
                     wanted = decode(request.body)
-                    await self._supply.supply(wanted)
+                    await self._supply.supply(wanted, _seconds(request.query))
                     page = self._publisher.rows([one.name for one in wanted])
                 case _:
                     return HttpResponse(b"There is nothing here\n", HTTPStatus.NOT_FOUND)
@@ -42,3 +42,9 @@ class Service:
         if "after" in values:
             return self._publisher.page(bytes.fromhex(values["after"]))
         return self._publisher.changes(int(values["incarnation"]), int(values["since"]))
+
+
+def _seconds(query: str) -> float | None:
+    """How long whoever wants files waits for them, where he is no reader."""
+    given = parse_qs(query).get("seconds")
+    return None if given is None else min(max(0.0, float(given[0])), MOST_SECONDS)

@@ -14,7 +14,10 @@ from monarchfs.types import ROOT_INO, IndexWriteError, Lane, MonarchError, Node
 
 MAX_WANTED = 128
 ANSWER_SECONDS = 0.5
-"""Who wants a file goes to the source a little later: ANSWER_NS in _want.c."""
+"""A reader that waits for a file goes to the source a little later: ANSWER_NS in _want.c."""
+
+MOST_SECONDS = 2.0
+"""So long others may wait."""
 
 _ROW = struct.Struct("<16sQH")
 _DIRECTORIES = 4096
@@ -48,11 +51,16 @@ def decode(data: bytes) -> list[WantedReplica]:
     return wanted
 
 
+def encode(wanted: Sequence[WantedReplica]) -> bytes:
+    """What ``decode`` reads."""
+    return b"".join([_ROW.pack(name, size, len(path)) + path for name, size, path in wanted])
+
+
 def _is_path(path: bytes) -> bool:
     return all(part not in (b"", b".", b"..") for part in path.split(b"/")) and b"\0" not in path
 
 
-class NameLookup(Protocol):
+class NodeFinder(Protocol):
     """What is asked of the mount's names: nodes, known or asked of the source."""
 
     async def find(self, parent: int, name: bytes, lane: Lane) -> Node | None: ...
@@ -63,10 +71,10 @@ class NameLookup(Protocol):
 
 
 class Copying(Protocol):
-    """What is asked of the copier: to copy files at once, and whether it has still something to do
-    for one."""
+    """What is asked of those who copy: to do that in turn, and whether there is still something to
+    do for a file."""
 
-    def hurry(self, inos: Sequence[int]) -> None: ...
+    def opened(self, ino: int) -> None: ...
 
     def pending(self, ino: int) -> bool: ...
 
@@ -78,23 +86,26 @@ class Supply:
 
     def __init__(
         self,
-        names: NameLookup,
+        names: NodeFinder,
         directory_path: Callable[[int], bytes | None],
         copying: Copying,
+        hurry: Callable[[Sequence[int]], None],
         has: Callable[[bytes], bool],
         owns: Callable[[bytes], bool],
     ) -> None:
-        """``directory_path``: where a directory lies now."""
+        """``directory_path``: where a directory lies now. ``hurry``: have files copied at once."""
         self._names = names
         self._directory_path = directory_path
         self._copying = copying
+        self._hurry = hurry
         self._has = has
         self._owns = owns
         self._waiting: dict[int, trio.Event] = {}
         self._directories: OrderedDict[bytes, int] = OrderedDict()
 
-    async def supply(self, wanted: Sequence[WantedReplica]) -> None:
-        """Copy what can be copied in time. Raises nothing but Cancelled.
+    async def supply(self, wanted: Sequence[WantedReplica], seconds: float | None = None) -> None:
+        """Copy what can be copied in so many seconds; None: readers wait. Raises nothing but
+        Cancelled.
 
         What this node does not own is not copied for others: it might ask its owner in turn, and
         so on, where the nodes' lists differ.
@@ -103,10 +114,11 @@ class Supply:
         for one in wanted:
             if self._owns(one.name) and not self._has(one.name):
                 by_directory.setdefault(one.path.rpartition(b"/")[0], []).append(one)
-        with trio.move_on_after(ANSWER_SECONDS):
+        lane = Lane.DEMAND if seconds is None else Lane.BACKGROUND
+        with trio.move_on_after(ANSWER_SECONDS if seconds is None else seconds):
             async with trio.open_nursery() as nursery:
                 for path, together in by_directory.items():
-                    nursery.start_soon(self._copy, path, together)
+                    nursery.start_soon(self._copy, path, together, lane)
 
     def changed(self, inos: Sequence[int]) -> None:
         """Something of their copying has ended: an observer of the copier."""
@@ -115,10 +127,11 @@ class Supply:
                 if (event := self._waiting.pop(ino, None)) is not None:
                     event.set()
 
-    async def _copy(self, path: bytes, wanted: Sequence[WantedReplica]) -> None:
+    async def _copy(self, path: bytes, wanted: Sequence[WantedReplica], lane: Lane) -> None:
         """What is the version that is wanted, of the files of one directory."""
+        names = [one.path[len(path) :].lstrip(b"/") for one in wanted]
         try:
-            nodes = await self._find(path, [one.path[len(path) :].lstrip(b"/") for one in wanted])
+            nodes = await self._find(path, names, lane)
         except (OSError, IndexWriteError, MonarchError):
             return  # the peer meets the same trouble in the source
         inos = [
@@ -126,20 +139,24 @@ class Supply:
             for node, one in zip(nodes, wanted, strict=True)
             if node is not None and node.stat.version.replica_name == one.name
         ]
-        self._copying.hurry(inos)
+        if lane is Lane.DEMAND:
+            self._hurry(inos)
+        else:
+            for ino in inos:
+                self._copying.opened(ino)
         for ino in inos:
             while self._copying.pending(ino):
                 await self._waiting.setdefault(ino, trio.Event()).wait()
 
-    async def _find(self, path: bytes, names: list[bytes]) -> Sequence[Node | None]:
-        parent = await self._directory(path)
+    async def _find(self, path: bytes, names: list[bytes], lane: Lane) -> Sequence[Node | None]:
+        parent = await self._directory(path, lane)
         if parent is None:
             return [None] * len(names)
         if len(names) == 1:  # others of the directory are asked for with it
-            return [await self._names.find(parent, names[0], Lane.DEMAND)]
-        return await self._names.find_each(parent, names, Lane.DEMAND)
+            return [await self._names.find(parent, names[0], lane)]
+        return await self._names.find_each(parent, names, lane)
 
-    async def _directory(self, path: bytes) -> int | None:
+    async def _directory(self, path: bytes, lane: Lane) -> int | None:
         if not path:
             return ROOT_INO
         ino = self._directories.get(path)
@@ -147,8 +164,8 @@ class Supply:
             self._directories.move_to_end(path)
             return ino
         above, _, name = path.rpartition(b"/")
-        parent = await self._directory(above)
-        node = None if parent is None else await self._names.find(parent, name, Lane.DEMAND)
+        parent = await self._directory(above, lane)
+        node = None if parent is None else await self._names.find(parent, name, lane)
         if node is None or not node.stat.is_directory:
             return None
         self._directories[path] = node.ino

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import trio
 
@@ -75,12 +76,24 @@ class WantedFile:
 Arrived = tuple[Node, memoryview, WantedFile | None]
 
 
+class FileOwners(Protocol):
+    """The nodes that share."""
+
+    def elsewhere(self, node: Node) -> bool:
+        """Whether another one owns the file."""
+        ...
+
+    async def ask(self, nodes: Sequence[Node]) -> Sequence[Node]:
+        """Wait until their owners have copied these, and return what they still copy."""
+        ...
+
+
 class Arrivals:
-    """Constant: its parts. Changing: ``_wanted``, what the copier wants and nobody has told of yet;
-    ``_batches``, how many of those are under way; ``_waiting``, what is to be stored next,
-    because all of a batch is there (``_complete``), or at a time (``_store_by``); ``_hurried``,
-    what somebody waits for, on its way here; ``_storing``, how many tasks do; ``_over``: nothing is
-    stored any more."""
+    """Constant: its parts; ``owners``, where nodes share. Changing: ``_wanted``, what the copier
+    wants and nobody has told of yet; ``_batches``, how many of those are under way; ``_waiting``,
+    what is to be stored next, because all of a batch is there (``_complete``), or at a time
+    (``_store_by``); ``_hurried``, what somebody waits for, on its way here; ``_storing``, how many
+    tasks do; ``_over``: nothing is stored any more."""
 
     def __init__(
         self,
@@ -95,6 +108,7 @@ class Arrivals:
     ) -> None:
         """``copy_alone`` gets what cannot be read in this way; ``opened`` is told of each file that
         was opened, and how often."""
+        self.owners: FileOwners | None = None
         self._misses = misses
         self._source = source
         self._cache = cache
@@ -146,13 +160,22 @@ class Arrivals:
                 # What lies in one that cannot be opened is told why when it is copied alone.
                 with suppress(OSError, SourceChanged):
                     await self._source.open_directory(directory, Lane.BACKGROUND)
-            self._fetch([node for node in batch.nodes if node.ino in self._wanted])
+            theirs = [] if self.owners is None else list(filter(self.owners.elsewhere, batch.nodes))
+            numbers = {node.ino for node in theirs}
+            self._fetch([node for node in batch.nodes if node.ino not in numbers])
+            if self.owners is not None and theirs:
+                for node in await self.owners.ask(theirs):
+                    if (wanted := self._wanted.get(node.ino)) is not None:
+                        self.leave(node.ino)
+                        self._jobs.want(node.ino, wanted.priority)  # it is copied there
+                self._fetch(theirs)
             await batch.done.wait()
         finally:
             self._batches -= 1
         return batch.took_ns / NS, batch.sizes
 
     def _fetch(self, nodes: Sequence[Node]) -> None:
+        nodes = [node for node in nodes if node.ino in self._wanted]
         for ino in self._misses.fetch(nodes, self._batches):
             wanted = self._no_more(ino)
             assert wanted is not None

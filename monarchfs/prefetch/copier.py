@@ -279,10 +279,6 @@ class Copier:
             self._nursery.start_soon(work)
         small.hurry(inos)
 
-    def pending(self, ino: int) -> bool:
-        """See ``CopyJobs.pending``."""
-        return self.jobs.pending(ino)
-
     def copy_alone(self, place: Reservation, priority: Priority) -> None:
         """A file that finds no others to be copied with, and for which there is room. No
         checkpoint."""

@@ -42,6 +42,8 @@ class CopyJobs:
         self.background: list[Fill] = []
         self.wakes = trio.lowlevel.ParkingLot()
         self.retries = Retries(nursery, self._again)
+        self.elsewhere: Callable[[int], bool] = lambda ino: False
+        """Whether another node owns the file and shares it."""
         self.observers: list[Callable[[Sequence[int]], None]] = []
         """Each is called with inode numbers whenever something of their copying has ended: not
         necessarily all of it, see ``pending``. No checkpoint."""
@@ -58,6 +60,8 @@ class CopyJobs:
         (``keeps``)."""
         if not self.keeps and priority not in (Priority.HINTED, Priority.LISTED):
             return
+        if priority is Priority.SCANNED and self.elsewhere(ino):
+            priority = Priority.ELSEWHERE
         fill = self.files.get(ino)
         if fill is not None and fill.in_background:
             if priority < fill.priority:

@@ -13,7 +13,9 @@ class Priority(IntEnum):
     HINTED = 1
     LISTED = 2
     SCANNED = 3
-    NOBODY = 4
+    ELSEWHERE = 4
+    """As SCANNED, and another node owns it: by then it may have copied it."""
+    NOBODY = 5
     """After all the others; never in a queue."""
 
 

@@ -45,7 +45,7 @@ from monarchfs.prefetch.warm import Warming
 from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.system.low_priority import run_sync_at
-from monarchfs.types import FreshnessMode, OperationError
+from monarchfs.types import FreshnessMode
 from monarchfs.worker.bootstrap import Bootstrap, SupervisorChannel
 from monarchfs.worker.commands import Commands
 from monarchfs.worker.opening import (
@@ -191,7 +191,6 @@ class Parts:
                 lambda: self.metrics.stale_answers,
             ),
             partial(_metrics, self),
-            partial(_peers, self),
         )
         self.scan = Scan(self.tree, self.copier.jobs, jitter_seconds=config.prefetch_jitter_seconds)
         self.load = Load(self.tree, bootstrap.mount_ns)
@@ -243,6 +242,8 @@ class Parts:
                 nice=config.copy_nice,
             )
             self.copier.files.bind(self.arrivals)
+        if self.peering is not None:
+            self.peering.bind(self.copier.jobs, self.arrivals)
         self.relay.begin(
             self.files,
             lasting_ns=freshness.ttl_ns,
@@ -307,12 +308,6 @@ class Parts:
         if self.peering is not None:
             self.peering.count(self.metrics)
         self._kept.save()
-
-
-def _peers(parts: Parts) -> dict[str, Any]:
-    if parts.peering is None:
-        raise OperationError("this mount has no peers: mount with --peers")
-    return parts.peering.report()
 
 
 def _exporter(parts: Parts, descriptor: int | None) -> Exporter | None:

@@ -11,17 +11,21 @@ from typing import Any
 
 import trio
 
+from monarchfs.engine.misses import MOST_BYTES
 from monarchfs.fs.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.peers import _replicas
 from monarchfs.peers.catalogue import Publisher
 from monarchfs.peers.following import Following
 from monarchfs.peers.holdings import IndexHoldings
-from monarchfs.peers.nodes import Peers
+from monarchfs.peers.nodes import PeerNode
+from monarchfs.peers.owners import Owners
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.service import Service
 from monarchfs.peers.supply import Supply
+from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.system.http_server import serve
 
 CONNECTIONS = 64
@@ -40,32 +44,43 @@ class Peering:
         message: dict[str, Any],
         descriptor: int,
     ) -> None:
-        """``tiers``: the index's numbers, in the order of the mount's tiers. ``message``: of
-        ``peers.nodes.Peers``. Takes 0.1 s for 64 nodes."""
+        """``tiers``: the index's numbers, in the order of the mount's tiers. ``message``: see
+        ``supervisor.peering.Peers``. Takes 0.1 s for 64 nodes."""
         os.set_inheritable(descriptor, False)
-        peers = Peers.from_message(message)
+        nodes = tuple(PeerNode(*fields) for fields in message["nodes"])
+        own = message["own"]
+        self.following = Following(nodes, own, message["secret"])
         self._listener = socket.socket(fileno=descriptor)
-        self._ownership = Ownership(peers.nodes)
-        self._holdings = IndexHoldings(tree.index, tiers, self._ownership, peers.nodes[peers.own])
+        self._ownership = Ownership(nodes)
+        self._holdings = IndexHoldings(tree.index, tiers, self._ownership, nodes[own])
         self._publisher = Publisher(self._holdings, secrets.randbits(63))
-        index = tree.index
+        self._index = index = tree.index
+        self._owners = Owners(self._ownership.table, own, index.dirref, self.following.answered)
         supply = Supply(
             tree.names,
             lambda ino: None if (ref := index.dirref(ino)) is None else ref.path,
-            copier,
+            *(copier.jobs, copier.hurry),
             lambda name: bool(self._holdings.rows([name])[0].segment),
             self._holdings.owns,
         )
         copier.jobs.observers.append(supply.changed)
         self._counted = [0, 0, 0, 0]
         self._service = Service(self._publisher, supply)
-        self.following = Following(peers.nodes, peers.own, peers.secret)
 
     def begin(self, hooks: ModuleType, *, asks: bool) -> None:
         """Have the threads that read small files ask peers; ``asks``: and the source first, which
         decides about each open. Before the session's threads."""
         _replicas.owners(self._ownership.table, self.following.own)
         hooks.misses_peers(_replicas.read, asks)
+
+    def bind(self, jobs: CopyJobs, arrivals: Arrivals) -> None:
+        """What is copied ahead, of others' files, comes from them."""
+        jobs.elsewhere = self._elsewhere
+        arrivals.owners = self._owners
+
+    def _elsewhere(self, ino: int) -> bool:
+        node = self._index.node(ino)
+        return node is not None and node.stat.size <= MOST_BYTES and self._owners.elsewhere(node)
 
     def changed(self, name: bytes) -> None:
         """A replica came, or went."""
@@ -99,29 +114,20 @@ class Peering:
         metrics.peer_wrong_files += wrong
         metrics.peer_failures += failed
 
-    def report(self) -> dict[str, Any]:
-        """This node, and all peers."""
-        here = self.following.nodes[self.following.own]
-        own = {"name": here.name, "address": here.address, "port": here.port}
-        return {**own, "peers": self.status()}
-
     def status(self) -> list[dict[str, Any]]:
-        """Each peer."""
-        now = trio.current_time()
+        """Each peer, for ``status``."""
         known = _replicas.known(len(self.following.nodes))
         rows = []
         for number, node in enumerate(self.following.nodes):
             if number == self.following.own:
                 continue
             files, read_bytes, wrong, failed, nanoseconds, avoided = _replicas.counts(number)
-            heard = self.following.heard.get(number)
             rows.append(
                 {
                     "name": node.name,
                     "address": node.address,
                     "port": node.port,
-                    "answered": number in self.following.complete,
-                    "answer_age_seconds": None if heard is None else round(now - heard, 3),
+                    "answered": self.following.answered[number].is_set(),
                     "has_files": known[number],
                     "read_files": files,
                     "read_bytes": read_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 
 import pytest
 import trio
@@ -13,7 +14,7 @@ from monarchfs.prefetch import copier, copy_slots, retries
 from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan
-from monarchfs.types import FreshnessMode
+from monarchfs.types import FreshnessMode, Node
 from tests.support.faults import Gate, disk_is_full
 from tests.support.mirror import MIB, Area, Mirror, content, until
 
@@ -283,7 +284,7 @@ async def test_what_somebody_waits_for_is_stored_before_the_rest_of_its_batch(ar
         ino = await mirror.ino(names[3])
         mirror.copier.hurry([ino])
         await until(lambda: mirror.states([ino]) == ["resident"], "the copy")
-        assert not mirror.copier.pending(ino)
+        assert not mirror.copier.jobs.pending(ino)
         gate.open()
         await check(mirror, names)
     assert not mirror.arrivals._hurried
@@ -302,6 +303,56 @@ async def test_what_somebody_waits_for_needs_no_turn(area: Area) -> None:
         mirror.start_copying()
         await check(mirror, names)
         assert mirror.source.counters.read_bytes == 60_000
+
+
+class SomeOwners:
+    """Other nodes own the files with these numbers. ``asked``: which were asked for, while which
+    had been read; each waits until ``answers``, and some are late."""
+
+    def __init__(self, mirror: Mirror, theirs: list[int]) -> None:
+        self.mirror = mirror
+        self.theirs = theirs
+        self.asked: list[list[int]] = []
+        self.late: set[int] = set()
+        self.answers = trio.Event()
+
+    def elsewhere(self, node: Node) -> bool:
+        return node.ino in self.theirs
+
+    async def ask(self, nodes: Sequence[Node]) -> list[Node]:
+        self.asked.append([node.ino for node in nodes])
+        await self.answers.wait()
+        late, self.late = self.late, set()
+        return [node for node in nodes if node.ino in late]
+
+
+async def test_others_files_are_asked_for_together_and_read_then(area: Area) -> None:
+    names = area.write_files(6)
+    async with area.mount(copies=False) as mirror:
+        mirror.arrivals._patience = 0
+        inos = [await mirror.ino(name) for name in names]
+        owners = mirror.arrivals.owners = SomeOwners(mirror, inos[1:4])
+        owners.late = {inos[2]}
+        await begin(mirror, names, together=6)
+        own = [inos[0], *inos[4:]]
+        await until(lambda: mirror.states(own) == ["resident"] * 3, "the node's own")
+        assert owners.asked == [inos[1:4]]
+        assert mirror.source.counters.read_bytes == 30_000
+        owners.answers.set()
+        await check(mirror, names)
+        assert owners.asked == [inos[1:4], [inos[2]]]
+
+
+async def test_what_others_own_is_copied_last(area: Area) -> None:
+    names = area.write_files(6)
+    async with area.mount(copies=False) as mirror:
+        inos = [await mirror.ino(name) for name in names]
+        mirror.copier.jobs.elsewhere = inos[:3].__contains__
+        for ino in inos:
+            mirror.copier.jobs.want(ino, Priority.SCANNED)
+        queue = mirror.copier.jobs.queue
+        turns = [queue.pop() for _ in inos]
+        assert [turn[0] for turn in turns if turn] == [*inos[3:], *inos[:3]]
 
 
 async def test_what_fails_is_tried_again_and_the_others_are_stored(

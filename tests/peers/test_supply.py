@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarchfs.peers.errors import PeerError
-from monarchfs.peers.supply import Supply, WantedReplica, decode
+from monarchfs.peers.supply import Supply, WantedReplica, decode, encode
 from monarchfs.types import ROOT_INO, Lane, Node, SourceStat
 
 DIRECTORY, FILE = 0o40755, 0o100644
@@ -65,11 +65,16 @@ class Copies:
 
     def __init__(self) -> None:
         self.hurried: list[int] = []
+        self.queued: list[int] = []
         self.left: set[int] = set()
 
     def hurry(self, inos: Sequence[int]) -> None:
         self.hurried += inos
         self.left.update(inos)
+
+    def opened(self, ino: int) -> None:
+        self.queued.append(ino)
+        self.left.add(ino)
 
     def pending(self, ino: int) -> bool:
         return ino in self.left
@@ -91,15 +96,15 @@ def make(
     has: Callable[[bytes], bool] = lambda name: False,
     owns: Callable[[bytes], bool] = lambda name: True,
 ) -> Supply:
-    return Supply(tree, tree.paths.get, copies, has, owns)
+    return Supply(tree, tree.paths.get, copies, copies.hurry, has, owns)
 
 
-def run(supply: Supply, wanted: list[WantedReplica]) -> float:
+def run(supply: Supply, wanted: list[WantedReplica], seconds: float | None = None) -> float:
     """Seconds that it took, on a clock that jumps to what is waited for."""
 
     async def main() -> float:
         began = trio.current_time()
-        await supply.supply(wanted)
+        await supply.supply(wanted, seconds)
         return trio.current_time() - began
 
     return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
@@ -128,6 +133,12 @@ def test_it_waits_until_the_copies_are_there(tree: Tree, copies: Copies) -> None
 
 def test_it_does_not_wait_for_ever(tree: Tree, copies: Copies) -> None:
     assert run(make(tree, copies), [tree.wanted(4, b"a/b/file")]) == pytest.approx(0.5)
+
+
+def test_who_is_no_reader_waits_in_turn_and_longer(tree: Tree, copies: Copies) -> None:
+    assert run(make(tree, copies), [tree.wanted(4, b"a/b/file")], 2) == pytest.approx(2)
+    assert copies.queued == [4]
+    assert not copies.hurried
 
 
 def test_directories_are_looked_up_once(tree: Tree, copies: Copies) -> None:
@@ -192,7 +203,9 @@ paths = st.lists(
 
 @given(st.lists(st.tuples(st.binary(min_size=16, max_size=16), st.integers(0, 1 << 40), paths)))
 def test_requests_are_read_as_they_were_written(rows: list[tuple[bytes, int, bytes]]) -> None:
-    assert decode(b"".join(row(*one) for one in rows)) == [WantedReplica(*one) for one in rows]
+    wanted = [WantedReplica(*one) for one in rows]
+    assert encode(wanted) == b"".join(row(*one) for one in rows)
+    assert decode(encode(wanted)) == wanted
 
 
 @given(st.binary(max_size=100))

@@ -1,0 +1,146 @@
+"""What other nodes own is asked for there, many files in one request."""
+
+from __future__ import annotations
+
+import errno
+import struct
+from collections.abc import Sequence
+
+import pytest
+import trio
+import trio.testing
+
+from monarchfs.peers import _replicas, owners
+from monarchfs.peers.catalogue import Page, PageState, Row, encode
+from monarchfs.peers.owners import START_SECONDS, Owners
+from monarchfs.peers.supply import MAX_WANTED, MOST_SECONDS, decode
+from monarchfs.types import DirRef, Node, SourceStat
+
+NODES = 3
+
+
+def node(number: int) -> Node:
+    stat = SourceStat(0, 1000 + number, 10, 1, 2, 3, 0o100644, 1, 0, 0, 0, 8, 4096)
+    return Node(number, stat, 7, b"%d" % number, 0, False, b"")
+
+
+class Peers:
+    """Instead of the C part: ``asked``, the owner and the paths of each request."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[int, list[bytes]]] = []
+        self.known: set[bytes] = set()
+        self.refuses: set[bytes] = set()
+        self.error: OSError | None = None
+        self.status = 200
+        self.took = 0.0
+        self.asked_at: list[float] = []
+        monkeypatch.setattr(_replicas, "has", self.known.__contains__)
+        monkeypatch.setattr(_replicas, "put", self.put)
+        monkeypatch.setattr(owners, "run_sync", self.run_sync)
+
+    def put(self, _owner: int, rows: Sequence[Row]) -> None:
+        self.known.update(row.name for row in rows if row.segment)
+
+    async def run_sync(
+        self,
+        _call: object,
+        owner: int,
+        path: str,
+        body: bytes,
+        *_: object,
+        **__: object,
+    ) -> tuple[int, bytes]:
+        assert path == f"/ask/want?seconds={MOST_SECONDS:g}"
+        wanted = decode(body)
+        self.asked_at.append(trio.current_time())
+        self.asked.append((owner, [one.path for one in wanted]))
+        await trio.sleep(self.took)
+        if self.error is not None:
+            raise self.error
+        names = [one.name for one in wanted]
+        rows = [Row(name, 1, 10, 0, int(name not in self.refuses), 0) for name in names]
+        return self.status, encode(Page(PageState.ALL, 1, 0, rows))
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
+    return Peers(monkeypatch)
+
+
+def ask(nodes: Sequence[Node], start_seconds: float = 0) -> list[Node]:
+    """Of three nodes, each owns every third bucket; this is the first."""
+    table = memoryview(struct.pack("<65536H", *(number % NODES for number in range(1 << 16))))
+
+    async def main() -> list[Node]:
+        answered = [trio.Event() for _ in range(NODES)]
+        asking = Owners(table, 0, lambda ino: DirRef(b"a/b", 1), answered)
+        found: list[Node] = []
+
+        async def ask() -> None:
+            found.extend(await asking.ask(nodes))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await trio.sleep(start_seconds)
+            for event in answered:
+                event.set()
+        return found
+
+    return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def owner_of(one: Node) -> int:
+    name = one.stat.version.replica_name
+    return (name[0] << 8 | name[1]) % NODES
+
+
+def test_each_owner_is_asked_once_for_what_it_owns(peers: Peers) -> None:
+    nodes = [node(number) for number in range(60)]
+    assert ask(nodes) == []
+    theirs = {owner: [one for one in nodes if owner_of(one) == owner] for owner in (1, 2)}
+    assert sorted(peers.asked) == [
+        (owner, [b"a/b/" + one.name for one in theirs[owner]]) for owner in (1, 2)
+    ]
+    assert len(peers.known) == len(theirs[1]) + len(theirs[2])
+    assert ask(nodes) == []
+    assert len(peers.asked) == 2  # all is known
+
+
+def test_no_request_is_too_long(peers: Peers) -> None:
+    nodes = [node(number) for number in range(6 * MAX_WANTED)]
+    ask(nodes)
+    assert all(len(paths) <= MAX_WANTED for _owner, paths in peers.asked)
+    assert len(peers.known) == sum(owner_of(one) != 0 for one in nodes)
+
+
+def test_what_an_owner_refuses_is_left_to_the_source(peers: Peers) -> None:
+    nodes = [node(number) for number in range(20)]
+    peers.refuses = {one.stat.version.replica_name for one in nodes[:10]}
+    assert ask(nodes) == []
+    assert not peers.known & peers.refuses
+
+
+def test_what_is_still_being_copied_is_asked_for_again(peers: Peers) -> None:
+    nodes = [node(number) for number in range(20)]
+    slow = [one for one in nodes[:10] if owner_of(one) != 0]
+    peers.refuses = {one.stat.version.replica_name for one in slow}
+    peers.took = MOST_SECONDS
+    assert sorted(one.ino for one in ask(nodes)) == [one.ino for one in slow]
+
+
+@pytest.mark.parametrize("what", ["refused", "status"])
+def test_a_peer_that_fails_is_not_waited_for(peers: Peers, what: str) -> None:
+    if what == "refused":
+        peers.error = OSError(errno.ECONNREFUSED, "refused")
+    else:
+        peers.status = 503
+    assert ask([node(number) for number in range(20)]) == []
+    assert not peers.known
+
+
+@pytest.mark.parametrize("seconds", [0, 5, 20])
+def test_a_peer_that_starts_is_waited_for(peers: Peers, seconds: float) -> None:
+    began = trio.testing.MockClock().current_time()
+    assert ask([node(number) for number in range(20)], seconds) == []
+    assert peers.asked_at == pytest.approx([began + min(seconds, START_SECONDS)] * 2)
