@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from monarchfs.cli.mount import config_and_personal, settings_from
-from monarchfs.cli.mount_options import PLAN_OPTIONS
+from monarchfs.cli.mount_options import DOCTOR_OPTIONS, PLAN_OPTIONS
 from monarchfs.cli.progress import Progress
 from monarchfs.cli.text import printable
 from monarchfs.config.files import SYSTEM_FILE
@@ -35,7 +35,7 @@ def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     Raises UsageError for options that make no sense."""
     timeout = parse_timeout(arguments.timeout)
     source = parse_path(arguments.source) if arguments.source is not None else ""
-    config, places = config_from(arguments, source, environ)
+    config, places = config_from(arguments, source, environ, DOCTOR_OPTIONS)
     subject = Subject(
         config,
         places,
@@ -60,11 +60,14 @@ def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
 
 
 def config_from(
-    arguments: argparse.Namespace, source: str, environ: Mapping[str, str]
+    arguments: argparse.Namespace,
+    source: str,
+    environ: Mapping[str, str],
+    flags: Sequence[str] = PLAN_OPTIONS,
 ) -> tuple[Config, DefaultPlaces]:
     """The configuration of a mount of ``source`` with these options, on no mount point. Raises
     UsageError."""
-    settings = settings_from(arguments, PLAN_OPTIONS, environ=environ)
+    settings = settings_from(arguments, flags, environ=environ)
     user = resolve_user(settings.user, environ)
     places = default_places(os.geteuid(), environ, is_network_filesystem)
     config = build_config(settings, source=source, mountpoint="", user=user, places=places)

@@ -55,6 +55,17 @@ and mounted again. Without MOUNTPOINT it follows the only mount, or the list of 
 is not a terminal, it prints a line each time, or with --json an object.
 
 Exit code: 1 if MOUNTPOINT is not mounted, or nothing answers for it.""",
+    "peers": """\
+  monarchfs peers /mnt/imagenet
+  monarchfs peers /mnt/imagenet --json
+  monarchfs peers /mnt/imagenet add node5 node6:9470
+  monarchfs peers /mnt/imagenet remove node2
+
+For each peer: how many small files it is known to have, what it gave, how long one took, and how
+often the source had to be asked instead (it did not answer in time, or sent something else).
+
+add and remove hold until the mount is unmounted. A new worker takes over with the new list; jobs
+see a short pause. Give all nodes the same list. PORT is the mount's own --peer-port by default.""",
     "warm": """\
   monarchfs warm /mnt/imagenet
   monarchfs warm /mnt/imagenet train/n01440764 /mnt/imagenet/labels.txt --wait
@@ -113,6 +124,7 @@ Exit code: 0 if everything is correct or was repaired, 1 if not.""",
   monarchfs doctor /lustre/imagenet --tier /dev/shm=16G --tier /scratch=80%
   monarchfs doctor /lustre/imagenet --config cluster.toml --json
   sudo monarchfs doctor /lustre/imagenet --user alice
+  monarchfs doctor /lustre/imagenet --peers node1,node2 --peer-key /etc/monarchfs-peers.key
 
 Takes the options of mount. To measure rates, it reads some of the source's files, and writes and
 reads a file without a name in each tier.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from monarchfs import __version__
 from monarchfs.cli.examples import EXAMPLES
-from monarchfs.cli.mount_options import PLAN_OPTIONS, RUN_OPTIONS, add_mount_options
+from monarchfs.cli.mount_options import DOCTOR_OPTIONS, PLAN_OPTIONS, RUN_OPTIONS, add_mount_options
 from monarchfs.types import UsageError
 
 SHELLS = ("bash", "zsh", "fish")
@@ -77,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_restart(commands)
     _add_run(commands)
     _add_status(commands)
+    _add_peers(commands)
     _add_warm(commands)
     _add_why(commands)
     _add_ask(commands, "refresh", "ask the source again now")
@@ -180,6 +181,17 @@ def _add_status(commands: _Commands) -> None:
     parser.add_argument("--watch", metavar="SECONDS", nargs="?", const="2", help=watch)
 
 
+def _add_peers(commands: _Commands) -> None:
+    summary = "show the nodes that a mount shares with, or change their list"
+    parser = _add_command(commands, "peers", summary, json=True)
+    parser.add_argument("mountpoint", help="where it is mounted")
+    what = "add or remove; without it, show"
+    parser.add_argument("action", nargs="?", choices=("add", "remove"), help=what)
+    nodes = "which nodes: NAME[=ADDRESS][:PORT][*WEIGHT], as in --peers"
+    parser.add_argument("node", nargs="*", help=nodes)
+    _add_timeout(parser, "30")
+
+
 def _add_ask(commands: _Commands, name: str, summary: str) -> argparse.ArgumentParser:
     parser = _add_command(commands, name, summary, json=True)
     parser.add_argument("mountpoint", help="the mount, or a path in it")
@@ -211,7 +223,7 @@ def _add_doctor(commands: _Commands) -> None:
     summary = "check whether this machine can mount, and how well"
     parser = _add_command(commands, "doctor", summary, json=True)
     parser.add_argument("source", nargs="?", help="the dataset's directory")
-    add_mount_options(parser, PLAN_OPTIONS)
+    add_mount_options(parser, DOCTOR_OPTIONS)
     parser.add_argument("--quick", action="store_true", help="measure no rates")
     _add_timeout(parser, "60")
 

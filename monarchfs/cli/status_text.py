@@ -14,6 +14,7 @@ Report = Mapping[str, Any]
 _HEADINGS = ["MOUNT POINT", "SOURCE", "STATE", "RESIDENT", "LOCAL", "USED"]
 _PRIVATE = "not visible in this mount namespace"
 _APART = ("error", "last_death", "retry_seconds")
+_MOST_PEERS = 8
 _SHOWN = ("files", "source_io", "served", "prefetch", "evictions", "replicas", "worker")
 
 
@@ -74,7 +75,8 @@ def _lines(report: Report) -> Iterator[str]:
             yield _line("", f"takes nothing: {printable(tier['out_of_service'])}")
     if (report.get("index") or {}).get("frozen"):
         yield _line("index", f"nothing new is recorded: {printable(report['index']['frozen'])}")
-    for peer in report.get("peers", ()):
+    peers = report.get("peers", ())
+    for peer in peers[:_MOST_PEERS]:
         error = peer.get("error") or ("it failed a moment ago" if peer.get("avoided") else "")
         yield _line(
             "peer",
@@ -82,6 +84,8 @@ def _lines(report: Report) -> Iterator[str]:
             f" gave {peer.get('read_files', 0)} ({format_bytes(peer.get('read_bytes', 0))})"
             + (f"; does not answer: {printable(error)}" if error else ""),
         )
+    if len(peers) > _MOST_PEERS:
+        yield _line("", "and others: see monarchfs peers")
     for key in _SHOWN:
         values = report.get(key)
         if isinstance(values, Mapping):

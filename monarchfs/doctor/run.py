@@ -11,7 +11,7 @@ from typing import Any
 
 from monarchfs.config import Config
 from monarchfs.config.places import DefaultPlaces, Search
-from monarchfs.doctor import leftovers, source, speed, storage, system
+from monarchfs.doctor import leftovers, peers, source, speed, storage, system
 from monarchfs.doctor.checks import Check, Severity
 from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.supervisor.identity import become
@@ -67,6 +67,8 @@ def _probes(subject: Subject) -> Iterator[tuple[str, float, Probe]]:
     for tier in config.tiers:
         yield ("tier", 5.0, partial(storage.tier, tier, config, places.cache_dir, subject.environ))
     yield "state_dir", 5.0, partial(storage.state_dir, config, places.cache_dir)
+    if config.peers:
+        yield "peers", peers.PEERS_SECONDS, partial(peers.peers, config)
     yield "runtime_dir", 2.0, partial(leftovers.runtime_dir, places.runtime_dir)
     yield "mounts", 10.0, partial(leftovers.mounts, subject.search)
     yield "stale_socket", 10.0, partial(leftovers.sockets, subject.search)

@@ -29,9 +29,9 @@ static pthread_cond_t no_answers = PTHREAD_COND_INITIALIZER; /* of some entry ar
 
 /* -- bytes. Under `source_lock`, as all up to the functions for Python */
 
-bool miss_may_read_ahead(const struct errand *first)
+bool miss_may_read_ahead(const struct task *first)
 {
-	size_t size = OF_ERRAND(first, struct entry, errand)->version.size;
+	size_t size = OF_TASK(first, struct entry, task)->version.size;
 	return !misses.memory_ahead || misses.memory_ahead + size <= misses.options.memory_bytes / 2;
 }
 
@@ -124,7 +124,7 @@ void miss_leave_waiters(struct entry *entry)
 bool miss_queue(struct entry *entry, enum state state)
 {
 	struct pool *pool = state == AHEAD ? &ahead_threads : &source_threads;
-	if (!pool_queue(pool, &entry->errand))
+	if (!pool_queue(pool, &entry->task))
 		return false;
 	entry->state = (uint8_t)state;
 	return true;
@@ -133,9 +133,9 @@ bool miss_queue(struct entry *entry, enum state state)
 void miss_unqueue(struct entry *entry)
 {
 	if (entry->state == QUEUED)
-		pool_withdraw(&source_threads, &entry->errand);
+		pool_withdraw(&source_threads, &entry->task);
 	else if (entry->state == AHEAD)
-		pool_withdraw(&ahead_threads, &entry->errand);
+		pool_withdraw(&ahead_threads, &entry->task);
 	if (entry->state != READING)
 		entry->state = REMOTE;
 }
@@ -334,7 +334,7 @@ bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length,
 		.ino = ino,
 		.version = *version,
 		.directory = (uint16_t)number,
-		.errand = {.run = miss_run},
+		.task = {.run = miss_run},
 	};
 	memcpy(made->name, name, length);
 	made->name[length] = 0;

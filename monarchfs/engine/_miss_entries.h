@@ -16,7 +16,7 @@ enum state {
 /* The number, the name and the version are constant. */
 struct entry {
 	struct entry *next; /* in its bucket */
-	struct errand errand; /* where it is AHEAD or QUEUED */
+	struct task task; /* where it is AHEAD or QUEUED */
 	uint64_t ino;
 	struct miss_version version;
 	struct waiter *waiters;
@@ -53,8 +53,8 @@ extern struct misses {
 	size_t memory, memory_ahead; /* bytes of files; those that nobody but Python has asked for */
 } misses;
 
-/* As errand.run, of those that are AHEAD or QUEUED. */
-void miss_run(struct errand *errand, struct lane *lane);
+/* As task.run, of those that are AHEAD or QUEUED. */
+void miss_run(struct task *task, struct scratch *scratch);
 
 /* Where the entry is, or would be, in its bucket. */
 struct entry **miss_place_of(uint64_t ino);
@@ -86,7 +86,7 @@ void miss_forget_unless_open(struct entry **place);
 bool miss_make_room(size_t size);
 
 /* Whether there is memory for the first that is read ahead. */
-bool miss_may_read_ahead(const struct errand *first);
+bool miss_may_read_ahead(const struct task *first);
 
 /* It has bytes from now on. */
 void miss_fill(struct entry *entry, struct miss_bytes *bytes);

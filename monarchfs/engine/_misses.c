@@ -255,10 +255,10 @@ static void carry(struct entry *entry, bool is_ahead)
 	pthread_mutex_lock(&source_lock);
 }
 
-void miss_run(struct errand *errand, struct lane *lane)
+void miss_run(struct task *task, struct scratch *scratch)
 {
-	struct entry *entry = OF_ERRAND(errand, struct entry, errand);
-	(void)lane;
+	struct entry *entry = OF_TASK(task, struct entry, task);
+	(void)scratch;
 	carry(entry, entry->state == AHEAD || !entry->waiters);
 }
 

@@ -59,7 +59,7 @@ struct piece {
 /* Under `source_lock`. Descriptors and their version do not change once they are there. */
 struct file {
 	struct file *next; /* in its bucket */
-	struct errand closing;
+	struct task closing;
 	uint64_t ino, size;
 	int source_fd, part_fd; /* -1: none (yet) */
 	struct version version; /* of the source */
@@ -83,7 +83,7 @@ enum place {
 /* A read. Under `source_lock`, but for what is constant: the file, and what is read. */
 struct job {
 	struct waiter waiter;
-	struct errand errand;
+	struct task task;
 	struct file *file;
 	uint64_t offset;
 	size_t size;
@@ -142,11 +142,11 @@ static void destroy(struct file *file)
 }
 
 /* By one of the threads: closing may take long. */
-static void close_file(struct errand *errand, struct lane *lane)
+static void close_file(struct task *task, struct scratch *scratch)
 {
-	(void)lane;
+	(void)scratch;
 	pthread_mutex_unlock(&source_lock);
-	destroy(OF_ERRAND(errand, struct file, closing));
+	destroy(OF_TASK(task, struct file, closing));
 	pthread_mutex_lock(&source_lock);
 }
 
@@ -257,7 +257,7 @@ static void left(struct waiter *waiter)
 		return;
 	}
 	if (job->place == QUEUED)
-		pool_withdraw(&source_threads, &job->errand);
+		pool_withdraw(&source_threads, &job->task);
 	else
 		unpark(job);
 	end_read(job->file);
@@ -338,17 +338,17 @@ static void count_source(const struct job *job, uint64_t took_ns)
 	counts_time(TIME_SOURCE, took_ns);
 }
 
-/* As errand.run. */
-static void carry_out(struct errand *errand, struct lane *lane)
+/* As task.run. */
+static void carry_out(struct task *task, struct scratch *scratch)
 {
-	struct job *job = OF_ERRAND(errand, struct job, errand);
+	struct job *job = OF_TASK(task, struct job, task);
 	struct asked asked = {.job = job, .began_ns = monotonic_ns()};
 	struct read_reply reply = answer_to(job);
 	reply.good = is_good;
 	reply.arg = &asked;
 	job->place = BEGUN;
 	pthread_mutex_unlock(&source_lock);
-	bool answered = reply_from(lane, &reply);
+	bool answered = reply_from(scratch, &reply);
 	if (answered)
 		journal_done(reply.unique);
 	if (answered && !job->of_part) {
@@ -437,14 +437,14 @@ static void answer_from_memory(const struct job *job)
 }
 
 /* What is local is read by whoever takes the request. Whether it is answered. */
-static bool read_here(const struct job *job, struct lane *lane)
+static bool read_here(const struct job *job, struct scratch *scratch)
 {
 	bool answered = true;
 	if (job->piece_count) {
 		answer_from_memory(job);
 	} else {
 		const struct read_reply reply = answer_to(job);
-		answered = reply_from(lane, &reply);
+		answered = reply_from(scratch, &reply);
 	}
 	if (answered)
 		journal_done(job->waiter.request->unique);
@@ -466,11 +466,11 @@ static bool keep(const struct job *like)
 	*job = *like;
 	job->waiter = waiter;
 	job->waiter.left = left;
-	job->errand.run = carry_out;
+	job->task.run = carry_out;
 	if (job->place == PARKED) {
 		job->waiter.next = job->file->parked;
 		job->file->parked = &job->waiter;
-	} else if (!pool_queue(&source_threads, &job->errand)) {
+	} else if (!pool_queue(&source_threads, &job->task)) {
 		free(job);
 		return false;
 	}
@@ -478,7 +478,7 @@ static bool keep(const struct job *like)
 	return true;
 }
 
-bool nonresident_took(const void *request, size_t length, struct lane *lane, uint64_t started_ns)
+bool nonresident_took(const void *request, size_t length, struct scratch *scratch, uint64_t started_ns)
 {
 	const struct fuse_in_header *in = request;
 	const struct fuse_read_in *arg = (const void *)(in + 1);
@@ -506,7 +506,7 @@ bool nonresident_took(const void *request, size_t length, struct lane *lane, uin
 		job.file->reads++;
 	}
 	pthread_mutex_unlock(&source_lock);
-	return here ? read_here(&job, lane) : took;
+	return here ? read_here(&job, scratch) : took;
 }
 
 /* -- for Python */
@@ -523,7 +523,7 @@ static void look_at_parked(struct file *file, uint64_t first, uint64_t last)
 		job->of_part = file->part_fd >= 0 && all_are(job, CHUNK_PRESENT);
 		if (!job->of_part && will_be_there(job))
 			continue;
-		if (job->of_part && pool_queue(&source_threads, &job->errand)) {
+		if (job->of_part && pool_queue(&source_threads, &job->task)) {
 			unpark(job);
 			job->place = QUEUED;
 		} else {

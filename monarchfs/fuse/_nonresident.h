@@ -67,6 +67,6 @@ void nonresident_stop(uint64_t ino);
 bool nonresident_used(uint64_t ino);
 
 /* Whether the request, a READ, is answered, or will be from here. */
-bool nonresident_took(const void *request, size_t length, struct lane *lane, uint64_t started_ns);
+bool nonresident_took(const void *request, size_t length, struct scratch *scratch, uint64_t started_ns);
 
 #endif

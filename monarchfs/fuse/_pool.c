@@ -1,7 +1,7 @@
-/* Threads for work that may wait long. See _pool.h.
+/* A pool of threads for calls that may block for long. See _pool.h.
  *
- * The one that was idle last goes first, because its buffer is in the cache; another is started where
- * none is idle, and each ends when there was nothing to do for a while.
+ * The thread that became idle last is woken first, because its buffer is in the CPU's cache. If none is
+ * idle, another one is started. A thread ends when it was idle for IDLE_SECONDS.
  */
 #define _GNU_SOURCE
 #include "_pool.h"
@@ -22,57 +22,57 @@ struct worker {
 	pthread_cond_t wake;
 	bool woken;
 	bool stuck;
-	uint64_t began_ns; /* with what it is at */
+	uint64_t began_ns; /* its present task */
 };
 
-/* What a thread begins with. */
+/* The argument of a new thread. */
 struct start {
 	struct pool *pool;
 	char *buffer;
 };
 
-/* -- errands */
+/* -- tasks */
 
 bool pool_any(const struct pool *pool)
 {
 	return __atomic_load_n(&pool->first, __ATOMIC_SEQ_CST);
 }
 
-static void set_first(struct pool *pool, struct errand *errand)
+static void set_first(struct pool *pool, struct task *task)
 {
-	__atomic_store_n(&pool->first, errand, __ATOMIC_SEQ_CST);
+	__atomic_store_n(&pool->first, task, __ATOMIC_SEQ_CST);
 }
 
-void pool_add(struct pool *pool, struct errand *errand)
+void pool_add(struct pool *pool, struct task *task)
 {
-	errand->next = NULL;
-	errand->previous = pool->last;
+	task->next = NULL;
+	task->previous = pool->last;
 	if (pool->last)
-		pool->last->next = errand;
+		pool->last->next = task;
 	else
-		set_first(pool, errand);
-	pool->last = errand;
+		set_first(pool, task);
+	pool->last = task;
 }
 
-void pool_withdraw(struct pool *pool, struct errand *errand)
+void pool_withdraw(struct pool *pool, struct task *task)
 {
-	if (errand->previous)
-		errand->previous->next = errand->next;
+	if (task->previous)
+		task->previous->next = task->next;
 	else
-		set_first(pool, errand->next);
-	*(errand->next ? &errand->next->previous : &pool->last) = errand->previous;
+		set_first(pool, task->next);
+	*(task->next ? &task->next->previous : &pool->last) = task->previous;
 }
 
-bool pool_queue(struct pool *pool, struct errand *errand)
+bool pool_queue(struct pool *pool, struct task *task)
 {
-	pool_add(pool, errand);
+	pool_add(pool, task);
 	if (pool_wake(pool))
 		return true;
-	pool_withdraw(pool, errand);
+	pool_withdraw(pool, task);
 	return false;
 }
 
-/* Whether a thread may begin with the first one. */
+/* Whether a thread may begin the first task. */
 static bool may_begin(const struct pool *pool)
 {
 	return pool->first && pool->busy - pool->stuck < pool->most &&
@@ -88,7 +88,7 @@ static void leave_list(struct worker **place, const struct worker *self)
 	*place = self->next;
 }
 
-/* Whether there is something to do; not where there was nothing for a while. Under the lock. */
+/* Wait until a task may begin. False after IDLE_SECONDS without one. Under the lock. */
 static bool wait_for_work(struct pool *pool, struct worker *self)
 {
 	struct timespec until;
@@ -110,15 +110,15 @@ static bool wait_for_work(struct pool *pool, struct worker *self)
 }
 
 /* Under the lock. */
-static void do_first(struct pool *pool, struct worker *self, struct lane *lane)
+static void do_first(struct pool *pool, struct worker *self, struct scratch *scratch)
 {
-	struct errand *errand = pool->first;
-	pool_withdraw(pool, errand);
+	struct task *task = pool->first;
+	pool_withdraw(pool, task);
 	self->began_ns = monotonic_ns();
 	self->next = pool->working;
 	pool->working = self;
 	pool->busy++;
-	errand->run(errand, lane);
+	task->run(task, scratch);
 	leave_list(&pool->working, self);
 	pool->busy--;
 	pool->stuck -= self->stuck;
@@ -129,7 +129,7 @@ static void *serve(void *given)
 {
 	struct start start = *(struct start *)given;
 	struct pool *pool = start.pool;
-	struct lane lane = {.buffer = start.buffer, .pipe = {-1, -1}};
+	struct scratch scratch = {.buffer = start.buffer, .pipe = {-1, -1}};
 	struct worker self = {.woken = false};
 	pthread_condattr_t attributes;
 	free(given);
@@ -141,16 +141,16 @@ static void *serve(void *given)
 		pool->begin();
 	pthread_mutex_lock(pool->lock);
 	while (wait_for_work(pool, &self))
-		do_first(pool, &self, &lane);
+		do_first(pool, &self, &scratch);
 	pool->threads--;
 	pthread_mutex_unlock(pool->lock);
 	pthread_cond_destroy(&self.wake);
-	reply_end(&lane);
-	munmap(lane.buffer, MOST_READ_BYTES);
+	reply_end(&scratch);
+	munmap(scratch.buffer, MOST_READ_BYTES);
 	return NULL;
 }
 
-/* With every signal blocked: they are for Python's main thread. */
+/* All signals are blocked in the new thread: they are for Python's main thread. */
 static bool start_with(struct start *start)
 {
 	pthread_t thread;
@@ -189,7 +189,7 @@ bool pool_wake(struct pool *pool)
 {
 	struct worker *first = pool->idle;
 	if (!may_begin(pool))
-		return true; /* who is done with another one, or makes room for it, comes */
+		return true; /* a thread that ends its task, or whoever makes room, begins it */
 	if (first) {
 		pool->idle = first->next;
 		first->woken = true;

@@ -1,4 +1,4 @@
-/* Threads for work that may wait long, of which there may be many at once. */
+/* A pool of threads for calls that may block for long. */
 #ifndef MONARCHFS_POOL_H
 #define MONARCHFS_POOL_H
 
@@ -9,49 +9,48 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Something that a thread is to do. It belongs to who made it, again once `run` is called. */
-struct errand {
-	struct errand *next, *previous;
-	/* Called under the pool's lock, and returns so. */
-	void (*run)(struct errand *errand, struct lane *lane);
+/* What a thread is to do. Its owner may free it or queue it again once `run` is called. */
+struct task {
+	struct task *next, *previous;
+	/* Called with the pool's lock held, and returns with it held. */
+	void (*run)(struct task *task, struct scratch *scratch);
 };
 
-/* What has it as a member. */
-#define OF_ERRAND(errand, type, member) ((type *)((char *)(errand) - offsetof(type, member)))
+/* The structure that has the task as a member. */
+#define OF_TASK(task, type, member) ((type *)((char *)(task) - offsetof(type, member)))
 
 struct worker;
 
-/* Under `lock`, which is the caller's and guards his errands, too. */
+/* Guarded by `lock`, which belongs to the caller and guards the caller's tasks, too. */
 struct pool {
 	pthread_mutex_t *lock;
-	/* Whether the first one may be begun; NULL: it may. */
-	bool (*may)(const struct errand *first);
-	/* What each thread does first, if anything. */
+	/* Whether the first task may begin; NULL: it always may. */
+	bool (*may)(const struct task *first);
+	/* What each thread calls first; may be NULL. */
 	void (*begin)(void);
-	unsigned most; /* threads, but for those that are stuck */
+	unsigned most; /* threads, not counting stuck ones */
 	unsigned most_stuck;
-	struct errand *first, *last; /* that no thread has begun */
+	struct task *first, *last; /* the queue */
 	struct worker *idle, *working;
 	unsigned threads, busy, stuck;
 };
 
-/* Whether there is any that no thread has begun. Also without the lock. */
+/* Whether tasks are queued. Needs no lock. */
 bool pool_any(const struct pool *pool);
 
-/* Have it done, behind all others. False where nobody will come: then it is not queued. */
-bool pool_queue(struct pool *pool, struct errand *errand);
+/* Queue a task behind all others. False if no thread can be had: then it is not queued. */
+bool pool_queue(struct pool *pool, struct task *task);
 
-/* The same, but that somebody comes is up to pool_wake and pool_expire. */
-void pool_add(struct pool *pool, struct errand *errand);
+/* Queue it without waking a thread: pool_wake and pool_expire do that. */
+void pool_add(struct pool *pool, struct task *task);
 
-/* No thread has begun it: it is not to be done. */
-void pool_withdraw(struct pool *pool, struct errand *errand);
+/* Take a queued task out of the queue. */
+void pool_withdraw(struct pool *pool, struct task *task);
 
-/* Have a thread come and look, if one may begin; false where none will. */
+/* Wake or start a thread if the first task may begin; false if no thread can be had. */
 bool pool_wake(struct pool *pool);
 
-/* Threads that have been at an errand since before then are stuck: others do what they would have done
- * next. */
+/* Mark threads as stuck whose task began before then. Other threads do what they would have done next. */
 void pool_expire(struct pool *pool, uint64_t before_ns);
 
 #endif

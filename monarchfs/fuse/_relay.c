@@ -72,7 +72,7 @@ static bool free_opens, opens_here = true;
 
 /* A read that was put off. */
 struct read {
-	struct errand errand;
+	struct task task;
 	uint64_t started_ns;
 	size_t length;
 	char bytes[];
@@ -90,7 +90,7 @@ static unsigned waiting, resting;
 
 /* Whether the read is answered: all of it, but at the end of the file. (A short answer would cut
  * the file off for its reader.) */
-static bool answer_read(const struct fuse_in_header *in, struct lane *lane, uint64_t started_ns)
+static bool answer_read(const struct fuse_in_header *in, struct scratch *scratch, uint64_t started_ns)
 {
 	const struct fuse_read_in *arg = (const void *)(in + 1);
 	struct reading reading;
@@ -104,7 +104,7 @@ static bool answer_read(const struct fuse_in_header *in, struct lane *lane, uint
 		.offset = reading.start + arg->offset,
 		.size = reply_size(arg, reading.size),
 	};
-	bool answered = reply_from(lane, &reply);
+	bool answered = reply_from(scratch, &reply);
 	resident_leave(&reading);
 	return answered;
 }
@@ -206,17 +206,17 @@ static bool answer_getxattr(const struct fuse_in_header *in, size_t body)
 	return error && (reply_with(in->unique, -error, NULL, 0), true);
 }
 
-/* Whether it is answered, or will be. `lane`: NULL: what would have to wait is not. `again`: an earlier
+/* Whether it is answered, or will be. `scratch`: NULL: what would have to wait is not. `again`: an earlier
  * worker has had it. */
-static bool answer_any(const struct fuse_in_header *in, size_t length, struct lane *lane,
+static bool answer_any(const struct fuse_in_header *in, size_t length, struct scratch *scratch,
 		       bool again, uint64_t started_ns)
 {
 	size_t body = length - sizeof(*in);
 	switch (in->opcode) {
 	case FUSE_READ:
-		return lane && body >= sizeof(struct fuse_read_in) &&
-		       (answer_read(in, lane, started_ns) ||
-			nonresident_took(in, length, lane, started_ns) ||
+		return scratch && body >= sizeof(struct fuse_read_in) &&
+		       (answer_read(in, scratch, started_ns) ||
+			nonresident_took(in, length, scratch, started_ns) ||
 			misses_took(in, length, false, started_ns));
 	case FUSE_OPEN:
 		return body >= sizeof(struct fuse_open_in) && answer_open(in, again, started_ns);
@@ -360,15 +360,15 @@ long relay_next(void *buffer, int *ended_by, enum relay_past *past)
 
 /* -- reads for more threads */
 
-/* As errand.run. */
-static void take_read(struct errand *errand, struct lane *lane)
+/* As task.run. */
+static void take_read(struct task *task, struct scratch *scratch)
 {
-	struct read *read = OF_ERRAND(errand, struct read, errand);
+	struct read *read = OF_TASK(task, struct read, task);
 	const struct fuse_in_header *in = (const void *)read->bytes;
 	pthread_mutex_unlock(&reads_lock);
-	if (answer_read(in, lane, read->started_ns))
+	if (answer_read(in, scratch, read->started_ns))
 		journal_done(in->unique);
-	else if (!nonresident_took(in, read->length, lane, read->started_ns) &&
+	else if (!nonresident_took(in, read->length, scratch, read->started_ns) &&
 		 !misses_took(in, read->length, false, read->started_ns))
 		put(read->bytes, read->length);
 	free(read);
@@ -379,26 +379,26 @@ static void put_off(const char *bytes, size_t length, uint64_t started_ns)
 {
 	struct read *read = new_for(sizeof(*read), length);
 	*read = (struct read){
-		.errand = {.run = take_read}, .started_ns = started_ns, .length = length};
+		.task = {.run = take_read}, .started_ns = started_ns, .length = length};
 	memcpy(read->bytes, bytes, length);
 	journal_keep(bytes, length);
 	pthread_mutex_lock(&reads_lock);
-	pool_add(&readers, &read->errand);
+	pool_add(&readers, &read->task);
 	pthread_mutex_unlock(&reads_lock);
 }
 
 /* To be called after each time that `reading` was made less: what was put off goes on, as far as there
  * may be more at reads. Who puts one off stores it before it looks at `reading`, who is done with one
  * looks for it after that became less: so one of them sees the other. */
-static void read_on(struct lane *lane)
+static void read_on(struct scratch *scratch)
 {
 	while (pool_any(&readers)) {
 		bool may = __atomic_add_fetch(&reading, 1, __ATOMIC_SEQ_CST) <= most_reading;
 		pthread_mutex_lock(&reads_lock);
-		struct errand *first = may ? readers.first : NULL;
+		struct task *first = may ? readers.first : NULL;
 		if (first) {
 			pool_withdraw(&readers, first);
-			first->run(first, lane);
+			first->run(first, scratch);
 		}
 		pthread_mutex_unlock(&reads_lock);
 		if (__atomic_sub_fetch(&reading, 1, __ATOMIC_SEQ_CST) >= most_reading)
@@ -411,22 +411,22 @@ static void give_threads_to_reads(void)
 {
 	pthread_mutex_lock(&reads_lock);
 	uint64_t stalled_ns = monotonic_ns() - STALLED_NS;
-	for (struct errand *errand = readers.first;
-	     errand && OF_ERRAND(errand, struct read, errand)->started_ns < stalled_ns &&
+	for (struct task *task = readers.first;
+	     task && OF_TASK(task, struct read, task)->started_ns < stalled_ns &&
 	     pool_wake(&readers);)
-		errand = errand->next;
+		task = task->next;
 	pthread_mutex_unlock(&reads_lock);
 }
 
-static void read_or_put(const char *request, size_t length, struct lane *lane, uint64_t started_ns)
+static void read_or_put(const char *request, size_t length, struct scratch *scratch, uint64_t started_ns)
 {
 	const struct fuse_in_header *in = (const void *)request;
 	if (__atomic_add_fetch(&reading, 1, __ATOMIC_SEQ_CST) > most_reading)
 		put_off(request, length, started_ns);
-	else if (!answer_any(in, length, lane, false, started_ns))
+	else if (!answer_any(in, length, scratch, false, started_ns))
 		put(request, length);
 	__atomic_sub_fetch(&reading, 1, __ATOMIC_SEQ_CST);
-	read_on(lane);
+	read_on(scratch);
 }
 
 void relay_again(void)
@@ -479,7 +479,7 @@ static void *serve(void *number)
 	if (!kept)
 		request = buffer;
 	memset(request, 0, most < TOUCHED_BYTES ? most : TOUCHED_BYTES);
-	struct lane lane = {.buffer = buffer + REQUEST_BYTES, .pipe = {-1, -1}};
+	struct scratch scratch = {.buffer = buffer + REQUEST_BYTES, .pipe = {-1, -1}};
 	bool waits = false;
 	for (;;) {
 		table_busy(thread, 0);
@@ -517,7 +517,7 @@ static void *serve(void *number)
 				end_waiting(false);
 				waits = false;
 				if (reads)
-					read_or_put(request, (size_t)got, &lane, started_ns);
+					read_or_put(request, (size_t)got, &scratch, started_ns);
 				else
 					put(request, (size_t)got);
 			}
@@ -527,7 +527,7 @@ static void *serve(void *number)
 	}
 	table_busy(thread, 0);
 	end_waiting(true);
-	reply_end(&lane);
+	reply_end(&scratch);
 	munmap(buffer, REQUEST_BYTES + MOST_READ_BYTES);
 	return NULL;
 }

@@ -35,35 +35,35 @@ size_t reply_size(const struct fuse_read_in *arg, uint64_t file_size)
 	return rest < arg->size ? (size_t)rest : arg->size;
 }
 
-static void close_pipe(struct lane *lane)
+static void close_pipe(struct scratch *scratch)
 {
 	for (int end = 0; end < 2; end++) {
-		if (lane->pipe[end] >= 0)
-			close(lane->pipe[end]);
-		lane->pipe[end] = -1;
+		if (scratch->pipe[end] >= 0)
+			close(scratch->pipe[end]);
+		scratch->pipe[end] = -1;
 	}
 }
 
-void reply_end(struct lane *lane)
+void reply_end(struct scratch *scratch)
 {
-	close_pipe(lane);
+	close_pipe(scratch);
 }
 
 /* Whether there is an empty pipe for so many pages and a header. */
-static bool has_pipe(struct lane *lane, size_t pages)
+static bool has_pipe(struct scratch *scratch, size_t pages)
 {
-	if (lane->pipe[0] < 0 && !lane->pages) {
-		if (pipe2(lane->pipe, O_CLOEXEC | O_NONBLOCK) < 0) {
-			lane->pipe[0] = lane->pipe[1] = -1;
-			lane->pages = 1; /* not tried again: descriptors are short */
+	if (scratch->pipe[0] < 0 && !scratch->pages) {
+		if (pipe2(scratch->pipe, O_CLOEXEC | O_NONBLOCK) < 0) {
+			scratch->pipe[0] = scratch->pipe[1] = -1;
+			scratch->pages = 1; /* not tried again: descriptors are short */
 			return false;
 		}
-		int bytes = fcntl(lane->pipe[0], F_SETPIPE_SZ, PIPE_BYTES);
+		int bytes = fcntl(scratch->pipe[0], F_SETPIPE_SZ, PIPE_BYTES);
 		if (bytes < 0) /* the user has too many: a small one is left */
-			bytes = fcntl(lane->pipe[0], F_GETPIPE_SZ);
-		lane->pages = bytes > 0 ? (unsigned)bytes / PAGE_BYTES : 1;
+			bytes = fcntl(scratch->pipe[0], F_GETPIPE_SZ);
+		scratch->pages = bytes > 0 ? (unsigned)bytes / PAGE_BYTES : 1;
 	}
-	return lane->pipe[0] >= 0 && pages < lane->pages;
+	return scratch->pipe[0] >= 0 && pages < scratch->pages;
 }
 
 /* Whether the kernel took it; `parts` begins with room for the header. */
@@ -127,22 +127,22 @@ static bool read_all(int fd, char *to, size_t size, uint64_t offset)
 	return true;
 }
 
-static enum answered through_buffer(struct lane *lane, const struct read_reply *of)
+static enum answered through_buffer(struct scratch *scratch, const struct read_reply *of)
 {
-	if (!read_all(of->fd, lane->buffer, of->size, of->offset) || (of->good && !of->good(of->arg)))
+	if (!read_all(of->fd, scratch->buffer, of->size, of->offset) || (of->good && !of->good(of->arg)))
 		return NOT_READ;
-	return reply_with(of->unique, 0, lane->buffer, of->size) ? ANSWERED : NOBODY_WAITS;
+	return reply_with(of->unique, 0, scratch->buffer, of->size) ? ANSWERED : NOBODY_WAITS;
 }
 
-static bool fill_pipe(struct lane *lane, const struct read_reply *of)
+static bool fill_pipe(struct scratch *scratch, const struct read_reply *of)
 {
 	const struct fuse_out_header out = {.len = (uint32_t)(sizeof(out) + of->size),
 					    .unique = of->unique};
 	off_t offset = (off_t)of->offset;
-	if (write(lane->pipe[1], &out, sizeof(out)) != (ssize_t)sizeof(out))
+	if (write(scratch->pipe[1], &out, sizeof(out)) != (ssize_t)sizeof(out))
 		return false;
 	for (size_t size = of->size; size;) {
-		ssize_t got = splice(of->fd, &offset, lane->pipe[1], NULL, size, 0);
+		ssize_t got = splice(of->fd, &offset, scratch->pipe[1], NULL, size, 0);
 		if (got <= 0) {
 			if (got < 0 && errno == EINTR)
 				continue;
@@ -154,24 +154,24 @@ static bool fill_pipe(struct lane *lane, const struct read_reply *of)
 	return true;
 }
 
-static enum answered through_pipe(struct lane *lane, const struct read_reply *of)
+static enum answered through_pipe(struct scratch *scratch, const struct read_reply *of)
 {
 	size_t length = sizeof(struct fuse_out_header) + of->size;
-	bool filled = fill_pipe(lane, of);
+	bool filled = fill_pipe(scratch, of);
 	if (!filled && errno == EINVAL) { /* a file system without splice(2) */
-		close_pipe(lane);
-		lane->pages = 1;
-		return through_buffer(lane, of);
+		close_pipe(scratch);
+		scratch->pages = 1;
+		return through_buffer(scratch, of);
 	}
 	ssize_t sent = -1;
-	while (filled && (sent = splice(lane->pipe[0], NULL, fuse_fd, NULL, length, 0)) < 0 &&
+	while (filled && (sent = splice(scratch->pipe[0], NULL, fuse_fd, NULL, length, 0)) < 0 &&
 	       errno == EINTR)
 		;
 	int error = errno;
 	if (sent != (ssize_t)length) {
 		/* What is left in it must not come before the next answer. */
-		close_pipe(lane);
-		lane->pages = 0;
+		close_pipe(scratch);
+		scratch->pages = 0;
 	}
 	if (!filled || (sent < 0 && (error == ENOMEM || error == EINVAL || error == EAGAIN)))
 		return NOT_READ; /* or not taken: the request still waits */
@@ -179,13 +179,13 @@ static enum answered through_pipe(struct lane *lane, const struct read_reply *of
 	return sent < 0 ? NOBODY_WAITS : ANSWERED;
 }
 
-bool reply_from(struct lane *lane, const struct read_reply *of)
+bool reply_from(struct scratch *scratch, const struct read_reply *of)
 {
 	if (of->size > MOST_READ_BYTES)
 		return false;
 	size_t pages = (of->offset % PAGE_BYTES + of->size + PAGE_BYTES - 1) / PAGE_BYTES;
-	bool piped = !of->good && of->size >= SPLICED_FROM_BYTES && has_pipe(lane, pages);
-	enum answered done = piped ? through_pipe(lane, of) : through_buffer(lane, of);
+	bool piped = !of->good && of->size >= SPLICED_FROM_BYTES && has_pipe(scratch, pages);
+	enum answered done = piped ? through_pipe(scratch, of) : through_buffer(scratch, of);
 	if (done == ANSWERED)
 		count_read(of->counted, of->size, of->started_ns);
 	return done != NOT_READ;

@@ -14,11 +14,11 @@
 /* The largest read that the kernel asks for: FUSE_MAX_MAX_PAGES (fs/fuse/fuse_i.h). */
 #define MOST_READ_BYTES (256 * 4096)
 
-/* One thread's means. */
-struct lane {
+/* A thread's own buffer and pipe, reused for each reply. */
+struct scratch {
 	char *buffer; /* of MOST_READ_BYTES */
-	int pipe[2]; /* -1: none (yet) */
-	unsigned pages; /* that fit into it */
+	int pipe[2]; /* -1: not made (yet) */
+	unsigned pages; /* that fit into the pipe */
 };
 
 /* What a READ is answered with: the bytes of a file. */
@@ -51,8 +51,8 @@ bool reply_bytes(uint64_t unique, struct iovec *parts, int count, enum duration 
 
 /* Answer a READ with exactly these bytes of a file. Waits for the disk. False, and nothing is said, where
  * the file does not give all of them, or they are not good. */
-bool reply_from(struct lane *lane, const struct read_reply *of);
+bool reply_from(struct scratch *scratch, const struct read_reply *of);
 
-void reply_end(struct lane *lane);
+void reply_end(struct scratch *scratch);
 
 #endif

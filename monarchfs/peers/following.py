@@ -39,7 +39,7 @@ class Following:
 
     Constant: ``nodes``, in the order of their numbers; ``own``, this one's number. Changing:
     ``errors``, why a peer does not answer, by number; ``answered``, by number, set once all of a
-    peer's catalogue is known.
+    peer's catalogue is known; ``heard``, when a peer last answered (trio.current_time()).
     """
 
     def __init__(self, nodes: Sequence[PeerNode], own: int, secret: str) -> None:
@@ -47,6 +47,7 @@ class Following:
         self.own = own
         self.errors: dict[int, str] = {}
         self.answered = [trio.Event() for _ in nodes]
+        self.heard: dict[int, float] = {}
         self._secret = secret
         self._threads = trio.CapacityLimiter(THREADS)
         self._least = len(nodes) / PEERS_A_SECOND
@@ -113,6 +114,7 @@ class Following:
         if status != 200:
             raise PeerError(f"status {status}")
         page = decode(data)
+        self.heard[number] = trio.current_time()
         void, again = follower.take(page)
         if void:
             _replicas.remove_all(number)

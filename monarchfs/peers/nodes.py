@@ -5,8 +5,9 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 from monarchfs.types import UsageError
 
@@ -58,7 +59,45 @@ def parse_nodes(texts: Iterable[str], default_port: int) -> list[PeerNode]:
 
     Raises UsageError if a name comes twice or there are too many.
     """
-    nodes = sorted((parse_node(text, default_port) for text in texts), key=lambda node: node.name)
+    return _in_order(parse_node(text, default_port) for text in texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The nodes in the order of their names, which of them this one is, and the mount's secret."""
+
+    nodes: tuple[PeerNode, ...]
+    own: int
+    secret: str
+
+    def changed(self, add: Iterable[str], remove: Iterable[str], default_port: int) -> Peers:
+        """With another list, this node in it.
+
+        Raises UsageError for nodes that there are already, or that there are not.
+        """
+        here = self.nodes[self.own]
+        gone = {parse_node(text, default_port).name for text in remove}
+        if unknown := gone - {node.name for node in self.nodes}:
+            raise UsageError(f"{min(unknown)!r} is not in the list of peers")
+        if here.name in gone:
+            raise UsageError(f"{here.name!r} is this node: unmount it instead")
+        kept = [node for node in self.nodes if node.name not in gone]
+        nodes = _in_order([*kept, *(parse_node(text, default_port) for text in add)])
+        return replace(self, nodes=tuple(nodes), own=nodes.index(here))
+
+    def to_message(self) -> dict[str, Any]:
+        """For the worker."""
+        return {"nodes": list(map(astuple, self.nodes)), "own": self.own, "secret": self.secret}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Peers:
+        """What ``to_message`` gave, from JSON."""
+        nodes = tuple(PeerNode(*fields) for fields in message["nodes"])
+        return cls(nodes, message["own"], message["secret"])
+
+
+def _in_order(given: Iterable[PeerNode]) -> list[PeerNode]:
+    nodes = sorted(given, key=lambda node: node.name)
     for before, after in itertools.pairwise(nodes):
         if before.name == after.name:
             raise UsageError(f"{after.name!r} is twice in the list of peers")

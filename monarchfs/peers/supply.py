@@ -60,7 +60,7 @@ def _is_path(path: bytes) -> bool:
     return all(part not in (b"", b".", b"..") for part in path.split(b"/")) and b"\0" not in path
 
 
-class NodeFinder(Protocol):
+class NameLookup(Protocol):
     """What is asked of the mount's names: nodes, known or asked of the source."""
 
     async def find(self, parent: int, name: bytes, lane: Lane) -> Node | None: ...
@@ -86,7 +86,7 @@ class Supply:
 
     def __init__(
         self,
-        names: NodeFinder,
+        names: NameLookup,
         directory_path: Callable[[int], bytes | None],
         copying: Copying,
         hurry: Callable[[Sequence[int]], None],

@@ -24,6 +24,7 @@ from monarchfs.config.model import PROTOCOL_VERSION
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.supervisor.channel import WorkerChannel, refuse_descriptors
 from monarchfs.supervisor.identity import popen_as
+from monarchfs.supervisor.peer_server import PeerServer
 from monarchfs.supervisor.stacks import stat_fields
 from monarchfs.supervisor.storage import WORKER_LOG, open_log
 from monarchfs.supervisor.vital_signs import Activity
@@ -191,8 +192,8 @@ class WorkerProcess:
 class WorkerLauncher:
     """Starts the workers of one mount. ``output`` is where they write standard error, None for the
     log in the state directory. ``source_root``: inode and device number of the source, which may
-    hang now. ``passes``: the kernel may read replicas itself. ``peers``: whom the mount shares with
-    (``peering.Peers``)."""
+    hang now. ``passes``: the kernel may read replicas itself. ``peer_server`` knows whom the mount
+    shares with."""
 
     config: Config
     command: Sequence[str]
@@ -202,7 +203,7 @@ class WorkerLauncher:
     output: int | None
     source_root: tuple[int, int]
     passes: bool
-    peers: Mapping[str, Any] | None = None
+    peer_server: PeerServer | None = None
 
     def start(self, *, restarts: int, safe: bool = False, waits: bool = False) -> WorkerProcess:
         """Starts a worker, after ``restarts`` others; raises OperationError if its program cannot
@@ -232,7 +233,7 @@ class WorkerLauncher:
             "mount_ns": self.mount_ns,
             "source_root": self.source_root,
             "passes": self.passes,
-            "peers": self.peers,
+            "peers": self.peer_server and self.peer_server.peers.to_message(),
             **how,
         }
         memory = os.memfd_create("monarchfs-bootstrap")

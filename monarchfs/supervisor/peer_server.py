@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from monarchfs.peers import web_server
+from monarchfs.peers.nodes import Peers
 from monarchfs.peers.web_server import WebServerOptions
 from monarchfs.system.parent_death import die_with_parent
 
@@ -28,7 +29,8 @@ class PeerServer:
     """One nginx.
 
     Constant: its program and options, whose process it is, and the socket of the workers. Changing:
-    the process, when it was started, when the next one may be, and the pause before that one.
+    ``peers``, whom it serves; the process, when it was started, when the next one may be, and the
+    pause before that one.
     """
 
     def __init__(
@@ -37,10 +39,12 @@ class PeerServer:
         options: WebServerOptions,
         identity: Mapping[str, Any],
         listener: socket.socket,
+        peers: Peers,
     ) -> None:
         """``identity``: arguments of ``subprocess.Popen``; ``listener``: where workers answer the
         server, closed in the end."""
         self.listener = listener
+        self.peers = peers
         self._program = program
         self._options = options
         self._identity = identity

@@ -6,13 +6,11 @@ import os
 import socket
 import stat
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from monarchfs.config import Config
 from monarchfs.peers import credentials
-from monarchfs.peers.nodes import PeerNode, parse_nodes
+from monarchfs.peers.nodes import PeerNode, Peers, parse_nodes
 from monarchfs.peers.web_server import WebServerOptions, configuration, find_nginx
 from monarchfs.supervisor.identity import acting_as, popen_as
 from monarchfs.supervisor.peer_server import PeerServer
@@ -21,20 +19,6 @@ from monarchfs.types import OperationError, UsageError
 
 _BACKLOG = 128
 RESOLVE_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Peers:
-    """The nodes in the order of their names, and which of them this one is."""
-
-    nodes: tuple[PeerNode, ...]
-    own: int
-    secret: str
-
-    def to_message(self) -> dict[str, Any]:
-        """For the worker."""
-        nodes = [[node.name, node.address, node.port, node.weight] for node in self.nodes]
-        return {"nodes": nodes, "own": self.own, "secret": self.secret}
 
 
 def find_peers(config: Config) -> Peers | None:
@@ -98,7 +82,7 @@ def open_peer_server(
         raise OperationError(f"cannot serve peers: {path}: {error}") from None
     program = find_nginx()
     assert program is not None  # find_peers has looked
-    server = PeerServer(program, options, popen_as(user), listener)
+    server = PeerServer(program, options, popen_as(user), listener, peers)
     undo.callback(server.close)
     return server
 

@@ -120,7 +120,7 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
         output=None if output is None else output.end,
         source_root=what.identity,
         passes=backing.stack_depth > 0,
-        peers=None if peers is None else peers.to_message(),
+        peer_server=peer_server,
     )
     serve = partial(serving_worker, launcher, request, backing, deadline)
     restarts = 0

@@ -25,7 +25,7 @@ from monarchfs.supervisor.output import WorkerOutput
 from monarchfs.supervisor.registration import ControlSocket
 from monarchfs.supervisor.reports import Reports, status_of
 from monarchfs.supervisor.startup import Mounted
-from monarchfs.types import MonarchError
+from monarchfs.types import MonarchError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _DEFAULT_UMOUNT_SECONDS = 30.0
 _DEFAULT_RESTART_SECONDS = 30.0
 _NO_WORKER = "the mount's worker does not answer: see monarchfs status"
 
-COMMANDS = ("status", "umount", "restart")
+COMMANDS = ("status", "umount", "restart", "change_peers")
 """What is answered here; the worker knows the others."""
 
 
@@ -180,6 +180,8 @@ class Supervisor:
                 seconds = float(request.get("timeout", _DEFAULT_RESTART_SECONDS))
                 log.info("asked to replace the worker of %s", self.config.mountpoint)
                 self.failover.replace(partial(self._reply_restart, connection), seconds)
+            case "change_peers":
+                self._change_peers(connection, request)
             case _ if self._hand_over(connection, request, now):
                 connection.close()
             case _:
@@ -203,6 +205,31 @@ class Supervisor:
         worker = {"pid": self.failover.worker.pid, "restarts": self.failover.restarts}
         line = messages.encode_result(worker) if error is None else messages.encode_error(error)
         reply(connection, line)
+
+    def _change_peers(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        """The next worker has the other list, and is started at once for that."""
+        server = self.mounted.peer_server
+        if server is None:
+            reply(connection, messages.encode_error("this mount has no peers: mount with --peers"))
+            return
+        before = server.peers
+        try:
+            add, remove = list(request.get("add") or ()), list(request.get("remove") or ())
+            server.peers = before.changed(add, remove, self.config.peer_port)
+        except (UsageError, TypeError) as error:
+            reply(connection, messages.encode_error(str(error)))
+            return
+
+        def then(error: str | None) -> None:
+            if error is not None:
+                server.peers = before
+            log.info("peers of %s: %s", self.config.mountpoint, error or "another list is in use")
+            names = [node.name for node in server.peers.nodes]
+            line = messages.encode_result({"nodes": names}) if error is None else None
+            reply(connection, line or messages.encode_error(f"the list is as before: {error}"))
+
+        seconds = float(request.get("timeout", _DEFAULT_RESTART_SECONDS))
+        self.failover.replace(then, seconds)
 
     # The end
 

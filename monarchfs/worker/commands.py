@@ -27,7 +27,7 @@ from monarchfs.types import MonarchError, Node, OperationError
 
 log = logging.getLogger(__name__)
 
-COMMANDS = ("refresh", "pin", "unpin", "evict", "warm", "why", "metrics")
+COMMANDS = ("refresh", "pin", "unpin", "evict", "warm", "why", "metrics", "peers")
 """All that the worker answers; docs/CONTROL.md says how."""
 
 BATCH = 128
@@ -67,6 +67,7 @@ class Commands:
         finder: Finder,
         why: Why,
         metrics: Callable[[], dict[str, Any]],
+        peers: Callable[[], dict[str, Any]],
     ) -> None:
         self._tree = tree
         self._cache = cache
@@ -75,6 +76,7 @@ class Commands:
         self._finder = finder
         self._why = why
         self._metrics = metrics
+        self._peers = peers
 
     def knows(self, command: object) -> bool:
         return command in COMMANDS
@@ -101,8 +103,11 @@ class Commands:
 
     async def _carry_out(self, request: dict[str, Any], so_far: dict[str, Any]) -> dict[str, Any]:
         """The result; ``so_far`` is kept up to date meanwhile. Raises OSError, MonarchError."""
-        if request["command"] == "metrics":
-            return self._metrics()
+        match request["command"]:
+            case "metrics":
+                return self._metrics()
+            case "peers":
+                return self._peers()
         paths = _paths(request)
         match request["command"]:
             case "refresh":

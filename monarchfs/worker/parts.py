@@ -45,7 +45,7 @@ from monarchfs.prefetch.warm import Warming
 from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.system.low_priority import run_sync_at
-from monarchfs.types import FreshnessMode
+from monarchfs.types import FreshnessMode, OperationError
 from monarchfs.worker.bootstrap import Bootstrap, SupervisorChannel
 from monarchfs.worker.commands import Commands
 from monarchfs.worker.opening import (
@@ -191,6 +191,7 @@ class Parts:
                 lambda: self.metrics.stale_answers,
             ),
             partial(_metrics, self),
+            partial(_peers, self),
         )
         self.scan = Scan(self.tree, self.copier.jobs, jitter_seconds=config.prefetch_jitter_seconds)
         self.load = Load(self.tree, bootstrap.mount_ns)
@@ -308,6 +309,12 @@ class Parts:
         if self.peering is not None:
             self.peering.count(self.metrics)
         self._kept.save()
+
+
+def _peers(parts: Parts) -> dict[str, Any]:
+    if parts.peering is None:
+        raise OperationError("this mount has no peers: mount with --peers")
+    return parts.peering.report()
 
 
 def _exporter(parts: Parts, descriptor: int | None) -> Exporter | None:

@@ -18,7 +18,7 @@ from monarchfs.peers import _replicas
 from monarchfs.peers.catalogue import Publisher
 from monarchfs.peers.following import Following
 from monarchfs.peers.holdings import IndexHoldings
-from monarchfs.peers.nodes import PeerNode
+from monarchfs.peers.nodes import Peers
 from monarchfs.peers.owners import Owners
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.service import Service
@@ -44,18 +44,19 @@ class Peering:
         message: dict[str, Any],
         descriptor: int,
     ) -> None:
-        """``tiers``: the index's numbers, in the order of the mount's tiers. ``message``: see
-        ``supervisor.peering.Peers``. Takes 0.1 s for 64 nodes."""
+        """``tiers``: the index's numbers, in the order of the mount's tiers. ``message``: of
+        ``peers.nodes.Peers``. Takes 0.1 s for 64 nodes."""
         os.set_inheritable(descriptor, False)
-        nodes = tuple(PeerNode(*fields) for fields in message["nodes"])
-        own = message["own"]
-        self.following = Following(nodes, own, message["secret"])
+        peers = Peers.from_message(message)
+        self.following = Following(peers.nodes, peers.own, peers.secret)
         self._listener = socket.socket(fileno=descriptor)
-        self._ownership = Ownership(nodes)
-        self._holdings = IndexHoldings(tree.index, tiers, self._ownership, nodes[own])
+        self._ownership = Ownership(peers.nodes)
+        self._holdings = IndexHoldings(tree.index, tiers, self._ownership, peers.nodes[peers.own])
         self._publisher = Publisher(self._holdings, secrets.randbits(63))
         self._index = index = tree.index
-        self._owners = Owners(self._ownership.table, own, index.dirref, self.following.answered)
+        self._owners = Owners(
+            self._ownership.table, peers.own, index.dirref, self.following.answered
+        )
         supply = Supply(
             tree.names,
             lambda ino: None if (ref := index.dirref(ino)) is None else ref.path,
@@ -114,20 +115,29 @@ class Peering:
         metrics.peer_wrong_files += wrong
         metrics.peer_failures += failed
 
+    def report(self) -> dict[str, Any]:
+        """This node, and all peers."""
+        here = self.following.nodes[self.following.own]
+        own = {"name": here.name, "address": here.address, "port": here.port}
+        return {**own, "peers": self.status()}
+
     def status(self) -> list[dict[str, Any]]:
-        """Each peer, for ``status``."""
+        """Each peer."""
+        now = trio.current_time()
         known = _replicas.known(len(self.following.nodes))
         rows = []
         for number, node in enumerate(self.following.nodes):
             if number == self.following.own:
                 continue
             files, read_bytes, wrong, failed, nanoseconds, avoided = _replicas.counts(number)
+            heard = self.following.heard.get(number)
             rows.append(
                 {
                     "name": node.name,
                     "address": node.address,
                     "port": node.port,
                     "answered": self.following.answered[number].is_set(),
+                    "answer_age_seconds": None if heard is None else round(now - heard, 3),
                     "has_files": known[number],
                     "read_files": files,
                     "read_bytes": read_bytes,

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from monarchfs.worker.peering import Peering
 
 
+MOST_PEERS = 128
+"""In a status, which has to stay small; ``monarchfs peers`` shows all."""
+
+
 class Observed(Protocol):
     """What a worker shows of itself: to ``status``, and to who collects metrics."""
 
@@ -136,7 +140,7 @@ def status(worker: Observed) -> dict[str, Any]:
             "moved": metrics.replicas_moved,
             "scrubbed_bytes": metrics.scrubbed_bytes,
         },
-        "peers": [] if worker.peering is None else worker.peering.status(),
+        "peers": _peers(worker.peering),
         "touch": {"completed": metrics.touches_completed, "failed": metrics.touches_failed},
         "index": {
             "frozen": worker.index.frozen,
@@ -155,3 +159,9 @@ def _left(fill: Fill) -> int:
     """What is still to be read of a file that is being copied."""
     chunks = fill.chunks
     return max(0, fill.size - chunks.present_count * chunks.chunk_bytes)
+
+
+def _peers(peering: Peering | None) -> list[dict[str, Any]]:
+    """Those first that do not answer."""
+    rows = [] if peering is None else peering.status()
+    return sorted(rows, key=lambda row: row["error"] is None and not row["avoided"])[:MOST_PEERS]

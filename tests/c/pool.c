@@ -1,5 +1,5 @@
-/* Threads of a pool, whose errands are queued and withdrawn by others while some of them hang, for a
- * sanitizer. Argument: how many errands each of those queues. */
+/* Threads of a pool, whose tasks are queued and withdrawn by others while some of them hang, for a
+ * sanitizer. Argument: how many tasks each of those queues. */
 #define _GNU_SOURCE
 #include "../../monarchfs/fuse/_pool.h"
 
@@ -14,7 +14,7 @@
 
 /* Under `lock`. */
 struct work {
-	struct errand errand;
+	struct task task;
 	bool hangs;
 	enum { QUEUED, BEGUN, DONE } state;
 };
@@ -23,15 +23,15 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct pool pool;
 static unsigned rounds, at_work, done, withdrawn, stuck, ended;
 
-static void run(struct errand *errand, struct lane *lane)
+static void run(struct task *task, struct scratch *scratch)
 {
-	struct work *work = OF_ERRAND(errand, struct work, errand);
-	CHECK(work->state == QUEUED && lane->buffer);
+	struct work *work = OF_TASK(task, struct work, task);
+	CHECK(work->state == QUEUED && scratch->buffer);
 	work->state = BEGUN;
 	CHECK(++at_work - pool.stuck <= MOST);
 	bool hangs = work->hangs;
 	pthread_mutex_unlock(&lock);
-	lane->buffer[0] = 1;
+	scratch->buffer[0] = 1;
 	if (hangs)
 		usleep(3000);
 	pthread_mutex_lock(&lock);
@@ -45,16 +45,16 @@ static void *be_queuer(void *number)
 {
 	unsigned seed = (unsigned)(uintptr_t)number;
 	for (unsigned round = 0; round < rounds; round++) {
-		struct work work = {.errand = {.run = run}, .hangs = rand_r(&seed) % 16 == 0};
+		struct work work = {.task = {.run = run}, .hangs = rand_r(&seed) % 16 == 0};
 		pthread_mutex_lock(&lock);
-		CHECK(pool_queue(&pool, &work.errand));
+		CHECK(pool_queue(&pool, &work.task));
 		if (round % 2 && work.state == QUEUED) {
 			pthread_mutex_unlock(&lock);
 			sched_yield();
 			pthread_mutex_lock(&lock);
 		}
 		if (round % 2 && work.state == QUEUED) {
-			pool_withdraw(&pool, &work.errand);
+			pool_withdraw(&pool, &work.task);
 			work.state = DONE;
 			withdrawn++;
 		}

@@ -117,7 +117,7 @@ static void check_answer(void)
 static void *be_reader(void *number)
 {
 	unsigned seed = 1 + (unsigned)(uintptr_t)number, given = 0;
-	struct lane lane = {.buffer = malloc(MOST_READ_BYTES), .pipe = {-1, -1}};
+	struct scratch scratch = {.buffer = malloc(MOST_READ_BYTES), .pipe = {-1, -1}};
 	while (given < answers) {
 		unsigned record = 1 + (unsigned)rand_r(&seed) % RECORDS;
 		struct reading read;
@@ -128,13 +128,13 @@ static void *be_reader(void *number)
 		CHECK(read.size == SIZE);
 		const struct read_reply reply = {.unique = record, .fd = read.fd,
 						 .offset = read.start + offset, .size = size};
-		CHECK(reply_from(&lane, &reply));
+		CHECK(reply_from(&scratch, &reply));
 		resident_leave(&read);
 		check_answer();
 		given++;
 	}
-	reply_end(&lane);
-	free(lane.buffer);
+	reply_end(&scratch);
+	free(scratch.buffer);
 	__atomic_sub_fetch(&reading, 1, __ATOMIC_RELAXED);
 	return NULL;
 }

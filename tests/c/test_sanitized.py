@@ -89,7 +89,7 @@ def test_misses_while_files_change(tmp_path: Path, tier: Path, sanitizers: str, 
 
 @SANITIZERS
 def test_threads_of_a_pool_while_some_hang(tmp_path: Path, sanitizers: str) -> None:
-    """Each errand is run once, or was withdrawn before; those that hang are not counted."""
+    """Each task is run once, or was withdrawn before; those that hang are not counted."""
     parts = ("fuse/_pool", "fuse/_reply", *MEMORY[:4])
     run(build(tmp_path, "pool", f"-fsanitize={sanitizers}", parts=parts), REQUESTS // 20)
 

@@ -16,12 +16,13 @@ import pytest
 from monarchfs.cli.doctor import conclusion, describe
 from monarchfs.config import Config, User
 from monarchfs.config.places import DefaultPlaces
-from monarchfs.doctor import connection, leftovers, source, speed, storage, system
+from monarchfs.doctor import connection, leftovers, peers, source, speed, storage, system
 from monarchfs.doctor.checks import Check, Severity, split_remedy
 from monarchfs.doctor.run import Subject, examine, summary
 from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.fuse.mountinfo import Mount
 from monarchfs.fuse.protocol import InitFlag
+from monarchfs.peers.nodes import PeerNode
 from monarchfs.supervisor.identity import in_first_user_namespace
 from monarchfs.supervisor.lock import Holder
 from monarchfs.system.memory import UNLIMITED, MemoryHeadroom
@@ -252,6 +253,26 @@ def test_who_shares_a_file_system(tmp_path: Path) -> None:
 def test_purges(fstype: str, options: str, touches: bool, expected: list[Severity]) -> None:
     found = source.judge_purge(fstype, options, touches=touches)
     assert [check.state for check in found] == expected
+
+
+def test_nginx_has_to_check_tokens() -> None:
+    build = "nginx version: nginx/1.22.1\nconfigure arguments: --with-http_secure_link_module\n"
+    good = peers.judge_nginx("/usr/sbin/nginx", build)
+    assert (good.state, good.numbers["version"]) == (OK, "1.22.1")
+    assert peers.judge_nginx("/usr/sbin/nginx", build.split("\n")[0]).state is PROBLEM
+
+
+def test_of_peers_that_do_not_answer_a_few_are_named() -> None:
+    nodes = [PeerNode(f"n{number}", f"10.0.0.{number}", 9466) for number in range(20)]
+    assert [check.state for check in peers.judge_peers({})] == [OK]
+    assert [check.state for check in peers.judge_peers(dict.fromkeys(nodes, ""))] == [OK]
+    said = {**dict.fromkeys(nodes, "timed out"), nodes[0]: "", nodes[1]: "status 403"}
+    summed, refused, *others = peers.judge_peers(said)
+    assert (summed.state, summed.detail) == (WARNING, "1 of 20 peers answer")
+    assert (summed.numbers["peers"], summed.numbers["answering"]) == (20, 1)
+    assert "same key" in refused.remedy
+    assert len(others) == peers.MOST_SHOWN - 1
+    assert others[0].detail == "n2 (10.0.0.2:9466): timed out"
 
 
 def test_rates_side_by_side() -> None:

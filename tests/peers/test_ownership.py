@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from random import Random
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.peers.nodes import PeerNode, parse_node, parse_nodes
+from monarchfs.peers.nodes import PeerNode, Peers, parse_node, parse_nodes
 from monarchfs.peers.ownership import BUCKETS, Ownership
 from monarchfs.types import UsageError
 
@@ -84,6 +85,29 @@ def test_what_is_no_node(text: str) -> None:
         return
     with pytest.raises(UsageError):
         parse_node(text, 9)
+
+
+def test_a_list_is_changed_around_this_node() -> None:
+    peers = Peers(tuple(parse_nodes(["a", "c", "d=10.0.0.4:70"], 9)), 1, "secret")
+    changed = peers.changed(["b", "e:71"], ["a", "d"], 9)
+    assert changed == Peers((*parse_nodes(["b", "c", "e:71"], 9),), 1, "secret")
+    assert peers.changed([], ["a"], 9).own == 0
+    assert Peers.from_message(json.loads(json.dumps(changed.to_message()))) == changed
+
+
+@pytest.mark.parametrize(
+    ("add", "remove", "words"),
+    [
+        (["a"], [], "'a' is twice"),
+        ([], ["x"], "'x' is not in the list"),
+        ([], ["c"], "'c' is this node"),
+        (["/"], [], "is no peer"),
+    ],
+)
+def test_what_changes_no_list(add: list[str], remove: list[str], words: str) -> None:
+    peers = Peers(tuple(parse_nodes(["a", "c"], 9)), 1, "secret")
+    with pytest.raises(UsageError, match=words):
+        peers.changed(add, remove, 9)
 
 
 def test_a_name_comes_once() -> None:

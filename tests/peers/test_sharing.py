@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -215,6 +216,104 @@ def test_a_worker_or_a_server_that_dies_is_followed_by_another(work: Bench, sour
     wait_for(lambda: peers(b)[0]["has_files"], "the catalogue")
     read_all(b, source)
     assert peers(b)[0]["read_files"]
+
+
+def test_the_list_is_changed_under_a_mount(work: Bench, source: Path) -> None:
+    nodes = Nodes(work, source, 3)
+    a, b, c = nodes.mounts.values()
+    nodes.until_they_know_each_other()
+    worker = a.status()["worker"]["pid"]
+    for mount in (a, b):
+        done = run("peers", str(mount.path), "remove", "c")
+        assert (done.returncode, done.stdout) == (0, "a\nb\n"), done.stderr
+    assert a.status()["worker"]["pid"] != worker
+    assert [peer["name"] for peer in peers(a)] == ["b"]
+    # A worker that follows has the same list.
+    worker = a.status()["worker"]["pid"]
+    os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: a.status()["worker"]["pid"] not in (None, worker), "another worker")
+    wait_for(lambda: [peer["name"] for peer in peers(a)] == ["b"], "its list")
+    for mount in (a, b):
+        c_again = nodes.list.split(",")[2]
+        done = run("peers", str(mount.path), "add", c_again, "--json")
+        assert json.loads(done.stdout) == {"nodes": ["a", "b", "c"]}, done.stderr
+    nodes.until_they_know_each_other()
+    read_all(a, source)
+    a.wait_idle()
+    wait_for(lambda: all(p["has_files"] or p["name"] == "b" for p in peers(c)), "the catalogue")
+    read_all(c, source)
+    shown = json.loads(run("peers", str(c.path), "--json").stdout)
+    assert (shown["name"], shown["address"], shown["port"]) == ("c", "127.0.0.4", nodes.ports[2])
+    assert shown["peer_server"]["pid"]
+    gave = {peer["name"]: peer for peer in shown["peers"]}
+    assert gave["a"]["read_files"] > 0
+    assert gave["a"]["answer_age_seconds"] < 60
+    lines = run("peers", str(c.path)).stdout.splitlines()
+    assert lines[0].startswith(f"this node: c=127.0.0.4:{nodes.ports[2]}; nginx is process ")
+    assert lines[1].split() == ["peer", "state", "has", "gave", "bytes", "a", "file", "fallbacks"]
+    assert [line.split("=")[0] for line in lines[2:]] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["add", "a"], 1, "'a' is twice in the list"),
+        (["remove", "x"], 1, "'x' is not in the list"),
+        (["remove", "a"], 1, "'a' is this node"),
+        (["add", "x;y"], 1, "'x;y' is no peer"),
+        (["add"], 2, "which nodes"),
+    ],
+)
+def test_a_list_that_cannot_be_changed_stays(
+    work: Bench, source: Path, words: list[str], code: int, said: str
+) -> None:
+    nodes = Nodes(work, source, 1)
+    mount = nodes.mounts["a"]
+    worker = mount.status()["worker"]["pid"]
+    done = run("peers", str(mount.path), *words)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert mount.status()["worker"]["pid"] == worker
+
+
+def test_a_mount_of_its_own_has_no_peers(work: Bench, source: Path) -> None:
+    mount = work.mount(source)
+    for words in ([], ["add", "x"]):
+        done = run("peers", str(mount.path), *words)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "has no peers: mount with --peers" in done.stderr
+
+
+def test_the_doctor_asks_each_peer(work: Bench, source: Path) -> None:
+    nodes = Nodes(work, source, 2)
+    silent = free_port("127.0.0.4")
+    words = [
+        *("--quick", "--json", "--tier", f"{work.path}/x=1M", "--state-dir", f"{work.path}/y"),
+        *("--peers", f"{nodes.list},x=127.0.0.4:{silent}", "--peer-name", "a"),
+    ]
+
+    def ask(*more: str) -> dict[str, list[dict[str, Any]]]:
+        found: dict[str, list[dict[str, Any]]] = {}
+        for check in json.loads(run("doctor", *words, *more).stdout)["checks"]:
+            found.setdefault(check["name"], []).append(check)
+        return found
+
+    # It is one of them for the other node, by the key and the source.
+    found = ask(str(source), "--peer-key", str(nodes.key))
+    assert found["nginx"][0]["state"] == "ok"
+    assert "no other node reaches it" in found["peers"][0]["detail"]
+    assert found["peers"][1]["detail"] == "1 of 2 peers answer"
+    assert [(one["peer"], one["detail"].split(": ")[1]) for one in found["peer"]] == [
+        ("x", "Connection refused")
+    ]
+    assert ask("--peer-key", str(nodes.key))["peers"][1]["answering"] == 1
+    other = work.path / "other"
+    other.write_bytes(os.urandom(64))
+    other.chmod(0o400)
+    refused = ask(str(source), "--peer-key", str(other))["peer"]
+    assert "same key, user, groups and source" in refused[0]["remedy"]
+    assert ask()["peers"][0]["state"] == "problem"
 
 
 def test_a_version_that_the_source_has_no_more_is_not_taken(work: Bench, source: Path) -> None:

@@ -68,6 +68,12 @@ def test_peers_are_lines_of_their_own() -> None:
     ]
 
 
+def test_of_many_peers_a_few_are_shown() -> None:
+    lines = format_report({"peers": [{"name": f"n{n}"} for n in range(9)]}).splitlines()[2:]
+    assert len(lines) == 9
+    assert lines[-1].strip() == "and others: see monarchfs peers"
+
+
 def test_a_report_may_lack_anything() -> None:
     assert format_report({}).splitlines() == ["? on ?", "  state     "]
 

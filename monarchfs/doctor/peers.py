@@ -1,0 +1,138 @@
+"""Sharing with peers: nginx, the list and the key, and whether each peer answers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from http.client import HTTPConnection, HTTPException
+from ipaddress import ip_address
+
+from monarchfs.config import Config
+from monarchfs.doctor.checks import Check, Severity, Value, from_error
+from monarchfs.fuse.mount import SYSTEM_PATH
+from monarchfs.peers import credentials
+from monarchfs.peers.nodes import PeerNode, Peers
+from monarchfs.peers.web_server import find_nginx
+from monarchfs.supervisor.peering import address_of, find_peers
+from monarchfs.types import MonarchError
+
+PEERS_SECONDS = 15.0
+MOST_SHOWN = 8
+SECURE_LINK = "http_secure_link_module"
+_VERSION_SECONDS = 3.0
+_RESOLVE_SECONDS = 3.0
+_ANSWER_SECONDS = 2.0
+_ALL_SECONDS = 6.0
+_THREADS = 32
+
+
+def peers(config: Config) -> list[Check]:
+    """For a child process, because names may not be resolved in time."""
+    return list(_checks(config))
+
+
+def _checks(config: Config) -> Iterator[Check]:
+    program = find_nginx()
+    if program is None:
+        remedy = "apt-get install nginx-light"
+        yield Check("nginx", Severity.PROBLEM, "nginx, which peers need, is not installed", remedy)
+        return
+    yield judge_nginx(program, _build_of(program))
+    try:
+        # As the mount names it, whose secret has the name in it.
+        source = os.path.realpath(config.source) if config.source else ""
+        found = find_peers(replace(config, source=source))
+        assert found is not None  # there is a list, or this is not asked
+        own = found.nodes[found.own]
+        address = address_of(own, _RESOLVE_SECONDS)
+    except MonarchError as error:
+        yield from_error("peers", error)
+        return
+    if ip_address(address).is_loopback and len(found.nodes) > 1:
+        detail = f"{own.name}, this node, is {address} here, where no other node reaches it"
+        yield Check("peers", Severity.WARNING, detail, "correct /etc/hosts, or give NAME=ADDRESS")
+    yield from judge_peers(ask_all(found, address, authorised=bool(config.source)))
+
+
+def _build_of(program: str) -> str:
+    """What `nginx -V` says."""
+    done = subprocess.run(
+        [program, "-V"],
+        capture_output=True,
+        text=True,
+        timeout=_VERSION_SECONDS,
+        env={"PATH": SYSTEM_PATH},
+        check=False,
+    )
+    return done.stderr
+
+
+def judge_nginx(program: str, build: str) -> Check:
+    """Whether it can check tokens."""
+    version = build.partition("nginx/")[2].split("\n")[0].split(" ")[0]
+    numbers: dict[str, Value] = {"path": program, "version": version}
+    if SECURE_LINK not in build:
+        detail = f"{program} {version} was built without {SECURE_LINK}: peers get nothing"
+        return Check("nginx", Severity.PROBLEM, detail, "apt-get install nginx-light", numbers)
+    return Check("nginx", Severity.OK, f"{program} {version}", "", numbers)
+
+
+def ask_all(peers: Peers, own_address: str, *, authorised: bool) -> dict[PeerNode, str]:
+    """Why each of the other nodes does not answer, "" for those that do. ``authorised``: the secret
+    is that of the source, so they have to answer a request that is signed with it."""
+    token = credentials.token(own_address, peers.secret, time.time())
+    path = f"/ask/catalogue?after=&{token[1:]}" if authorised else "/"
+    pool = ThreadPoolExecutor(_THREADS)
+    asked = {
+        pool.submit(ask, node, own_address, path): node
+        for node in peers.nodes
+        if node != peers.nodes[peers.own]
+    }
+    done, _late = wait(asked, _ALL_SECONDS)
+    pool.shutdown(wait=False, cancel_futures=True)
+    said = {node: _said(one) if one in done else "no answer" for one, node in asked.items()}
+    if not authorised:
+        # Who has no token is refused: so there is somebody.
+        said = {node: "" if why == "status 403" else why for node, why in said.items()}
+    return said
+
+
+def _said(one: Future[str]) -> str:
+    try:
+        return one.result()
+    except (OSError, HTTPException) as error:
+        return (isinstance(error, OSError) and error.strerror) or str(error) or repr(error)
+
+
+def ask(node: PeerNode, own_address: str, path: str) -> str:
+    """Why it does not answer as a peer does; "" if it does. Raises OSError, HTTPException."""
+    connection = HTTPConnection(
+        *(node.address, node.port), timeout=_ANSWER_SECONDS, source_address=(own_address, 0)
+    )
+    try:
+        connection.request("GET", path)
+        status = connection.getresponse().status
+    finally:
+        connection.close()
+    return "" if status == 200 else f"status {status}"
+
+
+def judge_peers(said: dict[PeerNode, str]) -> Iterator[Check]:
+    """One check for all, and one for each of the first few that do not answer."""
+    silent = {node: why for node, why in said.items() if why}
+    answering = len(said) - len(silent)
+    state = Severity.WARNING if silent else Severity.OK
+    detail = f"{answering} of {len(said)} peers answer" if said else "there are no others"
+    numbers: dict[str, Value] = {"peers": len(said), "answering": answering}
+    yield Check("peers", state, detail, "", numbers)
+    for node, why in list(silent.items())[:MOST_SHOWN]:
+        remedy = "mount there as well; check its firewall"
+        if why == "status 403":
+            remedy = "mount there with the same key, user, groups and source; compare the clocks"
+        where = f"{node.name} ({node.address}:{node.port}): {why}"
+        numbers = {"peer": node.name, "address": node.address, "port": node.port}
+        yield Check("peer", Severity.WARNING, where, remedy, numbers)
