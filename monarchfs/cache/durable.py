@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
+from monarchfs.placement.events import Action, Event, Resized
+from monarchfs.placement.placement import Placement
 from monarchfs.store.tier import Tier
 from monarchfs.system.threads import run_sync
 from monarchfs.types import IndexWriteError, Replica, TierFile
@@ -27,8 +29,17 @@ class Durability:
     that is being synced. Replicas on a tmpfs do not survive a reboot: they are only noted in the
     lists of segments."""
 
-    def __init__(self, index: Index, tiers: Tiers) -> None:
+    def __init__(
+        self,
+        index: Index,
+        tiers: Tiers,
+        placement: Placement,
+        handle: Callable[[Event], list[Action]],
+    ) -> None:
+        """``handle`` passes events to placement."""
         self._index = index
+        self._placement = placement
+        self._handle = handle
         self._tiers = tiers
         self._unsynced: dict[int, Group] = {tier_id: {} for tier_id in tiers.by_id}
         self._syncing: Group = {}
@@ -62,6 +73,18 @@ class Durability:
         except IndexWriteError as exc:
             log.warning("replicas are not durable: %s", exc)
 
+    def _resize(self, tier_id: int, allocated: Mapping[bytes, int]) -> None:
+        """Correct what replicas with a file each occupy: their extents are on the disk now."""
+        for ino, synced in self._syncing.items():
+            now = self._index.replica(ino)
+            if now is None or (now.tier, now.name) != (tier_id, synced.name) or now.segment:
+                continue
+            more = allocated.get(now.name, now.allocated_bytes) - now.allocated_bytes
+            if more and not self._placement.busy(ino, tier_id):
+                right = now._replace(allocated_bytes=now.allocated_bytes + more)
+                self._index.put_replica(ino, right)
+                self._handle(Resized(ino, tier_id, more))
+
     async def _measure(self, tier: Tier) -> None:
         """Look what the extents of its segments take, now that they are on the disk."""
         try:
@@ -78,8 +101,9 @@ class Durability:
                 await run_sync(tier.sync, abandon_on_cancel=True)
             # The tier notes it too, in case the index is lost.
             group = list(self._syncing.values())
-            await run_sync(_note, tier, group, abandon_on_cancel=True)
+            allocated = await run_sync(_note, tier, group, abandon_on_cancel=True)
             if not tier.memory_backed:
+                self._resize(tier_id, allocated)
                 self._index.mark_durable(self._syncing)
             self._syncing = {}
         except OSError as exc:
@@ -92,16 +116,18 @@ class Durability:
             self._syncing = {}
 
 
-def _note(tier: Tier, replicas: Sequence[Replica]) -> None:
-    """Note in the tier that their data are on the disk. For a thread."""
+def _note(tier: Tier, replicas: Sequence[Replica]) -> dict[bytes, int]:
+    """Note in the tier that their data are on the disk; what those with a file each occupy, in
+    bytes by name. For a thread."""
     by_segment: dict[int, list[TierFile]] = defaultdict(list)
     own = [(replica.name, replica.checksum) for replica in replicas if not replica.segment]
     for replica in replicas:
         if replica.segment:
             by_segment[replica.segment].append(file_of(replica))
-    tier.files.mark_synced(own)
+    allocated = tier.files.mark_synced(own)
     for segment, rows in by_segment.items():
         tier.segments.lists.append(segment, rows)
+    return allocated
 
 
 def file_of(replica: Replica) -> TierFile:

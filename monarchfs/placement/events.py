@@ -111,6 +111,16 @@ class Stored(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Resized(Event):
+    """A replica at rest, not ``busy``, occupies ``more_bytes`` more than was reported (negative:
+    fewer)."""
+
+    ino: int
+    tier: int
+    more_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Suspended(Event):
     """A partial copy is put to rest: it occupies ``allocated_bytes``, its reservation ends."""
 

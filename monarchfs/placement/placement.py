@@ -35,6 +35,7 @@ from monarchfs.placement.events import (
     Place,
     RefusalReason,
     Refuse,
+    Resized,
     Resumed,
     RoomWanted,
     Stored,
@@ -111,6 +112,8 @@ class Placement:
                 return self._grow(ino, size_bytes)
             case Stored(files):
                 self._copies.store(files)
+            case Resized(ino, tier, more_bytes):
+                self._resize(ino, tier, more_bytes)
             case Suspended(ino, allocated_bytes):
                 self._copies.store([(ino, allocated_bytes)])
             case Abandoned(ino):
@@ -142,6 +145,10 @@ class Placement:
             case TierBack(tier):
                 self._set_lost(tier, None)
         return []
+
+    def busy(self, ino: int, tier: int) -> bool:
+        """Whether the replica of ``ino`` in the tier is leaving, or moves."""
+        return self._traffic.busy(ino, tier)
 
     def ledger(self, tier: int) -> Ledger:
         """The tier's accounts: to be read."""
@@ -264,6 +271,13 @@ class Placement:
         self._copies.dropped(ino, tier)
         self._traffic.dropped(ino, tier)
         self._traffic.leave(ino, tier, allocated_bytes)
+
+    def _resize(self, ino: int, tier: int, more_bytes: int) -> None:
+        if self._traffic.busy(ino, tier):
+            raise ValueError(f"the replica of inode {ino} is leaving tier {tier}, or moves")
+        ledger = self.ledger(tier)
+        ledger.used_bytes += more_bytes
+        ledger.free_bytes -= more_bytes
 
     # Tiers.
 

@@ -160,12 +160,14 @@ class ReplicaFiles:
         """Bytes of the blocks a file occupies, including those not on the disk yet."""
         return os.fstat(fd).st_blocks * 512
 
-    def mark_synced(self, replicas: Iterable[tuple[bytes, int]]) -> None:
+    def mark_synced(self, replicas: Iterable[tuple[bytes, int]]) -> dict[bytes, int]:
         """Note in the modes of complete replicas (name, checksum) that their data are on the disk.
+        Returns the bytes that each occupies, by name: only now is it known what its extents take.
 
         Only of those that were complete before the last ``Tier.sync`` began and were not written
         again since. One that is not there any more is passed over.
         """
+        allocated: dict[bytes, int] = {}
         for name, total in replicas:
             try:
                 fd = self.open(name, total, None)
@@ -173,8 +175,10 @@ class ReplicaFiles:
                 continue
             try:
                 os.fchmod(fd, on_disk.SYNCED_MODE)
+                allocated[name] = os.fstat(fd).st_blocks * 512
             finally:
                 os.close(fd)
+        return allocated
 
     def verify(
         self, name: bytes, checksum: int, size: int, paced: Callable[[int], None] = unpaced

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -68,6 +69,22 @@ async def test_after_a_reboot_what_was_not_synced_is_gone(
         await mirror.idle()
         assert mirror.bytes_read("small") == 0
         await mirror.copied("large")
+        await mirror.settled()
+
+
+async def test_what_a_file_occupies_is_looked_at_once_it_is_on_the_disk(files: Area) -> None:
+    """Its extents may take blocks that the file system did not count before."""
+    async with files.mount() as mirror:
+        await mirror.copied("large")
+        used = mirror.cache.usage.report()[0]["used_bytes"]
+        (path,) = (path for path in complete(mirror) if path.stat().st_size == len(LARGE))
+        before = path.stat().st_blocks * 512
+        room = ("--keep-size", "--offset", str(4 * MIB), "--length", "8192")
+        subprocess.run(["fallocate", *room, str(path)], check=True)
+        more = path.stat().st_blocks * 512 - before
+        assert more >= 8192
+        await mirror.cache.sync()
+        assert mirror.cache.usage.report()[0]["used_bytes"] == used + more
         await mirror.settled()
 
 

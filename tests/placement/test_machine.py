@@ -28,6 +28,7 @@ from monarchfs.placement.events import (
     Place,
     RefusalReason,
     Refuse,
+    Resized,
     Resumed,
     RoomWanted,
     Stored,
@@ -362,6 +363,18 @@ class PlacementMachine(FakeBooks, RuleBasedStateMachine):
             tier, allocated = self.replicas.pop(ino)
             assert self.handle(Resumed(ino, tier, allocated, evicts)) == []
             self.copies[ino] = Copy(tier, 0, allocated, resumed=True, created=True)
+
+    @rule(pick=PICK, blocks=st.integers(-3, 3))
+    def grown(self, pick: int, blocks: int) -> None:
+        """What the file system says once the data are on the disk."""
+        ino = self.pick(self.replicas, pick)
+        if ino is None or self.placement.busy(ino, self.replicas[ino][0]):
+            return
+        tier, allocated = self.replicas[ino]
+        more = max(-allocated, blocks * BLOCK)
+        if more <= 0 or self.may_write(tier, more):
+            self.replicas[ino] = (tier, allocated + more)
+            assert self.handle(Resized(ino, tier, more)) == []
 
     @rule(pick=PICK)
     def dropped(self, pick: int) -> None:
