@@ -113,7 +113,7 @@ class Placement:
             case Stored(files):
                 self._copies.store(files)
             case Resized(ino, tier, more_bytes):
-                self._resize(ino, tier, more_bytes)
+                self._traffic.resize(ino, tier, more_bytes)
             case Suspended(ino, allocated_bytes):
                 self._copies.store([(ino, allocated_bytes)])
             case Abandoned(ino):
@@ -271,13 +271,6 @@ class Placement:
         self._copies.dropped(ino, tier)
         self._traffic.dropped(ino, tier)
         self._traffic.leave(ino, tier, allocated_bytes)
-
-    def _resize(self, ino: int, tier: int, more_bytes: int) -> None:
-        if self._traffic.busy(ino, tier):
-            raise ValueError(f"the replica of inode {ino} is leaving tier {tier}, or moves")
-        ledger = self.ledger(tier)
-        ledger.used_bytes += more_bytes
-        ledger.free_bytes -= more_bytes
 
     # Tiers.
 

@@ -58,6 +58,12 @@ class Traffic:
         """Whether a move from or to the tier is under way."""
         return any(tier in (move.tier, move.to) for move in self._moves.values())
 
+    def resize(self, ino: int, tier: int, more_bytes: int) -> None:
+        if self.busy(ino, tier):
+            raise ValueError(f"the replica of inode {ino} is leaving tier {tier}, or moves")
+        self._ledgers[tier].used_bytes += more_bytes
+        self._ledgers[tier].free_bytes -= more_bytes
+
     # Leaving.
 
     def evict(self, tier: int, victim: Victim) -> Evict:
