@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
+import trio
 
 from monarchfs.cache.tier_comparison import MissingFile
 from monarchfs.cache.tiers import Outage
@@ -80,7 +80,7 @@ async def test_what_a_file_occupies_is_looked_at_once_it_is_on_the_disk(files: A
         (path,) = (path for path in complete(mirror) if path.stat().st_size == len(LARGE))
         before = path.stat().st_blocks * 512
         room = ("--keep-size", "--offset", str(4 * MIB), "--length", "8192")
-        subprocess.run(["fallocate", *room, str(path)], check=True)
+        await trio.run_process(["fallocate", *room, str(path)])
         more = path.stat().st_blocks * 512 - before
         assert more >= 8192
         await mirror.cache.sync()
