@@ -76,15 +76,15 @@ async def test_what_a_file_occupies_is_looked_at_once_it_is_on_the_disk(files: A
     """Its extents may take blocks that the file system did not count before."""
     async with files.mount() as mirror:
         await mirror.copied("large")
-        used = mirror.cache.usage.report()[0]["used_bytes"]
         (path,) = (path for path in complete(mirror) if path.stat().st_size == len(LARGE))
         before = path.stat().st_blocks * 512
         room = ("--keep-size", "--offset", str(4 * MIB), "--length", "8192")
         await trio.run_process(["fallocate", *room, str(path)])
         more = path.stat().st_blocks * 512 - before
         assert more >= 8192
+        used = mirror.cache.placement.ledger(mirror.tier.id).used_bytes
         await mirror.cache.sync()
-        assert mirror.cache.usage.report()[0]["used_bytes"] == used + more
+        assert mirror.cache.placement.ledger(mirror.tier.id).used_bytes == used + more
         await mirror.settled()
 
 
