@@ -74,7 +74,7 @@ class Cache(Groups):
             if needed:
                 self._reconciliation.begin(tier)
         reopen()
-        self._tiers.look()
+        self._tiers.measure()
         for tier in self.tiers.values():
             self._segments.begin(tier)
             if tier.id not in self._reconciliation.running:
@@ -208,11 +208,11 @@ class Cache(Groups):
         """See to the tiers, for ever: their room, those out of service, what is to be removed."""
         while True:
             await trio.sleep(WATCH_SECONDS)
-            await self.look_after()
+            await self.maintain()
 
-    async def look_after(self) -> None:
+    async def maintain(self) -> None:
         """``watch``, once."""
-        self._tiers.look()
+        self._tiers.measure()
         for tier in await self._tiers.probe(self._in_thread):
             if tier.id not in self._reconciliation.running:
                 self._segments.replaced(tier)

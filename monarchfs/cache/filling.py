@@ -126,7 +126,7 @@ class Filling(Rooms):
     ) -> None:
         """The index says that they are resident: so do the books."""
         for reservation, replica in stored:
-            self._rests(reservation)
+            self._no_more_writes(reservation)
             self.reasons.forget(reservation.node)
             self._durability.stored(reservation.node.ino, replica)
         self._handle(
@@ -140,7 +140,7 @@ class Filling(Rooms):
             ]
         )
 
-    def rest(self, reservation: Reservation, chunk_bytes: int, present: bytes) -> None:
+    def suspend(self, reservation: Reservation, chunk_bytes: int, present: bytes) -> None:
         """Put an unfinished copy aside: what is there is recorded, for this mount and later ones.
 
         ``present`` has one byte a chunk, 1 where the chunk was written. Nobody may be using the
@@ -211,10 +211,10 @@ class Filling(Rooms):
             raise unrecorded(exc) from exc
 
     def _end(self, reservation: Reservation, event: Event) -> None:
-        self._rests(reservation)
+        self._no_more_writes(reservation)
         self._handle(event)
 
-    def _rests(self, reservation: Reservation) -> None:
+    def _no_more_writes(self, reservation: Reservation) -> None:
         """Nothing is written to it any more: an event says what became of it."""
         self._tiers.written[reservation.tier.id] -= reservation.written
         reservation.written = 0

@@ -44,9 +44,9 @@ class Readers(Protocol):
     def catch_up(self) -> None:
         """Pass what they opened since the last call to ``Cache.accessed``."""
 
-    def hold(self, ino: int, *, held: bool) -> bool:
-        """Python begins (or ends) reading the file from the source: meanwhile no thread begins to.
-        Returns whether a thread is reading the whole file, or has, and Python will soon hear so."""
+    def exclude(self, ino: int, *, excluded: bool) -> bool:
+        """Python begins to read the file from the source, or ends: meanwhile no thread begins to.
+        True if a thread is reading the whole file, or has, and Python will soon hear of it."""
 
 
 class NonresidentReads:

@@ -119,7 +119,7 @@ class Removals:
         tier = self._tiers.by_id[items[0][1].tier]
         try:
             with trio.CancelScope(shield=True):
-                await self._give_back(tier, items, kept)
+                await self._remove_files(tier, items, kept)
         except OSError as exc:
             self._tiers.failed(tier, "removing a replica", exc)
             removal.failed = True
@@ -134,14 +134,14 @@ class Removals:
                 if opened is None:
                     self._handle(Evicted(ino, record.tier))
                 elif opened.uses:
-                    opened.then.append(partial(self._given_back, ino, record))
+                    opened.then.append(partial(self._files_removed, ino, record))
                 else:
-                    self._given_back(ino, record)
+                    self._files_removed(ino, record)
         finally:
             self._pending[tier.id].discard(removal)
             removal.done.set()
 
-    async def _give_back(
+    async def _remove_files(
         self, tier: Tier, items: Sequence[Item], kept: Sequence[trio.Event]
     ) -> None:
         """As ``_start``. Raises OSError."""
@@ -159,7 +159,7 @@ class Removals:
             for closed in kept:
                 await closed.wait()
 
-    def _given_back(self, ino: int, record: Replica) -> None:
+    def _files_removed(self, ino: int, record: Replica) -> None:
         self._handle(Dropped(ino, record.tier, record.allocated_bytes))
         self._handle(Evicted(ino, record.tier))
 
@@ -181,7 +181,7 @@ class Removals:
             self._stuck.remove((ino, record))
             if not record.segment and self._index.owner(record.tier, record.name) is not None:
                 # A new replica of the same version took the place of the file.
-                self._given_back(ino, record)
+                self._files_removed(ino, record)
             else:
                 self._handle(Dropped(ino, record.tier, record.allocated_bytes))
                 self.start(ino, record)

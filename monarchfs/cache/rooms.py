@@ -49,7 +49,7 @@ class Rooms(Moves):
     def reserve(self, node: Node, *, evicts: bool = True) -> Reservation | None:
         """Room for a replica of ``node``; None (and a reason) where there is none. A partial
         replica is taken up again. ``evicts``: somebody reads it, so that others may have to go."""
-        self._tiers.look()
+        self._tiers.measure()
         self.readers.catch_up()
         ino = node.ino
         if ino in self._busy:
@@ -73,7 +73,7 @@ class Rooms(Moves):
 
     def reserve_each(self, nodes: Sequence[Node], *, evicts: bool) -> list[Reservation | None]:
         """``reserve`` of each, in their order."""
-        self._tiers.look()
+        self._tiers.measure()
         self.readers.catch_up()
         reservations: list[Reservation | None] = [None] * len(nodes)
         new: list[tuple[int, Node]] = []
@@ -163,7 +163,7 @@ class Rooms(Moves):
         return self._grow(reservation, size)
 
     def _grow(self, reservation: Reservation, size: int) -> bool:
-        self._tiers.look()
+        self._tiers.measure()
         (action,) = self._handle(RoomWanted(reservation.node.ino, size))
         if not isinstance(action, Grant):
             assert isinstance(action, Refuse)

@@ -95,15 +95,15 @@ class SegmentRecords:
         replicas from then on, in files of their own if it cannot. Blocks for the disk, as short as
         64 KiB take. Raises nothing."""
         try:
-            gives_back = tier.segments.gives_back()
+            frees_punched = tier.segments.frees_punched()
             tier.segments.lists.count()
             tier.segments.trees.count()
         except OSError as exc:
-            gives_back = exc.errno in _FULL  # then nothing can be tried, and most can
-            if not gives_back:
+            frees_punched = exc.errno in _FULL  # then nothing can be tried, and most can
+            if not frees_punched:
                 self._tiers.failed(tier, "trying to give back a part of a file", exc)
         self._allocators[tier.id] = None
-        if not gives_back:
+        if not frees_punched:
             log.info("tier %s: its small copies lie in files of their own", tier.path)
         else:
             size = min(SEGMENT_BYTES, self._capacity(tier.id) // SEGMENTS_OF_A_TIER)

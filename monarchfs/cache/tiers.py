@@ -72,7 +72,7 @@ class Tiers:
 
     # -- room
 
-    def look(self) -> None:
+    def measure(self) -> None:
         """Tell placement how much room there is. A tier that does not say gets nothing more."""
         now = trio.current_time()
         if now - self._seen_at < SPACE_MAX_AGE_SECONDS:
@@ -143,7 +143,7 @@ class Tiers:
                 self._seen_at = -SPACE_MAX_AGE_SECONDS
                 self.end_outage(tier.id, Outage.HEALTH)
                 self._readers.serve(tier.id, tier.dir_fd)
-                self.look()
+                self.measure()
             elif health.reason is not None:
                 self.begin_outage(tier.id, Outage.HEALTH, health.reason)
         return replaced

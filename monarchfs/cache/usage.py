@@ -47,7 +47,7 @@ class TierUsage:
 
     def room_for(self, size: int) -> tuple[int, list[TierRoom]]:
         """What a file of ``size`` bytes may come to need, and what each tier has left."""
-        self._tiers.look()
+        self._tiers.measure()
         rooms = []
         for tier in self._tiers.by_id.values():
             _used, capacity = self._used(tier)
@@ -70,7 +70,7 @@ class TierUsage:
 
     def report(self) -> list[dict[str, object]]:
         """One dict a tier, with the keys of ``status --json``."""
-        self._tiers.look()
+        self._tiers.measure()
         totals = self._index.tier_totals()
         result: list[dict[str, object]] = []
         for tier in self._tiers.by_id.values():

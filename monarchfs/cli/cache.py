@@ -48,7 +48,7 @@ def cache_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     site = None
     if os.geteuid() == 0:
         site = read_site(None if arguments.config is None else parse_path(arguments.config))
-    inventory = look(
+    inventory = take_inventory(
         site,
         environ,
         tiers=[parse_path(path) for path in arguments.tier],
@@ -75,7 +75,7 @@ def cache_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     return _remove(found, inventory.notes, site, dry_run=arguments.dry_run, as_json=arguments.json)
 
 
-def look(
+def take_inventory(
     site: Site | None,
     environ: Mapping[str, str],
     *,

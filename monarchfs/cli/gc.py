@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Mapping
 
-from monarchfs.cli.cache import look
+from monarchfs.cli.cache import take_inventory
 from monarchfs.cli.text import printable
 from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
@@ -42,7 +42,9 @@ def gc_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int
             sweeper.shares(site)
         sweeper.budget(site)
         sweeper.caches(site)
-    stranded = [one for one in look(site, environ, measure=False).caches() if one.stranded_part()]
+    stranded = [
+        one for one in take_inventory(site, environ, measure=False).caches() if one.stranded_part()
+    ]
     if stranded:
         sweeper.notes.append(
             f"stranded copies of {len(stranded)} caches stay: see monarchfs cache prune --dry-run"

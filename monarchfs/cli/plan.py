@@ -19,7 +19,7 @@ from monarchfs.config import Config
 from monarchfs.config.values import parse_count, parse_path, parse_timeout
 from monarchfs.doctor.run import source_rates, tier_rates
 from monarchfs.doctor.source import refuse_ours
-from monarchfs.doctor.storage import check_and_look, room_of
+from monarchfs.doctor.storage import check_and_locate, room_of
 from monarchfs.plan.fitting import Amount, PlannedTier
 from monarchfs.plan.survey import survey_and_fit
 from monarchfs.plan.times import SourceSpeed, TierSpeed, Times, Work, times, total
@@ -143,7 +143,7 @@ def _room(config: Config, number: int, cache_dir: str) -> PlannedTier:
     tier = config.tiers[number]
 
     def call() -> Answer:
-        place = check_and_look(tier, config, cache_dir)
+        place = check_and_locate(tier, config, cache_dir)
         room = room_of(place, tier.size, config.reserve_percent)
         # A tier in memory answers to what is left there; others to what is free on the disk.
         capacity = room.usable_bytes if place.in_memory else room.capacity_bytes

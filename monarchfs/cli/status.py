@@ -32,7 +32,7 @@ def status_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     search = search_of(environ)
     typed, interval = _what_to_watch(arguments)
     path = None if typed is None else parse_path(typed)
-    reports = _look(path, search)
+    reports = _find_mounts(path, search)
     if interval is not None:
         from monarchfs.cli.watch import watch
 
@@ -65,7 +65,7 @@ def _what_to_watch(arguments: argparse.Namespace) -> tuple[str | None, float | N
     return typed, seconds
 
 
-def _look(path: str | None, search: Search) -> Report | list[Report]:
+def _find_mounts(path: str | None, search: Search) -> Report | list[Report]:
     """What the mount on ``path`` says of itself, or all of them. Raises OperationError."""
     if path is None:
         return reports_of([*find_all(search), *find_private(search)])
@@ -86,7 +86,7 @@ def _look_again(
 ) -> Report | list[Report]:
     """The same, of a mount that may go away and come back meanwhile."""
     try:
-        return _look(path, search)
+        return _find_mounts(path, search)
     except (MonarchError, OSError) as error:
         known = first[0] if isinstance(first, list) else first
         gone = {"source": known.get("source", "?"), "mountpoint": path, "state": "not mounted"}

@@ -141,7 +141,7 @@ def tier_rates(path: str, timeout: float) -> TierRates:
     def call() -> Answer:
         try:
             existing = nearest(path)
-            free = storage.look(path, existing).space.free_bytes
+            free = storage.locate(path, existing).space.free_bytes
             return asdict(speed.measure_tier(existing, free)), ()
         except OSError as error:
             raise OperationError(f"cannot be measured: {error.strerror}") from None

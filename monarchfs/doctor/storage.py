@@ -53,7 +53,7 @@ class UsableRoom:
     limited_by: str
 
 
-def look(path: str, existing: str) -> TierLocation:
+def locate(path: str, existing: str) -> TierLocation:
     """Blocks as long as the file system does. Raises OSError."""
     st, vfs = os.stat(existing), os.statvfs(existing)
     mount = mount_of(existing)
@@ -89,11 +89,11 @@ def room_of(place: TierLocation, size: TierSize, reserve_percent: float) -> Usab
     return UsableRoom(capacity, max(0, usable), by)
 
 
-def check_and_look(spec: TierSpec, config: Config, cache_dir: str) -> TierLocation:
+def check_and_locate(spec: TierSpec, config: Config, cache_dir: str) -> TierLocation:
     """Raises UsageError for what a mount would refuse, OperationError for a disk that fails."""
     directory = next(d for d in directories_of(config) if d.path == spec.path)
     try:
-        place = look(spec.path, check_directory(directory, cache_dir, config.user))
+        place = locate(spec.path, check_directory(directory, cache_dir, config.user))
     except OSError as error:
         raise OperationError(f"tier {spec.path}: {error.strerror}: use another disk") from None
     if place.space.total_bytes == 0:
@@ -107,7 +107,7 @@ def check_and_look(spec: TierSpec, config: Config, cache_dir: str) -> TierLocati
 
 def tier(spec: TierSpec, config: Config, cache_dir: str, environ: Mapping[str, str]) -> list[Check]:
     try:
-        place = check_and_look(spec, config, cache_dir)
+        place = check_and_locate(spec, config, cache_dir)
     except MonarchError as error:
         return [_named(from_error("tier", error), spec.path)]
     room = room_of(place, spec.size, config.reserve_percent)

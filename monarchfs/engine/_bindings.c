@@ -148,14 +148,14 @@ static PyObject *py_misses_hurry(PyObject *self, PyObject *given)
 	Py_RETURN_NONE;
 }
 
-static PyObject *py_misses_hold(PyObject *self, PyObject *args)
+static PyObject *py_misses_exclude(PyObject *self, PyObject *args)
 {
 	unsigned long long ino;
-	int held;
+	int excluded;
 	(void)self;
-	if (!PyArg_ParseTuple(args, "Kp", &ino, &held))
+	if (!PyArg_ParseTuple(args, "Kp", &ino, &excluded))
 		return NULL;
-	return PyBool_FromLong(misses_hold(ino, held));
+	return PyBool_FromLong(misses_exclude(ino, excluded));
 }
 
 static PyObject *py_misses_fetch(PyObject *self, PyObject *args)
@@ -293,7 +293,7 @@ static PyMethodDef methods[] = {
 	METHOD(misses_has, METH_O),
 	METHOD(misses_forget, METH_O),
 	METHOD(misses_forget_all, METH_NOARGS),
-	METHOD(misses_hold, METH_VARARGS),
+	METHOD(misses_exclude, METH_VARARGS),
 	METHOD(misses_hurry, METH_O),
 	METHOD(misses_fetch, METH_VARARGS),
 	METHOD(misses_events, METH_NOARGS),

@@ -85,7 +85,7 @@ struct entry **miss_place_of(uint64_t ino)
 	return place;
 }
 
-void miss_tell(struct entry *entry, struct miss_event told)
+void miss_report(struct entry *entry, struct miss_event told)
 {
 	struct miss_event *event = entry->wanted;
 	struct miss_bytes *bytes = told.bytes;
@@ -153,7 +153,7 @@ static void withdraw(struct entry *entry)
 {
 	miss_unqueue(entry);
 	if (entry->wanted && entry->state == REMOTE)
-		miss_tell(entry, (struct miss_event){.error = MISS_LEFT});
+		miss_report(entry, (struct miss_event){.error = MISS_LEFT});
 	miss_leave_waiters(entry);
 }
 
@@ -313,7 +313,7 @@ static void evict(void)
 		struct entry **place = &buckets[hand++ % BUCKETS];
 		for (struct entry *entry; (entry = *place); place = &entry->next) {
 			if (entry->state == REMOTE && !entry->bytes && !entry->answering &&
-			    !entry->told && !entry->held) {
+			    !entry->told && !entry->excluded) {
 				forget(place);
 				return;
 			}
@@ -345,7 +345,7 @@ bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length,
 	pthread_mutex_lock(&source_lock);
 	struct entry **place = miss_place_of(ino), *known = *place;
 	bool busy = known && (known->state != REMOTE || known->bytes || known->answering ||
-			      known->told || known->held);
+			      known->told || known->excluded);
 	bool put = directories[number] && !busy;
 	if (put && known)
 		forget(place);

@@ -30,7 +30,7 @@ struct entry {
 	uint16_t directory;
 	uint8_t state;
 	bool shared; /* other nodes may have it, as `replica` */
-	bool held; /* Python reads it */
+	bool excluded; /* Python reads it */
 	bool over; /* served from memory while it is open, and then forgotten */
 	bool told; /* its bytes wait for Python */
 	bool gone; /* not to be found any more */
@@ -70,7 +70,7 @@ bool miss_queue(struct entry *entry, enum state state);
 void miss_unqueue(struct entry *entry);
 
 /* Python is to know this. */
-void miss_tell(struct entry *entry, struct miss_event told);
+void miss_report(struct entry *entry, struct miss_event told);
 
 /* All of them are Python's. */
 void miss_leave_waiters(struct entry *entry);

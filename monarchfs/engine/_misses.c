@@ -123,7 +123,7 @@ static int carry_out(struct fetch *fetch, const struct directory *directory)
 static void queue_again(struct entry *entry)
 {
 	if (entry->wanted && !miss_queue(entry, AHEAD))
-		miss_tell(entry, (struct miss_event){.error = MISS_LEFT});
+		miss_report(entry, (struct miss_event){.error = MISS_LEFT});
 }
 
 static void count_fetch(const struct fetch *fetch, uint64_t took_ns)
@@ -160,7 +160,7 @@ static void deliver(struct fetch *fetch, uint64_t took_ns)
 		miss_adopt(entry->bytes);
 	/* Before the answers: who has read a file finds that Python knows of it. */
 	if (opens || fetch->bytes)
-		miss_tell(entry, (struct miss_event){.opens = opens,
+		miss_report(entry, (struct miss_event){.opens = opens,
 						.took_ns = took_ns,
 						.bytes = keeps ? fetch->bytes : NULL});
 	pthread_mutex_unlock(&source_lock);
@@ -199,9 +199,9 @@ static void end_fetch(struct fetch *fetch, uint64_t took_ns)
 	else if (fetch->bytes)
 		miss_leave_bytes(fetch->bytes);
 	if (entry->wanted && entry->gone)
-		miss_tell(entry, (struct miss_event){.error = MISS_LEFT});
+		miss_report(entry, (struct miss_event){.error = MISS_LEFT});
 	if (fetch->error && !entry->gone) {
-		miss_tell(entry, (struct miss_event){.error = fetch->error, .took_ns = took_ns});
+		miss_report(entry, (struct miss_event){.error = fetch->error, .took_ns = took_ns});
 		miss_forget_unless_open(miss_place_of(entry->ino));
 	} else {
 		/* Without bytes it is Python's: what is open has to stay in memory. */
@@ -334,7 +334,7 @@ static bool takes(struct entry *entry, const struct fuse_in_header *in, size_t l
 		  uint64_t started_ns)
 {
 	const void *arg = in + 1;
-	if (entry->held || entry->over)
+	if (entry->excluded || entry->over)
 		return false;
 	if (in->opcode == FUSE_OPEN &&
 	    (!is_open_for_reading(arg) || (!entry->bytes && !miss_make_room(entry->version.size))))
@@ -357,7 +357,7 @@ bool misses_took(const void *request, size_t length, bool kept, uint64_t started
 	if (here) {
 		entry->answering++;
 		if (miss_adopt(entry->bytes) && misses.free_opens)
-			miss_tell(entry, (struct miss_event){.opens = 1});
+			miss_report(entry, (struct miss_event){.opens = 1});
 		pthread_mutex_unlock(&source_lock);
 		answer_read(entry, in, started_ns);
 		if (kept)
@@ -374,7 +374,7 @@ bool misses_took(const void *request, size_t length, bool kept, uint64_t started
 /* Under `source_lock`. */
 static bool fetch(struct entry *entry)
 {
-	bool known = serving && entry && miss_directory_of(entry) && !entry->held && !entry->over &&
+	bool known = serving && entry && miss_directory_of(entry) && !entry->excluded && !entry->over &&
 		     !entry->wanted;
 	if (!known || entry->told)
 		return known;
@@ -382,7 +382,7 @@ static bool fetch(struct entry *entry)
 	if (!event)
 		return false;
 	if (entry->bytes) {
-		miss_tell(entry, (struct miss_event){.bytes = entry->bytes});
+		miss_report(entry, (struct miss_event){.bytes = entry->bytes});
 	} else if (entry->state == REMOTE && !miss_queue(entry, AHEAD)) {
 		entry->wanted = NULL;
 		free(event);
@@ -414,18 +414,18 @@ void misses_hurry(const uint64_t *inos, size_t count)
 	pthread_mutex_unlock(&source_lock);
 }
 
-bool misses_hold(uint64_t ino, bool held)
+bool misses_exclude(uint64_t ino, bool excluded)
 {
 	pthread_mutex_lock(&source_lock);
 	struct entry *entry = *miss_place_of(ino);
-	if (entry && held && entry->state == AHEAD) {
+	if (entry && excluded && entry->state == AHEAD) {
 		miss_unqueue(entry);
 		free(entry->wanted);
 		entry->wanted = NULL;
 	}
 	bool busy = entry && (entry->state != REMOTE || entry->told);
 	if (entry)
-		entry->held = held;
+		entry->excluded = excluded;
 	pthread_mutex_unlock(&source_lock);
 	return busy;
 }

@@ -93,19 +93,19 @@ bool misses_has(uint64_t ino);
 void misses_forget(const uint64_t *inos, size_t count);
 void misses_forget_all(void);
 
-/* Python wants all of each, though nobody may have asked for it: it is read by one of so many threads, other
- * ones than those that readers wait for. One event tells of it, with the bytes or why there are none, unless
- * its place in `begun` is made false, or `misses_hold` says so. Whoever asks for it meanwhile is answered
+/* Python wants all of each file, whether or not anybody asked for it. At most `threads` threads read them, not
+ * the threads that readers wait for. One event tells of each, with its bytes or why there are none; none does
+ * where `begun` is set to false, or `misses_exclude` ended the fetch. A reader who asks meanwhile is answered
  * from the same read. */
 void misses_fetch(const uint64_t *inos, size_t count, unsigned threads, bool *begun);
 
 /* Somebody waits for these, of what was to be fetched: they are read as what readers want is. */
 void misses_hurry(const uint64_t *inos, size_t count);
 
-/* Python reads the file itself (`held`), or not any more: what is not in memory is not asked for here
- * meanwhile. Whether it is being read here, or its bytes wait for Python; if not, no event tells of what was
- * to be fetched. */
-bool misses_hold(uint64_t ino, bool held);
+/* Python begins to read the file itself (`excluded`), or ends: meanwhile nothing of it is read from the source
+ * here. True if it is being read here already, or its bytes wait for Python. If false, a fetch that was
+ * asked for does not happen, and no event comes. */
+bool misses_exclude(uint64_t ino, bool excluded);
 
 /* Whether the request, OPEN or READ, is answered, or will be from here. `kept`: the journal has it. */
 bool misses_took(const void *request, size_t length, bool kept, uint64_t started_ns);

@@ -168,10 +168,10 @@ class Misses:
         self._free.clear()
         self._hooks.misses_forget_all()
 
-    def hold(self, ino: int, *, held: bool) -> bool:
-        """Python reads the file from the source, or not any more. Whether it is being read here, or
-        was and ``served`` tells of it; if not, what was to be fetched is not."""
-        return bool(self._hooks.misses_hold(ino, held))
+    def exclude(self, ino: int, *, excluded: bool) -> bool:
+        """Python begins to read the file from the source, or ends. True if it is being read here or
+        was and ``served`` will tell of it; if false, a fetch that was asked for does not happen."""
+        return bool(self._hooks.misses_exclude(ino, excluded))
 
     def served(self) -> list[Served]:
         """What was served since this was called last, oldest first."""

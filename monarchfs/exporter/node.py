@@ -153,7 +153,7 @@ class NodeExporter:
 
     async def _make(self, pending: _PendingPage) -> None:
         try:
-            found, left_off = await self._look()
+            found, left_off = await self._discover()
             mounts = await self._ask(found)
             await self._users.learn(mount.uid for mount in mounts)
             named = self._naming.name((mount.key, self._labels(mount)) for mount in mounts)
@@ -186,7 +186,7 @@ class NodeExporter:
             elif isinstance(what, DiscoveredMount):
                 what.close()
 
-    async def _look(self) -> tuple[list[DiscoveredMount], int]:
+    async def _discover(self) -> tuple[list[DiscoveredMount], int]:
         """All registered mounts, and how many were left off. Raises trio.TooSlowError."""
         self._number += 1
         self._arrived, arrivals = trio.open_memory_channel[DiscoveredMount | broker.DiscoveryEnd](

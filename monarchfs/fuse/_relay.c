@@ -257,7 +257,7 @@ void relay_answer_opens(bool here)
 
 /* -- the queue */
 
-static void tell(void)
+static void wake_reader(void)
 {
 	uint64_t one = 1;
 	/* It cannot be full: it is written to when it was empty only. */
@@ -285,7 +285,7 @@ static void put_last(const char *bytes, size_t length, enum relay_past past)
 	*last = request;
 	last = &request->next;
 	if (news)
-		tell();
+		wake_reader();
 	pthread_mutex_unlock(&queue_lock);
 }
 
@@ -327,7 +327,7 @@ static void end(int error)
 		ended = true;
 		end_errno = error;
 		if (!first)
-			tell();
+			wake_reader();
 	}
 	pthread_mutex_unlock(&queue_lock);
 }

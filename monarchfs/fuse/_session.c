@@ -189,7 +189,7 @@ static void interrupted(struct fuse_session *se, const struct fuse_in_header *in
 #define UNOPENED 0xffff
 
 /* Have Python know of something that is not answered. */
-static void tell(uint32_t opcode, uint64_t node, const void *body, size_t length)
+static void notify_python(uint32_t opcode, uint64_t node, const void *body, size_t length)
 {
 	if (!on_request)
 		return;
@@ -204,7 +204,7 @@ static void tell(uint32_t opcode, uint64_t node, const void *body, size_t length
  * have been released since. */
 static void unopened(uint64_t fh)
 {
-	tell(UNOPENED, 0, &fh, sizeof(fh));
+	notify_python(UNOPENED, 0, &fh, sizeof(fh));
 }
 
 /* Whether Python answered the request at once. */
@@ -293,7 +293,7 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 		    (size_t)got >= sizeof(*in) + sizeof(struct fuse_interrupt_in))
 			interrupted(se, in); /* never answered */
 		else if (relaying && in->opcode == RELAY_AHEAD)
-			tell(in->opcode, in->nodeid, in + 1, (size_t)got - sizeof(*in));
+			notify_python(in->opcode, in->nodeid, in + 1, (size_t)got - sizeof(*in));
 		else if (!answered(se, in, (size_t)got))
 			break;
 		/* There may be more, but other tasks want their turn, too. */

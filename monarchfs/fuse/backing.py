@@ -56,7 +56,7 @@ class BackingIds:
         """Nobody waits for the answer any more."""
         self._questions.pop(question.number, None)
 
-    def give_back(self, ids: list[int]) -> trio.Event:
+    def release(self, ids: list[int]) -> trio.Event:
         """Set once the kernel has closed the files, but for opens of them; at once where that
         cannot be known."""
         question = self._next()
@@ -74,7 +74,7 @@ class BackingIds:
         question = self._questions.pop(number, None)
         if question is None:
             if ids := [one for one in ids if one]:
-                self.give_back(ids)
+                self.release(ids)
             return
         question.ids, question.code, question.reason = ids, code, reason
         question.done.set()

@@ -113,12 +113,12 @@ class Interrupts:
             unique |= RESENT
         if unique not in self._waiting:
             return False
-        if not self._look(unique):
+        if not self._check(unique):
             self._signalled.add(unique)
             self._news.set()
         return True
 
-    def _look(self, unique: int) -> bool:
+    def _check(self, unique: int) -> bool:
         """Give the request up if its process is dying; whether it is given up, or over."""
         if (waiting := self._waiting.get(unique)) is None:
             return True
@@ -136,17 +136,17 @@ class Interrupts:
             with trio.move_on_after(POLL_SECONDS if self._signalled else LONG_SECONDS):
                 await self._news.wait()
             self._news = trio.Event()
-            self._signalled = {unique for unique in self._signalled if not self._look(unique)}
+            self._signalled = {unique for unique in self._signalled if not self._check(unique)}
             if trio.current_time() - looked >= LONG_SECONDS:
-                await self._look_at_old()
+                await self._check_old()
                 looked = trio.current_time()
 
-    async def _look_at_old(self) -> None:
+    async def _check_old(self) -> None:
         before = trio.current_time() - LONG_SECONDS
         # In the order in which they came.
         for unique, (_scope, pid, since) in list(self._waiting.items()):
             if since > before:
                 return
             if pid:  # without a signal, there is no reason to take who cannot be seen for dead
-                self._look(unique)
+                self._check(unique)
             await trio.lowlevel.checkpoint()

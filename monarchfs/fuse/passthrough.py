@@ -187,7 +187,7 @@ class Passthrough:
         if replica is None or not self._wanted(replica):
             return None
         if self.ids >= self._most:
-            self._give_one_back()
+            self._release_one()
         question = self._backing.ask([self._offer_of(replica)])
         if question is None:
             self._metrics.backing_refused += 1
@@ -221,7 +221,7 @@ class Passthrough:
         mode = self._modes.get(ino)
         for backing_id in filter(None, wait.question.ids):
             if backing_id != mode:
-                self._backing.give_back([backing_id])
+                self._backing.release([backing_id])
 
     def _judge(self, tier: int, backing_id: int, question: Question) -> None:
         """Count an answer for a file of a tier; one that refuses them all is left alone."""
@@ -251,7 +251,7 @@ class Passthrough:
             return
         ino, replica, cache = handle.ino, handle.replica, self._files.cache
         if (idle := self._idle.pop(ino, mode)) != mode:
-            self._backing.give_back([idle])
+            self._backing.release([idle])
         self._held[ino] = replica
         if replica is not None:
             cache.share(replica)
@@ -270,7 +270,7 @@ class Passthrough:
             if replica is not None and cache.gives(replica):
                 self._keep(ino, mode)
             else:
-                self._backing.give_back([mode])
+                self._backing.release([mode])
         if replica is not None:
             cache.release(replica)
 
@@ -283,7 +283,7 @@ class Passthrough:
         else:
             self._idle[ino] = backing_id
         if self.ids > self._most:
-            self._give_one_back()
+            self._release_one()
 
     def reclaim(self, ino: int) -> None:
         """For the cache, too, before it looks who has ``ino`` open: if it is lent, it is not any
@@ -298,12 +298,12 @@ class Passthrough:
         else:
             self._idle[ino] = backing_id
 
-    def _give_one_back(self) -> None:
+    def _release_one(self) -> None:
         """An id that no open uses: the one that has been so for longest, or was lent first."""
         while self._delegated and not self._idle:
             self.reclaim(next(iter(self._delegated)))
         if self._idle:
-            self._backing.give_back([self._idle.popitem(last=False)[1]])
+            self._backing.release([self._idle.popitem(last=False)[1]])
 
     # -- replicas that come and go
 
@@ -386,7 +386,7 @@ class Passthrough:
             self._judge(replica.tier, backing_id, question)
             ino, gives = replica.ino, self._files.cache.gives(replica)
             if backing_id and (not gives or self._has(ino)):
-                self._backing.give_back([backing_id])
+                self._backing.release([backing_id])
             elif backing_id:
                 self._keep(ino, backing_id)
 
@@ -399,4 +399,4 @@ class Passthrough:
             self._files.invalidation.renumber(ino)
             return None
         idle = self._idle.pop(ino, None)
-        return None if idle is None else self._backing.give_back([idle])
+        return None if idle is None else self._backing.release([idle])

@@ -220,8 +220,8 @@ class Relay:
         if self.misses is not None:
             self.misses.forget([ino])
 
-    def hold(self, ino: int, *, held: bool) -> bool:
-        return self.misses is not None and self.misses.hold(ino, held=held)
+    def exclude(self, ino: int, *, excluded: bool) -> bool:
+        return self.misses is not None and self.misses.exclude(ino, excluded=excluded)
 
     def used(self, ino: int) -> bool:
         return bool(self._hooks.resident_used(ino))

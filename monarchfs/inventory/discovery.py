@@ -18,11 +18,11 @@ from typing import Any
 from monarchfs.config import User
 from monarchfs.config.places import own_directories, resolve_user
 from monarchfs.fuse.mountinfo import is_network_filesystem
-from monarchfs.inventory.looks import (
+from monarchfs.inventory.inspection import (
     MEASURE_SECONDS,
     MOST_NAMES,
-    look_at_copies,
-    look_at_state,
+    inspect_copies,
+    inspect_state,
     names_in,
 )
 from monarchfs.inventory.trees import Size
@@ -137,7 +137,7 @@ class Inventory:
             user = user_of(uid)
         if (path, user.uid) in self._found:
             return True
-        said = self._asked(user, path, partial(look_at_state, path, user))
+        said = self._asked(user, path, partial(inspect_state, path, user))
         if said is None:
             return False
         owned = []
@@ -195,7 +195,7 @@ class Inventory:
     ) -> tuple[TierDirectory, dict[str, Any] | None] | None:
         """The directory, and what its owner file says."""
         path = os.path.join(tier, name)
-        look = partial(look_at_copies, path, user, measure=self._measure, former=former)
+        look = partial(inspect_copies, path, user, measure=self._measure, former=former)
         said = self._asked(user, path, look)
         if said is None:
             return None

@@ -118,7 +118,7 @@ class Ledger:
         """The same for inodes."""
         return self.kept_free_inodes - self.free_inodes
 
-    def leave(self, allocated_bytes: int) -> None:
+    def begin_removal(self, allocated_bytes: int) -> None:
         """A replica at rest is about to be removed."""
         self.used_bytes -= allocated_bytes
         self.files -= 1
@@ -127,14 +127,14 @@ class Ledger:
         self.free_bytes += allocated_bytes
         self.free_inodes += 1
 
-    def gone(self, allocated_bytes: int) -> None:
+    def removed(self, allocated_bytes: int) -> None:
         """What was leaving is removed."""
         self.leaving_bytes -= allocated_bytes
         self.leaving_files -= 1
 
-    def stay(self, allocated_bytes: int) -> None:
+    def removal_failed(self, allocated_bytes: int) -> None:
         """What was leaving could not be removed."""
-        self.gone(allocated_bytes)
+        self.removed(allocated_bytes)
         self.used_bytes += allocated_bytes
         self.files += 1
         self.free_bytes -= allocated_bytes

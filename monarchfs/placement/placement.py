@@ -126,9 +126,9 @@ class Placement:
             case Dropped(ino, tier, allocated_bytes):
                 self._drop(ino, tier, allocated_bytes)
             case Evicted(ino, at):
-                self._traffic.gone(ino, at)
+                self._traffic.removed(ino, at)
             case EvictionFailed(ino, at):
-                self._traffic.stays(ino, at)
+                self._traffic.removal_failed(ino, at)
             case Known(ino, tier):
                 self.ledger(tier)
                 self._policy.known(tier, ino)
@@ -270,7 +270,7 @@ class Placement:
             raise ValueError(f"tier {tier} holds no such replica of inode {ino}")
         self._copies.dropped(ino, tier)
         self._traffic.dropped(ino, tier)
-        self._traffic.leave(ino, tier, allocated_bytes)
+        self._traffic.begin_removal(ino, tier, allocated_bytes)
 
     # Tiers.
 

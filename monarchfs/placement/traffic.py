@@ -67,21 +67,21 @@ class Traffic:
     # Leaving.
 
     def evict(self, tier: int, victim: Victim) -> Evict:
-        self.leave(victim.ino, tier, victim.allocated_bytes)
+        self.begin_removal(victim.ino, tier, victim.allocated_bytes)
         return Evict(victim.ino, tier, victim.allocated_bytes, victim.reason)
 
-    def leave(self, ino: int, tier: int, allocated_bytes: int) -> None:
+    def begin_removal(self, ino: int, tier: int, allocated_bytes: int) -> None:
         self._leaving.setdefault(ino, []).append((tier, allocated_bytes))
-        self._ledgers[tier].leave(allocated_bytes)
+        self._ledgers[tier].begin_removal(allocated_bytes)
         self._policy.removed(tier, ino)
 
-    def gone(self, ino: int, tier: int | None) -> None:
+    def removed(self, ino: int, tier: int | None) -> None:
         at, allocated_bytes = self._take_leaving(ino, tier)
-        self._ledgers[at].gone(allocated_bytes)
+        self._ledgers[at].removed(allocated_bytes)
 
-    def stays(self, ino: int, tier: int | None) -> None:
+    def removal_failed(self, ino: int, tier: int | None) -> None:
         at, allocated_bytes = self._take_leaving(ino, tier)
-        self._ledgers[at].stay(allocated_bytes)
+        self._ledgers[at].removal_failed(allocated_bytes)
         # As the hottest: it is not tried again at once.
         self._policy.added(at, ino)
 
@@ -119,7 +119,7 @@ class Traffic:
         else:
             self._ledgers[move.tier].departing_bytes -= move.allocated_bytes
             self._policy.moved(ino, move.tier, move.to)
-            self.leave(ino, move.tier, move.allocated_bytes)
+            self.begin_removal(ino, move.tier, move.allocated_bytes)
         return move
 
     def move_failed(self, ino: int) -> Moving:

@@ -69,7 +69,7 @@ class _Clock:
         self._end = time.monotonic() + seconds
         self._next = 0.0
 
-    def look(self, doing: str, done: Amount) -> bool:
+    def tick(self, doing: str, done: Amount) -> bool:
         """Whether there is time left."""
         now = time.monotonic()
         if now >= self._next:
@@ -110,7 +110,7 @@ def _walk(
     survey: Survey, files: Iterable[File], known: Sequence[Mapping[bytes, int]], clock: _Clock
 ) -> None:
     for file in files:
-        if survey.all.files % _LOOK_EVERY == 0 and not clock.look("walking", survey.all):
+        if survey.all.files % _LOOK_EVERY == 0 and not clock.tick("walking", survey.all):
             survey.complete = False
             return
         survey.all.add(file.size)
@@ -128,7 +128,7 @@ def _with_progress(sizes: array[int], clock: _Clock) -> Iterator[int]:
     done = Amount()
     for size in sizes:
         if done.files % _LOOK_EVERY == 0:
-            clock.look("fitting", done)
+            clock.tick("fitting", done)
         done.add(size)
         yield size
 
@@ -146,12 +146,12 @@ def _replicas(directory: str, clock: _Clock) -> dict[bytes, int]:
                         found[parsed[0]] = entry.stat(follow_symlinks=False).st_blocks * 512
         except OSError:
             continue  # nothing is there, or it goes just now
-        clock.look("looking at what is cached", Amount(len(found), sum(found.values())))
+        clock.tick("looking at what is cached", Amount(len(found), sum(found.values())))
     with suppress(OSError):
         for row in _in_segments(directory):
             found[row.name] = row.allocated_bytes
             if len(found) % _LOOK_EVERY == 0:
-                clock.look("looking at what is cached", Amount(len(found), sum(found.values())))
+                clock.tick("looking at what is cached", Amount(len(found), sum(found.values())))
     return found
 
 

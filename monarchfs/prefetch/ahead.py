@@ -210,7 +210,7 @@ class Ahead:
                 moved = await self._go_on(*turn, spare=spare)
             if not moved:
                 await trio.sleep(pause)
-                await self._look()
+                await self._check()
                 longer = min(2 * pause, SELDOM_SECONDS)
                 pause = longer if allowance.opened_files == opened else LOOK_SECONDS
 
@@ -269,7 +269,7 @@ class Ahead:
         capacity = sum(room.capacity_bytes for room in rooms)
         return 2 * sum(room.room.bytes for room in rooms) > capacity
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         """Ask what was opened that did not come here."""
         waiting = list(self.allowance.waiting)
         for at in range(0, len(waiting), LOOK_BATCH):

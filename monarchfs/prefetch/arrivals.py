@@ -138,7 +138,7 @@ class Arrivals:
             self._sleep = trio.CancelScope(deadline=math.inf if busy else self._store_by)
             with self._sleep:
                 await trio.lowlevel.wait_readable(self._misses.events_fd)
-            self.look()
+            self.take_events()
             with trio.CancelScope() as self._pause:
                 await trio.sleep(0 if self._hurried else pause_seconds)
 
@@ -212,7 +212,7 @@ class Arrivals:
 
     # -- what the C part tells
 
-    def look(self) -> None:
+    def take_events(self) -> None:
         """Take up what was served since the last time. No checkpoint."""
         events = self._misses.served()
         others = [served.ino for served in events if served.ino not in self._wanted]

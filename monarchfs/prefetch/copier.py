@@ -160,7 +160,7 @@ class Copier:
                         else min(node.stat.size, self.unit_bytes.value)
                     )
                     return self._begin(node, job[1]), size
-            self.jobs.tell([job[0]])
+            self.jobs.notify([job[0]])
         return None, 0
 
     def _copyable(self, ino: int) -> Node | None:
@@ -202,7 +202,7 @@ class Copier:
             )
             self.jobs.retries.later(node.ino, priority, YOUNG_SECONDS)
         fill.settle()
-        self.jobs.tell([node.ino])
+        self.jobs.notify([node.ino])
         return trio.lowlevel.checkpoint if fetch is None else partial(self._fetch, fill, fetch)
 
     def _is_small(self, node: Node) -> bool:
@@ -230,7 +230,7 @@ class Copier:
                     break
             self.jobs.take()
             if other is None:
-                self.jobs.tell([job[0]])
+                self.jobs.notify([job[0]])
             else:
                 nodes.append(other)
         return nodes
@@ -242,7 +242,7 @@ class Copier:
             self._cache.reserve_each(nodes, evicts=priority <= Priority.HINTED), nodes, strict=True
         ):
             if place is None:
-                self.jobs.tell([node.ino])
+                self.jobs.notify([node.ino])
             elif place.resumed is not None:
                 self.copy_alone(place, priority)
             else:
@@ -259,9 +259,9 @@ class Copier:
         seconds, sizes = await small.copy(batch)
         if sizes:
             now = trio.current_time()
-            self.rate_limiter.took(now, seconds / len(sizes), sum(sizes) // len(sizes))
+            self.rate_limiter.record_latency(now, seconds / len(sizes), sum(sizes) // len(sizes))
             # What two would have taken, where it was one.
-            self.together.took(seconds if len(sizes) > 1 else 2 * seconds)
+            self.together.record_latency(seconds if len(sizes) > 1 else 2 * seconds)
 
     def hurry(self, inos: Sequence[int]) -> None:
         """Copy files that somebody waits for at once: beside what is being copied, and whether or
@@ -269,7 +269,7 @@ class Copier:
         small = self.files.small
         if small is None or not self.jobs.keeps or self._cache.reconciling:
             return
-        small.look()
+        small.take_events()
         nodes = [node for ino in inos if (node := self._copyable(ino)) is not None]
         others = [node for node in nodes if not self._is_small(node)]
         for node in others:
@@ -297,13 +297,15 @@ class Copier:
         await fill.fetch(fetch, Lane.BACKGROUND)
         self._targets[fetch.target] -= 1
         if paced and fetch.seconds:
-            self.rate_limiter.took(trio.current_time(), fetch.seconds, fetch.end - fetch.start)
+            self.rate_limiter.record_latency(
+                trio.current_time(), fetch.seconds, fetch.end - fetch.start
+            )
         if fetch.error is not None and fill.in_background:
             # The first of its fetches to fail speaks for those that are under way beside it.
             self.jobs.failed(fill.node.ino, fill.priority, fetch.error)
             self.jobs.end(fill)
         elif fetch.seconds is not None and fetch.end - fetch.start >= self.unit_bytes.value:
-            self.unit_bytes.took(fetch.seconds)
+            self.unit_bytes.record_latency(fetch.seconds)
 
     async def _lend_slots(self) -> None:
         while True:

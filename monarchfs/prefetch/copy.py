@@ -290,8 +290,8 @@ class Copy:
         """Put everything down where nobody needs it any more. No checkpoint."""
         if self.handles or self.busy or self.in_background:
             return
-        if self.state is State.FILLING and not self._rest():
-            self.give_up(Cause.FAILED, "its copy could not be put aside")
+        if self.state is State.FILLING and not self._keep_part():
+            self.give_up(Cause.FAILED, "its copy could not be suspended")
         if self.state is State.DIRECT and self.reservation is not None:
             return  # its end is under way and comes back here
         self._forget(self)
@@ -302,7 +302,7 @@ class Copy:
             # More than one where the tier failed a reader, who may still have been reading it.
             self._cache.release(self._acquired.pop())
 
-    def _rest(self) -> bool:
+    def _keep_part(self) -> bool:
         """Record what is local, and end the reservation; False where that fails. No checkpoint."""
         reservation = self.reservation
         assert reservation is not None
@@ -311,7 +311,7 @@ class Copy:
         else:
             try:
                 chunks = self.chunks
-                self._cache.rest(reservation, chunks.chunk_bytes, chunks.saved())
+                self._cache.suspend(reservation, chunks.chunk_bytes, chunks.saved())
             except OSError as exc:
                 self._cache.tier_failed(reservation, exc)
                 return False
@@ -320,10 +320,10 @@ class Copy:
 
     async def suspend(self) -> None:
         """At the end of the mount, when no task of the copier runs any more."""
-        if self.state is State.FILLING and not self._rest():
+        if self.state is State.FILLING and not self._keep_part():
             assert self.reservation is not None
             await self._cache.abandon(
-                self.reservation, Cause.FAILED, "its copy could not be put aside"
+                self.reservation, Cause.FAILED, "its copy could not be suspended"
             )
             self._reset()
         self.remote.close_soon()

@@ -24,7 +24,7 @@ class CopyIdle:
         self.since: float | None = None
         self._copied = False
         jobs.observers.append(self._copy_ended)
-        scan.on_end = self._look
+        scan.on_end = self._check
 
     @property
     def since_uptime_seconds(self) -> float | None:
@@ -38,9 +38,9 @@ class CopyIdle:
 
     def _copy_ended(self, _inos: Sequence[int]) -> None:
         self._copied = True
-        self._look()
+        self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         # A scan that finds all of it local, as that of a later worker, puts nothing off.
         if not self._busy and (self._copied or self.since is None):
             self.since = round((time.time_ns() - self._mount_ns) / _NS, 3)

@@ -77,7 +77,7 @@ class Fills:
         fill = self._files.get(node.ino)
         if fill is None:
             fill = self._make(node)
-            held_elsewhere = self._cache.readers.hold(node.ino, held=True)
+            held_elsewhere = self._cache.readers.exclude(node.ino, excluded=True)
             if not held_elsewhere and self.small is not None:
                 self.small.leave(node.ino)
         fill.handles += 1
@@ -93,7 +93,7 @@ class Fills:
         fill = self._files.get(node.ino)
         if fill is None:
             fill = self._make(node)
-            if self._cache.readers.hold(node.ino, held=True):
+            if self._cache.readers.exclude(node.ino, excluded=True):
                 fill.settle()
                 return None
         return fill
@@ -122,8 +122,8 @@ class Fills:
         ino = fill.node.ino
         if self._files.get(ino) is fill:
             del self._files[ino]
-            self._cache.readers.hold(ino, held=False)
-            self._jobs.tell([ino])
+            self._cache.readers.exclude(ino, excluded=False)
+            self._jobs.notify([ino])
 
     async def checkpoints(self) -> None:
         """Record how far large copies have come, for ever."""

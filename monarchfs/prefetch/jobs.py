@@ -99,7 +99,7 @@ class CopyJobs:
             fill.in_background = False
             self.background.remove(fill)
             fill.settle()
-            self.tell([fill.node.ino])
+            self.notify([fill.node.ino])
 
     # -- what is under way
 
@@ -139,18 +139,18 @@ class CopyJobs:
     def arrived(self, inos: Sequence[int]) -> None:
         """That is over, whatever came of it."""
         self.arriving.difference_update(inos)
-        self.tell(inos)
+        self.notify(inos)
 
     # -- what became of it
 
-    def tell(self, inos: Sequence[int]) -> None:
+    def notify(self, inos: Sequence[int]) -> None:
         for observer in self.observers:
             observer(inos)
 
     def stepped(self, fill: Copy) -> None:
         """A fetch or a copy has ended: it may be another file's turn."""
         self.wakes.unpark_all()
-        self.tell([fill.node.ino])
+        self.notify([fill.node.ino])
 
     def failed(self, ino: int, priority: Priority, exc: OSError) -> None:
         """The source said this when the file was to be copied. No checkpoint."""
@@ -165,4 +165,4 @@ class CopyJobs:
 
     def _again(self, ino: int, priority: Priority) -> None:
         self.want(ino, priority)
-        self.tell([ino])
+        self.notify([ino])

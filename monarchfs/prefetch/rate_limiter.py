@@ -64,7 +64,7 @@ class RateLimiter:
         """It has ended, or hangs: others may begin."""
         self._under_way -= 1
 
-    def took(self, now: float, seconds: float, size: int) -> None:
+    def record_latency(self, now: float, seconds: float, size: int) -> None:
         """The source has just taken so long for a read."""
         kind = size.bit_length() // 2
         best = self._best[kind] = min(self._best.get(kind, seconds) * _FADE, seconds)
@@ -95,7 +95,7 @@ class AdaptiveSize:
         self._short = short
         self._long = long
 
-    def took(self, seconds: float) -> None:
+    def record_latency(self, seconds: float) -> None:
         """So long, just now."""
         if seconds < self._short:
             self.value = min(2 * self.value, self._most)

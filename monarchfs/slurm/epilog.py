@@ -142,7 +142,7 @@ def _leave(share: Share, job: int) -> tuple[dict[str, Any], Status | None]:
     after = daemon.status_of(found) if found is not None else None
     share.leave(job)
     if not share.jobs():
-        share.rest()
+        share.mark_idle()
     # Another daemon may have taken the place of one that died.
     same = found is not None and entry.get("mount_started_ns") == daemon.started_ns(found)
     dataset = dataset_report(

@@ -105,7 +105,7 @@ class Share:
         """Takes a job out of the set; whether it was in it."""
         return unlink(os.path.join(self._jobs, str(job)))
 
-    def rest(self) -> None:
+    def mark_idle(self) -> None:
         """Notes that no job uses it from now on."""
         write_text(os.path.join(self.directory, "idle"), "")
 

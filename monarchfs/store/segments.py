@@ -258,9 +258,9 @@ class SegmentFiles:
                 found.append(row)
         return found
 
-    def gives_back(self) -> bool:
+    def frees_punched(self) -> bool:
         """Whether the file system frees the blocks that ``punch`` takes out of a file, by trial."""
-        return trials.gives_back(self._files, self.path, self.align)
+        return trials.frees_punched(self._files, self.path, self.align)
 
     # Descriptors
 

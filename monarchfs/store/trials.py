@@ -50,7 +50,7 @@ def check_stores(directory: Directory, path: str) -> None:
             raise OSError(errno.EIO, "Other bytes than were written", path)
 
 
-def gives_back(directory: Directory, path: str, align: int) -> bool:
+def frees_punched(directory: Directory, path: str, align: int) -> bool:
     """Whether the file system frees blocks that are punched out of a file."""
     half = max(_PUNCHED_BYTES, align)
     with _trial_file(directory) as fd:

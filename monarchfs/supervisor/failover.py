@@ -174,7 +174,7 @@ class Failover:
                     self._standby.tick(self._owner, now)
                 if self.retry_seconds == 0 and not self._replacement.under_way:
                     self._try_whole_worker(now)
-                self._look(now)
+                self._check_worker(now)
             case Phase.HUNG if now >= self._until:
                 for line in describe_threads(self.worker.pid):
                     log.warning("%s", line)
@@ -214,9 +214,9 @@ class Failover:
         safe = self._restart_policy.safe
         return self.serves and not safe and not self._replacement.under_way
 
-    def _look(self, now: float) -> None:
+    def _check_worker(self, now: float) -> None:
         assert self._watchdog is not None
-        why = self._watchdog.look(now)
+        why = self._watchdog.check(now)
         if why is None:
             return
         log.error("the worker hangs: %s; it is replaced", why)

@@ -65,7 +65,7 @@ class VitalSigns:
         self._stuck_since = 0
         self._looked = now
 
-    def look(self, signs: Signs, now: float) -> str | None:
+    def check(self, signs: Signs, now: float) -> str | None:
         """Why it seems to hang, in words for a log; None if it does not."""
         step = min(now - self._looked, _LONGEST_STEP_SECONDS)
         self._looked = now

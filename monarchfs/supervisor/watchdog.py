@@ -27,14 +27,14 @@ class Watchdog:
         """When to look again."""
         return SILENT_LOOK_SECONDS if self._vital_signs.silent_seconds else LOOK_SECONDS
 
-    def look(self, now: float) -> str | None:
+    def check(self, now: float) -> str | None:
         """Why the worker seems to hang, in words for a log; None if it does not."""
         beats, _answered, stuck_since = self._mounted.vitals()
         signs = Signs(beats, self._mounted.waiting(), stuck_since)
         if beats == self._vital_signs.beats:
             # Only now, because it takes a file of /proc for each thread.
             signs = signs._replace(activity=self._worker.activity())
-        why = self._vital_signs.look(signs, now)
+        why = self._vital_signs.check(signs, now)
         if why is not None:
             # What it did not do at the end was no life.
             self._began += self._vital_signs.silent_seconds

@@ -51,7 +51,7 @@ class FewOfEach(logging.Filter):
             self._kinds[kind] = (began, count + 1, record)
         return count < MOST_LINES
 
-    def tell(self, *, all_of_them: bool = False) -> None:
+    def report(self, *, all_of_them: bool = False) -> None:
         """Log how many lines were left out, of the kinds whose interval is over. Costs next to
         nothing without any."""
         if not self._kinds:

@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
             return
         bootstrap = replace(bootstrap, restarts=told["restarts"])
     code = trio.run(run, bootstrap, log_filter)
-    log_filter.tell(all_of_them=True)
+    log_filter.report(all_of_them=True)
     logging.shutdown()
     sys.stderr.flush()
     # A thread that hangs in the source would keep the interpreter from ending.

@@ -50,7 +50,7 @@ class Bootstrap:
             message = json.loads(file.read())
         fds = message["fds"]
         if message["speaks"] != PROTOCOL_VERSION:
-            tell(fds["channel"], {"event": "failed", "error": OTHER_RELEASE})
+            send(fds["channel"], {"event": "failed", "error": OTHER_RELEASE})
             raise OperationError(OTHER_RELEASE)
         return cls(
             Config.from_json(message["config"]),
@@ -81,7 +81,7 @@ class Bootstrap:
             return peer_uid(channel)
 
 
-def tell(channel_fd: int, message: dict[str, Any]) -> None:
+def send(channel_fd: int, message: dict[str, Any]) -> None:
     """Before there is a ``SupervisorChannel``. Blocks."""
     with socket.socket(fileno=os.dup(channel_fd)) as channel:
         channel.send(json.dumps(message).encode())
@@ -89,7 +89,7 @@ def tell(channel_fd: int, message: dict[str, Any]) -> None:
 
 def wait_to_begin(channel_fd: int) -> dict[str, Any] | None:
     """Report that this process could take over, and wait for the order; None: it is not wanted."""
-    tell(channel_fd, {"event": "loaded"})
+    send(channel_fd, {"event": "loaded"})
     with socket.socket(fileno=os.dup(channel_fd)) as channel:
         message = channel.recv(CHANNEL_BYTES)
     told = json.loads(message) if message else {}

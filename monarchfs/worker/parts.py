@@ -305,7 +305,7 @@ class Parts:
     def count(self) -> None:
         """Bring the counts up to date, and keep them: before they are shown to anybody."""
         self.relay.counts.count()
-        self.arrivals.look()
+        self.arrivals.take_events()
         if self.peering is not None:
             self.peering.count(self.metrics)
         self._kept.save()

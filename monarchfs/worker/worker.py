@@ -75,7 +75,7 @@ class Worker(Parts):
         while True:
             self.handle_table.beat()
             self.count()
-            self._log_filter.tell()
+            self._log_filter.report()
             await trio.sleep(BEAT_SECONDS)
 
     async def listen(self) -> None:

@@ -85,7 +85,7 @@ static void fetch(uint64_t ino, unsigned threads)
 static void hold(uint64_t ino)
 {
 	pthread_mutex_lock(&fetching);
-	if (!misses_hold(ino, true))
+	if (!misses_exclude(ino, true))
 		fetched[ino] = false;
 	pthread_mutex_unlock(&fetching);
 }
@@ -173,7 +173,7 @@ static void *be_others(void *unused)
 			break;
 		case 3:
 		case 4:
-			misses_hold(ino, false);
+			misses_exclude(ino, false);
 			misses_has(ino);
 			break;
 		case 5:
@@ -253,7 +253,7 @@ static void be_short_of_memory(void)
 	take_events();
 	CHECK(misses_directory(DIRECTORY, source_fd, "") == 0);
 	for (uint64_t ino = 1; ino <= FILES; ino++) {
-		misses_hold(ino, false);
+		misses_exclude(ino, false);
 		replace(ino, true);
 	}
 	for (uint64_t ino = 1; ino <= FILES; ino++) {

@@ -38,5 +38,5 @@ class NoReaders:
     def catch_up(self) -> None:
         """As Readers."""
 
-    def hold(self, ino: int, *, held: bool) -> bool:
+    def exclude(self, ino: int, *, excluded: bool) -> bool:
         return False

@@ -286,7 +286,7 @@ async def test_a_tier_in_memory_gives_back_what_others_need(files: Area) -> None
         await read_all(mirror, "0123")
         # A tenth of the limit stays free; two files too many are there now.
         memory.available = (1 << 30) // 10 - 2 * SIZE
-        await mirror.cache.look_after()
+        await mirror.cache.maintain()
         await mirror.idle()
         assert len(await resident(mirror)) <= 2
         assert mirror.metrics.evictions_pressure >= 2

@@ -256,7 +256,7 @@ async def test_files_wait_to_be_stored_together_but_not_for_the_end(area: Area) 
         await mirror.copier.files.suspend()
         gate.open()
         await until(lambda: not mirror.whole.busy, "the last one to be read")
-        mirror.arrivals.look()
+        mirror.arrivals.take_events()
         await trio.testing.wait_all_tasks_blocked()
         assert mirror.metrics.copies_completed == 0
         accounts = mirror.cache.placement.ledger(mirror.tier.id)

@@ -440,4 +440,4 @@ class World:
                 case 4:
                     self.kernel.registry.refuses_next = errno.ENOMEM
                 case 5:
-                    await mirror.cache.look_after()
+                    await mirror.cache.maintain()

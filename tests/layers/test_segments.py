@@ -201,7 +201,7 @@ async def test_a_tier_that_gives_nothing_back_has_files_of_their_own(
     names = area.write_files(4)
     async with area.mount(copies=False) as mirror:
         await copy(mirror, names[:2])
-    monkeypatch.setattr(SegmentFiles, "gives_back", lambda _: False)
+    monkeypatch.setattr(SegmentFiles, "frees_punched", lambda _: False)
     async with area.mount() as mirror:
         await read_locally(mirror, names[:2])
         await copy(mirror, names)
@@ -215,7 +215,7 @@ async def test_a_tier_that_fails_the_trial_has_files_of_their_own(
 ) -> None:
     names = area.write_files(4)
     with monkeypatch.context() as patch:
-        patch.setattr(SegmentFiles, "gives_back", lambda _: os.stat("/there is no such file"))
+        patch.setattr(SegmentFiles, "frees_punched", lambda _: os.stat("/there is no such file"))
         async with area.mount(copies=False) as mirror:
             await mirror.mend()
             inos = await copy(mirror, names)
@@ -307,7 +307,7 @@ async def test_what_is_open_is_given_back_when_it_is_closed(area: Area, durable:
         old = record(mirror, inos[1])
         first, second = await mirror.open(names[1]), await mirror.open(names[1])
         assert mirror.cache.drop(inos[1], "for the test")
-        await mirror.cache.look_after()
+        await mirror.cache.maintain()
         await mirror.idle()
         assert mirror.residency.state(inos[1]) == "remote"
         assert segment_bytes(mirror.tier, old) == content(SIZE, 1)
@@ -422,14 +422,14 @@ async def test_without_the_sync_it_stays_and_is_tried_again(
             assert mirror.cache.evict(inos[0])
             await mirror.idle()
             for _ in range(2):
-                await mirror.cache.look_after()
+                await mirror.cache.maintain()
                 await mirror.idle()
             assert segment_bytes(mirror.tier, old) == content(SIZE, 0)
             assert (
                 mirror.placement.ledger(mirror.tier.id).usage[0] == blocks(mirror.tier) == 3 * TAKEN
             )
             assert mirror.cache.usage.out_of_service(mirror.tier.id) is None, "it is not to blame"
-        await mirror.cache.look_after()
+        await mirror.cache.maintain()
         await mirror.settled()
         assert blocks(mirror.tier) == 2 * TAKEN
 
@@ -446,7 +446,7 @@ async def test_a_frozen_index_has_nothing_punched_that_was_durable(area: Area) -
         mirror.index._frozen = "for the test"
         assert not mirror.cache.evict(inos[1])
         await mirror.idle()
-        await mirror.cache.look_after()
+        await mirror.cache.maintain()
         await mirror.idle()
         assert segment_bytes(mirror.tier, lying[0]) == content(SIZE, 0)
         assert segment_bytes(mirror.tier, lying[1]) == content(SIZE, 1)
@@ -733,9 +733,9 @@ async def test_small_files_move_from_one_segment_to_another(area: Area) -> None:
 async def test_one_moves_to_where_nothing_is_shared(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = SegmentFiles.gives_back
+    real = SegmentFiles.frees_punched
     monkeypatch.setattr(
-        SegmentFiles, "gives_back", lambda self: not self.path.endswith("tier1") and real(self)
+        SegmentFiles, "frees_punched", lambda self: not self.path.endswith("tier1") and real(self)
     )
     names = area.write_files(2)
     async with area.mount([TAKEN + 4096, ALL_ROOM]) as mirror:
@@ -817,7 +817,7 @@ async def test_a_tier_that_is_another_one_while_it_is_mounted(
         area.tier(1)
         held.release()
         for _ in range(4):
-            await mirror.cache.look_after()
+            await mirror.cache.maintain()
             await mirror.idle()
             await copy(mirror, names)
             await read_all(mirror, names)
@@ -842,7 +842,7 @@ async def test_a_tier_that_gives_nothing_back_any_more_when_they_are_written(
         nodes = [await mirror.node(name) for name in names]
         places = [place for place in mirror.cache.reserve_each(nodes, evicts=False) if place]
         assert [place.shares for place in places] == [True, True]
-        monkeypatch.setattr(SegmentFiles, "gives_back", lambda _: False)
+        monkeypatch.setattr(SegmentFiles, "frees_punched", lambda _: False)
         mirror.cache._segments.replaced(mirror.tier)
         data = [content(SIZE, number) for number in range(2)]
         results = await mirror.cache.write_each([*zip(places, data, strict=True)])

@@ -86,7 +86,7 @@ class WholeReads:
     def misses_has(self, ino: int) -> bool:
         return ino in self._entries
 
-    def misses_hold(self, ino: int, held: bool) -> bool:
+    def misses_exclude(self, ino: int, held: bool) -> bool:
         with self._lock:
             entry = self._entries.get(ino)
             if entry is None:
@@ -217,5 +217,5 @@ class WholeReaders(NoReaders):
     def expire(self, ino: int) -> None:
         self.misses.forget([ino])
 
-    def hold(self, ino: int, *, held: bool) -> bool:
-        return self.misses.hold(ino, held=held)
+    def exclude(self, ino: int, *, excluded: bool) -> bool:
+        return self.misses.exclude(ino, excluded=excluded)

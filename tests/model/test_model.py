@@ -521,7 +521,7 @@ class Model(RuleBasedStateMachine):
     @rule()
     def look_after(self) -> None:
         if not self.at.waiting:
-            self.at.do(self.mirror.cache.look_after)
+            self.at.do(self.mirror.cache.maintain)
             self.at.wait_idle()
 
     @precondition(lambda self: self.mount is not None)
@@ -534,7 +534,7 @@ class Model(RuleBasedStateMachine):
     def press(self, available: int) -> None:
         self.available = available
         if not self.at.waiting:
-            self.at.do(self.mirror.cache.look_after)
+            self.at.do(self.mirror.cache.maintain)
             self.at.wait_idle()
 
     @precondition(lambda self: self.mount is not None and self.mode is FreshnessMode.TTL)
@@ -743,7 +743,7 @@ class Model(RuleBasedStateMachine):
 
     async def settled(self) -> None:
         mirror = self.mirror
-        await mirror.cache.look_after()
+        await mirror.cache.maintain()
         await mirror.settled()
         assert mirror.index.journal() == []
         for tier in mirror.tiers:

@@ -291,7 +291,7 @@ WORK = crashes(
     files__remove_part=1,
     files__mark_synced=1,
     tier__sync=1,
-    cache__rest=2,
+    cache__suspend=2,
     moves___copy=1,
 )
 
@@ -352,7 +352,7 @@ def test_killed_amid_a_record(
             sharing___punch_gaps=2,
             segments__punch=1,
             index__segment_clean=2,
-            segments__gives_back=2,
+            segments__frees_punched=2,
         )
     ]
     + [

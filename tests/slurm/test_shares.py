@@ -64,7 +64,7 @@ def test_jobs_come_and_go(layout: SitePaths) -> None:
     assert share.entry(3)["met"] == [1, 2], "who was there is remembered"
     share.leave(1)
     share.leave(3)
-    share.rest()
+    share.mark_idle()
     assert 0 <= share.idle_seconds() < 60
     share.clear()
     assert every_share(layout) == []

@@ -402,7 +402,7 @@ def test_a_planted_directory_is_refused_and_unharmed(path: Path, tmp_path: Path,
         own.punch(ONE, [(0, 4096)])
     assert code_of(*own.write_each([(TWO, 0, b"bad")])) in (errno.ENOTDIR, errno.ELOOP)
     with pytest.raises(OSError, match="segments"):
-        own.gives_back()
+        own.frees_punched()
     assert os.lstat(path / "segments") == before
     assert files_below(elsewhere) == {f"{ONE:016x}"}
     assert (elsewhere / f"{ONE:016x}").read_bytes() == b"good" * 1024
@@ -422,11 +422,11 @@ def test_only_segments_are_found(path: Path, own: SegmentFiles) -> None:
 
 def test_whether_room_comes_back(any_path: Path) -> None:
     own = open_segments(any_path)
-    assert own.gives_back()
+    assert own.frees_punched()
     assert files_below(any_path / "segments") == set()
     (any_path / "segments" / ".probe-0123").write_bytes(b"x")
     (any_path / "segments" / ".probe-other").write_bytes(b"x")
-    assert own.gives_back()
+    assert own.frees_punched()
     assert files_below(any_path / "segments") == {".probe-other"}
     own.close()
 
@@ -444,9 +444,9 @@ def test_room_that_does_not_come_back(
     monkeypatch.setattr(_records, "punch", lambda _fd, _ranges: code)
     if expected is None:
         with pytest.raises(OSError, match="Input/output error"):
-            own.gives_back()
+            own.frees_punched()
     else:
-        assert own.gives_back() is expected
+        assert own.frees_punched() is expected
     assert files_below(path / "segments") == set()
 
 

@@ -259,7 +259,7 @@ class Mirror:
         """End the faults of the tiers, and have those that failed probed."""
         for tier in self.tiers:
             tier.faults.end()
-        await self.cache.look_after()
+        await self.cache.maintain()
         await self.idle()
         assert not any(self.cache._tiers.out_of_service(tier.id) for tier in self.tiers)
 

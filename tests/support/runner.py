@@ -29,7 +29,9 @@ TIER_CALLS = (
     *("write_whole", "create_part", "open_part", "open_replica", "write", "finish_part"),
     *("mark_synced", "remove", "remove_part", "discard", "probe", "reopen", "sync"),
 )
-SEGMENT_CALLS = ("create", "punch", "remove", "open", "note", "data_ranges", "found", "gives_back")
+SEGMENT_CALLS = (
+    *("create", "punch", "remove", "open", "note", "data_ranges", "found", "frees_punched"),
+)
 
 
 class Runner:

@@ -63,10 +63,10 @@ def test_what_is_told_of_each_file_is_told_of_a_few(
     many(10_000)
     log.warning("something else")
     assert lines == [f"replica {n} is gone" for n in range(MOST_LINES)] + ["something else"]
-    said.tell()
+    said.report()
     assert len(lines) == MOST_LINES + 1
     clock.now += INTERVAL_SECONDS
-    said.tell()
+    said.report()
     assert lines[MOST_LINES + 1 :] == [
         f"and {10_000 - MOST_LINES} more like this in 60 s, the last one: replica 9999 is gone"
     ]
@@ -77,7 +77,7 @@ def test_what_is_told_of_each_file_is_told_of_a_few(
 
 def test_nothing_is_left_untold_at_the_end(few: tuple[FewOfEach, Lines]) -> None:
     many(MOST_LINES + 2)
-    few[0].tell(all_of_them=True)
+    few[0].report(all_of_them=True)
     assert few[1].lines[-1].startswith("and 2 more like this in 0 s")
 
 

@@ -180,7 +180,7 @@ def looks(*steps: tuple[float, Signs]) -> list[float]:
     pulse = VitalSigns(now)
     for step, signs in steps:
         now += step
-        if pulse.look(signs, now) is not None:
+        if pulse.check(signs, now) is not None:
             found.append(now - 100.0)
     return found
 
@@ -257,7 +257,7 @@ def test_no_silence_is_short_and_none_is_for_ever(steps: list[tuple[float, Signs
             beats, since, counted = signs.beats, now, 0.0
         else:
             counted += min(step, 1.0)
-        if pulse.look(signs, now) is not None:
+        if pulse.check(signs, now) is not None:
             assert now - since >= ASLEEP_SECONDS
         else:
             assert counted < STARVED_SECONDS

@@ -54,7 +54,7 @@ def _is_roots(path: str) -> bool:
     return True
 
 
-def look_at_state(path: str, user: User) -> dict[str, Any] | None:
+def inspect_state(path: str, user: User) -> dict[str, Any] | None:
     """What a state directory says, None for what is none."""
     directory = open_users(path, user.uid)
     if directory is None:
@@ -94,7 +94,7 @@ def _sharing(directory: int, user: User) -> int:
         segments.close()
 
 
-def look_at_copies(path: str, user: User, *, measure: bool, former: bool) -> dict[str, Any] | None:
+def inspect_copies(path: str, user: User, *, measure: bool, former: bool) -> dict[str, Any] | None:
     """A directory in a tier, None for what is none. One of the ``former`` layout has no owner file,
     or an empty one, and its name alone says little: other programs use the tier, too."""
     directory = open_users(path, user.uid)
