@@ -1,4 +1,4 @@
-/* What Python tells the data engine, and hears from it. */
+/* The Python functions of the data engine. */
 #ifndef MONARCHFS_ENGINE_BINDINGS_H
 #define MONARCHFS_ENGINE_BINDINGS_H
 

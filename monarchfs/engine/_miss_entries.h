@@ -1,5 +1,5 @@
-/* What is known of small files, and their bytes in memory: what the parts of _misses.c share. All of it is
- * under `source_lock`. */
+/* The entries of small files, and their bytes in memory: shared by the parts of _misses.c. `source_lock`
+ * guards all of it. */
 #ifndef MONARCHFS_MISS_ENTRIES_H
 #define MONARCHFS_MISS_ENTRIES_H
 
@@ -8,32 +8,32 @@
 
 enum state {
 	REMOTE,
-	AHEAD, /* Python wants it, nobody waits for it */
+	AHEAD, /* wanted by Python; no reader waits for it */
 	QUEUED, /* for a source thread */
-	READING, /* in one */
+	READING, /* by a source thread */
 };
 
 /* The number, the name and the version are constant. */
 struct entry {
 	struct entry *next; /* in its bucket */
-	struct task task; /* where it is AHEAD or QUEUED */
+	struct task task; /* queued while the state is AHEAD or QUEUED */
 	uint64_t ino;
 	struct miss_version version;
 	struct waiter *waiters;
 	struct miss_bytes *bytes;
-	struct miss_event *wanted; /* by Python: what will tell of it */
-	struct entry *older, *newer; /* of those with bytes */
-	size_t answered; /* bytes of it */
-	unsigned answering; /* threads */
+	struct miss_event *wanted; /* the event for a fetch that Python asked for */
+	struct entry *older, *newer; /* among entries with bytes */
+	size_t answered; /* bytes given to readers */
+	unsigned answering; /* threads that are answering with it */
 	unsigned generation; /* of the directory */
 	unsigned char replica[MISS_REPLICA_BYTES];
 	uint16_t directory;
 	uint8_t state;
-	bool shared; /* other nodes may have it, as `replica` */
-	bool excluded; /* Python reads it */
-	bool over; /* served from memory while it is open, and then forgotten */
-	bool told; /* its bytes wait for Python */
-	bool gone; /* not to be found any more */
+	bool shared; /* other nodes may have it, under the name `replica` */
+	bool excluded; /* Python reads the file */
+	bool over; /* forgotten at the last close; until then served from memory */
+	bool told; /* an event with its bytes waits for Python */
+	bool gone; /* not in the table any more */
 	char name[];
 };
 
@@ -50,52 +50,52 @@ extern struct misses {
 	struct miss_peers peers;
 	bool free_opens;
 	int events_fd;
-	size_t memory, memory_ahead; /* bytes of files; those that nobody but Python has asked for */
+	size_t memory, memory_ahead; /* bytes of files; of those that only Python asked for */
 } misses;
 
-/* As task.run, of those that are AHEAD or QUEUED. */
+/* The task of an entry that is AHEAD or QUEUED. */
 void miss_run(struct task *task, struct scratch *scratch);
 
-/* Where the entry is, or would be, in its bucket. */
+/* The link in the bucket that points to the entry, or would. */
 struct entry **miss_place_of(uint64_t ino);
 
-/* The directory that it lies in; NULL if its number stands for another one by now. */
+/* The entry's directory; NULL if its number stands for another directory by now. */
 struct directory *miss_directory_of(const struct entry *entry);
 void miss_leave_directory(struct directory *directory);
 
-/* Have a thread take it, AHEAD or QUEUED. False where none comes. */
+/* Queue the entry for a thread. False if no thread can be had. */
 bool miss_queue(struct entry *entry, enum state state);
 
-/* As far as none has begun. */
+/* Take it out of the queue, unless a thread has begun. */
 void miss_unqueue(struct entry *entry);
 
-/* Python is to know this. */
+/* Queue an event for Python. */
 void miss_report(struct entry *entry, struct miss_event told);
 
-/* All of them are Python's. */
+/* Leave all requests that wait for the entry to Python. */
 void miss_leave_waiters(struct entry *entry);
 
-/* It is not needed by this thread any more. */
+/* This thread is done with the entry: free it if it is gone and nobody else uses it. */
 void miss_leave_entry(struct entry *entry);
 
-/* Nobody finds it any more, but who has it open goes on reading what is in memory. */
+/* Take the entry out of the table, unless it is open: then its readers go on reading from memory. */
 void miss_forget_unless_open(struct entry **place);
 
-/* Whether there is memory for so much more: what nobody needs just now goes, and what waits for Python is to be
- * read again. */
+/* Make room in memory for so many bytes; false if there is none. Bytes that nobody needs now are dropped.
+ * Bytes that wait for Python are dropped too, and have to be read again. */
 bool miss_make_room(size_t size);
 
-/* Whether there is memory for the first that is read ahead. */
+/* Whether there is memory for the first file in the queue of those read ahead. */
 bool miss_may_read_ahead(const struct task *first);
 
-/* It has bytes from now on. */
+/* Give the entry its bytes. */
 void miss_fill(struct entry *entry, struct miss_bytes *bytes);
 
-/* A reader has come to bytes; whether it is the first. */
+/* A reader uses bytes that were read ahead. True for the first reader. */
 bool miss_adopt(struct miss_bytes *bytes);
 void miss_leave_bytes(struct miss_bytes *bytes);
 
-/* The end of an answer that was begun with `answering` raised. */
+/* End an answer: the caller had raised `answering`. */
 void miss_answered(struct entry *entry);
 
 #endif

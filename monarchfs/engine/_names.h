@@ -1,8 +1,8 @@
-/* Names that are known, and the attributes of what they stand for: a look-up of one needs no Python.
+/* A cache of names and attributes: a look-up of one of these names needs no Python.
  *
- * What Python may answer for a while without asking the source, it puts here for that while; what it
- * learns otherwise about a name or a number it has forgotten here before anybody can hear of it. Names
- * that do not exist are Python's. Thread-safe. */
+ * Python puts a name here for as long as it may answer it without asking the source. When Python learns
+ * anything else about a name or an inode number, it first has it forgotten here, before anybody can hear of
+ * the change. Names that do not exist are Python's. Thread-safe. */
 #ifndef MONARCHFS_NAMES_H
 #define MONARCHFS_NAMES_H
 
@@ -12,17 +12,17 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* In the directory `parent` the name stands for this (attr->ino), as the next `for_ns` nanoseconds will
- * show or not. The oldest name goes where there are too many. */
+/* In the directory `parent` the name stands for attr->ino, for the next `for_ns` nanoseconds. If there are
+ * too many names, the oldest one goes. */
 void names_put(uint64_t parent, const char *name, size_t length, const struct fuse_attr *attr,
 	       uint64_t for_ns);
 
-/* It is not to be answered any more: no answer is on its way when this returns. */
+/* Answer it no more. When this returns, no answer is on its way. */
 void names_forget(uint64_t parent, const char *name, size_t length);
 void names_forget_ino(uint64_t ino);
 void names_forget_all(void);
 
-/* What a look-up is answered with now. If true, names_leave follows once the kernel has it. */
+/* Fill in the answer to a look-up. If true, the caller calls names_leave once the kernel has the answer. */
 bool names_enter(uint64_t parent, const char *name, size_t length, struct fuse_entry_out *out);
 void names_leave(void);
 

@@ -5,13 +5,13 @@
 
 #include "_misses.h"
 
-/* Open it, and look whether it has the version. *fd is -1 where it could not be opened. */
+/* Open it and compare its version. *fd is -1 if it could not be opened. */
 int small_open(int directory_fd, const char *name, dev_t device, const struct miss_version *version, int *fd);
 
-/* Whether reading it has it brought back from an archive (MISS_ARCHIVED), or who knows (errno). */
+/* MISS_ARCHIVED if reading it would bring it back from an archive; an errno if that is unknown. */
 int small_archived(int fd);
 
-/* Read all of it, and look at the version again. */
+/* Read all of it, and compare the version again. */
 int small_read(int fd, dev_t device, const struct miss_version *version, char *to);
 
 #endif

@@ -42,7 +42,7 @@ static PyObject *new(PyTypeObject *type, PyObject *args, PyObject *named)
 		.most_bytes = most_bytes,
 	};
 	if (readers != Py_None &&
-	    !(plan.readers = PyCapsule_GetPointer(readers, UNFINISHED_UNITS)))
+	    !(plan.readers = PyCapsule_GetPointer(readers, NONRESIDENT_UNITS)))
 		return NULL;
 	struct object *self = (struct object *)type->tp_alloc(type, 0);
 	if (!self)

@@ -10,11 +10,11 @@
 /* Inode `ino` has none of the attributes that absent_name names, now or later. */
 void absent_add(uint64_t ino);
 
-/* Who does not have the attribute `name` is answered with `error`, an errno. -ENOSPC: there are
- * too many names, or it is too long. */
+/* Requests for the attribute `name` of files that do not have it are answered with `error`, an errno. -ENOSPC if
+ * there are too many names, or this one is too long. */
 int absent_name(const char *name, int error);
 
-/* The errno that a request for the attribute `name` of inode `ino` is answered with; 0: not known. */
+/* The errno with which to answer a request for the attribute `name` of inode `ino`; 0: not known. */
 int absent_errno(uint64_t ino, const char *name);
 
 #endif

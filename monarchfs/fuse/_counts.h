@@ -1,4 +1,4 @@
-/* What the threads have done since the beginning: counts, and how long answers took. Lock-free. */
+/* What the threads have done so far: counts and durations. Lock-free. */
 #ifndef MONARCHFS_COUNTS_H
 #define MONARCHFS_COUNTS_H
 
@@ -13,10 +13,10 @@ enum count {
 	COUNT_BYTES, /* in answers to READ */
 	COUNT_SOURCE_BYTES, /* asked of the source for readers */
 	COUNT_AHEAD_BYTES, /* asked of the source ahead of readers */
-	COUNT_UNTOLD_OPENS, /* of small files, of which no event tells */
+	COUNT_UNTOLD_OPENS, /* opens of small files that no event reports */
 	COUNT_RESIDENT_OPENS, /* by resident_open and, where there are no opens, first reads */
 	COUNT_RESIDENT_BYTES, /* the sizes of those files */
-	COUNT_UNLISTED_OPENS, /* those of them that resident_opened did not tell of */
+	COUNT_UNLISTED_OPENS, /* those of them that resident_opened did not report */
 	COUNT_BACKED_OPENS, /* answered with a backing id */
 	COUNTS,
 };
@@ -34,7 +34,7 @@ enum duration {
 
 struct durations {
 	uint64_t total_ns;
-	uint64_t took[MOST_BOUNDS + 1]; /* so many took at most so long; the last: longer */
+	uint64_t took[MOST_BOUNDS + 1]; /* how many took at most that bound; the last: longer */
 };
 
 struct counts {
@@ -42,12 +42,12 @@ struct counts {
 	struct durations durations[DURATIONS];
 };
 
-/* `bounds_ns`: of durations.took, rising; at most MOST_BOUNDS. Before the threads. */
+/* `bounds_ns`: the bounds of durations.took, rising; at most MOST_BOUNDS. Called before threads start. */
 void counts_start(const uint64_t *bounds_ns, unsigned bounds);
 
 void counts_add(enum count of, uint64_t more);
 
-/* One more that took so long. */
+/* Count one that took so long. */
 void counts_time(enum duration of, uint64_t took_ns);
 
 void counts_read(struct counts *to);

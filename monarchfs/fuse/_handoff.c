@@ -1,14 +1,14 @@
-/* Requests that are answered while the event loop's thread waits for them.
+/* Requests that another thread answers in place of the event loop's.
  *
- * Who asks for one thing after the other (find, ls -l, an open for each file) asks for the next a few
- * microseconds after an answer. On its way to the event loop a request wakes first the thread that
- * takes it from the kernel, then the loop's, which has a turn of the loop to go: that is most of what
- * a look-up costs. So the loop's thread, when it has answered one, waits here for a moment; whoever
- * takes the next answers it with the same Python code, and nobody else is woken.
+ * A program that asks for one thing after the other (find, ls -l, an open for each file) sends its next request
+ * a few microseconds after an answer. A request for the event loop wakes the thread that takes it from the
+ * kernel, then the loop's thread, and then waits for a turn of the loop: that is most of the cost of a
+ * look-up. So when the loop's thread has answered a request, it waits here for a moment. Meanwhile the thread
+ * that takes the next request answers it with the same Python code, and no other thread is woken.
  *
- * It is as if the loop's thread did it: that stands still meanwhile, where it would have taken the
- * request itself, and `lock` lets one in at a time. What the code must not do is to wake tasks of
- * trio, which knows its own thread by name: so only requests that read what is known come here.
+ * To that code it is as if the loop's thread ran it: that thread stands still where it would have taken the
+ * request itself, and `lock` admits one thread at a time. The code must not wake tasks of trio, which
+ * compares the thread: so only requests that read what is known come here.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -22,16 +22,16 @@
 #include <poll.h>
 #include <pthread.h>
 
-/* So long is waited for the next. The kernel adds 50 us to it (PR_SET_TIMERSLACK). */
+/* How long to wait for the next request. The kernel adds 50 us (PR_SET_TIMERSLACK). */
 #define NEXT_NS 200000
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static handoff_answer answer_now; /* under `lock`; NULL: nobody is parked */
 static unsigned answered; /* under `lock` */
-static bool leaving; /* nobody may get in any more, so that the one who leaves does not starve */
-static unsigned waiting; /* for `lock`, or have it, of those who want to answer */
+static bool leaving; /* no thread is admitted any more, so that the loop's thread does not starve */
+static unsigned waiting; /* threads that want to answer, and wait for `lock` or hold it */
 
-/* No more wait for each other: the other threads answer reads meanwhile. */
+/* No more threads wait for `lock`: the others answer reads meanwhile. */
 #define MOST_WAITING 3
 
 bool handoff_wait(handoff_answer answer, int news_fd, uint64_t until_ns)

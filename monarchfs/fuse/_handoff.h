@@ -1,21 +1,20 @@
-/* Requests that are answered while the event loop's thread waits for them. See _handoff.c. */
-#ifndef MONARCHFS_PARKING_H
-#define MONARCHFS_PARKING_H
+/* Requests that another thread answers in place of the event loop's. See _handoff.c. */
+#ifndef MONARCHFS_HANDOFF_H
+#define MONARCHFS_HANDOFF_H
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-/* How the event loop's thread answers a request (a fuse_in_header and what follows); with the GIL,
- * false where it does not at once. */
+/* Answers a request (a fuse_in_header and what follows), with the GIL held. False if it cannot at once. */
 typedef bool (*handoff_answer)(const void *request, size_t length);
 
-/* The event loop's thread has just answered a request: wait for the next as long as they keep coming,
- * until `until_ns` (CLOCK_MONOTONIC) at most. Whether `news_fd` is readable. The caller holds the GIL,
- * which is free meanwhile. */
+/* Called by the event loop's thread when it has answered a request: wait for the next ones as long as they keep
+ * coming, until `until_ns` (CLOCK_MONOTONIC) at most. True if `news_fd` is readable. The caller holds the
+ * GIL; it is released meanwhile. */
 bool handoff_wait(handoff_answer answer, int news_fd, uint64_t until_ns);
 
-/* For any other thread, without the GIL: whether a request is answered by now. */
+/* Called by any other thread, without the GIL: try to answer a request. True if it was answered. */
 bool handoff_answered(const void *request, size_t length);
 
 #endif

@@ -1,5 +1,5 @@
-/* What those share who make functions of Python of ours: they have the same names, and are described where
- * those are declared; their types are in _session.pyi. */
+/* What the modules share that make Python functions of C functions. The Python functions have the same names;
+ * the C declarations describe them; their types are in _session.pyi. */
 #ifndef MONARCHFS_PYTHON_H
 #define MONARCHFS_PYTHON_H
 
@@ -16,7 +16,7 @@ static inline PyObject *failed(int error)
 	return PyErr_SetFromErrno(PyExc_OSError);
 }
 
-/* Of what returns 0 or -errno. */
+/* For a function that returns 0 or -errno. */
 static inline PyObject *none_unless(int error)
 {
 	if (error < 0)
@@ -48,7 +48,7 @@ static inline bool number_in(PyObject *given, uint64_t *number)
 	return !(*number == (uint64_t)-1 && PyErr_Occurred());
 }
 
-/* Of a function of one number, whose result `object` (above) makes one of Python's. */
+/* A function of one number. `object` (above) makes a Python object of its result. */
 #define ASKS_OF_NUMBER(name, object)                                    \
 	static PyObject *py_##name(PyObject *self, PyObject *given)     \
 	{                                                               \
@@ -57,7 +57,7 @@ static inline bool number_in(PyObject *given, uint64_t *number)
 		return number_in(given, &number) ? object(name(number)) : NULL; \
 	}
 
-/* The same without a result. */
+/* A function of one number, without a result. */
 #define TELLS_NUMBER(name)                                          \
 	static PyObject *py_##name(PyObject *self, PyObject *given) \
 	{                                                           \
@@ -69,7 +69,7 @@ static inline bool number_in(PyObject *given, uint64_t *number)
 		Py_RETURN_NONE;                                     \
 	}
 
-/* And without a number. */
+/* A function without argument and result. */
 #define TELLS(name)                                                  \
 	static PyObject *py_##name(PyObject *self, PyObject *unused) \
 	{                                                            \

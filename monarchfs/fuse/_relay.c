@@ -1,15 +1,14 @@
 /* Threads that take requests from the kernel, answer those about resident files, and queue the rest.
  *
- * They never hold the GIL: what Python does at the moment delays no open or read of what is local, a
- * disk that has to be waited for delays one thread, and reads run on as many cores as ask.
+ * They never hold the GIL. So Python delays no open or read of a local file, a slow disk delays one thread, and
+ * reads run on as many cores as there are readers.
  *
- * What they may answer is what Python told _resident.c of. Whatever goes wrong (an unknown file, a
- * short read, an error of the disk) is left to Python, to which the request looks as if it had just
- * come.
+ * They answer for the files in _resident.c. If anything goes wrong (an unknown file, a short read, an error of
+ * the disk), the request is left to Python, to which it looks as if it had just come.
  *
- * A read may wait for a slow disk. Two of the threads never do: where as many as the others are at reads,
- * further ones are put off, until one of those is done; where none is for a while, for threads of their
- * own (_pool.c). What else is asked is taken by the two.
+ * A read may wait for a slow disk. Two of the threads never do: they take all other requests. When all the
+ * others are at reads, further reads are put off until one of those ends. If none ends for a while, they get
+ * threads of their own (_pool.c).
  */
 #define _GNU_SOURCE
 #include "_relay.h"
@@ -47,12 +46,12 @@
 #define MOST_WAITING 3
 #define NO_READERS 2 /* of the threads */
 #define MOST_MORE_READERS 64
-#define STALLED_NS 100000000 /* a read that was put off for so long has a thread of its own */
+#define STALLED_NS 100000000 /* a read that was put off for so long gets a thread of its own */
 
-/* Of each buffer for requests, so much is in memory before the first one comes (an extended
- * attribute's name is the longest that one has). The kernel ends a request with EIO that it cannot
- * copy to who takes it (fs/fuse/dev.c, fuse_dev_do_read); and for a process that was killed just
- * then it finds no new page any more (mm/gup.c), only those that are there. */
+/* How much of each request buffer is in memory before the first request (an extended attribute's name is the
+ * longest that one has). The kernel ends a request with EIO that it cannot copy to the thread that takes it
+ * (fs/fuse/dev.c, fuse_dev_do_read). And if the process has just been killed, the kernel finds no new page
+ * for it any more (mm/gup.c), only those that are there. */
 #define TOUCHED_BYTES (16 * 1024)
 
 struct request {
@@ -80,7 +79,7 @@ struct read {
 
 static pthread_mutex_t reads_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct pool readers = {.lock = &reads_lock, .most = MOST_MORE_READERS};
-static unsigned reading, most_reading; /* threads that are at a read; so many may be */
+static unsigned reading, most_reading; /* threads that are at a read; how many may be */
 
 static pthread_mutex_t idle_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wanted = PTHREAD_COND_INITIALIZER;
@@ -88,8 +87,8 @@ static unsigned waiting, resting;
 
 /* -- answers */
 
-/* Whether the read is answered: all of it, but at the end of the file. (A short answer would cut
- * the file off for its reader.) */
+/* Answer a read in full, or up to the end of the file; true if it is answered. (To its reader a short answer
+ * would be the end of the file.) */
 static bool answer_read(const struct fuse_in_header *in, struct scratch *scratch, uint64_t started_ns)
 {
 	const struct fuse_read_in *arg = (const void *)(in + 1);
@@ -111,8 +110,8 @@ static bool answer_read(const struct fuse_in_header *in, struct scratch *scratch
 
 static void put_last(const char *bytes, size_t length, enum relay_past past);
 
-/* Answer an open. Where the kernel knows of no answer with this handle, but Python does by now, that is
- * told as by the kernel. */
+/* Answer an open. If the kernel took no answer with this handle, but Python owns it by now, Python gets a
+ * RELEASE as if from the kernel. */
 static void answer_with_handle(uint64_t unique, uint64_t fh, const void *out, size_t length,
 			       enum duration counted, uint64_t started_ns)
 {
@@ -171,7 +170,7 @@ static bool answer_open(const struct fuse_in_header *in, bool again, uint64_t st
 	return added >= 0;
 }
 
-/* Also of a handle that is not open: an earlier worker may have ended it. */
+/* A handle that is not open is answered, too: an earlier worker may have ended it. */
 static bool answer_release(const struct fuse_in_header *in)
 {
 	const struct fuse_release_in *arg = (const void *)(in + 1);
@@ -182,7 +181,7 @@ static bool answer_release(const struct fuse_in_header *in)
 	return !owned && (reply_with(in->unique, 0, NULL, 0), true);
 }
 
-/* Of a name that is known. It ends with a zero. */
+/* Answer a look-up of a known name, which ends with a zero. */
 static bool answer_lookup(const struct fuse_in_header *in, size_t body, uint64_t started_ns)
 {
 	const char *name = (const char *)(in + 1);
@@ -195,7 +194,7 @@ static bool answer_lookup(const struct fuse_in_header *in, size_t body, uint64_t
 	return true;
 }
 
-/* Of a file that does not have the attribute. The name ends with a zero. */
+/* Answer for a file that does not have the attribute. The name ends with a zero. */
 static bool answer_getxattr(const struct fuse_in_header *in, size_t body)
 {
 	const char *name = (const char *)(in + 1) + sizeof(struct fuse_getxattr_in);
@@ -206,8 +205,8 @@ static bool answer_getxattr(const struct fuse_in_header *in, size_t body)
 	return error && (reply_with(in->unique, -error, NULL, 0), true);
 }
 
-/* Whether it is answered, or will be. `scratch`: NULL: what would have to wait is not. `again`: an earlier
- * worker has had it. */
+/* Take any request: true if it is answered, or will be. If `scratch` is NULL, requests that would have to wait
+ * are not taken. `again`: an earlier worker had it. */
 static bool answer_any(const struct fuse_in_header *in, size_t length, struct scratch *scratch,
 		       bool again, uint64_t started_ns)
 {
@@ -260,12 +259,12 @@ void relay_answer_opens(bool here)
 static void wake_reader(void)
 {
 	uint64_t one = 1;
-	/* It cannot be full: it is written to when it was empty only. */
+	/* It cannot be full: it is only written to when it was empty. */
 	while (write(news_fd, &one, sizeof(one)) < 0 && errno == EINTR)
 		;
 }
 
-/* Room for a request behind so many bytes. Somebody waits for the answer: there is nothing better to do. */
+/* Memory for `size` bytes and a request. A process waits for the answer, so this waits for memory. */
 static void *new_for(size_t size, size_t length)
 {
 	void *made;
@@ -387,9 +386,9 @@ static void put_off(const char *bytes, size_t length, uint64_t started_ns)
 	pthread_mutex_unlock(&reads_lock);
 }
 
-/* To be called after each time that `reading` was made less: what was put off goes on, as far as there
- * may be more at reads. Who puts one off stores it before it looks at `reading`, who is done with one
- * looks for it after that became less: so one of them sees the other. */
+/* Called after each decrement of `reading`: begin reads that were put off, as far as more are allowed. A thread
+ * that puts a read off stores it before it looks at `reading`. A thread that ends one looks for such reads
+ * after the decrement. So one of them sees the other. */
 static void read_on(struct scratch *scratch)
 {
 	while (pool_any(&readers)) {
@@ -406,7 +405,7 @@ static void read_on(struct scratch *scratch)
 	}
 }
 
-/* Where nobody is done with one, in time. */
+/* Begin them in threads of their own if no read ends in time. */
 static void give_threads_to_reads(void)
 {
 	pthread_mutex_lock(&reads_lock);
@@ -437,10 +436,10 @@ void relay_again(void)
 
 /* -- the threads */
 
-/* Of the threads that have nothing to do, few wait for the kernel, which wakes the one that waits
- * longest: the others would take turns with them, each with a cold cache. Who takes a request that is
- * answered at once counts as waiting all the while. (Whoever is answered may well have the processor
- * before this one is back: each request would wake another thread, and in the end all of them.) */
+/* Few idle threads wait for the kernel. It wakes the one that has waited longest, so all of them would take
+ * turns, each with a cold cache. A thread that answers a request at once counts as waiting meanwhile: the
+ * process that it answers may run before this thread is back, and its next request would wake another
+ * thread, and in the end all of them. */
 static void begin_waiting(void)
 {
 	pthread_mutex_lock(&idle_lock);
@@ -453,7 +452,7 @@ static void begin_waiting(void)
 	pthread_mutex_unlock(&idle_lock);
 }
 
-/* `ends`: nobody rests once the end is known. */
+/* `ends`: no thread sleeps once the mount's end is known. */
 static void end_waiting(bool ends)
 {
 	pthread_mutex_lock(&idle_lock);

@@ -10,47 +10,46 @@
 #include <stdint.h>
 
 /* The kernel refuses reads into a buffer smaller than the largest request that INIT allowed
- * (fs/fuse/dev.c, fuse_dev_do_read). The mount is read-only and the reply to INIT says max_write
- * 4096, so that requests are a path component or an attribute name at most; the rest is reserve. */
+ * (fs/fuse/dev.c, fuse_dev_do_read). The mount is read-only, and the reply to INIT says max_write 4096. So the
+ * largest request is a path component or an attribute's name; the rest is reserve. */
 #define REQUEST_BYTES (128 * 1024 + 4096)
 
-/* The opcode of what is none of the kernel's, and not answered: a note of _nonresident.c. Behind the
- * header are two numbers, the chunks that a read of this inode is of. See quick.Opcode. */
+/* The opcode of a note from _nonresident.c, which is not the kernel's and gets no answer. Two numbers follow
+ * the header: the chunks of the inode that a read covers. See fast_path.Opcode. */
 #define RELAY_AHEAD 0xfffe
 
-/* Begin: `fuse_fd` is the mounted descriptor, read and written by `threads` threads from now on.
- * At most `waiting_reads` wait for the source without Python. `free_opens`: OPEN is answered with ENOSYS.
- * Returns a descriptor that is
- * readable while the queue has something, or -errno. Once only. */
+/* Begin: from now on `threads` threads read and write `fuse_fd`, the mounted descriptor. At most
+ * `waiting_reads` requests wait for the source without Python. `free_opens`: OPEN is answered with ENOSYS.
+ * Returns a descriptor that is readable while the queue has something, or -errno. Once only. */
 int relay_start(int fuse_fd, unsigned threads, unsigned waiting_reads, bool free_opens);
 
-/* Whether the threads answer OPEN where they can; they do, if nothing else is said. */
+/* Whether the threads answer OPEN where they can; by default they do. */
 void relay_answer_opens(bool here);
 
 /* What became of a request before it was queued. */
 enum relay_past {
 	NEW,
-	WAITED, /* with the threads, which leave it to Python */
+	WAITED, /* with the threads, which then left it to Python */
 	TAKEN, /* by an earlier worker, which may have carried it out */
 };
 
 struct fuse_in_header;
 
-/* Answer an OPEN, counted as this. False where too many files are open. */
+/* Answer an OPEN, and count it as `counted`. False if too many files are open. */
 bool relay_answer_open(const struct fuse_in_header *in, enum duration counted, uint64_t started_ns);
 
 /* Try once more with a request that was queued; true if it is answered now, or will be. */
 bool relay_answered(const void *request, size_t length, enum relay_past past);
 
-/* The next request that is not for the threads, copied to `buffer` (of REQUEST_BYTES): its length;
- * 0 after the last one of a mount that has ended, with *ended_by its errno; -EAGAIN for none. */
+/* Copy the next request in the queue to `buffer` (of REQUEST_BYTES) and return its length. -EAGAIN if there is
+ * none; 0 after the last one of a mount that has ended, with *ended_by its errno. */
 long relay_next(void *buffer, int *ended_by, enum relay_past *past);
 
-/* Queue what threads of earlier workers had in hand that have died since, and have reads go on that wait
- * for others that hang. Several times a second; by one thread. */
+/* Queue what threads of earlier workers had that have died since, and start reads that wait behind reads that
+ * hang. Called several times a second, by one thread. */
 void relay_again(void);
 
-/* For those who take requests over from the threads; none waits. Leave one to Python. */
+/* Leave a request to Python. For modules that took it over from the threads; does not wait. */
 void relay_leave(const void *request, size_t length);
 
 /* Have Python fetch ahead: a read of `ino` goes from its chunk `first` to before `last`. */

@@ -274,7 +274,7 @@ static PyObject *py_nonresident_units(PyObject *self, PyObject *unused)
 	static struct nonresident_units functions = {nonresident_arrived, nonresident_chunks};
 	(void)self;
 	(void)unused;
-	return PyCapsule_New(&functions, UNFINISHED_UNITS, NULL);
+	return PyCapsule_New(&functions, NONRESIDENT_UNITS, NULL);
 }
 
 TELLS_NUMBER(nonresident_stop)

@@ -185,7 +185,7 @@ static void interrupted(struct fuse_session *se, const struct fuse_in_header *in
 	Py_XDECREF(known);
 }
 
-/* Not one of the kernel's: see quick.Opcode. */
+/* Not one of the kernel's: see fast_path.Opcode. */
 #define UNOPENED 0xffff
 
 /* Have Python know of something that is not answered. */

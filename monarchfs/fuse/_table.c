@@ -1,4 +1,4 @@
-/* The table of open files. See _table.h and slots.py.
+/* The table of open files. See _table.h and handle_table.py.
  *
  * A worker may be killed between any two instructions; the next one sees what was stored before, in the
  * order of the stores below. Each handle begins and ends with one store, that of `ino`:
