@@ -57,9 +57,9 @@ def on_interrupt(handler: Callable[[int], bool]) -> None:
 
 
 def on_request(handler: Callable[[int, int, bytes], bytes | int | None]) -> None:
-    """Have ``handler`` answer those requests of ``fast_path.Opcode`` that it can: called with opcode,
-    node id and what follows the request's header, it returns what follows the answer's, an errno,
-    None, or True: then the C part tries once more."""
+    """Have ``handler`` answer those requests of ``fast_path.Opcode`` that it can: called with
+    opcode, node id and what follows the request's header, it returns what follows the answer's, an
+    errno, None, or True: then the C part tries once more."""
     hooks.set_request_handler(handler)
 
 

@@ -2,9 +2,9 @@
 
 Exits 0 if it is sound, 1 with lines on stdout if not; LMDB may also end the process by a signal.
 Writes nothing. Without ``--deep``: every page can be read, also those of the list of free pages;
-every table has as many rows as it says, and their keys and values have the right lengths. With it:
-every record can be decoded, and they agree with each other. An environment of another program or of
-another schema version is only walked; that it is not ours is for the opener to say.
+every table has as many rows as it says, and their keys and values have the right lengths. With it,
+also: every record can be decoded, and the records agree with each other. An environment of another
+program or schema version is only walked: whoever opens it says that it is not ours.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from monarchfs.index.records import (
 MAX_LINES = 100
 
 _TAKEN_BYTES = 16 << 20
-"""More than lies together in one piece among the free pages: LMDB then reads the whole list."""
+"""Larger than any run of free pages, so that LMDB reads the whole list of them."""
 
 _DAMAGE = (lmdb.Error, struct.error, zlib.error, LookupError, ValueError, TypeError)
 """What decoding a damaged record may raise."""
@@ -95,9 +95,9 @@ def check(path: str, *, deep: bool) -> Iterator[str]:
 
 
 def _walk_free_pages(path: str) -> None:
-    """Let LMDB look for room as a write does, the only way to the list of free pages; give it up.
+    """Have LMDB read its list of free pages, by a write that is aborted.
 
-    The list is read from when something is written, not before (``mdb_page_alloc`` in mdb.c).
+    LMDB reads that list only when something is written (``mdb_page_alloc`` in mdb.c).
     """
     try:
         env = lmdb.open(path, create=False, lock=False, sync=False, readahead=False, map_size=0)

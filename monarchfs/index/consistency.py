@@ -22,7 +22,7 @@ Tables = dict[bytes, Any]
 
 
 def inconsistencies(txn: Any, tables: Tables) -> Iterator[str]:
-    """What contradicts, one line each. Raises what decoding a damaged record raises."""
+    """The contradictions, one line each. Raises what decoding a damaged record raises."""
     next_value = txn.get(records.META_NEXT, b"", tables[b"meta"])
     (next_id,) = ID.unpack(next_value)
     yield from _nodes(txn, tables, next_id)

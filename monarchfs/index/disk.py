@@ -1,4 +1,4 @@
-"""The disk under the index: room kept ahead of it, and where it goes when the disk fails."""
+"""The disk under the index: blocks allocated ahead, and the copy in memory when the disk fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADROOM_BYTES = 64 << 20
 _LEAST_BYTES = 1 << 20
 
 TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
-"""What a full, failing or read-only disk answers. (LMDB makes EIO of a short write.)"""
+"""The errors of a full, failing or read-only disk. (LMDB turns a short write into EIO.)"""
 
 _MEMORY = "/dev/shm"
 _FALLOC_FL_KEEP_SIZE = 1  # linux/falloc.h
@@ -31,17 +31,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def trouble(error: BaseException | None) -> str | None:
-    """The message of an error that says that the disk is full, fails or is read-only."""
+    """The message of an error of a full, failing or read-only disk; None for other errors."""
     code = error.errno if isinstance(error, OSError) else getattr(error, "code", None)
     return os.strerror(code) if code in TROUBLE else None
 
 
 class Preallocation:
     """Blocks allocated beyond the used part of the data file, so that a commit does not fail when
-    others fill the disk. Best effort: not every file system can.
+    others fill the disk. Best effort: not every file system can do this.
 
-    Constant: the descriptor, which stays the caller's. Changing: up to where there are blocks, and
-    how many bytes were asked for.
+    Constant: the descriptor, which stays the caller's. Changing: the end of the allocated blocks,
+    and how many bytes were asked for last.
     """
 
     def __init__(self, fd: int) -> None:
@@ -50,16 +50,16 @@ class Preallocation:
         self._size = 0
 
     def keep(self, used_bytes: int) -> None:
-        """Allocate anew once less than half of it is left. Blocks for the disk, but briefly."""
+        """Allocate more once less than half of it is left. Waits for the disk, but briefly."""
         if self._end - used_bytes > self._size // 2:
             return
-        # On a disk with little room, most of that is left to others.
+        # On a disk with little room, leave most of it to others.
         try:
             st = os.fstatvfs(self._fd)
         except OSError:
             return
         self._size = max(min(HEADROOM_BYTES, st.f_bavail * st.f_frsize // 4), _LEAST_BYTES)
-        # Where it fails, it is not asked again for each commit.
+        # Also if this fails: not each commit is to try again.
         self._end = used_bytes + self._size
         _fallocate(self._fd, used_bytes, self._size)
 
@@ -70,8 +70,8 @@ class Preallocation:
 
 
 def _fallocate(fd: int, offset: int, size: int) -> None:
-    """fallocate(2), which os.posix_fallocate is not: that makes the file longer, and writes zeros
-    where it is unsupported. A failure passes: then a commit may meet the full disk."""
+    """fallocate(2). os.posix_fallocate makes the file longer, and writes zeros where fallocate(2)
+    is not supported. A failure is ignored: then a commit may meet the full disk."""
     _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(size))
 
 
@@ -79,7 +79,7 @@ def _fallocate(fd: int, offset: int, size: int) -> None:
 def memory_copy(fill: Callable[[int], None]) -> Iterator[str]:
     """A directory in memory with a data file that ``fill`` writes (given its descriptor).
 
-    Its name is gone at the end of the block: what is open then lives as long as its descriptors.
+    At the end of the block the directory is removed: files that are open live on.
     Raises OSError, and what ``fill`` raises.
     """
     directory = tempfile.mkdtemp(prefix="monarchfs-index-", dir=_MEMORY)
@@ -97,9 +97,9 @@ def memory_copy(fill: Callable[[int], None]) -> Iterator[str]:
 def copy_environment(env: Any, data: int, to: int) -> None:
     """Write the last committed state of ``env``, whose data file is ``data``, to a descriptor.
 
-    No transaction may be open. Not by LMDB's compaction: that reads the map itself, and a page
-    that the disk does not give is SIGBUS then; write(2) from the map answers EFAULT. Where the
-    environment is beyond use (its last page of meta data could not be written) the file is read.
+    No transaction may be open. LMDB's compaction is not used, because it reads the map itself: a
+    page that the disk fails to read is SIGBUS then, but EFAULT for write(2) from the map. If the
+    environment is unusable (its last meta page could not be written), the file is read instead.
     Raises OSError.
     """
     try:

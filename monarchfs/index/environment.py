@@ -1,4 +1,4 @@
-"""Opening the LMDB environment of an index: making it, and telling whether it is one of ours."""
+"""Opening the LMDB environment of an index: creating it, or recognising it as ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from monarchfs.index.records import DATABASES, FIRST_ID, FORMAT, ID, SCHEMA_VERS
 from monarchfs.types import IndexUnusable, IndexWriteError
 
 MAP_BYTES = 1 << 30
-"""Address space mapped at first; doubled whenever it is full. Costs neither memory nor disk."""
+"""Address space mapped at first; doubled when it is full. It costs neither memory nor disk."""
 
 _DAMAGE = (
     lmdb.InvalidError,
@@ -47,10 +47,11 @@ class Databases(NamedTuple):
 
 
 def open_environment(path: str, source_id: str, map_bytes: int) -> tuple[Any, Databases, int]:
-    """The environment in the directory ``path``, made there if it is empty; its handles; next id.
+    """The environment in the directory ``path`` (created if that is empty), its handles, and the
+    next id.
 
-    Raises IndexUnusable where it is damaged, foreign or of another version, IndexWriteError where
-    the disk or permissions forbid.
+    Raises IndexUnusable if it is damaged, foreign or of another version, IndexWriteError if the
+    disk or the permissions forbid opening it.
     """
     env: Any = None
     try:
@@ -96,7 +97,7 @@ def _is_empty(env: Any) -> bool:
 
 
 def _create(env: Any, source_id: str) -> tuple[Databases, int]:
-    # One transaction: a process killed here leaves an empty environment, which is made anew.
+    # One transaction: a process killed here leaves an empty environment, to be created again.
     with env.begin(write=True) as txn:
         databases = Databases(*(env.open_db(name, txn=txn) for name in DATABASES))
         meta = databases.meta

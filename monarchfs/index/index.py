@@ -1,7 +1,7 @@
-"""The index: what is known of the source and of the local copies, in one LMDB environment.
+"""The index: what is known of the source and of the replicas, in one LMDB environment.
 
-Every change is one transaction, committed before the call returns but not synced: it survives the
-death of this process, and once ``sync`` has returned also that of the machine.
+Every change is one transaction, committed before the call returns, but not synced. So it survives
+the death of this process, and after ``sync`` also that of the machine.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from monarchfs.types import IndexUnusable, IndexWriteError
 class Index(Listings, Machine, XattrTables):
     """The open index. All calls but ``sync`` come from one thread at a time.
 
-    Calls take microseconds, except where they say otherwise. Writing calls raise IndexWriteError
-    (then nothing was changed), reading ones IndexUnusable. A disk that is full or fails does not
-    make writing calls raise, but freezes the index, see ``frozen``.
+    Calls take microseconds unless they say otherwise. Writing calls raise IndexWriteError (then
+    nothing was changed), reading ones IndexUnusable. When the disk is full or fails, writing calls
+    do not raise: the index is frozen, see ``frozen``.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class Index(Listings, Machine, XattrTables):
         map_bytes: int = MAP_BYTES,
         on_change: OnChange = OnChange(),  # noqa: B008
     ) -> Index:
-        """Open the index in the state directory ``directory``, or make it there.
+        """Open the index in the state directory ``directory``, or create it there.
 
-        ``source_id`` names the mirrored source; an index of another one is refused. Blocks for the
-        disk, and, if the index was not closed cleanly, for ``recovery.check_in_child``.
-        ``trust_after_kill`` leaves that check out where only the process died, not the machine;
-        not if ``recovery.mark_suspect`` was called. Call ``recovery.set_aside`` and this again to
-        go on with an empty index. An index that exists on a disk that is full, fails or is
+        ``source_id`` names the mirrored source; an index of another one is refused. Waits for the
+        disk, and for ``recovery.check_in_child`` if the index was not closed cleanly.
+        ``trust_after_kill`` skips that check if only the process died, not the machine, unless
+        ``recovery.mark_suspect`` was called. To go on with an empty index, call
+        ``recovery.set_aside`` and then this again. An index on a disk that is full, fails or is
         read-only is opened frozen.
 
         Raises IndexUnusable (damaged, foreign, or of another schema version), IndexWriteError
@@ -107,7 +107,7 @@ class Index(Listings, Machine, XattrTables):
         return index
 
     def _freeze_at_start(self, error: OSError) -> None:
-        """The disk does not even take the mark that the index is open: nothing may be written."""
+        """The mark that the index is open cannot be written, so nothing else may be."""
         if self._frozen is not None:
             return
         try:
@@ -120,17 +120,17 @@ class Index(Listings, Machine, XattrTables):
             raise
 
     def close(self, *, clean: bool = True) -> None:
-        """Close it; idempotent. ``clean`` syncs it and spares the next opener the check.
+        """Close it; idempotent. With ``clean`` it is synced, and the next opener need not check it.
 
-        A frozen index is never marked as closed cleanly. Blocks for the disk, and for a ``sync``
-        of another thread. Raises IndexWriteError, OSError; it is closed all the same.
+        A frozen index is never marked as closed cleanly. Waits for the disk, and for a ``sync`` in
+        another thread. Raises IndexWriteError, OSError; it is closed all the same.
         """
         if self._close_environment(sync=clean) and clean and self._frozen is None:
             recovery.mark_closed(self._directory)
 
 
 def _open_copy(path: str, why: str, open_in: Callable[[str], Index]) -> Index:
-    """Of an index on a read-only disk, which LMDB does not open for writing."""
+    """A copy in memory of an index on a read-only disk, which LMDB does not open for writing."""
 
     def fill(to: int) -> None:
         data = os.open(os.path.join(path, DATA_FILE), os.O_RDONLY | os.O_CLOEXEC)

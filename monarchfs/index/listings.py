@@ -25,19 +25,19 @@ FoundName = tuple[bytes, FileType, int, int]
 """A name as readdir gives it: name, type, source ino, device."""
 
 _SWEEP = 500
-"""Entries looked at in one step of ``finish_listing``: about half a millisecond."""
+"""Entries examined in one step of ``finish_listing``: about half a millisecond."""
 
 
 class Listings(TreeTables):
-    """What whole directories hold.
+    """Listings of whole directories.
 
-    A listing is recorded as ``begin_listing``, ``add_entries`` for each batch and
-    ``finish_listing``; until the last, an earlier ``Listing`` stands. A process that dies in
-    between leaves true names behind, and the listing as it was.
+    A listing is recorded by ``begin_listing``, ``add_entries`` for each batch, and
+    ``finish_listing``. Until then the earlier ``Listing`` is valid. A process that dies in between
+    leaves names that are true, and the earlier listing.
     """
 
     def listing(self, parent: int) -> Listing | None:
-        """Of a directory whose entries are all recorded; else None."""
+        """The listing of a directory whose entries are all recorded; else None."""
         value = self._get(self._db.listings, ID.pack(parent))
         return None if value is None else unpack_listing(value)
 
@@ -67,8 +67,8 @@ class Listings(TreeTables):
     def begin_listing(self, parent: int) -> int:
         """The sequence number of a listing of ``parent`` that starts now.
 
-        Call it before the source's directory is opened: names that are found meanwhile by
-        ``record_found_each`` are then safe from ``finish_listing``.
+        Call it before the source's directory is opened: then ``finish_listing`` does not remove
+        names that ``record_found_each`` records meanwhile.
         """
         return self._write(self._new_ids)
 
@@ -122,9 +122,9 @@ class Listings(TreeTables):
         self._next_id = next_id
 
     def _contradicts(self, txn: Any, key: bytes, type_: FileType, now_ns: int) -> bool:
-        """Whether the number is recorded for a file of another type; it is outdated then.
+        """Whether the number is recorded for a file of another type. If so, it becomes outdated.
 
-        The source has given the inode of a deleted file to another one.
+        The source has reused the inode of a deleted file.
         """
         value = txn.get(key, None, self._db.nodes)
         if value is None or type_ == FileType.UNKNOWN:
@@ -140,8 +140,8 @@ class Listings(TreeTables):
         """Remove the names that the listing did not see, then record it as complete.
 
         ``mtime_ns`` and ``ctime_ns`` are the directory's, from before its first entry was read.
-        A generator: each step takes about half a millisecond, so that the caller can let others
-        run in between; the listing is recorded in the last step. Exhaust it.
+        A generator: each step takes about half a millisecond, so that other tasks can run in
+        between. The last step records the listing, so exhaust it.
         """
         prefix = ID.pack(parent)
         start = prefix
@@ -155,7 +155,7 @@ class Listings(TreeTables):
         self._write(lambda txn: txn.put(prefix, pack_listing(listing), db=self._db.listings))
 
     def _remove_entries(self, keys: list[bytes]) -> None:
-        # No checkpoint between the reading of these entries and here.
+        # There is no checkpoint between reading these entries and removing them.
         def remove(txn: Any) -> None:
             for key in keys:
                 name = txn.pop(key, self._db.entries)[ENTRY.size :]

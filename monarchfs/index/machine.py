@@ -1,4 +1,4 @@
-"""What the index remembers of the machine: its boots, and the paths of the tiers."""
+"""What the index knows of the machine: its boots, and the paths of the tiers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from monarchfs.index.replicas import Replicas
 _USER_KEY_BYTES = 400
 
 _NUMBER_NS = 64
-"""Numbers are taken to be given out at most once in so many nanoseconds (a commit takes 5000)."""
+"""Numbers are assumed to be given out at this interval at least (a commit takes 5000 ns)."""
 
 
 class Machine(Replicas):
     """Boots and tiers, and small values of callers."""
 
     def begin_boot(self, boot_id: bytes) -> bool:
-        """To be called once after the index was opened, with the kernel's boot_id.
+        """Call it once after the index was opened, with the kernel's boot_id.
 
-        Whether the machine was restarted since the last call on this index: then replicas that are
-        not durable do not count any more.
+        True if the machine was restarted since the last call on this index: then replicas that are
+        not durable count no more.
         """
         known = self._get(self._db.meta, META_BOOT_ID)
         if known == boot_id:
@@ -77,23 +77,23 @@ class Machine(Replicas):
     # Numbers.
 
     def _skip_numbers(self) -> None:
-        """Never give out again what an earlier process may have given out without a record.
+        """Never give out again a number that an earlier process may have given out unrecorded.
 
-        A mount, and so the kernel, may know numbers from an index that was frozen, or was set
-        aside. Each process starts so far above the recorded number as the boot is old, and gives
-        out fewer than that until the next one starts.
+        A mount, and so the kernel, may know numbers from an index that was frozen or set aside. So
+        each process starts above the recorded number by the age of the boot in units of
+        ``_NUMBER_NS``. Until the next process starts, it gives out fewer numbers than that.
         """
-        # Recorded at once: what is recorded next is dated by it.
+        # Recorded at once, because later records rely on it.
         self._write(lambda txn: self._new_ids(txn, _most_since_boot()))
 
     @property
     def next_number(self) -> int:
-        """No inode number from here on was given out by this index."""
+        """The lowest inode number that this index has not given out."""
         return self._next_id
 
     def skip_numbers_after(self, number: int) -> None:
-        """Never give out what another process may have given out that began with ``number`` since
-        the machine was started: its index may be lost. Raises IndexWriteError."""
+        """Never give out a number that another process may have given out since the machine was
+        started, if it began with ``number``: its index may be lost. Raises IndexWriteError."""
         skipped = number + _most_since_boot() - self._next_id
         if skipped > 0:
             self._write(lambda txn: self._new_ids(txn, skipped))

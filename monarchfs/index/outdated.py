@@ -23,17 +23,16 @@ _EXAMINED_PER_PURGED = 8
 
 
 class Outdated(Pins):
-    """What becomes outdated, in the same transaction as what says so.
+    """Makes nodes outdated, in the transaction of the change that makes them so.
 
-    Changing: up to which number ``purge_outdated`` has come.
+    Changing: the number that ``purge_outdated`` has reached.
     """
 
     _purged_to = b""
 
     def mark_outdated(self, ino: int, now_ns: int | None = None) -> None:
-        """The source no longer holds the version that ``ino`` stands for. Unknown ones pass.
-
-        ``now_ns``: since when; by default, since now.
+        """The source no longer has the version that ``ino`` stands for, since ``now_ns`` (by
+        default: now). An unknown number is ignored.
         """
         since = time.time_ns() if now_ns is None else now_ns
 
@@ -46,8 +45,8 @@ class Outdated(Pins):
         self._write(mark)
 
     def renumber(self, ino: int) -> None:
-        """Another number is to stand for the version of ``ino``, from the next look-up by name on;
-        ``ino`` is outdated. Unknown ones pass."""
+        """Make ``ino`` outdated: from the next look-up by name on, another number stands for its
+        version. An unknown number is ignored."""
         now_ns = time.time_ns()
 
         def renumber(txn: Any) -> None:
@@ -66,9 +65,9 @@ class Outdated(Pins):
         """Forget nodes that became outdated before ``before_ns`` and have no replica.
 
         At most ``limit`` in one transaction (about 10 us each); returns how many. Each call goes
-        on where the last one ended, and looks at a bounded number: it may find none, and the next
-        one some. Their numbers are never given out again. A directory with many names below it
-        takes several calls.
+        on where the last one ended and examines a bounded number, so a call may find none and the
+        next one some. The numbers are never given out again. A directory with many names takes
+        several calls.
         """
         start = self._purged_to
         rows = self._rows(self._db.stale, start, b"", limit * _EXAMINED_PER_PURGED)
@@ -101,7 +100,7 @@ class Outdated(Pins):
                 txn.delete(key + name, db=self._db.names)
             txn.delete(key, db=self._db.listings)
             self._forget_xattrs(txn, key)
-            # Else the next version found there would get this number.
+            # Else the next version of that source file would get this number.
             source_key = ID_PAIR.pack(*node_identity(txn.pop(key, self._db.nodes)))
             if txn.get(source_key, None, self._db.by_source) == key:
                 txn.delete(source_key, db=self._db.by_source)
@@ -113,7 +112,7 @@ class Outdated(Pins):
     # Within a transaction.
 
     def _outdate(self, txn: Any, key: bytes, value: bytes, now_ns: int) -> None:
-        """``value`` is the node's. One that is outdated already stays so since then."""
+        """``value`` is the packed node. One that is outdated already keeps its time."""
         if node_outdated(value):
             return
         self._on_node(int.from_bytes(key, "big"))
@@ -126,7 +125,7 @@ class Outdated(Pins):
             txn.put(TIER_INO.pack(tier, ID.unpack(key)[0]), b"", db=self._db.outdated)
 
     def _revive(self, txn: Any, key: bytes) -> None:
-        """The source holds that version after all; the caller puts the node."""
+        """The source has that version after all. The caller records the node."""
         txn.delete(key, db=self._db.stale)
         replica = txn.get(key, None, self._db.replicas)
         if replica is not None:

@@ -1,4 +1,4 @@
-"""What a user asked to be kept: pinned files and directories."""
+"""Pinned files and directories: a user asked to keep them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from monarchfs.types import ROOT_INO
 
 
 class Pins(Tables):
-    """Pins of inode numbers. Where a name comes to stand for another number, or a file becomes
-    another version, the pin goes with it.
+    """Pins of inode numbers. When a name comes to stand for another number, or a file becomes
+    another version, the pin moves with it.
 
     Changing: ``_pin_count``.
     """
@@ -19,25 +19,25 @@ class Pins(Tables):
     _pin_count: int
 
     def pin(self, ino: int) -> None:
-        """Keep ``ino``: a file, or a directory with all that is below it, now or later."""
+        """Keep ``ino``: a file, or a directory with all that is or will be below it."""
         self._write(lambda txn: txn.put(ID.pack(ino), b"", db=self._db.pins))
         self._count_pins()
 
     def unpin(self, ino: int) -> None:
-        """Take the pin of ``ino`` itself away. One that is not pinned passes."""
+        """Remove the pin of ``ino`` itself, if there is one."""
         self._write(lambda txn: txn.delete(ID.pack(ino), db=self._db.pins))
         self._count_pins()
 
     def pins(self) -> list[int]:
-        """The numbers that were pinned, by rising number."""
+        """The pinned numbers, in rising order."""
         rows = self._rows(self._db.pins, b"", b"", self._pin_count)
         return [int.from_bytes(key, "big") for key, _ in rows]
 
     def pinned(self, ino: int) -> bool:
         """Whether ``ino`` or a directory above it is pinned.
 
-        Costs about a microsecond a level, and nothing where there is no pin at all. Of a file with
-        several names, the directories above the one where it was last found count.
+        Costs about a microsecond a level, and nothing if there is no pin at all. Of a file with
+        several names, the one where it was last found counts.
         """
         if not self._pin_count:
             return False
@@ -56,16 +56,16 @@ class Pins(Tables):
     def _count_pins(self) -> None:
         self._pin_count = self._count_rows(self._db.pins)
 
-    # Within a transaction. A pin moves, so that the count is never too low; it may be too high
-    # by one where both were pinned.
+    # Within a transaction. Pins only move here, so the count is never too low. It is too high by
+    # one where both numbers were pinned.
 
     def _move_pin(self, txn: Any, old: bytes, new: bytes) -> None:
         if self._pin_count and txn.delete(old, db=self._db.pins):
             txn.put(new, b"", db=self._db.pins)
 
     def _move_pin_of_name(self, txn: Any, parent: int, name: bytes, old: bytes, new: bytes) -> None:
-        """``name`` stood for ``old``, and for ``new`` now. What was found elsewhere since (it was
-        renamed, or is a hard link) keeps its pin there."""
+        """``name`` stood for ``old``, and now stands for ``new``. A file that was found under
+        another name since (it was renamed, or has hard links) keeps its pin."""
         if not self._pin_count or old == new:
             return
         value = txn.get(old, None, self._db.nodes)
