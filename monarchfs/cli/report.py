@@ -10,7 +10,7 @@ from monarchfs.cli.text import printable
 from monarchfs.config.values import parse_path
 from monarchfs.slurm.archive import find_reports
 from monarchfs.slurm.job import parse_job_id
-from monarchfs.slurm.report import page
+from monarchfs.slurm.report import job_totals, page
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.types import OperationError, UsageError
 
@@ -24,7 +24,7 @@ def report_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         print(json.dumps({"job": job, "nodes": reports}))
         return 0
     try:
-        pages = [page(report) for report in reports]
+        pages = [*map(page, reports), *filter(None, [job_totals(reports)])]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise OperationError(f"the report of job {job} makes no sense: {error!r}") from None
     print("\n".join("\n".join(map(printable, text.splitlines())) + "\n" for text in pages), end="")

@@ -20,6 +20,7 @@ _COUNTED = {
     "source_file_bytes": ("served", "source_file_bytes"),
     "source_read_bytes": ("source_io", "read_bytes"),
     "source_operations": ("source_io", "operations"),
+    "peer_read_bytes": ("served", "peer_bytes"),
     "copies_completed": ("prefetch", "completed"),
     "copies_failed": ("prefetch", "failed"),
     "worker_restarts": ("worker", "restarts"),
@@ -66,6 +67,25 @@ def dataset_report(
         ),
         "files_resident": _at(after, ("files", "resident")),
     }
+
+
+def job_totals(reports: Sequence[Mapping[str, Any]]) -> str:
+    """What the source and the peers gave to all nodes of a job, for people; "" for one node."""
+    if len(reports) < 2:
+        return ""
+    lines = [f"all {len(reports)} nodes"]
+    of_all = [one for report in reports for one in report["datasets"] if one.get("answered")]
+    for source in dict.fromkeys(one["source"] for one in of_all):
+        mounts = [one for one in of_all if one["source"] == source]
+        read = sum(one["source_read_bytes"] for one in mounts)
+        from_peers = sum(one.get("peer_read_bytes", 0) for one in mounts)
+        # A node that has all of it tells how large it is, in whole blocks.
+        whole = [one for one in mounts if one["resident_after_seconds"] is not None]
+        size = max((one["peak_used_bytes"] for one in whole), default=0)
+        times = f": {read / size:.2f} x what a node has ({format_bytes(size)})" if size else ""
+        lines += ["", source, f"  source           {format_bytes(read)} read{times}"]
+        lines += [f"  {line}" for line in _peer_lines(from_peers)]
+    return "\n".join(lines) + "\n"
 
 
 def unmounted_report(variable: str, source: str, reason: str) -> dict[str, Any]:
@@ -141,11 +161,16 @@ def _dataset_lines(dataset: Mapping[str, Any]) -> list[str]:
         f"source           {format_bytes(dataset['source_read_bytes'])} read in"
         f" {dataset['source_operations']} operations; spared"
         f" {format_bytes(dataset['spared_bytes'])} and {dataset['spared_opens']} opens",
+        *_peer_lines(dataset.get("peer_read_bytes", 0)),
         "resident         "
         + ("not all of it" if resident is None else f"all of it after {format_seconds(resident)}")
         + f", {dataset['files_resident']} files; {format_bytes(dataset['peak_used_bytes'])} used",
         f"trouble          {failed} copies failed, the daemon was restarted {restarts} times",
     ]
+
+
+def _peer_lines(read_bytes: int) -> list[str]:
+    return [f"peers            {format_bytes(read_bytes)} read from them"] if read_bytes else []
 
 
 def _shared_lines(others: Sequence[int]) -> list[str]:

@@ -108,6 +108,8 @@ def status(worker: Observed) -> dict[str, Any]:
             "source_opens": metrics.source_opens,
             "local_file_bytes": metrics.local_file_bytes,
             "source_file_bytes": metrics.source_file_bytes,
+            "peer_files": metrics.peer_files,
+            "peer_bytes": metrics.peer_bytes,
             "relayed_bytes": metrics.relayed_bytes,
             "stale_answers": metrics.stale_answers,
             "passthrough_opens": metrics.passthrough_opens,

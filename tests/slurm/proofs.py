@@ -144,6 +144,7 @@ def the_nodes_of_a_job_share_what_each_has_read(slurm: Cluster) -> str:
     read = [one["datasets"][0]["source_read_bytes"] for one in reports(slurm, job).values()]
     # A busy machine misses a deadline now and then, and goes to the source.
     assert len(read) == 3
+    assert all(one["datasets"][0]["peer_read_bytes"] for one in reports(slurm, job).values())
     assert size <= sum(read) < 1.5 * size, slurm.logs()
     assert reports(slurm, alone)["n1"]["datasets"][0]["source_read_bytes"] == 0
     assert "without peers" not in log_of(slurm, "n1"), log_of(slurm, "n1")

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from monarchfs.slurm.archive import find_reports, keep_report
-from monarchfs.slurm.report import counted, dataset_report, job_report, page, unmounted_report
+from monarchfs.slurm.report import (
+    counted,
+    dataset_report,
+    job_report,
+    job_totals,
+    page,
+    unmounted_report,
+)
 from monarchfs.types import OperationError
 from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import Bench, requires_root, run
@@ -116,6 +123,31 @@ def test_the_page() -> None:
     assert "resident         all of it after 1 min, 9 files; 75 bytes used\n" in text
     assert "not mounted, the job was given the source itself: it hangs\n" in text
     assert "the mount did not answer at the job's end" in text
+
+
+def test_what_all_nodes_of_a_job_read() -> None:
+    def on(node: str, read: int, peers: int, *, whole: bool = True) -> dict[str, Any]:
+        idle = 60.0 if whole else None
+        now = status(
+            source_io__read_bytes=read,
+            served__peer_bytes=peers,
+            prefetch__idle_since_uptime_seconds=idle,
+            tiers=[{"used_bytes": 3000}],
+        )
+        return job_report(7, "alice", node, 0, 1, [report(None, now), report(None, None)])
+
+    assert job_totals([on("n1", 1000, 0)]) == ""
+    assert "peers            1.9K read from them\n" in page(on("n1", 1000, 1990))
+    assert "peers" not in page(on("n1", 1000, 0))
+    nodes = [on("n1", 1100, 2000), on("n2", 900, 2000), on("n3", 1300, 1000, whole=False)]
+    assert job_totals(nodes).splitlines() == [
+        "all 3 nodes",
+        "",
+        "/data",
+        "  source           3.2K read: 1.10 x what a node has (2.9K)",
+        "  peers            4.9K read from them",
+    ]
+    assert " x " not in job_totals([on("n1", 1, 0, whole=False), on("n2", 1, 0, whole=False)])
 
 
 @requires_root
