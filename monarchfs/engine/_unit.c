@@ -25,6 +25,7 @@
 #define FS_BLOCK_BYTES 4096U
 #define PAGE_BYTES 4096
 #define SPARE_BLOCKS 64 /* that are kept for the next */
+#define BLOCK_DIGEST_BYTES (UNIT_BLOCK_BYTES / UNIT_CHECKED_BYTES * UNIT_DIGEST_BYTES)
 
 /* A source that takes longer is asked for more at once: it may have several servers. */
 #define SLOW_NS 1000000
@@ -133,8 +134,7 @@ struct unit *unit_new(const struct unit_plan *plan)
 		return NULL;
 	unsigned count = (unsigned)((plan->size - 1) / UNIT_BLOCK_BYTES) + 1;
 	struct unit *unit = calloc(1, sizeof(*unit) + count * sizeof(unit->places[0]));
-	size_t digests = (size_t)count * (UNIT_BLOCK_BYTES / UNIT_CHECKED_BYTES);
-	if (!unit || !(unit->digests = calloc(digests, UNIT_DIGEST_BYTES))) {
+	if (!unit || !(unit->digests = calloc(count, BLOCK_DIGEST_BYTES))) {
 		free(unit);
 		errno = ENOMEM;
 		return NULL;
@@ -197,6 +197,16 @@ static void tell(const struct unit *unit, unsigned n, enum chunk_state state)
 	uint64_t first = start_of(unit, n), last = first + size_of(unit, n) - 1;
 	unit->plan.readers->chunks(unit->plan.ino, first / unit->plan.chunk_bytes,
 				   last / unit->plan.chunk_bytes + 1, state);
+}
+
+/* The digests of a block. */
+static void digest_block(const struct unit *unit, unsigned n, const char *data, unsigned char *to)
+{
+	size_t size = size_of(unit, n);
+	for (size_t at = 0; at < size; at += UNIT_CHECKED_BYTES, to += UNIT_DIGEST_BYTES) {
+		size_t rest = size - at < UNIT_CHECKED_BYTES ? size - at : UNIT_CHECKED_BYTES;
+		XXH64_canonicalFromHash((XXH64_canonical_t *)to, XXH3_64bits(data + at, rest));
+	}
 }
 
 /* -- from the source */
@@ -318,7 +328,7 @@ static enum unit_end read_each(struct unit *unit, struct unit_source *source, ui
 	struct block *blocks[MOST_BLOCKS];
 	enum unit_end end;
 	unsigned count, step = 1;
-	for (unsigned n = 0; n < unit->count; n += count) {
+	for (unsigned n = unit->arrived; n < unit->count; n += count) {
 		uint64_t began_ns = monotonic_ns();
 		count = step < unit->count - n ? step : unit->count - n;
 		end = read_blocks(unit, source, n, count, blocks);
@@ -341,6 +351,7 @@ static enum unit_end read_each(struct unit *unit, struct unit_source *source, ui
 enum unit_end unit_read(struct unit *unit, struct unit_source *source, uint64_t *bytes)
 {
 	*bytes = 0;
+	uint64_t start = start_of(unit, unit->arrived);
 	/* Somebody may be reading what follows, and what is read ahead and dropped for want of memory is
 	 * read twice. */
 	(void)posix_fadvise(source->fd, 0, 0, POSIX_FADV_RANDOM);
@@ -348,11 +359,67 @@ enum unit_end unit_read(struct unit *unit, struct unit_source *source, uint64_t 
 	int error = errno;
 	/* The tier has it now, or the mount's own pages. */
 	if (*bytes && source->direct < 0)
-		(void)posix_fadvise(source->fd, (off_t)unit->plan.start, (off_t)*bytes,
+		(void)posix_fadvise(source->fd, (off_t)start, (off_t)*bytes,
 				    POSIX_FADV_DONTNEED);
 	unit_finish(unit);
 	errno = error;
 	return end;
+}
+
+/* -- from elsewhere */
+
+/* Where the next bytes go. */
+struct intake {
+	struct unit *unit;
+	const unsigned char *digests;
+	struct block *block; /* NULL: none of the next one has come */
+	size_t have;
+};
+
+static bool is_right(const struct unit *unit, unsigned n, const struct intake *intake)
+{
+	unsigned char found[BLOCK_DIGEST_BYTES];
+	size_t count = (size_of(unit, n) - 1) / UNIT_CHECKED_BYTES + 1;
+	digest_block(unit, n, intake->block->data, found);
+	return !memcmp(found, intake->digests + n * BLOCK_DIGEST_BYTES, count * UNIT_DIGEST_BYTES);
+}
+
+static bool take(void *to, const char *data, size_t size)
+{
+	struct intake *intake = to;
+	struct unit *unit = intake->unit;
+	while (size) {
+		unsigned n = unit->arrived;
+		if (n == unit->count || (!intake->block && !(intake->block = new_block())))
+			return false;
+		size_t piece = size_of(unit, n) - intake->have;
+		piece = piece < size ? piece : size;
+		memcpy(intake->block->data + intake->have, data, piece);
+		intake->have += piece;
+		data += piece;
+		size -= piece;
+		if (intake->have < size_of(unit, n))
+			continue;
+		if (!is_right(unit, n, intake))
+			return false;
+		put(unit, n, intake->block);
+		intake->block = NULL;
+		intake->have = 0;
+	}
+	return true;
+}
+
+int unit_read_elsewhere(struct unit *unit, unit_elsewhere *from, unsigned peer, const char *path,
+			const unsigned char *digests, uint64_t *bytes)
+{
+	struct intake intake = {.unit = unit, .digests = digests};
+	uint64_t start = start_of(unit, unit->arrived), end = unit->plan.start + unit->plan.size;
+	int result = start < end ? from(peer, path, start, (size_t)(end - start), take, &intake) : 0;
+	if (intake.block)
+		leave_block(intake.block);
+	uint64_t reached = start_of(unit, unit->arrived);
+	*bytes += (reached < end ? reached : end) - start;
+	return result;
 }
 
 /* -- to the tier */
@@ -393,16 +460,6 @@ static int write_sparse(int fd, const char *data, size_t size, uint64_t offset)
 	return error ? error : write_all(fd, data + start, size - start, offset + start);
 }
 
-static void put_digests(struct unit *unit, unsigned n, const char *data)
-{
-	size_t size = size_of(unit, n);
-	unsigned char *to = unit->digests + (size_t)n * (UNIT_BLOCK_BYTES / UNIT_CHECKED_BYTES) *
-						     UNIT_DIGEST_BYTES;
-	for (size_t at = 0; at < size; at += UNIT_CHECKED_BYTES, to += UNIT_DIGEST_BYTES) {
-		size_t rest = size - at < UNIT_CHECKED_BYTES ? size - at : UNIT_CHECKED_BYTES;
-		XXH64_canonicalFromHash((XXH64_canonical_t *)to, XXH3_64bits(data + at, rest));
-	}
-}
 
 /* The next block that is to be written: 1, and its number; 0 where none came in time, -1 where none
  * will. Under the unit's lock. */
@@ -438,7 +495,7 @@ int unit_write(struct unit *unit, int fd, int64_t wait_ns)
 			break;
 		struct block *block = unit->places[n].block;
 		pthread_mutex_unlock(&unit->lock);
-		put_digests(unit, n, block->data);
+		digest_block(unit, n, block->data, unit->digests + n * BLOCK_DIGEST_BYTES);
 		error = write_sparse(fd, block->data, size_of(unit, n), start_of(unit, n));
 		pthread_mutex_lock(&unit->lock);
 		if (error)

@@ -54,7 +54,18 @@ struct unit_source {
 	int fd, direct;
 };
 
-/* Read it, and answer those who wait. `bytes`: how much the source gave. `source->direct` becomes -1 where
+/* Gives the bytes [offset, offset + size) of a file that another node has, in order and in pieces of any size,
+ * until `take` is false. 0, or why not all came (enum fetch_result in peers/_fetch.h). */
+typedef bool unit_take(void *to, const char *data, size_t size);
+typedef int unit_elsewhere(unsigned peer, const char *path, uint64_t offset, size_t size, unit_take *take, void *to);
+#define UNIT_ELSEWHERE "monarchfs.engine.unit_elsewhere"
+
+/* Read it from elsewhere, compare each block with its digests (of all of the unit), and answer those who wait. What
+ * this does not bring, unit_read does. `bytes`: how much came. 0, or why not all of it. */
+int unit_read_elsewhere(struct unit *unit, unit_elsewhere *from, unsigned peer, const char *path,
+			const unsigned char *digests, uint64_t *bytes);
+
+/* Read what has not arrived, and answer those who wait. `bytes`: how much the source gave. `source->direct` becomes -1 where
  * the file cannot be read in that way. */
 enum unit_end unit_read(struct unit *unit, struct unit_source *source, uint64_t *bytes);
 

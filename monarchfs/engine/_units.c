@@ -10,7 +10,7 @@ struct object {
 	PyObject_HEAD
 	struct unit *unit;
 	uint64_t start, end;
-	uint64_t read_bytes;
+	uint64_t read_bytes, elsewhere_bytes;
 	bool direct;
 };
 
@@ -79,6 +79,31 @@ static PyObject *do_read(PyObject *self, PyObject *args)
 	Py_END_ALLOW_THREADS
 	object->direct = source.direct >= 0;
 	return end == UNIT_FAILED ? failed(error) : PyBool_FromLong(end == UNIT_READ);
+}
+
+static PyObject *read_elsewhere(PyObject *self, PyObject *args)
+{
+	struct object *object = (struct object *)self;
+	PyObject *capsule;
+	unsigned peer;
+	const char *path;
+	Py_buffer given;
+	if (!PyArg_ParseTuple(args, "OIsy*", &capsule, &peer, &path, &given))
+		return NULL;
+	unit_elsewhere *from = (unit_elsewhere *)PyCapsule_GetPointer(capsule, UNIT_ELSEWHERE);
+	size_t size;
+	unit_digests(object->unit, &size);
+	int result = -1;
+	if (from && (size_t)given.len != size)
+		PyErr_SetString(PyExc_ValueError, "digests are 8 bytes for each 128 KiB");
+	else if (from) {
+		Py_BEGIN_ALLOW_THREADS
+		result = unit_read_elsewhere(object->unit, from, peer, path, given.buf,
+					     &object->elsewhere_bytes);
+		Py_END_ALLOW_THREADS
+	}
+	PyBuffer_Release(&given);
+	return PyErr_Occurred() ? NULL : PyLong_FromLong(result);
 }
 
 static PyObject *do_write(PyObject *self, PyObject *args)
@@ -216,6 +241,12 @@ static PyObject *number_of_bytes(PyObject *self, void *unused)
 	return PyLong_FromUnsignedLongLong(((struct object *)self)->read_bytes);
 }
 
+static PyObject *number_of_bytes_elsewhere(PyObject *self, void *unused)
+{
+	(void)unused;
+	return PyLong_FromUnsignedLongLong(((struct object *)self)->elsewhere_bytes);
+}
+
 static PyObject *was_direct(PyObject *self, void *unused)
 {
 	(void)unused;
@@ -224,6 +255,7 @@ static PyObject *was_direct(PyObject *self, void *unused)
 
 static PyMethodDef object_methods[] = {
 	{"read", do_read, METH_VARARGS, "See units.Unit, as for all methods."},
+	{"read_elsewhere", read_elsewhere, METH_VARARGS, NULL},
 	{"write", do_write, METH_VARARGS, NULL},
 	{"show", show, METH_NOARGS, NULL},
 	{"finish", finish, METH_NOARGS, NULL},
@@ -240,6 +272,7 @@ static PyMethodDef object_methods[] = {
 
 static PyGetSetDef object_values[] = {
 	{"direct", was_direct, NULL, NULL, NULL},
+	{"elsewhere_bytes", number_of_bytes_elsewhere, NULL, NULL, NULL},
 	{"read_bytes", number_of_bytes, NULL, NULL, NULL},
 	{NULL, NULL, NULL, NULL, NULL},
 };

@@ -55,6 +55,16 @@ class Unit:
         be read instead, where that can be done. Raises the source's OSError."""
         return self._c.read(fd, direct)
 
+    @property
+    def elsewhere_bytes(self) -> int:
+        """How much other nodes gave."""
+        return self._c.elsewhere_bytes
+
+    def read_elsewhere(self, read: object, peer: int, path: str, digests: bytes) -> int:
+        """Read it from another node, before ``read``, which reads the rest; all blocks are compared
+        with ``digests``. ``read`` is a capsule. 0, or why not all came: ``peers/_fetch.h``."""
+        return self._c.read_elsewhere(read, peer, path, digests)
+
     def write(self, fd: int, seconds: float) -> bool:
         """Write what arrives to a part file; False where nothing did for so long, and there is more
         to come. Raises OSError of the tier."""

@@ -125,7 +125,7 @@ class Metrics:
     touches_completed: int = _count("files", "Files of which a byte was read for --touch-source")
     touches_failed: int = _count("files", "Files that could not be touched in the source")
     peer_files: int = _count("files", "Small files that were read from peers")
-    peer_bytes: int = _count("bytes", "Bytes of those files")
+    peer_bytes: int = _count("bytes", "Bytes that were read from peers")
     peer_failures: int = _count("requests", "Requests that peers did not answer, or not in time")
     peer_wrong_files: int = _count("files", "Files that were not what the peer had said")
     scrubbed_bytes: int = _count("bytes", "Bytes of replicas that were compared with a checksum")

@@ -5,6 +5,7 @@
 #include "_want.h"
 
 #include "../engine/_misses.h"
+#include "../engine/_unit.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -240,16 +241,28 @@ static bool read_replica(const unsigned char *name, size_t size, const char *pat
 	return result == FETCHED;
 }
 
+/* For units: see unit_elsewhere. */
+static int read_range(unsigned peer, const char *path, uint64_t offset, size_t size, unit_take *take, void *to)
+{
+	return fetch_range(peer, path, offset, size, take, to);
+}
+
+static bool add_function(PyObject *module_made, const char *name, void *function, const char *type)
+{
+	PyObject *capsule = PyCapsule_New(function, type, NULL);
+	bool added = capsule && PyModule_AddObjectRef(module_made, name, capsule) == 0;
+	Py_XDECREF(capsule);
+	return added;
+}
+
 PyMODINIT_FUNC PyInit__replicas(void)
 {
 	int result = fetch_begin();
 	if (result < 0)
 		return failed(-result);
 	PyObject *made = PyModule_Create(&module);
-	PyObject *capsule = made ? PyCapsule_New((void *)read_replica, MISS_PEERS, NULL) : NULL;
-	if (!capsule || PyModule_AddObject(made, "read", capsule) < 0) {
-		Py_XDECREF(capsule);
+	if (made && !(add_function(made, "read", (void *)read_replica, MISS_PEERS) &&
+		      add_function(made, "range", (void *)read_range, UNIT_ELSEWHERE)))
 		Py_CLEAR(made);
-	}
 	return made;
 }

@@ -19,6 +19,8 @@
 #define MOST_DEADLINE_NS 800000000LL /* less than after which a request is Python's */
 #define FIRST_PAUSE_NS 1000000000LL
 #define MOST_PAUSE_NS 60000000000LL
+#define LEAST_RATE 4e6 /* bytes a second of a range: who is slower has failed */
+#define URL_BYTES (PEER_URL_BYTES + PEER_TOKEN_BYTES + 1024)
 
 struct peer {
 	char url[PEER_URL_BYTES];
@@ -110,6 +112,7 @@ static void note_time(struct peer *peer, int64_t ns)
 	peer->counts.nanoseconds += (uint64_t)ns;
 }
 
+/* `ns` is 0 for a part of a large file, which says nothing about the time that small ones take. */
 static void note_result(struct peer *peer, enum fetch_result result, size_t size, int64_t ns)
 {
 	pthread_mutex_lock(&peer->lock);
@@ -120,9 +123,10 @@ static void note_result(struct peer *peer, enum fetch_result result, size_t size
 		peer->avoided_until_ns = now_ns() + peer->pause_ns;
 	} else {
 		peer->pause_ns = peer->avoided_until_ns = 0;
-		note_time(peer, ns);
+		if (ns)
+			note_time(peer, ns);
 		peer->counts.wrong += result == FETCH_WRONG;
-		peer->counts.files += result == FETCHED;
+		peer->counts.files += result == FETCHED && ns;
 		peer->counts.bytes += result == FETCHED ? size : 0;
 	}
 	pthread_mutex_unlock(&peer->lock);
@@ -154,7 +158,7 @@ struct answer {
 	size_t size, got;
 };
 
-static size_t take(char *data, size_t one, size_t size, void *to)
+static size_t take_answer(char *data, size_t one, size_t size, void *to)
 {
 	(void)one;
 	struct answer *answer = to;
@@ -177,7 +181,7 @@ static CURL *handle(const char *from)
 	if (!known)
 		return NULL;
 	curl_easy_setopt(known, CURLOPT_INTERFACE, from);
-	curl_easy_setopt(known, CURLOPT_WRITEFUNCTION, take);
+	curl_easy_setopt(known, CURLOPT_WRITEFUNCTION, take_answer);
 	curl_easy_setopt(known, CURLOPT_NOSIGNAL, 1L);
 	curl_easy_setopt(known, CURLOPT_NOPROXY, "*");
 	curl_easy_setopt(known, CURLOPT_BUFFERSIZE, 131072L);
@@ -189,22 +193,46 @@ static CURL *handle(const char *from)
 	return known;
 }
 
-static enum fetch_result ask(const char *url, const char *from, const struct place *place, int64_t deadline_ns, char *to)
+/* Ask the thread's handle for a range. */
+static CURLcode get_range(CURL *request, const char *url, uint64_t offset, size_t size, int64_t deadline_ns,
+			  long *status)
 {
 	char range[64];
-	struct answer answer = {.to = to, .size = place->size};
-	CURL *request = handle(from);
-	if (!request)
-		return FETCH_FAILED;
-	snprintf(range, sizeof(range), "%llu-%llu", (unsigned long long)place->offset,
-		 (unsigned long long)place->offset + place->size - 1);
+	snprintf(range, sizeof(range), "%llu-%llu", (unsigned long long)offset, (unsigned long long)(offset + size - 1));
 	curl_easy_setopt(request, CURLOPT_URL, url);
 	curl_easy_setopt(request, CURLOPT_RANGE, range);
-	curl_easy_setopt(request, CURLOPT_WRITEDATA, &answer);
 	curl_easy_setopt(request, CURLOPT_TIMEOUT_MS, (long)(deadline_ns / 1000000));
 	CURLcode code = curl_easy_perform(request);
-	long status = 0;
-	curl_easy_getinfo(request, CURLINFO_RESPONSE_CODE, &status);
+	*status = 0;
+	curl_easy_getinfo(request, CURLINFO_RESPONSE_CODE, status);
+	return code;
+}
+
+/* The peer, if it may be asked; where that is, and from which address. */
+static struct peer *locate(unsigned number, const char *path, char *url, size_t room, char *from, int64_t *deadline_ns)
+{
+	pthread_rwlock_rdlock(&lock);
+	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL; /* is there for ever */
+	if (peer && !may_ask(peer, deadline_ns))
+		peer = NULL;
+	strcpy(from, interface);
+	/* The token begins with a question mark, and may follow a query. */
+	const char *before = strchr(path, '?') ? "&" : "?";
+	if (peer && (size_t)snprintf(url, room, "%s%s%s%s", peer->url, path, before, token[0] ? token + 1 : "") >= room)
+		peer = NULL;
+	pthread_rwlock_unlock(&lock);
+	return peer;
+}
+
+static enum fetch_result ask(const char *url, const char *from, const struct place *place, int64_t deadline_ns, char *to)
+{
+	struct answer answer = {.to = to, .size = place->size};
+	CURL *request = handle(from);
+	long status;
+	if (!request)
+		return FETCH_FAILED;
+	curl_easy_setopt(request, CURLOPT_WRITEDATA, &answer);
+	CURLcode code = get_range(request, url, place->offset, place->size, deadline_ns, &status);
 	if (code != CURLE_OK && code != CURLE_WRITE_ERROR)
 		return FETCH_FAILED;
 	if (status == 403 || status >= 500) /* nothing about this file */
@@ -223,23 +251,60 @@ enum fetch_result fetch_replica(const unsigned char *name, size_t size, char *to
 		places_remove(name, place.peer);
 		return FETCH_WRONG;
 	}
-	char url[PEER_URL_BYTES + PEER_TOKEN_BYTES + 64], from[sizeof(interface)];
+	char path[64], url[URL_BYTES], from[sizeof(interface)];
 	int64_t deadline_ns = 0;
-	pthread_rwlock_rdlock(&lock);
-	struct peer *peer = peers[place.peer]; /* is there for ever */
-	bool may = peer && may_ask(peer, &deadline_ns);
-	strcpy(from, interface);
-	if (may)
-		snprintf(url, sizeof(url), "%s/tier/%u/segments/%016llx%s", peer->url, place.tier,
-			 (unsigned long long)place.segment, token);
-	pthread_rwlock_unlock(&lock);
-	if (!may)
+	snprintf(path, sizeof(path), "/tier/%u/segments/%016llx", place.tier, (unsigned long long)place.segment);
+	struct peer *peer = locate(place.peer, path, url, sizeof(url), from, &deadline_ns);
+	if (!peer)
 		return FETCH_AVOIDED;
 	int64_t began_ns = now_ns();
 	enum fetch_result result = ask(url, from, &place, deadline_ns, to);
 	note_result(peer, result, size, now_ns() - began_ns);
 	if (result == FETCH_WRONG)
 		places_remove(name, place.peer);
+	return result;
+}
+
+struct passed {
+	fetch_take *take;
+	void *to;
+	size_t bytes;
+};
+
+static size_t pass(char *data, size_t one, size_t size, void *given)
+{
+	(void)one;
+	struct passed *passed = given;
+	passed->bytes += size;
+	return passed->take(passed->to, data, size) ? size : 0;
+}
+
+enum fetch_result fetch_range(unsigned number, const char *path, uint64_t offset, size_t size, fetch_take *take,
+			      void *to)
+{
+	char url[URL_BYTES], from[sizeof(interface)];
+	int64_t deadline_ns = 0;
+	struct peer *peer = locate(number, path, url, sizeof(url), from, &deadline_ns);
+	CURL *request = peer ? handle(from) : NULL;
+	long status;
+	if (!request)
+		return FETCH_AVOIDED;
+	struct passed passed = {.take = take, .to = to};
+	curl_easy_setopt(request, CURLOPT_WRITEFUNCTION, pass);
+	curl_easy_setopt(request, CURLOPT_WRITEDATA, &passed);
+	curl_easy_setopt(request, CURLOPT_FAILONERROR, 1L);
+	deadline_ns = FIRST_DEADLINE_NS + (int64_t)(size / LEAST_RATE * 1e9);
+	CURLcode code = get_range(request, url, offset, size, deadline_ns, &status);
+	curl_easy_setopt(request, CURLOPT_FAILONERROR, 0L);
+	curl_easy_setopt(request, CURLOPT_WRITEFUNCTION, take_answer);
+	enum fetch_result result = FETCH_FAILED;
+	if (code == CURLE_OK && status == 206)
+		result = passed.bytes == size ? FETCHED : FETCH_UNKNOWN;
+	else if (code == CURLE_OK || code == CURLE_WRITE_ERROR)
+		result = FETCH_WRONG;
+	else if (code == CURLE_HTTP_RETURNED_ERROR && (status == 404 || status == 416))
+		result = FETCH_UNKNOWN;
+	note_result(peer, result, size, 0);
 	return result;
 }
 
@@ -271,21 +336,11 @@ static size_t append(char *data, size_t one, size_t size, void *to)
 int fetch_answer(unsigned number, const char *path, const char *body, size_t size, int64_t timeout_ns,
 		 size_t most, char **answer, size_t *answer_size)
 {
-	char url[PEER_URL_BYTES + PEER_TOKEN_BYTES + 1024], from[sizeof(interface)];
+	char url[URL_BYTES], from[sizeof(interface)];
 	int64_t unused_ns;
-	pthread_rwlock_rdlock(&lock);
-	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL;
-	bool may = peer && may_ask(peer, &unused_ns);
-	strcpy(from, interface);
-	/* The token begins with a question mark, and may follow a query. */
-	const char *before = strchr(path, '?') ? "&" : "?";
-	int length = may ? snprintf(url, sizeof(url), "%s%s%s%s", peer->url, path, before,
-				    token[0] ? token + 1 : "") : 0;
-	pthread_rwlock_unlock(&lock);
-	if (!may)
+	struct peer *peer = locate(number, path, url, sizeof(url), from, &unused_ns);
+	if (!peer)
 		return -EAGAIN;
-	if ((size_t)length >= sizeof(url))
-		return -EINVAL;
 	struct text text = {.most = most};
 	CURL *request = handle(from);
 	if (!request)
@@ -303,7 +358,7 @@ int fetch_answer(unsigned number, const char *path, const char *body, size_t siz
 	long status = 0;
 	curl_easy_getinfo(request, CURLINFO_RESPONSE_CODE, &status);
 	curl_easy_setopt(request, CURLOPT_HTTPGET, 1L);
-	curl_easy_setopt(request, CURLOPT_WRITEFUNCTION, take);
+	curl_easy_setopt(request, CURLOPT_WRITEFUNCTION, take_answer);
 	if (code == CURLE_OK) {
 		note_answer(peer);
 		*answer = text.bytes;

@@ -1,4 +1,4 @@
-/* Small files from peers: a range of a segment, over HTTP, compared with its checksum.
+/* Small files from peers: a range of a segment, over HTTP, compared with its checksum. Parts of large files.
  *
  * A peer that is slow or fails costs one deadline, and is avoided then: for a second, and twice as long each
  * time that it fails again. Thread-safe.
@@ -17,7 +17,7 @@ enum fetch_result {
 	FETCH_UNKNOWN, /* no peer is known to have it */
 	FETCH_AVOIDED, /* its peer has just failed */
 	FETCH_FAILED, /* refused, broken, too late */
-	FETCH_WRONG, /* something else lies there: it is not looked for there again */
+	FETCH_WRONG, /* something else lies there */
 };
 
 struct peer_counts {
@@ -37,6 +37,12 @@ int fetch_token(const char *token, const char *address);
 
 /* All bytes of the replica of this name into `to`, of `size` bytes. */
 enum fetch_result fetch_replica(const unsigned char *name, size_t size, char *to);
+
+/* Bytes of a file below a peer's tiers, in order; `take` is false where they are not what they should be, and
+ * ends it: FETCH_WRONG. FETCH_UNKNOWN: the file is not there, or ends before. */
+typedef bool fetch_take(void *to, const char *data, size_t size);
+enum fetch_result fetch_range(unsigned peer, const char *path, uint64_t offset, size_t size, fetch_take *take,
+			      void *to);
 
 /* A question to the peer's worker: POST of `body` to `path`, without the token, GET if `body` is NULL. At most
  * `most` bytes of the answer, allocated, to be freed. The status, or -errno; the peer counts as failed then. */

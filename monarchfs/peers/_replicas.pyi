@@ -3,6 +3,9 @@ from collections.abc import Sequence
 read: object
 """A capsule for ``misses_peers``."""
 
+range: object
+"""A capsule for ``Unit.read_elsewhere``."""
+
 def put(peer: int, rows: Sequence[tuple[bytes, int, int, int, int, int]]) -> int: ...
 def remove_all(peer: int) -> None: ...
 def has(name: bytes) -> bool: ...

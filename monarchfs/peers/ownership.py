@@ -15,8 +15,6 @@ from monarchfs.peers._owners import owners
 from monarchfs.peers.nodes import PeerNode
 
 BUCKETS = 1 << 16
-SPAN_BYTES = 64 << 20
-"""Of a large file: each of its spans has an owner, so that one large file is spread as well."""
 
 
 class Ownership:
@@ -31,7 +29,11 @@ class Ownership:
     def owner(self, name: bytes, span: int = 0) -> PeerNode:
         """Who owns a span of the file whose replica has this name (16 bytes); small files have
         span 0 alone."""
-        return self.nodes[self._owners[bucket(name, span)]]
+        return self.nodes[self.number(name, span)]
+
+    def number(self, name: bytes, span: int = 0) -> int:
+        """The owner's place in the list."""
+        return self._owners[bucket(name, span)]
 
     @property
     def table(self) -> memoryview:

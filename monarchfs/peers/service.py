@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from urllib.parse import parse_qs
 
 from monarchfs.peers.catalogue import Page, Publisher, encode
 from monarchfs.peers.errors import PeerError
+from monarchfs.peers.span_messages import HeldSpan, WantedSpan, decode_wanted, encode_held
 from monarchfs.peers.supply import MOST_SECONDS, Supply, decode
 from monarchfs.system.http_server import HttpRequest, HttpResponse
 
@@ -14,11 +16,18 @@ BINARY = "application/octet-stream"
 
 
 class Service:
-    """Constant: who knows this node's replicas, and who copies what is wanted."""
+    """Constant: who knows this node's replicas, who copies what is wanted, and who knows what there
+    is of large files."""
 
-    def __init__(self, publisher: Publisher, supply: Supply) -> None:
+    def __init__(
+        self,
+        publisher: Publisher,
+        supply: Supply,
+        held: Callable[[WantedSpan], Awaitable[HeldSpan]],
+    ) -> None:
         self._publisher = publisher
         self._supply = supply
+        self._held = held
 
     async def answer(self, request: HttpRequest) -> HttpResponse:
         """One request."""
@@ -30,6 +39,9 @@ class Service:
                     wanted = decode(request.body)
                     await self._supply.supply(wanted, _seconds(request.query))
                     page = self._publisher.rows([one.name for one in wanted])
+                case "POST", "/ask/spans":
+                    held = [await self._held(one) for one in decode_wanted(request.body)]
+                    return HttpResponse(encode_held(held), content_type=BINARY)
                 case _:
                     return HttpResponse(b"There is nothing here\n", HTTPStatus.NOT_FOUND)
         except (PeerError, KeyError, ValueError) as error:

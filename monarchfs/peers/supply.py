@@ -44,7 +44,7 @@ def decode(data: bytes) -> list[WantedReplica]:
         name, size, length = _ROW.unpack_from(data, at)
         at += _ROW.size
         path = data[at : at + length]
-        if len(path) < length or not _is_path(path):
+        if len(path) < length or not is_path(path):
             raise PeerError("a request for files has a path that is none")
         wanted.append(WantedReplica(name, size, path))
         at += length
@@ -56,7 +56,8 @@ def encode(wanted: Sequence[WantedReplica]) -> bytes:
     return b"".join([_ROW.pack(name, size, len(path)) + path for name, size, path in wanted])
 
 
-def _is_path(path: bytes) -> bool:
+def is_path(path: bytes) -> bool:
+    """Whether it is one below the source."""
     return all(part not in (b"", b".", b"..") for part in path.split(b"/")) and b"\0" not in path
 
 
@@ -127,18 +128,16 @@ class Supply:
                 if (event := self._waiting.pop(ino, None)) is not None:
                     event.set()
 
+    async def node_of(self, path: bytes, name: bytes) -> Node | None:
+        """The file at a path, if it has the version whose replica has this name. Raises nothing but
+        Cancelled."""
+        directory = path.rpartition(b"/")[0]
+        found = await self._versions(directory, [WantedReplica(name, 0, path)], Lane.DEMAND)
+        return found[0] if found else None
+
     async def _copy(self, path: bytes, wanted: Sequence[WantedReplica], lane: Lane) -> None:
         """What is the version that is wanted, of the files of one directory."""
-        names = [one.path[len(path) :].lstrip(b"/") for one in wanted]
-        try:
-            nodes = await self._find(path, names, lane)
-        except (OSError, IndexWriteError, MonarchError):
-            return  # the peer meets the same trouble in the source
-        inos = [
-            node.ino
-            for node, one in zip(nodes, wanted, strict=True)
-            if node is not None and node.stat.version.replica_name == one.name
-        ]
+        inos = [node.ino for node in await self._versions(path, wanted, lane)]
         if lane is Lane.DEMAND:
             self._hurry(inos)
         else:
@@ -147,6 +146,20 @@ class Supply:
         for ino in inos:
             while self._copying.pending(ino):
                 await self._waiting.setdefault(ino, trio.Event()).wait()
+
+    async def _versions(
+        self, path: bytes, wanted: Sequence[WantedReplica], lane: Lane
+    ) -> list[Node]:
+        names = [one.path[len(path) :].lstrip(b"/") for one in wanted]
+        try:
+            nodes = await self._find(path, names, lane)
+        except (OSError, IndexWriteError, MonarchError):
+            return []  # the peer meets the same trouble in the source
+        return [
+            node
+            for node, one in zip(nodes, wanted, strict=True)
+            if node is not None and node.stat.version.replica_name == one.name
+        ]
 
     async def _find(self, path: bytes, names: list[bytes], lane: Lane) -> Sequence[Node | None]:
         parent = await self._directory(path, lane)

@@ -75,15 +75,25 @@ class ChunkMap:
             start = self._state.find(MISSING)
         return None if start < 0 else start
 
-    def next_missing(self, cursor: int, max_chunks: int) -> tuple[int, int] | None:
-        """The first run of missing chunks at or after ``cursor``, else from the start; at most
-        ``max_chunks`` long and ending at a multiple of ``max_chunks``, so that what is read of the
-        source is aligned. None where nothing is missing."""
-        start = self.first_missing(cursor)
-        if start is None:
+    def missing_in(self, first: int, last: int, max_chunks: int) -> tuple[int, int] | None:
+        """The first run of missing chunks in [first, last), at most ``max_chunks`` long and ending
+        at a multiple of ``max_chunks``, so that what is read of the source is aligned. None where
+        nothing is missing."""
+        start = self._state.find(MISSING, first, last)
+        if start < 0:
             return None
         boundary = (start // max_chunks + 1) * max_chunks
-        return start, self.run_end(start, min(boundary, self.count))
+        return start, self.run_end(start, min(boundary, last))
+
+    def next_missing(self, cursor: int, max_chunks: int) -> tuple[int, int] | None:
+        """``missing_in`` all of it: at or after ``cursor``, else from the start."""
+        return self.missing_in(cursor, self.count, max_chunks) or self.missing_in(
+            0, self.count, max_chunks
+        )
+
+    def is_present(self, first: int, last: int) -> bool:
+        """Whether all of [first, last) are."""
+        return self._state.count(PRESENT, first, last) == last - first
 
     def claim(self, first: int, last: int) -> None:
         assert self._state.count(MISSING, first, last) == last - first, "claimed twice"

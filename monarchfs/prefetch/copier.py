@@ -45,6 +45,9 @@ this much."""
 YOUNG_SECONDS = 1.1
 """When a file that was changed just before is looked at again."""
 
+MOST_BEGUN = 64
+"""So many large files are being copied at most: some may have to wait for other nodes."""
+
 SPREAD_OVER = 16
 """Among so many files it is chosen by where the source has them."""
 
@@ -118,15 +121,31 @@ class Copier:
                 return work, size
             if not (paced or fill.handles):
                 continue
-            fetch = fill.claim_next(self.unit_bytes.value)
+            fetch = self._claim(fill)
             if fetch is not None:
-                self._targets[fetch.target] += 1
                 size = 0 if fill.handles else fetch.end - fetch.start
                 return partial(self._fetch, fill, fetch), size
-            if fill.state is not State.FILLING or fill.full or fill.chunks.complete:
+            if self._over(fill):
                 self.jobs.retries.forget_failures(fill.node.ino)
                 self.jobs.end(fill)
+        if len(self.jobs.background) >= MOST_BEGUN:
+            return None, 0  # they wait for other nodes, which copy them now
         return self._next_file(Priority.NOBODY, paced=paced)
+
+    def _claim(self, fill: Fill) -> Fetch | None:
+        """What is to be copied next of a file."""
+        supplied = fill.node.ino in self.jobs.supplied
+        fetch = fill.claim_next(self.unit_bytes.value, owned_only=supplied)
+        if fetch is not None:
+            self._targets[fetch.target] += 1
+        return fetch
+
+    def _over(self, fill: Fill) -> bool:
+        """Whether there is nothing left to copy of it."""
+        if fill.state is not State.FILLING or fill.full or fill.chunks.complete:
+            return True
+        spans = fill.remote.spans if fill.node.ino in self.jobs.supplied else None
+        return spans is not None and not spans.owned_missing(fill.chunks)
 
     def _in_turn(self) -> list[Fill]:
         """The files of the background list as their turns are: by priority, and within one first
@@ -193,9 +212,7 @@ class Copier:
         evicts = priority <= Priority.HINTED
         if not fill.in_background and fill.start_filling(evicts=evicts):
             self.jobs.begin(fill, priority)
-            fetch = fill.claim_next(self.unit_bytes.value)
-            if fetch is not None:
-                self._targets[fetch.target] += 1
+            fetch = self._claim(fill)
         elif not past_racy_window:
             self._cache.reasons.put(
                 node.ino, Cause.YOUNG, "it was changed a moment ago, and may be changed again"

@@ -211,6 +211,8 @@ class Copy:
             else:
                 stored = await self._cache.finish(reservation)
             if stored:
+                if self.remote.spans is not None:
+                    self.remote.spans.completed(reservation.digests)
                 self._become_resident()
                 await reservation.close()
         except OSError as exc:

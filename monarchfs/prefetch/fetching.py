@@ -90,8 +90,9 @@ class Fetching(Copy):
         missing = self.state is State.FILLING and self.chunks.first_missing(0) is not None
         return not missing and self.state is not State.DIRECT
 
-    def claim_next(self, unit_bytes: int) -> Fetch | None:
-        """The next run to be copied in the background, or None where there is none to claim."""
+    def claim_next(self, unit_bytes: int, *, owned_only: bool = False) -> Fetch | None:
+        """The next run to be copied in the background, or None where there is none to claim.
+        ``owned_only``: it is copied for other nodes."""
         if self.state is not State.FILLING or self.full or self._finishing:
             return None
         if (layout := self.remote.layout) is not None:
@@ -99,7 +100,10 @@ class Fetching(Copy):
         unit = max(1, unit_bytes // self.chunks.chunk_bytes)
         if self.size <= WHOLE_BYTES:
             unit = self.chunks.count
-        run = self.chunks.next_missing(self.cursor, unit)
+        if self.remote.spans is None:
+            run = self.chunks.next_missing(self.cursor, unit)
+        else:
+            run = self.remote.spans.next_run(self.chunks, unit, owned_only=owned_only)
         return None if run is None else self._claim(*run, Lane.BACKGROUND)
 
     @property
@@ -146,7 +150,7 @@ class Fetching(Copy):
             await self._read_unit(fetch, unit, lane)
         elif reservation.fd < 0:
             await self._read_unit(fetch, unit, lane)
-            if unit.read_bytes:
+            if unit.read_bytes or unit.elsewhere_bytes:
                 await self._keep_unit(reservation, fetch, unit)
         else:
             async with trio.open_nursery() as nursery:
@@ -159,7 +163,7 @@ class Fetching(Copy):
     async def _read_unit(self, fetch: Fetch, unit: Unit, lane: Lane) -> None:
         started = trio.current_time()
         try:
-            await self.remote.read_unit(unit, lane)
+            from_source = await self.remote.read_unit(unit, lane)
         except OSError as exc:
             fetch.error = exc.with_traceback(None)
         except SourceChanged:
@@ -168,7 +172,7 @@ class Fetching(Copy):
             unit.stop()  # its thread goes on
             raise
         else:
-            fetch.seconds = trio.current_time() - started
+            fetch.seconds = trio.current_time() - started if from_source else None
         unit.finish()
         for start, end in unit.dropped():
             self._metrics.chunks_dropped += -(-(end - start) // fetch.chunks.chunk_bytes)

@@ -12,9 +12,11 @@ from monarchfs.cache.cache import Cache
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copy import Copy
+from monarchfs.prefetch.fetch import WHOLE_BYTES
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.remote import RemoteFile
+from monarchfs.prefetch.spans import FileSpans, Nodes
 from monarchfs.source.source import Source
 from monarchfs.types import DirRef, Lane, Node
 
@@ -28,7 +30,7 @@ brought."""
 
 class Fills:
     """Constant: its parts; ``small``, who reads small files as a whole (None: they are read as all
-    others). Changing: ``files`` of the jobs."""
+    others); ``nodes``, who share large ones (None: nobody). Changing: ``files`` of the jobs."""
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class Fills:
     ) -> None:
         """``trusts_times``: the source does not change while it is mounted."""
         self.small: Arrivals | None = None
+        self.nodes: Nodes | None = None
         self._jobs = jobs
         self._files = jobs.files
         self._source = source
@@ -101,7 +104,10 @@ class Fills:
     def _make(self, node: Node) -> Fill:
         fill = self._files[node.ino] = Fill(
             node,
-            RemoteFile(node.stat.version, lambda: self._where(node), self._source),
+            RemoteFile(
+                *(node.stat.version, lambda: self._where(node), self._source, self._spans(node)),
+                trusts_times=self._trusts_times,
+            ),
             self._cache,
             self._metrics,
             self._nursery,
@@ -117,6 +123,16 @@ class Fills:
         if directory is None:
             raise OSError(errno.ESTALE, "its directory is not known any more")
         return directory, current.name
+
+    def _spans(self, node: Node) -> FileSpans | None:
+        if self.nodes is None or node.stat.size <= WHOLE_BYTES:
+            return None
+        try:
+            directory, name = self._where(node)
+        except OSError:  # who reads it will see
+            return None
+        path = directory.path + b"/" + name if directory.path else name
+        return FileSpans(node.stat.version.replica_name, path, node.stat.size, self.nodes)
 
     def _forget(self, fill: Copy) -> None:
         ino = fill.node.ino

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 class CopyJobs:
     """Constant: ``keeps``, whether anything is copied at all. Changing: ``files``, by inode number,
     which are open or being copied; ``queue``; ``retries``; ``background``, the files whose chunks
-    the copier takes, in order; the files that others read as a whole (``arriving``); ``wakes``,
-    where the copier waits.
+    the copier takes, in order; ``supplied``, the files that only other nodes want; the files that
+    others read as a whole (``arriving``); ``wakes``, where the copier waits.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class CopyJobs:
         self._cache = cache
         self._metrics = metrics
         self.arriving: set[int] = set()
+        self.supplied: set[int] = set()
         self._shrunk = trio.lowlevel.ParkingLot()
         cache.room_appeared = self.wakes.unpark_all
 
@@ -60,6 +61,7 @@ class CopyJobs:
         (``keeps``)."""
         if not self.keeps and priority not in (Priority.HINTED, Priority.LISTED):
             return
+        self.supplied.discard(ino)
         if priority is Priority.SCANNED and self.elsewhere(ino):
             priority = Priority.ELSEWHERE
         fill = self.files.get(ino)
@@ -73,6 +75,14 @@ class CopyJobs:
     def opened(self, ino: int) -> None:
         """A file was opened: it is wanted before anything that was only scanned."""
         self.want(ino, Priority.OPENED)
+
+    def supply(self, ino: int, priority: Priority) -> None:
+        """Copy what this node owns of a large file, as other nodes want that; all of it where it
+        is wanted here, too."""
+        wanted_here = self.pending(ino) and ino not in self.supplied
+        self.want(ino, priority)
+        if not wanted_here and self.pending(ino):
+            self.supplied.add(ino)
 
     def take(self) -> tuple[int, Priority] | None:
         """The next one of the queue."""
@@ -98,6 +108,7 @@ class CopyJobs:
         if fill.in_background:
             fill.in_background = False
             self.background.remove(fill)
+            self.supplied.discard(fill.node.ino)
             fill.settle()
             self.notify([fill.node.ino])
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import trio
 
 from monarchfs.engine.units import Unit
+from monarchfs.prefetch.spans import FileSpans
 from monarchfs.source.direct import DirectDescriptor
 from monarchfs.source.layout import Layout
 from monarchfs.source.source import Source
@@ -33,9 +34,9 @@ def _what_lies_there() -> Iterator[None]:
 class RemoteFile:
     """One version of a file, by the place where it was found.
 
-    Constant: ``version``. Changing: the descriptor (-1 before ``open``); ``_direct``, a second one;
-    ``layout``, where its bytes are, as soon as that is known; ``_as_is``, whether the descriptor
-    was of another version when opened.
+    Constant: ``version``; ``spans``, what other nodes have of it, if they share it. Changing: the
+    descriptor (-1 before ``open``); ``_direct``, a second one; ``layout``, where its bytes are, as
+    soon as that is known; ``_as_is``, whether the descriptor was of another version when opened.
     """
 
     def __init__(
@@ -43,9 +44,16 @@ class RemoteFile:
         version: SourceVersion,
         where: Callable[[], tuple[DirRef, bytes]],
         source: Source,
+        spans: FileSpans | None = None,
+        *,
+        trusts_times: bool = True,
     ) -> None:
-        """``where`` tells its place; it raises OSError where that is not known any more."""
+        """``where`` tells its place; it raises OSError where that is not known any more.
+        ``trusts_times``: the source does not change, and need not be asked for the version of what
+        another node has."""
         self.version = version
+        self.spans = spans
+        self._trusts_times = trusts_times
         self.layout: Layout | None = None
         self._where = where
         self._source = source
@@ -121,10 +129,18 @@ class RemoteFile:
             self.layout = await self._source.layout(await self.open(lane), lane)
         return await self.open(lane)
 
-    async def read_unit(self, unit: Unit, lane: Lane) -> None:
-        """Have a unit read its bytes. Raises as ``fetch_whole``."""
+    async def read_unit(self, unit: Unit, lane: Lane) -> bool:
+        """Have a unit read its bytes; whether the source gave all of them. Raises as
+        ``fetch_whole``."""
+        if self.spans is not None:
+            if not self._trusts_times:
+                await self.open(lane)
+            await self.spans.read(unit)
+            if unit.elsewhere_bytes == unit.end - unit.start:
+                return False
         fd = await self._to_fetch(lane)
         await self._source.read_unit(fd, self._direct, unit, lane)
+        return not unit.elsewhere_bytes
 
     @property
     def device(self) -> int:

@@ -30,6 +30,7 @@ NOT_A_DIRECTORY = frozenset({errno.ENOTDIR, errno.ELOOP})
 # What open(2) says where something else than a replica lies under its name.
 _NOT_A_REPLICA = NOT_A_DIRECTORY | {errno.ENOENT, errno.EISDIR, errno.ENXIO}
 
+PARTS = "parts"
 _PART = re.compile(r"[0-9a-f]{32}")
 _REPLICA = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{16})")
 
@@ -46,6 +47,11 @@ def fan_out(name: bytes) -> str:
 
 def part_file(name: bytes) -> str:
     return name.hex()
+
+
+def part_path(name: bytes) -> str:
+    """Where a part lies, relative to the dataset's directory in its tier."""
+    return f"{PARTS}/{part_file(name)}"
 
 
 def replica_file(name: bytes, checksum: int) -> str:

@@ -29,13 +29,12 @@ from collections.abc import Callable, Iterable
 
 from monarchfs.engine.units import Unit
 from monarchfs.store import files as on_disk
-from monarchfs.store.checksum import BLOCK_BYTES, checksum, digests
+from monarchfs.store.checksum import BLOCK_BYTES, checksum, combine, digests
 from monarchfs.store.directory import Directory, Remarks
 from monarchfs.store.errors import ReplicaLost
-from monarchfs.store.verify import matches, unpaced
+from monarchfs.store.verify import read_digests, unpaced
 from monarchfs.types import SPARSE_MIN_BYTES, Data, TierFile
 
-_PARTS = "parts"
 ARRIVAL_SECONDS = 0.1
 """A thread waits this long for the next bytes from the source."""
 
@@ -59,7 +58,7 @@ class ReplicaFiles:
         self._lock = threading.Lock()
         self._directories: dict[str, Directory] = {}
         self.memory_backed = on_disk.is_in_memory(dir_fd)
-        self.parts_directory = self._directory(_PARTS)
+        self.parts_directory = self._directory(on_disk.PARTS)
 
     def close(self) -> None:
         """Close all descriptors; no call may be under way any more."""
@@ -190,9 +189,15 @@ class ReplicaFiles:
         ReplicaLost as ``open`` (a replica that was evicted meanwhile, for instance), and OSError
         where the disk does not give the bytes.
         """
+        return combine(self.digests(name, checksum, size, paced)) == checksum
+
+    def digests(
+        self, name: bytes, checksum: int, size: int, paced: Callable[[int], None] = unpaced
+    ) -> bytes:
+        """The digests of a complete replica's bytes, all read from the disk. As ``verify``."""
         fd = self.open(name, checksum, size)
         file = on_disk.replica_file(name, checksum)
-        return matches(fd, size, checksum, paced, memory_backed=self.memory_backed, name=file)
+        return read_digests(fd, size, paced, memory_backed=self.memory_backed, name=file)
 
     def remove(self, name: bytes, checksum: int) -> None:
         """Remove a complete replica; it is no error if there is none."""
@@ -223,7 +228,8 @@ class ReplicaFiles:
 
     def parts(self) -> list[TierFile]:
         """The parts, by rising name. Their checksum is 0, and they do not count as synced."""
-        return [file._replace(synced=False) for file in self._list(_PARTS, on_disk.parse_part)]
+        found = self._list(on_disk.PARTS, on_disk.parse_part)
+        return [file._replace(synced=False) for file in found]
 
     def _list(
         self, directory: str, parse: Callable[[str], tuple[bytes, int] | None]

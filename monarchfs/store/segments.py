@@ -34,11 +34,12 @@ from monarchfs.store.allocator import (
     allocated,
     new_segment,
 )
+from monarchfs.store.checksum import combine
 from monarchfs.store.directory import Directory, Remarks
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.extent_trees import ExtentTrees, data_ranges
 from monarchfs.store.segment_lists import SEGMENT_NAME, SegmentLists, segment_name
-from monarchfs.store.verify import matches, unpaced
+from monarchfs.store.verify import read_digests, unpaced
 from monarchfs.types import Data, TierFile
 
 __all__ = [
@@ -201,9 +202,10 @@ class SegmentFiles:
         """Whether a record's bytes, all read from the disk, still have its checksum; otherwise as
         ``Tier.verify``."""
         fd, name = self.open(segment, offset + size), segment_name(segment)
-        return matches(
-            *(fd, size, checksum, paced), memory_backed=self.memory_backed, name=name, base=offset
+        found = read_digests(
+            *(fd, size, paced), memory_backed=self.memory_backed, name=name, base=offset
         )
+        return combine(found) == checksum
 
     def blocks(self, segment: int) -> int:
         """Bytes of the blocks that a segment occupies; 0 where there is none."""

@@ -8,7 +8,7 @@ import mmap
 import os
 from collections.abc import Callable
 
-from monarchfs.store.checksum import combine, digests
+from monarchfs.store.checksum import digests
 from monarchfs.store.errors import ReplicaLost
 
 READ_BYTES = 1024 * 1024
@@ -18,18 +18,17 @@ def unpaced(_size: int) -> None:
     """Reads as fast as it goes."""
 
 
-def matches(
+def read_digests(
     fd: int,
     size: int,
-    checksum: int,
     paced: Callable[[int], None],
     *,
     memory_backed: bool,
     name: str,
     base: int = 0,
-) -> bool:
-    """Whether the ``size`` bytes from ``base`` (a multiple of a page) of the file ``fd`` have this
-    checksum. ``name`` is for the error. Closes ``fd``.
+) -> bytes:
+    """The digests of the ``size`` bytes from ``base`` (a multiple of a page) of the file ``fd``:
+    see ``checksum``. ``name`` is for the error. Closes ``fd``.
 
     Reads from the disk if its file system can read past the page cache. Otherwise reads as any
     reader, and drops the pages afterwards, also those that were cached before (there is no
@@ -58,7 +57,7 @@ def matches(
     finally:
         _drop_pages(fd, base, pages, memory_backed)  # those of a reading that failed midway
         os.close(fd)
-    return combine(b"".join(found)) == checksum
+    return b"".join(found)
 
 
 def _pages(size: int) -> int:

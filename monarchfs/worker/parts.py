@@ -213,7 +213,7 @@ class Parts:
             from monarchfs.worker.peering import Peering
 
             self.peering = Peering(
-                *(self.tree, self.copier, self.cache.tiers, bootstrap.peers),
+                *(self.tree, self.copier, self.cache, bootstrap.peers),
                 bootstrap.peers_fd,
             )
             asks = config.freshness.mode is not FreshnessMode.IMMUTABLE

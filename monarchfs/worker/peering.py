@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 import trio
 
+from monarchfs.cache.cache import Cache
 from monarchfs.engine.misses import MOST_BYTES
 from monarchfs.fs.tree import Tree
 from monarchfs.metrics import Metrics
@@ -27,6 +27,7 @@ from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.system.http_server import serve
+from monarchfs.worker.span_sharing import SpanNodes, SpanService
 
 CONNECTIONS = 64
 MOST_BODY_BYTES = 1 << 20
@@ -40,18 +41,17 @@ class Peering:
         self,
         tree: Tree,
         copier: Copier,
-        tiers: Iterable[int],
+        cache: Cache,
         message: dict[str, Any],
         descriptor: int,
     ) -> None:
-        """``tiers``: the index's numbers, in the order of the mount's tiers. ``message``: of
-        ``peers.nodes.Peers``. Takes 0.1 s for 64 nodes."""
+        """``message``: of ``peers.nodes.Peers``. Takes 0.1 s for 64 nodes."""
         os.set_inheritable(descriptor, False)
         peers = Peers.from_message(message)
         self.following = Following(peers.nodes, peers.own, peers.secret)
         self._listener = socket.socket(fileno=descriptor)
-        self._ownership = Ownership(peers.nodes)
-        self._holdings = IndexHoldings(tree.index, tiers, self._ownership, peers.nodes[peers.own])
+        self._ownership = owners = Ownership(peers.nodes)
+        self._holdings = IndexHoldings(tree.index, cache.tiers, owners, peers.nodes[peers.own])
         self._publisher = Publisher(self._holdings, secrets.randbits(63))
         self._index = index = tree.index
         self._owners = Owners(
@@ -66,7 +66,11 @@ class Peering:
         )
         copier.jobs.observers.append(supply.changed)
         self._counted = [0, 0, 0, 0]
-        self._service = Service(self._publisher, supply)
+        spans = SpanService(supply, copier.jobs, cache, owners, peers.own)
+        self._digests = spans.digests
+        self._nodes = SpanNodes(copier.jobs, spans.digests, owners, self.following)
+        copier.files.nodes = self._nodes
+        self._service = Service(self._publisher, supply, spans.answer)
 
     def begin(self, hooks: ModuleType, *, asks: bool) -> None:
         """Have the threads that read small files ask peers; ``asks``: and the source first, which
@@ -93,6 +97,8 @@ class Peering:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._serve)
             nursery.start_soon(self.following.run)
+            nursery.start_soon(self._digests.run)
+            nursery.start_soon(self._nodes.run)
 
     async def _serve(self) -> None:
         await serve(

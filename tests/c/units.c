@@ -83,6 +83,49 @@ static void tell(uint64_t ino, uint64_t first, uint64_t last, enum chunk_state s
 
 static const struct nonresident_units readers = {arrive, tell};
 
+/* What another node has of each file: the bytes, and how many of them are right. */
+static struct {
+	char *data;
+	size_t right;
+} elsewhere[PEOPLE + 1];
+
+static int give(unsigned peer, const char *path, uint64_t offset, size_t size, unit_take *take, void *to)
+{
+	unsigned seed = (unsigned)elsewhere[peer].right;
+	CHECK(!strcmp(path, "/path") && offset + size == SIZE);
+	for (size_t piece; size; offset += piece, size -= piece) {
+		piece = 1 + (size_t)rand_r(&seed) % (300 << 10);
+		piece = piece < size ? piece : size;
+		char *copy = malloc(piece);
+		CHECK(copy);
+		memcpy(copy, elsewhere[peer].data + offset, piece);
+		if (offset + piece > elsewhere[peer].right)
+			copy[offset < elsewhere[peer].right ? elsewhere[peer].right - offset : 0] ^= 1;
+		bool taken = take(to, copy, piece);
+		free(copy);
+		if (!taken)
+			return 4;
+	}
+	return 0;
+}
+
+/* A unit of which another node has something. */
+static void read_elsewhere(struct unit *unit, unsigned ino, size_t right)
+{
+	unsigned char digests[(SIZE / UNIT_CHECKED_BYTES + 1) * UNIT_DIGEST_BYTES];
+	for (size_t at = 0; at < SIZE; at += UNIT_CHECKED_BYTES) {
+		size_t here = SIZE - at < UNIT_CHECKED_BYTES ? SIZE - at : UNIT_CHECKED_BYTES;
+		XXH64_canonicalFromHash(
+			(XXH64_canonical_t *)(digests + at / UNIT_CHECKED_BYTES * UNIT_DIGEST_BYTES),
+			XXH3_64bits(elsewhere[ino].data + at, here));
+	}
+	uint64_t bytes = 0;
+	elsewhere[ino].right = right;
+	int result = unit_read_elsewhere(unit, give, ino, "/path", digests, &bytes);
+	CHECK(result == (right < SIZE ? 4 : 0));
+	CHECK(right < SIZE ? bytes <= right && bytes % UNIT_BLOCK_BYTES == 0 : bytes == SIZE);
+}
+
 struct work {
 	struct unit *unit;
 	struct unit_source source;
@@ -90,6 +133,8 @@ struct work {
 	enum unit_end end;
 	uint64_t bytes;
 	int written;
+	unsigned ino;
+	size_t right; /* so many bytes another node has, 0: it has none */
 };
 
 ssize_t read_badly(int fd, const struct iovec *parts, int count, off_t offset);
@@ -109,6 +154,8 @@ ssize_t read_badly(int fd, const struct iovec *parts, int count, off_t offset)
 static void *read_it(void *given)
 {
 	struct work *work = given;
+	if (work->right)
+		read_elsewhere(work->unit, work->ino, work->right);
 	work->end = unit_read(work->unit, &work->source, &work->bytes);
 	unit_finish(work->unit);
 	return NULL;
@@ -171,13 +218,17 @@ static void *be_one(void *given)
 	int source = open(path, O_RDWR | O_CREAT, 0600), direct = open(path, O_RDONLY | O_DIRECT);
 	snprintf(path, sizeof(path), "%s/part%u", directory, (unsigned)ino);
 	int part = open(path, O_RDWR | O_CREAT, 0600);
-	CHECK(data && source >= 0 && part >= 0);
+	elsewhere[ino].data = malloc(SIZE);
+	CHECK(data && elsewhere[ino].data && source >= 0 && part >= 0);
 	for (unsigned n = 0; n < units; n++) {
-		int filling = 1 + rand_r(&seed) % 100, fate = rand_r(&seed) % 8;
+		int filling = 1 + rand_r(&seed) % 100, fate = rand_r(&seed) % 10;
 		__atomic_store_n(&fillings[ino], filling, __ATOMIC_RELAXED);
 		fill(source, filling, data);
 		CHECK(ftruncate(part, 0) == 0 && ftruncate(part, SIZE) == 0);
-		struct work work = {plan(ino, source, fate == 1), {source, n % 2 ? direct : -1}, part, UNIT_READ, 0, 0};
+		struct work work = {plan(ino, source, fate == 1), {source, n % 2 ? direct : -1}, part, UNIT_READ, 0, 0, (unsigned)ino, 0};
+		if (fate >= 8)
+			work.right = fate == 8 ? SIZE : 1 + (size_t)rand_r(&seed) % SIZE;
+		memcpy(elsewhere[ino].data, data, SIZE);
 		if (fate == 2) /* another version: the bytes are the same, so that none may be wrong */
 			CHECK(futimens(source, (struct timespec[]){{1, n}, {1, n}}) == 0);
 		pthread_t reader, writer;
@@ -192,7 +243,9 @@ static void *be_one(void *given)
 		pthread_join(reader, NULL);
 		pthread_join(writer, NULL);
 		CHECK(work.end == (fate == 2 ? UNIT_CHANGED : UNIT_READ));
-		CHECK(work.written == 1 && work.bytes == (fate == 2 ? 0 : SIZE));
+		CHECK(work.written == 1);
+		CHECK(fate == 9 ? work.bytes && work.bytes <= SIZE :
+		      work.bytes == (fate == 2 || fate == 8 ? 0 : SIZE));
 		look_at(&work, filling, data);
 		struct stat st;
 		CHECK(fstat(part, &st) == 0 && (uint64_t)st.st_blocks * 512 <= SIZE - UNIT_BLOCK_BYTES + 8192);
@@ -204,6 +257,7 @@ static void *be_one(void *given)
 	if (direct >= 0)
 		close(direct);
 	close(part);
+	free(elsewhere[ino].data);
 	free(data);
 	return NULL;
 }

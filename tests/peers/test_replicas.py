@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from monarchfs.engine.units import Unit
 from monarchfs.peers import _replicas, credentials, web_server
-from monarchfs.store.checksum import checksum
+from monarchfs.store.checksum import checksum, digests
+from monarchfs.types import SourceStat
 from tests.support.mounting import free_port, wait_for
 
 Peer = tuple[bytes, "subprocess.Popen[bytes]", int]
@@ -221,3 +223,48 @@ def test_many_come_and_go() -> None:
     assert all(_replicas.has(name) == (held.get(name) == 1) for name in names)
     _replicas.remove_all(1)
     assert _replicas.known(2) == [0, 0]
+
+
+PART_BYTES = 3 * (256 << 10) + 1000
+
+
+def part_unit(tmp_path: Path, data: bytes) -> tuple[Unit, int, bytes]:
+    """A unit of a file with these bytes; a descriptor of the source's; the digests."""
+    source = tmp_path / "source"
+    source.write_bytes(data[:PART_BYTES])
+    fd = os.open(source, os.O_RDONLY)
+    stat = SourceStat.of(os.fstat(fd), 0)
+    unit = Unit(1, 0, PART_BYTES, chunk_bytes=128 << 10, version=stat.version, device=0)
+    return unit, fd, digests(data[:PART_BYTES])
+
+
+@pytest.mark.parametrize(
+    ("what", "result", "comes"),
+    [
+        ("right", 0, PART_BYTES),
+        ("damaged", WRONG, 512 << 10),
+        ("cut off", UNKNOWN, 512 << 10),
+        ("gone", UNKNOWN, 0),
+        ("refused", FAILED, 0),
+    ],
+)
+def test_units_from_a_peer(peer: Peer, tmp_path: Path, what: str, result: int, comes: int) -> None:
+    data, *_ = peer
+    unit, fd, expected = part_unit(tmp_path, data)
+    (tmp_path / "tier/parts").mkdir()
+    file = tmp_path / "tier/parts/00"
+    held = bytearray(data[:PART_BYTES])
+    if what == "damaged":
+        held[600_000] ^= 1
+    if what != "gone":
+        file.write_bytes(held[: 600_000 if what == "cut off" else PART_BYTES])
+    if what == "refused":
+        _replicas.token("?none", "127.0.0.1")
+    before = _replicas.counts(0)[1]
+    assert unit.read_elsewhere(_replicas.range, 0, "/tier/0/parts/00", expected) == result
+    assert unit.elsewhere_bytes == comes
+    assert _replicas.counts(0)[1] - before == (PART_BYTES if result == 0 else 0)
+    assert unit.read(fd)
+    os.close(fd)
+    assert unit.read_bytes == PART_BYTES - comes
+    assert unit.peek(0, PART_BYTES) == data[:PART_BYTES]

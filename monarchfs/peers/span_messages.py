@@ -1,0 +1,89 @@
+"""What nodes ask each other about large files: the format.
+
+A question names some spans, each of a file; the answer has a row for each, in their order.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from monarchfs.peers.errors import PeerError
+from monarchfs.peers.supply import is_path
+
+MOST_SPANS = 16
+"""In a question. The answer of each has some 4 KiB."""
+
+_WANTED = struct.Struct("<16sIBH")
+_HELD = struct.Struct("<?HI")
+
+
+class WantedSpan(NamedTuple):
+    """A span of a file that a node wants: the name of the file's replica, the priority of its copy,
+    the file's path below the source."""
+
+    name: bytes
+    span: int
+    priority: int
+    path: bytes
+
+
+class HeldSpan(NamedTuple):
+    """What an owner has of a span. ``coming``: it is copying what it lacks; ``path``: where the
+    file lies for nginx; ``digests``: of each block of 128 KiB, 8 bytes, zeros where it lacks the
+    block; empty: it has none."""
+
+    coming: bool
+    path: str = ""
+    digests: bytes = b""
+
+
+def encode_wanted(wanted: Sequence[WantedSpan]) -> bytes:
+    """The question."""
+    return b"".join(_WANTED.pack(*one[:3], len(one.path)) + one.path for one in wanted)
+
+
+def decode_wanted(data: bytes) -> list[WantedSpan]:
+    """Raises PeerError if it is no question."""
+    wanted: list[WantedSpan] = []
+    at = 0
+    while at < len(data):
+        if len(data) - at < _WANTED.size or len(wanted) == MOST_SPANS:
+            raise PeerError("a question about spans is cut off, or too long")
+        name, span, priority, length = _WANTED.unpack_from(data, at)
+        at += _WANTED.size
+        path = data[at : at + length]
+        if len(path) < length or not is_path(path):
+            raise PeerError("a question about spans has a path that is none")
+        wanted.append(WantedSpan(name, span, priority, path))
+        at += length
+    return wanted
+
+
+def encode_held(held: Sequence[HeldSpan]) -> bytes:
+    """The answer."""
+    rows = []
+    for one in held:
+        path = one.path.encode()
+        rows.append(_HELD.pack(one.coming, len(path), len(one.digests)) + path + one.digests)
+    return b"".join(rows)
+
+
+def decode_held(data: bytes, count: int) -> list[HeldSpan]:
+    """The answer to a question about ``count`` spans. Raises PeerError if it is none."""
+    held: list[HeldSpan] = []
+    at = 0
+    try:
+        for _ in range(count):
+            coming, length, size = _HELD.unpack_from(data, at)
+            at += _HELD.size
+            path = data[at : at + length].decode("ascii")
+            at += length
+            held.append(HeldSpan(coming, path, data[at : at + size]))
+            at += size
+    except (struct.error, ValueError):
+        raise PeerError("the answer about spans is none") from None
+    if at != len(data) or not all(one.path.isprintable() for one in held):
+        raise PeerError("the answer about spans is none")
+    return held

@@ -1,0 +1,229 @@
+"""A large file that several nodes copy together: each of its spans has an owner.
+
+A node copies the spans that it owns from the source first, and the others from their owners, as far
+as those have them. Readers never wait for that: what an owner does not have is read from the
+source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+
+from monarchfs.engine.units import Unit
+from monarchfs.prefetch.chunks import ChunkMap
+from monarchfs.prefetch.queue import Priority
+
+SPAN_BYTES = 64 << 20
+BLOCK_BYTES = 128 << 10
+"""Each block has a digest: ``store.checksum``."""
+DIGEST_BYTES = 8
+
+WINDOW = 64
+"""So many of a file's spans are copied at once at most."""
+
+ASK_SECONDS = 0.2
+"""An owner that lacks some of a span is asked again after this long."""
+
+_UNKNOWN = bytes(DIGEST_BYTES)
+
+READ, GONE, WRONG = 0, 1, 4
+"""Some of ``enum fetch_result`` in peers/_fetch.h."""
+MOST_MOVES = 4
+
+
+class Nodes(Protocol):
+    """The nodes of the job."""
+
+    def owner(self, name: bytes, span: int) -> int | None:
+        """The number of the node that owns a span of the file whose replica has this name; None:
+        this one."""
+        ...
+
+    def waits_for(self, owner: int) -> bool:
+        """Whether it is worth to wait for what this node is copying."""
+        ...
+
+    async def ask(self, owner: int, wanted: list[tuple[FileSpans, int]]) -> None:
+        """Ask what it has of some spans. Raises nothing."""
+        ...
+
+    async def read(self, owner: int, path: str, unit: Unit, digests: bytes) -> int:
+        """``Unit.read_elsewhere``."""
+        ...
+
+    def completed(self, name: bytes, digests: bytes) -> None:
+        """This node has all of a file."""
+        ...
+
+
+@dataclass(slots=True)
+class _Held:
+    """What an owner has of a span: ``known`` has one byte a block, 1 where ``digests`` has one."""
+
+    path: str
+    digests: bytes
+    known: bytes
+
+
+class FileSpans:
+    """Constant: the name of the file's replica, ``path`` below the source, its size. Changing, on
+    the event loop: ``_held``, what owners have; ``_asked``, when they were asked last;
+    ``_refused``, the spans that are read from the source; ``_left``, those that may be incomplete
+    in the map ``_chunks``, the own ones first; ``priority``, of the copy."""
+
+    def __init__(self, name: bytes, path: bytes, size: int, nodes: Nodes) -> None:
+        self.name = name
+        self.path = path
+        self.priority = Priority.OPENED
+        self._size = size
+        self._nodes = nodes
+        self._held: dict[int, _Held] = {}
+        self._asked: dict[int, float] = {}
+        self._refused: set[int] = set()
+        self._left: list[int] = []
+        self._chunks: ChunkMap | None = None
+
+    # -- what to copy next
+
+    def next_run(
+        self, chunks: ChunkMap, most_chunks: int, *, owned_only: bool
+    ) -> tuple[int, int] | None:
+        """As ``ChunkMap.next_missing``: a run that can be had now."""
+        for span in self._window(chunks):
+            first, last = self._chunks_of(chunks, span)
+            owner = self._nodes.owner(self.name, span)
+            if owner is None or span in self._refused or not self._nodes.waits_for(owner):
+                if owner is not None and owned_only:
+                    return None
+                run = chunks.missing_in(first, last, most_chunks)
+            else:
+                run = None if owned_only else self._ready(chunks, span, most_chunks)
+            if run is not None:
+                return run
+        return None
+
+    def owned_missing(self, chunks: ChunkMap) -> bool:
+        """Whether there are spans that this node is to copy for others."""
+        window = self._window(chunks)
+        return bool(window) and self._nodes.owner(self.name, window[0]) is None
+
+    def _window(self, chunks: ChunkMap) -> list[int]:
+        if chunks is not self._chunks:
+            count = -(-self._size // SPAN_BYTES)
+            owns = [self._nodes.owner(self.name, span) is None for span in range(count)]
+            self._left = sorted(range(count), key=lambda span: not owns[span])
+            self._chunks = chunks
+        window = self._left[:WINDOW]
+        left = [s for s in window if not chunks.is_present(*self._chunks_of(chunks, s))]
+        if len(left) < len(window):
+            self._left[:WINDOW] = left
+            for span in set(window).difference(left):
+                self._held.pop(span, None)
+        return left
+
+    def _chunks_of(self, chunks: ChunkMap, span: int) -> tuple[int, int]:
+        each = SPAN_BYTES // chunks.chunk_bytes
+        return span * each, min((span + 1) * each, chunks.count)
+
+    def _ready(self, chunks: ChunkMap, span: int, most_chunks: int) -> tuple[int, int] | None:
+        """What its owner has, and this node lacks."""
+        held = self._held.get(span)
+        if held is None:
+            return None
+        first, last = self._chunks_of(chunks, span)
+        blocks = chunks.chunk_bytes // BLOCK_BYTES
+        for start, end in chunks.missing_runs(first, last):
+            stop = (end - first) * blocks
+            at = held.known.find(1, (start - first) * blocks, stop)
+            if at < 0:
+                continue
+            until = held.known.find(0, at, stop)
+            run = first + at // blocks
+            boundary = (run // most_chunks + 1) * most_chunks
+            known_end = end if until < 0 else first + until // blocks
+            if known_end > run:
+                return run, min(known_end, boundary)
+        return None
+
+    # -- what the owners say
+
+    def due(self, now: float) -> Iterator[tuple[int, int]]:
+        """The spans about which owners are to be asked now, as (owner, span)."""
+        if self._chunks is None:
+            return
+        for span in self._window(self._chunks):
+            owner = self._nodes.owner(self.name, span)
+            held = self._held.get(span)
+            if (
+                owner is not None
+                and span not in self._refused
+                and (held is None or 0 in held.known)
+                and now - self._asked.get(span, -ASK_SECONDS) >= ASK_SECONDS
+            ):
+                yield owner, span
+
+    def asked(self, span: int, now: float) -> None:
+        self._asked[span] = now
+
+    def note(self, span: int, path: str, digests: bytes, *, coming: bool) -> bool:
+        """An owner's answer; ``digests`` are zeros where it lacks a block, or none. Whether there
+        is news. ``coming``: it is copying what it lacks."""
+        blocks = -(-(min(self._size, (span + 1) * SPAN_BYTES) - span * SPAN_BYTES) // BLOCK_BYTES)
+        if len(digests) != blocks * DIGEST_BYTES:
+            digests = bytes(blocks * DIGEST_BYTES)
+        known = bytes(
+            digests[at : at + DIGEST_BYTES] != _UNKNOWN
+            for at in range(0, len(digests), DIGEST_BYTES)
+        )
+        before = self._held.get(span)
+        self._held[span] = _Held(path, digests, known)
+        if not coming and 0 in known:
+            self._refused.add(span)
+            return True
+        return known.count(1) > (0 if before is None else before.known.count(1))
+
+    # -- to read it
+
+    async def read(self, unit: Unit) -> None:
+        """Have a unit read from the node that owns it, as far as that has it. Raises nothing."""
+        span = unit.start // SPAN_BYTES
+        if (owner := self._nodes.owner(self.name, span)) is None or span in self._refused:
+            return
+        if span not in self._asked and self._nodes.waits_for(owner):
+            await self._nodes.ask(owner, [(self, span)])
+        gone = None
+        for _ in range(MOST_MOVES):
+            held = self._held.get(span)
+            digests = None if held is None else self._digests(held, unit)
+            if held is not None and digests is not None and held.path != gone:
+                result = await self._nodes.read(owner, held.path, unit, digests)
+                if result == WRONG:
+                    self._refused.add(span)
+                if result != GONE:
+                    return
+                gone = held.path
+            elif gone is None:
+                return
+            elif digests is not None:
+                self._refused.add(span)  # it was removed by others, or cut off
+                return
+            else:
+                await trio.sleep(ASK_SECONDS / 2)  # it is being renamed, as it is complete
+            self._held.pop(span, None)
+            await self._nodes.ask(owner, [(self, span)])
+
+    def _digests(self, held: _Held, unit: Unit) -> bytes | None:
+        """Those of a unit; None where its owner lacks some of it."""
+        first = unit.start % SPAN_BYTES // BLOCK_BYTES
+        last = first - (unit.start - unit.end) // BLOCK_BYTES
+        if last > len(held.known) or held.known.find(0, first, last) >= 0:
+            return None
+        return held.digests[first * DIGEST_BYTES : last * DIGEST_BYTES]
+
+    def completed(self, digests: bytes | bytearray) -> None:
+        """This node has all of it."""
+        self._nodes.completed(self.name, bytes(digests))

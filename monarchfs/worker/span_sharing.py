@@ -1,0 +1,275 @@
+"""Large files between nodes: what this node answers about its spans, and what it asks the owners.
+
+See ``prefetch.spans`` for who copies what.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, defaultdict
+
+import trio
+
+from monarchfs.cache.cache import Cache
+from monarchfs.engine.units import Unit
+from monarchfs.peers import _replicas
+from monarchfs.peers.errors import PeerError
+from monarchfs.peers.following import Following
+from monarchfs.peers.owners import START_SECONDS
+from monarchfs.peers.ownership import Ownership
+from monarchfs.peers.span_messages import (
+    MOST_SPANS,
+    HeldSpan,
+    WantedSpan,
+    decode_held,
+    encode_wanted,
+)
+from monarchfs.peers.supply import Supply
+from monarchfs.prefetch.fetch import State
+from monarchfs.prefetch.fill import Fill
+from monarchfs.prefetch.jobs import CopyJobs
+from monarchfs.prefetch.queue import Priority
+from monarchfs.prefetch.spans import (
+    ASK_SECONDS,
+    BLOCK_BYTES,
+    DIGEST_BYTES,
+    SPAN_BYTES,
+    FileSpans,
+)
+from monarchfs.store.checksum import combine
+from monarchfs.store.files import part_path, replica_path
+from monarchfs.system.threads import run_sync
+from monarchfs.types import Replica, ReplicaState
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 0.8
+MAX_ANSWER_BYTES = 1 << 20
+ASKING_THREADS = 16
+READING_THREADS = 32
+FIND_SECONDS = 0.4
+STALLED_SECONDS = 5.0
+"""Whose copies make no progress for so long is not waited for."""
+
+MOST_DIGEST_BYTES = 64 << 20
+"""Those of 1 TB of replicas."""
+
+
+class SpanDigests:
+    """The digests of complete replicas, by name: of those that this worker has copied, and of those
+    that peers asked for, which are read for that. Changing: the last used ones, and what is to be
+    read."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._known: OrderedDict[bytes, bytes] = OrderedDict()
+        self._bytes = 0
+        self._wanted: dict[bytes, Replica] = {}
+        self._wakes = trio.lowlevel.ParkingLot()
+
+    def put(self, name: bytes, digests: bytes) -> None:
+        self._bytes += len(digests) - len(self._known.pop(name, b""))
+        self._known[name] = digests
+        while self._bytes > MOST_DIGEST_BYTES and len(self._known) > 1:
+            self._bytes -= len(self._known.popitem(last=False)[1])
+
+    def get(self, record: Replica) -> bytes | None:
+        """None: they are being read. Empty: the replica is not what it should be."""
+        if (digests := self._known.get(record.name)) is None:
+            self._wanted[record.name] = record
+            self._wakes.unpark_all()
+        else:
+            self._known.move_to_end(record.name)
+        return digests
+
+    async def run(self) -> None:
+        """Read what is wanted, one replica after the other."""
+        while True:
+            while self._wanted:
+                record = next(iter(self._wanted.values()))
+                self.put(record.name, await self._read(record))
+                self._wanted.pop(record.name)
+            await self._wakes.park()
+
+    async def _read(self, record: Replica) -> bytes:
+        files = self._cache.tiers[record.tier].files
+        try:
+            digests: bytes = await run_sync(
+                *(files.digests, record.name, record.checksum, record.size), abandon_on_cancel=True
+            )
+        except OSError as exc:
+            log.info("a replica that peers want cannot be read: %s", exc)
+            return b""
+        return digests if combine(digests) == record.checksum else b""
+
+
+class SpanService:
+    """Answers about the spans of large files. Constant: its parts."""
+
+    def __init__(
+        self, supply: Supply, jobs: CopyJobs, cache: Cache, ownership: Ownership, own: int
+    ) -> None:
+        self.digests = SpanDigests(cache)
+        self._supply = supply
+        self._jobs = jobs
+        self._cache = cache
+        self._places = {tier: place for place, tier in enumerate(cache.tiers)}
+        self._ownership = ownership
+        self._own = own
+
+    async def answer(self, wanted: WantedSpan) -> HeldSpan:
+        """What this node has; what it lacks of a span that it owns it copies from now on."""
+        node = None
+        with trio.move_on_after(FIND_SECONDS):
+            node = await self._supply.node_of(wanted.path, wanted.name)
+        if node is None:
+            return HeldSpan(coming=False)
+        record = self._cache.index.replica(node.ino)
+        if record is not None and record.state is ReplicaState.RESIDENT:
+            return self._of_complete(record, wanted.span)
+        held = self._of_part(self._jobs.files.get(node.ino), record, wanted)
+        if held.coming and self._ownership.number(wanted.name, wanted.span) == self._own:
+            self._jobs.supply(node.ino, Priority(min(wanted.priority, Priority.SCANNED)))
+        return held._replace(coming=held.coming and self._jobs.pending(node.ino))
+
+    def _of_complete(self, record: Replica, span: int) -> HeldSpan:
+        if record.segment or record.tier not in self._places:
+            return HeldSpan(coming=False)
+        if (digests := self.digests.get(record)) is None:
+            return HeldSpan(coming=True)
+        path = f"/tier/{self._places[record.tier]}/{replica_path(record.name, record.checksum)}"
+        return HeldSpan(coming=False, path=path, digests=_of_span(digests, span))
+
+    def _of_part(self, fill: Fill | None, record: Replica | None, wanted: WantedSpan) -> HeldSpan:
+        """``coming``: it is not all of the span."""
+        place = None if fill is None else fill.reservation
+        if fill is not None and place is not None and fill.state is State.FILLING:
+            if place.fd < 0 or fill.ending:
+                return HeldSpan(coming=True)
+            tier, chunk_bytes = place.tier.id, fill.chunks.chunk_bytes
+            present, digests = fill.chunks.saved(), bytes(place.digests)
+        elif record is not None and record.state is ReplicaState.PARTIAL:
+            tier, chunk_bytes = record.tier, record.chunk_bytes
+            present, digests = record.present, record.digests
+        else:
+            return HeldSpan(coming=True)
+        each = SPAN_BYTES // chunk_bytes
+        present = present[wanted.span * each : (wanted.span + 1) * each]
+        digests = _of_span(digests, wanted.span)
+        if 0 in present:
+            size = chunk_bytes // BLOCK_BYTES * DIGEST_BYTES
+            digests = b"".join(
+                digests[n * size : (n + 1) * size] if there else bytes(size)
+                for n, there in enumerate(present)
+            )[: len(digests)]
+        path = f"/tier/{self._places[tier]}/{part_path(wanted.name)}"
+        return HeldSpan(0 in present, path, digests)
+
+
+def _of_span(digests: bytes, span: int) -> bytes:
+    size = SPAN_BYTES // BLOCK_BYTES * DIGEST_BYTES
+    return digests[span * size : (span + 1) * size]
+
+
+class SpanNodes:
+    """As ``prefetch.spans.Nodes``: asks the owners of spans what they have, and reads it. Changing:
+    ``_asking``, who is being asked; ``_asked``, when each was asked last; ``_quiet``, since when
+    each has no more than before."""
+
+    def __init__(
+        self, jobs: CopyJobs, digests: SpanDigests, ownership: Ownership, following: Following
+    ) -> None:
+        self._jobs = jobs
+        self._digests = digests
+        self._ownership = ownership
+        self._own = following.own
+        self._answered = following.answered
+        self._began = trio.current_time()
+        self._asking: set[int] = set()
+        self._asked: dict[int, float] = {}
+        self._quiet: dict[int, float] = {}
+        self._threads = trio.CapacityLimiter(ASKING_THREADS)
+        self._reading = trio.CapacityLimiter(READING_THREADS)
+        self._wakes = trio.lowlevel.ParkingLot()
+
+    def owner(self, name: bytes, span: int) -> int | None:
+        number = self._ownership.number(name, span)
+        return None if number == self._own else number
+
+    def waits_for(self, owner: int) -> bool:
+        now = trio.current_time()
+        if not self._answered[owner].is_set() and now - self._began < START_SECONDS:
+            return True
+        if _replicas.counts(owner)[-1]:
+            return False
+        return now - self._quiet.get(owner, now) < STALLED_SECONDS
+
+    def completed(self, name: bytes, digests: bytes) -> None:
+        self._digests.put(name, digests)
+
+    async def read(self, owner: int, path: str, unit: Unit, digests: bytes) -> int:
+        read = unit.read_elsewhere
+        return await run_sync(
+            *(read, _replicas.range, owner, path, digests),
+            abandon_on_cancel=True,
+            limiter=self._reading,
+        )
+
+    async def run(self) -> None:
+        """Ask about the files that are being copied, for ever."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                for owner, wanted in self._due().items():
+                    self._asking.add(owner)
+                    nursery.start_soon(self._ask_in_turn, owner, wanted)
+                with trio.move_on_after(ASK_SECONDS):
+                    await self._wakes.park()
+
+    def _due(self) -> dict[int, list[tuple[FileSpans, int]]]:
+        now = trio.current_time()
+        due: defaultdict[int, list[tuple[FileSpans, int]]] = defaultdict(list)
+        for fill in self._jobs.background:
+            if (spans := fill.remote.spans) is None or fill.node.ino in self._jobs.supplied:
+                continue
+            spans.priority = fill.priority
+            for owner, span in spans.due(now):
+                if owner not in self._asking and len(due[owner]) < MOST_SPANS:
+                    due[owner].append((spans, span))
+        return {owner: wanted for owner, wanted in due.items() if wanted}
+
+    async def _ask_in_turn(self, owner: int, wanted: list[tuple[FileSpans, int]]) -> None:
+        try:
+            await self.ask(owner, wanted)
+        finally:
+            self._asking.discard(owner)
+        self._wakes.unpark_all()
+
+    async def ask(self, owner: int, wanted: list[tuple[FileSpans, int]]) -> None:
+        now = trio.current_time()
+        if now - self._asked.get(owner, 0) > STALLED_SECONDS:
+            self._quiet.pop(owner, None)  # there was nothing that it should have brought
+        self._asked[owner] = now
+        for spans, span in wanted:
+            spans.asked(span, now)
+        question = [WantedSpan(s.name, span, s.priority, s.path) for s, span in wanted]
+        try:
+            status, data = await run_sync(
+                *(_replicas.ask, owner, "/ask/spans", encode_wanted(question)),
+                *(ANSWER_SECONDS, MAX_ANSWER_BYTES),
+                limiter=self._threads,
+            )
+            if status != 200:
+                raise PeerError(f"status {status}")
+            answers = decode_held(data, len(wanted))
+        except (OSError, PeerError) as exc:
+            log.debug("peer %d does not answer about spans: %s", owner, exc)
+        else:
+            news = [
+                spans.note(span, held.path, held.digests, coming=held.coming)
+                for (spans, span), held in zip(wanted, answers, strict=True)
+            ]
+            if any(news):
+                self._quiet.pop(owner, None)
+            else:
+                self._quiet.setdefault(owner, now)
+        self._jobs.wakes.unpark_all()

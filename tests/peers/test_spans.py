@@ -1,0 +1,237 @@
+"""Who copies which span of a large file from where, and what nodes tell each other of that."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monarchfs.engine.units import Unit
+from monarchfs.peers.errors import PeerError
+from monarchfs.peers.span_messages import (
+    MOST_SPANS,
+    HeldSpan,
+    WantedSpan,
+    decode_held,
+    decode_wanted,
+    encode_held,
+    encode_wanted,
+)
+from monarchfs.prefetch.chunks import PRESENT, ChunkMap
+from monarchfs.prefetch.spans import BLOCK_BYTES, GONE, READ, SPAN_BYTES, WRONG, FileSpans
+from monarchfs.types import SourceVersion
+
+NAME = bytes(16)
+CHUNK = 4 << 20
+"""Few chunks make a span, so that an example is quick."""
+
+
+class Job:
+    """As ``Nodes`` of one node: ``owners`` of the spans, and who is worth waiting for."""
+
+    def __init__(self, owners: list[int], own: int) -> None:
+        self.owners = owners
+        self.own = own
+        self.down: set[int] = set()
+        self.results: list[int] = []
+        self.on_ask: Callable[[], None] = lambda: None
+
+    def owner(self, name: bytes, span: int) -> int | None:
+        return None if self.owners[span] == self.own else self.owners[span]
+
+    def waits_for(self, owner: int) -> bool:
+        return owner not in self.down
+
+    async def ask(self, owner: int, wanted: list[tuple[FileSpans, int]]) -> None:
+        for spans, span in wanted:
+            spans.asked(span, trio.current_time())
+        self.on_ask()
+
+    async def read(self, owner: int, path: str, unit: Unit, digests: bytes) -> int:
+        assert len(digests) == -(-(unit.end - unit.start) // BLOCK_BYTES) * 8
+        return self.results.pop(0)
+
+    def completed(self, name: bytes, digests: bytes) -> None:
+        raise AssertionError
+
+
+def digests_of(chunks: ChunkMap, span: int) -> bytes:
+    """As its owner would tell: of the chunks that it has."""
+    start, end = span * SPAN_BYTES, min((span + 1) * SPAN_BYTES, chunks.size)
+    return b"".join(
+        (b"digest.." if chunks.state(at // chunks.chunk_bytes) == PRESENT else bytes(8))
+        for at in range(start, end, BLOCK_BYTES)
+    )
+
+
+@given(
+    st.integers(1, 5 * SPAN_BYTES),
+    st.lists(st.integers(0, 2), min_size=5, max_size=5),
+    st.integers(0, 9),
+    st.integers(0, 1 << 32),
+)
+@settings(max_examples=100, deadline=None)
+def test_nodes_read_each_chunk_of_the_source_once(
+    size: int, owners: list[int], most: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    jobs = [Job(owners, own) for own in range(3)]
+    files = [FileSpans(NAME, b"x", size, job) for job in jobs]
+    maps = [ChunkMap(size, CHUNK) for _ in jobs]
+    claimed: list[tuple[int, int, int]] = []
+    from_source = [0] * maps[0].count
+    while not all(chunks.complete for chunks in maps):
+        if claimed and rng.random() < 0.5:
+            node, first, last = claimed.pop(rng.randrange(len(claimed)))
+            if rng.random() < 0.1:
+                maps[node].release(first, last)
+            else:
+                maps[node].arrive(first, last)
+            continue
+        node = rng.randrange(3)
+        for owner, span in list(files[node].due(rng.random() * 1e9)):
+            assert owner == owners[span] != node
+            digests = digests_of(maps[owner], span)
+            files[node].note(span, "/p", digests, coming=bytes(8) in digests)
+        run = files[node].next_run(maps[node], most + 1, owned_only=False)
+        if run is None:
+            continue
+        first, last = run
+        assert last - first <= most + 1
+        span = first * CHUNK // SPAN_BYTES
+        assert (last * CHUNK - 1) // SPAN_BYTES == span
+        if owners[span] == node:
+            from_source[first:last] = [1] * (last - first)
+        else:
+            held = maps[owners[span]]
+            assert all(held.state(chunk) == PRESENT for chunk in range(first, last))
+        maps[node].claim(first, last)
+        claimed.append((node, first, last))
+    assert all(from_source)
+
+
+def test_spans_for_others_are_copied_alone() -> None:
+    job = Job([0, 1, 0], 0)
+    spans = FileSpans(NAME, b"x", 3 * SPAN_BYTES, job)
+    chunks = ChunkMap(3 * SPAN_BYTES, CHUNK)
+    copied: list[tuple[int, int]] = []
+    while (run := spans.next_run(chunks, 100, owned_only=True)) is not None:
+        assert spans.owned_missing(chunks)
+        chunks.claim(*run)
+        chunks.arrive(*run)
+        copied.append(run)
+    assert copied == [(0, 16), (32, 48)]
+    assert not spans.owned_missing(chunks)
+
+
+@pytest.mark.parametrize("how", ["down", "refused", "cut off"])
+def test_what_an_owner_will_not_have_is_read_from_the_source(how: str) -> None:
+    job = Job([1], 0)
+    spans = FileSpans(NAME, b"x", SPAN_BYTES, job)
+    chunks = ChunkMap(SPAN_BYTES, CHUNK)
+    assert spans.next_run(chunks, 100, owned_only=False) is None
+    if how == "down":
+        job.down.add(1)
+    else:
+        spans.note(0, "", bytes(4096 if how == "refused" else 7), coming=False)
+    assert spans.next_run(chunks, 100, owned_only=False) == (0, 16)
+    assert spans.next_run(chunks, 100, owned_only=True) is None
+
+
+def void(_: object) -> None:
+    """For a lambda."""
+
+
+def unit(start: int, end: int) -> Unit:
+    version = SourceVersion(1, 2, SPAN_BYTES, 3, 4)
+    return Unit(1, start, end, chunk_bytes=BLOCK_BYTES, version=version, device=1)
+
+
+def read(spans: FileSpans) -> None:
+    trio.run(spans.read, unit(0, 1 << 20), clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_replica_that_was_renamed_is_looked_for() -> None:
+    job = Job([1], 0)
+    spans = FileSpans(NAME, b"x", SPAN_BYTES, job)
+    asked: list[float] = []
+
+    def told() -> None:
+        asked.append(trio.current_time())
+        digests = bytes(4096) if len(asked) == 2 else b"digest.." * 512
+        spans.note(0, f"/{len(asked) > 2}", digests, coming=True)
+
+    job.on_ask = told
+    job.results = [GONE, READ]
+    read(spans)
+    assert len(asked) == 3
+    assert not job.results
+
+
+def test_a_replica_that_somebody_removed_is_read_from_the_source() -> None:
+    job = Job([1], 0)
+    spans = FileSpans(NAME, b"x", SPAN_BYTES, job)
+    job.on_ask = lambda: void(spans.note(0, "/p", b"digest.." * 512, coming=False))
+    job.results = [GONE]
+    read(spans)
+    read(spans)
+    assert not job.results
+    assert spans.next_run(ChunkMap(SPAN_BYTES, CHUNK), 2, owned_only=False) == (0, 2)
+
+
+def test_what_was_wrong_is_not_asked_for_again() -> None:
+    job = Job([1], 0)
+    spans = FileSpans(NAME, b"x", SPAN_BYTES, job)
+    spans.note(0, "/p", b"digest.." * 512, coming=False)
+    spans.asked(0, 0)
+    job.results = [WRONG]
+    read(spans)
+    read(spans)
+    chunks = ChunkMap(SPAN_BYTES, CHUNK)
+    assert spans.next_run(chunks, 2, owned_only=False) == (0, 2)
+
+
+wanted_spans = st.builds(
+    WantedSpan,
+    st.binary(min_size=16, max_size=16),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 255),
+    st.sampled_from([b"a", b"a/b c", b"\xff/x"]),
+)
+held_spans = st.builds(
+    HeldSpan, st.booleans(), st.sampled_from(["", "/tier/0/parts/00"]), st.binary(max_size=64)
+)
+
+
+@given(st.lists(wanted_spans, max_size=MOST_SPANS), st.lists(held_spans, max_size=5), st.data())
+def test_messages(wanted: list[WantedSpan], held: list[HeldSpan], data: st.DataObject) -> None:
+    assert decode_wanted(encode_wanted(wanted)) == wanted
+    answer = encode_held(held)
+    assert decode_held(answer, len(held)) == held
+    with pytest.raises(PeerError):
+        decode_held(answer, len(held) + 1)
+    if answer:
+        with pytest.raises(PeerError):
+            decode_held(answer[: data.draw(st.integers(0, len(answer) - 1))], len(held))
+
+
+@given(st.binary(max_size=100))
+def test_bytes_that_are_no_message(data: bytes) -> None:
+    with suppress(PeerError):
+        decode_wanted(data)
+    with suppress(PeerError):
+        decode_held(data, 3)
+
+
+@pytest.mark.parametrize("path", [b"", b"/etc/passwd", b"../x", b"a//b", b"a/."])
+def test_paths_that_lead_elsewhere(path: bytes) -> None:
+    with pytest.raises(PeerError):
+        decode_wanted(encode_wanted([WantedSpan(NAME, 0, 0, path)]))
+    with pytest.raises(PeerError):
+        decode_wanted(encode_wanted([WantedSpan(NAME, 0, 0, b"x")] * (MOST_SPANS + 1)))
