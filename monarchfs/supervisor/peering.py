@@ -17,7 +17,7 @@ from monarchfs.supervisor.peer_server import PeerServer
 from monarchfs.system.bounded import answer_within
 from monarchfs.types import OperationError, UsageError
 
-_BACKLOG = 128
+_BACKLOG = 1024
 RESOLVE_SECONDS = 5.0
 
 

@@ -29,7 +29,9 @@ from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.system.http_server import serve
 from monarchfs.worker.span_sharing import SpanNodes, SpanService
 
-CONNECTIONS = 64
+CONNECTIONS = 512
+"""Some of each peer's, which may wait for two seconds."""
+
 MOST_BODY_BYTES = 1 << 20
 
 
