@@ -214,9 +214,11 @@ class Supervisor:
             return
         before = server.peers
         try:
-            add, remove = list(request.get("add") or ()), list(request.get("remove") or ())
+            add, remove = request.get("add") or [], request.get("remove") or []
+            if not (isinstance(add, list) and isinstance(remove, list)):
+                raise UsageError("'add' and 'remove' must be lists of nodes")
             server.peers = before.changed(add, remove, self.config.peer_port)
-        except (UsageError, TypeError) as error:
+        except UsageError as error:
             reply(connection, messages.encode_error(str(error)))
             return
 

@@ -13,7 +13,11 @@ from typing import Any
 
 import pytest
 
+from monarchfs.config.places import search_of
+from monarchfs.control.client import request
 from monarchfs.peers.web_server import find_nginx
+from monarchfs.supervisor.recover import required
+from monarchfs.types import OperationError
 from tests.support import surroundings
 from tests.support.mounting import Bench, Mount, run, wait_for
 
@@ -275,6 +279,14 @@ def test_a_list_that_cannot_be_changed_stays(
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
     assert mount.status()["worker"]["pid"] == worker
+
+
+@pytest.mark.parametrize("add", ["bcd", 1, True, {}])
+def test_a_list_is_a_list(work: Bench, source: Path, add: object) -> None:
+    mount = Nodes(work, source, 1).mounts["a"]
+    daemon = required(str(mount.path), search_of(os.environ)).daemon
+    with pytest.raises(OperationError, match="must be"):
+        request(daemon, {"command": "change_peers", "add": add}, 10)
 
 
 def test_a_mount_of_its_own_has_no_peers(work: Bench, source: Path) -> None:
