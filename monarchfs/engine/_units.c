@@ -129,26 +129,18 @@ static PyObject *show(PyObject *self, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
-static PyObject *finish(PyObject *self, PyObject *unused)
-{
-	(void)unused;
-	unit_finish(((struct object *)self)->unit);
-	Py_RETURN_NONE;
-}
+/* A method without arguments and result, whose C function does not block. */
+#define UNIT_METHOD(name)                                            \
+	static PyObject *name(PyObject *self, PyObject *unused)      \
+	{                                                            \
+		(void)unused;                                        \
+		unit_##name(((struct object *)self)->unit);          \
+		Py_RETURN_NONE;                                      \
+	}
 
-static PyObject *stop(PyObject *self, PyObject *unused)
-{
-	(void)unused;
-	unit_stop(((struct object *)self)->unit);
-	Py_RETURN_NONE;
-}
-
-static PyObject *empty(PyObject *self, PyObject *unused)
-{
-	(void)unused;
-	unit_empty(((struct object *)self)->unit);
-	Py_RETURN_NONE;
-}
+UNIT_METHOD(finish)
+UNIT_METHOD(stop)
+UNIT_METHOD(empty)
 
 static PyObject *peek(PyObject *self, PyObject *args)
 {

@@ -135,23 +135,29 @@ def resolve_mountpoint(path: str, mounts: list[Mount] | None = None) -> str:
     literal = os.path.normpath(path)
     if literal in known:
         return literal
+    return _follow(path, known, until=())[0]
+
+
+def _follow(
+    path: str, mountpoints: Collection[str], *, until: Collection[str]
+) -> tuple[str, list[str]]:
+    """``path`` with its links followed, as far as one of ``until``, and the components after that.
+    No mount point is asked whether it is a link."""
     resolved, remaining, links = "/", path.split("/"), 0
-    while remaining:
+    while remaining and resolved not in until:
         name = remaining.pop(0)
-        if name in ("", "."):
-            continue
-        if name == "..":
-            resolved = os.path.dirname(resolved)
+        if name in ("", ".", ".."):
+            resolved = os.path.dirname(resolved) if name == ".." else resolved
             continue
         candidate = os.path.join(resolved, name)
-        target = None if candidate in known else _link_target(candidate)
+        target = None if candidate in mountpoints else _link_target(candidate)
         links += target is not None
         if target is None or links > 40:
             resolved = candidate
             continue
         remaining[:0] = target.split("/")
         resolved = "/" if target.startswith("/") else resolved
-    return resolved
+    return resolved, remaining
 
 
 def open_directory(path: str) -> int:
@@ -170,20 +176,7 @@ def open_directory(path: str) -> int:
 def split_below(path: str, mountpoints: Collection[str]) -> tuple[str, str] | None:
     """``path`` (absolute) as one of ``mountpoints`` and what comes below that; None where it is
     below none. Symbolic links are followed up to the mount point; what is in it is never asked."""
-    resolved, remaining, links = "/", path.split("/"), 0
-    while remaining and resolved not in mountpoints:
-        name = remaining.pop(0)
-        if name in ("", ".", ".."):
-            resolved = os.path.dirname(resolved) if name == ".." else resolved
-            continue
-        candidate = os.path.join(resolved, name)
-        target = None if candidate in mountpoints else _link_target(candidate)
-        links += target is not None
-        if target is None or links > 40:
-            resolved = candidate
-            continue
-        remaining[:0] = target.split("/")
-        resolved = "/" if target.startswith("/") else resolved
+    resolved, remaining = _follow(path, mountpoints, until=mountpoints)
     if resolved not in mountpoints:
         return None
     # A mount may lie in a mount.

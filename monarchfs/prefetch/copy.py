@@ -13,8 +13,15 @@ from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica, Reservation
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.chunks import ChunkMap
-from monarchfs.prefetch.fetch import WHOLE_BYTES, State, chunk_bytes_for
+from monarchfs.prefetch.fetch import (
+    MOST_AHEAD_BYTES,
+    WHOLE_BYTES,
+    Fetch,
+    State,
+    chunk_bytes_for,
+)
 from monarchfs.prefetch.queue import Priority
+from monarchfs.prefetch.readahead import Readahead
 from monarchfs.prefetch.remote import RemoteFile
 from monarchfs.types import Lane, Node, SourceChanged, SourceVersion
 
@@ -67,6 +74,8 @@ class Copy:
         self._trusts_times = trusts_times
         self._changes = 0
         self._seen = node.stat.version
+        self._fetches: list[Fetch] = []
+        self._ahead = Readahead(MOST_AHEAD_BYTES // self.chunks.chunk_bytes)
         self._finishing = False
         self._shown = False
         self._handed_out = False

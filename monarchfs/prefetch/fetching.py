@@ -6,44 +6,20 @@ readers want it. Large files are fetched in units (``engine.units``), small ones
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import trio
 
 from monarchfs.cache import groups
-from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
 from monarchfs.engine.units import Unit
-from monarchfs.metrics import Metrics
 from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT
 from monarchfs.prefetch.copy import Copy
-from monarchfs.prefetch.fetch import MOST_AHEAD_BYTES, WHOLE_BYTES, Fetch, State
-from monarchfs.prefetch.readahead import Readahead
-from monarchfs.prefetch.remote import RemoteFile
-from monarchfs.types import Lane, Node, SourceChanged
+from monarchfs.prefetch.fetch import WHOLE_BYTES, Fetch, State
+from monarchfs.types import Lane, SourceChanged
 
 
 class Fetching(Copy):
-    """A copy. Changing: the fetches under way, how far ahead of its reader it is fetched."""
-
-    def __init__(
-        self,
-        node: Node,
-        remote: RemoteFile,
-        cache: Cache,
-        metrics: Metrics,
-        nursery: trio.Nursery,
-        forget: Callable[[Copy], None],
-        wake_copier: Callable[[Copy], None],
-        *,
-        trusts_times: bool,
-    ) -> None:
-        super().__init__(
-            node, remote, cache, metrics, nursery, forget, wake_copier, trusts_times=trusts_times
-        )
-        self._fetches: list[Fetch] = []
-        self._ahead = Readahead(MOST_AHEAD_BYTES // self.chunks.chunk_bytes)
+    """A copy: what is fetched of it."""
 
     @property
     def fetching(self) -> bool:
