@@ -108,7 +108,7 @@ class Filling(Rooms):
         replica = replica_of(reservation, ReplicaState.RESIDENT, allocated, checksum=checksum)
         try:
             if not reservation.given_up:
-                # No checkpoint between the index commit and the books.
+                # No checkpoint between the index commit and the accounts.
                 self._put(reservation.node.ino, replica)
                 now = self.index.node(reservation.node.ino)
                 outdated = {reservation.node.ino} if now is None or now.outdated else set()
@@ -124,7 +124,7 @@ class Filling(Rooms):
     def _stored(
         self, stored: Sequence[tuple[Reservation, Replica]], outdated: Container[int]
     ) -> None:
-        """The index says that they are resident: so do the books."""
+        """The index says that they are resident: so do the accounts."""
         for reservation, replica in stored:
             self._no_more_writes(reservation)
             self.reasons.forget(reservation.node)

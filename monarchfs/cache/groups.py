@@ -90,7 +90,7 @@ class Groups(Filling):
         stored: list[tuple[Reservation, Replica]] = []
         unwanted: list[Written] = []
         outcomes = await self._segments.write_each(tier, [data for _, data in files])
-        # No checkpoint between the look at what was given up, the commit and the books.
+        # No checkpoint between the look at what was given up, the commit and the accounts.
         for (reservation, _), outcome in zip(files, outcomes, strict=True):
             if isinstance(outcome, OSError):
                 results.append(outcome)

@@ -1,4 +1,4 @@
-"""Which replicas there are: the records, the files they stand for, and the books."""
+"""Which replicas there are: the records, their files, and the accounts of placement."""
 
 from __future__ import annotations
 

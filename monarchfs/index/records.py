@@ -310,7 +310,7 @@ def unpack_replica(value: bytes) -> Replica:
 
 
 class ReplicaHead(NamedTuple):
-    """What the books need of a packed replica, without its bitmap and digests."""
+    """What the accounts need of a packed replica, without its bitmap and digests."""
 
     tier: int
     state: int

@@ -1,5 +1,5 @@
-"""What placement is told, and what it answers. Sizes are bytes; ``tier`` is a tier's
-number, ``ino`` the mount's number of one version of a file."""
+"""The events that placement gets, and the actions that it answers with. Sizes are bytes; ``tier``
+is a tier's number, ``ino`` the mount's number of one version of a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from monarchfs.types import Space
 
 
 class Event:
-    """What placement is told."""
+    """Something that placement has to know."""
 
     __slots__ = ()
 
@@ -23,16 +23,15 @@ class Event:
 class TierSeen(Event):
     """A tier's capacity and the room on its file system, as just read.
 
-    A tier takes nothing before the first; sent again from time to time: room that others gave back
-    counts from then on. ``written_bytes`` is what the copies (and moves) in progress on this tier
-    had written before ``space`` was read; to say too little is safe but wasteful, because those
-    bytes are then missing twice: as no longer free, and as still reserved. Nothing may be reported
-    as stored or evicted between the reading of ``space`` and this event. A file that was unlinked
-    and is not reported yet counts as free twice, until the next of these events.
+    A tier takes nothing before the first of these events. They are sent again from time to time, so
+    that room which others freed counts. ``written_bytes`` is what the copies and moves in progress
+    on this tier had written before ``space`` was read. To report too little is safe but wasteful:
+    those bytes are then counted twice, as used in the file system and as still reserved. Nothing
+    may be reported as stored or evicted between reading ``space`` and this event. A file that was
+    unlinked and is not reported yet counts as free twice, until the next of these events.
 
-    Where the promises of capacity and of room for others do not hold any more, it is answered by
-    ``Evict``; with ``demote``, while little is missing, by ``Move`` to a slower tier where there is
-    room.
+    If the tier holds more than its capacity, or leaves others less than their room, the answer is
+    ``Evict``. With ``demote``, and if little has to go, it is ``Move`` to a slower tier with room.
     """
 
     tier: int
@@ -44,10 +43,10 @@ class TierSeen(Event):
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Event):
-    """The replicas that the tier held when it was mounted, in place of what was known of it: those
-    with a record, in all states. What is leaving stays leaving.
+    """The replicas with a record, in all states, that the tier held when it was mounted. This
+    replaces what was known of the tier, except for files that are leaving.
 
-    Sent while no copy to this tier, and no move from or to it, is in progress.
+    Sent only while no copy to this tier, and no move from or to it, is in progress.
     """
 
     tier: int
@@ -57,8 +56,8 @@ class Loaded(Event):
 
 @dataclass(frozen=True, slots=True)
 class TierLost(Event):
-    """The tier cannot be used: nothing is placed there and nothing evicted. What it holds, and what
-    is leaving it, stays counted."""
+    """The tier cannot be used: nothing is placed there and nothing evicted. Its replicas, and files
+    that are leaving it, stay counted."""
 
     tier: int
     reason: str
@@ -76,8 +75,9 @@ class TierBack(Event):
 
 @dataclass(frozen=True, slots=True)
 class Wanted(Event):
-    """A file that has no replica should get one. Answered by ``Evict``..., ``Place``, or by
-    ``Refuse``. ``evicts``: others may go for it (somebody opened it, or asked for it)."""
+    """A file without a replica should get one. Answered by ``Evict``..., ``Place``, or by
+    ``Refuse``. ``evicts``: other replicas may be evicted for it (somebody opened it, or asked for
+    it)."""
 
     ino: int
     size_bytes: int
@@ -86,9 +86,9 @@ class Wanted(Event):
 
 @dataclass(frozen=True, slots=True)
 class WantedEach(Event):
-    """``Wanted`` of each (number, size in bytes). Answered by ``Evict``... and a ``Place`` for each
-    of the first of them, up to one that has no room, nor gets any where room is made for all of the
-    others at once: each of the rest is to be asked for by itself."""
+    """``Wanted`` for each (number, size in bytes). Answered by ``Evict``... and a ``Place`` for
+    each of the first files, up to one for which there is no room and none can be made, together
+    with the files after it. The caller asks for each of the others by itself."""
 
     files: Sequence[tuple[int, int]]
     evicts: bool = False
@@ -105,7 +105,7 @@ class RoomWanted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Stored(Event):
-    """Copies are complete: each (number, bytes) occupies so many, and its reservation ends."""
+    """Copies are complete: each (number, bytes) occupies that many bytes. Its reservation ends."""
 
     files: Sequence[tuple[int, int]]
 
@@ -122,7 +122,8 @@ class Resized(Event):
 
 @dataclass(frozen=True, slots=True)
 class Suspended(Event):
-    """A partial copy is put to rest: it occupies ``allocated_bytes``, its reservation ends."""
+    """A copy is suspended: its partial replica occupies ``allocated_bytes``. Its reservation
+    ends."""
 
     ino: int
     allocated_bytes: int
@@ -130,8 +131,8 @@ class Suspended(Event):
 
 @dataclass(frozen=True, slots=True)
 class Resumed(Event):
-    """A partial replica at rest, of ``allocated_bytes``, goes on being filled; ``evicts`` as in
-    ``Wanted``. Not one that is being moved: that must have failed before."""
+    """A suspended copy goes on; its partial replica has ``allocated_bytes``. ``evicts`` as in
+    ``Wanted``. If the replica is being moved, the move must have failed before."""
 
     ino: int
     tier: int
@@ -141,9 +142,9 @@ class Resumed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Abandoned(Event):
-    """The copy in progress was given up and removed, also what it had before it was resumed.
+    """The copy in progress was given up and removed, with what it had before it was resumed.
 
-    Of an ``ino`` that has no copy in progress, it passes: clean-up paths may cross.
+    Ignored if ``ino`` has no copy in progress: clean-up paths may cross.
     """
 
     ino: int
@@ -151,8 +152,9 @@ class Abandoned(Event):
 
 @dataclass(frozen=True, slots=True)
 class Dropped(Event):
-    """The record of a replica of ``allocated_bytes`` is gone, and its file about to be removed: of
-    one at rest, or of what a copy resumed from. Ended by ``Evicted`` or ``EvictionFailed``."""
+    """The record of a replica of ``allocated_bytes`` is gone, and its file is about to be removed.
+    The replica was at rest, or a copy resumed from it. Ended by ``Evicted`` or
+    ``EvictionFailed``."""
 
     ino: int
     tier: int
@@ -163,8 +165,8 @@ class Dropped(Event):
 class Evicted(Event):
     """The file of an evicted, dropped or moved replica is removed.
 
-    ``tier`` matters only where files of the inode are leaving several tiers; without it the one
-    that began to leave first is meant.
+    ``tier`` matters only if files of the inode are leaving several tiers. Without it, the event is
+    about the file that began to leave first.
     """
 
     ino: int
@@ -173,7 +175,7 @@ class Evicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class EvictionFailed(Event):
-    """It could not be removed, or its record could not: it stays, and counts as a replica."""
+    """The file or its record could not be removed: it stays, and counts as a replica."""
 
     ino: int
     tier: int | None = None
@@ -181,8 +183,8 @@ class EvictionFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Known(Event):
-    """The tier has a replica that an earlier mount left. Without it the policy hears of that
-    replica when it is accessed. May come at any time, also late."""
+    """The tier has a replica that an earlier mount left. Without this event the policy learns of
+    the replica when it is accessed. May come at any time."""
 
     ino: int
     tier: int
@@ -190,8 +192,8 @@ class Known(Event):
 
 @dataclass(frozen=True, slots=True)
 class Accessed(Event):
-    """A replica was opened. Said of every one where the policy tracks accesses, else at least of
-    complete ones outside the fastest tier. Answered by nothing, or ``Evict``, ``Move``."""
+    """A replica was opened. Sent for every open if the policy tracks accesses, else at least for
+    complete replicas outside the fastest tier. Answered by nothing, or by ``Evict``, ``Move``."""
 
     ino: int
     tier: int
@@ -199,10 +201,9 @@ class Accessed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Moved(Event):
-    """The replica lies in the tier where it was to go, and its record says so. It occupies
-    ``allocated_bytes`` there; the file in the old tier is about to be removed, which ``Evicted`` or
-    ``EvictionFailed`` ends. May be answered by the ``Move`` of another one, for which it made room.
-    """
+    """The replica is in its new tier, and its record says so. It occupies ``allocated_bytes``
+    there. The file in the old tier is about to be removed; ``Evicted`` or ``EvictionFailed`` ends
+    that. May be answered by the ``Move`` of another replica, for which this one made room."""
 
     ino: int
     allocated_bytes: int
@@ -210,8 +211,8 @@ class Moved(Event):
 
 @dataclass(frozen=True, slots=True)
 class MoveFailed(Event):
-    """The replica stays where it was (or was dropped); what was written elsewhere is removed. May
-    be answered by ``Evict``."""
+    """The replica stays where it was (or was dropped), and its new file is removed. May be answered
+    by ``Evict``."""
 
     ino: int
 
@@ -220,23 +221,23 @@ class MoveFailed(Event):
 
 
 class RefusalReason(Enum):
-    """Why a file gets no replica, or a partial one no more room (for users too)."""
+    """Why a file gets no replica, or a partial replica no more room. Users see this."""
 
     NO_ROOM = "no room"
     """No tier has that many bytes."""
     NO_INODES = "no inodes"
     """There are bytes, but the tier's file system has no inodes to spare."""
     NO_TIER = "no tier"
-    """No tier is usable: all are lost or were never seen. Of a partial replica: its own is."""
+    """No tier is usable: all are lost or were never seen. For a partial replica: its own tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Copy the file to this tier: all of it (``reserved_bytes`` are set aside), or only parts,
-    each with room asked for by ``RoomWanted``.
+    """Copy the file to this tier: all of it (``reserved_bytes`` are set aside), or only parts, with
+    ``RoomWanted`` before each.
 
-    What is leaving the tier counts as room: nothing may be written, and no file made, before
-    enough of it is gone. The same file may be among it.
+    Files that are leaving the tier count as room: nothing may be written, and no file made, before
+    enough of them are gone. A file of the same name may be among them.
     """
 
     ino: int
@@ -247,8 +248,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """No. ``missing_bytes`` more in one tier would have been enough (0: bytes are not what is
-    missing)."""
+    """There is no room. ``missing_bytes`` more in one tier would have been enough (0: bytes are not
+    what is missing)."""
 
     ino: int
     reason: RefusalReason
@@ -264,18 +265,18 @@ class Grant:
 
 
 class EvictionReason(Enum):
-    """Why a replica is evicted (for users too)."""
+    """Why a replica is evicted. Users see this."""
 
     OUTDATED = "outdated"
-    """The source does not have that version any more, or nobody knows whose it is."""
+    """The source no longer has that version, or the replica belongs to no known file."""
     POLICY = "evicted for another file"
     PRESSURE = "evicted because its tier has less room"
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Drop the record and remove the file, which counts as leaving from now on. ``Dropped`` is not
-    reported; ``Evicted`` or ``EvictionFailed`` ends it."""
+    """Drop the record and remove the file, which counts as leaving from now on. ``Evicted`` or
+    ``EvictionFailed`` ends that; ``Dropped`` is not sent."""
 
     ino: int
     tier: int
@@ -288,8 +289,8 @@ class Move:
     """Copy the replica from ``tier`` to the tier ``to``, where ``reserved_bytes`` are set aside,
     then change its record. ``Moved`` or ``MoveFailed`` ends it.
 
-    Readers keep using it meanwhile; it is not evicted. It is to fail where the file may come to
-    need more than ``reserved_bytes`` (its own file system compresses).
+    Readers keep using it meanwhile, and it is not evicted. The move has to fail if the file may
+    need more than ``reserved_bytes`` (because its present file system compresses).
     """
 
     ino: int

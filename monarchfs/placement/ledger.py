@@ -12,19 +12,18 @@ _EXTENT_TREE_BYTES = 4 << 30
 
 
 def reservation(size_bytes: int) -> int:
-    """What a file of ``size_bytes`` may come to occupy, in bytes of whole blocks.
+    """The most that a file of ``size_bytes`` may occupy, in whole blocks.
 
-    Beside its data one block, and one more for every 4 GiB: the file system charges a long
-    file's extent tree to it (ext4: one block for every 340 extents).
+    That is its data, one more block, and one for every 4 GiB: the file system charges a long file's
+    extent tree to it (ext4: one block for every 340 extents).
     """
     blocks = -(-size_bytes // BLOCK_BYTES)
     return (blocks + 1 + size_bytes // _EXTENT_TREE_BYTES) * BLOCK_BYTES
 
 
 class Room(NamedTuple):
-    """How much more may be reserved in a tier (negative where a promise cannot be kept as things
-    are). ``for_others``: not its capacity is what limits it, but what its file system keeps free.
-    """
+    """How much more may be reserved in a tier (negative if it holds too much already).
+    ``for_others``: the limit is what its file system keeps free for others, not its capacity."""
 
     bytes: int
     inodes: int
@@ -41,8 +40,9 @@ class Ledger:
     are being removed. ``departing_bytes``, part of ``used_bytes``, are replicas that move away.
 
     ``free_bytes`` and ``free_inodes`` are the file system's, as if no copy in progress had written
-    anything and all that leaves were gone: seen, lowered by what is stored since and raised by what
-    begins to leave. ``kept_free_bytes`` and ``kept_free_inodes`` stay free for others.
+    anything and all files that leave were gone. They are set when the tier is seen, lowered by what
+    is stored, and raised by what begins to leave. ``kept_free_bytes`` and ``kept_free_inodes`` stay
+    free for others.
     """
 
     capacity_bytes: int = 0
@@ -84,7 +84,7 @@ class Ledger:
         return self.used_bytes + self.leaving_bytes, self.capacity_bytes
 
     def room_bytes(self) -> int:
-        """How much more may be reserved; negative where a promise cannot be kept as things are."""
+        """How much more may be reserved; negative if the tier holds too much already."""
         in_capacity = self.capacity_bytes - self.used_bytes
         in_file_system = self.free_bytes - self.kept_free_bytes
         return min(in_capacity, in_file_system) - self.reserved_bytes
@@ -104,11 +104,11 @@ class Ledger:
         return self.room_bytes() >= need_bytes and self.room_inodes() > 0
 
     def excess_bytes(self) -> int:
-        """How much has to go, beyond what is going already, for the promises to hold.
+        """How much has to be evicted, beyond what is leaving already, to keep the promises.
 
-        What copies may still add counts against the capacity only. Of the file system's free bytes
-        an unknown part of it is missing already, because it was written a moment ago: to evict
-        for that would be to evict for nothing. Others' files show all the same.
+        Bytes that copies may still add count against the capacity only. The file system's free
+        bytes may lack a part of them already, because they were written a moment ago. To evict for
+        these would be to evict for nothing. Files of others show all the same.
         """
         in_capacity = self.used_bytes + self.reserved_bytes - self.capacity_bytes
         in_file_system = self.kept_free_bytes - self.free_bytes
@@ -119,7 +119,7 @@ class Ledger:
         return self.kept_free_inodes - self.free_inodes
 
     def begin_removal(self, allocated_bytes: int) -> None:
-        """A replica at rest is about to be removed."""
+        """Begin to remove a replica at rest."""
         self.used_bytes -= allocated_bytes
         self.files -= 1
         self.leaving_bytes += allocated_bytes
@@ -128,12 +128,12 @@ class Ledger:
         self.free_inodes += 1
 
     def removed(self, allocated_bytes: int) -> None:
-        """What was leaving is removed."""
+        """A file that was leaving is removed."""
         self.leaving_bytes -= allocated_bytes
         self.leaving_files -= 1
 
     def removal_failed(self, allocated_bytes: int) -> None:
-        """What was leaving could not be removed."""
+        """A file that was leaving could not be removed."""
         self.removed(allocated_bytes)
         self.used_bytes += allocated_bytes
         self.files += 1

@@ -69,28 +69,28 @@ RESERVE_PERCENT = 10.0
 class Placement:
     """Decides where replicas go, and keeps the tiers' accounts.
 
-    Constant: the tiers, the options, the books. Changing, in ``handle`` only: the ledgers, the
-    copies in progress, what is leaving and moving, the policy. ``handle`` raises ValueError for an
-    event that contradicts earlier ones (a programming error), and changes nothing then.
+    Constant: the tiers, the options, the look-up of replicas. Changing, in ``handle`` only: the
+    ledgers, the copies in progress, what is leaving and moving, the policy. For an event that
+    contradicts earlier ones (a programming error) ``handle`` raises ValueError and changes nothing.
     """
 
     def __init__(
         self,
         tiers: Iterable[int],
-        books: ReplicaLookup,
+        lookup: ReplicaLookup,
         *,
         eviction: EvictionPolicy = EvictionPolicy.KEEP,
         partial_min_bytes: int = PARTIAL_MIN_BYTES,
         reserve_percent: float = RESERVE_PERCENT,
     ) -> None:
-        """``tiers`` are their numbers, fastest first. None takes anything before it was seen."""
+        """``tiers`` are their numbers, fastest first. A tier takes nothing before ``TierSeen``."""
         self._partial_min_bytes = partial_min_bytes
         self._reserve_percent = reserve_percent
         self._ledgers = {tier: Ledger() for tier in tiers}
         self._policy = make_policy(eviction)
         self._copies = CopiesUnderWay(self._ledgers, self._policy)
         self._traffic = Traffic(self._ledgers, self._policy)
-        self._victims = Victims(books, self._policy, self._traffic.busy)
+        self._victims = Victims(lookup, self._policy, self._traffic.busy)
         self._shifting = Shifting(self._ledgers, self._policy, self._traffic, self._victims)
         self._usable: list[tuple[int, Ledger]] = []
 

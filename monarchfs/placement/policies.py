@@ -20,18 +20,18 @@ many were visited, the mark says nothing, and the next one is taken as it is."""
 class Policy(Protocol):
     """Orders the replicas of each tier by how cold they are.
 
-    It is told of every replica that it may name (where ``tracks``), and names some that are gone:
-    whoever asks checks. No method raises for a replica that is not known, or known already.
+    If ``tracks``, it hears of every replica that it may name. It may name replicas that are gone:
+    the caller checks. No method raises for a replica that is unknown, or known already.
     """
 
     tracks: bool
-    """Whether it wants to hear of anything."""
+    """Whether it has to hear of replicas and opens."""
 
     def added(self, tier: int, ino: int) -> None:
         """A replica was stored: the hottest from now on, unless it is known."""
 
     def known(self, tier: int, ino: int) -> None:
-        """A replica is there from before: the coldest from now on, unless it is known."""
+        """A replica is left from an earlier mount: the coldest from now on, unless it is known."""
 
     def accessed(self, tier: int, ino: int) -> None:
         """It was opened. One that is not known is added."""
@@ -43,15 +43,15 @@ class Policy(Protocol):
         """It is in the tier ``to`` now."""
 
     def last_access(self, tier: int, ino: int) -> int:
-        """A number that is higher the later its last access (or arrival) was; 0 where that was
-        before this mount, or the policy does not order by it."""
+        """A number that rises with the time of the last access (or arrival); 0 if that was before
+        this mount, or if the policy does not order by it."""
 
     def victims(self, tier: int) -> Iterator[int]:
         """The tier's replicas, coldest first, each once.
 
-        The consumer may stop at any time. A replica that was not ``removed`` when the next one is
-        asked for was spared: it stays tracked, behind those not looked at yet. Nothing else may be
-        told in between.
+        The consumer may stop at any time. A replica that was not ``removed`` before the next one is
+        asked for was spared: it stays tracked, behind those that were not yielded yet. No other
+        method may be called in between.
         """
 
 
@@ -96,8 +96,8 @@ class Lru:
     """Least recently used first. Changing: a clock that ticks with each access, and per tier a
     queue and the time of each replica's last access.
 
-    The queue has the order of the last accesses, but for replicas that were spared or moved: those
-    count as the hottest in it, and keep their time.
+    The queue is in the order of the last accesses, except for replicas that were spared or moved:
+    these are the hottest in the queue, and keep their time.
     """
 
     tracks = True
@@ -164,10 +164,11 @@ class Lru:
 
 
 class Sieve:
-    """SIEVE. Changing, per tier: a queue in order of arrival, a mark on those that were accessed
-    since, and a hand, which moves from the oldest to the newest and stays where it was.
+    """SIEVE. Changing, per tier: a queue in order of arrival, a mark on the replicas that were
+    accessed since, and a hand, which moves from the oldest to the newest and stays where it
+    stopped.
 
-    Those that are passed over lose their mark; the first one without goes.
+    The hand removes the mark of each replica that it passes. The first one without a mark goes.
     """
 
     tracks = True
@@ -222,7 +223,7 @@ class Sieve:
             queue.hand = slot
             yield queue.inos[slot]
             if queue.hand == slot:
-                # Spared because it is in use: as good as visited.
+                # Spared because it is in use: that counts as an access.
                 queue.visited[slot] = 1
                 queue.hand = queue.newer[slot]
 
@@ -238,12 +239,11 @@ _PAGE = 1 << _PAGE_BITS
 
 
 class _Queue:
-    """Inode numbers in a row, found by number in constant time.
+    """A queue of inode numbers, each found in constant time.
 
-    A doubly linked list in arrays instead of objects, which would cost ten times the memory. Slot 0
-    is the end on both sides: ``newer[0]`` is the oldest, ``older[0]`` the newest. Unused slots are
-    chained by ``newer``. Numbers are found through pages of 64: they are given out one after
-    another.
+    A doubly linked list in arrays; objects would take ten times the memory. Slot 0 is the end on
+    both sides: ``newer[0]`` is the oldest, ``older[0]`` the newest. Unused slots are chained by
+    ``newer``. Numbers are found through pages of 64, because they are given out in sequence.
     """
 
     def __init__(self) -> None:

@@ -28,10 +28,10 @@ class Shifting:
         self._victims = victims
 
     def accessed(self, ino: int, tier: int) -> list[Action]:
-        """A replica that was opened moves up where a faster tier has room for it.
+        """A replica that was opened moves up if a faster tier has room for it.
 
-        Or to the fastest one, in place of the coldest there, if that one was not opened since this
-        one was opened the time before: one use alone is no reason."""
+        Else it takes the place of the coldest replica in the fastest tier, if that one was not
+        opened since this one's previous open: a single open is no reason."""
         last_access = self._policy.last_access(tier, ino)
         self._policy.accessed(tier, ino)
         return self._promote(ino, tier, last_access)
@@ -40,7 +40,7 @@ class Shifting:
         if not self._traffic.free_moves or not self._ledgers[tier].usable:
             return []
         faster = self._faster(tier)
-        # Asked first because it is cheapest: mostly, the faster tiers are full.
+        # Checked first because it is cheapest: usually the faster tiers are full.
         if not faster or not (last_access or any(self._takes(to, BLOCK_BYTES) for to in faster)):
             return []
         allocated_bytes = self._victims.allocated_bytes(ino, tier)
@@ -73,7 +73,7 @@ class Shifting:
         below = self._below(to, cold)
         if below is None or len(victims) > 1:
             return self._replace(victims, hot, tier, to)
-        # The other one follows when this one is out of its way.
+        # The other one follows when this one has made room.
         then = (hot.ino, tier)
         return [self._traffic.move(cold.ino, to, below, cold.allocated_bytes, then)]
 
@@ -91,11 +91,11 @@ class Shifting:
         move = self._traffic.move_failed(ino)
         if move.dropped or move.to in self._faster(move.tier):
             return []
-        # It was to go for its tier to shrink, which that still has to.
+        # It was moved because its tier has to shrink, and the tier still has to.
         return self.relieve(move.tier, demote=False)
 
     def relieve(self, tier: int, demote: bool) -> list[Action]:
-        """Let the tier shrink until it keeps its promises, as far as what is at rest allows."""
+        """Evict or move replicas at rest until the tier keeps its promises, or none is left."""
         ledger = self._ledgers[tier]
         if not ledger.usable or not _excessive(ledger):
             return []

@@ -1,4 +1,4 @@
-"""What is on its way out of a tier, or from one tier to another."""
+"""Files that are leaving a tier, or moving from one tier to another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from monarchfs.placement.policies import Policy
 from monarchfs.placement.victims import Victim
 
 MOST_MOVES = 2
-"""So many replicas move between tiers at a time: moves read and write what jobs read."""
+"""How many replicas move between tiers at a time: moves compete with the jobs' reads."""
 
 
 @dataclass(slots=True)
@@ -27,8 +27,8 @@ class Moving:
 
 
 class Traffic:
-    """Keeps the ledgers and the policy in step with what leaves and moves. Changing: what is
-    leaving by inode, in the order in which it began; the moves under way."""
+    """Keeps the ledgers and the policy in step with what leaves and moves. Changing: the files that
+    are leaving, by inode, in the order in which they began; the moves under way."""
 
     def __init__(self, ledgers: dict[int, Ledger], policy: Policy) -> None:
         self._ledgers = ledgers
@@ -82,7 +82,7 @@ class Traffic:
     def removal_failed(self, ino: int, tier: int | None) -> None:
         at, allocated_bytes = self._take_leaving(ino, tier)
         self._ledgers[at].removal_failed(allocated_bytes)
-        # As the hottest: it is not tried again at once.
+        # As the hottest, so that it is not tried again at once.
         self._policy.added(at, ino)
 
     def _take_leaving(self, ino: int, tier: int | None) -> tuple[int, int]:
@@ -130,7 +130,7 @@ class Traffic:
         return move
 
     def dropped(self, ino: int, tier: int) -> None:
-        """A replica is about to leave that may be moving."""
+        """A replica is dropped; it may be moving."""
         move = self.moving(ino)
         if move is not None and move.tier == tier:
             move.dropped = True

@@ -12,8 +12,8 @@ from monarchfs.placement.policies import Policy
 
 @dataclass(slots=True)
 class CopyUnderWay:
-    """A resumed one had ``base_bytes``, counted as used, before; every one may add
-    ``reserved_bytes``. ``evicts``: others may go for it."""
+    """A copy that may add ``reserved_bytes``. If it was resumed, its ``base_bytes`` count as used.
+    ``evicts``: other replicas may be evicted for it."""
 
     tier: int
     resumed: bool
@@ -32,7 +32,7 @@ class CopiesUnderWay:
         self._copies: dict[int, CopyUnderWay] = {}
 
     def refuse(self, inos: Iterable[int]) -> None:
-        """These are to be new, each."""
+        """Raise ValueError if one of these is being copied, or named twice."""
         seen: set[int] = set()
         for ino in inos:
             if ino in self._copies or ino in seen:
@@ -63,7 +63,7 @@ class CopiesUnderWay:
         self._policy.removed(tier, ino)
 
     def store(self, files: Sequence[tuple[int, int]]) -> None:
-        """They come to rest, each with so many bytes."""
+        """Each copy (number, allocated bytes) is complete or suspended."""
         copies = {ino: (self.get(ino), allocated_bytes) for ino, allocated_bytes in files}
         if len(copies) < len(files):
             raise ValueError("one of the inodes is named twice")
@@ -85,7 +85,7 @@ class CopiesUnderWay:
             return
         ledger = self._ledgers[copy.tier]
         if copy.resumed:
-            # What was given back to the file system counts once it is seen.
+            # The bytes that this frees count after the next ``TierSeen``.
             ledger.reserved_bytes -= copy.reserved_bytes
             ledger.used_bytes -= copy.base_bytes
             ledger.files -= 1
@@ -93,7 +93,7 @@ class CopiesUnderWay:
             ledger.release(copy.reserved_bytes)
 
     def dropped(self, ino: int, tier: int) -> None:
-        """What a copy was resumed from goes; what it adds is a replica of its own."""
+        """The replica that a copy was resumed from goes; what the copy adds is one of its own."""
         copy = self._copies.get(ino)
         if copy is not None and copy.resumed and copy.tier == tier:
             copy.resumed = False

@@ -15,33 +15,33 @@ MOST_EXAMINED = 1_000
 
 
 class ReplicaLookup(Protocol):
-    """What placement looks up instead of remembering it: the replicas at rest.
+    """The replicas at rest, which placement looks up instead of remembering them.
 
-    Answers from memory, or a memory map: every method is called on the event loop, up to 1,000
-    times for one event.
+    It has to answer from memory, or from a memory map: every method is called on the event loop, up
+    to 1,000 times for one event.
 
-    The books may still show what placement has just decided to evict: it remembers that itself.
+    It may still show replicas that placement has just decided to evict: placement knows those.
     """
 
     def allocated_bytes(self, ino: int, tier: int) -> int | None:
-        """Of the replica of ``ino`` at rest in ``tier``; None if there is none, also where one is
-        being filled there, or lies in another tier."""
+        """The size of the replica of ``ino`` at rest in ``tier``. None if there is none, if it is
+        being filled, or if it lies in another tier."""
 
     def evictable(self, ino: int) -> bool:
         """Whether the replica may go now: at rest, not open and not pinned."""
 
     def outdated(self, tier: int) -> Iterable[int]:
-        """The replicas of the tier that nobody will open again: of versions that the source does
-        not have any more, and found ones. Must be cheap where there are none: asked for each file
-        that does not fit."""
+        """The replicas of the tier that nobody will open again: of versions that the source no
+        longer has, and found ones. Must be cheap if there are none, because it is called for each
+        file that does not fit."""
 
     def any(self, tier: int) -> Iterable[int]:
-        """The replicas of the tier, in no particular order, consumed lazily. Had better start
-        elsewhere each time: the same 1,000 that may not go would hide all others."""
+        """The replicas of the tier, in any order, consumed lazily. It should start at another place
+        each time: else the same 1,000 that may not go could hide all others."""
 
 
 class Budget:
-    """How many replicas may still be looked at for the event."""
+    """How many more replicas may be examined for the event."""
 
     __slots__ = ("left",)
 
@@ -56,27 +56,27 @@ class Victim(NamedTuple):
 
 
 class Victims:
-    """Finds victims; takes none. Changing: nothing but the policy's order, see there."""
+    """Finds victims, and evicts none. Only the policy's order changes, see there."""
 
     def __init__(
-        self, books: ReplicaLookup, policy: Policy, busy: Callable[[int, int], bool]
+        self, lookup: ReplicaLookup, policy: Policy, busy: Callable[[int, int], bool]
     ) -> None:
         """``busy`` tells whether a replica (inode, tier) is leaving or moving already."""
-        self._books = books
+        self._lookup = lookup
         self._policy = policy
         self._busy = busy
 
     def enough(
         self, tier: int, ledger: Ledger, need_bytes: int, files: int, live: bool, budget: Budget
     ) -> list[Victim] | None:
-        """Without whom ``need_bytes`` in ``files`` new files would fit; None if there are not
-        enough of them. ``live``: also replicas that may be opened again, by the policy."""
+        """The victims that make room for ``need_bytes`` in ``files`` new files; None if there are
+        not enough. ``live``: in the policy's order, also replicas that may be opened again."""
         bytes_short = need_bytes - ledger.room_bytes()
         files_short = files - ledger.room_inodes() if files else 0
         if bytes_short > ledger.used_bytes - ledger.departing_bytes or files_short > ledger.files:
             return None
         found: list[Victim] = []
-        sources = [(EvictionReason.OUTDATED, self._books.outdated(tier))]
+        sources = [(EvictionReason.OUTDATED, self._lookup.outdated(tier))]
         if live and self._policy.tracks:
             sources.append((EvictionReason.POLICY, self._policy.victims(tier)))
         for victim in self._candidates(tier, sources, budget):
@@ -90,18 +90,18 @@ class Victims:
         return None
 
     def for_pressure(self, tier: int, budget: Budget) -> Iterator[Victim]:
-        """All that may go where the tier has to shrink, whatever the policy."""
-        # Opened one after the other: whoever stops early asked the books for no more than that.
-        names = chain(self._policy.victims(tier), _later(lambda: self._books.any(tier)))
+        """All that may go if the tier has to shrink, whatever the policy."""
+        # The sources are opened one after the other: a caller who stops early asks for no more.
+        names = chain(self._policy.victims(tier), _later(lambda: self._lookup.any(tier)))
         sources: list[tuple[EvictionReason, Iterable[int]]] = [
-            (EvictionReason.OUTDATED, self._books.outdated(tier)),
+            (EvictionReason.OUTDATED, self._lookup.outdated(tier)),
             (EvictionReason.PRESSURE, names),
         ]
         return self._candidates(tier, sources, budget)
 
     def outdated(self, tier: int, budget: Budget) -> Iterator[Victim]:
         """The outdated replicas that may go."""
-        sources = [(EvictionReason.OUTDATED, self._books.outdated(tier))]
+        sources = [(EvictionReason.OUTDATED, self._lookup.outdated(tier))]
         return self._candidates(tier, sources, budget)
 
     def coldest(self, tier: int, budget: Budget) -> Victim | None:
@@ -110,17 +110,17 @@ class Victims:
         return next(self._candidates(tier, sources, budget), None)
 
     def allocated_bytes(self, ino: int, tier: int) -> int | None:
-        """Of the replica of ``ino`` at rest in the tier; None where there is none."""
-        return self._books.allocated_bytes(ino, tier)
+        """The size of the replica of ``ino`` at rest in the tier; None if there is none."""
+        return self._lookup.allocated_bytes(ino, tier)
 
     def may_go(self, ino: int, tier: int) -> int | None:
         """The bytes of a replica that may go; None if it may not, or is not there."""
-        allocated_bytes = self._books.allocated_bytes(ino, tier)
+        allocated_bytes = self._lookup.allocated_bytes(ino, tier)
         if allocated_bytes is None:
             # The policy heard of it too late, or too early.
             self._policy.removed(tier, ino)
             return None
-        if self._busy(ino, tier) or not self._books.evictable(ino):
+        if self._busy(ino, tier) or not self._lookup.evictable(ino):
             return None
         return allocated_bytes
 

@@ -77,7 +77,7 @@ def test_nothing_of_use_goes_for_a_file_that_a_scan_found_nor_with_keep(
 @pytest.mark.parametrize("evicts", [False, True])
 def test_outdated_replicas_go_first_and_always(eviction: EvictionPolicy, evicts: bool) -> None:
     node = full_node(eviction)
-    node.books.stale |= {25, 27}
+    node.lookup.stale |= {25, 27}
     assert wanted(node, 50, 20, evicts) == [
         Evict(25, 0, 10 * BLOCK, OUTDATED),
         Evict(27, 0, 10 * BLOCK, OUTDATED),
@@ -88,13 +88,13 @@ def test_outdated_replicas_go_first_and_always(eviction: EvictionPolicy, evicts:
 def test_outdated_replicas_of_one_tier_go_before_others_of_a_slower_one() -> None:
     node = full_node(EvictionPolicy.LRU, 20 * BLOCK)
     node.store(40, 20)
-    node.books.stale.add(29)
+    node.lookup.stale.add(29)
     assert evicted(wanted(node, 50, 10)) == [29]
 
 
 def test_the_policy_fills_up_what_outdated_ones_leave_short() -> None:
     node = full_node(EvictionPolicy.LRU)
-    node.books.stale.add(27)
+    node.lookup.stale.add(27)
     assert evicted(wanted(node, 50, 30)) == [27, 20, 21]
 
 
@@ -112,7 +112,7 @@ def test_all_go_from_one_tier_the_slowest_where_enough_can() -> None:
 def test_nothing_goes_where_that_would_not_be_enough(eviction: EvictionPolicy) -> None:
     node = full_node(eviction)
     assert wanted(node, 50, 101) == [refused(50, 101)]
-    node.books.open |= set(range(20, 25))
+    node.lookup.open |= set(range(20, 25))
     assert wanted(node, 50, 60) == [refused(50, 60)]
     assert len(evicted(wanted(node, 50, 50))) == 5
 
@@ -120,9 +120,9 @@ def test_nothing_goes_where_that_would_not_be_enough(eviction: EvictionPolicy) -
 @pytest.mark.parametrize("eviction", TRACKING)
 def test_what_is_open_stays_and_is_not_forgotten(eviction: EvictionPolicy) -> None:
     node = full_node(eviction)
-    node.books.open.add(20)
+    node.lookup.open.add(20)
     assert evicted(wanted(node, 50, 90)) == [*range(21, 30)]
-    node.books.open.clear()
+    node.lookup.open.clear()
     assert evicted(wanted(node, 51, 10)) == [20]
 
 
@@ -131,10 +131,10 @@ def test_a_bounded_number_is_examined_for_one_event(eviction: EvictionPolicy) ->
     node = Node(3000 * BLOCK, eviction=eviction)
     for ino in range(3000):
         node.store(ino + 20, 1)
-    node.books.open |= set(range(20, 1520))
-    node.books.asked = 0
+    node.lookup.open |= set(range(20, 1520))
+    node.lookup.asked = 0
     assert wanted(node, 5000, 2) == [refused(5000, 2)]
-    assert node.books.asked == MOST_EXAMINED
+    assert node.lookup.asked == MOST_EXAMINED
     # The next goes on where that one ended.
     assert len(evicted(wanted(node, 5000, 2))) == 2
 
@@ -158,9 +158,9 @@ def test_what_leaves_is_room_and_still_counted(eviction: EvictionPolicy) -> None
 
 def test_what_leaves_is_not_chosen_again_while_the_books_still_show_it() -> None:
     node = full_node(EvictionPolicy.KEEP)
-    node.books.stale.add(20)
+    node.lookup.stale.add(20)
     assert evicted(wanted(node, 50, 10)) == [20]
-    node.books.replicas[20] = (0, 10 * BLOCK)
+    node.lookup.replicas[20] = (0, 10 * BLOCK)
     assert wanted(node, 51, 10) == [refused(51, 10)]
     assert evicted(node.shrink(99)) == [21]
 
@@ -171,7 +171,7 @@ def test_what_could_not_be_removed_counts_again_and_is_not_tried_at_once(
 ) -> None:
     node = full_node(eviction)
     wanted(node, 50, 10)
-    node.books.replicas[20] = (0, 10 * BLOCK)
+    node.lookup.replicas[20] = (0, 10 * BLOCK)
     assert node.run(EvictionFailed(20), Abandoned(50)) == []
     assert node.placement.ledger(0).usage == (100 * BLOCK, 100 * BLOCK)
     assert node.placement.ledger(0).leaving_files == 0
@@ -208,7 +208,7 @@ def test_what_an_earlier_mount_left_is_known_once_it_is_told_and_goes_first(
 @pytest.mark.parametrize("eviction", TRACKING)
 def test_what_the_policy_hears_too_late_does_no_harm(eviction: EvictionPolicy) -> None:
     node = full_node(eviction, 10 * BLOCK)
-    del node.books.replicas[20]
+    del node.lookup.replicas[20]
     node.run(Dropped(20, 0, 10 * BLOCK), Accessed(20, 0), Known(20, 0), Evicted(20))
     # 21 lies in the first tier.
     node.run(Known(21, 1))
@@ -271,11 +271,11 @@ def test_a_larger_one_pushes_others_out_of_no_more_than_a_quarter(eviction: Evic
 def test_a_part_that_a_scan_wanted_grows_at_nobodys_cost(eviction: EvictionPolicy) -> None:
     node = big_node(eviction)
     assert node.run(Wanted(50, GIB))[-1] == Refuse(50, RefusalReason.NO_ROOM, GIB + BLOCK)
-    node.books.stale.add(25)
+    node.lookup.stale.add(25)
     assert evicted(node.run(Wanted(50, GIB))) == [25]
     grown = node.run(RoomWanted(50, BIG - BLOCK), RoomWanted(50, MIB))
     assert grown == [Grant(50, BIG - BLOCK), Refuse(50, RefusalReason.NO_ROOM, MIB + BLOCK)]
-    node.books.stale.add(26)
+    node.lookup.stale.add(26)
     assert evicted(node.run(RoomWanted(50, MIB))) == [26]
 
 
@@ -283,8 +283,8 @@ def test_a_part_does_not_go_while_it_is_filled_and_does_afterwards() -> None:
     node = big_node(EvictionPolicy.LRU)
     node.gone(node.run(Wanted(50, GIB, True), RoomWanted(50, BIG - BLOCK)))
     node.run(Suspended(50, BIG))
-    node.books.open |= set(range(20, 30))
-    del node.books.replicas[50]
+    node.lookup.open |= set(range(20, 30))
+    del node.lookup.replicas[50]
     node.run(Resumed(50, 0, BIG, True))
     need = (10 * MIB) // BLOCK
     assert evicted(wanted(node, 51, need)) == []

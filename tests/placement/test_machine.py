@@ -42,7 +42,7 @@ from monarchfs.placement.events import (
 from monarchfs.placement.ledger import reservation
 from monarchfs.placement.placement import Placement
 from monarchfs.types import EvictionPolicy, Space
-from tests.placement.tools import BLOCK, MIB, FakeBooks, placed
+from tests.placement.tools import BLOCK, MIB, FakeLookup, placed
 from tests.support.accounts import check_accounts, writable_bytes
 
 TIERS = st.integers(0, 2)
@@ -84,11 +84,11 @@ class Leaving:
     """Evicted: the record may come back. Dropped or moved: it is gone."""
 
 
-class PlacementMachine(FakeBooks, RuleBasedStateMachine):
-    """Does what the cache would do. It is the books, too."""
+class PlacementMachine(FakeLookup, RuleBasedStateMachine):
+    """Does what the cache would do. It is the look-up, too."""
 
     def __init__(self) -> None:
-        FakeBooks.__init__(self)
+        FakeLookup.__init__(self)
         RuleBasedStateMachine.__init__(self)
         self.next_ino = 16
         self.capacity = list(CAPACITIES)

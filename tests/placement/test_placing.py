@@ -31,7 +31,7 @@ from monarchfs.placement.events import (
 from monarchfs.placement.ledger import reservation
 from monarchfs.placement.placement import Placement
 from monarchfs.types import EvictionPolicy, Space
-from tests.placement.tools import BLOCK, GIB, KIB, MIB, ROOMY, FakeBooks, placed, placement_of, run
+from tests.placement.tools import BLOCK, GIB, KIB, MIB, ROOMY, FakeLookup, placed, placement_of, run
 from tests.support.accounts import check_accounts
 
 
@@ -56,7 +56,7 @@ def test_what_does_not_fit_spills_and_the_next_smaller_one_still_fits() -> None:
 
 
 def test_tiers_are_tried_in_the_order_given_not_of_their_numbers() -> None:
-    placement = Placement([7, 3], FakeBooks())
+    placement = Placement([7, 3], FakeLookup())
     seen = [TierSeen(tier, GIB, ROOMY) for tier in (3, 7)]
     assert run(placement, *seen, Wanted(20, KIB)) == [placed(20, 7, KIB)]
 
@@ -79,7 +79,7 @@ def test_a_refusal_says_how_many_bytes_were_missing() -> None:
 
 
 def test_a_tier_that_was_not_seen_yet_takes_nothing() -> None:
-    placement = Placement([0], FakeBooks())
+    placement = Placement([0], FakeLookup())
     assert run(placement, Wanted(20, 0)) == [Refuse(20, RefusalReason.NO_TIER, 0)]
     assert run(placement, TierSeen(0, GIB, ROOMY), Wanted(20, 0)) == [placed(20, 0, 0)]
 
@@ -100,7 +100,7 @@ def test_no_part_of_a_file_below_the_minimum_or_in_a_sliver() -> None:
     assert run(placement_of(16 * MIB - 1), Wanted(20, 64 * MIB)) == [
         Refuse(20, RefusalReason.NO_ROOM, 48 * MIB + BLOCK + 1)
     ]
-    small = Placement([0], FakeBooks(), partial_min_bytes=17 * MIB, eviction=EvictionPolicy.KEEP)
+    small = Placement([0], FakeLookup(), partial_min_bytes=17 * MIB, eviction=EvictionPolicy.KEEP)
     small.handle(TierSeen(0, 16 * MIB, ROOMY))
     assert run(small, Wanted(20, 17 * MIB)) == [Place(20, 0, 0, False)]
 
@@ -154,7 +154,7 @@ def test_a_replica_removed_while_it_is_resumed_is_counted_once(end: Event) -> No
 
 
 def test_the_file_systems_last_part_stays_free() -> None:
-    placement = Placement([0], FakeBooks(), reserve_percent=10)
+    placement = Placement([0], FakeLookup(), reserve_percent=10)
     space = Space(100 * MIB, 15 * MIB, 1000, 500)
     assert run(placement, TierSeen(0, 80 * MIB, space), Wanted(20, 5 * MIB)) == [
         Refuse(20, RefusalReason.NO_ROOM, BLOCK)
@@ -177,7 +177,7 @@ def test_the_file_systems_last_part_stays_free() -> None:
 
 
 def test_what_others_eat_of_the_last_part_is_missing_too() -> None:
-    placement = Placement([0], FakeBooks(), reserve_percent=10)
+    placement = Placement([0], FakeLookup(), reserve_percent=10)
     seen = TierSeen(0, 80 * MIB, Space(100 * MIB, 8 * MIB, 1000, 500))
     assert run(placement, seen, Wanted(20, 0)) == [
         Refuse(20, RefusalReason.NO_ROOM, 2 * MIB + BLOCK)
@@ -187,7 +187,7 @@ def test_what_others_eat_of_the_last_part_is_missing_too() -> None:
 def test_bytes_already_written_are_not_missing_twice() -> None:
     free = 50 * MIB
     for written, room in ((0, 10 * MIB), (20 * MIB, 30 * MIB)):
-        placement = Placement([0], FakeBooks(), reserve_percent=0)
+        placement = Placement([0], FakeLookup(), reserve_percent=0)
         run(placement, TierSeen(0, GIB, Space(GIB, free, 1000, 1000)), Wanted(20, 20 * MIB - BLOCK))
         # All of the copy is written: 30 MiB are free.
         seen = Space(GIB, free - 20 * MIB, 1000, 1000)
@@ -197,7 +197,7 @@ def test_bytes_already_written_are_not_missing_twice() -> None:
 
 
 def test_inodes_are_promised_like_bytes() -> None:
-    placement = Placement([0, 1], FakeBooks(), reserve_percent=10)
+    placement = Placement([0, 1], FakeLookup(), reserve_percent=10)
     run(placement, TierSeen(0, GIB, Space(GIB, GIB, 100, 12)))
     run(placement, TierSeen(1, GIB, Space(GIB, GIB, 100, 11)))
     assert run(placement, Wanted(20, 1), Stored([(20, BLOCK)]), Wanted(21, 1), Wanted(22, 1)) == [
@@ -213,14 +213,14 @@ def test_inodes_are_promised_like_bytes() -> None:
 
 
 def test_a_resumed_copy_needs_no_inode() -> None:
-    placement = Placement([0], FakeBooks(), reserve_percent=0)
+    placement = Placement([0], FakeLookup(), reserve_percent=0)
     run(placement, Loaded(0, 1, MIB), TierSeen(0, GIB, Space(GIB, GIB, 100, 1)))
     run(placement, Resumed(20, 0, MIB))
     assert run(placement, Wanted(21, 1)) == [placed(21, 0, 1)]
 
 
 def test_a_file_system_that_counts_no_inodes_has_no_limit_of_them() -> None:
-    placement = Placement([0], FakeBooks())
+    placement = Placement([0], FakeLookup())
     run(placement, TierSeen(0, GIB, Space(GIB, GIB, 0, 0)))
     assert run(placement, Wanted(20, 1)) == [placed(20, 0, 1)]
 
@@ -244,7 +244,7 @@ def test_a_partial_copy_does_not_grow_in_a_lost_tier_but_can_end() -> None:
 
 
 def test_what_was_loaded_counts_even_beyond_a_smaller_capacity() -> None:
-    placement = Placement([0], FakeBooks())
+    placement = Placement([0], FakeLookup())
     run(placement, Loaded(0, 3, 10 * MIB), TierSeen(0, 4 * MIB, ROOMY))
     assert placement.ledger(0).usage == (10 * MIB, 4 * MIB)
     assert run(placement, Wanted(20, 0)) == [Refuse(20, RefusalReason.NO_ROOM, 6 * MIB + BLOCK)]

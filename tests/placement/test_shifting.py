@@ -59,8 +59,8 @@ def test_a_tier_that_shrinks_gives_up_as_much_as_is_missing(eviction: EvictionPo
 @pytest.mark.parametrize("eviction", EvictionPolicy)
 def test_outdated_ones_go_first_and_open_ones_stay(eviction: EvictionPolicy) -> None:
     node = full_node(eviction)
-    node.books.stale |= {28, 29}
-    node.books.open |= {20, 28}
+    node.lookup.stale |= {28, 29}
+    node.lookup.open |= {20, 28}
     assert node.shrink(85) == [
         Evict(29, 0, 10 * BLOCK, OUTDATED),
         Evict(21, 0, 10 * BLOCK, PRESSURE),
@@ -129,7 +129,7 @@ def test_a_lost_tier_is_left_alone_until_it_is_back() -> None:
 
 def test_under_pressure_replicas_move_down_where_there_is_room() -> None:
     node = full_node(EvictionPolicy.LRU, 5, 1000)
-    node.books.stale.add(29)
+    node.lookup.stale.add(29)
     (out, down) = node.shrink(85, demote=True)
     assert out == Evict(29, 0, 10 * BLOCK, OUTDATED)
     assert down == move(20, 0, 2, 10)
@@ -172,7 +172,7 @@ def test_a_replica_that_is_dropped_while_it_moves_leaves_once() -> None:
         node.run(Resumed(20, 0, 10 * BLOCK))
     with pytest.raises(ValueError, match="in progress"):
         node.run(Loaded(1, 0, 0))
-    del node.books.replicas[20]
+    del node.lookup.replicas[20]
     node.run(Dropped(20, 0, 10 * BLOCK))
     assert node.placement.ledger(0).leaving_bytes == 10 * BLOCK
     node.run(MoveFailed(20), Evicted(20))
@@ -257,15 +257,15 @@ def test_with_lru_a_hotter_replica_takes_the_place_of_the_coldest() -> None:
 
 def test_without_room_below_the_coldest_goes() -> None:
     node = swapping_node(10)
-    node.books.replicas[20] = (0, 11 * BLOCK)
+    node.lookup.replicas[20] = (0, 11 * BLOCK)
     node.shrink(102)
     assert node.run(Accessed(40, 1)) == [Evict(20, 0, 11 * BLOCK, POLICY), move(40, 1, 0, 10)]
 
 
 def test_outdated_replicas_make_way_before_others() -> None:
     node = swapping_node(1000)
-    node.books.stale.add(25)
-    node.books.replicas[25] = (0, 11 * BLOCK)
+    node.lookup.stale.add(25)
+    node.lookup.replicas[25] = (0, 11 * BLOCK)
     node.shrink(100)
     assert node.run(Accessed(40, 1)) == [Evict(25, 0, 11 * BLOCK, OUTDATED), move(40, 1, 0, 10)]
 
@@ -274,9 +274,9 @@ def test_outdated_replicas_that_are_not_enough_go_together_with_the_coldest() ->
     node = full_node(EvictionPolicy.LRU, 1000)
     node.store(40, 15)
     node.run(*(Accessed(ino, 0) for ino in range(22, 30)))
-    node.books.stale.add(20)
+    node.lookup.stale.add(20)
     assert node.run(Accessed(40, 1)) == []
-    node.books.stale = {25}
+    node.lookup.stale = {25}
     assert node.run(Accessed(40, 1)) == [
         Evict(25, 0, 10 * BLOCK, OUTDATED),
         Evict(20, 0, 10 * BLOCK, POLICY),
@@ -303,7 +303,7 @@ def test_replicas_whose_sizes_do_not_allow_it_do_not_change_places() -> None:
 def test_what_made_room_for_another_that_is_gone_by_then_is_all_that_moves() -> None:
     node = swapping_node(1000)
     (down,) = node.run(Accessed(40, 1))
-    del node.books.replicas[40]
+    del node.lookup.replicas[40]
     node.run(Dropped(40, 1, 10 * BLOCK))
     assert node.moved(down) == []
 

@@ -1,4 +1,4 @@
-"""A placement over imagined tiers, and the books of what lies there."""
+"""A placement over imagined tiers, and the look-up of what lies there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLOCK = 4 * KIB
 ROOMY = Space(1000 * GIB, 1000 * GIB, 1_000_000, 1_000_000)
 
 
-class FakeBooks:
+class FakeLookup:
     """What the index would say."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class FakeBooks:
 
 def placement_of(*capacities: int) -> Placement:
     """Tiers 0, 1, ... of these capacities on file systems with plenty of room."""
-    placement = Placement(range(len(capacities)), FakeBooks())
+    placement = Placement(range(len(capacities)), FakeLookup())
     for tier, capacity in enumerate(capacities):
         placement.handle(TierSeen(tier, capacity, ROOMY))
     return placement
@@ -74,7 +74,7 @@ def placed(ino: int, tier: int, size: int) -> Place:
 
 
 class Node:
-    """A placement whose actions are carried out at once in the books, but for what is leaving or
+    """A placement whose actions are carried out at once in the look-up, but for what is leaving or
     moving: that ends when it is told to."""
 
     def __init__(
@@ -83,10 +83,10 @@ class Node:
         eviction: EvictionPolicy = EvictionPolicy.KEEP,
         reserve_percent: float = 10.0,
     ) -> None:
-        self.books = FakeBooks()
+        self.lookup = FakeLookup()
         self.capacities = capacities
         self.placement = Placement(
-            range(len(capacities)), self.books, eviction=eviction, reserve_percent=reserve_percent
+            range(len(capacities)), self.lookup, eviction=eviction, reserve_percent=reserve_percent
         )
         for tier, capacity in enumerate(capacities):
             self.run(TierSeen(tier, capacity, ROOMY))
@@ -102,11 +102,11 @@ class Node:
                 case _:
                     stored = ()
             for ino, size in stored:
-                self.books.replicas[ino] = (self.placement._copies.get(ino).tier, size)
+                self.lookup.replicas[ino] = (self.placement._copies.get(ino).tier, size)
             done = run(self.placement, event)
             for action in done:
                 if isinstance(action, Evict):
-                    assert self.books.replicas.pop(action.ino) == (
+                    assert self.lookup.replicas.pop(action.ino) == (
                         action.tier,
                         action.allocated_bytes,
                     )
@@ -127,8 +127,8 @@ class Node:
     def moved(self, move: Action) -> list[Action]:
         """A move is done, and the old file removed."""
         assert isinstance(move, Move)
-        _, allocated = self.books.replicas[move.ino]
-        self.books.replicas[move.ino] = (move.to, allocated)
+        _, allocated = self.lookup.replicas[move.ino]
+        self.lookup.replicas[move.ino] = (move.to, allocated)
         actions = self.run(Moved(move.ino, allocated))
         self.run(Evicted(move.ino))
         return actions
@@ -136,7 +136,7 @@ class Node:
     def load(self, tier: int, sizes: dict[int, int]) -> None:
         """Replicas (of so many blocks) that an earlier mount left."""
         for ino, blocks in sizes.items():
-            self.books.replicas[ino] = (tier, blocks * BLOCK)
+            self.lookup.replicas[ino] = (tier, blocks * BLOCK)
         self.run(Loaded(tier, len(sizes), sum(sizes.values()) * BLOCK))
 
     def shrink(self, blocks: int, tier: int = 0, *, demote: bool = False) -> list[Action]:
