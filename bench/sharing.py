@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import socket
 import time
 from contextlib import ExitStack
@@ -23,47 +24,69 @@ from bench.task import Task
 from monarchfs.peers.web_server import find_nginx
 
 NODES = 3
-FILE_BYTES = 110_000
 EPOCHS = 2
 MB = 1e6
 PROFILE = Profile("shared", 150 * MB, 1e-3, 1e-3)
 ALONE, APART, SHARED = "source alone", "mounts of their own", "sharing"
+COPIED = "sharing, --prefetch all"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """So many files of one size; ``arms``, the ways in which they are read."""
+
+    name: str
+    files: int
+    file_bytes: int
+    arms: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        return self.files * self.file_bytes
+
+
+def datasets(quick: bool) -> list[Dataset]:
+    return [
+        Dataset("small files", 600 if quick else 3000, 110_000, (ALONE, APART, SHARED)),
+        Dataset("large files", 6 if quick else 12, 64 << 20, (ALONE, APART, SHARED, COPIED)),
+    ]
 
 
 @dataclass
 class Found:
-    """Of one arm: seconds of each epoch, of the slowest node; what the source was asked in each."""
+    """Of one arm: seconds of each epoch, of the slowest node; what the source was asked in each, and
+    before the first."""
 
     seconds: list[float] = field(default_factory=list)
     asked: list[Counts] = field(default_factory=list)
     processor_seconds: float = 0.0
+    copy_seconds: float = 0.0
 
 
-def generate(path: Path, files: int) -> int:
-    """Files in directories of 200; the bytes of all."""
+def generate(path: Path, dataset: Dataset) -> None:
+    """Files in directories of 200."""
     rng = random.Random(1)
-    for number in range(files):
+    for number in range(dataset.files):
         directory = path / f"{number // 200:03d}"
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"{number:06d}").write_bytes(
-            number.to_bytes(8, "big") + rng.randbytes(FILE_BYTES - 8)
+            number.to_bytes(8, "big") + rng.randbytes(dataset.file_bytes - 8)
         )
     for entry in path.rglob("*"):
         os.utime(entry, (1.6e9, 1.6e9))
-    return files * FILE_BYTES
 
 
-def read_all(task: tuple[str, int, int]) -> float:
+def read_all(task: tuple[str, Dataset, int]) -> float:
     """Seconds that a node takes for all files, in an order of its own. ValueError for wrong
     bytes."""
-    root, files, seed = task
-    order = list(range(files))
+    root, dataset, seed = task
+    order = list(range(dataset.files))
     random.Random(seed).shuffle(order)
     started = time.perf_counter()
     for number in order:
         with open(f"{root}/{number // 200:03d}/{number:06d}", "rb") as file:
             data = file.read()
-        if len(data) != FILE_BYTES or int.from_bytes(data[:8], "big") != number:
+        if len(data) != dataset.file_bytes or int.from_bytes(data[:8], "big") != number:
             raise ValueError(f"{root}: file {number} has wrong bytes")
     return time.perf_counter() - started
 
@@ -91,29 +114,35 @@ def know_each_other(mounts: list[Mount]) -> bool:
     return all(peer["answered"] for mount in mounts for peer in mount.status()["peers"])
 
 
-def measure(arm: str, task: Task, data: Path, files: int, pool: Pool) -> Found:
+def measure(arm: str, task: Task, data: Path, dataset: Dataset, pool: Pool) -> Found:
     """All epochs through one arm."""
     found = Found()
-    place = task.place / arm.replace(" ", "-")
+    place = data.parent / arm.replace(" ", "-").replace(",", "")
     place.mkdir()
     drop_caches()
     with ExitStack() as undo:
         source = place / "source"
         pfs = undo.enter_context(ParallelFileSystem(data, source, PROFILE))
+        before = pfs.counts()
         roots = [source] * NODES
         mounts: list[Mount] = []
         if arm is not ALONE:
-            options = sharing_options(place) if arm is SHARED else [()] * NODES
+            options = [()] * NODES if arm is APART else sharing_options(place)
+            ahead = ("--prefetch", "all") if arm is COPIED else ()
             for node in range(NODES):
-                words = ("--freshness", "immutable", *options[node])
+                words = ("--freshness", "immutable", *ahead, *options[node])
                 mounts.append(undo.enter_context(Mount(source, place / f"n{node}", *words)))
             roots = [mount.path for mount in mounts]
-            if arm is SHARED:
+            if arm is not APART:
                 wait_for(lambda: know_each_other(mounts), "the nodes to know each other", 60)
-        before = pfs.counts()
+            if arm is COPIED:
+                began = time.perf_counter()
+                for mount in mounts:
+                    mount.wait_idle()
+                found.copy_seconds = time.perf_counter() - began
         for epoch in range(EPOCHS):
-            task.say(f"{arm}, epoch {epoch + 1}")
-            work = [(str(root), files, 10 * epoch + node) for node, root in enumerate(roots)]
+            task.say(f"{dataset.name}, {arm}, epoch {epoch + 1}")
+            work = [(str(root), dataset, 10 * epoch + node) for node, root in enumerate(roots)]
             found.seconds.append(max(pool.map(read_all, work, chunksize=1)))
             for mount in mounts:
                 mount.wait_idle()
@@ -134,37 +163,44 @@ def _processor_seconds(mount: Mount) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def report(result: Result, dataset: Dataset, arm: str, found: Found) -> None:
+    row = f"{dataset.name}, {arm}"
+    for epoch, (seconds, asked) in enumerate(zip(found.seconds, found.asked, strict=True), start=1):
+        small = dataset.name == "small files"
+        goal = (1.05 if small else 1.6) if (arm, epoch) == (SHARED, 1) else None
+        name = f"epoch {epoch}"
+        result.figure(f"{name}, time of the slowest node", seconds, "s", arm=row)
+        result.figure(
+            *(f"{name}, read of the source", asked.read_bytes / dataset.bytes, "x data"),
+            at_most=goal,
+            arm=row,
+        )
+        operations = asked.operations / dataset.files
+        result.figure(f"{name}, operations of the source a file", operations, "", arm=row)
+    if found.copy_seconds:
+        result.figure("time of copying before the first epoch", found.copy_seconds, "s", arm=row)
+    if found.processor_seconds:
+        per_file = 1000 * found.processor_seconds / (dataset.files * NODES * EPOCHS)
+        result.figure("processor time of the daemons a read", per_file, "ms", arm=row)
+
+
 def run(task: Task) -> Result:
-    files = 600 if task.quick else 3000
+    every = datasets(task.quick)
+    texts = [f"{one.files:,} files of {one.file_bytes / MB:.2g} MB" for one in every]
     result = Result(
         "sharing",
-        f"{NODES} nodes read {files:,} files of {FILE_BYTES // 1000} KB each, {EPOCHS} epochs, each"
-        " in its own order",
+        f"{NODES} nodes read {' and '.join(texts)}, {EPOCHS} epochs, each in its own order",
     )
     if find_nginx() is None:
         result.leave_out("all of it", "nginx is not installed: apt-get install nginx-light")
         return result
-    data = task.place / "data"
-    total = generate(data, files)
-    with reader_processes(NODES) as pool:
-        arms = {arm: measure(arm, task, data, files, pool) for arm in (ALONE, APART, SHARED)}
-    for arm, found in arms.items():
-        for epoch, (seconds, asked) in enumerate(
-            zip(found.seconds, found.asked, strict=True), start=1
-        ):
-            goal = 1.05 if (arm, epoch) == (SHARED, 1) else None
-            name = f"epoch {epoch}"
-            result.figure(f"{name}, time of the slowest node", seconds, "s", arm=arm)
-            result.figure(
-                *(f"{name}, read of the source", asked.read_bytes / total, "x data"),
-                at_most=goal,
-                arm=arm,
-            )
-            operations = asked.operations / files
-            result.figure(f"{name}, operations of the source a file", operations, "", arm=arm)
-        if found.processor_seconds:
-            per_file = 1000 * found.processor_seconds / (files * NODES * EPOCHS)
-            result.figure("processor time of the daemons a read", per_file, "ms", arm=arm)
+    for dataset in every:
+        data = task.place / dataset.name.replace(" ", "-") / "data"
+        generate(data, dataset)
+        with reader_processes(NODES) as pool:
+            for arm in dataset.arms:
+                report(result, dataset, arm, measure(arm, task, data, dataset, pool))
+        shutil.rmtree(data.parent)
     result.notes = [
         f"the source: {PROFILE.bandwidth / MB:g} MB/s for all nodes together,"
         f" {1000 * PROFILE.read_seconds:g} ms an operation; page caches dropped before each epoch",
