@@ -15,16 +15,19 @@ from monarchfs.peers.supply import is_path
 MOST_SPANS = 16
 """In a question. The answer of each has some 4 KiB."""
 
-_WANTED = struct.Struct("<16sIBH")
+_WANTED = struct.Struct("<16sIIIBH")
 _HELD = struct.Struct("<?HI")
 
 
 class WantedSpan(NamedTuple):
-    """A span of a file that a node wants: the name of the file's replica, the priority of its copy,
-    the file's path below the source."""
+    """A span of a file that a node wants: the name of the file's replica; what of the span a reader
+    is expected to want soon, if anything; the priority of the copy, the file's path below the
+    source."""
 
     name: bytes
     span: int
+    offset: int
+    size: int
     priority: int
     path: bytes
 
@@ -41,7 +44,7 @@ class HeldSpan(NamedTuple):
 
 def encode_wanted(wanted: Sequence[WantedSpan]) -> bytes:
     """The question."""
-    return b"".join(_WANTED.pack(*one[:3], len(one.path)) + one.path for one in wanted)
+    return b"".join(_WANTED.pack(*one[:5], len(one.path)) + one.path for one in wanted)
 
 
 def decode_wanted(data: bytes) -> list[WantedSpan]:
@@ -51,12 +54,12 @@ def decode_wanted(data: bytes) -> list[WantedSpan]:
     while at < len(data):
         if len(data) - at < _WANTED.size or len(wanted) == MOST_SPANS:
             raise PeerError("a question about spans is cut off, or too long")
-        name, span, priority, length = _WANTED.unpack_from(data, at)
+        name, span, offset, size, priority, length = _WANTED.unpack_from(data, at)
         at += _WANTED.size
         path = data[at : at + length]
         if len(path) < length or not is_path(path):
             raise PeerError("a question about spans has a path that is none")
-        wanted.append(WantedSpan(name, span, priority, path))
+        wanted.append(WantedSpan(name, span, offset, size, priority, path))
         at += length
     return wanted
 

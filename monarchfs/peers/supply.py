@@ -145,7 +145,11 @@ class Supply:
                 self._copying.opened(ino)
         for ino in inos:
             while self._copying.pending(ino):
-                await self._waiting.setdefault(ino, trio.Event()).wait()
+                await self.change(ino)
+
+    async def change(self, ino: int) -> None:
+        """Wait for the next ``changed``."""
+        await self._waiting.setdefault(ino, trio.Event()).wait()
 
     async def _versions(
         self, path: bytes, wanted: Sequence[WantedReplica], lane: Lane

@@ -39,7 +39,7 @@ class State(Enum):
 class Fetch:
     """One read of the source under way: by a ``unit``, or for ``data``. That or ``error``, and the
     ``seconds`` that the source took, are set before ``done``. ``target`` is the source's storage
-    target, if that is known."""
+    target, if that is known; ``ahead``: a reader is expected to come to it."""
 
     chunks: ChunkMap
     first: int
@@ -52,6 +52,7 @@ class Fetch:
     data: bytes | None = None
     error: OSError | None = None
     seconds: float | None = None
+    ahead: bool = False
     ended: bool = False
     waiting: int = 0
 

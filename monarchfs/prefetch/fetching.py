@@ -139,7 +139,7 @@ class Fetching(Copy):
     async def _read_unit(self, fetch: Fetch, unit: Unit, lane: Lane) -> None:
         started = trio.current_time()
         try:
-            from_source = await self.remote.read_unit(unit, lane)
+            from_source = await self.remote.read_unit(unit, lane, ahead=fetch.ahead)
         except OSError as exc:
             fetch.error = exc.with_traceback(None)
         except SourceChanged:

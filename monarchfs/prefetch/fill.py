@@ -59,7 +59,7 @@ class Fill(Fetching):
         first, last = chunks.chunk_of(offset), chunks.chunk_of(end - 1) + 1
         if self.size <= WHOLE_BYTES:
             first, last = 0, chunks.count
-        self._fetch_now(first, last)
+        self.fetch_now(first, last)
         self._go_ahead(first, last)
 
     def _go_ahead(self, first: int, last: int) -> None:
@@ -68,7 +68,7 @@ class Fill(Fetching):
         chunks = self.chunks
         stop = self._ahead.advance(first, last)
         self.cursor = last
-        self._fetch_now(last, min(stop, chunks.count))
+        self.fetch_now(last, min(stop, chunks.count), ahead=True)
         if self._show():
             for fetch in self._fetches:
                 if fetch.unit is not None:  # some of it may be on its way into a tier that is slow
@@ -82,9 +82,11 @@ class Fill(Fetching):
         if self._shown and first < last <= self.chunks.count:
             self._go_ahead(first, last)
 
-    def _fetch_now(self, first: int, last: int) -> None:
+    def fetch_now(self, first: int, last: int, *, ahead: bool = False) -> None:
+        """Fetch what is missing of [first, last); ``ahead``: nobody waits for it yet."""
         for run in list(self.chunks.missing_runs(first, last)):
             if fetch := self._claim(*run, Lane.DEMAND):
+                fetch.ahead = ahead
                 self._nursery.start_soon(self.fetch, fetch, Lane.DEMAND)
 
     async def _piece(self, offset: int, end: int) -> Data:

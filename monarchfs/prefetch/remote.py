@@ -129,13 +129,13 @@ class RemoteFile:
             self.layout = await self._source.layout(await self.open(lane), lane)
         return await self.open(lane)
 
-    async def read_unit(self, unit: Unit, lane: Lane) -> bool:
-        """Have a unit read its bytes; whether the source gave all of them. Raises as
-        ``fetch_whole``."""
+    async def read_unit(self, unit: Unit, lane: Lane, *, ahead: bool = False) -> bool:
+        """Have a unit read its bytes; whether the source gave all of them. ``ahead``: it may wait
+        a little for another node. Raises as ``fetch_whole``."""
         if self.spans is not None:
             if not self._trusts_times:
                 await self.open(lane)
-            await self.spans.read(unit)
+            await self.spans.read(unit, ahead=ahead)
             if unit.elsewhere_bytes == unit.end - unit.start:
                 return False
         fd = await self._to_fetch(lane)

@@ -1,8 +1,8 @@
 """A large file that several nodes copy together: each of its spans has an owner.
 
 A node copies the spans that it owns from the source first, and the others from their owners, as far
-as those have them. Readers never wait for that: what an owner does not have is read from the
-source.
+as those have them. Readers do not wait for that: what an owner does not have is read from the
+source. But what is read ahead of a reader the owner is asked to read at once.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ class Nodes(Protocol):
         """Whether it is worth to wait for what this node is copying."""
         ...
 
-    async def ask(self, owner: int, wanted: list[tuple[FileSpans, int]]) -> None:
-        """Ask what it has of some spans. Raises nothing."""
+    async def ask(
+        self, owner: int, wanted: list[tuple[FileSpans, int]], unit: Unit | None = None
+    ) -> None:
+        """Ask what it has of some spans, once it has read ``unit``, of the only one. Raises
+        nothing."""
         ...
 
     async def read(self, owner: int, path: str, unit: Unit, digests: bytes) -> int:
@@ -188,12 +191,18 @@ class FileSpans:
 
     # -- to read it
 
-    async def read(self, unit: Unit) -> None:
-        """Have a unit read from the node that owns it, as far as that has it. Raises nothing."""
+    async def read(self, unit: Unit, *, ahead: bool = False) -> None:
+        """Have a unit read from the node that owns it, as far as that has it; ``ahead``: or reads
+        it at once. Raises nothing."""
         span = unit.start // SPAN_BYTES
         if (owner := self._nodes.owner(self.name, span)) is None or span in self._refused:
             return
-        if span not in self._asked and self._nodes.waits_for(owner):
+        if not self._nodes.waits_for(owner):
+            return
+        held = self._held.get(span)
+        if ahead and (held is None or self._digests(held, unit) is None):
+            await self._nodes.ask(owner, [(self, span)], unit)
+        elif span not in self._asked:
             await self._nodes.ask(owner, [(self, span)])
         gone = None
         for _ in range(MOST_MOVES):

@@ -45,9 +45,10 @@ log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 0.8
 MAX_ANSWER_BYTES = 1 << 20
-ASKING_THREADS = 16
+ASKING_THREADS = 64
 READING_THREADS = 32
-FIND_SECONDS = 0.4
+FIND_SECONDS = 0.2
+BRING_SECONDS = 0.5
 STALLED_SECONDS = 5.0
 """Whose copies make no progress for so long is not waited for."""
 
@@ -124,13 +125,37 @@ class SpanService:
             node = await self._supply.node_of(wanted.path, wanted.name)
         if node is None:
             return HeldSpan(coming=False)
-        record = self._cache.index.replica(node.ino)
-        if record is not None and record.state is ReplicaState.RESIDENT:
-            return self._of_complete(record, wanted.span)
-        held = self._of_part(self._jobs.files.get(node.ino), record, wanted)
+        held = self._held(node.ino, wanted)
         if held.coming and self._ownership.number(wanted.name, wanted.span) == self._own:
             self._jobs.supply(node.ino, Priority(min(wanted.priority, Priority.SCANNED)))
-        return held._replace(coming=held.coming and self._jobs.pending(node.ino))
+            if wanted.size:
+                with trio.move_on_after(BRING_SECONDS):
+                    await self._bring(node.ino, wanted)
+                held = self._held(node.ino, wanted)
+        record = self._cache.index.replica(node.ino)
+        reading = record is not None and record.state is ReplicaState.RESIDENT
+        return held._replace(coming=held.coming and (reading or self._jobs.pending(node.ino)))
+
+    async def _bring(self, ino: int, wanted: WantedSpan) -> None:
+        """Read what a reader of another node will want soon."""
+        start, fetched = wanted.span * SPAN_BYTES + wanted.offset, False
+        while self._jobs.pending(ino):
+            fill = self._jobs.files.get(ino)
+            if fill is not None and fill.state is State.FILLING:
+                end = min(start + wanted.size, fill.size)
+                first, last = fill.chunks.chunk_of(start), fill.chunks.chunk_of(end - 1) + 1
+                if start >= end or fill.full or fill.chunks.is_present(first, last):
+                    return
+                if not fetched:
+                    fill.fetch_now(first, last)
+                fetched = True
+            await self._supply.change(ino)
+
+    def _held(self, ino: int, wanted: WantedSpan) -> HeldSpan:
+        record = self._cache.index.replica(ino)
+        if record is not None and record.state is ReplicaState.RESIDENT:
+            return self._of_complete(record, wanted.span)
+        return self._of_part(self._jobs.files.get(ino), record, wanted)
 
     def _of_complete(self, record: Replica, span: int) -> HeldSpan:
         if record.segment or record.tier not in self._places:
@@ -244,14 +269,17 @@ class SpanNodes:
             self._asking.discard(owner)
         self._wakes.unpark_all()
 
-    async def ask(self, owner: int, wanted: list[tuple[FileSpans, int]]) -> None:
+    async def ask(
+        self, owner: int, wanted: list[tuple[FileSpans, int]], unit: Unit | None = None
+    ) -> None:
         now = trio.current_time()
         if now - self._asked.get(owner, 0) > STALLED_SECONDS:
             self._quiet.pop(owner, None)  # there was nothing that it should have brought
         self._asked[owner] = now
         for spans, span in wanted:
             spans.asked(span, now)
-        question = [WantedSpan(s.name, span, s.priority, s.path) for s, span in wanted]
+        part = (0, 0) if unit is None else (unit.start % SPAN_BYTES, unit.end - unit.start)
+        question = [WantedSpan(s.name, span, *part, s.priority, s.path) for s, span in wanted]
         try:
             status, data = await run_sync(
                 *(_replicas.ask, owner, "/ask/spans", encode_wanted(question)),

@@ -92,7 +92,8 @@ def test_readers_of_all_at_once(work: Bench, source: Path) -> None:
             read.result()
     for mount in nodes.mounts.values():
         assert mount.wait_idle()["files"]["resident"] == len(SIZES) + 1
-    assert nodes.read_bytes() < 2.5 * total_bytes(source)
+    # A busy machine misses a deadline now and then, and goes to the source.
+    assert nodes.read_bytes() < 1.6 * total_bytes(source)
     assert not any(peer["wrong"] for m in nodes.mounts.values() for peer in peers(m))
 
 

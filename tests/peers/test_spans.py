@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import trio
@@ -40,6 +41,7 @@ class Job:
         self.own = own
         self.down: set[int] = set()
         self.results: list[int] = []
+        self.brought: Unit | None = None
         self.on_ask: Callable[[], None] = lambda: None
 
     def owner(self, name: bytes, span: int) -> int | None:
@@ -48,7 +50,10 @@ class Job:
     def waits_for(self, owner: int) -> bool:
         return owner not in self.down
 
-    async def ask(self, owner: int, wanted: list[tuple[FileSpans, int]]) -> None:
+    async def ask(
+        self, owner: int, wanted: list[tuple[FileSpans, int]], unit: Unit | None = None
+    ) -> None:
+        self.brought = unit
         for spans, span in wanted:
             spans.asked(span, trio.current_time())
         self.on_ask()
@@ -153,8 +158,9 @@ def unit(start: int, end: int) -> Unit:
     return Unit(1, start, end, chunk_bytes=BLOCK_BYTES, version=version, device=1)
 
 
-def read(spans: FileSpans) -> None:
-    trio.run(spans.read, unit(0, 1 << 20), clock=trio.testing.MockClock(autojump_threshold=0))
+def read(spans: FileSpans, wanted: Unit | None = None) -> None:
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    trio.run(spans.read, wanted or unit(0, 1 << 20), clock=clock)
 
 
 def test_a_replica_that_was_renamed_is_looked_for() -> None:
@@ -185,6 +191,26 @@ def test_a_replica_that_somebody_removed_is_read_from_the_source() -> None:
     assert spans.next_run(ChunkMap(SPAN_BYTES, CHUNK), 2, owned_only=False) == (0, 2)
 
 
+def test_what_is_read_ahead_is_brought_by_its_owner() -> None:
+    job = Job([1], 0)
+    spans = FileSpans(NAME, b"x", SPAN_BYTES, job)
+    job.on_ask = lambda: void(spans.note(0, "/p", b"digest.." * 8 + bytes(4032), coming=True))
+    job.results = [READ, READ]
+    wanted = unit(0, 1 << 20)
+    trio.run(partial(spans.read, wanted, ahead=True))
+    assert job.brought is wanted
+    job.brought = None
+    trio.run(partial(spans.read, wanted, ahead=True))
+    assert job.brought is None
+    assert not job.results
+    behind = unit(1 << 20, 2 << 20)
+    read(spans, behind)
+    assert job.brought is None
+    job.down.add(1)
+    trio.run(partial(spans.read, behind, ahead=True))
+    assert job.brought is None
+
+
 def test_what_was_wrong_is_not_asked_for_again() -> None:
     job = Job([1], 0)
     spans = FileSpans(NAME, b"x", SPAN_BYTES, job)
@@ -200,7 +226,7 @@ def test_what_was_wrong_is_not_asked_for_again() -> None:
 wanted_spans = st.builds(
     WantedSpan,
     st.binary(min_size=16, max_size=16),
-    st.integers(0, 2**32 - 1),
+    *[st.integers(0, 2**32 - 1)] * 3,
     st.integers(0, 255),
     st.sampled_from([b"a", b"a/b c", b"\xff/x"]),
 )
@@ -232,6 +258,6 @@ def test_bytes_that_are_no_message(data: bytes) -> None:
 @pytest.mark.parametrize("path", [b"", b"/etc/passwd", b"../x", b"a//b", b"a/."])
 def test_paths_that_lead_elsewhere(path: bytes) -> None:
     with pytest.raises(PeerError):
-        decode_wanted(encode_wanted([WantedSpan(NAME, 0, 0, path)]))
+        decode_wanted(encode_wanted([WantedSpan(NAME, 0, 0, 0, 0, path)]))
     with pytest.raises(PeerError):
-        decode_wanted(encode_wanted([WantedSpan(NAME, 0, 0, b"x")] * (MOST_SPANS + 1)))
+        decode_wanted(encode_wanted([WantedSpan(NAME, 0, 0, 0, 0, b"x")] * (MOST_SPANS + 1)))
