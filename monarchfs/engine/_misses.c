@@ -39,6 +39,7 @@
 #define LOWEST_OF_BEST_EFFORT (2 << 13 | 7) /* ioprio_set(2) */
 
 static bool serving;
+static uint64_t source_ns; /* what it takes for a file, on average */
 
 static void answer_read(struct entry *entry, const struct fuse_in_header *in, uint64_t started_ns)
 {
@@ -95,12 +96,20 @@ static bool read_from_peer(struct fetch *fetch, const struct directory *director
 		return false;
 	struct miss_bytes *bytes = new_bytes(entry);
 	/* Python has had the owner copy what is read ahead. */
-	if (bytes && misses.peers.read(entry->replica, bytes->size, fetch->ahead ? NULL : path, bytes->data)) {
+	if (bytes && misses.peers.read(entry->replica, bytes->size, fetch->ahead ? NULL : path,
+				       __atomic_load_n(&source_ns, __ATOMIC_RELAXED), bytes->data)) {
 		fetch->bytes = bytes;
 		return fetch->from_peer = true;
 	}
 	free(bytes);
 	return false;
+}
+
+/* An update that gets lost does not matter. */
+static void note_source(uint64_t took_ns)
+{
+	uint64_t mean_ns = __atomic_load_n(&source_ns, __ATOMIC_RELAXED);
+	__atomic_store_n(&source_ns, mean_ns ? mean_ns - mean_ns / 16 + took_ns / 16 : took_ns, __ATOMIC_RELAXED);
 }
 
 static int carry_out(struct fetch *fetch, const struct directory *directory)
@@ -109,14 +118,22 @@ static int carry_out(struct fetch *fetch, const struct directory *directory)
 	bool asks = misses.peers.asks;
 	if (!asks && read_from_peer(fetch, directory))
 		return 0;
+	uint64_t began_ns = monotonic_ns();
 	int error = small_open(directory->fd, entry->name, misses.options.device, &entry->version,
 			       &fetch->fd);
-	if (error || !(fetch->must_read || fetch->may_read) || (asks && read_from_peer(fetch, directory)))
+	if (error || !(fetch->must_read || fetch->may_read))
 		return error;
+	uint64_t opened_ns = monotonic_ns() - began_ns;
+	if (asks && read_from_peer(fetch, directory))
+		return 0;
+	began_ns = monotonic_ns() - opened_ns;
 	/* An open alone does not read that. */
 	if (!fetch->must_read && misses.options.layouts && (error = small_archived(fetch->fd)))
 		return error;
-	return read_whole(fetch);
+	error = read_whole(fetch);
+	if (!error)
+		note_source(monotonic_ns() - began_ns);
+	return error;
 }
 
 /* If Python wants it, though nobody else does. Under `source_lock`. */

@@ -74,9 +74,10 @@ int misses_directory(unsigned number, int fd, const char *path);
 
 /* Other nodes, which may have the bytes. `read` fetches the replica of this name into `to` and waits for that;
  * false if it did not get all of it. `path` is the file's path in the source; with NULL, the replica is fetched
- * only if another node has it already. `asks`: the source is opened and its version compared all the same. */
+ * only if another node has it already. `source_ns` is what the source takes for a file, 0: not known. `asks`:
+ * the source is opened and its version compared all the same. */
 struct miss_peers {
-	bool (*read)(const unsigned char *replica, size_t size, const char *path, char *to);
+	bool (*read)(const unsigned char *replica, size_t size, const char *path, uint64_t source_ns, char *to);
 	bool asks;
 };
 

@@ -128,6 +128,9 @@ class Metrics:
     peer_bytes: int = _count("bytes", "Bytes that were read from peers")
     peer_failures: int = _count("requests", "Requests that peers did not answer, or not in time")
     peer_wrong_files: int = _count("files", "Files that were not what the peer had said")
+    peer_bypassed_files: int = _count(
+        "files", "Files read from the source because their owners would have taken much longer"
+    )
     scrubbed_bytes: int = _count("bytes", "Bytes of replicas that were compared with a checksum")
     requests: Requests = field(default_factory=Requests)
     request_errors: ErrorCounts = field(default_factory=ErrorCounts)

@@ -179,6 +179,10 @@ PEER_BYTES = _counter("peer_read_bytes_total", "Bytes read from peers")
 PEER_FAILURES = _counter(
     "peer_failures_total", "Requests that a peer did not answer, or not in time"
 )
+PEER_BYPASSED = _counter(
+    "peer_bypassed_files_total",
+    "Files read from the source because their owners would have taken much longer",
+)
 PEER_WRONG = _counter("peer_wrong_files_total", "Files that were not what a peer had said")
 
 INDEX_INODES = _gauge("index_inodes", "Known inode numbers")

@@ -6,6 +6,7 @@
 
 #include "../engine/_misses.h"
 #include "../engine/_unit.h"
+#include "../fuse/_counts.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -208,6 +209,13 @@ static PyObject *known(PyObject *self, PyObject *number)
 	return list;
 }
 
+static PyObject *bypassed(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	return PyLong_FromUnsignedLongLong(want_bypassed());
+}
+
 static PyMethodDef methods[] = {
 	{"put", put, METH_VARARGS,
 	 "put(peer, rows): the replicas (name, checksum, size, tier, segment, offset) that a peer has; segment 0:\n"
@@ -226,6 +234,7 @@ static PyMethodDef methods[] = {
 	 "body is None. Waits for the peer. Raises OSError: EAGAIN while it is avoided."},
 	{"counts", counts, METH_O,
 	 "counts(peer): files, bytes, wrong, failed, nanoseconds, whether it is avoided."},
+	{"bypassed", bypassed, METH_NOARGS, "bypassed(): how many files their owners were not asked for, because that takes too long."},
 	{"known", known, METH_O, "known(count): how many replicas each of so many peers is known to have."},
 	{0},
 };
@@ -233,10 +242,14 @@ static PyMethodDef methods[] = {
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_replicas", .m_size = 0, .m_methods = methods};
 
 /* For the threads that read what is not local: see struct miss_peers. */
-static bool read_replica(const unsigned char *name, size_t size, const char *path, char *to)
+static bool read_replica(const unsigned char *name, size_t size, const char *path, uint64_t source_ns, char *to)
 {
+	uint64_t began_ns = monotonic_ns();
 	enum fetch_result result = fetch_replica(name, size, to);
-	if (path && (result == FETCH_UNKNOWN || result == FETCH_WRONG) && want_replica(name, size, path))
+	if (path && result == FETCHED)
+		want_took(monotonic_ns() - began_ns);
+	else if (path && (result == FETCH_UNKNOWN || result == FETCH_WRONG) &&
+		 want_replica(name, size, path, source_ns))
 		result = fetch_replica(name, size, to);
 	return result == FETCHED;
 }

@@ -2,6 +2,8 @@
  * for the catalogue (catalogue.py). */
 #include "_want.h"
 
+#include "../fuse/_counts.h"
+
 #include <endian.h>
 #include <errno.h>
 #include <pthread.h>
@@ -14,6 +16,8 @@
 #define ANSWER_NS 700000000LL /* less than after which a request is Python's */
 #define MOST_ASKING 4 /* requests to one owner at once */
 #define WANT_PATH "/ask/want"
+#define WORTH_TIMES 4 /* what the source takes */
+#define TRY_EVERY 16 /* whether it is worth the time again */
 
 struct want {
 	struct want *next;
@@ -33,6 +37,8 @@ static pthread_cond_t answered = PTHREAD_COND_INITIALIZER;
 static uint16_t *owners;
 static unsigned own_number;
 static struct owner *queues; /* by the number of the peer */
+static uint64_t mean_ns; /* what peers take for a file, whether they have it or copy it first */
+static uint64_t tries, bypassed;
 
 int want_owners(const uint16_t *given, unsigned own)
 {
@@ -150,7 +156,39 @@ static void wait_for(struct want *want, unsigned peer)
 	}
 }
 
-bool want_replica(const unsigned char *name, size_t size, const char *path)
+/* One that was held up counts for a few. Under `lock`, as the next one. */
+static void note_time(uint64_t ns)
+{
+	uint64_t most_ns = 4 * mean_ns;
+	if (mean_ns && ns > most_ns)
+		ns = most_ns;
+	mean_ns = mean_ns ? mean_ns - mean_ns / 16 + ns / 16 : ns;
+}
+
+static bool is_worth(uint64_t source_ns)
+{
+	if (!source_ns || mean_ns <= WORTH_TIMES * source_ns || ++tries % TRY_EVERY == 0)
+		return true;
+	bypassed++;
+	return false;
+}
+
+void want_took(uint64_t ns)
+{
+	pthread_mutex_lock(&lock);
+	note_time(ns);
+	pthread_mutex_unlock(&lock);
+}
+
+uint64_t want_bypassed(void)
+{
+	pthread_mutex_lock(&lock);
+	uint64_t count = bypassed;
+	pthread_mutex_unlock(&lock);
+	return count;
+}
+
+bool want_replica(const unsigned char *name, size_t size, const char *path, uint64_t source_ns)
 {
 	struct want want = {.name = name, .path = path, .size = size, .length = strlen(path)};
 	struct place place;
@@ -158,9 +196,12 @@ bool want_replica(const unsigned char *name, size_t size, const char *path)
 		return false;
 	pthread_mutex_lock(&lock);
 	unsigned peer = owners ? owners[(unsigned)name[0] << 8 | name[1]] : own_number;
-	bool others = peer != own_number && !fetch_avoided(peer);
-	if (others)
+	bool others = peer != own_number && !fetch_avoided(peer) && is_worth(source_ns);
+	if (others) {
+		uint64_t began_ns = monotonic_ns();
 		wait_for(&want, peer);
+		note_time(monotonic_ns() - began_ns);
+	}
 	pthread_mutex_unlock(&lock);
 	return others && places_get(name, &place);
 }

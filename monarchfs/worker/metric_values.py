@@ -162,6 +162,7 @@ def _peers(worker: Observed) -> Values:
         names.PEER_BYTES: [((), metrics.peer_bytes)],
         names.PEER_FAILURES: [((), metrics.peer_failures)],
         names.PEER_WRONG: [((), metrics.peer_wrong_files)],
+        names.PEER_BYPASSED: [((), metrics.peer_bypassed_files)],
     }
 
 

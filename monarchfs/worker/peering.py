@@ -67,7 +67,7 @@ class Peering:
             self._holdings.owns,
         )
         copier.jobs.observers.append(supply.changed)
-        self._counted = [0, 0, 0, 0]
+        self._counted = [0, 0, 0, 0, 0]
         spans = SpanService(supply, copier.jobs, cache, owners, peers.own)
         self._digests = spans.digests
         self._nodes = SpanNodes(copier.jobs, spans.digests, owners, self.following)
@@ -112,16 +112,18 @@ class Peering:
 
     def count(self, metrics: Metrics) -> None:
         """Add what has happened since this was called last."""
-        now = [0, 0, 0, 0]
+        now = [0, 0, 0, 0, _replicas.bypassed()]
         for number in range(len(self.following.nodes)):
             for place, value in enumerate(_replicas.counts(number)[:4]):
                 now[place] += int(value)
-        files, read_bytes, wrong, failed = (n - c for n, c in zip(now, self._counted, strict=True))
+        more = [n - c for n, c in zip(now, self._counted, strict=True)]
+        files, read_bytes, wrong, failed, bypassed = more
         self._counted = now
         metrics.peer_files += files
         metrics.peer_bytes += read_bytes
         metrics.peer_wrong_files += wrong
         metrics.peer_failures += failed
+        metrics.peer_bypassed_files += bypassed
 
     def report(self) -> dict[str, Any]:
         """This node, and all peers."""

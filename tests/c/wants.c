@@ -94,12 +94,34 @@ static void *want(void *seed)
 		struct place place;
 		name_of(number, name);
 		snprintf(path, sizeof(path), "d/%u", number);
-		bool has = want_replica(name, number + 1, path);
+		bool has = want_replica(name, number + 1, path, 0);
 		CHECK(!has || (number % PEERS != OWN && number % 7));
 		if (places_get(name, &place))
 			CHECK(place.segment == number + 1 && place.size == number + 1 && place.peer == number % PEERS);
 	}
 	return NULL;
+}
+
+/* How many of 160 their owner is asked for, where the source takes so long. */
+static unsigned asked_of_160(uint64_t source_ns)
+{
+	unsigned char name[REPLICA_NAME_BYTES];
+	unsigned before = rows;
+	for (unsigned n = 0; n < 160; n++) {
+		name_of(1, name);
+		want_replica(name, 2, "d/1", source_ns);
+	}
+	return rows - before;
+}
+
+static void bypass(void)
+{
+	CHECK(asked_of_160(0) == 160 && !want_bypassed());
+	CHECK(asked_of_160(1000000000) == 160 && !want_bypassed()); /* slower than the peers */
+	CHECK(asked_of_160(1) == 10 && want_bypassed() == 150);
+	for (unsigned n = 0; n < 500; n++)
+		want_took(1); /* they have nearly all by now */
+	CHECK(asked_of_160(100000000) == 160 && want_bypassed() == 150);
 }
 
 static void *forget(void *ended)
@@ -125,7 +147,7 @@ int main(int count, char **arguments)
 	uint64_t known[PEERS];
 	CHECK(count == 2);
 	each = strtoul(arguments[1], NULL, 10);
-	CHECK(!want_replica((const unsigned char *)"0123456789abcdef", 1, "d/1")); /* nobody owns anything yet */
+	CHECK(!want_replica((const unsigned char *)"0123456789abcdef", 1, "d/1", 0)); /* nobody owns anything yet */
 	for (unsigned bucket = 0; bucket < OWNER_BUCKETS; bucket++)
 		owners[bucket] = (uint16_t)((bucket >> 8) % PEERS);
 	CHECK(want_owners(owners, OWN) == 0);
@@ -137,6 +159,7 @@ int main(int count, char **arguments)
 	__atomic_store_n(&ended, true, __ATOMIC_RELAXED);
 	CHECK(pthread_join(forgetting, NULL) == 0);
 	CHECK(requests && rows > requests && in_one > 1); /* several asked together */
+	bypass();
 	places_count(known, PEERS);
 	CHECK(!known[OWN] && known[1]);
 	for (unsigned peer = 0; peer < PEERS; peer++)

@@ -113,7 +113,9 @@ def read_all(mount: Mount, source: Path, seed: int = 0) -> None:
 
 
 def test_each_byte_leaves_the_source_once(work: Bench, source: Path) -> None:
-    nodes = Nodes(work, source, 3)
+    slow = work.faulty_source(source)
+    slow.faults(delay=0.01, delayed=["open", "read"])  # nobody asks peers instead of a faster one
+    nodes = Nodes(work, slow.path, 3)
     nodes.until_they_know_each_other()
     with ThreadPoolExecutor(3) as pool:
         reads = [
