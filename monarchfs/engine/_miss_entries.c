@@ -1,4 +1,4 @@
-/* What is known of small files, and their bytes in memory. See _miss_entries.h. */
+/* The entries of small files, and their bytes in memory. See _miss_entries.h. */
 #define _GNU_SOURCE
 #include "_miss_entries.h"
 
@@ -25,9 +25,9 @@ static struct directory *directories[MISS_DIRECTORIES];
 static unsigned generations;
 static struct miss_event *first_event, **last_event = &first_event;
 static unsigned event_count;
-static pthread_cond_t no_answers = PTHREAD_COND_INITIALIZER; /* of some entry are under way */
+static pthread_cond_t no_answers = PTHREAD_COND_INITIALIZER; /* signalled when an entry has none under way */
 
-/* -- bytes. Under `source_lock`, as all up to the functions for Python */
+/* -- bytes. Under `source_lock`, like everything up to the functions for Python */
 
 bool miss_may_read_ahead(const struct task *first)
 {
@@ -106,7 +106,7 @@ void miss_report(struct entry *entry, struct miss_event told)
 	last_event = &event->next;
 	event_count++;
 	uint64_t one = 1;
-	/* It cannot be full: it is written to when there was nothing only. */
+	/* It cannot be full: it is only written to when there was no event. */
 	while (news && write(misses.events_fd, &one, sizeof(one)) < 0 && errno == EINTR)
 		;
 }
@@ -148,7 +148,7 @@ void miss_leave_entry(struct entry *entry)
 	}
 }
 
-/* It is not asked for, as far as no thread has begun. */
+/* Take it out of the queue, unless a thread has begun. */
 static void withdraw(struct entry *entry)
 {
 	miss_unqueue(entry);
@@ -157,7 +157,7 @@ static void withdraw(struct entry *entry)
 	miss_leave_waiters(entry);
 }
 
-/* Nobody finds it any more; it is freed by who still uses it. */
+/* Take it out of the table. Its last user frees it. */
 static void forget(struct entry **place)
 {
 	struct entry *entry = *place;
@@ -171,7 +171,7 @@ static void forget(struct entry **place)
 void miss_forget_unless_open(struct entry **place)
 {
 	struct entry *entry = *place;
-	/* An open that is just being answered is in the table of open files only then. */
+	/* An open that is being answered is in the table of open files only after its answer. */
 	bool open = !misses.free_opens && (entry->answering || resident_used(entry->ino));
 	if (!entry->bytes || !open) {
 		forget(place);
@@ -192,7 +192,7 @@ struct directory *miss_directory_of(const struct entry *entry)
 void miss_leave_directory(struct directory *directory)
 {
 	if (--directory->users == 0 && directory->replaced) {
-		close(directory->fd); /* of O_PATH: asks nobody */
+		close(directory->fd); /* of O_PATH: does not block */
 		free(directory);
 	}
 }
@@ -225,7 +225,7 @@ int misses_directory(unsigned number, int fd, const char *path)
 
 /* -- how long bytes stay */
 
-/* Whether its bytes are of no use to readers any more. */
+/* Whether readers need its bytes no more. */
 static bool served(const struct entry *entry)
 {
 	if (entry->state != REMOTE || entry->answering)
@@ -238,7 +238,7 @@ static bool served(const struct entry *entry)
 
 static void put_down(struct entry *entry)
 {
-	/* While they are on their way into a tier, the next one to open it is answered from them. */
+	/* While they are on their way into a tier, the next open is answered from them. */
 	if (entry->gone || !entry->bytes || entry->bytes->users > 1 || !served(entry))
 		return;
 	if (entry->over)
@@ -305,7 +305,7 @@ bool miss_make_room(size_t size)
 
 /* -- for Python */
 
-/* Some entry that nobody needs goes. */
+/* Forget some entry that is not in use. */
 static void evict(void)
 {
 	static unsigned hand;
@@ -378,7 +378,7 @@ void misses_forget(const uint64_t *inos, size_t count)
 {
 	pthread_mutex_lock(&source_lock);
 	for (size_t n = 0; n < count; n++) {
-		/* Nothing is answered from these bytes afterwards, but to who has them open. */
+		/* From now on only readers that have it open are answered from these bytes. */
 		struct entry **place;
 		while (*(place = miss_place_of(inos[n])) && (*place)->answering)
 			pthread_cond_wait(&no_answers, &source_lock);

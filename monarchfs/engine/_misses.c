@@ -1,21 +1,21 @@
 /* Opens and reads of small files that are not cached. See _misses.h.
  *
- * An entry is REMOTE, AHEAD (Python wants it, nobody waits for it), QUEUED for a source thread, READING in
+ * An entry is REMOTE, AHEAD (Python wants it, no reader waits for it), QUEUED for a source thread, READING in
  * one, or has its bytes in memory:
  *
  *   request  REMOTE, AHEAD, QUEUED, READING     bytes in memory
- *   OPEN     waits for a source thread          waits, too: the version is looked at for each open
+ *   OPEN     waits for a source thread          waits, too: each open compares the version
  *   READ     waits for a source thread          is answered at once
- *   fetch    becomes AHEAD, or nothing          Python is told of them
+ *   fetch    REMOTE becomes AHEAD               an event tells Python of them
  *   hurry    AHEAD becomes QUEUED               nothing
  *
- * What is AHEAD is read by threads of its own, so readers find theirs free, and has memory of its own. The
- * first request for it makes it QUEUED.
+ * Files that are AHEAD have threads and memory of their own, so readers find theirs free. The first request
+ * for such a file makes it QUEUED.
  *
- * Opening the file and comparing its version is all that an open has to ask in any mode: what is at the
- * name now is what it was known to be. Bytes are of a version that was seen before and after they were
- * read (fstat(2)). Nobody waits for the source under `source_lock`; whoever waits for it in a thread of these
- * answers first, and closes then, because close(2) may wait, too.
+ * In any mode, an open has to ask the source no more than this: open the file by its name and compare its
+ * version. Bytes belong to a version if the file had it before and after they were read (fstat(2)). No thread
+ * calls the source under `source_lock`. A thread that asked the source answers first and closes the file
+ * afterwards, because close(2) may block, too.
  */
 #define _GNU_SOURCE
 #include "_misses.h"
@@ -52,7 +52,7 @@ static void answer_read(struct entry *entry, const struct fuse_in_header *in, ui
 
 /* -- the source threads */
 
-/* What a source thread is to do, and what came of it. `error`: 0, an errno, or of enum miss_error. */
+/* What a source thread has to do, and the result. `error`: 0, an errno, or one of enum miss_error. */
 struct fetch {
 	struct entry *entry;
 	int fd, error;
@@ -83,7 +83,7 @@ static int read_whole(struct fetch *fetch)
 	return error;
 }
 
-/* Whether another node had all of it. */
+/* Read it from another node; false if that node did not have all of it. */
 static bool read_from_peer(struct fetch *fetch, const struct directory *directory)
 {
 	const struct entry *entry = fetch->entry;
@@ -127,7 +127,7 @@ static int carry_out(struct fetch *fetch, const struct directory *directory)
 	if (asks && read_from_peer(fetch, directory))
 		return 0;
 	began_ns = monotonic_ns() - opened_ns;
-	/* An open alone does not read that. */
+	/* An open does not bring back an archived file. */
 	if (!fetch->must_read && misses.options.layouts && (error = small_archived(fetch->fd)))
 		return error;
 	error = read_whole(fetch);
@@ -151,7 +151,8 @@ static void count_fetch(const struct fetch *fetch, uint64_t took_ns)
 		counts_time(fetch->ahead ? TIME_AHEAD : TIME_SOURCE, took_ns);
 }
 
-/* Those who wait are answered, or become Python's. Under `source_lock`, but not while the kernel is told. */
+/* Answer the requests that wait, or leave them to Python. Under `source_lock`, which is released while answers are
+ * written. */
 static void deliver(struct fetch *fetch, uint64_t took_ns)
 {
 	struct entry *entry = fetch->entry;
@@ -175,7 +176,7 @@ static void deliver(struct fetch *fetch, uint64_t took_ns)
 		opens = fetch->bytes && waiters;
 	if (waiters && entry->bytes)
 		miss_adopt(entry->bytes);
-	/* Before the answers: who has read a file finds that Python knows of it. */
+	/* Before the answers: when a reader has read the file, Python knows of it. */
 	if (opens || fetch->bytes)
 		miss_report(entry, (struct miss_event){.opens = opens,
 						.took_ns = took_ns,
@@ -207,7 +208,7 @@ static bool reads_any(const struct entry *entry)
 	return waiter;
 }
 
-/* The end of a fetch: who waits is told. Under `source_lock`. */
+/* The end of a source thread's work on the entry. Under `source_lock`. */
 static void end_fetch(struct fetch *fetch, uint64_t took_ns)
 {
 	struct entry *entry = fetch->entry;
@@ -221,12 +222,12 @@ static void end_fetch(struct fetch *fetch, uint64_t took_ns)
 		miss_report(entry, (struct miss_event){.error = fetch->error, .took_ns = took_ns});
 		miss_forget_unless_open(miss_place_of(entry->ino));
 	} else {
-		/* Without bytes it is Python's: what is open has to stay in memory. */
+		/* Without its bytes an open is left to Python: an open file has to stay in memory. */
 		deliver(fetch, took_ns);
 	}
 }
 
-/* Open it, and read it if that is wanted and there is memory. Under `source_lock`, but not meanwhile. */
+/* Open it, and read it if that is wanted and there is memory. `source_lock` is released meanwhile. */
 static void carry(struct entry *entry, bool is_ahead)
 {
 	struct directory *directory = miss_directory_of(entry);
@@ -265,7 +266,7 @@ static void carry(struct entry *entry, bool is_ahead)
 	if (fetch.fd < 0)
 		return;
 	pthread_mutex_unlock(&source_lock);
-	/* The mount's pages have them now: not to be in memory twice. */
+	/* The mount's pages have the bytes now: they should not be in memory twice. */
 	if (has_bytes)
 		(void)posix_fadvise(fetch.fd, 0, 0, POSIX_FADV_DONTNEED);
 	close(fetch.fd);
@@ -279,7 +280,7 @@ void miss_run(struct task *task, struct scratch *scratch)
 	carry(entry, entry->state == AHEAD || !entry->waiters);
 }
 
-/* Where nobody waits, those who read go first. */
+/* Threads that read ahead give way to readers. */
 static void lower(void)
 {
 	if (!misses.options.nice)
@@ -289,14 +290,14 @@ static void lower(void)
 		syscall(SYS_ioprio_set, 1, 0, LOWEST_OF_BEST_EFFORT);
 }
 
-/* -- for those who take requests */
+/* -- for the threads that take requests */
 
 static bool is_open_for_reading(const void *arg)
 {
 	return (((const struct fuse_open_in *)arg)->flags & O_ACCMODE) == O_RDONLY;
 }
 
-/* Nobody waits for it any more: it need not be asked for, or not now. Under `source_lock`. */
+/* No request waits for the entry any more: it need not be read, or not now. Under `source_lock`. */
 static void dequeue(struct entry *entry)
 {
 	if (entry->state == QUEUED && !entry->waiters) {
@@ -317,7 +318,7 @@ static void left(struct waiter *waiter)
 	dequeue(entry);
 }
 
-/* Have it wait for a source thread. Under `source_lock`. */
+/* Make a request wait for a source thread. Under `source_lock`. */
 static bool enqueue(struct entry *entry, const struct fuse_in_header *in, size_t length, bool kept,
 		    uint64_t started_ns)
 {
@@ -333,8 +334,8 @@ static bool enqueue(struct entry *entry, const struct fuse_in_header *in, size_t
 		free(waiter);
 		return false;
 	}
-	/* Of an open the kernel tells when who waits for it gets a signal. So it may go on waiting here for a
-	 * thread, which takes less memory; a read may not (O_DIRECT). */
+	/* If a process that waits for an open gets a signal, the kernel tells us. So an open may go on waiting here
+	 * for a thread, which takes less memory. A read may not (O_DIRECT). */
 	waiter->may_stay = entry->state == QUEUED && in->opcode == FUSE_OPEN;
 	waiter->for_what = entry;
 	waiter->left = left;
@@ -355,7 +356,7 @@ static bool takes(struct entry *entry, const struct fuse_in_header *in, size_t l
 		return false;
 	if (in->opcode == FUSE_OPEN &&
 	    (!is_open_for_reading(arg) || (!entry->bytes && !miss_make_room(entry->version.size))))
-		return false; /* what is open has to stay in memory */
+		return false; /* an open file has to stay in memory */
 	return enqueue(entry, in, length, kept, started_ns);
 }
 

@@ -1,8 +1,8 @@
-/* Names that are known. See _names.h.
+/* The cache of names. See _names.h.
  *
- * An entry is found by its name, to be answered, and by its number, to be forgotten: a file may have
- * several names. Answers are written to the kernel under `lock`, by many at once; who changes the table
- * waits for those, and comes before later ones.
+ * An entry is found by its name to be answered, and by its inode number to be forgotten, because a file may
+ * have several names. Answers are written to the kernel under `lock`, by many threads at once (readers). A
+ * thread that changes the table waits for those answers, and goes before later ones.
  */
 #define _GNU_SOURCE
 #include "_names.h"
@@ -28,8 +28,8 @@ struct known {
 
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
 static struct known *buckets[BUCKETS], *of_ino[BUCKETS];
-static struct known *ring[MOST_NAMES]; /* by age, with gaps */
-static uint32_t oldest; /* its place, where the next one is put */
+static struct known *ring[MOST_NAMES]; /* in order of age, with gaps */
+static uint32_t oldest; /* the place of the oldest one, where the next one is put */
 
 static size_t bucket_of(uint64_t number)
 {

@@ -12,8 +12,8 @@
 
 #define LAYOUT_BYTES 4096
 
-/* O_NONBLOCK: should it be a FIFO by now, opening it must not wait for a writer. Lustre's reads honour it, so
- * it does not stay. */
+/* O_NONBLOCK: if it is a FIFO by now, opening it must not wait for a writer. The flag is cleared after the open,
+ * because Lustre's reads honour it. */
 #define FLAGS (O_RDONLY | O_NOFOLLOW | O_NOCTTY | O_CLOEXEC)
 
 static int64_t ns_of(struct timespec time)
@@ -38,7 +38,7 @@ int small_open(int directory_fd, const char *name, dev_t device, const struct mi
 	do
 		*fd = openat(directory_fd, name, FLAGS | O_NONBLOCK);
 	while (*fd < 0 && errno == EINTR);
-	if (*fd < 0) /* what says that another thing lies there, or none */
+	if (*fd < 0) /* some errors mean that something else lies there, or nothing */
 		return errno == ENOENT || errno == ELOOP || errno == ENXIO ? MISS_CHANGED : errno;
 	return compare(*fd, device, version);
 }

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* So many threads may hang in the source; then all of this is Python's. */
+/* How many threads may hang in the source; with more, requests are left to Python at once. */
 #define MOST_STUCK 64
 #define MOST_STUCK_AHEAD 16
 

@@ -1,11 +1,11 @@
 /* Extended attributes that files do not have.
  *
- * `ls -l` asks for two of each file, and the kernel remembers none of the answers. Python says which
- * inodes have nothing of that kind; as a number is one version of one file, that stays so.
+ * `ls -l` asks for two attributes of each file, and the kernel caches no answer. Python says which inodes have no
+ * such attribute. An inode number is one version of one file, so that remains true.
  *
- * A bit an inode, in blocks of 512 numbers in a row (numbers are given out one after the other). A
- * block has one place that it can be at, and takes it from another one: what is forgotten is asked of
- * Python again.
+ * The table has a bit for each inode, in blocks of 512 consecutive numbers (numbers are given out in sequence). A
+ * block has one possible place, and replaces the block that is there. Python is asked again about inodes whose
+ * block was replaced.
  */
 #include "_absent_xattrs.h"
 
@@ -14,7 +14,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-#define BLOCKS 32768 /* 2.3 MB, of which what is used is in memory: 16 million numbers in a row */
+#define BLOCKS 32768 /* 16 million consecutive numbers; 2.3 MB, of which only used pages are in memory */
 #define BLOCK_INOS 512
 
 static struct block {

@@ -8,7 +8,7 @@
 
 #include <pthread.h>
 
-/* Held from the look at what is delegated until the open is in the table, where Python counts it. */
+/* Held from the check that the inode is delegated until the open is in the table, where Python counts it. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 bool backed_delegate(uint64_t ino, uint32_t backing_id)

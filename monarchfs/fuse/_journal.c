@@ -1,28 +1,28 @@
-/* What was taken from the kernel and is not answered yet, in memory that outlives the worker.
+/* The request journal: requests that were taken from the kernel and are not answered yet, in memory that
+ * outlives the worker.
  *
- * From Linux 6.9 on the kernel hands out again what a dead worker took (FUSE_NOTIFY_RESEND). Before
- * that, callers of such requests would wait for ever. So each request is read straight into memory
- * that the supervisor keeps, and stays there until its answer was written: whoever comes next
- * carries out what is left. A request may be carried out twice then, as with the kernel's way; the
- * second answer fails (ENOENT).
+ * From Linux 6.9 on the kernel sends requests again that a dead worker took (FUSE_NOTIFY_RESEND). On earlier
+ * kernels their callers would wait for ever. So each request is read straight into memory that the
+ * supervisor keeps, and stays there until its answer was written. The next worker carries out those that are
+ * left. So a request may be carried out twice, as with FUSE_NOTIFY_RESEND; the second answer fails (ENOENT).
  *
  * The layout is that of fuse/requests.py: a header; one buffer for each thread that reads from the
  * kernel; entries for requests that wait for their answers, found by `unique`.
  *
- * Nobody acts on half of a request, and none is lost:
+ * No half request is acted on, and none is lost:
  *
- *   - Each buffer has a lock, which its thread holds as long as it lives: a robust one, which the kernel
- *     releases when the thread has left its last system call (futex_exit_release, kernel/futex/core.c).
- *     A thread that was killed may still be in read(2), which goes on writing there. So what is in a
- *     buffer counts when its lock was had: then nobody writes any more, and either read(2) gave all of a
- *     request, or nothing (a request that the kernel cannot copy as a whole it ends itself).
- *   - A thread that was killed with a request in hand may wait for its disk, and not die. That it has
- *     all of the request it said in `taken`, after read(2) and before anything else; it is 0 again before
- *     the next read(2). So what was copied between two looks at the same `taken` is whole.
- *   - A buffer is emptied after its request was answered, or is in an entry. An entry counts by its
- *     `length`, which is stored last (release), and ends with one store.
+ *   - Each buffer has a robust lock, which its thread holds as long as it lives. The kernel releases it when
+ *     the thread has left its last system call (futex_exit_release, kernel/futex/core.c). A thread that was
+ *     killed may still be in read(2), which goes on writing into the buffer. So a buffer's content counts only
+ *     for a thread that has got the lock. Then nothing writes any more, and read(2) gave either all of a
+ *     request or nothing (the kernel itself ends a request that it cannot copy as a whole).
+ *   - A thread that was killed while it handled a request may wait for its disk and not die. After read(2), and
+ *     before anything else, it stores in `taken` that it has all of the request; `taken` is 0 again before the
+ *     next read(2). So a copy of the buffer is whole if `taken` was the same before and after it.
+ *   - A buffer is emptied after its request was answered or is in an entry. An entry is valid by its `length`,
+ *     which is stored last (release), and ends with one store.
  *
- * tests/c/kills.c kills at each instruction of that, tests/c/journal.c has the threads that live on.
+ * tests/c/kills.c kills at each of these instructions; tests/c/unreapable.c has threads that live on.
  */
 #include "_journal.h"
 
@@ -36,7 +36,7 @@
 
 #define MAGIC 0x3171726863726e6dULL /* "mnrchrq1" */
 #define HEADER_BYTES 4096
-#define BUFFERS 64 /* several workers' after each other: one may be killed and still not be gone */
+#define BUFFERS 64 /* enough for several workers, as killed ones may not be gone yet */
 #define ENTRY_BYTES 512
 
 #define TAKEN_BYTES (BUFFERS * 8)
@@ -47,12 +47,12 @@ struct header {
 	uint32_t ready; /* the locks are */
 	char unused[HEADER_BYTES - TAKEN_BYTES - BUFFERS * sizeof(pthread_mutex_t) - 20];
 	pthread_mutex_t locks[BUFFERS];
-	uint64_t taken[BUFFERS]; /* `unique` of the request that is in the buffer, all of it; else 0 */
+	uint64_t taken[BUFFERS]; /* `unique` of the request that is in the buffer as a whole; else 0 */
 };
 
 _Static_assert(sizeof(struct header) == HEADER_BYTES, "as requests.py has it");
 
-/* A request lies at most so many entries after its place. */
+/* How many entries after its place a request may be, at most. */
 #define MOST_STEPS 32
 
 /* `length` is written last, and 0 where there is no request. */
@@ -67,10 +67,10 @@ static char *buffers;
 static struct entry *entries;
 static uint32_t entry_count;
 static pthread_mutex_t picking = PTHREAD_MUTEX_INITIALIZER; /* before `lock`; for the next two */
-static bool own[BUFFERS]; /* of a thread of this process */
-static uint64_t copied[BUFFERS]; /* what was `taken` when it was copied from one that lives on */
+static bool own[BUFFERS]; /* the buffer belongs to a thread of this process */
+static uint64_t copied[BUFFERS]; /* `taken` when the buffer of a thread that lives on was copied */
 
-/* By the first worker that uses it: none that had locks was before. */
+/* Called by the first worker that uses the memory: nobody has locks in it yet. */
 static int make_locks(struct header *made)
 {
 	pthread_mutexattr_t attributes;
@@ -127,7 +127,7 @@ static unsigned number_of(const char *buffer)
 	return (unsigned)((size_t)(buffer - buffers) / JOURNAL_BUFFER_BYTES);
 }
 
-/* Whether nobody has the buffer, or who had it is dead: it is the caller's then. */
+/* Lock the buffer. False if a thread that lives has it. */
 static bool lock_buffer(unsigned number)
 {
 	int error = pthread_mutex_trylock(&header->locks[number]);
@@ -148,7 +148,7 @@ void journal_clear(char *buffer)
 	size_t length = in->len < JOURNAL_BUFFER_BYTES ? in->len : JOURNAL_BUFFER_BYTES;
 	__atomic_store_n(&header->taken[number_of(buffer)], 0, __ATOMIC_RELEASE);
 	__atomic_store_n(&in->len, 0, __ATOMIC_RELEASE);
-	memset(buffer, 0, length); /* of one request nothing is found behind another */
+	memset(buffer, 0, length); /* no bytes of this request are left behind the next one */
 }
 
 /* Numbers rise by two, so that neighbours lie beside each other. */
@@ -172,7 +172,7 @@ bool journal_keep(const void *request, size_t length)
 	for (unsigned number = 0; number < MOST_STEPS; number++) {
 		struct entry *entry = step(unique, number);
 		if (holds(entry, unique)) {
-			place = entry; /* kept by an earlier worker, that died before it said so */
+			place = entry; /* kept by an earlier worker, which died before it cleared the buffer */
 			break;
 		}
 		if (!place && !entry->length)
@@ -201,7 +201,7 @@ void journal_done(uint64_t unique)
 	pthread_mutex_unlock(&lock);
 }
 
-/* What is left in a buffer, copied: its length, 0 for nothing. `locked`: it is the caller's. */
+/* Copy what is left in a buffer; returns its length, 0 for nothing. `locked`: the caller has the lock. */
 static size_t copy_left(unsigned number, bool locked, char *to)
 {
 	const struct fuse_in_header *in = request_in(number);
@@ -223,7 +223,7 @@ static size_t copy_left(unsigned number, bool locked, char *to)
 		       0;
 }
 
-/* Take what is left in a buffer: into an entry, or (`now`, and what is too large for one) at once. */
+/* Move what is left in a buffer into an entry. With `now`, or if it is too large for an entry, carry it out at once. */
 static void empty(unsigned number, bool locked, bool now, journal_take take)
 {
 	char request[JOURNAL_BUFFER_BYTES];

@@ -1,12 +1,12 @@
 /* Reads of files that are not resident (yet), without Python. See _nonresident.h.
  *
- * The threads that take requests from the kernel must not wait for a parallel file system, which may
- * hang. So reads of the source have threads of their own (engine/_waiting.h), and reads of what is being
- * fetched wait without one. A read that is left to Python while a thread is at it finds nobody to answer.
- * Nobody else calls the source: a descriptor of it is closed by these threads, too.
+ * The threads that take requests from the kernel must not wait for a parallel file system, which may hang. So
+ * reads of the source have threads of their own (engine/_waiting.h), and reads of chunks that are being fetched
+ * wait without a thread. If a read is left to Python while a thread is reading for it, that thread answers
+ * nothing. No other thread calls the source: these threads also close its descriptors.
  *
- * Bytes of the source are of the version that the file has after they were read: they are answered
- * if that is what it had when it was opened.
+ * Bytes of the source belong to the version that the file has after they were read. They are the answer if the
+ * file had the same version when it was opened.
  */
 #define _GNU_SOURCE
 #include "_nonresident.h"
@@ -34,7 +34,7 @@
 /* See drop_pages. */
 #define LAG_BYTES (4 << 20)
 
-/* So many pieces one read may need: those of units are of 256 KiB. */
+/* How many pieces one read may need: those of units have 256 KiB. */
 #define MOST_PIECES (MOST_READ_BYTES / (256 << 10) + 1)
 
 /* Of the file that a descriptor stands for: its number and its device do not change. */
@@ -43,8 +43,8 @@ struct version {
 	int64_t mtime_ns, ctime_ns;
 };
 
-/* Bytes in memory. Under `source_lock`, but for what is constant: all but the first and the last two. A read
- * may need several, which follow each other. */
+/* Bytes in memory. `source_lock` guards the first member and the last two; the others are constant. A read may
+ * need several consecutive pieces. */
 struct piece {
 	struct piece *next; /* of the file */
 	uint64_t start;
@@ -63,8 +63,8 @@ struct file {
 	uint64_t ino, size;
 	int source_fd, part_fd; /* -1: none (yet) */
 	struct version version; /* of the source */
-	bool direct; /* what is missing may be read there */
-	uint64_t read_to, dropped_to; /* by whoever reads on and on */
+	bool direct; /* missing chunks may be read from the source */
+	uint64_t read_to, dropped_to; /* by a sequential reader */
 	uint64_t chunk_bytes, chunks, ahead;
 	char *states; /* of chunks; NULL: all are missing */
 	struct piece *pieces;
@@ -74,13 +74,13 @@ struct file {
 };
 
 enum place {
-	PARKED, /* somebody else brings what it waits for */
+	PARKED, /* another thread fetches its bytes */
 	QUEUED, /* for a thread */
 	BEGUN, /* by one */
-	LEFT, /* to Python, after a thread had begun */
+	LEFT, /* left to Python after a thread had begun */
 };
 
-/* A read. Under `source_lock`, but for what is constant: the file, and what is read. */
+/* A read. Guarded by `source_lock`, except for the file and the range, which are constant. */
 struct job {
 	struct waiter waiter;
 	struct task task;
@@ -88,8 +88,8 @@ struct job {
 	uint64_t offset;
 	size_t size;
 	enum place place;
-	bool of_part; /* else of the source */
-	struct piece *pieces[MOST_PIECES]; /* it is answered from */
+	bool of_part; /* reads the part file; else the source */
+	struct piece *pieces[MOST_PIECES]; /* from which it is answered */
 	unsigned piece_count;
 };
 
@@ -119,7 +119,7 @@ static bool same(const struct version *one, const struct version *other)
 	       one->ctime_ns == other->ctime_ns;
 }
 
-/* -- files. Under `source_lock`, as all up to the threads */
+/* -- files. Under `source_lock`, like everything up to the threads */
 
 static struct file **find(uint64_t ino)
 {
@@ -141,7 +141,7 @@ static void destroy(struct file *file)
 	free(file);
 }
 
-/* By one of the threads: closing may take long. */
+/* Runs in one of the threads, because closing may take long. */
 static void close_file(struct task *task, struct scratch *scratch)
 {
 	(void)scratch;
@@ -156,7 +156,7 @@ static void put_away(struct piece *piece)
 	free(piece);
 }
 
-/* The pieces with bytes of [start, end) are not for others any more. */
+/* No further reads are answered from the pieces with bytes of [start, end). */
 static void end_pieces(struct file *file, uint64_t start, uint64_t end)
 {
 	struct piece **place = &file->pieces, *piece;
@@ -180,7 +180,7 @@ static struct piece *find_piece(const struct file *file, uint64_t at)
 	return piece;
 }
 
-/* The pieces that have all bytes of a read, for it to use. Whether there are such. */
+/* Let a read use the pieces that have all of its bytes. False if there are none. */
 static bool find_pieces(struct job *job)
 {
 	uint64_t at = job->offset, end = job->offset + job->size;
@@ -290,7 +290,7 @@ static struct read_reply answer_to(const struct job *job)
 	};
 }
 
-/* Whether what was read is what was asked for, and somebody waits for it. */
+/* Whether the bytes are the right ones, and a process still waits for them. */
 static bool is_good(void *given)
 {
 	struct asked *asked = given;
@@ -308,9 +308,9 @@ static bool is_good(void *given)
 	return wanted;
 }
 
-/* The mount's own pages have them now: what was read of the source is not to be in memory twice. But
- * a reader's requests overtake each other here, and for the one that comes late the kernel would read
- * ahead again what the other has dropped: so it is done some way behind. */
+/* Drop pages of the source that were read: the mount's own pages have the bytes now, and they should not be in
+ * memory twice. A reader's requests overtake each other here. For a late one the kernel would read ahead again
+ * what an earlier one has dropped, so pages are dropped some way behind. */
 static void drop_pages(const struct job *job)
 {
 	struct file *file = job->file;
@@ -362,7 +362,7 @@ static void carry_out(struct task *task, struct scratch *scratch)
 	free(job);
 }
 
-/* -- for those who take requests */
+/* -- for the threads that take requests */
 
 static bool in_state(const struct job *job, enum chunk_state state, bool all)
 {
@@ -384,15 +384,15 @@ static bool some_are(const struct job *job, enum chunk_state state)
 	return in_state(job, state, false);
 }
 
-/* Whether somebody brings what is not there, or writes it just now: some of its bytes may be in the part,
- * and the others in memory still. */
+/* Whether missing bytes are being fetched or written: some of a read's bytes may be in the part file, and the others
+ * still in memory. */
 static bool will_be_there(const struct job *job)
 {
 	return !some_are(job, CHUNK_MISSING) &&
 	       (some_are(job, CHUNK_CLAIMED) || some_are(job, CHUNK_ARRIVED));
 }
 
-/* Whether it is not Python's; if so, where it has its place. Under `source_lock`. */
+/* Whether a read can be answered here, and from what. Under `source_lock`. */
 static bool is_ours(struct job *job)
 {
 	const struct file *file = job->file;
@@ -409,7 +409,8 @@ static bool is_ours(struct job *job)
 	return will_be_there(job);
 }
 
-/* Python hears of it once, and says from where on it is to hear again. Under `source_lock`. */
+/* Note once that a reader has come this far. Python then says from which chunk on to note again. Under
+ * `source_lock`. */
 static void look_ahead(const struct job *job)
 {
 	struct file *file = job->file;
@@ -436,7 +437,7 @@ static void answer_from_memory(const struct job *job)
 		    TIME_READ_SOURCE, job->waiter.started_ns);
 }
 
-/* What is local is read by whoever takes the request. Whether it is answered. */
+/* The thread that takes a request reads local chunks itself. True if the read is answered. */
 static bool read_here(const struct job *job, struct scratch *scratch)
 {
 	bool answered = true;
@@ -511,7 +512,7 @@ bool nonresident_took(const void *request, size_t length, struct scratch *scratc
 
 /* -- for Python */
 
-/* Under `source_lock`. Parked reads of the chunks [first, last) that may go on, or never will. */
+/* Under `source_lock`. Go on with parked reads of the chunks [first, last), or leave them to Python. */
 static void look_at_parked(struct file *file, uint64_t first, uint64_t last)
 {
 	for (struct waiter *waiter = file->parked, *next; waiter; waiter = next) {
@@ -544,18 +545,18 @@ static void stop(uint64_t ino)
 		give_up((struct job *)file->parked);
 	file->stopped = true;
 	if (file->reads == 1 && file->part_fd >= 0) {
-		/* At once, so that its room is free once it is removed. It is not yet: this is quick. */
+		/* At once, so that its blocks are free when it is removed. It still exists, so this is fast. */
 		close(file->part_fd);
 		file->part_fd = -1;
 	}
 	end_read(file);
 }
 
-/* While there are many left: who opens a file is not to find none because of those. */
+/* Only while many descriptors are left: opens must not fail for want of them. */
 static int duplicate(int fd)
 {
 	struct rlimit limit;
-	/* The lowest number that is free; closing one of `fd` may take long. */
+	/* The lowest free number; closing a copy of `fd` may take long. */
 	int next = open("/", O_PATH | O_CLOEXEC);
 	if (next < 0)
 		return -1;
@@ -567,14 +568,14 @@ static int duplicate(int fd)
 
 bool nonresident_source(uint64_t ino, int fd, uint64_t size, int64_t mtime_ns, int64_t ctime_ns)
 {
-	/* Whether it still is that version, each read tells: the caller must not wait for the source. */
+	/* Each read compares the version. Here it cannot be asked for: the caller must not wait for the source. */
 	const struct version version = {.size = size, .mtime_ns = mtime_ns, .ctime_ns = ctime_ns};
 	pthread_mutex_lock(&source_lock);
 	struct file *file = make(ino, size);
 	if (file && file->source_fd < 0) {
 		file->source_fd = duplicate(fd);
 		file->version = version;
-		/* The kernel may read ahead of a sequential reader. Not taken, it is slower. */
+		/* Lets the kernel read ahead of a sequential reader. If it refuses, reads are slower. */
 		if (file->source_fd >= 0)
 			(void)posix_fadvise(file->source_fd, 0, 0, POSIX_FADV_NORMAL);
 	}
@@ -666,7 +667,7 @@ void nonresident_ahead(uint64_t ino, uint64_t chunk)
 	pthread_mutex_unlock(&source_lock);
 }
 
-/* A parked read of some of these bytes, all of whose bytes are there now; it uses them. Under `source_lock`. */
+/* A parked read of some of these bytes that has all of its bytes now; it uses the pieces. Under `source_lock`. */
 static struct job *find_parked(const struct file *file, uint64_t start, uint64_t end)
 {
 	for (struct waiter *waiter = file->parked; waiter; waiter = waiter->next) {
@@ -677,7 +678,7 @@ static struct job *find_parked(const struct file *file, uint64_t start, uint64_t
 	return NULL;
 }
 
-/* Answer those who wait for these bytes. Under `source_lock`, but not meanwhile. */
+/* Answer the reads that wait for these bytes. `source_lock` is released meanwhile. */
 static void answer_parked(const struct file *file, uint64_t start, uint64_t end)
 {
 	struct job *job;

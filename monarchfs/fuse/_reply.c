@@ -1,12 +1,12 @@
 /* From a file to the kernel. See _reply.h.
  *
- * Larger pieces go through a pipe (splice(2)): it takes the page cache's pages themselves, so that
- * their bytes are copied once, and in the kernel. For 128 KiB that costs a third less than a buffer;
- * what is small is cheaper in one. Mapping the file would save the same copy, but then a disk that
- * fails shows in the middle of the answer, which is the reader's; here it shows before.
+ * Larger replies go through a pipe (splice(2)). The pipe takes the page cache's pages themselves, so their bytes
+ * are copied once, in the kernel. For 128 KiB that costs a third less than a buffer; for small replies a buffer
+ * is cheaper. Mapping the file would save the same copy, but an error of the disk would then show in the middle
+ * of the answer, to the reader; here it shows before.
  *
- * What is in a pipe is still the file's: who writes to that on this node changes it there. So bytes that
- * are looked at before they are given away (`good`) are copied out of the file first.
+ * Pages in a pipe are still the file's: a writer on this node changes them there. So bytes that have to be
+ * checked before they are sent (`good`) are copied out of the file first.
  */
 #define _GNU_SOURCE
 #include "_reply.h"
@@ -19,7 +19,7 @@
 #include <unistd.h>
 
 #define PAGE_BYTES 4096
-#define PIPE_BYTES (1 << 20) /* what everybody may have: /proc/sys/fs/pipe-max-size */
+#define PIPE_BYTES (1 << 20) /* the limit for ordinary users: /proc/sys/fs/pipe-max-size */
 #define SPLICED_FROM_BYTES (32 * 1024)
 
 static int fuse_fd = -1;
@@ -59,14 +59,14 @@ static bool has_pipe(struct scratch *scratch, size_t pages)
 			return false;
 		}
 		int bytes = fcntl(scratch->pipe[0], F_SETPIPE_SZ, PIPE_BYTES);
-		if (bytes < 0) /* the user has too many: a small one is left */
+		if (bytes < 0) /* the user has too many pipes: this one stays small */
 			bytes = fcntl(scratch->pipe[0], F_GETPIPE_SZ);
 		scratch->pages = bytes > 0 ? (unsigned)bytes / PAGE_BYTES : 1;
 	}
 	return scratch->pipe[0] >= 0 && pages < scratch->pages;
 }
 
-/* Whether the kernel took it; `parts` begins with room for the header. */
+/* Write a reply; true if the kernel took it. `parts` begins with room for the header. */
 static bool send_parts(uint64_t unique, int error, struct iovec *parts, int count)
 {
 	struct fuse_out_header out = {.len = sizeof(out), .error = error, .unique = unique};
@@ -174,7 +174,7 @@ static enum answered through_pipe(struct scratch *scratch, const struct read_rep
 		scratch->pages = 0;
 	}
 	if (!filled || (sent < 0 && (error == ENOMEM || error == EINVAL || error == EAGAIN)))
-		return NOT_READ; /* or not taken: the request still waits */
+		return NOT_READ; /* or the kernel did not take it: the request still waits */
 	table_answered();
 	return sent < 0 ? NOBODY_WAITS : ANSWERED;
 }

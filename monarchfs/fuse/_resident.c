@@ -1,4 +1,4 @@
-/* Which files the threads may answer about by themselves. See _resident.h. */
+/* The resident files whose opens and reads the threads answer. See _resident.h. */
 #define _GNU_SOURCE
 #include "_resident.h"
 
@@ -16,13 +16,13 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Places for inodes: four times as many as there may be replicas, because open files without one
- * are counted here, too. Memory that is not touched costs nothing. Neighbouring numbers are kept
- * together, 64 to a page, as the index gives them out in sequence. */
+/* Places for inodes: four times the limit of replicas, because open files without a replica are counted here,
+ * too. Memory that is not touched costs nothing. Neighbouring numbers are kept together, 64 to a page, because
+ * the index gives them out in sequence. */
 #define PLACES (1U << 22)
 #define BLOCK_BITS 6
 #define RING 65536 /* opens that wait for resident_opened, a power of two */
-#define MOST_AT_ONE 200 /* threads at one inode */
+#define MOST_AT_ONE 200 /* threads that read one inode */
 
 struct entry {
 	uint64_t ino; /* 0: no entry */
@@ -34,15 +34,15 @@ struct entry {
 			uint64_t segment, offset;
 		};
 	};
-	uint32_t uses; /* how often it is open */
-	uint32_t stamp; /* another one with each replica */
+	uint32_t uses; /* opens */
+	uint32_t stamp; /* changes with each replica */
 	uint32_t backing_id;
 	uint8_t tier;
-	bool resident : 1; /* else it is only counted */
+	bool resident : 1; /* else the entry only counts opens */
 	bool seen : 1; /* was read, or opened */
 	bool in_segment : 1; /* it has no file of its own */
-	uint8_t readers; /* threads that are at it, from before it is opened */
-	uint8_t former; /* the same of replicas that it had before */
+	uint8_t readers; /* threads that read the replica, counted from before they open it */
+	uint8_t former; /* the same for earlier replicas */
 };
 
 _Static_assert(sizeof(struct entry) == 64, "two cache lines' worth is too much");
@@ -107,7 +107,7 @@ static void unmake(struct entry *entry)
 		next = (next + 1) & (PLACES - 1);
 		if (!entries[next].ino)
 			break;
-		/* It may fill the hole if that is not before its home. */
+		/* It may fill the hole, unless the hole is before its home. */
 		uint32_t home = home_of(entries[next].ino);
 		if (((next - home) & (PLACES - 1)) >= ((next - hole) & (PLACES - 1))) {
 			entries[hole] = entries[next];
@@ -123,7 +123,7 @@ static void tidy(struct entry *entry)
 		unmake(entry);
 }
 
-/* Another replica, or none: who reads the one that there was is told apart from now on. */
+/* It gets another replica, or none: from now on readers of the earlier one are counted apart. */
 static void renew(struct entry *entry)
 {
 	entry->stamp = ++stamps;
@@ -131,7 +131,7 @@ static void renew(struct entry *entry)
 	entry->readers = 0;
 }
 
-/* One thread less is at the replica with that stamp. */
+/* A thread has ended its read of the replica with that stamp. */
 static void leave(struct entry *entry, uint32_t stamp)
 {
 	if (entry->stamp == stamp)
@@ -141,7 +141,7 @@ static void leave(struct entry *entry, uint32_t stamp)
 	tidy(entry);
 }
 
-/* -- what it lies in */
+/* -- the file of the replica or of its segment */
 
 static struct tier_file file_of(const struct entry *entry)
 {
@@ -187,7 +187,7 @@ int resident_tier(unsigned tier, int dir_fd)
 	if (tier >= MOST_TIERS)
 		return -EINVAL;
 	int own = -1;
-	/* What was a tier's is not closed again: a thread may be using it. */
+	/* The earlier descriptor is not closed: a thread may be using it. */
 	if (dir_fd >= 0 && !(tiers[tier].known && alike(dir_fd, tiers[tier].fd))) {
 		own = fcntl(dir_fd, F_DUPFD_CLOEXEC, 0);
 		if (own < 0)
@@ -225,7 +225,7 @@ static bool same(const struct entry *one, const struct entry *other)
 	       !memcmp(one->name, other->name, NAME_BYTES);
 }
 
-/* Under `lock`: its replica is not to be read any more. */
+/* Under `lock`: its replica may be read no more. */
 static int take_away(struct entry *entry)
 {
 	const struct tier_file file = file_of(entry);
@@ -472,8 +472,8 @@ static void begin(const struct entry *entry, uint32_t place, int fd, struct read
 	reading->place = (int)place;
 }
 
-/* Under `lock`: of a descriptor that was opened without it. False where the replica has gone, or
- * another one has come, meanwhile. */
+/* Under `lock`: begin a read with a descriptor that was opened without the lock. False if the replica has been
+ * removed or replaced meanwhile. */
 static bool take(uint64_t ino, uint32_t stamp, int fd, struct reading *reading, int *to_close)
 {
 	struct entry *entry = look_up(ino); /* it is there: this thread is counted */

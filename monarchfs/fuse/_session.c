@@ -1,4 +1,4 @@
-/* The few places where pyfuse3 does not let us between libfuse and the kernel.
+/* Functions of libfuse that this module replaces, where pyfuse3 has no hook between libfuse and the kernel.
  *
  * This module is loaded with RTLD_GLOBAL before pyfuse3, so that the dynamic linker resolves
  * pyfuse3's calls to the functions below to these definitions (ld.so(8), symbol lookup order);
@@ -6,9 +6,9 @@
  *
  *   fuse_session_fd            tells pyfuse3 what to wait for: first libfuse's descriptor, then the
  *                              queue of the threads that read the kernel's (_relay.c)
- *   fuse_session_receive_buf   takes one request, remembers whose it is, and takes out
+ *   fuse_session_receive_buf   takes one request, remembers its process, and handles
  *                              FUSE_INTERRUPT, for which pyfuse3 has no hook
- *   fuse_reply_open            adds a backing file, of which libfuse 3.14 knows nothing
+ *   fuse_reply_open            adds a backing id, which libfuse 3.14 does not support
  *
  * pyfuse3 calls them with the GIL held, from one thread.
  */
@@ -39,11 +39,11 @@
 #include "../engine/_bindings.h"
 #include "../engine/_waiting.h"
 
-/* So often an interrupt is given back that comes before the request it is about. */
+/* How often an interrupt that comes before its request is returned to the kernel. */
 #define MOST_RETURNS 3
 #define RETURNS_KEPT 64
 
-/* So long are requests answered before the event loop's other tasks have their turn. */
+/* How long requests are answered before the event loop's other tasks run. */
 #define TURN_NS 1000000
 
 static uint64_t current_unique, current_node;
@@ -52,11 +52,11 @@ static uint32_t current_opcode;
 static uint32_t current_pid;
 static PyObject *on_interrupt; /* callable(unique) or NULL */
 static PyObject *on_request; /* callable(opcode, node id, body) or NULL */
-static int waited_fd = -1; /* an epoll descriptor: what pyfuse3 waits for may change behind it */
+static int waited_fd = -1; /* an epoll descriptor, so that what pyfuse3 waits for can be replaced */
 static bool relaying;
 static int news_fd = -1; /* readable while the threads have left requests to Python */
 static struct fuse_session *session;
-static bool directly; /* nobody reads but pyfuse3's loop */
+static bool directly; /* only pyfuse3's loop reads requests */
 
 static struct {
 	uint64_t unique;
@@ -95,8 +95,8 @@ int fuse_session_fd(struct fuse_session *se)
 	return waited_fd < 0 ? fd : waited_fd;
 }
 
-/* A request that pyfuse3 answers is so a moment after its handler has ended, without anything in
- * between: before this is called the next time. */
+/* pyfuse3 answers a request directly after its handler has ended, and so before this is called the next
+ * time. */
 static void answering(uint64_t unique)
 {
 	static uint64_t last;
@@ -105,7 +105,7 @@ static void answering(uint64_t unique)
 	last = unique;
 }
 
-/* Whether Python says when it is answered; others libfuse answers at once, without Python. */
+/* Whether Python reports the answer. libfuse answers other requests at once, without Python. */
 static bool is_handled(uint32_t opcode)
 {
 	switch (opcode) {
@@ -144,7 +144,7 @@ static ssize_t receive_here(struct fuse_session *se, void *buffer)
 	return error == EAGAIN || error == ENOENT ? -EINTR : -error;
 }
 
-/* The same, of those that the threads left to Python. */
+/* One request that the threads left to Python; returns the same. */
 static ssize_t receive_queued(void *buffer)
 {
 	int ended_by = 0;
@@ -154,8 +154,8 @@ static ssize_t receive_queued(void *buffer)
 	return got == 0 && ended_by != ENODEV ? -ended_by : got;
 }
 
-/* The kernel asks again while the request is not answered (fs/fuse/dev.c, fuse_dev_do_write): the
- * thread that took the request may not have queued it yet. */
+/* Return an interrupt to the kernel, which sends it again as long as its request is not answered (fs/fuse/dev.c,
+ * fuse_dev_do_write): the thread that took the request may not have queued it yet. */
 static void give_back(int fd, uint64_t unique)
 {
 	size_t place = unique / 2 % RETURNS_KEPT;
@@ -166,7 +166,7 @@ static void give_back(int fd, uint64_t unique)
 	if (++returned[place].times > MOST_RETURNS)
 		return;
 	struct fuse_out_header out = {.len = sizeof(out), .error = -EAGAIN, .unique = unique};
-	/* Fails where the request was answered meanwhile. */
+	/* Fails if the request was answered meanwhile. */
 	if (write(fd, &out, sizeof(out)) < 0)
 		returned[place].times = MOST_RETURNS;
 }
@@ -178,7 +178,7 @@ static void interrupted(struct fuse_session *se, const struct fuse_in_header *in
 	if (!known)
 		PyErr_WriteUnraisable(on_interrupt);
 	else if (relaying && known == Py_False) {
-		/* It is to be given up if its process dies: for Python. It comes before the interrupt. */
+		/* Python gives the request up if its process dies, so leave it to Python before the interrupt. */
 		waiting_leave(arg->unique);
 		give_back(real_session_fd(se), in->unique);
 	}
@@ -188,7 +188,7 @@ static void interrupted(struct fuse_session *se, const struct fuse_in_header *in
 /* Not one of the kernel's: see fast_path.Opcode. */
 #define UNOPENED 0xffff
 
-/* Have Python know of something that is not answered. */
+/* Notify Python of something that gets no answer. */
 static void notify_python(uint32_t opcode, uint64_t node, const void *body, size_t length)
 {
 	if (!on_request)
@@ -200,7 +200,7 @@ static void notify_python(uint32_t opcode, uint64_t node, const void *body, size
 	Py_XDECREF(done);
 }
 
-/* The kernel does not wait for the answer to an open: an earlier worker had answered it, and it may
+/* The kernel no longer waits for the answer to an open: an earlier worker had answered it, and the handle may
  * have been released since. */
 static void unopened(uint64_t fh)
 {
@@ -210,7 +210,7 @@ static void unopened(uint64_t fh)
 /* Whether Python answered the request at once. */
 static bool answered(struct fuse_session *se, const struct fuse_in_header *in, size_t length)
 {
-	/* Without threads pyfuse3 answers, but for listings: those it cannot give without attributes. */
+	/* Without threads pyfuse3 answers all but listings: it cannot list without attributes. */
 	if (!on_request || (!relaying && in->opcode != FUSE_READDIRPLUS))
 		return false;
 	if (in->opcode == FUSE_READ && ((const struct fuse_read_in *)(in + 1))->fh)
@@ -241,7 +241,7 @@ static bool answered(struct fuse_session *se, const struct fuse_in_header *in, s
 		.unique = in->unique,
 	};
 	struct iovec parts[] = {{&out, sizeof(out)}, {fails ? NULL : PyBytes_AS_STRING(body), size}};
-	/* Fails where nobody waits any more. */
+	/* Fails if nothing waits for the answer any more. */
 	ssize_t sent;
 	do {
 		sent = writev(real_session_fd(se), parts, 2);
@@ -261,8 +261,8 @@ static bool answered_here(const void *request, size_t length)
 
 int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 {
-	/* pyfuse3 keeps what is in `buf` while the request waits: a copy of its own size. In memory from
-	 * the beginning, as the threads' buffers (_relay.c). */
+	/* pyfuse3 keeps the content of `buf` while the request waits, so the buffer is as small as the request. Its
+	 * pages are in memory from the beginning, like those of the threads' buffers (_relay.c). */
 	static char *received;
 	if (!received) {
 		received = malloc(REQUEST_BYTES);
@@ -296,7 +296,7 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 			notify_python(in->opcode, in->nodeid, in + 1, (size_t)got - sizeof(*in));
 		else if (!answered(se, in, (size_t)got))
 			break;
-		/* There may be more, but other tasks want their turn, too. */
+		/* There may be more, but other tasks have to run, too. */
 		if (monotonic_ns() > until_ns)
 			return -EINTR;
 	}
@@ -304,7 +304,7 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 		answering(in->unique);
 	void *copy = NULL;
 	while (!(copy = realloc(buf->mem, (size_t)got)))
-		poll(NULL, 0, 10); /* somebody waits for the answer: there is nothing better to do */
+		poll(NULL, 0, 10); /* a process waits for the answer, so wait for memory */
 	memcpy(copy, received, (size_t)got);
 	buf->mem = copy;
 	buf->size = (size_t)got;
@@ -370,23 +370,24 @@ static PyObject *set_handler(PyObject **place, PyObject *handler)
 	Py_RETURN_NONE;
 }
 
-/* handler(unique) is called when the kernel says that the process that waits for this request got a signal;
- * False says that it is not known. None: interrupts go to libfuse, which ignores them. */
+/* handler(unique) is called when the kernel says that the process of this request got a signal. It returns False if
+ * it does not know the request. Without a handler (None), interrupts go to libfuse, which ignores them. */
 static PyObject *py_set_interrupt_handler(PyObject *self, PyObject *handler)
 {
 	(void)self;
 	return set_handler(&on_interrupt, handler);
 }
 
-/* handler(opcode, node id, body) is called with requests that it may answer at once: bytes are the body of the
- * answer, a number its errno; None leaves the request to pyfuse3, True has the threads' code try it again. */
+/* handler(opcode, node id, body) is called with requests that it may answer at once. It returns the body of the
+ * answer (bytes), its errno (a number), None to leave the request to pyfuse3, or True to have the threads' code try
+ * again. */
 static PyObject *py_set_request_handler(PyObject *self, PyObject *handler)
 {
 	(void)self;
 	return set_handler(&on_request, handler);
 }
 
-/* There will be no threads: pyfuse3 waits for libfuse's descriptor. Before its init. */
+/* There will be no threads: pyfuse3 waits for libfuse's descriptor. Called before pyfuse3's init. */
 static PyObject *py_read_directly(PyObject *self, PyObject *unused)
 {
 	(void)self;
@@ -395,7 +396,7 @@ static PyObject *py_read_directly(PyObject *self, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
-/* See _relay.h. False where pyfuse3 does not wait for what it should. */
+/* See _relay.h. False if pyfuse3 does not wait for the right descriptor. */
 static PyObject *py_start_relay(PyObject *self, PyObject *args)
 {
 	int init_fd, fd;

@@ -1,17 +1,17 @@
 /* The table of open files. See _table.h and handle_table.py.
  *
- * A worker may be killed between any two instructions; the next one sees what was stored before, in the
- * order of the stores below. Each handle begins and ends with one store, that of `ino`:
+ * A worker may be killed between any two instructions. The next one sees what was stored before, in the order of
+ * the stores below. Each handle begins and ends with one store, that of `ino`:
  *
- *   - A slot that is taken gets its next generation, and all else, before its `ino` (release). Killed
- *     before, it is free as it was, and nobody was told of the number. So no number is given out twice:
- *     each had another generation, which was stored before the number could be told to anybody.
- *   - A slot that is given back gets `ino` 0, and nothing else counts from then on.
+ *   - A slot that is taken gets its next generation, and everything else, before its `ino` (release). If the
+ *     worker is killed before that, the slot is still free, and its number was not given out. So no number is
+ *     given out twice: each has another generation, which is stored before the number is given out.
+ *   - A slot that is freed gets `ino` 0. From then on nothing else in it is valid.
  *
- * An open may be answered by two threads: the kernel may hand out again, under another name (RESENT),
- * what a thread is at, and refuse the answer to the old name. So each answer that is on its way is
- * counted in the slot, which ends with the last of them if the kernel took none. What an earlier worker
- * opened the kernel may hold.
+ * Two threads may answer one open: the kernel may send a request again under another number (RESENT) while a
+ * thread is working on it, and then refuses the answer to the old number. So the slot counts the answers that
+ * are on their way, and ends with the last of them if the kernel accepted none. The kernel may have handles
+ * open that an earlier worker added.
  */
 #define _GNU_SOURCE
 #include "_table.h"
@@ -42,14 +42,14 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct header *header; /* NULL: no table */
 static struct slot *slots;
 static size_t bytes;
-static uint32_t used, *freed, freed_count; /* the first is ours: others may write into the memory */
+static uint32_t used, *freed, freed_count; /* `used` is not in the table, because others may write there */
 
 static uint64_t number_of(uint32_t index)
 {
 	return (uint64_t)slots[index].generation << 32 | index;
 }
 
-/* Under `lock`. NULL for one that is not open. */
+/* Under `lock`. NULL if the handle is not open. */
 static struct slot *find(uint64_t number)
 {
 	uint32_t index = (uint32_t)number;
@@ -92,7 +92,7 @@ int table_attach(int fd)
 		munmap(memory, size);
 		return -EINVAL;
 	}
-	/* Room for all of them: memory that is not touched costs nothing. */
+	/* Room for all slots: memory that is not touched costs nothing. */
 	uint32_t *list = malloc(((size_t)count + 1) * sizeof(*list));
 	if (!list) {
 		munmap(memory, size);
@@ -116,7 +116,7 @@ int table_attach(int fd)
 	return 0;
 }
 
-/* Under `lock`. An earlier worker has carried the request out, and died before the kernel knew. */
+/* Under `lock`. The handle that an earlier worker added for the request before it died without an answer. */
 static struct slot *made_before(uint64_t ino, uint64_t unique)
 {
 	for (uint32_t index = 0; index < used; index++)
@@ -160,7 +160,7 @@ static int add(uint64_t ino, uint64_t unique, uint32_t backing_id, uint64_t flag
 
 int table_add(uint64_t ino, uint64_t unique, uint32_t backing_id, uint64_t flags, uint64_t *number)
 {
-	/* First, so that nobody takes the replica away who looks between the two. */
+	/* First, so that the replica is not removed between the two. */
 	resident_use(ino);
 	pthread_mutex_lock(&lock);
 	int result = add(ino, unique, backing_id, flags, number);
@@ -170,7 +170,7 @@ int table_add(uint64_t ino, uint64_t unique, uint32_t backing_id, uint64_t flags
 	return result;
 }
 
-/* Under `lock`. Its inode number. */
+/* Under `lock`. Returns its inode number. */
 static uint64_t end(struct slot *slot)
 {
 	uint64_t ino = slot->ino;
@@ -197,7 +197,7 @@ bool table_opened(uint64_t number, bool accepted)
 	bool owned = false;
 	uint64_t ino = 0;
 	pthread_mutex_lock(&lock);
-	struct slot *slot = find(number); /* the kernel may have released it already */
+	struct slot *slot = find(number); /* NULL if the kernel has released it already */
 	if (slot) {
 		slot->flags = (slot->flags | (accepted ? HELD : 0)) - ANSWERING;
 		bool over = slot->flags < ANSWERING && !(slot->flags & HELD);

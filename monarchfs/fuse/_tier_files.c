@@ -18,11 +18,11 @@
 
 struct open_file {
 	struct tier_file of;
-	int fd; /* -1: a free place */
+	int fd; /* -1: the place is free */
 	uint32_t reads; /* under way */
-	uint32_t next; /* in its bucket, or of the free ones */
-	bool stopped; /* to be closed after the last of them, and in no bucket */
-	bool used; /* since the hand went by */
+	uint32_t next; /* in its bucket, or in the list of free places */
+	bool stopped; /* in no bucket, and closed when the last read ends */
+	bool used; /* since the hand passed it */
 };
 
 static struct open_file *files;
@@ -108,7 +108,7 @@ void files_put_down_all(unsigned tier)
 	}
 }
 
-/* A free place: that of a file that was not read for long (CLOCK). */
+/* A free place, or that of a file that has not been read for long (CLOCK). */
 static uint32_t find_place(int *to_close)
 {
 	*to_close = -1;
@@ -154,7 +154,7 @@ int files_end(uint32_t place)
 
 /* -- opening, without the lock */
 
-/* As store/files.py has it: never through a symbolic link, and not to be held up by a FIFO. */
+/* As in store/files.py: never through a symbolic link, and without waiting for a FIFO. */
 static int open_below(int dir_fd, const char *path)
 {
 	const int flags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
@@ -162,7 +162,7 @@ static int open_below(int dir_fd, const char *path)
 	int fd = (int)syscall(SYS_openat2, dir_fd, path, &how, sizeof(how));
 	if (fd >= 0 || (errno != ENOSYS && errno != EPERM))
 		return fd;
-	/* Before Linux 5.6, or forbidden by a container's filter. */
+	/* The kernel is older than Linux 5.6, or a container's filter forbids the call. */
 	char subdir[PATH_BYTES] = {0};
 	size_t length = strcspn(path, "/");
 	memcpy(subdir, path, length);
