@@ -1,1 +1,1 @@
-"""The caches of a node: what there are, whose they are, which are in use, and how they go."""
+"""The caches of a node: which there are, whose they are, which are in use; and their removal."""

@@ -1,8 +1,8 @@
-"""Which caches there are: state directories, and directories in tiers, owned by them or by nobody.
+"""Finds caches: state directories, and directories in tiers, which a state directory owns, or none.
 
-A state directory and its content are the user's. So a child with that user's rights looks at it
-(``looks``), for a bounded time: it can reach nothing that the user could not. Directories of
-several users are only looked for where root alone can change the way.
+A state directory and its content belong to the user. So a child with that user's rights inspects it
+(``inspection``), for a bounded time: it can reach nothing that the user could not. Directories of
+several users are only searched where root alone can change the path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from monarchfs.types import OperationError, UsageError
 OTHER_TIER = "its last mount did not name this tier"
 UNCLAIMED = "no state directory claims it"
 UNKNOWN = "unknown"
-"""The source of a directory of the former layout that no state directory owns: it does not say."""
+"""The source of a directory of the former layout without a state directory: it is unknown."""
 _LOOK_SECONDS = 2.0
 _MOST_SILENT = 8
 _DATASET = re.compile(r"[0-9a-f]{16}")
@@ -44,7 +44,7 @@ _MOST_FORMER = 8
 
 @dataclass(frozen=True, slots=True)
 class TierDirectory:
-    """A directory in a tier. ``size`` is of its copies. ``stranded`` says why no mount uses
+    """A directory in a tier. ``size`` is that of its copies. ``stranded`` says why no mount uses
     them."""
 
     tier: str
@@ -54,14 +54,14 @@ class TierDirectory:
     last_used: float
     stranded: str | None = None
     former: bool = False
-    """In the layout of earlier releases, which the next mount of the source takes over."""
+    """It has the layout of earlier releases; the next mount of the source takes it over."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCache:
-    """A state directory with its directories in tiers; or, not ``claimed``, one directory whose
-    state directory is gone or has another. ``part``: only some of its directories are meant.
-    ``mountpoint`` is where it is or was last mounted; times are in seconds since 1970."""
+    """A state directory with its directories in tiers. If not ``claimed``: a single directory,
+    whose state directory is gone or has another one. ``part``: only some of its directories are
+    meant. ``mountpoint`` is where it is or was last mounted. Times are in seconds since 1970."""
 
     source: str
     user: User
@@ -78,14 +78,14 @@ class LocalCache:
         return sum(one.size.bytes for one in self.directories)
 
     def stranded_part(self) -> LocalCache | None:
-        """The cache with nothing but its stranded directories, None without any."""
+        """The cache with only its stranded directories; None if there are none."""
         left = tuple(one for one in self.directories if one.stranded)
         return replace(self, directories=left, part=True, in_use=False) if left else None
 
 
 class Inventory:
-    """One look at a node. ``notes`` say what could not be looked at. Each place that hangs costs
-    some seconds at most. For processes of one thread (forks)."""
+    """The caches of a node at one moment. ``notes`` say what could not be inspected. Each place
+    that hangs costs a few seconds at most. For processes with one thread, because it forks."""
 
     def __init__(self, *, measure: bool = True) -> None:
         self._measure = measure
@@ -95,8 +95,8 @@ class Inventory:
         self.notes: list[str] = []
 
     def caches(self) -> list[LocalCache]:
-        """All that were found, the least recently used first, with the stranded ones in all known
-        tiers."""
+        """All caches that were found, the least recently used first, with the stranded directories
+        in all known tiers."""
         looked: set[tuple[str, int]] = set()
         # A stranded directory's owner may name a state directory that has further tiers.
         while ahead := set(self._tiers) - looked:
@@ -106,7 +106,7 @@ class Inventory:
         return sorted(self._found.values(), key=lambda one: one.last_used)
 
     def users(self, users: Iterable[User], environ: Mapping[str, str]) -> None:
-        """The default places of users; ends early where many homes hang."""
+        """Search the default places of users; ends early if many homes hang."""
         silent = len(self.notes) + _MOST_SILENT
         for user in users:
             look = partial(default_places, user.uid, environ)
@@ -117,7 +117,7 @@ class Inventory:
                 return
 
     def base(self, cache_dir: str, user: User) -> None:
-        """A default place: state directories in ``state``, copies beside that."""
+        """Search a default place: state directories are in ``state``, copies beside it."""
         base = os.path.join(cache_dir, "state")
         for name, owner in self._names(base, user, _DATASET):
             self.state_dir(os.path.join(base, name), owner)
@@ -128,7 +128,7 @@ class Inventory:
         self._tiers[path, user.uid] = user
 
     def state_dir(self, path: str, user: User | None) -> bool:
-        """A state directory of a user's (None: of its owner); whether it is one."""
+        """Add a state directory of a user (None: of its owner); whether it is one."""
         if user is None:
             me = user_of(os.geteuid())
             uid = self._asked(me, path, lambda: os.lstat(path).st_uid)
@@ -171,7 +171,7 @@ class Inventory:
                     self._look_at(tier, name, owner, former=former)
 
     def _look_at(self, tier: str, name: str, owner: User, *, former: bool) -> None:
-        """A directory in a tier that no state directory has claimed so far."""
+        """Add a directory in a tier that no state directory has claimed so far."""
         found = self._directory(tier, name, owner, former=former)
         if found is None:
             return
@@ -182,7 +182,7 @@ class Inventory:
                 return
             source, state_dir = said["source"], said["state_dir"]
             if os.path.isabs(state_dir) and claims(state_dir, tier, name, owner):
-                # Also where that hangs, or is another container's.
+                # Also if that hangs, or belongs to another container.
                 self.state_dir(state_dir, owner)
                 return
         one = one if one.in_use else replace(one, stranded=UNCLAIMED)
@@ -204,15 +204,15 @@ class Inventory:
         return one, said["owner"]
 
     def _names(self, path: str, user: User, pattern: re.Pattern[str]) -> Iterable[tuple[str, User]]:
-        """The directories in one, of the user; of all users, where it is root's alone."""
+        """The user's directories in a directory; those of all users if root alone can change it."""
         found = self._asked(user, path, partial(names_in, path, user.uid, pattern)) or []
         if len(found) == MOST_NAMES:
             self.notes.append(f"{path} has more than {MOST_NAMES} entries: the rest was left out")
         return [(name, user if uid == user.uid else user_of(uid)) for name, uid in found]
 
     def _asked(self, user: User, path: str, look: Callable[[], Any]) -> Any:
-        """What ``look`` returns in a child with the user's rights; None if there is nothing, if it
-        may not look, and if it does not answer in time."""
+        """What ``look`` returns in a child with the user's rights. None if it finds nothing, has no
+        permission, or does not answer in time."""
 
         def call() -> Answer:
             become(user)
@@ -232,7 +232,7 @@ class Inventory:
 
 
 def source_gone(source: str, user: User) -> bool:
-    """Whether a user finds nothing at the source's path (also true of a source that is not mounted
+    """Whether the user finds nothing at the source's path (also true if the source is not mounted
     now); False if that is unknown."""
 
     def gone() -> bool:
@@ -243,7 +243,8 @@ def source_gone(source: str, user: User) -> bool:
 
 
 def default_places(uid: int, environ: Mapping[str, str]) -> list[str]:
-    """Where mounts of ``uid`` keep data by default. Asks the home's file system: for a child."""
+    """Where mounts of ``uid`` keep data by default. Asks the home's file system, so runs in a
+    child."""
     temporary = list(dict.fromkeys([environ.get("TMPDIR") or _TEMPORARY, _TEMPORARY]))
     places = [f"{directory}/monarchfs-{uid}" for directory in temporary]
     places += [path for directory in temporary for path in own_directories(directory, uid)]
@@ -255,7 +256,7 @@ def default_places(uid: int, environ: Mapping[str, str]) -> list[str]:
 
 
 def users_of_node() -> list[User]:
-    """Everybody whom the node knows, and who has a directory of ours in /tmp."""
+    """All users that the node knows, and those who have a directory of ours in /tmp."""
     uids = {entry.pw_uid for entry in pwd.getpwall()} - {0}
     own = re.compile(r"monarchfs-([0-9]{1,10})(\.[0-9a-f]{16})?")
     for name in os.listdir(_TEMPORARY):
@@ -265,7 +266,7 @@ def users_of_node() -> list[User]:
 
 
 def user_of(uid: int) -> User:
-    """A user by number, also one whom the node does not know (any more)."""
+    """A user by number, even if the node does not know the user (any more)."""
     if uid == os.geteuid():
         return User(_name_of(uid), uid, os.getegid(), tuple(os.getgroups()))
     try:

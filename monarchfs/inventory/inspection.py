@@ -1,6 +1,6 @@
-"""Looks at the directories of a cache, in a child with the rights of their user, whose they are.
+"""Inspects the directories of a cache, in a child with the rights of the user who owns them.
 
-Raises OSError where something cannot be looked at.
+Raises OSError if something cannot be inspected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _IN_FORMER = re.compile(rf"[0-9a-f]{{2}}|parts|segments|{OWNER}")
 
 
 def names_in(path: str, uid: int, pattern: re.Pattern[str]) -> list[tuple[str, int]]:
-    """The directories of ``uid`` in one, with their owners; those of all in one of root's."""
+    """The directories of ``uid`` in ``path``, with their owners; those of all users if it is
+    root's."""
     directory = os.open(path, OPEN_DIRECTORY)
     everybody = uid == 0 and _is_roots(path)
     found = []
@@ -55,7 +56,7 @@ def _is_roots(path: str) -> bool:
 
 
 def inspect_state(path: str, user: User) -> dict[str, Any] | None:
-    """What a state directory says, None for what is none."""
+    """What a state directory says; None if it is none."""
     directory = open_users(path, user.uid)
     if directory is None:
         return None
@@ -95,8 +96,9 @@ def _sharing(directory: int, user: User) -> int:
 
 
 def inspect_copies(path: str, user: User, *, measure: bool, former: bool) -> dict[str, Any] | None:
-    """A directory in a tier, None for what is none. One of the ``former`` layout has no owner file,
-    or an empty one, and its name alone says little: other programs use the tier, too."""
+    """What a directory in a tier says; None if it is none. With the ``former`` layout it has no
+    owner file, or an empty one. Its name alone proves little, because other programs use the tier,
+    too."""
     directory = open_users(path, user.uid)
     if directory is None:
         return None

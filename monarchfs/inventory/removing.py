@@ -21,14 +21,14 @@ from monarchfs.types import OperationError
 
 _SILENCE_SECONDS = 120.0
 _OURS = re.compile(r"tiers(\.new)?|index(\.bad-\d+)?|suspect|(worker|supervisor)\.log(\.1)?")
-"""What lies in a state directory (docs/ARCHITECTURE.md, "On disk"). Nothing else is removed there:
-it is whatever directory --state-dir named."""
+"""What lies in a state directory (docs/ARCHITECTURE.md, "On disk"). Nothing else is removed there,
+because --state-dir may name any directory."""
 
 
 def remove_cache(cache: LocalCache) -> None:
     """Removes a cache: its directories and, unless only a part is meant, its state directory.
 
-    Blocks until all is removed, or a file system is silent for two minutes. Raises OperationError
+    Blocks until all is removed, or nothing happens for two minutes. Raises OperationError
     if it is in use (then nothing was removed), or something cannot be removed.
     """
     tiers = [(one.path, OWNER, one.former) for one in cache.directories]
@@ -48,7 +48,7 @@ def remove_cache(cache: LocalCache) -> None:
         return left
 
     def heard(_name: Any) -> None:
-        """That it goes on is all there is to hear."""
+        """The messages matter only as a sign of progress."""
 
     left: Sequence[str] = bounded_talk(
         call,
@@ -61,8 +61,8 @@ def remove_cache(cache: LocalCache) -> None:
 
 
 def _hold(path: str, lock: str, make: bool, uid: int) -> tuple[str, str, int] | None:
-    """The directory, open, and locked for the life of this process; None if it is gone. ``make``:
-    the lock may have to be made, as by a mount that takes the directory over."""
+    """Open the directory, and lock it for the life of this process; None if it is gone. ``make``:
+    make the lock's file if there is none, like a mount that takes the directory over."""
     try:
         directory = open_users(path, uid)
         if directory is None:
@@ -83,8 +83,8 @@ def _hold(path: str, lock: str, make: bool, uid: int) -> tuple[str, str, int] | 
 
 
 def _empty(path: str, lock: str, directory: int, tell: Tell) -> bool:
-    """Removes a directory's content, its lock last, then itself; whether that worked, or other
-    things lie there."""
+    """Removes a directory's content, its lock last, and then the directory. False if that failed,
+    or if something else lies there."""
     os.fchdir(directory)
     for name in os.listdir("."):
         if name == lock or (lock == LOCK and not _OURS.fullmatch(name)):
@@ -108,7 +108,7 @@ def _empty(path: str, lock: str, directory: int, tell: Tell) -> bool:
 
 
 def _remove_as_root(path: str) -> None:
-    """A directory that is empty by now, and its user may not remove where it lies; or root's."""
+    """Removes an empty directory that its user has no right to remove, or that is root's."""
     try:
         with place_of(path, alone=False) as place:
             os.rmdir(place.name, dir_fd=place.directory)

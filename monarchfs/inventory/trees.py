@@ -1,4 +1,4 @@
-"""Trees of a user's, measured and removed safely whatever that user does meanwhile."""
+"""Trees of a user, measured and removed safely, whatever that user does meanwhile."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from monarchfs.types import OperationError
 _MEASURE_SECONDS = 3.0
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DEEPEST = 8
-"""Copies lie three directories below their tier's."""
+"""Copies lie three directories below the tier's directory."""
 
 
 def open_users(path: str, uid: int) -> int | None:
-    """A directory of this process's user; None if it is another's or others may change it. Raises
-    OSError; as root also if a link of another's is on the way."""
+    """Open a directory of this process's user; None if it is another user's, or others may change
+    it. Raises OSError; as root also if the path has a link of another user."""
     if os.geteuid() == 0:
         place = open_directory(path, alone=False)
         try:
@@ -41,7 +41,7 @@ def open_users(path: str, uid: int) -> int | None:
 
 @dataclass(slots=True)
 class Size:
-    """What a tree takes: ``bytes`` are its blocks. ``whole``: all of it was looked at."""
+    """The size of a tree: ``bytes`` are its blocks. ``whole``: all of it was measured."""
 
     bytes: int = 0
     files: int = 0
@@ -49,9 +49,9 @@ class Size:
 
 
 def remove_tree(path: str) -> None:
-    """Removes a directory of the user's whose parent is root's. Follows no link, whatever the user
-    does (shutil.rmtree works by descriptors). Raises OperationError, after removing all it can, if
-    something is left."""
+    """Removes a directory of the user whose parent is root's. Follows no link, whatever the user
+    does (shutil.rmtree works by descriptors). If something is left, it raises OperationError after
+    it has removed all it can."""
     assert shutil.rmtree.avoids_symlink_attacks
     errors: list[BaseException] = []
 
@@ -65,7 +65,7 @@ def remove_tree(path: str) -> None:
 
 
 def tree_size(path: str, seconds: float = _MEASURE_SECONDS) -> Size:
-    """The blocks and number of all files below, or of those found in ``seconds``."""
+    """The blocks and the number of all files below, or of those found within ``seconds``."""
     size = Size()
     top = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -76,8 +76,8 @@ def tree_size(path: str, seconds: float = _MEASURE_SECONDS) -> Size:
 
 
 def _add_below(size: Size, directory: int, name: str, deadline: float, deepest: int) -> None:
-    """Of one directory in another. The tree is a user's: no link is followed, and nothing that the
-    user has mounted in it is asked, as that may hang."""
+    """The size of one directory in another. The tree is a user's: no link is followed, and nothing
+    that the user has mounted there is asked, because that may hang."""
     flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     with ExitStack() as closing:
         try:
@@ -101,10 +101,10 @@ def _add_below(size: Size, directory: int, name: str, deadline: float, deepest: 
 
 
 def in_use(directory: str, lock: str = LOCK) -> bool:
-    """Whether a mount, or fsck, holds the lock of a state directory, or of a tier's."""
+    """Whether a mount or fsck has locked a state directory or a directory in a tier."""
     path = os.path.join(directory, lock)
     try:
-        # The directory is the user's, and so may be what is called like the lock.
+        # The directory is the user's, so anything may have the name of the lock.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False

@@ -1,1 +1,1 @@
-"""What ``monarchfs plan`` works out: what of a dataset fits where, and what that brings."""
+"""``monarchfs plan``: how much of a dataset fits where, and what that gains."""

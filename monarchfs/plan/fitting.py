@@ -1,4 +1,4 @@
-"""What goes where: the files, one by one, through the placement that a mount uses. Pure."""
+"""Which files go where, by the placement that a mount uses. Pure."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _CHUNK_BYTES = 128 << 10
 
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
-    """A tier as placement sees it. ``held_files`` of this dataset, of ``held_bytes`` in blocks, lie
-    in it already; ``space`` is the rest."""
+    """A tier as placement sees it. It has ``held_files`` of this dataset already, with
+    ``held_bytes`` in blocks; ``space`` is without these."""
 
     path: str
     capacity_bytes: int
@@ -47,9 +47,9 @@ class Amount:
 
 @dataclass(slots=True)
 class Fitted:
-    """``tiers`` gets what was placed there (whole files and parts), ``whole`` is all of them;
-    ``partial``: files kept in part, with the kept bytes; ``remote``: files without a copy, and the
-    missing bytes of partial ones."""
+    """``tiers`` has what was placed in each (whole files and parts), ``whole`` the whole files of
+    all tiers, ``partial`` the files kept in part, with the bytes that are kept, ``remote`` the
+    files without a copy, and the missing bytes of partial ones."""
 
     tiers: list[Amount]
     whole: Amount = field(default_factory=Amount)
@@ -58,7 +58,7 @@ class Fitted:
 
 
 class _NoBooks:
-    """Nothing is evicted in a plan: outdated replicas count as gone."""
+    """In a plan nothing is evicted, and outdated replicas count as removed."""
 
     def allocated_bytes(self, ino: int, tier: int) -> int | None:
         return None
@@ -76,8 +76,8 @@ class _NoBooks:
 def fit(
     files: Iterable[tuple[int, int]], rooms: Sequence[PlannedTier], reserve_percent: float
 ) -> Fitted:
-    """Places files in this order, as a mount with ``--evict keep`` does. Of each the size, and what
-    a copy occupies: less if it has holes."""
+    """Places files in this order, like a mount with ``--evict keep``. Each file is given by its
+    size, and by what a copy occupies: less if it has holes."""
     placement = Placement(range(len(rooms)), _NoBooks(), reserve_percent=reserve_percent)
     for number, room in enumerate(rooms):
         placement.handle(Loaded(number, room.held_files, room.held_bytes))
@@ -107,7 +107,7 @@ def blocks(size: int) -> int:
 
 
 def _grow(placement: Placement, ino: int, size: int) -> int:
-    """As many bytes as there is room for."""
+    """The number of bytes for which there is room."""
     granted, step = 0, _STEP_BYTES
     while granted < size and step >= _CHUNK_BYTES:
         wanted = min(step, size - granted)

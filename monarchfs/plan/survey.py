@@ -1,5 +1,5 @@
-"""Looks at a dataset and its tiers, and fits one into the others. For a child process, as the
-mount's user: it blocks as long as the source does, and reports its progress."""
+"""Surveys a dataset and its tiers, and fits the dataset into the tiers. Runs in a child process as
+the mount's user: it blocks as long as the source does, and reports its progress."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from monarchfs.types import TierFile
 
 TELL_SECONDS = 0.2
 _LOOK_EVERY = 64
-"""Files between two looks at the clock."""
+"""Files between two readings of the clock."""
 _SMALLEST_CLASS = 4 << 10
 _STEP_OF_CLASSES = 16
 
 
 @dataclass(slots=True)
 class Sizes:
-    """How many files are of which size: classes up to 4K, 64K, 1M, 16M, ..."""
+    """How many files have which size, in classes up to 4K, 64K, 1M, 16M, ..."""
 
     classes: list[Amount] = field(default_factory=list)
 
@@ -48,8 +48,8 @@ class Sizes:
 
 @dataclass(slots=True)
 class Survey:
-    """What was found. ``cached_in_tier`` are complete replicas of files as they are now; of ``new``
-    files the sizes, and what copies will occupy."""
+    """What was found. ``cached_in_tier`` are complete replicas of files as they are now. ``new``
+    has the sizes of the other files, and what copies will occupy."""
 
     counts: WalkCounts = field(default_factory=WalkCounts)
     sizes: Sizes = field(default_factory=Sizes)
@@ -62,7 +62,7 @@ class Survey:
 
 
 class _Clock:
-    """Tells, a few times a second, and says when time is up."""
+    """Reports the progress a few times a second, and says when time is up."""
 
     def __init__(self, tell: Tell, seconds: float) -> None:
         self._tell = tell
@@ -156,7 +156,7 @@ def _replicas(directory: str, clock: _Clock) -> dict[bytes, int]:
 
 
 def _in_segments(directory: str) -> Iterator[TierFile]:
-    """As their lists say: what was copied in the last half minute is missing."""
+    """By the lists beside segments: copies of the last half minute are missing."""
     fd = os.open(directory, on_disk.DIRECTORY)
     try:
         segments = SegmentFiles(fd, directory, os.fstat(fd).st_uid)

@@ -1,5 +1,5 @@
-"""How long it takes, at measured rates. Pure estimates, without the job's own computing and the
-page cache."""
+"""Estimates of how long reads take, at measured rates, without the job's own computing and the page
+cache. Pure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from monarchfs.plan.fitting import Amount
 RELAY_BYTES_PER_SECOND = 2.0e9
 RELAY_FILES_PER_SECOND = 6000.0
 COPY_FILES_PER_SECOND = 2000.0
-"""What one mount relays, and copies, where nothing else limits it, on the machine of README.md.
-Copying 10,000 files of 16 KiB took 0.46 ms each, 0.84 ms where the machine was busy otherwise."""
+"""What one mount relays and copies if nothing else limits it, on the machine of README.md. Copying
+10,000 files of 16 KiB took 0.46 ms each, and 0.84 ms on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSpeed:
-    """``bytes_per_second`` of all ``threads`` together; ``open_seconds`` is one thread's."""
+    """``bytes_per_second`` is that of all ``threads`` together, ``open_seconds`` that of one."""
 
     bytes_per_second: float
     open_seconds: float
     threads: int
 
     def seconds(self, amount: Amount) -> float:
-        """To read it all, file by file, with that many threads."""
+        """The seconds to read it all, file by file, with that many threads."""
         opening = amount.files * self.open_seconds / self.threads
         return amount.bytes / self.bytes_per_second + opening
 
@@ -37,8 +37,9 @@ class TierSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """``new`` is copied, per tier as in ``new_in_tier``; ``cached`` lies there already, per tier as
-    in ``cached_in_tier``; ``remote`` is read from the source in every epoch."""
+    """``new`` files are copied, to each tier those in ``new_in_tier``. ``cached`` files are local
+    already, in each tier those in ``cached_in_tier``. ``remote`` is read from the source in every
+    epoch."""
 
     new: Amount
     cached: Amount
@@ -49,7 +50,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds. ``fill`` is what ``--prefetch all`` needs without readers."""
+    """Seconds. ``fill`` is the time that ``--prefetch all`` takes without readers."""
 
     fill: float
     plain_epoch: float
@@ -103,7 +104,7 @@ def _local(amounts: Sequence[Amount], tiers: Sequence[TierSpeed]) -> float:
 
 
 def _relayed(amount: Amount, seconds: float) -> float:
-    """``seconds``, or what the mount needs to relay it, if that is more."""
+    """``seconds``, or the time to relay it through the mount, if that is more."""
     return max(
         seconds, amount.bytes / RELAY_BYTES_PER_SECOND, amount.files / RELAY_FILES_PER_SECOND
     )

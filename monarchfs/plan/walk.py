@@ -13,8 +13,8 @@ from monarchfs.types import SourceStat
 
 
 class File(NamedTuple):
-    """A regular file: its size, what a copy is expected to occupy, and the name that a replica of
-    this version has."""
+    """A regular file: its size, what a copy will probably occupy, and the name of a replica of this
+    version."""
 
     size: int
     occupied_bytes: int
@@ -23,8 +23,8 @@ class File(NamedTuple):
 
 @dataclass(slots=True)
 class WalkCounts:
-    """Beside files: ``others`` are links and special files, ``unreadable`` directories that could
-    not be listed, ``hard_links`` further names of files that were counted."""
+    """What there is beside files: ``others`` are links and special files, ``unreadable``
+    directories could not be listed, ``hard_links`` are further names of counted files."""
 
     directories: int = 0
     others: int = 0

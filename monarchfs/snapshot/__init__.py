@@ -1,1 +1,2 @@
-"""A dataset's names and attributes in a file, so that one look at the source serves many nodes."""
+"""A dataset's names and attributes in a file, so that one walk over the source serves many
+nodes."""

@@ -1,4 +1,4 @@
-"""Writing the names and attributes of a source to a file. For a child process, as the user: it
+"""Writes the names and attributes of a source to a file. Runs in a child process as the user: it
 blocks as long as the source does."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from monarchfs.types import FileType, SourceStat
 
 @dataclass(slots=True)
 class Exported:
-    """What was written. ``unreadable`` directories could not be listed; ``unknown`` names are
-    without attributes: they were gone, or changed just then."""
+    """What was written. ``unreadable`` directories could not be listed. ``unknown`` names have no
+    attributes, because they were gone or changed at that moment."""
 
     directories: int = 0
     entries: int = 0
@@ -28,10 +28,11 @@ class Exported:
 
 def export(root: str, file: IO[bytes], progress: Callable[[Exported], None]) -> Exported:
     """Write all names and attributes below ``root`` to ``file``; ``progress`` is called after each
-    batch of names. Raises OSError where ``root`` cannot be listed or ``file`` not be written, and
+    batch of names. Raises OSError if ``root`` cannot be listed or ``file`` cannot be written, and
     what ``progress`` raises.
 
-    Other file systems that are mounted below it are left out: their numbers mean nothing elsewhere.
+    File systems that are mounted below ``root`` are left out: their inode numbers mean nothing on
+    other nodes.
     """
     root_stat, taken_ns = os.stat(root), time.time_ns()
     device = root_stat.st_dev
@@ -48,7 +49,7 @@ def export(root: str, file: IO[bytes], progress: Callable[[Exported], None]) -> 
             continue
         times = SourceStat.of(directory.stat, device).version
         writer.begin(directory.path[prefix:], times.mtime_ns, times.ctime_ns)
-        # What changed while it was looked at may have changed again.
+        # A directory that changed during the walk may have changed again.
         complete = times.past_racy_window(taken_ns)
         for batch in directory.batches:
             found = _found(directory.path, batch, device, taken_ns)

@@ -4,19 +4,19 @@
 line                              holds
 ================================  ================================================================
 ``["monarchfs index", 1, SOURCE,  first: format and version, the source's path, its root's inode
-ROOT_INO, TAKEN_NS]``             number, and when the look at it began
+ROOT_INO, TAKEN_NS]``             number, and when the walk over it began
 ``["d", PATH, MTIME, CTIME]``     a directory, after the one that it lies in: its path below the
                                   root (empty: the root), its times (ns) from before it was listed
 ``["e", [ENTRY, ...]]``           at most 100 of its entries: [name, type, inode number] (type: as
                                   in d_type), then, if the attributes are known, size, mtime_ns,
                                   ctime_ns, atime_ns, mode, nlink, uid, gid, rdev, blocks, blksize,
                                   and of a symbolic link its target
-``["."]``                         that were all entries of the directory
+``["."]``                         the directory has no further entries
 ``["end", DIRECTORIES, ENTRIES]`` last: how many there were
 ================================  ================================================================
 
-Bytes that are no UTF-8 are surrogates (PEP 383). Who reads such a file trusts nothing in it but its
-claims about the source: every value is checked for what could harm the reader.
+Bytes that are not UTF-8 are surrogates (PEP 383). The reader trusts only what the file says about
+the source: it checks every value that could do harm.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from monarchfs.types import FileType, OperationError, SourceStat
 FORMAT = "monarchfs index"
 VERSION = 1
 ENTRIES_PER_LINE = 100
-"""So many are recorded in one step of an event loop: about a millisecond."""
+"""Entries that are recorded in one step of an event loop: about a millisecond."""
 
 MOST_LINE_BYTES = 4 << 20
 _MOST_NAME_BYTES = 255
@@ -42,13 +42,13 @@ _MOST_PATH_BYTES = 1 << 16
 _STAT_FIELDS = 11
 _U64, _U32 = 1 << 64, 1 << 32
 _LIMITS = (_U64 >> 1, None, None, None, _U32, _U32, _U32, _U32, _U64, _U64 >> 1, _U32)
-"""Of the attributes, in their order; times may be negative and have more than 64 bits."""
+"""The attributes, in order. Times may be negative and have more than 64 bits."""
 _MOST_TIME = 1 << 80
 
 
 class Head(NamedTuple):
-    """What a file is of: the source's path there, its root's inode number, and when it was looked
-    at, in ns since the epoch."""
+    """The source of a file: its path, its root's inode number, and when it was walked, in ns since
+    the epoch."""
 
     source: str
     root_ino: int
@@ -56,7 +56,7 @@ class Head(NamedTuple):
 
 
 class FoundName(NamedTuple):
-    """A name in a directory; ``stat`` is None where it alone is known."""
+    """A name in a directory; ``stat`` is None if its attributes are unknown."""
 
     name: bytes
     type: FileType
@@ -66,7 +66,7 @@ class FoundName(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """A directory follows: ``path`` are the names that lead to it from the root."""
+    """A directory begins; ``path`` has the names that lead to it from the root."""
 
     path: tuple[bytes, ...]
     mtime_ns: int
@@ -80,11 +80,11 @@ class Entries(NamedTuple):
 
 
 class Complete(NamedTuple):
-    """That were all entries of the directory."""
+    """The directory has no further entries."""
 
 
 class End(NamedTuple):
-    """That was all."""
+    """The end of the file."""
 
     directories: int
     entries: int
@@ -104,7 +104,7 @@ class Writer:
         """``file`` stays the caller's. Methods raise OSError where it cannot be written."""
         self.directories = 0
         self.entries = 0
-        # Neither time nor name in it: the same dataset is the same file.
+        # Without time and name in the header: the same dataset gives the same file.
         self._file = gzip.GzipFile("", "wb", 6, file, 0)
         self._put([FORMAT, VERSION, head.source, head.root_ino, head.taken_ns])
 
@@ -121,7 +121,7 @@ class Writer:
             self._put(["e", [_entry(one) for one in part]])
 
     def complete(self) -> None:
-        """There are no others."""
+        """The directory has no further entries."""
         self._put(["."])
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ def _entry(found: FoundName) -> list[Any]:
 
 
 class Reader:
-    """Reads such a file. Constant: ``head``. Each method blocks for the file, and raises Malformed
+    """Reads such a file. Constant: ``head``. Each method waits for the file, and raises Malformed
     or OSError."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -164,7 +164,7 @@ class Reader:
                 raise MalformedSnapshot("it is no exported index")
 
     def __iter__(self) -> Iterator[Record]:
-        """All that follows; Malformed where there is no end, or it is another than it should be."""
+        """All that follows. Raises Malformed if the end is missing or wrong."""
         directories = entries = 0
         while True:
             record = _record(self._line())
@@ -176,7 +176,7 @@ class Reader:
                 case End():
                     counted = (directories, entries) == (record.directories, record.entries)
                     _check(counted, "its end does not fit what it holds")
-                    # Its checksum is looked at where it ends.
+                    # The end is where its checksum is compared.
                     _check(self._ends(), "something follows its end")
                     yield record
                     return

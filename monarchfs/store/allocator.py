@@ -1,4 +1,4 @@
-"""Where replicas go in segments. Pure: no input or output."""
+"""Places of replicas in segments. Pure: no input or output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def new_segment() -> int:
 
 
 class Allocator:
-    """Gives records their places, one after the other; does no input or output.
+    """Gives records consecutive places; does no input or output.
 
     Changing: ``current`` and where it ends so far. Not thread-safe.
     """
@@ -52,8 +52,8 @@ class Allocator:
         """Segment and offset for each size, in order; and the segments that begin with this call,
         to be entered in the index before anything is written.
 
-        A record that is larger than a segment gets one of its own. An empty one takes a block, so
-        that no two have one place.
+        A record that is larger than a segment gets a segment of its own. An empty record takes a
+        block, so that no two have the same place.
         """
         places: list[tuple[int, int]] = []
         begun: list[int] = []

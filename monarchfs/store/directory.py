@@ -1,4 +1,4 @@
-"""One directory of files that are ours."""
+"""A directory of files that are ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REMARKS = 100  # files that are not ours, in the log; more would add nothing
 
 
 class Remarks:
-    """Log messages about what is not ours below ``path``; each place is named once."""
+    """Log messages about files below ``path`` that are not ours, once for each place."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -31,18 +31,17 @@ class Remarks:
 
 
 class Directory:
-    """The directory ``name``, made for the first file. It is never one that is reached through a
-    symbolic link. What lies in it and is not a regular file of ``uid`` is never followed, changed
-    or removed.
+    """The directory ``name``, made for the first file. It is never reached through a symbolic link.
+    Only regular files of ``uid`` in it are ever followed, changed or removed.
 
     Changing, under ``_lock``: ``_known``, the directory's descriptor, and ``_retired``, those of
-    deleted directories that it replaced. None is closed before ``close``: a thread may be using it.
+    deleted directories that it replaced. They stay open until ``close``: a thread may use them.
 
     All methods block and raise OSError. Thread-safe.
     """
 
     def __init__(self, parent_fd: int, name: str, uid: int, remarks: Remarks) -> None:
-        """``parent_fd``, where it lies, stays the caller's, and open until ``close``."""
+        """``parent_fd``, its parent, stays the caller's, and open until ``close``."""
         self._parent = parent_fd
         self._name = name
         self._uid = uid
@@ -60,11 +59,11 @@ class Directory:
             self._retired.clear()
 
     def make(self) -> None:
-        """Have it there before the first file."""
+        """Make the directory before the first file."""
         self._opened(create=True)
 
     def create(self, file: str) -> int:
-        """Make a file; its descriptor (O_RDWR). Raises FileExistsError if something is there."""
+        """Make a file; returns its descriptor (O_RDWR). Raises FileExistsError."""
         directory = self._opened(create=True)
         try:
             return os.open(file, on_disk.CREATE, on_disk.NOT_SYNCED_MODE, dir_fd=directory)
@@ -86,7 +85,7 @@ class Directory:
         return fd
 
     def stat(self, file: str) -> os.stat_result | None:
-        """Of a file of ours, else None."""
+        """The attributes of a file of ours, else None."""
         try:
             st = os.stat(file, dir_fd=self._opened(), follow_symlinks=False)
         except FileNotFoundError:
@@ -102,21 +101,20 @@ class Directory:
         return None
 
     def remove(self, file: str) -> None:
-        """Remove a file if it is ours; it is no error if there is none."""
+        """Remove a file if it is ours. A missing file is no error."""
         if self.stat(file) is not None:
             with suppress(FileNotFoundError):
                 os.unlink(file, dir_fd=self._opened())
 
     def remove_after_failure(self, file: str) -> None:
-        """``remove``, where the caller is to hear of an earlier failure: raises nothing."""
+        """``remove`` that raises nothing, because the caller raises an earlier error."""
         try:
             self.remove(file)
         except OSError as error:
             logger.warning("could not remove %s/%s: %s", self._name, file, error)
 
     def is_at(self, fd: int, file: str) -> bool:
-        """Whether the open file ``fd`` lies here under that name. Raises ReplicaLost where nothing
-        does."""
+        """Whether the open file ``fd`` has that name here. Raises ReplicaLost if nothing has."""
         try:
             st = os.stat(file, dir_fd=self._opened(), follow_symlinks=False)
         except OSError as error:
@@ -124,8 +122,8 @@ class Directory:
         return os.path.samestat(os.fstat(fd), st)
 
     def move_here(self, source: Directory, name: str, file: str) -> None:
-        """Move ``name`` of another directory here, as ``file``, in place of a file of ours. Raises
-        FileExistsError where something else lies there."""
+        """Move ``name`` of another directory here, as ``file``. It replaces a file of ours. Raises
+        FileExistsError if something else has that name."""
         directory = self._opened(create=True)
         try:
             self._move(source, name, directory, file)
@@ -149,7 +147,7 @@ class Directory:
                     yield entry.name, st
 
     def entries(self) -> Iterator[os.DirEntry[str]]:
-        """What lies there, ours or not."""
+        """All entries, ours or not."""
         # Through a descriptor of its own: two listings must not share a position.
         try:
             fd = os.open(self._name, on_disk.DIRECTORY, dir_fd=self._parent)
@@ -167,8 +165,8 @@ class Directory:
             os.close(fd)
 
     def _opened(self, *, create: bool = False, instead_of: int | None = None) -> int:
-        """``instead_of`` is the descriptor of a directory that turned out to be deleted: something
-        cleaned the tier behind our back."""
+        """``instead_of`` is the descriptor of a directory that turned out to be deleted: another
+        program has cleaned the tier."""
         with self._lock:
             if self._known is not None and self._known != instead_of:
                 return self._known

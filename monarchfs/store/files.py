@@ -25,9 +25,9 @@ WRITE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 NOT_SYNCED_MODE = 0o600
 SYNCED_MODE = 0o400
 
-# What open(2) with O_DIRECTORY and O_NOFOLLOW says of what is there and is no directory.
+# The errors of open(2) with O_DIRECTORY and O_NOFOLLOW for something that is no directory.
 NOT_A_DIRECTORY = frozenset({errno.ENOTDIR, errno.ELOOP})
-# What open(2) says where something else than a replica lies under its name.
+# The errors of open(2) if something other than a replica has its name.
 _NOT_A_REPLICA = NOT_A_DIRECTORY | {errno.ENOENT, errno.EISDIR, errno.ENXIO}
 
 PARTS = "parts"
@@ -41,7 +41,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def fan_out(name: bytes) -> str:
-    """The directory that complete replicas of this name lie in."""
+    """The directory of complete replicas of this name."""
     return f"{name[0]:02x}"
 
 
@@ -117,7 +117,7 @@ def write_all(fd: int, offset: int, view: memoryview) -> None:
 
 
 def write_sparse(fd: int, offset: int, data: Data) -> None:
-    """Write where nothing else was ever written, leaving runs of 64 KiB of zeros as holes."""
+    """Write to a range that was never written; runs of 64 KiB of zeros stay holes."""
     view = memoryview(data).cast("B")
     start = 0
     for at in range(0, len(view), _HOLE_BYTES):

@@ -1,4 +1,4 @@
-"""Where a tier's directory is by now: its disk may have come back, or something removed it."""
+"""Finding a tier's directory again: its disk may have come back, or the directory was removed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from monarchfs.store.tier import Tier
 
 
 def find_again(tier: Tier) -> bool:
-    """Go on in what lies under the path of the tier's directory; whether it is another one.
+    """Use the directory that has the path of the tier's now; whether it is another one.
 
     Makes the directory if it is gone. Raises OSError; PermissionError for one that is not ours, or
     that others may write to.

@@ -27,7 +27,7 @@ from monarchfs.worker.worker import Worker
 log = logging.getLogger(__name__)
 
 WORKER_LOG = "worker.log"
-"""Standard error, of a daemon; the supervisor knows it by the same name."""
+"""The file of a daemon's standard error; the supervisor uses the same name."""
 STACKS_SIGNAL = signal.SIGUSR1
 """Have the stacks of all threads written to standard error."""
 
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     log_filter.report(all_of_them=True)
     logging.shutdown()
     sys.stderr.flush()
-    # A thread that hangs in the source would keep the interpreter from ending.
+    # A thread that hangs in the source would prevent the interpreter's end.
     os._exit(code)
 
 

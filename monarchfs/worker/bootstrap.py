@@ -45,7 +45,7 @@ class Bootstrap:
 
     @classmethod
     def read(cls, fd: int) -> Bootstrap:
-        """Raises OperationError where the supervisor is of a release that speaks otherwise."""
+        """Raises OperationError if the supervisor's release has another protocol."""
         with open(fd, "rb") as file:
             message = json.loads(file.read())
         fds = message["fds"]
@@ -76,19 +76,19 @@ class Bootstrap:
 
     @property
     def supervisor_uid(self) -> int:
-        """Who made the channel: root, where this is the worker of another user's mount."""
+        """The user who made the channel: root, if this is the worker of another user's mount."""
         with socket.socket(fileno=os.dup(self.channel_fd)) as channel:
             return peer_uid(channel)
 
 
 def send(channel_fd: int, message: dict[str, Any]) -> None:
-    """Before there is a ``SupervisorChannel``. Blocks."""
+    """Send a message before there is a ``SupervisorChannel``. Blocks."""
     with socket.socket(fileno=os.dup(channel_fd)) as channel:
         channel.send(json.dumps(message).encode())
 
 
 def wait_to_begin(channel_fd: int) -> dict[str, Any] | None:
-    """Report that this process could take over, and wait for the order; None: it is not wanted."""
+    """Report that this process could take over, and wait for the order. None: it is not needed."""
     send(channel_fd, {"event": "loaded"})
     with socket.socket(fileno=os.dup(channel_fd)) as channel:
         message = channel.recv(CHANNEL_BYTES)

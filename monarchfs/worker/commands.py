@@ -1,7 +1,7 @@
-"""What people ask a mount for over the control socket, beside ``status``.
+"""The commands that a worker answers over the control socket, beside ``status``.
 
-``control`` documents the messages. Each command works through the paths of its request and tells
-how far it has come; a client that goes away ends it.
+``control`` documents the messages. Each command works through the paths of its request and reports
+its progress. It ends if its client goes away.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from monarchfs.types import MonarchError, Node, OperationError
 log = logging.getLogger(__name__)
 
 COMMANDS = ("refresh", "pin", "unpin", "evict", "warm", "why", "metrics", "peers")
-"""All that the worker answers; docs/CONTROL.md says how."""
+"""All commands that the worker answers; see docs/CONTROL.md."""
 
 BATCH = 128
-"""Names looked at without letting others run: about a millisecond."""
+"""Names examined without a checkpoint: about a millisecond."""
 
 USUAL_TELL_SECONDS = messages.PROGRESS_SECONDS / 2
 _TELL_SECONDS = {"warm": 0.5}
-"""How often a client hears how far it is."""
+"""How often a client gets a report of the progress."""
 
 FOLLOW_SECONDS = 0.25
 
 STILL_SECONDS = 120.0
-"""Who waits for files to be copied is sent away when nothing was for so long: longer than a copy
-that failed waits before it is tried again (``prefetch.retries.RETRY_SECONDS``)."""
+"""A client that waits for copies is sent away if none ended for this long. It is longer than a
+failed copy waits before it is tried again (``prefetch.retries.RETRY_SECONDS``)."""
 
 _WHAT = {"copy": What.COPY, "metadata": What.METADATA, "check": What.CHECK}
 
 
 @dataclass(slots=True)
 class DoneCounts:
-    """``files`` and ``bytes`` of the source that were dealt with, ``kept`` ones that were not."""
+    """``files`` and ``bytes`` of the source that were processed; ``kept`` files that were not."""
 
     files: int = 0
     bytes: int = 0
@@ -82,7 +82,7 @@ class Commands:
         return command in COMMANDS
 
     async def answer(self, request: dict[str, Any], stream: trio.SocketStream) -> None:
-        """Carry out a request that ``knows``, and send its reply and what comes before it."""
+        """Carry out a request that it ``knows``, and send the progress and the reply."""
         so_far: dict[str, Any] = {}
 
         async def keep_telling() -> None:
@@ -114,7 +114,7 @@ class Commands:
                 return await self._refresh_all([_components(path) for path in paths], so_far)
             case "why":
                 return await self._explain(paths, so_far)
-        # All of them first: a name that does not exist is no reason to do half of it.
+        # All of them first: if a name does not exist, nothing is done.
         nodes = [await self._finder.find(path) for path in paths]
         if request["command"] == "warm":
             return await self._warm(nodes, request, so_far)
@@ -146,7 +146,7 @@ class Commands:
         return total
 
     async def _explain(self, paths: Sequence[str], so_far: dict[str, Any]) -> dict[str, Any]:
-        """What is known of each path; what cannot be said of one does not keep the others."""
+        """What is known of each path. An error with one path does not affect the others."""
         reports = []
         for path in paths:
             try:
@@ -172,7 +172,7 @@ class Commands:
                 nursery.cancel_scope.cancel()
         else:
             warm = self._warming.start(what, nodes)
-            # Who waits may go away: the request goes on.
+            # If the client goes away, the request goes on.
             moving = request.get("wait") is not True or await _follow(warm, so_far)
         if not moving:
             raise OperationError(
@@ -209,7 +209,7 @@ class Commands:
 
 
 async def _unless_broken(talk: Callable[[], Any], command: trio.CancelScope) -> None:
-    """Talk to the client; end the command where that is gone."""
+    """Talk to the client; end the command if the client is gone."""
     try:
         await talk()
     except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -217,7 +217,7 @@ async def _unless_broken(talk: Callable[[], Any], command: trio.CancelScope) -> 
 
 
 async def _follow(warm: Warm, so_far: dict[str, Any]) -> bool:
-    """Tell how far it is until it has ended; False where nothing moves for STILL_SECONDS."""
+    """Report the progress until it has ended; False if there is none for STILL_SECONDS."""
     last, moved = "", trio.current_time()
     while not warm.done.is_set():
         with trio.move_on_after(FOLLOW_SECONDS):
@@ -231,7 +231,7 @@ async def _follow(warm: Warm, so_far: dict[str, Any]) -> bool:
 
 
 def _paths(request: dict[str, Any]) -> list[str]:
-    """Raises OperationError where they are not what ``control`` says."""
+    """Raises OperationError if they are not as ``control`` documents them."""
     paths = request.get("paths")
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise OperationError("the request has no list of paths")

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def values_now(worker: Observed) -> Values:
-    """One moment, for ``text.exposition``. Takes the event loop less than a tenth of a millisecond;
-    asks neither the source nor a disk."""
+    """The values at this moment, for ``text.exposition``. Takes less than a tenth of a millisecond,
+    and asks neither the source nor a disk."""
     metrics = worker.metrics
     worker.count()
     return {

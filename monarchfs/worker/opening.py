@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def safe(config: Config) -> Config:
-    """What is left of a mount whose workers died and died: the source."""
+    """The configuration of safe mode, for a mount whose workers died again and again."""
     return replace(
         config,
         tiers=(),
@@ -39,9 +39,10 @@ def safe(config: Config) -> Config:
 
 
 def free_opens(config: Config) -> bool:
-    """Whether the kernel may open files without asking: the same for all workers of a mount, as it
-    does not begin to ask again. Not where somebody has to hear of each open: the source, or who
-    goes by what was used, as files that the kernel has in memory are used unseen."""
+    """Whether the kernel may open files without asking. This is the same for all workers of a
+    mount, because the kernel does not begin to ask again. It may not if each open has to be known:
+    to the source, or to a policy that goes by use, because files in the kernel's memory are used
+    unseen."""
     return (
         config.freshness.mode is FreshnessMode.IMMUTABLE
         and config.evict is EvictionPolicy.KEEP
@@ -50,8 +51,8 @@ def free_opens(config: Config) -> bool:
 
 
 def reads_by_kernel(config: Config, index: Index, *, passes: bool) -> bool:
-    """Whether resident files are for the kernel to read; ``passes``: it may come to that. To be
-    decided once a mount: the kernel goes by the first answer to an open."""
+    """Whether the kernel reads resident files itself; ``passes``: it is able to. Decided once for a
+    mount, because the kernel goes by the first answer to an open."""
     totals = index.tier_totals().values()
     dataset = ResidentReplicas(
         sum(tier.resident for tier in totals), sum(tier.allocated_bytes for tier in totals)
@@ -63,8 +64,8 @@ def reads_by_kernel(config: Config, index: Index, *, passes: bool) -> bool:
 
 
 def open_index(config: Config, state_dir: str, root_ino: int, on_change: OnChange) -> Index:
-    """The index; one that cannot be used is set aside and a new one made. ``root_ino`` is that of
-    the source's root directory."""
+    """Open the index. One that cannot be used is set aside, and a new one is made. ``root_ino`` is
+    the inode number of the source's root directory."""
     try:
         return _open_index_of_root(config, state_dir, root_ino, on_change)
     except IndexUnusable as exc:
@@ -77,7 +78,7 @@ def open_index(config: Config, state_dir: str, root_ino: int, on_change: OnChang
 def _open_index_of_root(
     config: Config, state_dir: str, root_ino: int, on_change: OnChange
 ) -> Index:
-    # A commit that a killed process made is in the page cache, whole: that index is sound.
+    # The commits of a killed process are complete in the page cache, so its index is sound.
     index = Index.open(
         state_dir, source_id=config.dataset_id, trust_after_kill=True, on_change=on_change
     )
@@ -92,7 +93,7 @@ def _open_index_of_root(
 
 
 def open_tiers(config: Config, bootstrap: Bootstrap, index: Index) -> list[tuple[Tier, TierSize]]:
-    """Raises OperationError for one in which something lies that is not ours."""
+    """Raises OperationError if something in it is not ours."""
     return [
         (
             _open_tier(
@@ -116,7 +117,7 @@ def _open_tier(fd: int, path: str, number: int, directory: str) -> Tier:
 
 
 def keep_counts(descriptor: int | None, parts: Mapping[str, object]) -> PersistentCounts:
-    """Goes on from what the worker before has counted."""
+    """Goes on from the counts of the worker before."""
     kept = PersistentCounts(descriptor, parts)
     try:
         kept.restore()

@@ -68,8 +68,8 @@ BACKGROUND_EXTRA = 8
 class Parts:
     """The parts of a worker, connected. Constant; each owns what it opens.
 
-    Each gets what it needs when it is made. Where two need each other, the one made first gets
-    the other later, by a method: ``Relay.begin``, ``Cache.bind``.
+    Each gets what it needs when it is made. If two need each other, the one made first gets the
+    other later, by a method: ``Relay.begin``, ``Cache.bind``.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class Parts:
         if table.kernel_reads is None:
             table.kernel_reads = reads_by_kernel(config, self.index, passes=bootstrap.passes)
         self.kernel_reads = bool(table.kernel_reads)
-        # Numbers that the kernel knows are not given to other files, also if the index was lost.
+        # Even if the index was lost, numbers that the kernel knows are not given to other files.
         if table.numbers:
             self.index.skip_numbers_after(table.numbers)
         table.numbers = self.index.next_number
-        # Where nobody waits for a copy or a scan, those who read go first.
+        # Copies and scans that nobody waits for give way to readers.
         quietly = run_sync_at(config.copy_nice)
         self.relay = Relay(
             fuse_session.hooks,
@@ -209,7 +209,7 @@ class Parts:
         )
         self.interrupts = Interrupts(self.metrics)
         if bootstrap.peers is not None and bootstrap.peers_fd is not None and relays:
-            # Mounts that share nothing are not to pay for libcurl.
+            # Mounts that share nothing do not load libcurl.
             from monarchfs.worker.peering import Peering
 
             self.peering = Peering(
@@ -290,7 +290,7 @@ class Parts:
 
     @property
     def requests_waiting(self) -> int:
-        """How many wait for the source, or for a tier."""
+        """How many requests wait for the source or for a tier."""
         return self.interrupts.waiting + self.relay.waiting
 
     def _replica_changed(self, name: bytes) -> None:
@@ -303,7 +303,7 @@ class Parts:
         fuse_session.hooks.names_forget_all()
 
     def count(self) -> None:
-        """Bring the counts up to date, and keep them: before they are shown to anybody."""
+        """Bring the counts up to date, and store them. Called before they are shown."""
         self.relay.counts.count()
         self.arrivals.take_events()
         if self.peering is not None:
@@ -320,7 +320,7 @@ def _peers(parts: Parts) -> dict[str, Any]:
 def _exporter(parts: Parts, descriptor: int | None) -> Exporter | None:
     if descriptor is None:
         return None
-    # Mounts without metrics are not to pay for the import.
+    # Mounts without metrics do not import this.
     from monarchfs.exporter.run import Exporter
     from monarchfs.worker.metric_values import values_now
 
@@ -328,7 +328,7 @@ def _exporter(parts: Parts, descriptor: int | None) -> Exporter | None:
 
 
 def _metrics(parts: Parts) -> dict[str, Any]:
-    """What the exporter of the node asks for."""
+    """The answer to the node's exporter."""
     from monarchfs.exporter.wire import encode
     from monarchfs.worker.metric_values import values_now
 

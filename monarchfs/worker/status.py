@@ -27,7 +27,7 @@ MOST_PEERS = 128
 
 
 class Observed(Protocol):
-    """What a worker shows of itself: to ``status``, and to who collects metrics."""
+    """What a worker shows of itself, to ``status`` and to metrics."""
 
     @property
     def config(self) -> Config: ...
@@ -55,7 +55,7 @@ class Observed(Protocol):
     def restarts(self) -> int: ...
     @property
     def requests_waiting(self) -> int:
-        """For the source, or for a tier."""
+        """How many requests wait for the source or for a tier."""
         ...
 
     def count(self) -> None:
@@ -158,12 +158,12 @@ def status(worker: Observed) -> dict[str, Any]:
 
 
 def _left(fill: Fill) -> int:
-    """What is still to be read of a file that is being copied."""
+    """How much of a file that is being copied is still to be read."""
     chunks = fill.chunks
     return max(0, fill.size - chunks.present_count * chunks.chunk_bytes)
 
 
 def _peers(peering: Peering | None) -> list[dict[str, Any]]:
-    """Those first that do not answer."""
+    """In order: those first that do not answer."""
     rows = [] if peering is None else peering.status()
     return sorted(rows, key=lambda row: row["error"] is None and not row["avoided"])[:MOST_PEERS]

@@ -1,4 +1,4 @@
-"""The worker's tasks: it takes over, serves, does what the supervisor says, and ends."""
+"""The worker's tasks: it takes over, serves, obeys the supervisor, and ends."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ BEAT_SECONDS = 0.25
 
 
 class Worker(Parts):
-    """See ``Parts``. Changing: what was being copied when an earlier worker ended; whether a later
-    one waits for this one's end."""
+    """See ``Parts``. Changing: the files that were being copied when an earlier worker ended;
+    whether a later worker waits for this one's end."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Worker(Parts):
         self._leaving = False
 
     async def start(self) -> None:
-        """Everything that must be so before the first request. Raises OSError, MonarchError."""
+        """Do everything that comes before the first request. Raises OSError, MonarchError."""
         if self.restarts:
             self._take_over()
         self.cache.load(boot_id(), self._take_over_files)
@@ -61,7 +61,7 @@ class Worker(Parts):
             await self.tree.attributes.load_root()
 
     def _take_over(self) -> None:
-        """Where only an earlier worker knew something, assume the worst."""
+        """For what only an earlier worker knew, assume the worst."""
         self._interrupted = self.index.under_way()
         self.tree.recorder.take_over(self.handle_table.moved_ns)
         self.files.racy_opens.take_over(self._mount_ns, time.time_ns())
@@ -71,7 +71,7 @@ class Worker(Parts):
             log.info("took over %d open files", handles)
 
     async def beat(self) -> None:
-        """Show the supervisor that the event loop turns, and keep what was counted, for ever."""
+        """Show the supervisor that the event loop runs, and store the counts, for ever."""
         while True:
             self.handle_table.beat()
             self.count()
@@ -79,7 +79,7 @@ class Worker(Parts):
             await trio.sleep(BEAT_SECONDS)
 
     async def listen(self) -> None:
-        """Do what the supervisor says until it says stop or is gone."""
+        """Obey the supervisor until it says stop or is gone."""
         while True:
             received = await self._channel.receive()
             if received is None:
@@ -141,7 +141,7 @@ class Worker(Parts):
         elif config.tiers:
             self.warming.resume()
         for ino in self._interrupted:
-            # Behind what is opened: some of these were being removed when the other worker died.
+            # After the open files: some of these were being removed when the other worker died.
             self.copier.jobs.want(ino, Priority.SCANNED)
         if config.index_file is not None:
             # Before the scan, which then finds what it looks for.
@@ -161,7 +161,7 @@ class Worker(Parts):
             self._nursery.start_soon(self.scan.listed, paths)
 
     async def close(self) -> None:
-        """Keep what was copied, within a bounded time."""
+        """Store what was copied, within a bounded time."""
         with trio.CancelScope(shield=True), trio.move_on_after(SHUTDOWN_SYNC_SECONDS):
             await self.copier.files.suspend()
             if not self._leaving:  # else somebody waits, and the machine goes on
