@@ -5,6 +5,7 @@ A question names some spans, each of a file; the answer has a row for each, in t
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,6 +17,7 @@ MOST_SPANS = 16
 """In a question. The answer of each has some 4 KiB."""
 
 _WANTED = struct.Struct("<16sIIIBH")
+_PATH = re.compile(r"(/[a-z0-9.]+)*")
 _HELD = struct.Struct("<?HI")
 
 
@@ -87,6 +89,7 @@ def decode_held(data: bytes, count: int) -> list[HeldSpan]:
             at += size
     except (struct.error, ValueError):
         raise PeerError("the answer about spans is none") from None
-    if at != len(data) or not all(one.path.isprintable() for one in held):
+    # What follows a host's name in a URL, and does not change the host.
+    if at != len(data) or not all(_PATH.fullmatch(one.path) for one in held):
         raise PeerError("the answer about spans is none")
     return held

@@ -36,7 +36,11 @@ class ChunkMap:
 
     def saved(self) -> bytes:
         """One byte a chunk: 1 where it is present. What is claimed only does not count."""
-        return bytes(self._state).replace(CLAIMED, MISSING).replace(PRESENT, CLAIMED)
+        return self.saved_range(0, self.count)
+
+    def saved_range(self, first: int, last: int) -> bytes:
+        """``saved`` of [first, last)."""
+        return bytes(self._state[first:last]).replace(CLAIMED, MISSING).replace(PRESENT, CLAIMED)
 
     def states(self) -> bytes:
         """All of them."""

@@ -25,6 +25,9 @@ DIGEST_BYTES = 8
 WINDOW = 64
 """So many of a file's spans are copied at once at most."""
 
+UNIT_BYTES = 8 << 20
+"""At least as much is read of another node at once, if it is there."""
+
 ASK_SECONDS = 0.2
 """An owner that lacks some of a span is asked again after this long."""
 
@@ -104,7 +107,8 @@ class FileSpans:
                     return None
                 run = chunks.missing_in(first, last, most_chunks)
             else:
-                run = None if owned_only else self._ready(chunks, span, most_chunks)
+                most = max(most_chunks, UNIT_BYTES // chunks.chunk_bytes)
+                run = None if owned_only else self._ready(chunks, span, most)
             if run is not None:
                 return run
         return None
