@@ -76,16 +76,19 @@ def generate(path: Path, dataset: Dataset) -> None:
         os.utime(entry, (1.6e9, 1.6e9))
 
 
-def read_all(task: tuple[str, Dataset, int]) -> float:
-    """Seconds that a node takes for all files, in an order of its own. ValueError for wrong
+def read_all(task: tuple[str, Dataset, int, bool]) -> float:
+    """Seconds that a node takes for all files, in an order of its own. The last field: all nodes
+    read one mount, so what one has read is dropped from its page cache. ValueError for wrong
     bytes."""
-    root, dataset, seed = task
+    root, dataset, seed, drops = task
     order = list(range(dataset.files))
     random.Random(seed).shuffle(order)
     started = time.perf_counter()
     for number in order:
         with open(f"{root}/{number // 200:03d}/{number:06d}", "rb") as file:
             data = file.read()
+            if drops:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if len(data) != dataset.file_bytes or int.from_bytes(data[:8], "big") != number:
             raise ValueError(f"{root}: file {number} has wrong bytes")
     return time.perf_counter() - started
@@ -142,7 +145,10 @@ def measure(arm: str, task: Task, data: Path, dataset: Dataset, pool: Pool) -> F
                 found.copy_seconds = time.perf_counter() - began
         for epoch in range(EPOCHS):
             task.say(f"{dataset.name}, {arm}, epoch {epoch + 1}")
-            work = [(str(root), dataset, 10 * epoch + node) for node, root in enumerate(roots)]
+            work = [
+                (str(root), dataset, 10 * epoch + node, arm is ALONE)
+                for node, root in enumerate(roots)
+            ]
             found.seconds.append(max(pool.map(read_all, work, chunksize=1)))
             for mount in mounts:
                 mount.wait_idle()
@@ -204,6 +210,7 @@ def run(task: Task) -> Result:
         f"the source: {PROFILE.bandwidth / MB:g} MB/s for all nodes together,"
         f" {1000 * PROFILE.read_seconds:g} ms an operation; page caches dropped before each epoch",
         "nodes: mounts on one machine, which share its processors; the network is the loopback",
+        "source alone: names are looked up once for all nodes; bytes that two read at once, too",
         "the daemons: supervisors, workers, nginx",
     ]
     return result
