@@ -1,6 +1,6 @@
 """What the cache needs of the threads of the C part, which open and read files without Python.
 
-The cache says what they may read, and asks before it takes that away.
+The cache says which files they may read, and asks them before it removes one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from monarchfs.types import Node, Replica, SourceVersion
 
 
 class Readers(Protocol):
-    """Those of a process. No method has a checkpoint; the only wait is for the closing of local
+    """The threads of a process. No method has a checkpoint. The only wait is for closing local
     files."""
 
     @property
@@ -22,7 +22,7 @@ class Readers(Protocol):
         """The index has this complete replica of each node: a new one, or one at another place."""
 
     def invalidate(self, ino: int) -> None:
-        """Its replica must not be read any more, whoever has it open."""
+        """Its replica must not be read any more, even by readers that have it open."""
 
     def try_remove(self, ino: int) -> bool:
         """``invalidate``, unless the file is open or being read: then False."""
@@ -35,14 +35,14 @@ class Readers(Protocol):
         """The source has another version: open handles keep this one, and no open gets it."""
 
     def used(self, ino: int) -> bool:
-        """Whether they know of a handle for it."""
+        """Whether they have a handle for it."""
 
     def serve(self, tier_id: int, dir_fd: int | None) -> None:
-        """They may read what the tier has in this directory, which stays the caller's; with None,
-        nothing of the tier."""
+        """They may read the files in this directory of the tier, which stays the caller's; with
+        None, no files of the tier."""
 
     def catch_up(self) -> None:
-        """Pass what they opened since the last call to ``Cache.accessed``."""
+        """Report to ``Cache.accessed`` what they opened since the last call."""
 
     def exclude(self, ino: int, *, excluded: bool) -> bool:
         """Python begins to read the file from the source, or ends: meanwhile no thread begins to.
@@ -50,8 +50,8 @@ class Readers(Protocol):
 
 
 class NonresidentReads:
-    """Their reads of files that are not resident (yet). An inode number is one version of one file;
-    descriptors stay the caller's. No method has a checkpoint, or waits.
+    """The threads' reads of files that are not resident (yet). An inode number is one version of
+    one file. Descriptors stay the caller's. No method has a checkpoint, or waits.
 
     In this class the methods do nothing: all of those reads come to Python."""
 

@@ -57,16 +57,16 @@ class ReplicaHolder(Protocol):
         """It has become resident, in a file of its own."""
 
     def let_go(self, ino: int) -> trio.Event | None:
-        """The replica's file is being removed: set once it is not kept open here any more, None
-        where it is not."""
+        """The replica's file is being removed. The event is set when the file is no longer kept
+        open here; None if it is not kept open."""
 
     def reclaim(self, ino: int) -> None:
-        """It is about to be looked at who has the replica open: gets an ``OpenReplica`` for each
-        open that there is none for, and opens it no more."""
+        """The cache is about to check whether the replica is open: make an ``OpenReplica`` for each
+        open that has none, and open it no more."""
 
 
 class NoHolder:
-    """Where only this process opens and reads replicas."""
+    """For mounts in which only this process opens and reads replicas."""
 
     def stored(self, ino: int) -> None: ...
 

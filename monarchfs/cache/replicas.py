@@ -155,7 +155,7 @@ class Reservation:
 
     @property
     def lock(self) -> trio.Lock:
-        """Held by who makes the part file."""
+        """Held while the part file is made."""
         if self._lock is None:
             self._lock = trio.Lock()
         return self._lock

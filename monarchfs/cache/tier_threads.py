@@ -25,13 +25,13 @@ class TierThreads:
         self._writing = trio.CapacityLimiter(count)
 
     async def run(self, fn: Callable[..., T], *args: object) -> T:
-        """What no reader waits for."""
+        """Run a call that no reader waits for."""
         return await self._behind(fn, *args, limiter=self._limiter_behind)
 
     async def run_now(self, fn: Callable[..., T], *args: object) -> T:
-        """For who reads: not behind those who copy."""
+        """Run a call that a reader waits for, not behind copies."""
         return await run_sync(fn, *args, limiter=self.limiter)
 
     async def write(self, fn: Callable[..., T], *args: object) -> T:
-        """What waits for the source, a little: others shall not."""
+        """Run a call that may wait for the source a little, so that it delays no others."""
         return await self._behind(fn, *args, limiter=self._writing)

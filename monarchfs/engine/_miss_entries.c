@@ -296,7 +296,7 @@ bool miss_make_room(size_t size)
 			event->bytes = NULL;
 			event->error = MISS_LEFT;
 			struct entry *told = *miss_place_of(event->ino);
-			if (told) /* else who wants it would wait for them */
+			if (told) /* else a caller would go on waiting for them */
 				told->told = false;
 		}
 	}

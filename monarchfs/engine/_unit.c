@@ -1,7 +1,7 @@
 /* One read of a large file in the source on behalf of its copy. See _unit.h.
  *
- * The blocks' memory is used again at once, the last one first: so it is in the processor's cache, and
- * costs no page faults.
+ * The memory of blocks is used again at once, the last one first: so it is in the CPU's cache and costs no
+ * page faults.
  */
 #define _GNU_SOURCE
 #define XXH_INLINE_ALL
@@ -24,20 +24,20 @@
 #define HOLE_BYTES (64U << 10)
 #define FS_BLOCK_BYTES 4096U
 #define PAGE_BYTES 4096
-#define SPARE_BLOCKS 64 /* that are kept for the next */
+#define SPARE_BLOCKS 64 /* free blocks that are kept */
 #define BLOCK_DIGEST_BYTES (UNIT_BLOCK_BYTES / UNIT_CHECKED_BYTES * UNIT_DIGEST_BYTES)
 
-/* A source that takes longer is asked for more at once: it may have several servers. */
+/* If the source takes longer, the next read is larger: the source may have several servers. */
 #define SLOW_NS 1000000
 #define MOST_BLOCKS 64 /* in one read */
 
 struct block {
-	struct block *next; /* of those that are spare */
+	struct block *next; /* among the spare ones */
 	unsigned users;
 	char *data;
 };
 
-/* Under `lock`, but for what is constant: the plan, `count`. */
+/* Guarded by `lock`, except for the plan and `count`, which are constant. */
 struct unit {
 	pthread_mutex_t lock;
 	pthread_cond_t news;
@@ -188,8 +188,7 @@ static unsigned block_of(const struct unit *unit, uint64_t offset)
 	return (unsigned)((offset - unit->plan.start) / UNIT_BLOCK_BYTES);
 }
 
-/* What becomes of a block, to those who read the file without Python. Under the unit's lock: what it is
- * stopped for comes after it. */
+/* Tell readers without Python the state of a block. Under the unit's lock, so that nothing follows unit_stop. */
 static void tell(const struct unit *unit, unsigned n, enum chunk_state state)
 {
 	if (!unit->plan.readers || unit->stopped)
@@ -227,7 +226,7 @@ static enum unit_end look(int fd, const struct unit_version *version)
 	return same ? UNIT_READ : UNIT_CHANGED;
 }
 
-/* `size` bytes into parts that may have room for more. */
+/* Read `size` bytes into parts that may have room for more. */
 static enum unit_end read_all(int fd, struct iovec *parts, int count, uint64_t offset, size_t size)
 {
 	for (;;) {
@@ -250,7 +249,7 @@ static enum unit_end read_all(int fd, struct iovec *parts, int count, uint64_t o
 	}
 }
 
-/* Blocks [n, n + count) into memory; `blocks` are the caller's only if this succeeds. */
+/* Read blocks [n, n + count) into memory. `blocks` belong to the caller only if this succeeds. */
 static enum unit_end read_blocks(const struct unit *unit, const struct unit_source *source, unsigned n,
 				 unsigned count, struct block **blocks)
 {
@@ -261,7 +260,7 @@ static enum unit_end read_blocks(const struct unit *unit, const struct unit_sour
 	enum unit_end end = UNIT_FAILED;
 	while (have < count && (blocks[have] = new_block())) {
 		size_t here = size_of(unit, n + have);
-		/* The end of a file need not be aligned, a direct read of it must be. */
+		/* The end of a file need not be aligned, but a direct read must be. */
 		size_t pages = (here + PAGE_BYTES - 1) / PAGE_BYTES;
 		parts[have] = (struct iovec){blocks[have]->data, pages * PAGE_BYTES};
 		size += here;
@@ -279,7 +278,7 @@ static enum unit_end read_blocks(const struct unit *unit, const struct unit_sour
 	return end;
 }
 
-/* Answer those who wait for a block, and have others find it. */
+/* Answer the reads that wait for a block, and let later reads find it. */
 static void show_block(const struct unit *unit, unsigned n, struct block *block)
 {
 	const struct nonresident_units *readers = unit->plan.readers;
@@ -291,7 +290,7 @@ static void show_block(const struct unit *unit, unsigned n, struct block *block)
 		leave_block(block);
 }
 
-/* A block is here, and looked at. Takes it over. */
+/* A block has arrived, and its version was compared. Takes it over. */
 static void put(struct unit *unit, unsigned n, struct block *block)
 {
 	bool full = unit->plan.most_bytes && unit_memory() > unit->plan.most_bytes;
@@ -300,7 +299,7 @@ static void put(struct unit *unit, unsigned n, struct block *block)
 	unit->places[n].state = UNIT_IN_MEMORY;
 	bool shown = !unit->stopped;
 	pthread_mutex_unlock(&unit->lock);
-	/* Before it is the writer's: what has been written has arrived before. */
+	/* Before the writer gets it, so that a block is shown before it is written. */
 	if (shown)
 		show_block(unit, n, block);
 	pthread_mutex_lock(&unit->lock);
@@ -333,7 +332,7 @@ static enum unit_end read_each(struct unit *unit, struct unit_source *source, ui
 		count = step < unit->count - n ? step : unit->count - n;
 		end = read_blocks(unit, source, n, count, blocks);
 		if (end == UNIT_FAILED && errno == EINVAL && source->direct >= 0) {
-			source->direct = -1; /* its file system wants another alignment */
+			source->direct = -1; /* the file system needs another alignment */
 			count = 0;
 			continue;
 		}
@@ -352,12 +351,12 @@ enum unit_end unit_read(struct unit *unit, struct unit_source *source, uint64_t 
 {
 	*bytes = 0;
 	uint64_t start = start_of(unit, unit->arrived);
-	/* Somebody may be reading what follows, and what is read ahead and dropped for want of memory is
-	 * read twice. */
+	/* Another thread may be reading what follows. And pages that the kernel reads ahead, and drops because
+	 * memory is short, are read twice. */
 	(void)posix_fadvise(source->fd, 0, 0, POSIX_FADV_RANDOM);
 	enum unit_end end = read_each(unit, source, bytes);
 	int error = errno;
-	/* The tier has it now, or the mount's own pages. */
+	/* The tier or the mount's own pages have the bytes now. */
 	if (*bytes && source->direct < 0)
 		(void)posix_fadvise(source->fd, (off_t)start, (off_t)*bytes,
 				    POSIX_FADV_DONTNEED);
@@ -426,7 +425,7 @@ int unit_read_elsewhere(struct unit *unit, unit_elsewhere *from, unsigned peer, 
 
 static bool is_hole(const char *data, size_t size)
 {
-	/* The first and the last byte tell nearly always. */
+	/* Comparing the first and the last byte is nearly always enough. */
 	return !data[0] && !data[size - 1] && !memcmp(data, data + 1, size - 1);
 }
 
@@ -445,7 +444,7 @@ static int write_all(int fd, const char *from, size_t size, uint64_t offset)
 	return 0;
 }
 
-/* As store/files.py: where nothing else was ever written. */
+/* As in store/files.py, for a range that was never written. */
 static int write_sparse(int fd, const char *data, size_t size, uint64_t offset)
 {
 	size_t start = 0;
@@ -461,8 +460,8 @@ static int write_sparse(int fd, const char *data, size_t size, uint64_t offset)
 }
 
 
-/* The next block that is to be written: 1, and its number; 0 where none came in time, -1 where none
- * will. Under the unit's lock. */
+/* Wait for the next block that has to be written. Returns 1 and its number, 0 if none came in time, -1 if none
+ * will come. Under the unit's lock. */
 static int next_block(struct unit *unit, const struct timespec *until, unsigned *n)
 {
 	int error = 0;

@@ -1,10 +1,10 @@
 /* One read of a large file in the source on behalf of its copy (a unit): read, checksummed and
  * written block by block, by two threads at once.
  *
- * One thread reads (unit_read): who waits for a block is answered from memory as soon as the version was
- * looked at. The other one (unit_write) never holds that up: it takes what has arrived, and what it has not
- * taken yet stays in memory, readable. A block is some chunks of a file, and so small that it is still
- * in the processor's cache when it is written. Thread-safe; one thread reads and one writes at a time. */
+ * One thread reads (unit_read): reads that wait for a block are answered from memory as soon as the version was
+ * compared. The other thread (unit_write) never delays that. It takes blocks that have arrived; until then they
+ * stay in memory, and can be read. A block is a few chunks of a file, and so small that it is still in the
+ * CPU's cache when it is written. Thread-safe; one thread reads and one writes at a time. */
 #ifndef MONARCHFS_UNIT_H
 #define MONARCHFS_UNIT_H
 
@@ -21,7 +21,7 @@
 
 struct unit;
 
-/* Of the file in the source. */
+/* The version of the file in the source. */
 struct unit_version {
 	dev_t device;
 	ino_t ino;
@@ -33,14 +33,14 @@ struct unit_plan {
 	uint64_t ino; /* the mount's */
 	uint64_t start, size, chunk_bytes;
 	struct unit_version version;
-	size_t most_bytes; /* 0: any. Else what arrives while all units have more in memory is not kept */
+	size_t most_bytes; /* 0: no limit. Blocks that arrive while all units have more in memory are dropped */
 	const struct nonresident_units *readers; /* NULL: none */
 };
 
 /* NULL where there is no memory; errno is EINVAL where the plan is none. */
 struct unit *unit_new(const struct unit_plan *plan);
 
-/* Nobody may be using it any more, but for `readers`. */
+/* Only `readers` may still be using it. */
 void unit_free(struct unit *unit);
 
 enum unit_end {
@@ -69,23 +69,23 @@ int unit_read_elsewhere(struct unit *unit, unit_elsewhere *from, unsigned peer, 
  * the file cannot be read in that way. */
 enum unit_end unit_read(struct unit *unit, struct unit_source *source, uint64_t *bytes);
 
-/* Write what has arrived to `fd`, at the same offsets: runs of zeros are left as holes. Returns 1 once
- * nothing more is to come, 0 where nothing came for `wait_ns`, -errno. */
+/* Write what has arrived to `fd`, at the same offsets; runs of zeros stay holes. Returns 1 if nothing more will
+ * arrive, 0 if nothing arrived for `wait_ns`, or -errno. */
 int unit_write(struct unit *unit, int fd, int64_t wait_ns);
 
-/* Who reads the file has just become known: tell of what is there. */
+/* Readers may use the file from now on: show them the blocks that have arrived. */
 void unit_show(struct unit *unit);
 
 /* Nothing more arrives, as at the end of unit_read. */
 void unit_finish(struct unit *unit);
 
-/* Nothing more of it is written, or told of. */
+/* Nothing more of it is written, or shown to readers. */
 void unit_stop(struct unit *unit);
 
-/* Nobody needs what is in memory any more; nobody is writing it. */
+/* Drop what is in memory: nothing needs it any more, and no thread is writing it. */
 void unit_empty(struct unit *unit);
 
-/* Copy what is in memory of the bytes from `offset` on, at most `size`: how many. */
+/* Copy the bytes from `offset` on that are in memory, at most `size`. Returns how many. */
 size_t unit_copy(struct unit *unit, uint64_t offset, size_t size, char *to);
 
 enum unit_state {
@@ -95,16 +95,16 @@ enum unit_state {
 	UNIT_DROPPED, /* for want of memory */
 };
 
-/* Of the block with this byte. */
+/* The state of the block with this byte. */
 enum unit_state unit_state(struct unit *unit, uint64_t offset);
 
 /* How many bytes of blocks unit_write will take. */
 uint64_t unit_needed(struct unit *unit);
 
-/* The digests of its pieces, of those that were written: UNIT_DIGEST_BYTES for each. */
+/* The digests of the pieces that were written: UNIT_DIGEST_BYTES for each. */
 const unsigned char *unit_digests(struct unit *unit, size_t *size);
 
-/* What all units have in memory. */
+/* How many bytes all units have in memory. */
 size_t unit_memory(void);
 
 #endif

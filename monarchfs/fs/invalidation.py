@@ -1,4 +1,4 @@
-"""Versions that the source no longer has: who has to stop using what is known of them."""
+"""Versions that the source no longer has: copies, handles and the kernel stop using them."""
 
 from __future__ import annotations
 

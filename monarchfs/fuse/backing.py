@@ -1,5 +1,5 @@
-"""Backing ids, as the worker sees them: asked for, and given back. The supervisor alone may make
-them (``supervisor/backing.py``); nothing here waits for it but who wants to."""
+"""Backing ids in the worker: requested from the supervisor, and released. Only the supervisor may
+make them (``supervisor/backing.py``). Nothing here waits for its answer, unless the caller does."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Question:
 
 
 class BackingIds:
-    """Constant: how the supervisor is told. Changing: the questions that it has not answered, and
-    the ids that could not be given back so far."""
+    """Constant: how messages are sent. Changing: the questions that the supervisor has not
+    answered, and the ids that could not be released so far."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -43,8 +43,8 @@ class BackingIds:
         self._number = 0
 
     def ask(self, offers: Sequence[Offer]) -> Question | None:
-        """Offer files, at most MOST_AT_ONCE; who asks and waits no longer says so with ``drop``.
-        None where the supervisor takes no message now."""
+        """Offer files, at most MOST_AT_ONCE. A caller that stops waiting calls ``drop``. None if
+        the supervisor takes no message now."""
         question = self._next()
         message = {"event": "back", "number": question.number, "files": offers}
         if not self._send(message):
@@ -53,7 +53,7 @@ class BackingIds:
         return question
 
     def drop(self, question: Question) -> None:
-        """Nobody waits for the answer any more."""
+        """The caller no longer waits for the answer."""
         self._questions.pop(question.number, None)
 
     def release(self, ids: list[int]) -> trio.Event:

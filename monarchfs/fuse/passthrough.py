@@ -286,8 +286,8 @@ class Passthrough:
             self._release_one()
 
     def reclaim(self, ino: int) -> None:
-        """For the cache, too, before it looks who has ``ino`` open: if it is lent, it is not any
-        more, and its opens are as if they had come here. No checkpoint."""
+        """Take a delegated inode back, with its opens. The cache calls this, too, before it checks
+        whether ``ino`` is open. No checkpoint."""
         if (backing_id := self._delegated.pop(ino, None)) is None:
             return
         opens = self._delegation.reclaim(ino)

@@ -31,18 +31,18 @@ SMALL_BYTES = WHOLE_BYTES
 """Larger files are read ahead of their reader as they are."""
 
 MOST_AHEAD = 20_000
-"""So many files wait to be opened at most (about 100 bytes each)."""
+"""How many files may wait to be opened (about 100 bytes each)."""
 
 MOST_DIRECTORIES = 100_000
-"""Of which is remembered that something in them was opened, and how far they were gone through
-(about 150 bytes each)."""
+"""How many directories are remembered in which files were opened, each with how far it was gone
+through (about 150 bytes each)."""
 
 NAMES_TIMES = 4
-"""So many names are looked up, at most, for each file that was opened: that asks little of the
-source when it is done for many at once, and much of who waits for one."""
+"""The most names that are looked up for each file that was opened. Looked up in batches they cost
+the source little; one by one they would cost a waiting reader much."""
 
 BATCH = 64
-"""Names looked at without letting others run: less than a millisecond."""
+"""Names examined without a checkpoint: less than a millisecond."""
 
 LOOK_BATCH = 1000
 """So many files are looked at for whether they were opened: the same."""

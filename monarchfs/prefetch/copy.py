@@ -268,7 +268,7 @@ class Copy:
         return self._shown
 
     def allow_direct_reads(self) -> None:
-        """What is missing is not kept: others may read it from the source. No checkpoint."""
+        """Missing chunks are not kept: the threads may read them from the source. No checkpoint."""
         if self._handed_out or self._changes or not self.handles or self.remote.fd < 0:
             return
         not_kept = self.state is State.DIRECT and self.reservation is None
@@ -278,7 +278,7 @@ class Copy:
             )
 
     def try_again(self) -> None:
-        """There may be room for what is missing: who reads it next shall ask. No checkpoint."""
+        """There may be room for missing chunks: the next read has to ask. No checkpoint."""
         if self._handed_out and self._shown:
             self._handed_out = False
             self._cache.readers.nonresident.no_source(self.node.ino)
