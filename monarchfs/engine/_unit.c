@@ -189,7 +189,7 @@ static unsigned block_of(const struct unit *unit, uint64_t offset)
 }
 
 /* Tell readers without Python the state of a block. Under the unit's lock, so that nothing follows unit_stop. */
-static void tell(const struct unit *unit, unsigned n, enum chunk_state state)
+static void show_state(const struct unit *unit, unsigned n, enum chunk_state state)
 {
 	if (!unit->plan.readers || unit->stopped)
 		return;
@@ -306,7 +306,7 @@ static void put(struct unit *unit, unsigned n, struct block *block)
 	if (full) {
 		unit->places[n].block = NULL;
 		unit->places[n].state = UNIT_DROPPED;
-		tell(unit, n, CHUNK_MISSING);
+		show_state(unit, n, CHUNK_MISSING);
 	}
 	unit->arrived = n + 1;
 	pthread_cond_signal(&unit->news);
@@ -502,7 +502,7 @@ int unit_write(struct unit *unit, int fd, int64_t wait_ns)
 		unit->places[n].block = NULL;
 		unit->places[n].state = UNIT_STORED;
 		unit->written = n + 1;
-		tell(unit, n, CHUNK_PRESENT);
+		show_state(unit, n, CHUNK_PRESENT);
 		leave_block(block);
 	}
 	pthread_mutex_unlock(&unit->lock);
@@ -534,7 +534,7 @@ void unit_show(struct unit *unit)
 	pthread_mutex_lock(&unit->lock);
 	for (unsigned n = 0; n < unit->count && !unit->stopped; n++) {
 		if (unit->places[n].state == UNIT_STORED)
-			tell(unit, n, CHUNK_PRESENT);
+			show_state(unit, n, CHUNK_PRESENT);
 		else if (unit->places[n].block)
 			show_block(unit, n, unit->places[n].block);
 	}

@@ -26,7 +26,7 @@ from monarchfs.fuse.session import hooks
 from monarchfs.fuse.thread_counts import ThreadDurations, ThreadNumbers
 from monarchfs.store.files import fan_out, replica_file
 from monarchfs.types import Node, SourceStat
-from tests.support.mounting import REPOSITORY
+from tests.support.mounting import REPOSITORY, wait_for
 
 BOUNDS = (10**9, 2 * 10**9)
 IN = struct.Struct("=IIQQIIIHH")
@@ -806,7 +806,7 @@ def filling(directory: Path) -> None:
     assert in_use.keys() == {2 * chunk, 3 * chunk}
     write(2, 5)
     hooks.nonresident_chunks(7, 2, 5, PRESENT)
-    assert not in_use
+    wait_for(lambda: not in_use, "the threads that answered to be done with the pieces")
     answered((6, chunk, 2 * chunk))
     threads.read(file, 0, 5 * chunk)
     # The last one can be read from the part when all of it is there.
