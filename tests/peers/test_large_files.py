@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -175,6 +176,24 @@ def test_an_owner_that_dies_amid_reading(work: Bench, source: Path) -> None:
     assert b.wait_idle()["files"]["resident"] == len(SIZES) + 1
     work.mounts.remove(a)
     run("umount", str(a.path))
+
+
+def test_an_owner_that_hangs_costs_some_deadlines(work: Bench, source: Path) -> None:
+    nodes = Nodes(work, source, 2)
+    nodes.until_they_know_each_other()
+    a, b = nodes.mounts.values()
+    run("warm", str(a.path), "--wait", timeout=60)
+    server = a.status()["peer_server"]["pid"]
+    os.kill(server, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        read_all(b, source)
+        assert b.wait_idle()["files"]["resident"] == len(SIZES) + 1
+        assert time.monotonic() - began < 30
+        assert peers(b)[0]["failed"] > 0
+        assert not peers(b)[0]["read_bytes"]
+    finally:
+        os.kill(server, signal.SIGCONT)
 
 
 def test_a_version_that_the_source_has_no_more(work: Bench, source: Path) -> None:
