@@ -12,12 +12,12 @@ import subprocess
 import time
 from enum import Enum
 
+from monarchfs.fuse.connection import FuseConnection
 from monarchfs.fuse.mount import SYSTEM_PATH, fusermount_path, may_mount
 from monarchfs.fuse.mountinfo import Mount, find_mount, open_directory, read_mountinfo
 from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import OperationError
 
-CONNECTIONS = "/sys/fs/fuse/connections"
 MNT_FORCE, MNT_DETACH, UMOUNT_NOFOLLOW = 1, 2, 8
 _CALL_SECONDS = 2.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
@@ -43,21 +43,20 @@ class Unmount:
     Constant: the mounts' identities. Changing: deadline, outcome.
     """
 
-    def __init__(self, connection: int, deadline: float) -> None:
-        """``connection`` is the minor number of the mounts. Only FUSE mounts are ever unmounted."""
+    def __init__(self, connection: FuseConnection, deadline: float) -> None:
+        """Only FUSE mounts are ever unmounted. ``connection`` stays the caller's."""
         self.deadline = deadline
         self.outcome: Unmounted | None = None
         self.next_step = time.monotonic()
         self._pause = _FIRST_PAUSE
         self._detached_at: float | None = None
         self._connection = connection
-        # Another connection may get the number afterwards.
         self._meant = {
             mount.mount_id
             for mount in read_mountinfo()
-            if mount.minor == connection and _is_fuse(mount)
+            if mount.minor == connection.number and _is_fuse(mount)
         }
-        if not self._meant:
+        if not self._left(read_mountinfo()):
             self.outcome = Unmounted.NOT_MOUNTED
 
     def step(self) -> Unmounted | None:
@@ -88,25 +87,28 @@ class Unmount:
             return Unmounted.CLEAN if patient else None
         if patient:
             return None
-        abort_connection(self._connection)
+        self._connection.abort()
         return Unmounted.FAILED if self._left(read_mountinfo()) else Unmounted.ABORTED
 
     def _detached(self) -> Unmounted | None:
         assert self._detached_at is not None
-        if not connection_lives(self._connection):
+        if not self._connection.lives:
             return Unmounted.LAZY
         if time.monotonic() < self._detached_at + _LAZY_GRACE:
             return None
-        abort_connection(self._connection)
+        self._connection.abort()
         return Unmounted.ABORTED
 
     def _left(self, table: list[Mount]) -> list[Mount]:
-        """What is still mounted, the newest first."""
-        ours = (mount for mount in reversed(table) if mount.minor == self._connection)
+        """What is still mounted, the newest first. The kernel gives out the numbers of mounts again,
+        too."""
+        if not self._connection.is_meant():
+            return []
+        ours = (mount for mount in reversed(table) if mount.minor == self._connection.number)
         return [mount for mount in ours if mount.mount_id in self._meant and _is_fuse(mount)]
 
 
-def unmount_bounded(connection: int, deadline: float) -> Unmounted:
+def unmount_bounded(connection: FuseConnection, deadline: float) -> Unmounted:
     """Unmounts by ``deadline`` (time.monotonic), see `Unmount`.
 
     Idempotent. Blocks until then at most, give or take the 2 seconds that a stuck system call is
@@ -149,36 +151,6 @@ def unmount_call(mountpoint: str, *, lazy: bool = False, force: bool = False) ->
     except OperationError:
         return errno.ETIMEDOUT
     return int(code)
-
-
-def connection_lives(connection: int) -> bool:
-    """Whether the kernel still has the connection; False where that cannot be seen."""
-    return os.path.isdir(f"{CONNECTIONS}/{connection}")
-
-
-def waiting_requests(connection: int) -> int | None:
-    """How many requests the connection has that were not answered; None where that cannot be seen.
-
-    The file belongs to the mount's user (fs/fuse/control.c).
-    """
-    try:
-        with open(f"{CONNECTIONS}/{connection}/waiting", "rb") as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return None
-
-
-def abort_connection(connection: int) -> bool:
-    """Makes every request of the connection fail with ECONNABORTED; whether that was possible.
-
-    The file belongs to the mount's user (fs/fuse/control.c).
-    """
-    try:
-        with open(f"{CONNECTIONS}/{connection}/abort", "wb", buffering=0) as file:
-            file.write(b"1")
-    except OSError:
-        return False
-    return True
 
 
 def _is_fuse(mount: Mount) -> bool:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 
 from monarchfs.config.places import Search
@@ -18,6 +19,7 @@ from monarchfs.control.registration import (
     own_mount_namespace,
     root_uid,
 )
+from monarchfs.fuse.connection import connection_of_mount
 from monarchfs.fuse.mountinfo import (
     MONARCHFS,
     Mount,
@@ -175,7 +177,8 @@ def remove_by_force(found: FoundMount, deadline: float) -> bool:
     and removes the registration; whether the mount is gone. Idempotent."""
     outcome = Unmounted.NOT_MOUNTED
     if found.mount is not None:
-        outcome = unmount_bounded(found.mount.minor, deadline)
+        with closing(connection_of_mount(found.mount)) as connection:
+            outcome = unmount_bounded(connection, deadline)
     if found.registered is not None:
         if supervisor_lives(found.registered):
             _kill(found.registered)

@@ -19,12 +19,13 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from monarchfs.config import Config
+from monarchfs.fuse.connection import FuseConnection, connection_of_device
 from monarchfs.fuse.handle_table import make_memory, make_table, read_vitals
 from monarchfs.fuse.mount import mount
 from monarchfs.fuse.mountinfo import MONARCHFS, connection_of, find_mount
 from monarchfs.fuse.protocol import InitFlag, parse_init_request
 from monarchfs.fuse.requests import make_journal
-from monarchfs.fuse.unmount import unmount_bounded, waiting_requests
+from monarchfs.fuse.unmount import unmount_bounded
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.daemon import ending_signals
 from monarchfs.supervisor.first_worker import Crashed, read_init_request, serving_worker
@@ -131,8 +132,8 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
         log.warning("%s: starting another one", crash)
         restarts = 1
         worker = serve(undo, init_answered=crash.init_answered, restarts=restarts)
-    read_ahead(connection)
-    control_socket = ControlSocket(config, config.state_dir, mount_ns, connection)
+    read_ahead(connection.number)
+    control_socket = ControlSocket(config, config.state_dir, mount_ns, connection.number)
     undo.callback(control_socket.close)
     stay = [(logging.WARNING, line) for line in left_out(config, directories.record)]
     if not config.foreground:
@@ -155,9 +156,9 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
     )
 
 
-def _waiting(connection: int, fuse: int) -> int | None:
+def _waiting(connection: FuseConnection, fuse: int) -> int | None:
     """How many requests wait; where the kernel does not show that, whether one was not taken."""
-    count = waiting_requests(connection)
+    count = connection.waiting
     if count is not None:
         return count
     poll = select.poll()
@@ -182,8 +183,8 @@ def _release(locks: Sequence[int], metrics: socket.socket | None) -> None:
         stop_listening(metrics)
 
 
-def _mount(config: Config, undo: ExitStack) -> tuple[int, int]:
-    """The descriptor of /dev/fuse and the number of the connection."""
+def _mount(config: Config, undo: ExitStack) -> tuple[int, FuseConnection]:
+    """The descriptor of /dev/fuse and the connection."""
     fuse = mount(
         source=config.source,
         mountpoint=config.mountpoint,
@@ -193,14 +194,17 @@ def _mount(config: Config, undo: ExitStack) -> tuple[int, int]:
         noexec=config.noexec,
     )
     undo.callback(os.close, fuse)
-    connection = connection_of(fuse)
-    if connection is None:
-        mounted = find_mount(config.mountpoint)
+    number, mounted = connection_of(fuse), find_mount(config.mountpoint)
+    if mounted is not None and number not in (None, mounted.minor):
+        mounted = None  # somebody mounted over it
+    if number is None:
         if mounted is None or mounted.fstype != MONARCHFS:
             raise OperationError(
                 f"somebody else unmounted or covered {config.mountpoint}: try again"
             )
-        connection = mounted.minor
+        number = mounted.minor
+    connection = connection_of_device(number, fuse, mounted)
+    undo.callback(connection.close)
     undo.callback(lambda: unmount_bounded(connection, time.monotonic() + 1))
     return fuse, connection
 

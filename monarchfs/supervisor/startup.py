@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from monarchfs.fuse.connection import FuseConnection
 from monarchfs.fuse.protocol import RESEND, ProtocolError, parse_init_reply
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.launch import WorkerProcess
@@ -23,14 +24,14 @@ _LARGEST_INIT = 1 << 18
 
 
 class Mounted(NamedTuple):
-    """The mount: its descriptor, the number of its ``connection``, the kernel's FUSE_INIT.
+    """The mount: its descriptor, its ``connection``, the kernel's FUSE_INIT.
     ``journal``: the kernel does not repeat requests that a worker took; the next one finds them in
     shared memory. ``vitals`` are the worker's (beats, answered, stuck_since), from shared memory;
     ``waiting`` is the number of waiting requests, None if that is not known.
     ``peer_server``: nginx, if the mount shares with peers."""
 
     fuse: int
-    connection: int
+    connection: FuseConnection
     init_request: bytes
     journal: bool
     start_seconds: float

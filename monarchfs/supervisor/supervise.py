@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import selectors
 import signal
 import socket
@@ -15,7 +14,8 @@ from functools import partial
 from typing import Any
 
 from monarchfs.control import messages
-from monarchfs.fuse.unmount import Unmount, Unmounted, abort_connection
+from monarchfs.fuse.connection import is_dead
+from monarchfs.fuse.unmount import Unmount, Unmounted
 from monarchfs.supervisor.clients import MOST_CLIENTS, Clients, reply
 from monarchfs.supervisor.daemon import ending_signals
 from monarchfs.supervisor.failover import Failover, Phase
@@ -147,7 +147,7 @@ class Supervisor:
         self._clients.tick(now)
         if self.failover.serves:
             self._reports.tick(now)
-        if not _is_dead(self.mounted.fuse):
+        if not is_dead(self.mounted.fuse):
             self.failover.tick()
         elif self._unmount is None:
             log.info("%s was unmounted", self.config.mountpoint)
@@ -269,7 +269,8 @@ class Supervisor:
             self._output.close()
         if self.failover.worker.crashed:  # perhaps only now, while it closed
             self.mounted.mark_suspect()
-        abort_connection(self.mounted.connection)
+        self.mounted.connection.abort()
+        self.mounted.connection.close()
         os.close(self.mounted.fuse)
         self.control_socket.close()
         self._release()
@@ -290,11 +291,3 @@ class Supervisor:
         if self._unmount is not None:
             times.append(self._unmount.next_step)
         return max(0.0, min(times) - now)
-
-
-def _is_dead(fuse: int) -> bool:
-    """Whether the connection is. Asked now and then, not registered: the kernel wakes a poller at
-    every request."""
-    poll = select.poll()
-    poll.register(fuse, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -21,8 +21,9 @@ from monarchfs.config.model import User
 from monarchfs.control import client
 from monarchfs.control.registration import Registration, find_mounts, own_mount_namespace
 from monarchfs.doctor.leftovers import dead_sockets
+from monarchfs.fuse.connection import connection_of_mount
 from monarchfs.fuse.mount import mount
-from monarchfs.fuse.mountinfo import find_mount, open_directory
+from monarchfs.fuse.mountinfo import find_mount, mount_of, open_directory
 from monarchfs.fuse.unmount import Unmounted, unmount_bounded, unmount_call
 from monarchfs.slurm.leftovers import Sweeper
 from monarchfs.supervisor import lock as locks
@@ -203,7 +204,9 @@ def test_a_link_on_the_way_is_not_unmounted_through(users: Path, roots: Path, la
             assert find_mount(str(roots / "c")) is not None
         assert find_mount(str(roots / "data")) is not None
         # Nor is anything that is no FUSE mount.
-        assert unmount_bounded(os.minor((roots / "data").stat().st_dev), 0) is Unmounted.NOT_MOUNTED
+        other = mount_of(str(roots / "data"))
+        assert other is not None
+        assert unmount_bounded(connection_of_mount(other), 0) is Unmounted.NOT_MOUNTED
 
 
 @requires_fuse

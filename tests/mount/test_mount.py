@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
+import subprocess
+import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from monarchfs.fuse.connection import CONTROL, connection_of_device, connection_of_mount, is_dead
 from monarchfs.fuse.mount import mount
 from monarchfs.fuse.mountinfo import (
     Mount,
@@ -20,10 +25,11 @@ from monarchfs.fuse.mountinfo import (
     read_mountinfo,
     resolve_mountpoint,
 )
-from monarchfs.fuse.unmount import Unmount, Unmounted, unmount_bounded
+from monarchfs.fuse.unmount import Unmount, Unmounted, unmount_bounded, unmount_call
 from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import OperationError, UsageError
 from tests.support.mounting import fuse_mounts, requires_fuse, requires_root
+from tests.support.surroundings import requires_namespaces
 from tests.support.timing import Stopwatch
 
 pytestmark = pytest.mark.smoke
@@ -179,8 +185,9 @@ def test_a_mount_whose_daemon_is_dead_is_unmounted(tmp_path: Path) -> None:
     assert {"ro", "nosuid", "nodev"} <= set(mounted.options.split(","))
     assert "default_permissions" not in mounted.super_options
     os.close(device)
-    assert unmount_bounded(mounted.minor, time.monotonic() + 5) is Unmounted.CLEAN
-    assert unmount_bounded(mounted.minor, time.monotonic() + 5) is Unmounted.NOT_MOUNTED
+    with closing(connection_of_mount(mounted)) as connection:
+        assert unmount_bounded(connection, time.monotonic() + 5) is Unmounted.CLEAN
+        assert unmount_bounded(connection, time.monotonic() + 5) is Unmounted.NOT_MOUNTED
     assert fuse_mounts(str(tmp_path)) == []
 
 
@@ -193,10 +200,10 @@ def test_only_the_mount_that_is_meant_is_unmounted(tmp_path: Path) -> None:
     ]
     below, above = [m for m in read_mountinfo() if m.mountpoint == str(tmp_path)]
     assert "default_permissions" in above.super_options
-    attempt = Unmount(below.minor, time.monotonic() + 5)
+    attempt = Unmount(connection_of_mount(below), time.monotonic() + 5)
     assert attempt.step() is None
     assert find_mount(str(tmp_path)) == above
-    assert unmount_bounded(above.minor, time.monotonic() + 5) is Unmounted.CLEAN
+    assert unmount_bounded(connection_of_mount(above), time.monotonic() + 5) is Unmounted.CLEAN
     while attempt.step() is None:
         time.sleep(0.01)
     assert attempt.outcome is Unmounted.CLEAN
@@ -205,7 +212,57 @@ def test_only_the_mount_that_is_meant_is_unmounted(tmp_path: Path) -> None:
 
 
 def test_other_file_systems_are_left_alone() -> None:
-    assert (
-        unmount_bounded(os.minor(os.stat("/proc").st_dev), time.monotonic() + 1)
-        is Unmounted.NOT_MOUNTED
+    proc = find_mount("/proc")
+    assert proc is not None
+    connection = connection_of_mount(proc)
+    assert unmount_bounded(connection, time.monotonic() + 1) is Unmounted.NOT_MOUNTED
+
+
+def reuse_a_number(tmp_path: Path) -> None:
+    """In a mount namespace with the connections' control files."""
+
+    def made(name: str) -> tuple[int, Mount]:
+        (tmp_path / name).mkdir()
+        at = str(tmp_path / name)
+        device = mount(source=name, mountpoint=at, uid=0, gid=0, allow_other=False)
+        mounted = find_mount(at)
+        assert mounted is not None
+        return device, mounted
+
+    device, first = made("first")
+    connection = connection_of_device(first.minor, device, first)
+    assert connection.waiting is not None
+    attempt = Unmount(connection, time.monotonic() + 5)
+    assert unmount_call(first.mountpoint) == 0
+    others: list[tuple[int, Mount]] = []
+    while not others or others[-1][1].minor != first.minor:
+        assert len(others) < 100, "the number is not given out again"
+        others.append(made(str(len(others))))
+    assert not connection.is_meant()
+    connection.abort()
+    assert attempt.step() is Unmounted.CLEAN
+    assert unmount_bounded(connection, time.monotonic() + 5) is Unmounted.NOT_MOUNTED
+    with closing(connection_of_mount(first)) as late:
+        late.abort()
+        assert not late.lives
+    for other, mounted in others:
+        assert find_mount(mounted.mountpoint) == mounted
+        assert not is_dead(other)
+        os.close(other)
+        assert unmount_call(mounted.mountpoint) == 0
+    connection.close()
+    os.close(device)
+
+
+@requires_root
+@requires_fuse
+@requires_namespaces
+def test_a_number_that_another_mount_has_by_now(tmp_path: Path) -> None:
+    """The kernel gives it out again at once. The next mount must not suffer for the last."""
+    code = f"from tests.mount import test_mount as t; t.reuse_a_number(t.Path({str(tmp_path)!r}))"
+    python = shlex.join([sys.executable, "-c", code])
+    script = f"mount -t fusectl none {CONTROL} && exec {python}"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script], check=False, capture_output=True, text=True
     )
+    assert done.returncode == 0, done.stderr
