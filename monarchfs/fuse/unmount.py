@@ -100,8 +100,7 @@ class Unmount:
         return Unmounted.ABORTED
 
     def _left(self, table: list[Mount]) -> list[Mount]:
-        """What is still mounted, the newest first. The kernel gives out the numbers of mounts again,
-        too."""
+        """What is still mounted, the newest first. The kernel gives out numbers of mounts again."""
         if not self._connection.is_meant():
             return []
         ours = (mount for mount in reversed(table) if mount.minor == self._connection.number)
