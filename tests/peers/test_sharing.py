@@ -301,6 +301,7 @@ def test_a_mount_of_its_own_has_no_peers(work: Bench, source: Path) -> None:
 
 def test_the_doctor_asks_each_peer(work: Bench, source: Path) -> None:
     nodes = Nodes(work, source, 2)
+    nodes.until_they_know_each_other()
     silent = free_port("127.0.0.4")
     words = [
         *("--quick", "--json", "--tier", f"{work.path}/x=1M", "--state-dir", f"{work.path}/y"),
