@@ -1,8 +1,8 @@
-"""What a file system takes for the extents of segments, beside their data.
+"""What the extents of segments take on the file system, beside the data.
 
-ext4 keeps four extents of a file in its inode, and charges it a block for every 340 extents when it
-has more. Gaps in a segment make extents. Only what is on the disk has them, so a segment is
-measured after a sync.
+ext4 keeps four extents of a file in its inode. If there are more, the file pays a block for every
+340. Gaps in a segment make extents. Only data on the disk have extents, so a segment is measured
+after a sync.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class ExtentTrees:
         self.bytes = 0
 
     def count(self) -> None:
-        """Note which segments lie there: ``measure`` looks at them. Raises OSError."""
+        """Note which segments there are, for ``measure``. Raises OSError."""
         for entry in self._files.entries():
             if SEGMENT_NAME.fullmatch(entry.name):
                 self.changed(entry.name)
 
     def changed(self, name: str) -> None:
-        """A segment is written to, or punched."""
+        """A segment was written to or punched."""
         with self._lock:
             self._changed.add(name)
 

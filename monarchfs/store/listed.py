@@ -1,8 +1,8 @@
-"""The list beside a segment: which replicas lie in it, for when the index is lost.
+"""The list beside a segment: the replicas that lie in it, in case the index is lost.
 
-Batches, one after the other, each of a header (magic, version, number of rows, CRC-32) and its rows
-(name, size, checksum, offset). The CRC is of the segment's number, the rest of the header and the
-rows. A batch that was torn or damaged ends the list. A later row is right about the bytes it names.
+A list consists of batches: a header (magic, version, number of rows, CRC-32), then its rows (name,
+size, checksum, offset). The CRC covers the segment's number, the rest of the header and the rows. A
+torn or damaged batch ends the list. Where rows overlap, the later one is right.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from monarchfs.types import TierFile
 
 MAX_BYTES = 4 << 20
-"""What is read of a list: six times what one row for each block of a segment takes."""
+"""The most that is read of a list: six times one row for each block of a segment."""
 
 _MAGIC = b"mfsl"
 _VERSION = 1
@@ -32,8 +32,8 @@ def batch(segment: int, rows: Sequence[TierFile]) -> bytes:
 
 
 def rows(segment: int, data: bytes, made_ns: int) -> list[TierFile]:
-    """The rows of the intact batches that ``data`` begins with, as they stand there; their
-    allocated bytes are 0."""
+    """The rows of the intact batches at the start of ``data``, unchecked; their allocated bytes are
+    0."""
     found: list[TierFile] = []
     at = 0
     while at + _HEADER.size <= len(data):
@@ -52,10 +52,10 @@ def rows(segment: int, data: bytes, made_ns: int) -> list[TierFile]:
 
 
 def sound(found: Iterable[TierFile], *, segment_bytes: int, align: int) -> list[TierFile]:
-    """Those that can be as they say, with their allocated bytes, by rising offset.
+    """The plausible rows, with their allocated bytes, by rising offset.
 
-    Left out are rows that are empty, unaligned or beyond the segment's ``segment_bytes``, and those
-    that a later one overlaps.
+    Leaves out rows that are empty, unaligned or beyond the segment's ``segment_bytes``, and those
+    that a later row overlaps.
     """
     kept: list[TierFile] = []
     starts: list[int] = []

@@ -5,20 +5,20 @@ Below the dataset's directory in a tier:
     <xx>/<name>.<checksum>  a complete replica; ``name`` is its version's replica_name, in hex, and
                             ``xx`` its first two digits; ``checksum`` (16 hex digits) as in
                             ``store.checksum``. Mode 0400: its data reached the disk; 0600: perhaps
-    parts/<name>            one that is being filled
+    parts/<name>            a replica that is being filled
     parts/.probe-<hex>      a trial, see ``store.trials``
 
-Order of the durable steps of a replica, of which the store does 1, 2 (on request), 3 and 5:
+A replica becomes durable in this order. The store does steps 1, 2 (on request), 3 and 5:
 
     1. write the data under the staging name, in parts/;
     2. sync the data (``Tier.sync``, for a group of replicas at once);
     3. rename to the final name;
     4. commit the index record that makes it resident (the caller);
-    5. say so in the file's mode (``mark_synced``).
+    5. note the sync in the file's mode (``mark_synced``).
 
-After a crash of the process nothing that 1 wrote is lost. After a reboot only replicas that went
-through 2 count: the record says so (Replica.durable), and where the record is lost the mode does;
-the size alone proves nothing.
+After a crash of the process, nothing that step 1 wrote is lost. After a reboot, only replicas that
+went through step 2 count. The record says so (Replica.durable), or else the file's mode; the size
+alone proves nothing.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ ARRIVAL_SECONDS = 0.1
 
 
 class ReplicaFiles:
-    """Those of one dataset on one tier.
+    """The replicas with a file each of one dataset on one tier.
 
     Constant: ``memory_backed``, ``parts_directory``. Changing, under the lock: the directories by
-    name, made when they are first asked for.
+    name, each made on first use.
 
     Methods block, if only for a local disk, and raise OSError. Thread-safe, except that one replica
     must not be written by two threads at once.
     """
 
     def __init__(self, dir_fd: int, path: str, uid: int) -> None:
-        """``dir_fd``, the dataset's directory, stays the caller's, and open until ``close``;
-        ``path`` is its, for messages."""
+        """``dir_fd``: the dataset's directory, which the caller keeps open until ``close``.
+        ``path``: its path, for messages."""
         self._fd = dir_fd
         self._uid = uid
         self._remarks = Remarks(path)
@@ -74,10 +74,10 @@ class ReplicaFiles:
             return directory
 
     def write_whole(self, name: bytes, data: Data) -> tuple[int, int]:
-        """Store a complete replica; returns its allocated bytes and checksum. Zeros are left as
-        holes where they may be many.
+        """Store a complete replica; returns its allocated bytes and checksum. In a large one, runs
+        of zeros stay holes.
 
-        Replaces one of the same name and checksum; on failure nothing new is left. Raises
+        Replaces one of the same name and checksum; a failure leaves nothing new. Raises
         FileExistsError if the replica is being filled as a part.
         """
         total = checksum(data)
@@ -115,7 +115,7 @@ class ReplicaFiles:
         return self.parts_directory.open(on_disk.part_file(name), on_disk.WRITE, size=size)
 
     def open(self, name: bytes, checksum: int, size: int | None) -> int:
-        """Open a complete replica for reading; its bytes are not looked at.
+        """Open a complete replica for reading, without checking its bytes.
 
         Raises ReplicaLost unless it is a regular file of ours, of exactly ``size`` bytes if given.
         """
@@ -125,10 +125,9 @@ class ReplicaFiles:
     def write(self, fd: int, offset: int, data: Data) -> bytes:
         """Write all of ``data`` to a part, where nothing else was ever written.
 
-        ``offset`` is a multiple of 128 KiB, and the data end at one or where the part ends
-        (ValueError otherwise). Returns the digests of these blocks (``store.checksum``). Runs of
-        zeros of 64 KiB are left as the holes they are, so that a copy of a sparse file takes no
-        more room than the file.
+        ``offset`` is a multiple of 128 KiB, and the data end at another one or at the part's end
+        (else ValueError). Returns the digests of these blocks (``store.checksum``). Runs of zeros
+        of 64 KiB stay holes, so that a copy of a sparse file takes no more room than the file.
         """
         end = offset + memoryview(data).nbytes
         if offset % BLOCK_BYTES or (end % BLOCK_BYTES and end != os.fstat(fd).st_size):
@@ -137,16 +136,16 @@ class ReplicaFiles:
         return digests(data)
 
     def write_unit(self, fd: int, unit: Unit) -> bool:
-        """``write`` the bytes of a unit as they arrive; False where none did for a while, and there
-        are more to come. The unit has the digests."""
+        """``write`` the bytes of a unit as they arrive. False if none came for a while, but more
+        are to come. The unit has the digests."""
         return unit.write(fd, ARRIVAL_SECONDS)
 
     def finish_part(self, fd: int, name: bytes, checksum: int) -> int:
         """Give a part that has all its bytes its final name; returns its allocated bytes.
 
-        A complete replica of the same name and checksum is replaced. Raises ReplicaLost if the file
-        ``fd`` does not lie under the part's name any more, FileExistsError if something that is not
-        ours lies under the final one.
+        Replaces a complete replica of the same name and checksum. Raises ReplicaLost if the part's
+        name no longer belongs to the file ``fd``, FileExistsError if something that is not ours has
+        the final name.
         """
         part = on_disk.part_file(name)
         if not self.parts_directory.is_at(fd, part):
@@ -161,10 +160,10 @@ class ReplicaFiles:
 
     def mark_synced(self, replicas: Iterable[tuple[bytes, int]]) -> dict[bytes, int]:
         """Note in the modes of complete replicas (name, checksum) that their data are on the disk.
-        Returns the bytes that each occupies, by name: only now is it known what its extents take.
+        Returns the bytes that each occupies, by name: only now are the extents known.
 
-        Only of those that were complete before the last ``Tier.sync`` began and were not written
-        again since. One that is not there any more is passed over.
+        Give only replicas that were complete before the last ``Tier.sync`` began and were not
+        written since. Those that are gone are skipped.
         """
         allocated: dict[bytes, int] = {}
         for name, total in replicas:
@@ -184,35 +183,34 @@ class ReplicaFiles:
     ) -> bool:
         """Whether a complete replica's bytes, all read from the disk, still have its checksum.
 
-        Reads 1 MiB at a time, where possible past the page cache. ``paced`` is called with the
-        number of bytes before each reading; it may wait, and what it raises ends this. Raises
-        ReplicaLost as ``open`` (a replica that was evicted meanwhile, for instance), and OSError
-        where the disk does not give the bytes.
+        Reads 1 MiB at a time, past the page cache if possible. Calls ``paced`` with the number of
+        bytes before each read; it may wait, and an exception from it ends the check. Raises
+        ReplicaLost as ``open`` does (if the replica was evicted, for instance), OSError if the disk
+        fails.
         """
         return combine(self.digests(name, checksum, size, paced)) == checksum
 
     def digests(
         self, name: bytes, checksum: int, size: int, paced: Callable[[int], None] = unpaced
     ) -> bytes:
-        """The digests of a complete replica's bytes, all read from the disk. As ``verify``."""
+        """The digests of a complete replica's bytes, all read from the disk. See ``verify``."""
         fd = self.open(name, checksum, size)
         file = on_disk.replica_file(name, checksum)
         return read_digests(fd, size, paced, memory_backed=self.memory_backed, name=file)
 
     def remove(self, name: bytes, checksum: int) -> None:
-        """Remove a complete replica; it is no error if there is none."""
+        """Remove a complete replica, if there is one."""
         directory = self._directory(on_disk.fan_out(name))
         directory.remove(on_disk.replica_file(name, checksum))
 
     def remove_part(self, name: bytes) -> None:
-        """Remove a part; it is no error if there is none."""
+        """Remove a part, if there is one."""
         self.parts_directory.remove(on_disk.part_file(name))
 
     def discard(self, name: bytes) -> None:
-        """Remove all files of this name, the part and complete ones whatever their checksum.
+        """Remove all files of this name: the part, and complete ones of any checksum.
 
-        For copies that a crash interrupted. Reads the names of a fan-out directory, so not for
-        everyday use.
+        For copies that a crash interrupted. Slow: it reads all names of a fan-out directory.
         """
         self.remove_part(name)
         directory = self._directory(on_disk.fan_out(name))

@@ -39,7 +39,7 @@ class SegmentLists:
         self.bytes = 0
 
     def count(self) -> None:
-        """Look what the lists occupy: ``bytes`` says it from then on."""
+        """Find out what the lists occupy, for ``bytes``."""
         with self._lock:
             for name, st in self._files.ours():
                 if _LIST.fullmatch(name):
@@ -56,7 +56,7 @@ class SegmentLists:
                 try:
                     on_disk.write_all(fd, before, memoryview(listed.batch(segment, rows)))
                 except BaseException:
-                    # What follows a torn batch would not be read.
+                    # Nothing that follows a torn batch is ever read.
                     os.ftruncate(fd, before)
                     raise
                 finally:
@@ -64,12 +64,12 @@ class SegmentLists:
             finally:
                 os.close(fd)
             if self._files.stat(segment_name(segment)) is None:
-                # Its last replica went meanwhile.
+                # The segment was removed meanwhile.
                 self._remove(segment)
 
     def read(self, segment: int) -> tuple[bytes, int]:
-        """At most 4 MiB of a list, and when it was written last (ns since 1970); nothing where
-        there is none."""
+        """At most 4 MiB of a list, and when it was last written (ns since 1970); nothing if there
+        is none."""
         try:
             fd = self._files.open(_list_name(segment), on_disk.READ)
         except ReplicaLost:

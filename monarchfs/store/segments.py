@@ -2,12 +2,12 @@
 
 ext4 takes some ten times as long to make a file as to append to one. So small replicas lie as
 *records* in segments: each begins at a multiple of ``SegmentFiles.align`` and is written whole,
-without holes. A segment is only ever written by the object that made it; every other one may read
-it and give room back. What a record was is punched out of it; the room is not used again.
+without holes. Only the object that made a segment writes to it; others may read it and give room
+back. When a record goes, its range is punched; the room is not used again.
 
 The caller keeps this order:
 
-    1. enter the segment in the index (what ``Allocator.place`` says begins);
+    1. enter the segment in the index (``Allocator.place`` says which ones begin);
     2. write the records;
     3. commit the index records that make them resident;
     4. sync the data, then note them in the segment's list.
@@ -51,12 +51,12 @@ logger = logging.getLogger(__name__)
 
 _DIRECTORY = "segments"
 _OPEN = 64  # descriptors of segments that are kept
-_TAKEN_AWAY = (-1, -1)  # no file has it
+_TAKEN_AWAY = (-1, -1)  # no file's device and inode
 
 
 @dataclass(slots=True)
 class _OpenSegment:
-    """An open segment, and how many calls are using it. ``gone``: the last one closes it."""
+    """An open segment. ``users``: calls that use it. ``gone``: the last of them closes it."""
 
     fd: int
     users: int = 0
@@ -70,10 +70,10 @@ class SegmentFiles:
     its replicas beside it (``lists``). Anything else that lies there is not ours: it is never
     followed, changed or removed. The directory is made for the first segment.
 
-    Constant: ``path`` (for messages), ``memory_backed``, ``align``, what records' offsets are
-    multiples of: 4096, or the file system's block if that is larger. Changing, under ``_lock``:
-    ``_held``, segments that are open, the one used last at the end; ``_made``, the device and inode
-    of each segment that this object made, and ``_ends``, how far it was written to.
+    Constant: ``path`` (for messages); ``memory_backed``; ``align``: records begin at multiples of
+    it (4096, or the file system's block if larger). Changing, under ``_lock``: ``_held``, the open
+    segments, the last used at the end; ``_made``, the device and inode of each segment that this
+    object made; ``_ends``, how far it wrote to each.
 
     All methods block and raise OSError. Thread-safe.
     """
@@ -108,11 +108,10 @@ class SegmentFiles:
             self._make(segment)
 
     def write_each(self, records: Sequence[tuple[int, int, Data]]) -> list[int | OSError]:
-        """Write each of (segment, offset, data); for each its checksum, or why it was not written.
+        """Write each (segment, offset, data). Returns for each its checksum, or its error.
 
-        Segments that this object has not made yet are made. One that somebody else made is not
-        written to (FileExistsError). Of a record that was not written whole, the room is given
-        back.
+        Makes segments that this object has not made yet. Does not write to one that somebody else
+        made (FileExistsError). Gives back the room of a record that was not written whole.
         """
         with ExitStack() as stack:
             opened: dict[int, int | OSError] = {}
@@ -153,10 +152,10 @@ class SegmentFiles:
                     self._ends[segment] = max(end, self._ends.get(segment, 0))
 
     def punch(self, segment: int, ranges: Sequence[tuple[int, int]]) -> None:
-        """Give the room of each (offset, length) back; it reads as zeros then.
+        """Give back the room of each (offset, length), which then reads as zeros.
 
-        It is no error if there is no such segment. Where one range fails the others are tried, and
-        the first failure is raised.
+        A missing segment is no error. If one range fails, the others are still tried, and the first
+        error is raised.
         """
         if not ranges:
             return
@@ -171,11 +170,10 @@ class SegmentFiles:
             raise OSError(code, os.strerror(code), segment_name(segment))
 
     def remove(self, segment: int) -> None:
-        """Remove a segment and its list; it is no error if there is none. Nothing may be writing
-        to it any more."""
+        """Remove a segment and its list, if there are any. Nothing may write to it any more."""
         self._files.remove(segment_name(segment))
         with self._lock:
-            # Only now: what is opened before would keep its room.
+            # Only now: a descriptor that is opened before the removal would keep the room.
             self._made.pop(segment, None)
             self._ends.pop(segment, None)
             self._let_go(segment)
@@ -185,7 +183,7 @@ class SegmentFiles:
     # Reading
 
     def open(self, segment: int, end: int) -> int:
-        """A new descriptor of a segment, for reading; it is the caller's.
+        """A new descriptor of a segment, for reading; the caller closes it.
 
         Raises ReplicaLost unless it is a regular file of ours, of at least ``end`` bytes.
         """
@@ -199,8 +197,8 @@ class SegmentFiles:
         checksum: int,
         paced: Callable[[int], None] = unpaced,
     ) -> bool:
-        """Whether a record's bytes, all read from the disk, still have its checksum; otherwise as
-        ``Tier.verify``."""
+        """Whether a record's bytes, all read from the disk, still have its checksum. See
+        ``ReplicaFiles.verify``."""
         fd, name = self.open(segment, offset + size), segment_name(segment)
         found = read_digests(
             *(fd, size, paced), memory_backed=self.memory_backed, name=name, base=offset
@@ -213,8 +211,8 @@ class SegmentFiles:
         return 0 if st is None else st.st_blocks * 512
 
     def data_ranges(self, segment: int) -> list[tuple[int, int]]:
-        """Start and end of each range of a segment that has blocks (lseek(2), SEEK_DATA), rising;
-        none where there is no such segment. The last one may end amid a block, with the file."""
+        """Start and end of each range with blocks (lseek(2), SEEK_DATA), rising; none if the
+        segment is missing. The last range may end within a block, where the file ends."""
         try:
             fd = self._files.open(segment_name(segment), on_disk.READ)
         except ReplicaLost as error:
@@ -237,9 +235,9 @@ class SegmentFiles:
     # The list beside a segment
 
     def noted(self, segment: int) -> list[TierFile]:
-        """The replicas that lie in a segment by its list, by rising offset; none without a list.
+        """The replicas that a segment's list names, by rising offset; none without a list.
 
-        Reads at most 4 MiB. Their bytes are not looked at: the data may be another's since.
+        Reads at most 4 MiB of the list. Does not read the data, which may be another's by now.
         """
         st = self._files.stat(segment_name(segment))
         if st is None:
@@ -250,7 +248,7 @@ class SegmentFiles:
         )
 
     def present(self, segment: int) -> list[TierFile]:
-        """What is ``noted``, but for what was given back since. Bytes are not looked at."""
+        """What is ``noted``, except what was given back since. Does not read the data."""
         data = self.data_ranges(segment)
         starts = [start for start, _ in data]
         found = []
@@ -268,10 +266,10 @@ class SegmentFiles:
 
     @contextmanager
     def _in_use(self, segment: int, *, to_write: bool = False) -> Iterator[int]:
-        """A segment's descriptor for writing or punching, which nobody closes meanwhile.
+        """A segment's descriptor for writing or punching. Nobody closes it meanwhile.
 
-        ``to_write``: it is made if it was not; only one that was made here, and that still has a
-        name, is given.
+        ``to_write``: makes the segment if needed, and refuses one that this object did not make or
+        that was removed or truncated.
         """
         with self._lock:
             if to_write and segment not in self._made:
@@ -285,7 +283,7 @@ class SegmentFiles:
             if to_write:
                 st = os.fstat(held.fd)
                 same = (st.st_dev, st.st_ino) == self._made[segment]
-                # One that was cut off would be filled up with zeros, where there were records.
+                # A write past the end of a truncated segment would put zeros where records were.
                 if not (st.st_nlink and same and st.st_size >= self._ends.get(segment, 0)):
                     self._let_go(segment)
                     self._made[segment] = _TAKEN_AWAY  # its inode may be given out again

@@ -1,8 +1,8 @@
 """One dataset's directory on one tier: replicas, whole and in part.
 
 ``replica_files`` has the layout of replicas with a file each, ``segments`` of those that share
-files. Anything else that lies there is not ours: what is not a regular file of the user's under
-such a name is never listed, followed, changed or removed.
+files. Anything else there is not ours: unless it is a regular file of the user under such a name,
+it is never listed, followed, changed or removed.
 
 Methods block, if only for a local disk, and raise OSError. Thread-safe.
 """
@@ -25,15 +25,15 @@ class Tier:
     """Replicas of one dataset on one tier.
 
     Constant: ``id``, ``path`` (for messages), ``directory``. Changing, under the lock, when
-    ``reopen`` says so: ``dir_fd``, ``memory_backed``, ``files`` and ``segments``. Those before are
-    kept until ``close``, because a thread may be using them.
+    ``reopen`` returns True: ``dir_fd``, ``memory_backed``, ``files``, ``segments``. The former ones
+    are kept until ``close``: a thread may be using them.
     """
 
     def __init__(
         self, dir_fd: int, path: str, tier_id: int, *, directory: str | None = None
     ) -> None:
         """``dir_fd`` stays the caller's and may be closed afterwards. ``directory`` is its path,
-        by which it is found again (``store.place``)."""
+        for finding it again (``store.place``)."""
         self.id = tier_id
         self.directory = directory
         self.path = path
@@ -73,11 +73,11 @@ class Tier:
             self._fds.clear()
 
     def reopen(self, dir_fd: int) -> bool:
-        """Go on in the directory ``dir_fd`` (which stays the caller's); whether it is another one.
+        """Continue in the directory ``dir_fd`` (it stays the caller's). Returns whether it differs.
 
-        For when the tier's directory was deleted, or its disk came back under the same path. If it
-        is the same directory (st_dev, st_ino), nothing changes: what a descriptor of it could not
-        do, another one cannot either.
+        For when the tier's directory was deleted, or its disk came back under the same path. If the
+        directory is the same (st_dev, st_ino), nothing changes: a new descriptor of it could do no
+        more than the old one.
         """
         with self._lock:
             if os.path.samestat(os.fstat(dir_fd), os.fstat(self.dir_fd)):
@@ -86,7 +86,7 @@ class Tier:
             return True
 
     def open_complete(self, replica: Replica) -> int:
-        """Open the file that a complete replica lies in: its own, or a segment. As
+        """Open the file that a complete replica lies in: its own, or a segment. See
         ``ReplicaFiles.open``."""
         if replica.segment:
             return self.segments.open(replica.segment, replica.offset + replica.size)
@@ -102,11 +102,11 @@ class Tier:
 
     @property
     def overhead_bytes(self) -> int:
-        """What lies there beside replicas: the lists of segments, and what their extents take."""
+        """Bytes beside the replicas: the lists of segments, and what their extents take."""
         return self.segments.lists.bytes + self.segments.trees.bytes
 
     def probe(self) -> None:
-        """Raises OSError unless the tier stores bytes, by trial."""
+        """Try whether the tier stores bytes. Raises OSError if not."""
         trials.check_stores(self.files.parts_directory, self.path)
 
     def space(self) -> Space:

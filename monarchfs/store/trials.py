@@ -21,7 +21,7 @@ _NO_PUNCHING = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
 @contextmanager
 def _trial_file(directory: Directory) -> Iterator[int]:
-    """A new file that is removed in the end, as are those that a crash amid a trial left."""
+    """A new file. It is removed at the end, as are those that a crash during a trial left."""
     for entry in directory.entries():
         if _TRIAL.fullmatch(entry.name):
             directory.remove(entry.name)

@@ -1,4 +1,4 @@
-"""Reading all of a replica again, without throwing what is useful out of the page cache."""
+"""Reads all of a replica again, without pushing useful pages out of the page cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ READ_BYTES = 1024 * 1024
 
 
 def unpaced(_size: int) -> None:
-    """Reads as fast as it goes."""
+    """No limit on the rate of reading."""
 
 
 def read_digests(
@@ -27,14 +27,13 @@ def read_digests(
     name: str,
     base: int = 0,
 ) -> bytes:
-    """The digests of the ``size`` bytes from ``base`` (a multiple of a page) of the file ``fd``:
-    see ``checksum``. ``name`` is for the error. Closes ``fd``.
+    """The digests (see ``checksum``) of the ``size`` bytes at ``base``, a multiple of a page, of
+    the file ``fd``. ``name`` is for the error. Closes ``fd``.
 
-    Reads from the disk if its file system can read past the page cache. Otherwise reads as any
-    reader, and drops the pages afterwards, also those that were cached before (there is no
-    telling). Blocks, also in ``paced``, which is called with the number of
-    bytes before each reading. Raises ReplicaLost if the file ends before, OSError if it cannot be
-    read, and what ``paced`` raises.
+    Reads past the page cache if the file system can. Otherwise reads through it and drops the pages
+    afterwards, also those that were cached before: it cannot tell them apart. Blocks. Calls
+    ``paced``, which may also block, with the number of bytes before each read. Raises ReplicaLost
+    if the file ends early, OSError if it cannot be read, and what ``paced`` raises.
     """
     # O_DIRECT wants memory, offset and length aligned to the device's blocks: whole pages of a map.
     pages = _pages(size)
@@ -55,7 +54,7 @@ def read_digests(
             found.append(digests(view[:wanted]))
             _drop_pages(fd, base + start, room, memory_backed)
     finally:
-        _drop_pages(fd, base, pages, memory_backed)  # those of a reading that failed midway
+        _drop_pages(fd, base, pages, memory_backed)  # also of a read that failed midway
         os.close(fd)
     return b"".join(found)
 
@@ -73,7 +72,7 @@ def _read(fd: int, view: memoryview, offset: int) -> int:
     try:
         return os.preadv(fd, (view,), offset)
     except OSError as error:
-        # Refused only now, or after a short read, from whose end nothing is aligned.
+        # Some file systems refuse only now. After a short read, nothing is aligned any more.
         if error.errno != errno.EINVAL or not _is_direct(fd):
             raise
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
