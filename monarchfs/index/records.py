@@ -16,12 +16,12 @@ entries      parent, cookie           ``ENTRY``, name
 listings     ino                      ``LISTING``
 replicas     ino                      ``REPLICA``, the bitmap compressed, the digests
 xattrs       ino, name of the xattr   ``XATTR``, value
-files        ``PLACE_KEY``            ino: whose replica the file of that name in that tier is
-segments     ``SEGMENT_KEY``          ``SEGMENT``: a file that holds many replicas lies in the tier
-records      ``RECORD_KEY``           ino: whose replica lies at that offset of that segment
-journal      ``PLACE_KEY``            ino: the file may lie in the tier though no record says so
+files        ``PLACE_KEY``            ino: its replica is the file of that name in that tier
+segments     ``SEGMENT_KEY``          ``SEGMENT``: this segment may lie in the tier
+records      ``RECORD_KEY``           ino: its replica lies at that offset of that segment
+journal      ``PLACE_KEY``            ino: the file may lie in the tier without a record
 stale        ino                      ``STALE``: since when the node is outdated
-outdated     tier, ino                nothing: a replica that is found, or its node outdated
+outdated     tier, ino                nothing: the replica is FOUND, or its node outdated
 pins         ino                      nothing
 ===========  =======================  =========================================================
 """
@@ -72,7 +72,7 @@ META_TIER = b"tier"  # + TIER_KEY: TOTALS, the sums over the replicas of one tie
 META_PATH = b"path"  # + TIER_KEY: the path of the tier with that number
 META_BOOT_ID = b"boot_id"  # the kernel's name of the boot in which the index was last open
 META_BOOT = b"boot"  # BOOT: that boot's number; each boot seen has a higher one
-META_SWEPT = b"swept"  # BOOT: the boot for which lost replicas were looked for, to the end
+META_SWEPT = b"swept"  # BOOT: the last boot for which all lost replicas were looked for
 META_USER = b"user:"  # + a caller's key: a caller's value
 META_LONG = b"long:"  # + the SHA-256 of a caller's key that is too long: likewise
 
@@ -89,8 +89,8 @@ SEGMENT_KEY = struct.Struct(">HQ")
 RECORD_KEY = struct.Struct(">HQQ")
 """Tier, segment, offset in bytes."""
 SEGMENT = struct.Struct("<B")
-"""1: there may be bytes in it that no record has, because it is written to, or a record went; 0:
-there are none."""
+"""1: it may have bytes without a record, because it is being written or a record was removed. 0: it
+has none."""
 TIER_INO = struct.Struct(">HQ")
 BOOT = struct.Struct("<I")
 STALE = struct.Struct("<q")
@@ -177,7 +177,7 @@ XATTR = struct.Struct(
 )
 
 FILE_TYPES = {int(t): t for t in FileType}
-"""FileType of its number, several times faster than calling the enum."""
+"""The FileType of each number: several times faster than calling the enum."""
 
 _SECOND = 1_000_000_000
 _STATES = {int(s): s for s in ReplicaState}

@@ -2,8 +2,8 @@
 
 LMDB maps its file and follows the page numbers in it: opening a truncated or damaged one can end
 the process with SIGBUS, SIGSEGV or abort(3). So the index directory carries a mark of how it was
-last closed, and an index without the mark of a clean close is walked in a child process first; so
-is one that a process may have died of, whatever its mark says (``mark_suspect``).
+last closed. An index without the mark of a clean close is first walked in a child process. So is
+one that may have killed a process, whatever its mark says (``mark_suspect``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROBLEMS_SECONDS = 600.0
 
 
 class LastClose(Enum):
-    """How the last process that had the index open parted with it."""
+    """How the last process that had the index open left it."""
 
     NEW = "new"
     """There is no index yet."""
@@ -70,8 +70,8 @@ def last_close(directory: str) -> LastClose:
 
 
 def planted(directory: str) -> str | None:
-    """What lies under a name of the index and is not ours (a symbolic link, a FIFO, something else
-    than was made there); None if all is as it should be. Raises OSError."""
+    """What has a name of the index but is not of its type (a symbolic link, a FIFO), and so is not
+    ours; None if all is as it should be. Raises OSError."""
     index = Path(directory, INDEX_DIRECTORY)
     try:
         if not stat.S_ISDIR(index.lstat().st_mode):
@@ -86,12 +86,12 @@ def planted(directory: str) -> str | None:
 
 
 def mark_open(directory: str) -> None:
-    """Durably forget that the index was closed cleanly; before its first write. Raises OSError."""
+    """Durably remove the mark of a clean close, before the first write. Raises OSError."""
     _write_mark(directory, f"open {_boot_id()}")
 
 
 def mark_closed(directory: str) -> None:
-    """Durably remember a clean close; after the sync and the close. Raises OSError."""
+    """Durably set the mark of a clean close, after the sync and the close. Raises OSError."""
     data = Path(directory, INDEX_DIRECTORY, DATA_FILE).stat()
     _write_mark(directory, f"clean {data.st_size} {data.st_mtime_ns}")
 
@@ -130,7 +130,7 @@ def is_suspect(directory: str) -> bool:
 
 
 def forget_suspicion(directory: str) -> None:
-    """The index was checked, or set aside. Best effort: else it is checked once more."""
+    """The index was checked or set aside. Best effort: on failure it is checked once more."""
     with contextlib.suppress(OSError):
         os.unlink(Path(directory, _SUSPECT))
 
@@ -139,7 +139,7 @@ def check_in_child(directory: str, *, deadline_seconds: float = CHECK_SECONDS) -
     """Walk the index of the state directory ``directory`` in a child process: can it be read?
 
     Blocks for about two seconds per million files, at most ``deadline_seconds`` (then: False).
-    Raises OSError where the directory or the child cannot be opened.
+    Raises OSError if the directory cannot be opened or the child not started.
     """
     try:
         return _run_check(directory, [], subprocess.DEVNULL, deadline_seconds).returncode == 0
@@ -189,8 +189,8 @@ def _run_check(
 def set_aside(directory: str) -> str | None:
     """Rename the index to ``index.bad-<n>`` and return that path, or None if there is none.
 
-    ``n`` is above all others there; of those the newest is kept, and older ones are removed where
-    they are directories that hold nothing but an index. The index must not be open. Raises OSError.
+    ``n`` is above all others there. The newest of those is kept; older ones are removed if they are
+    directories with nothing but an index. The index must not be open. Raises OSError.
     """
     index = Path(directory, INDEX_DIRECTORY)
     forget_suspicion(directory)
@@ -217,8 +217,8 @@ def _aside_numbers(directory: str) -> list[int]:
 
 
 def remove_aside(directory: str, name: str) -> bool:
-    """Remove an index that was set aside; whether that was done. Never removes what a symbolic
-    link leads to, or a directory that holds anything else. Raises nothing."""
+    """Remove an index that was set aside. Returns whether it did. Follows no symbolic link, and
+    keeps a directory that holds anything else. Raises nothing."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

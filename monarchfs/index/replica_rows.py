@@ -1,4 +1,4 @@
-"""Reading what is recorded of replicas, which files no record knows of, and the totals."""
+"""Reads the records of replicas, the journal of files without a record, and the totals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SWEEP = 512
 
 class ReplicaRows(SegmentTables):
     """A record *counts* if it is durable or of the current boot. Others are lost: their files may
-    have their size and not their data.
+    have the right size without the data.
 
     Changing: ``_boot`` (the number of the boot, packed as in records), ``_tiers`` (those that ever
     held a replica), ``_swept_to`` (where ``lost_in_reboot`` goes on; None once it is through).
@@ -37,7 +37,7 @@ class ReplicaRows(SegmentTables):
     _swept_to: bytes | None
 
     def _load_replicas(self) -> None:
-        """To be called once, when the index was opened."""
+        """Call this once, when the index was opened."""
         self._boot = self._get(self._db.meta, META_BOOT) or BOOT.pack(0)
         rows = self._rows(self._db.meta, META_TIER, META_TIER, 1 << 16)
         self._tiers = {TIER_KEY.unpack(key[len(META_TIER) :])[0] for key, _ in rows}
@@ -62,8 +62,8 @@ class ReplicaRows(SegmentTables):
         }
 
     def replicas(self) -> Iterator[tuple[int, Replica]]:
-        """All that count, by rising inode number. They may be changed meanwhile: what was not
-        reached yet is then seen as it is when reached."""
+        """All that count, by rising inode number. Records may change meanwhile: each is seen as it
+        is when it is reached."""
         start = b""
         while rows := self._rows(self._db.replicas, start, b"", _BATCH):
             for key, value in rows:
@@ -74,8 +74,8 @@ class ReplicaRows(SegmentTables):
     def names(self, tier: int, prefix: bytes, after: bytes, limit: int) -> list[tuple[bytes, int]]:
         """At most ``limit`` names of replicas in ``tier`` that count, each with its inode number.
 
-        By rising name, of those that begin with ``prefix`` and come after ``after``; fewer than
-        ``limit`` are the last ones. About 2 us each.
+        Names that begin with ``prefix`` and come after ``after``, rising. If fewer than ``limit``
+        come, they are the last ones. About 2 us each.
         """
         tier_key = TIER_KEY.pack(tier)
         prefix = tier_key + prefix
@@ -84,7 +84,7 @@ class ReplicaRows(SegmentTables):
         return [(key[TIER_KEY.size :], int.from_bytes(ino, "big")) for key, ino in rows]
 
     def owner(self, tier: int, name: bytes) -> int | None:
-        """Whose replica the file ``name`` in ``tier`` is; None if it is nobody's that counts."""
+        """The inode number whose replica is the file ``name`` in ``tier``; None if none counts."""
         ino = self._get(self._db.files, PLACE_KEY.pack(tier, name))
         if ino is None or not replica_counts(self._get(self._db.replicas, ino), self._boot):
             return None
@@ -122,8 +122,8 @@ class ReplicaRows(SegmentTables):
         return found
 
     def tier_totals(self) -> dict[int, TierTotals]:
-        """Of each tier that holds any replica. Lost ones are in it until they are dropped: their
-        files lie there."""
+        """The totals of each tier that holds a replica. Lost ones count until they are dropped,
+        because their files are still there."""
         totals = {}
         for key, value in self._rows(self._db.meta, META_TIER, META_TIER, 1 << 16):
             of_tier = TierTotals(*TOTALS.unpack(value))
@@ -132,8 +132,8 @@ class ReplicaRows(SegmentTables):
         return totals
 
     def journal(self) -> list[tuple[int, bytes]]:
-        """Tier and name of every file that may lie there although no record says so: copies that
-        were begun, and removals, each without its end."""
+        """Tier and name of every file that may lie there without a record: copies and removals that
+        were begun and have not ended."""
         return [PLACE_KEY.unpack(key) for key, _ in self._journal_rows()]
 
     def under_way(self) -> list[int]:
@@ -146,16 +146,16 @@ class ReplicaRows(SegmentTables):
     def lost_in_reboot(self, limit: int) -> list[tuple[int, Replica]]:
         """At most ``limit`` records that do not count any more, to be dropped; empty at the end.
 
-        Each call goes on where the last one ended. Costs nothing but after a reboot; the first
-        time after one, all records are walked (about 0.3 s a million, in as many calls as there
-        are ``limit`` lost ones). One that could not be dropped comes again after the next reboot.
+        Each call continues where the last one ended. After a reboot, the calls walk all records
+        once (about 0.3 s a million, each call until it has ``limit`` lost ones); otherwise they
+        cost nothing. A record that could not be dropped comes again after the next reboot.
         """
         lost: list[tuple[int, Replica]] = []
         while self._swept_to is not None and len(lost) < limit:
             rows = self._rows(self._db.replicas, self._swept_to, b"", _SWEEP)
             if not rows:
                 if lost:
-                    # The end is recorded only once the caller is through with these, too.
+                    # The end is recorded only after the caller has dropped these, too.
                     break
                 self._write(lambda txn: txn.put(META_SWEPT, self._boot, db=self._db.meta))
                 self._swept_to = None

@@ -1,4 +1,4 @@
-"""Recording replicas: whose is which file in which tier, and the totals."""
+"""Records replicas: which inode each file in a tier belongs to, and the totals."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _COLUMN: dict[int, int] = {
     ReplicaState.PARTIAL: 1,
     ReplicaState.FOUND: 2,
 }
-"""Where TOTALS counts replicas in a state."""
+"""The field of TOTALS that counts the replicas in each state."""
 
 
 class Replicas(ReplicaRows):
-    """Recording replicas. At any moment every file that this program has in a tier is some
-    record's, or in the journal; or the index it was recorded in is gone.
+    """Records replicas. At any moment, every file that this program has in a tier has a record or
+    is in the journal, unless the index that knew it is gone.
 
-    All raise IndexWriteError where the index is frozen, but ``file_gone``.
+    All but ``file_gone`` raise IndexWriteError if the index is frozen.
     """
 
     def begin_copy(self, ino: int, tier: int, name: bytes) -> None:
@@ -56,17 +56,17 @@ class Replicas(ReplicaRows):
         self._write(put, of_tiers=True)
 
     def file_gone(self, tier: int, name: bytes) -> None:
-        """No file of this name, complete or not, lies in the tier that is not a record's."""
+        """The tier has no file of this name, complete or not, except one with a record."""
         place = PLACE_KEY.pack(tier, name)
         self._write(lambda txn: txn.delete(place, db=self._db.journal))
 
     def put_replica(self, ino: int, replica: Replica, in_flight: bool = False) -> None:
-        """Record a replica in place of the one that was recorded, and the totals of both tiers.
+        """Record a replica in place of the former one, and update the totals of both tiers.
 
-        What ``begin_copy`` journalled of it is ended, unless it is ``in_flight``: still written
-        to, so that after a crash the file is not as recorded. The file of the replica that was
-        recorded, if it is another one, is journalled. A file that is recorded for another number
-        (two of one version) becomes this one's, and that other record goes.
+        Ends the journal entry of ``begin_copy``, unless the replica is ``in_flight``: still being
+        written, so that a crash may leave it other than recorded. If the former replica has another
+        file, journals that. If another number has this file (two of one version), removes that
+        number's record.
 
         A bitmap of a million chunks takes a few milliseconds, as do digests of 100 GB.
         """
@@ -80,9 +80,9 @@ class Replicas(ReplicaRows):
         self._write(put, of_tiers=True)
 
     def put_replicas(self, replicas: Sequence[tuple[int, Replica]]) -> set[int]:
-        """``put_replica`` of each, with the end of what was journalled, in one transaction: all of
-        them are recorded, or none. Some 5 us each: a few hundred at most. Those whose nodes are
-        outdated, or not known."""
+        """``put_replica`` of each, in one transaction: all are recorded, or none. Ends their
+        journal entries. About 5 us each: a few hundred at most. Returns those with an outdated or
+        unknown node."""
         rows = [
             (ID.pack(ino), PLACE_KEY.pack(replica.tier, replica.name), replica)
             for ino, replica in replicas
@@ -101,7 +101,7 @@ class Replicas(ReplicaRows):
             for (ino, _), (key, place, replica) in zip(replicas, rows, strict=True):
                 # Nearly always there is no other record, neither of the number nor of the file.
                 if not txn.put(place, key, overwrite=False, db=db.files):
-                    count()  # it may take the place of one of these
+                    count()  # this one may replace one of them
                     self._put(txn, key, replica)
                 elif not txn.put(key, pack_replica(replica, boot), overwrite=False, db=db.replicas):
                     txn.delete(place, db=db.files)
@@ -123,9 +123,9 @@ class Replicas(ReplicaRows):
         return self._write(put, of_tiers=True)
 
     def drop_replica(self, ino: int) -> None:
-        """Forget it, also one that is lost; its file is in the journal until ``file_gone``.
+        """Remove its record, even if it is lost; its file is in the journal until ``file_gone``.
 
-        One that is not recorded passes. Where this raises, the record stays: so must the file.
+        No record is no error. If this raises, the record stays, and so must the file.
         """
         self.drop_replicas([ino])
 
@@ -141,7 +141,7 @@ class Replicas(ReplicaRows):
             self._write(drop, of_tiers=True)
 
     def mark_durable(self, inos: Iterable[int]) -> None:
-        """Their data are on the disk as their records say. Those not recorded, and lost ones, pass.
+        """Record that their data are on the disk. Skips those without a record, and lost ones.
 
         One transaction. The records must not have changed since the data were synced.
         """
@@ -159,9 +159,8 @@ class Replicas(ReplicaRows):
         """Record complete files that lie in ``tier`` as replicas in state FOUND, each under a new
         number, durable if it is synced; returns the numbers.
 
-        Files that a record or the journal knows are left out. One transaction, about 10 us a file.
-        A file that is not synced must have been written in this boot: only then are its data sure
-        to be there.
+        Skips files with a record or a journal entry. One transaction, about 10 us a file. A file
+        that is not synced must have been written in this boot; otherwise its data may be missing.
         """
 
         def record(txn: Any) -> list[int]:
@@ -182,11 +181,11 @@ class Replicas(ReplicaRows):
         return self._write(record, of_tiers=True)
 
     def claim(self, ino: int, name: bytes, size: int) -> Replica | None:
-        """Make a complete replica that nobody uses the RESIDENT one of ``ino``, and return it.
+        """Give ``ino`` a complete replica that nobody uses, as RESIDENT, and return it.
 
-        It has that name and size, in whatever tier, and is in state FOUND or belongs to an
-        outdated number; that number then has none. None where there is no such one that counts, or
-        ``ino`` has a replica. Costs a look-up per tier, and a transaction where one may be there.
+        The replica has that name and size, in any tier. It is in state FOUND or belongs to an
+        outdated number, which then has none. None if no such replica counts, or ``ino`` has one.
+        Costs a look-up per tier, and a transaction if there may be one.
         """
         self._refuse_if_frozen()
         places = [PLACE_KEY.pack(tier, name) for tier in sorted(self._tiers)]
@@ -225,7 +224,7 @@ class Replicas(ReplicaRows):
         owner = txn.get(place, None, self._db.files)
         if owner != key:
             if owner is not None:
-                # The same file, unless this one shares another with others.
+                # Both have the same file, unless the new one is in a segment.
                 self._forget(txn, owner, lies_there=bool(replica.segment))
             self._forget(txn, key, lies_there=True)
         else:
@@ -244,7 +243,7 @@ class Replicas(ReplicaRows):
         self._on_record(replica.name)
 
     def _note_outdated(self, txn: Any, key: bytes, replica: Replica) -> bool:
-        """That nobody will ask for it, if that is so. Whether its node is outdated, or unknown."""
+        """Note if nobody will ask for it. Returns whether its node is outdated, or unknown."""
         node = txn.get(key, None, self._db.nodes)
         if node is not None and not node_outdated(node):
             return False
@@ -254,7 +253,7 @@ class Replicas(ReplicaRows):
         return True
 
     def _forget(self, txn: Any, key: bytes, *, lies_there: bool) -> None:
-        """Remove a record, if there is one; ``lies_there``: its file may stay without one."""
+        """Remove a record, if there is one. ``lies_there``: its file may still be there."""
         value = txn.pop(key, self._db.replicas)
         if value is None:
             return

@@ -15,8 +15,7 @@ class SegmentTables(Tables):
     """The tables ``segments`` and ``records``; replicas enter and leave the latter."""
 
     def segments(self, tier: int) -> dict[int, bool]:
-        """The segments that may lie in ``tier``, and whether each may have bytes that no record
-        has."""
+        """The segments that may lie in ``tier``, and whether each may have unrecorded bytes."""
         prefix = TIER_KEY.pack(tier)
         most = self._count_rows(self._db.segments)
         rows = self._rows(self._db.segments, prefix, prefix, most)
@@ -55,7 +54,7 @@ class SegmentTables(Tables):
         self._write(put, of_tiers=True)
 
     def segment_clean(self, tier: int, segment: int) -> None:
-        """There are no bytes in it but those of records, and none will come."""
+        """All its bytes belong to records, and no others will come."""
         key = SEGMENT_KEY.pack(tier, segment)
 
         def put(txn: Any) -> None:

@@ -1,8 +1,8 @@
 """The open LMDB environment of the index: transactions, growth, numbers, syncing, failing disks.
 
-Two processes never have it open at once (the state directory's lock sees to that) and one thread
-does all reading and writing, so the environment is opened without LMDB's own lock file: a reader
-table would let the corpse of a killed process pin old pages for as long as it cannot die.
+The environment is opened without LMDB's own lock file: the state directory's lock keeps other
+processes out, and one thread does all reading and writing. In a reader table, a killed process that
+cannot be reaped yet would pin old pages.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _COMMITS_PER_LOOK = 64
-"""Commits between two looks at the headroom: a batch of names is some 100 KB, 64 are 6 MB."""
+"""Commits between two checks of the headroom: a batch of names is some 100 KB, 64 are 6 MB."""
 
 
 class OnChange(NamedTuple):
-    """Called before a change is committed: nobody has seen it then, and it may come to nothing.
-    ``name`` gets each name (directory, name) that will stand for something else, or go; ``node``
-    each inode number whose record changes; ``record`` the name of each replica in a segment that
-    comes or goes."""
+    """Called before a change is committed: nobody has seen it yet, and the commit may fail.
+    ``name`` gets each (directory, name) that gets another inode or is removed; ``node`` each inode
+    number whose record changes; ``record`` the name of each replica that enters or leaves a
+    segment."""
 
     name: Callable[[int, bytes], object] = lambda parent, name: None
     node: Callable[[int], object] = lambda ino: None
@@ -61,7 +61,7 @@ class Tables:
         self._source_id = source_id
         self._reader: Any = None
         self.claimable = False
-        """Whether there may be a replica that nobody will ask for under its number."""
+        """Whether there may be a replica under a number for which nobody will ask."""
         self._commits = 0
         self._frozen: str | None = None
         self._retired: list[int] = []
@@ -71,11 +71,11 @@ class Tables:
 
     @property
     def frozen(self) -> str | None:
-        """Why nothing can be recorded on the disk any more, or None.
+        """Why the index can write nothing to the disk any more, or None.
 
-        The disk below the index is full, fails or became read-only. The index then lives in
-        memory, until it is closed: what the source said is recorded and read as ever. What would
-        let the index on the disk say something untrue about the tiers raises IndexWriteError.
+        The disk below the index is full, fails or became read-only. The index then lives in memory
+        until it is closed. It still records and reads what the source says. A change that would
+        make the index on the disk wrong about the tiers raises IndexWriteError.
         """
         return self._frozen
 
@@ -98,7 +98,7 @@ class Tables:
             raise IndexUnusable(f"reading the index failed: {error}") from error
 
     def _get_each(self, table: Any, keys: Sequence[bytes]) -> dict[bytes, Any]:
-        """The values of the rows that there are, by their keys."""
+        """The values of the rows that exist, by key."""
         try:
             get = (self._reader or self._begin_read()).get
             return {key: value for key in keys if (value := get(key, None, table)) is not None}
@@ -153,11 +153,10 @@ class Tables:
     def _write(self, work: Callable[[Any], T], *, of_tiers: bool = False) -> T:
         """Run ``work`` in a write transaction and commit it, unsynced.
 
-        ``work`` runs again from the start when the map was full or the index moved to memory; so
-        it must have no effect but on the transaction (and ``_next_id``, where a gap does no harm),
-        and take its tables from ``_db`` itself. ``of_tiers``: it says what lies in the tiers, and
-        so must not be where the index is frozen. Raises IndexWriteError, and then nothing was
-        changed.
+        ``work`` runs again from the start if the map was full or the index moved to memory. So it
+        must change only the transaction (and ``_next_id``, where a gap does no harm), and take its
+        tables from ``_db`` itself. ``of_tiers``: it records what lies in the tiers, which a frozen
+        index refuses. If this raises IndexWriteError, nothing was changed.
         """
         self._end_read()
         while True:
@@ -200,7 +199,7 @@ class Tables:
     def _freeze(self, why: str) -> None:
         """Go on in memory. Blocks while the index is copied: about a second per gigabyte.
 
-        Raises IndexWriteError, and then all is as before.
+        If this raises IndexWriteError, all is as before.
         """
         self._end_read()
         old_env, old_data = self._env, self._data
@@ -242,9 +241,8 @@ class Tables:
     def sync(self) -> None:
         """Make everything committed so far durable.
 
-        Blocks for the disk: call it from a thread other than the one that reads and writes, which
-        may go on meanwhile. A no-op once the index is closed. Raises IndexWriteError, also where
-        the index is frozen.
+        Blocks for the disk, so call it from another thread; the one that reads and writes may go
+        on. A no-op once the index is closed. Raises IndexWriteError, also if the index is frozen.
         """
         with self._closing:
             if self._is_open:
@@ -252,15 +250,15 @@ class Tables:
                 self._sync_data()
 
     def _sync_data(self) -> None:
-        # What mdb_env_sync does of an environment without writemap, but for its look at the map,
-        # which the other thread may be replacing by a larger one.
+        # mdb_env_sync does the same without writemap. But it also looks at the map, which the other
+        # thread may be replacing by a larger one.
         try:
             os.fdatasync(self._data)
         except OSError as error:
             raise IndexWriteError(f"syncing the index failed: {error.strerror}") from error
 
     def _close_environment(self, *, sync: bool) -> bool:
-        """Close it once no ``sync`` of another thread is under way; False if it was closed."""
+        """Wait until no other thread is in ``sync``, then close. False if it was closed before."""
         with self._closing:
             if not self._is_open:
                 return False

@@ -39,7 +39,7 @@ class TreeTables(Outdated):
     # Reading.
 
     def node(self, ino: int) -> Node | None:
-        """What ``ino`` stands for; None if it was never found (also: known from a listing only)."""
+        """What ``ino`` stands for; None if it was never found (or only in a listing)."""
         value = self._get(self._db.nodes, ID.pack(ino))
         return None if value is None else unpack_node(ino, value)
 
@@ -62,9 +62,9 @@ class TreeTables(Outdated):
         return unpack_dirent(int.from_bytes(cookie, "big"), value)
 
     def dirref(self, ino: int) -> DirRef | None:
-        """The directory ``ino`` as the source knows it, None if a node on its way is not recorded.
+        """The directory ``ino`` as the source knows it; None if an ancestor is not recorded.
 
-        The path is where it was last found; whoever opens it compares the source's inode number.
+        The path is where it was last found: compare the source's inode number after opening it.
         Costs about a microsecond per component.
         """
         value = self._get(self._db.nodes, ID.pack(ino))
@@ -75,7 +75,7 @@ class TreeTables(Outdated):
         climbed: set[int] = set()
         while ino != ROOT_INO:
             if value is None or ino in climbed:
-                # A directory that was moved below its own former descendant, half seen.
+                # A directory was moved below its former descendant, and only half of this is known.
                 return None
             climbed.add(ino)
             ino, _, _, length = PLACE.unpack_from(value)
@@ -89,8 +89,8 @@ class TreeTables(Outdated):
     def record_root(self, stat: SourceStat, now_ns: int) -> Node:
         """The root of the source, under number 1.
 
-        Raises IndexUnusable if the index knows another directory as its root: whatever is below
-        is not what this source holds.
+        Raises IndexUnusable if the index has another directory as its root: what it knows is then
+        not about this source.
         """
         return self._write(lambda txn: self._root(txn, stat, now_ns))
 
@@ -109,11 +109,11 @@ class TreeTables(Outdated):
     ) -> list[tuple[Node, int | None]]:
         """Record each (name, attributes, target of a symlink) that was found in ``parent``.
 
-        A version that was known keeps its number, also under another name (a hard link, a rename).
-        Another version gets a new number, and the old node is outdated. A pin moves to the new
-        number, whether the file changed or the name stands for another file now. With each node
-        comes the number for which the name stood before, if any. One transaction takes about 8 us
-        a name: give a hundred names at most.
+        A known version keeps its number, also under another name (a hard link, a rename). A new
+        version gets a new number, and the old node is outdated. A pin moves to the new number,
+        whether the file changed or the name now stands for another file. Each node comes with the
+        number for which the name stood before, if any. One transaction takes about 8 us a name:
+        give a hundred names at most.
         """
         return self._write(
             lambda txn: [
@@ -146,14 +146,14 @@ class TreeTables(Outdated):
         # The source's root may be mounted below itself again; the root stays where it is.
         place = (ROOT_INO, b"") if ino == ROOT_INO else (parent, name)
         node = self._put_node(txn, Node(ino, stat, *place, now_ns, False, target))
-        # Seen as of the last number given out, so by every listing under way: none removes it.
+        # No listing under way removes the name: each began before the last number was given out.
         seen = self._next_id - 1
         type_ = FILE_TYPES[stat.mode >> 12 & 15]
         return node, self._put_name(txn, parent, name, type_, ino, now_ns, seen)
 
     def record_missing(self, parent: int, names: Sequence[bytes]) -> list[int | None]:
-        """There are no such names in ``parent``. The numbers for which they stood, if any: what
-        those stand for may live on under another name."""
+        """Record that ``parent`` has no such names. Returns the numbers for which they stood, if
+        any: those may have other names."""
         return self._write(lambda txn: [self._remove_name(txn, parent, name) for name in names])
 
     # Within a transaction.
@@ -164,12 +164,12 @@ class TreeTables(Outdated):
         return node
 
     def _refresh(self, txn: Any, node: Node, stat: SourceStat, now_ns: int) -> Node:
-        # It stays outdated where it was: only a look-up by name says that the version is back.
+        # An outdated node stays so: only a look-up by name tells that its version is back.
         self._forget_changed_xattrs(txn, node, stat)
         return self._put_node(txn, node._replace(stat=stat, fetched_ns=now_ns))
 
     def _forget_changed_xattrs(self, txn: Any, node: Node, stat: SourceStat) -> None:
-        """Setting an xattr changes ctime: of anything but a directory, that is a new number."""
+        """Setting an xattr changes ctime. This gives anything but a directory a new number."""
         if node.stat.ctime_ns != stat.ctime_ns:
             self._forget_xattrs(txn, ID.pack(node.ino))
 
@@ -183,8 +183,8 @@ class TreeTables(Outdated):
         checked_ns: int,
         seen: int,
     ) -> int | None:
-        """Make ``name`` stand for ``ino``, with the cookie it has or a new one. The number for
-        which it stood before."""
+        """Make ``name`` stand for ``ino``, with the cookie it has or a new one. Returns the number
+        for which it stood before."""
         key = ID.pack(parent)
         before: int | None = None
         cookie = txn.get(key + name, None, self._db.names)
@@ -216,7 +216,7 @@ def _identity(stat: SourceStat) -> tuple[int, int]:
 
 
 def _stands_for(node: Node, stat: SourceStat) -> bool:
-    """Whether the node's number goes on standing for what has these attributes now."""
+    """Whether the node's number still stands for what now has these attributes."""
     if node.stat.is_directory:
         return stat.is_directory and _identity(node.stat) == _identity(stat)
     return not stat.is_directory and node.stat.version == stat.version
