@@ -13,24 +13,24 @@
 #include <time.h>
 
 #define MOST_PEERS 65536
-#define CONNECTIONS 32L /* that a thread keeps */
+#define CONNECTIONS 32L /* that a thread keeps open */
 #define FIRST_DEADLINE_NS 800000000LL
 #define LEAST_DEADLINE_NS 100000000LL
-#define MOST_DEADLINE_NS 800000000LL /* less than after which a request is Python's */
+#define MOST_DEADLINE_NS 800000000LL /* below the time after which Python takes a request */
 #define FIRST_PAUSE_NS 1000000000LL
 #define MOST_PAUSE_NS 60000000000LL
-#define LEAST_RATE 4e6 /* bytes a second of a range: who is slower has failed */
+#define LEAST_RATE 4e6 /* bytes a second of a range: a slower peer has failed */
 #define URL_BYTES (PEER_URL_BYTES + PEER_TOKEN_BYTES + 1024)
 
 struct peer {
 	char url[PEER_URL_BYTES];
-	pthread_mutex_t lock; /* of what follows */
-	int64_t smoothed_ns, deviation_ns; /* of the time that a file takes: RFC 6298 */
+	pthread_mutex_t lock; /* guards what follows */
+	int64_t smoothed_ns, deviation_ns; /* how long a file takes, as in RFC 6298 */
 	int64_t pause_ns, avoided_until_ns;
 	struct peer_counts counts;
 };
 
-static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER; /* of the list and the token */
+static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER; /* guards the list and the token */
 static struct peer *peers[MOST_PEERS];
 static char token[PEER_TOKEN_BYTES];
 static char interface[PEER_ADDRESS_BYTES + 8]; /* CURLOPT_INTERFACE */
@@ -89,7 +89,7 @@ int fetch_token(const char *text, const char *address)
 	return 0;
 }
 
-/* -- what is known of a peer. Under its lock */
+/* -- the state of a peer, under its lock */
 
 static int64_t deadline_of(const struct peer *peer)
 {
@@ -139,7 +139,7 @@ static void note_answer(struct peer *peer)
 	pthread_mutex_unlock(&peer->lock);
 }
 
-/* Whether it may be asked: one at a time finds out whether a peer that failed is back. */
+/* Whether the peer may be asked. After a failure, one request at a time tries whether it is back. */
 static bool may_ask(struct peer *peer, int64_t *deadline_ns)
 {
 	pthread_mutex_lock(&peer->lock);
@@ -163,13 +163,13 @@ static size_t take_answer(char *data, size_t one, size_t size, void *to)
 	(void)one;
 	struct answer *answer = to;
 	if (size > answer->size - answer->got)
-		return 0; /* which ends it */
+		return 0; /* ends the transfer */
 	memcpy(answer->to + answer->got, data, size);
 	answer->got += size;
 	return size;
 }
 
-/* The calling thread's, for requests that come `from` an address. */
+/* The calling thread's handle. Its requests come `from` an address. */
 static CURL *handle(const char *from)
 {
 	CURL *known = pthread_getspecific(handle_key);
@@ -208,11 +208,11 @@ static CURLcode get_range(CURL *request, const char *url, uint64_t offset, size_
 	return code;
 }
 
-/* The peer, if it may be asked; where that is, and from which address. */
+/* The peer, if it may be asked; the URL, and the address to ask from. */
 static struct peer *locate(unsigned number, const char *path, char *url, size_t room, char *from, int64_t *deadline_ns)
 {
 	pthread_rwlock_rdlock(&lock);
-	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL; /* is there for ever */
+	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL; /* never freed */
 	if (peer && !may_ask(peer, deadline_ns))
 		peer = NULL;
 	strcpy(from, interface);
@@ -235,7 +235,7 @@ static enum fetch_result ask(const char *url, const char *from, const struct pla
 	CURLcode code = get_range(request, url, place->offset, place->size, deadline_ns, &status);
 	if (code != CURLE_OK && code != CURLE_WRITE_ERROR)
 		return FETCH_FAILED;
-	if (status == 403 || status >= 500) /* nothing about this file */
+	if (status == 403 || status >= 500) /* says nothing about this file */
 		return FETCH_FAILED;
 	if (status != 206 || answer.got != place->size)
 		return FETCH_WRONG;
@@ -308,7 +308,7 @@ enum fetch_result fetch_range(unsigned number, const char *path, uint64_t offset
 	return result;
 }
 
-/* Bytes of an answer whose size is not known before. */
+/* The bytes of an answer whose size is not known yet. */
 struct text {
 	char *bytes;
 	size_t size, room, most;

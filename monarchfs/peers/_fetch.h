@@ -1,7 +1,7 @@
-/* Small files from peers: a range of a segment, over HTTP, compared with its checksum. Parts of large files.
+/* Reads from peers over HTTP: small files (ranges of segments, checked by checksum) and parts of large files.
  *
- * A peer that is slow or fails costs one deadline, and is avoided then: for a second, and twice as long each
- * time that it fails again. Thread-safe.
+ * A peer that is slow or fails costs one deadline. Then it is avoided for a second, and for twice as long after
+ * each further failure. Thread-safe.
  */
 #ifndef MONARCHFS_FETCH_H
 #define MONARCHFS_FETCH_H
@@ -27,29 +27,29 @@ struct peer_counts {
 /* 0 or -errno. Call it once before all else. */
 int fetch_begin(void);
 
-/* The peer of this number: where its tiers are served (http://HOST:PORT), "" for nobody. Its failures are
- * forgotten. 0 or -errno. */
+/* Set where the peer of this number serves its tiers (http://HOST:PORT), "" for nobody. Forgets its failures. 0 or
+ * -errno. */
 int fetch_peer(unsigned peer, const char *url);
 
-/* What every request has behind its path: `?...`, which is good for the address that it comes from. 0 or
+/* Set the token that each request has behind its path (`?...`), and the address for which it is valid. 0 or
  * -errno. */
 int fetch_token(const char *token, const char *address);
 
-/* All bytes of the replica of this name into `to`, of `size` bytes. */
+/* Read all bytes of the replica of this name into `to`, of `size` bytes. */
 enum fetch_result fetch_replica(const unsigned char *name, size_t size, char *to);
 
-/* Bytes of a file below a peer's tiers, in order; `take` is false where they are not what they should be, and
- * ends it: FETCH_WRONG. FETCH_UNKNOWN: the file is not there, or ends before. */
+/* Read bytes of a file below a peer's tiers, in order. If `take` returns false, the bytes are wrong, and this
+ * ends: FETCH_WRONG. FETCH_UNKNOWN: the file is not there, or ends early. */
 typedef bool fetch_take(void *to, const char *data, size_t size);
 enum fetch_result fetch_range(unsigned peer, const char *path, uint64_t offset, size_t size, fetch_take *take,
 			      void *to);
 
-/* A question to the peer's worker: POST of `body` to `path`, without the token, GET if `body` is NULL. At most
- * `most` bytes of the answer, allocated, to be freed. The status, or -errno; the peer counts as failed then. */
+/* Ask the peer's worker: POST `body` to `path` (given without the token), or GET if `body` is NULL. The caller
+ * frees the answer, at most `most` bytes. Returns the status, or -errno; then the peer counts as failed. */
 int fetch_answer(unsigned peer, const char *path, const char *body, size_t size, int64_t timeout_ns, size_t most,
 		 char **answer, size_t *answer_size);
 
-/* Whether it is being avoided now. */
+/* Whether the peer is being avoided now. */
 bool fetch_avoided(unsigned peer);
 
 void fetch_count(unsigned peer, struct peer_counts *counts);

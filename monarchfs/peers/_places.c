@@ -1,4 +1,4 @@
-/* See _places.h. Open addressing with linear probing; what is removed leaves no mark (Knuth, 6.4, algorithm R). */
+/* See _places.h. Open addressing with linear probing; removal leaves no tombstones (Knuth, 6.4, algorithm R). */
 #include "_places.h"
 
 #include <pthread.h>
@@ -20,7 +20,7 @@ static size_t room, used; /* `room` is a power of two, or 0 */
 
 static size_t home(const unsigned char *name)
 {
-	uint64_t hash; /* it is one already */
+	uint64_t hash; /* the name is a hash already */
 	memcpy(&hash, name, sizeof(hash));
 	return (size_t)hash & (room - 1);
 }
@@ -50,7 +50,7 @@ static bool grow(void)
 	return true;
 }
 
-/* Close the gap: rows behind it may have their home before it. */
+/* Close the gap: rows behind it may belong before it. */
 static void remove_row(size_t gap)
 {
 	used--;
@@ -98,7 +98,7 @@ void places_remove_all(unsigned peer)
 	pthread_rwlock_wrlock(&lock);
 	for (size_t n = 0; n < room;) {
 		if (rows[n].place.segment && rows[n].place.peer == peer)
-			remove_row(n); /* the next row may be here now; rows from the beginning were looked at */
+			remove_row(n); /* look here again: a later row may be here now, or one that was looked at */
 		else
 			n++;
 	}

@@ -22,10 +22,10 @@ struct place {
 	uint16_t tier;
 };
 
-/* False where there is no memory. It takes the place of what was known. */
+/* Replaces what was known. False if there is no memory. */
 bool places_put(const unsigned char *name, const struct place *place);
 
-/* Unless another peer has it. */
+/* Does nothing if another peer has it. */
 void places_remove(const unsigned char *name, unsigned peer);
 void places_remove_all(unsigned peer);
 

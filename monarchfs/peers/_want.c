@@ -1,5 +1,5 @@
-/* See _want.h. The request is rows of name, size, length of the path (little-endian), path; the answer is as that
- * for the catalogue (catalogue.py). */
+/* See _want.h. A request consists of rows: name, size, length of the path (little-endian), path. The answer is a
+ * page as in catalogue.py. */
 #include "_want.h"
 
 #include "../fuse/_counts.h"
@@ -13,11 +13,11 @@
 #define ROW_BYTES (REPLICA_NAME_BYTES + 8 + 2)
 #define ANSWER_HEADER_BYTES 28
 #define ANSWER_ROW_BYTES 48
-#define ANSWER_NS 700000000LL /* less than after which a request is Python's */
+#define ANSWER_NS 700000000LL /* below the time after which Python takes a request */
 #define MOST_ASKING 4 /* requests to one owner at once */
 #define WANT_PATH "/ask/want"
-#define WORTH_TIMES 4 /* what the source takes */
-#define TRY_EVERY 16 /* whether it is worth the time again */
+#define WORTH_TIMES 4 /* times what the source takes */
+#define TRY_EVERY 16 /* one request in so many tries whether it is worth the time again */
 
 struct want {
 	struct want *next;
@@ -28,11 +28,11 @@ struct want {
 };
 
 struct owner {
-	struct want *first, **last; /* that nobody has asked for yet */
-	unsigned asking; /* threads */
+	struct want *first, **last; /* not asked for yet */
+	unsigned asking; /* threads that ask now */
 };
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all that follows */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards all that follows */
 static pthread_cond_t answered = PTHREAD_COND_INITIALIZER;
 static uint16_t *owners;
 static unsigned own_number;
@@ -61,7 +61,7 @@ int want_owners(const uint16_t *given, unsigned own)
 	return -ENOMEM;
 }
 
-/* The first of a queue, some at most. Under `lock`. */
+/* Take the first `most` of a queue, or all. Under `lock`. */
 static struct want *take(struct owner *owner, unsigned most)
 {
 	struct want *first = owner->first, **end = &owner->first;
@@ -111,7 +111,7 @@ static void note(unsigned peer, const char *answer, size_t size)
 			.peer = (uint16_t)peer,
 			.tier = (uint16_t)le32toh(tier),
 		};
-		places_put((const unsigned char *)row, &place); /* not where the segment is 0 */
+		places_put((const unsigned char *)row, &place); /* ignores segment 0 */
 	}
 }
 
@@ -128,7 +128,7 @@ static void ask(unsigned peer, const struct want *wants)
 	free(body);
 }
 
-/* Wait until it was asked for, by this thread or another one. Under `lock`. */
+/* Wait until this thread or another one has asked for it. Under `lock`. */
 static void wait_for(struct want *want, unsigned peer)
 {
 	struct owner *owner = &queues[peer];
@@ -148,7 +148,7 @@ static void wait_for(struct want *want, unsigned peer)
 		pthread_mutex_lock(&lock);
 		owner->asking--;
 		while (wants) {
-			struct want *next = wants->next; /* its thread may go when it is done */
+			struct want *next = wants->next; /* read before: its thread may go when it is done */
 			wants->done = true;
 			wants = next;
 		}
@@ -156,7 +156,7 @@ static void wait_for(struct want *want, unsigned peer)
 	}
 }
 
-/* One that was held up counts for a few. Under `lock`, as the next one. */
+/* An outlier counts as four times the mean. Under `lock`, as the next function. */
 static void note_time(uint64_t ns)
 {
 	uint64_t most_ns = 4 * mean_ns;

@@ -1,4 +1,4 @@
-/* Asking the owner of a small file for it, where it is not known to have it. Thread-safe. */
+/* Asks the owner of a small file for it, if it is not known to have it. Thread-safe. */
 #ifndef MONARCHFS_WANT_H
 #define MONARCHFS_WANT_H
 
@@ -11,16 +11,16 @@
 /* The owner of each bucket of names, by its number; `own` is this node's. 0 or -errno. */
 int want_owners(const uint16_t *owners, unsigned own);
 
-/* Have the owner copy a file, which lies at `path` below the source's root, if it is another node, has not just
- * failed, and is worth the time: peers take at most four times as long for a file, on average, as the source
- * (`source_ns`, 0: not known). Threads that want files of the same owner ask together. Whether places_get has it
- * then. */
+/* Have the owner copy the file at `path` below the source's root, if the owner is another node, has not just
+ * failed, and is worth the time: on average, peers take at most four times as long for a file as the source
+ * (`source_ns`, 0: not known). Threads that want files of the same owner ask together. Returns whether places_get
+ * has it then. */
 bool want_replica(const unsigned char *name, size_t size, const char *path, uint64_t source_ns);
 
-/* A file that a peer had, and a reader waited for, has taken so long. */
+/* Note how long a reader waited for a file that a peer had. */
 void want_took(uint64_t ns);
 
-/* How many files their owners were not asked for, because that was not worth the time. */
+/* For how many files the owner was not asked, because that was not worth the time. */
 uint64_t want_bypassed(void);
 
 #endif

@@ -1,9 +1,9 @@
 """What a node tells the others of its small replicas: the format, and both sides' bookkeeping.
 
-A peer first asks for a list of all, page by page in the order of names, and then every second for
-what has changed. The server notes the names of what changed; what is at a name is looked up when
-somebody asks, so a name that changed ten times is sent once. All of it is hints: whoever uses a row
-compares the bytes with its checksum.
+A peer first asks for the whole list, page by page in the order of names, and then every second for
+the changes. The server notes only the names that changed. It looks them up when somebody asks, so a
+name that changed ten times is sent once. All rows are hints: their users compare the bytes with the
+checksum.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import NamedTuple, Protocol
 from monarchfs.peers.errors import PeerError
 
 PAGE_ROWS = 1024
-"""At most, in an answer: a few milliseconds of the event loop's time."""
+"""The most rows in an answer: a few milliseconds of the event loop's time."""
 
 MAX_CHANGES = 1 << 16
-"""That are noted; whoever missed more lists all again."""
+"""The most changes that are noted. A peer that missed more lists all again."""
 
 _MAGIC = b"mfpc"
 _FORMAT = 1
@@ -48,11 +48,11 @@ class PageState(IntEnum):
     ALL = 1
     """These were all, until something changes."""
     AGAIN = 2
-    """What was asked for is not known any more: list all again."""
+    """The changes asked for are not known any more: list all again."""
 
 
 class Page(NamedTuple):
-    """An answer. ``sequence``: of the next change, when the answer was made."""
+    """An answer. ``sequence``: the number of the first change that it does not contain."""
 
     state: PageState
     incarnation: int
@@ -68,7 +68,7 @@ class Holdings(Protocol):
         ...
 
     def names_after(self, after: bytes, limit: int) -> list[bytes]:
-        """The next names behind ``after``, in their order."""
+        """The next names after ``after``, in order."""
         ...
 
 
@@ -83,7 +83,7 @@ def encode(page: Page) -> bytes:
 def decode(data: bytes) -> Page:
     """The answer in ``data``.
 
-    Raises PeerError if it is none.
+    Raises PeerError if it is malformed.
     """
     if len(data) < _HEADER.size:
         raise PeerError("the peer's catalogue is cut off")
@@ -97,10 +97,10 @@ def decode(data: bytes) -> Page:
 
 
 class Publisher:
-    """Answers what peers ask. Pure but for ``holdings``.
+    """Answers peers. Pure except for ``holdings``.
 
-    Changing: ``_changes``, the last names that changed, the first of which has the number
-    ``_first``.
+    Changing: ``_changes``, the names that changed last; ``_first``, the number of the first of
+    them.
     """
 
     def __init__(self, holdings: Holdings, incarnation: int) -> None:
@@ -111,17 +111,17 @@ class Publisher:
         self._first = 0
 
     def note(self, names: Iterable[bytes]) -> None:
-        """These came or went."""
+        """Replicas of these names were added or removed."""
         self._changes.extend(names)
         while len(self._changes) > MAX_CHANGES:
             self._changes.popleft()
             self._first += 1
 
     def page(self, after: bytes) -> Page:
-        """A page of the list of all, behind this name; b"": the first one."""
+        """The page of the whole list after this name; b"": the first page."""
         names = self._holdings.names_after(after, PAGE_ROWS)
         rows = [row for row in self._holdings.rows(names) if row.segment]
-        # An empty row shows where the next page begins, if the last replica has just gone.
+        # If the last replica has just gone, an empty row shows where the next page begins.
         if names and (not rows or rows[-1].name != names[-1]):
             rows.append(Row(names[-1]))
         state = PageState.MORE if len(names) == PAGE_ROWS else PageState.ALL
@@ -132,7 +132,7 @@ class Publisher:
         return Page(PageState.ALL, self._incarnation, self._next, self._holdings.rows(names))
 
     def changes(self, incarnation: int, since: int) -> Page:
-        """What has changed since the change of this number."""
+        """The changes from this number on."""
         if incarnation != self._incarnation or not self._first <= since <= self._next:
             return Page(PageState.AGAIN, self._incarnation, self._next, [])
         begin = since - self._first
@@ -150,8 +150,8 @@ class Publisher:
 class Follower:
     """What to ask a peer next. Pure.
 
-    Changing: ``_after``, how far the list of all was read, None once it was; ``_sequence``, the
-    first change that is not known, None before the first page.
+    Changing: ``_after``, how far the whole list was read, None at its end; ``_sequence``, the first
+    change that is not known, None before the first page.
     """
 
     def __init__(self) -> None:
@@ -166,8 +166,8 @@ class Follower:
         return f"incarnation={self._incarnation}&since={self._sequence}"
 
     def take(self, page: Page) -> tuple[bool, bool]:
-        """The answer to the last query. Whether all that was known before is void, and whether to
-        ask again at once."""
+        """Take the answer to the last query. Returns whether all former rows are void, and whether
+        to ask again at once."""
         if self._sequence is not None and (
             page.state is PageState.AGAIN or page.incarnation != self._incarnation
         ):

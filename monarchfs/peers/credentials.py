@@ -1,7 +1,7 @@
-"""Who may ask a peer: whoever has a token that is signed with the secret of the mount.
+"""Access to a peer: a request needs a token that is signed with the secret of the mount.
 
 The secret is an HMAC of (user, groups, source) with a key of the site, which only root can read on
-each node. A token is valid for requests from one address, until a time. nginx checks it
+each node. A token is valid for one address and a limited time. nginx checks it
 (ngx_http_secure_link_module).
 """
 
@@ -25,8 +25,8 @@ TOKEN_SECONDS = 900
 def read_site_key(path: str) -> bytes:
     """The key of the site.
 
-    Raises UsageError if others than its owner can read it, if it is not this process's user's, or
-    if it is too short; OSError if it cannot be read.
+    Raises UsageError if anybody but its owner can read it, if its owner is not this process's user,
+    or if it is too short; OSError if it cannot be read.
     """
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
@@ -55,7 +55,7 @@ def mount_secret(site_key: bytes, uid: int, groups: Iterable[int], source: bytes
 
 
 def token(address: str, secret: str, now: float) -> str:
-    """What a request has behind its path, if it comes from ``address``: ``?e=...&s=...``."""
+    """The query of a request that comes from ``address``: ``?e=...&s=...``."""
     expires = str(int(now) + TOKEN_SECONDS)
     # FIPS mode refuses MD5 otherwise; nginx knows no other digest here.
     signed = signed_text(expires, address, secret).encode()
@@ -64,7 +64,7 @@ def token(address: str, secret: str, now: float) -> str:
 
 
 def signed_text(expires: str, address: str, secret: str) -> str:
-    """What the token is the MD5 of: nginx builds the same from its variables.
+    """The text whose MD5 is in the token: nginx builds the same from its variables.
 
     The secret is at both ends, so that nothing can be appended to a known text.
     """

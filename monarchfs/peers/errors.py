@@ -4,4 +4,4 @@ from monarchfs.types import MonarchError
 
 
 class PeerError(MonarchError):
-    """A peer is not there, or says what it should not."""
+    """A peer does not answer, or its answer is wrong."""

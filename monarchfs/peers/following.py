@@ -1,4 +1,4 @@
-"""Keeps up with what the job's other nodes have: a task for each of them."""
+"""Follows what the job's other nodes have, with a task for each of them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 1.0
 BUSY_SECONDS = 0.1
-"""After an answer that had something new."""
+"""The pause after an answer with something new."""
 
 PEERS_A_SECOND = 64
-"""That are asked, at most: with more peers each is asked less often."""
+"""The most peers that are asked: with more of them, each is asked less often."""
 
 FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0
@@ -38,8 +38,8 @@ class Following:
     """The catalogues of all peers.
 
     Constant: ``nodes``, in the order of their numbers; ``own``, this one's number. Changing:
-    ``errors``, why a peer does not answer, by number; ``answered``, by number, set once all of a
-    peer's catalogue is known; ``heard``, when a peer last answered (trio.current_time()).
+    ``errors``, why a peer does not answer, by number; ``answered``, by number, set once a peer's
+    whole catalogue is known; ``heard``, when a peer last answered (trio.current_time()).
     """
 
     def __init__(self, nodes: Sequence[PeerNode], own: int, secret: str) -> None:
@@ -100,12 +100,12 @@ class Following:
             if self.errors.pop(number, None) is not None:
                 log.info("peer %s answers", self.nodes[number].name)
             if not again:
-                # Not all nodes at the same moment.
+                # The nodes must not all ask at the same moment.
                 interval = max(self._least, BUSY_SECONDS if rows else INTERVAL_SECONDS)
                 await trio.sleep(interval * random.uniform(0.75, 1.25))
 
     async def _ask(self, number: int, follower: Follower) -> tuple[bool, int]:
-        """Ask once; whether to ask again at once, and how many rows came."""
+        """Ask once. Returns whether to ask again at once, and how many rows came."""
         path = f"/ask/catalogue?{follower.query()}"
         status, data = await run_sync(
             _replicas.ask, number, path, None, ANSWER_SECONDS, MAX_ANSWER_BYTES,

@@ -1,4 +1,4 @@
-"""The small replicas of this node that it owns, as the index knows them."""
+"""The small replicas that this node owns and has, from the index."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ReplicaIndex(Protocol):
 
 
 class IndexHoldings:
-    """As ``catalogue.Holdings``. Constant: the index, its numbers of the tiers, in the order in
-    which they are served, and who owns what."""
+    """Implements ``catalogue.Holdings``. Constant: the index; the numbers of the tiers in it, in
+    the order in which nginx serves them; who owns what."""
 
     def __init__(
         self, index: ReplicaIndex, tiers: Iterable[int], ownership: Ownership, own: PeerNode
@@ -46,7 +46,7 @@ class IndexHoldings:
         return [self._row(name) for name in names]
 
     def names_after(self, after: bytes, limit: int) -> list[bytes]:
-        """The next names that this node owns, in their order, of all tiers."""
+        """The next names that this node owns, in order, from all tiers."""
         ordered = heapq.merge(*(self._names_of(tier, after) for tier in self._tiers))
         return list(islice(filter(self.owns, ordered), limit))
 

@@ -19,8 +19,8 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 class PeerNode:
     """One node of the job.
 
-    ``name`` decides what it owns, so it has to be the same in every node's list. ``weight`` is its
-    share of the files, in proportion to the others' (the capacity of its tiers).
+    ``name`` decides what the node owns, so it must be the same in every node's list. ``weight``
+    (the capacity of its tiers) is its share of the files, relative to the others'.
     """
 
     name: str
@@ -71,9 +71,9 @@ class Peers:
     secret: str
 
     def changed(self, add: Iterable[str], remove: Iterable[str], default_port: int) -> Peers:
-        """With another list, this node in it.
+        """The same with nodes added and removed; this node stays.
 
-        Raises UsageError for nodes that there are already, or that there are not.
+        Raises UsageError for a node to add that is there, or one to remove that is not.
         """
         here = self.nodes[self.own]
         gone = {parse_node(text, default_port).name for text in remove}
@@ -86,7 +86,7 @@ class Peers:
         return replace(self, nodes=tuple(nodes), own=nodes.index(here))
 
     def to_message(self) -> dict[str, Any]:
-        """For the worker."""
+        """The message for the worker."""
         return {"nodes": list(map(astuple, self.nodes)), "own": self.own, "secret": self.secret}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Has the owners of files copy them, many in one request, before those files are read there."""
+"""Asks the owners of files to copy them, many in one request, before this node reads them there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MARGIN_SECONDS = 2.0
 """For the way to the owner and back."""
 
 START_SECONDS = 10.0
-"""The nodes of a job start at about the same time: so long it is waited for each to be there."""
+"""How long to wait for each node: the nodes of a job start at about the same time."""
 
 MAX_ANSWER_BYTES = 64 << 10
 THREADS = 16
@@ -37,8 +37,7 @@ class Owners:
         directory: Callable[[int], DirRef | None],
         answered: Sequence[trio.Event],
     ) -> None:
-        """``table``: the numbers of the nodes, see ``Ownership.table``. ``answered``: set once
-        a node has."""
+        """``table``: see ``Ownership.table``. ``answered``: of each node, see ``Following``."""
         self._table = table.cast("H")
         self._own = own
         self._directory = directory
@@ -47,12 +46,12 @@ class Owners:
         self._threads = trio.CapacityLimiter(THREADS)
 
     def elsewhere(self, node: Node) -> bool:
-        """Whether another node owns the file, which has to be a small one."""
+        """Whether another node owns the file, which must be a small one."""
         return self._owner(node.stat.version.replica_name) != self._own
 
     async def ask(self, nodes: Sequence[Node]) -> list[Node]:
-        """Wait until the owners of these have copied them, as far as they do. Those that are still
-        being copied. Raises nothing but Cancelled."""
+        """Wait until the owners of these have copied them, as far as they do. Returns those that
+        they still copy. Raises nothing but Cancelled."""
         wanted: dict[int, list[tuple[Node, WantedReplica]]] = {}
         late: list[Node] = []
         for node in nodes:

@@ -16,8 +16,8 @@ BINARY = "application/octet-stream"
 
 
 class Service:
-    """Constant: who knows this node's replicas, who copies what is wanted, and who knows what there
-    is of large files."""
+    """Constant: what knows this node's replicas, what copies wanted files, and what answers about
+    large files."""
 
     def __init__(
         self,
@@ -57,6 +57,6 @@ class Service:
 
 
 def _seconds(query: str) -> float | None:
-    """How long whoever wants files waits for them, where he is no reader."""
+    """How long the peer waits for the files; None: a reader waits there."""
     given = parse_qs(query).get("seconds")
     return None if given is None else min(max(0.0, float(given[0])), MOST_SECONDS)

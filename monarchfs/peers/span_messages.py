@@ -1,4 +1,4 @@
-"""What nodes ask each other about large files: the format.
+"""The format of what nodes ask each other about large files.
 
 A question names some spans, each of a file; the answer has a row for each, in their order.
 """
@@ -14,7 +14,7 @@ from monarchfs.peers.errors import PeerError
 from monarchfs.peers.supply import is_path
 
 MOST_SPANS = 16
-"""In a question. The answer of each has some 4 KiB."""
+"""The most spans in a question. The answer about each has some 4 KiB."""
 
 _WANTED = struct.Struct("<16sIIIBH")
 _PATH = re.compile(r"(/[a-z0-9.]+)*")
@@ -22,8 +22,8 @@ _HELD = struct.Struct("<?HI")
 
 
 class WantedSpan(NamedTuple):
-    """A span of a file that a node wants: the name of the file's replica; what of the span a reader
-    is expected to want soon, if anything; the priority of the copy, the file's path below the
+    """A span of a file that a node wants: the name of the file's replica; the part of the span that
+    a reader will probably want soon, if any; the priority of the copy; the file's path below the
     source."""
 
     name: bytes
@@ -35,9 +35,9 @@ class WantedSpan(NamedTuple):
 
 
 class HeldSpan(NamedTuple):
-    """What an owner has of a span. ``coming``: it is copying what it lacks; ``path``: where the
-    file lies for nginx; ``digests``: of each block of 128 KiB, 8 bytes, zeros where it lacks the
-    block; empty: it has none."""
+    """What an owner has of a span. ``coming``: it is copying what it lacks. ``path``: the file's
+    path for nginx. ``digests``: 8 bytes for each block of 128 KiB, zeros if it lacks the block;
+    empty if it has no block."""
 
     coming: bool
     path: str = ""
@@ -89,7 +89,7 @@ def decode_held(data: bytes, count: int) -> list[HeldSpan]:
             at += size
     except (struct.error, ValueError):
         raise PeerError("the answer about spans is none") from None
-    # What follows a host's name in a URL, and does not change the host.
+    # The path follows a host's name in a URL, and must not change the host.
     if at != len(data) or not all(_PATH.fullmatch(one.path) for one in held):
         raise PeerError("the answer about spans is none")
     return held

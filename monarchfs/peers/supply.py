@@ -17,7 +17,7 @@ ANSWER_SECONDS = 0.5
 """A reader that waits for a file goes to the source a little later: ANSWER_NS in _want.c."""
 
 MOST_SECONDS = 2.0
-"""So long others may wait."""
+"""How long others than readers may wait."""
 
 _ROW = struct.Struct("<16sQH")
 _DIRECTORIES = 4096
@@ -34,7 +34,7 @@ class WantedReplica(NamedTuple):
 def decode(data: bytes) -> list[WantedReplica]:
     """What a request asks for.
 
-    Raises PeerError if it is none.
+    Raises PeerError if it is malformed.
     """
     wanted: list[WantedReplica] = []
     at = 0
@@ -57,12 +57,12 @@ def encode(wanted: Sequence[WantedReplica]) -> bytes:
 
 
 def is_path(path: bytes) -> bool:
-    """Whether it is one below the source."""
+    """Whether ``path`` is a path below the source."""
     return all(part not in (b"", b".", b"..") for part in path.split(b"/")) and b"\0" not in path
 
 
 class NameLookup(Protocol):
-    """What is asked of the mount's names: nodes, known or asked of the source."""
+    """Looks up names in the mount, and if needed in the source."""
 
     async def find(self, parent: int, name: bytes, lane: Lane) -> Node | None: ...
 
@@ -72,8 +72,8 @@ class NameLookup(Protocol):
 
 
 class Copying(Protocol):
-    """What is asked of those who copy: to do that in turn, and whether there is still something to
-    do for a file."""
+    """The part of the copier that is used here: to queue a file, and to ask whether there is still
+    something to do for it."""
 
     def opened(self, ino: int) -> None: ...
 
@@ -81,9 +81,9 @@ class Copying(Protocol):
 
 
 class Supply:
-    """Constant: who knows names, who copies, and who knows which replicas are here, or have to be.
-    Changing: ``_waiting``, by inode number: what is waited for; ``_directories``, the numbers of
-    those that were asked for last, by their paths."""
+    """Constant: what looks up names, what copies, and what knows which replicas are here or should
+    be. Changing: ``_waiting``, what tasks wait for, by inode number; ``_directories``, the numbers
+    of the directories used last, by path."""
 
     def __init__(
         self,
@@ -105,11 +105,10 @@ class Supply:
         self._directories: OrderedDict[bytes, int] = OrderedDict()
 
     async def supply(self, wanted: Sequence[WantedReplica], seconds: float | None = None) -> None:
-        """Copy what can be copied in so many seconds; None: readers wait. Raises nothing but
-        Cancelled.
+        """Copy what can be copied in ``seconds``; None: readers wait. Raises nothing but Cancelled.
 
-        What this node does not own is not copied for others: it might ask its owner in turn, and
-        so on, where the nodes' lists differ.
+        Does not copy what this node does not own: if the nodes' lists differ, it might ask the
+        owner in turn, and so on.
         """
         by_directory: dict[bytes, list[WantedReplica]] = {}
         for one in wanted:
@@ -122,7 +121,7 @@ class Supply:
                     nursery.start_soon(self._copy, path, together, lane)
 
     def changed(self, inos: Sequence[int]) -> None:
-        """Something of their copying has ended: an observer of the copier."""
+        """The copier calls this when some step of copying these has ended."""
         if self._waiting:
             for ino in inos:
                 if (event := self._waiting.pop(ino, None)) is not None:
@@ -136,7 +135,7 @@ class Supply:
         return found[0] if found else None
 
     async def _copy(self, path: bytes, wanted: Sequence[WantedReplica], lane: Lane) -> None:
-        """What is the version that is wanted, of the files of one directory."""
+        """Copy the files of one directory that have the version that is wanted."""
         inos = [node.ino for node in await self._versions(path, wanted, lane)]
         if lane is Lane.DEMAND:
             self._hurry(inos)
@@ -158,7 +157,7 @@ class Supply:
         try:
             nodes = await self._find(path, names, lane)
         except (OSError, IndexWriteError, MonarchError):
-            return []  # the peer meets the same trouble in the source
+            return []  # the peer will meet the same error in the source
         return [
             node
             for node, one in zip(nodes, wanted, strict=True)
@@ -169,7 +168,7 @@ class Supply:
         parent = await self._directory(path, lane)
         if parent is None:
             return [None] * len(names)
-        if len(names) == 1:  # others of the directory are asked for with it
+        if len(names) == 1:  # this also looks up others in the directory
             return [await self._names.find(parent, names[0], lane)]
         return await self._names.find_each(parent, names, lane)
 

@@ -66,8 +66,8 @@ _TIER = """\
 
 @dataclass(frozen=True, slots=True)
 class WebServerOptions:
-    """``directory``: of the server's own files, made by the caller, its user's alone. ``tiers``:
-    directories with replicas, by number. ``worker_socket``: who answers below /ask/."""
+    """``directory``: for the server's own files; the caller makes it, for its user alone.
+    ``tiers``: directories with replicas, by number. ``worker_socket``: answers below /ask/."""
 
     directory: Path
     address: str
@@ -78,7 +78,7 @@ class WebServerOptions:
 
 
 def find_nginx() -> str | None:
-    """The program, also where /usr/sbin is not in PATH."""
+    """The path of nginx, even if /usr/sbin is not in PATH."""
     return shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/sbin")
 
 
@@ -110,9 +110,9 @@ def start(
     identity: Mapping[str, Any],
     before_exec: Callable[[], None] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start it, as one process; it ends with SIGTERM. ``identity``: ``user`` and the like of
-    ``subprocess.Popen``, where the mount is another user's. ``before_exec`` is called in the child:
-    only a process with one thread may give one.
+    """Start it as one process; SIGTERM ends it. ``identity``: ``user`` and similar arguments of
+    ``subprocess.Popen``, if the mount is another user's. ``before_exec`` runs in the child: only a
+    process with one thread may give one.
 
     Raises OSError.
     """

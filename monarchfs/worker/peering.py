@@ -30,14 +30,14 @@ from monarchfs.system.http_server import serve
 from monarchfs.worker.span_sharing import SpanNodes, SpanService
 
 CONNECTIONS = 512
-"""Some of each peer's, which may wait for two seconds."""
+"""Each peer has some, and each may wait for two seconds."""
 
 MOST_BODY_BYTES = 1 << 20
 
 
 class Peering:
-    """Constant: the nodes, which of them this one is, and the socket that nginx asks. Changing:
-    ``_counted``, what ``count`` has added."""
+    """Constant: the nodes, which of them this one is, and the socket on which nginx asks. Changing:
+    ``_counted``, what ``count`` added so far."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Peering:
         message: dict[str, Any],
         descriptor: int,
     ) -> None:
-        """``message``: of ``peers.nodes.Peers``. Takes 0.1 s for 64 nodes."""
+        """``message``: as ``Peers.to_message`` gives it. Takes 0.1 s for 64 nodes."""
         os.set_inheritable(descriptor, False)
         peers = Peers.from_message(message)
         self.following = Following(peers.nodes, peers.own, peers.secret)
@@ -75,13 +75,13 @@ class Peering:
         self._service = Service(self._publisher, supply, spans.answer)
 
     def begin(self, hooks: ModuleType, *, asks: bool) -> None:
-        """Have the threads that read small files ask peers; ``asks``: and the source first, which
-        decides about each open. Before the session's threads."""
+        """Have the threads that read small files ask peers. ``asks``: they ask the source first,
+        which decides about each open. Call this before the session's threads start."""
         _replicas.owners(self._ownership.table, self.following.own)
         hooks.misses_peers(_replicas.read, asks)
 
     def bind(self, jobs: CopyJobs, arrivals: Arrivals) -> None:
-        """What is copied ahead, of others' files, comes from them."""
+        """Files that other nodes own are copied ahead from those nodes."""
         jobs.elsewhere = self._elsewhere
         arrivals.owners = self._owners
 
@@ -90,7 +90,7 @@ class Peering:
         return node is not None and node.stat.size <= MOST_BYTES and self._owners.elsewhere(node)
 
     def changed(self, name: bytes) -> None:
-        """A replica came, or went."""
+        """A replica was added or removed."""
         if self._holdings.owns(name):
             self._publisher.note((name,))
 
@@ -111,7 +111,7 @@ class Peering:
         )
 
     def count(self, metrics: Metrics) -> None:
-        """Add what has happened since this was called last."""
+        """Add what happened since the last call."""
         now = [0, 0, 0, 0, _replicas.bypassed()]
         for number in range(len(self.following.nodes)):
             for place, value in enumerate(_replicas.counts(number)[:4]):

@@ -49,20 +49,19 @@ READING_THREADS = 32
 FIND_SECONDS = 0.2
 BRING_SECONDS = 0.5
 STALLED_SECONDS = 5.0
-"""Whose copies make no progress for so long is not waited for."""
+"""A peer whose copies make no progress for this long is not waited for."""
 
 LARGE_DIGEST_BYTES = 1 << 20
-"""Those of 16 GB."""
+"""The digests of 16 GB."""
 LARGE_SECONDS = 0.2
 
 MOST_DIGEST_BYTES = 64 << 20
-"""Those of 1 TB of replicas."""
+"""The digests of 1 TB of replicas."""
 
 
 class SpanDigests:
-    """The digests of complete replicas, by name: of those that this worker has copied, and of those
-    that peers asked for, which are read for that. Changing: the last used ones, and what is to be
-    read."""
+    """The digests of complete replicas, by name: of those that this worker copied, and of those
+    that it read because peers asked. Changing: the digests used last, and the replicas to read."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -78,7 +77,7 @@ class SpanDigests:
             self._bytes -= len(self._known.popitem(last=False)[1])
 
     def get(self, record: Replica) -> bytes | None:
-        """None: they are being read. Empty: the replica is not what it should be."""
+        """None: the replica is still to be read. Empty: it is unreadable, or has wrong bytes."""
         if (digests := self._known.get(record.name)) is None:
             self._wanted[record.name] = record
             self._wakes.unpark_all()
@@ -87,7 +86,7 @@ class SpanDigests:
         return digests
 
     def reads(self, name: bytes) -> bool:
-        """Whether they are being read."""
+        """Whether the replica is to be read, or being read."""
         return name in self._wanted
 
     async def run(self) -> None:
@@ -113,7 +112,7 @@ class SpanDigests:
 
 class SpanService:
     """Answers about the spans of large files. Constant: its parts. Changing: ``_last``, the last
-    record of a large part that was taken from the index, by inode number, and until when it counts.
+    record of a large part from the index, with its inode number and until when it is used.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class SpanService:
         self._last: tuple[int, float, Replica] | None = None
 
     async def answer(self, wanted: WantedSpan) -> HeldSpan:
-        """What this node has; what it lacks of a span that it owns it copies from now on."""
+        """What this node has of a span. If it owns the span, it begins to copy the rest."""
         node = None
         with trio.move_on_after(FIND_SECONDS):
             node = await self._supply.node_of(wanted.path, wanted.name)
@@ -162,7 +161,7 @@ class SpanService:
             await self._supply.change(ino)
 
     def _held(self, ino: int, wanted: WantedSpan) -> HeldSpan:
-        """``coming``: it is not all of the span."""
+        """``coming``: this node lacks some of the span."""
         fill = self._jobs.files.get(ino)
         place = None if fill is None else fill.reservation
         if fill is not None and place is not None and fill.state is State.FILLING:
@@ -183,7 +182,7 @@ class SpanService:
         return HeldSpan(coming=False, path=path, digests=_of_span(digests, wanted.span))
 
     def _record(self, ino: int) -> Replica | None:
-        """That of a large part is not taken from the index again at once: 600 GB take 20 ms."""
+        """The record of a large part is kept for a moment: reading that of 600 GB takes 20 ms."""
         now = trio.current_time()
         if self._last is not None and self._last[0] == ino and now < self._last[1]:
             return self._last[2]
@@ -216,8 +215,8 @@ def _of_span(digests: Data, span: int) -> bytes:
 
 class SpanNodes:
     """As ``prefetch.spans.Nodes``: asks the owners of spans what they have, and reads it. Changing:
-    ``_asking``, who is being asked; ``_asked``, when each was asked last; ``_quiet``, since when
-    each has no more than before."""
+    ``_asking``, the owners being asked; ``_asked``, when each was last asked; ``_quiet``, since
+    when an owner has had nothing new."""
 
     def __init__(
         self, jobs: CopyJobs, digests: SpanDigests, ownership: Ownership, following: Following
@@ -292,7 +291,7 @@ class SpanNodes:
     ) -> None:
         now = trio.current_time()
         if now - self._asked.get(owner, 0) > STALLED_SECONDS:
-            self._quiet.pop(owner, None)  # there was nothing that it should have brought
+            self._quiet.pop(owner, None)  # nobody expected anything of it meanwhile
         self._asked[owner] = now
         for spans, span in wanted:
             spans.asked(span, now)
