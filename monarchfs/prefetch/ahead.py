@@ -1,10 +1,10 @@
 """Copying ahead of a reader by what it has read: small files that lie beside those it opens.
 
 A small file that is fetched when it is opened costs its reader more than the source alone would
-have; one that was copied before, together with others, next to nothing. Nobody knows what a job
-will open. But one that has opened many small files opens more of them, and where they are. So as
-much is copied ahead as it has opened, and no more until some of that was opened, too: however wrong
-the guess, at most twice as much is asked of the source as the job has asked for.
+have. One that was copied before, with others, costs next to nothing. Nobody knows what a job will
+open. But a job that opened many small files opens more in the same directories. So as much is
+copied ahead as it has opened, and no more until it opens some of that. However wrong the guess, the
+source is asked for at most twice as much as the job asked for.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from monarchfs.types import Dirent, IndexWriteError, Lane, Node
 log = logging.getLogger(__name__)
 
 MANY = 100
-"""Who has opened fewer small files than this may have looked at some, and no more."""
+"""A job that opened fewer small files than this may only have looked at some."""
 
 SMALL_BYTES = WHOLE_BYTES
-"""Larger files are read ahead of their reader as they are."""
+"""Larger files have readahead of their own."""
 
 MOST_AHEAD = 20_000
 """How many files may wait to be opened (about 100 bytes each)."""
 
 MOST_DIRECTORIES = 100_000
-"""How many directories are remembered in which files were opened, each with how far it was gone
-through (about 150 bytes each)."""
+"""How many directories with opened files are remembered, each with how far it was walked (about 150
+bytes each)."""
 
 NAMES_TIMES = 4
 """The most names that are looked up for each file that was opened. Looked up in batches they cost
@@ -45,11 +45,11 @@ BATCH = 64
 """Names examined without a checkpoint: less than a millisecond."""
 
 LOOK_BATCH = 1000
-"""So many files are looked at for whether they were opened: the same."""
+"""Files whose opens are checked without a checkpoint: also less than a millisecond."""
 
 LOOK_SECONDS, SELDOM_SECONDS = 0.05, 1.0
-"""How often it is looked what was opened of that which was copied ahead, while more is wanted: the
-longer in vain, the less."""
+"""How often to check which of the files copied ahead were opened, while more are wanted: less often
+the longer nothing was opened."""
 
 
 Listed = tuple[Dirent, Node | None, float, float]
@@ -57,11 +57,11 @@ Listed = tuple[Dirent, Node | None, float, float]
 
 
 class Allowance:
-    """How much may be copied ahead. Pure; bytes.
+    """How many bytes may be copied ahead. Pure.
 
-    Changing: how many small files were opened, and of how many bytes, each counted when it was
-    opened from the source, or first after having been copied ahead; ``waiting``, the sizes of those
-    copied ahead, or about to be, that nobody has opened yet, by inode number.
+    Changing: the number and the bytes of the small files that were opened, each counted when it is
+    opened from the source, or first after it was copied ahead; ``waiting``, by inode number, the
+    sizes of those copied ahead, or about to be, that nobody has opened yet.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Allowance:
 
     @property
     def room(self) -> int:
-        """How many bytes more; nothing is left where this is not positive."""
+        """How many more bytes may be copied; none if this is not positive."""
         if self.opened_files < MANY or len(self.waiting) >= MOST_AHEAD:
             return 0
         return self.opened_bytes - self.waiting_bytes
@@ -88,7 +88,7 @@ class Allowance:
         self.opened_bytes += size
 
     def hit(self, ino: int) -> bool:
-        """A file that is local was opened: whether it is one of those waiting."""
+        """A local file was opened. Returns whether it was one of those waiting."""
         size = self.waiting.pop(ino, None)
         if size is None:
             return False
@@ -97,17 +97,17 @@ class Allowance:
         return True
 
     def take(self, ino: int, size: int) -> None:
-        """It is copied ahead now."""
+        """The file is copied ahead now."""
         self.waiting_bytes += size - self.waiting.get(ino, 0)
         self.waiting[ino] = size
 
 
 class Walks:
-    """Directories to be gone through, the one in which something was opened last first, and the
-    small files that were found there. Pure.
+    """Directories to walk, that of the last open first, and the small files that were found there.
+    Pure.
 
-    Changing: of each directory, the cookie it was gone through to; those that were to their ends;
-    of each, the inode numbers and sizes of what was found.
+    Changing: the cookie that the walk of each directory has reached; the directories that were
+    walked to the end; the inode numbers and sizes of the files found in each.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Walks:
             self._cookies[directory] = cookie
 
     def end(self, directory: int) -> None:
-        """It is not gone through any more."""
+        """The directory is not walked any more."""
         self._cookies.pop(directory, None)
         if len(self._ended) >= MOST_DIRECTORIES:
             self._ended.clear()
@@ -148,7 +148,7 @@ class Walks:
             self.found_files += len(files)
 
     def take(self, count: int, size: int) -> list[tuple[int, int]]:
-        """The next ones of what was found: at most so many, until they have so many bytes."""
+        """The next files found: at most ``count``, until they have ``size`` bytes."""
         files: list[tuple[int, int]] = []
         while self._found and len(files) < count and size > 0:
             directory = next(reversed(self._found))
@@ -161,14 +161,13 @@ class Walks:
 
 
 class Ahead:
-    """Constant: its parts. Changing: the allowance; ``names``, how many were looked up; the walks
-    through directories for that."""
+    """Constant: its parts. Changing: the allowance; ``names``, how many were looked up; the
+    walks."""
 
     def __init__(
         self, tree: MirrorTree, cache: Cache, jobs: CopyJobs, seen: Callable[[int], bool]
     ) -> None:
-        """``seen``: whether a local file was opened or read, also by who does not call
-        ``opened``."""
+        """``seen``: whether a local file was opened or read, even if nobody called ``opened``."""
         self.allowance = Allowance()
         self.names = 0
         self._walks = Walks()
@@ -185,7 +184,7 @@ class Ahead:
             if not (allowance.waiting and allowance.hit(node.ino)):
                 return
         elif 0 < node.stat.size <= SMALL_BYTES:
-            # One whose turn to be copied had not come yet is not waited for any more.
+            # If it still waited for its copy, it is not counted as waiting any more.
             if not allowance.hit(node.ino):
                 allowance.opened(node.stat.size)
         else:
@@ -218,14 +217,14 @@ class Ahead:
         return self.names < NAMES_TIMES * opened and self._walks.found_files < MOST_AHEAD
 
     async def _go_on(self, directory: int, cookie: int, *, spare: bool) -> bool:
-        """With a batch of a directory; ``spare``: what it has may be copied. True."""
+        """Walk a batch of a directory. ``spare``: its files may be copied. Returns True."""
         walks = self._walks
         try:
             await self._tree.directories.open(directory, Lane.BACKGROUND)
             batch = self._tree.directories.entries(directory, cookie, BATCH)
             nodes = await self._find(directory, batch)
         except (OSError, IndexWriteError) as exc:
-            # Who opens something there is told by the source.
+            # Readers that open something there get the error from the source.
             log.debug("nothing is copied ahead in directory inode %d: %s", directory, exc)
             walks.end(directory)
             return True
@@ -239,7 +238,7 @@ class Ahead:
         return True
 
     async def _find(self, directory: int, batch: list[Listed]) -> list[Node]:
-        """What the entries stand for, as far as that may be of use."""
+        """The nodes of the entries, as far as they may be of use."""
         unknown = [
             entry.name
             for entry, node, *_ in batch
@@ -253,8 +252,8 @@ class Ahead:
         return [node for node in known if node is not None]
 
     def _want_some(self) -> bool:
-        """Have some of what was found copied, but what is here or on its way. Whether there is
-        room for more."""
+        """Have some of the files found copied, unless they are here or on their way. Returns
+        whether there is room for more."""
         found = self._walks.take(BATCH, self.allowance.room)
         held = self._cache.index.replicas_of([ino for ino, _ in found])
         for ino, size in found:
@@ -264,13 +263,13 @@ class Ahead:
         return self.allowance.room > 0
 
     def _spare(self) -> bool:
-        """Once half of all room is taken, the rest is for what is opened."""
+        """Once half of all room is taken, the rest is kept for files that are opened."""
         rooms = [room for room in self._cache.usage.room_for(0)[1] if room.out_of_service is None]
         capacity = sum(room.capacity_bytes for room in rooms)
         return 2 * sum(room.room.bytes for room in rooms) > capacity
 
     async def _check(self) -> None:
-        """Ask what was opened that did not come here."""
+        """Find files that were opened without a call of ``opened``."""
         waiting = list(self.allowance.waiting)
         for at in range(0, len(waiting), LOOK_BATCH):
             for ino in filter(self._seen, waiting[at : at + LOOK_BATCH]):

@@ -1,5 +1,5 @@
-"""Small files that the C part reads of the source as a whole: what readers want, and what the
-copier does. Both come here afterwards, many at a time, and are stored in the same way.
+"""Stores small files that the C part has read whole from the source, for readers or for the copier.
+Both kinds arrive here, many at a time, and are stored in the same way.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from monarchfs.types import Archived, Lane, Node, SourceChanged
 log = logging.getLogger(__name__)
 
 MOST_TOGETHER = 128
-"""Files of one transaction, which one thread writes."""
+"""The most files in one transaction, which one thread writes."""
 
 SIDE_BY_SIDE = 2
-"""Such portions at once."""
+"""How many such portions are stored at once."""
 
 PAUSE_SECONDS = 0.01
-"""What was served meanwhile is looked at together."""
+"""Files that were served during this pause are handled together."""
 
 PATIENCE_SECONDS = 0.03
-"""So long files wait for others to be stored with, as a commit costs the same for one as for ten:
-until there are MOST_TOGETHER, or MUCH_BYTES, or all of a batch of the copier are there."""
+"""The longest that files wait to be stored with others: a commit costs the same for one as for ten.
+The wait ends early with MOST_TOGETHER files, MUCH_BYTES, or a whole batch of the copier."""
 
 MUCH_BYTES = 8 << 20
 
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """Files that the copier wants together. ``left``: so many are not stored or given up yet;
-    ``unread``: nor is anything known of them. Of those that were read: how long that took, and
-    their sizes."""
+    """Files that the copier wants together. ``left``: how many are neither stored nor given up;
+    ``unread``: of how many the C part has yet to report. ``took_ns``, ``sizes``: the time for all
+    files that were read, and their sizes."""
 
     nodes: Sequence[Node]
     left: int
@@ -58,7 +58,7 @@ class Batch:
     done: trio.Event = field(default_factory=trio.Event)
 
     def end_one(self) -> None:
-        """Another one is stored, or given up."""
+        """Another file was stored or given up."""
         self.left -= 1
         if not self.left:
             self.done.set()
@@ -89,11 +89,11 @@ class FileOwners(Protocol):
 
 
 class Arrivals:
-    """Constant: its parts; ``owners``, where nodes share. Changing: ``_wanted``, what the copier
-    wants and nobody has told of yet; ``_batches``, how many of those are under way; ``_waiting``,
-    what is to be stored next, because all of a batch is there (``_complete``), or at a time
-    (``_store_by``); ``_hurried``, what somebody waits for, on its way here; ``_storing``, how many
-    tasks do; ``_over``: nothing is stored any more."""
+    """Constant: its parts; ``owners``, if nodes share. Changing: ``_wanted``, files that the copier
+    wants and that have not arrived; ``_batches``, how many are under way; ``_waiting``, files to be
+    stored once a batch is complete (``_complete``) or at a time (``_store_by``); ``_hurried``,
+    files on their way that somebody waits for; ``_storing``, how many tasks store; ``_over``:
+    nothing is stored any more."""
 
     def __init__(
         self,
@@ -145,19 +145,19 @@ class Arrivals:
     # -- for the copier
 
     def want(self, places: Sequence[Reservation], priority: Priority) -> Batch:
-        """A batch for ``copy``. What a reader has had read meanwhile is stored there, too. No
-        checkpoint."""
+        """Make a batch for ``copy``. Files of it that are read for a reader meanwhile also count
+        for it. No checkpoint."""
         batch = Batch([place.node for place in places], len(places), len(places))
         self._wanted |= {place.node.ino: WantedFile(place, priority, batch) for place in places}
         return batch
 
     async def copy(self, batch: Batch) -> tuple[float, list[int]]:
         """Have its files read, and store each at its place. Raises nothing. Returns how long the
-        source took, and for files of which sizes."""
+        source took, and the sizes of the files."""
         self._batches += 1
         try:
             for directory in self._misses.unopened(batch.nodes):
-                # What lies in one that cannot be opened is told why when it is copied alone.
+                # If it cannot be opened, its files get the error when they are copied alone.
                 with suppress(OSError, SourceChanged):
                     await self._source.open_directory(directory, Lane.BACKGROUND)
             theirs = [] if self.owners is None else list(filter(self.owners.elsewhere, batch.nodes))
@@ -167,7 +167,7 @@ class Arrivals:
                 for node in await self.owners.ask(theirs):
                     if (wanted := self._wanted.get(node.ino)) is not None:
                         self.leave(node.ino)
-                        self._jobs.want(node.ino, wanted.priority)  # it is copied there
+                        self._jobs.want(node.ino, wanted.priority)  # its owner still copies it
                 self._fetch(theirs)
             await batch.done.wait()
         finally:
@@ -202,7 +202,7 @@ class Arrivals:
             self._end([(ino, wanted)])
 
     def suspend(self) -> None:
-        """At the end of the mount: nothing more comes."""
+        """The mount ends: nothing more is stored."""
         self._over = True
         for wanted in (*self._wanted.values(), *(wanted for *_, wanted in self._waiting)):
             if wanted is not None:
@@ -210,10 +210,10 @@ class Arrivals:
         self._wanted.clear()
         self._waiting.clear()
 
-    # -- what the C part tells
+    # -- what the C part reports
 
     def take_events(self) -> None:
-        """Take up what was served since the last time. No checkpoint."""
+        """Handle what was served since the last call. No checkpoint."""
         events = self._misses.served()
         others = [served.ino for served in events if served.ino not in self._wanted]
         nodes = self._cache.index.nodes_of(others)
@@ -240,7 +240,7 @@ class Arrivals:
             self._nursery.start_soon(self._store_all)
 
     def _no_more(self, ino: int) -> WantedFile | None:
-        """What the copier wants of it, of which is told now."""
+        """Remove and return the copier's entry for a file that has arrived or is given up."""
         wanted = self._wanted.pop(ino, None)
         if wanted is not None:
             wanted.batch.unread -= 1
@@ -248,14 +248,14 @@ class Arrivals:
         return wanted
 
     def _wait(self, arrived: Arrived) -> None:
-        """It is to be stored, with others."""
+        """Queue a file to be stored with others."""
         if not self._waiting:
             self._store_by = self._sleep.deadline = trio.current_time() + self._patience
         self._waiting.append(arrived)
         self._waiting_bytes += len(arrived[1])
 
     def _due(self) -> bool:
-        """Whether what waits is to be stored now."""
+        """Whether the waiting files are to be stored now."""
         return (
             self._complete
             or len(self._waiting) >= MOST_TOGETHER
@@ -264,16 +264,16 @@ class Arrivals:
         )
 
     def _keep(self, node: Node, served: Served) -> None:
-        """What a reader wanted."""
+        """Handle a file that a reader wanted."""
         ino = node.ino
         if served.data is None:
             if served.opens:
-                self._jobs.opened(ino)  # to be read again for that
+                self._jobs.opened(ino)  # its bytes must be read again
         elif not node.outdated and self._jobs.arrives(ino):
             self._wait((node, served.data, None))
 
     def _take(self, wanted: WantedFile, served: Served) -> None:
-        """What the copier wanted."""
+        """Handle a file that the copier wanted."""
         place, batch = wanted.place, wanted.batch
         node, ino = place.node, served.ino
         if served.data is not None:
@@ -341,7 +341,7 @@ class Arrivals:
             self._end([(node.ino, wanted) for node, _data, wanted in arrived])
 
     def _placed(self, arrived: list[Arrived]) -> list[tuple[Reservation, memoryview]]:
-        """Those for which there is room, with that."""
+        """The files for which there is room, each with its place."""
         homeless = [node for node, _data, wanted in arrived if wanted is None]
         found = iter(self._cache.reserve_each(homeless, evicts=True))
         places = [next(found) if wanted is None else wanted.place for *_, wanted in arrived]

@@ -31,7 +31,7 @@ from monarchfs.system.low_priority import at_normal_priority
 from monarchfs.types import Lane, Node
 
 MOST_TOGETHER = 128
-"""So many small files are copied together at most."""
+"""The most small files that are copied together."""
 
 MIN_UNIT_BYTES = 2 * CHUNK_BYTES
 MAX_UNIT_BYTES = 8 << 20
@@ -43,13 +43,13 @@ DEFER_SECONDS = 0.02
 this much."""
 
 YOUNG_SECONDS = 1.1
-"""When a file that was changed just before is looked at again."""
+"""After this long, a file that had just been changed is looked at again."""
 
 MOST_BEGUN = 64
-"""So many large files are being copied at most: some may have to wait for other nodes."""
+"""The most large files that are copied at once: some may have to wait for other nodes."""
 
 SPREAD_OVER = 16
-"""Among so many files it is chosen by where the source has them."""
+"""Among this many files, the copier chooses by the storage targets that hold them."""
 
 Work = Callable[[], Awaitable[None]]
 
@@ -59,7 +59,7 @@ class Copier:
 
     Constant: its parts: ``jobs``, what is to be done, and ``files``, those that are open or being
     copied. Changing: ``unit_bytes``, how much of a large file is fetched at once; ``together``, how
-    many small ones are copied at once; the slots; of which storage targets how much is asked.
+    many small ones are copied at once; the slots; ``_targets``, the fetches of each storage target.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class Copier:
         trusts_times: bool = True,
         rate: int = 0,
     ) -> None:
-        """``trusts_times``: the source does not change while it is mounted. ``rate``: bytes a
-        second that are copied of files which nobody has open, 0 for any."""
+        """``trusts_times``: the source does not change while it is mounted. ``rate``: the most
+        bytes a second that are copied of files that nobody has open; 0: no limit."""
         self.jobs = CopyJobs({}, cache, metrics, nursery, keeps=keeps)
         self.files = Fills(self.jobs, source, cache, metrics, nursery, trusts_times=trusts_times)
         self.unit_bytes = AdaptiveSize(
@@ -95,10 +95,10 @@ class Copier:
         self._nursery.start_soon(self._lend_slots)
         self._nursery.start_soon(self.files.checkpoints)
         while True:
-            # A slow tier must not collect what it cannot take in memory.
+            # Memory must not fill up with what a slow tier cannot take.
             while not self._slots.free or self._cache.backlogged:
                 await self.jobs.wakes.park()
-            # Before anything is claimed: a reader must not wait for what is put off.
+            # Sleep before claiming anything: a reader must not wait for work that is put off.
             if self._source.demand_waiting and not any(
                 fill.handles for fill in self.jobs.background
             ):
@@ -113,8 +113,8 @@ class Copier:
             self._nursery.start_soon(self._in_slot, self._slots.take(now, paced_bytes), work)
 
     def _next_work(self, *, paced: bool) -> tuple[Work | None, int]:
-        """What to do next, and how much it asks of the source, roughly, if nobody has the file
-        open. Such work only if ``paced``."""
+        """What to do next, and roughly how many bytes the source must give for files that nobody
+        has open. Such work comes only if ``paced``."""
         for fill in self._in_turn():
             work, size = self._next_file(self._goes_before(fill), paced=paced)
             if work is not None:
@@ -129,11 +129,11 @@ class Copier:
                 self.jobs.retries.forget_failures(fill.node.ino)
                 self.jobs.end(fill)
         if len(self.jobs.background) >= MOST_BEGUN:
-            return None, 0  # they wait for other nodes, which copy them now
+            return None, 0  # they wait for other nodes' copies
         return self._next_file(Priority.NOBODY, paced=paced)
 
     def _claim(self, fill: Fill) -> Fetch | None:
-        """What is to be copied next of a file."""
+        """Claim the part of a file that is to be copied next."""
         supplied = fill.node.ino in self.jobs.supplied
         fetch = fill.claim_next(self.unit_bytes.value, owned_only=supplied)
         if fetch is not None:
@@ -148,8 +148,8 @@ class Copier:
         return spans is not None and not spans.owned_missing(fill.chunks)
 
     def _in_turn(self) -> list[Fill]:
-        """The files of the background list as their turns are: by priority, and within one first
-        those for which a storage target is asked that serves few of our reads."""
+        """The files of the background list in turn: by priority, and within one by how few of our
+        reads their next storage target is serving."""
         if not self._source.has_layouts:
             return list(self.jobs.background)
         first, rest = self.jobs.background[:SPREAD_OVER], self.jobs.background[SPREAD_OVER:]
@@ -157,15 +157,15 @@ class Copier:
         return sorted(first, key=lambda fill: (fill.priority, load[fill.next_target])) + rest
 
     def _goes_before(self, fill: Fill) -> int:
-        """Files of the queue with a lower priority than this are begun before ``fill`` goes on:
-        also some of its own, where its storage target is being asked already."""
+        """Queued files with a priority number below this are begun before ``fill`` goes on. Its own
+        priority is among them if its storage target is already busy."""
         busy = fill.next_target is not None and self._targets[fill.next_target] > 0
         return fill.priority + (busy and len(self.jobs.background) < SPREAD_OVER)
 
     def _next_file(self, before: int, *, paced: bool) -> tuple[Work | None, int]:
-        """Begin with a file that goes before those of a priority."""
+        """Begin the next queued file, if its priority number is below ``before``."""
         if self._cache.reconciling:
-            return None, 0  # they would find no room where there may be some in a moment
+            return None, 0  # there may be more room in a moment
         if not paced:
             before = min(before, Priority.HINTED)
         while self.jobs.queue.first < before and (job := self.jobs.take()) is not None:
@@ -183,7 +183,7 @@ class Copier:
         return None, 0
 
     def _copyable(self, ino: int) -> Node | None:
-        """One that is resident finds that there is no room for another replica."""
+        """The node, if it may be copied. A resident one passes, but finds no room."""
         fill = self.files.get(ino)
         if fill is not None and (fill.in_background or fill.state is State.RESIDENT):
             return None
@@ -202,8 +202,8 @@ class Copier:
             self.jobs.wakes.unpark_all()
 
     def _begin(self, node: Node, priority: Priority) -> Work:
-        """Ask for room; what is left to do is to fetch the first portion. Not by the slot: tasks
-        that start together run in any order, and room is given in the order of the queue."""
+        """Ask for room; the returned work fetches the first portion. The slot's task must not ask:
+        tasks that start together run in any order, and room is given in the queue's order."""
         fill = self.files.to_copy(node)
         if fill is None:
             return trio.lowlevel.checkpoint
@@ -277,12 +277,12 @@ class Copier:
         if sizes:
             now = trio.current_time()
             self.rate_limiter.record_latency(now, seconds / len(sizes), sum(sizes) // len(sizes))
-            # What two would have taken, where it was one.
+            # For a single file, what two would have taken.
             self.together.record_latency(seconds if len(sizes) > 1 else 2 * seconds)
 
     def hurry(self, inos: Sequence[int]) -> None:
-        """Copy files that somebody waits for at once: beside what is being copied, and whether or
-        not readers wait for the source. No checkpoint."""
+        """Copy at once files that somebody waits for: beside the copies under way, and even while
+        readers wait for the source. No checkpoint."""
         small = self.files.small
         if small is None or not self.jobs.keeps or self._cache.reconciling:
             return
@@ -297,8 +297,7 @@ class Copier:
         small.hurry(inos)
 
     def copy_alone(self, place: Reservation, priority: Priority) -> None:
-        """A file that finds no others to be copied with, and for which there is room. No
-        checkpoint."""
+        """Copy a file by itself; it has its room. No checkpoint."""
         node = place.node
         fill = self.files.to_copy(node)
         if fill is None:
@@ -309,7 +308,7 @@ class Copier:
 
     async def _fetch(self, fill: Fill, fetch: Fetch) -> None:
         paced = not fill.handles
-        # Who has opened it may read any moment what is being fetched here.
+        # Somebody who has it open may read at any moment what is fetched here.
         at_normal_priority.set(not paced)
         await fill.fetch(fetch, Lane.BACKGROUND)
         self._targets[fetch.target] -= 1
@@ -318,7 +317,7 @@ class Copier:
                 trio.current_time(), fetch.seconds, fetch.end - fetch.start
             )
         if fetch.error is not None and fill.in_background:
-            # The first of its fetches to fail speaks for those that are under way beside it.
+            # The first failed fetch is reported for all fetches of the file that are under way.
             self.jobs.failed(fill.node.ino, fill.priority, fetch.error)
             self.jobs.end(fill)
         elif fetch.seconds is not None and fetch.end - fetch.start >= self.unit_bytes.value:

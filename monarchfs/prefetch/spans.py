@@ -1,8 +1,8 @@
 """A large file that several nodes copy together: each of its spans has an owner.
 
-A node copies the spans that it owns from the source first, and the others from their owners, as far
-as those have them. Readers do not wait for that: what an owner does not have is read from the
-source. But what is read ahead of a reader the owner is asked to read at once.
+A node first copies the spans that it owns from the source, then the others from their owners, as
+far as those have them. Readers do not wait for that: what an owner lacks is read from the source.
+But for readahead, the owner is asked to read the bytes at once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ BLOCK_BYTES = 128 << 10
 DIGEST_BYTES = 8
 
 WINDOW = 64
-"""So many of a file's spans are copied at once at most."""
+"""The most spans of a file that are copied at once."""
 
 UNIT_BYTES = 8 << 20
-"""At least as much is read of another node at once, if it is there."""
+"""At least this much is read from another node at once, if it has as much."""
 
 ASK_SECONDS = 0.2
 """An owner that lacks some of a span is asked again after this long."""
@@ -47,14 +47,14 @@ class Nodes(Protocol):
         ...
 
     def waits_for(self, owner: int) -> bool:
-        """Whether it is worth to wait for what this node is copying."""
+        """Whether it is worth waiting for what this owner is copying."""
         ...
 
     async def ask(
         self, owner: int, wanted: list[tuple[FileSpans, int]], unit: Unit | None = None
     ) -> None:
-        """Ask what it has of some spans, once it has read ``unit``, of the only one. Raises
-        nothing."""
+        """Ask an owner what it has of some spans. ``unit``: a part of a single span, which it is
+        asked to read first. Raises nothing."""
         ...
 
     async def read(self, owner: int, path: str, unit: Unit, digests: bytes) -> int:
@@ -79,7 +79,7 @@ class FileSpans:
     """Constant: the name of the file's replica, ``path`` below the source, its size. Changing, on
     the event loop: ``_held``, what owners have; ``_asked``, when they were asked last;
     ``_refused``, the spans that are read from the source; ``_left``, those that may be incomplete
-    in the map ``_chunks``, the own ones first; ``priority``, of the copy."""
+    in the map ``_chunks``, this node's first; ``priority``, of the copy."""
 
     def __init__(self, name: bytes, path: bytes, size: int, nodes: Nodes) -> None:
         self.name = name
@@ -114,7 +114,7 @@ class FileSpans:
         return None
 
     def owned_missing(self, chunks: ChunkMap) -> bool:
-        """Whether there are spans that this node is to copy for others."""
+        """Whether there are spans that this node has yet to copy for others."""
         window = self._window(chunks)
         return bool(window) and self._nodes.owner(self.name, window[0]) is None
 
@@ -137,7 +137,7 @@ class FileSpans:
         return span * each, min((span + 1) * each, chunks.count)
 
     def _ready(self, chunks: ChunkMap, span: int, most_chunks: int) -> tuple[int, int] | None:
-        """What its owner has, and this node lacks."""
+        """A run of chunks that the owner has and this node lacks."""
         held = self._held.get(span)
         if held is None:
             return None
@@ -159,7 +159,7 @@ class FileSpans:
     # -- what the owners say
 
     def due(self, now: float) -> Iterator[tuple[int, int]]:
-        """The spans about which owners are to be asked now, as (owner, span)."""
+        """The (owner, span) pairs about which to ask now."""
         if self._chunks is None:
             return
         for span in self._window(self._chunks):
@@ -177,8 +177,8 @@ class FileSpans:
         self._asked[span] = now
 
     def note(self, span: int, path: str, digests: bytes, *, coming: bool) -> bool:
-        """An owner's answer; ``digests`` are zeros where it lacks a block, or none. Whether there
-        is news. ``coming``: it is copying what it lacks."""
+        """Note an owner's answer. ``digests``: zeros for each block that it lacks, or empty.
+        ``coming``: it is copying what it lacks. Returns whether there is news."""
         blocks = -(-(min(self._size, (span + 1) * SPAN_BYTES) - span * SPAN_BYTES) // BLOCK_BYTES)
         if len(digests) != blocks * DIGEST_BYTES:
             digests = bytes(blocks * DIGEST_BYTES)
@@ -196,8 +196,8 @@ class FileSpans:
     # -- to read it
 
     async def read(self, unit: Unit, *, ahead: bool = False) -> None:
-        """Have a unit read from the node that owns it, as far as that has it; ``ahead``: or reads
-        it at once. Raises nothing."""
+        """Read a unit from the owner of its span, as far as the owner has it. ``ahead``: if it
+        lacks some, ask it to read that first. Raises nothing."""
         span = unit.start // SPAN_BYTES
         if (owner := self._nodes.owner(self.name, span)) is None or span in self._refused:
             return
@@ -222,15 +222,15 @@ class FileSpans:
             elif gone is None:
                 return
             elif digests is not None:
-                self._refused.add(span)  # it was removed by others, or cut off
+                self._refused.add(span)  # somebody removed or truncated it
                 return
             else:
-                await trio.sleep(ASK_SECONDS / 2)  # it is being renamed, as it is complete
+                await trio.sleep(ASK_SECONDS / 2)  # the owner is renaming the complete file
             self._held.pop(span, None)
             await self._nodes.ask(owner, [(self, span)])
 
     def _digests(self, held: _Held, unit: Unit) -> bytes | None:
-        """Those of a unit; None where its owner lacks some of it."""
+        """The digests of a unit; None if its owner lacks some of it."""
         first = unit.start % SPAN_BYTES // BLOCK_BYTES
         last = first - (unit.start - unit.end) // BLOCK_BYTES
         if last > len(held.known) or held.known.find(0, first, last) >= 0:
