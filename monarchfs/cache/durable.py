@@ -86,7 +86,7 @@ class Durability:
                 self._handle(Resized(ino, tier_id, more))
 
     async def _measure(self, tier: Tier) -> None:
-        """Look what the extents of its segments take, now that they are on the disk."""
+        """Measure what the extents of its segments take, now that they are on the disk."""
         try:
             if not tier.memory_backed:
                 await run_sync(tier.segments.trees.measure, abandon_on_cancel=True)
@@ -117,8 +117,8 @@ class Durability:
 
 
 def _note(tier: Tier, replicas: Sequence[Replica]) -> dict[bytes, int]:
-    """Note in the tier that their data are on the disk; what those with a file each occupy, in
-    bytes by name. For a thread."""
+    """Note in the tier that their data are on the disk. Returns, by name, the bytes that those with
+    a file each occupy. For a thread."""
     by_segment: dict[int, list[TierFile]] = defaultdict(list)
     own = [(replica.name, replica.checksum) for replica in replicas if not replica.segment]
     for replica in replicas:
@@ -131,7 +131,7 @@ def _note(tier: Tier, replicas: Sequence[Replica]) -> dict[bytes, int]:
 
 
 def file_of(replica: Replica) -> TierFile:
-    """What a segment's list says of it."""
+    """The row of a segment's list about it."""
     return TierFile(
         replica.name,
         replica.checksum,

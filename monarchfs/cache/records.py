@@ -51,7 +51,7 @@ _EVICTED = {
 
 
 class ReplicaHolder(Protocol):
-    """Who opens replicas without ``OpenReplica``. Its methods raise nothing."""
+    """A part that opens replicas without ``OpenReplica``. Its methods raise nothing."""
 
     def stored(self, ino: int) -> None:
         """It has become resident, in a file of its own."""
@@ -62,7 +62,7 @@ class ReplicaHolder(Protocol):
 
     def reclaim(self, ino: int) -> None:
         """The cache is about to check whether the replica is open: make an ``OpenReplica`` for each
-        open that has none, and open it no more."""
+        open that has none, and open no more."""
 
 
 class NoHolder:
@@ -161,9 +161,9 @@ class Records:
         holder: ReplicaHolder | None = None,
         forget_pages: Callable[[int], object] = lambda ino: None,
     ) -> None:
-        """Those who need the cache to be made, and whom it has to tell: ``noticed`` of an inode
-        whose version the source was seen not to have any more, ``forget_pages`` of one of which the
-        kernel may have read wrong bytes."""
+        """Connect parts that are made after the cache. ``noticed`` gets each inode whose version
+        the source no longer has, ``forget_pages`` each of which the kernel may have read wrong
+        bytes."""
         self._noticed = noticed
         self._holder = holder or NoHolder()
         self._forget_pages = forget_pages
@@ -186,8 +186,8 @@ class Records:
     # -- replicas that go
 
     def drop(self, ino: int, reason: str, cause: Cause = Cause.LOST) -> bool:
-        """Forget and remove the replica of ``ino``: nobody opens it any more, and who has it open
-        keeps it. False where there is none, or it cannot be forgotten."""
+        """Remove the replica of ``ino`` and its record. Nobody opens it any more; readers that have
+        it open keep it. False if there is none, or the record cannot be removed."""
         self._holder.reclaim(ino)
         record = self.index.replica(ino)
         if record is None or ino in self._busy or not self._forget([(ino, record.tier)]):
@@ -203,8 +203,8 @@ class Records:
         return True
 
     def _forget(self, replicas: Sequence[tuple[int, int]]) -> bool:
-        """Remove the records of (inode, tier), in one commit; False where the index cannot be
-        written: they then stay, and count."""
+        """Remove the records of (inode, tier), in one commit. False if the index cannot be written:
+        they then stay, and count."""
         try:
             self.index.drop_replicas([ino for ino, _ in replicas])
         except IndexWriteError as exc:
@@ -218,7 +218,7 @@ class Records:
     # -- placement's answers
 
     def _handle(self, event: Event) -> list[Action]:
-        """Tell placement; carry out what goes and what moves, and return the other answers."""
+        """Tell placement. Carry out its evictions and moves, and return its other answers."""
         actions = self.placement.handle(event)
         if not actions:
             return actions
@@ -233,7 +233,7 @@ class Records:
         return self._withdraw(answers, stay) if stay else answers
 
     def _withdraw(self, answers: list[Action], stay: Sequence[Evict]) -> list[Action]:
-        """Some replicas stay: so many of the files that were placed, the last ones, lack room."""
+        """Some replicas stay, so the last of the files that were placed lack room: refuse them."""
         files, size = len(stay), sum(eviction.allocated_bytes for eviction in stay)
         for n in reversed(range(len(answers))):
             action = answers[n]
@@ -244,7 +244,7 @@ class Records:
         return answers
 
     def _evict(self, actions: Sequence[Evict]) -> list[Evict]:
-        """Those that could not be evicted."""
+        """Evict replicas. Returns those that could not be evicted."""
         going: list[tuple[Evict, Replica]] = []
         for action in actions:
             record = self.index.replica(action.ino)

@@ -1,8 +1,8 @@
 """Files of dropped records, on their way out.
 
-Unlinking a large file takes the disk a while: it is done in threads, and what the file occupies
-counts until it is gone. A crash in between is harmless: the index journals each file before its
-record goes.
+Unlinking a large file takes the disk a while, so threads do it. The room of the file counts as used
+until it is gone. A crash in between is harmless: the index journals each file before its record
+goes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from monarchfs.types import IndexWriteError, Replica, ReplicaState
 log = logging.getLogger(__name__)
 
 KEPT_SECONDS = 2.0
-"""So long a removal waits for others to close the file; then it counts as gone all the same."""
+"""How long a removal waits for others to close the file; then the file counts as gone."""
 
 Item = tuple[int, Replica]
-"""A dropped record, and whose it was."""
+"""An inode number, and its dropped record."""
 
 
 class Removals:
@@ -56,7 +56,7 @@ class Removals:
         self._stuck: list[tuple[int, Replica]] = []
 
     def pending(self, tier_id: int) -> list[Removal]:
-        """What new writes to the tier have to wait for: its room is counted as theirs already."""
+        """What new writes to the tier must wait for: its room already counts as theirs."""
         return list(self._pending[tier_id])
 
     @property
@@ -66,9 +66,9 @@ class Removals:
     def start(self, ino: int, record: Replica, opened: OpenReplica | None = None) -> None:
         """Remove the file of a dropped record; placement knows that it is leaving.
 
-        ``opened``: somebody still reads it. The blocks of an unlinked file are not free before it
-        is closed; placement hears then that they are. Those of a replica that shares its file are
-        given back when it is closed.
+        ``opened``: somebody still reads it. An unlinked file keeps its blocks until it is closed;
+        only then is placement told that they are free. A replica that shares its file is punched
+        when it is closed.
         """
         if record.segment and opened is not None and opened.uses:
             self._segments.leaves(record)
@@ -88,7 +88,7 @@ class Removals:
             self._start(items)
 
     def _start(self, items: Sequence[Item], opened: OpenReplica | None = None) -> None:
-        """With one that has a file of its own, or with those of a tier that share files."""
+        """Start with one that has a file of its own, or with those of a tier that share files."""
         removal = Removal()
         self._pending[items[0][1].tier].add(removal)
         kept: list[trio.Event] = []
@@ -104,7 +104,7 @@ class Removals:
         self.start(ino, record)
 
     async def finish(self, ino: int, record: Replica) -> None:
-        """The same, until it is done; also when the mount ends."""
+        """Remove the file and wait until it is gone, even if the mount ends meanwhile."""
         removal = Removal()
         self._pending[record.tier].add(removal)
         await self._remove([(ino, record)], removal, None, [])
@@ -144,7 +144,7 @@ class Removals:
     async def _remove_files(
         self, tier: Tier, items: Sequence[Item], kept: Sequence[trio.Event]
     ) -> None:
-        """As ``_start``. Raises OSError."""
+        """Remove what ``_start`` was given. Raises OSError."""
         _ino, record = items[0]
         if record.segment:
             for closed in kept:
@@ -172,8 +172,8 @@ class Removals:
             log.warning("the journal keeps an entry of a file that is gone: %s", exc)
 
     def retry(self, busy: Container[bytes]) -> None:
-        """Try again what could not be removed from tiers that are in service by now, but what has
-        one of the names ``busy``: it is being copied anew."""
+        """Try again what could not be removed, in tiers that are in service by now. Skips the names
+        ``busy``, which are being copied anew."""
         again = [item for item in self._stuck if not self._tiers.out_of_service(item[1].tier)]
         for ino, record in again:
             if record.name in busy and not record.segment:

@@ -1,14 +1,13 @@
-"""Small replicas, which share files: where they are put, and how their bytes go.
+"""Small replicas, which share files: where they are put, and how their bytes are freed.
 
-A segment is written to by the worker that made it, and by no other. Its order, in which a crash is
-harmless at every point:
+Only the worker that made a segment writes to it. In this order, a crash is harmless at every point:
 
 1. the index enters the segment;
 2. the store makes its file, and appends replicas to it;
 3. the index commits their records: they are resident. What has no record is a gap;
 4. a record goes: the commit marks its segment as one that may have gaps;
-5. the gap is punched. What a power cut may bring back is never punched: if the record was durable,
-   the index is synced before.
+5. the gap is punched. If the record was durable, the index is synced before: a power cut must not
+   bring back the record of punched bytes.
 
 The next worker punches the gaps of the segments that are marked, and writes to none of them.
 """
@@ -34,12 +33,12 @@ from monarchfs.types import Data, IndexWriteError, Replica
 log = logging.getLogger(__name__)
 
 SEGMENTS_OF_A_TIER = 16
-"""A smaller tier has smaller segments."""
+"""At least this many: a smaller tier has smaller segments."""
 
 LEAST_SEGMENT_BYTES = 4 << 20
 
 READING_SECONDS = 0.002
-"""Between two looks at whether a thread still reads a record that is to go."""
+"""Between two checks whether a thread still reads a record that is to be punched."""
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -59,9 +58,9 @@ class Written(NamedTuple):
 class SegmentRecords:
     """The segments of all tiers. Runs on the event loop.
 
-    Constant: its parts. Changing: by tier, ``_allocators``: where the next replica goes, None where
-    a tier takes none; ``_own``, the segments that this worker has made; ``_leaving``, what of which
-    segment has no record any more and is not punched yet; ``_waiting``, what is to be punched.
+    Constant: its parts. Changing: by tier, ``_allocators``: where the next replica goes, None if a
+    tier takes none; ``_own``, the segments that this worker made; ``_leaving``, the ranges of each
+    segment that have no record and are not punched yet; ``_waiting``, the replicas to punch.
     """
 
     def __init__(
@@ -73,8 +72,8 @@ class SegmentRecords:
         capacity: Callable[[int], int],
         most_bytes: int,
     ) -> None:
-        """``capacity`` gives that of a tier in bytes, by its number. Larger replicas than
-        ``most_bytes`` lie in files of their own."""
+        """``capacity`` gives the bytes of a tier by its number. Replicas larger than ``most_bytes``
+        have files of their own."""
         self._most_bytes = most_bytes
         self._index = index
         self._tiers = tiers
@@ -91,15 +90,15 @@ class SegmentRecords:
     # -- replicas that come
 
     def begin(self, tier: Tier) -> None:
-        """Find out whether a tier can give back the room of a part of a file; it takes small
-        replicas from then on, in files of their own if it cannot. Blocks for the disk, as short as
-        64 KiB take. Raises nothing."""
+        """Find out whether a tier can free a part of a file. From then on it takes small replicas,
+        in files of their own if it cannot. Blocks for as long as the disk takes for 64 KiB. Raises
+        nothing."""
         try:
             frees_punched = tier.segments.frees_punched()
             tier.segments.lists.count()
             tier.segments.trees.count()
         except OSError as exc:
-            frees_punched = exc.errno in _FULL  # then nothing can be tried, and most can
+            frees_punched = exc.errno in _FULL  # no trial on a full disk, but most can
             if not frees_punched:
                 self._tiers.failed(tier, "trying to give back a part of a file", exc)
         self._allocators[tier.id] = None
@@ -112,7 +111,7 @@ class SegmentRecords:
             )
 
     def replaced(self, tier: Tier) -> None:
-        """Its directory is another one: what was written to is not there any more."""
+        """It has another directory, without the segments that were written to."""
         self._own.pop(tier.id, None)
         self.begin(tier)
 
@@ -121,10 +120,10 @@ class SegmentRecords:
         return 0 < size <= self._most_bytes and self._allocators.get(tier_id) is not None
 
     async def write_each(self, tier: Tier, replicas: Sequence[Data]) -> list[Written | OSError]:
-        """Put them into segments. They count once they are recorded; what is not recorded is to be
-        given to ``discard``."""
+        """Put replicas into segments. They count once they are recorded. Give those that are not
+        recorded to ``discard``."""
         allocator = self._allocators[tier.id]
-        if allocator is None:  # its directory is another one since there was room for them
+        if allocator is None:  # the directory changed since they got their room
             return [OSError(errno.EBUSY, "the tier takes no shared files now") for _ in replicas]
         sizes = [memoryview(data).nbytes for data in replicas]
         taken = [allocated(size, tier.segments.align) for size in sizes]
@@ -156,7 +155,7 @@ class SegmentRecords:
         self._left(replica.tier, replica.segment, replica.offset)
 
     async def discard(self, tier: Tier, places: Iterable[Written]) -> None:
-        """They are not recorded. Raises OSError."""
+        """Give back the room of replicas that were not recorded. Raises OSError."""
         by_segment: dict[int, list[Range]] = defaultdict(list)
         for place in places:
             by_segment[place.segment].append((place.offset, place.allocated_bytes))
@@ -173,8 +172,8 @@ class SegmentRecords:
         place[replica.offset] = replica.allocated_bytes
 
     async def remove(self, replicas: Sequence[tuple[int, Replica]]) -> None:
-        """Give back the room of replicas of a tier that ``leaves`` was told of, with others that
-        go meanwhile. Raises OSError where that failed for one of them."""
+        """Give back the room of replicas after ``leaves``, together with others that are removed
+        meanwhile. Raises OSError if that failed for one of them."""
         for ino, _ in replicas:
             # Threads of the C part tell nobody when they are done.
             while self._readers.reading(ino):  # noqa: ASYNC110
@@ -229,7 +228,7 @@ class SegmentRecords:
                 self._left(tier.id, segment, replica.offset)
 
     def _is_empty(self, tier_id: int, segment: int, going: Iterable[int]) -> bool:
-        """Whether nothing is in it, nor will be, but what is at the offsets ``going``."""
+        """Whether the segment has, and will get, nothing but what is at the offsets ``going``."""
         allocator = self._allocators.get(tier_id)
         if allocator is not None and allocator.current == segment:
             return False
@@ -259,7 +258,7 @@ class SegmentRecords:
         for segment, marked in self._index.segments(tier.id).items():
             if not marked or segment in self._own[tier.id]:
                 continue
-            # No checkpoint between the look at the records and the gaps.
+            # There is no checkpoint between reading the records and computing the gaps.
             gaps = self._gaps(tier.id, segment)
             if gaps is None:
                 await self._in_thread(tier.segments.remove, segment)
@@ -270,12 +269,12 @@ class SegmentRecords:
                     self._index.segment_clean(tier.id, segment)
 
     def _gaps(self, tier_id: int, segment: int) -> list[Range] | None:
-        """What of a segment neither a record has, nor somebody who may still read it; the last one
-        has no end (length 0). None where that is all of it."""
+        """The ranges of a segment that have no record and no reader. The last one has no end
+        (length 0). None if that is the whole segment."""
         taken = dict(self._leaving.get((tier_id, segment), {}))
         for offset, ino in self._index.segment_records(tier_id, segment):
             record = self._index.replica(ino)
-            # Lost in a reboot: those are dropped one by one.
+            # A record without a replica was lost in a reboot: such are dropped one by one.
             taken[offset] = SMALL_BYTES if record is None else record.allocated_bytes
         if not taken:
             return None
@@ -288,12 +287,12 @@ class SegmentRecords:
 
 
 def unrecorded(exc: IndexWriteError) -> OSError:
-    """An error of the index says nothing of the tier."""
+    """An error of the index says nothing about the tier."""
     return OSError(errno.EBUSY, str(exc))
 
 
 def _punch_each(tier: Tier, work: Iterable[tuple[int, list[Range] | None]]) -> list[OSError | None]:
-    """Of each segment: its ranges, or the whole of it where there are none. For a thread."""
+    """Punch the ranges of each segment; remove it if there are none. For a thread."""
     errors: list[OSError | None] = []
     for segment, ranges in work:
         try:
@@ -309,7 +308,7 @@ def _punch_each(tier: Tier, work: Iterable[tuple[int, list[Range] | None]]) -> l
 
 
 def _punch_gaps(tier: Tier, segment: int, gaps: Sequence[Range]) -> None:
-    """Only what has data: most of a gap has been punched before. For a thread."""
+    """Punch only what has data: most of a gap was punched before. For a thread."""
     ranges: list[Range] = []
     align = tier.segments.align
     data = [(start, allocated(stop, align)) for start, stop in tier.segments.data_ranges(segment)]

@@ -1,9 +1,9 @@
 """A FUSE connection as its control file system shows it (fs/fuse/control.c).
 
 A connection has the minor number of its mounts. The kernel gives that number to the next mount as
-soon as these are gone, while the daemon may still have things to end. A process that aborts a
+soon as these are gone, while the daemon may still have to clean up. A process that aborts a
 connection by its number then aborts somebody else's. So the control files are opened while the
-number is surely meant. Those of a connection that ended do nothing.
+number is surely this connection's. After it ended, they do nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ CONTROL = "/sys/fs/fuse/connections"
 
 
 class FuseConnection:
-    """Constant: ``number``; the descriptors of its control files, -1 where the kernel shows none,
-    or to others only. They belong to the mount's user."""
+    """Constant: ``number``; the descriptors of its control files, -1 if this process cannot see
+    any. The files belong to the mount's user."""
 
     def __init__(self, number: int, is_meant: Callable[[], bool]) -> None:
-        """``is_meant``: whether the connection of that number still is the one that is meant."""
+        """``is_meant``: whether the number still is that of the connection that is meant."""
         self.number = number
         self.is_meant = is_meant
         self._abort = _open(number, "abort", os.O_WRONLY)
@@ -43,8 +43,8 @@ class FuseConnection:
 
     @property
     def waiting(self) -> int | None:
-        """How many requests were not answered yet; None where that cannot be seen, and of a
-        connection that ended."""
+        """How many requests wait for an answer; None if that cannot be seen, or the connection
+        ended."""
         if self._waiting < 0:
             return None
         try:
@@ -79,8 +79,8 @@ def connection_of_device(number: int, fuse: int, mount: Mount | None) -> FuseCon
 
 
 def is_dead(fuse: int) -> bool:
-    """Whether the connection of an open /dev/fuse ended. Asked now and then, not registered: the
-    kernel wakes a poller at every request."""
+    """Whether the connection of an open /dev/fuse ended. Call it now and then; do not wait for an
+    event: the kernel wakes a poller at every request."""
     poll = select.poll()
     poll.register(fuse, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
