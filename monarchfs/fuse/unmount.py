@@ -51,12 +51,13 @@ class Unmount:
         self._pause = _FIRST_PAUSE
         self._detached_at: float | None = None
         self._connection = connection
+        table = read_mountinfo()
         self._meant = {
             mount.mount_id
-            for mount in read_mountinfo()
+            for mount in table
             if mount.minor == connection.number and _is_fuse(mount)
         }
-        if not self._left(read_mountinfo()):
+        if not self._left(table):
             self.outcome = Unmounted.NOT_MOUNTED
 
     def step(self) -> Unmounted | None:

@@ -218,7 +218,7 @@ def _aside_numbers(directory: str) -> list[int]:
 
 def remove_aside(directory: str, name: str) -> bool:
     """Remove an index that was set aside. Returns whether it did. Follows no symbolic link, and
-    keeps a directory that holds anything else. Raises nothing."""
+    keeps a directory that holds anything else. Raises OSError if ``directory`` cannot be opened."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -245,14 +245,20 @@ async def test_a_tier_that_hangs_has_nothing_written_twice(
         assert mirror.source.counters.prefetch_read_bytes == 60_000
 
 
+async def all_but_the_last_are_read(mirror: Mirror, names: list[str]) -> Gate:
+    """Six files of one batch; the last waits at the gate, the others to be stored with it."""
+    mirror.arrivals._patience = 3600
+    gate = at_file(mirror, names[5])
+    await begin(mirror, names, together=6)
+    await gate.arrived()
+    await until(lambda: len(mirror.arrivals._waiting) == 5, "the others to be read")
+    return gate
+
+
 async def test_files_wait_to_be_stored_together_but_not_for_the_end(area: Area) -> None:
     names = area.write_files(6)
     async with area.mount(copies=False) as mirror:
-        mirror.arrivals._patience = 3600
-        gate = at_file(mirror, names[5])
-        await begin(mirror, names, together=6)
-        await gate.arrived()
-        await until(lambda: len(mirror.arrivals._waiting) == 5, "the others to be read")
+        gate = await all_but_the_last_are_read(mirror, names)
         await mirror.copier.files.suspend()
         gate.open()
         await until(lambda: not mirror.whole.busy, "the last one to be read")
@@ -276,11 +282,7 @@ async def test_all_of_a_batch_are_stored_at_once(area: Area) -> None:
 async def test_what_somebody_waits_for_is_stored_before_the_rest_of_its_batch(area: Area) -> None:
     names = area.write_files(6)
     async with area.mount(copies=False) as mirror:
-        mirror.arrivals._patience = 3600
-        gate = at_file(mirror, names[5])
-        await begin(mirror, names, together=6)
-        await gate.arrived()
-        await until(lambda: len(mirror.arrivals._waiting) == 5, "the others to be read")
+        gate = await all_but_the_last_are_read(mirror, names)
         ino = await mirror.ino(names[3])
         mirror.copier.hurry([ino])
         await until(lambda: mirror.states([ino]) == ["resident"], "the copy")

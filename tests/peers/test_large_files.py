@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.web_server import find_nginx
 from monarchfs.prefetch.spans import SPAN_BYTES
 from monarchfs.types import SourceStat
-from tests.peers.test_sharing import Nodes, peers, read_all, total_bytes
+from tests.peers.test_sharing import Nodes, peers, read_all, read_at_once, total_bytes
 from tests.support import surroundings
 from tests.support.mounting import Bench, run, wait_for
 
@@ -84,13 +83,7 @@ def test_a_copy_of_all_reads_the_source_once(work: Bench, source: Path) -> None:
 def test_readers_of_all_at_once(work: Bench, source: Path) -> None:
     nodes = Nodes(work, source, 3)
     nodes.until_they_know_each_other()
-    with ThreadPoolExecutor(3) as pool:
-        reads = [
-            pool.submit(read_all, mount, source, seed)
-            for seed, mount in enumerate(nodes.mounts.values())
-        ]
-        for read in reads:
-            read.result()
+    read_at_once(nodes, source)
     for mount in nodes.mounts.values():
         assert mount.wait_idle()["files"]["resident"] == len(SIZES) + 1
     # A busy machine misses a deadline now and then, and goes to the source.

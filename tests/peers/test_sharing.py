@@ -112,11 +112,8 @@ def read_all(mount: Mount, source: Path, seed: int = 0) -> None:
         assert (mount.path / file).read_bytes() == (source / file).read_bytes(), file
 
 
-def test_each_byte_leaves_the_source_once(work: Bench, source: Path) -> None:
-    slow = work.faulty_source(source)
-    slow.faults(delay=0.01, delayed=["open", "read"])  # nobody asks peers instead of a faster one
-    nodes = Nodes(work, slow.path, 3)
-    nodes.until_they_know_each_other()
+def read_at_once(nodes: Nodes, source: Path) -> None:
+    """Each node reads every file, in an order of its own."""
     with ThreadPoolExecutor(3) as pool:
         reads = [
             pool.submit(read_all, mount, source, seed)
@@ -124,6 +121,14 @@ def test_each_byte_leaves_the_source_once(work: Bench, source: Path) -> None:
         ]
         for read in reads:
             read.result()
+
+
+def test_each_byte_leaves_the_source_once(work: Bench, source: Path) -> None:
+    slow = work.faulty_source(source)
+    slow.faults(delay=0.01, delayed=["open", "read"])  # nobody asks peers instead of a faster one
+    nodes = Nodes(work, slow.path, 3)
+    nodes.until_they_know_each_other()
+    read_at_once(nodes, source)
     for mount in nodes.mounts.values():
         assert mount.wait_idle()["files"]["resident"] == FILES
     # A busy machine misses a deadline now and then, and goes to the source.
