@@ -17,7 +17,7 @@ settings.register_profile(
 )
 
 
-QUICK_FOLDERS = ("unit", "layers", "placement", "index", "source", "store", "model")
+QUICK_FOLDERS = ("unit", "insight", "layers", "placement", "index", "source", "store", "model")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

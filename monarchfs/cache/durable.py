@@ -10,7 +10,7 @@ import trio
 
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
-from monarchfs.placement.events import Action, Event, Resized
+from monarchfs.placement.events import Action, PlacementEvent, Resized
 from monarchfs.placement.placement import Placement
 from monarchfs.store.tier import Tier
 from monarchfs.system.threads import run_sync
@@ -34,7 +34,7 @@ class Durability:
         index: Index,
         tiers: Tiers,
         placement: Placement,
-        handle: Callable[[Event], list[Action]],
+        handle: Callable[[PlacementEvent], list[Action]],
     ) -> None:
         """``handle`` passes events to placement."""
         self._index = index

@@ -22,7 +22,7 @@ from monarchfs.engine.units import Unit
 from monarchfs.placement.events import (
     Abandoned,
     Dropped,
-    Event,
+    PlacementEvent,
     Stored,
     Suspended,
 )
@@ -210,7 +210,7 @@ class Filling(Rooms):
         except IndexWriteError as exc:
             raise unrecorded(exc) from exc
 
-    def _end(self, reservation: Reservation, event: Event) -> None:
+    def _end(self, reservation: Reservation, event: PlacementEvent) -> None:
         self._no_more_writes(reservation)
         self._handle(event)
 

@@ -22,7 +22,7 @@ from monarchfs.cache.tier_comparison import Finding, Row
 from monarchfs.cache.tiers import Outage, Tiers
 from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
-from monarchfs.placement.events import Action, Event, Loaded
+from monarchfs.placement.events import Action, Loaded, PlacementEvent
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.tier import Tier
 from monarchfs.types import IndexWriteError, Replica, ReplicaState, TierFile, TierTotals
@@ -42,7 +42,7 @@ class Reconciliation:
         self,
         index: Index,
         tiers: Tiers,
-        handle: Callable[[Event], list[Action]],
+        handle: Callable[[PlacementEvent], list[Action]],
         metrics: Metrics,
         in_thread: Callable[..., Awaitable[Any]],
         nursery: trio.Nursery,

@@ -26,12 +26,12 @@ from monarchfs.placement.events import (
     Abandoned,
     Action,
     Dropped,
-    Event,
     Evict,
     EvictionFailed,
     EvictionReason,
     Move,
     Place,
+    PlacementEvent,
     RefusalReason,
     Refuse,
 )
@@ -217,7 +217,7 @@ class Records:
 
     # -- placement's answers
 
-    def _handle(self, event: Event) -> list[Action]:
+    def _handle(self, event: PlacementEvent) -> list[Action]:
         """Tell placement. Carry out its evictions and moves, and return its other answers."""
         actions = self.placement.handle(event)
         if not actions:

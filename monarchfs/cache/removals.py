@@ -19,7 +19,7 @@ from monarchfs.cache.replicas import OpenReplica, Removal
 from monarchfs.cache.segments import SegmentRecords
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
-from monarchfs.placement.events import Action, Dropped, Event, Evicted, EvictionFailed
+from monarchfs.placement.events import Action, Dropped, Evicted, EvictionFailed, PlacementEvent
 from monarchfs.store.tier import Tier
 from monarchfs.types import IndexWriteError, Replica, ReplicaState
 
@@ -39,7 +39,7 @@ class Removals:
         self,
         index: Index,
         tiers: Tiers,
-        handle: Callable[[Event], list[Action]],
+        handle: Callable[[PlacementEvent], list[Action]],
         in_thread: Callable[..., Awaitable[Any]],
         nursery: trio.Nursery,
         segments: SegmentRecords,

@@ -13,7 +13,7 @@ from monarchfs.cache.health import Health
 from monarchfs.cache.readers import Readers
 from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
-from monarchfs.placement.events import Action, Event, TierBack, TierLost, TierSeen
+from monarchfs.placement.events import Action, PlacementEvent, TierBack, TierLost, TierSeen
 from monarchfs.placement.placement import Placement
 from monarchfs.store.place import find_again
 from monarchfs.store.tier import Tier
@@ -48,7 +48,7 @@ class Tiers:
         tiers: Sequence[tuple[Tier, TierSize]],
         index: Index,
         placement: Placement,
-        handle: Callable[[Event], list[Action]],
+        handle: Callable[[PlacementEvent], list[Action]],
         metrics: Metrics,
         headroom: Callable[[], MemoryHeadroom],
         reserve_percent: float,

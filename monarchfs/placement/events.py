@@ -10,7 +10,7 @@ from enum import Enum
 from monarchfs.types import Space
 
 
-class Event:
+class PlacementEvent:
     """Something that placement has to know."""
 
     __slots__ = ()
@@ -20,7 +20,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class TierSeen(Event):
+class TierSeen(PlacementEvent):
     """A tier's capacity and the room on its file system, as just read.
 
     A tier takes nothing before the first of these events. They are sent again from time to time, so
@@ -42,7 +42,7 @@ class TierSeen(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(Event):
+class Loaded(PlacementEvent):
     """The replicas with a record, in all states, that the tier held when it was mounted. This
     replaces what was known of the tier, except for files that are leaving.
 
@@ -55,7 +55,7 @@ class Loaded(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class TierLost(Event):
+class TierLost(PlacementEvent):
     """The tier cannot be used: nothing is placed there and nothing evicted. Its replicas, and files
     that are leaving it, stay counted."""
 
@@ -64,7 +64,7 @@ class TierLost(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class TierBack(Event):
+class TierBack(PlacementEvent):
     """The tier can be used again."""
 
     tier: int
@@ -74,7 +74,7 @@ class TierBack(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted(Event):
+class Wanted(PlacementEvent):
     """A file without a replica should get one. Answered by ``Evict``..., ``Place``, or by
     ``Refuse``. ``evicts``: other replicas may be evicted for it (somebody opened it, or asked for
     it)."""
@@ -85,7 +85,7 @@ class Wanted(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class WantedEach(Event):
+class WantedEach(PlacementEvent):
     """``Wanted`` for each (number, size in bytes). Answered by ``Evict``... and a ``Place`` for
     each of the first files, up to one for which there is no room and none can be made, together
     with the files after it. The caller asks for each of the others by itself."""
@@ -95,7 +95,7 @@ class WantedEach(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class RoomWanted(Event):
+class RoomWanted(PlacementEvent):
     """A partial replica in progress wants to grow. Answered by ``Evict``..., ``Grant``, or by
     ``Refuse``."""
 
@@ -104,14 +104,14 @@ class RoomWanted(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored(Event):
+class Stored(PlacementEvent):
     """Copies are complete: each (number, bytes) occupies that many bytes. Its reservation ends."""
 
     files: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Resized(Event):
+class Resized(PlacementEvent):
     """A replica at rest, not ``busy``, occupies ``more_bytes`` more than was reported (negative:
     fewer)."""
 
@@ -121,7 +121,7 @@ class Resized(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Suspended(Event):
+class Suspended(PlacementEvent):
     """A copy is suspended: its partial replica occupies ``allocated_bytes``. Its reservation
     ends."""
 
@@ -130,7 +130,7 @@ class Suspended(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed(Event):
+class Resumed(PlacementEvent):
     """A suspended copy goes on; its partial replica has ``allocated_bytes``. ``evicts`` as in
     ``Wanted``. If the replica is being moved, the move must have failed before."""
 
@@ -141,7 +141,7 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Abandoned(Event):
+class Abandoned(PlacementEvent):
     """The copy in progress was given up and removed, with what it had before it was resumed.
 
     Ignored if ``ino`` has no copy in progress: clean-up paths may cross.
@@ -151,7 +151,7 @@ class Abandoned(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped(Event):
+class Dropped(PlacementEvent):
     """The record of a replica of ``allocated_bytes`` is gone, and its file is about to be removed.
     The replica was at rest, or a copy resumed from it. Ended by ``Evicted`` or
     ``EvictionFailed``."""
@@ -162,7 +162,7 @@ class Dropped(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Evicted(Event):
+class Evicted(PlacementEvent):
     """The file of an evicted, dropped or moved replica is removed.
 
     ``tier`` matters only if files of the inode are leaving several tiers. Without it, the event is
@@ -174,7 +174,7 @@ class Evicted(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class EvictionFailed(Event):
+class EvictionFailed(PlacementEvent):
     """The file or its record could not be removed: it stays, and counts as a replica."""
 
     ino: int
@@ -182,7 +182,7 @@ class EvictionFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Known(Event):
+class Known(PlacementEvent):
     """The tier has a replica that an earlier mount left. Without this event the policy learns of
     the replica when it is accessed. May come at any time."""
 
@@ -191,7 +191,7 @@ class Known(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Accessed(Event):
+class Accessed(PlacementEvent):
     """A replica was opened. Sent for every open if the policy tracks accesses, else at least for
     complete replicas outside the fastest tier. Answered by nothing, or by ``Evict``, ``Move``."""
 
@@ -200,7 +200,7 @@ class Accessed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Moved(Event):
+class Moved(PlacementEvent):
     """The replica is in its new tier, and its record says so. It occupies ``allocated_bytes``
     there. The file in the old tier is about to be removed; ``Evicted`` or ``EvictionFailed`` ends
     that. May be answered by the ``Move`` of another replica, for which this one made room."""
@@ -210,7 +210,7 @@ class Moved(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class MoveFailed(Event):
+class MoveFailed(PlacementEvent):
     """The replica stays where it was (or was dropped), and its new file is removed. May be answered
     by ``Evict``."""
 

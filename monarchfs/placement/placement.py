@@ -24,7 +24,6 @@ from monarchfs.placement.events import (
     Accessed,
     Action,
     Dropped,
-    Event,
     Evicted,
     EvictionFailed,
     Grant,
@@ -33,6 +32,7 @@ from monarchfs.placement.events import (
     Moved,
     MoveFailed,
     Place,
+    PlacementEvent,
     RefusalReason,
     Refuse,
     Resized,
@@ -99,7 +99,7 @@ class Placement:
         """Whether ``Accessed`` is wanted for every open, and ``Known`` for every replica."""
         return self._policy.tracks
 
-    def handle(self, event: Event) -> list[Action]:
+    def handle(self, event: PlacementEvent) -> list[Action]:
         match event:
             case Accessed(ino, tier):
                 self.ledger(tier)

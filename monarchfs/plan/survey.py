@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from monarchfs.plan.fitting import Amount, Fitted, PlannedTier, fit
-from monarchfs.plan.walk import File, WalkCounts, walk
+from monarchfs.plan.walk import SurveyedFile, WalkCounts, walk
 from monarchfs.store import files as on_disk
 from monarchfs.store.segments import SegmentFiles
 from monarchfs.system.bounded import Tell
@@ -107,7 +107,10 @@ def survey_and_fit(
 
 
 def _walk(
-    survey: Survey, files: Iterable[File], known: Sequence[Mapping[bytes, int]], clock: _Clock
+    survey: Survey,
+    files: Iterable[SurveyedFile],
+    known: Sequence[Mapping[bytes, int]],
+    clock: _Clock,
 ) -> None:
     for file in files:
         if survey.all.files % _LOOK_EVERY == 0 and not clock.tick("walking", survey.all):

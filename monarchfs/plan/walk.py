@@ -12,7 +12,7 @@ from monarchfs.system import walk as tree
 from monarchfs.types import SourceStat
 
 
-class File(NamedTuple):
+class SurveyedFile(NamedTuple):
     """A regular file: its size, what a copy will probably occupy, and the name of a replica of this
     version."""
 
@@ -32,7 +32,7 @@ class WalkCounts:
     hard_links: int = 0
 
 
-def walk(root: str, counts: WalkCounts) -> Iterator[File]:
+def walk(root: str, counts: WalkCounts) -> Iterator[SurveyedFile]:
     """The files below ``root``; ``counts`` is kept up to date. Blocks as long as the source does.
     Raises OSError if ``root`` itself cannot be listed."""
     device = os.stat(root).st_dev
@@ -55,4 +55,4 @@ def walk(root: str, counts: WalkCounts) -> Iterator[File]:
                         continue
                     linked.add((st.st_dev, st.st_ino))
                 found = SourceStat.of(st, device)
-                yield File(found.size, found.occupied_bytes, found.version.replica_name)
+                yield SurveyedFile(found.size, found.occupied_bytes, found.version.replica_name)

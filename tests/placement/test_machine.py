@@ -14,7 +14,6 @@ from monarchfs.placement.events import (
     Accessed,
     Action,
     Dropped,
-    Event,
     Evict,
     Evicted,
     EvictionFailed,
@@ -26,6 +25,7 @@ from monarchfs.placement.events import (
     Moved,
     MoveFailed,
     Place,
+    PlacementEvent,
     RefusalReason,
     Refuse,
     Resized,
@@ -161,7 +161,7 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
         seen = TierSeen(tier, self.capacity[tier], space, self.written(tier), demote)
         return self.carry_out(self.placement.handle(seen), {EvictionReason.PRESSURE})
 
-    def handle(self, event: Event, *reasons: EvictionReason) -> list[Action]:
+    def handle(self, event: PlacementEvent, *reasons: EvictionReason) -> list[Action]:
         return self.carry_out(self.placement.handle(event), set(reasons))
 
     def carry_out(self, actions: list[Action], reasons: set[EvictionReason]) -> list[Action]:

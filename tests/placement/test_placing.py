@@ -8,7 +8,6 @@ from monarchfs.placement.events import (
     Abandoned,
     Accessed,
     Dropped,
-    Event,
     Evicted,
     EvictionFailed,
     Grant,
@@ -17,6 +16,7 @@ from monarchfs.placement.events import (
     Moved,
     MoveFailed,
     Place,
+    PlacementEvent,
     RefusalReason,
     Refuse,
     Resumed,
@@ -145,7 +145,7 @@ def test_giving_a_copy_up_frees_all_of_it_and_passes_when_repeated() -> None:
 
 
 @pytest.mark.parametrize("end", [Suspended(20, 3 * MIB), Abandoned(20)])
-def test_a_replica_removed_while_it_is_resumed_is_counted_once(end: Event) -> None:
+def test_a_replica_removed_while_it_is_resumed_is_counted_once(end: PlacementEvent) -> None:
     placement = placement_of(100 * MIB)
     run(placement, Loaded(0, 1, 4 * MIB), Resumed(20, 0, 4 * MIB), RoomWanted(20, 8 * MIB))
     run(placement, Dropped(20, 0, 4 * MIB), end, Evicted(20))
@@ -274,7 +274,7 @@ def test_what_was_loaded_counts_even_beyond_a_smaller_capacity() -> None:
         TierLost(5, "gone"),
     ],
 )
-def test_a_contradiction_is_an_error_and_changes_nothing(event: Event) -> None:
+def test_a_contradiction_is_an_error_and_changes_nothing(event: PlacementEvent) -> None:
     placement = placement_of(GIB)
     run(placement, Loaded(0, 1, MIB), Wanted(20, MIB))
     with pytest.raises(ValueError, match=r"tier|inode"):

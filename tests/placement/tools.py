@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 from monarchfs.placement.events import (
     Action,
-    Event,
     Evict,
     Evicted,
     Loaded,
     Move,
     Moved,
     Place,
+    PlacementEvent,
     Stored,
     Suspended,
     TierSeen,
@@ -61,7 +61,7 @@ def placement_of(*capacities: int) -> Placement:
     return placement
 
 
-def run(placement: Placement, *events: Event) -> list[Action]:
+def run(placement: Placement, *events: PlacementEvent) -> list[Action]:
     actions = []
     for event in events:
         actions += placement.handle(event)
@@ -91,7 +91,7 @@ class Node:
         for tier, capacity in enumerate(capacities):
             self.run(TierSeen(tier, capacity, ROOMY))
 
-    def run(self, *events: Event) -> list[Action]:
+    def run(self, *events: PlacementEvent) -> list[Action]:
         actions = []
         for event in events:
             match event:

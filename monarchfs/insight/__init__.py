@@ -1,0 +1,1 @@
+"""What a mount saw, event by event: the file that ``monarchfs record`` writes."""
