@@ -123,6 +123,8 @@ class Mount:
 
         def idle() -> dict[str, Any] | None:
             now = self.status()
+            if now["state"] == "worker not answering":
+                return None  # the rest is an earlier report
             prefetch, files = now["prefetch"], now["files"]
             busy = prefetch["queued"] or prefetch["active"] or prefetch["scanning"]
             return None if busy or files["copying"] else now
