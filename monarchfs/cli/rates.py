@@ -113,6 +113,7 @@ class History:
         return waiting / pace if pace else None
 
 
+_PLACES = ("local", "peer", "source")
 _ENDS = ("completed", "failed", "refused", "outdated")
 
 
@@ -123,15 +124,17 @@ def rates_between(began: float, before: Report, ended: float, now: Report) -> Ra
     def grown(*keys: str) -> float:
         return _grown(before, now, *keys)
 
-    def share(local: float, source: float) -> float | None:
-        return local / (local + source) if local + source else None
+    def local_share(kind: str) -> float | None:
+        local, *others = (grown("served", f"{place}_{kind}") for place in _PLACES)
+        total = local + sum(others)
+        return local / total if total else None
 
     operations = grown("source_io", "operations")
     evictions = now.get("evictions")
     return Rates(
         seconds,
-        share(grown("served", "local_opens"), grown("served", "source_opens")),
-        share(grown("served", "local_file_bytes"), grown("served", "source_file_bytes")),
+        local_share("opens"),
+        local_share("file_bytes"),
         grown("source_io", "demand_read_bytes") / seconds,
         grown("source_io", "prefetch_read_bytes") / seconds,
         operations / seconds,

@@ -257,7 +257,8 @@ def _summary(source: str, status: Mapping[str, Any] | None) -> str:
     if status is None:
         return f"{source} was read without a cache"
     served, files = status.get("served", {}), status.get("files", {})
-    local, remote = served.get("local_opens", 0), served.get("source_opens", 0)
+    local = served.get("local_opens", 0)
+    remote = served.get("peer_opens", 0) + served.get("source_opens", 0)
     read = status.get("source_io", {}).get("read_bytes", 0)
     return (
         f"{source}: {format_share(local, local + remote)} of {format_count(local + remote)} opens"

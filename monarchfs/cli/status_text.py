@@ -44,7 +44,7 @@ def list_row(report: Report) -> list[str]:
     return [
         *names,
         format_count(report["files"].get("resident", 0)),
-        format_share(local, local + served.get("source_opens", 0)),
+        format_share(local, local + served.get("peer_opens", 0) + served.get("source_opens", 0)),
         f"{format_bytes(used)} of {format_bytes(capacity)}",
     ]
 

@@ -72,34 +72,33 @@ static PyObject *py_misses_directory(PyObject *self, PyObject *args)
 static PyObject *py_misses_put(PyObject *self, PyObject *args)
 {
 	unsigned long long ino, source_ino, size;
-	long long mtime_ns, ctime_ns;
+	long long mtime_ns, ctime_ns, fresh_until_ns = 0;
 	unsigned number;
-	const char *name, *replica = NULL;
+	const char *name, *replica_name = NULL;
 	Py_ssize_t length, replica_bytes = 0;
 	(void)self;
-	if (!PyArg_ParseTuple(args, "KIy#KKLL|y#", &ino, &number, &name, &length, &source_ino, &size,
-			      &mtime_ns, &ctime_ns, &replica, &replica_bytes))
+	if (!PyArg_ParseTuple(args, "KIy#KKLL|y#L", &ino, &number, &name, &length, &source_ino, &size,
+			      &mtime_ns, &ctime_ns, &replica_name, &replica_bytes, &fresh_until_ns))
 		return NULL;
-	if (replica && replica_bytes != MISS_REPLICA_BYTES) {
+	if (replica_name && replica_bytes != MISS_REPLICA_BYTES) {
 		PyErr_SetString(PyExc_ValueError, "the name of a replica has 16 bytes");
 		return NULL;
 	}
 	const struct miss_version version = {source_ino, size, mtime_ns, ctime_ns};
+	struct miss_replica replica = {.fresh_until_ns = fresh_until_ns};
+	if (replica_name)
+		memcpy(replica.name, replica_name, MISS_REPLICA_BYTES);
 	return PyBool_FromLong(misses_put(ino, number, name, (size_t)length, &version,
-					  (const unsigned char *)replica));
+					  replica_name ? &replica : NULL));
 }
 
-static PyObject *py_misses_peers(PyObject *self, PyObject *args)
+static PyObject *py_misses_peers(PyObject *self, PyObject *capsule)
 {
-	PyObject *capsule;
-	int asks;
 	(void)self;
-	if (!PyArg_ParseTuple(args, "Op", &capsule, &asks))
+	miss_peers *read = (miss_peers *)PyCapsule_GetPointer(capsule, MISS_PEERS);
+	if (!read)
 		return NULL;
-	struct miss_peers given = {.read = PyCapsule_GetPointer(capsule, MISS_PEERS), .asks = asks};
-	if (!given.read)
-		return NULL;
-	misses_peers(&given);
+	misses_peers(read);
 	Py_RETURN_NONE;
 }
 
@@ -207,8 +206,8 @@ static PyObject *py_misses_events(PyObject *self, PyObject *unused)
 		struct miss_event *next = event->next;
 		PyObject *bytes = object_of(event->bytes), *each = NULL;
 		if (bytes && found)
-			each = Py_BuildValue("KIOiK", (unsigned long long)event->ino, event->opens,
-					     bytes, event->error,
+			each = Py_BuildValue("KIOOiK", (unsigned long long)event->ino, event->opens,
+					     event->spared ? Py_True : Py_False, bytes, event->error,
 					     (unsigned long long)event->took_ns);
 		if (!each || PyList_Append(found, each) < 0)
 			Py_CLEAR(found); /* the rest is let go of */
@@ -289,7 +288,7 @@ static PyMethodDef methods[] = {
 	METHOD(misses_start, METH_VARARGS),
 	METHOD(misses_directory, METH_VARARGS),
 	METHOD(misses_put, METH_VARARGS),
-	METHOD(misses_peers, METH_VARARGS),
+	METHOD(misses_peers, METH_O),
 	METHOD(misses_has, METH_O),
 	METHOD(misses_forget, METH_O),
 	METHOD(misses_forget_all, METH_NOARGS),

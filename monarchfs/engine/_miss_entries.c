@@ -322,7 +322,7 @@ static void evict(void)
 }
 
 bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length,
-		const struct miss_version *version, const unsigned char *replica)
+		const struct miss_version *version, const struct miss_replica *replica)
 {
 	if (misses.events_fd < 0 || !version->size || version->size > MISS_MOST_BYTES || !length ||
 	    length > MISS_NAME_BYTES || number >= MISS_DIRECTORIES)
@@ -339,7 +339,7 @@ bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length,
 	memcpy(made->name, name, length);
 	made->name[length] = 0;
 	if (replica) {
-		memcpy(made->replica, replica, MISS_REPLICA_BYTES);
+		made->replica = *replica;
 		made->shared = true;
 	}
 	pthread_mutex_lock(&source_lock);
@@ -369,7 +369,8 @@ bool misses_has(uint64_t ino)
 {
 	pthread_mutex_lock(&source_lock);
 	const struct entry *entry = *miss_place_of(ino);
-	bool has = entry && !entry->over && miss_directory_of(entry);
+	bool has = entry && !entry->over && miss_directory_of(entry) &&
+		   (!entry->shared || resident_fresh(entry->replica.fresh_until_ns));
 	pthread_mutex_unlock(&source_lock);
 	return has;
 }

@@ -26,10 +26,10 @@ struct entry {
 	size_t answered; /* bytes given to readers */
 	unsigned answering; /* threads that are answering with it */
 	unsigned generation; /* of the directory */
-	unsigned char replica[MISS_REPLICA_BYTES];
+	struct miss_replica replica;
 	uint16_t directory;
 	uint8_t state;
-	bool shared; /* other nodes may have it, under the name `replica` */
+	bool shared; /* other nodes may have it, as `replica` */
 	bool excluded; /* Python reads the file */
 	bool over; /* forgotten at the last close; until then served from memory */
 	bool told; /* an event with its bytes waits for Python */
@@ -47,7 +47,7 @@ struct directory {
 
 extern struct misses {
 	struct miss_options options;
-	struct miss_peers peers;
+	miss_peers *read_from_peers; /* NULL: there are none */
 	bool free_opens;
 	int events_fd;
 	size_t memory, memory_ahead; /* bytes of files; of those that only Python asked for */

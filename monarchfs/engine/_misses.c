@@ -25,6 +25,7 @@
 
 #include "../fuse/_journal.h"
 #include "../fuse/_relay.h"
+#include "../fuse/_resident.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -56,7 +57,7 @@ static void answer_read(struct entry *entry, const struct fuse_in_header *in, ui
 struct fetch {
 	struct entry *entry;
 	int fd, error;
-	bool must_read, may_read, ahead, from_peer;
+	bool must_read, may_read, ahead, asked, from_peer;
 	struct miss_bytes *bytes;
 };
 
@@ -88,7 +89,7 @@ static bool read_from_peer(struct fetch *fetch, const struct directory *director
 {
 	const struct entry *entry = fetch->entry;
 	char path[PATH_MAX];
-	if (!misses.peers.read || !entry->shared || !(fetch->must_read || fetch->may_read))
+	if (!misses.read_from_peers || !entry->shared || !(fetch->must_read || fetch->may_read))
 		return false;
 	int length = snprintf(path, sizeof(path), "%s%s%s", directory->path, directory->path[0] ? "/" : "",
 			      entry->name);
@@ -96,7 +97,7 @@ static bool read_from_peer(struct fetch *fetch, const struct directory *director
 		return false;
 	struct miss_bytes *bytes = new_bytes(entry);
 	/* Python has had the owner copy what is read ahead. */
-	if (bytes && misses.peers.read(entry->replica, bytes->size, fetch->ahead ? NULL : path,
+	if (bytes && misses.read_from_peers(entry->replica.name, bytes->size, fetch->ahead ? NULL : path,
 				       __atomic_load_n(&source_ns, __ATOMIC_RELAXED), bytes->data)) {
 		fetch->bytes = bytes;
 		return fetch->from_peer = true;
@@ -115,16 +116,17 @@ static void note_source(uint64_t took_ns)
 static int carry_out(struct fetch *fetch, const struct directory *directory)
 {
 	const struct entry *entry = fetch->entry;
-	bool asks = misses.peers.asks;
-	if (!asks && read_from_peer(fetch, directory))
+	bool fresh = entry->shared && resident_fresh(entry->replica.fresh_until_ns);
+	if (fresh && read_from_peer(fetch, directory))
 		return 0;
+	fetch->asked = true;
 	uint64_t began_ns = monotonic_ns();
 	int error = small_open(directory->fd, entry->name, misses.options.device, &entry->version,
 			       &fetch->fd);
 	if (error || !(fetch->must_read || fetch->may_read))
 		return error;
 	uint64_t opened_ns = monotonic_ns() - began_ns;
-	if (asks && read_from_peer(fetch, directory))
+	if (!fresh && read_from_peer(fetch, directory))
 		return 0;
 	began_ns = monotonic_ns() - opened_ns;
 	/* An open does not bring back an archived file. */
@@ -147,7 +149,7 @@ static void count_fetch(const struct fetch *fetch, uint64_t took_ns)
 {
 	if (fetch->bytes && !fetch->from_peer)
 		counts_add(fetch->ahead ? COUNT_AHEAD_BYTES : COUNT_SOURCE_BYTES, fetch->bytes->size);
-	if (!fetch->from_peer || misses.peers.asks)
+	if (fetch->asked)
 		counts_time(fetch->ahead ? TIME_AHEAD : TIME_SOURCE, took_ns);
 }
 
@@ -179,6 +181,7 @@ static void deliver(struct fetch *fetch, uint64_t took_ns)
 	/* Before the answers: when a reader has read the file, Python knows of it. */
 	if (opens || fetch->bytes)
 		miss_report(entry, (struct miss_event){.opens = opens,
+						.spared = fetch->from_peer && !fetch->asked,
 						.took_ns = took_ns,
 						.bytes = keeps ? fetch->bytes : NULL});
 	pthread_mutex_unlock(&source_lock);
@@ -448,10 +451,10 @@ bool misses_exclude(uint64_t ino, bool excluded)
 	return busy;
 }
 
-void misses_peers(const struct miss_peers *given)
+void misses_peers(miss_peers *read)
 {
 	pthread_mutex_lock(&source_lock);
-	misses.peers = *given;
+	misses.read_from_peers = read;
 	pthread_mutex_unlock(&source_lock);
 }
 

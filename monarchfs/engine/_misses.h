@@ -45,6 +45,7 @@ struct miss_event {
 	struct miss_event *next;
 	uint64_t ino;
 	unsigned opens;
+	bool spared; /* a peer gave the bytes, and the source was not asked */
 	int error;
 	uint64_t took_ns; /* in the source */
 	struct miss_bytes *bytes;
@@ -74,22 +75,27 @@ int misses_directory(unsigned number, int fd, const char *path);
 
 /* Other nodes, which may have the bytes. `read` fetches the replica of this name into `to` and waits for that;
  * false if it did not get all of it. `path` is the file's path in the source; with NULL, the replica is fetched
- * only if another node has it already. `source_ns` is what the source takes for a file, 0: not known. `asks`:
- * the source is opened and its version compared all the same. */
-struct miss_peers {
-	bool (*read)(const unsigned char *replica, size_t size, const char *path, uint64_t source_ns, char *to);
-	bool asks;
-};
+ * only if another node has it already. `source_ns` is what the source takes for a file, 0: not known. */
+typedef bool miss_peers(const unsigned char *replica, size_t size, const char *path, uint64_t source_ns, char *to);
 
 /* The name of the capsule with that function. */
 #define MISS_PEERS "monarchfs.peers._replicas.read"
 
 /* Once, before misses_serve. */
-void misses_peers(const struct miss_peers *peers);
+void misses_peers(miss_peers *read);
 
-/* Enter what `ino` stands for. `replica` is its name on other nodes, or NULL. False if there is no room. */
+/* What other nodes may have. Until `fresh_until_ns` (see resident_fresh) an open need not ask the source whether
+ * the file still has the version. */
+struct miss_replica {
+	unsigned char name[MISS_REPLICA_BYTES];
+	int64_t fresh_until_ns;
+};
+
+/* Enter what `ino` stands for. `replica`: NULL if no other node has it. False if there is no room. */
 bool misses_put(uint64_t ino, unsigned directory, const char *name, size_t length,
-		const struct miss_version *version, const unsigned char *replica);
+		const struct miss_version *version, const struct miss_replica *replica);
+
+/* Whether it is entered, and still fresh if other nodes may have it. */
 bool misses_has(uint64_t ino);
 
 /* Serve these no more: each is resident, or stands for nothing. When this returns, no open of them is being

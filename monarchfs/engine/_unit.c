@@ -408,12 +408,14 @@ static bool take(void *to, const char *data, size_t size)
 	return true;
 }
 
-int unit_read_elsewhere(struct unit *unit, unit_elsewhere *from, unsigned peer, const char *path,
-			const unsigned char *digests, uint64_t *bytes)
+enum elsewhere_result unit_read_elsewhere(struct unit *unit, unit_elsewhere *from, unsigned peer, const char *path,
+					  const unsigned char *digests, uint64_t *bytes)
 {
 	struct intake intake = {.unit = unit, .digests = digests};
 	uint64_t start = start_of(unit, unit->arrived), end = unit->plan.start + unit->plan.size;
-	int result = start < end ? from(peer, path, start, (size_t)(end - start), take, &intake) : 0;
+	enum elsewhere_result result = ELSEWHERE_READ;
+	if (start < end)
+		result = from(peer, path, start, (size_t)(end - start), take, &intake);
 	if (intake.block)
 		leave_block(intake.block);
 	uint64_t reached = start_of(unit, unit->arrived);

@@ -54,15 +54,22 @@ struct unit_source {
 	int fd, direct;
 };
 
+enum elsewhere_result {
+	ELSEWHERE_READ,
+	ELSEWHERE_GONE, /* the file is not there, or ends early */
+	ELSEWHERE_WRONG,
+	ELSEWHERE_FAILED,
+};
+
 /* Gives the bytes [offset, offset + size) of a file that another node has, in order and in pieces of any size,
- * until `take` is false. 0, or why not all came (enum fetch_result in peers/_fetch.h). */
+ * until `take` is false: then they are wrong. */
 typedef bool unit_take(void *to, const char *data, size_t size);
-typedef int unit_elsewhere(unsigned peer, const char *path, uint64_t offset, size_t size, unit_take *take, void *to);
+typedef enum elsewhere_result unit_elsewhere(unsigned peer, const char *path, uint64_t offset, size_t size, unit_take *take, void *to);
 #define UNIT_ELSEWHERE "monarchfs.engine.unit_elsewhere"
 
 /* Read it from elsewhere, compare each block with its digests (of all of the unit), and answer those who wait. What
- * this does not bring, unit_read does. `bytes`: how much came. 0, or why not all of it. */
-int unit_read_elsewhere(struct unit *unit, unit_elsewhere *from, unsigned peer, const char *path,
+ * this does not bring, unit_read does. `bytes`: how much came. */
+enum elsewhere_result unit_read_elsewhere(struct unit *unit, unit_elsewhere *from, unsigned peer, const char *path,
 			const unsigned char *digests, uint64_t *bytes);
 
 /* Read what has not arrived, and answer those who wait. `bytes`: how much the source gave. `source->direct` becomes -1 where

@@ -93,7 +93,7 @@ static PyObject *read_elsewhere(PyObject *self, PyObject *args)
 	unit_elsewhere *from = (unit_elsewhere *)PyCapsule_GetPointer(capsule, UNIT_ELSEWHERE);
 	size_t size;
 	unit_digests(object->unit, &size);
-	int result = -1;
+	enum elsewhere_result result = ELSEWHERE_FAILED;
 	if (from && (size_t)given.len != size)
 		PyErr_SetString(PyExc_ValueError, "digests are 8 bytes for each 128 KiB");
 	else if (from) {
@@ -305,7 +305,11 @@ PyMODINIT_FUNC PyInit__units(void)
 {
 	PyObject *m = PyModule_Create(&module);
 	if (m && (PyType_Ready(&object_type) < 0 ||
-		  PyModule_AddObjectRef(m, "Unit", (PyObject *)&object_type) < 0))
+		  PyModule_AddObjectRef(m, "Unit", (PyObject *)&object_type) < 0 ||
+		  PyModule_AddIntConstant(m, "READ", ELSEWHERE_READ) < 0 ||
+		  PyModule_AddIntConstant(m, "GONE", ELSEWHERE_GONE) < 0 ||
+		  PyModule_AddIntConstant(m, "WRONG", ELSEWHERE_WRONG) < 0 ||
+		  PyModule_AddIntConstant(m, "FAILED", ELSEWHERE_FAILED) < 0))
 		Py_CLEAR(m);
 	return m;
 }

@@ -1,3 +1,8 @@
+READ: int
+GONE: int
+WRONG: int
+FAILED: int
+
 class Unit:
     direct: bool
     elsewhere_bytes: int

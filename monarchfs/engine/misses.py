@@ -30,12 +30,14 @@ CHANGED, ARCHIVED, LEFT = -1, -2, -3
 
 
 class Served(NamedTuple):
-    """A file was read, or opened: ``opens`` times. ``data``: all of its bytes, where they are to be
-    kept. Neither: ``error`` says why, an errno, CHANGED (it has another version), ARCHIVED, or
-    LEFT: nothing is wrong with it. ``took_ns`` in the source."""
+    """A file was read, or opened: ``opens`` times. ``spared``: a peer gave the bytes, and the
+    source was not asked. ``data``: all of its bytes, where they are to be kept. Neither: ``error``
+    says why, an errno, CHANGED (it has another version), ARCHIVED, or LEFT: nothing is wrong with
+    it. ``took_ns`` in the source."""
 
     ino: int
     opens: int
+    spared: bool
     data: memoryview | None
     error: int
     took_ns: int
@@ -61,17 +63,18 @@ class Misses:
         opened_directory: Callable[[DirRef], AbstractContextManager[int] | None],
         may_serve: Callable[[Node], bool],
         *,
-        shares: bool = False,
+        fresh_until: Callable[[Node], int] | None = None,
     ) -> None:
         """``opened_directory`` gives a descriptor of a directory without waiting, if there is one;
         ``may_serve`` tells whether the bytes of a node are to be had from the source alone, and its
-        version tells them from later ones; ``shares``: other nodes may have their bytes."""
+        version tells them from later ones; ``fresh_until``: other nodes may have their bytes, and
+        until this time (time.time_ns()) the source need not be asked for the version."""
         self.events_fd = -1
         self._hooks = hooks
         self._places = places
         self._opened_directory = opened_directory
         self._may_serve = may_serve
-        self._shares = shares
+        self._fresh_until = fresh_until
         self._directories: OrderedDict[int, int] = OrderedDict()
         self._free: list[int] = []
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -106,7 +109,9 @@ class Misses:
         if number is None:
             return False
         version = stat.ino, stat.size, stat.mtime_ns, stat.ctime_ns
-        replica = (stat.version.replica_name,) if self._shares else ()
+        replica: tuple[object, ...] = ()
+        if self._fresh_until is not None:
+            replica = (stat.version.replica_name, self._fresh_until(node))
         return bool(self._hooks.misses_put(node.ino, number, node.name, *version, *replica))
 
     def _directory(self, ino: int) -> int | None:
@@ -176,11 +181,11 @@ class Misses:
     def served(self) -> list[Served]:
         """What was served since this was called last, oldest first."""
         found = []
-        for ino, opens, data, error, took_ns in self._hooks.misses_events():
+        for ino, opens, spared, data, error, took_ns in self._hooks.misses_events():
             if error and error != LEFT:
                 self._failed(ino)
             bytes_ = None if data is None else memoryview(data)
-            found.append(Served(ino, opens, bytes_, error, took_ns))
+            found.append(Served(ino, opens, spared, bytes_, error, took_ns))
         return found
 
     def _failed(self, ino: int) -> None:

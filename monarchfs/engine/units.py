@@ -62,7 +62,8 @@ class Unit:
 
     def read_elsewhere(self, read: object, peer: int, path: str, digests: bytes) -> int:
         """Read it from another node, before ``read``, which reads the rest; all blocks are compared
-        with ``digests``. ``read`` is a capsule. 0, or why not all came: ``peers/_fetch.h``."""
+        with ``digests``. ``read`` is a capsule. ``_units.READ``, or why not all came: GONE
+        (the file is not there, or ends early), WRONG, FAILED."""
         return self._c.read_elsewhere(read, peer, path, digests)
 
     def write(self, fd: int, seconds: float) -> bool:

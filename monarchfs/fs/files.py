@@ -269,12 +269,17 @@ class Files:
         if self._on_local_open is not None:
             self._on_local_open(ino)
 
-    def opened_in_source(self, node: Node, opens: int) -> None:
-        """They opened a file in the source, ``opens`` times. No checkpoint."""
+    def opened_elsewhere(self, node: Node, opens: int, from_peer: bool) -> None:
+        """They opened a file that is not resident, ``opens`` times, in the source or, without
+        asking it, at a peer. No checkpoint."""
         if self._on_open is not None:
             self._on_open(node, False)
-        self._metrics.source_opens += opens
-        self._metrics.source_file_bytes += opens * node.stat.size
+        if from_peer:
+            self._metrics.peer_opens += opens
+            self._metrics.peer_file_bytes += opens * node.stat.size
+        else:
+            self._metrics.source_opens += opens
+            self._metrics.source_file_bytes += opens * node.stat.size
 
     def only_remote(self, node: Node) -> bool:
         """Whether they may read the node from the source and keep it in memory: none of it is here,

@@ -413,7 +413,7 @@ static int64_t now_ns(void)
 	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-static bool good(int64_t until_ns)
+bool resident_fresh(int64_t until_ns)
 {
 	if (until_ns == ALWAYS || !until_ns)
 		return until_ns;
@@ -432,7 +432,7 @@ bool resident_open(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);
 	struct entry *entry = readable(ino);
-	if (entry && !good(entry->opens_until_ns))
+	if (entry && !resident_fresh(entry->opens_until_ns))
 		entry = NULL;
 	if (entry) {
 		entry->uses++;

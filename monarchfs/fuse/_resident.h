@@ -42,6 +42,9 @@ struct reading {
  * once only. */
 int resident_start(unsigned files, uid_t uid, int64_t lasting_ns, bool free_opens, bool tells);
 
+/* Whether it is before this time, as opens_until_ns. */
+bool resident_fresh(int64_t until_ns);
+
 /* Set the tier's directory (duplicated); -1: nothing is read there for now. 0 or -errno. */
 int resident_tier(unsigned tier, int dir_fd);
 

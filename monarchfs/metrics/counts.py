@@ -99,6 +99,8 @@ class Metrics:
     source_opens: int = _count("opens", "Files opened that had to ask the source")
     local_file_bytes: int = _count("bytes", "Sizes of the files counted by local_opens")
     source_file_bytes: int = _count("bytes", "Sizes of the files counted by source_opens")
+    peer_opens: int = _count("opens", "Files opened that peers gave, without asking the source")
+    peer_file_bytes: int = _count("bytes", "Sizes of the files counted by peer_opens")
     relayed_bytes: int = _count("bytes", "Bytes handed to the kernel in answers to READ")
     passthrough_opens: int = _count("opens", "Files opened that the kernel reads itself")
     backing_refused: int = _count("files", "Files the kernel was to read itself, but does not")

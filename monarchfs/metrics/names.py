@@ -56,7 +56,7 @@ EVENT_LOOP_DELAY = _histogram(
 
 OPENS = _counter(
     "opens_total",
-    "Files opened, by whether the local copy was complete (local) or not (source)",
+    "Files opened, by who gave them: the local copy (local), a peer (peer) or neither (source)",
     "served",
 )
 OPENED_FILE_BYTES = _counter(

@@ -255,9 +255,21 @@ static bool read_replica(const unsigned char *name, size_t size, const char *pat
 }
 
 /* For units: see unit_elsewhere. */
-static int read_range(unsigned peer, const char *path, uint64_t offset, size_t size, unit_take *take, void *to)
+static enum elsewhere_result read_range(unsigned peer, const char *path, uint64_t offset, size_t size, unit_take *take,
+					void *to)
 {
-	return fetch_range(peer, path, offset, size, take, to);
+	switch (fetch_range(peer, path, offset, size, take, to)) {
+	case FETCHED:
+		return ELSEWHERE_READ;
+	case FETCH_UNKNOWN:
+		return ELSEWHERE_GONE;
+	case FETCH_WRONG:
+		return ELSEWHERE_WRONG;
+	case FETCH_AVOIDED:
+	case FETCH_FAILED:
+		break;
+	}
+	return ELSEWHERE_FAILED;
 }
 
 static bool add_function(PyObject *module_made, const char *name, void *function, const char *type)

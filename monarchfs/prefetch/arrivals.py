@@ -104,7 +104,7 @@ class Arrivals:
         metrics: Metrics,
         nursery: trio.Nursery,
         copy_alone: Callable[[Reservation, Priority], None],
-        opened: Callable[[Node, int], None],
+        opened: Callable[[Node, int, bool], None],
     ) -> None:
         """``copy_alone`` gets what cannot be read in this way; ``opened`` is told of each file that
         was opened, and how often."""
@@ -225,7 +225,7 @@ class Arrivals:
             else:
                 node = nodes.get(served.ino) or self._cache.index.node(served.ino)
             if node is not None and served.opens:
-                self._opened(node, served.opens)
+                self._opened(node, served.opens, served.spared)
             if wanted is not None:
                 self._take(wanted, served)
             elif node is not None and self._jobs.keeps:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import trio
 
+from monarchfs.engine._units import GONE, WRONG
 from monarchfs.engine.units import Unit
 from monarchfs.prefetch.chunks import ChunkMap
 from monarchfs.prefetch.queue import Priority
@@ -33,8 +34,6 @@ ASK_SECONDS = 0.2
 
 _UNKNOWN = bytes(DIGEST_BYTES)
 
-READ, GONE, WRONG = 0, 1, 4
-"""Some of ``enum fetch_result`` in peers/_fetch.h."""
 MOST_MOVES = 4
 
 

@@ -16,8 +16,10 @@ VERSION = 1
 _COUNTED = {
     "local_opens": ("served", "local_opens"),
     "source_opens": ("served", "source_opens"),
+    "peer_opens": ("served", "peer_opens"),
     "local_file_bytes": ("served", "local_file_bytes"),
     "source_file_bytes": ("served", "source_file_bytes"),
+    "peer_file_bytes": ("served", "peer_file_bytes"),
     "source_read_bytes": ("source_io", "read_bytes"),
     "source_operations": ("source_io", "operations"),
     "peer_read_bytes": ("served", "peer_bytes"),
@@ -49,16 +51,16 @@ def dataset_report(
     if after is None:
         return {**report, "answered": False}
     counts = counted(before, after)
-    opened = counts["local_file_bytes"] + counts["source_file_bytes"]
+    files, opened = _opened(counts)
     return {
         **report,
         "answered": True,
         **counts,
-        "local_open_share": _share(counts["local_opens"], counts["source_opens"]),
-        "local_byte_share": _share(counts["local_file_bytes"], counts["source_file_bytes"]),
+        "local_open_share": _share(counts["local_opens"], files),
+        "local_byte_share": _share(counts["local_file_bytes"], opened),
         # Of what was opened, as far as it was not read from the source after all.
         "spared_bytes": max(0, opened - counts["source_read_bytes"]),
-        "spared_opens": counts["local_opens"],
+        "spared_opens": counts["local_opens"] + counts["peer_opens"],
         "resident_after_seconds": _resident_after(before, after),
         "peak_used_bytes": sum(
             _number(tier.get("peak_used_bytes", tier.get("used_bytes")))
@@ -152,8 +154,7 @@ def _dataset_lines(dataset: Mapping[str, Any]) -> list[str]:
         return [*lines, "the mount did not answer at the job's end: nothing is known of it"]
     resident = dataset["resident_after_seconds"]
     failed, restarts = dataset["copies_failed"], dataset["worker_restarts"]
-    files = dataset["local_opens"] + dataset["source_opens"]
-    opened = dataset["local_file_bytes"] + dataset["source_file_bytes"]
+    files, opened = _opened(dataset)
     return [
         *lines,
         f"served locally   {_percent(dataset['local_open_share'])} of {files} opens,"
@@ -192,9 +193,18 @@ def _resident_after(before: Status | None, after: Status) -> float | None:
     return round(max(0.0, done - _number((before or {}).get("uptime_seconds"))), 3)
 
 
-def _share(local: int, source: int) -> float | None:
+def _opened(counts: Mapping[str, Any]) -> tuple[int, int]:
+    """How many files were opened, and their bytes. Earlier releases counted nothing of peers."""
+    files, size = (
+        sum(counts.get(f"{place}_{kind}", 0) for place in ("local", "peer", "source"))
+        for kind in ("opens", "file_bytes")
+    )
+    return files, size
+
+
+def _share(local: int, total: int) -> float | None:
     # Rounded down: 1 is said of nothing but all of it.
-    return local * 10_000 // (local + source) / 10_000 if local + source > 0 else None
+    return local * 10_000 // total / 10_000 if total > 0 else None
 
 
 def _percent(share: float | None) -> str:

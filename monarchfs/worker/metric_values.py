@@ -52,8 +52,14 @@ def _about_the_mount(worker: Observed) -> Values:
 def _requests(worker: Observed) -> Values:
     metrics = worker.metrics
     return {
-        names.OPENS: _by_place(metrics.local_opens, metrics.source_opens),
-        names.OPENED_FILE_BYTES: _by_place(metrics.local_file_bytes, metrics.source_file_bytes),
+        names.OPENS: [
+            *_by_place(metrics.local_opens, metrics.source_opens),
+            (("peer",), metrics.peer_opens),
+        ],
+        names.OPENED_FILE_BYTES: [
+            *_by_place(metrics.local_file_bytes, metrics.source_file_bytes),
+            (("peer",), metrics.peer_file_bytes),
+        ],
         names.RELAYED_BYTES: [((), metrics.relayed_bytes)],
         names.PASSTHROUGH_OPENS: [((), metrics.passthrough_opens)],
         names.BACKING_FILES: [((), worker.passthrough.ids)],

@@ -216,14 +216,13 @@ class Parts:
                 *(self.tree, self.copier, self.cache, bootstrap.peers),
                 bootstrap.peers_fd,
             )
-            asks = config.freshness.mode is not FreshnessMode.IMMUTABLE
-            self.peering.begin(fuse_session.hooks, asks=asks)
+            self.peering.begin(fuse_session.hooks)
         self.misses = Misses(
             fuse_session.hooks,
             self.index,
             posix.opened_directory,
             self.files.only_remote,
-            shares=self.peering is not None,
+            fresh_until=None if self.peering is None else self.files.racy_opens.opens_until,
         )
         self.arrivals = Arrivals(
             self.misses,
@@ -233,7 +232,7 @@ class Parts:
             self.metrics,
             nursery,
             self.copier.copy_alone,
-            self.files.opened_in_source,
+            self.files.opened_elsewhere,
         )
         if relays:
             self.misses.start(

@@ -22,12 +22,12 @@ from monarchfs.peers.nodes import Peers
 from monarchfs.peers.owners import Owners
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.service import Service
+from monarchfs.peers.span_sharing import SpanNodes, SpanService
 from monarchfs.peers.supply import Supply
 from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.system.http_server import serve
-from monarchfs.worker.span_sharing import SpanNodes, SpanService
 
 CONNECTIONS = 512
 """Each peer has some, and each may wait for two seconds."""
@@ -74,11 +74,11 @@ class Peering:
         copier.files.nodes = self._nodes
         self._service = Service(self._publisher, supply, spans.answer)
 
-    def begin(self, hooks: ModuleType, *, asks: bool) -> None:
-        """Have the threads that read small files ask peers. ``asks``: they ask the source first,
-        which decides about each open. Call this before the session's threads start."""
+    def begin(self, hooks: ModuleType) -> None:
+        """Have the threads that read small files ask peers. Call this before the session's threads
+        start."""
         _replicas.owners(self._ownership.table, self.following.own)
-        hooks.misses_peers(_replicas.read, asks)
+        hooks.misses_peers(_replicas.read)
 
     def bind(self, jobs: CopyJobs, arrivals: Arrivals) -> None:
         """Files that other nodes own are copied ahead from those nodes."""

@@ -106,8 +106,10 @@ def status(worker: Observed) -> dict[str, Any]:
         "served": {
             "local_opens": metrics.local_opens,
             "source_opens": metrics.source_opens,
+            "peer_opens": metrics.peer_opens,
             "local_file_bytes": metrics.local_file_bytes,
             "source_file_bytes": metrics.source_file_bytes,
+            "peer_file_bytes": metrics.peer_file_bytes,
             "peer_files": metrics.peer_files,
             "peer_bytes": metrics.peer_bytes,
             "relayed_bytes": metrics.relayed_bytes,

@@ -20,7 +20,7 @@ from tests.support.faults import FaultySource
 
 NOT_THERE = (FileNotFoundError, IsADirectoryError)
 
-Event = tuple[int, int, bytes | None, int, int]
+Event = tuple[int, int, bool, bytes | None, int, int]
 
 
 @dataclass
@@ -103,7 +103,7 @@ class WholeReads:
                 entry = self._entries.pop(ino, None)
                 if entry is not None and entry.state == "ahead":
                     self._queue.remove(ino)
-                    self._tell((ino, 0, None, LEFT, 0))
+                    self._tell((ino, 0, False, None, LEFT, 0))
 
     def misses_forget_all(self) -> None:
         self.misses_forget(list(self._entries))
@@ -140,7 +140,7 @@ class WholeReads:
             events, self._events = self._events, []
             if events:
                 os.eventfd_read(self._fd)
-        for _ino, _opens, data, _error, took_ns in events:
+        for _ino, _opens, _spared, data, _error, took_ns in events:
             if data is not None:
                 self.count(Lane.BACKGROUND, len(data), took_ns, [1])
         return events
@@ -169,7 +169,7 @@ class WholeReads:
                 if self._closed:
                     return
                 took_ns = int((self._clock.current_time() - began) * 1e9)
-                self._tell((ino, 0, data, error, took_ns))
+                self._tell((ino, 0, False, data, error, took_ns))
 
     def _tell(self, event: Event) -> None:
         if not self._events:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from monarchfs.engine import _units
 from monarchfs.engine.units import Unit
 from monarchfs.peers import _replicas, credentials, web_server
 from monarchfs.store.checksum import checksum, digests
@@ -241,11 +242,11 @@ def part_unit(tmp_path: Path, data: bytes) -> tuple[Unit, int, bytes]:
 @pytest.mark.parametrize(
     ("what", "result", "comes"),
     [
-        ("right", 0, PART_BYTES),
-        ("damaged", WRONG, 512 << 10),
-        ("cut off", UNKNOWN, 512 << 10),
-        ("gone", UNKNOWN, 0),
-        ("refused", FAILED, 0),
+        ("right", _units.READ, PART_BYTES),
+        ("damaged", _units.WRONG, 512 << 10),
+        ("cut off", _units.GONE, 512 << 10),
+        ("gone", _units.GONE, 0),
+        ("refused", _units.FAILED, 0),
     ],
 )
 def test_units_from_a_peer(peer: Peer, tmp_path: Path, what: str, result: int, comes: int) -> None:
@@ -263,7 +264,7 @@ def test_units_from_a_peer(peer: Peer, tmp_path: Path, what: str, result: int, c
     before = _replicas.counts(0)[1]
     assert unit.read_elsewhere(_replicas.range, 0, "/tier/0/parts/00", expected) == result
     assert unit.elsewhere_bytes == comes
-    assert _replicas.counts(0)[1] - before == (PART_BYTES if result == 0 else 0)
+    assert _replicas.counts(0)[1] - before == (PART_BYTES if what == "right" else 0)
     assert unit.read(fd)
     os.close(fd)
     assert unit.read_bytes == PART_BYTES - comes

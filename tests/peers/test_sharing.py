@@ -168,6 +168,26 @@ def test_what_a_peer_has_is_found_after_it_was_mounted_anew(work: Bench, source:
     assert peers(b)[0]["read_files"] >= owned
 
 
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=600", "open"])
+def test_opens_are_counted_where_they_were_served(
+    work: Bench, source: Path, freshness: str
+) -> None:
+    nodes = Nodes(work, source, 2, "--freshness", freshness, "--prefetch", "access")
+    a, b = nodes.mounts.values()
+    read_all(a, source)
+    a.wait_idle()
+    nodes.until_they_know_each_other()
+    owned = wait_for(lambda: peers(b)[0]["has_files"], "the catalogue")
+    read_all(b, source)
+    served = b.status()["served"]
+    places = ("local", "peer", "source")  # local: a had it copied
+    assert sum(served[f"{place}_opens"] for place in places) == FILES
+    assert sum(served[f"{place}_file_bytes"] for place in places) == total_bytes(source)
+    # Only while a name is fresh does an open not ask the source.
+    assert served["peer_files"] >= owned
+    assert served["peer_opens"] == (0 if freshness == "open" else served["peer_files"])
+
+
 @pytest.mark.parametrize("what", ["corrupted", "cut off", "removed"])
 def test_segments_that_somebody_changed(work: Bench, source: Path, what: str) -> None:
     nodes = Nodes(work, source, 2)

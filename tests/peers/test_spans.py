@@ -13,6 +13,7 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from monarchfs.engine._units import GONE, READ, WRONG
 from monarchfs.engine.units import Unit
 from monarchfs.peers.errors import PeerError
 from monarchfs.peers.span_messages import (
@@ -27,11 +28,8 @@ from monarchfs.peers.span_messages import (
 from monarchfs.prefetch.chunks import PRESENT, ChunkMap
 from monarchfs.prefetch.spans import (
     BLOCK_BYTES,
-    GONE,
-    READ,
     SPAN_BYTES,
     UNIT_BYTES,
-    WRONG,
     FileSpans,
 )
 from monarchfs.types import SourceVersion

@@ -240,7 +240,7 @@ class Mirror:
         whole.count = self.source.count_elsewhere
         self.arrivals = Arrivals(
             self.misses, self.source, cache, self.copier.jobs, metrics, nursery,
-            self.copier.copy_alone, self.files.opened_in_source,
+            self.copier.copy_alone, self.files.opened_elsewhere,
         )  # fmt: skip
         self.copier.files.bind(self.arrivals)
         nursery.start_soon(self.arrivals.run, 0, 0)
