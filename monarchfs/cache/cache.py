@@ -195,7 +195,7 @@ class Cache(Groups):
     def evict(self, ino: int) -> bool:
         """Remove the replica of ``ino``, unless it is open, pinned or being copied; whether it
         was."""
-        if not self._lookup.evictable(ino):
+        if not self.lookup.evictable(ino):
             return False
         if not self.readers.try_remove(ino) or not self.drop(ino, "evicted by hand", Cause.EVICTED):
             return False

@@ -25,6 +25,7 @@ class Cause(Enum):
     EVICTED = "evicted"
     LOST = "copy lost"
     UNRECORDED = "not recorded"
+    FOREIGN = "kept by its owner"
 
 
 class Reason(NamedTuple):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
+from itertools import islice
 
 from monarchfs.cache.readers import Readers
 from monarchfs.index.index import Index
+from monarchfs.types import TierTotals
 
 OUTDATED_BATCH = 64
 NAMES_BATCH = 64
+MOST_NAMES = 1_000
+"""So many names are looked at for one search of foreign replicas, which takes about 2 ms."""
 
 
 class RecordLookup:
-    """Constant: its parts, which others change. Changing: where the last search for any replica of
-    a tier ended."""
+    """Constant: its parts, which others change. Changing: ``owns``, whether this node owns some of
+    a replica, by its name and size (None: nodes do not share, or each keeps what it can); where the
+    last search for any replica of a tier ended, and for foreign ones; how many names in turn were
+    no foreign ones'; the tiers that have none."""
 
     def __init__(
         self, index: Index, opened: Container[int], busy: Container[int], readers: Readers
@@ -24,7 +30,11 @@ class RecordLookup:
         self._opened = opened
         self._busy = busy
         self._readers = readers
+        self.owns: Callable[[bytes, int], bool] | None = None
         self._after: dict[int, bytes] = {}
+        self._foreign_after: dict[int, bytes] = {}
+        self._own_in_turn: dict[int, int] = {}
+        self._own_alone: set[int] = set()
 
     def allocated_bytes(self, ino: int, tier: int) -> int | None:
         record = None if ino in self._busy else self._index.replica(ino)
@@ -41,15 +51,44 @@ class RecordLookup:
     def any(self, tier: int) -> Iterator[int]:
         """Each replica once, from where the last search ended. Names are hashes, so the order is
         random."""
-        start = after = self._after.get(tier, b"")
+        return (ino for _name, ino in self._names(tier, self._after))
+
+    def foreign(self, tier: int) -> Iterator[int]:
+        """The same, only foreign ones, among so many names."""
+        if self.owns is None or tier in self._own_alone:
+            return
+        for name, ino in islice(self._names(tier, self._foreign_after), MOST_NAMES):
+            if self.owns(name, 0) or not self.is_foreign(ino):
+                self._own_in_turn[tier] = self._own_in_turn.get(tier, 0) + 1
+            else:
+                self._own_in_turn[tier] = 0
+                yield ino
+        totals = self._index.tier_totals().get(tier, TierTotals())
+        if self._own_in_turn.get(tier, 0) >= totals.resident + totals.partial + totals.found:
+            self._own_alone.add(tier)
+
+    def is_foreign(self, ino: int) -> bool:
+        record = self._index.replica(ino)
+        return record is not None and not self._owned(record.name, record.size)
+
+    def foreign_stored(self) -> None:
+        """There is one more of them."""
+        self._own_alone.clear()
+        self._own_in_turn.clear()
+
+    def _owned(self, name: bytes, size: int) -> bool:
+        return self.owns is None or self.owns(name, size)
+
+    def _names(self, tier: int, places: dict[int, bytes]) -> Iterator[tuple[bytes, int]]:
+        start = after = places.get(tier, b"")
         wrapped = False
         while True:
             rows = self._index.names(tier, b"", after, NAMES_BATCH)
             for name, ino in rows:
                 if wrapped and name > start:
                     return
-                self._after[tier] = name
-                yield ino
+                places[tier] = name
+                yield name, ino
             if rows:
                 after = rows[-1][0]
             elif wrapped or not start:

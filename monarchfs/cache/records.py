@@ -118,10 +118,10 @@ class Records:
         self._holder: ReplicaHolder = NoHolder()
         self._open: dict[int, OpenReplica] = {}
         self._busy: dict[int, bytes] = {}
-        self._lookup = RecordLookup(index, self._open, self._busy, self.readers)
+        self.lookup = RecordLookup(index, self._open, self._busy, self.readers)
         self.placement = Placement(
             [tier.id for tier, _size in tiers],
-            self._lookup,
+            self.lookup,
             eviction=options.eviction,
             partial_min_bytes=options.partial_min_bytes,
             reserve_percent=options.reserve_percent,

@@ -12,6 +12,7 @@ from monarchfs.cache.replicas import Reservation
 from monarchfs.placement.events import (
     Abandoned,
     Grant,
+    Owner,
     Place,
     RefusalReason,
     Refuse,
@@ -27,7 +28,10 @@ OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 
 
 class Rooms(Moves):
-    """The part of the cache that copies ask for room."""
+    """The part of the cache that copies ask for room. Changing: ``keeps_foreign``, whether files
+    that other nodes own are kept."""
+
+    keeps_foreign = True
 
     def claim(self, node: Node) -> Replica | None:
         """The record of the node's replica; also one that an earlier index, or an earlier number
@@ -52,7 +56,7 @@ class Rooms(Moves):
         self._tiers.measure()
         self.readers.catch_up()
         ino = node.ino
-        if ino in self._busy:
+        if ino in self._busy or not self._may_keep(node):
             return None
         record = self.claim(node)
         if record is not None and record.tier in self.tiers:
@@ -79,17 +83,21 @@ class Rooms(Moves):
         new: list[tuple[int, Node]] = []
         known = self.index.replicas_of([node.ino for node in nodes])
         for n, node in enumerate(nodes):
+            if not self._may_keep(node):
+                continue
             if node.ino in self._busy or node.ino in known or self._adopt(node) is not None:
                 reservations[n] = self.reserve(node, evicts=evicts)
             else:
                 new.append((n, node))
-        wanted = [(node.ino, node.stat.occupied_bytes) for _, node in new]
-        answers = self._handle(WantedEach(wanted, evicts))
         places: list[tuple[int, Node, Place]] = []
-        for (n, node), answer in zip_longest(new, answers):
-            place = answer if isinstance(answer, Place) else self._room(node, evicts)
-            if place is not None:
-                places.append((n, node, place))
+        for owner in Owner:  # this node's own files first
+            group = [(n, node) for n, node in new if self._owner(node) is owner]
+            wanted = [(node.ino, node.stat.occupied_bytes) for _, node in group]
+            answers = self._handle(WantedEach(wanted, evicts, owner)) if wanted else []
+            for (n, node), answer in zip_longest(group, answers):
+                place = answer if isinstance(answer, Place) else self._room(node, evicts)
+                if place is not None:
+                    places.append((n, node, place))
         placed = self._place([(node, place) for _, node, place in places])
         for (n, _, _), reservation in zip(places, placed, strict=True):
             reservations[n] = reservation
@@ -97,13 +105,31 @@ class Rooms(Moves):
 
     def _room(self, node: Node, evicts: bool) -> Place | None:
         """Ask placement for room; None, and a reason, where it refuses."""
-        (action,) = self._handle(Wanted(node.ino, node.stat.occupied_bytes, evicts))
+        wanted = Wanted(node.ino, node.stat.occupied_bytes, evicts, self._owner(node))
+        (action,) = self._handle(wanted)
         if isinstance(action, Place):
             return action
         assert isinstance(action, Refuse)
         self._metrics.copy_refused(action.reason.value)
         self._refused(action)
         return None
+
+    def _owner(self, node: Node) -> Owner:
+        if self.lookup.owns is None:
+            return Owner.NOBODY
+        own = self.lookup.owns(node.stat.version.replica_name, node.stat.size)
+        return Owner.THIS_NODE if own else Owner.OTHER_NODE
+
+    def keeps(self, node: Node) -> bool:
+        """Whether it is one to keep here: peers keep what they own."""
+        return self.keeps_foreign or self._owner(node) is not Owner.OTHER_NODE
+
+    def _may_keep(self, node: Node) -> bool:
+        """``keeps``, and a reason if it is not."""
+        if not self.keeps(node):
+            self.reasons.put(node.ino, Cause.FOREIGN, "the node that owns it keeps it")
+            return False
+        return True
 
     def _place(self, places: Sequence[tuple[Node, Place]]) -> list[Reservation | None]:
         """Journal what is about to lie in the tiers. All are None where that fails."""
@@ -151,7 +177,8 @@ class Rooms(Moves):
             reservation.close_now()
             self.reasons.put(node.ino, Cause.UNRECORDED, str(exc))
             return None
-        self._handle(Resumed(node.ino, record.tier, record.allocated_bytes, evicts))
+        owner = self._owner(node)
+        self._handle(Resumed(node.ino, record.tier, record.allocated_bytes, evicts, owner))
         self._busy[node.ino] = record.name
         return reservation
 

@@ -40,6 +40,15 @@ class DataPath(Enum):
     PASSTHROUGH = "passthrough"
 
 
+class ShareMode(Enum):
+    """What a node that shares keeps of files that other nodes own: what it can, nothing, or what
+    its own files leave room for."""
+
+    REPLICATE = "replicate"
+    PARTITION = "partition"
+    AUTO = "auto"
+
+
 @dataclass(frozen=True, slots=True)
 class FreshnessSetting:
     """``ttl_seconds`` counts in mode TTL only."""
@@ -81,6 +90,7 @@ class PlainSettings:
     kernel repeats requests that a dead worker took, where it can. ``copy_nice`` is the priority
     (nice(1)) of threads that nobody waits for. ``peers`` are the job's nodes that share what they
     have, this one among them, as ``peer_name``; ``peer_key`` is a file with the site's key.
+    ``share`` says what of the others' files this node keeps.
     """
 
     freshness: FreshnessSetting = DEFAULT_FRESHNESS
@@ -104,6 +114,7 @@ class PlainSettings:
     peer_name: str | None = None
     peer_port: int = 9466
     peer_key: str | None = None
+    share: ShareMode = ShareMode.AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +165,7 @@ class Config(PlainSettings):
             ("prefetch", PrefetchMode),
             ("evict", EvictionPolicy),
             ("data_path", DataPath),
+            ("share", ShareMode),
         ):
             fields[name] = kind(fields[name])
         return cls(**fields)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from monarchfs.config import values
-from monarchfs.config.model import DataPath, PrefetchMode
+from monarchfs.config.model import DataPath, PrefetchMode, ShareMode
 from monarchfs.types import EvictionPolicy
 
 
@@ -136,6 +136,13 @@ OPTIONS: Mapping[str, Option] = {
         "FILE",
         "the key of the site, the same on all nodes, that only its owner can read",
         paths="file",
+    ),
+    "share": Option(
+        values.parse_share,
+        "MODE",
+        "what is kept of files that peers own: replicate (what fits), partition (nothing), or auto"
+        " (the default: what the files that this node owns leave room for)",
+        choices=tuple(mode.value for mode in ShareMode),
     ),
     "metrics_port": Option(
         values.parse_port,

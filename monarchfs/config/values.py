@@ -12,7 +12,7 @@ from collections import Counter
 from enum import Enum
 from typing import TypeVar
 
-from monarchfs.config.model import DataPath, FreshnessSetting, PrefetchMode, TierSpec
+from monarchfs.config.model import DataPath, FreshnessSetting, PrefetchMode, ShareMode, TierSpec
 from monarchfs.types import EvictionPolicy, FreshnessMode, TierSize, UsageError
 
 # Not more digits than int() and float() take.
@@ -117,6 +117,10 @@ def parse_evict(value: object) -> EvictionPolicy:
 
 def parse_data_path(value: object) -> DataPath:
     return _member(DataPath, "data path", value)
+
+
+def parse_share(value: object) -> ShareMode:
+    return _member(ShareMode, "way to share", value)
 
 
 def parse_log_level(value: object) -> str:

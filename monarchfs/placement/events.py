@@ -16,6 +16,18 @@ class PlacementEvent:
     __slots__ = ()
 
 
+class Owner(Enum):
+    """Who owns a file, where nodes share and do not all keep everything: what goes for it depends
+    on that."""
+
+    NOBODY = "nobody"
+    """This node keeps what it can, whoever owns it."""
+    THIS_NODE = "this node"
+    """Replicas of files that other nodes own go for it, under every policy."""
+    OTHER_NODE = "other node"
+    """No replica of a file that this node owns goes for it."""
+
+
 # Events: the tiers.
 
 
@@ -82,6 +94,7 @@ class Wanted(PlacementEvent):
     ino: int
     size_bytes: int
     evicts: bool = False
+    owner: Owner = Owner.NOBODY
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +105,7 @@ class WantedEach(PlacementEvent):
 
     files: Sequence[tuple[int, int]]
     evicts: bool = False
+    owner: Owner = Owner.NOBODY
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +145,14 @@ class Suspended(PlacementEvent):
 
 @dataclass(frozen=True, slots=True)
 class Resumed(PlacementEvent):
-    """A suspended copy goes on; its partial replica has ``allocated_bytes``. ``evicts`` as in
+    """A suspended copy goes on; its partial replica has ``allocated_bytes``. The rest as in
     ``Wanted``. If the replica is being moved, the move must have failed before."""
 
     ino: int
     tier: int
     allocated_bytes: int
     evicts: bool = False
+    owner: Owner = Owner.NOBODY
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ A large file that fits nowhere is kept in part, where there is most room. It pus
 that are still of use only as long as it holds no more than a quarter of its tier, whole or in part:
 one pass over a file larger than the tier must not empty it.
 
+Where nodes share, a file that this node owns goes before files of others (``Owner``).
+
 Capacity, and the room kept for others, are promises: where one shrinks, replicas go under every
 policy, outdated ones first. What is opened moves up where there is room (``promotion``).
 """
@@ -31,6 +33,7 @@ from monarchfs.placement.events import (
     Loaded,
     Moved,
     MoveFailed,
+    Owner,
     Place,
     PlacementEvent,
     RefusalReason,
@@ -104,10 +107,10 @@ class Placement:
             case Accessed(ino, tier):
                 self.ledger(tier)
                 return self._shifting.accessed(ino, tier)
-            case Wanted(ino, size_bytes, evicts):
-                return self._place(ino, size_bytes, evicts)
-            case WantedEach(files, evicts):
-                return self._place_each(files, evicts)
+            case Wanted():
+                return self._place(event)
+            case WantedEach():
+                return self._place_each(event)
             case RoomWanted(ino, size_bytes):
                 return self._grow(ino, size_bytes)
             case Stored(files):
@@ -159,25 +162,27 @@ class Placement:
 
     # Room for copies.
 
-    def _place(self, ino: int, size_bytes: int, evicts: bool) -> list[Action]:
+    def _place(self, wanted: Wanted) -> list[Action]:
+        ino, size_bytes = wanted.ino, wanted.size_bytes
         self._copies.refuse([ino])
         need = reservation(size_bytes)
         if (tier := self._taker(need)) is not None:
-            return self._start(ino, tier, need, True, evicts)
+            return self._start(ino, tier, need, wanted)
         budget = Budget()
         large = size_bytes >= self._partial_min_bytes
-        at, actions = self._free_somewhere(need, 1, large, evicts, budget)
+        at, actions = self._free_somewhere(need, 1, large, wanted, budget)
         if at is not None:
-            return actions + self._start(ino, at, need, True, evicts)
+            return actions + self._start(ino, at, need, wanted)
         if large:
             at = self._roomiest()
             if at is None:
-                at, actions = self._free_somewhere(PARTIAL_ROOM_BYTES, 1, True, evicts, budget)
+                at, actions = self._free_somewhere(PARTIAL_ROOM_BYTES, 1, True, wanted, budget)
             if at is not None:
-                return actions + self._start(ino, at, 0, False, evicts)
+                return actions + self._start(ino, at, 0, wanted, whole=False)
         return [self._refusal(ino, need)]
 
-    def _place_each(self, files: Sequence[tuple[int, int]], evicts: bool) -> list[Action]:
+    def _place_each(self, wanted: WantedEach) -> list[Action]:
+        files = wanted.files
         self._copies.refuse(ino for ino, _ in files)
         actions: list[Action] = []
         freed = False
@@ -186,28 +191,34 @@ class Placement:
             tier = self._taker(need)
             if tier is None and not freed:
                 freed = True
-                actions += self._free_for_all([size for _, size in files[n:]], evicts)
+                actions += self._free_for_all([size for _, size in files[n:]], wanted)
                 tier = self._taker(need)
             if tier is None:
                 break
-            actions += self._start(ino, tier, need, True, evicts)
+            actions += self._start(ino, tier, need, wanted)
         return actions
 
     def _taker(self, need: int) -> int | None:
         """The fastest tier that has room for the reservation of one more file."""
         return next((tier for tier, ledger in self._usable if ledger.takes(need)), None)
 
-    def _free_for_all(self, sizes: Sequence[int], evicts: bool) -> list[Action]:
+    def _free_for_all(self, sizes: Sequence[int], wanted: WantedEach) -> list[Action]:
         """Make room for files of these sizes in one tier, unless one may be kept in part."""
         if max(sizes) >= self._partial_min_bytes:
             return []
         need = sum(map(reservation, sizes))
-        return self._free_somewhere(need, len(sizes), False, evicts, Budget())[1]
+        return self._free_somewhere(need, len(sizes), False, wanted, Budget())[1]
 
     def _start(
-        self, ino: int, tier: int, reserved_bytes: int, whole: bool, evicts: bool
+        self,
+        ino: int,
+        tier: int,
+        reserved_bytes: int,
+        wanted: Wanted | WantedEach,
+        *,
+        whole: bool = True,
     ) -> list[Action]:
-        self._copies.start(ino, tier, reserved_bytes, evicts)
+        self._copies.start(ino, tier, reserved_bytes, evicts=wanted.evicts, owner=wanted.owner)
         return [Place(ino, tier, reserved_bytes, whole)]
 
     def _roomiest(self) -> int | None:
@@ -216,22 +227,23 @@ class Placement:
         return max(takers, key=lambda taker: taker[1].room_bytes())[0] if takers else None
 
     def _free_somewhere(
-        self, need: int, files: int, large: bool, evicts: bool, budget: Budget
+        self, need: int, files: int, large: bool, wanted: Wanted | WantedEach, budget: Budget
     ) -> tuple[int | None, list[Action]]:
         """Make room for so many more files in one tier; None where that cannot be done."""
-        for live in (False, True) if evicts and self._policy.tracks else (False,):
+        for live in (False, True) if wanted.evicts and self._policy.tracks else (False,):
             for tier, ledger in reversed(self._usable):
                 if live and large and need > ledger.capacity_bytes // LARGE_SHARE:
                     continue
-                actions = self._free(tier, need, files, live, budget)
+                actions = self._free(tier, need, files, live, wanted.owner, budget)
                 if actions is not None:
                     return tier, actions
         return None, []
 
     def _free(
-        self, tier: int, need: int, files: int, live: bool, budget: Budget
+        self, tier: int, need: int, files: int, live: bool, owner: Owner, budget: Budget
     ) -> list[Action] | None:
-        victims = self._victims.enough(tier, self._ledgers[tier], need, files, live, budget)
+        ledger = self._ledgers[tier]
+        victims = self._victims.enough(tier, ledger, need, files, live, owner, budget)
         if victims is None:
             return None
         return [self._traffic.evict(tier, victim) for victim in victims]
@@ -255,7 +267,7 @@ class Placement:
         if missing > 0:
             held = copy.base_bytes + copy.reserved_bytes + need
             live = copy.evicts and held <= ledger.capacity_bytes // LARGE_SHARE
-            actions = self._free(copy.tier, need, 0, live, Budget())
+            actions = self._free(copy.tier, need, 0, live, copy.owner, Budget())
         if actions is None:
             return [Refuse(ino, RefusalReason.NO_ROOM, missing)]
         copy.reserved_bytes += need

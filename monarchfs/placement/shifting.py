@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monarchfs.placement.events import Action, EvictionReason
+from monarchfs.placement.events import Action, EvictionReason, Owner
 from monarchfs.placement.ledger import BLOCK_BYTES, Ledger, reservation
 from monarchfs.placement.policies import Policy
 from monarchfs.placement.traffic import Traffic
@@ -58,7 +58,9 @@ class Shifting:
     def _swap(self, hot: Victim, tier: int, to: int, last_access: int) -> list[Action]:
         ledger = self._ledgers[to]
         need = reservation(hot.allocated_bytes)
-        outdated = self._victims.enough(to, ledger, need, 1, False, Budget(SWAP_EXAMINED))
+        outdated = self._victims.enough(
+            to, ledger, need, 1, False, Owner.NOBODY, Budget(SWAP_EXAMINED)
+        )
         if outdated is not None:
             return self._replace(outdated, hot, tier, to)
         cold = self._victims.coldest(to, Budget(SWAP_EXAMINED))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from monarchfs.placement.events import Resumed
+from monarchfs.placement.events import Owner, Resumed
 from monarchfs.placement.ledger import Ledger
 from monarchfs.placement.policies import Policy
 
@@ -13,13 +13,14 @@ from monarchfs.placement.policies import Policy
 @dataclass(slots=True)
 class CopyUnderWay:
     """A copy that may add ``reserved_bytes``. If it was resumed, its ``base_bytes`` count as used.
-    ``evicts``: other replicas may be evicted for it."""
+    ``evicts``, ``owner``: which other replicas may be evicted for it."""
 
     tier: int
     resumed: bool
     base_bytes: int
     reserved_bytes: int
     evicts: bool
+    owner: Owner
 
 
 class CopiesUnderWay:
@@ -48,8 +49,10 @@ class CopiesUnderWay:
     def in_tier(self, tier: int) -> list[CopyUnderWay]:
         return [copy for copy in self._copies.values() if copy.tier == tier]
 
-    def start(self, ino: int, tier: int, reserved_bytes: int, evicts: bool) -> None:
-        self._copies[ino] = CopyUnderWay(tier, False, 0, reserved_bytes, evicts)
+    def start(
+        self, ino: int, tier: int, reserved_bytes: int, *, evicts: bool, owner: Owner
+    ) -> None:
+        self._copies[ino] = CopyUnderWay(tier, False, 0, reserved_bytes, evicts, owner)
         self._ledgers[tier].reserve(reserved_bytes)
 
     def resume(self, event: Resumed) -> None:
@@ -59,7 +62,9 @@ class CopiesUnderWay:
         at_rest_bytes = ledger.used_bytes - sum(copy.base_bytes for copy in resumed)
         if event.allocated_bytes > at_rest_bytes or ledger.files <= len(resumed):
             raise ValueError(f"tier {tier} holds no such replica of inode {ino}")
-        self._copies[ino] = CopyUnderWay(tier, True, event.allocated_bytes, 0, event.evicts)
+        self._copies[ino] = CopyUnderWay(
+            tier, True, event.allocated_bytes, 0, event.evicts, event.owner
+        )
         self._policy.removed(tier, ino)
 
     def store(self, files: Sequence[tuple[int, int]]) -> None:

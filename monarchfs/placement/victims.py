@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
-from monarchfs.placement.events import EvictionReason
+from monarchfs.placement.events import EvictionReason, Owner
 from monarchfs.placement.ledger import Ledger
 from monarchfs.placement.policies import Policy
 
@@ -39,6 +39,12 @@ class ReplicaLookup(Protocol):
         """The replicas of the tier, in any order, consumed lazily. It should start at another place
         each time: else the same 1,000 that may not go could hide all others."""
 
+    def foreign(self, tier: int) -> Iterable[int]:
+        """As ``any``, replicas of files that other nodes own alone; cheap if there are none."""
+
+    def is_foreign(self, ino: int) -> bool:
+        """Whether the replica is one of those."""
+
 
 class Budget:
     """How many more replicas may be examined for the event."""
@@ -67,19 +73,24 @@ class Victims:
         self._busy = busy
 
     def enough(
-        self, tier: int, ledger: Ledger, need_bytes: int, files: int, live: bool, budget: Budget
+        self,
+        tier: int,
+        ledger: Ledger,
+        need_bytes: int,
+        files: int,
+        live: bool,
+        owner: Owner,
+        budget: Budget,
     ) -> list[Victim] | None:
-        """The victims that make room for ``need_bytes`` in ``files`` new files; None if there are
-        not enough. ``live``: in the policy's order, also replicas that may be opened again."""
+        """The victims that make room for ``need_bytes`` in ``files`` new files of this ``owner``;
+        None if there are not enough. ``live``: in the policy's order, also replicas that may be
+        opened again."""
         bytes_short = need_bytes - ledger.room_bytes()
         files_short = files - ledger.room_inodes() if files else 0
         if bytes_short > ledger.used_bytes - ledger.departing_bytes or files_short > ledger.files:
             return None
         found: list[Victim] = []
-        sources = [(EvictionReason.OUTDATED, self._lookup.outdated(tier))]
-        if live and self._policy.tracks:
-            sources.append((EvictionReason.POLICY, self._policy.victims(tier)))
-        for victim in self._candidates(tier, sources, budget):
+        for victim in self._candidates(tier, self._sources(tier, live, owner), budget):
             if files_short <= 0 and not victim.allocated_bytes:
                 continue
             found.append(victim)
@@ -88,6 +99,18 @@ class Victims:
             if bytes_short <= 0 and files_short <= 0:
                 return found
         return None
+
+    def _sources(
+        self, tier: int, live: bool, owner: Owner
+    ) -> Iterator[tuple[EvictionReason, Iterable[int]]]:
+        yield EvictionReason.OUTDATED, self._lookup.outdated(tier)
+        if owner is Owner.THIS_NODE:
+            yield EvictionReason.POLICY, self._lookup.foreign(tier)
+        if live and self._policy.tracks:
+            inos: Iterable[int] = islice(self._policy.victims(tier), MOST_EXAMINED)
+            if owner is Owner.OTHER_NODE:
+                inos = filter(self._lookup.is_foreign, inos)
+            yield EvictionReason.POLICY, inos
 
     def for_pressure(self, tier: int, budget: Budget) -> Iterator[Victim]:
         """All that may go if the tier has to shrink, whatever the policy."""

@@ -72,6 +72,12 @@ class _NoBooks:
     def any(self, tier: int) -> Iterable[int]:
         return ()
 
+    def foreign(self, tier: int) -> Iterable[int]:
+        return ()
+
+    def is_foreign(self, ino: int) -> bool:
+        return False
+
 
 def fit(
     files: Iterable[tuple[int, int]], rooms: Sequence[PlannedTier], reserve_percent: float

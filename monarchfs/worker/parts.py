@@ -215,6 +215,7 @@ class Parts:
             self.peering = Peering(
                 *(self.tree, self.copier, self.cache, bootstrap.peers),
                 bootstrap.peers_fd,
+                config.share,
             )
             self.peering.begin(fuse_session.hooks)
         self.misses = Misses(

@@ -11,6 +11,7 @@ from typing import Any
 import trio
 
 from monarchfs.cache.cache import Cache
+from monarchfs.config.model import ShareMode
 from monarchfs.engine.misses import MOST_BYTES
 from monarchfs.fs.tree import Tree
 from monarchfs.metrics import Metrics
@@ -27,6 +28,7 @@ from monarchfs.peers.supply import Supply
 from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.jobs import CopyJobs
+from monarchfs.prefetch.spans import SPAN_BYTES
 from monarchfs.system.http_server import serve
 
 CONNECTIONS = 512
@@ -46,6 +48,7 @@ class Peering:
         cache: Cache,
         message: dict[str, Any],
         descriptor: int,
+        share: ShareMode,
     ) -> None:
         """``message``: as ``Peers.to_message`` gives it. Takes 0.1 s for 64 nodes."""
         os.set_inheritable(descriptor, False)
@@ -73,6 +76,10 @@ class Peering:
         self._nodes = SpanNodes(copier.jobs, spans.digests, owners, self.following)
         copier.files.nodes = self._nodes
         self._service = Service(self._publisher, supply, spans.answer)
+        self._lookup = cache.lookup
+        if share is not ShareMode.REPLICATE:
+            cache.lookup.owns = self._owns_some
+        cache.keeps_foreign = share is not ShareMode.PARTITION
 
     def begin(self, hooks: ModuleType) -> None:
         """Have the threads that read small files ask peers. Call this before the session's threads
@@ -89,10 +96,17 @@ class Peering:
         node = self._index.node(ino)
         return node is not None and node.stat.size <= MOST_BYTES and self._owners.elsewhere(node)
 
+    def _owns_some(self, name: bytes, size: int) -> bool:
+        """Whether this node owns a span of the file, at least."""
+        number, own = self._ownership.number, self.following.own
+        return any(number(name, at // SPAN_BYTES) == own for at in range(0, size or 1, SPAN_BYTES))
+
     def changed(self, name: bytes) -> None:
         """A replica was added or removed."""
         if self._holdings.owns(name):
             self._publisher.note((name,))
+        else:
+            self._lookup.foreign_stored()
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -171,7 +171,7 @@ class Passing:
         self.threads = Threads(self.random)
         self.threads.wanted = mirror.copier.jobs.opened
         self.threads.missing = self._missing
-        mirror.cache.readers = mirror.cache._lookup._readers = self.threads
+        mirror.cache.readers = mirror.cache.lookup._readers = self.threads
         self._backed = (0, 0)
         self._outbox: list[tuple[Passthrough, dict[str, Any]]] = []
         self._in: trio.MemorySendChannel[tuple[Passthrough, dict[str, Any]]]

@@ -57,8 +57,11 @@ def free_port(address: str) -> int:
 class Nodes:
     """Mounts that share, called a, b, c."""
 
-    def __init__(self, work: Bench, source: Path, count: int, *options: str) -> None:
+    def __init__(
+        self, work: Bench, source: Path, count: int, *options: str, tier: str = "1G"
+    ) -> None:
         self.work = work
+        self.tier = tier
         self.source = source
         self.options = options
         self.names = "abcdefgh"[:count]
@@ -80,7 +83,7 @@ class Nodes:
             *(self.source, "--state-dir", f"{at}/state", "--freshness", "immutable"),
             *("--peers", self.list, "--peer-name", name, "--peer-key", str(self.key)),
             *(*self.options, *options),
-            tiers=[f"{at}/tier=1G"],
+            tiers=[f"{at}/tier={self.tier}"],
             point=at / "mnt",
         )
 

@@ -15,6 +15,7 @@ from monarchfs.placement.events import (
     EvictionReason,
     Grant,
     Known,
+    Owner,
     Place,
     RefusalReason,
     Refuse,
@@ -291,3 +292,53 @@ def test_a_part_does_not_go_while_it_is_filled_and_does_afterwards() -> None:
     assert node.run(RoomWanted(50, MIB)) == [Refuse(50, RefusalReason.NO_ROOM, MIB + BLOCK)]
     node.run(Suspended(50, BIG))
     assert evicted(wanted(node, 51, need)) == [50]
+
+
+def owned(node: Node, ino: int, blocks: int, owner: Owner, *, evicts: bool = True) -> list[Action]:
+    return node.run(Wanted(ino, (blocks - 1) * BLOCK, evicts, owner))
+
+
+@pytest.mark.parametrize("eviction", EvictionPolicy)
+@pytest.mark.parametrize("evicts", [False, True])
+def test_foreign_replicas_go_for_a_file_that_this_node_owns_under_every_policy(
+    eviction: EvictionPolicy, evicts: bool
+) -> None:
+    node = full_node(eviction)
+    node.lookup.owned_elsewhere |= {22, 27}
+    assert owned(node, 50, 20, Owner.THIS_NODE, evicts=evicts) == [
+        Evict(22, 0, 10 * BLOCK, POLICY),
+        Evict(27, 0, 10 * BLOCK, POLICY),
+        Place(50, 0, 20 * BLOCK, True),
+    ]
+    # Its own go by the policy alone.
+    gone = evicted(owned(node, 51, 10, Owner.THIS_NODE, evicts=evicts))
+    assert gone == ([20] if evicts and eviction is not EvictionPolicy.KEEP else [])
+
+
+@pytest.mark.parametrize("eviction", EvictionPolicy)
+def test_no_replica_of_a_file_that_this_node_owns_goes_for_a_foreign_one(
+    eviction: EvictionPolicy,
+) -> None:
+    node = full_node(eviction)
+    node.lookup.owned_elsewhere |= {24, 26, 50, 51}
+    actions = owned(node, 50, 20, Owner.OTHER_NODE)
+    if eviction is EvictionPolicy.KEEP:
+        assert actions == [refused(50, 20)]
+    else:
+        assert evicted(actions) == [24, 26]
+    assert owned(node, 51, 10, Owner.OTHER_NODE) == [refused(51, 10)]
+
+
+def test_a_part_of_a_file_that_this_node_owns_grows_at_the_cost_of_foreign_replicas() -> None:
+    node = Node(GIB)
+    node.store(20, 100 * MIB // BLOCK)
+    node.store(21, 100 * MIB // BLOCK)
+    node.lookup.owned_elsewhere.add(21)
+    for ino, owner in ((50, Owner.OTHER_NODE), (51, Owner.THIS_NODE)):
+        assert not owned(node, ino, 2 * GIB // BLOCK, owner)[0].whole  # type: ignore[union-attr]
+        room = node.placement.ledger(0).room_bytes()
+        assert node.run(RoomWanted(ino, room - BLOCK)) == [Grant(ino, room - BLOCK)]
+        actions = node.run(RoomWanted(ino, 50 * MIB))
+        assert evicted(actions) == ([] if owner is Owner.OTHER_NODE else [21])
+        node.gone(actions)
+        node.run(Abandoned(ino))

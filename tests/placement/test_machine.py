@@ -24,6 +24,7 @@ from monarchfs.placement.events import (
     Move,
     Moved,
     MoveFailed,
+    Owner,
     Place,
     PlacementEvent,
     RefusalReason,
@@ -46,6 +47,7 @@ from tests.placement.tools import BLOCK, MIB, FakeLookup, placed
 from tests.support.accounts import check_accounts, writable_bytes
 
 TIERS = st.integers(0, 2)
+OWNERS = st.sampled_from(Owner)
 SIZES = st.integers(0, 60).map(lambda n: n * MIB + n)
 SMALL = st.integers(0, 20).map(lambda n: n * MIB + n)
 PICK = st.integers(0, 1_000_000)
@@ -64,6 +66,7 @@ class Copy:
     resumed: bool = False
     created: bool = False
     written: int = 0
+    owner: Owner = Owner.NOBODY
 
 
 @dataclass
@@ -99,6 +102,7 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
         self.stuck: list[Leaving] = []
         self.lost: set[int] = set()
         self.evictees: list[Leaving] = []
+        self.owner = Owner.NOBODY
 
     @initialize(
         loaded=st.lists(st.tuples(TIERS, st.integers(0, 8 * MIB)), max_size=6),
@@ -206,7 +210,11 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
         assert action.ino not in self.moves
         if action.reason is EvictionReason.OUTDATED:
             assert action.ino in self.stale
-        else:
+        elif self.owner is Owner.OTHER_NODE:
+            assert self.is_foreign(action.ino)
+            assert action.reason in reasons
+            assert self.eviction is not EvictionPolicy.KEEP
+        elif self.owner is not Owner.THIS_NODE or not self.is_foreign(action.ino):
             assert action.reason in reasons
             assert (
                 action.reason is EvictionReason.PRESSURE or self.eviction is not EvictionPolicy.KEEP
@@ -218,8 +226,12 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
 
     # Files.
 
-    @rule(size=SIZES, evicts=st.booleans(), again=PICK)
-    def wanted(self, size: int, evicts: bool, again: int) -> None:
+    def is_foreign(self, ino: int) -> bool:
+        return ino % 3 == 0
+
+    @rule(size=SIZES, evicts=st.booleans(), again=PICK, owner=OWNERS)
+    def wanted(self, size: int, evicts: bool, again: int, owner: Owner) -> None:
+        self.owner = owner
         ino = self.next_ino
         gone = {item.ino for item in self.leaving} - set(self.replicas) - set(self.copies)
         if again % 2 and gone:
@@ -228,10 +240,11 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
         else:
             self.next_ino += 1
         reasons = [EvictionReason.POLICY] if evicts else []
-        actions = self.placement.handle(Wanted(ino, size, evicts))
+        actions = self.placement.handle(Wanted(ino, size, evicts, owner))
         assert not any(isinstance(action, Move) for action in actions)
         gone_bytes = [action.allocated_bytes for action in actions if isinstance(action, Evict)]
         (action,) = self.carry_out(actions, set(reasons))
+        self.owner = Owner.NOBODY
         match action:
             case Place(placed_ino, tier, reserved, whole):
                 assert placed_ino == ino
@@ -239,7 +252,7 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
                 assert reserved == (reservation(size) if whole else 0)
                 assert whole or size >= LARGE
                 assert all(a.tier == tier for a in actions if isinstance(a, Evict))
-                self.copies[ino] = Copy(tier, reserved)
+                self.copies[ino] = Copy(tier, reserved, owner=owner)
                 self.check_admitted(tier)
                 if gone_bytes:
                     # The last one was needed: for its bytes, or for an inode.
@@ -254,13 +267,14 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
             case _:
                 raise AssertionError(action)
 
-    @rule(sizes=st.lists(SIZES, max_size=8), evicts=st.booleans())
-    def wanted_together(self, sizes: list[int], evicts: bool) -> None:
+    @rule(sizes=st.lists(SIZES, max_size=8), evicts=st.booleans(), owner=OWNERS)
+    def wanted_together(self, sizes: list[int], evicts: bool, owner: Owner) -> None:
         """Those that have room get it, in their order, up to one that has none; room is made once,
         for all that lack it, and no more than they need."""
         files = [(self.next_ino + n, size) for n, size in enumerate(sizes)]
         self.next_ino += len(files)
-        actions = self.placement.handle(WantedEach(files, evicts))
+        self.owner = owner
+        actions = self.placement.handle(WantedEach(files, evicts, owner))
         gone_bytes = [action.allocated_bytes for action in actions if isinstance(action, Evict)]
         places: list[Place] = []
         for (ino, size), place in zip(
@@ -271,8 +285,9 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
             assert isinstance(place, Place)
             assert place == Place(ino, place.tier, reservation(size), True)
             assert place.tier not in self.lost
-            self.copies[ino] = Copy(place.tier, place.reserved_bytes)
+            self.copies[ino] = Copy(place.tier, place.reserved_bytes, owner=owner)
             places.append(place)
+        self.owner = Owner.NOBODY
         for tier in {place.tier for place in places}:
             self.check_admitted(tier)
         if gone_bytes:
@@ -302,7 +317,7 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
         so that there is something at rest most of the time."""
         for size in sizes:
             ino = self.next_ino
-            self.wanted(size=size, evicts=True, again=0)
+            self.wanted(size=size, evicts=True, again=0, owner=Owner.NOBODY)
             for item in list(self.leaving):
                 self.evicted(pick=self.leaving.index(item), named=True)
             copy = self.copies.get(ino)
@@ -318,7 +333,9 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
     def room_wanted(self, pick: int, size: int) -> None:
         ino = self.pick(self.copies, pick)
         if ino is not None:
+            self.owner = self.copies[ino].owner
             (action,) = self.handle(RoomWanted(ino, size), EvictionReason.POLICY)
+            self.owner = Owner.NOBODY
             if isinstance(action, Grant):
                 assert action == Grant(ino, size)
                 self.copies[ino].granted += reservation(size)
@@ -356,13 +373,13 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
             del self.copies[ino]
             assert self.handle(Abandoned(ino)) == []
 
-    @rule(pick=PICK, evicts=st.booleans())
-    def resumed(self, pick: int, evicts: bool) -> None:
+    @rule(pick=PICK, evicts=st.booleans(), owner=OWNERS)
+    def resumed(self, pick: int, evicts: bool, owner: Owner) -> None:
         ino = self.pick(set(self.replicas) - set(self.moves), pick)
         if ino is not None:
             tier, allocated = self.replicas.pop(ino)
-            assert self.handle(Resumed(ino, tier, allocated, evicts)) == []
-            self.copies[ino] = Copy(tier, 0, allocated, resumed=True, created=True)
+            assert self.handle(Resumed(ino, tier, allocated, evicts, owner)) == []
+            self.copies[ino] = Copy(tier, 0, allocated, resumed=True, created=True, owner=owner)
 
     @rule(pick=PICK, blocks=st.integers(-3, 3))
     def grown(self, pick: int, blocks: int) -> None:

@@ -36,6 +36,7 @@ class FakeLookup:
         self.replicas: dict[int, tuple[int, int]] = {}  # ino: tier, allocated
         self.open: set[int] = set()
         self.stale: set[int] = set()
+        self.owned_elsewhere: set[int] = set()
         self.asked = 0
 
     def allocated_bytes(self, ino: int, tier: int) -> int | None:
@@ -51,6 +52,12 @@ class FakeLookup:
 
     def any(self, tier: int) -> Iterable[int]:
         return [ino for ino, (at, _) in self.replicas.items() if at == tier]
+
+    def foreign(self, tier: int) -> Iterable[int]:
+        return filter(self.is_foreign, self.any(tier))
+
+    def is_foreign(self, ino: int) -> bool:
+        return ino in self.owned_elsewhere
 
 
 def placement_of(*capacities: int) -> Placement:

@@ -122,6 +122,7 @@ VALUES = {
     "metrics_port": "9464",
     "touch_source": "1d",
     "scrub": "20M",
+    "share": "partition",
     "prefetch_rate": "20M",
     "prefetch_jitter": "30s",
 }

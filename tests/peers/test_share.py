@@ -1,0 +1,109 @@
+"""Nodes that share a dataset that does not fit each of them, but all of them together."""
+
+from __future__ import annotations
+
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from monarchfs.peers.nodes import parse_nodes
+from monarchfs.peers.ownership import Ownership
+from monarchfs.peers.web_server import find_nginx
+from monarchfs.types import SourceStat
+from tests.peers.test_sharing import Nodes, total_bytes
+from tests.support import surroundings
+from tests.support.mounting import Bench, Mount, run
+
+pytestmark = [
+    surroundings.requires_fuse,
+    pytest.mark.skipif(find_nginx() is None, reason="needs nginx: apt-get install nginx-light"),
+]
+
+FILES = 400
+TIER = "12M"
+"""The files take 24 MiB."""
+
+
+@pytest.fixture
+def source(work: Bench) -> Path:
+    """Small files, each of some blocks."""
+    rng = random.Random(5)
+    path = work.path / "source"
+    for number in range(FILES):
+        directory = path / f"{number % 5}"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{number:04d}.f").write_bytes(rng.randbytes(rng.randint(57_400, 61_400)))
+    for file in path.rglob("*"):
+        os.utime(file, (1.6e9, 1.6e9))
+    return path
+
+
+def owned_files(source: Path, names: str) -> dict[str, int]:
+    """How many files each node owns."""
+    ownership = Ownership(parse_nodes(list(names), 1))
+    device = source.stat().st_dev
+    owned = dict.fromkeys(names, 0)
+    for file in source.rglob("*"):
+        if file.is_file():
+            stat = SourceStat.of(file.stat(), device)
+            owned[ownership.owner(stat.version.replica_name).name] += 1
+    return owned
+
+
+def is_local(file: Path) -> bool:
+    return os.getxattr(file, "user.monarchfs.state") == b"resident"
+
+
+def read_epoch(mount: Mount, source: Path, seed: int) -> None:
+    """Every file, in random order, without leaving it in the kernel's page cache."""
+    files = sorted(file.relative_to(source) for file in source.rglob("*") if file.is_file())
+    random.Random(seed).shuffle(files)
+    for name in files:
+        with open(mount.path / name, "rb") as file:
+            assert file.read() == (source / name).read_bytes(), name
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_bytes_of_an_epoch(nodes: Nodes, source: Path) -> int:
+    """Of the source."""
+    before = nodes.read_bytes()
+    with ThreadPoolExecutor(3) as pool:
+        mounts = enumerate(nodes.mounts.values())
+        for read in [pool.submit(read_epoch, mount, source, seed) for seed, mount in mounts]:
+            read.result()
+    for mount in nodes.mounts.values():
+        mount.wait_idle()
+    return nodes.read_bytes() - before
+
+
+@pytest.mark.parametrize("options", [[], ["--evict", "lru"], ["--prefetch", "all"]])
+def test_later_epochs_do_not_read_the_source(work: Bench, source: Path, options: list[str]) -> None:
+    nodes = Nodes(work, source, 3, *options, tier=TIER)
+    nodes.until_they_know_each_other()
+    read_bytes_of_an_epoch(nodes, source)
+    # What a first epoch left to do: a deadline that was missed.
+    read_bytes_of_an_epoch(nodes, source)
+    assert read_bytes_of_an_epoch(nodes, source) < 0.02 * total_bytes(source)
+    for name, owned in owned_files(source, "abc").items():
+        resident = nodes.mounts[name].status()["files"]["resident"]
+        assert owned <= resident < FILES / 2 + 5
+
+
+def test_a_part_of_the_dataset_is_kept_by_its_owner_alone(work: Bench, source: Path) -> None:
+    nodes = Nodes(work, source, 3, "--share", "partition")
+    nodes.until_they_know_each_other()
+    read_bytes_of_an_epoch(nodes, source)
+    read_bytes_of_an_epoch(nodes, source)
+    assert read_bytes_of_an_epoch(nodes, source) < 0.02 * total_bytes(source)
+    owned = owned_files(source, "abc")
+    for name, mount in nodes.mounts.items():
+        assert mount.status()["files"]["resident"] == owned[name]
+    mount = nodes.mounts["a"]
+    warmed = run("warm", str(mount.path), "--wait")
+    assert warmed.returncode == 0, warmed.stderr
+    assert mount.status()["files"]["resident"] == owned["a"]
+    foreign = next(path for path in sorted(mount.path.rglob("*.f")) if not is_local(path))
+    assert "the node that owns it keeps it" in run("why", str(foreign)).stdout
