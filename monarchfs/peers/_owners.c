@@ -22,12 +22,17 @@ static void own(const uint64_t *seeds, const double *weights, size_t nodes, uint
 {
 	for (size_t bucket = 0; bucket < buckets; bucket++) {
 		uint64_t salt = mix(bucket + 0x9e3779b97f4a7c15ULL);
-		double best = -1;
+		double best = -1, weight = 0;
+		uint64_t highest = 0;
 		for (size_t node = 0; node < nodes; node++) {
-			double h = ((double)(mix(seeds[node] ^ salt) >> 12) + 0.5) * 0x1p-52;
-			double score = weights[node] / -log(h);
+			uint64_t drawn = mix(seeds[node] ^ salt) >> 12;
+			if (drawn <= highest && weights[node] <= weight)
+				continue; /* its score is no higher: there is no need for the logarithm */
+			double score = weights[node] / -log(((double)drawn + 0.5) * 0x1p-52);
 			if (score > best) {
 				best = score;
+				highest = drawn;
+				weight = weights[node];
 				owners[bucket] = (uint16_t)node;
 			}
 		}

@@ -50,7 +50,7 @@ class Peering:
         descriptor: int,
         share: ShareMode,
     ) -> None:
-        """``message``: as ``Peers.to_message`` gives it. Takes 0.1 s for 64 nodes."""
+        """``message``: as ``Peers.to_message`` gives it. Takes 0.1 s for 1,024 nodes."""
         os.set_inheritable(descriptor, False)
         peers = Peers.from_message(message)
         self.following = Following(peers.nodes, peers.own, peers.secret)
