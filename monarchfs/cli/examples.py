@@ -134,6 +134,7 @@ Exit code: 0 if it can be mounted (also with warnings), 1 if not.""",
   monarchfs plan /lustre/imagenet --tier /dev/shm=16G --tier /scratch=80%
   monarchfs plan /lustre/imagenet --config cluster.toml --epochs 90 --json
   monarchfs plan /lustre/huge --tier /scratch=2T --quick --timeout 60
+  monarchfs plan /lustre/huge --tier /scratch=2T --quick --nodes 16 --share auto
 
 Takes the options of mount, but mounts and copies nothing. Says which files fit where, what the
 source has to serve in the first epoch and in later ones, and how long that takes at rates measured

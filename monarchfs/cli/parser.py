@@ -232,7 +232,8 @@ def _add_plan(commands: _Commands) -> None:
     parser = _add_command(commands, "plan", "say what caching a dataset would bring", json=True)
     option = parser.add_argument
     option("source", help="the dataset's directory")
-    add_mount_options(parser, PLAN_OPTIONS)
+    add_mount_options(parser, (*PLAN_OPTIONS, "share"))
+    option("--nodes", metavar="N", help="how many nodes share the dataset, each with such tiers")
     option("--epochs", metavar="N", default="10", help="how often the dataset is read (default 10)")
     option("--quick", action="store_true", help="measure no rates, estimate no times")
     _add_timeout(parser, "600", "how long to look at files; the others are left out")

@@ -13,14 +13,17 @@ from functools import partial
 from typing import Any
 
 from monarchfs.cli.doctor import config_from
+from monarchfs.cli.mount_options import PLAN_OPTIONS
 from monarchfs.cli.progress import Progress
 from monarchfs.cli.text import printable
 from monarchfs.config import Config
+from monarchfs.config.model import ShareMode
 from monarchfs.config.values import parse_count, parse_path, parse_timeout
 from monarchfs.doctor.run import source_rates, tier_rates
 from monarchfs.doctor.source import refuse_ours
 from monarchfs.doctor.storage import check_and_locate, room_of
 from monarchfs.plan.fitting import Amount, PlannedTier
+from monarchfs.plan.sharing import plan_sharing
 from monarchfs.plan.survey import survey_and_fit
 from monarchfs.plan.times import SourceSpeed, TierSpeed, Times, Work, times, total
 from monarchfs.supervisor.identity import become
@@ -41,19 +44,22 @@ def plan_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
     """Prints the plan. Raises UsageError for what could not be mounted, OperationError where the
     source does not answer."""
     timeout, epochs = parse_timeout(arguments.timeout), parse_count(arguments.epochs)
+    nodes = parse_count(arguments.nodes) if arguments.nodes else None
     source = parse_path(arguments.source)
-    config, places = config_from(arguments, source, environ)
+    config, places = config_from(arguments, source, environ, (*PLAN_OPTIONS, "share"))
     refuse_ours(source)
     found = probe_source(source, config.user, _SOURCE_SECONDS)
     os.close(found.descriptor)
     refuse_ours(found.path)
     # The dataset's place in the tiers is named after the source without symbolic links.
-    config, places = config_from(arguments, found.path, environ)
+    config, places = config_from(arguments, found.path, environ, (*PLAN_OPTIONS, "share"))
     rooms = [_room(config, number, places.cache_dir) for number in range(len(config.tiers))]
     with Progress() as progress:
         rates = None if arguments.quick else _rates(config, progress)
         report = _survey(config, rooms, timeout, progress)
     result = combine(config.source, report, rooms, rates, epochs)
+    if nodes:
+        result["sharing"] = shared(result, nodes, config.share)
     print(json.dumps(result) if arguments.json else "\n".join(_lines(result)))
     return 0
 
@@ -104,6 +110,17 @@ def combine(
         "epochs": epochs,
         "pays_from_epoch": estimate.pays_from_epoch if estimate is not None else None,
     }
+
+
+def shared(plan: Mapping[str, Any], nodes: int, share: ShareMode) -> dict[str, Any]:
+    """What ``--json`` prints of nodes that share. Pure."""
+    room = plan["resident"]["bytes"] + plan["partial"]["bytes"]
+    found = plan_sharing(
+        *(plan["bytes"], room, nodes),
+        own_first=share is not ShareMode.REPLICATE,
+        keeps_foreign=share is not ShareMode.PARTITION,
+    )
+    return {"nodes": nodes, "share": share.value, **asdict(found), "fits": found.fits.value}
 
 
 def _rates_json(
@@ -260,7 +277,32 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
         f" {format_bytes(reads['later_epoch'])} in each later one"
         f" (without a mount {format_bytes(reads['plain_epoch'])} in each)",
     )
+    if sharing := plan.get("sharing"):
+        yield from _shared_lines(sharing)
     yield from _estimates(plan)
+
+
+_FITS = {
+    "each node": "all of it fits each",
+    "all together": "it fits all of them together, not each",
+    "nowhere": "it does not even fit all of them together",
+}
+
+
+def _shared_lines(sharing: Mapping[str, Any]) -> Iterator[str]:
+    own, foreign = sharing["own_bytes"], sharing["foreign_bytes"]
+    yield _line(
+        f"{sharing['nodes']} nodes",
+        f"{_FITS[sharing['fits']]}; with --share {sharing['share']} each keeps"
+        f" {format_bytes(own)} of its own files and {format_bytes(foreign)} of others'",
+    )
+    first, later = sharing["first_epoch"], sharing["later_epoch"]
+    yield _line(
+        "",
+        f"source: all read {format_bytes(first['source_bytes'])} in the first epoch,"
+        f" {format_bytes(later['source_bytes'])} in each later one; network: each gets"
+        f" {format_bytes(first['network_bytes'])}, then {format_bytes(later['network_bytes'])}",
+    )
 
 
 def _estimates(plan: Mapping[str, Any]) -> Iterator[str]:

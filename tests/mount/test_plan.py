@@ -364,6 +364,19 @@ def plan(*arguments: str) -> dict[str, Any]:
     return result
 
 
+def test_nodes_that_share(tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    make_files(source, [100 * KIB] * 21)
+    words = [str(source), "--tier", f"{tmp_path}/t=1M", "--state-dir", f"{tmp_path}/s", "--quick"]
+    sharing = plan(*words, "--nodes", "3", "--share", "partition")["sharing"]
+    assert sharing["fits"] == "all together"
+    assert (sharing["own_bytes"], sharing["foreign_bytes"]) == (700 * KIB, 0)
+    assert sharing["first_epoch"] == {"source_bytes": 2100 * KIB, "network_bytes": 1400 * KIB}
+    assert sharing["later_epoch"] == {"source_bytes": 0, "network_bytes": 1400 * KIB}
+    assert "sharing" not in plan(*words)
+    assert "fits all of them together, not each" in run("plan", *words, "--nodes", "3").stdout
+
+
 def dealt_with(mount: Mount, files: int) -> dict[str, Any]:
     """Until each file was copied or refused; the status then. Between two files a mount may look
     idle."""
