@@ -141,6 +141,16 @@ source has to serve in the first epoch and in later ones, and how long that take
 now.
 
 Exit code: 0, or 1 if the source does not answer.""",
+    "analyze": """\
+  monarchfs analyze imagenet.rec
+  monarchfs analyze imagenet.rec --html imagenet.html
+  monarchfs analyze imagenet.rec --trace imagenet.json --json
+
+Says whether reading its input was what the job waited for, what that waited for, and what other
+tiers or settings would bring. For that it replays the recording through the placement that mounts
+use. Two recorded epochs say most. The trace is for ui.perfetto.dev or chrome://tracing.
+
+Exit code: 0, also without a verdict; 1 if FILE is no recording.""",
     "index": """\
   monarchfs index export /lustre/imagenet imagenet.index
   sbcast imagenet.index /tmp/imagenet.index

@@ -87,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_fsck(commands)
     _add_doctor(commands)
     _add_plan(commands)
+    _add_analyze(commands)
     _add_index(commands)
     _add_exporter(commands)
     _add_job(commands)
@@ -237,6 +238,14 @@ def _add_plan(commands: _Commands) -> None:
     option("--epochs", metavar="N", default="10", help="how often the dataset is read (default 10)")
     option("--quick", action="store_true", help="measure no rates, estimate no times")
     _add_timeout(parser, "600", "how long to look at files; the others are left out")
+
+
+def _add_analyze(commands: _Commands) -> None:
+    summary = "say what limited a job, from the recording of its mount"
+    option = _add_command(commands, "analyze", summary, json=True).add_argument
+    option("file", help="what monarchfs record wrote")
+    option("--html", metavar="FILE", help="also write a page with plots to FILE")
+    option("--trace", metavar="FILE", help="also write a trace for Perfetto or Chrome to FILE")
 
 
 def _add_index(commands: _Commands) -> None:

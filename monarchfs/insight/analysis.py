@@ -1,0 +1,164 @@
+"""From a recording to its analysis: three passes over the events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
+
+from monarchfs.insight.epochs import Overview, in_order, survey
+from monarchfs.insight.facts import Facts, read_facts
+from monarchfs.insight.latencies import SIZES, Latencies
+from monarchfs.insight.pattern import PatternFinder
+from monarchfs.insight.recording import Event, Kind, Recording
+from monarchfs.insight.replay import Replay
+from monarchfs.insight.results import (
+    NAMES,
+    SOURCE,
+    Analysis,
+    Epoch,
+    Outcome,
+    SourceLimits,
+    Span,
+    cause_of,
+)
+from monarchfs.insight.verdict import AS_IT_WAS, give_verdict, steady_epoch
+from monarchfs.insight.visits import Visits
+from monarchfs.insight.waiting import Sweep
+from monarchfs.text.sizes import format_bytes
+from monarchfs.types import EvictionPolicy
+
+_BINS = 160
+_SLOW = 10
+"""So many times the median is slow."""
+
+
+def analyze(recording: Recording) -> Analysis:
+    """Raises KeyError, TypeError, ValueError for facts that no recorder writes."""
+    facts = read_facts(recording.facts)
+    found = survey(in_order(recording.events))
+    end = max(found.end, recording.seconds, 1e-6)
+    edges = sorted({0.0, *found.begins, *(end * n / _BINS for n in range(_BINS + 1))})
+    sweep = Sweep(edges, found.readers)
+    latencies, pattern = Latencies(), PatternFinder(recording.files)
+    for number, cause, event in _waited_for(recording, found):
+        while len(pattern.epochs) < number:
+            pattern.end_epoch()
+        sweep.add(cause, event)
+        latencies.add(cause, event)
+        if cause != NAMES:
+            pattern.add(cause, event)
+    if found.begins:
+        pattern.end_epoch()
+    spans = sweep.finish()
+    epochs = [
+        Epoch(number, _sum(part), one.files, one.source, one.source_bytes, one.shared, one.whole)
+        for number, (one, part) in enumerate(
+            zip(pattern.epochs, _divided(spans, found), strict=True), start=1
+        )
+    ]
+    visits = _visits(recording, found, latencies)
+    outcomes = _outcomes(recording, facts, epochs, visits)
+    source = _source_limits(epochs, latencies, sweep, visits)
+    return Analysis(
+        recording.facts,
+        recording.begun,
+        recording.seconds,
+        found.events,
+        epochs,
+        [
+            _sum(list(part))
+            for _, part in groupby(spans, lambda s: int(s.begin * _BINS / end + 1e-6))
+        ],
+        latencies.rows(),
+        sweep.gaps.rows(),
+        pattern.result(),
+        source,
+        outcomes,
+        give_verdict(facts, epochs, source, outcomes, sum(e.span.requests for e in epochs)),
+    )
+
+
+def _waited_for(recording: Recording, found: Overview) -> Iterator[tuple[int, int, Event]]:
+    """(number of the epoch, from 0 on, cause, event) of all that somebody waits for."""
+    begins = [*found.begins[1:], float("inf")]
+    number = 0
+    for event in in_order(recording.events):
+        if event.kind is not Kind.RELEASE:
+            while event.begin >= begins[number]:
+                number += 1
+            yield number, cause_of(event), event
+
+
+def _divided(spans: Sequence[Span], found: Overview) -> Iterator[list[Span]]:
+    """By epochs; the last one ends with the last request."""
+    for begin, end in pairwise([*found.begins, found.end]):
+        yield [span for span in spans if begin <= span.begin < end]
+
+
+def _sum(spans: Sequence[Span]) -> Span:
+    total = Span(spans[0].begin, spans[0].begin) if spans else Span(0.0, 0.0)
+    for span in spans:
+        total.add(span)
+    return total
+
+
+def _visits(recording: Recording, found: Overview, latencies: Latencies) -> Visits:
+    slow = [
+        _SLOW * one.percentile(50) if (one := latencies.source(number)) else float("inf")
+        for number in range(len(SIZES))
+    ]
+    visits = Visits(recording.files, latencies.expected(True), latencies.expected(False), slow)
+    for number, cause, event in _waited_for(recording, found):
+        if cause != NAMES:
+            visits.add(number + 1, cause, event)
+    return visits
+
+
+def _source_limits(
+    epochs: Sequence[Epoch], latencies: Latencies, sweep: Sweep, visits: Visits
+) -> SourceLimits | None:
+    if not visits.source_reads:
+        return None
+    amount = sum(epoch.span.bytes[SOURCE] for epoch in epochs)
+    merged = sum(epoch.span.merged[SOURCE] for epoch in epochs)
+    largest = max(filter(None, map(latencies.source, range(len(SIZES)))), key=lambda one: one.total)
+    return SourceLimits(
+        sweep.load.share(),
+        amount / (merged or 1),
+        largest.percentile(50),
+        sum(visits.slow_reads.values()) / visits.source_reads,
+        visits.slow_seconds / (visits.source_seconds or 1),
+        len(visits.slow_reads),
+        visits.same_files,
+        visits.slowest,
+    )
+
+
+def _outcomes(
+    recording: Recording, facts: Facts, epochs: Sequence[Epoch], visits: Visits
+) -> list[Outcome]:
+    """What the steady epoch would take with other settings; one epoch says nothing of that."""
+    epoch = steady_epoch(epochs)
+    if epoch is None or epoch.number == 1 or not facts.tier_paths:
+        return []
+    paths = {
+        visit.ino: recording.files[visit.ino].path
+        for visit in visits.all
+        if visit.ino in recording.files
+    }
+    replay, setup = Replay(visits.all, visits.one_of, paths), facts.setup
+    settings = [(AS_IT_WAS, setup)]
+    settings += [
+        (f"--evict {policy.value}", replace(setup, policy=policy))
+        for policy in EvictionPolicy
+        if policy is not setup.policy
+    ]
+    if not setup.scans:
+        settings.append(("--prefetch all", replace(setup, scans=True)))
+    missing = replay.bytes_needed - sum(setup.capacities)
+    for part in (4, 2, 1) if missing > 0 else ():
+        more = -(-missing // part) * 101 // 100
+        name = f"{format_bytes(more)} more on {facts.tier_paths[-1]}"
+        settings.append((name, setup.with_more(more)))
+    return [replay.run(name, one, epoch, epochs[0]) for name, one in settings]

@@ -1,0 +1,203 @@
+"""What other tiers, policies and prefetch modes would have kept: the files of a recording, put once
+more through the placement that mounts and ``monarchfs plan`` use. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from monarchfs.insight.results import NAMES, Epoch, Outcome
+from monarchfs.insight.visits import Visit
+from monarchfs.placement.events import (
+    Accessed,
+    Evict,
+    Evicted,
+    Grant,
+    Move,
+    Moved,
+    Place,
+    PlacementEvent,
+    RoomWanted,
+    Stored,
+    Suspended,
+    TierSeen,
+    Wanted,
+)
+from monarchfs.placement.placement import Placement
+from monarchfs.plan.fitting import blocks
+from monarchfs.types import EvictionPolicy, Space
+
+_ROOMY = Space(1 << 62, 1 << 62, 1 << 40, 1 << 40)
+_STEP_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Settings of a mount: the capacities of its tiers, fastest first."""
+
+    capacities: tuple[int, ...]
+    policy: EvictionPolicy
+    scans: bool
+
+    def with_more(self, more_bytes: int) -> Setup:
+        """With a larger last tier."""
+        *first, last = self.capacities
+        return replace(self, capacities=(*first, last + more_bytes))
+
+
+class _Node:
+    """Tiers and what lies there. Copies take no time, and what leaves is gone at once."""
+
+    def __init__(self, setup: Setup, one_of: int) -> None:
+        self._at: dict[int, tuple[int, int]] = {}
+        self._places: dict[int, int] = {}
+        tiers = range(len(setup.capacities))
+        self._placement = Placement(tiers, self, eviction=setup.policy, reserve_percent=0)
+        for tier, capacity in enumerate(setup.capacities):
+            self._handle(TierSeen(tier, capacity // one_of, _ROOMY))
+
+    def allocated_bytes(self, ino: int, tier: int) -> int | None:
+        at, allocated = self._at.get(ino, (None, 0))
+        return allocated if at == tier else None
+
+    def evictable(self, ino: int) -> bool:
+        return ino in self._at
+
+    def outdated(self, tier: int) -> Iterable[int]:
+        return ()
+
+    def any(self, tier: int) -> Iterable[int]:
+        return (ino for ino, (at, _) in self._at.items() if at == tier)
+
+    def foreign(self, tier: int) -> Iterable[int]:
+        return ()
+
+    def is_foreign(self, ino: int) -> bool:
+        return False
+
+    def open(self, ino: int, size: int) -> float:
+        """The share of the file that is local; a copy is made of what is not, if it fits."""
+        if ino in self._at:
+            tier, allocated = self._at[ino]
+            self._handle(Accessed(ino, tier))
+            return min(1.0, allocated / max(size, 1))
+        self.copy(ino, size, evicts=True)
+        return 0.0
+
+    def copy(self, ino: int, size: int, *, evicts: bool) -> None:
+        if ino in self._at:
+            return
+        whole = self._handle(Wanted(ino, size, evicts))
+        if whole is None:
+            return
+        occupied = blocks(size if whole else self._grow(ino, size))
+        stored = Stored([(ino, occupied)]) if whole else Suspended(ino, occupied)
+        self._handle(stored)
+        self._at[ino] = self._places.pop(ino), occupied
+
+    def _grow(self, ino: int, size: int) -> int:
+        granted = 0
+        while granted < size:
+            wanted = min(_STEP_BYTES, size - granted)
+            if self._handle(RoomWanted(ino, wanted)) is None:
+                break
+            granted += wanted
+        return granted
+
+    def _handle(self, event: PlacementEvent) -> bool | None:
+        """Carries out what placement decides. Whether a file is to be copied whole; True for room
+        that was granted."""
+        answer = None
+        for action in self._placement.handle(event):
+            match action:
+                case Place(ino, tier, _, whole):
+                    self._places[ino], answer = tier, whole
+                case Grant():
+                    answer = True
+                case Evict(ino, tier):
+                    del self._at[ino]
+                    self._handle(Evicted(ino, tier))
+                case Move(ino, tier, to):
+                    allocated = self._at[ino][1]
+                    self._at[ino] = to, allocated
+                    self._handle(Moved(ino, allocated))
+                    self._handle(Evicted(ino, tier))
+                case _:
+                    pass
+        return answer
+
+
+@dataclass(slots=True)
+class _Replayed:
+    bytes: float = 0.0
+    local_bytes: float = 0.0
+    measured: float = 0.0
+    expected: float = 0.0
+
+
+class Replay:
+    """Replays visits with one setup after the other."""
+
+    def __init__(self, visits: Sequence[Visit], one_of: int, paths: Mapping[int, str]) -> None:
+        """``paths`` give the order in which ``--prefetch all`` copies."""
+        self._visits = visits
+        self._one_of = one_of
+        sizes = {visit.ino: visit.size for visit in visits}
+        self._sizes = dict(sorted(sizes.items(), key=lambda item: paths.get(item[0], "")))
+        first: dict[int, Visit] = {}
+        for visit in visits:
+            first.setdefault(visit.ino, visit)
+        self._there_before = [v.ino for v in first.values() if v.remote_bytes == 0]
+        from_source = [visit for visit in first.values() if visit.remote_bytes]
+        seconds = max((v.begin for v in from_source), default=0.0)
+        copied = sum(visit.remote_bytes for visit in from_source)
+        self._bytes_per_second = copied / seconds if seconds else 0.0
+
+    @property
+    def bytes_needed(self) -> int:
+        """The room that all files take, with what the last one reserves."""
+        return (sum(map(blocks, self._sizes.values())) + 2 * blocks(1)) * self._one_of
+
+    def run(self, change: str, setup: Setup, epoch: Epoch, first: Epoch) -> Outcome:
+        """What ``epoch`` and the ``first`` would take."""
+        found = self._play(setup)
+        later = found.get(epoch.number, _Replayed())
+        return Outcome(
+            change,
+            later.local_bytes / (later.bytes or 1),
+            _estimate(epoch, later),
+            _estimate(first, found.get(first.number, _Replayed())),
+        )
+
+    def _play(self, setup: Setup) -> dict[int, _Replayed]:
+        node, found = _Node(setup, self._one_of), dict[int, _Replayed]()
+        for ino in self._there_before:
+            node.copy(ino, self._sizes[ino], evicts=False)
+        ahead = self._copied_ahead() if setup.scans else iter(())
+        coming = next(ahead, None)
+        for visit in self._visits:
+            while coming is not None and coming[0] <= visit.begin:
+                node.copy(coming[1], self._sizes[coming[1]], evicts=False)
+                coming = next(ahead, None)
+            local = node.open(visit.ino, visit.size)
+            one = found.setdefault(visit.epoch, _Replayed())
+            one.bytes += visit.bytes
+            one.local_bytes += visit.bytes * local
+            one.measured += visit.measured
+            one.expected += visit.local * local + visit.remote * (1 - local)
+        return found
+
+    def _copied_ahead(self) -> Iterator[tuple[float, int]]:
+        """(when, which file): as fast as the source gave the first epoch's."""
+        moment = 0.0
+        for ino, size in self._sizes.items():
+            moment += size / (self._bytes_per_second or 1)
+            yield moment, ino
+
+
+def _estimate(epoch: Epoch, replayed: _Replayed) -> float:
+    """The epoch's time, if what its readers waited for files changes in proportion."""
+    span = epoch.span
+    of_reads = 1 - span.shared[NAMES] / span.waiting if span.waiting else 0.0
+    change = 1 - replayed.expected / replayed.measured if replayed.measured else 0.0
+    return max(0.0, epoch.seconds - span.waited * of_reads * change)

@@ -1,0 +1,217 @@
+"""The verdict in plain words: whether input was the limit, what it waited for, what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from monarchfs.insight.facts import Facts
+from monarchfs.insight.results import (
+    CAUSES,
+    COPY,
+    MEMORY,
+    NAMES,
+    PEER,
+    SOURCE,
+    TIER,
+    Conclusion,
+    Epoch,
+    Outcome,
+    SourceLimits,
+)
+from monarchfs.text.sizes import format_bytes, format_seconds
+
+INPUT_BOUND = 0.5
+COMPUTE_BOUND = 0.2
+_SHORTEST_SECONDS = 1.0
+_FEWEST_REQUESTS = 50
+_WORTH_SAYING = 0.25
+_GAIN = 0.95
+AS_IT_WAS = "as it was"
+
+_WORDS = {
+    SOURCE: "the source",
+    MEMORY: "the daemon's memory",
+    TIER: "the tiers",
+    PEER: "other nodes",
+    COPY: "copies under way",
+    NAMES: "look-ups and opens",
+}
+
+
+def words_of(cause: int) -> str:
+    return _WORDS.get(cause, "unknown")
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f}%"
+
+
+def count(number: float, one: str) -> str:
+    return f"{number:,.0f} {one}{'' if round(number) == 1 else 's'}"
+
+
+def steady_epoch(epochs: Sequence[Epoch]) -> Epoch | None:
+    """The last whole one: it shows what an epoch takes once copies are made."""
+    most = max((epoch.bytes for epoch in epochs), default=0)
+    whole = [epoch for epoch in epochs if epoch.bytes >= most / 2]
+    return whole[-1] if whole else None
+
+
+def give_verdict(
+    facts: Facts,
+    epochs: Sequence[Epoch],
+    source: SourceLimits | None,
+    outcomes: Sequence[Outcome],
+    requests: int,
+) -> Conclusion:
+    reservations = list(_reservations(facts, epochs))
+    epoch = steady_epoch(epochs)
+    if epoch is None or requests < _FEWEST_REQUESTS or epoch.seconds < _SHORTEST_SECONDS:
+        line = (
+            f"No verdict: the recording is too short ({count(requests, 'request')}). Record at"
+            " least one whole epoch, better two."
+        )
+        return Conclusion("unknown", epoch.number if epoch else 0, [line], reservations)
+    kind, line = _kind(facts, epoch)
+    lines = [line]
+    if kind == "unknown" or epoch.waited_share >= COMPUTE_BOUND:
+        lines += _causes(epoch, source, outcomes)
+    if facts.sampled == 1:
+        lines += _remedies(kind, epoch, outcomes)
+    return Conclusion(kind, epoch.number, lines, reservations)
+
+
+def _reservations(facts: Facts, epochs: Sequence[Epoch]) -> Iterator[str]:
+    if facts.sampled > 1:
+        yield (
+            f"Only the requests of one of {facts.sampled} files were recorded: times of waiting are"
+            " too low, and there is no verdict. Record without sampling for one."
+        )
+    if "reads" in facts.hidden:
+        how = "passthrough" if facts.passthrough else "its page cache"
+        yield (
+            f"The kernel served some reads by itself ({how}); they are not in the recording, so"
+            " readers may have read while they seem idle."
+        )
+    if "opens" in facts.hidden:
+        yield "The kernel opened files by itself: what opens took is not in the recording."
+    if facts.dropped:
+        yield f"{count(facts.dropped, 'event')} came too fast and were not recorded."
+    if facts.gaps:
+        yield f"Nothing was recorded in {count(facts.gaps, 'interval')} (the worker was replaced)."
+    if len(epochs) < 2:
+        yield (
+            "One epoch was recorded: nothing was read again, so later epochs, which read from the"
+            " tiers, cannot be judged. Record two."
+        )
+
+
+def _kind(facts: Facts, epoch: Epoch) -> tuple[str, str]:
+    share, seconds = epoch.waited_share, epoch.span.with_readers or 1
+    who = "the reader" if epoch.readers < 1.5 else f"the {epoch.readers:.0f} readers"
+    waited = f"in epoch {epoch.number} {who} waited {percent(share)} of the time"
+    if epoch.readers >= 1.5:
+        waited += f", all at once {percent(epoch.span.all_waiting / seconds)}"
+    idle = percent(epoch.span.idle / seconds)
+    if facts.sampled > 1:
+        return "unknown", f"No verdict (sampled): {waited}, or more."
+    if share >= INPUT_BOUND:
+        return "input-bound", f"Input-bound: {waited}."
+    if facts.passthrough and "reads" in facts.hidden:
+        return "unknown", (
+            f"No verdict, because the kernel read by itself: {waited} for what the mount answered."
+        )
+    if share >= COMPUTE_BOUND:
+        return "mixed", f"Partly input-bound: {waited}; {idle} nobody waited (computing)."
+    gain = format_seconds(epoch.span.waited)
+    return "compute-bound", (
+        f"Not input-bound: {waited}, and {idle} nobody did. Without any waiting an epoch of"
+        f" {format_seconds(epoch.seconds)} would be at most {gain} shorter."
+    )
+
+
+def _causes(
+    epoch: Epoch, source: SourceLimits | None, outcomes: Sequence[Outcome]
+) -> Iterator[str]:
+    shares = [seconds / (epoch.span.waiting or 1) for seconds in epoch.span.shared]
+    ranked = sorted(range(len(CAUSES)), key=lambda cause: -shares[cause])
+    for cause in ranked[:2]:
+        if shares[cause] < _WORTH_SAYING:
+            return
+        begin = f"{percent(shares[cause])} of the waiting was for"
+        if cause == SOURCE:
+            yield f"{begin} the source: {_of_source(epoch, outcomes)}."
+            yield from _limits(source)
+        elif cause in (MEMORY, TIER):
+            rate = epoch.span.bytes[cause] / (epoch.span.merged[cause] or 1)
+            where = "in a tier" if cause == TIER else "in memory"
+            yield (
+                f"{begin} the daemon: the data were local ({where}) and came at"
+                f" {format_bytes(rate)}/s while they were waited for. More room would not help;"
+                " larger reads, more readers at once or a faster tier may."
+            )
+        else:
+            yield f"{begin} {words_of(cause)}."
+
+
+def _of_source(epoch: Epoch, outcomes: Sequence[Outcome]) -> str:
+    files = f"{count(epoch.source_files, 'file')} ({format_bytes(epoch.source_file_bytes)})"
+    if epoch.number == 1:
+        return f"the first epoch read {files} from it"
+    fits = next((o.hit_ratio for o in outcomes if o.change == AS_IT_WAS), 0.0)
+    if fits > epoch.hit_ratio + 0.1:
+        return (
+            f"{files} were read from it again, though more would fit: they were not copied yet, or"
+            " not at all (`monarchfs why` says the reason)"
+        )
+    return f"{files} that do not fit into the tiers were read from it again"
+
+
+def _limits(source: SourceLimits | None) -> Iterator[str]:
+    if source is None:
+        return
+    if source.slow_share_of_time >= 0.3 and source.slow_share_of_reads <= 0.2:
+        again = (
+            f"the same {count(source.slow_files, 'file')}, as {source.example}: one storage target"
+            " of the source may be slow"
+            if source.same_files
+            else "other files each time: the source paused, or was busy with others"
+        )
+        yield (
+            f"{percent(source.slow_share_of_reads)} of its answers took ten times the median or"
+            f" more, and made {percent(source.slow_share_of_time)} of its time; these were {again}."
+        )
+        return
+    rate = f"{format_bytes(source.bytes_per_second)}/s"
+    if source.load_share is None:
+        yield (
+            f"It gave {rate}; half of its answers took {format_seconds(source.median)} or more."
+            " About as much was asked at all times, so whether latency or bandwidth was the limit"
+            " cannot be told."
+        )
+    elif source.load_share >= 0.5:
+        yield f"Its bandwidth was the limit: it gave {rate}, the slower the more was asked at once."
+    else:
+        yield (
+            f"Its latency was the limit, not its bandwidth: half of its answers took"
+            f" {format_seconds(source.median)} or more, however much was asked. It gave {rate};"
+            " more readers at once would get more."
+        )
+
+
+def _remedies(kind: str, epoch: Epoch, outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """The change that brings most; of two that bring about the same, the one named first."""
+    now = epoch.seconds
+    others = [one for one in outcomes if one.change != AS_IT_WAS]
+    best = min((one.epoch_seconds for one in others), default=now)
+    as_it_was = min((one.epoch_seconds for one in outcomes if one not in others), default=now)
+    if kind == "compute-bound" or best > min(now, as_it_was) * _GAIN:
+        return
+    for one in others:
+        if now - one.epoch_seconds >= 0.8 * (now - best):
+            local = percent(one.hit_ratio)
+            yield (
+                f"{one.change} would bring that to an estimated {format_seconds(one.epoch_seconds)}"
+                f" an epoch instead of {format_seconds(now)} ({local} of the bytes local)."
+            )
+            return

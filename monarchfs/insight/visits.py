@@ -1,0 +1,101 @@
+"""Each file's reads in each epoch: what they cost, and would have cost elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from monarchfs.insight.latencies import REMOTE, size_class
+from monarchfs.insight.recording import Event, File
+from monarchfs.insight.results import SOURCE
+from monarchfs.insight.sampling import hashed, one_of
+
+_MOST_FILES = 20_000
+
+
+@dataclass(slots=True)
+class Visit:
+    """``local`` and ``remote`` are the seconds of all its reads if these are answered from a tier,
+    or from elsewhere: measured if they were, else expected. ``remote_bytes`` came from elsewhere.
+    """
+
+    epoch: int
+    ino: int
+    size: int
+    begin: float
+    bytes: int = 0
+    remote_bytes: int = 0
+    measured: float = 0.0
+    local: float = 0.0
+    remote: float = 0.0
+
+
+class Visits:
+    """Collects visits, of at most 20,000 files: one of ``one_of``. And finds out whether what was
+    slow in the source was slow again."""
+
+    def __init__(
+        self,
+        files: Mapping[int, File],
+        local: Sequence[float],
+        remote: Sequence[float],
+        slow: Sequence[float],
+    ) -> None:
+        """``local`` and ``remote`` are the seconds that a read may take, by class of sizes; from
+        ``slow`` on, one of the source is slow."""
+        self.one_of = one_of(len(files), _MOST_FILES)
+        self.all: list[Visit] = []
+        self._files = files
+        self._local, self._remote, self._slow = local, remote, slow
+        self._now: dict[int, Visit] = {}
+        self.slow_reads: Counter[int] = Counter()
+        self.slow_seconds = self.source_seconds = 0.0
+        self.source_reads = 0
+        self._from_source: Counter[int] = Counter()
+
+    def add(self, epoch: int, cause: int, event: Event) -> None:
+        begin, duration, _kind, _answer, ino, _pid, offset, read = event
+        of_class = size_class(read)
+        if cause == SOURCE:
+            self._count_source(ino, duration, duration > self._slow[of_class])
+        if hashed(ino) & self.one_of - 1:
+            return
+        visit = self._now.get(ino)
+        if visit is None or visit.epoch != epoch:
+            file = self._files.get(ino)
+            size = file.size if file is not None else offset + read
+            visit = self._now[ino] = Visit(epoch, ino, size, begin)
+            self.all.append(visit)
+        visit.bytes += read
+        visit.measured += duration
+        if cause in REMOTE:
+            visit.remote_bytes += read
+            visit.remote += duration
+            visit.local += min(duration, self._local[of_class])
+        else:
+            visit.local += duration
+            visit.remote += max(duration, self._remote[of_class])
+
+    @property
+    def same_files(self) -> bool:
+        """Whether of the other reads of files with a slow one at least a third were slow, too."""
+        files = len(self.slow_reads)
+        others = sum(self._from_source[ino] for ino in self.slow_reads) - files
+        return others >= 4 and (sum(self.slow_reads.values()) - files) * 3 >= others
+
+    @property
+    def slowest(self) -> str:
+        """The path of a file with most slow reads."""
+        for ino, _ in self.slow_reads.most_common(1):
+            file = self._files.get(ino)
+            return file.path if file is not None else f"inode {ino}"
+        return ""
+
+    def _count_source(self, ino: int, duration: float, slow: bool) -> None:
+        self.source_reads += 1
+        self.source_seconds += duration
+        self._from_source[ino] += 1
+        if slow:
+            self.slow_reads[ino] += 1
+            self.slow_seconds += duration

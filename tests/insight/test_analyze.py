@@ -1,0 +1,356 @@
+"""What `monarchfs analyze` says of jobs whose limits are known."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monarchfs.insight.analysis import analyze
+from monarchfs.insight.epochs import in_order, survey
+from monarchfs.insight.histogram import LogHistogram
+from monarchfs.insight.recording import AnsweredBy, Event, Kind, open_recording
+from monarchfs.insight.results import CAUSES, NAMES, Analysis, cause_of
+from monarchfs.insight.text import text_of
+from monarchfs.insight.waiting import Sweep
+from tests.support.jobs import (
+    KIB,
+    MIB,
+    Job,
+    always,
+    bandwidth,
+    many_files,
+    sizes_like,
+    source_until_copied,
+)
+from tests.support.mounting import MONARCHFS
+
+SOURCE, TIER, MEMORY = AnsweredBy.SOURCE, AnsweredBy.TIER, AnsweredBy.MEMORY
+
+
+def analyzed(job: Job, tmp_path: Path, **facts: Any) -> Analysis:
+    return analyze(open_recording(job.record(tmp_path / "job.rec", **facts)))
+
+
+def said(found: Analysis) -> str:
+    return " ".join(found.verdict.lines)
+
+
+def test_the_latency_of_the_source(tmp_path: Path) -> None:
+    files = sizes_like(many_files(400, 0), 20 * KIB, 60 * KIB, 100 * KIB)
+    found = analyzed(Job(always(SOURCE, 0.02), files), tmp_path)
+    assert found.verdict.kind == "input-bound"
+    assert "the 4 readers waited 100% of the time, all at once" in said(found)
+    assert "Its latency was the limit" in said(found)
+    assert found.source is not None
+    assert found.source.load_share is not None
+    assert found.source.load_share < 0.2
+
+
+def test_the_bandwidth_of_the_source(tmp_path: Path) -> None:
+    files = sizes_like(many_files(400, 0), 100 * KIB, 600 * KIB, 900 * KIB)
+    found = analyzed(Job(bandwidth(100 * MIB), files, compute=0.001), tmp_path)
+    assert found.verdict.kind == "input-bound"
+    assert "Its bandwidth was the limit: it gave 100M/s" in said(found)
+    assert found.epochs[1].bandwidth == pytest.approx(100 * MIB, rel=0.02)
+
+
+def test_the_daemon(tmp_path: Path) -> None:
+    found = analyzed(Job(always(MEMORY, 0.02), readers=2), tmp_path)
+    assert found.verdict.kind == "input-bound"
+    assert "100% of the waiting was for the daemon" in said(found)
+    assert "More room would not help" in said(found)
+
+
+def test_computing(tmp_path: Path) -> None:
+    found = analyzed(Job(always(TIER, 0.0005), compute=0.02), tmp_path)
+    assert found.verdict.kind == "compute-bound"
+    assert said(found).startswith("Not input-bound: in epoch 2 the 4 readers waited 2% of the time")
+    assert found.epochs[1].span.idle == pytest.approx(found.epochs[1].seconds * 0.9, rel=0.1)
+
+
+def test_half_and_half(tmp_path: Path) -> None:
+    job = Job(always(SOURCE, 0.01), readers=1, compute=0.0125)
+    found = analyzed(job, tmp_path)
+    assert found.verdict.kind == "mixed"
+    assert found.epochs[1].waited_share == pytest.approx(0.444, abs=0.01)
+    assert found.epochs[1].span.idle == pytest.approx(found.epochs[1].seconds * 0.556, rel=0.02)
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    job = Job(source_until_copied(0.56, 0.02, 0.001), many_files(1000, 100 * KIB))
+    tiers = [{"path": "/scratch", "capacity": int(1000 * 0.56 * 100 * KIB + 4 * KIB)}]
+    found = analyzed(job, tmp_path, tiers=tiers)
+    assert found.verdict.kind == "input-bound"
+    assert found.epochs[1].hit_ratio == pytest.approx(0.56, abs=0.001)
+    assert "440 files (43M) that do not fit into the tiers were read from it again" in said(found)
+    assert "43M more on /scratch would bring that to an estimated" in said(found)
+    all_local = found.outcomes[-1]
+    assert all_local.hit_ratio == 1
+    assert all_local.epoch_seconds == pytest.approx(1000 * 0.001 / 4, rel=0.1)
+    as_it_was = found.outcomes[0]
+    assert as_it_was.hit_ratio == pytest.approx(0.56, abs=0.03)
+    assert as_it_was.epoch_seconds == pytest.approx(found.epochs[1].seconds, rel=0.1)
+
+
+def test_what_would_fit_but_was_not_copied(tmp_path: Path) -> None:
+    found = analyzed(Job(always(SOURCE, 0.02)), tmp_path)
+    assert "though more would fit" in said(found)
+
+
+def test_one_slow_target(tmp_path: Path) -> None:
+    def answer(job: Job, _now: float, ino: int, _size: int) -> tuple[AnsweredBy, float]:
+        return SOURCE, (0.5 if ino % 16 == 0 else 0.005) * job.random.uniform(0.8, 1.2)
+
+    found = analyzed(Job(answer), tmp_path)
+    assert "6% of its answers took ten times the median or more, and made 87%" in said(found)
+    assert "the same 25 files" in said(found)
+    assert "one storage target of the source may be slow" in said(found)
+
+
+def test_a_pause_of_the_source(tmp_path: Path) -> None:
+    def answer(job: Job, _now: float, ino: int, _size: int) -> tuple[AnsweredBy, float]:
+        return SOURCE, (0.5 if job.random.random() < 0.03 else 0.005)
+
+    found = analyzed(Job(answer), tmp_path)
+    assert "other files each time: the source paused" in said(found)
+
+
+def test_shared_files(tmp_path: Path) -> None:
+    found = analyzed(Job(always(TIER, 0.01), shared=True), tmp_path)
+    assert [epoch.shared_files for epoch in found.epochs] == pytest.approx([400, 400], abs=1)
+    assert "100% of files were read by more than one process" in text_of(found)
+
+
+def test_readers_that_are_forked_for_each_epoch_do_not_idle_in_others(tmp_path: Path) -> None:
+    found = analyzed(Job(always(SOURCE, 0.02), epochs=3, forks=True), tmp_path)
+    assert [round(epoch.readers) for epoch in found.epochs] == [4, 4, 4]
+    assert all(epoch.waited_share > 0.95 for epoch in found.epochs)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"sampled": 8}, "one of 8 files"),
+        ({"hidden": ["reads"]}, "its page cache"),
+        ({"hidden": ["reads"], "data_path": "passthrough"}, "(passthrough)"),
+        ({"hidden": ["opens"]}, "what opens took is not in the recording"),
+        ({"dropped": 3}, "3 events came too fast"),
+        ({"gaps": [[0, 1]]}, "Nothing was recorded in 1 interval"),
+    ],
+)
+def test_what_the_recording_lacks(facts: dict[str, Any], words: str, tmp_path: Path) -> None:
+    found = analyzed(Job(always(TIER, 0.001), compute=0.02), tmp_path, **facts)
+    assert words in " ".join(found.verdict.reservations)
+    judged = not ({"sampled"} & set(facts) or facts.get("data_path") == "passthrough")
+    assert (found.verdict.kind == "compute-bound") is judged
+
+
+def test_one_epoch_carries_no_estimate(tmp_path: Path) -> None:
+    found = analyzed(Job(always(SOURCE, 0.02), epochs=1), tmp_path)
+    assert "One epoch was recorded" in found.verdict.reservations[0]
+    assert found.verdict.kind == "input-bound"
+    assert found.outcomes == []
+
+
+@pytest.mark.parametrize("files", [0, 3])
+def test_too_little_carries_no_verdict(files: int, tmp_path: Path) -> None:
+    job = Job(always(SOURCE, 0.02), many_files(files, 1))
+    if not files:
+        job.epochs = 0
+    found = analyzed(job, tmp_path)
+    assert found.verdict.kind == "unknown"
+    assert "too short" in said(found)
+    assert "too short" in text_of(found)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "words"),
+    [(128 * KIB, "100% sequential"), (4 * KIB, "100% sequential")],
+)
+def test_sequential_reads(request_bytes: int, words: str, tmp_path: Path) -> None:
+    job = Job(always(TIER, 0.01), many_files(20, MIB), request_bytes=request_bytes)
+    assert words in text_of(analyzed(job, tmp_path))
+
+
+def reads(*places: int, size: int = 4096) -> list[Event]:
+    return [
+        Event(n * 0.1, 0.05, Kind.READ, TIER, 5, 1, place, size) for n, place in enumerate(places)
+    ]
+
+
+def pattern_of(events: list[Event], tmp_path: Path) -> str:
+    job = Job(always(TIER, 1), {5: many_files(1, 1 << 40)[100]})
+    job.events = lambda: events  # type: ignore[method-assign]
+    return text_of(analyzed(job, tmp_path))
+
+
+def test_strided_reads(tmp_path: Path) -> None:
+    events = reads(*range(0, 100 * MIB, MIB))
+    assert "98% strided" in pattern_of(events, tmp_path)
+
+
+def test_random_reads(tmp_path: Path) -> None:
+    events = reads(*(n * n * 7919 * KIB % (1 << 36) for n in range(100)))
+    assert "99% random" in pattern_of(events, tmp_path)
+
+
+INTERVALS = st.lists(
+    st.tuples(
+        st.integers(0, 60), st.integers(0, 20), st.integers(1, 3), st.sampled_from(list(AnsweredBy))
+    ),
+    max_size=25,
+)
+
+
+@given(INTERVALS, st.lists(st.integers(1, 79), max_size=3))
+def test_merged_intervals_are_what_a_plain_count_gives(
+    rows: list[tuple[int, int, int, AnsweredBy]], cuts: list[int]
+) -> None:
+    events = sorted(
+        Event(float(begin), float(took), Kind.READ, by, 9, pid, 0, 10)
+        for begin, took, pid, by in rows
+    )
+    lives = survey(events).readers
+    edges = sorted({0.0, 80.0, *map(float, cuts)})
+    sweep = Sweep(edges, lives)
+    for event in events:
+        sweep.add(cause_of(event), event)
+    for span in sweep.finish():
+        moments = [n + 0.5 for n in range(int(span.begin), int(span.end))]
+        under_way = [[e for e in events if e.begin < m < e.begin + e.duration] for m in moments]
+        alive = [[p for p, life in lives.items() if life.begin < m < life.end] for m in moments]
+        waiting = [{e.pid for e in now} & set(lives) for now in under_way]
+        pairs = list(zip(alive, waiting, strict=True))
+        assert span.waiting == sum(map(bool, under_way))
+        assert span.idle == sum(bool(a) and not w for a, w in pairs)
+        assert span.all_waiting == sum(bool(a) and set(a) <= w for a, w in pairs)
+        assert span.waited == pytest.approx(sum(len(w) / len(a) for a, w in pairs if a))
+        for cause in range(len(CAUSES)):
+            mine = [[e for e in now if cause_of(e) == cause] for now in under_way]
+            assert span.merged[cause] == sum(map(bool, mine))
+        assert sum(span.shared) == pytest.approx(span.waiting)
+        assert sum(span.bytes) == 10 * sum(span.begin <= e.begin < span.end for e in events)
+
+
+@given(
+    files=st.integers(100, 200),
+    epochs=st.integers(1, 4),
+    readers=st.integers(1, 4),
+    forks=st.booleans(),
+    pieces=st.integers(1, 3),
+    seed=st.randoms(use_true_random=False),
+)
+def test_epochs_begin_where_all_is_read_again(
+    files: int, epochs: int, readers: int, forks: bool, pieces: int, seed: Any
+) -> None:
+    job = Job(
+        always(TIER, 0.01),
+        many_files(files, pieces * 128 * KIB),
+        *(readers, epochs),
+        forks=forks,
+        random=seed,
+    )
+    events = job.events()
+    assert survey(in_order(events)).begins == job.begins
+
+
+@given(st.lists(st.floats(1e-9, 1e4), min_size=1), st.sampled_from([50, 90, 99]))
+def test_percentiles_are_near(values: list[float], percent: int) -> None:
+    durations = LogHistogram()
+    for value in values:
+        durations.add(value)
+    exact = sorted(values)[max(0, -(-len(values) * percent // 100) - 1)]
+    assert exact <= durations.percentile(percent) <= exact * 1.26
+    assert sum(count for _, count in durations.rows()) == len(values)
+
+
+def test_processes_that_read_the_same_are_no_epochs() -> None:
+    job = Job(always(TIER, 0.01), shared=True, epochs=1)
+    assert len(survey(in_order(job.events())).begins) == 1
+
+
+def test_a_hot_file_makes_no_epoch_and_is_named(tmp_path: Path) -> None:
+    job = Job(always(TIER, 0.01))
+    events = job.events()
+    hot = [e._replace(ino=101, offset=0) for e in events[::10]]
+    job.events = lambda: sorted([*events, *hot])  # type: ignore[method-assign]
+    found = analyzed(job, tmp_path)
+    assert [epoch.span.begin for epoch in found.epochs] == pytest.approx(job.begins, abs=0.02)
+    assert [file.path for file in found.pattern.hot] == ["train/0001.jpg"]
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*MONARCHFS, "analyze", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = Job(source_until_copied(0.5, 0.02, 0.001)).record(tmp_path / "job.rec")
+    page, trace = tmp_path / "job.html", tmp_path / "job.json"
+    run = command(path, "--html", page, "--trace", trace)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "Input-bound: in epoch 2" in run.stdout
+    assert "http" not in page.read_text().replace("http-equiv", "")
+    for svg in page.read_text().split("<svg ")[1:]:
+        ElementTree.fromstring("<svg " + svg.partition("</svg>")[0] + "</svg>")
+    events = json.loads(trace.read_text())["traceEvents"]
+    shown = [event for event in events if event["ph"] == "X" and event["pid"]]
+    assert len(shown) == 800
+    assert {event["args"]["file"] for event in shown} == {f"train/{n:04}.jpg" for n in range(400)}
+    found = json.loads(command(path, "--json").stdout)
+    assert found["verdict"]["kind"] == "input-bound"
+    assert [epoch["files"] for epoch in found["epochs"]] == [400, 400]
+
+
+def test_names_do_nothing_to_a_terminal_or_a_page(tmp_path: Path) -> None:
+    job = Job(always(TIER, 0.01), many_files(50, 4 * KIB))
+    path = job.record(tmp_path / "job.rec", source="/l\x1b[2J<script>alert(1)</script>\udcff")
+    page = tmp_path / "job.html"
+    run = command(path, "--html", page)
+    assert run.returncode == 0
+    assert "\x1b" not in run.stdout
+    assert "<script>" not in page.read_text()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no recording", b"monarchfs-recordXYZ"])
+def test_a_file_that_is_no_recording(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "job.rec"
+    if content is not None:
+        path.write_bytes(content)
+    run = command(path)
+    assert run.returncode == 1
+    assert run.stderr.startswith("monarchfs: ")
+    assert run.stderr.count("\n") == 1
+    assert str(path) in run.stderr
+
+
+def test_a_recording_that_makes_no_sense(tmp_path: Path) -> None:
+    path = Job(always(TIER, 0.01)).record(tmp_path / "job.rec", policy="none of ours")
+    run = command(path)
+    assert (run.returncode, run.stderr.count("\n")) == (1, 1)
+    assert "makes no sense" in run.stderr
+
+
+def test_look_ups_and_opens_are_waited_for_too(tmp_path: Path) -> None:
+    job = Job(always(TIER, 0.01))
+    events = job.events()
+    opens = [e._replace(kind=Kind.OPEN, source_of=SOURCE, size=0) for e in events]
+    job.events = lambda: sorted([*opens, *events])  # type: ignore[method-assign]
+    found = analyzed(job, tmp_path)
+    assert [epoch.span.begin for epoch in found.epochs] == pytest.approx(job.begins)
+    assert found.epochs[0].span.shared[NAMES] == pytest.approx(found.epochs[0].seconds / 2, rel=0.1)
+    assert "50% of the waiting was for look-ups and opens" in said(found)
+
+
+def test_a_header_that_is_read_twice_is_no_epoch() -> None:
+    job = Job(always(TIER, 0.01))
+    events = sorted(e for event in job.events() for e in (event, event))
+    assert survey(events).begins == pytest.approx(job.begins, abs=0.02)
