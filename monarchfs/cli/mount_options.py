@@ -16,7 +16,7 @@ RUN_OPTIONS = tuple(key for key in MOUNT_OPTIONS if key != "foreground")
 PLAN_OPTIONS = ("tier", "state_dir", "user")
 """Those that say what would be mounted, for whom and with which tiers."""
 
-DOCTOR_OPTIONS = (*PLAN_OPTIONS, "peers", "peer_name", "peer_port", "peer_key")
+DOCTOR_OPTIONS = (*PLAN_OPTIONS, "peers", "peer_name", "peer_port", "peer_key", "peer_tls")
 """Those, and who would share."""
 
 _SHORT = {"foreground": "-f"}

@@ -90,6 +90,7 @@ class PlainSettings:
     kernel repeats requests that a dead worker took, where it can. ``copy_nice`` is the priority
     (nice(1)) of threads that nobody waits for. ``peers`` are the job's nodes that share what they
     have, this one among them, as ``peer_name``; ``peer_key`` is a file with the site's key.
+    With ``peer_tls`` they encrypt what they send.
     ``share`` says what of the others' files this node keeps.
     """
 
@@ -114,6 +115,7 @@ class PlainSettings:
     peer_name: str | None = None
     peer_port: int = 9466
     peer_key: str | None = None
+    peer_tls: bool = False
     share: ShareMode = ShareMode.AUTO
 
 

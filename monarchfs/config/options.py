@@ -137,6 +137,9 @@ OPTIONS: Mapping[str, Option] = {
         "the key of the site, the same on all nodes, that only its owner can read",
         paths="file",
     ),
+    "peer_tls": Option(
+        values.parse_flag, help="encrypt what peers send each other; all of them must have this"
+    ),
     "share": Option(
         values.parse_share,
         "MODE",

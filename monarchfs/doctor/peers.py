@@ -8,13 +8,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from http.client import HTTPConnection, HTTPException
 from ipaddress import ip_address
 
 from monarchfs.config import Config
 from monarchfs.doctor.checks import Check, Severity, Value, from_error
 from monarchfs.fuse.mount import SYSTEM_PATH
-from monarchfs.peers import credentials
+from monarchfs.peers import _replicas, credentials
 from monarchfs.peers.nodes import PeerNode, Peers
 from monarchfs.peers.web_server import find_nginx
 from monarchfs.supervisor.peering import address_of, find_peers
@@ -26,6 +25,7 @@ SECURE_LINK = "http_secure_link_module"
 _VERSION_SECONDS = 3.0
 _RESOLVE_SECONDS = 3.0
 _ANSWER_SECONDS = 2.0
+_ANSWER_BYTES = 1 << 20
 _ALL_SECONDS = 6.0
 _THREADS = 32
 
@@ -84,14 +84,15 @@ def judge_nginx(program: str, build: str) -> Check:
 def ask_all(peers: Peers, own_address: str, *, authorised: bool) -> dict[PeerNode, str]:
     """Why each of the other nodes does not answer, "" for those that do. ``authorised``: the secret
     is that of the source, so they have to answer a request that is signed with it."""
-    token = credentials.token(own_address, peers.secret, time.time())
-    path = f"/ask/catalogue?after=&{token[1:]}" if authorised else "/"
+    token = credentials.token(own_address, peers.secret, time.time()) if authorised else ""
+    _replicas.token(token, own_address)
+    _replicas.pin(peers.pin)
     pool = ThreadPoolExecutor(_THREADS)
-    asked = {
-        pool.submit(ask, node, own_address, path): node
-        for node in peers.nodes
-        if node != peers.nodes[peers.own]
-    }
+    asked = {}
+    for number, node in enumerate(peers.nodes):
+        if number != peers.own:
+            _replicas.peer(number, node.url(node.address, tls=bool(peers.pin)))
+            asked[pool.submit(ask, number, "/ask/catalogue?after=" if authorised else "/")] = node
     done, _late = wait(asked, _ALL_SECONDS)
     pool.shutdown(wait=False, cancel_futures=True)
     said = {node: _said(one) if one in done else "no answer" for one, node in asked.items()}
@@ -104,20 +105,13 @@ def ask_all(peers: Peers, own_address: str, *, authorised: bool) -> dict[PeerNod
 def _said(one: Future[str]) -> str:
     try:
         return one.result()
-    except (OSError, HTTPException) as error:
-        return (isinstance(error, OSError) and error.strerror) or str(error) or repr(error)
+    except OSError as error:
+        return error.strerror or str(error)
 
 
-def ask(node: PeerNode, own_address: str, path: str) -> str:
-    """Why it does not answer as a peer does; "" if it does. Raises OSError, HTTPException."""
-    connection = HTTPConnection(
-        *(node.address, node.port), timeout=_ANSWER_SECONDS, source_address=(own_address, 0)
-    )
-    try:
-        connection.request("GET", path)
-        status = connection.getresponse().status
-    finally:
-        connection.close()
+def ask(number: int, path: str) -> str:
+    """Why a peer does not answer as one does; "" if it does. Raises OSError."""
+    status, _answer = _replicas.ask(number, path, None, _ANSWER_SECONDS, _ANSWER_BYTES)
     return "" if status == 200 else f"status {status}"
 
 

@@ -114,6 +114,18 @@ static PyObject *token(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
+static PyObject *pin(PyObject *self, PyObject *digest)
+{
+	(void)self;
+	const char *text = PyUnicode_AsUTF8(digest);
+	if (!text)
+		return NULL;
+	int result = fetch_pin(text);
+	if (result < 0)
+		return failed(-result);
+	Py_RETURN_NONE;
+}
+
 static PyObject *owners(PyObject *self, PyObject *args)
 {
 	(void)self;
@@ -223,6 +235,7 @@ static PyMethodDef methods[] = {
 	{"remove_all", remove_all, METH_O, "remove_all(peer): it has none any more."},
 	{"has", has, METH_O, "has(name): whether a peer has this replica."},
 	{"peer", peer, METH_VARARGS, "peer(number, url): where it serves its tiers; '': nowhere. Raises OSError."},
+	{"pin", pin, METH_O, "pin(digest): the public key that peers must have; \"\" without TLS. Raises OSError."},
 	{"token", token, METH_VARARGS, "token(text, address): what each request has behind its path, and where it comes from. Raises OSError."},
 	{"owners", owners, METH_VARARGS,
 	 "owners(numbers, own): the owner of each bucket of names, 16 bits each, and this node's number. Raises\n"

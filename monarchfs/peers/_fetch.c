@@ -33,6 +33,7 @@ struct peer {
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER; /* guards the list and the token */
 static struct peer *peers[MOST_PEERS];
 static char token[PEER_TOKEN_BYTES];
+static char pin[PEER_PIN_BYTES]; /* CURLOPT_PINNEDPUBLICKEY; empty without TLS */
 static char interface[PEER_ADDRESS_BYTES + 8]; /* CURLOPT_INTERFACE */
 static pthread_key_t handle_key;
 
@@ -85,6 +86,16 @@ int fetch_token(const char *text, const char *address)
 	pthread_rwlock_wrlock(&lock);
 	strcpy(token, text);
 	snprintf(interface, sizeof(interface), "host!%s", address);
+	pthread_rwlock_unlock(&lock);
+	return 0;
+}
+
+int fetch_pin(const char *digest)
+{
+	if (strlen(digest) >= PEER_PIN_BYTES)
+		return -EINVAL;
+	pthread_rwlock_wrlock(&lock);
+	strcpy(pin, digest);
 	pthread_rwlock_unlock(&lock);
 	return 0;
 }
@@ -169,6 +180,18 @@ static size_t take_answer(char *data, size_t one, size_t size, void *to)
 	return size;
 }
 
+/* A peer is who has the key that is pinned: nobody signs certificates. */
+static void expect_key(CURL *request)
+{
+	pthread_rwlock_rdlock(&lock);
+	if (pin[0]) {
+		curl_easy_setopt(request, CURLOPT_PINNEDPUBLICKEY, pin);
+		curl_easy_setopt(request, CURLOPT_SSL_VERIFYPEER, 0L);
+		curl_easy_setopt(request, CURLOPT_SSL_VERIFYHOST, 0L);
+	}
+	pthread_rwlock_unlock(&lock);
+}
+
 /* The calling thread's handle. Its requests come `from` an address. */
 static CURL *handle(const char *from)
 {
@@ -183,6 +206,7 @@ static CURL *handle(const char *from)
 	curl_easy_setopt(known, CURLOPT_INTERFACE, from);
 	curl_easy_setopt(known, CURLOPT_WRITEFUNCTION, take_answer);
 	curl_easy_setopt(known, CURLOPT_NOSIGNAL, 1L);
+	expect_key(known);
 	curl_easy_setopt(known, CURLOPT_NOPROXY, "*");
 	curl_easy_setopt(known, CURLOPT_BUFFERSIZE, 131072L);
 	curl_easy_setopt(known, CURLOPT_MAXCONNECTS, CONNECTIONS);
@@ -333,6 +357,26 @@ static size_t append(char *data, size_t one, size_t size, void *to)
 	return size;
 }
 
+static int error_of(CURL *request, CURLcode code)
+{
+	long error = 0;
+	switch (code) {
+	case CURLE_OPERATION_TIMEDOUT:
+		return -ETIMEDOUT;
+	case CURLE_WRITE_ERROR:
+		return -EMSGSIZE;
+	case CURLE_SSL_PINNEDPUBKEYNOTMATCH:
+		return -EKEYREJECTED;
+	case CURLE_SSL_CONNECT_ERROR:
+		return -EPROTO;
+	case CURLE_COULDNT_CONNECT:
+		curl_easy_getinfo(request, CURLINFO_OS_ERRNO, &error);
+		return error ? -(int)error : -ECONNREFUSED;
+	default:
+		return -ECONNREFUSED;
+	}
+}
+
 int fetch_answer(unsigned number, const char *path, const char *body, size_t size, int64_t timeout_ns,
 		 size_t most, char **answer, size_t *answer_size)
 {
@@ -367,7 +411,7 @@ int fetch_answer(unsigned number, const char *path, const char *body, size_t siz
 	}
 	free(text.bytes);
 	note_result(peer, FETCH_FAILED, 0, 0);
-	return code == CURLE_OPERATION_TIMEDOUT ? -ETIMEDOUT : code == CURLE_WRITE_ERROR ? -EMSGSIZE : -ECONNREFUSED;
+	return error_of(request, code);
 }
 
 bool fetch_avoided(unsigned number)

@@ -11,6 +11,7 @@
 #define PEER_URL_BYTES 512
 #define PEER_TOKEN_BYTES 256
 #define PEER_ADDRESS_BYTES 64
+#define PEER_PIN_BYTES 64
 
 enum fetch_result {
 	FETCHED,
@@ -27,13 +28,17 @@ struct peer_counts {
 /* 0 or -errno. Call it once before all else. */
 int fetch_begin(void);
 
-/* Set where the peer of this number serves its tiers (http://HOST:PORT), "" for nobody. Forgets its failures. 0 or
+/* Set where the peer of this number serves its tiers (http://HOST:PORT or https://...), "" for nobody. Forgets its failures. 0 or
  * -errno. */
 int fetch_peer(unsigned peer, const char *url);
 
 /* Set the token that each request has behind its path (`?...`), and the address for which it is valid. 0 or
  * -errno. */
 int fetch_token(const char *token, const char *address);
+
+/* Set the digest of the public key that peers must have, as in CURLOPT_PINNEDPUBLICKEY: before the first request
+ * over https. 0 or -errno. */
+int fetch_pin(const char *digest);
 
 /* Read all bytes of the replica of this name into `to`, of `size` bytes. */
 enum fetch_result fetch_replica(const unsigned char *name, size_t size, char *to);

@@ -7,7 +7,6 @@ import logging
 import random
 import socket
 import time
-from collections.abc import Sequence
 
 import trio
 
@@ -15,7 +14,7 @@ from monarchfs.peers import _replicas
 from monarchfs.peers.catalogue import Follower, decode
 from monarchfs.peers.credentials import TOKEN_SECONDS, token
 from monarchfs.peers.errors import PeerError
-from monarchfs.peers.nodes import PeerNode
+from monarchfs.peers.nodes import Peers
 from monarchfs.system.threads import run_sync
 
 log = logging.getLogger(__name__)
@@ -42,13 +41,15 @@ class Following:
     whole catalogue is known; ``heard``, when a peer last answered (trio.current_time()).
     """
 
-    def __init__(self, nodes: Sequence[PeerNode], own: int, secret: str) -> None:
-        self.nodes = nodes
-        self.own = own
+    def __init__(self, peers: Peers) -> None:
+        self.nodes = nodes = peers.nodes
+        self.own = peers.own
         self.errors: dict[int, str] = {}
         self.answered = [trio.Event() for _ in nodes]
         self.heard: dict[int, float] = {}
-        self._secret = secret
+        self._secret = peers.secret
+        self._tls = bool(peers.pin)
+        _replicas.pin(peers.pin)
         self._threads = trio.CapacityLimiter(THREADS)
         self._least = len(nodes) / PEERS_A_SECOND
 
@@ -83,8 +84,7 @@ class Following:
 
     async def _follow(self, number: int) -> None:
         address = await self._address(number)
-        host = f"[{address}]" if ":" in address else address
-        _replicas.peer(number, f"http://{host}:{self.nodes[number].port}")
+        _replicas.peer(number, self.nodes[number].url(address, tls=self._tls))
         follower = Follower()
         pause = FIRST_PAUSE_SECONDS
         while True:

@@ -6,7 +6,7 @@ import ipaddress
 import itertools
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from monarchfs.types import UsageError
@@ -27,6 +27,11 @@ class PeerNode:
     address: str
     port: int
     weight: float = 1.0
+
+    def url(self, address: str, *, tls: bool) -> str:
+        """Where its web server is, by a name or an address of the node."""
+        host = f"[{address}]" if ":" in address else address
+        return f"{'https' if tls else 'http'}://{host}:{self.port}"
 
 
 def parse_node(text: str, default_port: int) -> PeerNode:
@@ -64,11 +69,13 @@ def parse_nodes(texts: Iterable[str], default_port: int) -> list[PeerNode]:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The nodes in the order of their names, which of them this one is, and the mount's secret."""
+    """The nodes in the order of their names, which of them this one is, and the mount's secret.
+    ``pin``: the digest of the public key that peers must have; empty without TLS."""
 
     nodes: tuple[PeerNode, ...]
     own: int
     secret: str
+    pin: str = ""
 
     def changed(self, add: Iterable[str], remove: Iterable[str], default_port: int) -> Peers:
         """The same with nodes added and removed; this node stays.
@@ -87,13 +94,13 @@ class Peers:
 
     def to_message(self) -> dict[str, Any]:
         """The message for the worker."""
-        return {"nodes": list(map(astuple, self.nodes)), "own": self.own, "secret": self.secret}
+        return {**asdict(self), "nodes": list(map(astuple, self.nodes))}
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Peers:
         """What ``to_message`` gave, from JSON."""
         nodes = tuple(PeerNode(*fields) for fields in message["nodes"])
-        return cls(nodes, message["own"], message["secret"])
+        return cls(nodes, message["own"], message["secret"], message["pin"])
 
 
 def _in_order(given: Iterable[PeerNode]) -> list[PeerNode]:

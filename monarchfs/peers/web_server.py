@@ -46,7 +46,7 @@ http {{
     scgi_temp_path "{directory}/scgi";
     server {{
         listen {listen};
-        secure_link $arg_s,$arg_e;
+{tls}        secure_link $arg_s,$arg_e;
         secure_link_md5 "{signed}";
         if ($secure_link != 1) {{ return 403; }}
         location / {{ return 404; }}
@@ -59,6 +59,11 @@ http {{
     }}
 }}
 """
+_TLS = """\
+        ssl_certificate "{path}";
+        ssl_certificate_key "{path}";
+        ssl_protocols TLSv1.3;
+"""
 _TIER = """\
         location /tier/{number}/ {{ alias "{directory}/"; limit_except GET {{ deny all; }} }}
 """
@@ -67,7 +72,8 @@ _TIER = """\
 @dataclass(frozen=True, slots=True)
 class WebServerOptions:
     """``directory``: for the server's own files; the caller makes it, for its user alone.
-    ``tiers``: directories with replicas, by number. ``worker_socket``: answers below /ask/."""
+    ``tiers``: directories with replicas, by number. ``worker_socket``: answers below /ask/.
+    ``certificate``: a private key and its certificate, in PEM; empty without TLS."""
 
     directory: Path
     address: str
@@ -75,6 +81,11 @@ class WebServerOptions:
     tiers: Sequence[Path]
     worker_socket: Path
     secret: str
+    certificate: str = ""
+
+    @property
+    def certificate_path(self) -> Path:
+        return self.directory / "certificate.pem"
 
 
 def find_nginx() -> str | None:
@@ -96,7 +107,8 @@ def configuration(options: WebServerOptions, *, as_root: bool = False) -> str:
         directory=options.directory,
         user="user root;\n" if as_root else "",  # else nginx becomes nobody
         socket=options.worker_socket,
-        listen=f"{host}:{options.port}",
+        listen=f"{host}:{options.port}{' ssl' if options.certificate else ''}",
+        tls=_TLS.format(path=options.certificate_path) if options.certificate else "",
         signed=signed_text("$secure_link_expires", "$remote_addr", options.secret),
         tiers="".join(
             _TIER.format(number=number, directory=tier) for number, tier in enumerate(options.tiers)
@@ -118,11 +130,14 @@ def start(
     """
     path = options.directory / "nginx.conf"
     user = identity.get("user", os.geteuid())
-    text = configuration(options, as_root=user == 0)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with open(fd, "w") as file:
-        os.fchown(fd, user, identity.get("group", os.getegid()))
-        file.write(text)
+    files = {path: configuration(options, as_root=user == 0)}
+    if options.certificate:
+        files[options.certificate_path] = options.certificate
+    for name, text in files.items():
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with open(fd, "w") as file:
+            os.fchown(fd, user, identity.get("group", os.getegid()))
+            file.write(text)
     return subprocess.Popen(
         [program, "-p", str(options.directory), "-e", str(options.directory / "nginx.log"),
          "-c", str(path)],

@@ -50,7 +50,8 @@ def sharing_options(site: Site, job: Job, key: str) -> list[str]:
         "peer_port": port,
         "peer_key": site.peer_key,
     }
-    return [escape_option(f"{name}={value}") for name, value in values.items()]
+    options = [escape_option(f"{name}={value}") for name, value in values.items()]
+    return [*options, "peer_tls"] if site.peer_tls else options
 
 
 def port_of(site: Site, key: str) -> int:

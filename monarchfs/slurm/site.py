@@ -27,7 +27,7 @@ SITE_FILE = "/etc/monarchfs-slurm.toml"
 _LEAST_DEADLINE, _MOST_DEADLINE = 2.0, 100.0
 _NOT_THE_SITES = {
     *("user", "tier", "state_dir", "foreground", "log_file", "metrics_port"),
-    *("peers", "peer_name", "peer_port", "peer_key"),
+    *("peers", "peer_name", "peer_port", "peer_key", "peer_tls"),
 }
 _PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 
@@ -86,6 +86,7 @@ class Site:
     nice: int = 5
     peer_key: str | None = None
     peer_ports: tuple[int, int] = (21000, 23999)
+    peer_tls: bool = False
     run_dir: str = ROOT_RUNTIME_DIR + "/slurm"
     cache_dir: str = ROOT_CACHE_DIR
     report_dir: str = "/var/log/monarchfs/jobs"
@@ -178,6 +179,7 @@ _PARSERS: Mapping[str, tuple[str, Callable[[object], object]]] = {
     "nice": ("nice", parse_nice),
     "peer_key": ("peer_key", parse_path),
     "peer_ports": ("peer_ports", _ports),
+    "peer_tls": ("peer_tls", parse_flag),
     "run_dir": ("run_dir", parse_path),
     "cache_dir": ("cache_dir", parse_path),
     "report_dir": ("report_dir", parse_path),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from monarchfs.config import Config
 from monarchfs.peers import credentials
+from monarchfs.peers.certificates import key_and_certificate, public_key_pin
 from monarchfs.peers.nodes import PeerNode, Peers, parse_nodes
 from monarchfs.peers.web_server import WebServerOptions, configuration, find_nginx
 from monarchfs.supervisor.identity import acting_as, popen_as
@@ -24,7 +25,8 @@ RESOLVE_SECONDS = 5.0
 def find_peers(config: Config) -> Peers | None:
     """Whom the mount is to share with; None: nobody.
 
-    Raises UsageError for a list or a key that is none.
+    Raises UsageError for a list or a key that is none, OperationError if TLS is wanted and openssl
+    is missing or fails.
     """
     if not config.peers:
         return None
@@ -49,7 +51,7 @@ def find_peers(config: Config) -> Peers | None:
     user = config.user
     groups = {user.gid, *user.groups}
     secret = credentials.mount_secret(key, user.uid, groups, os.fsencode(config.source))
-    return Peers(tuple(nodes), own, secret)
+    return Peers(tuple(nodes), own, secret, public_key_pin(secret) if config.peer_tls else "")
 
 
 def open_peer_server(
@@ -64,6 +66,7 @@ def open_peer_server(
     path = Path(directory)
     own = peers.nodes[peers.own]
     address = address_of(own)
+    certificate = key_and_certificate(peers.secret) if peers.pin else ""
     try:
         with acting_as(user):
             path.mkdir(0o700, exist_ok=True)
@@ -71,7 +74,7 @@ def open_peer_server(
                 raise OperationError(f"{path} is no directory: remove it")
             options = WebServerOptions(
                 *(path, address, own.port),
-                *([Path(tier) for tier in tiers], path / "worker.sock", peers.secret),
+                *([Path(tier) for tier in tiers], path / "worker.sock", peers.secret, certificate),
             )
             configuration(options)
             (path / "worker.sock").unlink(missing_ok=True)

@@ -53,7 +53,7 @@ class Peering:
         """``message``: as ``Peers.to_message`` gives it. Takes 0.1 s for 1,024 nodes."""
         os.set_inheritable(descriptor, False)
         peers = Peers.from_message(message)
-        self.following = Following(peers.nodes, peers.own, peers.secret)
+        self.following = Following(peers)
         self._listener = socket.socket(fileno=descriptor)
         self._ownership = owners = Ownership(peers.nodes)
         self._holdings = IndexHoldings(tree.index, cache.tiers, owners, peers.nodes[peers.own])

@@ -32,14 +32,14 @@ SEGMENT = 5
 
 
 @contextmanager
-def serving(path: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+def serving(path: Path, port: int, certificate: str = "") -> Iterator[subprocess.Popen[bytes]]:
     program = web_server.find_nginx()
     if program is None:
         pytest.skip("nginx is not installed: apt-get install nginx-light")
     own = path / "nginx"
     own.mkdir(mode=0o700, exist_ok=True)
     options = web_server.WebServerOptions(
-        own, "127.0.0.1", port, [path / "tier"], path / "worker.sock", SECRET
+        own, "127.0.0.1", port, [path / "tier"], path / "worker.sock", SECRET, certificate
     )
     process = web_server.start(options, program, {})
 
