@@ -114,6 +114,7 @@ def test_every_key_is_documented() -> None:
     known = {
         *("roots", "tier", "budget", "options", "allow", "dataset", "deadline_seconds", "linger"),
         *("wipe", "nice", "log", "report_dir", "cache_dir", "run_dir", "peer_key", "peer_ports"),
+        "peer_tls",
     }
     assert documented == known
     for key in sorted(known):
