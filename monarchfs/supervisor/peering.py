@@ -74,7 +74,8 @@ def open_peer_server(
                 raise OperationError(f"{path} is no directory: remove it")
             options = WebServerOptions(
                 *(path, address, own.port),
-                *([Path(tier) for tier in tiers], path / "worker.sock", peers.secret, certificate),
+                *([Path(tier) for tier in tiers], path / "worker.sock", peers.secret),
+                certificate=certificate,
             )
             configuration(options)
             (path / "worker.sock").unlink(missing_ok=True)

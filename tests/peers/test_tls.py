@@ -95,7 +95,7 @@ def test_without_tls_it_gives_nothing(served: tuple[bytes, int]) -> None:
 
 
 def test_openssl_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certificates.shutil, "which", lambda *_names, **_path: None)
+    monkeypatch.setattr("shutil.which", lambda *_names, **_path: None)
     with pytest.raises(OperationError, match="apt-get install openssl"):
         certificates.public_key_pin(SECRET)
 
