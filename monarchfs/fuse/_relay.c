@@ -46,6 +46,7 @@
 #define MOST_WAITING 3
 #define NO_READERS 2 /* of the threads */
 #define MOST_MORE_READERS 64
+#define AHEAD_BYTES (128 * 1024) /* as far as the kernel reads ahead unless told otherwise */
 #define STALLED_NS 100000000 /* a read that was put off for so long gets a thread of its own */
 
 /* How much of each request buffer is in memory before the first request (an extended attribute's name is the
@@ -428,6 +429,31 @@ static void read_or_put(const char *request, size_t length, struct scratch *scra
 	read_on(scratch);
 }
 
+/* Who has opened a file will read it. The disk begins while that request is on its way. */
+static void read_ahead(uint64_t ino, struct scratch *scratch)
+{
+	struct reading ahead;
+	if (__atomic_add_fetch(&reading, 1, __ATOMIC_SEQ_CST) <= most_reading &&
+	    resident_enter(ino, 0, &ahead)) {
+		readahead(ahead.fd, (off_t)ahead.start, ahead.size < AHEAD_BYTES ? ahead.size : AHEAD_BYTES);
+		resident_leave(&ahead);
+	}
+	__atomic_sub_fetch(&reading, 1, __ATOMIC_SEQ_CST);
+	read_on(scratch);
+}
+
+/* The kernel has dropped inodes, and with them their pages. No answer is expected. */
+static void forget(const struct fuse_in_header *in, size_t body)
+{
+	const struct fuse_batch_forget_in *batch = (const void *)(in + 1);
+	const struct fuse_forget_one *one = (const void *)(batch + 1);
+	if (in->opcode == FUSE_FORGET)
+		resident_forgotten(in->nodeid);
+	else
+		for (; body >= sizeof(*batch) + sizeof(*one); body -= sizeof(*one))
+			resident_forgotten((one++)->nodeid);
+}
+
 void relay_again(void)
 {
 	give_threads_to_reads();
@@ -504,18 +530,23 @@ static void *serve(void *number)
 			end(EIO);
 			break;
 		}
-		/* Nothing depends on what the kernel remembers, and no answer is expected. */
-		if (in->opcode != FUSE_FORGET && in->opcode != FUSE_BATCH_FORGET) {
+		if (in->opcode == FUSE_FORGET || in->opcode == FUSE_BATCH_FORGET) {
+			forget(in, (size_t)got - sizeof(*in));
+		} else {
 			uint64_t started_ns = monotonic_ns();
 			table_busy(thread, started_ns);
 			bool reads = in->opcode == FUSE_READ &&
 				     (size_t)got >= sizeof(*in) + sizeof(struct fuse_read_in);
 			bool done = !reads && (answer_any(in, (size_t)got, NULL, false, started_ns) ||
 					       open_missed(in, (size_t)got, false, started_ns));
-			if (!done) {
+			bool ahead = done && in->opcode == FUSE_OPEN && !free_opens &&
+				     resident_cold(in->nodeid);
+			if (!done || ahead) {
 				end_waiting(false);
 				waits = false;
-				if (reads)
+				if (ahead)
+					read_ahead(in->nodeid, &scratch);
+				else if (reads)
 					read_or_put(request, (size_t)got, &scratch, started_ns);
 				else
 					put(request, (size_t)got);

@@ -41,6 +41,7 @@ struct entry {
 	bool resident : 1; /* else the entry only counts opens */
 	bool seen : 1; /* was read, or opened */
 	bool in_segment : 1; /* it has no file of its own */
+	bool warm : 1; /* opened since the kernel forgot it, so the kernel may have its pages */
 	uint8_t readers; /* threads that read the replica, counted from before they open it */
 	uint8_t former; /* the same for earlier replicas */
 };
@@ -440,6 +441,26 @@ bool resident_open(uint64_t ino)
 	}
 	pthread_mutex_unlock(&lock);
 	return entry;
+}
+
+bool resident_cold(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = readable(ino);
+	bool cold = entry && !entry->warm && !entry->backing_id;
+	if (cold)
+		entry->warm = true;
+	pthread_mutex_unlock(&lock);
+	return cold;
+}
+
+void resident_forgotten(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct entry *entry = look_up(ino);
+	if (entry)
+		entry->warm = false;
+	pthread_mutex_unlock(&lock);
 }
 
 static int open_replica(int dir_fd, const struct entry *wanted)

@@ -93,6 +93,11 @@ bool resident_open(uint64_t ino);
 bool resident_enter(uint64_t ino, uint64_t offset, struct reading *reading);
 void resident_leave(const struct reading *reading);
 
+/* Whether the threads answer its reads, and the kernel has none of its pages: it was not opened since
+ * resident_forgotten. True once. */
+bool resident_cold(uint64_t ino);
+void resident_forgotten(uint64_t ino);
+
 /* The inode numbers that were opened since the last call, oldest first. Returns how many. */
 size_t resident_opened(uint64_t *inos, size_t most);
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import random
 import socket
@@ -35,7 +36,8 @@ OPEN = struct.Struct("=II")
 RELEASE = struct.Struct("=QIIQ")
 OUT = struct.Struct("=IiQ")
 OPENED = struct.Struct("=QIi")
-FUSE_LOOKUP, FUSE_OPEN, FUSE_READ, FUSE_RELEASE = 1, 14, 15, 18
+FUSE_LOOKUP, FUSE_FORGET, FUSE_BATCH_FORGET = 1, 2, 42
+FUSE_OPEN, FUSE_READ, FUSE_RELEASE = 14, 15, 18
 KEEP_CACHE, PASSTHROUGH = 2, 128
 ENOSYS = 38
 ALWAYS = (1 << 63) - 1
@@ -588,6 +590,44 @@ def many(directory: Path) -> None:
         threads.read(known[ino])
 
 
+def ahead(directory: Path) -> None:
+    """The tier is read when a file is opened of which the kernel has no pages, and only then."""
+    threads = Threads(directory)
+    file = threads.make_segment(5, {7: 300_000})[7]
+    threads.put(file)
+    fd = os.open(file.path, os.O_RDONLY)
+    os.fsync(fd)
+    memory = mmap.mmap(fd, 0, mmap.MAP_PRIVATE)
+    page = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + file.offset
+    in_memory = ctypes.c_ubyte()
+
+    def cached() -> bool:
+        # A read would have the kernel read ahead, even with RWF_NOWAIT.
+        assert threads.library.mincore(ctypes.c_void_p(page), 4096, ctypes.byref(in_memory)) == 0
+        return bool(in_memory.value & 1)
+
+    def drop() -> bool:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return not cached()
+
+    if not drop():
+        return  # a file system in memory
+    one, batch = struct.pack("=Q", 1), struct.pack("=IIQQQQ", 2, 0, 99, 1, 7, 1)
+    for opcode, forgotten in ((FUSE_FORGET, one), (FUSE_BATCH_FORGET, batch)):
+        number, _flags = threads.open(7)
+        wait_for(cached, "the replica to be read ahead", 10)
+        threads.release(number)
+        wait_for(drop, "its pages to be dropped", 10)
+        number, _flags = threads.open(7)
+        threads.release(number)
+        assert not cached(), "the kernel may have its pages"
+        threads.send(opcode, 0, 7, forgotten)
+    for opcode in (FUSE_FORGET, FUSE_BATCH_FORGET):
+        threads.send(opcode, 0, 7, b"")  # too short
+    threads.read(file)
+    os.close(fd)
+
+
 def backed(directory: Path) -> None:
     """Opens that are answered with a backing file, as long as the inode is lent."""
     threads = Threads(directory)
@@ -887,7 +927,10 @@ def names(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     "what",
-    [reads, opens, trouble, segments, holding, free, many, backed, from_source, filling, names],
+    [
+        *(reads, opens, trouble, segments, holding, free, many, ahead, backed),
+        *(from_source, filling, names),
+    ],
 )
 def test_the_threads(what: Callable[[Path], None], tmp_path: Path) -> None:
     done = subprocess.run(
