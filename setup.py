@@ -35,8 +35,9 @@ class BuildOrSayWhy(build_ext):
 
 
 PARTS = (
-    "_session", "_relay", "_counts", "_reply", "_resident", "_tier_files", "_nonresident", "_pool",
-    "_backed", "_table", "_relay_bindings", "_handoff", "_journal", "_absent_xattrs",
+    "_session", "_relay", "_counts", "_record", "_reply", "_resident", "_tier_files",
+    "_nonresident", "_pool", "_backed", "_table", "_relay_bindings", "_handoff", "_journal",
+    "_absent_xattrs",
 )  # fmt: skip
 ENGINE = ("_waiting", "_misses", "_miss_entries", "_small_file", "_names", "_layout", "_bindings")
 UNITS = ("_units", "_unit")

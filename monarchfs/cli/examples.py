@@ -55,6 +55,20 @@ and mounted again. Without MOUNTPOINT it follows the only mount, or the list of 
 is not a terminal, it prints a line each time, or with --json an object.
 
 Exit code: 1 if MOUNTPOINT is not mounted, or nothing answers for it.""",
+    "record": """\
+  monarchfs record /mnt/imagenet -o epoch.rec -- python train.py --epochs 1
+  monarchfs record /mnt/imagenet --seconds 60
+  monarchfs record /mnt/imagenet --sample 16 --max-size 1G
+
+Writes an event for each look-up, open, read and close that the kernel sends to the mount: when, how
+long it took, which file and process, and who answered (memory, a tier, another node, the source).
+Recording does not slow the mount down noticeably, and goes on if its worker is replaced. If events
+come too fast, fewer files are recorded, and the last line says so.
+
+What the kernel answers by itself is not seen: reads from its page cache, and of copies above 1 MiB
+with data path passthrough (see more with --data-path relay); opens of an immutable mount.
+
+Exit code: COMMAND's own as with run; else 0, also after Ctrl-C.""",
     "peers": """\
   monarchfs peers /mnt/imagenet
   monarchfs peers /mnt/imagenet --json

@@ -26,6 +26,8 @@ from monarchfs.types import MonarchError, UsageError
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 _MODULES = {**dict.fromkeys(("refresh", "pin", "unpin", "evict"), "ask"), "version": "help"}
 """The modules of commands that are not in one of their own name."""
+_WITH_COMMAND = ("run", "record")
+"""Those that run another one, which stands behind ``--``."""
 
 Command = Callable[[Namespace, Mapping[str, str]], int]
 
@@ -52,7 +54,7 @@ def _outcome(arguments: Sequence[str]) -> int:
     try:
         words, behind = _split_command(arguments)
         parsed = build_parser().parse_args(words)
-        if parsed.command == "run":
+        if parsed.command in _WITH_COMMAND:
             if parsed.argv:
                 raise UsageError(f"write -- before the command: -- {parsed.argv[0]} ...")
             parsed.argv = behind
@@ -78,9 +80,10 @@ def _command(name: str) -> Command:
 
 
 def _split_command(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Divides a command line at the first ``--`` of ``run``: no parser may touch what follows.
+    """Divides a command line at the first ``--`` of ``run`` and ``record``: no parser may touch
+    what follows.
     None where nothing follows."""
-    if not words or words[0] != "run" or "--" not in words:
+    if not words or words[0] not in _WITH_COMMAND or "--" not in words:
         return list(words), None
     where = list(words).index("--")
     return list(words[:where]), list(words[where + 1 :])

@@ -80,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_peers(commands)
     _add_warm(commands)
     _add_why(commands)
+    _add_record(commands)
     _add_ask(commands, "refresh", "ask the source again now")
     _add_ask(commands, "pin", "never evict the copies of files or directories")
     _add_ask(commands, "unpin", "allow pinned files to be evicted again")
@@ -210,6 +211,20 @@ def _add_warm(commands: _Commands) -> None:
 def _add_why(commands: _Commands) -> None:
     parser = _add_command(commands, "why", "say why a file is local, or is not", json=True)
     parser.add_argument("path", nargs="+", help="a file or directory in a mount")
+
+
+def _add_record(commands: _Commands) -> None:
+    parser = _add_command(commands, "record", "record what is read from a mount, event by event")
+    option = parser.add_argument
+    option("mountpoint", help="where it is mounted")
+    output = "the file to write (default monarchfs.rec)"
+    option("-o", "--output", metavar="FILE", default="monarchfs.rec", help=output)
+    option("--seconds", metavar="N", help="for so long (default: until Ctrl-C)")
+    option("--max-size", metavar="SIZE", default="256M", help="stop with this size (default 256M)")
+    sample = "record one of N files (a power of two; default 1: all)"
+    option("--sample", metavar="N", default="1", help=sample)
+    argv = "after --: record while this command runs"
+    option("argv", metavar="COMMAND", nargs="*", help=argv)
 
 
 def _add_fsck(commands: _Commands) -> None:

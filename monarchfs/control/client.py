@@ -107,6 +107,48 @@ class Connection:
             return dict(reply["result"])
         raise OperationError(str(reply.get("error", "the mount's daemon refused without a reason")))
 
+    def fileno(self) -> int:
+        """For who waits for several things, if there is none ``received``."""
+        return self._socket.fileno()
+
+    @property
+    def received(self) -> bool:
+        """Whether (a part of) the next message is here already."""
+        return bool(self._received)
+
+    def ask(self, message: Mapping[str, Any]) -> None:
+        """Begin a command whose progress has bytes behind it; ``next`` gets that."""
+        try:
+            self._socket.sendall(encode_message(message))
+        except OSError as error:
+            raise OperationError(f"the mount's daemon gave no answer: {error}") from None
+
+    def next(self, timeout: float) -> tuple[dict[str, Any], bytes]:
+        """The next message, and the bytes that its progress says come behind it. Raises
+        OperationError, with the daemon's own words if it refuses, and ConnectionError once the
+        daemon is gone."""
+        deadline = time.monotonic() + timeout
+        try:
+            message = decode_message(self._read_line(deadline))
+            behind = message.get("progress", {}).get("bytes", 0)
+            while len(self._received) < behind:
+                self._receive(deadline)
+        except TimeoutError:
+            raise OperationError(f"the mount's daemon said nothing for {timeout:g} s") from None
+        except (OSError, ValueError) as error:
+            raise ConnectionResetError(f"the mount's daemon is gone: {error}") from None
+        if message.get("ok") is False:
+            raise OperationError(str(message.get("error", "refused without a reason")))
+        content = bytes(self._received[:behind])
+        del self._received[:behind]
+        return message, content
+
+    def no_more(self) -> None:
+        """Tell the daemon that nothing else comes from here: a command that goes on until then
+        ends, and its reply comes."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
     def wait_closed(self, timeout: float) -> bool:
         """Waits until the other side is gone; whether it was within ``timeout`` seconds."""
         self._socket.settimeout(max(timeout, 0.001))
@@ -123,19 +165,23 @@ class Connection:
         received = self._received
         part = bytes(received)
         while b"\n" not in part:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            self._socket.settimeout(left)
-            part = self._socket.recv(1 << 16)
-            if not part:
-                raise ValueError("the connection was closed")
-            received += part
+            part = self._receive(deadline)
             if len(received) > MOST_REPLY_BYTES:
                 raise ValueError("the reply is too long")
         line, _, rest = bytes(received).partition(b"\n")
         self._received = bytearray(rest)
         return line
+
+    def _receive(self, deadline: float) -> bytes:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left)
+        part = self._socket.recv(1 << 16)
+        if not part:
+            raise ValueError("the connection was closed")
+        self._received += part
+        return part
 
 
 def request(registered: Registered, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:

@@ -42,12 +42,13 @@
 static bool serving;
 static uint64_t source_ns; /* what it takes for a file, on average */
 
-static void answer_read(struct entry *entry, const struct fuse_in_header *in, uint64_t started_ns)
+static void answer_read(struct entry *entry, const struct fuse_in_header *in, enum answered_by by,
+			uint64_t started_ns)
 {
 	const struct fuse_read_in *arg = (const void *)(in + 1);
 	size_t size = reply_size(arg, entry->version.size);
 	struct iovec parts[] = {{0}, {size ? entry->bytes->data + arg->offset : NULL, size}};
-	if (reply_bytes(in->unique, parts, 2, TIME_READ_SOURCE, started_ns))
+	if (reply_bytes(in->unique, by, parts, 2, started_ns))
 		__atomic_fetch_add(&entry->answered, size, __ATOMIC_RELAXED);
 }
 
@@ -184,15 +185,19 @@ static void deliver(struct fetch *fetch, uint64_t took_ns)
 						.spared = fetch->from_peer && !fetch->asked,
 						.took_ns = took_ns,
 						.bytes = keeps ? fetch->bytes : NULL});
+	uint64_t began_ns = monotonic_ns() - took_ns;
 	pthread_mutex_unlock(&source_lock);
 	while ((waiter = waiters)) {
 		const struct fuse_in_header *in = waiter->request;
+		enum answered_by by = waiter->started_ns > began_ns ? BY_WAITED
+				      : fetch->from_peer	      ? BY_PEER
+								      : BY_SOURCE;
 		waiters = waiter->next;
 		bool done = true;
 		if (in->opcode == FUSE_READ)
-			answer_read(entry, in, waiter->started_ns);
+			answer_read(entry, in, by, waiter->started_ns);
 		else
-			done = relay_answer_open(in, TIME_OPEN_SOURCE, waiter->started_ns);
+			done = relay_answer_open(in, by, waiter->started_ns);
 		if (done)
 			journal_done(in->unique);
 		else
@@ -380,7 +385,7 @@ bool misses_took(const void *request, size_t length, bool kept, uint64_t started
 		if (miss_adopt(entry->bytes) && misses.free_opens)
 			miss_report(entry, (struct miss_event){.opens = 1});
 		pthread_mutex_unlock(&source_lock);
-		answer_read(entry, in, started_ns);
+		answer_read(entry, in, BY_MEMORY, started_ns);
 		if (kept)
 			journal_done(in->unique);
 		pthread_mutex_lock(&source_lock);

@@ -89,6 +89,7 @@ struct job {
 	size_t size;
 	enum place place;
 	bool of_part; /* reads the part file; else the source */
+	bool parked; /* was it ever */
 	struct piece *pieces[MOST_PIECES]; /* from which it is answered */
 	unsigned piece_count;
 };
@@ -284,6 +285,7 @@ static struct read_reply answer_to(const struct job *job)
 		.unique = job->waiter.request->unique,
 		.started_ns = job->waiter.started_ns,
 		.counted = TIME_READ_SOURCE,
+		.by = job->parked ? BY_WAITED : job->of_part ? BY_TIER : BY_SOURCE,
 		.fd = job->of_part ? file->part_fd : file->source_fd,
 		.offset = job->offset,
 		.size = job->size,
@@ -433,8 +435,8 @@ static void answer_from_memory(const struct job *job)
 		parts[1 + n] = (struct iovec){(void *)(piece->data + (at - piece->start)), stop - at};
 		at = stop;
 	}
-	reply_bytes(job->waiter.request->unique, parts, (int)(1 + job->piece_count),
-		    TIME_READ_SOURCE, job->waiter.started_ns);
+	reply_bytes(job->waiter.request->unique, job->parked ? BY_WAITED : BY_MEMORY, parts,
+		    (int)(1 + job->piece_count), job->waiter.started_ns);
 }
 
 /* The thread that takes a request reads local chunks itself. True if the read is answered. */
@@ -468,7 +470,8 @@ static bool keep(const struct job *like)
 	job->waiter = waiter;
 	job->waiter.left = left;
 	job->task.run = carry_out;
-	if (job->place == PARKED) {
+	job->parked = job->place == PARKED;
+	if (job->parked) {
 		job->waiter.next = job->file->parked;
 		job->file->parked = &job->waiter;
 	} else if (!pool_queue(&source_threads, &job->task)) {

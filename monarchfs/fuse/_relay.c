@@ -100,6 +100,7 @@ static bool answer_read(const struct fuse_in_header *in, struct scratch *scratch
 		.unique = in->unique,
 		.started_ns = started_ns,
 		.counted = TIME_READ_LOCAL,
+		.by = BY_TIER,
 		.fd = reading.fd,
 		.offset = reading.start + arg->offset,
 		.size = reply_size(arg, reading.size),
@@ -114,7 +115,7 @@ static void put_last(const char *bytes, size_t length, enum relay_past past);
 /* Answer an open. If the kernel took no answer with this handle, but Python owns it by now, Python gets a
  * RELEASE as if from the kernel. */
 static void answer_with_handle(uint64_t unique, uint64_t fh, const void *out, size_t length,
-			       enum duration counted, uint64_t started_ns)
+			       enum duration counted, enum answered_by by, uint64_t started_ns)
 {
 	struct {
 		struct fuse_in_header in;
@@ -123,7 +124,7 @@ static void answer_with_handle(uint64_t unique, uint64_t fh, const void *out, si
 		.in = {.len = sizeof(end), .opcode = FUSE_RELEASE},
 		.release = {.fh = fh},
 	};
-	bool accepted = reply_with(unique, 0, out, length);
+	bool accepted = reply_with(unique, by, 0, out, length);
 	if (accepted)
 		counts_time(counted, monotonic_ns() - started_ns);
 	if (table_opened(fh, accepted))
@@ -137,16 +138,16 @@ static bool answer_backed_open(const struct fuse_in_header *in, bool again, uint
 	if (again || !backed_open(in->nodeid, in->unique, &out.fh, &out.backing_id))
 		return false;
 	out.open_flags = out.backing_id ? OPEN_PASSTHROUGH : FOPEN_KEEP_CACHE;
-	answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_LOCAL, started_ns);
+	answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_LOCAL, BY_MEMORY, started_ns);
 	return true;
 }
 
-bool relay_answer_open(const struct fuse_in_header *in, enum duration counted, uint64_t started_ns)
+bool relay_answer_open(const struct fuse_in_header *in, enum answered_by by, uint64_t started_ns)
 {
 	struct fuse_open_out out = {.open_flags = FOPEN_KEEP_CACHE};
 	if (table_add(in->nodeid, in->unique, 0, ANSWERING, &out.fh) < 0)
 		return false;
-	answer_with_handle(in->unique, out.fh, &out, sizeof(out), counted, started_ns);
+	answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_SOURCE, by, started_ns);
 	return true;
 }
 
@@ -154,7 +155,7 @@ static bool answer_open(const struct fuse_in_header *in, bool again, uint64_t st
 {
 	const struct fuse_open_in *arg = (const void *)(in + 1);
 	if (free_opens)
-		return reply_with(in->unique, -ENOSYS, NULL, 0), true;
+		return reply_with(in->unique, BY_KERNEL, -ENOSYS, NULL, 0), true;
 	if ((arg->flags & O_ACCMODE) != O_RDONLY)
 		return false;
 	if (!__atomic_load_n(&opens_here, __ATOMIC_RELAXED))
@@ -166,7 +167,7 @@ static bool answer_open(const struct fuse_in_header *in, bool again, uint64_t st
 	int added = table_add(in->nodeid, unique, 0, ANSWERING, &out.fh);
 	if (added >= 0)
 		answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_LOCAL,
-				   started_ns);
+				   BY_MEMORY, started_ns);
 	resident_unuse(in->nodeid);
 	return added >= 0;
 }
@@ -179,7 +180,7 @@ static bool answer_release(const struct fuse_in_header *in)
 	uint64_t ino = table_end(arg->fh, true, &owned);
 	if (ino)
 		misses_released(ino);
-	return !owned && (reply_with(in->unique, 0, NULL, 0), true);
+	return !owned && (reply_with(in->unique, BY_MEMORY, 0, NULL, 0), true);
 }
 
 /* Answer a look-up of a known name, which ends with a zero. */
@@ -189,7 +190,7 @@ static bool answer_lookup(const struct fuse_in_header *in, size_t body, uint64_t
 	struct fuse_entry_out out;
 	if (!body || name[body - 1] || !names_enter(in->nodeid, name, body - 1, &out))
 		return false;
-	if (reply_with(in->unique, 0, &out, sizeof(out)))
+	if (reply_with(in->unique, BY_MEMORY, 0, &out, sizeof(out)))
 		counts_time(TIME_LOOKUP, monotonic_ns() - started_ns);
 	names_leave();
 	return true;
@@ -203,7 +204,7 @@ static bool answer_getxattr(const struct fuse_in_header *in, size_t body)
 	    !memchr(name, 0, body - sizeof(struct fuse_getxattr_in)))
 		return false;
 	int error = absent_errno(in->nodeid, name);
-	return error && (reply_with(in->unique, -error, NULL, 0), true);
+	return error && (reply_with(in->unique, BY_MEMORY, -error, NULL, 0), true);
 }
 
 /* Take any request: true if it is answered, or will be. If `scratch` is NULL, requests that would have to wait
@@ -535,6 +536,8 @@ static void *serve(void *number)
 		} else {
 			uint64_t started_ns = monotonic_ns();
 			table_busy(thread, started_ns);
+			if (recording())
+				record_request(in, (size_t)got, started_ns);
 			bool reads = in->opcode == FUSE_READ &&
 				     (size_t)got >= sizeof(*in) + sizeof(struct fuse_read_in);
 			bool done = !reads && (answer_any(in, (size_t)got, NULL, false, started_ns) ||

@@ -4,6 +4,7 @@
 #define MONARCHFS_RELAY_H
 
 #include "_counts.h"
+#include "_record.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -35,8 +36,8 @@ enum relay_past {
 
 struct fuse_in_header;
 
-/* Answer an OPEN, and count it as `counted`. False if too many files are open. */
-bool relay_answer_open(const struct fuse_in_header *in, enum duration counted, uint64_t started_ns);
+/* Answer an OPEN of a file of the source. False if too many files are open. */
+bool relay_answer_open(const struct fuse_in_header *in, enum answered_by by, uint64_t started_ns);
 
 /* Try once more with a request that was queued; true if it is answered now, or will be. */
 bool relay_answered(const void *request, size_t length, enum relay_past past);

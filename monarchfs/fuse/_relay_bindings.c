@@ -5,6 +5,7 @@
 #include "_absent_xattrs.h"
 #include "_backed.h"
 #include "_counts.h"
+#include "_record.h"
 #include "_resident.h"
 #include "_table.h"
 #include "_nonresident.h"
@@ -15,6 +16,7 @@
 #include <string.h>
 
 #define MOST_TOLD 4096
+#define MOST_DRAINED 8192
 
 /* -- counts */
 
@@ -322,6 +324,46 @@ static PyObject *py_absent_name(PyObject *self, PyObject *args)
 	return PyBool_FromLong(absent_name(name, error) == 0);
 }
 
+/* -- recordings */
+
+/* Returns when it began, on CLOCK_MONOTONIC. */
+static PyObject *py_record_begin(PyObject *self, PyObject *given)
+{
+	uint64_t sample, now_ns = monotonic_ns();
+	(void)self;
+	if (!number_in(given, &sample))
+		return NULL;
+	int error = record_begin(now_ns, (uint32_t)sample);
+	return error < 0 ? failed(-error) : number_of(now_ns);
+}
+
+TELLS_NUMBER(record_sample)
+TELLS(record_end)
+
+/* The oldest events, packed, and how many were lost so far. */
+static PyObject *py_record_drain(PyObject *self, PyObject *unused)
+{
+	static struct record_event events[MOST_DRAINED]; /* under the GIL */
+	uint64_t lost;
+	(void)self;
+	(void)unused;
+	size_t count = record_drain(events, MOST_DRAINED, &lost);
+	return Py_BuildValue("y#K", (const char *)events, (Py_ssize_t)(count * sizeof(*events)),
+			     (unsigned long long)lost);
+}
+
+static PyObject *py_record_answered(PyObject *self, PyObject *args)
+{
+	unsigned long long unique, ino;
+	unsigned by, size;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KIKI", &unique, &by, &ino, &size))
+		return NULL;
+	if (recording())
+		record_answered(unique, (enum answered_by)by, ino, size);
+	Py_RETURN_NONE;
+}
+
 PyMethodDef known_methods[] = {
 	METHOD(absent_add, METH_O),
 	METHOD(absent_name, METH_VARARGS),
@@ -359,5 +401,10 @@ PyMethodDef known_methods[] = {
 	METHOD(waiting_leave_older, METH_VARARGS),
 	METHOD(waiting_any_since, METH_O),
 	METHOD(counts, METH_NOARGS),
+	METHOD(record_begin, METH_O),
+	METHOD(record_sample, METH_O),
+	METHOD(record_end, METH_NOARGS),
+	METHOD(record_drain, METH_NOARGS),
+	METHOD(record_answered, METH_VARARGS),
 	{NULL, NULL, 0, NULL},
 };

@@ -81,10 +81,13 @@ static bool send_parts(uint64_t unique, int error, struct iovec *parts, int coun
 	return sent >= 0;
 }
 
-bool reply_with(uint64_t unique, int error, const void *body, size_t length)
+bool reply_with(uint64_t unique, enum answered_by by, int error, const void *body, size_t length)
 {
 	struct iovec parts[] = {{0}, {(void *)body, length}};
-	return send_parts(unique, error, parts, length ? 2 : 1);
+	bool sent = send_parts(unique, error, parts, length ? 2 : 1);
+	if (sent && recording())
+		record_answer(unique, by, error, body, length);
+	return sent;
 }
 
 static void count_read(enum duration counted, size_t size, uint64_t started_ns)
@@ -93,7 +96,7 @@ static void count_read(enum duration counted, size_t size, uint64_t started_ns)
 	counts_time(counted, monotonic_ns() - started_ns);
 }
 
-bool reply_bytes(uint64_t unique, struct iovec *parts, int parts_count, enum duration counted,
+bool reply_bytes(uint64_t unique, enum answered_by by, struct iovec *parts, int parts_count,
 		 uint64_t started_ns)
 {
 	size_t size = 0;
@@ -101,7 +104,9 @@ bool reply_bytes(uint64_t unique, struct iovec *parts, int parts_count, enum dur
 		size += parts[part].iov_len;
 	bool sent = send_parts(unique, 0, parts, parts_count);
 	if (sent)
-		count_read(counted, size, started_ns);
+		count_read(TIME_READ_SOURCE, size, started_ns);
+	if (sent && recording())
+		record_answer(unique, by, 0, NULL, size);
 	return sent;
 }
 
@@ -131,7 +136,8 @@ static enum answered through_buffer(struct scratch *scratch, const struct read_r
 {
 	if (!read_all(of->fd, scratch->buffer, of->size, of->offset) || (of->good && !of->good(of->arg)))
 		return NOT_READ;
-	return reply_with(of->unique, 0, scratch->buffer, of->size) ? ANSWERED : NOBODY_WAITS;
+	struct iovec parts[] = {{0}, {scratch->buffer, of->size}};
+	return send_parts(of->unique, 0, parts, 2) ? ANSWERED : NOBODY_WAITS;
 }
 
 static bool fill_pipe(struct scratch *scratch, const struct read_reply *of)
@@ -188,5 +194,7 @@ bool reply_from(struct scratch *scratch, const struct read_reply *of)
 	enum answered done = piped ? through_pipe(scratch, of) : through_buffer(scratch, of);
 	if (done == ANSWERED)
 		count_read(of->counted, of->size, of->started_ns);
+	if (done == ANSWERED && recording())
+		record_answer(of->unique, of->by, 0, NULL, of->size);
 	return done != NOT_READ;
 }

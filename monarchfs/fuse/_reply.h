@@ -3,6 +3,7 @@
 #define MONARCHFS_REPLY_H
 
 #include "_counts.h"
+#include "_record.h"
 
 #include <linux/fuse.h>
 
@@ -26,6 +27,7 @@ struct read_reply {
 	uint64_t unique;
 	uint64_t started_ns;
 	enum duration counted; /* as which the answer is */
+	enum answered_by by;
 	int fd;
 	uint64_t offset;
 	size_t size;
@@ -43,11 +45,10 @@ size_t reply_size(const struct fuse_read_in *arg, uint64_t file_size);
 
 /* Answer with so many bytes, or an error. Fails where nobody waits any more: the caller was killed, the
  * request was answered by an earlier worker, or the mount has gone. */
-bool reply_with(uint64_t unique, int error, const void *body, size_t length);
+bool reply_with(uint64_t unique, enum answered_by by, int error, const void *body, size_t length);
 
-/* Answer a READ with bytes in memory: parts[1] to parts[count - 1]. The first is for the header. */
-bool reply_bytes(uint64_t unique, struct iovec *parts, int count, enum duration counted,
-		 uint64_t started_ns);
+/* Answer a READ with bytes of the source that are in memory: parts[1] to parts[count - 1]. The first is for the header. */
+bool reply_bytes(uint64_t unique, enum answered_by by, struct iovec *parts, int count, uint64_t started_ns);
 
 /* Answer a READ with exactly these bytes of a file. Waits for the disk. False, and nothing is said, where
  * the file does not give all of them, or they are not good. */

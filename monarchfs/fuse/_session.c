@@ -33,6 +33,7 @@
 #include "_journal.h"
 #include "_relay_bindings.h"
 #include "_handoff.h"
+#include "_record.h"
 #include "_relay.h"
 #include "_table.h"
 
@@ -249,6 +250,8 @@ static bool answered(struct fuse_session *se, const struct fuse_in_header *in, s
 	if (sent < 0 && errno == ENOENT && in->opcode == FUSE_OPEN &&
 	    current_past == TAKEN)
 		unopened(((const struct fuse_open_out *)PyBytes_AS_STRING(body))->fh);
+	if (recording())
+		record_answer(in->unique, BY_MEMORY, out.error, parts[1].iov_base, size);
 	Py_DECREF(body);
 	journal_done(in->unique);
 	return true;

@@ -28,6 +28,7 @@ from monarchfs.fuse.handles import Handles
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
+from monarchfs.insight.recording import AnsweredBy
 from monarchfs.metrics import Metrics
 from monarchfs.types import Data
 
@@ -38,6 +39,10 @@ P = ParamSpec("P")
 
 NO_TROUBLE = {errno.ENODATA, errno.ENOSYS, errno.EOPNOTSUPP, errno.ERANGE}
 """Errors that are normal answers; they are not counted."""
+
+_UNKNOWN = (AnsweredBy.UNKNOWN, 0, 0)
+_BY = (AnsweredBy.SOURCE, AnsweredBy.MEMORY)
+"""Who answered for what is, or is not, known here."""
 
 Handler = Callable[Concatenate["Adapter", P], Coroutine[Any, Any, T]]
 
@@ -51,7 +56,7 @@ def answers(handler: Handler[P, T]) -> Handler[P, T]:
 
     @wraps(handler)
     async def answer(self: Adapter, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        unique = self._current_request()[0] if self._session.answered_soon is not None else 0
+        unique = self._current_request()[0]
         try:
             result = await handler(self, *args, **kwargs)
             self._answers(unique)
@@ -92,12 +97,14 @@ class SessionCalls(NamedTuple):
     ``current_request`` returns (unique, pid) of the request that was received last, and
     ``current_node`` its node id. ``answer_with`` (number, backing id) makes the open that is
     answered next a passthrough one. ``answered_soon`` is called with each request when its handler
-    ends, where there is a journal of them."""
+    ends, where there is a journal of them. ``record`` (request, who answered, inode number, bytes)
+    is for a recording."""
 
     current_request: Callable[[], tuple[int, int]]
     current_node: Callable[[], int]
     answer_with: Callable[[int, int], None]
     answered_soon: Callable[[int], None] | None = None
+    record: Callable[[int, int, int, int], None] = lambda *_: None
 
 
 class Adapter(pyfuse3.Operations):
@@ -126,10 +133,13 @@ class Adapter(pyfuse3.Operations):
         self.handles: Handles[FileHandle] = Handles(table, passthrough)
         self.handleless = HandlelessReads(self._files)
         self._refused = EstaleRetries(self._tree.known.asked_ns)
+        self._outcome = _UNKNOWN
 
     def _answers(self, unique: int) -> None:
         """The request is answered in the very next step, by pyfuse3."""
         self.handles.table.count_answer()
+        self._session.record(unique, *self._outcome)
+        self._outcome = _UNKNOWN
         if self._session.answered_soon is not None:
             self._session.answered_soon(unique)
 
@@ -164,9 +174,12 @@ class Adapter(pyfuse3.Operations):
             duration = self.durations.lookup_source
             found = await self._waiting(lambda: self._tree.names.lookup(parent_inode, name))
         duration.observe(now_ns() - started)
+        by = _BY[duration is self.durations.lookup_local]
         if isinstance(found, Missing):
+            self._outcome = (by, 0, 0)
             return _negative(found.timeout)
         self._relay.found(found.node)
+        self._outcome = (by, found.node.ino, 0)
         return _attributes(found)
 
     @answers
@@ -225,6 +238,7 @@ class Adapter(pyfuse3.Operations):
         if not handle.local:
             duration = self.durations.open_source
         duration.observe(now_ns() - started)
+        self._outcome = (AnsweredBy.KERNEL if backing_id else _BY[handle.local], 0, 0)
         if backing_id:
             self._session.answer_with(number, backing_id)
         direct = handle.direct and not backing_id
@@ -283,6 +297,8 @@ class Adapter(pyfuse3.Operations):
             if handle.served:  # its copy may be complete by now
                 self._relay.offer(handle.ino, seen=True)
         self._metrics.relayed_bytes += len(data)
+        by = AnsweredBy.TIER if duration is self.durations.read_local else AnsweredBy.SOURCE
+        self._outcome = (by, 0, len(data))
         duration.observe(now_ns() - started)
         return data
 
@@ -305,6 +321,7 @@ class Adapter(pyfuse3.Operations):
 
     @answers
     async def release(self, fh: FileHandleT) -> None:
+        self._outcome = (AnsweredBy.MEMORY, 0, 0)
         handle = self.handles.pop(fh)
         if handle is not None:
             handle.release()

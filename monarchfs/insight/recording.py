@@ -74,6 +74,12 @@ _KINDS = {kind.value: kind for kind in Kind}
 _ANSWERED_BY = {answer.value: answer for answer in AnsweredBy}
 
 
+def sampled(ino: int, sample: int) -> bool:
+    """Whether a recording of one of ``sample`` (a power of two) inode numbers has this one; as
+    fuse/_record.c does."""
+    return not (ino * 0x9E3779B97F4A7C15 & (1 << 64) - 1) >> 32 & (sample - 1)
+
+
 class RecordingError(Exception):
     """The file is no recording, or one of a later version."""
 
@@ -163,14 +169,16 @@ class Recording:
             yield _columns(content)
 
     def blocks(self) -> Iterator[bytes]:
-        """The packed events (EVENT), one block after the other."""
+        """The packed events (EVENT), one block after the other. Sampling may have begun in the
+        middle: what came before is sampled here."""
+        sample = int(self.facts.get("sampled", 1))
         with self.path.open("rb") as stream:
             for position in self._event_blocks:
                 stream.seek(position)
                 found = _read_block(stream)
                 if found is None:
                     return
-                yield found[1]
+                yield found[1] if sample == 1 else _only_sampled(found[1], sample)
 
 
 class _Events:
@@ -191,6 +199,17 @@ class _Events:
                     offset,
                     size,
                 )
+
+
+def _only_sampled(content: bytes, sample: int) -> bytes:
+    inos = array("Q", content)[1::5]
+    wanted = {ino for ino in set(inos) if sampled(ino, sample)}
+    size = EVENT.size
+    return b"".join(
+        content[number * size : (number + 1) * size]
+        for number, ino in enumerate(inos)
+        if ino in wanted
+    )
 
 
 def _columns(content: bytes) -> dict[str, array[Any]]:

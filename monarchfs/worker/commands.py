@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,10 +24,11 @@ from monarchfs.fs.tree import Tree
 from monarchfs.fs.why import Why
 from monarchfs.prefetch.warm import Warm, Warming, What
 from monarchfs.types import MonarchError, Node, OperationError
+from monarchfs.worker.recording import Recordings
 
 log = logging.getLogger(__name__)
 
-COMMANDS = ("refresh", "pin", "unpin", "evict", "warm", "why", "metrics", "peers")
+COMMANDS = ("refresh", "pin", "unpin", "evict", "warm", "why", "metrics", "peers", "record")
 """All commands that the worker answers; see docs/CONTROL.md."""
 
 BATCH = 128
@@ -66,17 +67,18 @@ class Commands:
         warming: Warming,
         finder: Finder,
         why: Why,
-        metrics: Callable[[], dict[str, Any]],
-        peers: Callable[[], dict[str, Any]],
+        reports: Mapping[str, Callable[[], dict[str, Any]]],
+        recordings: Recordings,
     ) -> None:
+        """``reports``: the commands that are answered at once."""
         self._tree = tree
         self._cache = cache
         self._refresh = refresh
         self._warming = warming
         self._finder = finder
         self._why = why
-        self._metrics = metrics
-        self._peers = peers
+        self._reports = reports
+        self._recordings = recordings
 
     def knows(self, command: object) -> bool:
         return command in COMMANDS
@@ -92,9 +94,13 @@ class Commands:
 
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_unless_broken, keep_telling, nursery.cancel_scope)
                 try:
-                    reply = messages.encode_result(await self._carry_out(request, so_far))
+                    if request["command"] == "record":  # tells of itself
+                        result = await self._recordings.answer(request, stream)
+                    else:
+                        nursery.start_soon(_unless_broken, keep_telling, nursery.cancel_scope)
+                        result = await self._carry_out(request, so_far)
+                    reply = messages.encode_result(result)
                 except (OSError, MonarchError) as exc:
                     reply = messages.encode_error(str(exc))
                 nursery.cancel_scope.cancel()
@@ -103,11 +109,8 @@ class Commands:
 
     async def _carry_out(self, request: dict[str, Any], so_far: dict[str, Any]) -> dict[str, Any]:
         """The result; ``so_far`` is kept up to date meanwhile. Raises OSError, MonarchError."""
-        match request["command"]:
-            case "metrics":
-                return self._metrics()
-            case "peers":
-                return self._peers()
+        if report := self._reports.get(request["command"]):
+            return report()
         paths = _paths(request)
         match request["command"]:
             case "refresh":

@@ -56,6 +56,7 @@ from monarchfs.worker.opening import (
     reads_by_kernel,
     safe,
 )
+from monarchfs.worker.recording import Recordings
 
 if TYPE_CHECKING:
     from monarchfs.exporter.run import Exporter
@@ -190,8 +191,8 @@ class Parts:
                 lambda: self.source.responding,
                 lambda: self.metrics.stale_answers,
             ),
-            partial(_metrics, self),
-            partial(_peers, self),
+            {"metrics": partial(_metrics, self), "peers": partial(_peers, self)},
+            Recordings(fuse_session.hooks, self.index, partial(_facts, self)),
         )
         self.scan = Scan(self.tree, self.copier.jobs, jitter_seconds=config.prefetch_jitter_seconds)
         self.load = Load(self.tree, bootstrap.mount_ns)
@@ -268,6 +269,7 @@ class Parts:
                 fuse_session.current_node,
                 fuse_session.back_open,
                 fuse_session.answered_soon if journal is not None else None,
+                fuse_session.hooks.record_answered,
             ),
         )
         fast_path = FastPath(
@@ -315,6 +317,25 @@ def _peers(parts: Parts) -> dict[str, Any]:
     if parts.peering is None:
         raise OperationError("this mount has no peers: mount with --peers")
     return parts.peering.report()
+
+
+def _facts(parts: Parts) -> dict[str, Any]:
+    """What a recording says of the mount."""
+    config = parts.config
+    ttl = f"={config.freshness.ttl_seconds:g}" if config.freshness.mode is FreshnessMode.TTL else ""
+    return {
+        "source": config.source,
+        "mount_point": config.mountpoint,
+        "data_path": parts.passthrough.data_path,
+        "freshness": f"{config.freshness.mode.value}{ttl}",
+        "prefetch": config.prefetch.value,
+        "policy": config.evict.value,
+        "tiers": [
+            {"path": tier["path"], "capacity": tier["capacity_bytes"]}
+            for tier in parts.cache.usage.report()
+        ],
+        "hidden": ["reads", "lookups", *(["opens"] if parts.relay.free_opens else [])],
+    }
 
 
 def _exporter(parts: Parts, descriptor: int | None) -> Exporter | None:

@@ -144,16 +144,16 @@ static void *be_python(void *unused)
 }
 
 /* The linker's --wrap: others come in between where an open is to be answered. */
-bool __real_relay_answer_open(const struct fuse_in_header *in, enum duration counted,
+bool __real_relay_answer_open(const struct fuse_in_header *in, enum answered_by by,
 			      uint64_t started_ns);
-bool __wrap_relay_answer_open(const struct fuse_in_header *in, enum duration counted,
+bool __wrap_relay_answer_open(const struct fuse_in_header *in, enum answered_by by,
 			      uint64_t started_ns);
 
-bool __wrap_relay_answer_open(const struct fuse_in_header *in, enum duration counted,
+bool __wrap_relay_answer_open(const struct fuse_in_header *in, enum answered_by by,
 			      uint64_t started_ns)
 {
 	usleep(in->unique >> 8 & 1 ? 300 : 0);
-	return __real_relay_answer_open(in, counted, started_ns);
+	return __real_relay_answer_open(in, by, started_ns);
 }
 
 static void *be_others(void *unused)

@@ -14,10 +14,10 @@ from tests.support.mounting import REPOSITORY
 
 ROOT = REPOSITORY
 PARTS = (
-    "fuse/_relay", "fuse/_counts", "fuse/_reply", "fuse/_resident", "fuse/_tier_files",
-    "fuse/_nonresident", "fuse/_pool", "fuse/_backed", "fuse/_table", "fuse/_journal",
-    "fuse/_absent_xattrs", "engine/_waiting", "engine/_misses", "engine/_miss_entries",
-    "engine/_small_file", "engine/_layout", "engine/_names",
+    "fuse/_relay", "fuse/_counts", "fuse/_record", "fuse/_reply", "fuse/_resident",
+    "fuse/_tier_files", "fuse/_nonresident", "fuse/_pool", "fuse/_backed", "fuse/_table",
+    "fuse/_journal", "fuse/_absent_xattrs", "engine/_waiting", "engine/_misses",
+    "engine/_miss_entries", "engine/_small_file", "engine/_layout", "engine/_names",
 )  # fmt: skip
 MEMORY = (
     "fuse/_table", "fuse/_resident", "fuse/_tier_files", "fuse/_counts", "fuse/_journal",
@@ -72,7 +72,7 @@ def test_all_threads_at_once(tmp_path: Path, tier: Path, sanitizers: str) -> Non
 @SANITIZERS
 def test_records_that_are_written_over(tmp_path: Path, tier: Path, sanitizers: str) -> None:
     """No answer has a byte of what comes after a record that was taken away."""
-    parts = ("fuse/_reply", *MEMORY[:4])
+    parts = ("fuse/_reply", "fuse/_record", *MEMORY[:4])
     flags = (f"-fsanitize={sanitizers}", "-Dsplice=splice_at_once")
     run(build(tmp_path, "records", *flags, parts=parts), tier, REQUESTS // 10)
 
@@ -90,8 +90,15 @@ def test_misses_while_files_change(tmp_path: Path, tier: Path, sanitizers: str, 
 @SANITIZERS
 def test_threads_of_a_pool_while_some_hang(tmp_path: Path, sanitizers: str) -> None:
     """Each task is run once, or was withdrawn before; those that hang are not counted."""
-    parts = ("fuse/_pool", "fuse/_reply", *MEMORY[:4])
+    parts = ("fuse/_pool", "fuse/_reply", "fuse/_record", *MEMORY[:4])
     run(build(tmp_path, "pool", f"-fsanitize={sanitizers}", parts=parts), REQUESTS // 20)
+
+
+@SANITIZERS
+def test_events_of_a_recording(tmp_path: Path, sanitizers: str) -> None:
+    """Each is whole, comes once, or is counted as lost."""
+    parts = ("fuse/_record", "fuse/_counts")
+    run(build(tmp_path, "record", f"-fsanitize={sanitizers}", parts=parts), REQUESTS)
 
 
 @SANITIZERS

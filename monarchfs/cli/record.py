@@ -1,0 +1,192 @@
+"""``monarchfs record``: what a mount answers, event by event, in a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+from monarchfs.cli.child import run_child
+from monarchfs.cli.output import complain
+from monarchfs.cli.progress import Progress
+from monarchfs.cli.recorder import Recorder
+from monarchfs.cli.text import printable
+from monarchfs.config.places import search_of
+from monarchfs.config.values import parse_path, parse_seconds, parse_size
+from monarchfs.control.registration import Registered
+from monarchfs.supervisor.recover import required
+from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.types import OperationError, UsageError
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MOST_SAMPLE = 1 << 16
+HIDDEN = {
+    "lookups": "names that the kernel remembers",
+    "opens": "opens (the mount is immutable: the kernel opens files by itself)",
+    "reads": "reads from the page cache",
+    "passthrough": "reads that the kernel passes through to local copies above 1 MiB",
+}
+
+
+def record_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """The command's exit code where there is one, else 0. Raises UsageError, OperationError."""
+    if arguments.seconds is not None and arguments.argv:
+        raise UsageError("either --seconds or a command: leave out one of them")
+    if arguments.argv == []:
+        raise UsageError("there is no command behind --")
+    seconds = None if arguments.seconds is None else parse_seconds(arguments.seconds)
+    mountpoint, output = parse_path(arguments.mountpoint), parse_path(arguments.output)
+
+    def daemon() -> Registered:
+        return required(mountpoint, search_of(environ)).daemon
+
+    daemon()  # before the file is made
+    with _new(output) as stream:
+        facts = {} if arguments.argv is None else {"command": arguments.argv}
+        recorder = Recorder(
+            *(daemon, stream, facts),
+            sample=_sample(arguments.sample),
+            most_bytes=_size(arguments.max_size),
+        )
+        if arguments.argv is None:
+            return _record(recorder, mountpoint, output, seconds)
+        return _record_command(recorder, output, arguments.argv)
+
+
+def _sample(text: str) -> int:
+    if text.isdecimal() and 0 < int(text) <= MOST_SAMPLE and not int(text) & (int(text) - 1):
+        return int(text)
+    raise UsageError(f"--sample {text}: give a power of two, up to {MOST_SAMPLE}")
+
+
+def _size(text: str) -> int:
+    size = parse_size(text).bytes
+    if size is None:
+        raise UsageError(f"--max-size {text}: give a number of bytes, as 256M")
+    return size
+
+
+@contextmanager
+def _new(output: str) -> Iterator[BinaryIO]:
+    """A file that takes its place when the recording has begun, and is removed if it does not."""
+    try:
+        stream = Path(output).open("wb")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise OperationError(f"cannot write {output}: {error.strerror}") from None
+    with stream:
+        try:
+            yield stream
+        except OperationError:
+            if not stream.tell():
+                Path(output).unlink(missing_ok=True)
+            raise
+
+
+def _record(recorder: Recorder, mountpoint: str, output: str, seconds: float | None) -> int:
+    with _signals() as end, Progress() as progress:
+
+        def show() -> None:
+            progress.show(
+                f"recording {mountpoint}: {format_seconds(recorder.seconds)},"
+                f" {recorder.events:,} events, {format_bytes(recorder.written)}"
+            )
+
+        recorder.follow(recorder.begin(), end, seconds, show)
+        recorder.finish()
+    print(_summary(recorder, output), file=sys.stderr)
+    return 0
+
+
+def _record_command(recorder: Recorder, output: str, argv: Sequence[str]) -> int:
+    """The command has the terminal, its signals and this process; another one records."""
+    told, tells = os.pipe()
+    end, ends = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(told)
+            os.close(ends)
+            for number in _ENDING:
+                signal.signal(number, signal.SIG_IGN)  # it ends when the command has
+            code = _record_in_child(recorder, output, end, tells)
+        finally:
+            os._exit(code)
+    os.close(tells)
+    os.close(end)
+    with open(told, encoding="utf-8") as answers:
+        error = json.loads(answers.readline() or '"the recorder died"')
+        if error:
+            os.waitpid(pid, 0)
+            raise OperationError(error)
+        code = run_child(argv, lambda: None, complain)
+        os.close(ends)
+        print(answers.readline().rstrip("\n") or "monarchfs: the recorder died", file=sys.stderr)
+    os.waitpid(pid, 0)
+    return code
+
+
+def _record_in_child(recorder: Recorder, output: str, end: int, tells: int) -> int:
+    with open(tells, "w", encoding="utf-8", errors="backslashreplace") as answers:
+        try:
+            connection = recorder.begin()
+            print('""', file=answers, flush=True)
+        except Exception as error:  # noqa: BLE001 - the parent says it
+            print(json.dumps(str(error)), file=answers, flush=True)
+            return 1
+        try:
+            recorder.follow(connection, end, None, lambda: None)
+            recorder.finish()
+            print(_summary(recorder, output), file=answers)
+        except Exception as error:  # noqa: BLE001 - the same
+            print(printable(f"monarchfs: the recording failed: {error}"), file=answers)
+            return 1
+    return 0
+
+
+@contextmanager
+def _signals() -> Iterator[int]:
+    """A descriptor that is readable once a signal says that it is over."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    old = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    before = {
+        number: signal.signal(number, _nothing)
+        for number in _ENDING
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield reading
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(old)
+        os.close(reading)
+        os.close(writing)
+
+
+def _nothing(_number: int, _frame: FrameType | None) -> None:
+    """The signal comes through the pipe; a handler only has to exist."""
+
+
+def _summary(recorder: Recorder, output: str) -> str:
+    """One line."""
+    parts = [
+        f"{recorder.events:,} events of {recorder.files:,} files in"
+        f" {format_seconds(recorder.seconds)}: {output}, {format_bytes(recorder.written)}"
+    ]
+    if recorder.sample > 1:
+        parts.append(f"one of {recorder.sample} files was recorded")
+    if recorder.lost:
+        parts.append(f"{recorder.lost:,} events were lost")
+    if recorder.stopped:
+        parts.append(f"it ended early: {recorder.stopped}")
+    parts.append(f"not seen: {', '.join(HIDDEN[kind] for kind in recorder.hidden)}")
+    return printable(f"monarchfs: {'; '.join(parts)}")

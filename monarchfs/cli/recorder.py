@@ -1,0 +1,191 @@
+"""Follows a mount's events into a file, also across restarts of its worker."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
+
+from monarchfs.control.client import Connection
+from monarchfs.control.messages import SILENCE_SECONDS
+from monarchfs.control.registration import Registered
+from monarchfs.insight.recording import EVENT, File, RecordingWriter
+from monarchfs.types import OperationError
+
+_CONNECT_SECONDS = 5.0
+_AGAIN_SECONDS = 0.2
+_BACK_SECONDS = 60.0
+"""A worker that is away for longer does not come back."""
+
+_FLUSH_SECONDS = 2.0
+"""What was received reaches the file in this time: a recorder that is killed loses no more."""
+
+
+class Recorder:
+    """Changing: ``events``, ``lost``, ``stopped`` (why it ended by itself), the file's length; and
+    what is to be said at the end."""
+
+    def __init__(
+        self,
+        daemon: Callable[[], Registered],
+        stream: BinaryIO,
+        facts: Mapping[str, Any],
+        *,
+        sample: int,
+        most_bytes: int,
+    ) -> None:
+        """``daemon`` is where the mount answers; it raises OperationError once it is gone."""
+        self._daemon = daemon
+        self._stream = stream
+        self._facts = dict(facts)
+        self._sample = sample
+        self._most_bytes = most_bytes
+        self._writer: RecordingWriter | None = None
+        self._origin_ns = 0
+        self._last_ns = 0
+        self._gaps: list[list[float]] = []
+        self._processes: dict[str, str] = {}
+        self._lost_before = 0
+        self._lost_now = 0
+        self._flushed = 0.0
+        self._inos: set[int] = set()
+        self.events = 0
+        self.stopped = ""
+        self.hidden: list[str] = []
+
+    @property
+    def lost(self) -> int:
+        return self._lost_before + self._lost_now
+
+    @property
+    def sample(self) -> int:
+        return self._sample
+
+    @property
+    def files(self) -> int:
+        return len(self._inos)
+
+    @property
+    def written(self) -> int:
+        return self._writer.written if self._writer is not None else 0
+
+    @property
+    def seconds(self) -> float:
+        return (time.monotonic_ns() - self._origin_ns) / 1e9 if self._origin_ns else 0.0
+
+    def begin(self) -> Connection:
+        """Raises OperationError if the mount cannot be recorded."""
+        daemon = self._daemon()
+        connection = Connection(daemon.socket_path, _CONNECT_SECONDS)
+        try:
+            if connection.peer_uid != daemon.owner_uid:
+                raise OperationError("the mount's daemon is not who it says")
+            connection.ask({"command": "record", "sample": self._sample})
+            head = connection.next(SILENCE_SECONDS)[0]["progress"]
+        except (OperationError, ConnectionError) as error:
+            connection.__exit__()
+            raise OperationError(str(error)) from None
+        if self._writer is None:
+            self._facts |= head["facts"]
+            self.hidden = list(head["facts"]["hidden"])
+            if head["facts"]["data_path"] == "passthrough":
+                self.hidden.append("passthrough")
+            self._origin_ns = head["origin_ns"]
+            self._writer = RecordingWriter(
+                self._stream, head["begun"], self._facts, self._origin_ns
+            )
+        else:
+            self._gaps.append([self._since(self._last_ns), self._since(head["origin_ns"])])
+        self._last_ns = head["origin_ns"]
+        return connection
+
+    def _since(self, at_ns: int) -> float:
+        return round((at_ns - self._origin_ns) / 1e9, 3)
+
+    def follow(
+        self, connection: Connection, end: int, seconds: float | None, show: Callable[[], None]
+    ) -> None:
+        """Until ``end`` is readable, or for so many seconds, or as long as there is a mount and
+        room."""
+        while True:
+            try:
+                with connection:
+                    self._receive(connection, end, seconds, show)
+                return
+            except ConnectionError:
+                self._lost_before, self._lost_now = self.lost, 0
+            again = self._again(end)
+            if again is None:
+                return
+            connection = again
+
+    def _again(self, end: int) -> Connection | None:
+        """A connection to the worker that follows; None if there is none any more."""
+        deadline = time.monotonic() + _BACK_SECONDS
+        while True:
+            try:
+                return self.begin()
+            except OperationError as error:
+                if time.monotonic() > deadline:
+                    self.stopped = str(error)
+                    return None
+            try:
+                self._daemon()
+            except OperationError as error:
+                self.stopped = str(error)
+                return None
+            if select.select([end], [], [], _AGAIN_SECONDS)[0]:
+                return None
+
+    def _receive(
+        self, connection: Connection, end: int, seconds: float | None, show: Callable[[], None]
+    ) -> None:
+        going = True
+        while True:
+            if going and self._is_over(connection, end, seconds):
+                going = False
+                connection.no_more()
+            message, content = connection.next(SILENCE_SECONDS)
+            if (progress := message.get("progress")) is None:
+                return
+            self._take(progress, content)
+            show()
+            if self.written >= self._most_bytes and not self.stopped:
+                self.stopped = "the file is full"
+
+    def _is_over(self, connection: Connection, end: int, seconds: float | None) -> bool:
+        """Waits until it is, or the mount says something."""
+        if self.stopped:
+            return True
+        left = None if seconds is None else max(0.0, seconds - self.seconds)
+        ready = select.select(
+            [end, connection.fileno()], [], [], 0 if connection.received else left
+        )[0]
+        return end in ready or (left is not None and self.seconds + 1e-3 >= (seconds or 0))
+
+    def _take(self, progress: Mapping[str, Any], content: bytes) -> None:
+        writer = self._writer
+        assert writer is not None
+        self._last_ns = time.monotonic_ns()
+        self._lost_now = progress["lost"]
+        self._sample = progress["sampled"]
+        self._processes |= progress["processes"]
+        files = {int(ino): File(*file) for ino, file in progress["files"].items()}
+        self._inos |= files.keys()
+        writer.add_files(files)
+        if not self.stopped:
+            writer.add_packed(content)
+            self.events += len(content) // EVENT.size
+        if self._last_ns - self._flushed > _FLUSH_SECONDS * 1e9:
+            self._flushed = self._last_ns
+            writer.flush()
+
+    def finish(self) -> None:
+        """The recording is complete."""
+        if self._writer is not None:
+            facts: dict[str, Any] = {"dropped": self.lost, "sampled": self._sample}
+            facts |= {"processes": self._processes, "gaps": self._gaps}
+            if self.stopped:
+                facts["stopped"] = self.stopped
+            self._writer.finish(round(self.seconds, 6), facts)

@@ -1,0 +1,205 @@
+"""The command ``record``: what the mount answers, event by event, to one client.
+
+The C part notes the events (fuse/_record.c). Here they are drained, and inode numbers get their
+paths, a few at a time, so that this stays small beside the mount's own work. A client that is slow
+loses events; the mount does not wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from types import ModuleType
+from typing import Any
+
+import trio
+
+from monarchfs.control import messages
+from monarchfs.index.index import Index
+from monarchfs.insight.recording import EVENT, File
+from monarchfs.types import ROOT_INO, OperationError
+
+TICK_SECONDS = 0.05
+"""So often the ring is drained. It has room for 65,536 events."""
+
+MOST_PARTS = 16
+"""So many times 8,192 events are taken in one go: more than the ring has."""
+
+QUIET_SECONDS = 1.0
+"""A client hears at least once in this time."""
+
+NAMES_A_TICK = 100
+"""Paths cost about 10 us each; the rest of them comes at the end."""
+
+MOST_SAMPLE = 1 << 16
+
+_WORDS, _SHORTS = EVENT.size // 8, EVENT.size // 4
+_INO, _PID = 1, 8
+"""Where they are among the words of 8, and of 4, bytes of an event."""
+
+
+class Recordings:
+    """Constant: the C part, the index, what is told of the mount. Changing: whether somebody
+    records."""
+
+    def __init__(
+        self, hooks: ModuleType, index: Index, facts: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self._hooks = hooks
+        self._index = index
+        self._facts = facts
+        self._busy = False
+
+    async def answer(self, request: Mapping[str, Any], stream: trio.SocketStream) -> dict[str, Any]:
+        """Send events until the client says no more; the result. Raises OperationError."""
+        sample = request.get("sample", 1)
+        if not isinstance(sample, int) or not 0 < sample <= MOST_SAMPLE or sample & (sample - 1):
+            raise OperationError(f"sample must be a power of two of at most {MOST_SAMPLE}")
+        if self._busy:
+            raise OperationError("this mount is being recorded already: wait until that has ended")
+        self._busy = True
+        try:
+            begun, origin_ns = time.time(), self._hooks.record_begin(sample)
+            head = {"begun": begun, "origin_ns": origin_ns, "facts": dict(self._facts())}
+            recorder = _Recorder(self._hooks, self._index, stream, sample)
+            async with trio.open_nursery() as nursery:
+                ended = trio.Event()
+                nursery.start_soon(_wait_for_end, stream, ended)
+                try:
+                    await stream.send_all(messages.encode_progress(head))
+                    await recorder.follow(ended)
+                    self._hooks.record_end()
+                    await recorder.finish()
+                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                    pass  # the client is gone, and gets no reply either
+                nursery.cancel_scope.cancel()
+            return recorder.result
+        finally:
+            self._hooks.record_end()
+            self._busy = False
+
+
+async def _wait_for_end(stream: trio.SocketStream, ended: trio.Event) -> None:
+    """The client says so by closing its side."""
+    try:
+        while await stream.receive_some(64):
+            pass
+    except trio.BrokenResourceError:
+        pass  # it is gone: the next line to it fails
+    ended.set()
+
+
+class _Recorder:
+    """One recording. Changing: ``sample``; numbers whose path is still to be told; what is known
+    of processes and directories."""
+
+    def __init__(
+        self, hooks: ModuleType, index: Index, stream: trio.SocketStream, sample: int
+    ) -> None:
+        self._hooks = hooks
+        self._stream = stream
+        self._sample = sample
+        self._lost = 0
+        self._paths = _Paths(index)
+        self._names = _Names()
+        self._told = 0.0
+
+    async def follow(self, ended: trio.Event) -> None:
+        while not ended.is_set():
+            with trio.move_on_after(TICK_SECONDS):
+                await ended.wait()
+            await self._drain(NAMES_A_TICK)
+
+    async def finish(self) -> None:
+        await self._drain(NAMES_A_TICK)
+        while self._paths.any:
+            await self._send(b"", NAMES_A_TICK)
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return {"lost": self._lost, "sampled": self._sample}
+
+    async def _drain(self, names: int) -> None:
+        lost_before = self._lost
+        for _part in range(MOST_PARTS):
+            events, self._lost = self._hooks.record_drain()
+            now = trio.current_time()
+            if events or self._paths.any or now - self._told > QUIET_SECONDS:
+                self._told = now
+                await self._send(events, names)
+            if not events:
+                break
+            names = 0
+        if self._lost > lost_before and self._sample < MOST_SAMPLE:
+            self._sample *= 2
+            self._hooks.record_sample(self._sample)
+
+    async def _send(self, events: bytes, names: int) -> None:
+        self._paths.want(events)
+        head = {
+            **{"bytes": len(events), "lost": self._lost, "sampled": self._sample},
+            **{"processes": self._names.of_new(events), "files": self._paths.some(names)},
+        }
+        await self._stream.send_all(messages.encode_progress(head) + events)
+
+
+class _Names:
+    """The names of processes. Changing: which are known."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = {0}
+
+    def of_new(self, events: bytes) -> dict[int, str]:
+        """Of those that were not seen before; without those that have ended."""
+        fresh = set(array("I", events)[_PID::_SHORTS]) - self._seen
+        self._seen |= fresh
+        return {process: name for process in fresh if (name := _name_of(process))}
+
+
+def _name_of(process: int) -> str:
+    try:
+        with open(f"/proc/{process}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().rstrip("\n")
+    except OSError:
+        return ""
+
+
+class _Paths:
+    """The paths of inode numbers, each once. Changing: which are still to be told."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._seen: set[int] = {0}
+        self._wanted: dict[int, None] = {}
+        self._directories: dict[int, bytes] = {ROOT_INO: b""}
+
+    @property
+    def any(self) -> bool:
+        return bool(self._wanted)
+
+    def want(self, events: bytes) -> None:
+        fresh = set(array("Q", events)[_INO::_WORDS]) - self._seen
+        self._seen |= fresh
+        self._wanted.update(dict.fromkeys(fresh))
+
+    def some(self, most: int) -> dict[int, File]:
+        """So many of them. What the index does not know is left out."""
+        inos = list(islice(self._wanted, most))
+        for ino in inos:
+            del self._wanted[ino]
+        return dict(self._files(inos))
+
+    def _files(self, inos: Sequence[int]) -> Iterator[tuple[int, File]]:
+        for ino, node in self._index.nodes_of(inos).items() if inos else ():
+            path = os.path.join(self._directory(node.parent), node.name)
+            yield ino, File(os.fsdecode(path), node.stat.size)
+
+    def _directory(self, ino: int) -> bytes:
+        known = self._directories.get(ino)
+        if known is None:
+            ref = self._index.dirref(ino)
+            known = self._directories[ino] = b"" if ref is None else ref.path
+        return known

@@ -1,0 +1,283 @@
+"""``monarchfs record``: what it says a mount saw is what readers did."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs.insight.recording import AnsweredBy, Event, Kind, Recording, open_recording
+from tests.support.mounting import (
+    ENVIRONMENT,
+    MONARCHFS,
+    Bench,
+    Mount,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
+
+pytestmark = [requires_root, requires_fuse]
+
+KIB = 1024
+FILES = 20
+
+READER = """
+import json, mmap, os, random, sys, threading, time
+root, log, direct, seed = sys.argv[1], sys.argv[2], sys.argv[3] == "direct", int(sys.argv[4])
+random.seed(seed)
+names = sorted(os.listdir(root))
+random.shuffle(names)
+calls = []
+def logged(kind, name, offset, size, call):
+    begin = time.monotonic_ns()
+    result = call()
+    calls.append([kind, name, offset, size, begin, time.monotonic_ns()])
+    return result
+def read(names):
+    buffer = mmap.mmap(-1, 256 << 10)
+    for name in names:
+        flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+        fd = logged("OPEN", name, 0, 0, lambda: os.open(f"{root}/{name}", flags))
+        size = os.fstat(fd).st_size
+        for offset in range(0, size, 64 << 10):
+            length = min(64 << 10, size - offset)
+            part = memoryview(buffer)[:64 << 10]
+            logged("READ", name, offset, length, lambda: os.preadv(fd, [part], offset))
+        os.close(fd)
+threads = [threading.Thread(target=read, args=(names[half::2],)) for half in (0, 1)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+json.dump({"pid": os.getpid(), "calls": calls}, open(log, "w"))
+"""
+
+
+def fill(source: Path) -> Path:
+    (source / "d").mkdir(parents=True)
+    for number in range(FILES):
+        (source / "d" / f"f{number}").write_bytes(os.urandom((100 + 13 * number) * KIB + number))
+    (source / "d" / "large").write_bytes(os.urandom(5 << 20))
+    return source
+
+
+def mount_relayed(work: Bench, *options: str) -> Mount:
+    return work.mount(fill(work.path / "src"), "--data-path", "relay", *options)
+
+
+def start(mount: Mount, file: Path, *options: str) -> subprocess.Popen[str]:
+    """A recorder that has begun."""
+    process = subprocess.Popen(
+        [*MONARCHFS, "record", str(mount.path), "-o", str(file), *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    wait_for(lambda: file.exists() and file.stat().st_size, "the recording to begin", 60)
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    process.send_signal(signal.SIGINT)
+    _out, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert said.count("\n") == 1
+    return said
+
+
+def record_reader(
+    mount: Mount, place: Path, how: str, seed: int
+) -> tuple[Recording, list[Event], dict[str, Any]]:
+    """A recording of the reader above, its events without look-ups, and its own log."""
+    program = [sys.executable, "-c", READER, str(mount.path / "d"), str(place / "log"), how]
+    done = run("record", str(mount.path), "-o", str(place / "rec"), "--", *program, str(seed))
+    assert done.returncode == 0, done.stderr
+    recording = open_recording(place / "rec")
+    log = json.loads((place / "log").read_text())
+    events = [event for event in recording.events if event.kind in (Kind.OPEN, Kind.READ)]
+    return recording, [event for event in events if event.pid == log["pid"]], log
+
+
+def paths_in(file: Path) -> set[str]:
+    return {found.path for found in open_recording(file).files.values()}
+
+
+def name_of(recording: Recording, event: Event) -> str:
+    return Path(recording.files[event.ino].path).name
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_the_reads_are_those_of_the_reader(work: Bench, resident: bool) -> None:
+    mount = mount_relayed(work)
+    if resident:
+        assert run("warm", str(mount.path), "--wait").returncode == 0
+    recording, events, log = record_reader(mount, work.path, "direct", 1)
+    assert recording.complete
+    assert recording.facts["dropped"] == 0
+    said = Counter((e.kind.name, name_of(recording, e), e.offset, e.size) for e in events)
+    done = Counter((kind, name, offset, size) for kind, name, offset, size, _b, _e in log["calls"])
+    assert said == done
+    assert recording.facts["processes"][str(log["pid"])].startswith("python")
+    assert {file.path for file in recording.files.values()} >= {f"d/f{n}" for n in range(FILES)}
+    sizes = {file.path: file.size for file in recording.files.values()}
+    assert all(sizes[f"d/f{n}"] == (100 + 13 * n) * KIB + n for n in range(FILES))
+    if resident:
+        assert {e.source_of for e in events if e.kind is Kind.READ} == {AnsweredBy.TIER}
+        assert {e.source_of for e in events if e.kind is Kind.OPEN} == {AnsweredBy.MEMORY}
+    else:
+        assert AnsweredBy.SOURCE in {e.source_of for e in events}
+        assert AnsweredBy.UNKNOWN not in {e.source_of for e in events}
+        # A request lies within the call that made it.
+        within = {(name, kind, offset): (b, e) for kind, name, offset, _s, b, e in log["calls"]}
+        late = []
+        for event in events:
+            began, ended = within[name_of(recording, event), event.kind.name, event.offset]
+            begin = recording.origin_ns + event.begin * 1e9
+            assert began <= begin <= ended
+            late.append(begin + event.duration * 1e9 - ended)
+        assert sorted(late)[len(late) // 2] < 50e6
+    assert recording.seconds >= max(event.begin + event.duration for event in events)
+
+
+def test_reads_through_the_page_cache_cover_the_files(work: Bench) -> None:
+    mount = mount_relayed(work)
+    recording, events, log = record_reader(mount, work.path, "buffered", 2)
+    read: dict[str, set[int]] = {}
+    for event in events:
+        if event.kind is Kind.READ:
+            pages = range(event.offset // 4096, (event.offset + event.size + 4095) // 4096)
+            read.setdefault(name_of(recording, event), set()).update(pages)
+    for file in recording.files.values():
+        if file.path.startswith("d/"):
+            assert read[Path(file.path).name] == set(range((file.size + 4095) // 4096))
+    opens = Counter(name_of(recording, e) for e in events if e.kind is Kind.OPEN)
+    assert opens == Counter(call[1] for call in log["calls"] if call[0] == "OPEN")
+    releases = [e for e in recording.events if e.kind is Kind.RELEASE]
+    assert len(releases) <= opens.total()
+    # Again, from the page cache: the opens are seen, and no reads if nobody drops pages.
+    recording, events, _log = record_reader(mount, work.path, "buffered", 3)
+    assert "reads" in recording.facts["hidden"]
+    assert Counter(e.kind for e in events)[Kind.OPEN] == FILES + 1
+
+
+def test_free_opens_are_said_to_be_hidden(work: Bench) -> None:
+    mount = mount_relayed(work, "--freshness", "immutable")
+    recording, events, _log = record_reader(mount, work.path, "buffered", 1)
+    assert "opens" in recording.facts["hidden"]
+    assert not [e for e in events if e.kind is Kind.OPEN and e.source_of is not AnsweredBy.KERNEL]
+    assert recording.facts["freshness"] == "immutable"
+
+
+@pytest.mark.parametrize("how", ["restart", "kill"])
+def test_a_recording_goes_on_with_the_next_worker(work: Bench, how: str) -> None:
+    mount = mount_relayed(work)
+    file = work.path / "rec"
+    recorder = start(mount, file)
+    (mount.path / "d" / "f1").read_bytes()
+    wait_for(lambda: "d/f1" in paths_in(file), "the first file")
+    before = mount.status()["worker"]
+    if how == "restart":
+        assert run("restart", str(mount.path)).returncode == 0
+    else:
+        os.kill(before["pid"], signal.SIGKILL)
+    wait_for(lambda: mount.status()["worker"]["restarts"] > before["restarts"], "another worker")
+
+    def went_on() -> bool:
+        """Whether a read after the restart is in the file by now."""
+        with open(mount.path / "d" / "f2", "rb") as reader:
+            os.posix_fadvise(reader.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            reader.read()
+        return "d/f2" in paths_in(file)
+
+    wait_for(went_on, "events of the next worker")
+    end(recorder)
+    recording = open_recording(file)
+    ((begin, ended),) = recording.facts["gaps"]
+    assert 0 < begin < ended < recording.seconds
+    assert not [e for e in recording.events if begin < e.begin < ended]
+    kinds = Counter(name_of(recording, event) for event in recording.events if event.ino)
+    assert kinds["f1"] >= 2
+    assert kinds["f2"] >= 2
+
+
+def test_a_recorder_that_is_killed(work: Bench) -> None:
+    """Its file can be read, and the mount is free for the next one."""
+    mount = mount_relayed(work)
+    file = work.path / "rec"
+    recorder = start(mount, file)
+    second = run("record", str(mount.path), "-o", str(work.path / "second"), "--seconds", "1")
+    assert second.returncode == 1
+    assert "is being recorded already" in second.stderr
+    assert not (work.path / "second").exists()
+    (mount.path / "d" / "f1").read_bytes()
+    wait_for(lambda: list(open_recording(file).events), "events in the file")
+    recorder.kill()
+    recorder.communicate()
+    recording = open_recording(file)
+    assert not recording.complete
+    assert Kind.READ in {event.kind for event in recording.events}
+
+    def free() -> bool:
+        done = run("record", str(mount.path), "-o", str(file), "--seconds", "0.1")
+        return done.returncode == 0
+
+    wait_for(free, "the mount to notice")
+    assert open_recording(file).complete
+
+
+def test_a_recording_has_a_largest_size(work: Bench) -> None:
+    mount = mount_relayed(work)
+    file = work.path / "rec"
+    script = (
+        f"until [ $(stat -c %s {file}) -gt 600 ]; do cat {mount.path}/d/*; done >/dev/null; exit 7"
+    )
+    arguments = ("-o", str(file), "--max-size", "600", "--", "sh", "-c", script)
+    done = run("record", str(mount.path), *arguments)
+    assert done.returncode == 7
+    assert "it ended early: the file is full" in done.stderr
+    assert open_recording(file).facts["stopped"] == "the file is full"
+    assert file.stat().st_size < 16 * KIB
+
+
+def test_a_sample_has_all_events_of_some_files(work: Bench) -> None:
+    mount = mount_relayed(work)
+    arguments = ("-o", str(work.path / "rec"), "--sample", "4")
+    cat = f"cat {mount.path}/d/* > /dev/null"
+    done = run("record", str(mount.path), *arguments, "--", "sh", "-c", cat)
+    assert "one of 4 files was recorded" in done.stderr
+    recording = open_recording(work.path / "rec")
+    assert recording.facts["sampled"] == 4
+    opened = {e.ino for e in recording.events if e.kind is Kind.OPEN}
+    assert 0 < len(opened) < FILES
+    assert {e.ino for e in recording.events if e.kind is Kind.READ} == opened
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["{mnt}", "-o", "{out}", "--", "no-such-program"], 127, "command not found"),
+        (["{mnt}", "-o", "{out}", "--", "sh", "-c", "kill -9 $$"], 137, "events of"),
+        (["/", "-o", "{out}"], 1, "is not a monarchfs mount"),
+        (["{mnt}", "-o", "/no/such/directory"], 1, "cannot write /no/such/directory"),
+        (["{mnt}", "-o", "{out}", "--seconds", "1", "--", "true"], 2, "leave out one"),
+        (["{mnt}", "-o", "{out}", "--sample", "3"], 2, "power of two"),
+        (["{mnt}", "-o", "{out}", "--"], 2, "no command"),
+        (["{mnt}", "-o", "{out}", "true"], 2, "write -- before"),
+    ],
+)
+def test_exit_codes_and_errors(work: Bench, arguments: list[str], code: int, words: str) -> None:
+    mount = mount_relayed(work)
+    out = work.path / "rec"
+    named = [
+        word.replace("{mnt}", str(mount.path)).replace("{out}", str(out)) for word in arguments
+    ]
+    done = run("record", *named)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
