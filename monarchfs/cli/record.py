@@ -16,7 +16,7 @@ from typing import BinaryIO
 from monarchfs.cli.child import run_child
 from monarchfs.cli.output import complain
 from monarchfs.cli.progress import Progress
-from monarchfs.cli.recorder import Recorder
+from monarchfs.cli.recorder import EventRecorder
 from monarchfs.cli.text import printable
 from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path, parse_seconds, parse_size
@@ -50,7 +50,7 @@ def record_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     daemon()  # before the file is made
     with _new(output) as stream:
         facts = {} if arguments.argv is None else {"command": arguments.argv}
-        recorder = Recorder(
+        recorder = EventRecorder(
             *(daemon, stream, facts),
             sample=_sample(arguments.sample),
             most_bytes=_size(arguments.max_size),
@@ -89,7 +89,7 @@ def _new(output: str) -> Iterator[BinaryIO]:
             raise
 
 
-def _record(recorder: Recorder, mountpoint: str, output: str, seconds: float | None) -> int:
+def _record(recorder: EventRecorder, mountpoint: str, output: str, seconds: float | None) -> int:
     with _signals() as end, Progress() as progress:
 
         def show() -> None:
@@ -104,7 +104,7 @@ def _record(recorder: Recorder, mountpoint: str, output: str, seconds: float | N
     return 0
 
 
-def _record_command(recorder: Recorder, output: str, argv: Sequence[str]) -> int:
+def _record_command(recorder: EventRecorder, output: str, argv: Sequence[str]) -> int:
     """The command has the terminal, its signals and this process; another one records."""
     told, tells = os.pipe()
     end, ends = os.pipe()
@@ -133,7 +133,7 @@ def _record_command(recorder: Recorder, output: str, argv: Sequence[str]) -> int
     return code
 
 
-def _record_in_child(recorder: Recorder, output: str, end: int, tells: int) -> int:
+def _record_in_child(recorder: EventRecorder, output: str, end: int, tells: int) -> int:
     with open(tells, "w", encoding="utf-8", errors="backslashreplace") as answers:
         try:
             connection = recorder.begin()
@@ -176,7 +176,7 @@ def _nothing(_number: int, _frame: FrameType | None) -> None:
     """The signal comes through the pipe; a handler only has to exist."""
 
 
-def _summary(recorder: Recorder, output: str) -> str:
+def _summary(recorder: EventRecorder, output: str) -> str:
     """One line."""
     parts = [
         f"{recorder.events:,} events of {recorder.files:,} files in"

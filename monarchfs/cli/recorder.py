@@ -22,7 +22,7 @@ _FLUSH_SECONDS = 2.0
 """What was received reaches the file in this time: a recorder that is killed loses no more."""
 
 
-class Recorder:
+class EventRecorder:
     """Changing: ``events``, ``lost``, ``stopped`` (why it ended by itself), the file's length; and
     what is to be said at the end."""
 
@@ -177,7 +177,8 @@ class Recorder:
         if not self.stopped:
             writer.add_packed(content)
             self.events += len(content) // EVENT.size
-        if self._last_ns - self._flushed > _FLUSH_SECONDS * 1e9:
+        full = writer.written + writer.pending_bytes > self._most_bytes
+        if full or self._last_ns - self._flushed > _FLUSH_SECONDS * 1e9:
             self._flushed = self._last_ns
             writer.flush()
 

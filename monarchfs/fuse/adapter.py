@@ -41,8 +41,7 @@ NO_TROUBLE = {errno.ENODATA, errno.ENOSYS, errno.EOPNOTSUPP, errno.ERANGE}
 """Errors that are normal answers; they are not counted."""
 
 _UNKNOWN = (AnsweredBy.UNKNOWN, 0, 0)
-_BY = (AnsweredBy.SOURCE, AnsweredBy.MEMORY)
-"""Who answered for what is, or is not, known here."""
+_BY = (AnsweredBy.SOURCE, AnsweredBy.MEMORY)  # by whether it was known
 
 Handler = Callable[Concatenate["Adapter", P], Coroutine[Any, Any, T]]
 
@@ -97,8 +96,7 @@ class SessionCalls(NamedTuple):
     ``current_request`` returns (unique, pid) of the request that was received last, and
     ``current_node`` its node id. ``answer_with`` (number, backing id) makes the open that is
     answered next a passthrough one. ``answered_soon`` is called with each request when its handler
-    ends, where there is a journal of them. ``record`` (request, who answered, inode number, bytes)
-    is for a recording."""
+    ends, where there is a journal of them. ``record``: request, who answered, inode, bytes."""
 
     current_request: Callable[[], tuple[int, int]]
     current_node: Callable[[], int]
@@ -174,12 +172,11 @@ class Adapter(pyfuse3.Operations):
             duration = self.durations.lookup_source
             found = await self._waiting(lambda: self._tree.names.lookup(parent_inode, name))
         duration.observe(now_ns() - started)
-        by = _BY[duration is self.durations.lookup_local]
+        ino = 0 if isinstance(found, Missing) else found.node.ino
+        self._outcome = (_BY[duration is self.durations.lookup_local], ino, 0)
         if isinstance(found, Missing):
-            self._outcome = (by, 0, 0)
             return _negative(found.timeout)
         self._relay.found(found.node)
-        self._outcome = (by, found.node.ino, 0)
         return _attributes(found)
 
     @answers

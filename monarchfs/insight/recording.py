@@ -112,6 +112,11 @@ class RecordingWriter:
         if files:
             self._write_json(FILES, {str(ino): list(file) for ino, file in files.items()})
 
+    @property
+    def pending_bytes(self) -> int:
+        """What is still to be compressed and written."""
+        return len(self._pending)
+
     def flush(self) -> None:
         """What was added is in the file: a recorder that is killed now loses none of it."""
         if self._pending:

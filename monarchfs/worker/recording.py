@@ -64,7 +64,7 @@ class Recordings:
         try:
             begun, origin_ns = time.time(), self._hooks.record_begin(sample)
             head = {"begun": begun, "origin_ns": origin_ns, "facts": dict(self._facts())}
-            recorder = _Recorder(self._hooks, self._index, stream, sample)
+            recorder = _EventStream(self._hooks, self._index, stream, sample)
             async with trio.open_nursery() as nursery:
                 ended = trio.Event()
                 nursery.start_soon(_wait_for_end, stream, ended)
@@ -92,7 +92,7 @@ async def _wait_for_end(stream: trio.SocketStream, ended: trio.Event) -> None:
     ended.set()
 
 
-class _Recorder:
+class _EventStream:
     """One recording. Changing: ``sample``; numbers whose path is still to be told; what is known
     of processes and directories."""
 
