@@ -38,7 +38,7 @@ def analyze(recording: Recording) -> Analysis:
     facts = read_facts(recording.facts)
     found = survey(in_order(recording.events))
     end = max(found.end, recording.seconds, 1e-6)
-    edges = sorted({0.0, *found.begins, *(end * n / _BINS for n in range(_BINS + 1))})
+    edges = sorted({0.0, *found.begins, found.end, *(end * n / _BINS for n in range(_BINS + 1))})
     sweep = Sweep(edges, found.readers)
     latencies, pattern = Latencies(), PatternFinder(recording.files)
     for number, cause, event in _waited_for(recording, found):

@@ -14,7 +14,8 @@ REST = "#e4e4e4"
 _INK, _PALE, _FAINT = "#222222", "#767676", "#dddddd"
 _WIDTH, _LEFT, _RIGHT = 860, 66, 14
 _PLOT = _WIDTH - _LEFT - _RIGHT
-_BAR, _LABEL, _NUMBER = 22, 210, 170
+_LEAST = 1.0
+_BAR, _NUMBER, _LETTER, _MOST_LETTERS = 22, 170, 7.2, 52
 
 Format = Callable[[float], str]
 assert len(COLOURS) == len(CAUSES)
@@ -41,8 +42,8 @@ def columns(
     for number, column in enumerate(heights):
         y = float(foot)
         for value, colour in zip(column, colours, strict=True):
-            tall = min(value * scale, y - head)
-            if tall > 0.05:
+            tall = min(max(value * scale, _LEAST), y - head)
+            if value:
                 y -= tall
                 parts.append(_box(_LEFT + number * step, y, step * 0.98, tall, colour))
     for share, word in ticks:
@@ -63,15 +64,16 @@ def bars(
 ) -> str:
     """A bar for each (name, parts, what stands behind it)."""
     most = max((sum(parts) for _, parts, _ in rows), default=0) or 1.0
-    room = _WIDTH - _LABEL - _NUMBER
-    scale, foot = room / most, len(rows) * (_BAR + 6) + 4
+    left = min(max(len(name) for name, _, _ in rows), _MOST_LETTERS) * _LETTER + 12
+    scale, foot = (_WIDTH - left - _NUMBER) / most, len(rows) * (_BAR + 6) + 4
     drawn = []
     for value in _round_values(most, 10):
-        x = _LABEL + value * scale
+        x = left + value * scale
         drawn += [_line(x, 2, x, foot, _FAINT), _text(x, foot + 15, show(value), "middle")]
     for number, (name, parts, behind) in enumerate(rows):
-        x, y = float(_LABEL), number * (_BAR + 6) + 4
-        drawn.append(_text(_LABEL - 8, y + 15, name, "end", _INK))
+        x, y = left, number * (_BAR + 6) + 4
+        short = name if len(name) <= _MOST_LETTERS else f"{name[: _MOST_LETTERS - 1]}…"
+        drawn.append(_text(left - 8, y + 15, short, "end", _INK))
         for value, colour in zip(parts, colours, strict=True):
             if value > 0:
                 drawn.append(_box(x, y, value * scale, _BAR, colour))

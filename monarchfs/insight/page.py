@@ -9,7 +9,7 @@ from math import log2
 from monarchfs.insight import charts
 from monarchfs.insight.results import CAUSES, Analysis, Span
 from monarchfs.insight.tables import Grid, grids, headline, pattern_lines
-from monarchfs.insight.verdict import AS_IT_WAS, percent, words_of
+from monarchfs.insight.verdict import percent, words_of
 from monarchfs.text.escaping import printable
 from monarchfs.text.sizes import format_bytes, format_seconds
 
@@ -67,7 +67,7 @@ def _timeline(analysis: Analysis) -> Iterator[str]:
     spans = analysis.timeline
     end = spans[-1].end or 1.0
     marks = [(epoch.span.begin / end, f"epoch {epoch.number}") for epoch in analysis.epochs]
-    ticks = charts.time_ticks(end, _short_seconds)
+    ticks = charts.time_ticks(end, _clock)
     yield _heading(
         "Who waited, and for what",
         "The share of the job's readers that waited, from the beginning to the end of the"
@@ -97,7 +97,7 @@ def _epoch_bars(analysis: Analysis) -> Iterator[str]:
         )
         for epoch in analysis.epochs[:40]
     ]
-    yield charts.bars(rows, (*charts.COLOURS, charts.REST), _short_seconds)
+    yield charts.bars(rows, (*charts.COLOURS, charts.REST), _clock)
 
 
 def _outcome_bars(analysis: Analysis) -> Iterator[str]:
@@ -106,10 +106,7 @@ def _outcome_bars(analysis: Analysis) -> Iterator[str]:
         (one.change, [one.epoch_seconds], f"{format_seconds(one.epoch_seconds)}")
         for one in analysis.outcomes
     ]
-    for row in rows:
-        if row[0] == AS_IT_WAS:
-            row[1][0:0] = []
-    yield charts.bars(rows, (charts.COLOURS[2],), _short_seconds)
+    yield charts.bars(rows, (charts.COLOURS[2],), _clock)
 
 
 def _histograms(analysis: Analysis) -> Iterator[str]:
@@ -179,5 +176,9 @@ def _rate(value: float) -> str:
     return f"{format_bytes(value)}/s"
 
 
-def _short_seconds(seconds: float) -> str:
-    return f"{seconds:g} s" if seconds < 300 else f"{seconds / 60:.3g} min"
+def _clock(seconds: float) -> str:
+    """``90 s``, or ``5:00``."""
+    if seconds < 300:
+        return f"{seconds:g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02}"

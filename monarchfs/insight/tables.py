@@ -101,8 +101,8 @@ def _waiting(analysis: Analysis) -> Grid:
                     words_of(cause),
                     format_seconds(seconds),
                     percent(epoch.span.shared[cause] / (epoch.span.waiting or 1)),
-                    format_bytes(amount),
-                    f"{format_bytes(amount / seconds)}/s",
+                    format_bytes(amount) if amount else "-",
+                    f"{format_bytes(amount / seconds)}/s" if amount else "-",
                 )
                 rows.append(row)
     return Grid(

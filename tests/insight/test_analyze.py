@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import subprocess
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarchfs.insight.analysis import analyze
 from monarchfs.insight.epochs import in_order, survey
 from monarchfs.insight.histogram import LogHistogram
-from monarchfs.insight.recording import AnsweredBy, Event, Kind, open_recording
+from monarchfs.insight.page import page_of
+from monarchfs.insight.recording import AnsweredBy, Event, Kind, Recording, open_recording
 from monarchfs.insight.results import CAUSES, NAMES, Analysis, cause_of
 from monarchfs.insight.text import text_of
+from monarchfs.insight.trace import write_trace
 from monarchfs.insight.waiting import Sweep
 from tests.support.jobs import (
+    FACTS,
     KIB,
     MIB,
     Job,
@@ -269,6 +274,34 @@ def test_percentiles_are_near(values: list[float], percent: int) -> None:
     exact = sorted(values)[max(0, -(-len(values) * percent // 100) - 1)]
     assert exact <= durations.percentile(percent) <= exact * 1.26
     assert sum(count for _, count in durations.rows()) == len(values)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.builds(
+            Event,
+            begin=st.floats(-1, 50),
+            duration=st.floats(0, 20),
+            kind=st.sampled_from(Kind),
+            source_of=st.sampled_from(AnsweredBy),
+            ino=st.integers(0, 120),
+            pid=st.integers(0, 3),
+            offset=st.integers(0, 1 << 40),
+            size=st.integers(0, 1 << 20),
+        ),
+        max_size=120,
+    )
+)
+def test_whatever_was_recorded_can_be_shown(events: list[Event]) -> None:
+    recording = Recording(1, 0.0, 40.0, dict(FACTS), many_files(20, 3), True, Path(), 0, [])
+    with patch.object(Recording, "events", events):
+        found = analyze(recording)
+        write_trace(recording, found.epochs, stream := StringIO())
+    json.loads(stream.getvalue())
+    assert found.verdict.lines[0] in text_of(found)
+    assert page_of(found).endswith("</html>\n")
+    assert sum(epoch.span.requests for epoch in found.epochs) <= len(events)
 
 
 def test_processes_that_read_the_same_are_no_epochs() -> None:
