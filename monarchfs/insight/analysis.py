@@ -10,7 +10,7 @@ from monarchfs.insight.epochs import Overview, in_order, survey
 from monarchfs.insight.facts import Facts, read_facts
 from monarchfs.insight.latencies import SIZES, Latencies
 from monarchfs.insight.pattern import PatternFinder
-from monarchfs.insight.recording import Event, Kind, Recording
+from monarchfs.insight.recording import AnsweredBy, Event, Kind, Recording
 from monarchfs.insight.replay import Replay
 from monarchfs.insight.results import (
     NAMES,
@@ -47,7 +47,9 @@ def analyze(recording: Recording) -> Analysis:
         sweep.add(cause, event)
         latencies.add(cause, event)
         if cause != NAMES:
-            pattern.add(cause, event)
+            pattern.add_read(event)
+        if cause != NAMES or event.size:
+            pattern.add_file(cause, event)
     if found.begins:
         pattern.end_epoch()
     spans = sweep.finish()
@@ -80,13 +82,16 @@ def analyze(recording: Recording) -> Analysis:
 
 
 def _waited_for(recording: Recording, found: Overview) -> Iterator[tuple[int, int, Event]]:
-    """(number of the epoch, from 0 on, cause, event) of all that somebody waits for."""
+    """(number of the epoch, from 0 on, cause, event) of all that somebody waits for. An open that
+    hands the file to the kernel has the file's size: it is taken to be read whole, from a tier."""
     begins = [*found.begins[1:], float("inf")]
     number = 0
     for event in in_order(recording.events):
         if event.kind is not Kind.RELEASE:
             while event.begin >= begins[number]:
                 number += 1
+            if event.source_of is AnsweredBy.KERNEL and (file := recording.files.get(event.ino)):
+                event = event._replace(size=file.size)
             yield number, cause_of(event), event
 
 
@@ -110,7 +115,7 @@ def _visits(recording: Recording, found: Overview, latencies: Latencies) -> Visi
     ]
     visits = Visits(recording.files, latencies.expected(True), latencies.expected(False), slow)
     for number, cause, event in _waited_for(recording, found):
-        if cause != NAMES:
+        if cause != NAMES or event.size:
             visits.add(number + 1, cause, event)
     return visits
 

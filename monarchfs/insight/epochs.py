@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
 
-from monarchfs.insight.recording import Event, Kind
+from monarchfs.insight.recording import AnsweredBy, Event, Kind
 from monarchfs.insight.sampling import hashed
 
 _SLACK_EVENTS = 1 << 15
@@ -16,7 +16,8 @@ _MOST_EVIDENCE = 32
 _AT_ONCE = 16
 """What is read again after fewer other reads is still being read."""
 _OPEN = (1 << 36) - 1
-"""In place of an offset, in blocks: opening a file and then reading it is not reading it twice."""
+"""In place of an offset, in blocks: opening a file and then reading it is not reading it twice. An
+open that hands the file to the kernel is all that is seen of its reads."""
 _MINOR_SHARE = 0.1
 """An epoch with a smaller share of the next one's files is its beginning: a job reads its
 configuration twice. A reader with a smaller share of the busiest one's requests is none."""
@@ -136,7 +137,7 @@ def survey(events: Iterable[Event]) -> Overview:
     """Epochs and readers of ``events``, which are in order."""
     finder, readers = EpochFinder(), dict[int, ReaderLife]()
     count, last = 0, 0.0
-    for begin, duration, kind, _answer, ino, pid, offset, _size in events:
+    for begin, duration, kind, answer, ino, pid, offset, _size in events:
         count += 1
         end = begin + duration
         if end > last:
@@ -147,7 +148,8 @@ def survey(events: Iterable[Event]) -> Overview:
         if reader is None:
             reader = readers[pid] = ReaderLife(begin, end)
         if kind is not Kind.LOOKUP:
-            finder.add(begin, ino << 36 | (offset >> 12 if kind is Kind.READ else _OPEN), pid)
+            place = _OPEN if kind is Kind.OPEN and answer is not AnsweredBy.KERNEL else offset >> 12
+            finder.add(begin, ino << 36 | place, pid)
             reader.requests += 1
         if end > reader.end:
             reader.end = end

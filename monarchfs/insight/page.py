@@ -127,7 +127,7 @@ def _histograms(analysis: Analysis) -> Iterator[str]:
             "Pauses between the requests of one reader",
             "Short ones are handling of data, long ones computing, or waiting for others.",
         )
-        yield _histogram(analysis.gaps, charts.REST)
+        yield _histogram(analysis.gaps, charts.COLOURS[-1])
 
 
 def _histogram(rows: Sequence[tuple[float, int]], colour: str) -> str:

@@ -57,7 +57,7 @@ class PatternFinder:
         self._hot: dict[int, HotFile] = {}
         self._alike: list[float] = []
 
-    def add(self, cause: int, event: Event) -> None:
+    def add_read(self, event: Event) -> None:
         _begin, _duration, _kind, _answer, ino, pid, offset, size = event
         self._reads += 1
         self._bytes += size
@@ -71,12 +71,16 @@ class PatternFinder:
         elif not offset or -_NEAR_BYTES <= gap <= _NEAR_BYTES:
             self._sequential += 1
         self._streams[stream] = offset + size, gap
+
+    def add_file(self, cause: int, event: Event) -> None:
+        """``event`` read some or all of a file."""
+        ino, pid = event.ino, event.pid
         now = self._now.get(ino)
         if now is None:
             now = self._now[ino] = _InEpoch(pid)
         elif now.pid != pid:
             now.shared = True
-        now.bytes += size
+        now.bytes += event.size
         now.reads += 1
         if cause == SOURCE:
             now.source = True

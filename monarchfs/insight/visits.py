@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from monarchfs.insight.latencies import REMOTE, size_class
 from monarchfs.insight.recording import Event, File
-from monarchfs.insight.results import SOURCE
+from monarchfs.insight.results import NAMES, SOURCE
 from monarchfs.insight.sampling import hashed, one_of
 
 _MOST_FILES = 20_000
@@ -75,7 +75,8 @@ class Visits:
             visit.local += min(duration, self._local[of_class])
         else:
             visit.local += duration
-            visit.remote += max(duration, self._remote[of_class])
+            reads = max(1, read >> 20) if cause == NAMES else 1
+            visit.remote += max(duration, reads * self._remote[of_class])
 
     @property
     def same_files(self) -> bool:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from monarchfs.insight.epochs import ReaderLife
 from monarchfs.insight.histogram import LogHistogram
 from monarchfs.insight.recording import Event
-from monarchfs.insight.results import CAUSES, NAMES, SOURCE, Span
+from monarchfs.insight.results import CAUSES, NAMES, SOURCE, TIER, Span
 
 _ALIVE, _WAITING = len(CAUSES), len(CAUSES) + 1
 _BITS = 20
@@ -72,7 +72,8 @@ class Sweep:
         self._pass(begin)
         span = self.spans[self._number]
         span.requests += 1
-        span.bytes[cause] += size
+        # An open with a size hands the file to the kernel.
+        span.bytes[TIER if cause == NAMES else cause] += size
         if cause == SOURCE:
             self._source_bytes += size
             self.load.add(self._source_bytes, duration)

@@ -104,6 +104,24 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     assert as_it_was.epoch_seconds == pytest.approx(found.epochs[1].seconds, rel=0.1)
 
 
+def test_what_the_kernel_reads_by_itself_counts_as_local(tmp_path: Path) -> None:
+    job = Job(source_until_copied(0.5, 0.02, 0.001), many_files(400, MIB), request_bytes=MIB)
+    handed = [
+        e._replace(kind=Kind.OPEN, source_of=AnsweredBy.KERNEL, size=0)
+        if e.source_of is TIER
+        else e
+        for e in job.events()
+    ]
+    job.events = lambda: handed  # type: ignore[method-assign]
+    tiers = [{"path": "/scratch", "capacity": 201 * MIB}]
+    facts = {"tiers": tiers, "hidden": ["reads"], "data_path": "passthrough"}
+    found = analyzed(job, tmp_path, **facts)
+    assert [epoch.hit_ratio for epoch in found.epochs] == pytest.approx([0, 0.5], abs=0.01)
+    assert found.outcomes[0].hit_ratio == pytest.approx(0.5, abs=0.02)
+    assert found.epochs[1].files == 400
+    assert "200 files (200M) that do not fit" in said(found)
+
+
 def test_what_would_fit_but_was_not_copied(tmp_path: Path) -> None:
     found = analyzed(Job(always(SOURCE, 0.02)), tmp_path)
     assert "though more would fit" in said(found)
