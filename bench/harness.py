@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.pool import Pool
@@ -185,10 +185,17 @@ def detach(path: Path) -> None:
 
 class Mount:
     """``monarchfs mount`` and ``umount`` as a context manager. ``place`` is a directory of its
-    own: the mount point, the state and the log lie there, and the tier unless one is given."""
+    own: the mount point, the state and the log lie there, and the tier unless one is given.
+    ``enter`` comes before the command that mounts, for instance to have another network."""
 
     def __init__(
-        self, source: Path, place: Path, *options: str, tier: Path | None = None, size: str = "8G"
+        self,
+        source: Path,
+        place: Path,
+        *options: str,
+        tier: Path | None = None,
+        size: str = "8G",
+        enter: Sequence[str] = (),
     ) -> None:
         self.source = source
         self.place = place
@@ -196,6 +203,7 @@ class Mount:
         self.tier = tier or place / "tier"
         self._size = size
         self._options = options
+        self._enter = enter
 
     def __enter__(self) -> Mount:
         # Both are there where an earlier mount left its tier and its state.
@@ -206,7 +214,7 @@ class Mount:
         whose = ["--user", "root"] if os.geteuid() == 0 else []
         places = ["--state-dir", str(self.place / "state"), "--log-file", str(self.place / "log")]
         try:
-            monarchfs(*command, *places, *whose, *self._options)
+            monarchfs(*command, *places, *whose, *self._options, enter=self._enter)
         except Unusable:
             print(self.log(), file=sys.stderr)
             raise
@@ -246,11 +254,11 @@ class Mount:
         self.umount()
 
 
-def monarchfs(*arguments: str, seconds: float = 120.0) -> str:
+def monarchfs(*arguments: str, seconds: float = 120.0, enter: Sequence[str] = ()) -> str:
     """Runs one command of the program; its output. Raises Unusable with its own words, and
     subprocess.TimeoutExpired after so many seconds."""
     done = subprocess.run(
-        [*MONARCHFS, *arguments],
+        [*enter, *MONARCHFS, *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -1,7 +1,7 @@
 """What sharing (--peers) comes to on many nodes: the project's own decision who owns a file, put to
 thousands of nodes that do not exist.
 
-Nothing is read here. What a few real nodes do, and how long it takes, `bench.cluster` measures.
+Nothing is read here. What a few real nodes do, and how long it takes, `bench.nodes` measures.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ static bool read_replica(const unsigned char *name, size_t size, const char *pat
 	uint64_t began_ns = monotonic_ns();
 	enum fetch_result result = fetch_replica(name, size, to);
 	if (path && result == FETCHED)
-		want_took(monotonic_ns() - began_ns);
+		want_took(name, monotonic_ns() - began_ns);
 	else if (path && (result == FETCH_UNKNOWN || result == FETCH_WRONG) &&
 		 want_replica(name, size, path, source_ns))
 		result = fetch_replica(name, size, to);

@@ -24,12 +24,14 @@ struct want {
 	const unsigned char *name;
 	const char *path;
 	size_t size, length;
-	bool done;
+	bool done, failed;
 };
 
 struct owner {
 	struct want *first, **last; /* not asked for yet */
 	unsigned asking; /* threads that ask now */
+	uint64_t mean_ns; /* what it takes for a file, whether it has it or copies it first; 0: not known */
+	uint64_t tries;
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards all that follows */
@@ -37,8 +39,7 @@ static pthread_cond_t answered = PTHREAD_COND_INITIALIZER;
 static uint16_t *owners;
 static unsigned own_number;
 static struct owner *queues; /* by the number of the peer */
-static uint64_t mean_ns; /* what peers take for a file, whether they have it or copy it first */
-static uint64_t tries, bypassed;
+static uint64_t bypassed;
 
 int want_owners(const uint16_t *given, unsigned own)
 {
@@ -115,17 +116,20 @@ static void note(unsigned peer, const char *answer, size_t size)
 	}
 }
 
-static void ask(unsigned peer, const struct want *wants)
+/* Whether it answered. */
+static bool ask(unsigned peer, const struct want *wants)
 {
 	size_t size, answer_size = 0;
 	char *answer = NULL, *body = encode(wants, &size);
 	if (!body)
-		return;
+		return false;
 	size_t most = ANSWER_HEADER_BYTES + MOST_WANTED * ANSWER_ROW_BYTES;
-	if (fetch_answer(peer, WANT_PATH, body, size, ANSWER_NS, most, &answer, &answer_size) == 200)
+	bool good = fetch_answer(peer, WANT_PATH, body, size, ANSWER_NS, most, &answer, &answer_size) == 200;
+	if (good)
 		note(peer, answer, answer_size);
 	free(answer);
 	free(body);
+	return good;
 }
 
 /* Wait until this thread or another one has asked for it. Under `lock`. */
@@ -144,11 +148,12 @@ static void wait_for(struct want *want, unsigned peer)
 		struct want *wants = take(owner, MOST_WANTED);
 		owner->asking++;
 		pthread_mutex_unlock(&lock);
-		ask(peer, wants);
+		bool good = ask(peer, wants);
 		pthread_mutex_lock(&lock);
 		owner->asking--;
 		while (wants) {
 			struct want *next = wants->next; /* read before: its thread may go when it is done */
+			wants->failed = !good;
 			wants->done = true;
 			wants = next;
 		}
@@ -156,27 +161,35 @@ static void wait_for(struct want *want, unsigned peer)
 	}
 }
 
-/* An outlier counts as four times the mean. Under `lock`, as the next function. */
-static void note_time(uint64_t ns)
+/* The number of the node that owns a file. Under `lock`, as the next two. */
+static unsigned owner_of(const unsigned char *name)
 {
-	uint64_t most_ns = 4 * mean_ns;
-	if (mean_ns && ns > most_ns)
-		ns = most_ns;
-	mean_ns = mean_ns ? mean_ns - mean_ns / 16 + ns / 16 : ns;
+	return owners ? owners[(unsigned)name[0] << 8 | name[1]] : own_number;
 }
 
-static bool is_worth(uint64_t source_ns)
+/* An outlier counts as four times the mean. The first one, which also makes the connection, is taken for one. */
+static void note_time(struct owner *owner, uint64_t ns)
 {
-	if (!source_ns || mean_ns <= WORTH_TIMES * source_ns || ++tries % TRY_EVERY == 0)
+	uint64_t most_ns = 4 * owner->mean_ns;
+	if (!owner->mean_ns)
+		owner->mean_ns = ns / 4;
+	else
+		owner->mean_ns += (ns > most_ns ? most_ns : ns) / 16 - owner->mean_ns / 16;
+}
+
+static bool is_worth(struct owner *owner, uint64_t source_ns)
+{
+	if (!source_ns || owner->mean_ns <= WORTH_TIMES * source_ns || ++owner->tries % TRY_EVERY == 0)
 		return true;
 	bypassed++;
 	return false;
 }
 
-void want_took(uint64_t ns)
+void want_took(const unsigned char *name, uint64_t ns)
 {
 	pthread_mutex_lock(&lock);
-	note_time(ns);
+	if (queues)
+		note_time(&queues[owner_of(name)], ns);
 	pthread_mutex_unlock(&lock);
 }
 
@@ -195,12 +208,14 @@ bool want_replica(const unsigned char *name, size_t size, const char *path, uint
 	if (want.length > WANT_PATH_BYTES)
 		return false;
 	pthread_mutex_lock(&lock);
-	unsigned peer = owners ? owners[(unsigned)name[0] << 8 | name[1]] : own_number;
-	bool others = peer != own_number && !fetch_avoided(peer) && is_worth(source_ns);
+	unsigned peer = owner_of(name);
+	bool others = peer != own_number && !fetch_avoided(peer) && is_worth(&queues[peer], source_ns);
 	if (others) {
 		uint64_t began_ns = monotonic_ns();
 		wait_for(&want, peer);
-		note_time(monotonic_ns() - began_ns);
+		/* Who fails is avoided for a while: no mean has to say so. */
+		if (!want.failed)
+			note_time(&queues[peer], monotonic_ns() - began_ns);
 	}
 	pthread_mutex_unlock(&lock);
 	return others && places_get(name, &place);

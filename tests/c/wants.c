@@ -116,12 +116,24 @@ static unsigned asked_of_160(uint64_t source_ns)
 
 static void bypass(void)
 {
+	unsigned char name[REPLICA_NAME_BYTES], failing[REPLICA_NAME_BYTES], other[REPLICA_NAME_BYTES];
+	name_of(1, name);
+	name_of(33, failing); /* the same owner's */
+	name_of(2, other);
 	CHECK(asked_of_160(0) == 160 && !want_bypassed());
 	CHECK(asked_of_160(1000000000) == 160 && !want_bypassed()); /* slower than the peers */
 	CHECK(asked_of_160(1) == 10 && want_bypassed() == 150);
 	for (unsigned n = 0; n < 500; n++)
-		want_took(1); /* they have nearly all by now */
+		want_took(name, 1); /* it has nearly all by now */
+	for (unsigned n = 0; n < 30; n++)
+		want_replica(failing, 34, "d/33", 10); /* says nothing about the time it takes */
+	CHECK(want_bypassed() == 150);
 	CHECK(asked_of_160(100000000) == 160 && want_bypassed() == 150);
+	CHECK(asked_of_160(1) == 10 && want_bypassed() == 300);
+	for (unsigned n = 0; n < 500; n++)
+		want_took(other, 1);
+	want_replica(other, 3, "d/2", 10); /* another owner takes no longer for that */
+	CHECK(want_bypassed() == 300);
 }
 
 static void *forget(void *ended)
