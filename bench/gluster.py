@@ -21,8 +21,9 @@ DAEMONS = ("glusterd", "glusterfsd", "glusterfs")
 
 
 @contextmanager
-def gluster_volume(place: Path, name: str = "bench") -> Iterator[Path]:
-    """The mount point of an empty distributed volume of three bricks, all below ``place``.
+def gluster_volume(place: Path, name: str = "bench", *, replicas: int = 0) -> Iterator[Path]:
+    """The mount point of an empty volume of three bricks, all below ``place``: distributed, or with
+    so many ``replicas`` of each file.
 
     Everything is stopped afterwards. Raises Unusable without root or GlusterFS, and where a
     glusterd runs already: its volumes are not ours to touch.
@@ -36,7 +37,8 @@ def gluster_volume(place: Path, name: str = "bench") -> Iterator[Path]:
     state, point = place / "state", place / "mnt"
     for folder in (state, point):
         folder.mkdir(parents=True)
-    bricks = [place / f"brick{number}" for number in range(BRICKS)]
+    folders = [place / f"brick{number}" for number in range(BRICKS)]
+    kind = ["replica", str(replicas)] if replicas else []
     daemon = subprocess.Popen(
         ["glusterd", "--no-daemon", "--log-file", str(state / "glusterd.log")],
         stdin=subprocess.DEVNULL,
@@ -44,8 +46,8 @@ def gluster_volume(place: Path, name: str = "bench") -> Iterator[Path]:
     )
     try:
         wait_for(lambda: _ask("volume", "list") is not None, "glusterd", 30, 0.2)
-        words = [f"{host}:{brick}" for brick in bricks]
-        _must("volume", "create", name, *words, "force")
+        words = [f"{host}:{folder}" for folder in folders]
+        _must("volume", "create", name, *kind, *words, "force")
         _must("volume", "start", name)
         subprocess.run(["mount", "-t", "glusterfs", f"{host}:/{name}", str(point)], check=True)
         yield point
@@ -59,6 +61,11 @@ def gluster_volume(place: Path, name: str = "bench") -> Iterator[Path]:
         for process in _daemons():
             process.kill()
         daemon.wait()
+
+
+def bricks() -> list[psutil.Process]:
+    """The servers of the volume that still live."""
+    return [one for one in _daemons() if one.name() == "glusterfsd"]
 
 
 def _daemons() -> list[psutil.Process]:

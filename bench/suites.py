@@ -35,6 +35,7 @@ MEASUREMENTS = {
     "sharing": Measurement("bench.sharing", "nodes that share what they have", 2, 5),
     "nodes": Measurement("bench.nodes", "3 and 8 nodes with links of their own, faults", 3, 8),
     "scale": Measurement("bench.scale", "owners on 3 to 4,096 nodes, simulated", 1, 1),
+    "bricks": Measurement("bench.bricks", "a GlusterFS that dies under nodes that share", 1, 2),
     "copying": Measurement("bench.copying", "copy rate against cp -r and rsync", 3, 25, BOTH),
     "datapath": Measurement("bench.datapath", "reads of resident files by every way", 2, 20, BOTH),
     "sizes": Measurement("bench.filesizes", "throughput by file size", 1, 2, BOTH),
