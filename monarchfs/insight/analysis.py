@@ -13,8 +13,9 @@ from monarchfs.insight.pattern import PatternFinder
 from monarchfs.insight.recording import AnsweredBy, Event, Kind, Recording
 from monarchfs.insight.replay import Replay
 from monarchfs.insight.results import (
-    NAMES,
+    MEMORY,
     SOURCE,
+    TIER,
     Analysis,
     Epoch,
     Outcome,
@@ -41,15 +42,16 @@ def analyze(recording: Recording) -> Analysis:
     edges = sorted({0.0, *found.begins, found.end, *(end * n / _BINS for n in range(_BINS + 1))})
     sweep = Sweep(edges, found.readers)
     latencies, pattern = Latencies(), PatternFinder(recording.files)
-    for number, cause, event in _waited_for(recording, found):
+    for number, origin, event in _waited_for(recording, found):
         while len(pattern.epochs) < number:
             pattern.end_epoch()
-        sweep.add(cause, event)
+        cause = cause_of(event)
+        sweep.add(cause, origin, event)
         latencies.add(cause, event)
-        if cause != NAMES:
+        if event.kind is Kind.READ:
             pattern.add_read(event)
-        if cause != NAMES or event.size:
-            pattern.add_file(cause, event)
+        if event.size or event.kind is Kind.READ:
+            pattern.add_file(origin, event)
     if found.begins:
         pattern.end_epoch()
     spans = sweep.finish()
@@ -82,17 +84,24 @@ def analyze(recording: Recording) -> Analysis:
 
 
 def _waited_for(recording: Recording, found: Overview) -> Iterator[tuple[int, int, Event]]:
-    """(number of the epoch, from 0 on, cause, event) of all that somebody waits for. An open that
-    hands the file to the kernel has the file's size: it is taken to be read whole, from a tier."""
+    """(number of the epoch, from 0 on, where the bytes come from, event) of all that somebody waits
+    for. What is in memory after the source answered the open came from there. An open that hands
+    the file to the kernel has the file's size: it is taken to be read whole, from a tier."""
     begins = [*found.begins[1:], float("inf")]
-    number = 0
+    number, by_source = 0, set[int]()
     for event in in_order(recording.events):
         if event.kind is not Kind.RELEASE:
             while event.begin >= begins[number]:
                 number += 1
-            if event.source_of is AnsweredBy.KERNEL and (file := recording.files.get(event.ino)):
-                event = event._replace(size=file.size)
-            yield number, cause_of(event), event
+            origin = cause_of(event)
+            if event.kind is Kind.OPEN:
+                (by_source.add if origin == SOURCE else by_source.discard)(event.ino)
+                if event.source_of is AnsweredBy.KERNEL:
+                    file = recording.files.get(event.ino)
+                    origin, event = TIER, event._replace(size=file.size if file else 0)
+            elif origin == MEMORY and event.ino in by_source:
+                origin = SOURCE
+            yield number, origin, event
 
 
 def _divided(spans: Sequence[Span], found: Overview) -> Iterator[list[Span]]:
@@ -114,9 +123,9 @@ def _visits(recording: Recording, found: Overview, latencies: Latencies) -> Visi
         for number in range(len(SIZES))
     ]
     visits = Visits(recording.files, latencies.expected(True), latencies.expected(False), slow)
-    for number, cause, event in _waited_for(recording, found):
-        if cause != NAMES or event.size:
-            visits.add(number + 1, cause, event)
+    for number, origin, event in _waited_for(recording, found):
+        if event.kind is not Kind.LOOKUP:
+            visits.add(number + 1, origin, event)
     return visits
 
 

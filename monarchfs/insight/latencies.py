@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from monarchfs.insight.histogram import LogHistogram
-from monarchfs.insight.recording import Event
-from monarchfs.insight.results import CAUSES, COPY, LOCAL, NAMES, PEER, SOURCE, Latency
+from monarchfs.insight.recording import Event, Kind
+from monarchfs.insight.results import CAUSES, COPY, LOCAL, PEER, SOURCE, Latency
 from monarchfs.plan.times import RELAY_BYTES_PER_SECOND, RELAY_FILES_PER_SECOND
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 1 << 62)
@@ -25,7 +25,7 @@ class Latencies:
         self._bytes: dict[tuple[int, int], int] = {}
 
     def add(self, cause: int, event: Event) -> None:
-        key = cause, -1 if cause == NAMES else size_class(event.size)
+        key = cause, size_class(event.size) if event.kind is Kind.READ else -1
         histogram = self._histograms.get(key)
         if histogram is None:
             histogram = self._histograms[key] = LogHistogram()
@@ -57,7 +57,9 @@ class Latencies:
         """The seconds that a read takes, by class of sizes, from memory and tiers or from
         elsewhere; where too few were seen, from the mean of all, or what the program can do."""
         causes = LOCAL if local else REMOTE
-        seen = {key: one for key, one in self._histograms.items() if key[0] in causes}
+        seen = {
+            key: one for key, one in self._histograms.items() if key[0] in causes and key[1] >= 0
+        }
         seconds = sum(one.total for one in seen.values())
         amount = sum(self._bytes[key] for key in seen)
         count = sum(one.count for one in seen.values())

@@ -9,7 +9,7 @@ from monarchfs.insight.recording import AnsweredBy, Event, Kind
 
 CAUSES = ("source", "memory", "tier", "peer", "copy", "names", "unknown")
 """What a request waits for: ``memory`` is that of the daemon, ``copy`` one that is under way,
-``names`` are look-ups and opens."""
+``names`` are look-ups and opens without the source."""
 SOURCE, MEMORY, TIER, PEER, COPY, NAMES, UNKNOWN = range(len(CAUSES))
 LOCAL = (MEMORY, TIER)
 
@@ -22,7 +22,9 @@ _OF_ANSWER[AnsweredBy.WAITED] = COPY
 
 
 def cause_of(event: Event) -> int:
-    return _OF_ANSWER[event.source_of] if event.kind is Kind.READ else NAMES
+    """Small files come with the open, so an open that the source answers waits for the source."""
+    cause = _OF_ANSWER[event.source_of]
+    return cause if event.kind is Kind.READ or cause == SOURCE else NAMES
 
 
 def none_each() -> list[float]:

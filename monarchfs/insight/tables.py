@@ -124,16 +124,20 @@ def _latencies(analysis: Analysis) -> Grid:
                 words_of(CAUSES.index(one.cause)),
                 _size(one.up_to_bytes),
                 f"{one.requests:,}",
-                *map(format_seconds, (one.p50, one.p90, one.p99, one.most)),
+                *map(_brief, (one.p50, one.p90, one.p99, one.most)),
             )
             for one in analysis.latencies
         ],
     )
 
 
+def _brief(seconds: float) -> str:
+    return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else format_seconds(seconds)
+
+
 def _size(up_to: int) -> str:
     if not up_to:
-        return "-"
+        return "names, opens"
     return f"up to {format_bytes(up_to)}" if up_to < 1 << 50 else "more"
 
 

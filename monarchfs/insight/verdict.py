@@ -34,7 +34,7 @@ _WORDS = {
     TIER: "the tiers",
     PEER: "other nodes",
     COPY: "copies under way",
-    NAMES: "look-ups and opens",
+    NAMES: "look-ups and opens without the source",
 }
 
 
@@ -206,7 +206,7 @@ def _remedies(kind: str, epoch: Epoch, outcomes: Sequence[Outcome]) -> Iterator[
     others = [one for one in outcomes if one.change != AS_IT_WAS]
     best = min((one.epoch_seconds for one in others), default=now)
     as_it_was = min((one.epoch_seconds for one in outcomes if one not in others), default=now)
-    if kind == "compute-bound" or best > min(now, as_it_was) * _GAIN:
+    if kind in ("compute-bound", "unknown") or best > min(now, as_it_was) * _GAIN:
         return
     for one in others:
         if now - one.epoch_seconds >= 0.8 * (now - best):

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from monarchfs.insight.latencies import REMOTE, size_class
-from monarchfs.insight.recording import Event, File
-from monarchfs.insight.results import NAMES, SOURCE
+from monarchfs.insight.recording import AnsweredBy, Event, File, Kind
 from monarchfs.insight.sampling import hashed, one_of
 
 _MOST_FILES = 20_000
@@ -54,10 +53,10 @@ class Visits:
         self.source_reads = 0
         self._from_source: Counter[int] = Counter()
 
-    def add(self, epoch: int, cause: int, event: Event) -> None:
-        begin, duration, _kind, _answer, ino, _pid, offset, read = event
+    def add(self, epoch: int, origin: int, event: Event) -> None:
+        begin, duration, kind, answer, ino, _pid, offset, read = event
         of_class = size_class(read)
-        if cause == SOURCE:
+        if answer is AnsweredBy.SOURCE and kind is Kind.READ:
             self._count_source(ino, duration, duration > self._slow[of_class])
         if hashed(ino) & self.one_of - 1:
             return
@@ -69,13 +68,13 @@ class Visits:
             self.all.append(visit)
         visit.bytes += read
         visit.measured += duration
-        if cause in REMOTE:
+        if origin in REMOTE:
             visit.remote_bytes += read
             visit.remote += duration
             visit.local += min(duration, self._local[of_class])
         else:
             visit.local += duration
-            reads = max(1, read >> 20) if cause == NAMES else 1
+            reads = max(1, read >> 20) if kind is Kind.OPEN else 1
             visit.remote += max(duration, reads * self._remote[of_class])
 
     @property

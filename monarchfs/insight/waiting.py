@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from monarchfs.insight.epochs import ReaderLife
 from monarchfs.insight.histogram import LogHistogram
-from monarchfs.insight.recording import Event
-from monarchfs.insight.results import CAUSES, NAMES, SOURCE, TIER, Span
+from monarchfs.insight.recording import Event, Kind
+from monarchfs.insight.results import CAUSES, NAMES, SOURCE, Span
 
 _ALIVE, _WAITING = len(CAUSES), len(CAUSES) + 1
 _BITS = 20
@@ -67,16 +67,17 @@ class Sweep:
         self._requests: dict[int, int] = {}
         self._ended: dict[int, float] = {}
 
-    def add(self, cause: int, event: Event) -> None:
-        begin, duration, _kind, _answer, _ino, pid, _offset, size = event
+    def add(self, cause: int, origin: int, event: Event) -> None:
+        """``origin``: where the bytes come from."""
+        begin, duration, kind, _answer, _ino, pid, _offset, size = event
         self._pass(begin)
         span = self.spans[self._number]
         span.requests += 1
-        # An open with a size hands the file to the kernel.
-        span.bytes[TIER if cause == NAMES else cause] += size
+        span.bytes[origin] += size
         if cause == SOURCE:
             self._source_bytes += size
-            self.load.add(self._source_bytes, duration)
+            if kind is Kind.READ:
+                self.load.add(self._source_bytes, duration)
         self._state += _UNIT[cause]
         if pid in self._readers:
             waits_for = self._requests.get(pid, 0)

@@ -244,7 +244,7 @@ def test_merged_intervals_are_what_a_plain_count_gives(
     edges = sorted({0.0, 80.0, *map(float, cuts)})
     sweep = Sweep(edges, lives)
     for event in events:
-        sweep.add(cause_of(event), event)
+        sweep.add(cause_of(event), cause_of(event), event)
     for span in sweep.finish():
         moments = [n + 0.5 for n in range(int(span.begin), int(span.end))]
         under_way = [[e for e in events if e.begin < m < e.begin + e.duration] for m in moments]
@@ -393,12 +393,26 @@ def test_a_recording_that_makes_no_sense(tmp_path: Path) -> None:
 def test_look_ups_and_opens_are_waited_for_too(tmp_path: Path) -> None:
     job = Job(always(TIER, 0.01))
     events = job.events()
-    opens = [e._replace(kind=Kind.OPEN, source_of=SOURCE, size=0) for e in events]
+    opens = [e._replace(kind=Kind.OPEN, source_of=MEMORY, size=0) for e in events]
     job.events = lambda: sorted([*opens, *events])  # type: ignore[method-assign]
     found = analyzed(job, tmp_path)
     assert [epoch.span.begin for epoch in found.epochs] == pytest.approx(job.begins)
     assert found.epochs[0].span.shared[NAMES] == pytest.approx(found.epochs[0].seconds / 2, rel=0.1)
     assert "50% of the waiting was for look-ups and opens" in said(found)
+
+
+def test_small_files_come_with_the_open(tmp_path: Path) -> None:
+    job = Job(always(SOURCE, 0.01))
+    events = job.events()
+    opens = [e._replace(kind=Kind.OPEN, size=0) for e in events]
+    quick = [
+        e._replace(begin=e.begin + e.duration, source_of=MEMORY, duration=1e-4) for e in events
+    ]
+    job.events = lambda: sorted([*opens, *quick])  # type: ignore[method-assign]
+    found = analyzed(job, tmp_path)
+    assert [epoch.hit_ratio for epoch in found.epochs] == [0, 0]
+    assert found.epochs[1].source_files == 400
+    assert "99% of the waiting was for the source: 400 files (39M)" in said(found)
 
 
 def test_a_header_that_is_read_twice_is_no_epoch() -> None:
