@@ -104,6 +104,22 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     assert as_it_was.epoch_seconds == pytest.approx(found.epochs[1].seconds, rel=0.1)
 
 
+@pytest.mark.parametrize("compute", [0.0, 0.003, 0.03])
+@pytest.mark.parametrize("readers", [1, 4])
+def test_the_estimate_is_what_the_job_takes_with_that_tier(
+    compute: float, readers: int, tmp_path: Path
+) -> None:
+    def job(fits: float) -> Job:
+        answer = source_until_copied(fits, 0.02, 0.001)
+        return Job(answer, many_files(500, 100 * KIB), readers, compute=compute)
+
+    tiers = [{"path": "/scratch", "capacity": 250 * 100 * KIB}]
+    half, all_local = analyzed(job(0.5), tmp_path, tiers=tiers), analyzed(job(1), tmp_path)
+    assert half.outcomes[-1].hit_ratio == 1
+    expected = all_local.epochs[1].seconds
+    assert half.outcomes[-1].epoch_seconds == pytest.approx(expected, rel=0.05)
+
+
 def test_what_the_kernel_reads_by_itself_counts_as_local(tmp_path: Path) -> None:
     job = Job(source_until_copied(0.5, 0.02, 0.001), many_files(400, MIB), request_bytes=MIB)
     handed = [
