@@ -64,6 +64,9 @@ def analyze(recording: Recording) -> Analysis:
     visits = _visits(recording, found, latencies)
     outcomes = _outcomes(recording, facts, epochs, visits)
     source = _source_limits(epochs, latencies, sweep, visits)
+    verdict = give_verdict(facts, epochs, source, outcomes, sum(e.span.requests for e in epochs))
+    if not recording.complete:
+        verdict.reservations.append("The recorder was killed: the recording ends before its end.")
     return Analysis(
         recording.facts,
         recording.begun,
@@ -79,7 +82,7 @@ def analyze(recording: Recording) -> Analysis:
         pattern.result(),
         source,
         outcomes,
-        give_verdict(facts, epochs, source, outcomes, sum(e.span.requests for e in epochs)),
+        verdict,
     )
 
 
@@ -161,7 +164,7 @@ def _outcomes(
         for visit in visits.all
         if visit.ino in recording.files
     }
-    replay, setup = Replay(visits.all, visits.one_of, paths), facts.setup
+    replay, setup = Replay(visits.all, visits.one_of * facts.sampled, paths), facts.setup
     settings = [(AS_IT_WAS, setup)]
     settings += [
         (f"--evict {policy.value}", replace(setup, policy=policy))

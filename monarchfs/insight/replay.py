@@ -139,7 +139,8 @@ class Replay:
     """Replays visits with one setup after the other."""
 
     def __init__(self, visits: Sequence[Visit], one_of: int, paths: Mapping[int, str]) -> None:
-        """``paths`` give the order in which ``--prefetch all`` copies."""
+        """The visits are those of one of so many files. ``paths`` give the order in which
+        ``--prefetch all`` copies."""
         self._visits = visits
         self._one_of = one_of
         sizes = {visit.ino: visit.size for visit in visits}

@@ -191,6 +191,23 @@ def test_what_the_recording_lacks(facts: dict[str, Any], words: str, tmp_path: P
     assert (found.verdict.kind == "compute-bound") is judged
 
 
+def test_a_recording_that_was_cut_off(tmp_path: Path) -> None:
+    path = Job(always(SOURCE, 0.02)).record(tmp_path / "job.rec")
+    path.write_bytes(path.read_bytes()[:-1])
+    found = analyze(open_recording(path))
+    assert found.verdict.kind == "input-bound"
+    assert "The recorder was killed" in found.verdict.reservations[-1]
+
+
+def test_a_sample_of_files_is_replayed_in_a_part_of_the_tiers(tmp_path: Path) -> None:
+    job = Job(source_until_copied(0.5, 0.02, 0.001), many_files(1000, 100 * KIB))
+    tiers = [{"path": "/scratch", "capacity": 500 * 100 * KIB}]
+    found = analyzed(job, tmp_path, tiers=tiers, sampled=4)
+    assert found.epochs[1].files == pytest.approx(250, abs=30)
+    assert found.outcomes[0].hit_ratio == pytest.approx(0.5, abs=0.06)
+    assert found.verdict.lines[0].startswith("No verdict (sampled)")
+
+
 def test_one_epoch_carries_no_estimate(tmp_path: Path) -> None:
     found = analyzed(Job(always(SOURCE, 0.02), epochs=1), tmp_path)
     assert "One epoch was recorded" in found.verdict.reservations[0]
