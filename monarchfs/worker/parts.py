@@ -192,7 +192,7 @@ class Parts:
                 lambda: self.metrics.stale_answers,
             ),
             {"metrics": partial(_metrics, self), "peers": partial(_peers, self)},
-            Recordings(fuse_session.hooks, self.index, partial(_facts, self)),
+            Recordings(fuse_session.hooks, self.index, partial(_facts, self), relays=relays),
         )
         self.scan = Scan(self.tree, self.copier.jobs, jitter_seconds=config.prefetch_jitter_seconds)
         self.load = Load(self.tree, bootstrap.mount_ns)
