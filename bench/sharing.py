@@ -31,6 +31,7 @@ ALONE, APART, SHARED = "source alone", "mounts of their own", "sharing"
 COPIED = "sharing, --prefetch all"
 PARTED = "sharing, --share partition"
 TOO_MANY = "small files, 2.2 x a node's tier"
+TOO_LARGE = "large files, 2.2 x a node's tier"
 BLOCK = 4096
 
 
@@ -63,6 +64,7 @@ def datasets(quick: bool) -> list[Dataset]:
         Dataset("small files", 600 if quick else 3000, 110_000, (ALONE, APART, SHARED)),
         Dataset(TOO_MANY, 600 if quick else 3000, 110_000, (APART, SHARED, PARTED), 3, 2.2),
         Dataset("large files", 6 if quick else 12, 64 << 20, (ALONE, APART, SHARED, COPIED)),
+        Dataset(TOO_LARGE, 96, 4 << 20, (APART, SHARED, PARTED), 3, 2.2),
     ]
 
 

@@ -244,6 +244,8 @@ class SpanNodes:
             return True
         if _replicas.counts(owner)[-1]:
             return False
+        if now - self._asked.get(owner, now) > STALLED_SECONDS:
+            return True  # nobody expected anything of it meanwhile
         return now - self._quiet.get(owner, now) < STALLED_SECONDS
 
     def completed(self, name: bytes, digests: bytes) -> None:
@@ -271,7 +273,9 @@ class SpanNodes:
         now = trio.current_time()
         due: defaultdict[int, list[tuple[FileSpans, int]]] = defaultdict(list)
         for fill in self._jobs.background:
-            if (spans := fill.remote.spans) is None or fill.node.ino in self._jobs.supplied:
+            if (spans := fill.remote.spans) is None or fill.own_alone:
+                continue
+            if fill.node.ino in self._jobs.supplied:
                 continue
             spans.priority = fill.priority
             for owner, span in spans.due(now):

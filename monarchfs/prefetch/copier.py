@@ -144,7 +144,8 @@ class Copier:
         """Whether there is nothing left to copy of it."""
         if fill.state is not State.FILLING or fill.full or fill.chunks.complete:
             return True
-        spans = fill.remote.spans if fill.node.ino in self.jobs.supplied else None
+        own_alone = fill.own_alone or fill.node.ino in self.jobs.supplied
+        spans = fill.remote.spans if own_alone else None
         return spans is not None and not spans.owned_missing(fill.chunks)
 
     def _in_turn(self) -> list[Fill]:

@@ -271,6 +271,8 @@ class Copy:
         """Missing chunks are not kept: the threads may read them from the source. No checkpoint."""
         if self._handed_out or self._changes or not self.handles or self.remote.fd < 0:
             return
+        if self.remote.spans is not None and self.remote.spans.shared:
+            return  # other nodes may have them
         not_kept = self.state is State.DIRECT and self.reservation is None
         if not_kept or (self._shown and self.full):
             self._handed_out = self._cache.readers.nonresident.source(

@@ -66,6 +66,11 @@ class Fetching(Copy):
         missing = self.state is State.FILLING and self.chunks.first_missing(0) is not None
         return not missing and self.state is not State.DIRECT
 
+    @property
+    def own_alone(self) -> bool:
+        """Whether only the spans that this node owns are kept."""
+        return self.remote.spans is not None and not self._cache.keeps_foreign
+
     def claim_next(self, unit_bytes: int, *, owned_only: bool = False) -> Fetch | None:
         """The next run to be copied in the background, or None where there is none to claim.
         ``owned_only``: it is copied for other nodes."""
@@ -79,6 +84,7 @@ class Fetching(Copy):
         if self.remote.spans is None:
             run = self.chunks.next_missing(self.cursor, unit)
         else:
+            owned_only = owned_only or self.own_alone
             run = self.remote.spans.next_run(self.chunks, unit, owned_only=owned_only)
         return None if run is None else self._claim(*run, Lane.BACKGROUND)
 

@@ -8,15 +8,21 @@ readers want it. Where there is no room for a chunk, exactly the bytes that were
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.prefetch.chunks import CLAIMED, PRESENT
 from monarchfs.prefetch.fetch import WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.fetching import Fetching
+from monarchfs.prefetch.passing import PassingReads
 from monarchfs.types import Data, Lane, SourceChanged, SourceStat
 
 
 class Fill(Fetching):
-    """A file behind all handles of its inode."""
+    """A file behind all handles of its inode. Changing: ``_passing``, what was read of it from
+    other nodes and is not kept."""
+
+    _passing: PassingReads | None = None
 
     # -- reading
 
@@ -84,10 +90,19 @@ class Fill(Fetching):
 
     def fetch_now(self, first: int, last: int, *, ahead: bool = False) -> None:
         """Fetch what is missing of [first, last); ``ahead``: nobody waits for it yet."""
-        for run in list(self.chunks.missing_runs(first, last)):
+        for run in list(self._to_keep(first, last)):
             if fetch := self._claim(*run, Lane.DEMAND):
                 fetch.ahead = ahead
                 self._nursery.start_soon(self.fetch, fetch, Lane.DEMAND)
+
+    def _to_keep(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """The runs that are missing of [first, last), and to be kept."""
+        spans = self.remote.spans if self.own_alone else None
+        for run in self.chunks.missing_runs(first, last):
+            if spans is None:
+                yield run
+            else:
+                yield from spans.owned_runs(self.chunks, *run)
 
     async def _piece(self, offset: int, end: int) -> Data:
         """At least one byte of [offset, end), from its start; none where the source has no more."""
@@ -103,9 +118,24 @@ class Fill(Fetching):
             elif state == CLAIMED:
                 fetch = next(f for f in self._fetches if f.start <= offset < f.end)
                 return await self._fetched(fetch, offset, end)
-            else:
-                return await self._read_source(offset, stop)
+            end = stop
+        if (passed := await self._from_owner(offset, end)) is not None:
+            return passed
         return await self._read_source(offset, end)
+
+    async def _from_owner(self, offset: int, end: int) -> Data | None:
+        """At least one byte of [offset, end) of a file that other nodes share; None: read it from
+        the source."""
+        spans = self.remote.spans
+        if spans is None or not spans.shared:
+            return None
+        if self._passing is None:
+            self._passing = PassingReads(
+                *(spans, self.size),
+                lambda start, end: self._unit(start, end, Lane.DEMAND),
+                self._nursery,
+            )
+        return await self._passing.read(offset, end)
 
     async def _fetched(self, fetch: Fetch, offset: int, end: int) -> Data:
         if (piece := await fetch.piece(offset, end)) is not None:

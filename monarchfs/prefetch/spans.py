@@ -112,6 +112,13 @@ class FileSpans:
                 return run
         return None
 
+    def owned_runs(self, chunks: ChunkMap, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """What of a run of chunks this node owns."""
+        each = SPAN_BYTES // chunks.chunk_bytes
+        for span in range(first // each, -(-last // each)):
+            if self._nodes.owner(self.name, span) is None:
+                yield max(first, span * each), min(last, (span + 1) * each)
+
     def owned_missing(self, chunks: ChunkMap) -> bool:
         """Whether there are spans that this node has yet to copy for others."""
         window = self._window(chunks)
@@ -177,7 +184,8 @@ class FileSpans:
 
     def note(self, span: int, path: str, digests: bytes, *, coming: bool) -> bool:
         """Note an owner's answer. ``digests``: zeros for each block that it lacks, or empty.
-        ``coming``: it is copying what it lacks. Returns whether there is news."""
+        ``coming``: it is copying what it lacks. Returns whether there is news: more than before, or
+        all of it."""
         blocks = -(-(min(self._size, (span + 1) * SPAN_BYTES) - span * SPAN_BYTES) // BLOCK_BYTES)
         if len(digests) != blocks * DIGEST_BYTES:
             digests = bytes(blocks * DIGEST_BYTES)
@@ -190,9 +198,21 @@ class FileSpans:
         if not coming and 0 in known:
             self._refused.add(span)
             return True
-        return known.count(1) > (0 if before is None else before.known.count(1))
+        return 0 not in known or known.count(1) > (0 if before is None else before.known.count(1))
 
     # -- to read it
+
+    @property
+    def shared(self) -> bool:
+        """Whether other nodes own some of it."""
+        count = -(-self._size // SPAN_BYTES)
+        return any(self._nodes.owner(self.name, span) is not None for span in range(count))
+
+    def elsewhere(self, offset: int) -> bool:
+        """Whether a byte may come from another node."""
+        span = offset // SPAN_BYTES
+        owner = self._nodes.owner(self.name, span)
+        return owner is not None and span not in self._refused and self._nodes.waits_for(owner)
 
     async def read(self, unit: Unit, *, ahead: bool = False) -> None:
         """Read a unit from the owner of its span, as far as the owner has it. ``ahead``: if it

@@ -13,6 +13,7 @@ from monarchfs.peers.nodes import parse_nodes
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.web_server import find_nginx
 from monarchfs.types import SourceStat
+from tests.peers.test_large_files import owned_bytes
 from tests.peers.test_sharing import Nodes, total_bytes
 from tests.support import surroundings
 from tests.support.mounting import Bench, Mount, run
@@ -107,3 +108,25 @@ def test_a_part_of_the_dataset_is_kept_by_its_owner_alone(work: Bench, source: P
     assert mount.status()["files"]["resident"] == owned["a"]
     foreign = next(path for path in sorted(mount.path.rglob("*.f")) if not is_local(path))
     assert "the node that owns it keeps it" in run("why", str(foreign)).stdout
+
+
+MiB = 1 << 20
+
+
+@pytest.mark.parametrize("options", [[], ["--share", "partition"]])
+def test_large_files_without_room_are_read_from_their_owners(
+    work: Bench, options: list[str]
+) -> None:
+    rng = random.Random(6)
+    large = work.path / "large"
+    large.mkdir()
+    for number, size in enumerate([20 * MiB] * 10 + [140 * MiB + 12345] * len(options[:1])):
+        (large / f"{number}").write_bytes(rng.randbytes(size))
+        os.utime(large / f"{number}", (1.6e9, 1.6e9))
+    # Each has room for what it owns: few files are not spread evenly.
+    most = max(owned_bytes(large, name, "abc") for name in "abc")
+    nodes = Nodes(work, large, 3, *options, tier=str(most + 18 * MiB))
+    nodes.until_they_know_each_other()
+    read_bytes_of_an_epoch(nodes, large)
+    read_bytes_of_an_epoch(nodes, large)
+    assert read_bytes_of_an_epoch(nodes, large) < 0.02 * total_bytes(large)
