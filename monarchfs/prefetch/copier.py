@@ -38,9 +38,9 @@ MAX_UNIT_BYTES = 8 << 20
 SHORT_SECONDS, LONG_SECONDS = 0.015, 0.060
 """A background fetch should take about this long: a reader may have to wait for one."""
 
-DEFER_SECONDS = 0.02
+DEFER_SECONDS = 0.005
 """While readers wait for the source, the fetches of files that nobody has open are put off by
-this much."""
+this much. Not by more: with --prefetch auto, readers soon want most of these files, too."""
 
 YOUNG_SECONDS = 1.1
 """After this long, a file that had just been changed is looked at again."""
