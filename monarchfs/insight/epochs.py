@@ -8,14 +8,13 @@ from itertools import islice
 from operator import itemgetter
 
 from monarchfs.insight.recording import AnsweredBy, Event, Kind
-from monarchfs.insight.sampling import hashed
 
 _SLACK_EVENTS = 1 << 15
 _MOST_KEYS = 1 << 17
 _MOST_EVIDENCE = 32
 _AT_ONCE = 16
 """What is read again after fewer other reads is still being read."""
-_OPEN = (1 << 36) - 1
+_OPEN = -1
 """In place of an offset, in blocks: opening a file and then reading it is not reading it twice. An
 open that hands the file to the kernel is all that is seen of its reads."""
 _MINOR_SHARE = 0.1
@@ -65,7 +64,7 @@ class EpochFinder:
     """
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[int, int]] = {}
+        self._last: dict[tuple[int, int], tuple[int, int]] = {}
         self._born: dict[int, int] = {}
         self._found: list[tuple[float, int]] = []
         self._mask = self._visit = self._first = self._distinct = 0
@@ -73,9 +72,10 @@ class EpochFinder:
         self._candidate: tuple[int, float] | None = None
         self._score = self._since = 0
 
-    def add(self, begin: float, key: int, pid: int) -> None:
+    def add(self, begin: float, key: tuple[int, int], pid: int) -> None:
+        """``key``: the inode and the place that are read."""
         born = self._born.setdefault(pid, self._visit)
-        if self._mask and hashed(key) & self._mask:
+        if self._mask and hash(key) & self._mask:
             return
         self._visit += 1
         last, by = self._last.get(key, (-1, pid))
@@ -128,7 +128,7 @@ class EpochFinder:
 
     def _look_at_half(self) -> None:
         self._mask = self._mask * 2 + 1
-        self._last = {k: v for k, v in self._last.items() if not hashed(k) & self._mask}
+        self._last = {k: v for k, v in self._last.items() if not hash(k) & self._mask}
         self._distinct //= 2
         self._since //= 2
 
@@ -149,7 +149,7 @@ def survey(events: Iterable[Event]) -> Overview:
             reader = readers[pid] = ReaderLife(begin, end)
         if kind is not Kind.LOOKUP:
             place = _OPEN if kind is Kind.OPEN and answer is not AnsweredBy.KERNEL else offset >> 12
-            finder.add(begin, ino << 36 | place, pid)
+            finder.add(begin, (ino, place), pid)
             reader.requests += 1
         if end > reader.end:
             reader.end = end

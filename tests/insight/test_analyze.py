@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from monarchfs.insight import epochs
 from monarchfs.insight.analysis import analyze
 from monarchfs.insight.epochs import in_order, survey
 from monarchfs.insight.histogram import LogHistogram
@@ -297,19 +298,19 @@ def test_merged_intervals_are_what_a_plain_count_gives(
 
 @given(
     files=st.integers(100, 200),
-    epochs=st.integers(1, 4),
+    passes=st.integers(1, 4),
     readers=st.integers(1, 4),
     forks=st.booleans(),
     pieces=st.integers(1, 3),
     seed=st.randoms(use_true_random=False),
 )
 def test_epochs_begin_where_all_is_read_again(
-    files: int, epochs: int, readers: int, forks: bool, pieces: int, seed: Any
+    files: int, passes: int, readers: int, forks: bool, pieces: int, seed: Any
 ) -> None:
     job = Job(
         always(TIER, 0.01),
         many_files(files, pieces * 128 * KIB),
-        *(readers, epochs),
+        *(readers, passes),
         forks=forks,
         random=seed,
     )
@@ -353,6 +354,13 @@ def test_whatever_was_recorded_can_be_shown(events: list[Event]) -> None:
     assert found.verdict.lines[0] in text_of(found)
     assert page_of(found).endswith("</html>\n")
     assert sum(epoch.span.requests for epoch in found.epochs) <= len(events)
+
+
+def test_epochs_of_more_files_than_are_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epochs, "_MOST_KEYS", 300)
+    job = Job(always(TIER, 0.01), many_files(4000, 4 * KIB), epochs=3)
+    found = survey(in_order(job.events()))
+    assert found.begins == pytest.approx(job.begins, abs=0.02 * job.end)
 
 
 def test_processes_that_read_the_same_are_no_epochs() -> None:
