@@ -62,7 +62,7 @@ Exit code: 1 if MOUNTPOINT is not mounted, or nothing answers for it.""",
 
 Writes an event for each look-up, open, read and close that the kernel sends to the mount: when, how
 long it took, which file and process, and who answered (memory, a tier, another node, the source).
-Recording does not slow the mount down noticeably, and goes on if its worker is replaced. If events
+Recording costs a few microseconds a file, and goes on if the mount's worker is replaced. If events
 come too fast, fewer files are recorded, and the last line says so.
 
 What the kernel answers by itself is not seen: reads from its page cache, and of copies above 1 MiB
