@@ -38,9 +38,10 @@ MAX_UNIT_BYTES = 8 << 20
 SHORT_SECONDS, LONG_SECONDS = 0.015, 0.060
 """A background fetch should take about this long: a reader may have to wait for one."""
 
-DEFER_SECONDS = 0.005
+DEFER_SECONDS, LOCAL_DEFER_SECONDS = 0.005, 0.02
 """While readers wait for the source, the fetches of files that nobody has open are put off by
-this much. Not by more: with --prefetch auto, readers soon want most of these files, too."""
+this much. A local disk (the second) serves only few at once, and more would delay readers. Behind
+a network it matters how much is under way, and with `auto` readers soon want these files."""
 
 YOUNG_SECONDS = 1.1
 """After this long, a file that had just been changed is looked at again."""
@@ -85,6 +86,7 @@ class Copier:
         self.rate_limiter = RateLimiter(rate, copy_workers)
         self._trusts_times = trusts_times
         self._source = source
+        self._defer_seconds = LOCAL_DEFER_SECONDS if source.on_local_disk else DEFER_SECONDS
         self._cache = cache
         self._nursery = nursery
         self._targets: Counter[int | None] = Counter()
@@ -102,7 +104,7 @@ class Copier:
             if self._source.demand_waiting and not any(
                 fill.handles for fill in self.jobs.background
             ):
-                await trio.sleep(DEFER_SECONDS)
+                await trio.sleep(self._defer_seconds)
             now = trio.current_time()
             wait = self.rate_limiter.wait(now)
             work, paced_bytes = self._next_work(paced=wait == 0)

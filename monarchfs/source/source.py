@@ -129,6 +129,11 @@ class Source(SourceCalls):
         return await self._call(lane, self._posix.access, (directory, name, mask))
 
     @property
+    def on_local_disk(self) -> bool:
+        """Whether it lies on a block device of this node. Network file systems have none."""
+        return os.major(self._posix.device) != 0
+
+    @property
     def has_layouts(self) -> bool:
         """Whether it is worth to ask for the ``layout`` of a file."""
         return self._posix.has_layouts
