@@ -79,7 +79,7 @@ def analyze(recording: Recording) -> Analysis:
         ],
         latencies.rows(),
         sweep.gaps.rows(),
-        pattern.result(),
+        pattern.result(order_known="reads" not in facts.hidden or facts.passthrough),
         source,
         outcomes,
         verdict,

@@ -103,7 +103,9 @@ class PatternFinder:
             self._alike.append(alike)
         self._now.clear()
 
-    def result(self) -> Pattern:
+    def result(self, *, order_known: bool) -> Pattern:
+        """``order_known``: whether each read of a file was recorded, in every epoch. If the page
+        cache answered some, the order of the others says nothing."""
         reads = self._reads or 1
         random = self._reads - self._sequential - self._strided
         files = sum(epoch.files for epoch in self.epochs) or 1
@@ -115,7 +117,7 @@ class PatternFinder:
             self._strided / reads,
             random / reads,
             sum(epoch.whole for epoch in self.epochs) / files,
-            sum(self._alike) / len(self._alike) if self._alike else None,
+            sum(self._alike) / len(self._alike) if self._alike and order_known else None,
             self._bytes / reads,
             sizes.to_json(),
             sorted(self._hot.values(), key=lambda hot: -hot.bytes)[:_HOTTEST],

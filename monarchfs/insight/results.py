@@ -163,7 +163,7 @@ class HotFile:
 @dataclass(slots=True)
 class Pattern:
     """Shares are of reads. ``order_alike`` compares each epoch's order of files with the one
-    before: 1 is the same, about 0 another one; None where there is nothing to compare."""
+    before: 1 is the same, about 0 another one; None where it is not known."""
 
     sequential: float
     strided: float

@@ -67,9 +67,10 @@ def give_verdict(
     reservations = list(_reservations(facts, epochs))
     epoch = steady_epoch(epochs)
     if epoch is None or requests < _FEWEST_REQUESTS or epoch.seconds < _SHORTEST_SECONDS:
+        found = "no epoch" if epoch is None else f"an epoch of {format_seconds(epoch.seconds)}"
         line = (
-            f"No verdict: the recording is too short ({count(requests, 'request')}). Record at"
-            " least one whole epoch, better two."
+            f"No verdict: the recording is too short ({found}, {count(requests, 'request')}). It"
+            f" takes an epoch of {_SHORTEST_SECONDS:g} s or more, better two."
         )
         return Conclusion("unknown", epoch.number if epoch else 0, [line], reservations)
     kind, line = _kind(facts, epoch)

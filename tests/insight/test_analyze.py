@@ -216,6 +216,14 @@ def test_one_epoch_carries_no_estimate(tmp_path: Path) -> None:
     assert found.outcomes == []
 
 
+def test_the_order_is_unknown_where_the_page_cache_answers(tmp_path: Path) -> None:
+    job = Job(always(SOURCE, 0.02), epochs=3)
+    assert analyzed(job, tmp_path).pattern.order_alike is not None
+    hidden = analyzed(job, tmp_path, hidden=["reads"])
+    assert hidden.pattern.order_alike is None
+    assert "order of files" not in text_of(hidden)
+
+
 @pytest.mark.parametrize("files", [0, 3])
 def test_too_little_carries_no_verdict(files: int, tmp_path: Path) -> None:
     job = Job(always(SOURCE, 0.02), many_files(files, 1))
