@@ -17,7 +17,7 @@ from typing import Any
 
 from monarchfs.peers.credentials import signed_text
 
-# tcp_nopush: ranges that do not begin on a page wait 40 ms, for an acknowledgement. Ours begin there.
+# tcp_nopush: a range that does not begin on a page waits 40 ms for an acknowledgement. Ours do.
 _CONFIGURATION = """\
 {user}daemon off;
 master_process off;
