@@ -6,20 +6,18 @@ process, which gets SIGSTOP or SIGKILL while three nodes read everything.
 
 from __future__ import annotations
 
-import os
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from multiprocessing.pool import Pool
 from threading import Thread
-from typing import NamedTuple
 
 from bench.gluster import BRICKS, bricks, gluster_volume
 from bench.harness import Mount, Unusable, drop_caches, reader_processes, wait_for
+from bench.nodes import Read, generate, read_all, whole_orders
 from bench.report import Result
-from bench.sharing import NODES, Dataset, generate, know_each_other, sharing_options
+from bench.sharing import NODES, know_each_other, sharing_options
 from bench.task import Task
 from monarchfs.peers.web_server import find_nginx
 
@@ -30,38 +28,6 @@ FIRST, LATER, LAST = (
     "epoch 3, no server left",
 )
 SOON_SECONDS, FROZEN_SECONDS = 0.5, 3.0
-
-
-class Read(NamedTuple):
-    """What a node found in an epoch; ``longest`` call in seconds."""
-
-    seconds: float
-    longest: float
-    wrong: int
-    errors: int
-
-
-def read_all(work: tuple[str, Dataset, int, bool]) -> Read:
-    """All files in an order of its own. The last field: drop what was read from the page cache."""
-    root, dataset, seed, drops = work
-    order = list(range(dataset.files))
-    random.Random(seed).shuffle(order)
-    longest, wrong, errors = 0.0, 0, 0
-    started = time.perf_counter()
-    for number in order:
-        began = time.perf_counter()
-        try:
-            with open(f"{root}/{number // 200:03d}/{number:06d}", "rb") as file:
-                data = file.read()
-                if drops:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        except OSError:
-            errors += 1
-        else:
-            good = len(data) == dataset.file_bytes and int.from_bytes(data[:8], "big") == number
-            wrong += not good
-        longest = max(longest, time.perf_counter() - began)
-    return Read(time.perf_counter() - started, longest, wrong, errors)
 
 
 @contextmanager
@@ -103,14 +69,14 @@ def none_left() -> Iterator[None]:
     yield
 
 
-def measure(arm: str, task: Task, dataset: Dataset, result: Result) -> None:
+def measure(arm: str, task: Task, files: int, result: Result) -> None:
     """A volume of its own for each arm, because its servers do not come back."""
     place = task.place / ("a" if arm is ALONE else "s")  # short: sockets lie below it
     place.mkdir()
     with ExitStack() as undo:
         volume = undo.enter_context(gluster_volume(place / "gluster", replicas=BRICKS))
-        task.say(f"{dataset.files:,} files are written")
-        generate(volume, dataset)
+        task.say(f"{files:,} files are written")
+        generate(volume, files)
         drop_caches()
         roots = [volume] * NODES
         epochs: dict[str, Callable[[], AbstractContextManager[None]]] = {FIRST: one_fails}
@@ -125,9 +91,9 @@ def measure(arm: str, task: Task, dataset: Dataset, result: Result) -> None:
         pool: Pool = undo.enter_context(reader_processes(NODES))
         for epoch, (what, fault) in enumerate(epochs.items()):
             task.say(f"{arm}, {what}")
+            orders = whole_orders(files, NODES, epoch)
             work = [
-                (str(root), dataset, 10 * epoch + node, arm is ALONE)
-                for node, root in enumerate(roots)
+                (str(root), order, arm is ALONE) for root, order in zip(roots, orders, strict=True)
             ]
             drop_caches()
             with fault():
@@ -148,17 +114,17 @@ def report(result: Result, arm: str, what: str, found: list[Read]) -> None:
 
 
 def run(task: Task) -> Result:
-    dataset = Dataset("small files", 600 if task.quick else 3000, 110_000, (ALONE, SHARED))
+    files = 600 if task.quick else 3000
     result = Result(
         "bricks",
-        f"{NODES} nodes read {dataset.files:,} files of GlusterFS, whose servers freeze and die",
+        f"{NODES} nodes read {files:,} files of GlusterFS, whose servers freeze and die",
     )
     if find_nginx() is None:
         result.leave_out("all of it", "nginx is not installed: apt-get install nginx-light")
         return result
     try:
-        for arm in dataset.arms:
-            measure(arm, task, dataset, result)
+        for arm in (ALONE, SHARED):
+            measure(arm, task, files, result)
     except Unusable as error:
         result.leave_out("all of it", str(error))
     result.notes = [

@@ -89,8 +89,8 @@ def read_all(task: tuple[str, Sequence[int], bool]) -> Read:
         except OSError:
             errors += 1
         else:
-            longest = max(longest, time.perf_counter() - before)
             wrong += not is_right(data, number)
+        longest = max(longest, time.perf_counter() - before)
     return Read(time.perf_counter() - began, longest, errors, wrong)
 
 

@@ -74,9 +74,8 @@ def test_a_copy_of_all_reads_the_source_once(work: Bench, source: Path) -> None:
     nodes = Nodes(work, source, 3, "--prefetch", "all")
     for mount in nodes.mounts.values():
         assert mount.wait_idle()["files"]["resident"] == len(SIZES) + 1
-    # Alone they would read 3 x. A busy machine misses a deadline now and then.
-    assert nodes.read_bytes() < 1.7 * total_bytes(source)
-    assert read_from_peers(nodes) > 1.2 * total_bytes(source)
+    assert nodes.read_bytes() < 1.3 * total_bytes(source)
+    assert read_from_peers(nodes) > 1.6 * total_bytes(source)
     for mount in nodes.mounts.values():
         read_all(mount, source)
 
@@ -101,12 +100,12 @@ def test_owners_copy_their_spans_alone_for_others(work: Bench, source: Path) -> 
         mount.wait_idle()
     kept = sum(mount.status()["tiers"][0]["used_bytes"] for mount in others)
     assert 0 < kept < 1.1 * total_bytes(source)
-    assert nodes.read_bytes() < 1.5 * total_bytes(source)
+    assert nodes.read_bytes() < 1.2 * total_bytes(source)
     read_all(a, source)
     for mount in others:
         run("warm", str(mount.path), "--wait", timeout=60)
         read_all(mount, source)
-    assert nodes.read_bytes() < 1.6 * total_bytes(source)
+    assert nodes.read_bytes() < 1.3 * total_bytes(source)
 
 
 def test_a_worker_that_has_copied_nothing_reads_what_its_tier_has(

@@ -146,8 +146,7 @@ def test_nodes_copy_everything_ahead_and_each_byte_leaves_the_source_once(
     nodes = Nodes(work, source, 3, "--prefetch", "all")
     for mount in nodes.mounts.values():
         assert mount.wait_idle()["files"]["resident"] == FILES
-    # Alone they would read 3 x. A busy machine misses a deadline now and then.
-    assert nodes.read_bytes() < 2 * total_bytes(source)
+    assert nodes.read_bytes() < 1.5 * total_bytes(source)
     for mount in nodes.mounts.values():
         read_all(mount, source)
     assert not any(peer["wrong"] for m in nodes.mounts.values() for peer in peers(m))
