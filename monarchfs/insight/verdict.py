@@ -69,8 +69,8 @@ def give_verdict(
     if epoch is None or requests < _FEWEST_REQUESTS or epoch.seconds < _SHORTEST_SECONDS:
         found = "no epoch" if epoch is None else f"an epoch of {format_seconds(epoch.seconds)}"
         line = (
-            f"No verdict: the recording is too short ({found}, {count(requests, 'request')}). It"
-            f" takes an epoch of {_SHORTEST_SECONDS:g} s or more, better two."
+            f"No verdict: the recording is too short ({found}, {count(requests, 'request')})."
+            f" Record an epoch of {_SHORTEST_SECONDS:g} s or more; two are better."
         )
         return Conclusion("unknown", epoch.number if epoch else 0, [line], reservations)
     kind, line = _kind(facts, epoch)

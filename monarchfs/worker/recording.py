@@ -11,6 +11,7 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -77,13 +78,12 @@ class Recordings:
             async with trio.open_nursery() as nursery:
                 ended = trio.Event()
                 nursery.start_soon(_wait_for_end, stream, ended)
-                try:
+                # A client that is gone gets no reply either.
+                with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                     await stream.send_all(messages.encode_progress(head))
                     await recorder.follow(ended)
                     self._hooks.record_end()
                     await recorder.finish()
-                except (trio.BrokenResourceError, trio.ClosedResourceError):
-                    pass  # the client is gone, and gets no reply either
                 nursery.cancel_scope.cancel()
             return recorder.result
         finally:
@@ -93,11 +93,9 @@ class Recordings:
 
 async def _wait_for_end(stream: trio.SocketStream, ended: trio.Event) -> None:
     """The client says so by closing its side."""
-    try:
+    with suppress(trio.BrokenResourceError):  # it is gone: the next line to it fails
         while await stream.receive_some(64):
             pass
-    except trio.BrokenResourceError:
-        pass  # it is gone: the next line to it fails
     ended.set()
 
 
