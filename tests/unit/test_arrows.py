@@ -110,11 +110,12 @@ def test_a_library_has_one_user(library: str) -> None:
 def test_the_supervisor_and_the_command_line_stay_light() -> None:
     for unit, file, name in IMPORTS:
         light = unit == "system" and Path(file).stem not in WITH_TRIO
-        if light or unit in ("supervisor", "cli", "control", "config", "text"):
+        if light or unit in ("supervisor", "cli", "control", "config", "text", "hints"):
             assert name.split(".")[0] not in ("trio", "pyfuse3", "lmdb"), f"{file}: {name}"
             if name.startswith("monarchfs.system."):
                 assert name.split(".")[2] not in WITH_TRIO, f"{file}: {name}"
-        if unit in ("supervisor", "cli", "exporter") and name.startswith("monarchfs.fuse."):
+        outside = unit in ("supervisor", "cli", "exporter", "hints")
+        if outside and name.startswith("monarchfs.fuse."):
             assert name.split(".")[2] in MOUNT_PARTS, f"{file}: {name}"
 
 
