@@ -26,10 +26,10 @@ MAPS_DIRECT = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6,
 
 class FileHandle:
     """Constant: ``ino``; ``keep_cache``, whether the kernel may keep its pages
-    of the file; ``direct``, whether reads bypass the page cache. Changing: where its bytes come
-    from."""
+    of the file; ``direct``, whether reads bypass the page cache; ``checked``, whether the source
+    was asked about it. Changing: where its bytes come from."""
 
-    __slots__ = ("_files", "_nonresident", "_replica", "direct", "ino", "keep_cache")
+    __slots__ = ("_files", "_nonresident", "_replica", "checked", "direct", "ino", "keep_cache")
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class FileHandle:
         self.ino = ino
         self.keep_cache = keep_cache
         self.direct = direct
+        self.checked = False
         self._files = files
         self._replica = replica
         self._nonresident = nonresident
@@ -168,11 +169,13 @@ class Files:
         kernel got ESTALE, looked the name up again and found this number. It makes no third try,
         so the file is opened even if its version may be outdated by now."""
         try:
-            return await self._open(ino)
+            handle = await self._open(ino)
         except OSError as exc:
             if exc.errno != errno.ESTALE or not again:
                 raise
-        return await self._open_as_is(ino)
+            handle = await self._open_as_is(ino)
+        handle.checked = True
+        return handle
 
     async def _open(self, ino: int) -> FileHandle:
         node = await self._tree.attributes.revalidated(ino)

@@ -24,7 +24,7 @@ from monarchfs.fs.tree import Entry, Missing
 from monarchfs.fuse.estale_retries import EstaleRetries
 from monarchfs.fuse.handle_table import HandleTable
 from monarchfs.fuse.handleless_reads import HandlelessReads
-from monarchfs.fuse.handles import Handles
+from monarchfs.fuse.handles import Handles, opened_by
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
@@ -235,7 +235,7 @@ class Adapter(pyfuse3.Operations):
         if not handle.local:
             duration = self.durations.open_source
         duration.observe(now_ns() - started)
-        self._outcome = (AnsweredBy.KERNEL if backing_id else _BY[handle.local], 0, 0)
+        self._outcome = (opened_by(handle, backing_id), 0, 0)
         if backing_id:
             self._session.answer_with(number, backing_id)
         direct = handle.direct and not backing_id

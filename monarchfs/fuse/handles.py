@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 from typing import Generic, Protocol, TypeVar
 
+from monarchfs.fs.files import FileHandle
 from monarchfs.fuse.handle_table import RESENT, HandleTable
+from monarchfs.insight.recording import AnsweredBy
 
 
 class Openable(Protocol):
@@ -28,6 +30,15 @@ class Modes(Protocol[T_contra]):
 
     def closed(self, ino: int, /) -> None:
         """``what`` is released after this."""
+
+
+def opened_by(handle: FileHandle, backing_id: int) -> AnsweredBy:
+    """Who answered this open, for a recording."""
+    if backing_id:
+        return AnsweredBy.CHECKED_KERNEL if handle.checked else AnsweredBy.KERNEL
+    if handle.local:
+        return AnsweredBy.CHECKED if handle.checked else AnsweredBy.MEMORY
+    return AnsweredBy.SOURCE
 
 
 class Handles(Generic[T]):

@@ -10,9 +10,10 @@ from monarchfs.insight.epochs import Overview, in_order, survey
 from monarchfs.insight.facts import Facts, read_facts
 from monarchfs.insight.latencies import SIZES, Latencies
 from monarchfs.insight.pattern import PatternFinder
-from monarchfs.insight.recording import AnsweredBy, Event, Kind, Recording
+from monarchfs.insight.recording import HANDED, Event, Kind, Recording
 from monarchfs.insight.replay import Replay
 from monarchfs.insight.results import (
+    CHECKS,
     MEMORY,
     SOURCE,
     TIER,
@@ -23,7 +24,7 @@ from monarchfs.insight.results import (
     Span,
     cause_of,
 )
-from monarchfs.insight.verdict import AS_IT_WAS, give_verdict, steady_epoch
+from monarchfs.insight.verdict import AS_IT_WAS, IMMUTABLE, give_verdict, steady_epoch
 from monarchfs.insight.visits import Visits
 from monarchfs.insight.waiting import Sweep
 from monarchfs.text.sizes import format_bytes
@@ -99,7 +100,7 @@ def _waited_for(recording: Recording, found: Overview) -> Iterator[tuple[int, in
             origin = cause_of(event)
             if event.kind is Kind.OPEN:
                 (by_source.add if origin == SOURCE else by_source.discard)(event.ino)
-                if event.source_of is AnsweredBy.KERNEL:
+                if event.source_of in HANDED:
                     file = recording.files.get(event.ino)
                     origin, event = TIER, event._replace(size=file.size if file else 0)
             elif origin == MEMORY and event.ino in by_source:
@@ -127,8 +128,8 @@ def _visits(recording: Recording, found: Overview, latencies: Latencies) -> Visi
     ]
     visits = Visits(recording.files, latencies.expected(True), latencies.expected(False), slow)
     for number, origin, event in _waited_for(recording, found):
-        if event.kind is not Kind.LOOKUP:
-            visits.add(number + 1, origin, event)
+        visits.add(number + 1, origin, event)
+    visits.finish()
     return visits
 
 
@@ -164,8 +165,10 @@ def _outcomes(
         for visit in visits.all
         if visit.ino in recording.files
     }
-    replay, setup = Replay(visits.all, visits.one_of * facts.sampled, paths), facts.setup
+    replay, setup = Replay(visits, facts.sampled, paths), facts.setup
     settings = [(AS_IT_WAS, setup)]
+    if not setup.immutable and epoch.span.merged[CHECKS]:
+        settings.append((IMMUTABLE, replace(setup, immutable=True)))
     settings += [
         (f"--evict {policy.value}", replace(setup, policy=policy))
         for policy in EvictionPolicy

@@ -9,7 +9,7 @@ from math import ceil, floor, log10
 from monarchfs.insight.results import CAUSES
 
 # Okabe and Ito's, which people with weak colour vision tell apart; as in the plots of BENCHMARKS.
-COLOURS = ("#d55e00", "#56b4e9", "#0072b2", "#009e73", "#e69f00", "#cc79a7", "#8c8c8c")
+COLOURS = ("#d55e00", "#f0e442", "#56b4e9", "#0072b2", "#009e73", "#e69f00", "#cc79a7", "#8c8c8c")
 REST = "#e4e4e4"
 _INK, _PALE, _FAINT = "#222222", "#767676", "#dddddd"
 _WIDTH, _LEFT, _RIGHT = 860, 66, 14

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
 
-from monarchfs.insight.recording import AnsweredBy, Event, Kind
+from monarchfs.insight.recording import HANDED, Event, Kind
 
 _SLACK_EVENTS = 1 << 15
 _MOST_KEYS = 1 << 17
@@ -148,7 +148,7 @@ def survey(events: Iterable[Event]) -> Overview:
         if reader is None:
             reader = readers[pid] = ReaderLife(begin, end)
         if kind is not Kind.LOOKUP:
-            place = _OPEN if kind is Kind.OPEN and answer is not AnsweredBy.KERNEL else offset >> 12
+            place = _OPEN if kind is Kind.OPEN and answer not in HANDED else offset >> 12
             finder.add(begin, (ino, place), pid)
             reader.requests += 1
         if end > reader.end:

@@ -15,6 +15,7 @@ class Facts:
     source: str
     mount_point: str
     command: str
+    freshness: str
     tier_paths: tuple[str, ...]
     setup: Setup
     sampled: int
@@ -32,11 +33,13 @@ def read_facts(facts: Mapping[str, Any]) -> Facts:
         str(facts.get("source", "?")),
         str(facts.get("mount_point", "?")),
         " ".join(map(str, facts.get("command") or ())),
+        str(facts.get("freshness", "?")),
         tuple(str(tier["path"]) for tier in tiers),
         Setup(
             tuple(int(tier["capacity"]) for tier in tiers),
             EvictionPolicy(facts.get("policy", "keep")),
             prefetch not in (None, "none", "access", "auto"),
+            facts.get("freshness") == "immutable",
         ),
         int(facts.get("sampled", 1)),
         int(facts.get("dropped", 0)),

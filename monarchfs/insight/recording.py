@@ -39,6 +39,12 @@ class AnsweredBy(IntEnum):
     SOURCE = 4
     WAITED = 5
     KERNEL = 6
+    CHECKED = 7
+    CHECKED_KERNEL = 8
+
+
+HANDED = (AnsweredBy.KERNEL, AnsweredBy.CHECKED_KERNEL)
+"""Opens that handed the file to the kernel."""
 
 
 class Event(NamedTuple):

@@ -3,11 +3,11 @@ more through the placement that mounts and ``monarchfs plan`` use. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from monarchfs.insight.results import NAMES, Epoch, Outcome
-from monarchfs.insight.visits import Visit
+from monarchfs.insight.results import Epoch, Outcome
+from monarchfs.insight.visits import LookUps, Visit, Visits
 from monarchfs.placement.events import (
     Accessed,
     Evict,
@@ -33,11 +33,13 @@ _STEP_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Settings of a mount: the capacities of its tiers, fastest first."""
+    """Settings of a mount: the capacities of its tiers, fastest first; whether its files are
+    ``immutable``."""
 
     capacities: tuple[int, ...]
     policy: EvictionPolicy
     scans: bool
+    immutable: bool
 
     def with_more(self, more_bytes: int) -> Setup:
         """With a larger last tier."""
@@ -138,11 +140,13 @@ class _Replayed:
 class Replay:
     """Replays visits with one setup after the other."""
 
-    def __init__(self, visits: Sequence[Visit], one_of: int, paths: Mapping[int, str]) -> None:
-        """The visits are those of one of so many files. ``paths`` give the order in which
-        ``--prefetch all`` copies."""
-        self._visits = visits
-        self._one_of = one_of
+    def __init__(self, found: Visits, sampled: int, paths: Mapping[int, str]) -> None:
+        """One of so many files was recorded. ``paths`` give the order in which ``--prefetch all``
+        copies."""
+        self._visits = visits = found.all
+        self._look_ups = found.look_ups
+        self._part = found.one_of
+        self._one_of = found.one_of * sampled
         sizes = {visit.ino: visit.size for visit in visits}
         self._sizes = dict(sorted(sizes.items(), key=lambda item: paths.get(item[0], "")))
         first: dict[int, Visit] = {}
@@ -166,8 +170,8 @@ class Replay:
         return Outcome(
             change,
             later.local_bytes / (later.bytes or 1),
-            _estimate(epoch, later),
-            _estimate(first, found.get(first.number, _Replayed())),
+            self._estimate(epoch, later, setup.immutable),
+            self._estimate(first, found.get(first.number, _Replayed()), setup.immutable),
         )
 
     def _play(self, setup: Setup) -> dict[int, _Replayed]:
@@ -185,8 +189,17 @@ class Replay:
             one.bytes += visit.bytes
             one.local_bytes += visit.bytes * local
             one.measured += visit.measured
-            one.expected += visit.local * local + visit.remote * (1 - local)
+            checks = visit.checks * setup.immutable
+            one.expected += (visit.local - checks) * local + visit.remote * (1 - local)
         return found
+
+    def _estimate(self, epoch: Epoch, replayed: _Replayed, immutable: bool) -> float:
+        """The epoch's time, if what its readers waited for changes in proportion."""
+        look_ups = self._look_ups.get(epoch.number, LookUps())
+        measured = replayed.measured * self._part + look_ups.seconds
+        expected = replayed.expected * self._part + look_ups.seconds - look_ups.again * immutable
+        change = 1 - expected / measured if measured else 0.0
+        return max(0.0, epoch.seconds - epoch.span.waited * change)
 
     def _copied_ahead(self) -> Iterator[tuple[float, int]]:
         """(when, which file): as fast as the source gave the first epoch's."""
@@ -194,11 +207,3 @@ class Replay:
         for ino, size in self._sizes.items():
             moment += size / (self._bytes_per_second or 1)
             yield moment, ino
-
-
-def _estimate(epoch: Epoch, replayed: _Replayed) -> float:
-    """The epoch's time, if what its readers waited for files changes in proportion."""
-    span = epoch.span
-    of_reads = 1 - span.shared[NAMES] / span.waiting if span.waiting else 0.0
-    change = 1 - replayed.expected / replayed.measured if replayed.measured else 0.0
-    return max(0.0, epoch.seconds - span.waited * of_reads * change)

@@ -7,10 +7,11 @@ from typing import Any
 
 from monarchfs.insight.recording import AnsweredBy, Event, Kind
 
-CAUSES = ("source", "memory", "tier", "peer", "copy", "names", "unknown")
-"""What a request waits for: ``memory`` is that of the daemon, ``copy`` one that is under way,
+CAUSES = ("source", "checks", "memory", "tier", "peer", "copy", "names", "unknown")
+"""What a request waits for: ``checks`` are look-ups and opens that asked the source for names and
+attributes, not for data; ``memory`` is that of the daemon, ``copy`` one that is under way,
 ``names`` are look-ups and opens without the source."""
-SOURCE, MEMORY, TIER, PEER, COPY, NAMES, UNKNOWN = range(len(CAUSES))
+SOURCE, CHECKS, MEMORY, TIER, PEER, COPY, NAMES, UNKNOWN = range(len(CAUSES))
 LOCAL = (MEMORY, TIER)
 
 _OF_ANSWER = [UNKNOWN] * len(AnsweredBy)
@@ -19,12 +20,17 @@ _OF_ANSWER[AnsweredBy.MEMORY] = MEMORY
 _OF_ANSWER[AnsweredBy.TIER] = TIER
 _OF_ANSWER[AnsweredBy.PEER] = PEER
 _OF_ANSWER[AnsweredBy.WAITED] = COPY
+_OF_ANSWER[AnsweredBy.CHECKED] = _OF_ANSWER[AnsweredBy.CHECKED_KERNEL] = CHECKS
 
 
 def cause_of(event: Event) -> int:
     """Small files come with the open, so an open that the source answers waits for the source."""
     cause = _OF_ANSWER[event.source_of]
-    return cause if event.kind is Kind.READ or cause == SOURCE else NAMES
+    if event.kind is Kind.READ or cause == CHECKS:
+        return cause
+    if cause == SOURCE:
+        return CHECKS if event.kind is Kind.LOOKUP else SOURCE
+    return NAMES
 
 
 def none_each() -> list[float]:

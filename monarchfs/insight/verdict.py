@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from monarchfs.insight.facts import Facts
 from monarchfs.insight.results import (
     CAUSES,
+    CHECKS,
     COPY,
     MEMORY,
     NAMES,
@@ -27,9 +28,11 @@ _FEWEST_REQUESTS = 50
 _WORTH_SAYING = 0.25
 _GAIN = 0.95
 AS_IT_WAS = "as it was"
+IMMUTABLE = "--freshness immutable"
 
 _WORDS = {
     SOURCE: "the source",
+    CHECKS: "the source, asked about names and changes",
     MEMORY: "the daemon's memory",
     TIER: "the tiers",
     PEER: "other nodes",
@@ -76,7 +79,7 @@ def give_verdict(
     kind, line = _kind(facts, epoch)
     lines = [line]
     if kind == "unknown" or epoch.waited_share >= COMPUTE_BOUND:
-        lines += _causes(epoch, source, outcomes)
+        lines += _causes(facts, epoch, source, outcomes)
     if facts.sampled == 1:
         lines += _remedies(kind, epoch, outcomes)
     return Conclusion(kind, epoch.number, lines, reservations)
@@ -133,7 +136,7 @@ def _kind(facts: Facts, epoch: Epoch) -> tuple[str, str]:
 
 
 def _causes(
-    epoch: Epoch, source: SourceLimits | None, outcomes: Sequence[Outcome]
+    facts: Facts, epoch: Epoch, source: SourceLimits | None, outcomes: Sequence[Outcome]
 ) -> Iterator[str]:
     shares = [seconds / (epoch.span.waiting or 1) for seconds in epoch.span.shared]
     ranked = sorted(range(len(CAUSES)), key=lambda cause: -shares[cause])
@@ -144,6 +147,8 @@ def _causes(
         if cause == SOURCE:
             yield f"{begin} the source: {_of_source(epoch, outcomes)}."
             yield from _limits(source)
+        elif cause == CHECKS:
+            yield f"{begin} {_checks(facts, epoch)}"
         elif cause in (MEMORY, TIER):
             rate = epoch.span.bytes[cause] / (epoch.span.merged[cause] or 1)
             where = "in a tier" if cause == TIER else "in memory"
@@ -154,6 +159,16 @@ def _causes(
             )
         else:
             yield f"{begin} {words_of(cause)}."
+
+
+def _checks(facts: Facts, epoch: Epoch) -> str:
+    """Its sentence goes on."""
+    if epoch.number == 1 or facts.setup.immutable:
+        return "the source, asked for names and attributes that were not known yet."
+    return (
+        f"the source, asked whether names and files have changed (--freshness {facts.freshness}):"
+        " more room would not help."
+    )
 
 
 def _of_source(epoch: Epoch, outcomes: Sequence[Outcome]) -> str:
@@ -211,9 +226,11 @@ def _remedies(kind: str, epoch: Epoch, outcomes: Sequence[Outcome]) -> Iterator[
         return
     for one in others:
         if now - one.epoch_seconds >= 0.8 * (now - best):
-            local = percent(one.hit_ratio)
+            local = f"{percent(one.hit_ratio)} of the bytes local"
+            if one.change == IMMUTABLE:
+                local += "; only if no file changes while it is mounted"
             yield (
                 f"{one.change} would bring that to an estimated {format_seconds(one.epoch_seconds)}"
-                f" an epoch instead of {format_seconds(now)} ({local} of the bytes local)."
+                f" an epoch instead of {format_seconds(now)} ({local})."
             )
             return

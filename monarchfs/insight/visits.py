@@ -1,23 +1,25 @@
-"""Each file's reads in each epoch: what they cost, and would have cost elsewhere."""
+"""Each file's opens and reads in each epoch: what they cost, and would have cost elsewhere."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from monarchfs.insight.latencies import REMOTE, size_class
-from monarchfs.insight.recording import AnsweredBy, Event, File, Kind
+from monarchfs.insight.recording import HANDED, AnsweredBy, Event, File, Kind
+from monarchfs.insight.results import CHECKS
 from monarchfs.insight.sampling import hashed, one_of
 
 _MOST_FILES = 20_000
+_ENOUGH = 20
 
 
 @dataclass(slots=True)
 class Visit:
-    """``local`` and ``remote`` are the seconds of all its reads if these are answered from a tier,
-    or from elsewhere: measured if they were, else expected. ``remote_bytes`` came from elsewhere.
-    """
+    """``local`` and ``remote`` are the seconds of its opens and reads if these are answered from a
+    tier, or from elsewhere: measured if they were, else expected. ``checks`` of the local ones were
+    for opens that asked the source. ``remote_bytes`` came from elsewhere."""
 
     epoch: int
     ino: int
@@ -28,11 +30,44 @@ class Visit:
     measured: float = 0.0
     local: float = 0.0
     remote: float = 0.0
+    checks: float = 0.0
+
+
+@dataclass(slots=True)
+class LookUps:
+    """The seconds of an epoch's look-ups; ``again`` of those that asked the source for a name that
+    it had been asked for before."""
+
+    seconds: float = 0.0
+    again: float = 0.0
+
+
+class _MeanVisit:
+    """What a visit takes, by the bytes that it reads. Those after the first epoch count, where
+    there are enough: in the first one files are copied meanwhile."""
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[tuple[int, bool], list[float]] = defaultdict(lambda: [0.0] * 3)
+
+    def add(self, visit: Visit) -> None:
+        for later in {False, visit.epoch > 1}:
+            sums = self._sums[visit.bytes.bit_length(), later]
+            sums[0] += 1
+            sums[1] += visit.measured
+            sums[2] += visit.checks
+
+    def of(self, visit: Visit) -> tuple[float, float] | None:
+        """The seconds, and those of checks among them; None where too few visits were alike."""
+        for later in (True, False):
+            count, seconds, checks = self._sums[visit.bytes.bit_length(), later]
+            if count >= _ENOUGH:
+                return seconds / count, checks / count
+        return None
 
 
 class Visits:
-    """Collects visits, of at most 20,000 files: one of ``one_of``. And finds out whether what was
-    slow in the source was slow again."""
+    """Collects visits, of at most 20,000 files: one of ``one_of``; and all look-ups, by epoch. And
+    finds out whether what was slow in the source was slow again."""
 
     def __init__(
         self,
@@ -48,6 +83,8 @@ class Visits:
         self._files = files
         self._local, self._remote, self._slow = local, remote, slow
         self._now: dict[int, Visit] = {}
+        self.look_ups: defaultdict[int, LookUps] = defaultdict(LookUps)
+        self._named: set[int] = set()
         self.slow_reads: Counter[int] = Counter()
         self.slow_seconds = self.source_seconds = 0.0
         self.source_reads = 0
@@ -55,6 +92,9 @@ class Visits:
 
     def add(self, epoch: int, origin: int, event: Event) -> None:
         begin, duration, kind, answer, ino, _pid, offset, read = event
+        if kind is Kind.LOOKUP:
+            self._look_up(epoch, origin, event)
+            return
         of_class = size_class(read)
         if answer is AnsweredBy.SOURCE and kind is Kind.READ:
             self._count_source(ino, duration, duration > self._slow[of_class])
@@ -68,14 +108,38 @@ class Visits:
             self.all.append(visit)
         visit.bytes += read
         visit.measured += duration
+        if answer in (AnsweredBy.CHECKED, AnsweredBy.CHECKED_KERNEL):
+            visit.checks += duration
         if origin in REMOTE:
             visit.remote_bytes += read
             visit.remote += duration
             visit.local += min(duration, self._local[of_class])
         else:
             visit.local += duration
-            reads = max(1, read >> 20) if kind is Kind.OPEN else 1
+            reads = max(1, read >> 20) if answer in HANDED else int(kind is Kind.READ)
             visit.remote += max(duration, reads * self._remote[of_class])
+
+    def finish(self) -> None:
+        """Whole visits were measured as well: better than the sum of reads that are alike."""
+        local, remote = _MeanVisit(), _MeanVisit()
+        for visit in self.all:
+            if not visit.remote_bytes:
+                local.add(visit)
+            elif visit.remote_bytes >= visit.bytes:
+                remote.add(visit)
+        for visit in self.all:
+            if visit.remote_bytes and (mean := local.of(visit)):
+                visit.local, visit.checks = min(visit.measured, mean[0]), mean[1]
+            if visit.remote_bytes < visit.bytes and (mean := remote.of(visit)):
+                visit.remote = max(visit.measured, mean[0])
+
+    def _look_up(self, epoch: int, origin: int, event: Event) -> None:
+        look_ups = self.look_ups[epoch]
+        look_ups.seconds += event.duration
+        if event.ino in self._named:
+            look_ups.again += event.duration * (origin == CHECKS)
+        elif event.ino:
+            self._named.add(event.ino)
 
     @property
     def same_files(self) -> bool:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from monarchfs.insight.epochs import ReaderLife
 from monarchfs.insight.histogram import LogHistogram
 from monarchfs.insight.recording import Event, Kind
-from monarchfs.insight.results import CAUSES, NAMES, SOURCE, Span
+from monarchfs.insight.results import CAUSES, CHECKS, NAMES, SOURCE, Span
 
 _ALIVE, _WAITING = len(CAUSES), len(CAUSES) + 1
 _BITS = 20
@@ -144,7 +144,7 @@ class Sweep:
 def _add_requests(span: Span, under_way: Sequence[int], seconds: float) -> None:
     if everything := sum(under_way):
         span.waiting += seconds
-        span.reading += seconds * (everything > under_way[NAMES])
+        span.reading += seconds * (everything > under_way[NAMES] + under_way[CHECKS])
         for cause, count in enumerate(under_way):
             span.merged[cause] += seconds * (count > 0)
             span.shared[cause] += seconds * count / everything

@@ -20,7 +20,7 @@ from monarchfs.insight.epochs import in_order, survey
 from monarchfs.insight.histogram import LogHistogram
 from monarchfs.insight.page import page_of
 from monarchfs.insight.recording import AnsweredBy, Event, Kind, Recording, open_recording
-from monarchfs.insight.results import CAUSES, NAMES, Analysis, cause_of
+from monarchfs.insight.results import CAUSES, CHECKS, NAMES, Analysis, cause_of
 from monarchfs.insight.text import text_of
 from monarchfs.insight.trace import write_trace
 from monarchfs.insight.waiting import Sweep
@@ -119,6 +119,34 @@ def test_the_estimate_is_what_the_job_takes_with_that_tier(
     assert half.outcomes[-1].hit_ratio == 1
     expected = all_local.epochs[1].seconds
     assert half.outcomes[-1].epoch_seconds == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("compute", [0.0, 0.003])
+@pytest.mark.parametrize("fits", [1.0, 0.56])
+def test_what_immutable_would_bring(fits: float, compute: float, tmp_path: Path) -> None:
+    """Names and changes are asked for at each open: that is waiting for the source, and more room
+    does less against it."""
+
+    def job(immutable: bool) -> Job:
+        answer = source_until_copied(fits, 0.006, 0.001)
+        files = many_files(500, 100 * KIB)
+        return Job(answer, files, compute=compute, asked=0.005, immutable=immutable)
+
+    tiers = [{"path": "/scratch", "capacity": int(500 * fits + 1) * 100 * KIB}]
+    found = analyzed(job(False), tmp_path, tiers=tiers)
+    real = analyzed(job(True), tmp_path, tiers=tiers, freshness="immutable")
+    assert found.verdict.kind == "input-bound"
+    assert "the source, asked whether names and files have changed (--freshness open)" in said(
+        found
+    )
+    assert "--freshness immutable would bring that to an estimated" in said(found)
+    assert "only if no file changes" in said(found)
+    assert found.outcomes[1].change == "--freshness immutable"
+    assert found.outcomes[1].epoch_seconds == pytest.approx(real.epochs[1].seconds, rel=0.05)
+    assert found.epochs[1].span.shared[NAMES] == 0
+    asked = found.epochs[1].span.shared[CHECKS] / found.epochs[1].span.waiting
+    assert asked == pytest.approx((5 + 5 * fits) / (10 + 6 - 5 * fits), rel=0.05)
+    assert "--freshness immutable" not in text_of(real)
 
 
 def test_what_the_kernel_reads_by_itself_counts_as_local(tmp_path: Path) -> None:

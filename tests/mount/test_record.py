@@ -168,6 +168,27 @@ def test_reads_through_the_page_cache_cover_the_files(work: Bench) -> None:
     assert Counter(e.kind for e in events)[Kind.OPEN] == FILES + 1
 
 
+@pytest.mark.parametrize(
+    ("freshness", "path", "answers"),
+    [
+        ("open", "relay", {AnsweredBy.CHECKED}),
+        ("open", "passthrough", {AnsweredBy.CHECKED, AnsweredBy.CHECKED_KERNEL}),
+        ("ttl=1h", "relay", {AnsweredBy.MEMORY}),
+    ],
+)
+def test_opens_that_ask_the_source_whether_a_local_file_has_changed(
+    work: Bench, freshness: str, path: str, answers: set[AnsweredBy]
+) -> None:
+    options = ("--data-path", path, "--freshness", freshness)
+    mount = work.mount(fill(work.path / "src"), *options)
+    assert run("warm", str(mount.path), "--wait").returncode == 0
+    found = []
+    for seed in (1, 2):  # the first one settles what an earlier look at the files has left
+        _recording, events, _log = record_reader(mount, work.path, "buffered", seed)
+        found.append({e.source_of for e in events if e.kind is Kind.OPEN})
+    assert found[1] == answers
+
+
 def test_free_opens_are_said_to_be_hidden(work: Bench) -> None:
     mount = mount_relayed(work, "--freshness", "immutable")
     recording, events, _log = record_reader(mount, work.path, "buffered", 1)

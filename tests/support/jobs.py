@@ -11,6 +11,7 @@ from typing import Any
 
 from monarchfs.insight.recording import AnsweredBy, Event, File, Kind, RecordingWriter
 
+SOURCE = AnsweredBy.SOURCE
 KIB, MIB = 1 << 10, 1 << 20
 FACTS = {
     "source": "/lustre/images",
@@ -34,13 +35,17 @@ Answer = Callable[["Job", float, int, int], tuple[AnsweredBy, float]]
 @dataclass
 class Job:
     """``readers`` divide the files among them, in another order in each epoch, and compute for
-    ``compute`` seconds after each file. With ``shared`` each of them reads all."""
+    ``compute`` seconds after each file. With ``shared`` each of them reads all. The source takes
+    ``asked`` seconds to look a name up, and as long to open a file of its own or to check one that
+    is local; if ``immutable``, it looks up in the first epoch alone, and checks nothing."""
 
     answer: Answer
     files: dict[int, File] = field(default_factory=lambda: many_files(400, 100 * KIB))
     readers: int = 4
     epochs: int = 2
     compute: float = 0.0
+    asked: float = 0.0
+    immutable: bool = False
     shared: bool = False
     forks: bool = False
     request_bytes: int = 128 * KIB
@@ -82,12 +87,23 @@ class Job:
             left = self.files[ino].size - offset
             size = min(self.request_bytes, left)
             answered_by, seconds = self.answer(self, now, ino, size)
+            for kind, by in self._asked(answered_by) if not offset else ():
+                yield Event(now, self.asked, kind, by, ino, pid, 0, 0)
+                now += self.asked
             yield Event(now, seconds, Kind.READ, answered_by, ino, pid, offset, size)
             at[pid] = ino, offset + size
             if size == left:
                 del at[pid]
                 seconds += self.compute * self.random.uniform(0.8, 1.2)
             heapreplace(free, (now + seconds, pid))
+
+    def _asked(self, answered_by: AnsweredBy) -> Iterable[tuple[Kind, AnsweredBy]]:
+        """What the source is asked before a file is read."""
+        checks = not self.immutable
+        if self.asked and (checks or not self.epoch):
+            yield Kind.LOOKUP, SOURCE
+        if self.asked and (checks or answered_by is SOURCE):
+            yield Kind.OPEN, SOURCE if answered_by is SOURCE else AnsweredBy.CHECKED
 
     def record(self, path: Path, **facts: Any) -> Path:
         events = self.events()
