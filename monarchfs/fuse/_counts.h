@@ -18,6 +18,11 @@ enum count {
 	COUNT_RESIDENT_BYTES, /* the sizes of those files */
 	COUNT_UNLISTED_OPENS, /* those of them that resident_opened did not report */
 	COUNT_BACKED_OPENS, /* answered with a backing id */
+	COUNT_SOURCE_NS, /* TIME_OPEN_SOURCE and TIME_READ_SOURCE by who answered */
+	COUNT_MEMORY_NS,
+	COUNT_TIER_NS,
+	COUNT_PEER_NS,
+	COUNT_COPY_NS, /* a copy that was under way */
 	COUNTS,
 };
 

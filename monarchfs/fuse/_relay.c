@@ -126,7 +126,7 @@ static void answer_with_handle(uint64_t unique, uint64_t fh, const void *out, si
 	};
 	bool accepted = reply_with(unique, by, 0, out, length);
 	if (accepted)
-		counts_time(counted, monotonic_ns() - started_ns);
+		reply_time(counted, by, started_ns);
 	if (table_opened(fh, accepted))
 		put_last((const char *)&end, sizeof(end), NEW);
 }
@@ -191,7 +191,7 @@ static bool answer_lookup(const struct fuse_in_header *in, size_t body, uint64_t
 	if (!body || name[body - 1] || !names_enter(in->nodeid, name, body - 1, &out))
 		return false;
 	if (reply_with(in->unique, BY_MEMORY, 0, &out, sizeof(out)))
-		counts_time(TIME_LOOKUP, monotonic_ns() - started_ns);
+		reply_time(TIME_LOOKUP, BY_MEMORY, started_ns);
 	names_leave();
 	return true;
 }

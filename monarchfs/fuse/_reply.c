@@ -90,10 +90,24 @@ bool reply_with(uint64_t unique, enum answered_by by, int error, const void *bod
 	return sent;
 }
 
-static void count_read(enum duration counted, size_t size, uint64_t started_ns)
+void reply_time(enum duration counted, enum answered_by by, uint64_t started_ns)
+{
+	static const enum count causes[] = {
+		[BY_UNKNOWN] = COUNT_SOURCE_NS, [BY_MEMORY] = COUNT_MEMORY_NS,
+		[BY_TIER] = COUNT_TIER_NS,	[BY_PEER] = COUNT_PEER_NS,
+		[BY_SOURCE] = COUNT_SOURCE_NS,	[BY_WAITED] = COUNT_COPY_NS,
+		[BY_KERNEL] = COUNT_SOURCE_NS,
+	};
+	uint64_t took_ns = monotonic_ns() - started_ns;
+	counts_time(counted, took_ns);
+	if (counted == TIME_OPEN_SOURCE || counted == TIME_READ_SOURCE)
+		counts_add(causes[by], took_ns);
+}
+
+static void count_read(enum duration counted, enum answered_by by, size_t size, uint64_t started_ns)
 {
 	counts_add(COUNT_BYTES, size);
-	counts_time(counted, monotonic_ns() - started_ns);
+	reply_time(counted, by, started_ns);
 }
 
 bool reply_bytes(uint64_t unique, enum answered_by by, struct iovec *parts, int parts_count,
@@ -104,7 +118,7 @@ bool reply_bytes(uint64_t unique, enum answered_by by, struct iovec *parts, int 
 		size += parts[part].iov_len;
 	bool sent = send_parts(unique, 0, parts, parts_count);
 	if (sent)
-		count_read(TIME_READ_SOURCE, size, started_ns);
+		count_read(TIME_READ_SOURCE, by, size, started_ns);
 	if (sent && recording())
 		record_answer(unique, by, 0, NULL, size);
 	return sent;
@@ -193,7 +207,7 @@ bool reply_from(struct scratch *scratch, const struct read_reply *of)
 	bool piped = !of->good && of->size >= SPLICED_FROM_BYTES && has_pipe(scratch, pages);
 	enum answered done = piped ? through_pipe(scratch, of) : through_buffer(scratch, of);
 	if (done == ANSWERED)
-		count_read(of->counted, of->size, of->started_ns);
+		count_read(of->counted, of->by, of->size, of->started_ns);
 	if (done == ANSWERED && recording())
 		record_answer(of->unique, of->by, 0, NULL, of->size);
 	return done != NOT_READ;

@@ -47,6 +47,9 @@ size_t reply_size(const struct fuse_read_in *arg, uint64_t file_size);
  * request was answered by an earlier worker, or the mount has gone. */
 bool reply_with(uint64_t unique, enum answered_by by, int error, const void *body, size_t length);
 
+/* Count an answer that was given now. */
+void reply_time(enum duration counted, enum answered_by by, uint64_t started_ns);
+
 /* Answer a READ with bytes of the source that are in memory: parts[1] to parts[count - 1]. The first is for the header. */
 bool reply_bytes(uint64_t unique, enum answered_by by, struct iovec *parts, int count, uint64_t started_ns);
 

@@ -29,6 +29,11 @@ class ThreadNumbers(NamedTuple):
     resident_bytes: int
     unlisted_opens: int
     backed_opens: int
+    source_ns: int
+    memory_ns: int
+    tier_ns: int
+    peer_ns: int
+    copy_ns: int
 
 
 class ThreadDurations(NamedTuple):
@@ -64,6 +69,12 @@ class ThreadCounts:
         metrics.local_opens += more.resident_opens
         metrics.local_file_bytes += more.resident_bytes
         metrics.passthrough_opens += more.backed_opens
+        metrics.thread_wait_ns += took.open_source[0] + took.read_source[0]
+        metrics.source_wait_ns += more.source_ns
+        metrics.memory_wait_ns += more.memory_ns
+        metrics.tier_wait_ns += more.tier_ns
+        metrics.peer_wait_ns += more.peer_ns
+        metrics.copy_wait_ns += more.copy_ns
         _add(requests.lookup_local, took.lookup)
         _add(requests.open_local, took.open_local)
         _add(requests.read_local, took.read_local)

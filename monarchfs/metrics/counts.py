@@ -134,6 +134,12 @@ class Metrics:
         "files", "Files read from the source because their owners would have taken much longer"
     )
     scrubbed_bytes: int = _count("bytes", "Bytes of replicas that were compared with a checksum")
+    thread_wait_ns: int = _count("ns", "Of open_source and read_source, what threads answered")
+    source_wait_ns: int = _count("ns", "Of thread_wait_ns, what the source answered")
+    memory_wait_ns: int = _count("ns", "The same, out of memory")
+    tier_wait_ns: int = _count("ns", "The same, out of a partial replica")
+    peer_wait_ns: int = _count("ns", "The same, from a peer")
+    copy_wait_ns: int = _count("ns", "The same, after waiting for a copy that was under way")
     requests: Requests = field(default_factory=Requests)
     request_errors: ErrorCounts = field(default_factory=ErrorCounts)
     copy_errors: ErrorCounts = field(default_factory=ErrorCounts)

@@ -79,6 +79,11 @@ REQUEST_DURATION = _histogram(
     "Time from a request's arrival in the worker to its answer, without errors",
     *("operation", "served"),
 )
+WAIT = _counter(
+    "wait_seconds_total",
+    "Time that requests waited for their answer, without errors, by what they waited for",
+    "cause",
+)
 REQUEST_ERRORS = _counter(
     "request_errors_total", "Requests answered with an error; a missing name is not one", "error"
 )

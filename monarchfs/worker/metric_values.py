@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from monarchfs import __version__
 from monarchfs.exporter.samples import Durations, Sample, Values
-from monarchfs.metrics import Histogram, Requests, names
+from monarchfs.metrics import NS, Histogram, Requests, names
 from monarchfs.types import TierTotals
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def _requests(worker: Observed) -> Values:
         names.BACKING_REFUSED: [((), metrics.backing_refused)],
         names.STALE_ANSWERS: [((), metrics.stale_answers)],
         names.REQUEST_DURATION: list(_request_durations(metrics.requests)),
+        names.WAIT: _labelled((cause, ns / NS) for cause, ns in _waits(metrics).items()),
         names.REQUEST_ERRORS: _labelled(metrics.request_errors.by_name.items()),
         names.REQUESTS_INTERRUPTED: [((), metrics.interrupted_requests)],
         names.REQUESTS_WAITING: [((), worker.requests_waiting)],
@@ -76,6 +77,23 @@ def _request_durations(requests: Requests) -> Iterator[Sample]:
     for field in requests.__dataclass_fields__:
         operation, _, served = field.partition("_")
         yield (operation, served), _durations(getattr(requests, field))
+
+
+def _waits(metrics: Metrics) -> dict[str, int]:
+    """Nanoseconds by what was waited for; together, all durations of requests. Python does not
+    tell apart who answered what it counts under the source."""
+    requests = metrics.requests
+    totals = {name: getattr(requests, name).total_ns for name in requests.__dataclass_fields__}
+    read_local = totals.pop("read_local")
+    from_source = sum(ns for name, ns in totals.items() if name.endswith("_source"))
+    return {
+        "source": max(0, from_source - metrics.thread_wait_ns) + metrics.source_wait_ns,
+        "memory": metrics.memory_wait_ns,
+        "tier": read_local + metrics.tier_wait_ns,
+        "peer": metrics.peer_wait_ns,
+        "copy": metrics.copy_wait_ns,
+        "names": sum(totals.values()) - from_source,
+    }
 
 
 def _source(worker: Observed) -> Values:

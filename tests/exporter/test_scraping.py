@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import socket
@@ -36,6 +37,7 @@ from tests.support.scraping import (
     read_all,
     scrape,
     sums_are_right,
+    waits_are_right,
 )
 from tests.support.timing import Stopwatch
 
@@ -109,6 +111,40 @@ def test_what_was_done_is_what_is_counted(work: Bench) -> None:
     assert now.value("process_open_fds") > 5
     assert f'mountpoint="{mount.path}"' in now.text
     sums_are_right(now)
+
+
+def waits(now: Scrape) -> dict[str, float]:
+    causes = ("source", "memory", "tier", "peer", "copy", "names")
+    return {cause: now.value("monarchfs_wait_seconds_total", cause=cause) for cause in causes}
+
+
+def read_without_pages(mount: Mount) -> None:
+    for n in range(FILES):
+        reader = os.open(mount.path / f"f{n}", os.O_RDONLY | os.O_DIRECT)
+        os.preadv(reader, [mmap.mmap(-1, 64 << 10)], 0)
+        os.close(reader)
+
+
+def test_waiting_is_counted_by_what_is_waited_for(work: Bench) -> None:
+    mount, port = mounted(work, "--data-path", "relay")
+    read_without_pages(mount)
+    first = scrape(port)
+    waits_are_right(first)
+    assert waits(first)["source"] > 0
+    assert waits(first)["names"] > 0
+    mount.wait_idle()
+    before = scrape(port)
+    read_without_pages(mount)
+    again = scrape(port)
+    waits_are_right(again)
+    more = {cause: now - waits(before)[cause] for cause, now in waits(again).items()}
+    assert more["tier"] > 0
+    assert more["names"] > 0
+    assert more["source"] == more["memory"] == more["peer"] == more["copy"] == 0
+    assert run("restart", str(mount.path)).returncode == 0
+    wait_for(lambda: mount.status()["worker"]["restarts"], "another worker")
+    after = waits(scrape(port))
+    assert all(after[cause] >= waits(again)[cause] for cause in after)
 
 
 def test_everything_documented_is_exported_and_nothing_else(work: Bench) -> None:

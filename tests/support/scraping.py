@@ -94,3 +94,10 @@ def sums_are_right(now: Scrape) -> None:
             values = [value for _bound, value in buckets]
             assert values == sorted(values)
             assert (now.samples[f"{name}_sum", labels] > 0) == (count > 0)
+
+
+def waits_are_right(now: Scrape) -> None:
+    """Every request waited for something. While none is under way."""
+    waited = now.total("monarchfs_wait_seconds_total")
+    took = now.total("monarchfs_request_duration_seconds_sum")
+    assert abs(waited - took) < 1e-6 * took
