@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import trio
 
@@ -14,20 +15,20 @@ from monarchfs.placement.events import Action, PlacementEvent, Resized
 from monarchfs.placement.placement import Placement
 from monarchfs.store.tier import Tier
 from monarchfs.system.threads import run_sync
-from monarchfs.types import IndexWriteError, Replica, TierFile
+from monarchfs.types import IndexWriteError, Replica, ReplicaState, TierFile
 
 log = logging.getLogger(__name__)
 
 SYNC_INTERVAL_SECONDS = 30.0
 
-Group = dict[int, Replica]
-"""Replicas by inode number, in the order in which they were stored."""
+BATCH = 2000
+"""Records that are read, noted and marked without a checkpoint: some 10 ms."""
 
 
 class Durability:
-    """Changing: the replicas of each tier that were stored since it was last synced, and the group
-    that is being synced. Replicas on a tmpfs do not survive a reboot: they are only noted in the
-    lists of segments."""
+    """Changing: which replicas of each tier were stored since it was last synced. Only numbers are
+    kept: many are stored between two syncs. Replicas on a tmpfs do not survive a reboot: they are
+    only noted in the lists of segments."""
 
     def __init__(
         self,
@@ -41,19 +42,20 @@ class Durability:
         self._placement = placement
         self._handle = handle
         self._tiers = tiers
-        self._unsynced: dict[int, Group] = {tier_id: {} for tier_id in tiers.by_id}
-        self._syncing: Group = {}
+        self._unsynced = {tier_id: array("Q") for tier_id in tiers.by_id}
+        self._changed: set[int] | None = None
+        """Those whose records came or went since a sync began; None while there is none."""
 
     def stored(self, ino: int, replica: Replica) -> None:
         """A complete replica was recorded."""
         if replica.segment or not self._tiers.by_id[replica.tier].memory_backed:
-            self._unsynced[replica.tier][ino] = replica
+            self._unsynced[replica.tier].append(ino)
+            self.changed(ino)
 
-    def dropped(self, ino: int, tier_id: int) -> None:
-        """The record is gone. The next one of this inode is not synced by an earlier sync."""
-        if tier_id in self._unsynced:
-            self._unsynced[tier_id].pop(ino, None)
-        self._syncing.pop(ino, None)
+    def changed(self, ino: int) -> None:
+        """Its record came or went. A sync under way does not make the next one durable."""
+        if self._changed is not None:
+            self._changed.add(ino)
 
     async def sync_loop(self) -> None:
         """Make replicas durable in groups, for ever."""
@@ -73,18 +75,6 @@ class Durability:
         except IndexWriteError as exc:
             log.warning("replicas are not durable: %s", exc)
 
-    def _resize(self, tier_id: int, allocated: Mapping[bytes, int]) -> None:
-        """Correct what replicas with a file each occupy: their extents are on the disk now."""
-        for ino, synced in self._syncing.items():
-            now = self._index.replica(ino)
-            if now is None or (now.tier, now.name) != (tier_id, synced.name) or now.segment:
-                continue
-            more = allocated.get(now.name, now.allocated_bytes) - now.allocated_bytes
-            if more and not self._placement.busy(ino, tier_id):
-                right = now._replace(allocated_bytes=now.allocated_bytes + more)
-                self._index.put_replica(ino, right)
-                self._handle(Resized(ino, tier_id, more))
-
     async def _measure(self, tier: Tier) -> None:
         """Measure what the extents of its segments take, now that they are on the disk."""
         try:
@@ -94,26 +84,55 @@ class Durability:
             self._tiers.failed(tier, "looking at its segments", exc)
 
     async def _sync_tier(self, tier_id: int) -> None:
-        self._syncing, self._unsynced[tier_id] = self._unsynced[tier_id], {}
+        group, self._unsynced[tier_id] = self._unsynced[tier_id], array("Q")
         tier = self._tiers.by_id[tier_id]
+        self._changed = set()
+        done = 0
         try:
             if not tier.memory_backed:
                 await run_sync(tier.sync, abandon_on_cancel=True)
-            # The tier notes it too, in case the index is lost.
-            group = list(self._syncing.values())
-            allocated = await run_sync(_note, tier, group, abandon_on_cancel=True)
-            if not tier.memory_backed:
-                self._resize(tier_id, allocated)
-                self._index.mark_durable(self._syncing)
-            self._syncing = {}
+            while done < len(group):
+                await self._mark(tier, group[done : done + BATCH])
+                done += BATCH
         except OSError as exc:
             self._tiers.failed(tier, "syncing", exc)
         except IndexWriteError as exc:
             log.warning("replicas are not durable: %s", exc)
         finally:
             # Also if this was cancelled: the end of the mount syncs once more.
-            self._unsynced[tier_id] = self._syncing | self._unsynced[tier_id]
-            self._syncing = {}
+            self._unsynced[tier_id] = group[done:] + self._unsynced[tier_id]
+            self._changed = None
+
+    async def _mark(self, tier: Tier, inos: Sequence[int]) -> None:
+        """The data of these are on the disk, except of those that were dropped."""
+        synced = self._still(tier, inos)
+        # The tier notes it too, in case the index is lost.
+        allocated = await run_sync(_note, tier, list(synced.values()), abandon_on_cancel=True)
+        if not tier.memory_backed:
+            synced = self._still(tier, synced)
+            self._resize(tier, synced, allocated)
+            self._index.mark_durable(synced)
+
+    def _still(self, tier: Tier, inos: Iterable[int]) -> dict[int, Replica]:
+        """The records of those that were complete in ``tier`` before the sync began."""
+        changed = self._changed or set()
+        replicas = self._index.replicas_of([ino for ino in inos if ino not in changed])
+        return {
+            ino: now
+            for ino, now in replicas.items()
+            if now.tier == tier.id and now.state is not ReplicaState.PARTIAL
+        }
+
+    def _resize(
+        self, tier: Tier, synced: Mapping[int, Replica], allocated: Mapping[bytes, int]
+    ) -> None:
+        """Correct what replicas with a file each occupy: their extents are on the disk now."""
+        for ino, now in synced.items():
+            more = allocated.get(now.name, now.allocated_bytes) - now.allocated_bytes
+            if more and not now.segment and not self._placement.busy(ino, tier.id):
+                right = now._replace(allocated_bytes=now.allocated_bytes + more)
+                self._index.put_replica(ino, right)
+                self._handle(Resized(ino, tier.id, more))
 
 
 def _note(tier: Tier, replicas: Sequence[Replica]) -> dict[bytes, int]:

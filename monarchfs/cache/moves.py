@@ -106,7 +106,7 @@ class Moves(Records):
             raise
         if written is not None:
             self._segments.recorded(replica)
-        self._durability.dropped(ino, record.tier)
+        self._durability.changed(ino)
         self._durability.stored(ino, replica)
         self._metrics.replicas_moved += 1
         self._handle(Moved(ino, allocated))

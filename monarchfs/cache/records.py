@@ -211,8 +211,8 @@ class Records:
             inos = ", ".join(str(ino) for ino, _ in replicas)
             log.warning("the replicas of inodes %s stay recorded: %s", inos, exc)
             return False
-        for ino, tier in replicas:
-            self._durability.dropped(ino, tier)
+        for ino, _tier in replicas:
+            self._durability.changed(ino)
         return True
 
     # -- placement's answers
