@@ -55,6 +55,24 @@ and mounted again. Without MOUNTPOINT it follows the only mount, or the list of 
 is not a terminal, it prints a line each time, or with --json an object.
 
 Exit code: 1 if MOUNTPOINT is not mounted, or nothing answers for it.""",
+    "top": """\
+  monarchfs top /mnt/imagenet
+  monarchfs top /mnt/imagenet --by directory --sort bytes
+  monarchfs top /mnt/imagenet --interval 10 --count 6 >> imagenet.log
+  monarchfs top /mnt/imagenet --json --count 1
+
+Shows for each process, or each directory, what it asks of the mount per second (reads, opens, names
+that are looked up, bytes), for which part of the time it waits for an answer, and where the bytes
+come from: memory of the mount's worker, a tier, a peer, the source, a copy that was under way, or
+the kernel, to which an open handed the file. A request counts when it is answered. With more than
+20,000 events a second, only those of one of some files are looked at, and the last line says so.
+Nothing is written to disk.
+
+What the kernel answers by itself is not seen: reads from its page cache, and of copies above 1 MiB
+with data path passthrough; opens of an immutable mount.
+
+q or Ctrl-C ends it. If the output is not a terminal, or with --count, it prints a table each time,
+with --json an object. Exit code: 1 if nothing is mounted there, or no more.""",
     "record": """\
   monarchfs record /mnt/imagenet -o epoch.rec -- python train.py --epochs 1
   monarchfs record /mnt/imagenet --seconds 60

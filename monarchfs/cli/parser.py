@@ -14,6 +14,8 @@ from monarchfs.types import UsageError
 
 SHELLS = ("bash", "zsh", "fish")
 JOB_STEPS = ("prolog", "epilog", "sweep")
+TOP_BY = ("process", "directory")
+TOP_ORDERS = ("waiting", "bytes", "reads", "opens", "names")
 CACHE_STEPS = ("list", "show", "remove", "prune")
 
 
@@ -77,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_restart(commands)
     _add_run(commands)
     _add_status(commands)
+    _add_top(commands)
     _add_peers(commands)
     _add_warm(commands)
     _add_why(commands)
@@ -181,6 +184,19 @@ def _add_status(commands: _Commands) -> None:
     parser.add_argument("mountpoint", nargs="?", help="one mount (default: all of them)")
     watch = "repeat every SECONDS (default 2), with rates"
     parser.add_argument("--watch", metavar="SECONDS", nargs="?", const="2", help=watch)
+
+
+def _add_top(commands: _Commands) -> None:
+    summary = "show which processes use a mount now, and what they wait for"
+    option = _add_command(commands, "top", summary, json=True).add_argument
+    option("mountpoint", help="where it is mounted")
+    what = "add up by process (default) or by directory"
+    option("--by", metavar="WHAT", choices=TOP_BY, default=TOP_BY[0], help=what)
+    order = f"which come first: those with the most {', '.join(TOP_ORDERS)} (default waiting)"
+    option("--sort", metavar="KEY", choices=TOP_ORDERS, default=TOP_ORDERS[0], help=order)
+    interval = "how long each interval is (default 2)"
+    option("--interval", metavar="SECONDS", default="2", help=interval)
+    option("--count", metavar="N", help="show N intervals, one below the other, and exit")
 
 
 def _add_peers(commands: _Commands) -> None:

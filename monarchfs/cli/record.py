@@ -16,7 +16,7 @@ from typing import BinaryIO
 from monarchfs.cli.child import run_child
 from monarchfs.cli.output import complain
 from monarchfs.cli.progress import Progress
-from monarchfs.cli.recorder import EventRecorder
+from monarchfs.cli.recorder import HIDDEN, EventRecorder
 from monarchfs.cli.text import printable
 from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path, parse_seconds, parse_size
@@ -27,12 +27,6 @@ from monarchfs.types import OperationError, UsageError
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MOST_SAMPLE = 1 << 16
-HIDDEN = {
-    "lookups": "names that the kernel remembers",
-    "opens": "opens (the mount is immutable: the kernel opens files by itself)",
-    "reads": "reads from the page cache",
-    "passthrough": "reads that the kernel passes through to local copies above 1 MiB",
-}
 
 
 def record_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:

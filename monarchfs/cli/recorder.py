@@ -22,6 +22,36 @@ _FLUSH_SECONDS = 2.0
 """What was received reaches the file in this time: a recorder that is killed loses no more."""
 
 
+HIDDEN = {
+    "lookups": "names that the kernel remembers",
+    "opens": "opens (the mount is immutable: the kernel opens files by itself)",
+    "reads": "reads from the page cache",
+    "passthrough": "reads that the kernel passes through to local copies above 1 MiB",
+}
+
+
+def open_events(
+    daemon: Registered, options: Mapping[str, int]
+) -> tuple[Connection, dict[str, Any]]:
+    """A connection on which events come, and what the mount says of itself before. Raises
+    OperationError if it cannot be recorded."""
+    connection = Connection(daemon.socket_path, _CONNECT_SECONDS)
+    try:
+        if connection.peer_uid != daemon.owner_uid:
+            raise OperationError("the mount's daemon is not who it says")
+        connection.ask({"command": "record", **options})
+        return connection, connection.next(SILENCE_SECONDS)[0]["progress"]
+    except (OperationError, ConnectionError) as error:
+        connection.__exit__()
+        raise OperationError(str(error)) from None
+
+
+def hidden_by(facts: Mapping[str, Any]) -> list[str]:
+    """What is never in events, as in HIDDEN."""
+    passes = ["passthrough"] if facts["data_path"] == "passthrough" else []
+    return [*facts["hidden"], *passes]
+
+
 class EventRecorder:
     """Changing: ``events``, ``lost``, ``stopped`` (why it ended by itself), the file's length; and
     what is to be said at the end."""
@@ -76,21 +106,10 @@ class EventRecorder:
 
     def begin(self) -> Connection:
         """Raises OperationError if the mount cannot be recorded."""
-        daemon = self._daemon()
-        connection = Connection(daemon.socket_path, _CONNECT_SECONDS)
-        try:
-            if connection.peer_uid != daemon.owner_uid:
-                raise OperationError("the mount's daemon is not who it says")
-            connection.ask({"command": "record", "sample": self._sample})
-            head = connection.next(SILENCE_SECONDS)[0]["progress"]
-        except (OperationError, ConnectionError) as error:
-            connection.__exit__()
-            raise OperationError(str(error)) from None
+        connection, head = open_events(self._daemon(), {"sample": self._sample})
         if self._writer is None:
             self._facts |= head["facts"]
-            self.hidden = list(head["facts"]["hidden"])
-            if head["facts"]["data_path"] == "passthrough":
-                self.hidden.append("passthrough")
+            self.hidden = hidden_by(head["facts"])
             self._origin_ns = head["origin_ns"]
             self._writer = RecordingWriter(
                 self._stream, head["begun"], self._facts, self._origin_ns

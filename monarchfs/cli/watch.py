@@ -1,4 +1,4 @@
-"""``monarchfs status --watch``: a screen that follows one mount or all, or lines."""
+"""A screen that is drawn again and again, or lines: ``monarchfs status --watch`` and ``top``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -37,27 +38,47 @@ _TICK = b"\0"
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What was seen at one time (time.monotonic()): of one mount, or of all."""
+    """What was seen at one time (time.monotonic())."""
 
     at: float
-    seen: Report | list[Report]
+    seen: Any
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """``look`` may take seconds, and raises nothing; None: it is over. The others show what it
+    saw: ``draw`` in so many lines, with a footer."""
+
+    look: Callable[[], Any]
+    to_json: Callable[[Any], object]
+    lines: Callable[[Moment], Iterable[str]]
+    draw: Callable[[Moment, int, str], RenderableType]
 
 
 def watch(look: Look, interval: float, *, as_json: bool) -> int:
-    """Shows what ``look`` finds, every ``interval`` seconds, until q or Ctrl-C on a terminal;
-    returns 0."""
+    """Shows mounts, every ``interval`` seconds; returns 0."""
+    history = History()
+    view = View(look, _to_json, partial(lines, history=history), partial(_drawn, history))
+    return show(view, interval, as_json=as_json)
+
+
+def _to_json(seen: Report | list[Report]) -> object:
+    return {"mounts": seen} if isinstance(seen, list) else seen
+
+
+def show(view: View, interval: float, *, as_json: bool = False, screen: bool = True) -> int:
+    """Shows what is looked at, every ``interval`` seconds, until q or Ctrl-C on a terminal; returns
+    0. Without ``screen`` the lines, there too."""
     console = Console()
     try:
         if as_json:
-            for moment in _moments(look, interval):
-                seen = moment.seen
-                print(json.dumps({"mounts": seen} if isinstance(seen, list) else seen), flush=True)
-        elif not console.is_terminal or console.is_dumb_terminal:
-            history = History()
-            for moment in _moments(look, interval):
-                print("\n".join(lines(moment, history)), flush=True)
+            for moment in _moments(view.look, interval):
+                print(json.dumps(view.to_json(moment.seen)), flush=True)
+        elif not screen or not console.is_terminal or console.is_dumb_terminal:
+            for moment in _moments(view.look, interval):
+                print("\n".join(view.lines(moment)), flush=True)
         else:
-            _watch_on_screen(console, look, interval)
+            _show_on_screen(console, view, interval)
     except KeyboardInterrupt:
         return 0
     except BrokenPipeError:
@@ -67,11 +88,10 @@ def watch(look: Look, interval: float, *, as_json: bool) -> int:
 
 
 def _moments(
-    look: Look, interval: float, wait: Callable[[float], object] = time.sleep
+    look: Callable[[], Any], interval: float, wait: Callable[[float], object] = time.sleep
 ) -> Iterator[Moment]:
     following = time.monotonic()
-    while True:
-        seen = look()
+    while (seen := look()) is not None:
         now = time.monotonic()
         yield Moment(now, seen)
         following = max(following + interval, now)
@@ -119,8 +139,9 @@ def _line(view: MountView) -> str:
 class _Sampler:
     """Looks in a thread of its own, so that keys work while a mount does not answer."""
 
-    def __init__(self, look: Look, interval: float, wake: int) -> None:
+    def __init__(self, look: Callable[[], Any], interval: float, wake: int) -> None:
         self.moments: queue.SimpleQueue[Moment] = queue.SimpleQueue()
+        self.over = False
         self._look, self._interval, self._wake = look, interval, wake
         self._ended = threading.Event()
         # Nobody waits for one that waits for a mount.
@@ -133,6 +154,8 @@ class _Sampler:
                 return
             self.moments.put(moment)
             os.write(self._wake, _TICK)
+        self.over = True
+        os.write(self._wake, _TICK)
 
     def end(self) -> bool:
         """Whether it is gone, and the wake-up pipe may be closed."""
@@ -141,15 +164,14 @@ class _Sampler:
         return not self._thread.is_alive()
 
 
-def _watch_on_screen(console: Console, look: Look, interval: float) -> None:
-    history = History()
+def _show_on_screen(console: Console, view: View, interval: float) -> None:
     drawn: RenderableType = "asking ..."
     footer = f"q quits · every {interval:g} s"
-    with _wake_ups(look, interval) as (wake, sampler), _keys_at_once():
+    with _wake_ups(view.look, interval) as (wake, sampler), _keys_at_once():
         keyboard = sys.stdin.fileno() if sys.stdin.isatty() else None
         ended_by: signal.Signals | None = None
         with Live(drawn, console=console, screen=True, auto_refresh=False) as live:
-            while ended_by is None:
+            while ended_by is None and not sampler.over:
                 live.update(drawn, refresh=True)
                 awake = select.select([wake] if keyboard is None else [wake, keyboard], [], [])[0]
                 if keyboard in awake and _says_quit(keyboard):
@@ -159,14 +181,15 @@ def _watch_on_screen(console: Console, look: Look, interval: float) -> None:
                     break
                 ended_by = next((one for one in _ENDING if one in caught), None)
                 while not sampler.moments.empty():
-                    drawn = _drawn(sampler.moments.get(), history, footer)
+                    moment = sampler.moments.get()
+                    said = f"{footer} · {time.strftime('%H:%M:%S')}"
+                    drawn = view.draw(moment, console.height, said)
     if ended_by is not None:
         signal.signal(ended_by, signal.SIG_DFL)
         os.kill(os.getpid(), ended_by)
 
 
-def _drawn(moment: Moment, history: History, footer: str) -> RenderableType:
-    footer = f"{footer} · {time.strftime('%H:%M:%S')}"
+def _drawn(history: History, moment: Moment, _height: int, footer: str) -> RenderableType:
     if isinstance(moment.seen, list):
         return draw_list(moment.seen, footer=footer)
     return draw(history.add(moment.at, moment.seen), footer=footer)
@@ -182,7 +205,7 @@ def _says_quit(keyboard: int | None) -> bool:
 
 
 @contextmanager
-def _wake_ups(look: Look, interval: float) -> Iterator[tuple[int, _Sampler]]:
+def _wake_ups(look: Callable[[], Any], interval: float) -> Iterator[tuple[int, _Sampler]]:
     """A pipe that is readable when there is something to do: a sample, a new size of the terminal,
     a signal that is to end the program once the terminal is restored."""
     reading, writing = os.pipe()

@@ -1,4 +1,5 @@
-"""The command ``record``: what the mount answers, event by event, to one client.
+"""The command ``record``: what the mount answers, event by event, to one client: to ``monarchfs
+record``, or ``monarchfs top``.
 
 The C part notes the events (fuse/_record.c). Here they are drained, and inode numbers get their
 paths, a few at a time, so that this stays small beside the mount's own work. A client that is slow
@@ -37,6 +38,13 @@ NAMES_A_TICK = 200
 
 MOST_SAMPLE = 1 << 16
 
+RATE_SECONDS = 1.0
+"""How often the sample is fitted to the rate that a client asked for."""
+
+MOST_KNOWN = 100_000
+"""A client that asked for a rate may stay for days: once there were so many files, it hears again
+of files and processes."""
+
 _WORDS, _SHORTS = EVENT.size // 8, EVENT.size // 4
 _INO, _PID = 1, 8
 """Where they are among the words of 8, and of 4, bytes of an event."""
@@ -66,15 +74,21 @@ class Recordings:
         sample = request.get("sample", 1)
         if not isinstance(sample, int) or not 0 < sample <= MOST_SAMPLE or sample & (sample - 1):
             raise OperationError(f"sample must be a power of two of at most {MOST_SAMPLE}")
+        rate = request.get("rate", 0)
+        if not isinstance(rate, int) or rate < 0:
+            raise OperationError("rate must be a number of events a second")
         if not self._relays:
             raise OperationError("this mount is in safe mode: see monarchfs status")
         if self._busy:
-            raise OperationError("this mount is being recorded already: wait until that has ended")
+            raise OperationError(
+                "this mount is being recorded already (monarchfs record or top): wait until that"
+                " has ended"
+            )
         self._busy = True
         try:
             begun, origin_ns = time.time(), self._hooks.record_begin(sample)
             head = {"begun": begun, "origin_ns": origin_ns, "facts": dict(self._facts())}
-            recorder = _EventStream(self._hooks, self._index, stream, sample)
+            recorder = _EventStream(self._hooks, self._index, stream, sample, rate)
             async with trio.open_nursery() as nursery:
                 ended = trio.Event()
                 nursery.start_soon(_wait_for_end, stream, ended)
@@ -101,15 +115,19 @@ async def _wait_for_end(stream: trio.SocketStream, ended: trio.Event) -> None:
 
 class _EventStream:
     """One recording. Changing: ``sample``; numbers whose path is still to be told; what is known
-    of processes and directories."""
+    of processes and directories; since when so many events came."""
 
     def __init__(
-        self, hooks: ModuleType, index: Index, stream: trio.SocketStream, sample: int
+        self, hooks: ModuleType, index: Index, stream: trio.SocketStream, sample: int, rate: int
     ) -> None:
+        """``rate``: so many events a second are wanted; 0: all of them."""
         self._hooks = hooks
+        self._index = index
         self._stream = stream
-        self._sample = sample
+        self._sample, self._least_sample = sample, sample
+        self._rate = rate
         self._lost = 0
+        self._since, self._events = trio.current_time(), 0
         self._paths = _Paths(index)
         self._names = _Names()
         self._told = 0.0
@@ -136,13 +154,37 @@ class _EventStream:
             now = trio.current_time()
             if events or self._paths.any or now - self._told > QUIET_SECONDS:
                 self._told = now
+                self._events += len(events) // EVENT.size
                 await self._send(events, names)
             if not events:
                 break
             names = 0
-        if self._lost > lost_before and self._sample < MOST_SAMPLE:
-            self._sample *= 2
-            self._hooks.record_sample(self._sample)
+        if self._lost > lost_before:
+            self._change_sample(self._sample * 2)
+        elif self._rate and trio.current_time() - self._since >= RATE_SECONDS:
+            self._fit_sample()
+
+    def _fit_sample(self) -> None:
+        """So that events and new files come no faster than wanted."""
+        now = trio.current_time()
+        seconds, events = now - self._since, self._events
+        self._since, self._events = now, 0
+        most_files = NAMES_A_TICK / TICK_SECONDS
+        load = max(events / self._rate, self._paths.take_fresh() / most_files) / seconds
+        sample = self._sample
+        while load > 1 and sample < MOST_SAMPLE:
+            sample, load = sample * 2, load / 2
+        if load < 0.25 and sample > self._least_sample:
+            sample //= 2
+        if sample > self._sample or self._paths.known > MOST_KNOWN:
+            # Of those that wait to be told most are not in the sample any more.
+            self._paths, self._names = _Paths(self._index), _Names()
+        self._change_sample(sample)
+
+    def _change_sample(self, sample: int) -> None:
+        if sample != self._sample and sample <= MOST_SAMPLE:
+            self._sample = sample
+            self._hooks.record_sample(sample)
 
     async def _send(self, events: bytes, names: int) -> None:
         self._paths.want(events)
@@ -175,12 +217,14 @@ def _name_of(process: int) -> str:
 
 
 class _Paths:
-    """The paths of inode numbers, each once. Changing: which are still to be told."""
+    """The paths of inode numbers, each once. Changing: which are still to be told, and how many are
+    new."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
         self._seen: set[int] = {0}
         self._wanted: dict[int, None] = {}
+        self._fresh = 0
         self._directories: dict[int, bytes] = {ROOT_INO: b""}
 
     @property
@@ -190,7 +234,17 @@ class _Paths:
     def want(self, events: bytes) -> None:
         fresh = set(array("Q", events)[_INO::_WORDS]) - self._seen
         self._seen |= fresh
+        self._fresh += len(fresh)
         self._wanted.update(dict.fromkeys(fresh))
+
+    @property
+    def known(self) -> int:
+        return len(self._seen)
+
+    def take_fresh(self) -> int:
+        """How many are new since this was asked."""
+        fresh, self._fresh = self._fresh, 0
+        return fresh
 
     def some(self, most: int) -> dict[int, File]:
         """So many of them. What the index does not know is left out."""

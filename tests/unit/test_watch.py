@@ -543,6 +543,31 @@ def supervisor_of(worker: int) -> str:
 
 @requires_root
 @requires_fuse
+def test_top_on_a_terminal(work: Bench, mounted: Any) -> None:
+    reads = f"while cat {mounted.path}/file*; do :; done >/dev/null"
+    with subprocess.Popen(["sh", "-c", reads]) as reader:
+        try:
+            with terminal("top", str(mounted.path), "--interval", "0.2") as screen:
+                screen.wait_for("not seen: reads from the page cache")
+                screen.wait_for(" cat ")
+                screen.resize(12, 70)
+                screen.forget()
+                screen.wait_for("and ")
+                screen.type(b"q")
+                screen.assert_left_alone()
+                assert screen.process.returncode == 0
+        finally:
+            reader.terminate()
+    with terminal("top", str(mounted.path), "--interval", "0.2") as screen:
+        screen.wait_for("not seen")
+        assert mounted.umount().returncode == 0
+        screen.assert_left_alone()
+        assert screen.process.returncode == 1
+        assert "is not a monarchfs mount" in screen.text()
+
+
+@requires_root
+@requires_fuse
 def test_lines_where_there_is_no_terminal(mounted: Any) -> None:
     command = [*MONARCHFS, "status", str(mounted.path), "--watch", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -1,0 +1,237 @@
+"""``monarchfs top``: what it shows is what processes do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs.cli.recorder import open_events
+from monarchfs.config.places import search_of
+from monarchfs.control.messages import SILENCE_SECONDS
+from monarchfs.insight.recording import EVENT, sampled
+from monarchfs.supervisor.recover import required
+from tests.support.mounting import (
+    ENVIRONMENT,
+    MONARCHFS,
+    Bench,
+    Mount,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
+
+pytestmark = [requires_root, requires_fuse]
+
+FILES, SIZE, TIMES = 20, 100_000, 10
+
+READER = """
+import mmap, os, sys
+buffer = mmap.mmap(-1, 128 << 10)
+for _ in range(int(sys.argv[1])):
+    for path in sys.argv[2:]:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        os.preadv(fd, [buffer], 0)
+        os.close(fd)
+"""
+
+
+def mounted(work: Bench, *options: str) -> Mount:
+    for directory in ("a", "b/c"):
+        (work.path / "src" / directory).mkdir(parents=True)
+        for n in range(FILES):
+            (work.path / "src" / directory / f"f{n}").write_bytes(os.urandom(SIZE))
+    return work.mount(work.path / "src", "--data-path", "relay", *options)
+
+
+def read(mount: Mount, directory: str, times: int = TIMES) -> int:
+    """Reads all files of a directory so often; the reader's number."""
+    paths = [str(mount.path / directory / f"f{n}") for n in range(FILES)]
+    process = subprocess.Popen([sys.executable, "-c", READER, str(times), *paths])
+    assert process.wait(60) == 0
+    return process.pid
+
+
+class Top:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.seen: list[dict[str, Any]] = []
+
+    def next(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr and self.process.stderr.read()
+        self.seen.append(json.loads(line))
+        return self.seen[-1]
+
+    def sum(self, what: str, **who: object) -> float:
+        """What all intervals so far have of somebody."""
+        return sum(
+            float(row[what] * interval["seconds"])
+            for interval in self.seen
+            for row in interval["rows"]
+            if who.items() <= row.items()
+        )
+
+    def wait_for(self, what: str, least: float, **who: object) -> None:
+        while self.sum(what, **who) < least - 0.5:
+            self.next()
+
+
+@contextmanager
+def top(mount: Mount, *options: str) -> Iterator[Top]:
+    """One that has begun."""
+    command = [*MONARCHFS, "top", str(mount.path), "--json", "--interval", "0.2", *options]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, text=True, env=ENVIRONMENT, stdout=pipe, stderr=pipe) as process:
+        try:
+            started = Top(process)
+            started.next()
+            yield started
+        finally:
+            process.kill()
+
+
+def test_processes_are_those_that_read(work: Bench) -> None:
+    mount = mounted(work)
+    assert run("warm", str(mount.path), "--wait").returncode == 0
+    with top(mount) as watched:
+        first, second = read(mount, "a"), read(mount, "b/c", 2)
+        watched.wait_for("reads", 2 * FILES, process=second)
+        watched.next()
+    for reader, times in ((first, TIMES), (second, 2)):
+        assert watched.sum("reads", process=reader) == pytest.approx(times * FILES)
+        assert watched.sum("opens", process=reader) == pytest.approx(times * FILES)
+        assert watched.sum("bytes", process=reader) == pytest.approx(times * FILES * SIZE)
+    for interval in watched.seen:
+        assert (interval["sampled"], interval["lost"]) == (1, 0)
+        for row in interval["rows"]:
+            assert 0 <= row["waiting"] <= 1
+            if row["process"] == first:
+                assert row["answered"] == {"tier": 1}
+    waited = sum(row["waited_seconds"] for one in watched.seen for row in one["rows"])
+    assert waited > 0
+
+
+def test_directories_and_who_answers(work: Bench) -> None:
+    mount = mounted(work, "--prefetch", "none")
+    with top(mount, "--by", "directory", "--sort", "bytes") as watched:
+        read(mount, "b/c", 1)
+        watched.wait_for("reads", FILES, directory="b/c")
+    assert watched.sum("bytes", directory="b/c") == pytest.approx(FILES * SIZE)
+    assert watched.sum("reads", directory="a") == 0
+    rows = [row for one in watched.seen for row in one["rows"] if row["directory"] == "b/c"]
+    assert {name for row in rows for name in row["answered"]} <= {"source", "memory", "copy"}
+    assert any("source" in row["answered"] for row in rows)
+
+
+@pytest.mark.parametrize("how", ["restart", "kill"])
+def test_it_goes_on_with_the_next_worker(work: Bench, how: str) -> None:
+    mount = mounted(work)
+    with top(mount) as watched:
+        before = mount.status()["worker"]
+        if how == "restart":
+            assert run("restart", str(mount.path)).returncode == 0
+        else:
+            os.kill(before["pid"], signal.SIGKILL)
+        wait_for(lambda: mount.status()["worker"]["restarts"] > before["restarts"], "a worker")
+
+        def is_seen() -> bool:
+            reader = read(mount, "a", 1)
+            watched.next()
+            watched.next()
+            return watched.sum("opens", process=reader) > 0
+
+        wait_for(is_seen, "events of the next worker")
+
+
+def test_it_ends_with_the_mount(work: Bench) -> None:
+    mount = mounted(work)
+    with top(mount) as watched:
+        assert mount.umount().returncode == 0
+        _out, said = watched.process.communicate(timeout=60)
+    assert watched.process.returncode == 1
+    assert (
+        said
+        == f"monarchfs: {mount.path} is not a monarchfs mount: see monarchfs status for those\n"
+    )
+
+
+def test_one_at_a_time_and_nothing_is_left(work: Bench) -> None:
+    mount = mounted(work)
+    with top(mount):
+        second = run("top", str(mount.path), "--count", "1")
+        assert second.returncode == 1
+        assert "is being recorded already (monarchfs record or top)" in second.stderr
+
+    def is_free() -> bool:
+        return run("top", str(mount.path), "--count", "1", "--interval", "0.1").returncode == 0
+
+    wait_for(is_free, "the mount to notice")
+
+
+def test_tables(work: Bench) -> None:
+    mount = mounted(work, "--freshness", "immutable")
+    command = ("top", str(mount.path), "--interval", "0.1", "--count", "2")
+    done = run(*command, "--by", "directory")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    head, columns, *_rest = done.stdout.splitlines()
+    assert f" {mount.path}, 0." in head
+    assert "not seen: reads from the page cache" in head
+    assert "opens (the mount is immutable" in head
+    assert columns.split()[:3] == ["directory", "reads/s", "opens/s"]
+    assert done.stdout.count("reads/s") == 2
+
+
+def test_the_sample_follows_the_rate(work: Bench) -> None:
+    """And events are those of the sample, a moment later."""
+    mount = mounted(work)
+    assert run("warm", str(mount.path), "--wait").returncode == 0
+    daemon = required(str(mount.path), search_of(os.environ)).daemon
+    connection, _head = open_events(daemon, {"rate": 50})
+    with connection:
+        paths = [str(mount.path / "a" / f"f{n}") for n in range(FILES)]
+        reader = subprocess.Popen([sys.executable, "-c", READER, "1000000", *paths])
+        try:
+            samples: list[int] = []
+            while not samples or samples[-1] < 4:
+                samples.append(connection.next(SILENCE_SECONDS)[0]["progress"]["sampled"])
+            for _ in range(3):
+                progress, content = connection.next(SILENCE_SECONDS)
+                samples.append(progress["progress"]["sampled"])
+            inos = {event[1] for event in EVENT.iter_unpack(content)}
+            assert all(sampled(ino, 4) for ino in inos)
+        finally:
+            reader.kill()
+            reader.wait()
+        while samples[-1] == max(samples):
+            samples.append(connection.next(SILENCE_SECONDS)[0]["progress"]["sampled"])
+    assert samples[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["/"], 1, "is not a monarchfs mount"),
+        (["{mnt}", "--interval", "0.01"], 2, "use 0.1 to 60 seconds"),
+        (["{mnt}", "--interval", "2x"], 2, "is not a time"),
+        (["{mnt}", "--count", "0"], 2, "1 or more"),
+        (["{mnt}", "--by", "file"], 2, "use process, directory"),
+        (["{mnt}", "--sort", "pid"], 2, "use waiting, bytes"),
+    ],
+)
+def test_exit_codes_and_errors(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
+    done = run("top", *(word.replace("{mnt}", str(tmp_path)) for word in arguments))
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
