@@ -21,7 +21,7 @@ from monarchfs.supervisor.tierdirs import OWNER
 SHARE = 0.56
 MOST_READ = 0.46
 EPOCHS = 3
-POLICIES = ("keep", "lru", "sieve")
+POLICIES = ("keep", "lru", "sieve", "weighted")
 SAMPLE_SECONDS = 0.02
 SYNC_SECONDS = 45
 MOST_USED = 1.0001

@@ -314,6 +314,9 @@ class EvictionPolicy(Enum):
     SIEVE = "sieve"
     """The oldest replica that was not opened since it was last looked at goes (SIEVE, Zhang et al.,
     NSDI'24): better than LRU where most files are opened once."""
+    WEIGHTED = "weighted"
+    """The replica that weighs least goes, by weights that users give or by how often files are
+    opened, if it weighs less than the file that was opened."""
 
 
 class MonarchError(Exception):

@@ -133,12 +133,15 @@ class Cache(Groups):
         return self._open.get(replica.ino) is replica and not replica.bad
 
     def accessed(self, ino: int) -> None:
-        """``readers`` opened it, or somebody asked for it without an open: others go before it."""
-        record = self.index.replica(ino) if self.tracks else None
-        if record is None or record.tier not in self.tiers:
+        """It was opened without ``acquire``, or somebody asked for it: others go before it."""
+        if not self.tracks:
             return
-        if record.state is ReplicaState.RESIDENT:
-            self._handle(Accessed(ino, record.tier))
+        record = self.index.replica(ino)
+        if record is None or record.tier not in self.tiers:
+            self._handle(Accessed(ino, None))
+        else:
+            resident = record.state is ReplicaState.RESIDENT
+            self._handle(Accessed(ino, record.tier if resident else None))
 
     def release(self, replica: OpenReplica) -> None:
         replica.uses -= 1

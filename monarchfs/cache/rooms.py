@@ -20,6 +20,7 @@ from monarchfs.placement.events import (
     RoomWanted,
     Wanted,
     WantedEach,
+    Weighed,
 )
 from monarchfs.types import IndexWriteError, Node, Replica, ReplicaState
 
@@ -49,6 +50,10 @@ class Rooms(Moves):
         if record is not None:
             self._metrics.replicas_adopted += 1
         return record
+
+    def weigh(self, weights: Sequence[tuple[int, float]], *, replace: bool) -> None:
+        """Users gave these files (number, weight) weights."""
+        self._handle(Weighed(weights, replace))
 
     def reserve(self, node: Node, *, evicts: bool = True) -> Reservation | None:
         """Room for a replica of ``node``; None (and a reason) where there is none. A partial

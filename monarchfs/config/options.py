@@ -96,7 +96,7 @@ OPTIONS: Mapping[str, Option] = {
         values.parse_evict,
         "POLICY",
         "when the tiers are full: keep the present copies (the default), or make room for opened"
-        " files by lru or sieve",
+        " files by lru, sieve or weighted (what is read more often stays)",
         choices=tuple(policy.value for policy in EvictionPolicy),
     ),
     "data_path": Option(

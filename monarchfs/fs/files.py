@@ -181,8 +181,10 @@ class Files:
         node = await self._tree.attributes.revalidated(ino)
         if not node.stat.is_regular:
             raise OSError(errno.ENXIO, "not a regular file")
-        replica = self.cache.acquire(node)
-        nonresident = await self.open_to_copy(ino) if replica is None else None
+        replica, nonresident = self.cache.acquire(node), None
+        if replica is None:
+            self.cache.accessed(ino)
+            nonresident = await self.open_to_copy(ino)
         return self._handle(node, replica, nonresident)
 
     async def _open_as_is(self, ino: int) -> FileHandle:
@@ -275,6 +277,7 @@ class Files:
     def opened_elsewhere(self, node: Node, opens: int, from_peer: bool) -> None:
         """They opened a file that is not resident, ``opens`` times, in the source or, without
         asking it, at a peer. No checkpoint."""
+        self.cache.accessed(node.ino)
         if self._on_open is not None:
             self._on_open(node, False)
         if from_peer:

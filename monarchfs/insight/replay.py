@@ -22,6 +22,7 @@ from monarchfs.placement.events import (
     Suspended,
     TierSeen,
     Wanted,
+    Weighed,
 )
 from monarchfs.placement.placement import Placement
 from monarchfs.plan.fitting import blocks
@@ -47,16 +48,19 @@ class Setup:
         return replace(self, capacities=(*first, last + more_bytes))
 
 
-class _Node:
+class SimulatedNode:
     """Tiers and what lies there. Copies take no time, and what leaves is gone at once."""
 
-    def __init__(self, setup: Setup, one_of: int) -> None:
+    def __init__(self, setup: Setup, one_of: int = 1) -> None:
         self._at: dict[int, tuple[int, int]] = {}
         self._places: dict[int, int] = {}
         tiers = range(len(setup.capacities))
         self._placement = Placement(tiers, self, eviction=setup.policy, reserve_percent=0)
         for tier, capacity in enumerate(setup.capacities):
             self._handle(TierSeen(tier, capacity // one_of, _ROOMY))
+
+    def weigh(self, weights: Sequence[tuple[int, float]]) -> None:
+        self._handle(Weighed(weights))
 
     def allocated_bytes(self, ino: int, tier: int) -> int | None:
         at, allocated = self._at.get(ino, (None, 0))
@@ -83,6 +87,7 @@ class _Node:
             tier, allocated = self._at[ino]
             self._handle(Accessed(ino, tier))
             return min(1.0, allocated / max(size, 1))
+        self._handle(Accessed(ino, None))
         self.copy(ino, size, evicts=True)
         return 0.0
 
@@ -175,7 +180,7 @@ class Replay:
         )
 
     def _play(self, setup: Setup) -> dict[int, _Replayed]:
-        node, found = _Node(setup, self._one_of), dict[int, _Replayed]()
+        node, found = SimulatedNode(setup, self._one_of), dict[int, _Replayed]()
         for ino in self._there_before:
             node.copy(ino, self._sizes[ino], evicts=False)
         ahead = self._copied_ahead() if setup.scans else iter(())

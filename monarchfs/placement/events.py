@@ -207,11 +207,21 @@ class Known(PlacementEvent):
 
 @dataclass(frozen=True, slots=True)
 class Accessed(PlacementEvent):
-    """A replica was opened. Sent for every open if the policy tracks accesses, else at least for
+    """A replica was opened, or (``tier`` is None) a file without a complete one, which comes before
+    its copy is asked for. Sent for every open if the policy tracks accesses, else at least for
     complete replicas outside the fastest tier. Answered by nothing, or by ``Evict``, ``Move``."""
 
     ino: int
-    tier: int
+    tier: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed(PlacementEvent):
+    """Users said how much files (number, weight) weigh, for a policy that goes by it. ``replace``:
+    what was said of others is void."""
+
+    weights: Sequence[tuple[int, float]]
+    replace: bool = False
 
 
 @dataclass(frozen=True, slots=True)

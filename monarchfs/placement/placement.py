@@ -48,6 +48,7 @@ from monarchfs.placement.events import (
     TierSeen,
     Wanted,
     WantedEach,
+    Weighed,
 )
 from monarchfs.placement.ledger import Ledger, reservation
 from monarchfs.placement.policies import make_policy
@@ -104,13 +105,17 @@ class Placement:
 
     def handle(self, event: PlacementEvent) -> list[Action]:
         match event:
-            case Accessed(ino, tier):
+            case Accessed(ino, None):
+                self._policy.missed(ino)
+            case Accessed(ino, int(tier)):
                 self.ledger(tier)
                 return self._shifting.accessed(ino, tier)
             case Wanted():
                 return self._place(event)
             case WantedEach():
                 return self._place_each(event)
+            case Weighed(weights, replace):
+                self._policy.weigh(weights, replace=replace)
             case RoomWanted(ino, size_bytes):
                 return self._grow(ino, size_bytes)
             case Stored(files):
@@ -203,8 +208,9 @@ class Placement:
         return next((tier for tier, ledger in self._usable if ledger.takes(need)), None)
 
     def _free_for_all(self, sizes: Sequence[int], wanted: WantedEach) -> list[Action]:
-        """Make room for files of these sizes in one tier, unless one may be kept in part."""
-        if max(sizes) >= self._partial_min_bytes:
+        """Make room for files of these sizes in one tier, unless one may be kept in part, or each
+        has to be compared with what goes for it."""
+        if self._policy.selective or max(sizes) >= self._partial_min_bytes:
             return []
         need = sum(map(reservation, sizes))
         return self._free_somewhere(need, len(sizes), False, wanted, Budget())[1]
@@ -230,20 +236,21 @@ class Placement:
         self, need: int, files: int, large: bool, wanted: Wanted | WantedEach, budget: Budget
     ) -> tuple[int | None, list[Action]]:
         """Make room for so many more files in one tier; None where that cannot be done."""
-        for live in (False, True) if wanted.evicts and self._policy.tracks else (False,):
+        ino = wanted.ino if isinstance(wanted, Wanted) else wanted.files[0][0]
+        for live_for in (None, ino) if wanted.evicts and self._policy.tracks else (None,):
             for tier, ledger in reversed(self._usable):
-                if live and large and need > ledger.capacity_bytes // LARGE_SHARE:
+                if live_for is not None and large and need > ledger.capacity_bytes // LARGE_SHARE:
                     continue
-                actions = self._free(tier, need, files, live, wanted.owner, budget)
+                actions = self._free(tier, need, files, live_for, wanted.owner, budget)
                 if actions is not None:
                     return tier, actions
         return None, []
 
     def _free(
-        self, tier: int, need: int, files: int, live: bool, owner: Owner, budget: Budget
+        self, tier: int, need: int, files: int, live_for: int | None, owner: Owner, budget: Budget
     ) -> list[Action] | None:
         ledger = self._ledgers[tier]
-        victims = self._victims.enough(tier, ledger, need, files, live, owner, budget)
+        victims = self._victims.enough(tier, ledger, need, files, live_for, owner, budget)
         if victims is None:
             return None
         return [self._traffic.evict(tier, victim) for victim in victims]
@@ -267,7 +274,7 @@ class Placement:
         if missing > 0:
             held = copy.base_bytes + copy.reserved_bytes + need
             live = copy.evicts and held <= ledger.capacity_bytes // LARGE_SHARE
-            actions = self._free(copy.tier, need, 0, live, copy.owner, Budget())
+            actions = self._free(copy.tier, need, 0, ino if live else None, copy.owner, Budget())
         if actions is None:
             return [Refuse(ino, RefusalReason.NO_ROOM, missing)]
         copy.reserved_bytes += need

@@ -2,14 +2,17 @@
 
 A tracked replica costs ``Sieve`` about 24 bytes and ``Lru`` about 32 where inode numbers lie close
 together, as those of one dataset do; up to 400 more where only one number in 64 has a replica.
+``Weighted`` takes about 24, and 10 more for each file that was opened or weighed.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+from monarchfs.placement.by_inode import ByInode
+from monarchfs.placement.weighted import Weighted
 from monarchfs.types import EvictionPolicy
 
 VISITED_STEPS = 10_000
@@ -27,6 +30,9 @@ class Policy(Protocol):
     tracks: bool
     """Whether it has to hear of replicas and opens."""
 
+    selective: bool
+    """Whether a file may push out only those that it ``displaces``."""
+
     def added(self, tier: int, ino: int) -> None:
         """A replica was stored: the hottest from now on, unless it is known."""
 
@@ -42,17 +48,34 @@ class Policy(Protocol):
     def moved(self, ino: int, tier: int, to: int) -> None:
         """It is in the tier ``to`` now."""
 
+    def missed(self, ino: int) -> None:
+        """A file without a complete replica was opened."""
+
+    def weigh(self, weights: Iterable[tuple[int, float]], *, replace: bool) -> None:
+        """Users gave these files (number, weight) weights; ``replace``: others have none now."""
+
     def last_access(self, tier: int, ino: int) -> int:
-        """A number that rises with the time of the last access (or arrival); 0 if that was before
-        this mount, or if the policy does not order by it."""
+        """A number that rises with the time of the last access (or arrival); 0 if the replica may
+        not change places with one in a faster tier."""
+
+    def outranks(self, ino: int, last_access: int, cold: int, tier: int) -> bool:
+        """Whether a replica that was just opened, and before that at ``last_access``, may take the
+        place of the coldest one, ``cold``, of the faster ``tier``."""
+
+    def displaces(self, ino: int, victim: int) -> bool:
+        """Whether the victim may go for the file ``ino``: asked of a policy that is
+        ``selective``."""
 
     def victims(self, tier: int) -> Iterator[int]:
         """The tier's replicas, coldest first, each once.
 
         The consumer may stop at any time. A replica that was not ``removed`` before the next one is
-        asked for was spared: it stays tracked, behind those that were not yielded yet. No other
-        method may be called in between.
+        asked for stays tracked: if it was ``spared``, or the policy goes by time, behind those that
+        were not yielded yet. No other method may be called in between.
         """
+
+    def spared(self, tier: int, ino: int) -> None:
+        """It was named, and may not go now: it is open or pinned."""
 
 
 def make_policy(eviction: EvictionPolicy) -> Policy:
@@ -63,9 +86,35 @@ def make_policy(eviction: EvictionPolicy) -> Policy:
             return Lru()
         case EvictionPolicy.SIEVE:
             return Sieve()
+        case EvictionPolicy.WEIGHTED:
+            return Weighted()
 
 
-class Keep:
+class _Unweighted:
+    """A policy to which all files are the same but for when they are used."""
+
+    selective = False
+
+    def missed(self, ino: int) -> None:
+        pass
+
+    def weigh(self, weights: Iterable[tuple[int, float]], *, replace: bool) -> None:
+        pass
+
+    def last_access(self, tier: int, ino: int) -> int:
+        return 0
+
+    def outranks(self, ino: int, last_access: int, cold: int, tier: int) -> bool:
+        return self.last_access(tier, cold) < last_access
+
+    def displaces(self, ino: int, victim: int) -> bool:
+        return True
+
+    def spared(self, tier: int, ino: int) -> None:
+        pass
+
+
+class Keep(_Unweighted):
     """Names nobody."""
 
     tracks = False
@@ -85,14 +134,11 @@ class Keep:
     def moved(self, ino: int, tier: int, to: int) -> None:
         pass
 
-    def last_access(self, tier: int, ino: int) -> int:
-        return 0
-
     def victims(self, tier: int) -> Iterator[int]:
         return iter(())
 
 
-class Lru:
+class Lru(_Unweighted):
     """Least recently used first. Changing: a clock that ticks with each access, and per tier a
     queue and the time of each replica's last access.
 
@@ -163,7 +209,7 @@ class Lru:
         return queue
 
 
-class Sieve:
+class Sieve(_Unweighted):
     """SIEVE. Changing, per tier: a queue in order of arrival, a mark on the replicas that were
     accessed since, and a hand, which moves from the oldest to the newest and stays where it
     stopped.
@@ -206,9 +252,6 @@ class Sieve:
         self.removed(tier, ino)
         self.added(to, ino)
 
-    def last_access(self, tier: int, ino: int) -> int:
-        return 0
-
     def victims(self, tier: int) -> Iterator[int]:
         queue = self._queue(tier)
         steps = VISITED_STEPS
@@ -234,23 +277,19 @@ class Sieve:
         return queue
 
 
-_PAGE_BITS = 6
-_PAGE = 1 << _PAGE_BITS
-
-
 class _Queue:
     """A queue of inode numbers, each found in constant time.
 
     A doubly linked list in arrays; objects would take ten times the memory. Slot 0 is the end on
     both sides: ``newer[0]`` is the oldest, ``older[0]`` the newest. Unused slots are chained by
-    ``newer``. Numbers are found through pages of 64, because they are given out in sequence.
+    ``newer``.
     """
 
     def __init__(self) -> None:
         self.inos = array("q", [0])
         self.newer = array("i", [0])
         self.older = array("i", [0])
-        self._pages: dict[int, array[int]] = {}
+        self._slots = ByInode(array("i", [0]))
         self._unused = 0
         self._length = 0
 
@@ -263,8 +302,7 @@ class _Queue:
 
     def find(self, ino: int) -> int:
         """Its slot, 0 if it is not here."""
-        page = self._pages.get(ino >> _PAGE_BITS)
-        return page[ino & _PAGE - 1] if page is not None else 0
+        return self._slots.get(ino)
 
     def push_newest(self, ino: int) -> int:
         """Its new slot; it must not be here."""
@@ -284,8 +322,7 @@ class _Queue:
 
     def remove(self, slot: int) -> None:
         self._unlink(slot)
-        ino = self.inos[slot]
-        self._pages[ino >> _PAGE_BITS][ino & _PAGE - 1] = 0
+        self._slots.put(self.inos[slot], 0)
         self.newer[slot] = self._unused
         self._unused = slot
         self._length -= 1
@@ -312,10 +349,7 @@ class _Queue:
             self.newer.append(0)
             self.older.append(0)
             self._grow()
-        page = self._pages.get(ino >> _PAGE_BITS)
-        if page is None:
-            page = self._pages[ino >> _PAGE_BITS] = array("i", bytes(4 * _PAGE))
-        page[ino & _PAGE - 1] = slot
+        self._slots.put(ino, slot)
         self._length += 1
         return slot
 

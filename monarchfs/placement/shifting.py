@@ -30,8 +30,9 @@ class Shifting:
     def accessed(self, ino: int, tier: int) -> list[Action]:
         """A replica that was opened moves up if a faster tier has room for it.
 
-        Else it takes the place of the coldest replica in the fastest tier, if that one was not
-        opened since this one's previous open: a single open is no reason."""
+        Else it takes the place of the coldest replica in the fastest tier, if it ``outranks`` that
+        one. By time: if that one was not opened since this one's previous open. A single open is
+        no reason."""
         last_access = self._policy.last_access(tier, ino)
         self._policy.accessed(tier, ino)
         return self._promote(ino, tier, last_access)
@@ -59,12 +60,12 @@ class Shifting:
         ledger = self._ledgers[to]
         need = reservation(hot.allocated_bytes)
         outdated = self._victims.enough(
-            to, ledger, need, 1, False, Owner.NOBODY, Budget(SWAP_EXAMINED)
+            to, ledger, need, 1, None, Owner.NOBODY, Budget(SWAP_EXAMINED)
         )
         if outdated is not None:
             return self._replace(outdated, hot, tier, to)
         cold = self._victims.coldest(to, Budget(SWAP_EXAMINED))
-        if cold is None or self._policy.last_access(to, cold.ino) >= last_access:
+        if cold is None or not self._policy.outranks(hot.ino, last_access, cold.ino, to):
             return []
         victims = list(self._victims.outdated(to, Budget(SWAP_EXAMINED)))
         if all(victim.ino != cold.ino for victim in victims):
@@ -73,11 +74,24 @@ class Shifting:
         if room < need or ledger.room_inodes() < 0:
             return []
         below = self._below(to, cold)
-        if below is None or len(victims) > 1:
+        lighter: list[Victim] | None = []
+        if below is None and self._policy.selective:
+            below, lighter = tier, self._lighter(cold, tier)
+        if below is None or lighter is None or len(victims) > 1:
             return self._replace(victims, hot, tier, to)
         # The other one follows when this one has made room.
         then = (hot.ino, tier)
-        return [self._traffic.move(cold.ino, to, below, cold.allocated_bytes, then)]
+        return [
+            *(self._traffic.evict(below, victim) for victim in lighter),
+            self._traffic.move(cold.ino, to, below, cold.allocated_bytes, then),
+        ]
+
+    def _lighter(self, cold: Victim, tier: int) -> list[Victim] | None:
+        """What goes from a slower tier rather than a replica that leaves a faster one."""
+        need, budget = reservation(cold.allocated_bytes), Budget(SWAP_EXAMINED)
+        return self._victims.enough(
+            tier, self._ledgers[tier], need, 1, cold.ino, Owner.NOBODY, budget
+        )
 
     def _replace(self, victims: list[Victim], hot: Victim, tier: int, to: int) -> list[Action]:
         return [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from functools import partial
+from itertools import chain, islice, takewhile
 from typing import NamedTuple, Protocol
 
 from monarchfs.placement.events import EvictionReason, Owner
@@ -78,19 +79,19 @@ class Victims:
         ledger: Ledger,
         need_bytes: int,
         files: int,
-        live: bool,
+        live_for: int | None,
         owner: Owner,
         budget: Budget,
     ) -> list[Victim] | None:
         """The victims that make room for ``need_bytes`` in ``files`` new files of this ``owner``;
-        None if there are not enough. ``live``: in the policy's order, also replicas that may be
-        opened again."""
+        None if there are not enough. ``live_for``: for this file also replicas that may be opened
+        again go, in the policy's order."""
         bytes_short = need_bytes - ledger.room_bytes()
         files_short = files - ledger.room_inodes() if files else 0
         if bytes_short > ledger.used_bytes - ledger.departing_bytes or files_short > ledger.files:
             return None
         found: list[Victim] = []
-        for victim in self._candidates(tier, self._sources(tier, live, owner), budget):
+        for victim in self._candidates(tier, self._sources(tier, live_for, owner), budget):
             if files_short <= 0 and not victim.allocated_bytes:
                 continue
             found.append(victim)
@@ -101,13 +102,15 @@ class Victims:
         return None
 
     def _sources(
-        self, tier: int, live: bool, owner: Owner
+        self, tier: int, live_for: int | None, owner: Owner
     ) -> Iterator[tuple[EvictionReason, Iterable[int]]]:
         yield EvictionReason.OUTDATED, self._lookup.outdated(tier)
         if owner is Owner.THIS_NODE:
             yield EvictionReason.POLICY, self._lookup.foreign(tier)
-        if live and self._policy.tracks:
+        if live_for is not None and self._policy.tracks:
             inos: Iterable[int] = islice(self._policy.victims(tier), MOST_EXAMINED)
+            if self._policy.selective:
+                inos = takewhile(partial(self._policy.displaces, live_for), inos)
             if owner is Owner.OTHER_NODE:
                 inos = filter(self._lookup.is_foreign, inos)
             yield EvictionReason.POLICY, inos
@@ -144,6 +147,7 @@ class Victims:
             self._policy.removed(tier, ino)
             return None
         if self._busy(ino, tier) or not self._lookup.evictable(ino):
+            self._policy.spared(tier, ino)
             return None
         return allocated_bytes
 

@@ -122,6 +122,37 @@ async def test_sieve_evicts_what_was_read_once(files: Area) -> None:
         await mirror.settled()
 
 
+async def test_weighted_keeps_what_is_read_more_often(files: Area) -> None:
+    async with files.mount([ROOM], eviction=EvictionPolicy.WEIGHTED) as mirror:
+        await read_all(mirror, "0123")
+        await read_all(mirror, "12345676543210")
+        assert await resident(mirror) == set("0123")
+        await read_all(mirror, "770770770770770")
+        assert {"0", "7"} < await resident(mirror)
+        assert mirror.metrics.evictions_policy == 1
+        await mirror.settled()
+
+
+async def test_given_weights_say_what_stays_and_what_lies_in_the_faster_tier(files: Area) -> None:
+    """Whatever they are changed to meanwhile, each byte is right (``read_all`` compares them)."""
+    async with files.mount([ROOM, ROOM], eviction=EvictionPolicy.WEIGHTED) as mirror:
+        inos = [await mirror.ino(str(number)) for number in range(8)]
+        fast, slow = mirror.cache.tiers
+        mirror.cache.weigh([(inos[n], 8.0 - n) for n in range(8)], replace=False)
+        await read_all(mirror, "01234567" * 2)
+        assert await resident(mirror) == set("01234567")
+        mirror.cache.weigh([(inos[n], float(n)) for n in range(8)], replace=False)
+        ledgers = [mirror.cache.placement.ledger(tier) for tier in mirror.cache.tiers]
+        for _ in range(3):
+            await read_all(mirror, "7654")
+            await until(lambda: not any(ledger.copies for ledger in ledgers))
+        await mirror.settled()
+        for n in range(8):
+            record = mirror.cache.state(inos[n])
+            assert record is not None
+            assert record.tier == (fast if n >= 4 else slow), n
+
+
 async def test_the_order_outlives_a_mount_as_far_as_it_is_known(files: Area) -> None:
     async with files.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await read_all(mirror, "0123")

@@ -161,7 +161,9 @@ BAD_WORDS = [
     pytest.param(["mount", "src", "mnt", "--freshness", "soon"], ["soon"], id="freshness"),
     pytest.param(["mount", "src", "mnt", "--freshness", "ttl=x"], ["seconds"], id="ttl"),
     pytest.param(
-        ["mount", "src", "mnt", "--evict", "mru"], ["mru", "keep, lru, sieve"], id="eviction"
+        ["mount", "src", "mnt", "--evict", "mru"],
+        ["mru", "keep, lru, sieve, weighted"],
+        id="eviction",
     ),
     pytest.param(["mount", "src", "mnt", "--scrub", "fast"], ["fast", "20M"], id="scrub"),
     pytest.param(["mount", "src", "mnt", "-o", "scrub"], ["scrub=VALUE"], id="scrub option"),

@@ -26,6 +26,7 @@ from monarchfs.placement.events import (
     TierLost,
     TierSeen,
     Wanted,
+    Weighed,
 )
 from monarchfs.placement.victims import MOST_EXAMINED
 from monarchfs.types import EvictionPolicy, Space
@@ -37,8 +38,9 @@ TRACKING = [EvictionPolicy.LRU, EvictionPolicy.SIEVE]
 
 
 def full_node(eviction: EvictionPolicy, *more: int) -> Node:
-    """Ten replicas, 20 to 29, of ten blocks each fill the first tier."""
+    """Ten replicas, 20 to 29, of ten blocks each fill the first tier. Later files weigh more."""
     node = Node(100 * BLOCK, *more, eviction=eviction)
+    node.run(Weighed([(ino, float(ino)) for ino in range(20, 60)]))
     for ino in range(20, 30):
         assert node.store(ino, 10) == [placed(ino, 0, 9 * BLOCK)]
     return node

@@ -39,6 +39,7 @@ from monarchfs.placement.events import (
     TierSeen,
     Wanted,
     WantedEach,
+    Weighed,
 )
 from monarchfs.placement.ledger import reservation
 from monarchfs.placement.placement import Placement
@@ -454,13 +455,20 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
 
     @rule(picks=st.lists(PICK, min_size=1, max_size=8), late=st.integers(0, 5))
     def accessed(self, picks: list[int], late: int) -> None:
-        reasons = [EvictionReason.POLICY] if self.eviction is EvictionPolicy.LRU else []
+        swaps = self.eviction in (EvictionPolicy.LRU, EvictionPolicy.WEIGHTED)
+        reasons = [EvictionReason.POLICY] if swaps else []
         for pick in picks:
             ino = self.pick(self.replicas, pick)
             if ino is not None:
                 # Now and then the replica is elsewhere by now.
                 tier = (self.replicas[ino][0] + (late == 0)) % 3
                 assert self.handle(Accessed(ino, tier), *reasons) == []
+
+    @rule(
+        weights=st.lists(st.tuples(st.integers(16, 60), st.integers(0, 5))), replace=st.booleans()
+    )
+    def weighed(self, weights: list[tuple[int, float]], replace: bool) -> None:
+        assert self.handle(Weighed(weights, replace)) == []
 
     @rule(pick=PICK, tier=TIERS)
     def known(self, pick: int, tier: int) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from monarchfs.placement import policies
 from monarchfs.placement.policies import Keep, Lru, Policy, Sieve, make_policy
+from monarchfs.placement.weighted import Weighted
 from monarchfs.types import EvictionPolicy
 
 Trace = list[int]
@@ -279,7 +280,7 @@ OPERATIONS = st.lists(
 def test_nothing_is_lost_or_invented_whatever_is_told(
     operations: list[tuple[str, int, int, list[bool]]],
 ) -> None:
-    for policy in (Lru(), Sieve()):
+    for policy in (Lru(), Sieve(), Weighted()):
         held = Reference().held
         for operation, tier, ino, takes in operations:
             match operation:
@@ -299,6 +300,8 @@ def test_nothing_is_lost_or_invented_whatever_is_told(
                         if take:
                             policy.removed(tier, victim)
                             held[tier].discard(victim)
+                        else:
+                            policy.spared(tier, victim)
                 case _:
                     getattr(policy, operation)(tier, ino)
                     held[tier].add(ino)
@@ -309,7 +312,8 @@ def test_nothing_is_lost_or_invented_whatever_is_told(
 
 def _containers(queue: policies._Queue) -> Iterator[object]:
     yield from vars(queue).values()
-    yield from queue._pages.values()
+    yield queue._slots.pages
+    yield from queue._slots.pages.values()
 
 
 @pytest.mark.parametrize(("policy", "most_bytes"), [(Lru(), 45), (Sieve(), 35)])

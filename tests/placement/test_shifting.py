@@ -19,6 +19,7 @@ from monarchfs.placement.events import (
     TierLost,
     TierSeen,
     Wanted,
+    Weighed,
 )
 from monarchfs.placement.ledger import reservation
 from monarchfs.types import EvictionPolicy, Space
@@ -32,6 +33,7 @@ PRESSURE = EvictionReason.PRESSURE
 def full_node(eviction: EvictionPolicy, *more: int) -> Node:
     """Ten replicas, 20 to 29, of ten blocks each fill the first tier."""
     node = Node(100 * BLOCK, *(blocks * BLOCK for blocks in more), eviction=eviction)
+    node.run(Weighed([(ino, float(ino)) for ino in range(20, 60)]))
     for ino in range(20, 30):
         node.store(ino, 10)
     return node
