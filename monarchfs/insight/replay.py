@@ -59,7 +59,7 @@ class SimulatedNode:
         for tier, capacity in enumerate(setup.capacities):
             self._handle(TierSeen(tier, capacity // one_of, _ROOMY))
 
-    def weigh(self, weights: Sequence[tuple[int, float]]) -> None:
+    def weigh(self, weights: list[tuple[int, float]]) -> None:
         self._handle(Weighed(weights))
 
     def allocated_bytes(self, ino: int, tier: int) -> int | None:
