@@ -108,10 +108,10 @@ def partitions(files: int, nodes: int, epoch: int) -> list[list[int]]:
 def expected_when_lost(nodes: int, at: float) -> float:
     """What is read of the source in all, relative to the dataset, when an owner of 1/nodes of it,
     which has no reader, is lost after the share ``at`` of the dataset was read of the source. The
-    owner has read that share of its files, and then each reader reads what it lacks of them."""
-    readers, own = nodes - 1, 1 / nodes
-    lacks: float = (1 - at) ** (1 / readers)  # each has read another part by then
-    return 1 - own + own * at + own * readers * lacks
+    owner has read that share of its files, and the nodes that stand in read what they lack of
+    them."""
+    lacks: float = (1 - at) ** (1 / (nodes - 1))  # each has read another part by then
+    return 1 + at * lacks / nodes
 
 
 @dataclass
@@ -265,7 +265,9 @@ def report_fault(
     )
     result.figure("time of the slowest node", max(r.seconds for r in reads), "s", arm=row)
     result.figure("longest file", max(r.longest for r in reads), "s", at_most=2.0, arm=row)
-    result.figure("read of the source", asked.read_bytes / cluster.bytes, "x data", arm=row)
+    lost = 1.3 if fault in ("killed", "cut off") else None
+    size = asked.read_bytes / cluster.bytes
+    result.figure("read of the source", size, "x data", at_most=lost, arm=row)
     if fault != "none":
         expected = expected_when_lost(cluster.net.count, FAULT_AT)
         result.figure("the same, if it gives nothing any more", expected, "x data", arm=row)

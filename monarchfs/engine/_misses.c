@@ -97,9 +97,8 @@ static bool read_from_peer(struct fetch *fetch, const struct directory *director
 	if (length >= (int)sizeof(path))
 		return false;
 	struct miss_bytes *bytes = new_bytes(entry);
-	/* Python has had the owner copy what is read ahead. */
-	if (bytes && misses.read_from_peers(entry->replica.name, bytes->size, fetch->ahead ? NULL : path,
-				       __atomic_load_n(&source_ns, __ATOMIC_RELAXED), bytes->data)) {
+	struct miss_wanted file = {entry->replica.name, (size_t)entry->version.size, path, fetch->ahead};
+	if (bytes && misses.read_from_peers(&file, __atomic_load_n(&source_ns, __ATOMIC_RELAXED), bytes->data)) {
 		fetch->bytes = bytes;
 		return fetch->from_peer = true;
 	}

@@ -73,10 +73,18 @@ int misses_directory(unsigned number, int fd, const char *path);
 
 #define MISS_REPLICA_BYTES 16
 
-/* Other nodes, which may have the bytes. `read` fetches the replica of this name into `to` and waits for that;
- * false if it did not get all of it. `path` is the file's path in the source; with NULL, the replica is fetched
- * only if another node has it already. `source_ns` is what the source takes for a file, 0: not known. */
-typedef bool miss_peers(const unsigned char *replica, size_t size, const char *path, uint64_t source_ns, char *to);
+/* A file that another node may have: the name of its replica, and its path in the source. `ahead`: no reader waits
+ * for it, and Python has asked its owner for it. */
+struct miss_wanted {
+	const unsigned char *replica;
+	size_t size;
+	const char *path;
+	bool ahead;
+};
+
+/* Read the file into `to` from another node, and wait for that; false if not all of it came. `source_ns` is what the
+ * source takes for a file, 0: not known. */
+typedef bool miss_peers(const struct miss_wanted *file, uint64_t source_ns, char *to);
 
 /* The name of the capsule with that function. */
 #define MISS_PEERS "monarchfs.peers._replicas.read"

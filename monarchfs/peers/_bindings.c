@@ -89,6 +89,20 @@ static PyObject *has(PyObject *self, PyObject *arg)
 	return result;
 }
 
+static PyObject *available(PyObject *self, PyObject *arg)
+{
+	(void)self;
+	Py_buffer name;
+	if (PyObject_GetBuffer(arg, &name, PyBUF_SIMPLE) < 0)
+		return NULL;
+	struct place place;
+	PyObject *result = NULL;
+	if (is_name(&name))
+		result = PyBool_FromLong(places_get(name.buf, &place) && !fetch_avoided(place.peer));
+	PyBuffer_Release(&name);
+	return result;
+}
+
 static PyObject *peer(PyObject *self, PyObject *args)
 {
 	(void)self;
@@ -134,7 +148,7 @@ static PyObject *owners(PyObject *self, PyObject *args)
 	if (!PyArg_ParseTuple(args, "y*I", &given, &own))
 		return NULL;
 	int result = -EINVAL;
-	if (given.len == OWNER_BUCKETS * (Py_ssize_t)sizeof(uint16_t))
+	if (given.len == 2 * OWNER_BUCKETS * (Py_ssize_t)sizeof(uint16_t))
 		result = want_owners(given.buf, own);
 	PyBuffer_Release(&given);
 	if (result < 0)
@@ -154,7 +168,7 @@ static PyObject *fetch(PyObject *self, PyObject *args)
 	if (data) {
 		char *to = PyBytes_AS_STRING(data);
 		Py_BEGIN_ALLOW_THREADS
-		result = fetch_replica(name.buf, (size_t)size, to);
+		result = fetch_replica(name.buf, (size_t)size, false, to);
 		Py_END_ALLOW_THREADS
 	}
 	PyBuffer_Release(&name);
@@ -234,12 +248,13 @@ static PyMethodDef methods[] = {
 	 "that it has no more. How many were entered."},
 	{"remove_all", remove_all, METH_O, "remove_all(peer): it has none any more."},
 	{"has", has, METH_O, "has(name): whether a peer has this replica."},
+	{"available", available, METH_O, "available(name): whether a peer has it that is not avoided."},
 	{"peer", peer, METH_VARARGS, "peer(number, url): where it serves its tiers; '': nowhere. Raises OSError."},
 	{"pin", pin, METH_O, "pin(digest): the public key that peers must have; \"\" without TLS. Raises OSError."},
 	{"token", token, METH_VARARGS, "token(text, address): what each request has behind its path, and where it comes from. Raises OSError."},
 	{"owners", owners, METH_VARARGS,
-	 "owners(numbers, own): the owner of each bucket of names, 16 bits each, and this node's number. Raises\n"
-	 "OSError."},
+	 "owners(numbers, own): the owner of each bucket of names, 16 bits each, then who stands in for each, and this\n"
+	 "node's number. Raises OSError."},
 	{"fetch", fetch, METH_VARARGS,
 	 "fetch(name, size): the bytes of a replica, or why not: enum fetch_result in _fetch.h. Waits for the peer."},
 	{"ask", ask, METH_VARARGS,
@@ -255,15 +270,17 @@ static PyMethodDef methods[] = {
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_replicas", .m_size = 0, .m_methods = methods};
 
 /* For the threads that read what is not local: see struct miss_peers. */
-static bool read_replica(const unsigned char *name, size_t size, const char *path, uint64_t source_ns, char *to)
+static bool read_replica(const struct miss_wanted *file, uint64_t source_ns, char *to)
 {
 	uint64_t began_ns = monotonic_ns();
-	enum fetch_result result = fetch_replica(name, size, to);
-	if (path && result == FETCHED)
-		want_took(name, monotonic_ns() - began_ns);
-	else if (path && (result == FETCH_UNKNOWN || result == FETCH_WRONG) &&
-		 want_replica(name, size, path, source_ns))
-		result = fetch_replica(name, size, to);
+	enum fetch_result result = fetch_replica(file->replica, file->size, file->ahead, to);
+	/* Python has had the owner copy what is read ahead, but the owner may have failed since. */
+	bool lost = result == FETCH_AVOIDED || result == FETCH_FAILED;
+	if (result == FETCHED && !file->ahead)
+		want_took(file->replica, monotonic_ns() - began_ns);
+	else if (result != FETCHED && (lost || !file->ahead) &&
+		 want_replica(file->replica, file->size, file->path, source_ns))
+		result = fetch_replica(file->replica, file->size, file->ahead, to);
 	return result == FETCHED;
 }
 

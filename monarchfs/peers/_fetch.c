@@ -16,8 +16,10 @@
 #define CONNECTIONS 32L /* that a thread keeps open */
 #define FIRST_DEADLINE_NS 800000000LL
 #define LEAST_DEADLINE_NS 100000000LL
+#define PATIENT_DEADLINE_NS 400000000LL /* where no reader waits, at least */
 #define MOST_DEADLINE_NS 800000000LL /* below the time after which Python takes a request */
 #define FIRST_PAUSE_NS 1000000000LL
+#define LATE_PAUSE_NS 100000000LL /* a busy node is late now and then */
 #define MOST_PAUSE_NS 60000000000LL
 #define LEAST_RATE 4e6 /* bytes a second of a range: a slower peer has failed */
 #define URL_BYTES (PEER_URL_BYTES + PEER_TOKEN_BYTES + 1024)
@@ -123,23 +125,29 @@ static void note_time(struct peer *peer, int64_t ns)
 	peer->counts.nanoseconds += (uint64_t)ns;
 }
 
-/* `ns` is 0 for a part of a large file, which says nothing about the time that small ones take. */
+static void note_failure(struct peer *peer, int64_t first_pause_ns)
+{
+	pthread_mutex_lock(&peer->lock);
+	int64_t pause_ns = 2 * peer->pause_ns;
+	if (pause_ns < first_pause_ns)
+		pause_ns = first_pause_ns;
+	peer->counts.failed++;
+	peer->pause_ns = pause_ns < MOST_PAUSE_NS ? pause_ns : MOST_PAUSE_NS;
+	peer->avoided_until_ns = now_ns() + peer->pause_ns;
+	pthread_mutex_unlock(&peer->lock);
+}
+
+/* Of another result than FETCH_FAILED. `ns` is 0 for a part of a large file, which says nothing about the time that
+ * small ones take. */
 static void note_result(struct peer *peer, enum fetch_result result, size_t size, int64_t ns)
 {
 	pthread_mutex_lock(&peer->lock);
-	if (result == FETCH_FAILED) {
-		peer->counts.failed++;
-		peer->pause_ns = !peer->pause_ns ? FIRST_PAUSE_NS :
-				 peer->pause_ns < MOST_PAUSE_NS / 2 ? peer->pause_ns * 2 : MOST_PAUSE_NS;
-		peer->avoided_until_ns = now_ns() + peer->pause_ns;
-	} else {
-		peer->pause_ns = peer->avoided_until_ns = 0;
-		if (ns)
-			note_time(peer, ns);
-		peer->counts.wrong += result == FETCH_WRONG;
-		peer->counts.files += result == FETCHED && ns;
-		peer->counts.bytes += result == FETCHED ? size : 0;
-	}
+	peer->pause_ns = peer->avoided_until_ns = 0;
+	if (ns)
+		note_time(peer, ns);
+	peer->counts.wrong += result == FETCH_WRONG;
+	peer->counts.files += result == FETCHED && ns;
+	peer->counts.bytes += result == FETCHED ? size : 0;
 	pthread_mutex_unlock(&peer->lock);
 }
 
@@ -266,7 +274,7 @@ static enum fetch_result ask(const char *url, const char *from, const struct pla
 	return checksum(to, place->size) == place->checksum ? FETCHED : FETCH_WRONG;
 }
 
-enum fetch_result fetch_replica(const unsigned char *name, size_t size, char *to)
+enum fetch_result fetch_replica(const unsigned char *name, size_t size, bool patient, char *to)
 {
 	struct place place;
 	if (!places_get(name, &place))
@@ -281,9 +289,15 @@ enum fetch_result fetch_replica(const unsigned char *name, size_t size, char *to
 	struct peer *peer = locate(place.peer, path, url, sizeof(url), from, &deadline_ns);
 	if (!peer)
 		return FETCH_AVOIDED;
+	if (patient && deadline_ns < PATIENT_DEADLINE_NS)
+		deadline_ns = PATIENT_DEADLINE_NS;
 	int64_t began_ns = now_ns();
 	enum fetch_result result = ask(url, from, &place, deadline_ns, to);
-	note_result(peer, result, size, now_ns() - began_ns);
+	int64_t took_ns = now_ns() - began_ns;
+	if (result == FETCH_FAILED)
+		note_failure(peer, took_ns < deadline_ns * 9 / 10 ? FIRST_PAUSE_NS : LATE_PAUSE_NS);
+	else
+		note_result(peer, result, size, took_ns);
 	if (result == FETCH_WRONG)
 		places_remove(name, place.peer);
 	return result;
@@ -328,7 +342,10 @@ enum fetch_result fetch_range(unsigned number, const char *path, uint64_t offset
 		result = FETCH_WRONG;
 	else if (code == CURLE_HTTP_RETURNED_ERROR && (status == 404 || status == 416))
 		result = FETCH_UNKNOWN;
-	note_result(peer, result, size, 0);
+	if (result == FETCH_FAILED)
+		note_failure(peer, FIRST_PAUSE_NS);
+	else
+		note_result(peer, result, size, 0);
 	return result;
 }
 
@@ -410,7 +427,7 @@ int fetch_answer(unsigned number, const char *path, const char *body, size_t siz
 		return (int)status;
 	}
 	free(text.bytes);
-	note_result(peer, FETCH_FAILED, 0, 0);
+	note_failure(peer, FIRST_PAUSE_NS);
 	return error_of(request, code);
 }
 
@@ -420,9 +437,9 @@ bool fetch_avoided(unsigned number)
 	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL;
 	pthread_rwlock_unlock(&lock);
 	if (!peer)
-		return false;
+		return true;
 	pthread_mutex_lock(&peer->lock);
-	bool avoided = now_ns() < peer->avoided_until_ns;
+	bool avoided = !peer->url[0] || now_ns() < peer->avoided_until_ns;
 	pthread_mutex_unlock(&peer->lock);
 	return avoided;
 }

@@ -1,7 +1,7 @@
 /* Reads from peers over HTTP: small files (ranges of segments, checked by checksum) and parts of large files.
  *
- * A peer that is slow or fails costs one deadline. Then it is avoided for a second, and for twice as long after
- * each further failure. Thread-safe.
+ * A peer that fails is avoided for a second, one that is late costs one deadline and is avoided for a tenth of a
+ * second; each for twice as long after each further failure. Thread-safe.
  */
 #ifndef MONARCHFS_FETCH_H
 #define MONARCHFS_FETCH_H
@@ -40,8 +40,8 @@ int fetch_token(const char *token, const char *address);
  * over https. 0 or -errno. */
 int fetch_pin(const char *digest);
 
-/* Read all bytes of the replica of this name into `to`, of `size` bytes. */
-enum fetch_result fetch_replica(const unsigned char *name, size_t size, char *to);
+/* Read all bytes of the replica of this name into `to`, of `size` bytes. `patient`: no reader waits. */
+enum fetch_result fetch_replica(const unsigned char *name, size_t size, bool patient, char *to);
 
 /* Read bytes of a file below a peer's tiers, in order. If `take` returns false, the bytes are wrong, and this
  * ends: FETCH_WRONG. FETCH_UNKNOWN: the file is not there, or ends early. */
@@ -54,7 +54,7 @@ enum fetch_result fetch_range(unsigned peer, const char *path, uint64_t offset, 
 int fetch_answer(unsigned peer, const char *path, const char *body, size_t size, int64_t timeout_ns, size_t most,
 		 char **answer, size_t *answer_size);
 
-/* Whether the peer is being avoided now. */
+/* Whether the peer is being avoided now, or nobody knows where it is. */
 bool fetch_avoided(unsigned peer);
 
 void fetch_count(unsigned peer, struct peer_counts *counts);

@@ -14,6 +14,7 @@
 #define ANSWER_HEADER_BYTES 28
 #define ANSWER_ROW_BYTES 48
 #define ANSWER_NS 700000000LL /* below the time after which Python takes a request */
+#define SOON_NS 200000000ULL /* an owner that failed within this leaves a reader the time to ask the stand-in */
 #define MOST_ASKING 4 /* requests to one owner at once */
 #define WANT_PATH "/ask/want"
 #define WORTH_TIMES 4 /* times what the source takes */
@@ -36,17 +37,18 @@ struct owner {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards all that follows */
 static pthread_cond_t answered = PTHREAD_COND_INITIALIZER;
-static uint16_t *owners;
+static uint16_t *owners; /* of each bucket; then who stands in for each */
 static unsigned own_number;
 static struct owner *queues; /* by the number of the peer */
 static uint64_t bypassed;
 
 int want_owners(const uint16_t *given, unsigned own)
 {
-	uint16_t *made = malloc(OWNER_BUCKETS * sizeof(*made));
+	size_t size = (size_t)2 * OWNER_BUCKETS * sizeof(*owners);
+	uint16_t *made = malloc(size);
 	if (!made)
 		return -ENOMEM;
-	memcpy(made, given, OWNER_BUCKETS * sizeof(*made));
+	memcpy(made, given, size);
 	pthread_mutex_lock(&lock);
 	if (!queues)
 		queues = calloc(1 << 16, sizeof(*queues));
@@ -161,10 +163,16 @@ static void wait_for(struct want *want, unsigned peer)
 	}
 }
 
-/* The number of the node that owns a file. Under `lock`, as the next two. */
-static unsigned owner_of(const unsigned char *name)
+/* The number of the node to ask for a file: the owner, the node that stands in, or this one for nobody. Under
+ * `lock`, as the next two. */
+static unsigned whom_to_ask(const unsigned char *name)
 {
-	return owners ? owners[(unsigned)name[0] << 8 | name[1]] : own_number;
+	unsigned bucket = (unsigned)name[0] << 8 | name[1];
+	unsigned owner = owners ? owners[bucket] : own_number;
+	if (owner == own_number || !fetch_avoided(owner))
+		return owner;
+	unsigned other = owners[OWNER_BUCKETS + bucket];
+	return other == own_number || fetch_avoided(other) ? own_number : other;
 }
 
 /* An outlier counts as four times the mean. The first one, which also makes the connection, is taken for one. */
@@ -185,11 +193,29 @@ static bool is_worth(struct owner *owner, uint64_t source_ns)
 	return false;
 }
 
+/* Ask a peer, if it is one, and worth the time. Under `lock`. */
+static bool consult(struct want *want, unsigned peer, uint64_t source_ns, uint64_t *took_ns)
+{
+	if (peer == own_number || !is_worth(&queues[peer], source_ns))
+		return false;
+	uint64_t began_ns = monotonic_ns();
+	want->next = NULL;
+	want->done = want->failed = false;
+	wait_for(want, peer);
+	*took_ns = monotonic_ns() - began_ns;
+	if (!want->failed) /* no mean has to say who fails */
+		note_time(&queues[peer], *took_ns);
+	return true;
+}
+
 void want_took(const unsigned char *name, uint64_t ns)
 {
+	struct place place;
+	if (!places_get(name, &place))
+		return;
 	pthread_mutex_lock(&lock);
 	if (queues)
-		note_time(&queues[owner_of(name)], ns);
+		note_time(&queues[place.peer], ns);
 	pthread_mutex_unlock(&lock);
 }
 
@@ -208,15 +234,11 @@ bool want_replica(const unsigned char *name, size_t size, const char *path, uint
 	if (want.length > WANT_PATH_BYTES)
 		return false;
 	pthread_mutex_lock(&lock);
-	unsigned peer = owner_of(name);
-	bool others = peer != own_number && !fetch_avoided(peer) && is_worth(&queues[peer], source_ns);
-	if (others) {
-		uint64_t began_ns = monotonic_ns();
-		wait_for(&want, peer);
-		/* Who fails is avoided for a while: no mean has to say so. */
-		if (!want.failed)
-			note_time(&queues[peer], monotonic_ns() - began_ns);
-	}
+	uint64_t took_ns = 0;
+	bool others = consult(&want, whom_to_ask(name), source_ns, &took_ns);
+	/* Who fails is avoided for a while. */
+	if (others && want.failed && took_ns < SOON_NS)
+		consult(&want, whom_to_ask(name), source_ns, &took_ns);
 	pthread_mutex_unlock(&lock);
 	return others && places_get(name, &place);
 }

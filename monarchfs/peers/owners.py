@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import trio
@@ -10,7 +11,7 @@ import trio
 from monarchfs.peers import _replicas
 from monarchfs.peers.catalogue import decode
 from monarchfs.peers.errors import PeerError
-from monarchfs.peers.ownership import bucket
+from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.supply import MAX_WANTED, MOST_SECONDS, WantedReplica, encode
 from monarchfs.system.threads import run_sync
 from monarchfs.types import DirRef, Node
@@ -27,49 +28,65 @@ MAX_ANSWER_BYTES = 64 << 10
 THREADS = 16
 
 
+Wanted = tuple[Node, WantedReplica]
+
+
 class Owners:
-    """Constant: who owns what, this node's number, and where directories lie."""
+    """Constant: who owns what, this node's number, where directories lie, and which replicas this
+    node copies instead of their owners."""
 
     def __init__(
         self,
-        table: memoryview,
+        ownership: Ownership,
         own: int,
         directory: Callable[[int], DirRef | None],
         answered: Sequence[trio.Event],
+        stands_in: Callable[[bytes], bool],
     ) -> None:
-        """``table``: see ``Ownership.table``. ``answered``: of each node, see ``Following``."""
-        self._table = table.cast("H")
+        """``answered``: of each node, see ``Following``."""
+        self._ownership = ownership
         self._own = own
         self._directory = directory
         self._answered = answered
+        self._stands_in = stands_in
         self._starts_until = trio.current_time() + START_SECONDS
         self._threads = trio.CapacityLimiter(THREADS)
 
     def elsewhere(self, node: Node) -> bool:
-        """Whether another node owns the file, which must be a small one."""
-        return self._owner(node.stat.version.replica_name) != self._own
+        """Whether the file, which must be a small one, is to come from another node."""
+        name = node.stat.version.replica_name
+        return self._ownership.number(name) != self._own and not self._stands_in(name)
 
     async def ask(self, nodes: Sequence[Node]) -> list[Node]:
-        """Wait until the owners of these have copied them, as far as they do. Returns those that
-        they still copy. Raises nothing but Cancelled."""
-        wanted: dict[int, list[tuple[Node, WantedReplica]]] = {}
+        """Wait until the owners of these have copied them, or who stands in where an owner fails,
+        as far as they do. Returns those that they still copy. Raises nothing but Cancelled."""
         late: list[Node] = []
+        left = self._wanted(nodes)
+        for choice in (self._ownership.number, self._ownership.stand_in):
+            wanted: defaultdict[int, list[Wanted]] = defaultdict(list)
+            for one in left:
+                wanted[choice(one[1].name)].append(one)
+            wanted.pop(self._own, None)
+            left = []
+            async with trio.open_nursery() as nursery:
+                for number, rows in wanted.items():
+                    for at in range(0, len(rows), MAX_WANTED):
+                        portion = rows[at : at + MAX_WANTED]
+                        nursery.start_soon(self._ask, number, portion, late, left)
+        return late
+
+    def _wanted(self, nodes: Sequence[Node]) -> list[Wanted]:
+        wanted = []
         for node in nodes:
             name = node.stat.version.replica_name
             directory = self._directory(node.parent)
-            if directory is not None and not _replicas.has(name):
+            if directory is not None and not _replicas.available(name):
                 path = directory.path + b"/" + node.name if directory.path else node.name
-                row = WantedReplica(name, node.stat.size, path)
-                wanted.setdefault(self._owner(name), []).append((node, row))
-        wanted.pop(self._own, None)
-        async with trio.open_nursery() as nursery:
-            for owner, rows in wanted.items():
-                for at in range(0, len(rows), MAX_WANTED):
-                    nursery.start_soon(self._ask, owner, rows[at : at + MAX_WANTED], late)
-        return late
+                wanted.append((node, WantedReplica(name, node.stat.size, path)))
+        return wanted
 
     async def _ask(
-        self, owner: int, wanted: Sequence[tuple[Node, WantedReplica]], late: list[Node]
+        self, owner: int, wanted: list[Wanted], late: list[Node], failed: list[Wanted]
     ) -> None:
         with trio.move_on_at(self._starts_until):
             await self._answered[owner].wait()
@@ -86,11 +103,9 @@ class Owners:
             rows = decode(data).rows
         except (OSError, PeerError) as exc:
             log.debug("peer %d copies nothing for this node: %s", owner, exc)
+            failed += wanted
             return
         _replicas.put(owner, rows)
         if trio.current_time() - began >= MOST_SECONDS:
             there = {row.name for row in rows if row.segment}
             late += [node for node, row in wanted if row.name not in there]
-
-    def _owner(self, name: bytes) -> int:
-        return self._table[bucket(name)]

@@ -1,4 +1,5 @@
-"""Which node owns a file: every node computes it from the same list, without asking anybody.
+"""Which node owns a file, and which one stands in for the owner: every node computes it from the
+same list, without asking anybody.
 
 Files are put into buckets by the first bits of their replica's name, a hash of the version. Buckets
 are given to nodes by weighted rendezvous hashing (``_owners.c``).
@@ -18,7 +19,9 @@ BUCKETS = 1 << 16
 
 
 class Ownership:
-    """The owners of all files, for one list of nodes. Pure; takes 0.1 s for 1,024 nodes."""
+    """The owners of all files, for one list of nodes. Pure; takes 0.1 s for 1,024 nodes.
+
+    The stand-in of a file is who owns it if the owner leaves the list."""
 
     def __init__(self, nodes: Sequence[PeerNode]) -> None:
         self.nodes = tuple(nodes)
@@ -35,9 +38,22 @@ class Ownership:
         """The owner's place in the list."""
         return self._owners[bucket(name, span)]
 
+    def stand_in(self, name: bytes, span: int = 0) -> int:
+        """The place in the list of the node that serves it while its owner does not answer."""
+        return self._owners[BUCKETS + bucket(name, span)]
+
+    def serves(self, number: int, name: bytes, span: int = 0) -> bool:
+        """Whether this node is the owner, or stands in."""
+        return number in (self.number(name, span), self.stand_in(name, span))
+
     @property
     def table(self) -> memoryview:
         """The number of each bucket's owner, 16 bits each."""
+        return self._owners[:BUCKETS].cast("B")
+
+    @property
+    def tables(self) -> memoryview:
+        """``table``, then the same of those who stand in."""
         return self._owners.cast("B")
 
 

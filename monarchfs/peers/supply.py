@@ -1,9 +1,10 @@
-"""Copies what peers want of this node: files that it owns, and has not read yet."""
+"""Copies what peers want of this node: files that it owns, or for whose owner it stands in, and has
+not read yet."""
 
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -83,7 +84,7 @@ class Copying(Protocol):
 class Supply:
     """Constant: what looks up names, what copies, and what knows which replicas are here or should
     be. Changing: ``_waiting``, what tasks wait for, by inode number; ``_directories``, the numbers
-    of the directories used last, by path."""
+    of the directories used last, by path; ``_under_way``, the replicas that peers wait for."""
 
     def __init__(
         self,
@@ -92,33 +93,45 @@ class Supply:
         copying: Copying,
         hurry: Callable[[Sequence[int]], None],
         has: Callable[[bytes], bool],
-        owns: Callable[[bytes], bool],
+        serves: Callable[[bytes], bool],
     ) -> None:
-        """``directory_path``: where a directory lies now. ``hurry``: have files copied at once."""
+        """``directory_path``: where a directory lies now. ``hurry``: have files copied at once.
+        ``serves``: whether this node owns a replica, or stands in for the owner."""
         self._names = names
         self._directory_path = directory_path
         self._copying = copying
         self._hurry = hurry
         self._has = has
-        self._owns = owns
+        self._serves = serves
         self._waiting: dict[int, trio.Event] = {}
         self._directories: OrderedDict[bytes, int] = OrderedDict()
+        self._under_way: Counter[bytes] = Counter()
 
     async def supply(self, wanted: Sequence[WantedReplica], seconds: float | None = None) -> None:
         """Copy what can be copied in ``seconds``; None: readers wait. Raises nothing but Cancelled.
 
-        Does not copy what this node does not own: if the nodes' lists differ, it might ask the
-        owner in turn, and so on.
+        Does not copy what other nodes are to serve by this node's list. What it copies is read from
+        the source (``copies``): if the nodes' lists differ, it might else ask another node, which
+        asks this one.
         """
         by_directory: dict[bytes, list[WantedReplica]] = {}
         for one in wanted:
-            if self._owns(one.name) and not self._has(one.name):
+            if self._serves(one.name) and not self._has(one.name):
                 by_directory.setdefault(one.path.rpartition(b"/")[0], []).append(one)
+        names = [one.name for together in by_directory.values() for one in together]
+        self._under_way.update(names)
         lane = Lane.DEMAND if seconds is None else Lane.BACKGROUND
-        with trio.move_on_after(ANSWER_SECONDS if seconds is None else seconds):
-            async with trio.open_nursery() as nursery:
-                for path, together in by_directory.items():
-                    nursery.start_soon(self._copy, path, together, lane)
+        try:
+            with trio.move_on_after(ANSWER_SECONDS if seconds is None else seconds):
+                async with trio.open_nursery() as nursery:
+                    for path, together in by_directory.items():
+                        nursery.start_soon(self._copy, path, together, lane)
+        finally:
+            self._under_way -= Counter(names)
+
+    def copies(self, name: bytes) -> bool:
+        """Whether peers wait for this replica now: this node reads and keeps it as its own."""
+        return name in self._under_way
 
     def changed(self, inos: Sequence[int]) -> None:
         """The copier calls this when some step of copying these has ended."""

@@ -59,15 +59,15 @@ class Peering:
         self._holdings = IndexHoldings(tree.index, cache.tiers, owners, peers.nodes[peers.own])
         self._publisher = Publisher(self._holdings, secrets.randbits(63))
         self._index = index = tree.index
-        self._owners = Owners(
-            self._ownership.table, peers.own, index.dirref, self.following.answered
-        )
-        supply = Supply(
+        self._supply = supply = Supply(
             tree.names,
             lambda ino: None if (ref := index.dirref(ino)) is None else ref.path,
             *(copier.jobs, copier.hurry),
             lambda name: bool(self._holdings.rows([name])[0].segment),
-            self._holdings.owns,
+            lambda name: owners.serves(peers.own, name),
+        )
+        self._owners = Owners(
+            owners, peers.own, index.dirref, self.following.answered, supply.copies
         )
         copier.jobs.observers.append(supply.changed)
         self._counted = [0, 0, 0, 0, 0]
@@ -84,7 +84,7 @@ class Peering:
     def begin(self, hooks: ModuleType) -> None:
         """Have the threads that read small files ask peers. Call this before the session's threads
         start."""
-        _replicas.owners(self._ownership.table, self.following.own)
+        _replicas.owners(self._ownership.tables, self.following.own)
         hooks.misses_peers(_replicas.read)
 
     def bind(self, jobs: CopyJobs, arrivals: Arrivals) -> None:
@@ -97,9 +97,10 @@ class Peering:
         return node is not None and node.stat.size <= MOST_BYTES and self._owners.elsewhere(node)
 
     def _owns_some(self, name: bytes, size: int) -> bool:
-        """Whether this node owns a span of the file, at least."""
+        """Whether this node owns a span of the file, at least, or copies it for its peers."""
         number, own = self._ownership.number, self.following.own
-        return any(number(name, at // SPAN_BYTES) == own for at in range(0, size or 1, SPAN_BYTES))
+        spans = range(-(-size // SPAN_BYTES) or 1)
+        return self._supply.copies(name) or any(number(name, span) == own for span in spans)
 
     def changed(self, name: bytes) -> None:
         """A replica was added or removed."""

@@ -33,6 +33,6 @@ def test_a_sampler_divides_the_files_anew_in_each_epoch() -> None:
 
 
 def test_what_a_lost_owner_costs() -> None:
-    assert nodes.expected_when_lost(3, 0.0) == pytest.approx(4 / 3)
-    assert nodes.expected_when_lost(3, 1.0) == 1
-    assert 1.7 < nodes.expected_when_lost(8, 0.25) < 1.8
+    assert nodes.expected_when_lost(3, 0.0) == nodes.expected_when_lost(3, 1.0) == 1
+    assert nodes.expected_when_lost(2, 0.5) == pytest.approx(9 / 8)
+    assert 1.02 < nodes.expected_when_lost(8, 0.25) < 1.04

@@ -19,6 +19,7 @@
 #define ROW 26
 
 static unsigned requests, rows, in_one;
+static bool avoided[PEERS], all_fail; /* what fetch_avoided says; each request fails, and its peer is avoided then */
 static unsigned long each;
 
 /* Files whose number is a multiple of 7 their owner has not; of 11, he fails. */
@@ -39,7 +40,7 @@ static unsigned number_of(const char *name)
 bool fetch_avoided(unsigned number)
 {
 	CHECK(number < PEERS);
-	return false;
+	return __atomic_load_n(&avoided[number], __ATOMIC_RELAXED);
 }
 
 int fetch_answer(unsigned peer, const char *path, const char *body, size_t size, int64_t timeout_ns, size_t most,
@@ -59,7 +60,8 @@ int fetch_answer(unsigned peer, const char *path, const char *body, size_t size,
 		char expected[32];
 		CHECK(le16toh(length) == (uint16_t)snprintf(expected, sizeof(expected), "d/%u", number));
 		CHECK(memcmp(body + at + ROW, expected, le16toh(length)) == 0);
-		CHECK(number % PEERS == peer && le64toh(bytes) == number + 1);
+		CHECK(number % PEERS == peer || (avoided[number % PEERS] && (number + 1) % PEERS == peer));
+		CHECK(le64toh(bytes) == number + 1);
 		char *row = made + 28 + count * 48;
 		uint32_t number32 = htole32(number + 1);
 		uint64_t segment = htole64(number % 7 ? number + 1 : 0);
@@ -75,8 +77,10 @@ int fetch_answer(unsigned peer, const char *path, const char *body, size_t size,
 	if (count > __atomic_load_n(&in_one, __ATOMIC_RELAXED))
 		__atomic_store_n(&in_one, (unsigned)count, __ATOMIC_RELAXED);
 	usleep(50);
-	if (fails) {
+	if (fails || all_fail) {
 		free(made);
+		if (all_fail)
+			avoided[peer] = true;
 		return -ETIMEDOUT;
 	}
 	*answer = made;
@@ -130,10 +134,48 @@ static void bypass(void)
 	CHECK(want_bypassed() == 150);
 	CHECK(asked_of_160(100000000) == 160 && want_bypassed() == 150);
 	CHECK(asked_of_160(1) == 10 && want_bypassed() == 300);
+	want_replica(other, 3, "d/2", 0);
 	for (unsigned n = 0; n < 500; n++)
 		want_took(other, 1);
 	want_replica(other, 3, "d/2", 10); /* another owner takes no longer for that */
 	CHECK(want_bypassed() == 300);
+}
+
+static bool wants(unsigned number)
+{
+	unsigned char name[REPLICA_NAME_BYTES];
+	char path[32];
+	name_of(number, name);
+	snprintf(path, sizeof(path), "d/%u", number);
+	return want_replica(name, number + 1, path, 0);
+}
+
+static unsigned peer_of(unsigned number)
+{
+	unsigned char name[REPLICA_NAME_BYTES];
+	struct place place;
+	name_of(number, name);
+	CHECK(places_get(name, &place));
+	return place.peer;
+}
+
+/* The next peer stands in for one that is avoided. */
+static void stand_in(void)
+{
+	unsigned before = requests;
+	avoided[1] = true;
+	CHECK(wants(5) && peer_of(5) == 2 && requests == before + 1);
+	avoided[1] = false;
+	CHECK(wants(5) && peer_of(5) == 1 && requests == before + 2);
+	avoided[3] = true; /* this node stands in: it reads the source */
+	CHECK(!wants(15) && requests == before + 2);
+	avoided[3] = false;
+	avoided[1] = avoided[2] = true;
+	CHECK(!wants(9) && requests == before + 2);
+	avoided[1] = avoided[2] = false;
+	all_fail = true; /* each is asked once */
+	CHECK(!wants(NAMES + 1) && requests == before + 4 && avoided[1] && avoided[2]);
+	all_fail = avoided[1] = avoided[2] = false;
 }
 
 static void *forget(void *ended)
@@ -153,15 +195,17 @@ static void *forget(void *ended)
 
 int main(int count, char **arguments)
 {
-	static uint16_t owners[OWNER_BUCKETS];
+	static uint16_t owners[2 * OWNER_BUCKETS];
 	pthread_t threads[THREADS], forgetting;
 	bool ended = false;
 	uint64_t known[PEERS];
 	CHECK(count == 2);
 	each = strtoul(arguments[1], NULL, 10);
 	CHECK(!want_replica((const unsigned char *)"0123456789abcdef", 1, "d/1", 0)); /* nobody owns anything yet */
-	for (unsigned bucket = 0; bucket < OWNER_BUCKETS; bucket++)
+	for (unsigned bucket = 0; bucket < OWNER_BUCKETS; bucket++) {
 		owners[bucket] = (uint16_t)((bucket >> 8) % PEERS);
+		owners[OWNER_BUCKETS + bucket] = (uint16_t)(((bucket >> 8) + 1) % PEERS);
+	}
 	CHECK(want_owners(owners, OWN) == 0);
 	CHECK(pthread_create(&forgetting, NULL, forget, &ended) == 0);
 	for (size_t n = 0; n < THREADS; n++)
@@ -172,6 +216,7 @@ int main(int count, char **arguments)
 	CHECK(pthread_join(forgetting, NULL) == 0);
 	CHECK(requests && rows > requests && in_one > 1); /* several asked together */
 	bypass();
+	stand_in();
 	places_count(known, PEERS);
 	CHECK(!known[OWN] && known[1]);
 	for (unsigned peer = 0; peer < PEERS; peer++)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import struct
 from collections.abc import Sequence
 
 import pytest
@@ -12,11 +11,15 @@ import trio.testing
 
 from monarchfs.peers import _replicas, owners
 from monarchfs.peers.catalogue import Page, PageState, Row, encode
+from monarchfs.peers.nodes import parse_nodes
 from monarchfs.peers.owners import START_SECONDS, Owners
+from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.supply import MAX_WANTED, MOST_SECONDS, decode
 from monarchfs.types import DirRef, Node, SourceStat
 
 NODES = 3
+OWNERSHIP = Ownership(parse_nodes(["a", "b", "c"], 1))
+"""This node is the first."""
 
 
 def node(number: int) -> Node:
@@ -32,10 +35,11 @@ class Peers:
         self.known: set[bytes] = set()
         self.refuses: set[bytes] = set()
         self.error: OSError | None = None
+        self.failed: set[int] = set()
         self.status = 200
         self.took = 0.0
         self.asked_at: list[float] = []
-        monkeypatch.setattr(_replicas, "has", self.known.__contains__)
+        monkeypatch.setattr(_replicas, "available", self.known.__contains__)
         monkeypatch.setattr(_replicas, "put", self.put)
         monkeypatch.setattr(owners, "run_sync", self.run_sync)
 
@@ -56,7 +60,7 @@ class Peers:
         self.asked_at.append(trio.current_time())
         self.asked.append((owner, [one.path for one in wanted]))
         await trio.sleep(self.took)
-        if self.error is not None:
+        if self.error is not None and (not self.failed or owner in self.failed):
             raise self.error
         names = [one.name for one in wanted]
         rows = [Row(name, 1, 10, 0, int(name not in self.refuses), 0) for name in names]
@@ -69,12 +73,10 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
 
 
 def ask(nodes: Sequence[Node], start_seconds: float = 0) -> list[Node]:
-    """Of three nodes, each owns every third bucket; this is the first."""
-    table = memoryview(struct.pack("<65536H", *(number % NODES for number in range(1 << 16))))
 
     async def main() -> list[Node]:
         answered = [trio.Event() for _ in range(NODES)]
-        asking = Owners(table, 0, lambda ino: DirRef(b"a/b", 1), answered)
+        asking = Owners(OWNERSHIP, 0, lambda ino: DirRef(b"a/b", 1), answered, lambda name: False)
         found: list[Node] = []
 
         async def ask() -> None:
@@ -91,8 +93,7 @@ def ask(nodes: Sequence[Node], start_seconds: float = 0) -> list[Node]:
 
 
 def owner_of(one: Node) -> int:
-    name = one.stat.version.replica_name
-    return (name[0] << 8 | name[1]) % NODES
+    return OWNERSHIP.number(one.stat.version.replica_name)
 
 
 def test_each_owner_is_asked_once_for_what_it_owns(peers: Peers) -> None:
@@ -137,6 +138,30 @@ def test_a_peer_that_fails_is_not_waited_for(peers: Peers, what: str) -> None:
         peers.status = 503
     assert ask([node(number) for number in range(20)]) == []
     assert not peers.known
+
+
+def test_who_stands_in_is_asked_for_the_files_of_an_owner_that_fails(peers: Peers) -> None:
+    peers.error, peers.failed = OSError(errno.ECONNREFUSED, "refused"), {1}
+    nodes = [node(number) for number in range(60)]
+    assert ask(nodes) == []
+    names = {one.stat.version.replica_name for one in nodes}
+    assert peers.known == {
+        name for name in names if OWNERSHIP.number(name) == 2 or OWNERSHIP.stand_in(name) == 2
+    } - {name for name in names if OWNERSHIP.number(name) == 0}
+    assert [owner for owner, _ in peers.asked].count(1) == 1
+
+
+def test_what_this_node_copies_for_others_comes_from_the_source() -> None:
+    nodes = [node(number) for number in range(20)]
+    taken = {one.stat.version.replica_name for one in nodes[::2]}
+
+    async def main() -> None:
+        owners = Owners(OWNERSHIP, 0, lambda ino: None, (), taken.__contains__)
+        for one in nodes:
+            taken_or_own = one.stat.version.replica_name in taken or owner_of(one) == 0
+            assert owners.elsewhere(one) != taken_or_own
+
+    trio.run(main)
 
 
 @pytest.mark.parametrize("seconds", [0, 5, 20])

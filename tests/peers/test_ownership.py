@@ -49,6 +49,27 @@ def test_a_node_that_leaves_gives_away_its_own_files_alone(
     assert gone not in after
 
 
+@given(node_names.filter(lambda names: len(names) > 1), st.data())
+@settings(max_examples=30, deadline=None)
+def test_who_stands_in_owns_the_files_of_a_node_that_leaves(
+    given_names: list[str], data: st.DataObject
+) -> None:
+    gone = data.draw(st.sampled_from(given_names))
+    nodes = parse_nodes(given_names, 1)
+    before, after = Ownership(nodes), owners([node for node in nodes if node.name != gone])
+    for name, owner in zip(FILES, after, strict=True):
+        if before.owner(name).name == gone:
+            assert before.nodes[before.stand_in(name)].name == owner
+        assert before.stand_in(name) != before.number(name)
+        served_by = {n for n in range(len(nodes)) if before.serves(n, name)}
+        assert served_by == {before.number(name), before.stand_in(name)}
+
+
+def test_a_node_alone_stands_in_for_itself() -> None:
+    ownership = Ownership(parse_nodes(["a"], 1))
+    assert set(ownership.tables.cast("H")) == {0}
+
+
 def test_a_node_owns_as_much_as_it_weighs() -> None:
     nodes = [PeerNode("a", "a", 1, 1.0), PeerNode("b", "b", 1, 2.0), PeerNode("c", "c", 1, 5.0)]
     counts = Counter(Ownership(nodes).table.cast("H"))

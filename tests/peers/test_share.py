@@ -14,7 +14,7 @@ from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.web_server import find_nginx
 from monarchfs.types import SourceStat
 from tests.peers.test_large_files import owned_bytes
-from tests.peers.test_sharing import Nodes, total_bytes
+from tests.peers.test_sharing import Nodes, kill_node, total_bytes
 from tests.support import surroundings
 from tests.support.mounting import Bench, Mount, run, wait_for
 
@@ -111,6 +111,19 @@ def test_a_part_of_the_dataset_is_kept_by_its_owner_alone(work: Bench, source: P
     assert mount.status()["files"]["resident"] == owned["a"]
     foreign = next(path for path in sorted(mount.path.rglob("*.f")) if not is_local(path))
     assert "the node that owns it keeps it" in run("why", str(foreign)).stdout
+
+
+def test_the_files_of_a_lost_node_are_kept_by_who_stands_in(work: Bench, source: Path) -> None:
+    nodes = Nodes(work, source, 3, "--share", "partition")
+    nodes.until_they_know_each_other()
+    lost = nodes.mounts.pop("a")
+    kill_node(lost)
+    work.mounts.remove(lost)
+    run("umount", str(lost.path))
+    until_an_epoch_spares_the_source(nodes, source)
+    kept = [mount.status()["files"]["resident"] for mount in nodes.mounts.values()]
+    assert min(kept) > FILES / 3
+    assert sum(kept) > 0.95 * FILES
 
 
 MiB = 1 << 20

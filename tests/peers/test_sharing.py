@@ -107,6 +107,15 @@ def answers(peer: dict[str, Any]) -> bool:
     return bool(peer["error"] is None and not peer["avoided"] and peer["answered"])
 
 
+def kill_node(mount: Mount) -> None:
+    """Supervisor, worker and web server."""
+    status = mount.status()
+    pid = status["worker"]["pid"]
+    supervisor = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+    for victim in (supervisor, pid, status["peer_server"]["pid"]):
+        os.kill(victim, signal.SIGKILL)
+
+
 def read_all(mount: Mount, source: Path, seed: int = 0) -> None:
     """Every file, in random order; each has the source's bytes."""
     files = sorted(file.relative_to(source) for file in source.rglob("*") if file.is_file())
@@ -220,14 +229,10 @@ def test_a_peer_that_dies_amid_reading(work: Bench, source: Path) -> None:
     a, b = nodes.mounts.values()
     nodes.until_they_know_each_other()
     read_all(a, source, 1)
-    pid = a.status()["worker"]["pid"]
-    supervisor = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
     files = sorted(file for file in source.rglob("*") if file.is_file())
     for number, file in enumerate(files):
         if number == FILES // 3:
-            server = a.status()["peer_server"]["pid"]
-            for victim in (supervisor, pid, server):
-                os.kill(victim, signal.SIGKILL)
+            kill_node(a)
         name = file.relative_to(source)
         assert (b.path / name).read_bytes() == file.read_bytes()
     work.mounts.remove(a)

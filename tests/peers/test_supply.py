@@ -94,9 +94,9 @@ def make(
     tree: Tree,
     copies: Copies,
     has: Callable[[bytes], bool] = lambda name: False,
-    owns: Callable[[bytes], bool] = lambda name: True,
+    serves: Callable[[bytes], bool] = lambda name: True,
 ) -> Supply:
-    return Supply(tree, tree.paths.get, copies, copies.hurry, has, owns)
+    return Supply(tree, tree.paths.get, copies, copies.hurry, has, serves)
 
 
 def run(supply: Supply, wanted: list[WantedReplica], seconds: float | None = None) -> float:
@@ -135,6 +135,24 @@ def test_it_does_not_wait_for_ever(tree: Tree, copies: Copies) -> None:
     assert run(make(tree, copies), [tree.wanted(4, b"a/b/file")]) == pytest.approx(0.5)
 
 
+def test_what_peers_wait_for_is_read_of_the_source(tree: Tree, copies: Copies) -> None:
+    supply = make(tree, copies)
+    wanted = tree.wanted(4, b"a/b/file")
+
+    async def main() -> None:
+        assert not supply.copies(wanted.name)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(supply.supply, [wanted])
+            nursery.start_soon(supply.supply, [wanted])
+            await trio.testing.wait_all_tasks_blocked()
+            assert supply.copies(wanted.name)
+            assert not supply.copies(tree.wanted(5, b"").name)
+            nursery.cancel_scope.cancel()
+        assert not supply.copies(wanted.name)
+
+    trio.run(main)
+
+
 def test_who_is_no_reader_waits_in_turn_and_longer(tree: Tree, copies: Copies) -> None:
     assert run(make(tree, copies), [tree.wanted(4, b"a/b/file")], 2) == pytest.approx(2)
     assert copies.queued == [4]
@@ -169,9 +187,9 @@ def test_what_is_there_is_not_looked_up(tree: Tree, copies: Copies) -> None:
     assert not tree.looked_up
 
 
-def test_what_another_node_owns_is_not_copied(tree: Tree, copies: Copies) -> None:
+def test_what_another_node_serves_is_not_copied(tree: Tree, copies: Copies) -> None:
     """Else a want might go from node to node, where their lists differ."""
-    supply = make(tree, copies, owns=lambda name: name != tree.wanted(4, b"").name)
+    supply = make(tree, copies, serves=lambda name: name != tree.wanted(4, b"").name)
     assert run(supply, [tree.wanted(4, b"a/b/file")]) == 0
     assert not tree.looked_up
     run(supply, [tree.wanted(4, b"a/b/file"), tree.wanted(5, b"a/other")])
