@@ -42,6 +42,7 @@ MEASUREMENTS = {
     "names": Measurement("bench.names", "stat, find, ls -l and du, cold and known", 2, 9, BOTH),
     "growth": Measurement("bench.growth", "from 1,000 to 1,000,000 files", 2, 25, BOTH),
     "calibrate": Measurement("bench.calibrate", "the emulated file system itself", 1, 5),
+    "insight": Measurement("bench.insight", "what analyze says, and what is so", 1, 6),
     "epochs": Measurement("bench.epochs", "two epochs of mixed files", 2, 2),
     "hdf5": Measurement("bench.records", "random records of one HDF5 file", 3, 3),
     "frozen": Measurement("bench.frozen", "local files while the source hangs", 1, 1),

@@ -23,6 +23,7 @@ from monarchfs.insight.results import (
     SourceLimits,
     Span,
     cause_of,
+    moved_bytes,
 )
 from monarchfs.insight.verdict import AS_IT_WAS, IMMUTABLE, give_verdict, steady_epoch
 from monarchfs.insight.visits import Visits
@@ -47,8 +48,9 @@ def analyze(recording: Recording) -> Analysis:
         while len(pattern.epochs) < number:
             pattern.end_epoch()
         cause = cause_of(event)
-        sweep.add(cause, origin, event)
-        latencies.add(cause, event)
+        moved = moved_bytes(event, recording.files)
+        sweep.add(cause, origin, event, moved)
+        latencies.add(cause, event, moved)
         if event.kind is Kind.READ:
             pattern.add_read(event)
         if event.size or event.kind is Kind.READ:
@@ -63,8 +65,8 @@ def analyze(recording: Recording) -> Analysis:
         )
     ]
     visits = _visits(recording, found, latencies)
-    outcomes = _outcomes(recording, facts, epochs, visits)
     source = _source_limits(epochs, latencies, sweep, visits)
+    outcomes = _outcomes(recording, facts, epochs, visits)
     verdict = give_verdict(facts, epochs, source, outcomes, sum(e.span.requests for e in epochs))
     if not recording.complete:
         verdict.reservations.append("The recorder was killed: the recording ends before its end.")
@@ -154,7 +156,10 @@ def _source_limits(
 
 
 def _outcomes(
-    recording: Recording, facts: Facts, epochs: Sequence[Epoch], visits: Visits
+    recording: Recording,
+    facts: Facts,
+    epochs: Sequence[Epoch],
+    visits: Visits,
 ) -> list[Outcome]:
     """What the steady epoch would take with other settings; one epoch says nothing of that."""
     epoch = steady_epoch(epochs)
@@ -165,7 +170,9 @@ def _outcomes(
         for visit in visits.all
         if visit.ino in recording.files
     }
-    replay, setup = Replay(visits, facts.sampled, paths), facts.setup
+    read = epochs[0].span
+    rate = read.bytes[SOURCE] / (read.merged[SOURCE] or 1)
+    replay, setup = Replay(visits, facts.sampled, paths, rate), facts.setup
     settings = [(AS_IT_WAS, setup)]
     if not setup.immutable and epoch.span.merged[CHECKS]:
         settings.append((IMMUTABLE, replace(setup, immutable=True)))

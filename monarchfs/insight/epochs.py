@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -59,13 +60,16 @@ class EpochFinder:
     An epoch may begin where something is read again. It does begin there if, from then on, more is
     read again than for the first time. What counts as read again was read long before (a file is
     often read in pieces, or twice in turn), by the same process or by one that did not live yet:
-    processes that each read everything make no epochs for each other. Each thing counts once, so
-    that a few hot files make no epoch. Of very many things, a part by their hash is looked at.
+    processes that each read everything make no epochs for each other, unlike those that divide it
+    anew each time. Each thing counts once, so that a few hot files make no epoch. Of very many
+    things, a part by their hash is looked at.
     """
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, int], tuple[int, int]] = {}
         self._born: dict[int, int] = {}
+        self._first_by: Counter[int] = Counter()
+        self._again = 0
         self._found: list[tuple[float, int]] = []
         self._mask = self._visit = self._first = self._distinct = 0
         self._pending: tuple[int, float] | None = None
@@ -84,10 +88,13 @@ class EpochFinder:
             self._found.append((begin, 0))
         if last < self._first:
             self._distinct += 1
+            self._first_by[pid] += 1
             self._first_time()
+        elif self._visit - last > max(_AT_ONCE, self._distinct // 8):
+            self._read_again(begin, last, by == pid or born >= last or self._divided(by))
+            self._again += self._candidate is None
         else:
-            long_before = self._visit - last > max(_AT_ONCE, self._distinct // 8)
-            self._read_again(begin, last, long_before and (by == pid or born >= last))
+            self._read_again(begin, last, False)
         if len(self._last) > _MOST_KEYS:
             self._look_at_half()
 
@@ -108,6 +115,7 @@ class EpochFinder:
             self._score -= 1
             if self._score < 0:
                 self._candidate = None
+                self._again += self._since
 
     def _read_again(self, begin: float, last: int, counts: bool) -> None:
         if self._candidate is None:
@@ -125,12 +133,21 @@ class EpochFinder:
             self._first, moment = self._candidate
             self._found.append((moment, 0))
             self._distinct, self._candidate = self._since, None
+            self._again = 0
+            self._first_by.clear()
+
+    def _divided(self, by: int) -> bool:
+        """Whether processes divided among them what was read in this epoch: before the candidate
+        nearly nothing was read again, and ``by`` is not the one that read nearly all."""
+        mine, all_of_them = self._first_by[by], self._first_by.total()
+        return self._again * 10 <= self._distinct and mine * 4 <= all_of_them * 3
 
     def _look_at_half(self) -> None:
         self._mask = self._mask * 2 + 1
         self._last = {k: v for k, v in self._last.items() if not hash(k) & self._mask}
         self._distinct //= 2
         self._since //= 2
+        self._again //= 2
 
 
 def survey(events: Iterable[Event]) -> Overview:

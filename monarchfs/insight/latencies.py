@@ -24,14 +24,16 @@ class Latencies:
         self._histograms: dict[tuple[int, int], LogHistogram] = {}
         self._bytes: dict[tuple[int, int], int] = {}
 
-    def add(self, cause: int, event: Event) -> None:
-        key = cause, size_class(event.size) if event.kind is Kind.READ else -1
+    def add(self, cause: int, event: Event, moved: int) -> None:
+        """``moved``: the bytes that the answer brought."""
+        data = moved if cause == SOURCE else event.kind is Kind.READ
+        key = cause, size_class(moved) if data else -1
         histogram = self._histograms.get(key)
         if histogram is None:
             histogram = self._histograms[key] = LogHistogram()
             self._bytes[key] = 0
         histogram.add(event.duration)
-        self._bytes[key] += event.size
+        self._bytes[key] += moved
 
     def rows(self) -> list[Latency]:
         return [

@@ -26,6 +26,7 @@ from monarchfs.placement.events import (
 )
 from monarchfs.placement.placement import Placement
 from monarchfs.plan.fitting import blocks
+from monarchfs.plan.times import COPY_FILES_PER_SECOND
 from monarchfs.types import EvictionPolicy, Space
 
 _ROOMY = Space(1 << 62, 1 << 62, 1 << 40, 1 << 40)
@@ -145,9 +146,11 @@ class _Replayed:
 class Replay:
     """Replays visits with one setup after the other."""
 
-    def __init__(self, found: Visits, sampled: int, paths: Mapping[int, str]) -> None:
+    def __init__(
+        self, found: Visits, sampled: int, paths: Mapping[int, str], bytes_per_second: float
+    ) -> None:
         """One of so many files was recorded. ``paths`` give the order in which ``--prefetch all``
-        copies."""
+        copies, as fast as the source gave what readers waited for."""
         self._visits = visits = found.all
         self._look_ups = found.look_ups
         self._part = found.one_of
@@ -158,10 +161,7 @@ class Replay:
         for visit in visits:
             first.setdefault(visit.ino, visit)
         self._there_before = [v.ino for v in first.values() if v.remote_bytes == 0]
-        from_source = [visit for visit in first.values() if visit.remote_bytes]
-        seconds = max((v.begin for v in from_source), default=0.0)
-        copied = sum(visit.remote_bytes for visit in from_source)
-        self._bytes_per_second = copied / seconds if seconds else 0.0
+        self._bytes_per_second = bytes_per_second
 
     @property
     def bytes_needed(self) -> int:
@@ -204,11 +204,13 @@ class Replay:
         measured = replayed.measured * self._part + look_ups.seconds
         expected = replayed.expected * self._part + look_ups.seconds - look_ups.again * immutable
         change = 1 - expected / measured if measured else 0.0
-        return max(0.0, epoch.seconds - epoch.span.waited * change)
+        around = look_ups.around / max(1.0, epoch.readers) if immutable else 0.0
+        return max(0.0, epoch.seconds - epoch.span.waited * change - around)
 
     def _copied_ahead(self) -> Iterator[tuple[float, int]]:
-        """(when, which file): as fast as the source gave the first epoch's."""
-        moment = 0.0
+        """(when, which file)."""
+        moment = min((visit.begin for visit in self._visits), default=0.0)
         for ino, size in self._sizes.items():
-            moment += size / (self._bytes_per_second or 1)
+            seconds = max(size / (self._bytes_per_second or 1), 1 / COPY_FILES_PER_SECOND)
+            moment += seconds * self._one_of
             yield moment, ino

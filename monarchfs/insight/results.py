@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from monarchfs.insight.recording import AnsweredBy, Event, Kind
+from monarchfs.insight.recording import AnsweredBy, Event, File, Kind
 
 CAUSES = ("source", "checks", "memory", "tier", "peer", "copy", "names", "unknown")
 """What a request waits for: ``checks`` are look-ups and opens that asked the source for names and
@@ -13,6 +14,7 @@ attributes, not for data; ``memory`` is that of the daemon, ``copy`` one that is
 ``names`` are look-ups and opens without the source."""
 SOURCE, CHECKS, MEMORY, TIER, PEER, COPY, NAMES, UNKNOWN = range(len(CAUSES))
 LOCAL = (MEMORY, TIER)
+_MOST_WITH_OPEN = 1 << 20
 
 _OF_ANSWER = [UNKNOWN] * len(AnsweredBy)
 _OF_ANSWER[AnsweredBy.SOURCE] = SOURCE
@@ -31,6 +33,14 @@ def cause_of(event: Event) -> int:
     if cause == SOURCE:
         return CHECKS if event.kind is Kind.LOOKUP else SOURCE
     return NAMES
+
+
+def moved_bytes(event: Event, files: Mapping[int, File]) -> int:
+    """What the answer to a read, or to an open by the source, moved."""
+    if event.kind is Kind.OPEN and event.source_of is AnsweredBy.SOURCE:
+        file = files.get(event.ino)
+        return file.size if file is not None and file.size <= _MOST_WITH_OPEN else 0
+    return event.size
 
 
 def none_each() -> list[float]:

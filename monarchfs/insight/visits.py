@@ -8,18 +8,22 @@ from dataclasses import dataclass
 
 from monarchfs.insight.latencies import REMOTE, size_class
 from monarchfs.insight.recording import HANDED, AnsweredBy, Event, File, Kind
-from monarchfs.insight.results import CHECKS
+from monarchfs.insight.results import CHECKS, moved_bytes
 from monarchfs.insight.sampling import hashed, one_of
+from monarchfs.plan.times import RELAY_BYTES_PER_SECOND
 
 _MOST_FILES = 20_000
 _ENOUGH = 20
+_AROUND_SECONDS = 0.01
+"""A reader whose next request comes later did something else."""
 
 
 @dataclass(slots=True)
 class Visit:
     """``local`` and ``remote`` are the seconds of its opens and reads if these are answered from a
     tier, or from elsewhere: measured if they were, else expected. ``checks`` of the local ones were
-    for opens that asked the source. ``remote_bytes`` came from elsewhere."""
+    for opens that asked the source. ``remote_bytes`` came from elsewhere. ``unseen`` is what the
+    kernel's own reads of the file may have taken."""
 
     epoch: int
     ino: int
@@ -31,15 +35,18 @@ class Visit:
     local: float = 0.0
     remote: float = 0.0
     checks: float = 0.0
+    unseen: float = 0.0
 
 
 @dataclass(slots=True)
 class LookUps:
     """The seconds of an epoch's look-ups; ``again`` of those that asked the source for a name that
-    it had been asked for before."""
+    it had been asked for before. ``around`` is the time from these, and from checks of local files,
+    to the same reader's next request: what they cost besides."""
 
     seconds: float = 0.0
     again: float = 0.0
+    around: float = 0.0
 
 
 class _MeanVisit:
@@ -47,7 +54,7 @@ class _MeanVisit:
     there are enough: in the first one files are copied meanwhile."""
 
     def __init__(self) -> None:
-        self._sums: defaultdict[tuple[int, bool], list[float]] = defaultdict(lambda: [0.0] * 3)
+        self._sums: defaultdict[tuple[int, bool], list[float]] = defaultdict(lambda: [0.0] * 4)
 
     def add(self, visit: Visit) -> None:
         for later in {False, visit.epoch > 1}:
@@ -55,13 +62,15 @@ class _MeanVisit:
             sums[0] += 1
             sums[1] += visit.measured
             sums[2] += visit.checks
+            sums[3] += visit.unseen
 
-    def of(self, visit: Visit) -> tuple[float, float] | None:
-        """The seconds, and those of checks among them; None where too few visits were alike."""
+    def of(self, visit: Visit) -> tuple[float, float, float] | None:
+        """The seconds, those of checks among them, and those not seen; None where too few visits
+        were alike."""
         for later in (True, False):
-            count, seconds, checks = self._sums[visit.bytes.bit_length(), later]
+            count, seconds, checks, unseen = self._sums[visit.bytes.bit_length(), later]
             if count >= _ENOUGH:
-                return seconds / count, checks / count
+                return seconds / count, checks / count, unseen / count
         return None
 
 
@@ -85,18 +94,23 @@ class Visits:
         self._now: dict[int, Visit] = {}
         self.look_ups: defaultdict[int, LookUps] = defaultdict(LookUps)
         self._named: set[int] = set()
+        self._asked: dict[int, float] = {}
         self.slow_reads: Counter[int] = Counter()
         self.slow_seconds = self.source_seconds = 0.0
         self.source_reads = 0
         self._from_source: Counter[int] = Counter()
 
     def add(self, epoch: int, origin: int, event: Event) -> None:
-        begin, duration, kind, answer, ino, _pid, offset, read = event
+        begin, duration, kind, answer, ino, pid, offset, read = event
+        ended = self._asked.pop(pid, None)
+        if ended is not None and ended < begin < ended + _AROUND_SECONDS:
+            self.look_ups[epoch].around += begin - ended
         if kind is Kind.LOOKUP:
             self._look_up(epoch, origin, event)
             return
-        of_class = size_class(read)
-        if answer is AnsweredBy.SOURCE and kind is Kind.READ:
+        moved = moved_bytes(event, self._files)
+        of_class = size_class(moved)
+        if answer is AnsweredBy.SOURCE and moved:
             self._count_source(ino, duration, duration > self._slow[of_class])
         if hashed(ino) & self.one_of - 1:
             return
@@ -110,6 +124,9 @@ class Visits:
         visit.measured += duration
         if answer in (AnsweredBy.CHECKED, AnsweredBy.CHECKED_KERNEL):
             visit.checks += duration
+            self._asked[pid] = begin + duration
+        if answer in HANDED:
+            visit.unseen += read / RELAY_BYTES_PER_SECOND
         if origin in REMOTE:
             visit.remote_bytes += read
             visit.remote += duration
@@ -129,15 +146,17 @@ class Visits:
                 remote.add(visit)
         for visit in self.all:
             if visit.remote_bytes and (mean := local.of(visit)):
-                visit.local, visit.checks = min(visit.measured, mean[0]), mean[1]
+                visit.local, visit.checks = min(visit.measured, mean[0] + mean[2]), mean[1]
             if visit.remote_bytes < visit.bytes and (mean := remote.of(visit)):
-                visit.remote = max(visit.measured, mean[0])
+                visit.remote = max(visit.measured, mean[0] - visit.unseen)
 
     def _look_up(self, epoch: int, origin: int, event: Event) -> None:
         look_ups = self.look_ups[epoch]
         look_ups.seconds += event.duration
         if event.ino in self._named:
-            look_ups.again += event.duration * (origin == CHECKS)
+            if origin == CHECKS:
+                look_ups.again += event.duration
+                self._asked[event.pid] = event.begin + event.duration
         elif event.ino:
             self._named.add(event.ino)
 

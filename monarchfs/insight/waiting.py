@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from monarchfs.insight.epochs import ReaderLife
 from monarchfs.insight.histogram import LogHistogram
-from monarchfs.insight.recording import Event, Kind
+from monarchfs.insight.recording import Event
 from monarchfs.insight.results import CAUSES, CHECKS, NAMES, SOURCE, Span
 
 _ALIVE, _WAITING = len(CAUSES), len(CAUSES) + 1
@@ -67,16 +67,16 @@ class Sweep:
         self._requests: dict[int, int] = {}
         self._ended: dict[int, float] = {}
 
-    def add(self, cause: int, origin: int, event: Event) -> None:
-        """``origin``: where the bytes come from."""
-        begin, duration, kind, _answer, _ino, pid, _offset, size = event
+    def add(self, cause: int, origin: int, event: Event, moved: int) -> None:
+        """``origin``: where the bytes come from; ``moved``: how many the answer brought."""
+        begin, duration, _kind, _answer, _ino, pid, _offset, size = event
         self._pass(begin)
         span = self.spans[self._number]
         span.requests += 1
         span.bytes[origin] += size
         if cause == SOURCE:
-            self._source_bytes += size
-            if kind is Kind.READ:
+            self._source_bytes += moved
+            if moved:
                 self.load.add(self._source_bytes, duration)
         self._state += _UNIT[cause]
         if pid in self._readers:
@@ -86,7 +86,7 @@ class Sweep:
                 self._state += _UNIT[_WAITING]
                 if (ended := self._ended.get(pid)) is not None:
                     self.gaps.add(begin - ended)
-        heappush(self._coming, (begin + duration, cause, pid, size))
+        heappush(self._coming, (begin + duration, cause, pid, moved))
 
     def finish(self) -> list[Span]:
         self._pass(self.spans[-1].end)

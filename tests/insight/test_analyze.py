@@ -6,6 +6,7 @@ import json
 import subprocess
 from io import StringIO
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 from xml.etree import ElementTree
@@ -314,7 +315,7 @@ def test_merged_intervals_are_what_a_plain_count_gives(
     edges = sorted({0.0, 80.0, *map(float, cuts)})
     sweep = Sweep(edges, lives)
     for event in events:
-        sweep.add(cause_of(event), cause_of(event), event)
+        sweep.add(cause_of(event), cause_of(event), event, event.size)
     for span in sweep.finish():
         moments = [n + 0.5 for n in range(int(span.begin), int(span.end))]
         under_way = [[e for e in events if e.begin < m < e.begin + e.duration] for m in moments]
@@ -399,9 +400,36 @@ def test_epochs_of_more_files_than_are_kept_in_memory(monkeypatch: pytest.Monkey
     assert found.begins == pytest.approx(job.begins, abs=0.02 * job.end)
 
 
-def test_processes_that_read_the_same_are_no_epochs() -> None:
-    job = Job(always(TIER, 0.01), shared=True, epochs=1)
-    assert len(survey(in_order(job.events())).begins) == 1
+@pytest.mark.parametrize("readers", [4, 16])
+def test_epochs_of_few_large_files_that_turn_local(readers: int) -> None:
+    """What is local is one event a file, what is not many; and others read it in each epoch."""
+    for seed in range(20):
+        answer = source_until_copied(0.56, 0.02, 0.001)
+        files = many_files(40, 4 * MIB)
+        job = Job(answer, files, readers, epochs=3, random=Random(seed), request_bytes=512 * KIB)
+        read = job.events()
+        handed = [
+            event._replace(kind=Kind.OPEN, source_of=AnsweredBy.KERNEL, size=0)
+            for event in read
+            if event.source_of is TIER and not event.offset
+        ]
+        others = [event for event in read if event.source_of is not TIER]
+        assert survey(in_order([*handed, *others])).begins == pytest.approx(job.begins)
+
+
+@pytest.mark.parametrize("readers", [2, 4, 16])
+@pytest.mark.parametrize("together", [True, False])
+def test_processes_that_read_the_same_are_no_epochs(readers: int, together: bool) -> None:
+    """In the same order at about the same time, or each in an order of its own."""
+    job = Job(always(TIER, 0.01), readers=readers, shared=True, epochs=1)
+    if together:
+        events = job.events()
+    else:
+        alone = [
+            Job(always(TIER, 0.01), readers=1, random=Random(n), epochs=1) for n in range(readers)
+        ]
+        events = sorted(e._replace(pid=n + 1) for n in range(readers) for e in alone[n].events())
+    assert len(survey(in_order(events)).begins) == 1
 
 
 def test_a_hot_file_makes_no_epoch_and_is_named(tmp_path: Path) -> None:
@@ -490,6 +518,9 @@ def test_small_files_come_with_the_open(tmp_path: Path) -> None:
     assert [epoch.hit_ratio for epoch in found.epochs] == [0, 0]
     assert found.epochs[1].source_files == 400
     assert "99% of the waiting was for the source: 400 files (39M)" in said(found)
+    assert "It gave" in said(found)
+    assert found.source is not None
+    assert found.source.median == pytest.approx(0.01, rel=0.3)
 
 
 def test_a_header_that_is_read_twice_is_no_epoch() -> None:
