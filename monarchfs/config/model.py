@@ -91,7 +91,8 @@ class PlainSettings:
     (nice(1)) of threads that nobody waits for. ``peers`` are the job's nodes that share what they
     have, this one among them, as ``peer_name``; ``peer_key`` is a file with the site's key.
     With ``peer_tls`` they encrypt what they send.
-    ``share`` says what of the others' files this node keeps.
+    ``share`` says what of the others' files this node keeps. ``prefetch_floor`` is how many percent
+    of ``copy_workers`` go on while the source is slower than usual.
     """
 
     freshness: FreshnessSetting = DEFAULT_FRESHNESS
@@ -103,6 +104,7 @@ class PlainSettings:
     log_file: str | None = None
     log_level: str = "info"
     copy_workers: int = 4
+    prefetch_floor: float = 25.0
     source_threads: int = 64
     local_threads: int = 8
     source_deadline_seconds: float = 2.0

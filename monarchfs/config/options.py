@@ -72,6 +72,12 @@ OPTIONS: Mapping[str, Option] = {
         "copy files that nobody has open at no more than RATE bytes per second, as 200M (default:"
         " off)",
     ),
+    "prefetch_floor": Option(
+        values.parse_floor,
+        "PERCENT",
+        "while the source is slower than usual, copy files that nobody has open with this share of"
+        " copy_workers at least (default: 25), or off: never copy less",
+    ),
     "prefetch_jitter": Option(
         values.parse_interval,
         "TIME",

@@ -227,6 +227,17 @@ def parse_percent(value: object) -> float:
     return share
 
 
+def parse_floor(value: object) -> float:
+    """A share from 1 to 100, with or without ``%``; 100 for ``off``: nothing is held back."""
+    text = _text(value).strip().lower()
+    share = 100.0 if text == "off" else _number(text.removesuffix("%"))
+    if share is None or not 1 <= share <= 100:
+        raise UsageError(
+            f"'{_text(value)}' is not a share: use a number from 1 to 100, as in 25, or off"
+        )
+    return share
+
+
 def parse_rate(value: object) -> int:
     """Bytes per second, as ``20M`` (powers of 1024); 0 for ``0`` or ``off``."""
     text = _text(value).strip().lower().removesuffix("/s")

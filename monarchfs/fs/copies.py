@@ -97,3 +97,7 @@ class Copies(Protocol):
 
     @property
     def jobs(self) -> Jobs: ...
+
+    @property
+    def held_back(self) -> str | None:
+        """Why what nobody has open is copied slowly now; None where nothing is held back."""

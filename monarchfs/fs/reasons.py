@@ -89,6 +89,8 @@ class Reasons:
         if ino in self._copies.jobs.queue:
             before = self._copies.jobs.queue.position(ino) if exact else None
             waits = "it waits to be copied" + ("" if before is None else f": {_before(before)}")
+            if (slow := self._copies.held_back) is not None:
+                waits += f"; copies give way to others, as {slow}"
             reason = self._cache.reasons.get(ino)
             return waits if reason is None else f"{waits}; before, {self._said(node, reason)}"
         reason = self._reason(node)

@@ -161,6 +161,12 @@ COPIES_REFUSED = _counter(
 CHUNKS_DROPPED = _counter(
     "chunks_dropped_total", "Pieces that were read but not kept because the tiers are too slow"
 )
+COPY_SHARE = _gauge(
+    "copy_share", "How many of the copy_workers may copy what nobody has open, 0 to 1"
+)
+SOURCE_SLOWDOWN = _gauge(
+    "source_slowdown", "How many times slower than usual copies find the source, or a target of it"
+)
 SCAN_RUNNING = _gauge("scan_running", "1 while a scan looks for files to copy, else 0")
 SCAN_ERRORS = _counter("scan_errors_total", "Names that a scan could not look up")
 

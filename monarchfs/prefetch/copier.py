@@ -10,7 +10,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import trio
 
@@ -23,6 +25,7 @@ from monarchfs.prefetch.copy_slots import STUCK_SECONDS, CopySlot, CopySlots
 from monarchfs.prefetch.fetch import CHUNK_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.fills import Fills
+from monarchfs.prefetch.governor import Governor
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.rate_limiter import AdaptiveSize, RateLimiter
@@ -55,6 +58,25 @@ SPREAD_OVER = 16
 Work = Callable[[], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True)
+class CopyLimits:
+    """``workers`` fetches at once. Of files that nobody has open: ``rate`` bytes a second at most
+    (0: any); while the source is slow, ``floor`` (0 to 1) of the workers are left at least."""
+
+    workers: int
+    rate: int = 0
+    floor: float = 1.0
+
+
+class Step(NamedTuple):
+    """What to do next, and roughly how many bytes the source must give for files that nobody has
+    open, and which of its storage targets must."""
+
+    work: Work
+    paced_bytes: int = 0
+    target: int | None = None
+
+
 class Copier:
     """Runs on the event loop.
 
@@ -70,27 +92,30 @@ class Copier:
         metrics: Metrics,
         nursery: trio.Nursery,
         *,
-        copy_workers: int,
+        limits: CopyLimits,
         keeps: bool,
         trusts_times: bool = True,
-        rate: int = 0,
     ) -> None:
-        """``trusts_times``: the source does not change while it is mounted. ``rate``: the most
-        bytes a second that are copied of files that nobody has open; 0: no limit."""
+        """``trusts_times``: the source does not change while it is mounted."""
         self.jobs = CopyJobs({}, cache, metrics, nursery, keeps=keeps)
         self.files = Fills(self.jobs, source, cache, metrics, nursery, trusts_times=trusts_times)
         self.unit_bytes = AdaptiveSize(
             1 << 20, MIN_UNIT_BYTES, MAX_UNIT_BYTES, LONG_SECONDS / 2, LONG_SECONDS
         )
         self.together = AdaptiveSize(1, 1, MOST_TOGETHER, SHORT_SECONDS, LONG_SECONDS)
-        self.rate_limiter = RateLimiter(rate, copy_workers)
+        self.governor = Governor(limits.workers, limits.floor, lambda: source.reads_for_readers)
+        self._rate_limiter = RateLimiter(limits.rate)
         self._trusts_times = trusts_times
         self._source = source
         self._defer_seconds = LOCAL_DEFER_SECONDS if source.on_local_disk else DEFER_SECONDS
         self._cache = cache
         self._nursery = nursery
         self._targets: Counter[int | None] = Counter()
-        self._slots = CopySlots(copy_workers, self.rate_limiter)
+        self._slots = CopySlots(limits.workers)
+
+    @property
+    def held_back(self) -> str | None:
+        return self.governor.reason
 
     async def run(self) -> None:
         """Copy for ever."""
@@ -106,33 +131,39 @@ class Copier:
             ):
                 await trio.sleep(self._defer_seconds)
             now = trio.current_time()
-            wait = self.rate_limiter.wait(now)
-            work, paced_bytes = self._next_work(paced=wait == 0)
-            if work is None:
-                with trio.move_on_after(wait or math.inf):
+            wait = self._rate_limiter.wait(now)
+            step = self._next_step(now, paced=wait == 0)
+            if step is None:
+                with trio.move_on_after(min(wait or math.inf, self.governor.rest(now))):
                     await self.jobs.wakes.park()
                 continue
-            self._nursery.start_soon(self._in_slot, self._slots.take(now, paced_bytes), work)
+            window = None
+            if step.paced_bytes:
+                self._rate_limiter.began(now, step.paced_bytes)
+                window = self.governor.window(step.target)
+            self._nursery.start_soon(self._in_slot, self._slots.take(now, window), step.work)
 
-    def _next_work(self, *, paced: bool) -> tuple[Work | None, int]:
-        """What to do next, and roughly how many bytes the source must give for files that nobody
-        has open. Such work comes only if ``paced``."""
+    def _next_step(self, now: float, *, paced: bool) -> Step | None:
+        """What to do next. Something for files that nobody has open comes only if ``paced``, and
+        as the governor allows."""
+        new = paced and self.governor.wait(now, None) == 0
         for fill in self._in_turn():
-            work, size = self._next_file(self._goes_before(fill), paced=paced)
-            if work is not None:
-                return work, size
-            if not (paced or fill.handles):
+            step = self._next_file(self._goes_before(fill), paced=new)
+            if step is not None:
+                return step
+            allowed = paced and self.governor.wait(now, fill.next_target) == 0
+            if not (allowed or fill.handles):
                 continue
             fetch = self._claim(fill)
             if fetch is not None:
                 size = 0 if fill.handles else fetch.end - fetch.start
-                return partial(self._fetch, fill, fetch), size
+                return Step(partial(self._fetch, fill, fetch), size, fetch.target)
             if self._over(fill):
                 self.jobs.retries.forget_failures(fill.node.ino)
                 self.jobs.end(fill)
         if len(self.jobs.background) >= MOST_BEGUN:
-            return None, 0  # they wait for other nodes' copies
-        return self._next_file(Priority.NOBODY, paced=paced)
+            return None  # they wait for other nodes' copies
+        return self._next_file(Priority.NOBODY, paced=new)
 
     def _claim(self, fill: Fill) -> Fetch | None:
         """Claim the part of a file that is to be copied next."""
@@ -165,10 +196,10 @@ class Copier:
         busy = fill.next_target is not None and self._targets[fill.next_target] > 0
         return fill.priority + (busy and len(self.jobs.background) < SPREAD_OVER)
 
-    def _next_file(self, before: int, *, paced: bool) -> tuple[Work | None, int]:
+    def _next_file(self, before: int, *, paced: bool) -> Step | None:
         """Begin the next queued file, if its priority number is below ``before``."""
         if self._cache.reconciling:
-            return None, 0  # there may be more room in a moment
+            return None  # there may be more room in a moment
         if not paced:
             before = min(before, Priority.HINTED)
         while self.jobs.queue.first < before and (job := self.jobs.take()) is not None:
@@ -181,9 +212,9 @@ class Copier:
                         if job[1] is Priority.OPENED
                         else min(node.stat.size, self.unit_bytes.value)
                     )
-                    return self._begin(node, job[1]), size
+                    return Step(self._begin(node, job[1]), size)
             self.jobs.notify([job[0]])
-        return None, 0
+        return None
 
     def _copyable(self, ino: int) -> Node | None:
         """The node, if it may be copied. A resident one passes, but finds no room."""
@@ -199,9 +230,9 @@ class Copier:
 
     async def _in_slot(self, slot: CopySlot, work: Work) -> None:
         try:
-            with self._slots.taken(slot):
-                await work()
+            await work()
         finally:
+            self._slots.release(trio.current_time(), slot)
             self.jobs.wakes.unpark_all()
 
     def _begin(self, node: Node, priority: Priority) -> Work:
@@ -237,7 +268,9 @@ class Copier:
         """The node, and the next small files of the queue that are to be copied with it."""
         nodes, size = [node], node.stat.size
         paced = (
-            math.inf if priority is Priority.OPENED else self.rate_limiter.room(trio.current_time())
+            math.inf
+            if priority is Priority.OPENED
+            else self._rate_limiter.room(trio.current_time())
         )
         while len(nodes) < self.together.value and size <= paced:
             job = self.jobs.queue.peek()
@@ -255,7 +288,7 @@ class Copier:
                 nodes.append(other)
         return nodes
 
-    def _begin_small(self, nodes: list[Node], priority: Priority) -> tuple[Work, int]:
+    def _begin_small(self, nodes: list[Node], priority: Priority) -> Step:
         """``_begin`` of each."""
         begun = []
         for place, node in zip(
@@ -269,17 +302,19 @@ class Copier:
                 self.jobs.arriving.add(node.ino)
                 begun.append(place)
         if not begun:
-            return trio.lowlevel.checkpoint, 0
+            return Step(trio.lowlevel.checkpoint)
         size = 0 if priority is Priority.OPENED else sum(place.size for place in begun)
         small = self.files.small
         assert small is not None
-        return partial(self._copy_small, small, small.want(begun, priority)), size
+        return Step(partial(self._copy_small, small, small.want(begun, priority)), size)
 
     async def _copy_small(self, small: Arrivals, batch: Batch) -> None:
         seconds, sizes = await small.copy(batch)
         if sizes:
-            now = trio.current_time()
-            self.rate_limiter.record_latency(now, seconds / len(sizes), sum(sizes) // len(sizes))
+            count = len(sizes)
+            self.governor.record(
+                trio.current_time(), None, seconds / count, sum(sizes) // count, count
+            )
             # For a single file, what two would have taken.
             self.together.record_latency(seconds if len(sizes) > 1 else 2 * seconds)
 
@@ -295,8 +330,7 @@ class Copier:
         for node in others:
             self.jobs.opened(node.ino)
         if begun := [node for node in nodes if node not in others]:
-            work, _ = self._begin_small(begun, Priority.OPENED)
-            self._nursery.start_soon(work)
+            self._nursery.start_soon(self._begin_small(begun, Priority.OPENED).work)
         small.hurry(inos)
 
     def copy_alone(self, place: Reservation, priority: Priority) -> None:
@@ -316,9 +350,8 @@ class Copier:
         await fill.fetch(fetch, Lane.BACKGROUND)
         self._targets[fetch.target] -= 1
         if paced and fetch.seconds:
-            self.rate_limiter.record_latency(
-                trio.current_time(), fetch.seconds, fetch.end - fetch.start
-            )
+            size = fetch.end - fetch.start
+            self.governor.record(trio.current_time(), fetch.target, fetch.seconds, size)
         if fetch.error is not None and fill.in_background:
             # The first failed fetch is reported for all fetches of the file that are under way.
             self.jobs.failed(fill.node.ino, fill.priority, fetch.error)
@@ -331,6 +364,5 @@ class Copier:
             await trio.sleep(STUCK_SECONDS / 2)
             for fill in self.jobs.files.values():
                 fill.try_again()
-            before = trio.current_time() - STUCK_SECONDS
-            if self._slots.lend(before):
+            if self._slots.lend(trio.current_time()):
                 self.jobs.wakes.unpark_all()

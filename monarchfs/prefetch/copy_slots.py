@@ -6,11 +6,9 @@ does not stop the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-from monarchfs.prefetch.rate_limiter import RateLimiter
+from monarchfs.prefetch.governor import TargetWindow
 
 STUCK_SECONDS = 1.0
 MAX_LENT = 64
@@ -18,20 +16,19 @@ MAX_LENT = 64
 
 @dataclass(eq=False, slots=True)
 class CopySlot:
-    """``paced``: its copy is one that nobody waits for, and counts for the pace."""
+    """``window``: where it counts, if its copy is one that nobody waits for."""
 
     started: float
-    paced: bool
+    window: TargetWindow | None
     lent: bool = False
 
 
 class CopySlots:
     """Constant: ``count``. Changing: those that are taken, how many of them are lent."""
 
-    def __init__(self, count: int, rate_limiter: RateLimiter) -> None:
+    def __init__(self, count: int) -> None:
         self.lent = 0
         self._count = count
-        self._pace = rate_limiter
         self._taken: set[CopySlot] = set()
 
     def __len__(self) -> int:
@@ -42,33 +39,30 @@ class CopySlots:
     def free(self) -> bool:
         return len(self._taken) - self.lent < self._count
 
-    def take(self, now: float, paced_bytes: int) -> CopySlot:
-        """For about so many bytes that nobody waits for; 0: somebody may."""
-        slot = CopySlot(now, paced_bytes > 0)
-        if slot.paced:
-            self._pace.began(now, paced_bytes)
+    def take(self, now: float, window: TargetWindow | None) -> CopySlot:
+        """``window``: nobody waits for it."""
+        slot = CopySlot(now, window)
+        if window is not None:
+            window.began()
         self._taken.add(slot)
         return slot
 
-    @contextmanager
-    def taken(self, slot: CopySlot) -> Iterator[None]:
-        """It is free again at the end."""
-        try:
-            yield
-        finally:
-            self._taken.discard(slot)
-            self.lent -= slot.lent
-            if slot.paced:
-                self._pace.ended()
+    def release(self, now: float, slot: CopySlot) -> None:
+        """It is free again."""
+        self._taken.discard(slot)
+        self.lent -= slot.lent
+        if slot.window is not None:
+            slot.window.ended(now, now - slot.started)
 
-    def lend(self, before: float) -> bool:
-        """Lend those that were taken before then; whether there are any more."""
+    def lend(self, now: float) -> bool:
+        """Lend those that were taken STUCK_SECONDS ago; whether there are any more."""
         lent = self.lent
         for slot in self._taken:
-            if not slot.lent and slot.started < before and self.lent < MAX_LENT:
+            stuck = slot.started < now - STUCK_SECONDS
+            if stuck and not slot.lent and self.lent < MAX_LENT:
                 slot.lent = True
                 self.lent += 1
-                if slot.paced:
-                    slot.paced = False
-                    self._pace.ended()
+                if slot.window is not None:
+                    slot.window.ended(now, now - slot.started)
+                    slot.window = None
         return self.lent > lent

@@ -102,6 +102,12 @@ class SourceCalls:
         """Whether a DEMAND call that does not hang is in the source now."""
         return self._reads_elsewhere() or self.demand.moving(self._stuck_seconds)
 
+    @property
+    def reads_for_readers(self) -> tuple[int, int]:
+        """How many reads were made for readers, and their bytes."""
+        reads = self.counters.of(Lane.DEMAND, "read").operations
+        return reads, self.counters.demand_read_bytes
+
     def count_elsewhere(self, lane: Lane, size: int, duration_ns: int, counts: list[int]) -> None:
         """Reads that did not go through here: their bytes, the time that they took together, and
         how many took at most as long as each of DURATION_BOUNDS_NS."""

@@ -146,6 +146,8 @@ def _copies(worker: Observed) -> Values:
     refused = ((reason.replace(" ", "_"), n) for reason, n in metrics.copies_refused_by.items())
     return {
         names.COPIES_QUEUED: [((), len(jobs.queue))],
+        names.COPY_SHARE: [((), worker.copier.governor.share)],
+        names.SOURCE_SLOWDOWN: [((), worker.copier.governor.pressure)],
         names.COPIES_ACTIVE: [((), jobs.active)],
         names.COPIES_COMPLETED: [((), metrics.copies_completed)],
         names.COPIES_FAILED: _labelled(metrics.copy_errors.by_name.items()),

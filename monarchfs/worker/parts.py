@@ -37,7 +37,7 @@ from monarchfs.index import OnChange
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.arrivals import Arrivals
-from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.copier import Copier, CopyLimits
 from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.scan import Scan
 from monarchfs.prefetch.touch import Touch
@@ -139,10 +139,13 @@ class Parts:
             self.cache,
             self.metrics,
             nursery,
-            copy_workers=config.copy_workers,
+            limits=CopyLimits(
+                config.copy_workers,
+                config.prefetch_bytes_per_second,
+                config.prefetch_floor / 100,
+            ),
             keeps=config.prefetch is not PrefetchMode.NONE,
             trusts_times=config.freshness.mode is FreshnessMode.IMMUTABLE,
-            rate=config.prefetch_bytes_per_second,
         )
         freshness = Freshness(
             config.freshness.mode, int(config.freshness.ttl_seconds * NS), bootstrap.mount_ns

@@ -126,6 +126,8 @@ def status(worker: Observed) -> dict[str, Any]:
             "left_bytes": sum(map(_left, worker.copier.jobs.background)),
             "scanning": worker.scan.running,
             "idle_since_uptime_seconds": worker.copy_idle.since_uptime_seconds,
+            "share": round(worker.copier.governor.share, 3),
+            "held_back": worker.copier.governor.reason,
             "completed": metrics.copies_completed,
             "failed": metrics.copies_failed,
             "refused": metrics.copies_refused,

@@ -11,6 +11,7 @@ import trio
 import trio.testing
 
 from monarchfs.prefetch import copier
+from monarchfs.prefetch.governor import TargetWindow
 from monarchfs.prefetch.queue import Priority
 from monarchfs.types import Lane
 from tests.support.layouts import RELEASED, plain
@@ -141,3 +142,34 @@ async def test_a_file_on_tape_is_not_touched(area: Area) -> None:
         with pytest.raises(OSError, match="archive"):
             await mirror.source.touch(*place, Lane.BACKGROUND)
         assert (area.source / "taped").stat().st_atime_ns == before
+
+
+async def test_a_slow_target_alone_gives_way(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a window of one read for target 0, and of four for the other one."""
+    monkeypatch.setattr(copier, "MAX_UNIT_BYTES", MIB)
+    monkeypatch.setattr(TargetWindow, "record", lambda *_: None)
+    names = [f"f{number}" for number in range(6)]
+    layouts = {name: plain([number % 2]) for number, name in enumerate(names)}
+    for name in names:
+        area.write(name, content(8 * MIB))
+    async with area.mount(copy_workers=4, floor=0.25) as mirror:
+        give_layouts(mirror, layouts)
+        for target, slots in ((None, 4), (0, 1), (1, 4)):
+            mirror.copier.governor.window(target).size = slots
+        gate = mirror.posix.faults.gate("read")
+        for name in names:
+            await mirror.want(name)
+        most: Counter[int] = Counter()
+        for number in range(40):
+            await gate.arrived(1)
+            await trio.testing.wait_all_tasks_blocked()
+            under_way = Counter(
+                fetch.target for fill in mirror.copier.jobs.background for fetch in fill._fetches
+            )
+            for target in (0, 1):
+                most[target] = max(most[target], under_way[target])
+            gate.release(number % gate.waiting)
+        gate.open()
+        await mirror.settled()
+        assert most[0] == 1
+        assert most[1] > 1

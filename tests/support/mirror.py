@@ -25,7 +25,7 @@ from monarchfs.fs.xattrs import Xattrs
 from monarchfs.index import Index
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.arrivals import Arrivals
-from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.copier import Copier, CopyLimits
 from monarchfs.prefetch.fetch import State
 from monarchfs.prefetch.queue import Priority
 from monarchfs.source.source import Source
@@ -108,6 +108,7 @@ class Area:
         deadline: float = 5.0,
         copy_workers: int = 2,
         rate: int = 0,
+        floor: float = 1.0,
         boot_id: bytes = b"first boot",
         partial_min_bytes: int = 2 * MIB,
         eviction: EvictionPolicy = EvictionPolicy.KEEP,
@@ -159,7 +160,7 @@ class Area:
                 freshness = Freshness(mode, int(ttl * NS), time.time_ns())
                 mirror = Mirror(
                     self, index, posix, whole, opened, cache, threads, metrics, freshness, nursery,
-                    keeps=keeps, deadline=deadline, copy_workers=copy_workers, rate=rate,
+                    keeps=keeps, deadline=deadline, limits=CopyLimits(copy_workers, rate, floor),
                 )  # fmt: skip
                 stack.callback(mirror.cache.close)
                 await nursery.start(mirror.source.watch)
@@ -197,8 +198,7 @@ class Mirror:
         *,
         keeps: bool,
         deadline: float,
-        copy_workers: int,
-        rate: int,
+        limits: CopyLimits,
     ) -> None:
         self.area = area
         self.index = index
@@ -208,7 +208,7 @@ class Mirror:
         self.nursery = nursery
         self.metrics = metrics
         self.source = Source(
-            posix, background_threads=copy_workers + 8, stuck_seconds=0.25, deadline=deadline
+            posix, background_threads=limits.workers + 8, stuck_seconds=0.25, deadline=deadline
         )
         self.local = threads.limiter
         self.cache = cache
@@ -218,10 +218,9 @@ class Mirror:
             self.cache,
             self.metrics,
             nursery,
-            copy_workers=copy_workers,
+            limits=limits,
             keeps=keeps,
             trusts_times=freshness.mode is FreshnessMode.IMMUTABLE,
-            rate=rate,
         )
         self.tree = Tree(index, self.source, freshness, self.metrics, nursery, deadline=deadline)
         self.kernel = RecordingKernel()

@@ -124,6 +124,7 @@ VALUES = {
     "scrub": "20M",
     "share": "partition",
     "prefetch_rate": "20M",
+    "prefetch_floor": "10",
     "prefetch_jitter": "30s",
 }
 

@@ -1,0 +1,271 @@
+"""How many reads of the source may be under way that nobody waits for. Pure; seconds and bytes.
+
+Other jobs use the source as well. When it gets slower than usual, copying gives way: the number of
+copies at once is halved (multiplicative decrease), and grows by one at a time (additive increase)
+when it is as fast as usual again. So the nodes of a job share what is left without knowing of each
+other. Readers' own reads are never held back.
+
+"Slower than usual" means both: a read takes longer than the best that was seen of its kind, and the
+source gives us less in all than the best that was seen. Our own reads, however many, make each
+other slow; but then the source gives as much as ever. That is pressure only where they queue
+for longer than two reads take: more reads at once than that bring nothing.
+
+The best is forgotten after a while, as a source can become another. Reads that are made while many
+of our own are under way would then show our own queue as the best. So now and then one read is made
+at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+SLOW_TIMES = 1.4
+"""The source is slow where it takes so many times longer, and gives as many times less."""
+
+SLOW_ROUNDS = 2
+"""It has to be for so many rounds: a machine may be busy for a moment."""
+
+QUEUE_TIMES = 2.5
+"""Our own reads may make a read take so many times longer."""
+
+ROUND_SECONDS = 0.5
+ROUND_READS = 4
+"""What at least so many reads took in so much time is judged together."""
+
+PERIOD_ROUNDS, PERIODS = 10, 12
+"""The best of the last minute of reading counts. They are counted in rounds: while nothing is
+read, nothing is forgotten."""
+
+PROBE_ROUNDS = PERIOD_ROUNDS * PERIODS // 2
+PROBE_READS = 3
+MOST_REST_SECONDS = 1.0
+
+LARGE_BYTES = 256 << 10
+"""Larger reads are compared by their bandwidth, others with those of about their size."""
+
+
+class Lowest:
+    """The lowest value of some time. Changing: ``value`` (infinite before the first); the lowest of
+    each period."""
+
+    def __init__(self) -> None:
+        self.value = math.inf
+        self._periods: deque[float] = deque([math.inf], maxlen=PERIODS)
+
+    def see(self, value: float) -> None:
+        self._periods[-1] = min(self._periods[-1], value)
+        self.value = min(self.value, value)
+
+    def next_period(self) -> None:
+        self._periods.append(math.inf)
+        lowest = min(self._periods)
+        self.value = lowest if lowest < math.inf else self.value
+
+
+@dataclass(slots=True)
+class Round:
+    """Reads that are judged together: since when; seconds of each, by kind; their number and bytes,
+    and readers' number and bytes at its begin."""
+
+    began: float
+    readers: tuple[int, int]
+    seconds: dict[int, list[float]]
+    reads: int = 0
+    bytes: int = 0
+
+
+class TargetWindow:
+    """What may be under way of one storage target, or of a source without known ones.
+
+    Constant: ``floor`` and ``most``, the least and the most reads at once; below 1, a single one
+    has pauses. Changing: ``size``, how many may be now; how many are; until when none may begin;
+    ``pressure``, how many times slower than usual the source is; ``backoffs``; the usual; the
+    round; whether the number still doubles, as at the beginning (``_starts``).
+    """
+
+    def __init__(self, floor: float, most: int) -> None:
+        self.size = float(most) if floor >= most else 1.0
+        self.pressure = 1.0
+        self.backoffs = 0
+        self._floor = floor
+        self._most = most
+        self._under_way = 0
+        self._rest_until = 0.0
+        self._usual: dict[int, Lowest] = {}
+        self._read_cost, self._byte_cost = Lowest(), Lowest()
+        self._round: Round | None = None
+        self._rounds = self._low_at = 0
+        self._starts = True
+        self._slow_rounds = 0
+        self._alone = -1
+        """While probing: how many reads were made alone; else -1."""
+
+    @property
+    def share(self) -> float:
+        """How much of ``most`` is allowed."""
+        return 1.0 if self._starts else min(1.0, self.size / self._most)
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether it was slower than usual a moment ago, and the window has not grown back."""
+        return self.backoffs > 0 and self.size < self._most
+
+    def wait(self, now: float) -> float | None:
+        """Seconds until another read may begin; None: when one has ended."""
+        if self._under_way >= (1 if self._alone >= 0 else max(1, int(self.size))):
+            return None
+        return max(0.0, self._rest_until - now)
+
+    def began(self) -> None:
+        self._under_way += 1
+
+    def ended(self, now: float, seconds: float) -> None:
+        """A read that took so long has ended, or hangs: another may begin."""
+        self._under_way -= 1
+        if self.size < 1:
+            self._rest_until = now + min(seconds * (1 / self.size - 1), MOST_REST_SECONDS)
+
+    def record(
+        self, now: float, seconds: float, size: int, count: int, readers: tuple[int, int]
+    ) -> None:
+        """The source has just taken so long for each of ``count`` reads of ``size`` bytes, one
+        after the other. ``readers``: how many reads were made for readers until now, and their
+        bytes."""
+        if self._floor >= self._most:
+            return
+        if self._round is None:
+            self._round = Round(now - seconds * count, readers, {})
+        seen = self._round
+        seen.reads += count
+        seen.bytes += size * count
+        if self._alone >= 0:
+            self._alone += self._under_way <= 1
+            if self._alone <= 1:
+                return  # it began beside others
+        kind, measured = _kind(seconds, size)
+        seen.seconds.setdefault(kind, []).append(measured)
+        if self._alone >= 0:
+            if self._alone > PROBE_READS:
+                self._take_usual(seen)
+                self._alone, self._round = -1, None
+                self._low_at = self._rounds
+        elif self._is_over(seen, now):
+            self._judge(seen, now, readers)
+
+    def _is_over(self, seen: Round, now: float) -> bool:
+        reads = sum(map(len, seen.seconds.values()))
+        return reads >= ROUND_READS and (self._starts or now - seen.began >= ROUND_SECONDS)
+
+    def _judge(self, seen: Round, now: float, readers: tuple[int, int]) -> None:
+        elapsed = max(now - seen.began, 1e-9)
+        reads = seen.reads + readers[0] - seen.readers[0]
+        size = seen.bytes + readers[1] - seen.readers[1]
+        if elapsed >= ROUND_SECONDS:
+            self._rounds += 1
+            self._read_cost.see(elapsed / reads)
+            self._byte_cost.see(elapsed / max(size, 1))
+            if self._rounds % PERIOD_ROUNDS == 0:
+                for lowest in (self._read_cost, self._byte_cost, *self._usual.values()):
+                    lowest.next_period()
+        longer = self._take_usual(seen)
+        less = math.inf
+        if self._rounds:
+            less = elapsed / max(reads * self._read_cost.value, size * self._byte_cost.value)
+        self.pressure = min(longer, less) if self._rounds else 1.0
+        self._change(longer)
+        if self.size <= 1:
+            self._low_at = self._rounds
+        elif self._rounds - self._low_at >= PROBE_ROUNDS:
+            self._alone = 0
+        self._round = Round(now, readers, {})
+
+    def _take_usual(self, seen: Round) -> float:
+        """How many times longer than usual the reads took, those of the commonest kind."""
+        for kind, seconds in seen.seconds.items():
+            self._usual.setdefault(kind, Lowest()).see(median(seconds))
+        kind, seconds = max(seen.seconds.items(), key=lambda item: len(item[1]))
+        return median(seconds) / self._usual[kind].value
+
+    def _change(self, longer: float) -> None:
+        slow = self.pressure > SLOW_TIMES
+        self._slow_rounds = self._slow_rounds + 1 if slow else 0
+        if self._slow_rounds >= SLOW_ROUNDS:
+            self.size = max(self._floor, self.size / 2)
+            self.backoffs += 1
+            self._starts = False
+        elif slow:
+            return
+        elif longer > QUEUE_TIMES:
+            self.size = max(min(self.size, 2.0), self.size - 1)
+            self._starts = False
+        else:
+            self.size = min(self._most, self.size * 2 if self._starts else self.size + 1)
+            self._starts = self._starts and self.size < self._most
+
+
+def _kind(seconds: float, size: int) -> tuple[int, float]:
+    """What a read is compared with, and its measure for that."""
+    if size >= LARGE_BYTES:
+        return -1, seconds / size
+    return size.bit_length() // 2, seconds
+
+
+class Governor:
+    """Constant: the limits. Changing: the window of each storage target (None: not known, or there
+    are none)."""
+
+    def __init__(self, most: int, floor: float, readers: Callable[[], tuple[int, int]]) -> None:
+        """``most`` reads at once of each target, ``floor`` of that at least (0 to 1; with 1 nothing
+        is ever held back). ``readers`` tells how many reads were made for readers, and their
+        bytes."""
+        self._most = most
+        self._floor = floor * most
+        self._readers = readers
+        self._windows: dict[int | None, TargetWindow] = {None: TargetWindow(self._floor, most)}
+
+    def window(self, target: int | None) -> TargetWindow:
+        window = self._windows.get(target)
+        if window is None:
+            window = self._windows[target] = TargetWindow(self._floor, self._most)
+        return window
+
+    def wait(self, now: float, target: int | None) -> float | None:
+        """Seconds until another read of the target may begin; None: when one has ended."""
+        return self.window(target).wait(now)
+
+    def rest(self, now: float) -> float:
+        """Seconds until a read may begin that may not now; infinite where one has to end first."""
+        waits = (window.wait(now) for window in self._windows.values())
+        return min((wait for wait in waits if wait), default=math.inf)
+
+    def record(
+        self, now: float, target: int | None, seconds: float, size: int, count: int = 1
+    ) -> None:
+        """The source has just taken so long for each of ``count`` reads of ``size`` bytes."""
+        # Which targets readers' reads went to is not known.
+        readers = self._readers() if target is None else (0, 0)
+        self.window(target).record(now, seconds, size, count, readers)
+
+    @property
+    def share(self) -> float:
+        """How much of all its reads the target that is held back most may be given, 0 to 1."""
+        return min(window.share for window in self._windows.values())
+
+    @property
+    def pressure(self) -> float:
+        """How many times slower than usual the slowest target is."""
+        return max(window.pressure for window in self._windows.values())
+
+    @property
+    def reason(self) -> str | None:
+        """Why something is held back; None where nothing is."""
+        held = {target: one for target, one in self._windows.items() if one.gives_way}
+        if not held:
+            return None
+        target, window = max(held.items(), key=lambda item: item[1].pressure)
+        what = "the source" if target is None else f"storage target {target}"
+        return f"{what} was {window.pressure:.1f} times slower than usual"
