@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import trio
-import trio.testing
 
 from monarchfs.cache.replicas import Reservation
 from monarchfs.placement import placement
 from monarchfs.prefetch.fetch import CHUNK_BYTES
 from monarchfs.types import ReplicaState
 from tests.support.faults import disk_is_full
-from tests.support.mirror import KIB, MIB, Area, Mirror, content
+from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
 
 LARGE = content(5 * MIB + 5, 2)
 
@@ -78,7 +77,7 @@ async def test_a_copy_that_the_end_of_the_mount_interrupts_is_resumed(
             await gate.arrived()
             gate.release()
         await gate.arrived()
-        await trio.testing.wait_all_tasks_blocked()
+        await until(lambda: mirror.copier.jobs.copied_bytes([handle.ino]) > 0, "a first part")
         if closed:
             handle.release()
         mirror.nursery.cancel_scope.cancel()
