@@ -94,9 +94,10 @@ class Listings(TreeTables):
             number = get(source_key, None, by_source)
             cookie = get(prefix + name, None, names)
             seen = sequence
-            known = None
+            known = fresh = None
             if cookie is None:
-                cookie = pack(next_id)
+                # Also the number of the file, if it is new: see ``_put_name``.
+                cookie = fresh = pack(next_id)
                 next_id += 1
                 put(prefix + name, cookie, db=names)
             else:
@@ -110,8 +111,10 @@ class Listings(TreeTables):
             if number is not None and self._contradicts(txn, number, type_, now_ns):
                 number = None
             if number is None:
-                number = pack(next_id)
-                next_id += 1
+                if fresh is None:
+                    fresh = pack(next_id)
+                    next_id += 1
+                number = fresh
                 put(source_key, number, db=by_source)
             if known is not None and known != number:
                 self._on_name(parent, name)

@@ -137,8 +137,9 @@ class TreeTables(Outdated):
             else:
                 self._outdate(txn, number, value, now_ns)
                 changed, number = number, None
+        fresh = None
         if number is None:
-            number = ID.pack(self._new_ids(txn))
+            number = fresh = ID.pack(self._new_ids(txn))
             txn.put(source_key, number, db=self._db.by_source)
             if changed is not None:
                 self._move_pin(txn, changed, number)
@@ -146,10 +147,8 @@ class TreeTables(Outdated):
         # The source's root may be mounted below itself again; the root stays where it is.
         place = (ROOT_INO, b"") if ino == ROOT_INO else (parent, name)
         node = self._put_node(txn, Node(ino, stat, *place, now_ns, False, target))
-        # No listing under way removes the name: each began before the last number was given out.
-        seen = self._next_id - 1
         type_ = FILE_TYPES[stat.mode >> 12 & 15]
-        return node, self._put_name(txn, parent, name, type_, ino, now_ns, seen)
+        return node, self._put_name(txn, parent, name, type_, ino, now_ns, fresh)
 
     def record_missing(self, parent: int, names: Sequence[bytes]) -> list[int | None]:
         """Record that ``parent`` has no such names. Returns the numbers for which they stood, if
@@ -181,15 +180,18 @@ class TreeTables(Outdated):
         type_: int,
         ino: int,
         checked_ns: int,
-        seen: int,
+        fresh: bytes | None,
     ) -> int | None:
-        """Make ``name`` stand for ``ino``, with the cookie it has or a new one. Returns the number
-        for which it stood before."""
+        """Make ``name`` stand for ``ino``, with the cookie it has or a new one: ``fresh`` (the
+        inode's own number, if it is new), or another. Numbers of new files then follow each other,
+        and so do their rows. Returns the number for which the name stood before."""
         key = ID.pack(parent)
+        # No listing under way removes the name: each began before the last number was given out.
+        seen = self._next_id - 1
         before: int | None = None
         cookie = txn.get(key + name, None, self._db.names)
         if cookie is None:
-            cookie = ID.pack(self._new_ids(txn))
+            cookie = fresh or ID.pack(self._new_ids(txn))
             txn.put(key + name, cookie, db=self._db.names)
         else:
             before = ENTRY.unpack_from(txn.get(key + cookie, None, self._db.entries))[1]

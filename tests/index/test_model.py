@@ -52,7 +52,8 @@ Place = tuple[int, bytes]
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """The index does what dictionaries would, and no number ever stands for two things."""
+    """The index does what dictionaries would. No number ever stands for two inodes, no cookie for
+    two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,6 +71,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.pins: set[int] = set()
         self.boot = 0
         self.given: set[int] = set()
+        self.given_cookies: set[int] = set()
         # What others may have seen and not been told to forget.
         self.shown: dict[tuple[int, bytes], Node] = {}
         self.listen()
@@ -96,7 +98,9 @@ class IndexMachine(RuleBasedStateMachine):
         dirent = self.index.dirent(parent, name)
         assert dirent is not None
         if (parent, name) not in self.cookies:
-            self.new(dirent.cookie)
+            assert dirent.cookie >= 16
+            assert dirent.cookie not in self.given_cookies
+            self.given_cookies.add(dirent.cookie)
         self.cookies[parent, name] = dirent.cookie
         before = self.names.get((parent, name))
         if before is not None and before[0] in self.pins and before[0] != ino:
