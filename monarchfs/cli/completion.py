@@ -53,7 +53,7 @@ _COMPLETED: Mapping[str, Mapping[str, object]] = {
     "source": shtab.DIRECTORY,
     "name": shtab.FILE,
     "config": shtab.FILE,
-    **dict.fromkeys(("file", "html", "trace"), shtab.FILE),
+    **dict.fromkeys(("file", "html", "trace", "list"), shtab.FILE),
     "user": _USERS,
 }
 """By the name of an argument, whatever the command. Those of options are in their table."""

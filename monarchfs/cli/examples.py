@@ -177,12 +177,17 @@ Exit code: 0, or 1 if the source does not answer.""",
   monarchfs analyze imagenet.rec
   monarchfs analyze imagenet.rec --html imagenet.html
   monarchfs analyze imagenet.rec --trace imagenet.json --json
+  monarchfs analyze --darshan me_train_id1234.darshan --list order.txt
 
 Says whether reading its input was what the job waited for, what that waited for, and what other
 tiers or settings would bring. For that it replays the recording through the placement that mounts
 use. Two recorded epochs say most. The trace is for ui.perfetto.dev or chrome://tracing.
 
-Exit code: 0, also without a verdict; 1 if FILE is no recording.""",
+With --darshan it says of a job that did not use a mount whether one would have helped, from its log
+of Darshan (several, if each process has its own), and with --list writes the files that it read,
+for mount --prefetch. That needs pydarshan: pip install 'monarchfs[darshan]'.
+
+Exit code: 0, also without a verdict; 1 if FILE is no recording, or no log.""",
     "index": """\
   monarchfs index export /lustre/imagenet imagenet.index
   sbcast imagenet.index /tmp/imagenet.index

@@ -272,11 +272,17 @@ def _add_plan(commands: _Commands) -> None:
 
 
 def _add_analyze(commands: _Commands) -> None:
-    summary = "say what limited a job, from the recording of its mount"
+    summary = "say what limited a job, from the recording of its mount, or from Darshan"
     option = _add_command(commands, "analyze", summary, json=True).add_argument
-    option("file", help="what monarchfs record wrote")
+    option("file", nargs="+", help="what monarchfs record wrote; with --darshan, logs of one job")
     option("--html", metavar="FILE", help="also write a page with plots to FILE")
     option("--trace", metavar="FILE", help="also write a trace for Perfetto or Chrome to FILE")
+    darshan = "FILE is a log of Darshan: would a mount have helped that job?"
+    option("--darshan", action="store_true", help=darshan)
+    source = "with --darshan: the dataset's directory (default: where most was read)"
+    option("--source", metavar="DIR", help=source)
+    listed = "with --darshan: also write a list of the job's files for --prefetch"
+    option("--list", metavar="LIST", help=listed)
 
 
 def _add_index(commands: _Commands) -> None:

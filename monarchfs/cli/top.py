@@ -23,6 +23,8 @@ from monarchfs.control.messages import SILENCE_SECONDS
 from monarchfs.control.registration import Registered
 from monarchfs.insight.live import Interval, LiveRates
 from monarchfs.insight.recording import AnsweredBy, File
+from monarchfs.insight.tables import Grid
+from monarchfs.insight.text import aligned
 from monarchfs.supervisor.recover import required
 from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
@@ -228,11 +230,8 @@ class _Shown:
         usage: Usage = moment.seen
         clock = time.strftime("%Y-%m-%dT%H:%M:%S")
         yield f"{clock} {printable(self._mountpoint)}, {usage.seconds:.1f} s: {self._notes(usage)}"
-        cells = [(self._who, *_NUMBERS, "answered by"), *self._cells(usage, _ROWS)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        for first, *numbers, last in cells:
-            middle = (cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True))
-            yield "  ".join(("", first.ljust(widths[0]), *middle, last)).rstrip()
+        headings = (self._who, *_NUMBERS, "answered by")
+        yield from aligned(Grid("", "", headings, list(self._cells(usage, _ROWS))))
 
     def draw(self, moment: Moment, height: int, footer: str) -> RenderableType:
         usage: Usage = moment.seen

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from monarchfs.insight.results import Analysis
+from monarchfs.insight.results import Analysis, Conclusion
 from monarchfs.insight.tables import Grid, grids, headline, pattern_lines
 from monarchfs.text.escaping import printable
 
 
 def text_of(analysis: Analysis) -> str:
-    return "\n".join(map(printable, _lines(analysis)))
+    parts = (headline(analysis), analysis.verdict, grids(analysis), pattern_lines(analysis))
+    return "\n".join(map(printable, lines_of(*parts)))
 
 
-def _lines(analysis: Analysis) -> Iterator[str]:
-    yield from (headline(analysis), "", *analysis.verdict.lines)
-    yield from (f"Note: {one}" for one in analysis.verdict.reservations)
-    for grid in grids(analysis):
-        yield from ("", grid.title, *_aligned(grid))
-    yield from ("", "How files were read", *(f"  {line}" for line in pattern_lines(analysis)))
+def lines_of(
+    head: str, verdict: Conclusion, tables: Iterable[Grid], pattern: Iterable[str]
+) -> Iterator[str]:
+    yield from (head, "", *verdict.lines)
+    yield from (f"Note: {one}" for one in verdict.reservations)
+    for grid in tables:
+        yield from ("", grid.title, *aligned(grid))
+    yield from ("", "How files were read", *(f"  {line}" for line in pattern))
 
 
-def _aligned(grid: Grid) -> Iterator[str]:
+def aligned(grid: Grid) -> Iterator[str]:
     """The first column to the left, the others to the right."""
     rows = [grid.headings, *grid.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,0 +1,316 @@
+"""What a log of Darshan says about a job that did not use a mount: would one have helped?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from monarchfs.insight.darshan import FileReads, JobReads
+from monarchfs.insight.results import Conclusion
+from monarchfs.insight.tables import Grid
+from monarchfs.insight.text import lines_of
+from monarchfs.insight.verdict import COMPUTE_BOUND, INPUT_BOUND, count, percent
+from monarchfs.plan.fitting import blocks
+from monarchfs.text.sizes import format_bytes, format_seconds
+
+_SHORTEST_SECONDS = 1.0
+_FEWEST_READS = 50
+_MOST_OF_IT = 0.9
+"""The dataset's directory is where so much of what was read lies."""
+
+_WORTH_SAYING = 0.25
+_SMALL_FILE = 1 << 20
+_ROOMS = (0.25, 0.5, 1.0)
+_SLOWEST = 10
+
+
+@dataclass(frozen=True, slots=True)
+class RoomShare:
+    """So many bytes in tiers: how many files fit, in the order in which they were read; which share
+    of the bytes read this job would have had from copies, and the next one like it."""
+
+    bytes: int
+    files: int
+    local_share: float
+    next_local_share: float
+
+
+@dataclass(slots=True)
+class DarshanAnalysis:
+    """Bytes and seconds are of ``files``: those below ``source`` that were read and not written,
+    in the order of their first read."""
+
+    commands: list[str]
+    begun: float
+    seconds: float
+    source: str
+    file_system: str
+    processes: int
+    readers: int
+    waited_share: float
+    waited_seconds: float
+    meta_seconds: float
+    reads: int
+    bytes: int
+    distinct_bytes: int
+    extent_bytes: int
+    small_share: float | None
+    sequential_share: float | None
+    written_files: int
+    other_bytes: int
+    rooms: list[RoomShare]
+    slowest: list[FileReads]
+    files: list[FileReads]
+    verdict: Conclusion
+
+
+def analyze_darshan(job: JobReads, source: str | None, listed: str | None) -> DarshanAnalysis:
+    """``source``: the dataset's directory; the commonest one if None. ``listed``: where the files
+    are listed for ``--prefetch``."""
+    read = [one for path, one in job.files.items() if path not in job.written]
+    source = commonest(read) if source is None else os.path.normpath(source)
+    below = source.rstrip("/") + "/"
+    files = sorted(
+        (one for one in read if one.path.startswith(below)), key=lambda one: (one.first, one.path)
+    )
+    waited = sum(one.seconds for one in files)
+    sized = sum(one.sized for one in files)
+    found = DarshanAnalysis(
+        commands=job.commands,
+        begun=job.begun,
+        seconds=job.ended - job.begun,
+        source=source,
+        file_system=_file_system(source, job),
+        processes=job.processes,
+        readers=job.readers,
+        waited_share=min(1.0, waited / job.process_seconds) if job.process_seconds else 0.0,
+        waited_seconds=waited,
+        meta_seconds=sum(one.meta_seconds for one in files),
+        reads=sum(one.reads for one in files),
+        bytes=sum(one.bytes for one in files),
+        distinct_bytes=sum(one.once for one in files),
+        extent_bytes=sum(one.extent for one in files),
+        small_share=sum(one.small for one in files) / sized if sized else None,
+        sequential_share=sum(one.sequential for one in files) / sized if sized else None,
+        written_files=sum(path.startswith(below) for path in job.written & job.files.keys()),
+        other_bytes=sum(one.bytes for one in read) - sum(one.bytes for one in files),
+        rooms=_rooms(files),
+        slowest=sorted(files, key=lambda one: -one.seconds)[:_SLOWEST],
+        files=files,
+        verdict=Conclusion("unknown", 0, [], []),
+    )
+    found.verdict = _verdict(found, job, listed)
+    return found
+
+
+def paths_of(found: DarshanAnalysis) -> list[str]:
+    """The paths as a list for ``--prefetch`` has them, without those that no line can have."""
+    below = len(found.source.rstrip("/")) + 1
+    return [one.path[below:] for one in found.files if one.worth_copying and "\n" not in one.path]
+
+
+def commonest(files: Sequence[FileReads]) -> str:
+    """The deepest directory with most of the bytes that were read."""
+    weights: dict[str, int] = {}
+    for one in files:
+        directory = os.path.dirname(one.path)
+        while directory != "/":
+            weights[directory] = weights.get(directory, 0) + one.bytes
+            directory = os.path.dirname(directory)
+    least = _MOST_OF_IT * sum(one.bytes for one in files)
+    deep = [directory for directory, size in weights.items() if size >= least]
+    return max(deep, key=lambda directory: directory.count("/"), default="/")
+
+
+def _file_system(source: str, job: JobReads) -> str:
+    """As Darshan saw it mounted; empty if it did not."""
+    place = source
+    while place not in job.mounts and place != "/":
+        place = os.path.dirname(place)
+    return job.mounts.get(place, "")
+
+
+def _rooms(files: Sequence[FileReads]) -> list[RoomShare]:
+    needed = sum(blocks(one.extent) for one in files)
+    total = sum(one.bytes for one in files) or 1
+    rooms = []
+    for share in _ROOMS if needed else ():
+        room = int(share * needed)
+        kept, left = [], room
+        for one in files:
+            if blocks(one.extent) <= left:
+                left -= blocks(one.extent)
+                kept.append(one)
+        later = sum(one.bytes for one in kept)
+        first = later - sum(one.once for one in kept)
+        rooms.append(RoomShare(room, len(kept), first / total, later / total))
+    return rooms
+
+
+def _verdict(found: DarshanAnalysis, job: JobReads, listed: str | None) -> Conclusion:
+    reservations = list(_reservations(found, job))
+    if found.reads < _FEWEST_READS or found.seconds < _SHORTEST_SECONDS:
+        line = (
+            f"No verdict: the job read too little below {found.source}"
+            f" ({count(found.reads, 'read')} in {format_seconds(found.seconds)})."
+        )
+        return Conclusion("unknown", 0, [line], reservations)
+    kind, line = _kind(found)
+    lines = [line, *_helps(kind, found), *_prefetch(kind, found, listed)]
+    return Conclusion(kind, 0, lines, reservations)
+
+
+def _kind(found: DarshanAnalysis) -> tuple[str, str]:
+    many = found.readers != 1
+    who = f"the {found.readers:,} processes that read" if many else "the process that read"
+    waited = (
+        f"{who} spent {percent(found.waited_share)} of the time in reads, opens and look-ups of"
+        f" files below {found.source}"
+    )
+    if found.waited_share >= INPUT_BOUND:
+        return "input-bound", f"Input-bound: {waited}."
+    if found.waited_share >= COMPUTE_BOUND:
+        return "mixed", f"Partly input-bound: {waited}."
+    gain = found.waited_share * found.seconds
+    return "compute-bound", (
+        f"Not input-bound: {waited}. Without any waiting the job would be about"
+        f" {format_seconds(gain)} shorter, of {format_seconds(found.seconds)}."
+    )
+
+
+def _helps(kind: str, found: DarshanAnalysis) -> Iterator[str]:
+    again = 1 - found.distinct_bytes / (found.bytes or 1)
+    room = format_bytes(sum(blocks(one.extent) for one in found.files))
+    if again >= _WORTH_SAYING:
+        yield (
+            f"Files were read again: {percent(again)} of {format_bytes(found.bytes)} would have"
+            f" come from local copies, and all of it in the next such job, with {room} in the tiers"
+            " of the node."
+        )
+    else:
+        yield (
+            f"Nearly all of {format_bytes(found.bytes)} was read once, so within one such job"
+            " copies help only where they are made before they are read. The next such job on the"
+            f" node would find all of it local, with {room} in its tiers."
+        )
+    if kind == "compute-bound":
+        return
+    if found.small_share is not None and found.small_share >= _WORTH_SAYING:
+        order = ""
+        if found.sequential_share is not None and found.sequential_share <= 1 - _WORTH_SAYING:
+            order = f", and {percent(1 - found.sequential_share)} did not follow the one before"
+        yield (
+            f"{percent(found.small_share)} of reads were below 100 KB{order}: they wait for the"
+            " latency of the file system, which local copies do not have."
+        )
+    meta = found.meta_seconds / (found.waited_seconds or 1)
+    if meta >= _WORTH_SAYING:
+        yield (
+            f"{percent(meta)} of the waiting was for opens and look-ups of"
+            f" {count(len(found.files), 'file')}: a mount answers these from what it knows"
+            " (--freshness immutable: all of them)."
+        )
+
+
+def _prefetch(kind: str, found: DarshanAnalysis, listed: str | None) -> Iterator[str]:
+    sparse = [one for one in found.files if not one.worth_copying]
+    if kind == "compute-bound":
+        yield "The default, --prefetch auto, is enough: it spares the file system these reads."
+    elif len(sparse) < len(found.files):
+        name = listed or "LIST"
+        how = "" if listed else ", which analyze writes with --list LIST,"
+        yield (
+            f"--prefetch {name}{how} copies the job's files in the order in which it read them; if"
+            " they are most of the dataset, --prefetch all does, without a list."
+        )
+    if sparse:
+        whole = format_bytes(sum(one.extent for one in sparse))
+        read = format_bytes(sum(one.once for one in sparse))
+        yield (
+            f"Of {count(len(sparse), 'file')} the job read less than half: whole copies would read"
+            f" {whole} instead of {read}, which pays only if they are read again and again. They"
+            " are not in the list."
+        )
+
+
+def _reservations(found: DarshanAnalysis, job: JobReads) -> Iterator[str]:
+    if found.processes > 1:
+        yield (
+            "Darshan does not say which process ran on which node: what is read again counts for"
+            " all of them together. On several nodes it is local where a node reads it again, or"
+            " with --peers."
+        )
+    yield (
+        "Sizes are as far as files were read. A read again may have come from the page cache: it"
+        " took no time then, and a copy would not save any."
+    )
+    if found.waited_share == 1.0:
+        yield "Threads that read at the same time count one by one: the waiting may be less."
+    if found.written_files:
+        written = count(found.written_files, "file")
+        yield f"{written} that the job wrote, too, are left out: a mount is read-only."
+    if found.other_bytes > found.bytes * _WORTH_SAYING:
+        yield f"{format_bytes(found.other_bytes)} were read elsewhere: see --source."
+    if job.partial:
+        yield "Darshan had no memory for all files: some are missing."
+
+
+def text_lines(found: DarshanAnalysis) -> Iterator[str]:
+    return lines_of(_headline(found), found.verdict, _grids(found), _pattern_lines(found))
+
+
+def _headline(found: DarshanAnalysis) -> str:
+    what = found.commands[0] if found.commands and found.commands[0] else "Job"
+    where = f"{found.source} ({found.file_system})" if found.file_system else found.source
+    return (
+        f"{what}: {count(len(found.files), 'file')} read below {where}, in"
+        f" {format_seconds(found.seconds)}, by {found.readers:,} of {found.processes:,} processes"
+    )
+
+
+def _grids(found: DarshanAnalysis) -> Iterator[Grid]:
+    """Those that have rows."""
+    rooms = [
+        (
+            format_bytes(room.bytes),
+            f"{room.files:,}",
+            percent(room.local_share),
+            percent(room.next_local_share),
+        )
+        for room in found.rooms
+    ]
+    below = len(found.source.rstrip("/")) + 1
+    slowest = [
+        (one.path[below:], f"{one.reads:,}", format_bytes(one.bytes), format_seconds(one.seconds))
+        for one in found.slowest
+    ]
+    grid = Grid(
+        "What would be local",
+        "The share of bytes, with so much room in the tiers, if files are kept as they come.",
+        ("room", "files", "this job", "the next one"),
+        rooms,
+    )
+    slow = Grid(
+        "Files that took longest",
+        "Time in reads, opens and look-ups, of all processes together.",
+        ("file", "reads", "read", "time"),
+        slowest,
+    )
+    yield from (one for one in (grid, slow) if one.rows)
+
+
+def _pattern_lines(found: DarshanAnalysis) -> Iterator[str]:
+    mean = found.bytes / (found.reads or 1)
+    line = f"{count(found.reads, 'read')} of {format_bytes(mean)} on average"
+    if found.small_share is not None and found.sequential_share is not None:
+        line += (
+            f"; {percent(found.small_share)} below 100 KB, {percent(found.sequential_share)}"
+            " behind the one before"
+        )
+    yield f"{line}."
+    files = len(found.files) or 1
+    yield (
+        f"{count(len(found.files), 'file')} of {format_bytes(found.extent_bytes / files)} on"
+        f" average, each opened {sum(one.opens for one in found.files) / files:.1f} times."
+    )

@@ -1,0 +1,273 @@
+"""``monarchfs analyze --darshan``: logs that pydarshan ships, and what is said of a job's reads."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs.cli.main import main
+from monarchfs.insight.darshan import FileReads, JobReads, read_logs
+from monarchfs.insight.darshan_verdict import (
+    DarshanAnalysis,
+    analyze_darshan,
+    commonest,
+    paths_of,
+    text_lines,
+)
+from monarchfs.prefetch.scan import read_list
+from monarchfs.types import OperationError
+
+needs_pydarshan = pytest.mark.skipif(
+    find_spec("darshan") is None, reason="needs pydarshan: pip install 'monarchfs[test]'"
+)
+
+MIB = 1 << 20
+
+
+# Logs
+
+
+def logs() -> list[Path]:
+    found = find_spec("darshan")
+    places = [] if found is None else found.submodule_search_locations or []
+    paths = {path.name: path for place in places for path in Path(place).rglob("*.darshan")}
+    return [paths[name] for name in sorted(paths)]
+
+
+def log(name: str) -> str:
+    return str(next(path for path in logs() if path.name.startswith(name)))
+
+
+@needs_pydarshan
+@pytest.mark.parametrize("path", logs(), ids=lambda path: path.name[:30])
+def test_sums_are_those_of_pydarshan(path: Path) -> None:
+    """It reads the same log in another way: as tables."""
+    import darshan
+
+    job = read_logs([str(path)])
+    report = darshan.DarshanReport(str(path), read_all=False)
+    total = reads = seconds = 0.0
+    for module in ("POSIX", "STDIO"):
+        if module not in report.modules:
+            continue
+        report.mod_read_all_records(module)
+        for table, sums in (("counters", ("BYTES_READ", "READS")), ("fcounters", ("F_READ_TIME",))):
+            frame = report.records[module].to_df()[table]
+            named = frame["id"].map(lambda one: report.name_records[one].startswith("/"))
+            values = [float(frame[named][f"{module}_{name}"].clip(lower=0).sum()) for name in sums]
+            if table == "counters":
+                total, reads = total + values[0], reads + values[1]
+            else:
+                seconds += values[0]
+    of_files = job.files.values()
+    assert sum(one.bytes for one in of_files) == total
+    assert sum(one.reads for one in of_files) == reads
+    assert sum(one.read_seconds for one in of_files) == pytest.approx(seconds)
+    assert job.processes == report.metadata["job"]["nprocs"]
+    assert job.readers <= job.processes
+    assert all(one.path.startswith("/") for one in of_files)
+
+
+@needs_pydarshan
+def test_every_log_is_said_something_about(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in logs():
+        assert main(["analyze", "--darshan", str(path)]) == 0
+        said = capsys.readouterr().out
+        assert any(word in said for word in ("o verdict", "nput-bound"))
+
+
+@needs_pydarshan
+def test_several_logs_are_one_job() -> None:
+    one, other = log("pq_app_read_id71317"), log("pq_app_read_id71344")
+    job = read_logs([one, other])
+    assert job.processes == job.readers == 2
+    assert sorted(Path(path).name for path in job.files) == ["A", "C"]
+    assert sum(file.bytes for file in job.files.values()) == 12_300
+    twice = read_logs([one, one])
+    (file,) = twice.files.values()
+    assert (file.bytes, file.extent, file.once) == (20_000, 10_000, 10_000)
+
+
+@needs_pydarshan
+def test_a_job_of_many_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """2,048 processes that all read one file."""
+    listed = tmp_path / "list"
+    arguments = ["analyze", "--darshan", log("sample-badost"), "--list", str(listed), "--json"]
+    assert main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["source"].endswith("/tokio-abc-results/inputs")
+    assert (found["processes"], found["readers"]) == (2048, 2048)
+    assert found["files"][0]["opens"] == 2048
+    assert found["distinct_bytes"] == 808
+    assert found["rooms"][-1]["local_share"] > 0.999
+    assert found["verdict"]["kind"] == "compute-bound"
+    assert read_list(str(listed), []) == [b"posix1m2.in"]
+
+
+@needs_pydarshan
+def test_what_the_job_wrote_is_left_out() -> None:
+    job = read_logs([log("shane_macsio")])
+    found = analyze_darshan(job, "/tmp/test", None)
+    assert found.files == []
+    assert found.written_files == 1
+    assert found.verdict.kind == "unknown"
+
+
+@needs_pydarshan
+def test_a_log_that_is_cut_off(tmp_path: Path) -> None:
+    whole = Path(log("sample-badost")).read_bytes()
+    for length in (8, 100, 1000, len(whole) // 2, len(whole) - 100):
+        path = tmp_path / f"{length}.darshan"
+        path.write_bytes(whole[:length])
+        with pytest.raises(OperationError, match=re.escape(f"{path}: ")):
+            read_logs([str(path)])
+
+
+def test_without_pydarshan_the_remedy_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"3.41\0\0\0\0")
+    for name in [*(name for name in sys.modules if name.split(".")[0] == "darshan"), "darshan"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["analyze", "--darshan", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "pip install 'monarchfs[darshan]'" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--darshan", "{path}"], 1, "not a log of Darshan"),
+        (["--darshan", "/no/such/file"], 1, "/no/such/file"),
+        (["--darshan", "{path}", "--html", "x"], 2, "Darshan has no events"),
+        (["--darshan", "{path}", "--source", "data"], 2, "give the absolute path"),
+        (["{path}", "--list", "x"], 2, "are for --darshan"),
+        (["{path}", "{path}"], 2, "one recording at a time"),
+    ],
+)
+def test_wrong_usage(
+    tmp_path: Path,
+    arguments: list[str],
+    code: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").write_text("nothing")
+    path = str(tmp_path / "file")
+    assert main(["analyze", *(path if word == "{path}" else word for word in arguments)]) == code
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+# The verdict
+
+
+def read_file(path: str, times: int = 1, size: int = 110_000, **more: Any) -> FileReads:
+    """Read whole, so often, in reads of 64 KiB."""
+    reads = -(-size // 65536) * times
+    numbers = {"read_seconds": 0.01 * times, "meta_seconds": 0.001 * times, "small": reads, **more}
+    return FileReads(path, times, reads, times * size, size, sized=reads, **numbers)
+
+
+def job_of(*files: FileReads, seconds: float = 10.0, processes: int = 1, **more: Any) -> JobReads:
+    return JobReads(
+        ["train.py"],
+        begun=100.0,
+        ended=100.0 + seconds,
+        processes=processes,
+        readers=processes,
+        process_seconds=processes * seconds,
+        files={one.path: one for one in files},
+        **more,
+    )
+
+
+def dataset(times: int = 1, **more: Any) -> list[FileReads]:
+    return [read_file(f"/d/train/{n % 9}/{n}", times, first=1000.0 - n, **more) for n in range(500)]
+
+
+def words(found: DarshanAnalysis) -> str:
+    return " ".join(found.verdict.lines)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kind"), [(6.0, "input-bound"), (20.0, "mixed"), (100.0, "compute-bound")]
+)
+def test_how_much_a_job_waited(seconds: float, kind: str) -> None:
+    found = analyze_darshan(job_of(*dataset(), seconds=seconds), None, None)
+    assert found.verdict.kind == kind
+    assert found.waited_share == pytest.approx(5.5 / seconds)
+    assert found.source == "/d/train"
+    assert ("shorter" in words(found)) == (kind == "compute-bound")
+
+
+def test_epochs_read_again() -> None:
+    found = analyze_darshan(job_of(*dataset(4)), "/d", None)
+    assert "75% of 210M would have come from local copies" in words(found)
+    assert found.rooms[-1].local_share == pytest.approx(0.75)
+    assert found.rooms[-1].next_local_share == pytest.approx(1.0)
+    assert found.rooms[0].local_share == pytest.approx(0.75 / 4, rel=0.02)
+    once = analyze_darshan(job_of(*dataset(1)), "/d", None)
+    assert "was read once" in words(once)
+    assert once.rooms[-1].local_share == 0
+
+
+def test_the_list_has_the_order_of_the_job(tmp_path: Path) -> None:
+    odd = read_file("/d/train/a\nb", first=1.0)
+    found = analyze_darshan(job_of(*dataset(), odd), "/d/", "/home/me/list")
+    assert paths_of(found) == [f"train/{n % 9}/{n}" for n in reversed(range(500))]
+    assert "--prefetch /home/me/list copies" in words(found)
+
+
+def test_large_files_of_which_little_is_read_are_not_listed() -> None:
+    shard = read_file("/d/shard", size=64 * MIB)
+    shard.bytes = 2 * MIB
+    found = analyze_darshan(job_of(*dataset(), shard), "/d", None)
+    assert "train/0/0" in paths_of(found)
+    assert "shard" not in paths_of(found)
+    assert "whole copies would read 64M instead of 2.0M" in words(found)
+    shard.read_seconds, shard.reads = 9.0, 500
+    alone = analyze_darshan(job_of(shard), "/d", None)
+    assert "--prefetch" not in words(alone)
+
+
+def test_small_and_random_reads_and_opens() -> None:
+    found = analyze_darshan(job_of(*dataset(meta_seconds=0.01)), "/d", None)
+    assert "100% of reads were below 100 KB, and 100% did not follow" in words(found)
+    assert "50% of the waiting was for opens and look-ups of 500 files" in words(found)
+    files = dataset(sequential=2, small=0)
+    assert "below 100 KB" not in words(analyze_darshan(job_of(*files), "/d", None))
+
+
+def test_what_is_not_known_is_said() -> None:
+    other = read_file("/elsewhere/x", 1000)
+    job = job_of(*dataset(), other, processes=4, partial=True, mounts={"/d": "lustre", "/": "ext4"})
+    found = analyze_darshan(job, "/d/train", None)
+    notes = " ".join(found.verdict.reservations)
+    for said in ("which node", "105M were read elsewhere", "no memory for all files"):
+        assert said in notes, notes
+    assert found.file_system == "lustre"
+    assert next(text_lines(found)).endswith("below /d/train (lustre), in 10 s, by 4 of 4 processes")
+
+
+def test_a_job_that_read_nothing() -> None:
+    found = analyze_darshan(JobReads(), None, None)
+    assert found.verdict.kind == "unknown"
+    assert paths_of(found) == []
+    assert list(text_lines(found))
+
+
+def test_the_commonest_directory() -> None:
+    files = [read_file("/d/a/x", 50), read_file("/d/b/y", 50), read_file("/etc/passwd", 1)]
+    assert commonest(files) == "/d"
+    assert commonest([read_file("/d/a/x")]) == "/d/a"
+    assert commonest([read_file("/a/x"), read_file("/b/x")]) == "/"
