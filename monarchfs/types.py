@@ -183,6 +183,14 @@ class Listing(NamedTuple):
     fetched_ns: int
 
 
+class PeerNames(NamedTuple):
+    """Names of a directory that another node of the job knows, with attributes and targets of
+    links, as the source said at most ``age_ns`` before that node was asked."""
+
+    age_ns: int
+    found: list[tuple[bytes, SourceStat, bytes]]
+
+
 class DirRef(NamedTuple):
     """A directory of the source: its path relative to the root (``b""`` is the root) and its
     st_ino, by which whoever opens it can tell that it is still the same one."""

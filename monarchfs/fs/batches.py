@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 
 import trio
 
 from monarchfs.fs.known import KnownMetadata
 from monarchfs.fs.recorder import Recorder
+from monarchfs.fs.shared_names import SharedNames
 from monarchfs.fs.sibling_names import SiblingNames
 from monarchfs.source.source import Source
 from monarchfs.types import IndexWriteError, Lane, Node
@@ -30,23 +30,46 @@ class BatchLookups:
     """Constant: its parts."""
 
     def __init__(
-        self, source: Source, known: KnownMetadata, recorder: Recorder, siblings: SiblingNames
+        self,
+        source: Source,
+        known: KnownMetadata,
+        recorder: Recorder,
+        siblings: SiblingNames,
+        shared: SharedNames,
     ) -> None:
+        self.shared = shared
         self._source = source
         self._known = known
         self._recorder = recorder
         self._siblings = siblings
 
+    async def find_each(
+        self, parent: int, names: list[bytes], lane: Lane, *, peers: bool = True
+    ) -> dict[bytes, Answer]:
+        """The answers of ``peers`` and other tasks, and those of ``ask_each`` for other names."""
+        found: dict[bytes, Answer] = dict(await self.shared.ask(parent, names, lane, peers=peers))
+        rest = [name for name in names if name not in found]
+        try:
+            answers = await self.ask_each(parent, rest, lane) if rest else []
+        finally:
+            self.shared.asked(parent, rest)
+        found.update(zip(rest, answers, strict=True))
+        return found
+
     async def ask_each(self, parent: int, names: list[bytes], lane: Lane) -> list[Answer]:
-        """Ask about each name, whatever is known, and record the answers. Raises OSError if the
-        directory cannot be used, and IndexWriteError."""
+        """Ask the source about each name, whatever is known, and record the answers. Raises OSError
+        if the directory cannot be used, and IndexWriteError."""
         parts = [names[at : at + BATCH] for at in range(0, len(names), BATCH)]
         answers: list[list[Answer]] = [[] for _ in parts]
         errors: list[OSError | IndexWriteError] = []
 
         async def ask(part: int) -> None:
+            rest = parts[part]
             try:
-                answers[part] = await self._ask_some(parent, parts[part], lane)
+                while rest:
+                    some = await self._ask_some(parent, rest, lane)
+                    answers[part] += some
+                    rest = rest[len(some) :]
             except (OSError, IndexWriteError) as exc:
                 errors.append(exc)
 
@@ -58,32 +81,39 @@ class BatchLookups:
             raise errors[0]
         return [answer for part in answers for answer in part]
 
-    async def ask_ahead(self, parent: int, names: list[bytes]) -> tuple[int, int]:
+    async def ask_ahead(self, parent: int, names: list[bytes]) -> tuple[Collection[bytes], int]:
         """For ``Statahead``."""
-        answers = await self._ask_some(parent, names, Lane.DEMAND, BATCH_SECONDS)
-        self.publish(parent, names, answers)
-        return len(answers), sum(isinstance(answer, Node) for answer in answers)
+        found: dict[bytes, Answer] = dict(await self.shared.ask(parent, names, Lane.DEMAND))
+        rest = [name for name in names if name not in found]
+        try:
+            if rest:
+                answers = await self._ask_some(parent, rest, Lane.DEMAND)
+                found.update(zip(rest, answers, strict=False))
+        finally:
+            self.shared.asked(parent, rest)
+        self.publish(parent, found)
+        return found.keys(), sum(isinstance(answer, Node) for answer in found.values())
 
-    def publish(self, parent: int, names: list[bytes], answers: Sequence[Answer]) -> None:
+    def publish(self, parent: int, found: Mapping[bytes, Answer]) -> None:
         """Publish the names that were just found."""
-        for name, node in zip(names, answers, strict=False):
+        for name, node in found.items():
             if isinstance(node, Node):
                 self._siblings.publish(parent, name, node, node.fetched_ns)
 
-    async def _ask_some(
-        self, parent: int, names: list[bytes], lane: Lane, seconds: float = math.inf
-    ) -> list[Answer]:
-        """For the first names, as many as can be asked for in ``seconds``, and at least one."""
+    async def _ask_some(self, parent: int, names: list[bytes], lane: Lane) -> list[Answer]:
+        """For the first names, as many as can be asked for in BATCH_SECONDS, and at least one."""
         directory = self._known.directory(parent)
-        asked_ns = time.time_ns()
+        asked_ns, began = time.time_ns(), time.perf_counter()
         with self._recorder.estale_if_replaced(parent):
-            answers = await self._source.found_each(directory, names, lane, seconds)
+            answers = await self._source.found_each(directory, names, lane, BATCH_SECONDS)
+        self.shared.source_took((time.perf_counter() - began) / max(1, len(answers)))
         named = list(zip(names, answers, strict=False))
         found = [(name, *answer) for name, answer in named if not isinstance(answer, OSError)]
         nodes = iter(self._recorder.found_each(parent, found, asked_ns))
         self._recorder.missing(
             parent, [name for name, answer in named if isinstance(answer, _NOT_THERE)]
         )
+        self.shared.asked(parent, names[: len(answers)])
         return [
             None
             if isinstance(answer, _NOT_THERE)

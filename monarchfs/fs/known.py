@@ -36,20 +36,20 @@ class Missing(NamedTuple):
 class KnownMetadata:
     """Methods return None where the source has to be asked first.
 
-    Changing: ``_moved_ns``, when a directory was last seen moved (what is older is not believed);
+    Changing: ``moved_ns``, when a directory was last seen moved (what is older is not believed);
     ``_confirmed``, by directory: ``fetched_ns`` of the listing that was confirmed, and when.
     """
 
     def __init__(self, index: Index, freshness: Freshness) -> None:
         self.index = index
         self.freshness = freshness
-        self._moved_ns = 0
+        self.moved_ns = 0
         self._confirmed: dict[int, tuple[int, int]] = {}
 
     def directory_moved(self, moved_ns: int) -> None:
         """Names that were found earlier may lead elsewhere. With ``immutable`` only those of
         directories."""
-        self._moved_ns = moved_ns
+        self.moved_ns = moved_ns
 
     def lookup(self, parent: int, name: bytes) -> Entry | Missing | None:
         now = time.time_ns()
@@ -70,7 +70,7 @@ class KnownMetadata:
         kept = self.freshness.kept(node, checked_ns, now_ns)
         if kept is None:
             return None
-        if checked_ns < self._moved_ns and (
+        if checked_ns < self.moved_ns and (
             node.stat.is_directory or self.freshness.mode is not FreshnessMode.IMMUTABLE
         ):
             return None

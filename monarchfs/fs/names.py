@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from monarchfs.fs.batches import BatchLookups
 from monarchfs.fs.directories import Directories
@@ -30,6 +31,7 @@ class Names:
         siblings: SiblingNames,
     ) -> None:
         self.ask_each = batches.ask_each
+        self.ask_for_peers = partial(batches.find_each, peers=False)
         self._source = source
         self._known = known
         self._index = known.index
@@ -82,14 +84,24 @@ class Names:
             else:
                 found[name] = None if isinstance(known, Missing) else known.node
         if unknown:
-            answers = await self._batches.ask_each(parent, unknown, lane)
+            answers = await self._batches.find_each(parent, unknown, lane)
             if publish and self._siblings.fits:
-                self._batches.publish(parent, unknown, answers)
-            for name, answer in zip(unknown, answers, strict=True):
+                self._batches.publish(parent, answers)
+            for name, answer in answers.items():
                 found[name] = None if isinstance(answer, OSError) else answer
         return [found[name] for name in names]
 
     async def _fetch(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:
+        shared = self._batches.shared
+        if (node := (await shared.ask(parent, [name], lane)).get(name)) is not None:
+            self._siblings.publish(parent, name, node, node.fetched_ns)
+            return self._known.fresh_entry(node, node.fetched_ns)
+        try:
+            return await self._ask_source(parent, name, lane)
+        finally:
+            shared.asked(parent, [name])
+
+    async def _ask_source(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:
         directory = self._known.directory(parent)
         asked_ns = time.time_ns()
         try:

@@ -121,6 +121,7 @@ class Refresh:
         was recorded until then stays.
         """
         run = _Run()
+        self._tree.shared.refreshed()
         node = await self._walk(run, path)
         if node is not None and node.stat.is_directory:
             run.work.append(_Work(node.ino, -1))

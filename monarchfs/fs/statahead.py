@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 import trio
 
@@ -123,8 +123,8 @@ class _Window:
 class Statahead:
     """Constant: its parts. ``rows`` (directory, cookie, limit) returns entries after the cookie in
     the listing's order, ``count`` (directory, limit) their number; ``lacks`` says whether an entry
-    has to be asked for. ``ask`` asks the source about names of a directory; it returns for how many
-    of them, from the first on, it recorded an answer, and how many it found. It raises OSError and
+    has to be asked for. ``ask`` asks about names of a directory; it returns those for which it
+    recorded an answer, one at least, and how many it found. It raises OSError and
     IndexWriteError."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Statahead:
         rows: Callable[[int, int, int], list[Row]],
         count: Callable[[int, int], int],
         lacks: Callable[[Dirent, Node | None], bool],
-        ask: Callable[[int, list[bytes]], Awaitable[tuple[int, int]]],
+        ask: Callable[[int, list[bytes]], Awaitable[tuple[Collection[bytes], int]]],
     ) -> None:
         self._nursery = nursery
         self._rows = rows
@@ -284,9 +284,9 @@ class Statahead:
                 done, found = await self._ask(parent, batch.names)
                 if not found:
                     window.pause()
-                for name in batch.names[:done]:
+                for name in done:
                     window.coming.pop(name, None)
-                del batch.names[:done]
+                batch.names = [name for name in batch.names if name not in done]
                 batch.waiters.unpark_all()
         except (OSError, IndexWriteError):
             window.pause()

@@ -13,6 +13,7 @@ from monarchfs.fs.freshness import Freshness
 from monarchfs.fs.known import Entry, KnownMetadata, Missing
 from monarchfs.fs.names import Names
 from monarchfs.fs.recorder import Recorder
+from monarchfs.fs.shared_names import SharedNames
 from monarchfs.fs.sibling_names import SiblingNames
 from monarchfs.fs.stale_on_timeout import StaleOnTimeout
 from monarchfs.fs.statahead import Statahead
@@ -25,7 +26,8 @@ __all__ = ["Entry", "Missing", "Tree"]
 
 class Tree:
     """The parts, connected. ``known`` answers without waiting; ``names``, ``attributes`` and
-    ``directories`` ask the source where they have to; ``recorder`` records its answers."""
+    ``directories`` ask the source where they have to; ``recorder`` records its answers;
+    ``shared`` asks the job's other nodes."""
 
     def __init__(
         self,
@@ -48,7 +50,8 @@ class Tree:
         self.known = known = KnownMetadata(index, freshness)
         self.recorder = recorder = Recorder(known, on_moved)
         self.siblings = SiblingNames(known, publish)
-        batches = BatchLookups(source, known, recorder, self.siblings)
+        self.shared = SharedNames(known, recorder, metrics)
+        batches = BatchLookups(source, known, recorder, self.siblings, self.shared)
         statahead = Statahead(
             nursery, index.entries, index.count_entries, known.lacks, batches.ask_ahead
         )

@@ -258,9 +258,9 @@ class Xattrs:
 
     async def _ask_lists(
         self, parent: int, names: Names, lane: Lane, seconds: float
-    ) -> tuple[int, int]:
+    ) -> tuple[Names, int]:
         """Ask for the lists of the first names, as many as can be asked for in ``seconds``. Returns
-        the number of these names, and of the lists."""
+        these names, and the number of the lists."""
         index = self._index
         directory = self._tree.known.directory(parent)
         with self._tree.recorder.estale_if_replaced(parent):
@@ -281,7 +281,7 @@ class Xattrs:
                 plain.append(node.ino)
         index.put_xattrs(rows)
         self._on_plain(plain)
-        return len(answers), len(rows)
+        return names[: len(answers)], len(rows)
 
     # -- rights
 

@@ -126,6 +126,7 @@ class Metrics:
     evictions_manual: int = _count("files", "Replicas that somebody asked to evict")
     touches_completed: int = _count("files", "Files of which a byte was read for --touch-source")
     touches_failed: int = _count("files", "Files that could not be touched in the source")
+    peer_names: int = _count("names", "Names whose attributes came from peers")
     peer_files: int = _count("files", "Small files that were read from peers")
     peer_bytes: int = _count("bytes", "Bytes that were read from peers")
     peer_failures: int = _count("requests", "Requests that peers did not answer, or not in time")

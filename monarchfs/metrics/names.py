@@ -185,6 +185,7 @@ SOURCE_TOUCHES = _counter(
 )
 
 PEERS = _gauge("peers", "Nodes that this mount shares with, by whether they answer", "state")
+PEER_NAMES = _counter("peer_names_total", "Names whose attributes came from peers")
 PEER_FILES = _counter("peer_read_files_total", "Small files read from peers")
 PEER_BYTES = _counter("peer_read_bytes_total", "Bytes read from peers")
 PEER_FAILURES = _counter(

@@ -8,26 +8,32 @@ from urllib.parse import parse_qs
 
 from monarchfs.peers.catalogue import Page, Publisher, encode
 from monarchfs.peers.errors import PeerError
+from monarchfs.peers.names import NamesQuestion, decode_question, encode_answer
 from monarchfs.peers.span_messages import HeldSpan, WantedSpan, decode_wanted, encode_held
 from monarchfs.peers.supply import MOST_SECONDS, Supply, decode
 from monarchfs.system.http_server import HttpRequest, HttpResponse
+from monarchfs.types import PeerNames
 
 BINARY = "application/octet-stream"
+JSON = "application/json"
 
 
 class Service:
-    """Constant: what knows this node's replicas, what copies wanted files, and what answers about
-    large files."""
+    """Constant: what knows this node's replicas, what copies wanted files, what answers about
+    large files, and what about names."""
 
     def __init__(
         self,
         publisher: Publisher,
         supply: Supply,
         held: Callable[[WantedSpan], Awaitable[HeldSpan]],
+        names: Callable[[NamesQuestion], Awaitable[PeerNames]] | None,
     ) -> None:
+        """``names``: None if this mount says nothing about names."""
         self._publisher = publisher
         self._supply = supply
         self._held = held
+        self._names = names
 
     async def answer(self, request: HttpRequest) -> HttpResponse:
         """One request."""
@@ -42,6 +48,9 @@ class Service:
                 case "POST", "/ask/spans":
                     held = [await self._held(one) for one in decode_wanted(request.body)]
                     return HttpResponse(encode_held(held), content_type=BINARY)
+                case "POST", "/ask/names" if self._names is not None:
+                    answer = await self._names(decode_question(request.body))
+                    return HttpResponse(encode_answer(answer), content_type=JSON)
                 case _:
                     return HttpResponse(b"There is nothing here\n", HTTPStatus.NOT_FOUND)
         except (PeerError, KeyError, ValueError) as error:

@@ -178,14 +178,15 @@ class Supply:
         ]
 
     async def _find(self, path: bytes, names: list[bytes], lane: Lane) -> Sequence[Node | None]:
-        parent = await self._directory(path, lane)
+        parent = await self.directory(path, lane)
         if parent is None:
             return [None] * len(names)
         if len(names) == 1:  # this also looks up others in the directory
             return [await self._names.find(parent, names[0], lane)]
         return await self._names.find_each(parent, names, lane)
 
-    async def _directory(self, path: bytes, lane: Lane) -> int | None:
+    async def directory(self, path: bytes, lane: Lane) -> int | None:
+        """The number of the directory at a path. Raises what looking up names raises."""
         if not path:
             return ROOT_INO
         ino = self._directories.get(path)
@@ -193,7 +194,7 @@ class Supply:
             self._directories.move_to_end(path)
             return ino
         above, _, name = path.rpartition(b"/")
-        parent = await self._directory(above, lane)
+        parent = await self.directory(above, lane)
         node = None if parent is None else await self._names.find(parent, name, lane)
         if node is None or not node.stat.is_directory:
             return None

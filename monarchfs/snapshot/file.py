@@ -118,7 +118,7 @@ class Writer:
         self.entries += len(found)
         for start in range(0, len(found), ENTRIES_PER_LINE):
             part = found[start : start + ENTRIES_PER_LINE]
-            self._put(["e", [_entry(one) for one in part]])
+            self._put(["e", [encode_entry(one) for one in part]])
 
     def complete(self) -> None:
         """The directory has no further entries."""
@@ -133,7 +133,8 @@ class Writer:
         self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
 
-def _entry(found: FoundName) -> list[Any]:
+def encode_entry(found: FoundName) -> list[Any]:
+    """One entry, for JSON."""
     entry: list[Any] = [os.fsdecode(found.name), int(found.type), found.ino]
     if found.stat is not None:
         entry += found.stat[2:]
@@ -209,7 +210,7 @@ def _record(line: list[Any]) -> Record:
             _check(abs(mtime_ns) < _MOST_TIME and abs(ctime_ns) < _MOST_TIME, "a time is too far")
             return Begin(_path(path), mtime_ns, ctime_ns)
         case ["e", list(entries)] if len(entries) <= ENTRIES_PER_LINE:
-            return Entries([_found(entry) for entry in entries])
+            return Entries([decode_entry(entry) for entry in entries])
         case ["."]:
             return Complete()
         case ["end", int(directories), int(entries)]:
@@ -218,7 +219,8 @@ def _record(line: list[Any]) -> Record:
             raise MalformedSnapshot("a line is not known")
 
 
-def _found(entry: object) -> FoundName:
+def decode_entry(entry: object) -> FoundName:
+    """What ``encode_entry`` gave. Raises Malformed for anything else."""
     match entry:
         case [str(name), int(type_), int(ino), *attributes]:
             pass

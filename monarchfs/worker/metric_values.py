@@ -184,6 +184,7 @@ def _peers(worker: Observed) -> Values:
     count = 0 if worker.peering is None else len(worker.peering.following.nodes) - 1
     return {
         names.PEERS: _labelled([("up", count - down), ("down", down)]),
+        names.PEER_NAMES: [((), metrics.peer_names)],
         names.PEER_FILES: [((), metrics.peer_files)],
         names.PEER_BYTES: [((), metrics.peer_bytes)],
         names.PEER_FAILURES: [((), metrics.peer_failures)],

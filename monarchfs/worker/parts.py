@@ -220,6 +220,7 @@ class Parts:
                 *(self.tree, self.copier, self.cache, bootstrap.peers),
                 bootstrap.peers_fd,
                 config.share,
+                nursery,
             )
             self.peering.begin(fuse_session.hooks)
         self.misses = Misses(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,8 @@ from monarchfs.peers import _replicas
 from monarchfs.peers.catalogue import Publisher
 from monarchfs.peers.following import Following
 from monarchfs.peers.holdings import IndexHoldings
+from monarchfs.peers.name_supply import NameSupply
+from monarchfs.peers.names import NameOwners
 from monarchfs.peers.nodes import Peers
 from monarchfs.peers.owners import Owners
 from monarchfs.peers.ownership import Ownership
@@ -49,6 +52,7 @@ class Peering:
         message: dict[str, Any],
         descriptor: int,
         share: ShareMode,
+        nursery: trio.Nursery,
     ) -> None:
         """``message``: as ``Peers.to_message`` gives it. Takes 0.1 s for 1,024 nodes."""
         os.set_inheritable(descriptor, False)
@@ -75,7 +79,19 @@ class Peering:
         self._digests = spans.digests
         self._nodes = SpanNodes(copier.jobs, spans.digests, owners, self.following)
         copier.files.nodes = self._nodes
-        self._service = Service(self._publisher, supply, spans.answer)
+        name_owners = NameOwners(owners, peers.own, self.following.answered)
+        tree.shared.bind(name_owners)
+        known = tree.known
+        name_supply = NameSupply(
+            index,
+            lambda asked_ns, node: known.entry(asked_ns, node, time.time_ns()) is not None,
+            tree.names.ask_for_peers,
+            supply.directory,
+            name_owners,
+            nursery,
+        )
+        names = name_supply.answer if tree.freshness.serves_stale else None
+        self._service = Service(self._publisher, supply, spans.answer, names)
         self._lookup = cache.lookup
         if share is not ShareMode.REPLICATE:
             cache.lookup.owns = self._owns_some

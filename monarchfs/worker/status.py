@@ -110,6 +110,7 @@ def status(worker: Observed) -> dict[str, Any]:
             "local_file_bytes": metrics.local_file_bytes,
             "source_file_bytes": metrics.source_file_bytes,
             "peer_file_bytes": metrics.peer_file_bytes,
+            "peer_names": metrics.peer_names,
             "peer_files": metrics.peer_files,
             "peer_bytes": metrics.peer_bytes,
             "relayed_bytes": metrics.relayed_bytes,

@@ -1,0 +1,213 @@
+"""Names and attributes between nodes: who owns a directory, what its owner is asked and answers.
+
+A directory is owned as files are (``ownership``), by its inode number in the source; a large one in
+parts, by hashes of names. Questions and answers are JSON, the entries as in index files
+(``snapshot.file``). Only the source's own file system is shared: the device numbers of others
+differ between nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import trio
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
+
+from monarchfs.peers import _replicas
+from monarchfs.peers.errors import PeerError
+from monarchfs.peers.owners import START_SECONDS
+from monarchfs.peers.ownership import Ownership
+from monarchfs.peers.supply import is_path
+from monarchfs.snapshot.file import FoundName, MalformedSnapshot, decode_entry, encode_entry
+from monarchfs.system.threads import run_sync
+from monarchfs.types import DirRef, FileType, Lane, PeerNames
+
+log = logging.getLogger(__name__)
+
+MOST_NAMES = 256
+"""In one question."""
+
+LARGE_BYTES = 1 << 20
+"""A directory of this size, which has some ten thousand names, is owned in parts."""
+
+PARTS = 4
+
+DEMAND_SECONDS = 0.4
+"""An owner answers a reader's node after this time, with what it has found by then."""
+
+BACKGROUND_SECONDS = 2.0
+MARGIN_SECONDS = 0.4
+"""For the way to the owner and back."""
+
+MOST_ANSWER_BYTES = 1 << 20
+THREADS = 16
+_MOST_AGE = 1 << 63
+
+
+class NamesQuestion(NamedTuple):
+    """Names of the directory with this path and inode number; the answer may be so old when the
+    question is sent. ``demand``: a reader waits."""
+
+    path: bytes
+    ino: int
+    names: list[bytes]
+    most_age_ns: int
+    demand: bool
+
+
+class NameOwners:
+    """Constant: who owns what, this node's number, which nodes have answered, and until when nodes
+    that have not may be starting."""
+
+    def __init__(self, ownership: Ownership, own: int, answered: Sequence[trio.Event]) -> None:
+        """``answered``: of each node, see ``Following``."""
+        self._ownership = ownership
+        self._own = own
+        self._answered = answered
+        self._starts_until = trio.current_time() + START_SECONDS
+        self._threads = trio.CapacityLimiter(THREADS)
+
+    def divide(
+        self, directory: DirRef, size: int, names: Sequence[bytes]
+    ) -> dict[int, list[bytes]]:
+        """The names in a directory of ``size`` bytes that other nodes own, or stand in for, by the
+        node to ask."""
+        found: dict[int, list[bytes]] = {}
+        for part, some in _parts(size, names).items():
+            number = self._whom_to_ask(_key(directory), part)
+            if number != self._own:
+                found.setdefault(number, []).extend(some)
+        return found
+
+    def served(self, directory: DirRef, size: int, names: Sequence[bytes]) -> list[bytes]:
+        """Those of the names that this node owns, or stands in for."""
+        key, serves = _key(directory), self._ownership.serves
+        return [
+            name
+            for part, some in _parts(size, names).items()
+            if serves(self._own, key, part)
+            for name in some
+        ]
+
+    def _whom_to_ask(self, key: bytes, part: int) -> int:
+        owner = self._ownership.number(key, part)
+        if owner == self._own or trio.current_time() < self._starts_until or not _avoided(owner):
+            return owner
+        other = self._ownership.stand_in(key, part)
+        return self._own if _avoided(other) else other
+
+    async def ask(
+        self, owner: int, directory: DirRef, names: list[bytes], most_age_ns: int, lane: Lane
+    ) -> PeerNames | None:
+        """What the owner says about the first of these names; None if it does not answer in time.
+        Raises nothing but Cancelled."""
+        demand = lane is Lane.DEMAND
+        if not demand:
+            with trio.move_on_at(self._starts_until):
+                await self._answered[owner].wait()
+        question = NamesQuestion(
+            directory.path, directory.ino, names[:MOST_NAMES], max(0, most_age_ns), demand
+        )
+        try:
+            return await run_sync(_ask, owner, question, limiter=self._threads)
+        except (OSError, PeerError) as exc:
+            log.debug("peer %d says nothing about names: %s", owner, exc)
+            return None
+
+
+def _key(directory: DirRef) -> bytes:
+    return xxh3_128_digest(b"%d" % directory.ino)
+
+
+def _parts(size: int, names: Sequence[bytes]) -> dict[int, list[bytes]]:
+    """The names in a directory of ``size`` bytes, by the parts in which it is owned."""
+    if size < LARGE_BYTES:
+        return {0: list(names)} if names else {}
+    found: dict[int, list[bytes]] = {}
+    for name in names:
+        found.setdefault(xxh3_64_intdigest(name) % PARTS, []).append(name)
+    return found
+
+
+def _avoided(number: int) -> bool:
+    return bool(_replicas.counts(number)[5])
+
+
+def _ask(owner: int, question: NamesQuestion) -> PeerNames:
+    """For threads."""
+    seconds = (DEMAND_SECONDS if question.demand else BACKGROUND_SECONDS) + MARGIN_SECONDS
+    status, data = _replicas.ask(
+        owner, "/ask/names", encode_question(question), seconds, MOST_ANSWER_BYTES
+    )
+    if status != 200:
+        raise PeerError(f"status {status}")
+    return decode_answer(data)
+
+
+def encode_question(question: NamesQuestion) -> bytes:
+    """What ``decode_question`` reads."""
+    path, ino, names, *rest = question
+    return _json([os.fsdecode(path), ino, list(map(os.fsdecode, names)), *rest])
+
+
+def decode_question(data: bytes) -> NamesQuestion:
+    """Raises PeerError if it is none."""
+    match _parsed(data):
+        case [str(path), int(ino), list(names), int(most_age_ns), bool(demand)] if (
+            0 < ino < 1 << 64 and 0 <= most_age_ns < _MOST_AGE and 0 < len(names) <= MOST_NAMES
+        ):
+            found = NamesQuestion(_bytes(path), ino, list(map(_bytes, names)), most_age_ns, demand)
+            if (not found.path or is_path(found.path)) and all(map(_is_name, found.names)):
+                return found
+    raise PeerError("a question about names is none")
+
+
+def encode_answer(answer: PeerNames) -> bytes:
+    """What ``decode_answer`` reads."""
+    rows = [
+        encode_entry(FoundName(name, FileType.of_mode(stat.mode), stat.ino, stat, target))
+        for name, stat, target in answer.found
+    ]
+    return _json([answer.age_ns, rows])
+
+
+def decode_answer(data: bytes) -> PeerNames:
+    """Raises PeerError if it is none."""
+    match _parsed(data):
+        case [int(age_ns), list(rows)] if 0 <= age_ns < _MOST_AGE and len(rows) <= MOST_NAMES:
+            try:
+                found = [decode_entry(row) for row in rows]
+            except MalformedSnapshot as error:
+                raise PeerError(f"an answer about names is none: {error}") from None
+            return PeerNames(
+                age_ns, [(one.name, one.stat, one.target) for one in found if one.stat is not None]
+            )
+    raise PeerError("an answer about names is none")
+
+
+def _json(value: list[Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _parsed(data: bytes) -> object:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise PeerError("it is no JSON") from None
+
+
+def _bytes(text: object) -> bytes:
+    if not isinstance(text, str):
+        raise PeerError("a name is no text")
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise PeerError("a name has surrogates that stand for no byte") from None
+
+
+def _is_name(name: bytes) -> bool:
+    return len(name) <= 255 and b"/" not in name and is_path(name)

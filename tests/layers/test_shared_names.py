@@ -1,0 +1,296 @@
+"""Names that another node of the job has asked for: two mounts of one source in one process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+import trio
+
+from monarchfs.fs import shared_names, statahead
+from monarchfs.fs.refresh import Refresh
+from monarchfs.fs.tree import Entry
+from monarchfs.peers import name_supply
+from monarchfs.peers.name_supply import NameSupply
+from monarchfs.peers.names import (
+    MOST_NAMES,
+    NamesQuestion,
+    decode_answer,
+    decode_question,
+    encode_answer,
+    encode_question,
+)
+from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane, PeerNames
+from tests.layers.test_statahead import Operations, stat_each
+from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, names
+from tests.support.mirror import Area, Mirror
+
+FILES = 300
+
+
+class Everything:
+    """The owner of all names."""
+
+    def served(self, _directory: DirRef, _size: int, names: Sequence[bytes]) -> list[bytes]:
+        return list(names)
+
+
+class Owner:
+    """``a``, as the other node sees it. ``questions`` counts; ``says`` changes its answers."""
+
+    def __init__(self, a: Mirror) -> None:
+        self.questions = 0
+        self.silent = False
+        self.lies: PeerNames | None = None
+        tree = a.tree
+
+        async def directory(path: bytes, lane: Lane) -> int | None:
+            ino = ROOT_INO
+            for name in filter(None, path.split(b"/")):
+                node = await tree.names.find(ino, name, lane)
+                if node is None:
+                    return None
+                ino = node.ino
+            return ino
+
+        self._supply = NameSupply(
+            a.index,
+            lambda asked_ns, node: tree.known.entry(asked_ns, node, time.time_ns()) is not None,
+            tree.names.ask_for_peers,
+            directory,
+            Everything(),  # type: ignore[arg-type]
+            a.nursery,
+        )
+
+    def divide(
+        self, _directory: DirRef, _size: int, names: Sequence[bytes]
+    ) -> dict[int, list[bytes]]:
+        return {1: list(names)} if names else {}
+
+    async def ask(
+        self, owner: int, directory: DirRef, names: list[bytes], most_age_ns: int, lane: Lane
+    ) -> PeerNames | None:
+        assert owner == 1
+        self.questions += 1
+        if self.silent or self.lies is not None:
+            await trio.lowlevel.checkpoint()
+            return self.lies
+        some = names[:MOST_NAMES]
+        question = NamesQuestion(*directory, some, max(0, most_age_ns), lane is Lane.DEMAND)
+        answer = await self._supply.answer(decode_question(encode_question(question)))
+        return decode_answer(encode_answer(answer))
+
+
+class Alone:
+    """For the owner: all names are its own."""
+
+    def divide(self, *_about: object) -> dict[int, list[bytes]]:
+        return {}
+
+    async def ask(self, *_about: object) -> None:
+        raise AssertionError("nobody asks")
+
+
+class Pair:
+    """``a`` owns all names, ``b`` asks it."""
+
+    def __init__(self, a: Mirror, b: Mirror) -> None:
+        self.a, self.b = a, b
+        self.owner = Owner(a)
+        a.tree.shared.bind(Alone())
+        b.tree.shared.bind(self.owner)
+
+
+def beside(area: Area) -> Area:
+    """Another node's directories, with the same source."""
+    path = Path(f"{area.path}-b")
+    path.mkdir()
+    other = Area(path)
+    other.source.rmdir()
+    other.source.symlink_to(area.source)
+    return other
+
+
+@asynccontextmanager
+async def pair(
+    area: Area, mode: FreshnessMode = IMMUTABLE, ttl: float = 60.0
+) -> AsyncIterator[Pair]:
+    other = beside(area)
+    async with (
+        area.mount(mode=mode, ttl=ttl, copies=False) as a,
+        other.mount(mode=mode, ttl=ttl, copies=False) as b,
+    ):
+        yield Pair(a, b)
+
+
+@pytest.fixture
+def many(area: Area, monkeypatch: pytest.MonkeyPatch) -> Area:
+    monkeypatch.setattr(shared_names, "FACTOR", 1e6)  # this source takes no time
+    monkeypatch.setattr(name_supply, "DEMAND_SECONDS", 60)  # on a busy machine
+    monkeypatch.setattr(shared_names, "JOIN_SECONDS", 60)
+    monkeypatch.setattr(statahead, "PATIENCE_SECONDS", 60)
+    for number in range(FILES):
+        area.write(f"d/{number:04}", b"x" * number)
+    os.symlink("0001", area.source / "d/link")
+    (area.source / "d/sub").mkdir()
+    return area
+
+
+async def go_through(mirror: Mirror) -> dict[bytes, int]:
+    """List the directory and look each name up; the sizes."""
+    d = await mirror.ino("d")
+    found = await stat_each(mirror, d, list(await names(mirror, d)))
+    return {name: size for name, size in found.items() if name not in (b"link", b"sub")}
+
+
+SIZES = {b"%04d" % number: number for number in range(FILES)}
+
+
+@pytest.mark.parametrize("mode", [IMMUTABLE, TTL])
+async def test_the_source_is_asked_once_for_both(
+    many: Area, hours: Hours, mode: FreshnessMode
+) -> None:
+    hours.pass_by(1)  # else the last ones are in the tick of their making
+    async with pair(many, mode) as nodes:
+        a, b = Operations(nodes.a), Operations(nodes.b)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(go_through, nodes.a)
+            nursery.start_soon(go_through, nodes.b)
+        asked = a().get("stat", 0) + b().get("stat", 0)
+        assert FILES <= asked <= FILES + 12, "twice for directories alone"
+        assert await go_through(nodes.b) == SIZES
+        for name in (b"link", b"sub", b"0007"):
+            one, other = [m.tree.known.lookup(await m.ino("d"), name) for m in (nodes.a, nodes.b)]
+            assert isinstance(one, Entry)
+            assert isinstance(other, Entry)
+            assert one.node.stat == other.node.stat
+            assert one.node.target == other.node.target
+
+
+async def test_who_comes_later_asks_the_source_for_nothing_that_a_peer_knows(
+    many: Area, hours: Hours
+) -> None:
+    hours.pass_by(1)
+    async with pair(many) as nodes:
+        await go_through(nodes.a)
+        hours.pass_by(7200)
+        b, a = Operations(nodes.b), Operations(nodes.a)
+        assert await go_through(nodes.b) == SIZES
+        assert b().get("stat", 0) <= 2, "the directory, to list it"
+        assert a() == {}
+        assert nodes.b.metrics.peer_names >= FILES
+
+
+async def test_the_ttl_counts_from_when_the_peer_asked(many: Area, hours: Hours) -> None:
+    hours.pass_by(1)
+    async with pair(many, TTL, ttl=60) as nodes:
+        hours.pass_by(100)
+        assert await go_through(nodes.a) == SIZES
+        hours.pass_by(20)
+        b = Operations(nodes.b)
+        assert await go_through(nodes.b) == SIZES
+        assert b()["stat"] <= 2
+        many.write("d/0007", b"changed")
+        many.write("d/0008", b"also changed")
+        hours.pass_by(39)  # 59 seconds since the peer asked
+        assert await go_through(nodes.b) == SIZES
+        hours.pass_by(2)
+        changed = SIZES | {b"0007": 7, b"0008": 12}
+        assert await go_through(nodes.b) == changed
+        assert await nodes.b.read_file("d/0007") == b"changed"
+
+
+async def test_what_is_old_at_the_peer_is_asked_for_again_by_it(many: Area, hours: Hours) -> None:
+    hours.pass_by(1)
+    async with pair(many, TTL, ttl=60) as nodes:
+        hours.pass_by(100)
+        await go_through(nodes.a)
+        many.write("d/0007", b"another")
+        hours.pass_by(40)  # more than half of the ttl
+        a, b = Operations(nodes.a), Operations(nodes.b)
+        assert (await go_through(nodes.b))[b"0007"] == len(b"another")
+        assert b()["stat"] <= 2
+        assert a()["stat"] >= FILES
+
+
+async def test_with_open_no_peer_is_asked(many: Area) -> None:
+    async with pair(many, OPEN) as nodes:
+        assert await go_through(nodes.b) == SIZES
+        assert nodes.owner.questions == 0
+
+
+async def test_a_version_that_the_source_has_no_more_is_not_believed_again(
+    many: Area, hours: Hours
+) -> None:
+    hours.pass_by(1)
+    async with pair(many) as nodes:
+        await go_through(nodes.a)
+        many.write("d/0007", b"against the promise")
+        d = await nodes.b.ino("d")
+        old = await nodes.b.ino("d/0007")
+        with pytest.raises(OSError, match="another version"):
+            await nodes.b.files.open(old)
+        assert await nodes.b.read_file("d/0007") == b"against the promise"
+        assert nodes.b.index.node(old) is None or await nodes.b.ino("d/0007") != old
+        assert d == await nodes.b.ino("d")
+
+
+async def test_a_refresh_asks_the_source_whatever_peers_say(many: Area, hours: Hours) -> None:
+    hours.pass_by(1)
+    async with pair(many) as nodes:
+        await go_through(nodes.a)
+        await names(nodes.b, await nodes.b.ino("d"))
+        many.write("d/0007", b"changed")
+        hours.pass_by(1)
+        await Refresh(nodes.b.tree, nodes.b.kernel).run()
+        assert (await go_through(nodes.b))[b"0007"] == len(b"changed")
+
+
+@pytest.mark.parametrize("what", ["silent", "too old", "not asked for", "of other files"])
+async def test_a_peer_that_is_no_use(many: Area, hours: Hours, what: str) -> None:
+    hours.pass_by(1)
+    async with pair(many, TTL) as nodes:
+        d = await nodes.a.ino("d")
+        node = await nodes.a.tree.names.find(d, b"0005", Lane.DEMAND)
+        assert node is not None
+        owner = nodes.owner
+        if what == "silent":
+            owner.silent = True
+        elif what == "too old":
+            rows = [(name, node.stat, b"") for name in SIZES]
+            owner.lies = PeerNames(31 * 10**9, rows)
+        elif what == "not asked for":
+            owner.lies = PeerNames(0, [(b"made up", node.stat, b"")])
+        else:
+            # The inode number of one file for all names.
+            owner.lies = PeerNames(0, [(name, node.stat, b"") for name in SIZES])
+        if what != "of other files":
+            assert await go_through(nodes.b) == SIZES
+            assert nodes.b.index.dirent(await nodes.b.ino("d"), b"made up") is None
+            return
+        with suppress(OSError):  # as when the source changes
+            assert await nodes.b.read_file("d/0007") == b"x" * 5, "of that file"
+        owner.lies = None
+        await Refresh(nodes.b.tree, nodes.b.kernel).run()
+        assert await go_through(nodes.b) == SIZES
+        assert await nodes.b.read_file("d/0007") == b"x" * 7
+
+
+async def test_a_peer_that_says_other_attributes_is_found_out_at_the_open(
+    many: Area, hours: Hours
+) -> None:
+    hours.pass_by(1)
+    async with pair(many) as nodes:
+        d = await nodes.a.ino("d")
+        node = await nodes.a.tree.names.find(d, b"0005", Lane.DEMAND)
+        assert node is not None
+        nodes.owner.lies = PeerNames(0, [(b"0005", node.stat._replace(size=1 << 40), b"")])
+        await names(nodes.b, await nodes.b.ino("d"))
+        assert (await nodes.b.node("d/0005")).stat.size == 1 << 40
+        with pytest.raises(OSError, match="another version"):
+            await nodes.b.open("d/0005")
+        assert await nodes.b.read_file("d/0005") == b"x" * 5
