@@ -182,5 +182,7 @@ def _summary(recorder: EventRecorder, output: str) -> str:
         parts.append(f"{recorder.lost:,} events were lost")
     if recorder.stopped:
         parts.append(f"it ended early: {recorder.stopped}")
+    if recorder.hidden == ["lookups"]:
+        parts.append("it has every open and read")
     parts.append(f"not seen: {', '.join(HIDDEN[kind] for kind in recorder.hidden)}")
     return printable(f"monarchfs: {'; '.join(parts)}")

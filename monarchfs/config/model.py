@@ -32,12 +32,14 @@ class PrefetchMode(Enum):
 
 
 class DataPath(Enum):
-    """How bytes of resident files reach their reader: the daemon answers each read, the kernel
-    reads the replica itself, or what is better for the dataset where both are possible."""
+    """How bytes of resident files reach their reader: the daemon answers what is not in the page
+    cache, the kernel reads the replica itself, or what is better for the dataset where both are
+    possible. Or the daemon answers each read and open, so that a recording has them all."""
 
     AUTO = "auto"
     RELAY = "relay"
     PASSTHROUGH = "passthrough"
+    DIRECT = "direct"
 
 
 class ShareMode(Enum):

@@ -109,7 +109,8 @@ OPTIONS: Mapping[str, Option] = {
         values.parse_data_path,
         "PATH",
         "who reads local copies: relay (the daemon), passthrough (the kernel itself; needs a mount"
-        " by root and Linux 6.9 or later), or auto (the default: the better of both)",
+        " by root and Linux 6.9 or later), auto (the default: the better of both), or direct (the"
+        " daemon, without the page cache: a recording then has every read)",
         choices=tuple(path.value for path in DataPath),
     ),
     "scrub": Option(

@@ -69,6 +69,7 @@ static int end_errno;
 
 static int fuse_fd = -1, news_fd = -1;
 static bool free_opens, opens_here = true;
+static uint32_t open_flags = FOPEN_KEEP_CACHE;
 
 /* A read that was put off. */
 struct read {
@@ -131,20 +132,25 @@ static void answer_with_handle(uint64_t unique, uint64_t fh, const void *out, si
 		put_last((const char *)&end, sizeof(end), NEW);
 }
 
+static uint32_t open_flags_now(void)
+{
+	return __atomic_load_n(&open_flags, __ATOMIC_RELAXED);
+}
+
 /* An open that an earlier worker may have answered is Python's. */
 static bool answer_backed_open(const struct fuse_in_header *in, bool again, uint64_t started_ns)
 {
 	struct backed_open_out out = {0};
 	if (again || !backed_open(in->nodeid, in->unique, &out.fh, &out.backing_id))
 		return false;
-	out.open_flags = out.backing_id ? OPEN_PASSTHROUGH : FOPEN_KEEP_CACHE;
+	out.open_flags = out.backing_id ? OPEN_PASSTHROUGH : open_flags_now();
 	answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_LOCAL, BY_MEMORY, started_ns);
 	return true;
 }
 
 bool relay_answer_open(const struct fuse_in_header *in, enum answered_by by, uint64_t started_ns)
 {
-	struct fuse_open_out out = {.open_flags = FOPEN_KEEP_CACHE};
+	struct fuse_open_out out = {.open_flags = open_flags_now()};
 	if (table_add(in->nodeid, in->unique, 0, ANSWERING, &out.fh) < 0)
 		return false;
 	answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_SOURCE, by, started_ns);
@@ -162,7 +168,7 @@ static bool answer_open(const struct fuse_in_header *in, bool again, uint64_t st
 		return answer_backed_open(in, again, started_ns);
 	if (!resident_open(in->nodeid))
 		return false;
-	struct fuse_open_out out = {.open_flags = FOPEN_KEEP_CACHE};
+	struct fuse_open_out out = {.open_flags = open_flags_now()};
 	uint64_t unique = again ? in->unique | RESENT : in->unique;
 	int added = table_add(in->nodeid, unique, 0, ANSWERING, &out.fh);
 	if (added >= 0)
@@ -251,8 +257,9 @@ bool relay_answered(const void *request, size_t length, enum relay_past past)
 			       (in->opcode == FUSE_READ && misses_took(in, length, true, started_ns)));
 }
 
-void relay_answer_opens(bool here)
+void relay_answer_opens(bool here, bool direct)
 {
+	__atomic_store_n(&open_flags, direct ? FOPEN_DIRECT_IO : FOPEN_KEEP_CACHE, __ATOMIC_RELAXED);
 	__atomic_store_n(&opens_here, here, __ATOMIC_RELAXED);
 }
 

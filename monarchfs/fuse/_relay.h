@@ -24,8 +24,9 @@
  * Returns a descriptor that is readable while the queue has something, or -errno. Once only. */
 int relay_start(int fuse_fd, unsigned threads, unsigned waiting_reads, bool free_opens);
 
-/* Whether the threads answer OPEN where they can; by default they do. */
-void relay_answer_opens(bool here);
+/* Whether the threads answer OPEN where they can, by default they do, and whether reads then pass by the page
+ * cache. */
+void relay_answer_opens(bool here, bool direct);
 
 /* What became of a request before it was queued. */
 enum relay_past {

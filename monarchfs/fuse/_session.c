@@ -457,13 +457,13 @@ static void take_again(void)
 
 TELLS(take_again)
 
-static PyObject *py_answer_opens(PyObject *self, PyObject *here)
+static PyObject *py_answer_opens(PyObject *self, PyObject *args)
 {
+	int here, direct = false;
 	(void)self;
-	int truth = PyObject_IsTrue(here);
-	if (truth < 0)
+	if (!PyArg_ParseTuple(args, "p|p", &here, &direct))
 		return NULL;
-	relay_answer_opens(truth);
+	relay_answer_opens(here, direct);
 	Py_RETURN_NONE;
 }
 
@@ -477,7 +477,7 @@ static PyMethodDef methods[] = {
 	METHOD(journal, METH_O),
 	METHOD(answered_soon, METH_O),
 	METHOD(take_again, METH_NOARGS),
-	METHOD(answer_opens, METH_O),
+	METHOD(answer_opens, METH_VARARGS),
 	{NULL, NULL, 0, NULL},
 };
 

@@ -238,7 +238,7 @@ class Adapter(pyfuse3.Operations):
         self._outcome = (opened_by(handle, backing_id), 0, 0)
         if backing_id:
             self._session.answer_with(number, backing_id)
-        direct = handle.direct and not backing_id
+        direct = (handle.direct or self._relay.direct) and not backing_id
         keep_cache = handle.keep_cache and not (direct or backing_id)
         return pyfuse3.FileInfo(fh=FileHandleT(number), keep_cache=keep_cache, direct_io=direct)
 

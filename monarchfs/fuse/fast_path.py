@@ -41,6 +41,7 @@ class Opcode:
     READDIRPLUS = 44
 
 
+FOPEN_DIRECT_IO = 1 << 0
 FOPEN_KEEP_CACHE = 1 << 1
 FOPEN_CACHE_DIR = 1 << 3
 FOPEN_PASSTHROUGH = 1 << 7
@@ -139,7 +140,8 @@ class FastPath:
                 self._count_answer()
                 if backing_id:
                     return _OPEN_OUT.pack(number, FOPEN_PASSTHROUGH, backing_id)
-                return _OPEN_OUT.pack(number, FOPEN_KEEP_CACHE if handle.keep_cache else 0, 0)
+                flags = FOPEN_KEEP_CACHE if handle.keep_cache else 0
+                return _OPEN_OUT.pack(number, FOPEN_DIRECT_IO if self._relay.direct else flags, 0)
             case Opcode.READ:  # of what was not opened
                 if self._relay.misses_open(node):
                     return True

@@ -46,11 +46,15 @@ class Relay:
     """See ``cache.readers.Readers``.
 
     Constant: the C part; ``free_opens``, whether the kernel is told not to say what it
-    opens; ``counts``. Changing: the tiers' numbers in the C part.
+    opens; ``direct``, whether its page cache is passed by; ``counts``. Changing: the tiers' numbers
+    in the C part.
     """
 
-    def __init__(self, hooks: ModuleType, metrics: Metrics, *, free_opens: bool) -> None:
+    def __init__(
+        self, hooks: ModuleType, metrics: Metrics, *, free_opens: bool, direct: bool = False
+    ) -> None:
         self.free_opens = free_opens
+        self.direct = direct
         self._hooks = hooks
         self.nonresident = NonResidentFiles(hooks)
         self.counts = ThreadCounts(hooks, metrics)
@@ -90,7 +94,7 @@ class Relay:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         count = MOST_OPEN_FILES if most < 0 else max(1, min(MOST_OPEN_FILES, most // 4))
         self._hooks.resident_start(count, os.geteuid(), lasting_ns, self.free_opens, tells)
-        self._hooks.answer_opens(opens_here)
+        self._hooks.answer_opens(opens_here, self.direct)
 
     def offer(self, ino: int, *, seen: bool = False) -> bool:
         """Have the threads answer for ``ino`` if it is resident; whether they do. ``seen``: it

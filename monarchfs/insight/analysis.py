@@ -65,6 +65,8 @@ def analyze(recording: Recording) -> Analysis:
         )
     ]
     visits = _visits(recording, found, latencies)
+    handed = any(visit.unseen for visit in visits.all)
+    facts = replace(facts, passthrough=facts.passthrough and handed)
     source = _source_limits(epochs, latencies, sweep, visits)
     outcomes = _outcomes(recording, facts, epochs, visits)
     verdict = give_verdict(facts, epochs, source, outcomes, sum(e.span.requests for e in epochs))

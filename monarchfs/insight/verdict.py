@@ -100,6 +100,8 @@ def _reservations(facts: Facts, epochs: Sequence[Epoch]) -> Iterator[str]:
         )
     if "opens" in facts.hidden:
         yield "The kernel opened files by itself: what opens took is not in the recording."
+    if facts.hidden & {"reads", "opens"}:
+        yield "A mount with `--data-path direct` has every open and read recorded."
     if facts.dropped:
         yield f"{count(facts.dropped, 'event')} came too fast and were not recorded."
     if facts.gaps:
@@ -109,6 +111,9 @@ def _reservations(facts: Facts, epochs: Sequence[Epoch]) -> Iterator[str]:
             "One epoch was recorded: nothing was read again, so later epochs, which read from the"
             " tiers, cannot be judged. Record two."
         )
+    lacks = facts.dropped or facts.gaps or facts.sampled > 1 or facts.hidden & {"reads", "opens"}
+    if not lacks:
+        yield "The recording is complete: it has every open and read."
 
 
 def _kind(facts: Facts, epoch: Epoch) -> tuple[str, str]:

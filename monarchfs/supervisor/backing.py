@@ -96,7 +96,7 @@ class BackingFiles:
         self._handles = handles
         self._uid = config.user.uid
         self._tiers = [(spec.path, tier) for spec, tier in zip(config.tiers, tiers, strict=True)]
-        self._wanted = config.data_path is not DataPath.RELAY
+        self._wanted = config.data_path in (DataPath.AUTO, DataPath.PASSTHROUGH)
         self._needed = config.data_path is DataPath.PASSTHROUGH
         self._devices: frozenset[int] = frozenset()
         self._ids: set[int] = set()

@@ -38,7 +38,7 @@ def values_now(worker: Observed) -> Values:
 def _about_the_mount(worker: Observed) -> Values:
     config = worker.config
     mounted = (
-        *(config.source, config.mountpoint, worker.passthrough.data_path),
+        *(config.source, config.mountpoint, worker.data_path),
         *(config.freshness.mode.value, config.prefetch.value, config.evict.value),
     )
     return {

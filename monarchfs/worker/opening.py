@@ -41,12 +41,13 @@ def safe(config: Config) -> Config:
 def free_opens(config: Config) -> bool:
     """Whether the kernel may open files without asking. This is the same for all workers of a
     mount, because the kernel does not begin to ask again. It may not if each open has to be known:
-    to the source, or to a policy that goes by use, because files in the kernel's memory are used
-    unseen."""
+    to the source, to a recording, or to a policy that goes by use, because files in the kernel's
+    memory are used unseen."""
     return (
         config.freshness.mode is FreshnessMode.IMMUTABLE
         and config.evict is EvictionPolicy.KEEP
         and not config.touch_source_seconds
+        and config.data_path is not DataPath.DIRECT
     )
 
 
@@ -57,6 +58,8 @@ def reads_by_kernel(config: Config, index: Index, *, passes: bool) -> bool:
     dataset = ResidentReplicas(
         sum(tier.resident for tier in totals), sum(tier.allocated_bytes for tier in totals)
     )
+    if config.data_path is DataPath.DIRECT:
+        return False
     return passes and (
         config.data_path is DataPath.PASSTHROUGH
         or kernel_reads(dataset, free_opens=free_opens(config))

@@ -13,7 +13,7 @@ from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.records import CacheOptions
 from monarchfs.cache.tier_threads import TierThreads
-from monarchfs.config.model import PrefetchMode
+from monarchfs.config.model import DataPath, PrefetchMode
 from monarchfs.engine.misses import Misses
 from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import Files
@@ -115,6 +115,7 @@ class Parts:
             fuse_session.hooks,
             self.metrics,
             free_opens=not self.kernel_reads and free_opens(config),
+            direct=config.data_path is DataPath.DIRECT,
         )
         self.source = Source(
             posix,
@@ -299,6 +300,11 @@ class Parts:
         """How many requests wait for the source or for a tier."""
         return self.interrupts.waiting + self.relay.waiting
 
+    @property
+    def data_path(self) -> str:
+        """Who reads resident files, for people."""
+        return "direct" if self.relay.direct else self.passthrough.data_path
+
     def _replica_changed(self, name: bytes) -> None:
         if self.peering is not None:
             self.peering.changed(name)
@@ -330,7 +336,7 @@ def _facts(parts: Parts) -> dict[str, Any]:
     return {
         "source": config.source,
         "mount_point": config.mountpoint,
-        "data_path": parts.passthrough.data_path,
+        "data_path": parts.data_path,
         "freshness": f"{config.freshness.mode.value}{ttl}",
         "prefetch": config.prefetch.value,
         "policy": config.evict.value,
@@ -338,7 +344,11 @@ def _facts(parts: Parts) -> dict[str, Any]:
             {"path": tier["path"], "capacity": tier["capacity_bytes"]}
             for tier in parts.cache.usage.report()
         ],
-        "hidden": ["reads", "lookups", *(["opens"] if parts.relay.free_opens else [])],
+        "hidden": [
+            *([] if parts.relay.direct else ["reads"]),
+            *(["opens"] if parts.relay.free_opens else []),
+            "lookups",
+        ],
     }
 
 

@@ -52,6 +52,8 @@ class Observed(Protocol):
     @property
     def passthrough(self) -> Passthrough: ...
     @property
+    def data_path(self) -> str: ...
+    @property
     def restarts(self) -> int: ...
     @property
     def requests_waiting(self) -> int:
@@ -73,7 +75,7 @@ def status(worker: Observed) -> dict[str, Any]:
         "source": worker.config.source,
         "mountpoint": worker.config.mountpoint,
         "state": "serving" if worker.source.responding else "source not responding",
-        "data_path": worker.passthrough.data_path,
+        "data_path": worker.data_path,
         "metrics_port": worker.config.metrics_port,
         "freshness": worker.config.freshness.mode.value,
         "tiers": worker.cache.usage.report(),

@@ -186,7 +186,7 @@ int main(int count, char **arguments)
 	CHECK(!table_length() && !resident_used(INO));
 
 	/* With a backing file: the second is Python's, which has the handle from then on. */
-	relay_answer_opens(false);
+	relay_answer_opens(false, false);
 	CHECK(backed_delegate(INO, 7));
 	begin(14, false);
 	ask_open(14 | RESENT);

@@ -246,7 +246,7 @@ static void *be_cache(void *unused)
 					  ns_of(source->st_mtim), ns_of(source->st_ctim));
 			break;
 		case 21:
-			relay_answer_opens(rand_r(&seed) % 2);
+			relay_answer_opens(rand_r(&seed) % 2, rand_r(&seed) % 2);
 			break;
 		case 22:
 			backed_delegate(ino, (uint32_t)ino);

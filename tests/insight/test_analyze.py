@@ -45,6 +45,17 @@ def analyzed(job: Job, tmp_path: Path, **facts: Any) -> Analysis:
     return analyze(open_recording(job.record(tmp_path / "job.rec", **facts)))
 
 
+def handed(events: list[Event]) -> list[Event]:
+    """Where a tier answered, the kernel got the file with the open, and read by itself."""
+    return [
+        e._replace(kind=Kind.OPEN, source_of=AnsweredBy.KERNEL, size=0)
+        if e.source_of is TIER
+        else e
+        for e in events
+        if e.source_of is not TIER or not e.offset
+    ]
+
+
 def said(found: Analysis) -> str:
     return " ".join(found.verdict.lines)
 
@@ -152,13 +163,8 @@ def test_what_immutable_would_bring(fits: float, compute: float, tmp_path: Path)
 
 def test_what_the_kernel_reads_by_itself_counts_as_local(tmp_path: Path) -> None:
     job = Job(source_until_copied(0.5, 0.02, 0.001), many_files(400, MIB), request_bytes=MIB)
-    handed = [
-        e._replace(kind=Kind.OPEN, source_of=AnsweredBy.KERNEL, size=0)
-        if e.source_of is TIER
-        else e
-        for e in job.events()
-    ]
-    job.events = lambda: handed  # type: ignore[method-assign]
+    events = handed(job.events())
+    job.events = lambda: events  # type: ignore[method-assign]
     tiers = [{"path": "/scratch", "capacity": 201 * MIB}]
     facts = {"tiers": tiers, "hidden": ["reads"], "data_path": "passthrough"}
     found = analyzed(job, tmp_path, **facts)
@@ -215,10 +221,20 @@ def test_readers_that_are_forked_for_each_epoch_do_not_idle_in_others(tmp_path: 
     ],
 )
 def test_what_the_recording_lacks(facts: dict[str, Any], words: str, tmp_path: Path) -> None:
-    found = analyzed(Job(always(TIER, 0.001), compute=0.02), tmp_path, **facts)
+    job = Job(always(TIER, 0.001), compute=0.02)
+    events = handed(job.events())
+    if facts.get("data_path") == "passthrough":
+        job.events = lambda: events  # type: ignore[method-assign]
+    found = analyzed(job, tmp_path, **facts)
     assert words in " ".join(found.verdict.reservations)
+    assert "The recording is complete" not in " ".join(found.verdict.reservations)
     judged = not ({"sampled"} & set(facts) or facts.get("data_path") == "passthrough")
     assert (found.verdict.kind == "compute-bound") is judged
+
+
+def test_a_recording_of_every_read_says_so(tmp_path: Path) -> None:
+    found = analyzed(Job(always(TIER, 0.001)), tmp_path, hidden=["lookups"], data_path="direct")
+    assert found.verdict.reservations == ["The recording is complete: it has every open and read."]
 
 
 def test_a_recording_that_was_cut_off(tmp_path: Path) -> None:
@@ -407,14 +423,7 @@ def test_epochs_of_few_large_files_that_turn_local(readers: int) -> None:
         answer = source_until_copied(0.56, 0.02, 0.001)
         files = many_files(40, 4 * MIB)
         job = Job(answer, files, readers, epochs=3, random=Random(seed), request_bytes=512 * KIB)
-        read = job.events()
-        handed = [
-            event._replace(kind=Kind.OPEN, source_of=AnsweredBy.KERNEL, size=0)
-            for event in read
-            if event.source_of is TIER and not event.offset
-        ]
-        others = [event for event in read if event.source_of is not TIER]
-        assert survey(in_order([*handed, *others])).begins == pytest.approx(job.begins)
+        assert survey(in_order(handed(job.events()))).begins == pytest.approx(job.begins)
 
 
 @pytest.mark.parametrize("readers", [2, 4, 16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from monarchfs.fs.files import MAPS_DIRECT
 from monarchfs.insight.recording import AnsweredBy, Event, Kind, Recording, open_recording
 from tests.support.mounting import (
     ENVIRONMENT,
@@ -195,6 +197,30 @@ def test_free_opens_are_said_to_be_hidden(work: Bench) -> None:
     assert "opens" in recording.facts["hidden"]
     assert not [e for e in events if e.kind is Kind.OPEN and e.source_of is not AnsweredBy.KERNEL]
     assert recording.facts["freshness"] == "immutable"
+
+
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=1h", "open"])
+def test_with_the_data_path_direct_every_open_and_read_is_seen(work: Bench, freshness: str) -> None:
+    """Of files that are not local, that are, large and small; read again, too."""
+    options = ("--data-path", "direct", "--freshness", freshness)
+    mount = work.mount(fill(work.path / "src"), *options)
+    assert mount.status()["data_path"] == "direct"
+    for seed in range(3):
+        recording, events, log = record_reader(mount, work.path, "buffered", seed)
+        said = Counter((e.kind.name, name_of(recording, e), e.offset, e.size) for e in events)
+        done = Counter(
+            (kind, name, offset, size) for kind, name, offset, size, _b, _e in log["calls"]
+        )
+        assert said == done
+        assert recording.facts["hidden"] == ["lookups"]
+        if not seed:
+            assert run("warm", str(mount.path), "--wait").returncode == 0
+    for file in (work.path / "src" / "d").iterdir():
+        with open(mount.path / "d" / file.name, "rb") as opened:
+            assert opened.read() == file.read_bytes()
+            if MAPS_DIRECT:
+                with mmap.mmap(opened.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
+                    assert mapped[:] == file.read_bytes()
 
 
 @pytest.mark.parametrize("how", ["restart", "kill"])
