@@ -212,7 +212,8 @@ others. Stays in the foreground.""",
 
 prolog mounts the datasets of the job that SLURM_JOB_ID and related variables describe. epilog
 removes the job, unmounts what no job uses any more, and writes the job's report. sweep does what an
-earlier epilog had to postpone.
+earlier epilog had to postpone. record, which prolog starts where the site wants it, records a mount
+until its job's epilog.
 
 Each takes a limited time and exits with 0, except for wrong usage. The log says what went wrong:
 see docs/SLURM.md.""",

@@ -17,6 +17,7 @@ from monarchfs.config.values import parse_path
 from monarchfs.slurm.epilog import run_epilog, sweep
 from monarchfs.slurm.job import job_from, parse_job_id
 from monarchfs.slurm.prolog import run_prolog
+from monarchfs.slurm.recordings import run_recording
 from monarchfs.slurm.records import make_directory
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.text.escaping import OneLine
@@ -32,7 +33,7 @@ def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
     Slurm."""
     if os.geteuid() != 0:
         raise UsageError("this is for root: Slurm's prolog and epilog run it")
-    if arguments.what != "sweep":
+    if arguments.what in ("prolog", "epilog"):
         job = job_from(environ)
     without = None if arguments.without is None else parse_job_id(arguments.without)
     os.umask(0o022)
@@ -49,6 +50,8 @@ def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
                 run_epilog(site, job)
             case "sweep":
                 sweep(site, without=without)
+            case "record":
+                run_recording(site, arguments.recording or "")
     except (MonarchError, OSError) as error:
         log.error("%s", error)
     except Exception:

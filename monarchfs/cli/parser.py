@@ -13,7 +13,7 @@ from monarchfs.cli.mount_options import DOCTOR_OPTIONS, PLAN_OPTIONS, RUN_OPTION
 from monarchfs.types import UsageError
 
 SHELLS = ("bash", "zsh", "fish")
-JOB_STEPS = ("prolog", "epilog", "sweep")
+JOB_STEPS = ("prolog", "epilog", "sweep", "record")
 TOP_BY = ("process", "directory")
 TOP_ORDERS = ("waiting", "bytes", "reads", "opens", "names")
 CACHE_STEPS = ("list", "show", "remove", "prune")
@@ -310,6 +310,7 @@ def _add_job(commands: _Commands) -> None:
     parser.add_argument("what", choices=JOB_STEPS, help=", ".join(JOB_STEPS))
     _add_site_config(parser)
     parser.add_argument("--without", metavar="JOB", help="for sweep: a job that is over")
+    parser.add_argument("--recording", metavar="NAME", help="for record: which one")
 
 
 def _add_report(commands: _Commands) -> None:

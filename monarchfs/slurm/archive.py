@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from typing import Any
 
-from monarchfs.slurm.records import make_directory, names_in, write_text
+from monarchfs.slurm.records import make_directory, names_in, read_record, write_text
 from monarchfs.slurm.report import page
 from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import OperationError
 
 _MOST_BYTES = 1 << 20
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def keep_report(directory: str, report: Mapping[str, Any], uid: int, timeout: float) -> None:
@@ -38,6 +40,48 @@ def keep_report(directory: str, report: Mapping[str, Any], uid: int, timeout: fl
     bounded_call(
         call, timeout=timeout, overdue=f"{directory} did not answer within {timeout:.0f} s"
     )
+
+
+def keep_file(path: str, to: str, uid: int, most_bytes: int, timeout: float) -> None:
+    """Copies a file of a user's, for that user. Raises as `keep_report`."""
+
+    def call() -> Answer:
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise OperationError(f"{path} is no file")
+                with open(os.open(to + ".new", _NEW, 0o600), "wb") as copy:
+                    left = most_bytes
+                    while left > 0 and (content := file.read(min(left, _MOST_BYTES))):
+                        left -= copy.write(content)
+                    os.fchmod(copy.fileno(), 0o400)
+                    os.fchown(copy.fileno(), uid, -1)
+            os.rename(to + ".new", to)
+        except OSError as error:
+            raise OperationError(f"cannot write {to}: {error.strerror}") from None
+        return None, ()
+
+    bounded_call(call, timeout=timeout, overdue=f"{to} was not written in {timeout:.0f} s")
+
+
+def add_verdict(
+    path: str, uid: int, source: str, verdict: Mapping[str, Any], timeout: float
+) -> bool:
+    """Adds it to what a report says of a dataset; false if there is no such report. Raises as
+    `keep_report`."""
+
+    def call() -> Answer:
+        report = read_record(path)
+        if report is None:
+            return False, ()
+        for dataset in report["datasets"]:
+            if dataset["source"] == source:
+                dataset["verdict"] = verdict
+        keep_report(os.path.dirname(path), report, uid, timeout)
+        return True, ()
+
+    overdue = f"{path} did not answer within {timeout:.0f} s"
+    return bool(bounded_call(call, timeout=timeout, overdue=overdue)[0])
 
 
 def find_reports(directory: str, job: int) -> list[dict[str, Any]]:

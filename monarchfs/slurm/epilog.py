@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from monarchfs.inventory.trees import remove_tree
-from monarchfs.slurm import caches, daemon
+from monarchfs.slurm import caches, daemon, recordings
 from monarchfs.slurm.archive import keep_report
 from monarchfs.slurm.job import Job
 from monarchfs.slurm.prolog import sweep_words
@@ -140,6 +140,7 @@ def _leave(share: Share, job: int) -> tuple[dict[str, Any], Status | None]:
     source = str(entry.get("source", record.get("source", "")))
     found = daemon.find(share.mountpoint(source)) if source else None
     after = daemon.status_of(found) if found is not None else None
+    recordings.end(share.layout, job, share.key)
     share.leave(job)
     if not share.jobs():
         share.mark_idle()

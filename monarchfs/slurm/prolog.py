@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from monarchfs.config.model import User
 from monarchfs.config.settings import escape_option
-from monarchfs.slurm import caches, daemon
+from monarchfs.slurm import caches, daemon, recordings
 from monarchfs.slurm.identity import Dataset, resolve, user_of
 from monarchfs.slurm.job import Job
 from monarchfs.slurm.records import SitePaths, layout_of, locked, prepare, write_record, write_text
@@ -181,6 +181,8 @@ def _mount_for(
             if not share.jobs() and not share.record():
                 share.clear()
             raise
+    facts = {"source": source, "mountpoint": share.mountpoint(source), "variable": wanted.variable}
+    recordings.begin(site, layout, job, user, share, facts)
     used = "mounted" if before is None else "shares"
     log.info("job %d of %s: %s %s (%s)", job.id, job.user, used, source, share.key)
     return share.mountpoint(source)

@@ -10,6 +10,7 @@
     RUN/jobs/JOB              whose job it is, and what was not mounted for it, for the report
     RUN/env/JOB               what the task prolog prints; the job's user may read it
     CACHE/slurm/KEY/          state directory (``state``) and ``cache.json``
+    CACHE/recordings/         what is recorded for jobs, by JOB.KEY, until the verdict is known
     TIER/KEY/                 the copies; the user's alone
 
 RUN is on a tmpfs: what a node that crashes leaves there is gone with it. All of it belongs to root
@@ -71,6 +72,10 @@ class SitePaths:
 
     def cache(self, key: str) -> str:
         return os.path.join(self.caches, key)
+
+    @property
+    def recordings(self) -> str:
+        return os.path.join(self.cache_dir, "recordings")
 
 
 def layout_of(site: Site) -> SitePaths:

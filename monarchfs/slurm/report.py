@@ -167,7 +167,16 @@ def _dataset_lines(dataset: Mapping[str, Any]) -> list[str]:
         + ("not all of it" if resident is None else f"all of it after {format_seconds(resident)}")
         + f", {dataset['files_resident']} files; {format_bytes(dataset['peak_used_bytes'])} used",
         f"trouble          {failed} copies failed, the daemon was restarted {restarts} times",
+        *_verdict_lines(dataset.get("verdict")),
     ]
+
+
+def _verdict_lines(verdict: Mapping[str, Any] | None) -> list[str]:
+    if verdict is None:
+        return []
+    heads = ["verdict", *[""] * len(verdict["lines"])]
+    lines = [f"{head:<16} {line}" for head, line in zip(heads, verdict["lines"], strict=False)]
+    return [*lines, *(f"{'':<16} {path}" for path in verdict["files"])]
 
 
 def _peer_lines(read_bytes: int) -> list[str]:

@@ -16,6 +16,7 @@ from monarchfs.config.values import (
     parse_interval,
     parse_nice,
     parse_path,
+    parse_size,
     parse_tiers,
     parse_timeout,
 )
@@ -29,6 +30,7 @@ _NOT_THE_SITES = {
     *("user", "tier", "state_dir", "foreground", "log_file", "metrics_port"),
     *("peers", "peer_name", "peer_port", "peer_key", "peer_tls"),
 }
+_RECORD_BYTES = 64 << 20
 _PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 
 
@@ -72,7 +74,8 @@ class Site:
     ``budget``: what all together may, by the tier's path. ``options`` are those of ``mount -o``.
     ``path`` is the file, None for the usual one. Times are in seconds. ``peer_key`` is a file, on
     each node, with the key by which the mounts of a job's nodes share, on one of ``peer_ports``
-    (the first and the last); None: they do not."""
+    (the first and the last); None: they do not. With ``record_bytes`` the mounts of each job are
+    recorded, in files of at most so many bytes."""
 
     path: str | None = None
     tiers: tuple[TierSpec, ...] = (TierSpec(ROOT_CACHE_DIR, DEFAULT_TIER_SIZE),)
@@ -87,6 +90,7 @@ class Site:
     peer_key: str | None = None
     peer_ports: tuple[int, int] = (21000, 23999)
     peer_tls: bool = False
+    record_bytes: int = 0
     run_dir: str = ROOT_RUNTIME_DIR + "/slurm"
     cache_dir: str = ROOT_CACHE_DIR
     report_dir: str = "/var/log/monarchfs/jobs"
@@ -172,6 +176,15 @@ def _deadline(value: object) -> float:
     return seconds
 
 
+def _record(value: object) -> int:
+    if isinstance(value, bool):
+        return _RECORD_BYTES * value
+    size = parse_size(value).bytes if isinstance(value, str) else None
+    if not size:
+        raise UsageError('write true, or how large a recording may be, as "64M"')
+    return size
+
+
 _PARSERS: Mapping[str, tuple[str, Callable[[object], object]]] = {
     "deadline_seconds": ("deadline_seconds", _deadline),
     "linger": ("linger_seconds", parse_interval),
@@ -180,6 +193,7 @@ _PARSERS: Mapping[str, tuple[str, Callable[[object], object]]] = {
     "peer_key": ("peer_key", parse_path),
     "peer_ports": ("peer_ports", _ports),
     "peer_tls": ("peer_tls", parse_flag),
+    "record": ("record_bytes", _record),
     "run_dir": ("run_dir", parse_path),
     "cache_dir": ("cache_dir", parse_path),
     "report_dir": ("report_dir", parse_path),

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from monarchfs.config.model import User
+from monarchfs.insight.recording import Kind, open_recording
 from monarchfs.slurm import caches, daemon
 from monarchfs.slurm.identity import Dataset
 from monarchfs.slurm.leftovers import Sweeper
@@ -217,6 +218,66 @@ def test_a_report_counts_what_the_daemon_did_that_took_the_place_of_a_dead_one(n
         counts = (one["local_opens"], one["source_opens"], one["copies_completed"])
         assert counts == (4, 0, 0), f"job {number}: of the second daemon"
     assert node.left() == []
+
+
+def recordings_of(node: Node) -> list[Path]:
+    return list((node.path / "cache" / "recordings").glob("*"))
+
+
+def recorded_bytes(node: Node) -> int:
+    return sum(file.stat().st_size for file in (node.path / "cache/recordings").glob("1.*/rec"))
+
+
+def test_where_the_site_records_a_report_gets_a_verdict_and_the_recording(node: Node) -> None:
+    node.configure('record = "16M"')
+    data = node.dataset("data", files=30)
+    node.job("prolog", 1, f"monarchfs={data}:freshness=open")
+    root = node.environment(1)["MONARCHFS_ROOT"]
+    wait_for(lambda: recorded_bytes(node), "the recorder")
+    for _ in range(3):
+        assert node.read(root) == 0
+    node.job("epilog", 1)
+    assert node.mounts() == node.left() == []
+    wait_for(lambda: "verdict" in node.report(1)[0], "the verdict", 60)
+    (one,) = node.report(1)
+    assert one["source"] == str(data)
+    assert one["verdict"]["kind"] in ("input-bound", "mixed", "compute-bound", "unknown")
+    assert 1 <= len(one["verdict"]["lines"]) <= 3
+    recorded, page = map(Path, one["verdict"]["files"])
+    for path in (recorded, page):
+        assert (path.stat().st_uid, path.stat().st_mode & 0o777) == (NOBODY.pw_uid, 0o400)
+    recording = open_recording(recorded)
+    assert recording.complete
+    assert len({event.ino for event in recording.events if event.kind is Kind.OPEN}) == 30
+    assert one["verdict"]["lines"][0][:20] in page.read_text()
+    assert one["verdict"]["lines"][0] in run("report", "1", "--dir", f"{node.path}/reports").stdout
+    wait_for(lambda: not recordings_of(node), "nothing to be left")
+
+
+@pytest.mark.parametrize("what", ["killed", "hangs"])
+def test_a_recorder_that_fails_delays_no_epilog(node: Node, what: str) -> None:
+    node.configure("record = true")
+    data = node.dataset("data")
+    node.job("prolog", 1, f"monarchfs={data}")
+    wait_for(lambda: recorded_bytes(node), "the recorder")
+    found = subprocess.run(
+        ["pgrep", "-f", f"record {node.path}/run/.*/rec"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (pid,) = map(int, found.stdout.split())
+    assert os.stat(f"/proc/{pid}").st_uid == NOBODY.pw_uid
+    os.kill(pid, signal.SIGKILL if what == "killed" else signal.SIGSTOP)
+    watch = Stopwatch()
+    node.job("epilog", 1)
+    assert watch.seconds() < 8
+    assert node.mounts() == node.left() == []
+    assert "verdict" not in node.report(1)[0]
+    if what == "hangs":
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: "no verdict" in node.log(), "the log", 60)
+    wait_for(lambda: not recordings_of(node), "nothing to be left")
 
 
 def test_a_job_that_asks_for_nothing_leaves_nothing(node: Node) -> None:

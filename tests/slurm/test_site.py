@@ -107,6 +107,20 @@ def test_what_lies_below(path: str, below: bool) -> None:
     assert is_below(path, ["/a", "/c/d/e"]) is below
 
 
+@pytest.mark.parametrize(
+    ("value", "size"), [(True, 64 << 20), (False, 0), ("16M", 16 << 20), ("1G", 1 << 30)]
+)
+def test_how_large_a_recording_may_be(value: object, size: int) -> None:
+    assert site_from({"record": value}, "f").record_bytes == size
+    assert Site().record_bytes == 0
+
+
+@pytest.mark.parametrize("value", ["10%", "yes", "0", 5, [], ""])
+def test_what_is_no_size_of_a_recording(value: object) -> None:
+    with pytest.raises(UsageError):
+        site_from({"record": value}, "f")
+
+
 def test_every_key_is_documented() -> None:
     text = (REPOSITORY / "docs" / "SLURM.md").read_text()
     table = text[text.index("### Configuration") : text.index("### What happens on a node")]
@@ -114,7 +128,7 @@ def test_every_key_is_documented() -> None:
     known = {
         *("roots", "tier", "budget", "options", "allow", "dataset", "deadline_seconds", "linger"),
         *("wipe", "nice", "log", "report_dir", "cache_dir", "run_dir", "peer_key", "peer_ports"),
-        "peer_tls",
+        *("peer_tls", "record"),
     }
     assert documented == known
     for key in sorted(known):

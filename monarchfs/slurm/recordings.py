@@ -1,0 +1,210 @@
+"""What a job's mount saw, recorded where the site wants that, and the verdict for the job's report.
+
+The prolog leaves a process behind, which has two others run as the job's user: one records until
+the job has left the mount, one analyzes. No epilog waits for the analysis: it comes into the report
+later, or, if anything fails, not at all; the log says so.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from monarchfs.config.model import User
+from monarchfs.slurm import daemon
+from monarchfs.slurm.archive import add_verdict, keep_file
+from monarchfs.slurm.job import Job
+from monarchfs.slurm.records import (
+    Busy,
+    SitePaths,
+    layout_of,
+    locked,
+    make_directory,
+    names_in,
+    read_record,
+    unlink,
+    write_record,
+    write_text,
+)
+from monarchfs.slurm.shares import Share
+from monarchfs.slurm.site import Site
+from monarchfs.types import MonarchError, OperationError
+
+_POLL_SECONDS = 0.1
+_ENDING_SECONDS = 1.0
+"""An epilog waits so long for the recorder's last events: those that the mount still has."""
+_RECORDER_SECONDS = 20.0
+_REPORT_SECONDS = 120.0
+_ANALYSIS_SECONDS = 900
+_ANALYSIS_BYTES = 4 << 30
+_KEEP_SECONDS = 30.0
+_OLD_SECONDS = 86_400.0
+_NICE = 19
+VERDICT_LINES = 3
+
+log = logging.getLogger(__name__)
+
+
+class JobRecording:
+    """Where a recording lies while it is made: a directory of the user's, and files beside it."""
+
+    def __init__(self, layout: SitePaths, name: str) -> None:
+        """``name``: the job's number and the share's key."""
+        self.name = name
+        self._stem = os.path.join(layout.recordings, name)
+        self.directory = self._stem
+        self.file = os.path.join(self.directory, "rec")
+        self.page = os.path.join(self.directory, "html")
+        self.facts = self._stem + ".json"
+        self.over = self._stem + ".over"
+        self.lock = self._stem + ".lock"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+        for path in (self.facts, self.over, self.lock):
+            unlink(path)
+
+
+def begin(
+    site: Site, layout: SitePaths, job: Job, user: User, share: Share, facts: Mapping[str, str]
+) -> None:
+    """Have a mount recorded for a job, in the background; ``facts``: its source, its mountpoint,
+    the job's variable. What fails is logged."""
+    if not site.record_bytes:
+        return
+    recording = JobRecording(layout, f"{job.id}.{share.key}")
+    try:
+        make_directory(layout.recordings, 0o711)
+        _remove_old(layout)
+        os.mkdir(recording.directory, 0o700)
+        os.chown(recording.directory, user.uid, user.gid)
+        who = {"uid": user.uid, "gid": user.gid, "groups": list(user.groups)}
+        write_record(recording.facts, {"job": job.id, "node": job.node, **who, **facts})
+    except FileExistsError:
+        return  # the prolog runs once more
+    except (MonarchError, OSError) as error:
+        log.error("job %d of %s is not recorded: %s", job.id, job.user, error)
+        return
+    config = [] if site.path is None else ["--config", site.path]
+    daemon.leave_running(["job", "record", *config, "--recording", recording.name])
+
+
+def end(layout: SitePaths, job: int, key: str) -> None:
+    """The job leaves the mount: its recording ends, within a second."""
+    recording = JobRecording(layout, f"{job}.{key}")
+    if not os.path.exists(recording.facts):
+        return
+    try:
+        write_text(recording.over, "")
+        with locked(recording.lock, time.monotonic() + _ENDING_SECONDS):
+            pass
+    except (Busy, OSError) as error:
+        log.warning("job %d: the end of its recording may be missing: %s", job, error)
+
+
+def run_recording(site: Site, name: str) -> None:
+    """Records until the job has left the mount, then adds the verdict to its report."""
+    layout = layout_of(site)
+    recording = JobRecording(layout, name)
+    facts = read_record(recording.facts)
+    if facts is None or os.path.basename(name) != name:
+        raise OperationError(f"there is no recording {name[:80]}")
+    try:
+        with locked(recording.lock, time.monotonic()):
+            _record(site, recording, facts)
+        _add(site, recording, facts, _analyzed(recording, facts))
+    except (MonarchError, OSError, ValueError, KeyError, TypeError) as error:
+        log.error("job %s: no verdict: %s", facts["job"], error)
+    finally:
+        recording.remove()
+
+
+def _record(site: Site, recording: JobRecording, facts: Mapping[str, Any]) -> None:
+    size = str(site.record_bytes)
+    words = ["record", str(facts["mountpoint"]), "-o", recording.file, "--max-size", size]
+    process = _as_user(words, facts, subprocess.DEVNULL)
+    while process.poll() is None and not os.path.exists(recording.over):
+        time.sleep(_POLL_SECONDS)
+    process.terminate()
+    try:
+        code = process.wait(_RECORDER_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise OperationError("the recorder did not end") from None
+    if code:
+        raise OperationError("it was not recorded: another job's recording goes on, or it failed")
+
+
+def _analyzed(recording: JobRecording, facts: Mapping[str, Any]) -> dict[str, Any]:
+    words = ["analyze", recording.file, "--html", recording.page, "--json"]
+    process = _as_user(words, facts, subprocess.PIPE, limited=True)
+    try:
+        out, _ = process.communicate(timeout=_ANALYSIS_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise OperationError(f"its analysis took more than {_ANALYSIS_SECONDS} s") from None
+    if process.returncode:
+        raise OperationError("its recording cannot be analyzed")
+    verdict = json.loads(out)["verdict"]
+    lines = [str(line) for line in verdict["lines"][:VERDICT_LINES]]
+    return {"kind": str(verdict["kind"]), "lines": lines}
+
+
+def _add(
+    site: Site, recording: JobRecording, facts: Mapping[str, Any], verdict: dict[str, Any]
+) -> None:
+    """Once the epilog has written the report."""
+    uid, variable = int(facts["uid"]), str(facts["variable"])
+    stem = os.path.join(site.report_dir, f"{facts['job']}.{facts['node']}")
+    for path, kind in ((recording.file, "rec"), (recording.page, "html")):
+        keep_file(path, f"{stem}.{variable}.{kind}", uid, site.record_bytes * 2, _KEEP_SECONDS)
+    verdict["files"] = [f"{stem}.{variable}.{kind}" for kind in ("rec", "html")]
+    until = time.monotonic() + _REPORT_SECONDS
+    while not add_verdict(stem + ".json", uid, str(facts["source"]), verdict, _KEEP_SECONDS):
+        if time.monotonic() > until:
+            raise OperationError("there is no report that it could come into")
+        time.sleep(1.0)
+
+
+def _as_user(
+    words: Sequence[str], facts: Mapping[str, Any], stdout: int, *, limited: bool = False
+) -> subprocess.Popen[bytes]:
+    """What a user's mount says is read with no more rights than the user has."""
+
+    def prepare() -> None:
+        os.nice(_NICE)
+        if limited:
+            resource.setrlimit(resource.RLIMIT_AS, (_ANALYSIS_BYTES, _ANALYSIS_BYTES))
+
+    return subprocess.Popen(
+        daemon.command_of_ours(*words),
+        env=daemon.clean_environment(),
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.DEVNULL,
+        user=int(facts["uid"]),
+        group=int(facts["gid"]),
+        extra_groups=[int(group) for group in facts["groups"]],
+        umask=0o077,
+        preexec_fn=prepare,
+    )
+
+
+def _remove_old(layout: SitePaths) -> None:
+    """What a node that crashed has left."""
+    for name in names_in(layout.recordings):
+        recording = JobRecording(layout, name.removesuffix(".json"))
+        with suppress(Busy, OSError):
+            old = time.time() - os.stat(recording.facts).st_mtime > _OLD_SECONDS
+            if name.endswith(".json") and old:
+                with locked(recording.lock, time.monotonic()):
+                    recording.remove()
