@@ -30,7 +30,7 @@ from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
 
 RATE = 20_000
-"""So many events a second are asked for: they take 3 to 4 hundredths of a processor here."""
+"""So many events a second are asked for: they take one or two hundredths of a processor here."""
 
 _LEAST_SECONDS, _MOST_SECONDS = 0.1, 60.0
 _AGAIN_SECONDS = 0.2
@@ -79,8 +79,7 @@ def top_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
     feed = Feed(daemon, interval, count, by_directory=by_directory, order=arguments.sort)
     shown = _Shown(mountpoint, feed, "directory" if by_directory else "process")
     view = View(feed.look, shown.to_json, shown.lines, shown.draw)
-    with feed:
-        code = show(view, interval, as_json=arguments.json, screen=count is None)
+    code = show(view, interval, as_json=arguments.json, screen=count is None)
     if feed.error:
         raise OperationError(feed.error)
     return code
@@ -105,7 +104,10 @@ ORDERS: Mapping[str, Callable[[LiveRates], float]] = {
 
 class Feed:
     """Events of a mount, an interval at a time, across restarts of its worker. Changing: the
-    connection (None while there is no worker), the names of processes, why it is over."""
+    connection (None while there is no worker), the names of processes, why it is over.
+
+    The connection ends with the process: a thread may read from it until then.
+    """
 
     def __init__(
         self,
@@ -128,13 +130,6 @@ class Feed:
         self.error = ""
         self.hidden: Sequence[str] = ()
         self._open()
-
-    def __enter__(self) -> Feed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._connection is not None:
-            self._connection.__exit__()
 
     def _open(self) -> None:
         self._connection, head = open_events(self._daemon(), {"rate": RATE})
@@ -169,7 +164,8 @@ class Feed:
                 message, content = self._connection.next(SILENCE_SECONDS)
                 self._take(message.get("progress", {}), content)
         except ConnectionError:
-            self.__exit__()
+            if self._connection is not None:
+                self._connection.__exit__()
             self._connection = None
         except OperationError as error:
             self.error = str(error)

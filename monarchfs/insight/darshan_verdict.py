@@ -105,9 +105,9 @@ def analyze_darshan(job: JobReads, source: str | None, listed: str | None) -> Da
 
 
 def paths_of(found: DarshanAnalysis) -> list[str]:
-    """The paths as a list for ``--prefetch`` has them, without those that no line can have."""
-    below = len(found.source.rstrip("/")) + 1
-    return [one.path[below:] for one in found.files if one.worth_copying and "\n" not in one.path]
+    """What a list for ``--prefetch`` has, without what no line can have. As the job saw them: so
+    they hold for a mount of any directory above."""
+    return [one.path for one in found.files if one.worth_copying and "\n" not in one.path]
 
 
 def commonest(files: Sequence[FileReads]) -> str:

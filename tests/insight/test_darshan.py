@@ -107,7 +107,8 @@ def test_a_job_of_many_processes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert found["distinct_bytes"] == 808
     assert found["rooms"][-1]["local_share"] > 0.999
     assert found["verdict"]["kind"] == "compute-bound"
-    assert read_list(str(listed), []) == [b"posix1m2.in"]
+    roots = [b"/mnt", found["source"].rpartition("/")[0].encode()]
+    assert read_list(str(listed), roots) == [b"inputs/posix1m2.in"]
 
 
 @needs_pydarshan
@@ -224,7 +225,7 @@ def test_epochs_read_again() -> None:
 def test_the_list_has_the_order_of_the_job(tmp_path: Path) -> None:
     odd = read_file("/d/train/a\nb", first=1.0)
     found = analyze_darshan(job_of(*dataset(), odd), "/d/", "/home/me/list")
-    assert paths_of(found) == [f"train/{n % 9}/{n}" for n in reversed(range(500))]
+    assert paths_of(found) == [f"/d/train/{n % 9}/{n}" for n in reversed(range(500))]
     assert "--prefetch /home/me/list copies" in words(found)
 
 
@@ -232,8 +233,8 @@ def test_large_files_of_which_little_is_read_are_not_listed() -> None:
     shard = read_file("/d/shard", size=64 * MIB)
     shard.bytes = 2 * MIB
     found = analyze_darshan(job_of(*dataset(), shard), "/d", None)
-    assert "train/0/0" in paths_of(found)
-    assert "shard" not in paths_of(found)
+    assert "/d/train/0/0" in paths_of(found)
+    assert "/d/shard" not in paths_of(found)
     assert "whole copies would read 64M instead of 2.0M" in words(found)
     shard.read_seconds, shard.reads = 9.0, 500
     alone = analyze_darshan(job_of(shard), "/d", None)
