@@ -191,6 +191,16 @@ class PeerNames(NamedTuple):
     found: list[tuple[bytes, SourceStat, bytes]]
 
 
+class PeerListing(NamedTuple):
+    """All entries of a directory (name, type, source ino), as the source said at most ``age_ns``
+    before the node that knows them was asked. Times (ns): the directory's, from before that."""
+
+    age_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    entries: list[tuple[bytes, FileType, int]]
+
+
 class DirRef(NamedTuple):
     """A directory of the source: its path relative to the root (``b""`` is the root) and its
     st_ino, by which whoever opens it can tell that it is still the same one."""

@@ -13,6 +13,7 @@ from monarchfs.fs.cached_listings import BARE_SECONDS
 from monarchfs.fs.freshness import FOREVER_SECONDS, NS, past_racy_window
 from monarchfs.fs.known import KnownMetadata
 from monarchfs.fs.recorder import Recorder
+from monarchfs.fs.shared_listings import MOST_ENTRIES, Entries, SharedListings
 from monarchfs.fs.stale_on_timeout import StaleOnTimeout
 from monarchfs.fs.statahead import Statahead
 from monarchfs.fs.unlisted import Unlisted
@@ -55,6 +56,7 @@ class Directories:
         asking: StaleOnTimeout,
         statahead: Statahead,
         nursery: trio.Nursery,
+        shared: SharedListings,
     ) -> None:
         self.index = known.index
         self._source = source
@@ -62,6 +64,7 @@ class Directories:
         self._recorder = recorder
         self._asking = asking
         self._statahead = statahead
+        self.shared = shared
         self._unlisted = Unlisted(nursery, known.size, self._list_ahead)
 
     def known_open(self, ino: int) -> bool | None:
@@ -131,7 +134,25 @@ class Directories:
 
     async def _confirm_or_list(self, ino: int, lane: Lane) -> bool:
         if not await self.confirm(ino, lane):
-            await self.list_again(ino, lane)
+            self._unlisted.stop(ino)
+            if not await self._list_by_peers(ino, lane):
+                await self.list_again(ino, lane)
+        return True
+
+    async def _list_by_peers(self, ino: int, lane: Lane) -> bool:
+        """Whether the directory's owner said what there is. Raises OSError, and IndexWriteError."""
+        answer = await self.shared.ask(ino, lane)
+        if answer is None:
+            return False
+        asked_ns, listing = answer
+        known = self.index.listing(ino) is not None
+        sequence = self.index.begin_listing(ino)
+        for at in range(0, len(listing.entries), LISTING_BATCH):
+            batch = [(*entry, 0) for entry in listing.entries[at : at + LISTING_BATCH]]
+            self._add(ino, sequence, batch, asked_ns, None, compares=known)
+            await trio.lowlevel.checkpoint()
+        times = (listing.mtime_ns, listing.ctime_ns)
+        await self.finish_listing(ino, sequence, times, asked_ns)
         return True
 
     async def list_again(
@@ -149,6 +170,8 @@ class Directories:
     async def _list_ahead(
         self, ino: int, most_names: int, on_batch: Callable[[], None]
     ) -> int | None:
+        if await self._list_by_peers(ino, Lane.BACKGROUND):
+            return self.index.count_entries(ino, MOST_ENTRIES)
         return await self._list(ino, Lane.BACKGROUND, LISTING_BATCH, None, most_names, on_batch)
 
     async def _list(
@@ -165,6 +188,7 @@ class Directories:
         directory = self._known.directory(ino)
         compares = differences is not None or self.index.listing(ino) is not None
         count, asked_ns = 0, time.time_ns()
+        entries: Entries = []
         sequence = self.index.begin_listing(ino)
         with self._recorder.estale_if_replaced(ino):
             stat = await self._source.stat(directory, b"", lane)
@@ -173,16 +197,17 @@ class Directories:
                     if (count := count + len(batch)) > most_names:
                         return None
                     on_batch()
-                    known = [self.index.dirent(ino, e[0]) for e in batch] if compares else []
-                    self.index.add_entries(ino, sequence, batch, asked_ns)
-                    if compares:
-                        self._compare(ino, known, batch, differences)
+                    self._add(ino, sequence, batch, asked_ns, differences, compares=compares)
+                    if count <= MOST_ENTRIES:
+                        entries += [entry[:3] for entry in batch]
                     if differences is not None:
                         await differences.pause()
         times = (stat.mtime_ns, stat.ctime_ns)
         if compares:
             await self._outdate_gone(ino, asked_ns, batch_names, differences)
         await self._record_listed(ino, sequence, times, asked_ns)
+        if len(entries) == count:
+            self.shared.keep(ino, asked_ns, entries)
         return count
 
     async def finish_listing(
@@ -199,6 +224,21 @@ class Directories:
         for _step in self.index.finish_listing(ino, sequence, *times, asked_ns):
             await trio.lowlevel.checkpoint()
         self._recorder.listed(ino)
+
+    def _add(
+        self,
+        ino: int,
+        sequence: int,
+        batch: Sequence[FoundName],
+        asked_ns: int,
+        differences: Differences | None,
+        *,
+        compares: bool,
+    ) -> None:
+        known = [self.index.dirent(ino, e[0]) for e in batch] if compares else []
+        self.index.add_entries(ino, sequence, batch, asked_ns)
+        if compares:
+            self._compare(ino, known, batch, differences)
 
     def _compare(
         self,

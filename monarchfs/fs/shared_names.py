@@ -16,7 +16,15 @@ import trio
 from monarchfs.fs.known import Entry, KnownMetadata
 from monarchfs.fs.recorder import Recorder
 from monarchfs.metrics import Metrics
-from monarchfs.types import DirRef, FreshnessMode, IndexWriteError, Lane, Node, PeerNames
+from monarchfs.types import (
+    DirRef,
+    FreshnessMode,
+    IndexWriteError,
+    Lane,
+    Node,
+    PeerListing,
+    PeerNames,
+)
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +58,11 @@ class NamePeers(Protocol):
         self, owner: int, directory: DirRef, names: list[bytes], most_age_ns: int, lane: Lane
     ) -> PeerNames | None:
         """What the owner says about some of these names, or about none of them."""
+
+    async def list(
+        self, owner: int, directory: DirRef, most_age_ns: int, lane: Lane
+    ) -> PeerListing | None:
+        """The directory's entries as the owner has them, if they are few."""
 
 
 class SharedNames:
@@ -129,6 +142,30 @@ class SharedNames:
                 known = node.fetched_ns > since_ns and self._known.lookup(parent, name)
                 if isinstance(known, Entry):
                     found[name] = known.node
+
+    async def ask_listing(
+        self, ino: int, lane: Lane, asked_ns: int, most_bytes: int
+    ) -> PeerListing | None:
+        """What the owner of a directory of up to ``most_bytes`` says. Raises OSError."""
+        node = self._index.node(ino)
+        if self._peers is None or node is None or node.outdated or node.stat.device:
+            return None
+        if node.stat.size > most_bytes or not (lane is Lane.BACKGROUND or self._is_worth()):
+            return None
+        directory = self._known.directory(ino)
+        for owner in self._peers.divide(directory, 0, [b"."]):
+            most_age_ns = self.most_age_ns(asked_ns)
+            listing = await self._peers.list(owner, directory, most_age_ns, lane)
+            if listing is not None and listing.age_ns <= self.most_age_ns(asked_ns):
+                return listing
+        return None
+
+    def serves(self, ino: int) -> bool:
+        """Whether peers may ask this node for a directory's listing."""
+        directory = self._index.dirref(ino)
+        if self._peers is None or directory is None:
+            return False
+        return not self._peers.divide(directory, 0, [b"."])
 
     def asked(self, parent: int, names: Sequence[bytes]) -> None:
         """The source was asked for names that ``ask`` did not return."""

@@ -9,10 +9,11 @@ import trio
 from monarchfs.fs.attributes import Attributes
 from monarchfs.fs.batches import BatchLookups
 from monarchfs.fs.directories import Directories
-from monarchfs.fs.freshness import Freshness
+from monarchfs.fs.freshness import FOREVER_NS, Freshness
 from monarchfs.fs.known import Entry, KnownMetadata, Missing
 from monarchfs.fs.names import Names
 from monarchfs.fs.recorder import Recorder
+from monarchfs.fs.shared_listings import SharedListings
 from monarchfs.fs.shared_names import SharedNames
 from monarchfs.fs.sibling_names import SiblingNames
 from monarchfs.fs.stale_on_timeout import StaleOnTimeout
@@ -20,6 +21,7 @@ from monarchfs.fs.statahead import Statahead
 from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
 from monarchfs.source.source import Source
+from monarchfs.types import Lane
 
 __all__ = ["Entry", "Missing", "Tree"]
 
@@ -46,7 +48,7 @@ class Tree:
         for ``on_moved`` ``Recorder``."""
         self.index = index
         self.freshness = freshness
-        asking = StaleOnTimeout(source, freshness, metrics, nursery, deadline)
+        self._asking = asking = StaleOnTimeout(source, freshness, metrics, nursery, deadline)
         self.known = known = KnownMetadata(index, freshness)
         self.recorder = recorder = Recorder(known, on_moved)
         self.siblings = SiblingNames(known, publish)
@@ -55,7 +57,10 @@ class Tree:
         statahead = Statahead(
             nursery, index.entries, index.count_entries, known.lacks, batches.ask_ahead
         )
-        self.directories = Directories(source, known, recorder, asking, statahead, nursery)
+        listings = SharedListings(known, self.shared)
+        self.directories = Directories(
+            source, known, recorder, asking, statahead, nursery, listings
+        )
         self.names = Names(
             *(source, known, recorder, asking, batches),
             statahead,
@@ -63,3 +68,16 @@ class Tree:
             self.siblings,
         )
         self.attributes = Attributes(source, known, recorder, asking, self.names)
+
+    async def list_for_peers(self, ino: int, lane: Lane) -> None:
+        """Have a listing that ``directories.shared`` knows, if it is short. No peer is asked.
+        Raises OSError, and IndexWriteError."""
+        directories = self.directories
+
+        async def confirm_or_list() -> bool:
+            known = directories.shared.known(ino, -FOREVER_NS) is not None
+            if not (known and await directories.confirm(ino, lane)):
+                await directories.list_again(ino, lane)
+            return True
+
+        await self._asking.run_once(("list", ino), confirm_or_list)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import trio
 
-from monarchfs.peers.names import BACKGROUND_SECONDS, DEMAND_SECONDS, NameOwners, NamesQuestion
+from monarchfs.peers.names import NameOwners, NamesQuestion, answer_seconds
 from monarchfs.types import (
     Dirent,
     DirRef,
@@ -17,6 +18,7 @@ from monarchfs.types import (
     Lane,
     MonarchError,
     Node,
+    PeerListing,
     PeerNames,
     SourceStat,
 )
@@ -29,6 +31,10 @@ MOST_RUNNING = 64
 Row = tuple[bytes, SourceStat, bytes]
 
 
+def _lane(question: NamesQuestion) -> Lane:
+    return Lane.DEMAND if question.demand else Lane.BACKGROUND
+
+
 class NameIndex(Protocol):
     """What is asked of the index."""
 
@@ -39,7 +45,8 @@ class NameIndex(Protocol):
 
 class NameSupply:
     """Constant: the index; ``believed``, whether a name that was asked for at a time still stands
-    for a node; what asks the source, and no peer; where a directory is; who owns it.
+    for a node; what asks the source about names, and no peer; the listing that is
+    known, and since when; what lists a directory; where a directory is; who owns it.
     Changing: ``_running``, how many questions wait for the source."""
 
     def __init__(
@@ -47,6 +54,8 @@ class NameSupply:
         index: NameIndex,
         believed: Callable[[int, Node], bool],
         find: Callable[[int, list[bytes], Lane], Awaitable[object]],
+        listed: Callable[[int, int], tuple[int, PeerListing] | None],
+        list_: Callable[[int, Lane], Awaitable[object]],
         directory: Callable[[bytes, Lane], Awaitable[int | None]],
         owners: NameOwners,
         nursery: trio.Nursery,
@@ -54,6 +63,8 @@ class NameSupply:
         self._index = index
         self._believed = believed
         self._find = find
+        self._listed = listed
+        self._list = list_
         self._directory = directory
         self._owners = owners
         self._nursery = nursery
@@ -65,46 +76,64 @@ class NameSupply:
         Answers only for what this node owns, or stands in for.
         """
         arrived_ns = time.time_ns()
-        lane = Lane.DEMAND if question.demand else Lane.BACKGROUND
+        since_ns, lane = arrived_ns - question.most_age_ns, _lane(question)
         names: list[bytes] = []
         parent: int | None = None
-        with trio.move_on_after(DEMAND_SECONDS if question.demand else BACKGROUND_SECONDS):
-            try:
-                parent = await self._directory(question.path, lane)
-            except (OSError, IndexWriteError, MonarchError):
-                parent = None  # the peer will meet the same error in the source
+        with trio.move_on_after(answer_seconds(question)):
+            parent = await self._find_directory(question, lane)
             if parent is not None:
-                names = self._owned(parent, question)
-                since_ns = arrived_ns - question.most_age_ns
-                await self._bring(parent, names, since_ns, lane)
+                names = self._served(parent, question, question.names)
+                lacking = [name for name in names if self._known(parent, name, since_ns) is None]
+                if lacking:
+                    await self._run(partial(self._find, parent, lacking, lane))
         rows: list[Row] = []
         oldest_ns = arrived_ns
         for name in names:
             assert parent is not None
-            if (found := self._known(parent, name, arrived_ns - question.most_age_ns)) is not None:
+            if (found := self._known(parent, name, since_ns)) is not None:
                 asked_ns, node = found
                 oldest_ns = min(oldest_ns, asked_ns)
                 rows.append((name, node.stat, node.target))
         return PeerNames(arrived_ns - oldest_ns, rows)
 
-    def _owned(self, parent: int, question: NamesQuestion) -> list[bytes]:
+    async def listing(self, question: NamesQuestion) -> PeerListing | None:
+        """The directory's entries; None if they are not known when the time is up, or there are
+        many. Raises nothing but Cancelled."""
+        arrived_ns = time.time_ns()
+        since_ns, lane = arrived_ns - question.most_age_ns, _lane(question)
+        with trio.move_on_after(answer_seconds(question)):
+            parent = await self._find_directory(question, lane)
+            if parent is None or not self._served(parent, question, [b"."]):
+                return None
+            if self._listed(parent, since_ns) is None:
+                await self._run(partial(self._list, parent, lane))
+            if (listed := self._listed(parent, since_ns)) is not None:
+                asked_ns, listing = listed
+                return listing._replace(age_ns=max(0, arrived_ns - asked_ns))
+        return None
+
+    async def _find_directory(self, question: NamesQuestion, lane: Lane) -> int | None:
+        try:
+            return await self._directory(question.path, lane)
+        except (OSError, IndexWriteError, MonarchError):
+            return None  # the peer will meet the same error in the source
+
+    def _served(self, parent: int, question: NamesQuestion, names: Sequence[bytes]) -> list[bytes]:
         node, directory = self._index.node(parent), self._index.dirref(parent)
         if node is None or directory is None or node.stat.device or node.stat.ino != question.ino:
             return []
-        return self._owners.served(directory, node.stat.size, question.names)
+        return self._owners.served(directory, node.stat.size if question.names else 0, names)
 
-    async def _bring(self, parent: int, names: Sequence[bytes], since_ns: int, lane: Lane) -> None:
-        """Ask the source for what is not known. The answers are recorded, even if they come too
-        late for this question."""
-        lacking = [name for name in names if self._known(parent, name, since_ns) is None]
-        if not lacking or self._running >= MOST_RUNNING:
+    async def _run(self, ask: Callable[[], Awaitable[object]]) -> None:
+        """Ask the source. Answers are recorded even if they come too late for this question."""
+        if self._running >= MOST_RUNNING:
             return
         done = trio.Event()
 
         async def run() -> None:
             self._running += 1
             try:
-                await self._find(parent, lacking, lane)
+                await ask()
             except (OSError, IndexWriteError, MonarchError) as exc:
                 log.debug("names that a peer wants are not known: %s", exc)
             finally:

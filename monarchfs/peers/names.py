@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import trio
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
@@ -24,12 +24,16 @@ from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.supply import is_path
 from monarchfs.snapshot.file import FoundName, MalformedSnapshot, decode_entry, encode_entry
 from monarchfs.system.threads import run_sync
-from monarchfs.types import DirRef, FileType, Lane, PeerNames
+from monarchfs.types import DirRef, FileType, Lane, PeerListing, PeerNames
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MOST_NAMES = 256
 """In one question."""
+
+MOST_LISTED = 4096
+"""Entries of a listing that is shared. Larger ones cost few calls for each name."""
 
 LARGE_BYTES = 1 << 20
 """A directory of this size, which has some ten thousand names, is owned in parts."""
@@ -49,8 +53,8 @@ _MOST_AGE = 1 << 63
 
 
 class NamesQuestion(NamedTuple):
-    """Names of the directory with this path and inode number; the answer may be so old when the
-    question is sent. ``demand``: a reader waits."""
+    """Names of the directory with this path and inode number, none for its listing; the answer may
+    be so old when the question is sent. ``demand``: a reader waits."""
 
     path: bytes
     ino: int
@@ -105,15 +109,35 @@ class NameOwners:
     ) -> PeerNames | None:
         """What the owner says about the first of these names; None if it does not answer in time.
         Raises nothing but Cancelled."""
-        demand = lane is Lane.DEMAND
-        if not demand:
+        question = NamesQuestion(*directory, names[:MOST_NAMES], most_age_ns, lane is Lane.DEMAND)
+        return await self._ask("/ask/names", owner, question, decode_answer)
+
+    async def list(
+        self, owner: int, directory: DirRef, most_age_ns: int, lane: Lane
+    ) -> PeerListing | None:
+        """The directory's entries as its owner has them; None if it does not say in time, or there
+        are many. Raises nothing but Cancelled."""
+        question = NamesQuestion(*directory, [], most_age_ns, lane is Lane.DEMAND)
+        return await self._ask("/ask/listing", owner, question, decode_listing)
+
+    async def _ask(
+        self, path: str, owner: int, question: NamesQuestion, decode: Callable[[bytes], T]
+    ) -> T | None:
+        if not question.demand:
             with trio.move_on_at(self._starts_until):
                 await self._answered[owner].wait()
-        question = NamesQuestion(
-            directory.path, directory.ino, names[:MOST_NAMES], max(0, most_age_ns), demand
-        )
+        question = question._replace(most_age_ns=max(0, question.most_age_ns))
+
+        def ask() -> T:
+            seconds = answer_seconds(question) + MARGIN_SECONDS
+            body = encode_question(question)
+            status, data = _replicas.ask(owner, path, body, seconds, MOST_ANSWER_BYTES)
+            if status != 200:
+                raise PeerError(f"status {status}")
+            return decode(data)
+
         try:
-            return await run_sync(_ask, owner, question, limiter=self._threads)
+            return await run_sync(ask, limiter=self._threads)
         except (OSError, PeerError) as exc:
             log.debug("peer %d says nothing about names: %s", owner, exc)
             return None
@@ -137,15 +161,9 @@ def _avoided(number: int) -> bool:
     return bool(_replicas.counts(number)[5])
 
 
-def _ask(owner: int, question: NamesQuestion) -> PeerNames:
-    """For threads."""
-    seconds = (DEMAND_SECONDS if question.demand else BACKGROUND_SECONDS) + MARGIN_SECONDS
-    status, data = _replicas.ask(
-        owner, "/ask/names", encode_question(question), seconds, MOST_ANSWER_BYTES
-    )
-    if status != 200:
-        raise PeerError(f"status {status}")
-    return decode_answer(data)
+def answer_seconds(question: NamesQuestion) -> float:
+    """After this time an owner answers."""
+    return DEMAND_SECONDS if question.demand else BACKGROUND_SECONDS
 
 
 def encode_question(question: NamesQuestion) -> bytes:
@@ -158,7 +176,7 @@ def decode_question(data: bytes) -> NamesQuestion:
     """Raises PeerError if it is none."""
     match _parsed(data):
         case [str(path), int(ino), list(names), int(most_age_ns), bool(demand)] if (
-            0 < ino < 1 << 64 and 0 <= most_age_ns < _MOST_AGE and 0 < len(names) <= MOST_NAMES
+            0 < ino < 1 << 64 and 0 <= most_age_ns < _MOST_AGE and len(names) <= MOST_NAMES
         ):
             found = NamesQuestion(_bytes(path), ino, list(map(_bytes, names)), most_age_ns, demand)
             if (not found.path or is_path(found.path)) and all(map(_is_name, found.names)):
@@ -179,14 +197,42 @@ def decode_answer(data: bytes) -> PeerNames:
     """Raises PeerError if it is none."""
     match _parsed(data):
         case [int(age_ns), list(rows)] if 0 <= age_ns < _MOST_AGE and len(rows) <= MOST_NAMES:
-            try:
-                found = [decode_entry(row) for row in rows]
-            except MalformedSnapshot as error:
-                raise PeerError(f"an answer about names is none: {error}") from None
+            found = _decoded(rows)
             return PeerNames(
                 age_ns, [(one.name, one.stat, one.target) for one in found if one.stat is not None]
             )
     raise PeerError("an answer about names is none")
+
+
+def encode_listing(listing: PeerListing | None) -> bytes:
+    """What ``decode_listing`` reads; None: there is nothing to say."""
+    if listing is None:
+        return _json([])
+    *times, entries = listing
+    rows = [encode_entry(FoundName(*entry, None, b"")) for entry in entries]
+    return _json([*times, rows])
+
+
+def decode_listing(data: bytes) -> PeerListing:
+    """Raises PeerError if it is none."""
+    match _parsed(data):
+        case [int(age_ns), int(mtime_ns), int(ctime_ns), list(rows)] if (
+            0 <= age_ns < _MOST_AGE
+            and abs(mtime_ns) < _MOST_AGE
+            and abs(ctime_ns) < _MOST_AGE
+            and len(rows) <= MOST_LISTED
+        ):
+            entries = [(one.name, one.type, one.ino) for one in _decoded(rows)]
+            if len({name for name, *_ in entries}) == len(entries):
+                return PeerListing(age_ns, mtime_ns, ctime_ns, entries)
+    raise PeerError("there is no listing")
+
+
+def _decoded(rows: list[Any]) -> list[FoundName]:
+    try:
+        return [decode_entry(row) for row in rows]
+    except MalformedSnapshot as error:
+        raise PeerError(f"an answer about names is none: {error}") from None
 
 
 def _json(value: list[Any]) -> bytes:

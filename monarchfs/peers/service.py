@@ -8,11 +8,11 @@ from urllib.parse import parse_qs
 
 from monarchfs.peers.catalogue import Page, Publisher, encode
 from monarchfs.peers.errors import PeerError
-from monarchfs.peers.names import NamesQuestion, decode_question, encode_answer
+from monarchfs.peers.name_supply import NameSupply
+from monarchfs.peers.names import decode_question, encode_answer, encode_listing
 from monarchfs.peers.span_messages import HeldSpan, WantedSpan, decode_wanted, encode_held
 from monarchfs.peers.supply import MOST_SECONDS, Supply, decode
 from monarchfs.system.http_server import HttpRequest, HttpResponse
-from monarchfs.types import PeerNames
 
 BINARY = "application/octet-stream"
 JSON = "application/json"
@@ -27,7 +27,7 @@ class Service:
         publisher: Publisher,
         supply: Supply,
         held: Callable[[WantedSpan], Awaitable[HeldSpan]],
-        names: Callable[[NamesQuestion], Awaitable[PeerNames]] | None,
+        names: NameSupply | None,
     ) -> None:
         """``names``: None if this mount says nothing about names."""
         self._publisher = publisher
@@ -49,8 +49,11 @@ class Service:
                     held = [await self._held(one) for one in decode_wanted(request.body)]
                     return HttpResponse(encode_held(held), content_type=BINARY)
                 case "POST", "/ask/names" if self._names is not None:
-                    answer = await self._names(decode_question(request.body))
+                    answer = await self._names.answer(decode_question(request.body))
                     return HttpResponse(encode_answer(answer), content_type=JSON)
+                case "POST", "/ask/listing" if self._names is not None:
+                    listing = await self._names.listing(decode_question(request.body))
+                    return HttpResponse(encode_listing(listing), content_type=JSON)
                 case _:
                     return HttpResponse(b"There is nothing here\n", HTTPStatus.NOT_FOUND)
         except (PeerError, KeyError, ValueError) as error:

@@ -104,6 +104,8 @@ class Scan:
         self.running = False
         self.on_end: Callable[[], None] = lambda: None
         """Called when a walk has ended."""
+        self.elsewhere: Callable[[int], bool] = lambda ino: False
+        """Whether another node asks the source about the names of this directory."""
         self.failed = 0
 
     async def everything(self) -> None:
@@ -112,8 +114,9 @@ class Scan:
         self.running = True
         if self._jitter_seconds:
             await trio.sleep(self._random.uniform(0, self._jitter_seconds))
-        directories = deque([ROOT_INO])
-        while directories:
+        # Of nodes that share, each begins with what it owns, and finds the rest at its owners.
+        own, others = deque([ROOT_INO]), deque[int]()
+        while directories := own or others:
             if self._jitter_seconds:
                 directories.rotate(-self._random.randrange(len(directories)))
             ino = directories.popleft()
@@ -122,7 +125,8 @@ class Scan:
             except (OSError, IndexWriteError) as exc:
                 self._skip(f"directory inode {ino}", exc)
                 continue
-            directories.extend(await self._scan_directory(ino))
+            for found in await self._scan_directory(ino):
+                (others if self.elsewhere(found) else own).append(found)
         self.running = False
         self.on_end()
 

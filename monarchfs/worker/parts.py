@@ -250,7 +250,7 @@ class Parts:
             )
             self.copier.files.bind(self.arrivals)
         if self.peering is not None:
-            self.peering.bind(self.copier.jobs, self.arrivals)
+            self.peering.bind(self.copier.jobs, self.arrivals, self.scan)
         self.relay.begin(
             self.files,
             lasting_ns=freshness.ttl_ns,

@@ -31,6 +31,7 @@ from monarchfs.peers.supply import Supply
 from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.jobs import CopyJobs
+from monarchfs.prefetch.scan import Scan
 from monarchfs.prefetch.spans import SPAN_BYTES
 from monarchfs.system.http_server import serve
 
@@ -81,16 +82,19 @@ class Peering:
         copier.files.nodes = self._nodes
         name_owners = NameOwners(owners, peers.own, self.following.answered)
         tree.shared.bind(name_owners)
+        self._lists_elsewhere = lambda ino: not tree.shared.serves(ino)
         known = tree.known
         name_supply = NameSupply(
             index,
             lambda asked_ns, node: known.entry(asked_ns, node, time.time_ns()) is not None,
             tree.names.ask_for_peers,
+            tree.directories.shared.known,
+            tree.list_for_peers,
             supply.directory,
             name_owners,
             nursery,
         )
-        names = name_supply.answer if tree.freshness.serves_stale else None
+        names = name_supply if tree.freshness.serves_stale else None
         self._service = Service(self._publisher, supply, spans.answer, names)
         self._lookup = cache.lookup
         if share is not ShareMode.REPLICATE:
@@ -103,8 +107,10 @@ class Peering:
         _replicas.owners(self._ownership.tables, self.following.own)
         hooks.misses_peers(_replicas.read)
 
-    def bind(self, jobs: CopyJobs, arrivals: Arrivals) -> None:
-        """Files that other nodes own are copied ahead from those nodes."""
+    def bind(self, jobs: CopyJobs, arrivals: Arrivals, scan: Scan) -> None:
+        """Files that other nodes own are copied ahead from those nodes; their directories are
+        scanned last."""
+        scan.elsewhere = self._lists_elsewhere
         jobs.elsewhere = self._elsewhere
         arrivals.owners = self._owners
 

@@ -14,22 +14,25 @@ import trio
 from monarchfs.fs import shared_names, statahead
 from monarchfs.fs.refresh import Refresh
 from monarchfs.fs.tree import Entry
-from monarchfs.peers import name_supply
+from monarchfs.peers import names as peer_names
 from monarchfs.peers.name_supply import NameSupply
 from monarchfs.peers.names import (
     MOST_NAMES,
     NamesQuestion,
     decode_answer,
+    decode_listing,
     decode_question,
     encode_answer,
+    encode_listing,
     encode_question,
 )
-from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane, PeerNames
+from monarchfs.types import ROOT_INO, DirRef, FileType, FreshnessMode, Lane, PeerListing, PeerNames
 from tests.layers.test_statahead import Operations, stat_each
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, names
 from tests.support.mirror import Area, Mirror
 
 FILES = 300
+Names = list[bytes]
 
 
 class Everything:
@@ -46,6 +49,8 @@ class Owner:
         self.questions = 0
         self.silent = False
         self.lies: PeerNames | None = None
+        self.lists_nothing = False
+        self.listing: PeerListing | None = None
         tree = a.tree
 
         async def directory(path: bytes, lane: Lane) -> int | None:
@@ -61,6 +66,8 @@ class Owner:
             a.index,
             lambda asked_ns, node: tree.known.entry(asked_ns, node, time.time_ns()) is not None,
             tree.names.ask_for_peers,
+            tree.directories.shared.known,
+            tree.list_for_peers,
             directory,
             Everything(),  # type: ignore[arg-type]
             a.nursery,
@@ -79,10 +86,24 @@ class Owner:
         if self.silent or self.lies is not None:
             await trio.lowlevel.checkpoint()
             return self.lies
-        some = names[:MOST_NAMES]
+        question = self._question(directory, names[:MOST_NAMES], most_age_ns, lane)
+        return decode_answer(encode_answer(await self._supply.answer(question)))
+
+    async def list(
+        self, _owner: int, directory: DirRef, most_age_ns: int, lane: Lane
+    ) -> PeerListing | None:
+        if self.silent or self.lies is not None or self.lists_nothing:
+            await trio.lowlevel.checkpoint()
+            return self.listing
+        question = self._question(directory, [], most_age_ns, lane)
+        answer = await self._supply.listing(question)
+        return None if answer is None else decode_listing(encode_listing(answer))
+
+    def _question(
+        self, directory: DirRef, some: Names, most_age_ns: int, lane: Lane
+    ) -> NamesQuestion:
         question = NamesQuestion(*directory, some, max(0, most_age_ns), lane is Lane.DEMAND)
-        answer = await self._supply.answer(decode_question(encode_question(question)))
-        return decode_answer(encode_answer(answer))
+        return decode_question(encode_question(question))
 
 
 class Alone:
@@ -92,6 +113,9 @@ class Alone:
         return {}
 
     async def ask(self, *_about: object) -> None:
+        raise AssertionError("nobody asks")
+
+    async def list(self, *_about: object) -> None:
         raise AssertionError("nobody asks")
 
 
@@ -130,7 +154,7 @@ async def pair(
 @pytest.fixture
 def many(area: Area, monkeypatch: pytest.MonkeyPatch) -> Area:
     monkeypatch.setattr(shared_names, "FACTOR", 1e6)  # this source takes no time
-    monkeypatch.setattr(name_supply, "DEMAND_SECONDS", 60)  # on a busy machine
+    monkeypatch.setattr(peer_names, "DEMAND_SECONDS", 60)  # on a busy machine
     monkeypatch.setattr(shared_names, "JOIN_SECONDS", 60)
     monkeypatch.setattr(statahead, "PATIENCE_SECONDS", 60)
     for number in range(FILES):
@@ -180,7 +204,7 @@ async def test_who_comes_later_asks_the_source_for_nothing_that_a_peer_knows(
         hours.pass_by(7200)
         b, a = Operations(nodes.b), Operations(nodes.a)
         assert await go_through(nodes.b) == SIZES
-        assert b().get("stat", 0) <= 2, "the directory, to list it"
+        assert b() == {}
         assert a() == {}
         assert nodes.b.metrics.peer_names >= FILES
 
@@ -193,7 +217,7 @@ async def test_the_ttl_counts_from_when_the_peer_asked(many: Area, hours: Hours)
         hours.pass_by(20)
         b = Operations(nodes.b)
         assert await go_through(nodes.b) == SIZES
-        assert b()["stat"] <= 2
+        assert b() == {}
         many.write("d/0007", b"changed")
         many.write("d/0008", b"also changed")
         hours.pass_by(39)  # 59 seconds since the peer asked
@@ -213,7 +237,7 @@ async def test_what_is_old_at_the_peer_is_asked_for_again_by_it(many: Area, hour
         hours.pass_by(40)  # more than half of the ttl
         a, b = Operations(nodes.a), Operations(nodes.b)
         assert (await go_through(nodes.b))[b"0007"] == len(b"another")
-        assert b()["stat"] <= 2
+        assert b() == {}
         assert a()["stat"] >= FILES
 
 
@@ -294,3 +318,64 @@ async def test_a_peer_that_says_other_attributes_is_found_out_at_the_open(
         with pytest.raises(OSError, match="another version"):
             await nodes.b.open("d/0005")
         assert await nodes.b.read_file("d/0005") == b"x" * 5
+
+
+async def test_listings_are_shared_and_cost_no_attributes(many: Area, hours: Hours) -> None:
+    for number in range(20):
+        many.write(f"small/{number}/file", b"x")
+    hours.pass_by(1)
+    async with pair(many) as nodes:
+        a, b = Operations(nodes.a), Operations(nodes.b)
+        for name in await names(nodes.b, await nodes.b.ino("small")):
+            listed = await names(nodes.b, await nodes.b.ino(f"small/{name.decode()}"))
+            assert set(listed) == {b"file"}
+        assert b() == {}
+        asked = a()
+        assert asked["list"] <= 2 * 21
+        assert asked["stat"] <= 2 + 2 * 21, "of directories alone"
+
+
+async def test_a_name_that_a_listing_lacks_shows_after_the_ttl(many: Area, hours: Hours) -> None:
+    hours.pass_by(1)
+    async with pair(many, TTL, ttl=60) as nodes:
+        hours.pass_by(100)
+        before = set(await names(nodes.a, await nodes.a.ino("d")))
+        hours.pass_by(20)
+        b = Operations(nodes.b)
+        assert set(await names(nodes.b, await nodes.b.ino("d"))) == before
+        assert b() == {}
+        many.write("d/new", b"x")
+        hours.pass_by(39)
+        assert set(await names(nodes.b, await nodes.b.ino("d"))) == before
+        hours.pass_by(2)
+        assert set(await names(nodes.b, await nodes.b.ino("d"))) == before | {b"new"}
+
+
+async def test_what_this_node_has_found_is_in_its_listings(many: Area, hours: Hours) -> None:
+    hours.pass_by(1)
+    async with pair(many, TTL, ttl=60) as nodes:
+        hours.pass_by(100)
+        before = set(await names(nodes.a, await nodes.a.ino("d")))
+        hours.pass_by(10)
+        many.write("d/new", b"x")
+        d = await nodes.b.ino("d")
+        nodes.owner.silent = True
+        assert await nodes.b.tree.names.find(d, b"new", Lane.DEMAND) is not None
+        nodes.owner.silent = False
+        assert set(await names(nodes.b, d)) == before | {b"new"}
+
+
+async def test_a_listing_that_is_made_up_leads_to_nothing(many: Area, hours: Hours) -> None:
+    hours.pass_by(1)
+    async with pair(many) as nodes:
+        other = (await nodes.a.node("d/0005")).stat.ino
+        entries = [(b"0007", FileType.DIRECTORY, other), (b"none", FileType.REGULAR, 1 << 40)]
+        nodes.owner.lists_nothing = True
+        nodes.owner.listing = PeerListing(0, 1, 1, entries)
+        d = await nodes.b.ino("d")
+        assert set(await names(nodes.b, d)) == {b"0007", b"none"}
+        nodes.owner.silent = True
+        assert await nodes.b.tree.names.find(d, b"none", Lane.DEMAND) is None
+        assert await nodes.b.read_file("d/0007") == b"x" * 7
+        await Refresh(nodes.b.tree, nodes.b.kernel).run()
+        assert await go_through(nodes.b) == SIZES

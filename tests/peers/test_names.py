@@ -23,14 +23,16 @@ from monarchfs.peers.names import (
     NameOwners,
     NamesQuestion,
     decode_answer,
+    decode_listing,
     decode_question,
     encode_answer,
+    encode_listing,
     encode_question,
 )
 from monarchfs.peers.nodes import PeerNode
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.web_server import find_nginx
-from monarchfs.types import DirRef, PeerNames, SourceStat
+from monarchfs.types import DirRef, FileType, PeerListing, PeerNames, SourceStat
 from tests.peers.test_sharing import FILES, Nodes, answers, peers, read_all, source
 from tests.support import surroundings
 from tests.support.mounting import Bench, FaultySource, Mount, run, wait_for
@@ -65,11 +67,32 @@ found = st.builds(
 )
 
 
-@given(questions, found, st.data())
-def test_messages(question: NamesQuestion, answer: PeerNames, data: st.DataObject) -> None:
-    asked, said = encode_question(question), encode_answer(answer)
+times = st.integers(-(2**63) + 1, 2**63 - 1)
+listings = st.builds(
+    PeerListing,
+    *(st.integers(0, 2**63 - 1), times, times),
+    st.lists(
+        st.tuples(file_names, st.sampled_from(FileType), st.integers(1, 2**64 - 1)),
+        max_size=9,
+        unique_by=lambda entry: entry[0],
+    ),
+)
+
+
+@given(questions, found, listings, st.data())
+def test_messages(
+    question: NamesQuestion, answer: PeerNames, listing: PeerListing, data: st.DataObject
+) -> None:
+    asked, said, listed = encode_question(question), encode_answer(answer), encode_listing(listing)
     assert decode_question(asked) == question
     assert decode_answer(said) == answer
+    assert decode_listing(listed) == listing
+    with pytest.raises(PeerError):
+        decode_listing(encode_listing(None))
+    with pytest.raises(PeerError):
+        decode_listing(encode_listing(listing._replace(entries=[(b"a", FileType.REGULAR, 1)] * 2)))
+    with pytest.raises(PeerError):
+        decode_listing(listed[: data.draw(st.integers(0, len(listed) - 1))])
     with pytest.raises(PeerError):
         decode_question(asked[: data.draw(st.integers(0, len(asked) - 1))])
     with pytest.raises(PeerError):
@@ -89,12 +112,14 @@ def test_bytes_that_are_no_message(data: bytes) -> None:
         decode_question(data)
     with suppress(PeerError):
         decode_answer(data)
+    with suppress(PeerError):
+        decode_listing(data)
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"path": b"../x"}, {"path": b"/etc"}, {"path": b"a//b"}, {"ino": 0}, {"names": []},
+        {"path": b"../x"}, {"path": b"/etc"}, {"path": b"a//b"}, {"ino": 0},
         {"names": [b".."]}, {"names": [b"a/b"]}, {"names": [b"a\0"]}, {"names": [b"n" * 256]},
         {"names": [b"a"] * (MOST_NAMES + 1)}, {"most_age_ns": -1},
     ],
@@ -177,10 +202,10 @@ class TestMounts:
         at_once([a, b], source)
         asked = operations([a, b, c]) - before
         # A busy machine misses a deadline now and then, and asks the source.
-        assert FILES <= asked < 1.5 * (FILES + 4 * DIRECTORIES)
+        assert FILES <= asked < 1.4 * (FILES + 4 * DIRECTORIES)
         before = operations([a, b, c])
         go_through(c, source)
-        assert operations([a, b, c]) - before < 0.3 * FILES, "it comes later"
+        assert operations([a, b, c]) - before < 0.2 * FILES, "it comes later"
         served = [mount.status()["served"]["peer_names"] for mount in (a, b, c)]
         assert sum(served) > 1.2 * FILES
 
