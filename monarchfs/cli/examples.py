@@ -73,6 +73,16 @@ with data path passthrough; opens of an immutable mount.
 
 q or Ctrl-C ends it. If the output is not a terminal, or with --count, it prints a table each time,
 with --json an object. Exit code: 1 if nothing is mounted there, or no more.""",
+    "order": """\
+  monarchfs order /mnt/imagenet epoch-7.txt
+  ./sampler.py --epoch 7 | monarchfs order /mnt/imagenet -
+  monarchfs order /mnt/imagenet rank0.txt rank1.txt rank2.txt rank3.txt
+
+Paths are absolute, or relative to the mount point, in the order of reading. The mount fetches the
+files ahead of their readers: into a tier if there is room, else into memory (--window), until they
+were read. A later list of the same name takes the place of an earlier one. A list in which files
+are not read costs little: the mount gives it up. In a job, the Python module monarchfs.hints
+does the same.""",
     "record": """\
   monarchfs record /mnt/imagenet -o epoch.rec -- python train.py --epochs 1
   monarchfs record /mnt/imagenet --seconds 60

@@ -82,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_top(commands)
     _add_peers(commands)
     _add_warm(commands)
+    _add_order(commands)
     _add_why(commands)
     _add_record(commands)
     _add_ask(commands, "refresh", "ask the source again now")
@@ -222,6 +223,15 @@ def _add_warm(commands: _Commands) -> None:
     flag("--wait", action="store_true", help="wait until each file is resident or will not be")
     flag("--check", action="store_true", help="copy nothing; say how much is resident")
     flag("--metadata", action="store_true", help="learn names and attributes only")
+
+
+def _add_order(commands: _Commands) -> None:
+    summary = "say in which order files will be read, so that they are fetched ahead"
+    option = _add_command(commands, "order", summary, json=True).add_argument
+    option("mountpoint", help="where it is mounted")
+    files = "a list of paths, one a line; - is standard input. Each is the order of one reader"
+    option("file", nargs="+", help=files)
+    option("--inodes", action="store_true", help="the lists have inode numbers, not paths")
 
 
 def _add_why(commands: _Commands) -> None:

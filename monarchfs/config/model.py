@@ -121,6 +121,8 @@ class PlainSettings:
     peer_key: str | None = None
     peer_tls: bool = False
     share: ShareMode = ShareMode.AUTO
+    window: int = 512 << 20
+    """The memory for files that were fetched ahead of their readers, in bytes; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,12 @@ OPTIONS: Mapping[str, Option] = {
         " (the default: what the files that this node owns leave room for)",
         choices=tuple(mode.value for mode in ShareMode),
     ),
+    "window": Option(
+        values.parse_memory,
+        "SIZE",
+        "memory for files that are fetched in an announced order (monarchfs order) and do not fit"
+        " into the tiers (default: 512M, and at most a quarter of what is left; 0: none)",
+    ),
     "metrics_port": Option(
         values.parse_port,
         "PORT",

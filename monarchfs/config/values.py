@@ -238,6 +238,18 @@ def parse_floor(value: object) -> float:
     return share
 
 
+def parse_memory(value: object) -> int:
+    """Bytes, as ``512M`` (powers of 1024); 0 for ``0`` or ``off``."""
+    text = _text(value).strip().lower()
+    if text in ("0", "off", "none"):
+        return 0
+    match = _SIZE.fullmatch(text)
+    size = 0 if match is None or match["unit"] == "%" else _bytes_of(match)
+    if not 0 < size < _LARGEST_SIZE:
+        raise UsageError(f"'{_text(value)}' is not a size: write it like 512M, or 0")
+    return size
+
+
 def parse_rate(value: object) -> int:
     """Bytes per second, as ``20M`` (powers of 1024); 0 for ``0`` or ``off``."""
     text = _text(value).strip().lower().removesuffix("/s")

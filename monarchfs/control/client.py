@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -142,6 +142,22 @@ class Connection:
         content = bytes(self._received[:behind])
         del self._received[:behind]
         return message, content
+
+    def send_list(self, message: Mapping[str, Any], parts: Iterable[bytes]) -> dict[str, Any]:
+        """The result of one command that gets a list behind its request. The parts end up as one.
+        Raises OperationError."""
+        self.ask(message)
+        try:
+            ready, _ = self.next(SILENCE_SECONDS)
+            if ready.get("progress", {}).get("ready"):
+                self._socket.settimeout(SILENCE_SECONDS)
+                for part in parts:
+                    self._socket.sendall(part)
+            self.no_more()
+            result, _ = self.next(SILENCE_SECONDS)
+        except OSError as error:
+            raise OperationError(f"the mount's daemon gave no answer: {error}") from None
+        return dict(result.get("result", {}))
 
     def no_more(self) -> None:
         """Tell the daemon that nothing else comes from here: a command that goes on until then

@@ -183,6 +183,66 @@ static PyObject *py_misses_fetch(PyObject *self, PyObject *args)
 	return refused;
 }
 
+static PyObject *py_misses_window(PyObject *self, PyObject *args)
+{
+	PyObject *given, *given_until;
+	unsigned threads;
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!O!I", &PyList_Type, &given, &PyList_Type, &given_until, &threads))
+		return NULL;
+	size_t count = (size_t)PyList_GET_SIZE(given);
+	if ((size_t)PyList_GET_SIZE(given_until) != count) {
+		PyErr_SetString(PyExc_ValueError, "each number has a time");
+		return NULL;
+	}
+	uint64_t *inos = numbers_in(given), *until = inos ? numbers_in(given_until) : NULL;
+	bool *begun = until ? malloc(count + 1) : NULL;
+	PyObject *refused = begun ? PyList_New(0) : NULL;
+	if (until && !begun)
+		PyErr_NoMemory();
+	if (refused)
+		misses_window(inos, (int64_t *)until, count, threads, begun);
+	for (size_t n = 0; refused && n < count; n++)
+		if (!begun[n] && PyList_Append(refused, PyList_GET_ITEM(given, (Py_ssize_t)n)) < 0)
+			Py_CLEAR(refused);
+	free(begun);
+	free(until);
+	free(inos);
+	return refused;
+}
+
+static PyObject *py_misses_window_drop(PyObject *self, PyObject *given)
+{
+	(void)self;
+	uint64_t *inos = numbers_in(given);
+	if (!inos)
+		return NULL;
+	misses_window_drop(inos, (size_t)PyList_GET_SIZE(given));
+	free(inos);
+	Py_RETURN_NONE;
+}
+
+TELLS_NUMBER(misses_window_limit)
+
+static PyObject *py_misses_window_state(PyObject *self, PyObject *unused)
+{
+	struct miss_window now;
+	(void)self;
+	(void)unused;
+	misses_window_state(&now);
+	return Py_BuildValue("KKKKKKKKK", (unsigned long long)now.bytes, (unsigned long long)now.read,
+			     (unsigned long long)now.read_bytes, (unsigned long long)now.took_ns,
+			     (unsigned long long)now.waited, (unsigned long long)now.hits, (unsigned long long)now.hit_bytes,
+			     (unsigned long long)now.wasted, (unsigned long long)now.wasted_bytes);
+}
+
+static PyObject *py_misses_source_ns(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	return PyLong_FromUnsignedLongLong(misses_source_ns());
+}
+
 /* Takes the bytes over. */
 static PyObject *object_of(struct miss_bytes *bytes)
 {
@@ -206,9 +266,10 @@ static PyObject *py_misses_events(PyObject *self, PyObject *unused)
 		struct miss_event *next = event->next;
 		PyObject *bytes = object_of(event->bytes), *each = NULL;
 		if (bytes && found)
-			each = Py_BuildValue("KIOOiK", (unsigned long long)event->ino, event->opens,
+			each = Py_BuildValue("KIOOiKO", (unsigned long long)event->ino, event->opens,
 					     event->spared ? Py_True : Py_False, bytes, event->error,
-					     (unsigned long long)event->took_ns);
+					     (unsigned long long)event->took_ns,
+					     event->from_window ? Py_True : Py_False);
 		if (!each || PyList_Append(found, each) < 0)
 			Py_CLEAR(found); /* the rest is let go of */
 		Py_XDECREF(each);
@@ -296,6 +357,11 @@ static PyMethodDef methods[] = {
 	METHOD(misses_hurry, METH_O),
 	METHOD(misses_fetch, METH_VARARGS),
 	METHOD(misses_events, METH_NOARGS),
+	METHOD(misses_window, METH_VARARGS),
+	METHOD(misses_window_drop, METH_O),
+	METHOD(misses_window_limit, METH_O),
+	METHOD(misses_window_state, METH_NOARGS),
+	METHOD(misses_source_ns, METH_NOARGS),
 	METHOD(names_put, METH_VARARGS),
 	METHOD(names_forget, METH_VARARGS),
 	METHOD(names_forget_ino, METH_O),

@@ -32,26 +32,40 @@ static pthread_cond_t no_answers = PTHREAD_COND_INITIALIZER; /* signalled when a
 bool miss_may_read_ahead(const struct task *first)
 {
 	size_t size = OF_TASK(first, struct entry, task)->version.size;
-	return !misses.memory_ahead || misses.memory_ahead + size <= misses.options.memory_bytes / 2;
+	size_t taken = misses.memory[OF_PYTHON];
+	return !taken || taken + size <= misses.options.memory_bytes / 2;
 }
 
 void miss_leave_bytes(struct miss_bytes *bytes)
 {
 	if (bytes && --bytes->users == 0) {
-		*(bytes->ahead ? &misses.memory_ahead : &misses.memory) -= bytes->size;
+		misses.memory[bytes->owner] -= bytes->size;
+		if (bytes->unread) {
+			misses.window.wasted++;
+			misses.window.wasted_bytes += bytes->size;
+		} else if (bytes->owner == OF_WINDOW) {
+			misses.window_asked -= bytes->size;
+		}
+		(void)pool_wake(bytes->owner == OF_WINDOW ? &window_threads : &ahead_threads);
 		free(bytes);
-		(void)pool_wake(&ahead_threads);
 	}
 }
 
 bool miss_adopt(struct miss_bytes *bytes)
 {
-	if (!bytes->ahead)
+	if (bytes->owner == OF_PYTHON) {
+		bytes->owner = OF_READERS;
+		misses.memory[OF_PYTHON] -= bytes->size;
+		misses.memory[OF_READERS] += bytes->size;
+		(void)pool_wake(&ahead_threads);
+		return true;
+	}
+	if (!bytes->unread)
 		return false;
-	bytes->ahead = false;
-	misses.memory_ahead -= bytes->size;
-	misses.memory += bytes->size;
-	(void)pool_wake(&ahead_threads);
+	bytes->unread = false;
+	misses.window_asked += bytes->size;
+	misses.window.hits++;
+	misses.window.hit_bytes += bytes->size;
 	return true;
 }
 
@@ -121,10 +135,14 @@ void miss_leave_waiters(struct entry *entry)
 	}
 }
 
+static struct pool *pool_of(enum state state)
+{
+	return state == AHEAD ? &ahead_threads : state == WINDOW ? &window_threads : &source_threads;
+}
+
 bool miss_queue(struct entry *entry, enum state state)
 {
-	struct pool *pool = state == AHEAD ? &ahead_threads : &source_threads;
-	if (!pool_queue(pool, &entry->task))
+	if (!pool_queue(pool_of(state), &entry->task))
 		return false;
 	entry->state = (uint8_t)state;
 	return true;
@@ -132,12 +150,10 @@ bool miss_queue(struct entry *entry, enum state state)
 
 void miss_unqueue(struct entry *entry)
 {
-	if (entry->state == QUEUED)
-		pool_withdraw(&source_threads, &entry->task);
-	else if (entry->state == AHEAD)
-		pool_withdraw(&ahead_threads, &entry->task);
-	if (entry->state != READING)
-		entry->state = REMOTE;
+	if (entry->state == REMOTE || entry->state == READING)
+		return;
+	pool_withdraw(pool_of(entry->state), &entry->task);
+	entry->state = REMOTE;
 }
 
 void miss_leave_entry(struct entry *entry)
@@ -230,8 +246,10 @@ static bool served(const struct entry *entry)
 {
 	if (entry->state != REMOTE || entry->answering)
 		return false;
-	if (entry->bytes->ahead)
+	if (entry->bytes->owner == OF_PYTHON)
 		return true;
+	if (entry->bytes->unread)
+		return entry->unwanted;
 	return misses.free_opens ? entry->answered >= entry->version.size :
 				    !resident_used(entry->ino);
 }
@@ -282,16 +300,17 @@ bool miss_make_room(size_t size)
 {
 	struct entry *entry = filled.first;
 	struct miss_event *event = first_event;
-	while (entry && misses.memory + size > misses.options.memory_bytes) {
+	const size_t *taken = &misses.memory[OF_READERS];
+	while (entry && *taken + size > misses.options.memory_bytes) {
 		struct entry *newer = entry->newer;
-		if (entry->bytes->ahead)
+		if (entry->bytes->owner != OF_READERS)
 			; /* is not counted there */
 		else if (misses.free_opens ? entry->state == REMOTE && !entry->answering : served(entry))
 			empty(entry);
 		entry = newer;
 	}
-	for (; event && misses.memory + size > misses.options.memory_bytes; event = event->next) {
-		if (event->bytes && !event->bytes->ahead) {
+	for (; event && *taken + size > misses.options.memory_bytes; event = event->next) {
+		if (event->bytes && event->bytes->owner == OF_READERS) {
 			miss_leave_bytes(event->bytes);
 			event->bytes = NULL;
 			event->error = MISS_LEFT;
@@ -300,7 +319,86 @@ bool miss_make_room(size_t size)
 				told->told = false;
 		}
 	}
-	return misses.memory + size <= misses.options.memory_bytes;
+	return *taken + size <= misses.options.memory_bytes;
+}
+
+/* -- the window */
+
+/* Without opens nobody says that a reader is done with a file of which it did not read all. */
+static void leave_half_read(void)
+{
+	static bool leaving; /* memory that becomes free has a thread ask again */
+	if (leaving)
+		return;
+	leaving = true;
+	for (struct entry *entry = filled.first, *newer; entry; entry = newer) {
+		newer = entry->newer;
+		if (entry->bytes->owner == OF_WINDOW && !entry->bytes->unread && entry->state == REMOTE &&
+		    !entry->answering)
+			empty(entry);
+	}
+	leaving = false;
+}
+
+bool miss_may_fill_window(const struct task *first)
+{
+	size_t size = OF_TASK(first, struct entry, task)->version.size;
+	size_t most = misses.window_bytes;
+	if (misses.free_opens && misses.memory[OF_WINDOW] + size > most && misses.window_asked > most / 4)
+		leave_half_read();
+	return misses.memory[OF_WINDOW] + size <= most;
+}
+
+/* Under `source_lock`. */
+static bool into_window(struct entry *entry, int64_t fresh_until_ns)
+{
+	if (!entry || !miss_directory_of(entry) || entry->excluded || entry->over || entry->told || entry->wanted)
+		return false;
+	if (!entry->bytes && entry->state == REMOTE && !miss_queue(entry, WINDOW))
+		return false;
+	entry->fresh_until_ns = fresh_until_ns;
+	entry->unwanted = false;
+	return entry->state != AHEAD;
+}
+
+void misses_window(const uint64_t *inos, const int64_t *fresh_until_ns, size_t count, unsigned threads, bool *begun)
+{
+	pthread_mutex_lock(&source_lock);
+	window_threads.most = threads;
+	for (size_t n = 0; n < count; n++)
+		begun[n] = misses.window_bytes && into_window(*miss_place_of(inos[n]), fresh_until_ns[n]);
+	pthread_mutex_unlock(&source_lock);
+}
+
+void misses_window_drop(const uint64_t *inos, size_t count)
+{
+	pthread_mutex_lock(&source_lock);
+	for (size_t n = 0; n < count; n++) {
+		struct entry *entry = *miss_place_of(inos[n]);
+		if (entry && entry->state == WINDOW)
+			miss_unqueue(entry);
+		if (entry)
+			entry->unwanted = true;
+		if (entry && entry->bytes && entry->bytes->unread && entry->state == REMOTE && !entry->answering)
+			empty(entry);
+	}
+	pthread_mutex_unlock(&source_lock);
+}
+
+void misses_window_limit(size_t bytes)
+{
+	pthread_mutex_lock(&source_lock);
+	misses.window_bytes = bytes;
+	(void)pool_wake(&window_threads);
+	pthread_mutex_unlock(&source_lock);
+}
+
+void misses_window_state(struct miss_window *state)
+{
+	pthread_mutex_lock(&source_lock);
+	*state = misses.window;
+	state->bytes = misses.memory[OF_WINDOW];
+	pthread_mutex_unlock(&source_lock);
 }
 
 /* -- for Python */
@@ -324,8 +422,8 @@ static void evict(void)
 bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length,
 		const struct miss_version *version, const struct miss_replica *replica)
 {
-	if (misses.events_fd < 0 || !version->size || version->size > MISS_MOST_BYTES || !length ||
-	    length > MISS_NAME_BYTES || number >= MISS_DIRECTORIES)
+	if (misses.events_fd < 0 || !version->size || !length || length > MISS_NAME_BYTES ||
+	    number >= MISS_DIRECTORIES)
 		return false;
 	struct entry *made = malloc(sizeof(*made) + length + 1);
 	if (!made)

@@ -9,6 +9,7 @@
 enum state {
 	REMOTE,
 	AHEAD, /* wanted by Python; no reader waits for it */
+	WINDOW, /* the same, for the window */
 	QUEUED, /* for a source thread */
 	READING, /* by a source thread */
 };
@@ -16,7 +17,7 @@ enum state {
 /* The number, the name and the version are constant. */
 struct entry {
 	struct entry *next; /* in its bucket */
-	struct task task; /* queued while the state is AHEAD or QUEUED */
+	struct task task; /* queued while the state is AHEAD, WINDOW or QUEUED */
 	uint64_t ino;
 	struct miss_version version;
 	struct waiter *waiters;
@@ -27,6 +28,7 @@ struct entry {
 	unsigned answering; /* threads that are answering with it */
 	unsigned generation; /* of the directory */
 	struct miss_replica replica;
+	int64_t fresh_until_ns; /* of its bytes in the window */
 	uint16_t directory;
 	uint8_t state;
 	bool shared; /* other nodes may have it, as `replica` */
@@ -34,6 +36,7 @@ struct entry {
 	bool over; /* forgotten at the last close; until then served from memory */
 	bool told; /* an event with its bytes waits for Python */
 	bool gone; /* not in the table any more */
+	bool unwanted; /* no reader will come for what is being read into the window */
 	char name[];
 };
 
@@ -50,10 +53,13 @@ extern struct misses {
 	miss_peers *read_from_peers; /* NULL: there are none */
 	bool free_opens;
 	int events_fd;
-	size_t memory, memory_ahead; /* bytes of files; of those that only Python asked for */
+	size_t memory[MISS_OWNERS]; /* bytes of files */
+	size_t window_bytes; /* the limit of the window */
+	size_t window_asked; /* its bytes that readers have asked for */
+	struct miss_window window; /* but for `bytes` */
 } misses;
 
-/* The task of an entry that is AHEAD or QUEUED. */
+/* The task of an entry that is AHEAD, WINDOW or QUEUED. */
 void miss_run(struct task *task, struct scratch *scratch);
 
 /* The link in the bucket that points to the entry, or would. */
@@ -85,13 +91,14 @@ void miss_forget_unless_open(struct entry **place);
  * Bytes that wait for Python are dropped too, and have to be read again. */
 bool miss_make_room(size_t size);
 
-/* Whether there is memory for the first file in the queue of those read ahead. */
+/* Whether there is memory for the first file in the queue of those read ahead; of those for the window. */
 bool miss_may_read_ahead(const struct task *first);
+bool miss_may_fill_window(const struct task *first);
 
 /* Give the entry its bytes. */
 void miss_fill(struct entry *entry, struct miss_bytes *bytes);
 
-/* A reader uses bytes that were read ahead. True for the first reader. */
+/* A reader uses bytes that were read ahead. True for the first reader. Those of the window stay there. */
 bool miss_adopt(struct miss_bytes *bytes);
 void miss_leave_bytes(struct miss_bytes *bytes);
 

@@ -1,16 +1,19 @@
 /* Opens and reads of small files that are not cached. See _misses.h.
  *
- * An entry is REMOTE, AHEAD (Python wants it, no reader waits for it), QUEUED for a source thread, READING in
- * one, or has its bytes in memory:
+ * An entry is REMOTE, AHEAD or WINDOW (Python wants it, no reader waits for it), QUEUED for a source thread,
+ * READING in one, or has its bytes in memory:
  *
- *   request  REMOTE, AHEAD, QUEUED, READING     bytes in memory
- *   OPEN     waits for a source thread          waits, too: each open compares the version
- *   READ     waits for a source thread          is answered at once
- *   fetch    REMOTE becomes AHEAD               an event tells Python of them
- *   hurry    AHEAD becomes QUEUED               nothing
+ *   request  REMOTE, AHEAD, WINDOW, QUEUED, READING  bytes in memory
+ *   OPEN     waits for a source thread               waits, too: each open compares the version; but not in
+ *                                                    the window, as long as that is fresh
+ *   READ     waits for a source thread               is answered at once
+ *   fetch    REMOTE becomes AHEAD                    an event tells Python of them
+ *   window   REMOTE becomes WINDOW                   nothing
+ *   hurry    AHEAD, WINDOW become QUEUED             nothing
  *
- * Files that are AHEAD have threads and memory of their own, so readers find theirs free. The first request
- * for such a file makes it QUEUED.
+ * Files that are AHEAD have threads and memory of their own, so readers find theirs free; files for the window, too.
+ * The first request for such a file makes it QUEUED. Bytes in the window stay there until a reader has asked for
+ * them and needs them no more. A file of more than MISS_MOST_BYTES is answered from the window alone.
  *
  * In any mode, an open has to ask the source no more than this: open the file by its name and compare its
  * version. Bytes belong to a version if the file had it before and after they were read (fstat(2)). No thread
@@ -58,23 +61,29 @@ static void answer_read(struct entry *entry, const struct fuse_in_header *in, en
 struct fetch {
 	struct entry *entry;
 	int fd, error;
-	bool must_read, may_read, ahead, asked, from_peer;
+	enum miss_owner owner;
+	bool must_read, may_read, asked, from_peer;
 	struct miss_bytes *bytes;
 };
 
-static struct miss_bytes *new_bytes(const struct entry *entry)
+static struct miss_bytes *new_bytes(const struct fetch *fetch)
 {
+	const struct entry *entry = fetch->entry;
 	size_t size = (size_t)entry->version.size;
 	struct miss_bytes *bytes = malloc(sizeof(*bytes) + size);
 	if (bytes)
-		*bytes = (struct miss_bytes){.ino = entry->ino, .users = 1, .size = size};
+		*bytes = (struct miss_bytes){.ino = entry->ino,
+					     .users = 1,
+					     .size = size,
+					     .owner = (uint8_t)fetch->owner,
+					     .unread = fetch->owner == OF_WINDOW};
 	return bytes;
 }
 
 static int read_whole(struct fetch *fetch)
 {
 	const struct entry *entry = fetch->entry;
-	struct miss_bytes *bytes = new_bytes(entry);
+	struct miss_bytes *bytes = new_bytes(fetch);
 	if (!bytes)
 		return ENOMEM;
 	int error = small_read(fetch->fd, misses.options.device, &entry->version, bytes->data);
@@ -96,8 +105,9 @@ static bool read_from_peer(struct fetch *fetch, const struct directory *director
 			      entry->name);
 	if (length >= (int)sizeof(path))
 		return false;
-	struct miss_bytes *bytes = new_bytes(entry);
-	struct miss_wanted file = {entry->replica.name, (size_t)entry->version.size, path, fetch->ahead};
+	struct miss_bytes *bytes = new_bytes(fetch);
+	struct miss_wanted file = {entry->replica.name, (size_t)entry->version.size, path,
+				   fetch->owner == OF_PYTHON};
 	if (bytes && misses.read_from_peers(&file, __atomic_load_n(&source_ns, __ATOMIC_RELAXED), bytes->data)) {
 		fetch->bytes = bytes;
 		return fetch->from_peer = true;
@@ -148,9 +158,9 @@ static void queue_again(struct entry *entry)
 static void count_fetch(const struct fetch *fetch, uint64_t took_ns)
 {
 	if (fetch->bytes && !fetch->from_peer)
-		counts_add(fetch->ahead ? COUNT_AHEAD_BYTES : COUNT_SOURCE_BYTES, fetch->bytes->size);
+		counts_add(fetch->owner == OF_READERS ? COUNT_SOURCE_BYTES : COUNT_AHEAD_BYTES, fetch->bytes->size);
 	if (fetch->asked)
-		counts_time(fetch->ahead ? TIME_AHEAD : TIME_SOURCE, took_ns);
+		counts_time(fetch->owner == OF_READERS ? TIME_SOURCE : TIME_AHEAD, took_ns);
 }
 
 /* Answer the requests that wait, or leave them to Python. Under `source_lock`, which is released while answers are
@@ -160,7 +170,9 @@ static void deliver(struct fetch *fetch, uint64_t took_ns)
 	struct entry *entry = fetch->entry;
 	struct waiter *waiters = entry->waiters, *waiter;
 	bool good = !fetch->error && !entry->gone && entry->bytes;
-	bool keeps = misses.options.keeps || entry->wanted;
+	bool of_window = entry->bytes && entry->bytes->owner == OF_WINDOW;
+	/* Python looked for room before it had files read into the window. */
+	bool keeps = entry->wanted || (misses.options.keeps && !of_window);
 	unsigned opens = 0;
 	if (!good) {
 		miss_leave_waiters(entry);
@@ -172,6 +184,7 @@ static void deliver(struct fetch *fetch, uint64_t took_ns)
 	entry->answering++;
 	for (waiter = waiters; waiter; waiter = waiter->next) {
 		opens += waiter->request->opcode == FUSE_OPEN;
+		misses.window.waited += fetch->bytes && of_window;
 		waiter_take(waiter);
 	}
 	if (misses.free_opens)
@@ -179,9 +192,10 @@ static void deliver(struct fetch *fetch, uint64_t took_ns)
 	if (waiters && entry->bytes)
 		miss_adopt(entry->bytes);
 	/* Before the answers: when a reader has read the file, Python knows of it. */
-	if (opens || fetch->bytes)
+	if (opens || (fetch->bytes && (keeps || !of_window)))
 		miss_report(entry, (struct miss_event){.opens = opens,
 						.spared = fetch->from_peer && !fetch->asked,
+						.from_window = of_window,
 						.took_ns = took_ns,
 						.bytes = keeps ? fetch->bytes : NULL});
 	uint64_t began_ns = monotonic_ns() - took_ns;
@@ -234,8 +248,17 @@ static void end_fetch(struct fetch *fetch, uint64_t took_ns)
 	}
 }
 
+static void count_window(const struct fetch *fetch, uint64_t took_ns)
+{
+	if (fetch->bytes && fetch->owner == OF_WINDOW) {
+		misses.window.read++;
+		misses.window.read_bytes += fetch->bytes->size;
+		misses.window.took_ns += took_ns;
+	}
+}
+
 /* Open it, and read it if that is wanted and there is memory. `source_lock` is released meanwhile. */
-static void carry(struct entry *entry, bool is_ahead)
+static void carry(struct entry *entry, enum miss_owner owner)
 {
 	struct directory *directory = miss_directory_of(entry);
 	entry->state = REMOTE;
@@ -243,12 +266,12 @@ static void carry(struct entry *entry, bool is_ahead)
 		end_fetch(&(struct fetch){.entry = entry, .error = MISS_LEFT}, 0);
 		return;
 	}
-	struct fetch fetch = {.entry = entry, .fd = -1, .ahead = is_ahead};
+	struct fetch fetch = {.entry = entry, .fd = -1, .owner = owner};
 	size_t size = entry->version.size;
 	fetch.must_read = !entry->bytes && reads_any(entry);
-	fetch.may_read = is_ahead || (!entry->bytes && miss_make_room(size));
+	fetch.may_read = owner != OF_READERS || (!entry->bytes && miss_make_room(size));
 	bool reads = fetch.must_read || fetch.may_read;
-	size_t *counted = is_ahead ? &misses.memory_ahead : &misses.memory;
+	size_t *counted = &misses.memory[owner];
 	*counted += reads ? size : 0;
 	entry->state = READING;
 	for (struct waiter *waiter = entry->waiters; waiter; waiter = waiter->next)
@@ -262,11 +285,10 @@ static void carry(struct entry *entry, bool is_ahead)
 	count_fetch(&fetch, took_ns);
 
 	pthread_mutex_lock(&source_lock);
+	count_window(&fetch, took_ns);
 	miss_leave_directory(directory);
 	entry->state = REMOTE;
-	if (fetch.bytes)
-		fetch.bytes->ahead = is_ahead;
-	else if (reads)
+	if (!fetch.bytes && reads)
 		*counted -= size;
 	bool has_bytes = fetch.bytes;
 	end_fetch(&fetch, took_ns);
@@ -284,7 +306,7 @@ void miss_run(struct task *task, struct scratch *scratch)
 {
 	struct entry *entry = OF_TASK(task, struct entry, task);
 	(void)scratch;
-	carry(entry, entry->state == AHEAD || !entry->waiters);
+	carry(entry, entry->state == WINDOW ? OF_WINDOW : entry->waiters ? OF_READERS : OF_PYTHON);
 }
 
 /* Threads that read ahead give way to readers. */
@@ -334,7 +356,7 @@ static bool enqueue(struct entry *entry, const struct fuse_in_header *in, size_t
 	struct waiter *waiter = waiter_new(sizeof(*waiter), in, length, started_ns);
 	if (!waiter)
 		return false;
-	if (entry->state == AHEAD)
+	if (entry->state == AHEAD || entry->state == WINDOW)
 		miss_unqueue(entry);
 	if (entry->state == REMOTE && !miss_queue(entry, QUEUED)) {
 		queue_again(entry);
@@ -361,10 +383,43 @@ static bool takes(struct entry *entry, const struct fuse_in_header *in, size_t l
 	const void *arg = in + 1;
 	if (entry->excluded || entry->over)
 		return false;
+	bool large = entry->version.size > MISS_MOST_BYTES;
+	if (large && !entry->bytes && entry->state != READING)
+		return false;
 	if (in->opcode == FUSE_OPEN &&
-	    (!is_open_for_reading(arg) || (!entry->bytes && !miss_make_room(entry->version.size))))
+	    (!is_open_for_reading(arg) || (!entry->bytes && !large && !miss_make_room(entry->version.size))))
 		return false; /* an open file has to stay in memory */
 	return enqueue(entry, in, length, kept, started_ns);
+}
+
+/* Whether a request can be answered without the source. Under `source_lock`. */
+static bool is_here(const struct entry *entry, const struct fuse_in_header *in)
+{
+	if (!entry || !entry->bytes)
+		return false;
+	if (in->opcode == FUSE_READ)
+		return true;
+	return entry->bytes->owner == OF_WINDOW && !entry->excluded && !entry->over &&
+	       is_open_for_reading(in + 1) && resident_fresh(entry->fresh_until_ns);
+}
+
+/* Answer it from memory; false if an open has to be left to Python. `source_lock` is released meanwhile. */
+static bool answer_here(struct entry *entry, const struct fuse_in_header *in, uint64_t started_ns)
+{
+	bool opens = in->opcode == FUSE_OPEN, from_window = entry->bytes->owner == OF_WINDOW, done = true;
+	entry->answering++;
+	bool first = miss_adopt(entry->bytes);
+	/* Before the answer: when a reader has read the file, Python knows of it. */
+	if (opens || (first && misses.free_opens))
+		miss_report(entry, (struct miss_event){.opens = 1, .from_window = from_window});
+	pthread_mutex_unlock(&source_lock);
+	if (opens)
+		done = relay_answer_open(in, BY_MEMORY, started_ns);
+	else
+		answer_read(entry, in, BY_MEMORY, started_ns);
+	pthread_mutex_lock(&source_lock);
+	miss_answered(entry);
+	return done;
 }
 
 bool misses_took(const void *request, size_t length, bool kept, uint64_t started_ns)
@@ -377,20 +432,11 @@ bool misses_took(const void *request, size_t length, bool kept, uint64_t started
 		return false;
 	pthread_mutex_lock(&source_lock);
 	struct entry *entry = *miss_place_of(in->nodeid);
-	bool here = entry && reads && entry->bytes;
-	bool took = here || (entry && takes(entry, in, length, kept, started_ns));
-	if (here) {
-		entry->answering++;
-		if (miss_adopt(entry->bytes) && misses.free_opens)
-			miss_report(entry, (struct miss_event){.opens = 1});
-		pthread_mutex_unlock(&source_lock);
-		answer_read(entry, in, BY_MEMORY, started_ns);
-		if (kept)
-			journal_done(in->unique);
-		pthread_mutex_lock(&source_lock);
-		miss_answered(entry);
-	}
+	bool here = is_here(entry, in);
+	bool took = here ? answer_here(entry, in, started_ns) : entry && takes(entry, in, length, kept, started_ns);
 	pthread_mutex_unlock(&source_lock);
+	if (here && took && kept)
+		journal_done(in->unique);
 	return took;
 }
 
@@ -430,7 +476,7 @@ void misses_hurry(const uint64_t *inos, size_t count)
 	pthread_mutex_lock(&source_lock);
 	for (size_t n = 0; n < count && !source_hangs(); n++) {
 		struct entry *entry = *miss_place_of(inos[n]);
-		if (!entry || entry->state != AHEAD)
+		if (!entry || (entry->state != AHEAD && entry->state != WINDOW))
 			continue;
 		miss_unqueue(entry);
 		if (!miss_queue(entry, QUEUED))
@@ -443,7 +489,7 @@ bool misses_exclude(uint64_t ino, bool excluded)
 {
 	pthread_mutex_lock(&source_lock);
 	struct entry *entry = *miss_place_of(ino);
-	if (entry && excluded && entry->state == AHEAD) {
+	if (entry && excluded && (entry->state == AHEAD || entry->state == WINDOW)) {
 		miss_unqueue(entry);
 		free(entry->wanted);
 		entry->wanted = NULL;
@@ -470,12 +516,18 @@ int misses_start(const struct miss_options *given)
 		misses.options = *given;
 		ahead_threads.may = miss_may_read_ahead;
 		ahead_threads.begin = lower;
+		window_threads.may = miss_may_fill_window;
 		misses.events_fd = result;
 	} else if (misses.events_fd < 0) {
 		result = -errno;
 	}
 	pthread_mutex_unlock(&source_lock);
 	return result;
+}
+
+uint64_t misses_source_ns(void)
+{
+	return __atomic_load_n(&source_ns, __ATOMIC_RELAXED);
 }
 
 void misses_serve(bool no_opens)

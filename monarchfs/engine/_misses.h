@@ -13,7 +13,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-/* Larger files are Python's. */
+/* Larger files are Python's, unless they are in the window. */
 #define MISS_MOST_BYTES (1 << 20)
 #define MISS_NAME_BYTES 255
 #define MISS_DIRECTORIES 4096
@@ -24,11 +24,20 @@ struct miss_version {
 	int64_t mtime_ns, ctime_ns;
 };
 
+/* Whose memory bytes take: each has a limit of its own. */
+enum miss_owner {
+	OF_READERS,
+	OF_PYTHON, /* read ahead of readers, to be stored: only Python has asked for them */
+	OF_WINDOW, /* read ahead of readers, to be kept until they were read */
+	MISS_OWNERS,
+};
+
 /* All bytes of one file. */
 struct miss_bytes {
 	uint64_t ino;
 	unsigned users; /* references: its entry, events, Python */
-	bool ahead; /* only Python has asked for them */
+	uint8_t owner;
+	bool unread; /* in the window, and nobody has asked for them */
 	size_t size;
 	char data[];
 };
@@ -46,6 +55,7 @@ struct miss_event {
 	uint64_t ino;
 	unsigned opens;
 	bool spared; /* a peer gave the bytes, and the source was not asked */
+	bool from_window; /* the bytes were there before the open */
 	int error;
 	uint64_t took_ns; /* in the source */
 	struct miss_bytes *bytes;
@@ -124,6 +134,33 @@ void misses_hurry(const uint64_t *inos, size_t count);
  * here. True if it is being read here already, or its bytes wait for Python. If false, a fetch that was
  * asked for does not happen, and no event comes. */
 bool misses_exclude(uint64_t ino, bool excluded);
+
+/* -- the window: files that readers are about to want, in memory until they were read */
+
+/* Since the start, but for `bytes`. */
+struct miss_window {
+	uint64_t bytes; /* in memory now, or being read */
+	uint64_t read, read_bytes, took_ns; /* files brought here, and how long the source took for them in all */
+	uint64_t waited; /* requests that waited for a file that was being read */
+	uint64_t hits, hit_bytes; /* files that were asked for when they were here, or being read */
+	uint64_t wasted, wasted_bytes; /* files that nobody had asked for when they were given up */
+};
+
+/* The limit of its memory; 0: it takes nothing more. */
+void misses_window_limit(size_t bytes);
+
+/* Read each file into the window, in this order, by at most `threads` threads, which have the source to themselves
+ * with all others. No event tells of it, until it is opened. Until `fresh_until_ns` of each (see resident_fresh), an
+ * open of what is in the window need not ask the source for the version. `begun`: whether it is there, or will be. */
+void misses_window(const uint64_t *inos, const int64_t *fresh_until_ns, size_t count, unsigned threads, bool *begun);
+
+/* Nobody will read these: give up what nobody has asked for. */
+void misses_window_drop(const uint64_t *inos, size_t count);
+
+void misses_window_state(struct miss_window *state);
+
+/* What the source takes for a small file, on average; 0: not known. */
+uint64_t misses_source_ns(void);
 
 /* Take an OPEN or a READ: true if it is answered, or will be. `kept`: the journal has it. */
 bool misses_took(const void *request, size_t length, bool kept, uint64_t started_ns);

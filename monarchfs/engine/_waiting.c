@@ -15,6 +15,7 @@
 pthread_mutex_t source_lock = PTHREAD_MUTEX_INITIALIZER;
 struct pool source_threads = {.lock = &source_lock, .most_stuck = MOST_STUCK};
 struct pool ahead_threads = {.lock = &source_lock, .most_stuck = MOST_STUCK_AHEAD};
+struct pool window_threads = {.lock = &source_lock, .most_stuck = MOST_STUCK_AHEAD};
 
 static struct waiter *oldest, *newest;
 static unsigned waiting;
@@ -95,6 +96,7 @@ unsigned waiting_leave_older(uint64_t before_ns, unsigned most)
 	}
 	pool_expire(&source_threads, before_ns);
 	pool_expire(&ahead_threads, before_ns);
+	pool_expire(&window_threads, before_ns);
 	unsigned rest = waiting;
 	pthread_mutex_unlock(&source_lock);
 	return rest;

@@ -18,8 +18,9 @@
 /* No thread calls the source while it holds this. */
 extern pthread_mutex_t source_lock;
 
-/* The threads that open, read and close files of the source: for readers, and ahead of readers. */
-extern struct pool source_threads, ahead_threads;
+/* The threads that open, read and close files of the source: for readers, for Python ahead of readers, and for the
+ * window. */
+extern struct pool source_threads, ahead_threads, window_threads;
 
 /* Whether so many calls hang that no more are begun. Under `source_lock`. */
 bool source_hangs(void);

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from monarchfs.types import DirRef, Node
 
 MOST_BYTES = 1 << 20
-"""As in _misses.h: larger files are read here."""
+"""As in _misses.h: larger files are read here, unless they are in the window."""
 
 MEMORY_BYTES = 64 << 20
 """For files that were read, and are open or not in a tier yet."""
@@ -33,7 +33,8 @@ class Served(NamedTuple):
     """A file was read, or opened: ``opens`` times. ``spared``: a peer gave the bytes, and the
     source was not asked. ``data``: all of its bytes, where they are to be kept. Neither: ``error``
     says why, an errno, CHANGED (it has another version), ARCHIVED, or LEFT: nothing is wrong with
-    it. ``took_ns`` in the source."""
+    it. ``took_ns`` in the source. ``from_window``: it was read into the window before it was
+    opened, because there was no room for it in a tier."""
 
     ino: int
     opens: int
@@ -41,6 +42,21 @@ class Served(NamedTuple):
     data: memoryview | None
     error: int
     took_ns: int
+    from_window: bool = False
+
+
+class WindowState(NamedTuple):
+    """As in _misses.h."""
+
+    bytes: int = 0
+    read: int = 0
+    read_bytes: int = 0
+    took_ns: int = 0
+    waited: int = 0
+    hits: int = 0
+    hit_bytes: int = 0
+    wasted: int = 0
+    wasted_bytes: int = 0
 
 
 class Places(Protocol):
@@ -62,19 +78,22 @@ class Misses:
         places: Places,
         opened_directory: Callable[[DirRef], AbstractContextManager[int] | None],
         may_serve: Callable[[Node], bool],
+        fresh_until: Callable[[Node], int],
         *,
-        fresh_until: Callable[[Node], int] | None = None,
+        shares: bool = False,
     ) -> None:
         """``opened_directory`` gives a descriptor of a directory without waiting, if there is one;
         ``may_serve`` tells whether the bytes of a node are to be had from the source alone, and its
-        version tells them from later ones; ``fresh_until``: other nodes may have their bytes, and
-        until this time (time.time_ns()) the source need not be asked for the version."""
+        version tells them from later ones; until the time ``fresh_until`` (time.time_ns()) the
+        source need not be asked for the version of bytes that are here, or that other nodes have
+        (``shares``)."""
         self.events_fd = -1
         self._hooks = hooks
         self._places = places
         self._opened_directory = opened_directory
         self._may_serve = may_serve
         self._fresh_until = fresh_until
+        self._shares = shares
         self._directories: OrderedDict[int, int] = OrderedDict()
         self._free: list[int] = []
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -89,16 +108,16 @@ class Misses:
     def offer(self, node: Node) -> bool:
         """Have the C part serve a node, if that is possible; whether it does. 1 us where it knows
         the node, 10 us else. No checkpoint; raises nothing."""
-        if self.events_fd < 0 or self._hooks.resident_has(node.ino):
+        if self.events_fd < 0 or node.stat.size > MOST_BYTES or self._hooks.resident_has(node.ino):
             return False
         known: bool = self._hooks.misses_has(node.ino)
         return known or self._put(node)
 
-    def _put(self, node: Node) -> bool:
+    def _put(self, node: Node, most_bytes: int = MOST_BYTES) -> bool:
         stat = node.stat
         if (
             not stat.is_regular
-            or not 0 < stat.size <= MOST_BYTES
+            or not 0 < stat.size <= most_bytes
             or stat.device  # another file system, mounted below the source
             or stat.mtime_ns not in _TIMES
             or stat.ctime_ns not in _TIMES
@@ -110,7 +129,7 @@ class Misses:
             return False
         version = stat.ino, stat.size, stat.mtime_ns, stat.ctime_ns
         replica: tuple[object, ...] = ()
-        if self._fresh_until is not None:
+        if self._shares:
             replica = (stat.version.replica_name, self._fresh_until(node))
         return bool(self._hooks.misses_put(node.ino, number, node.name, *version, *replica))
 
@@ -162,6 +181,37 @@ class Misses:
         """Somebody waits for these, of what is to be fetched."""
         self._hooks.misses_hurry(inos)
 
+    def window(self, nodes: Sequence[Node], threads: int, most_bytes: int) -> list[int]:
+        """Have files of up to ``most_bytes`` read into the window by at most so many threads, until
+        a reader has opened, read and closed them. Those that are not. Their directories must be
+        open (``unopened``)."""
+        has = self._hooks.misses_has
+        offered = [
+            node
+            for node in nodes
+            if node.stat.size <= most_bytes and (has(node.ino) or self._put(node, most_bytes))
+        ]
+        inos = [node.ino for node in offered]
+        refused = {node.ino for node in nodes}.difference(inos)
+        fresh_until = list(map(self._fresh_until, offered))
+        return [*refused, *self._hooks.misses_window(inos, fresh_until, threads)]
+
+    def window_drop(self, inos: list[int]) -> None:
+        """Give up those of the window that nobody has opened."""
+        self._hooks.misses_window_drop(inos)
+
+    def window_limit(self, size: int) -> None:
+        """What the window may take; 0: nothing more."""
+        self._hooks.misses_window_limit(size)
+
+    def window_state(self) -> WindowState:
+        return WindowState(*self._hooks.misses_window_state())
+
+    @property
+    def source_seconds(self) -> float:
+        """What the source takes for a small file, on average; 0: not known."""
+        return int(self._hooks.misses_source_ns()) / 1e9
+
     def forget(self, inos: list[int]) -> None:
         """Each is resident, or another version: it is served otherwise from now on. Who has it open
         goes on reading what is in memory."""
@@ -181,11 +231,11 @@ class Misses:
     def served(self) -> list[Served]:
         """What was served since this was called last, oldest first."""
         found = []
-        for ino, opens, spared, data, error, took_ns in self._hooks.misses_events():
+        for ino, opens, spared, data, error, *rest in self._hooks.misses_events():
             if error and error != LEFT:
                 self._failed(ino)
             bytes_ = None if data is None else memoryview(data)
-            found.append(Served(ino, opens, spared, bytes_, error, took_ns))
+            found.append(Served(ino, opens, spared, bytes_, error, *rest))
         return found
 
     def _failed(self, ino: int) -> None:

@@ -134,6 +134,12 @@ class Metrics:
     peer_bypassed_files: int = _count(
         "files", "Files read from the source because their owners would have taken much longer"
     )
+    window_files: int = _count("files", "Files that were read into the window")
+    window_bytes: int = _count("bytes", "Sizes of the files counted by window_files")
+    window_hits: int = _count("files", "Files that were opened while they were in the window")
+    window_hit_bytes: int = _count("bytes", "Sizes of the files counted by window_hits")
+    window_wasted_bytes: int = _count("bytes", "What the window gave up, and nobody had opened")
+    orders_given_up: int = _count("orders", "Announced orders in which files were not read")
     scrubbed_bytes: int = _count("bytes", "Bytes of replicas that were compared with a checksum")
     thread_wait_ns: int = _count("ns", "Of open_source and read_source, what threads answered")
     source_wait_ns: int = _count("ns", "Of thread_wait_ns, what the source answered")

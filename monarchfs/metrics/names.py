@@ -197,6 +197,16 @@ PEER_BYPASSED = _counter(
 )
 PEER_WRONG = _counter("peer_wrong_files_total", "Files that were not what a peer had said")
 
+WINDOW_USED = _gauge("window_used_bytes", "What the window takes of memory now")
+WINDOW_FILES = _counter("window_files_total", "Files read into the window, ahead of readers")
+WINDOW_BYTES = _counter("window_read_bytes_total", "Bytes read into the window")
+WINDOW_HITS = _counter("window_hits_total", "Files opened while they were in the window")
+WINDOW_WASTED = _counter("window_wasted_bytes_total", "Bytes of the window that nobody wanted")
+ORDERS = _gauge("orders", "Announced orders of files that are followed now")
+ORDERS_GIVEN_UP = _counter(
+    "orders_given_up_total", "Announced orders that were dropped because files were read otherwise"
+)
+
 INDEX_INODES = _gauge("index_inodes", "Known inode numbers")
 INDEX_BYTES = _gauge("index_bytes", "Size of the index's data")
 INDEX_FROZEN = _gauge("index_frozen", "1 while nothing new can be recorded on disk, else 0")

@@ -228,7 +228,7 @@ class Arrivals:
                 self._opened(node, served.opens, served.spared)
             if wanted is not None:
                 self._take(wanted, served)
-            elif node is not None and self._jobs.keeps:
+            elif node is not None and self._jobs.keeps and not served.from_window:
                 self._keep(node, served)
         if self._hurried:
             self._hurried &= self._jobs.arriving

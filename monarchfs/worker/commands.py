@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,11 +24,12 @@ from monarchfs.fs.tree import Tree
 from monarchfs.fs.why import Why
 from monarchfs.prefetch.warm import Warm, Warming, What
 from monarchfs.types import MonarchError, Node, OperationError
-from monarchfs.worker.recording import Recordings
 
 log = logging.getLogger(__name__)
 
-COMMANDS = ("refresh", "pin", "unpin", "evict", "warm", "why", "metrics", "peers", "record")
+COMMANDS = (
+    *("refresh", "pin", "unpin", "evict", "warm", "why", "metrics", "peers", "record", "order"),
+)
 """All commands that the worker answers; see docs/CONTROL.md."""
 
 BATCH = 128
@@ -45,6 +46,10 @@ STILL_SECONDS = 120.0
 failed copy waits before it is tried again (``prefetch.retries.RETRY_SECONDS``)."""
 
 _WHAT = {"copy": What.COPY, "metadata": What.METADATA, "check": What.CHECK}
+
+
+Talk = Callable[[dict[str, Any], trio.SocketStream], Awaitable[dict[str, Any]]]
+"""Carries out a request; the result."""
 
 
 @dataclass(slots=True)
@@ -68,9 +73,10 @@ class Commands:
         finder: Finder,
         why: Why,
         reports: Mapping[str, Callable[[], dict[str, Any]]],
-        recordings: Recordings,
+        talks: Mapping[str, Talk],
     ) -> None:
-        """``reports``: the commands that are answered at once."""
+        """``reports``: the commands that are answered at once; ``talks``: those that tell of
+        themselves, and may hear more than the request."""
         self._tree = tree
         self._cache = cache
         self._refresh = refresh
@@ -78,7 +84,7 @@ class Commands:
         self._finder = finder
         self._why = why
         self._reports = reports
-        self._recordings = recordings
+        self._talks = talks
 
     def knows(self, command: object) -> bool:
         return command in COMMANDS
@@ -95,8 +101,8 @@ class Commands:
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             async with trio.open_nursery() as nursery:
                 try:
-                    if request["command"] == "record":  # tells of itself
-                        result = await self._recordings.answer(request, stream)
+                    if talk := self._talks.get(request["command"]):
+                        result = await talk(request, stream)
                     else:
                         nursery.start_soon(_unless_broken, keep_telling, nursery.cancel_scope)
                         result = await self._carry_out(request, so_far)

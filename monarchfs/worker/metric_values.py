@@ -29,6 +29,7 @@ def values_now(worker: Observed) -> Values:
         **_copies(worker),
         **_replicas(metrics),
         **_peers(worker),
+        **_window(worker),
         names.INDEX_INODES: [((), worker.index.count_nodes())],
         names.INDEX_BYTES: [((), worker.index.size_bytes())],
         names.INDEX_FROZEN: [((), int(worker.index.frozen is not None))],
@@ -190,6 +191,19 @@ def _peers(worker: Observed) -> Values:
         names.PEER_FAILURES: [((), metrics.peer_failures)],
         names.PEER_WRONG: [((), metrics.peer_wrong_files)],
         names.PEER_BYPASSED: [((), metrics.peer_bypassed_files)],
+    }
+
+
+def _window(worker: Observed) -> Values:
+    metrics, window = worker.metrics, worker.window
+    return {
+        names.WINDOW_USED: [((), window.used_bytes)],
+        names.WINDOW_FILES: [((), metrics.window_files)],
+        names.WINDOW_BYTES: [((), metrics.window_bytes)],
+        names.WINDOW_HITS: [((), metrics.window_hits)],
+        names.WINDOW_WASTED: [((), metrics.window_wasted_bytes)],
+        names.ORDERS: [((), len(window.orders))],
+        names.ORDERS_GIVEN_UP: [((), metrics.orders_given_up)],
     }
 
 

@@ -35,6 +35,7 @@ def safe(config: Config) -> Config:
         index_file=None,
         scrub_bytes_per_second=0,
         touch_source_seconds=0.0,
+        window=0,
     )
 
 

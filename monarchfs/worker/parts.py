@@ -39,13 +39,16 @@ from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier, CopyLimits
 from monarchfs.prefetch.copy_idle import CopyIdle
+from monarchfs.prefetch.named_files import NamedFiles
 from monarchfs.prefetch.scan import Scan
 from monarchfs.prefetch.touch import Touch
 from monarchfs.prefetch.warm import Warming
+from monarchfs.prefetch.window import Window
 from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.system.low_priority import run_sync_at
-from monarchfs.types import FreshnessMode, OperationError
+from monarchfs.types import EvictionPolicy, FreshnessMode, Node, OperationError
+from monarchfs.worker.announcing import Announcing
 from monarchfs.worker.bootstrap import Bootstrap, SupervisorChannel
 from monarchfs.worker.commands import Commands
 from monarchfs.worker.opening import (
@@ -174,7 +177,7 @@ class Parts:
             )
         self.files = Files(
             *(self.tree, self.cache, self.copier, self.metrics, self.kernel, opens),
-            on_open=None if self.ahead is None else self.ahead.opened,
+            on_open=self._opened,
             on_local_open=None if self.touch is None else self.touch.opened,
         )
         self.reasons = Reasons(self.files.residency, self.cache, self.copier)
@@ -184,6 +187,12 @@ class Parts:
             on_plain=self.relay.plain,
         )
         self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier.jobs, nursery)
+        self.window = Window(
+            NamedFiles(self.tree.names, self.index.node, finder.find),
+            *(self.source, self.cache, self.copier.jobs),
+            self.relay.seen,
+            evicts=config.evict is not EvictionPolicy.KEEP,
+        )
         self.commands = Commands(
             self.tree,
             self.cache,
@@ -196,7 +205,12 @@ class Parts:
                 lambda: self.metrics.stale_answers,
             ),
             {"metrics": partial(_metrics, self), "peers": partial(_peers, self)},
-            Recordings(fuse_session.hooks, self.index, partial(_facts, self), relays=relays),
+            {
+                "record": Recordings(
+                    fuse_session.hooks, self.index, partial(_facts, self), relays=relays
+                ).answer,
+                "order": Announcing(self.window if relays else None).answer,
+            },
         )
         self.scan = Scan(self.tree, self.copier.jobs, jitter_seconds=config.prefetch_jitter_seconds)
         self.load = Load(self.tree, bootstrap.mount_ns)
@@ -229,7 +243,8 @@ class Parts:
             self.index,
             posix.opened_directory,
             self.files.only_remote,
-            fresh_until=None if self.peering is None else self.files.racy_opens.opens_until,
+            self.files.racy_opens.opens_until,
+            shares=self.peering is not None,
         )
         self.arrivals = Arrivals(
             self.misses,
@@ -249,6 +264,7 @@ class Parts:
                 nice=config.copy_nice,
             )
             self.copier.files.bind(self.arrivals)
+            self.window.bind(self.misses, config.window, config.source_threads)
         if self.peering is not None:
             self.peering.bind(self.copier.jobs, self.arrivals, self.scan)
         self.relay.begin(
@@ -305,6 +321,12 @@ class Parts:
         """Who reads resident files, for people."""
         return "direct" if self.relay.direct else self.passthrough.data_path
 
+    def _opened(self, node: Node, local: bool) -> None:
+        """As ``on_open`` of the files."""
+        if self.ahead is not None:
+            self.ahead.opened(node, local)
+        self.window.opened(node, local)
+
     def _replica_changed(self, name: bytes) -> None:
         if self.peering is not None:
             self.peering.changed(name)
@@ -318,6 +340,7 @@ class Parts:
         """Bring the counts up to date, and store them. Called before they are shown."""
         self.relay.counts.count()
         self.arrivals.take_events()
+        self.window.count(self.metrics)
         if self.peering is not None:
             self.peering.count(self.metrics)
         self._kept.save()

@@ -16,6 +16,7 @@ from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.scan import Scan
+from monarchfs.prefetch.window import Window
 from monarchfs.source.source import Source
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Observed(Protocol):
     def scan(self) -> Scan: ...
     @property
     def peering(self) -> Peering | None: ...
+    @property
+    def window(self) -> Window: ...
     @property
     def load(self) -> Load: ...
     @property
@@ -148,6 +151,16 @@ def status(worker: Observed) -> dict[str, Any]:
             "adopted": metrics.replicas_adopted,
             "moved": metrics.replicas_moved,
             "scrubbed_bytes": metrics.scrubbed_bytes,
+        },
+        "window": {
+            "capacity_bytes": worker.window.limit_bytes,
+            "used_bytes": worker.window.used_bytes,
+            "orders": len(worker.window.orders),
+            "orders_given_up": metrics.orders_given_up,
+            "files": metrics.window_files,
+            "hits": metrics.window_hits,
+            "hit_bytes": metrics.window_hit_bytes,
+            "wasted_bytes": metrics.window_wasted_bytes,
         },
         "peers": _peers(worker.peering),
         "touch": {"completed": metrics.touches_completed, "failed": metrics.touches_failed},

@@ -122,6 +122,7 @@ class Worker(Parts):
         self._nursery.start_soon(self.relay.walk)
         if self.relay.misses is not None:
             self._nursery.start_soon(self.arrivals.run)
+            self._nursery.start_soon(self.window.run)
         self._nursery.start_soon(self.adapter.handleless.run)
         self._nursery.start_soon(self.copier.run)
         self._nursery.start_soon(self.cache.watch)

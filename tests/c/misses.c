@@ -90,6 +90,15 @@ static void hold(uint64_t ino)
 	pthread_mutex_unlock(&fetching);
 }
 
+/* Some of these bytes may be asked for after they are no longer fresh. */
+static void into_window(uint64_t ino, unsigned seed)
+{
+	const uint64_t inos[2] = {ino, 1 + ino % FILES};
+	const int64_t fresh[2] = {seed % 3 ? INT64_MAX : 0, INT64_MAX};
+	bool begun[2];
+	misses_window(inos, fresh, 2, 1 + seed % 3, begun);
+}
+
 static void take_events(void)
 {
 	struct miss_event *event = misses_events();
@@ -201,6 +210,18 @@ static void *be_others(void *unused)
 		case 14:
 			misses_hurry((uint64_t[]){ino, 1 + ino % FILES}, 2);
 			break;
+		case 15:
+		case 16:
+		case 17:
+		case 18:
+			into_window(ino, rand_r(&seed));
+			break;
+		case 19:
+			misses_window_drop((uint64_t[]){ino, 1 + ino % FILES}, 2);
+			break;
+		case 20:
+			misses_window_limit(rand_r(&seed) % 4 ? 10 * SIZE : 0);
+			break;
 		default:
 			pthread_mutex_lock(&replacing);
 			replace(ino, rand_r(&seed) % 4);
@@ -244,6 +265,35 @@ static size_t answer_to(uint32_t opcode, uint64_t ino, const void *body, size_t 
 	return out.len - sizeof(out);
 }
 
+/* In the window, with as much room as there is, all can be had without the source; and nothing is left of it. */
+static void use_the_window(void)
+{
+	struct miss_window state;
+	misses_window_limit(FILES / 4 * SIZE);
+	for (uint64_t ino = 1; ino <= FILES; ino++) {
+		misses_exclude(ino, false);
+		replace(ino, true);
+		into_window(ino, 2);
+	}
+	for (unsigned tries = 0; tries < 5000; tries++) {
+		usleep(1000);
+		misses_window_state(&state);
+		CHECK(state.bytes <= FILES / 4 * SIZE);
+		if (state.bytes == FILES / 4 * SIZE)
+			break;
+	}
+	CHECK(state.bytes == FILES / 4 * SIZE && state.read > state.hits + state.wasted);
+	for (uint64_t ino = 1; ino <= FILES; ino++)
+		misses_window_drop(&ino, 1);
+	for (unsigned tries = 0; tries < 5000 && state.bytes; tries++) {
+		usleep(1000);
+		for (uint64_t ino = 1; ino <= FILES; ino++)
+			misses_window_drop(&ino, 1);
+		misses_window_state(&state);
+	}
+	CHECK(!state.bytes && state.read == state.hits + state.wasted);
+}
+
 /* Twice as much is read as there is memory, and Python takes nothing up meanwhile. */
 static void be_short_of_memory(void)
 {
@@ -285,6 +335,7 @@ int main(int count, char **arguments)
 	const struct miss_options options = {
 		.memory_bytes = 20 * SIZE, .device = st.st_dev, .keeps = true};
 	CHECK(misses_start(&options) >= 0);
+	misses_window_limit(10 * SIZE);
 	CHECK(misses_directory(DIRECTORY, source_fd, "") == 0);
 	for (uint64_t ino = 1; ino <= FILES; ino++)
 		replace(ino, true);
@@ -294,12 +345,16 @@ int main(int count, char **arguments)
 	take_events();
 	CHECK(counts.numbers[COUNT_BYTES] && counts.numbers[COUNT_SOURCE_BYTES] && told_opens && told_bytes);
 	check_all_are_told();
+	struct miss_window window;
+	misses_window_state(&window);
+	CHECK(window.hits && window.wasted);
 	be_short_of_memory();
 	for (uint64_t ino = 1; ino <= FILES; ino++)
 		fetch(ino, 2);
 	check_all_are_told();
 	counts_read(&counts);
 	CHECK(counts.numbers[COUNT_AHEAD_BYTES]);
+	use_the_window();
 	puts("done");
 	fflush(stdout);
 	_exit(0); /* the threads wait for the kernel */

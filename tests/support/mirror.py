@@ -232,7 +232,13 @@ class Mirror:
         self.residency = self.files.residency
         self.reasons = Reasons(self.residency, self.cache, self.copier)
         self.xattrs = Xattrs(self.tree, self.residency, self.reasons, self.source, nursery)
-        self.misses = Misses(whole, index, posix.opened_directory, self.files.only_remote)  # type: ignore[arg-type]
+        self.misses = Misses(
+            whole,  # type: ignore[arg-type]
+            index,
+            posix.opened_directory,
+            self.files.only_remote,
+            self.files.racy_opens.opens_until,
+        )
         self.misses.start(posix.device, keeps=keeps, layouts=False)
         assert isinstance(cache.readers, WholeReaders)
         cache.readers.misses = self.misses

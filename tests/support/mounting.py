@@ -149,13 +149,13 @@ def as_user(user: str | None, command: list[str]) -> list[str]:
 
 
 def run(
-    *arguments: str, user: str | None = None, timeout: float = 180
+    *arguments: str, user: str | None = None, timeout: float = 180, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """One monarchfs command; skips the test where a user whom it names may not enter the clone."""
     surroundings.skip_unless_named(arguments)
     return subprocess.run(
         as_user(user, [*MONARCHFS, *arguments]),
-        stdin=subprocess.DEVNULL,
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=timeout,

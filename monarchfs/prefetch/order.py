@@ -1,0 +1,198 @@
+"""An announced order of files, and how far its readers have come. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+from monarchfs.types import Node
+
+LAG = 4096
+"""Files of the order that are so far behind the last one that was opened will not be opened. Worker
+processes of a loader that read side by side are less apart."""
+
+SHORT_LAG = 256
+"""Files that are farther behind than this may take a quarter of the room."""
+
+FIRST_BYTES = 1 << 20
+"""What may be read ahead of readers before any of the order was opened. It grows by twice of what
+was opened, and what was wasted counts against it, so a wrong order costs little."""
+
+NEAR = 8
+"""An open agrees with the order if one of so many files before it was opened, too, of those that
+are not on this node. So it does where processes take batches in turn, and in no other order."""
+
+SHARE = 1 / 32
+"""How much an open counts in ``_agreement``: about the last 32 do."""
+
+LOST = 0.5
+"""An order that fewer opens agree with is not the one in which files are read now."""
+
+MOST_SEARCHES = 2
+"""How often the readers' place in an order is looked for, unless LAG files agreed since."""
+
+
+class Order:
+    """``names`` are separated by NUL: paths relative to the mount, or ``/`` and an inode number.
+
+    Changing: how many names were taken; by inode number, the places of files that were found and
+    not opened yet (``_places``), in the order of places (``_found``); those of them that were not
+    fetched yet (``_next``), and the sizes of those that were (``fetched``); the places that were
+    read (``_read``), and the last of them; how far opens agree with the order.
+    """
+
+    def __init__(self, names: bytes) -> None:
+        self._names = b"\0%s\0" % names.strip(b"\0")
+        self._at = 1
+        self.fetched: dict[int, int] = {}
+        self.fetched_bytes = 0
+        self.opened_at = 0.0
+        self._taken = 0
+        self._places: dict[int, int] = {}
+        self._found: deque[tuple[int, int]] = deque()
+        self._next: deque[Node] = deque()
+        self._read: set[int] = set()
+        self._read_to = 0
+        self._looked_at = self._remote = 1
+        self._agreed_bytes = self._wasted_bytes = 0
+        self._agreement = 1.0
+        self._searches = self._since_search = 0
+
+    def __len__(self) -> int:
+        """How much memory its names take."""
+        return len(self._names)
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing left to fetch, and no file that is to be opened."""
+        return not (self.unfetched or self.fetched)
+
+    @property
+    def unfetched(self) -> bool:
+        return bool(self._next) or self._at < len(self._names)
+
+    # -- what comes next
+
+    def take(self, most: int) -> list[bytes]:
+        """The next names, unless LAG files were found already that nobody has come to."""
+        names: list[bytes] = []
+        most = min(most, self._read_to + LAG - self._taken)
+        while len(names) < most and self._at < len(self._names):
+            end = self._names.index(b"\0", self._at)
+            if end > self._at:
+                names.append(self._names[self._at : end])
+            self._at = end + 1
+        return names
+
+    def found(self, nodes: Sequence[Node | None]) -> None:
+        """What the names stand for that were taken; None for those that are of no use."""
+        for node in nodes:
+            self._taken += 1
+            if node is not None and node.ino not in self._places:
+                self._places[node.ino] = self._taken
+                self._found.append((self._taken, node.ino))
+                self._next.append(node)
+
+    def next_files(self, most: int, distance: int) -> Iterator[Node]:
+        """Files that may be fetched now: at most so many, until ``distance`` bytes wait for their
+        readers."""
+        left = self._limit(distance) - self.fetched_bytes
+        while self._next and most > 0 and left > 0:
+            node = self._next.popleft()
+            if node.ino in self._places:
+                most -= 1
+                left -= node.stat.size
+                yield node
+
+    def looked_at(self, files: int, remote: int) -> None:
+        """So many of the next files were not on this node."""
+        self._looked_at += files
+        self._remote += remote
+
+    def fetch(self, node: Node) -> None:
+        """It is fetched now."""
+        self.fetched[node.ino] = node.stat.size
+        self.fetched_bytes += node.stat.size
+
+    # -- what was opened
+
+    def expects(self, ino: int) -> bool:
+        """Whether an open of it agrees with the order."""
+        place = self._places.get(ino)
+        if place is None:
+            return False
+        reach = min(LAG, NEAR * self._looked_at // self._remote)
+        before = range(place - reach, place)
+        return before.start <= 0 or not self._read.isdisjoint(before)
+
+    def opened(self, ino: int, size: int) -> None:
+        """A file was opened that it ``expects``, or one that is local."""
+        place = self._take_out(ino)
+        if place:
+            self._read_to = max(self._read_to, place)
+            self._agreed_bytes += size
+            self._agreement += SHARE * (1 - self._agreement)
+            self._since_search += 1
+            if self._since_search > LAG:
+                self._searches = 0
+
+    def strayed(self, ino: int) -> bool:
+        """A file was opened that no order expects. Whether it is to be looked for in this one,
+        because too many were."""
+        self._take_out(ino)
+        self._agreement -= SHARE * self._agreement
+        return self._agreement < LOST
+
+    def _take_out(self, ino: int) -> int:
+        """It is not expected any more. Its place; 0 if it was not before."""
+        place = self._places.pop(ino, 0)
+        if place:
+            self._read.add(place)
+            self.fetched_bytes -= self.fetched.pop(ino, 0)
+        return place
+
+    def _limit(self, distance: int) -> int:
+        return min(distance, FIRST_BYTES + 2 * self._agreed_bytes - self._wasted_bytes)
+
+    def passed(self, distance: int) -> list[int]:
+        """What was fetched and will not be opened. It is not expected any more."""
+        given_up = []
+        excess = self._behind_bytes() - distance // 4
+        while self._found:
+            place, ino = self._found[0]
+            is_behind = place < self._read_to - SHORT_LAG and excess > 0
+            if ino in self._places and not (is_behind or place < self._read_to - LAG):
+                break
+            self._found.popleft()
+            if self._places.pop(ino, None) is not None and (size := self.fetched.get(ino)):
+                excess -= size
+                self.fetched_bytes -= self.fetched.pop(ino)
+                self._wasted_bytes += size
+                given_up.append(ino)
+        if len(self._read) > 4 * LAG:
+            self._read = {place for place in self._read if place > self._read_to - 2 * LAG}
+        return given_up
+
+    def _behind_bytes(self) -> int:
+        """What was fetched and lies farther behind than SHORT_LAG."""
+        behind = takewhile(lambda found: found[0] < self._read_to - SHORT_LAG, self._found)
+        return sum(self.fetched.get(ino, 0) for _place, ino in behind)
+
+    def seek(self, name: bytes) -> bool:
+        """``strayed`` said so: go on behind this name. False if that was done too often. What was
+        fetched is in ``fetched`` until then."""
+        self._agreement = (1 + LOST) / 2
+        at = self._names.find(b"\0%s\0" % name)
+        if at < 0:
+            return True  # somebody else reads it
+        self._searches += 1
+        if self._searches > MOST_SEARCHES:
+            return False
+        self._at = at + len(name) + 2
+        self._taken = self._read_to = self._since_search = 0
+        self._agreed_bytes = self._wasted_bytes = self.fetched_bytes = 0
+        self.fetched, self._places, self._read = {}, {}, set()
+        self._found.clear()
+        self._next.clear()
+        return True

@@ -1,0 +1,328 @@
+"""Fetching files ahead of their readers, in the order in which somebody said they will be read.
+
+What a tier has room for goes there, only sooner. The rest goes into the window: memory, until it
+was read. So the order saves no bytes of the source, but its latency. Nobody waits for anything
+here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import trio
+
+from monarchfs.cache.cache import Cache
+from monarchfs.engine.misses import Misses, WindowState
+from monarchfs.metrics import Metrics
+from monarchfs.prefetch.jobs import CopyJobs
+from monarchfs.prefetch.named_files import NamedFiles
+from monarchfs.prefetch.order import Order
+from monarchfs.prefetch.queue import Priority
+from monarchfs.source.source import Source
+from monarchfs.system.memory import MemoryProbe
+from monarchfs.types import (
+    Lane,
+    Node,
+    OperationError,
+    ReplicaState,
+    SourceChanged,
+)
+
+log = logging.getLogger(__name__)
+
+MOST_ORDERS = 64
+MOST_NAME_BYTES = 256 << 20
+"""Of all orders together."""
+
+BATCH = 32
+"""Files looked up and fetched without a checkpoint."""
+
+LOOK_SECONDS = 0.05
+"""How often to look how far the readers are, if nothing else wakes this."""
+
+LIMIT_SECONDS = 1.0
+IDLE_SECONDS = 600.0
+"""An order of which nothing was opened for so long is dropped: its job has ended."""
+
+FIRST_DISTANCE = 16 << 20
+"""How far ahead of readers files are fetched, until one had to wait."""
+
+SHARE_OF_FILE = 4
+"""A file may take this part of the window; larger ones are left to readahead."""
+
+SHARE_OF_MEMORY = 4
+"""The window may take this part of the memory that is left."""
+
+NEAR_SECONDS = 0.0003
+"""A source that gives a file within this time is not slower than the window."""
+
+
+class Threads:
+    """How many files to fetch at once: more while readers have to wait, until the source takes
+    longer for each. Pure."""
+
+    def __init__(self, most: int) -> None:
+        self.count = min(8, most)
+        self._most = most
+        self._best = 0.0
+
+    def adapt(self, seconds: float, *, late: bool) -> None:
+        """``seconds``: what a file took of late; ``late``: readers had to wait."""
+        # What was best a while ago may not come back.
+        self._best = min(seconds, self._best * 1.02) if self._best else seconds
+        if seconds > 3 * self._best + 0.002:
+            self.count = max(2, self.count * 3 // 4)
+        elif late:
+            self.count = min(self._most, self.count * 2)
+
+
+class Window:
+    """Constant: its parts. Changing: ``orders``, by name, the newest last; ``limit_bytes``, what it
+    may take now; the distance and the threads; ``_to_tier``, files that a tier may take, which are
+    not stored yet or not opened; ``_refused``, those for which there was no room after all."""
+
+    def __init__(
+        self,
+        files: NamedFiles,
+        source: Source,
+        cache: Cache,
+        jobs: CopyJobs,
+        seen: Callable[[int], bool],
+        *,
+        evicts: bool,
+    ) -> None:
+        """``seen``: whether a local file was opened or read, even if nobody called ``opened``;
+        ``evicts``: files may have to go for others."""
+        self.orders: dict[str, Order] = {}
+        self.limit_bytes = 0
+        self._given_up = 0
+        self._misses: Misses | None = None
+        self._size = 0
+        self._files = files
+        self._source = source
+        self._cache = cache
+        self._jobs = jobs
+        self._seen = seen
+        self._evicts = evicts
+        self._threads = Threads(1)
+        self._distance = FIRST_DISTANCE
+        self._to_tier: set[int] = set()
+        self._refused: set[int] = set()
+        self._lost: dict[Order, Node] = {}
+        self._agreed = 0
+        self._counted = self._adapted = WindowState()
+        self._news = trio.lowlevel.ParkingLot()
+        self._memory = MemoryProbe()
+        jobs.observers.append(self._stepped)
+
+    def bind(self, misses: Misses, size: int, threads: int) -> None:
+        """``misses`` reads files into the window, which may take ``size`` bytes, by at most so many
+        threads. Without this there is no window."""
+        self._misses, self._size = misses, size
+        self._threads = Threads(threads)
+
+    def announce(self, name: str, names: bytes) -> None:
+        """Files will be read in this order (see ``Order``). It takes the place of what was
+        announced under the same ``name``. Raises OperationError. No checkpoint."""
+        self._drop(name)
+        if not names.strip(b"\0"):
+            return
+        if sum(map(len, self.orders.values())) + len(names) > MOST_NAME_BYTES:
+            raise OperationError("the orders that this mount was told of take too much memory")
+        while len(self.orders) >= MOST_ORDERS:
+            self._drop(next(iter(self.orders)))
+        order = self.orders[name] = Order(names)
+        order.opened_at = trio.current_time()
+        self._news.unpark_all()
+
+    def opened(self, node: Node, local: bool) -> None:
+        """A file was opened; ``local``: all of it was on this node. No checkpoint."""
+        if not self.orders:
+            return
+        ino, orders = node.ino, self.orders.values()
+        agree = list(orders) if local else [order for order in orders if order.expects(ino)]
+        for order in agree:
+            order.opened(ino, node.stat.size)
+            order.opened_at = trio.current_time()
+            self._agreed += not local
+        self._to_tier.discard(ino)
+        if agree:
+            self._news.unpark_all()
+        else:
+            self._lost |= {order: node for order in orders if order.strayed(ino)}
+
+    def _stepped(self, inos: Sequence[int]) -> None:
+        """The copier has done something for files."""
+        ended = self._to_tier.intersection(inos) if self._to_tier else ()
+        for ino in ended:
+            if not self._jobs.pending(ino):
+                record = self._cache.state(ino)
+                if record is None or record.state is not ReplicaState.RESIDENT:
+                    self._to_tier.discard(ino)
+                    self._refused.add(ino)
+
+    def count(self, metrics: Metrics) -> None:
+        """Bring the metrics up to date."""
+        metrics.orders_given_up += self._given_up
+        self._given_up = 0
+        if self._misses is None:
+            return
+        now, before = self._misses.window_state(), self._counted
+        self._counted = now
+        metrics.window_files += now.read - before.read
+        metrics.window_bytes += now.read_bytes - before.read_bytes
+        metrics.window_hits += now.hits - before.hits
+        metrics.window_hit_bytes += now.hit_bytes - before.hit_bytes
+        metrics.window_wasted_bytes += now.wasted_bytes - before.wasted_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._counted.bytes
+
+    # -- the task
+
+    async def run(self) -> None:
+        """For ever."""
+        limited, looked = -LIMIT_SECONDS, 0.0
+        while True:
+            if not self.orders:
+                self._set_limit(0)
+                await self._news.park()
+                limited = -LIMIT_SECONDS
+            now = trio.current_time()
+            if now - limited >= LIMIT_SECONDS:
+                limited = now
+                self._set_limit(self._room())
+            if now - looked >= LOOK_SECONDS:
+                looked = now
+                self._look(now)
+                self._adapt()
+            moved = False
+            for order in list(self.orders.values()):
+                moved |= await self._fetch_some(order)
+            if not moved:
+                with trio.move_on_after(LOOK_SECONDS):
+                    await self._news.park()
+
+    def _room(self) -> int:
+        state = WindowState() if self._misses is None else self._misses.window_state()
+        left = self._memory.read().available_bytes + state.bytes
+        return min(self._size, left // SHARE_OF_MEMORY)
+
+    def _set_limit(self, size: int) -> None:
+        if size != self.limit_bytes and self._misses is not None:
+            self.limit_bytes = size
+            self._misses.window_limit(size)
+
+    @property
+    def _distance_of_each(self) -> int:
+        most = max(self.limit_bytes, FIRST_DISTANCE)
+        return min(self._distance, most) // max(1, len(self.orders))
+
+    def _look(self, now: float) -> None:
+        """Find out how far the readers are."""
+        for order, node in self._lost.items():
+            self._search(order, node)
+        self._lost.clear()
+        for ino in list(filter(self._seen, self._to_tier)):
+            if (opened := self._cache.index.node(ino)) is not None:
+                self.opened(opened, local=True)
+            self._to_tier.discard(ino)
+        for name, order in list(self.orders.items()):
+            self._give_up(order.passed(self._distance_of_each))
+            if order.ended or now - order.opened_at > IDLE_SECONDS:
+                self._drop(name)
+
+    def _search(self, order: Order, node: Node) -> None:
+        name = next((name for name, known in self.orders.items() if known is order), None)
+        directory = self._cache.index.dirref(node.parent)
+        if name is None or directory is None:
+            return
+        path = directory.path + b"/" + node.name if directory.path else node.name
+        fetched = list(order.fetched)
+        if not order.seek(path):
+            log.info("an announced order is given up: files are read in another one")
+            self._given_up += 1
+            self._drop(name)
+        elif not order.fetched:
+            self._give_up(fetched)
+
+    def _drop(self, name: str) -> None:
+        order = self.orders.pop(name, None)
+        if order is not None:
+            self._give_up(list(order.fetched))
+
+    def _give_up(self, inos: list[int]) -> None:
+        self._to_tier.difference_update(inos)
+        self._refused.difference_update(inos)
+        if inos and self._misses is not None:
+            self._misses.window_drop(inos)
+
+    def _adapt(self) -> None:
+        if self._misses is None:
+            return
+        now, before = self._misses.window_state(), self._adapted
+        files, hits = now.read - before.read, now.hits - before.hits
+        if files + self._agreed < BATCH:
+            return
+        late = self._agreed - hits + now.waited - before.waited
+        is_late = 16 * late > self._agreed
+        self._agreed, self._adapted = 0, now
+        if is_late:
+            self._distance = min(2 * self._distance, max(self.limit_bytes, FIRST_DISTANCE))
+        if files:
+            self._threads.adapt((now.took_ns - before.took_ns) / files / 1e9, late=is_late)
+
+    # -- fetching
+
+    async def _fetch_some(self, order: Order) -> bool:
+        """Have the next files fetched. Whether there may be more."""
+        await trio.lowlevel.checkpoint()
+        names = order.take(BATCH)
+        if names:
+            order.found(await self._files.nodes(names))
+        refused, self._refused = self._refused, set()
+        nodes = list(order.next_files(BATCH, self._distance_of_each))
+        if nodes:
+            held = self._cache.index.replicas_of([node.ino for node in nodes])
+            order.looked_at(len(nodes), len(nodes) - len(held))
+            nodes = [node for node in nodes if node.ino not in held]
+        nodes = self._without_room(order, nodes)
+        nodes += self._cache.index.nodes_of(list(refused)).values()
+        await self._into_window(order, nodes)
+        return bool(names or nodes)
+
+    def _without_room(self, order: Order, nodes: Sequence[Node]) -> list[Node]:
+        """Have those copied into a tier for which there may be room; the others."""
+        if not nodes:
+            return []
+        need, rooms = self._cache.usage.room_for(max(node.stat.size for node in nodes))
+        has_room = self._evicts or any(room.takes(need) for room in rooms)
+        others = []
+        for node in nodes:
+            if has_room and self._jobs.keeps and self._cache.keeps(node):
+                order.fetch(node)
+                self._to_tier.add(node.ino)
+                self._jobs.want(node.ino, Priority.HINTED)
+            else:
+                others.append(node)
+        return others
+
+    async def _into_window(self, order: Order, nodes: Sequence[Node]) -> None:
+        misses = self._misses
+        if misses is None or not nodes or not self.limit_bytes:
+            return
+        if 0 < misses.source_seconds < NEAR_SECONDS:
+            return
+        for directory in misses.unopened(nodes):
+            # If it cannot be opened, its files are read when they are opened.
+            with suppress(OSError, SourceChanged):
+                await self._source.open_directory(directory, Lane.BACKGROUND)
+        nodes = [node for node in nodes if self._jobs.files.get(node.ino) is None]
+        largest = self.limit_bytes // SHARE_OF_FILE
+        refused = set(misses.window(nodes, self._threads.count, largest))
+        for node in nodes:
+            if node.ino not in refused and node.ino not in order.fetched:
+                order.fetch(node)

@@ -1,0 +1,262 @@
+"""Files that are fetched ahead of their readers, in an announced order, on a real mount."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs import hints
+from monarchfs.control.client import Connection
+from monarchfs.hints.client import find_mount
+from monarchfs.types import OperationError
+from tests.support.mounting import (
+    Bench,
+    FaultySource,
+    Mount,
+    requires_fuse,
+    requires_root,
+    run,
+    wait_for,
+)
+
+pytestmark = [requires_root, requires_fuse]
+
+FILES = 120
+SIZE = 20_000
+
+
+def content(number: int, size: int = SIZE) -> bytes:
+    return number.to_bytes(4, "big") * (size // 4)
+
+
+def name_of(number: int) -> str:
+    return f"d{number % 3}/{number:03d}"
+
+
+@pytest.fixture
+def source(work: Bench) -> FaultySource:
+    backing = work.path / "backing"
+    for number in range(FILES):
+        path = backing / name_of(number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content(number))
+        os.utime(path, (1e9, 1e9))
+    source = work.faulty_source(backing)
+    newest = max(path.stat().st_ctime for path in backing.rglob("*"))
+    wait_for(lambda: newest < time.time() - 1.1, "the files to be old")
+    return source
+
+
+def announce(mount: Mount, numbers: Sequence[int], stream: str = "test") -> None:
+    found = find_mount(mount.path)
+    assert found is not None
+    with found.connect() as connection:
+        names = b"\0".join(name_of(number).encode() for number in numbers)
+        connection.send_list({"command": "order", "stream": stream}, [names])
+
+
+def window(mount: Mount) -> dict[str, Any]:
+    found: dict[str, Any] = mount.status()["window"]
+    return found
+
+
+def wait_for_files(mount: Mount, count: int) -> None:
+    wait_for(lambda: window(mount)["files"] >= count, f"{count} files in the window")
+
+
+def without_room(work: Bench, source: FaultySource, *options: str) -> Mount:
+    """A mount that keeps nothing."""
+    return work.mount(source.path, "--prefetch", "none", *options)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=3600", "open"])
+def test_files_are_in_memory_before_they_are_opened(
+    work: Bench, source: FaultySource, freshness: str
+) -> None:
+    mount = without_room(work, source, "--freshness", freshness)
+    order = list(range(FILES))
+    announce(mount, order)
+    wait_for_files(mount, 40)
+    source.counts(reset=True)
+    for number in order:
+        assert (mount.path / name_of(number)).read_bytes() == content(number)
+    wait_for(lambda: window(mount)["orders"] == 0, "the order to have ended")
+    state = window(mount)
+    assert state["hits"] >= FILES // 2
+    assert state["hits"] >= 40
+    status = mount.status()
+    assert status["source_io"]["read_bytes"] == FILES * SIZE
+    if freshness == "open":
+        assert source.counts()["operations"]["open"] >= FILES  # each open asks for the version
+
+
+def test_what_has_room_is_copied_in_that_order(work: Bench, source: FaultySource) -> None:
+    mount = work.mount(source.path, "--prefetch", "access")
+    order = list(range(FILES))[::-1]
+    announce(mount, order)
+    for number in order:
+        assert (mount.path / name_of(number)).read_bytes() == content(number)
+    mount.wait_idle()
+    status = mount.status()
+    assert status["files"]["resident"] == FILES
+    assert status["source_io"]["read_bytes"] == FILES * SIZE
+    assert status["window"]["files"] == 0
+    assert status["served"]["local_opens"] > 0
+
+
+def test_without_a_window_nothing_is_fetched(work: Bench, source: FaultySource) -> None:
+    mount = without_room(work, source, "--window", "0")
+    announce(mount, range(FILES))
+    for number in range(FILES):
+        assert (mount.path / name_of(number)).read_bytes() == content(number)
+    assert window(mount)["files"] == 0
+
+
+def test_a_file_that_changed_meanwhile_is_never_shown_as_it_was(
+    work: Bench, source: FaultySource
+) -> None:
+    mount = without_room(work, source, "--freshness", "open")
+    announce(mount, range(FILES))
+    wait_for_files(mount, 10)
+    new = source.backing / name_of(3)
+    new.write_bytes(b"another version")
+    assert (mount.path / name_of(3)).read_bytes() == b"another version"
+    assert (mount.path / name_of(4)).read_bytes() == content(4)
+
+
+def test_the_window_stays_within_its_limit(work: Bench, source: FaultySource) -> None:
+    """Also with files larger than those that the C part reads otherwise."""
+    large = source.backing / "large"
+    large.mkdir()
+    size = 3 << 20
+    for number in range(12):
+        (large / str(number)).write_bytes(content(number, size))
+    wait_for(
+        lambda: max(p.stat().st_ctime for p in large.iterdir()) < time.time() - 1.1, "old files"
+    )
+    mount = without_room(work, source, "--window", "16M", "--freshness", "immutable")
+    done = run("order", str(mount.path), "-", stdin="".join(f"large/{n}\n" for n in range(12)))
+    assert (done.returncode, done.stdout) == (0, "announced: 12 files\n")
+    wait_for_files(mount, 1)
+    for number in range(12):
+        assert (mount.path / "large" / str(number)).read_bytes() == content(number, size)
+        assert window(mount)["used_bytes"] <= 16 << 20
+    assert window(mount)["hits"] >= 1
+    assert mount.status()["source_io"]["read_bytes"] == 12 * size
+
+
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=3600"])
+def test_open_files_go_on_when_the_worker_dies(
+    work: Bench, source: FaultySource, freshness: str
+) -> None:
+    mount = without_room(work, source, "--freshness", freshness)
+    announce(mount, range(FILES))
+    wait_for_files(mount, 10)
+    with (mount.path / name_of(0)).open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        assert file.read(4) == content(0)[:4]
+        pid = mount.worker_pid()
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: mount.status()["worker"]["restarts"] == 1, "the next worker")
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        assert file.read() == content(0)
+    assert (window(mount)["used_bytes"], window(mount)["orders"]) == (0, 0)
+    announce(mount, range(FILES))
+    wait_for_files(mount, 10)
+    for number in range(FILES):
+        assert (mount.path / name_of(number)).read_bytes() == content(number)
+
+
+def test_a_later_order_takes_the_place_of_an_earlier_one(work: Bench, source: FaultySource) -> None:
+    mount = without_room(work, source)
+    announce(mount, range(60))
+    wait_for_files(mount, 10)
+    announce(mount, range(60, FILES))
+    assert window(mount)["orders"] == 1
+    announce(mount, [], "test")
+    wait_for(lambda: window(mount)["used_bytes"] == 0, "the window to be empty")
+    assert window(mount)["wasted_bytes"] > 0
+
+
+def test_the_command_takes_paths_and_inode_numbers(
+    work: Bench, source: FaultySource, tmp_path: Path
+) -> None:
+    mount = without_room(work, source)
+    paths = tmp_path / "paths"
+    paths.write_text("".join(f"{mount.path}/{name_of(n)}\n" for n in range(20)))
+    inodes = [(mount.path / name_of(n)).stat().st_ino for n in range(20, 40)]
+    assert run("order", str(mount.path), str(paths)).stdout == "announced: 20 files\n"
+    wait_for_files(mount, 20)
+    given = "".join(f"{ino}\n" for ino in inodes)
+    done = run("order", str(mount.path), "-", "--inodes", "--json", stdin=given)
+    assert json.loads(done.stdout) == {"files": 20}
+    wait_for_files(mount, 40)
+    assert window(mount)["orders"] == 2
+    for number in range(40):
+        assert (mount.path / name_of(number)).read_bytes() == content(number)
+    assert window(mount)["hits"] == 40
+
+
+def test_wrong_lists_are_refused(work: Bench, source: FaultySource, tmp_path: Path) -> None:
+    mount = without_room(work, source)
+    outside = run("order", str(mount.path), "-", stdin="/etc/passwd\n")
+    assert (outside.returncode, outside.stdout) == (2, "")
+    assert "is not below" in outside.stderr
+    assert run("order", str(mount.path), "-", "--inodes", stdin="a\n").returncode == 2
+    assert run("order", str(mount.path), str(tmp_path / "none")).returncode == 1
+    assert run("order", str(tmp_path), "-", stdin="").returncode == 1
+
+
+def test_names_that_lead_nowhere_cost_nothing(work: Bench, source: FaultySource) -> None:
+    mount = without_room(work, source)
+    found = find_mount(mount.path)
+    assert found is not None
+    names = [
+        b"../../etc/passwd",
+        b"d0/..",
+        b"d0",
+        b"no/such",
+        b"x" * 300,
+        b"/99999",
+        b"//",
+        b"d0//",
+    ]
+    good = [name_of(number).encode() for number in range(10)]
+    with found.connect() as connection:
+        request = {"command": "order", "stream": "odd"}
+        sent = connection.send_list(request, [b"\0".join([*names, *good])])
+    assert sent == {"files": len(names) + len(good)}
+    wait_for_files(mount, 10)
+    assert window(mount)["files"] == 10
+
+
+def test_a_list_that_is_broken_off_is_not_followed(work: Bench, source: FaultySource) -> None:
+    mount = without_room(work, source)
+    found = find_mount(mount.path)
+    assert found is not None
+    with Connection(found.daemon.socket_path, 1.0) as connection:
+        connection.ask({"command": "order", "stream": 7})
+        with pytest.raises(OperationError, match="short string"):
+            connection.next(5.0)
+    assert window(mount)["orders"] == 0
+
+
+def test_a_sampler_announces_each_epoch(work: Bench, source: FaultySource) -> None:
+    mount = without_room(work, source, "--freshness", "immutable")
+    files = [str(mount.path / name_of(number)) for number in range(FILES)]
+    sampler = hints.announce([5, 3, 4, *range(6, FILES)], files)
+    drawn = iter(sampler)
+    assert next(drawn) == 5
+    wait_for_files(mount, 10)
+    for number in [5, *drawn]:
+        assert Path(files[number]).read_bytes() == content(number)
+    assert window(mount)["hits"] >= 10

@@ -1,0 +1,176 @@
+"""An announced order: who reads in it is followed, who does not costs little."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monarchfs.prefetch.order import FIRST_BYTES, LAG, MOST_SEARCHES, Order
+from monarchfs.prefetch.window import Threads
+from monarchfs.types import Node, SourceStat
+
+SIZE = 100_000
+DISTANCE = 40 * SIZE
+NO_TIME = 10**18
+
+
+def node(number: int) -> Node:
+    """The file of that number; inode numbers are larger by 1000."""
+    stat = SourceStat(0, number, SIZE, NO_TIME, NO_TIME, NO_TIME, 0o100644, 1, 0, 0, 0, 0, 4096)
+    return Node(1000 + number, stat, 1, b"%d" % number, 0, False, b"")
+
+
+def order_of(numbers: list[int]) -> Order:
+    return Order(b"\0".join(b"%d" % number for number in numbers))
+
+
+class Reading:
+    """``order`` as the window uses it. ``local`` files are on this node: none of their opens is
+    seen. ``fetched`` are those that were asked for, ``late`` those that were not when they were
+    opened, ``wasted`` those that were given up."""
+
+    def __init__(self, order: Order, local: set[int]) -> None:
+        self.order = order
+        self.local = local
+        self.fetched: set[int] = set()
+        self.late = 0
+        self.wasted: list[int] = []
+        self.given_up = False
+
+    def look(self) -> None:
+        while names := self.order.take(32):
+            self.order.found([node(int(name)) for name in names])
+        while files := list(self.order.next_files(32, DISTANCE)):
+            remote = [file for file in files if file.ino - 1000 not in self.local]
+            self.order.looked_at(len(files), len(remote))
+            for file in remote:
+                self.order.fetch(file)
+                self.fetched.add(file.ino)
+        self.wasted += self.order.passed(DISTANCE)
+        assert self.order.fetched_bytes == sum(self.order.fetched.values()) <= DISTANCE + 32 * SIZE
+
+    def open(self, number: int) -> None:
+        if number in self.local or self.given_up:
+            return
+        ino = 1000 + number
+        self.late += ino not in self.fetched
+        if self.order.expects(ino):
+            self.order.opened(ino, SIZE)
+        elif self.order.strayed(ino):
+            self.wasted += self.order.fetched
+            self.given_up = not self.order.seek(b"%d" % number)
+        if not self.given_up:
+            self.look()
+
+
+def in_turns(numbers: list[int], readers: int, batch: int, rng: random.Random) -> Iterator[int]:
+    """As processes of a loader read that take batches in turn, each as fast as it is."""
+    queues = [
+        [n for start in range(at * batch, len(numbers), readers * batch) for n in
+         numbers[start : start + batch]]
+        for at in range(readers)
+    ]  # fmt: skip
+    while any(queues):
+        queue = rng.choice([queue for queue in queues if queue])
+        yield queue.pop(0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 6),
+    st.sampled_from([1, 4, 16]),
+    st.sampled_from([0.0, 0.5, 0.9]),
+    st.integers(0, 1000),
+)
+def test_readers_that_take_turns_are_followed(
+    readers: int, batch: int, share: float, seed: int
+) -> None:
+    rng = random.Random(seed)
+    numbers = list(range(600))
+    rng.shuffle(numbers)
+    local = {number for number in numbers if rng.random() < share}
+    reading = Reading(order_of(numbers), local)
+    reading.look()
+    for number in in_turns(numbers, readers, batch, rng):
+        reading.open(number)
+    assert not reading.given_up
+    assert not reading.order.ended or not reading.order.fetched
+    remote = len(numbers) - len(local)
+    assert reading.late <= readers * batch + remote // 4
+    assert len(reading.fetched) <= remote
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([0.0, 0.5]))
+def test_a_wrong_order_is_given_up_at_little_cost(seed: int, share: float) -> None:
+    rng = random.Random(seed)
+    numbers = list(range(3000))
+    local = {number for number in numbers if rng.random() < share}
+    rng.shuffle(numbers)
+    reading = Reading(order_of(numbers), local)
+    rng.shuffle(numbers)
+    reading.look()
+    for number in numbers[:1000]:
+        reading.open(number)
+    assert reading.given_up
+    most = (MOST_SEARCHES + 1) * (FIRST_BYTES + 40 * SIZE) // SIZE
+    assert len(reading.fetched) < most
+
+
+def test_readers_that_begin_in_the_middle_are_found() -> None:
+    numbers = list(range(6 * LAG))
+    reading = Reading(order_of(numbers), set())
+    reading.look()
+    for number in numbers[5 * LAG : 5 * LAG + 400]:
+        reading.open(number)
+    assert not reading.given_up
+    assert len(reading.fetched & {1000 + n for n in range(5 * LAG, 5 * LAG + 400)}) > 300
+
+
+def test_files_that_others_read_do_not_end_an_order() -> None:
+    """Half of the opens are of files that are not in the list."""
+    numbers = list(range(2000))
+    reading = Reading(order_of(numbers), set())
+    reading.look()
+    for number in numbers:
+        reading.open(number)
+        reading.open(100_000 + number)
+    assert not reading.given_up
+    assert reading.order.ended
+
+
+def test_what_nobody_opens_is_given_up_when_readers_are_far() -> None:
+    numbers = list(range(3 * LAG))
+    reading = Reading(order_of(numbers), set())
+    reading.look()
+    for number in numbers:
+        if number % 3:
+            reading.open(number)
+    reading.order.passed(DISTANCE)
+    assert all((ino - 1000) % 3 == 0 for ino in reading.wasted)
+    assert len(reading.wasted) > LAG // 4
+    assert reading.order.fetched_bytes <= DISTANCE + 32 * SIZE
+
+
+def test_names_are_taken_as_they_came() -> None:
+    order = Order(b"a/b\0\0c\0/17\0a/b\0")
+    assert order.take(10) == [b"a/b", b"c", b"/17", b"a/b"]
+    assert order.take(10) == []
+    order.found([node(1), None, node(2), node(1)])
+    assert [found.ino for found in order.next_files(10, SIZE * 10)] == [1001, 1002]
+
+
+def test_threads_grow_until_the_source_takes_longer() -> None:
+    threads = Threads(64)
+    for _ in range(5):
+        threads.adapt(0.01, late=True)
+    assert threads.count == 64
+    for _ in range(20):
+        threads.adapt(0.05, late=True)
+    assert threads.count < 16
+    before = threads.count
+    threads.adapt(0.01, late=False)
+    assert threads.count == before
