@@ -198,17 +198,12 @@ class _Events:
 
     def __iter__(self) -> Iterator[Event]:
         origin = self._recording.origin_ns
+        make = tuple.__new__  # as Event(), in half the time
         for content in self._recording.blocks():
             for begin, ino, offset, duration, size, pid, kind, answer in EVENT.iter_unpack(content):
-                yield Event(
-                    (begin - origin) * 1e-9,
-                    duration,
-                    _KINDS[kind],
-                    _ANSWERED_BY.get(answer, AnsweredBy.UNKNOWN),
-                    ino,
-                    pid,
-                    offset,
-                    size,
+                known, by = _KINDS[kind], _ANSWERED_BY.get(answer, AnsweredBy.UNKNOWN)
+                yield make(
+                    Event, ((begin - origin) * 1e-9, duration, known, by, ino, pid, offset, size)
                 )
 
 

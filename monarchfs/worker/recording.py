@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -203,7 +202,7 @@ class _Names:
 
     def of_new(self, events: bytes) -> dict[int, str]:
         """Of those that were not seen before; without those that have ended."""
-        fresh = set(array("I", events)[_PID::_SHORTS]) - self._seen
+        fresh = set(memoryview(events).cast("I")[_PID::_SHORTS]) - self._seen
         self._seen |= fresh
         return {process: name for process in fresh if (name := _name_of(process))}
 
@@ -232,7 +231,7 @@ class _Paths:
         return bool(self._wanted)
 
     def want(self, events: bytes) -> None:
-        fresh = set(array("Q", events)[_INO::_WORDS]) - self._seen
+        fresh = set(memoryview(events).cast("Q")[_INO::_WORDS]) - self._seen
         self._seen |= fresh
         self._fresh += len(fresh)
         self._wanted.update(dict.fromkeys(fresh))
@@ -255,12 +254,13 @@ class _Paths:
 
     def _files(self, inos: Sequence[int]) -> Iterator[tuple[int, File]]:
         for ino, node in self._index.nodes_of(inos).items() if inos else ():
-            path = os.path.join(self._directory(node.parent), node.name)
+            path = self._directory(node.parent) + node.name
             yield ino, File(os.fsdecode(path), node.stat.size)
 
     def _directory(self, ino: int) -> bytes:
+        """With a slash, unless it is the root."""
         known = self._directories.get(ino)
         if known is None:
             ref = self._index.dirref(ino)
-            known = self._directories[ino] = b"" if ref is None else ref.path
+            known = self._directories[ino] = b"" if ref is None else ref.path + b"/"
         return known
