@@ -174,7 +174,8 @@ def _outcomes(
     }
     read = epochs[0].span
     rate = read.bytes[SOURCE] / (read.merged[SOURCE] or 1)
-    replay, setup = Replay(visits, facts.sampled, paths, rate), facts.setup
+    setup = facts.setup
+    replay = Replay(visits, facts.sampled, paths, rate, setup)
     settings = [(AS_IT_WAS, setup)]
     if not setup.immutable and epoch.span.merged[CHECKS]:
         settings.append((IMMUTABLE, replace(setup, immutable=True)))

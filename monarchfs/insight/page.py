@@ -139,7 +139,11 @@ def _histogram(rows: Sequence[tuple[float, int]], colour: str) -> str:
     scale = [("1 us", 1e-6), ("10 us", 1e-5), ("100 us", 1e-4), ("1 ms", 1e-3), ("10 ms", 0.01)]
     scale += [("100 ms", 0.1), ("1 s", 1.0), ("10 s", 10.0), ("100 s", 100.0)]
     ticks = [((log2(seconds) - first) / (last - first), word) for word, seconds in scale]
-    return charts.columns(heights, (colour,), ticks=ticks, show=lambda n: f"{n:,.0f}", height=110)
+    return charts.columns(heights, (colour,), ticks=ticks, show=_whole, height=110)
+
+
+def _whole(number: float) -> str:
+    return f"{number:,.0f}" if number == int(number) else ""
 
 
 def _waited(span: Span) -> list[float]:

@@ -139,18 +139,23 @@ class SimulatedNode:
 class _Replayed:
     bytes: float = 0.0
     local_bytes: float = 0.0
-    measured: float = 0.0
-    expected: float = 0.0
+    seconds: float = 0.0
 
 
 class Replay:
     """Replays visits with one setup after the other."""
 
     def __init__(
-        self, found: Visits, sampled: int, paths: Mapping[int, str], bytes_per_second: float
+        self,
+        found: Visits,
+        sampled: int,
+        paths: Mapping[int, str],
+        bytes_per_second: float,
+        present: Setup,
     ) -> None:
-        """One of so many files was recorded. ``paths`` give the order in which ``--prefetch all``
-        copies, as fast as the source gave what readers waited for."""
+        """One of so many files was recorded, with the ``present`` settings. ``paths`` give the
+        order in which ``--prefetch all`` copies, as fast as the source gave what readers waited
+        for."""
         self._visits = visits = found.all
         self._look_ups = found.look_ups
         self._part = found.one_of
@@ -162,6 +167,7 @@ class Replay:
             first.setdefault(visit.ino, visit)
         self._there_before = [v.ino for v in first.values() if v.remote_bytes == 0]
         self._bytes_per_second = bytes_per_second
+        self._setup, self._present = present, self._play(present)
 
     @property
     def bytes_needed(self) -> int:
@@ -170,7 +176,7 @@ class Replay:
 
     def run(self, change: str, setup: Setup, epoch: Epoch, first: Epoch) -> Outcome:
         """What ``epoch`` and the ``first`` would take."""
-        found = self._play(setup)
+        found = self._present if setup == self._setup else self._play(setup)
         later = found.get(epoch.number, _Replayed())
         return Outcome(
             change,
@@ -193,17 +199,18 @@ class Replay:
             one = found.setdefault(visit.epoch, _Replayed())
             one.bytes += visit.bytes
             one.local_bytes += visit.bytes * local
-            one.measured += visit.measured
             checks = visit.checks * setup.immutable
-            one.expected += (visit.local - checks) * local + visit.remote * (1 - local)
+            one.seconds += (visit.local - checks) * local + visit.remote * (1 - local)
         return found
 
     def _estimate(self, epoch: Epoch, replayed: _Replayed, immutable: bool) -> float:
-        """The epoch's time, if what its readers waited for changes in proportion."""
+        """The epoch's time, if what its readers waited for changes in proportion: from what the
+        replay says of the present setup, so that what it cannot know does not count."""
         look_ups = self._look_ups.get(epoch.number, LookUps())
-        measured = replayed.measured * self._part + look_ups.seconds
-        expected = replayed.expected * self._part + look_ups.seconds - look_ups.again * immutable
-        change = 1 - expected / measured if measured else 0.0
+        present = self._present.get(epoch.number, _Replayed()).seconds * self._part
+        expected = replayed.seconds * self._part - look_ups.again * immutable
+        now = present + look_ups.seconds
+        change = (present - expected) / now if now else 0.0
         around = look_ups.around / max(1.0, epoch.readers) if immutable else 0.0
         return max(0.0, epoch.seconds - epoch.span.waited * change - around)
 

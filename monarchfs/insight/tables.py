@@ -10,6 +10,8 @@ from monarchfs.insight.results import CAUSES, Analysis, Epoch
 from monarchfs.insight.verdict import count, percent, words_of
 from monarchfs.text.sizes import format_bytes, format_seconds
 
+_MOST_LETTERS = 100
+
 
 class Grid(NamedTuple):
     """``says`` explains it to whoever sees it for the first time."""
@@ -23,6 +25,8 @@ class Grid(NamedTuple):
 def headline(analysis: Analysis) -> str:
     facts = read_facts(analysis.facts)
     what = facts.command or "Recording"
+    if len(what) > _MOST_LETTERS:
+        what = what[:_MOST_LETTERS] + "..."
     return (
         f"{what}: {facts.source} at {facts.mount_point}, {format_seconds(analysis.seconds)},"
         f" {count(analysis.events, 'event')}, {count(len(analysis.epochs), 'epoch')}"

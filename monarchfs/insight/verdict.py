@@ -95,8 +95,9 @@ def _reservations(facts: Facts, epochs: Sequence[Epoch]) -> Iterator[str]:
         how = "passthrough" if facts.passthrough else "its page cache"
         yield (
             f"The kernel served some reads by itself ({how}); they are not in the recording, so"
-            " readers may have read while they seem idle. A file that an open handed to the kernel"
-            " counts as read whole, from a tier."
+            " readers may have read while they seem idle."
+            + " A file that an open handed to the kernel counts as read whole, from a tier."
+            * facts.passthrough
         )
     if "opens" in facts.hidden:
         yield "The kernel opened files by itself: what opens took is not in the recording."
