@@ -47,6 +47,7 @@ MEASUREMENTS = {
     "epochs": Measurement("bench.epochs", "two epochs of mixed files", 2, 2),
     "hdf5": Measurement("bench.records", "random records of one HDF5 file", 3, 3),
     "frozen": Measurement("bench.frozen", "local files while the source hangs", 1, 1),
+    "jobs": Measurement("bench.twojobs", "two jobs on a node, one dataset", 3, 8),
     "governor": Measurement("bench.governor", "copies beside another job on the source", 4, 12),
     "mirror": Measurement("bench.mirror", "each name and byte compared with the source", 8, 8),
     "capacity": Measurement("bench.capacity", "a tier that is too small, by policy", 3, 3),

@@ -140,8 +140,9 @@ static struct pool *pool_of(enum state state)
 	return state == AHEAD ? &ahead_threads : state == WINDOW ? &window_threads : &source_threads;
 }
 
-bool miss_queue(struct entry *entry, enum state state)
+bool miss_queue(struct entry *entry, enum state state, uint32_t group)
 {
+	entry->task.group = group;
 	if (!pool_queue(pool_of(state), &entry->task))
 		return false;
 	entry->state = (uint8_t)state;
@@ -354,7 +355,7 @@ static bool into_window(struct entry *entry, int64_t fresh_until_ns)
 {
 	if (!entry || !miss_directory_of(entry) || entry->excluded || entry->over || entry->told || entry->wanted)
 		return false;
-	if (!entry->bytes && entry->state == REMOTE && !miss_queue(entry, WINDOW))
+	if (!entry->bytes && entry->state == REMOTE && !miss_queue(entry, WINDOW, 0))
 		return false;
 	entry->fresh_until_ns = fresh_until_ns;
 	entry->unwanted = false;

@@ -69,8 +69,8 @@ struct entry **miss_place_of(uint64_t ino);
 struct directory *miss_directory_of(const struct entry *entry);
 void miss_leave_directory(struct directory *directory);
 
-/* Queue the entry for a thread. False if no thread can be had. */
-bool miss_queue(struct entry *entry, enum state state);
+/* Queue the entry for a thread, as a task of the group. False if no thread can be had. */
+bool miss_queue(struct entry *entry, enum state state, uint32_t group);
 
 /* Take it out of the queue, unless a thread has begun. */
 void miss_unqueue(struct entry *entry);

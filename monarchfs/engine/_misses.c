@@ -151,7 +151,7 @@ static int carry_out(struct fetch *fetch, const struct directory *directory)
 /* If Python wants it, though nobody else does. Under `source_lock`. */
 static void queue_again(struct entry *entry)
 {
-	if (entry->wanted && !miss_queue(entry, AHEAD))
+	if (entry->wanted && !miss_queue(entry, AHEAD, 0))
 		miss_report(entry, (struct miss_event){.error = MISS_LEFT});
 }
 
@@ -358,7 +358,7 @@ static bool enqueue(struct entry *entry, const struct fuse_in_header *in, size_t
 		return false;
 	if (entry->state == AHEAD || entry->state == WINDOW)
 		miss_unqueue(entry);
-	if (entry->state == REMOTE && !miss_queue(entry, QUEUED)) {
+	if (entry->state == REMOTE && !miss_queue(entry, QUEUED, process_group(in))) {
 		queue_again(entry);
 		free(waiter);
 		return false;
@@ -454,7 +454,7 @@ static bool fetch(struct entry *entry)
 		return false;
 	if (entry->bytes) {
 		miss_report(entry, (struct miss_event){.bytes = entry->bytes});
-	} else if (entry->state == REMOTE && !miss_queue(entry, AHEAD)) {
+	} else if (entry->state == REMOTE && !miss_queue(entry, AHEAD, 0)) {
 		entry->wanted = NULL;
 		free(event);
 		return false;
@@ -479,7 +479,7 @@ void misses_hurry(const uint64_t *inos, size_t count)
 		if (!entry || (entry->state != AHEAD && entry->state != WINDOW))
 			continue;
 		miss_unqueue(entry);
-		if (!miss_queue(entry, QUEUED))
+		if (!miss_queue(entry, QUEUED, 0))
 			queue_again(entry);
 	}
 	pthread_mutex_unlock(&source_lock);

@@ -470,6 +470,7 @@ static bool keep(const struct job *like)
 	job->waiter = waiter;
 	job->waiter.left = left;
 	job->task.run = carry_out;
+	job->task.group = process_group(of->request);
 	job->parked = job->place == PARKED;
 	if (job->parked) {
 		job->waiter.next = job->file->parked;

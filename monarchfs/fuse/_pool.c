@@ -2,6 +2,10 @@
  *
  * The thread that became idle last is woken first, because its buffer is in the CPU's cache. If none is
  * idle, another one is started. A thread ends when it was idle for IDLE_SECONDS.
+ *
+ * Groups take turns, so that one with many requests does not make another one wait for all of them. A task is of
+ * the round after that of its group's newest one, or of the present round if its group has nothing queued. The
+ * queue is in the order of rounds (start-time fair queueing).
  */
 #define _GNU_SOURCE
 #include "_pool.h"
@@ -12,9 +16,13 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 #define STACK_BYTES (128 * 1024)
 #define IDLE_SECONDS 5
+
+/* No group has so many tasks in the queue. Rounds wrap around. */
+#define MOST_AHEAD (1u << 20)
 
 /* A thread, in one of the two lists. */
 struct worker {
@@ -45,22 +53,35 @@ static void set_first(struct pool *pool, struct task *task)
 
 void pool_add(struct pool *pool, struct task *task)
 {
-	task->next = NULL;
-	task->previous = pool->last;
-	if (pool->last)
-		pool->last->next = task;
+	uint32_t *newest = &pool->rounds[task->group % POOL_GROUPS];
+	task->round = *newest = *newest - pool->round < MOST_AHEAD ? *newest + 1 : pool->round;
+	struct task *previous = pool->last;
+	while (previous && (int32_t)(previous->round - task->round) > 0)
+		previous = previous->previous;
+	task->previous = previous;
+	task->next = previous ? previous->next : pool->first;
+	*(task->next ? &task->next->previous : &pool->last) = task;
+	if (previous)
+		previous->next = task;
 	else
 		set_first(pool, task);
-	pool->last = task;
 }
 
 void pool_withdraw(struct pool *pool, struct task *task)
 {
-	if (task->previous)
+	if (task->previous) {
 		task->previous->next = task->next;
-	else
+	} else {
+		pool->round = task->round;
 		set_first(pool, task->next);
+	}
 	*(task->next ? &task->next->previous : &pool->last) = task->previous;
+}
+
+uint32_t process_group(const struct fuse_in_header *in)
+{
+	/* The kernel names the thread; 0: it is not in our process namespace. */
+	return in->pid ? (uint32_t)getpgid((pid_t)in->pid) : 0;
 }
 
 bool pool_queue(struct pool *pool, struct task *task)

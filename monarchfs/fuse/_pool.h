@@ -12,6 +12,8 @@
 /* What a thread is to do. Its owner may free it or queue it again once `run` is called. */
 struct task {
 	struct task *next, *previous;
+	uint32_t group; /* of process_group, or 0 */
+	uint32_t round; /* see pool_add */
 	/* Called with the pool's lock held, and returns with it held. */
 	void (*run)(struct task *task, struct scratch *scratch);
 };
@@ -20,6 +22,8 @@ struct task {
 #define OF_TASK(task, type, member) ((type *)((char *)(task) - offsetof(type, member)))
 
 struct worker;
+
+#define POOL_GROUPS 64
 
 /* Guarded by `lock`, which belongs to the caller and guards the caller's tasks, too. */
 struct pool {
@@ -31,6 +35,8 @@ struct pool {
 	unsigned most; /* threads, not counting stuck ones */
 	unsigned most_stuck;
 	struct task *first, *last; /* the queue */
+	uint32_t round;		   /* of the task that left it last */
+	uint32_t rounds[POOL_GROUPS]; /* of each group's newest task */
 	struct worker *idle, *working;
 	unsigned threads, busy, stuck;
 };
@@ -38,7 +44,11 @@ struct pool {
 /* Whether tasks are queued. Needs no lock. */
 bool pool_any(const struct pool *pool);
 
-/* Queue a task behind all others. False if no thread can be had: then it is not queued. */
+/* The task group of who sent a request: its process group, which is a job's step, or what a shell has
+ * started. Two groups may have the same number. */
+uint32_t process_group(const struct fuse_in_header *in);
+
+/* Queue a task behind those of its group, and in turn with other groups'. False if no thread can be had: then it is not queued. */
 bool pool_queue(struct pool *pool, struct task *task);
 
 /* Queue it without waking a thread: pool_wake and pool_expire do that. */

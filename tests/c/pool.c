@@ -46,6 +46,7 @@ static void *be_queuer(void *number)
 	unsigned seed = (unsigned)(uintptr_t)number;
 	for (unsigned round = 0; round < rounds; round++) {
 		struct work work = {.task = {.run = run}, .hangs = rand_r(&seed) % 16 == 0};
+		work.task.group = (uint32_t)rand_r(&seed);
 		pthread_mutex_lock(&lock);
 		CHECK(pool_queue(&pool, &work.task));
 		if (round % 2 && work.state == QUEUED) {
@@ -69,9 +70,59 @@ static void *be_queuer(void *number)
 	return NULL;
 }
 
+/* The group of the task that is next in the queue, which is taken out. */
+static uint32_t next_group(struct pool *queue)
+{
+	struct task *first = queue->first;
+	CHECK(first);
+	pool_withdraw(queue, first);
+	return first->group;
+}
+
+/* One that wants a thing at a time is next but one, however many another one has in the queue. */
+static void check_turns(void)
+{
+	static struct task greedy[1000], other[4], third;
+	struct pool queue = {.lock = &lock, .round = UINT32_MAX - 500}; /* no threads; rounds wrap around */
+	for (int i = 0; i < 1000; i++) {
+		greedy[i].group = 1;
+		pool_add(&queue, &greedy[i]);
+	}
+	for (int i = 0; i < 100; i++)
+		CHECK(queue.first == &greedy[i] && next_group(&queue) == 1);
+	for (int i = 0; i < 300; i++) {
+		other[0] = (struct task){.group = 2};
+		pool_add(&queue, &other[0]);
+		if (next_group(&queue) == 1)
+			CHECK(next_group(&queue) == 2);
+	}
+	/* With several at a time they are served in turn, and in order within a group. */
+	unsigned left = 0;
+	for (struct task *task = queue.first; task; task = task->next)
+		left++;
+	for (int i = 0; i < 4; i++) {
+		other[i] = (struct task){.group = 2};
+		pool_add(&queue, &other[i]);
+	}
+	third.group = 3;
+	pool_add(&queue, &third);
+	unsigned of[4] = {0};
+	struct task *next_other = other;
+	for (int i = 0; i < 10; i++) {
+		if (queue.first->group == 2)
+			CHECK(queue.first == next_other++);
+		of[next_group(&queue)]++;
+	}
+	CHECK(of[2] == 4 && of[3] == 1 && of[1] == 5);
+	for (unsigned i = 5; i < left; i++)
+		CHECK(next_group(&queue) == 1);
+	CHECK(!pool_any(&queue) && !queue.last);
+}
+
 int main(int count, char **arguments)
 {
 	CHECK(count == 2);
+	check_turns();
 	rounds = (unsigned)atoi(arguments[1]);
 	pool = (struct pool){.lock = &lock, .most = MOST, .most_stuck = MOST_STUCK};
 	pthread_t threads[QUEUERS];
