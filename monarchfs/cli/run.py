@@ -8,7 +8,7 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from monarchfs.control.client import Connection
 from monarchfs.fuse.mountinfo import is_network_filesystem, resolve_mountpoint
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.namespace import bind, join, leave_for_own
-from monarchfs.supervisor.namespace_daemon import MountRequest
+from monarchfs.supervisor.namespace_daemon import MOST_END_SECONDS, MountRequest
 from monarchfs.supervisor.probe import (
     EmptySource,
     check_exists,
@@ -44,6 +44,9 @@ from monarchfs.types import MonarchError, OperationError, UsageError
 
 _STATUS_SECONDS = 5.0
 _LOOK_SECONDS = 5.0
+_POLL_SECONDS = 0.1
+MOST_CACHES = 8
+"""As many jobs of a user at once have a cache of one source."""
 
 
 @dataclass(slots=True)
@@ -144,12 +147,7 @@ def _view_of(
     _check_filled(real, user, settings)
     places = default_places(os.geteuid(), environ, is_network_filesystem)
     stem = stem_of(places, real, user, environ)
-    search = partial(search_of(environ), set())
-    others = find_private(lambda _: search())
-    try:
-        lease = lease_mount(MountRequest(settings, real, user, places, stem), deadline, search)
-    except MonarchError as error:
-        raise _better_reason(error, real, user, others) from None
+    lease = _leased(MountRequest(settings, real, user, places, stem), environ, deadline)
     if not lease.same_settings:
         complain(f"{source} is mounted already for this job: with the options of that mount", 0)
     return CommandView("own", partial(join, lease.spaces), lease.control, lease.owner_uid, lease)
@@ -166,21 +164,52 @@ def _check_filled(source: str, user: User, settings: Settings) -> None:
         complain(complaint, 0)
 
 
-def _better_reason(
-    error: MonarchError, source: str, user: User, others: Sequence[FoundMount]
-) -> MonarchError:
-    """Why there is no mount, if another job's mount is the reason, which nobody here can
-    unmount."""
-    for other in others:
-        entry = other.registered.entry if other.registered is not None else None
-        if entry is None or (entry.source, entry.uid) != (source, user.uid):
-            continue
-        if f"state directory {entry.state_dir} is in use" in str(error):
-            return UsageError(
-                f"another job of {user.name} on this node has its cache: have both use one mount,"
-                " or give this one a --tier and a --state-dir of its own"
-            )
-    return error
+def _leased(wanted: MountRequest, environ: Mapping[str, str], deadline: float) -> MountLease:
+    """The mount, with a cache of its own where other jobs' mounts have the usual one: those end
+    with their jobs, and nobody here can keep them. Raises UsageError or OperationError."""
+    search = partial(search_of(environ), set())
+    give_up = min(deadline, time.monotonic() + MOST_END_SECONDS)
+    find_private(search_of(environ))  # what killed mounts have left goes
+    while True:
+        try:
+            lease = lease_mount(wanted, deadline, search)
+        except UsageError as error:
+            if f"state directory {wanted.state_dir} is in use" not in str(error):
+                raise
+            if not _is_anothers(wanted, environ):
+                # It is about to end, or to be there.
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(_POLL_SECONDS)
+            elif wanted.settings.state_dir is not None or wanted.cache == MOST_CACHES:
+                raise UsageError(
+                    f"another job of {wanted.user.name} on this node has its cache: have both use"
+                    " one mount, or leave out --state-dir"
+                ) from None
+            else:
+                wanted = replace(wanted, cache=wanted.cache + 1)
+        else:
+            if wanted.cache > 1:
+                complain(
+                    f"another job of {wanted.user.name} on this node has the cache of"
+                    f" {wanted.source}: this one has its own",
+                    0,
+                )
+            return lease
+
+
+def _is_anothers(wanted: MountRequest, environ: Mapping[str, str]) -> bool:
+    """Whether another job's mount has the state directory."""
+    entries = [
+        found.registered.entry
+        for found in find_private(search_of(environ))
+        if found.registered is not None
+    ]
+    return any(
+        (entry.source, entry.uid, entry.state_dir)
+        == (wanted.source, wanted.user.uid, wanted.state_dir)
+        for entry in entries
+    )
 
 
 def _resolved(source: str, timeout: float) -> str:

@@ -121,6 +121,12 @@ def dataset_id(source: str, uid: int) -> str:
     return hashlib.sha256(os.fsencode(source) + b"\0%d" % uid).hexdigest()[:16]
 
 
+def default_state_dir(places: DefaultPlaces, source: str, uid: int, number: int = 1) -> str:
+    """Where the index is. Other ``numbers``: of further mounts at the same time."""
+    name = dataset_id(source, uid) + (f"-{number}" if number > 1 else "")
+    return os.path.join(places.cache_dir, "state", name)
+
+
 def resolve_user(name: str | None, environ: Mapping[str, str]) -> User:
     """Whom the worker runs as: ``name``, else the user behind sudo, else who runs this. Raises
     UsageError for an unknown user, and for another user's name without root."""
@@ -151,7 +157,7 @@ def build_config(
         source=source,
         mountpoint=mountpoint,
         tiers=settings.tier or (TierSpec(places.cache_dir, DEFAULT_TIER_SIZE),),
-        state_dir=settings.state_dir or os.path.join(places.cache_dir, "state", identity),
+        state_dir=settings.state_dir or default_state_dir(places, source, user.uid),
         runtime_dir=places.runtime_dir,
         dataset_id=identity,
         user=user,

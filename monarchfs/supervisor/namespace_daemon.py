@@ -21,11 +21,11 @@ import signal
 import socket
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from monarchfs.config import User
-from monarchfs.config.places import DefaultPlaces
+from monarchfs.config.places import DefaultPlaces, default_state_dir
 from monarchfs.config.settings import Settings
 from monarchfs.control.peers import peer_uid, short_socket_path
 from monarchfs.supervisor.daemon import Report, run_in_background
@@ -59,13 +59,22 @@ _BACKLOG = 128
 @dataclass(frozen=True, slots=True)
 class MountRequest:
     """What is to be mounted on ``source`` itself (absolute, resolved), for whom. ``stem`` is the
-    path of the daemon's files without suffixes: those with the same stem share the mount."""
+    path of the daemon's files without suffixes: those with the same stem share the mount.
+    ``cache``: 2 and more where other jobs' mounts have those before."""
 
     settings: Settings
     source: str
     user: User
     places: DefaultPlaces
     stem: str
+    cache: int = 1
+
+    @property
+    def state_dir(self) -> str:
+        """Where the mount's index is."""
+        return self.settings.state_dir or default_state_dir(
+            self.places, self.source, self.user.uid, self.cache
+        )
 
     @property
     def socket_path(self) -> str:
@@ -111,7 +120,8 @@ def _start_supervisor(wanted: MountRequest, deadline: float) -> int:
     def run(report: Report) -> int:
         # Without its daemon nobody would ever end it.
         die_with_parent(parent, signal.SIGTERM)
-        spec = MountSpec(wanted.settings, wanted.source, wanted.source, wanted.user, wanted.places)
+        settings = replace(wanted.settings, state_dir=wanted.state_dir)
+        spec = MountSpec(settings, wanted.source, wanted.source, wanted.user, wanted.places)
         return mount_and_supervise(spec, report=report)
 
     left = max(0.1, deadline - time.monotonic())

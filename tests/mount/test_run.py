@@ -64,12 +64,15 @@ class Place:
     def source(self) -> Path:
         return self.path / "source"
 
-    def command(self, *words: str, options: list[str] | None = None) -> list[str]:
-        storage = ["--tier", f"{self.path}/tier=1G", "--state-dir", f"{self.path}/state"]
+    def command(
+        self, *words: str, options: list[str] | None = None, state: str | None = "state"
+    ) -> list[str]:
+        storage = ["--tier", f"{self.path}/tier=1G"]
+        index = [] if state is None else ["--state-dir", f"{self.path}/{state}"]
         return [
             *self.wrapper(),
             *(sys.executable, "-m", "monarchfs.cli.main", "run", str(self.source)),
-            *(*storage, "--log-file", f"{self.path}/log", *(options or ()), "--", *words),
+            *(*storage, *index, "--log-file", f"{self.path}/log", *(options or ()), "--", *words),
         ]
 
     def wrapper(self) -> list[str]:
@@ -695,6 +698,60 @@ def test_other_options_and_other_jobs(users: Place) -> None:
     assert job.stdout.strip() not in ("", space)
     assert job.stderr == ""
     first.communicate("\n", timeout=WAIT_SECONDS)
+
+
+def test_each_job_has_a_cache(users: Place) -> None:
+    """Another job's mount would end with that job, so it is not shared. The last cache that is
+    free is used, and what is in it."""
+
+    def job(number: int) -> subprocess.Popen[str]:
+        script = "readlink /proc/self/ns/mnt; cat source/file; echo; read line; cat source/file"
+        places = {"XDG_CACHE_HOME": f"{users.path}/cache", "SLURM_JOB_ID": str(number)}
+        process = subprocess.Popen(
+            users.command("sh", "-c", script, state=None),
+            env={**users.environment, **places},
+            cwd=users.path,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        users.started.append(process)
+        return process
+
+    def space_of(process: subprocess.Popen[str]) -> str:
+        space = next(lines_of(process))
+        assert next(lines_of(process)) == "content\n"
+        return space
+
+    def end(process: subprocess.Popen[str]) -> str:
+        out, errors = process.communicate("\n", timeout=WAIT_SECONDS)
+        assert (out, process.returncode) == ("content", 0)
+        return errors
+
+    def caches() -> list[str]:
+        return sorted(path.name.partition("-")[2] for path in (users.path / "cache").glob("*/*/*"))
+
+    own = (
+        f"monarchfs: another job of nobody on this node has the cache of {users.source}: this one"
+        " has its own\n"
+    )
+    first, second = job(1), job(2)
+    spaces = {space_of(first), space_of(second)}
+    third, again = job(3), job(2)
+    spaces |= {space_of(third), space_of(again)}
+    assert len(spaces) == 3
+    assert caches() == ["", "2", "3"]
+    # The one that ends takes nothing of the others'.
+    assert sorted(end(one) for one in (first, second, third)) == ["", own, own]
+    assert end(again) == ""
+    # The usual one is free again, even if its last user ends only now.
+    users.wait_nothing_left()
+    for number in (4, 5):
+        one = job(number)
+        space_of(one)
+        assert end(one) == ""
+    assert caches() == ["", "2", "3"]
 
 
 def test_one_after_the_other_never_meets_the_end_of_the_last(users: Place) -> None:
