@@ -51,6 +51,9 @@ MEASUREMENTS = {
     "governor": Measurement("bench.governor", "copies beside another job on the source", 4, 12),
     "mirror": Measurement("bench.mirror", "each name and byte compared with the source", 8, 8),
     "capacity": Measurement("bench.capacity", "a tier that is too small, by policy", 3, 3),
+    "importance": Measurement(
+        "bench.importance", "files read more often than others, by policy, simulated", 2, 2
+    ),
     "kill": Measurement("bench.kill", "everything killed, and reboots", 2, 20),
     "restarts": Measurement("bench.restarts", "the worker killed under readers", 4, 30),
 }

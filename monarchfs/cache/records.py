@@ -88,8 +88,9 @@ class CacheOptions:
 class Records:
     """The part of the cache that filling and reading share.
 
-    Constant: ``index``, ``tiers`` by their numbers. Changing: ``reasons``, the replicas
-    that are open by inode, the inodes (and names) of replicas that are being copied or moved.
+    Constant: ``index``, ``tiers`` by their numbers, ``eviction``. Changing: ``reasons``, the
+    replicas that are open by inode, the inodes (and names) of replicas that are being copied or
+    moved.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Records:
             partial_min_bytes=options.partial_min_bytes,
             reserve_percent=options.reserve_percent,
         )
+        self.eviction = options.eviction
         self._metrics = metrics
         self._nursery = nursery
         self._tiers = Tiers(

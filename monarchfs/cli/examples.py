@@ -122,6 +122,17 @@ will not be. An interrupted --wait ends the waiting, not the copying.
 
 Exit code: 1 if something failed. Lack of room is no failure. With --check, 0 only if every file is
 resident.""",
+    "weigh": """\
+  printf '2.5\\ttrain/n01440764/n01440764_10026.JPEG\\n' | monarchfs weigh /mnt/imagenet -
+  monarchfs weigh /mnt/imagenet importance.tsv --replace
+
+For a mount with --evict weighted: files with a larger weight stay, and lie in the faster tier. A
+weight says how often a file will be read, compared with others: 0 or more. A PATH is absolute below
+the mount point, or relative to it. From the first call on, weights are used instead of counted
+opens, and a file that was never named weighs 0. They are forgotten when the mount, or its worker,
+ends.
+
+Exit code: 1 if a file is not in the mount, or cannot be asked for.""",
     "why": """\
   monarchfs why /mnt/imagenet/train/n01440764/n01440764_10026.JPEG
   monarchfs why /mnt/imagenet/train

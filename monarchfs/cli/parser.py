@@ -83,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_peers(commands)
     _add_warm(commands)
     _add_order(commands)
+    _add_weigh(commands)
     _add_why(commands)
     _add_record(commands)
     _add_ask(commands, "refresh", "ask the source again now")
@@ -232,6 +233,14 @@ def _add_order(commands: _Commands) -> None:
     files = "a list of paths, one a line; - is standard input. Each is the order of one reader"
     option("file", nargs="+", help=files)
     option("--inodes", action="store_true", help="the lists have inode numbers, not paths")
+
+
+def _add_weigh(commands: _Commands) -> None:
+    summary = "say which files will be read more often than others"
+    option = _add_command(commands, "weigh", summary, json=True).add_argument
+    option("mountpoint", help="where it is mounted, with --evict weighted")
+    option("file", help='lines of "WEIGHT<TAB>PATH"; -: standard input')
+    option("--replace", action="store_true", help="files that are not named weigh nothing")
 
 
 def _add_why(commands: _Commands) -> None:

@@ -9,5 +9,6 @@ needs the libraries of the daemon.
 """
 
 from monarchfs.hints.order import Announced, announce, announce_files
+from monarchfs.hints.weights import weigh
 
-__all__ = ["Announced", "announce", "announce_files"]
+__all__ = ["Announced", "announce", "announce_files", "weigh"]

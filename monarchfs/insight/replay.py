@@ -50,11 +50,13 @@ class Setup:
 
 
 class SimulatedNode:
-    """Tiers and what lies there. Copies take no time, and what leaves is gone at once."""
+    """Tiers and what lies there. Copies take no time, and what leaves is gone at once. Changing:
+    that; ``stored``, how many files were copied."""
 
     def __init__(self, setup: Setup, one_of: int = 1) -> None:
         self._at: dict[int, tuple[int, int]] = {}
         self._places: dict[int, int] = {}
+        self.stored = 0
         tiers = range(len(setup.capacities))
         self._placement = Placement(tiers, self, eviction=setup.policy, reserve_percent=0)
         for tier, capacity in enumerate(setup.capacities):
@@ -101,6 +103,7 @@ class SimulatedNode:
         occupied = blocks(size if whole else self._grow(ino, size))
         stored = Stored([(ino, occupied)]) if whole else Suspended(ino, occupied)
         self._handle(stored)
+        self.stored += 1
         self._at[ino] = self._places.pop(ino), occupied
 
     def _grow(self, ino: int, size: int) -> int:

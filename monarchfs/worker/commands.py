@@ -22,13 +22,16 @@ from monarchfs.fs.find import Finder
 from monarchfs.fs.refresh import Refresh, RefreshResult
 from monarchfs.fs.tree import Tree
 from monarchfs.fs.why import Why
+from monarchfs.prefetch.named_files import NamedFiles
 from monarchfs.prefetch.warm import Warm, Warming, What
 from monarchfs.types import MonarchError, Node, OperationError
+from monarchfs.worker.weighing import Weighing
 
 log = logging.getLogger(__name__)
 
 COMMANDS = (
-    *("refresh", "pin", "unpin", "evict", "warm", "why", "metrics", "peers", "record", "order"),
+    *("refresh", "pin", "unpin", "evict", "warm", "weigh", "why", "metrics", "peers", "record"),
+    "order",
 )
 """All commands that the worker answers; see docs/CONTROL.md."""
 
@@ -85,6 +88,7 @@ class Commands:
         self._why = why
         self._reports = reports
         self._talks = talks
+        self._weighing = Weighing(NamedFiles(tree.names, tree.index.node, finder.find), cache)
 
     def knows(self, command: object) -> bool:
         return command in COMMANDS
@@ -123,6 +127,8 @@ class Commands:
                 return await self._refresh_all([_components(path) for path in paths], so_far)
             case "why":
                 return await self._explain(paths, so_far)
+            case "weigh":
+                return await self._weighing.answer(request)
         # All of them first: if a name does not exist, nothing is done.
         nodes = [await self._finder.find(path) for path in paths]
         if request["command"] == "warm":

@@ -1,0 +1,142 @@
+"""``monarchfs weigh`` and ``hints.weigh``: what a job says stays, and every byte is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monarchfs import hints
+from monarchfs.cli.main import main
+from monarchfs.hints import client
+from tests.support.mounting import MONARCHFS, Bench, Mount, assert_refused, requires_fuse
+
+pytestmark = requires_fuse
+
+FILES = 10
+SIZE = 200_000
+ROOM = "816K"
+"""For four of the files, each of which takes 49 blocks."""
+WEIGHTED = ("--evict", "weighted", "--freshness", "immutable")
+
+
+def content(number: int) -> bytes:
+    return random.Random(number).randbytes(SIZE)
+
+
+def dataset(work: Bench) -> Path:
+    source = work.path / "src"
+    (source / "dir").mkdir(parents=True)
+    for number in range(FILES):
+        (source / "dir" / str(number)).write_bytes(content(number))
+    return source
+
+
+@pytest.fixture
+def mount(work: Bench) -> Mount:
+    """Four of the files fit; none is local."""
+    return work.mount(dataset(work), *WEIGHTED, "--prefetch", "access", tier=ROOM)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_failed_before() -> Iterator[None]:
+    client._failed.clear()
+    yield
+    client._failed.clear()
+
+
+def read(mount: Mount, *numbers: int) -> None:
+    """Each by itself, from below the page cache; and wait until it is copied, if it is."""
+    for number in numbers:
+        with (mount.path / "dir" / str(number)).open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            assert file.readall() == content(number)
+        mount.wait_idle()
+
+
+def local(mount: Mount) -> set[int]:
+    """And the tier holds no more than it may."""
+    tier = mount.status()["tiers"][0]
+    assert tier["used_bytes"] <= tier["capacity_bytes"]
+    done = subprocess.run(
+        [*MONARCHFS, "why", *(str(mount.path / "dir" / str(n)) for n in range(FILES)), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    return {n for n, one in enumerate(found["paths"]) if one["state"] == "resident"}
+
+
+def test_the_heavy_files_stay_and_weights_may_change(
+    mount: Mount, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tmp_path / "weights"
+    weights.write_text("".join(f"{n}\tdir/{n}\n" for n in range(FILES)))
+    assert main(["weigh", str(mount.path), str(weights), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"files": FILES, "unknown": 0}
+    read(mount, *range(FILES))
+    assert local(mount) == set(range(FILES - 4, FILES))
+    # The job says it by itself, with the paths that it opens; others keep their weight.
+    assert hints.weigh({mount.path / "dir" / str(n): 100.0 for n in range(2)})
+    read(mount, *range(FILES))
+    assert local(mount) == {0, 1, FILES - 2, FILES - 1}
+    # Equal weights: nothing goes any more.
+    assert hints.weigh([(mount.path / "dir" / "7", 1.0)], replace=True)
+    read(mount, 7)
+    stay = local(mount)
+    read(mount, *range(FILES))
+    assert (local(mount), 7 in stay) == (stay, True)
+
+
+def test_hot_files_stay_without_a_word(mount: Mount) -> None:
+    hot = [5, 7, 9]
+    for seed in range(3):
+        read(mount, *random.Random(seed).sample([*range(FILES), *hot * 3], FILES + 9))
+    assert set(hot) <= local(mount)
+
+
+def test_files_are_named_as_elsewhere(
+    mount: Mount, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tmp_path / "weights"
+    weights.write_text(f"1\t{mount.path}/dir/../dir/1\n2\tdir/2\n1e3\tdir/nosuch\n0\tdir\n")
+    assert main(["weigh", str(mount.path), str(weights)]) == 1
+    assert capsys.readouterr().out == "weighed 2 files, 2 are not in the mount\n"
+    # Much of it goes in several requests; the first one alone replaces.
+    weights.write_text("".join(f"{n % FILES}\tdir/{n % FILES}\n" for n in range(9_000)))
+    assert main(["weigh", str(mount.path), str(weights), "--replace"]) == 0
+    assert capsys.readouterr().out == "weighed 9000 files\n"
+
+
+def test_what_is_no_weight_is_refused(
+    mount: Mount, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tmp_path / "weights"
+    for text, words in (
+        ("1 dir/1\n", "line 1: a line is a weight, a tab and a path"),
+        ("1\tdir/1\n-1\tdir/1\n", "line 2: a weight is a number of at least 0"),
+        ("nan\tdir/1\n", "line 1: a weight is"),
+        ("1\t../x\n", "line 1: ../x is not below"),
+        ("1\t\n", "line 1: a path is empty"),
+    ):
+        weights.write_text(text)
+        assert_refused(mount, capsys, ["weigh", "{mnt}", str(weights)], 2, words)
+
+
+def test_other_policies_want_no_weights(
+    work: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mount = work.mount(dataset(work))
+    weights = tmp_path / "weights"
+    weights.write_text("1\tdir/1\n")
+    assert_refused(mount, capsys, ["weigh", "{mnt}", str(weights)], 1, "--evict weighted")
+    assert_refused(mount, capsys, ["weigh", "{mnt}", "/nosuch/file"], 1, "No such file")
+    assert not hints.weigh({mount.path / "dir" / "1": 1.0})
+    assert not hints.weigh({tmp_path / "elsewhere": 1.0})
+    assert not hints.weigh({})
