@@ -111,6 +111,7 @@ class Window:
         self._to_tier: set[int] = set()
         self._refused: set[int] = set()
         self._lost: dict[Order, Node] = {}
+        self._opened: list[int] = []
         self._agreed = 0
         self._counted = self._adapted = WindowState()
         self._news = trio.lowlevel.ParkingLot()
@@ -148,6 +149,7 @@ class Window:
             order.opened_at = trio.current_time()
             self._agreed += not local
         self._to_tier.discard(ino)
+        self._opened.append(ino)
         if agree:
             self._news.unpark_all()
         else:
@@ -223,6 +225,7 @@ class Window:
 
     def _look(self, now: float) -> None:
         """Find out how far the readers are."""
+        self._forget_opened()
         for order, node in self._lost.items():
             self._search(order, node)
         self._lost.clear()
@@ -253,6 +256,12 @@ class Window:
         order = self.orders.pop(name, None)
         if order is not None:
             self._give_up(list(order.fetched))
+
+    def _forget_opened(self) -> None:
+        """Whoever opened them did not wait for the window: what it has of them came too late."""
+        if self._opened and self._misses is not None:
+            self._misses.window_drop(self._opened)
+        self._opened.clear()
 
     def _give_up(self, inos: list[int]) -> None:
         self._to_tier.difference_update(inos)

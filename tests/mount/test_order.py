@@ -89,11 +89,13 @@ def test_files_are_in_memory_before_they_are_opened(
     for number in order:
         assert (mount.path / name_of(number)).read_bytes() == content(number)
     wait_for(lambda: window(mount)["orders"] == 0, "the order to have ended")
+    wait_for(lambda: window(mount)["used_bytes"] == 0, "the window to be empty")
     state = window(mount)
-    assert state["hits"] >= FILES // 2
     assert state["hits"] >= 40
+    assert state["wasted_bytes"] <= FILES * SIZE // 10
     status = mount.status()
-    assert status["source_io"]["read_bytes"] == FILES * SIZE
+    # What a reader comes to while it is being asked for may be read twice.
+    assert FILES * SIZE <= status["source_io"]["read_bytes"] <= 1.1 * FILES * SIZE
     if freshness == "open":
         assert source.counts()["operations"]["open"] >= FILES  # each open asks for the version
 
@@ -150,7 +152,7 @@ def test_the_window_stays_within_its_limit(work: Bench, source: FaultySource) ->
         assert (mount.path / "large" / str(number)).read_bytes() == content(number, size)
         assert window(mount)["used_bytes"] <= 16 << 20
     assert window(mount)["hits"] >= 1
-    assert mount.status()["source_io"]["read_bytes"] == 12 * size
+    assert mount.status()["source_io"]["read_bytes"] <= 14 * size
 
 
 @pytest.mark.parametrize("freshness", ["immutable", "ttl=3600"])

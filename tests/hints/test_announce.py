@@ -1,0 +1,117 @@
+"""A sampler that announces what it draws is the sampler that it was."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs import hints
+from monarchfs.hints import client
+from monarchfs.hints import order as order_module
+from monarchfs.hints.client import JobMount
+from monarchfs.types import OperationError
+
+
+class Sampler:
+    """Draws another order each epoch, and has a method of its own."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from ((n + self.epoch) % 5 for n in range(5))
+
+    def __len__(self) -> int:
+        return 5
+
+
+@pytest.fixture(autouse=True)
+def nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_failed", set())
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    return [str(tmp_path / str(number)) for number in range(5)]
+
+
+def test_without_a_mount_it_draws_the_same(files: list[str]) -> None:
+    sampler = hints.announce(Sampler(), files)
+    assert len(sampler) == 5
+    assert list(sampler) == [0, 1, 2, 3, 4]
+    sampler.set_epoch(2)
+    assert list(sampler) == [2, 3, 4, 0, 1]
+    assert sampler.epoch == 2
+    assert not hasattr(sampler, "nothing")
+
+
+def test_a_sampler_without_an_end_is_left_alone(files: list[str]) -> None:
+    sampler = hints.announce(itertools.cycle([1, 2]), files)
+    assert list(itertools.islice(sampler, 3)) == [1, 2, 1]
+
+
+def test_nothing_is_drawn_before_it_is_asked_for(files: list[str]) -> None:
+    drawn = []
+
+    class Told(Sampler):
+        def __iter__(self) -> Iterator[int]:
+            drawn.append(self)
+            yield from super().__iter__()
+
+    iterator = iter(hints.announce(Told(), files))
+    assert not drawn
+    assert next(iterator) == 0
+    assert drawn
+
+
+def test_a_mount_that_fails_is_reported_once(
+    files: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_path: object) -> JobMount | None:
+        raise OperationError("the daemon is gone")
+
+    monkeypatch.setattr(order_module, "find_mount", fail)
+    sampler = hints.announce(Sampler(), files)
+    with caplog.at_level(logging.WARNING):
+        assert [list(sampler) for _ in range(3)] == [[0, 1, 2, 3, 4]] * 3
+    assert len(caplog.records) == 1
+
+
+class FakeMount(JobMount):
+    """Keeps what is sent to it."""
+
+    lists: queue.Queue[bytes] = queue.Queue()
+
+    def connect(self) -> Any:
+        return self
+
+    def __enter__(self) -> FakeMount:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def send_list(self, _message: object, parts: Iterable[bytes]) -> None:
+        self.lists.put(b"".join(parts))
+
+
+def test_what_was_drawn_is_sent_in_its_order(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of batches; what lies elsewhere is left out."""
+    mount = FakeMount(None, [str(tmp_path)])  # type: ignore[arg-type]
+    monkeypatch.setattr(order_module, "find_mount", lambda _path: mount)
+    files[3] = "/elsewhere"
+    assert list(hints.announce([[2, 1], [3, 0]], files)) == [[2, 1], [3, 0]]
+    assert mount.lists.get(timeout=30) == b"2\x001\x000"
+    assert hints.announce_files(files)
+    assert mount.lists.get(timeout=30) == b"0\x001\x002\x004"
