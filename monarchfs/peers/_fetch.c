@@ -27,13 +27,15 @@
 struct peer {
 	char url[PEER_URL_BYTES];
 	pthread_mutex_t lock; /* guards what follows */
-	int64_t smoothed_ns, deviation_ns; /* how long a file takes, as in RFC 6298 */
 	int64_t pause_ns, avoided_until_ns;
+	bool late; /* what it failed with */
 	struct peer_counts counts;
 };
 
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER; /* guards the list and the token */
 static struct peer *peers[MOST_PEERS];
+static pthread_mutex_t times_lock = PTHREAD_MUTEX_INITIALIZER;
+static int64_t smoothed_ns, deviation_ns; /* how long a file of any peer takes, as in RFC 6298 */
 static char token[PEER_TOKEN_BYTES];
 static char pin[PEER_PIN_BYTES]; /* CURLOPT_PINNEDPUBLICKEY; empty without TLS */
 static char interface[PEER_ADDRESS_BYTES + 8]; /* CURLOPT_INTERFACE */
@@ -72,7 +74,8 @@ int fetch_peer(unsigned number, const char *url)
 	if (peer) {
 		pthread_mutex_lock(&peer->lock);
 		strcpy(peer->url, url);
-		peer->smoothed_ns = peer->deviation_ns = peer->pause_ns = peer->avoided_until_ns = 0;
+		peer->pause_ns = peer->avoided_until_ns = 0;
+		peer->late = false;
 		pthread_mutex_unlock(&peer->lock);
 	} else {
 		result = -ENOMEM;
@@ -102,70 +105,94 @@ int fetch_pin(const char *digest)
 	return 0;
 }
 
-/* -- the state of a peer, under its lock */
+/* -- how long a file takes: one deadline for all peers, because a slow one would raise its own */
 
-static int64_t deadline_of(const struct peer *peer)
+static int64_t deadline(void)
 {
-	if (!peer->smoothed_ns)
-		return FIRST_DEADLINE_NS;
-	int64_t ns = peer->smoothed_ns + 4 * peer->deviation_ns;
+	pthread_mutex_lock(&times_lock);
+	int64_t ns = smoothed_ns ? smoothed_ns + 4 * deviation_ns : FIRST_DEADLINE_NS;
+	pthread_mutex_unlock(&times_lock);
 	return ns < LEAST_DEADLINE_NS ? LEAST_DEADLINE_NS : ns > MOST_DEADLINE_NS ? MOST_DEADLINE_NS : ns;
 }
 
-static void note_time(struct peer *peer, int64_t ns)
+/* An outlier counts as four times the mean. The first one, which also makes the connection, is taken for one. */
+static void note_time(int64_t ns)
 {
-	if (!peer->smoothed_ns) {
-		peer->smoothed_ns = ns;
-		peer->deviation_ns = ns / 2;
+	pthread_mutex_lock(&times_lock);
+	if (!smoothed_ns) {
+		smoothed_ns = ns / 4;
+		deviation_ns = ns / 8;
 	} else {
-		int64_t off = ns > peer->smoothed_ns ? ns - peer->smoothed_ns : peer->smoothed_ns - ns;
-		peer->deviation_ns += (off - peer->deviation_ns) / 4;
-		peer->smoothed_ns += (ns - peer->smoothed_ns) / 8;
+		int64_t most_ns = 4 * smoothed_ns;
+		int64_t more_ns = (ns < most_ns ? ns : most_ns) - smoothed_ns;
+		deviation_ns += ((more_ns < 0 ? -more_ns : more_ns) - deviation_ns) / 4;
+		smoothed_ns += more_ns / 8;
 	}
-	peer->counts.nanoseconds += (uint64_t)ns;
+	pthread_mutex_unlock(&times_lock);
 }
 
-static void note_failure(struct peer *peer, int64_t first_pause_ns)
+/* -- the state of a peer, under its lock */
+
+static void avoid(struct peer *peer, bool late)
 {
-	pthread_mutex_lock(&peer->lock);
-	int64_t pause_ns = 2 * peer->pause_ns;
-	if (pause_ns < first_pause_ns)
-		pause_ns = first_pause_ns;
-	peer->counts.failed++;
+	int64_t pause_ns = 2 * peer->pause_ns, least_ns = late ? LATE_PAUSE_NS : FIRST_PAUSE_NS;
+	if (pause_ns < least_ns)
+		pause_ns = least_ns;
+	peer->late = late;
 	peer->pause_ns = pause_ns < MOST_PAUSE_NS ? pause_ns : MOST_PAUSE_NS;
 	peer->avoided_until_ns = now_ns() + peer->pause_ns;
+}
+
+static void welcome(struct peer *peer)
+{
+	peer->late = false;
+	peer->pause_ns = peer->avoided_until_ns = 0;
+}
+
+static void note_failure(struct peer *peer, bool late)
+{
+	pthread_mutex_lock(&peer->lock);
+	avoid(peer, late);
+	peer->counts.failed++;
 	pthread_mutex_unlock(&peer->lock);
 }
 
 /* Of another result than FETCH_FAILED. `ns` is 0 for a part of a large file, which says nothing about the time that
- * small ones take. */
-static void note_result(struct peer *peer, enum fetch_result result, size_t size, int64_t ns)
+ * small ones take. `late`: a reader would not have waited so long. */
+static void note_result(struct peer *peer, enum fetch_result result, size_t size, int64_t ns, bool late)
 {
 	pthread_mutex_lock(&peer->lock);
-	peer->pause_ns = peer->avoided_until_ns = 0;
-	if (ns)
-		note_time(peer, ns);
+	if (late)
+		avoid(peer, true);
+	else
+		welcome(peer);
+	peer->counts.nanoseconds += (uint64_t)ns;
 	peer->counts.wrong += result == FETCH_WRONG;
 	peer->counts.files += result == FETCHED && ns;
 	peer->counts.bytes += result == FETCHED ? size : 0;
 	pthread_mutex_unlock(&peer->lock);
+	if (ns)
+		note_time(ns);
 }
 
+/* Its worker answered, which says that it is there, and nothing about how long a file takes. */
 static void note_answer(struct peer *peer)
 {
 	pthread_mutex_lock(&peer->lock);
-	peer->pause_ns = peer->avoided_until_ns = 0;
+	if (peer->late)
+		peer->avoided_until_ns = now_ns();
+	else
+		welcome(peer);
 	pthread_mutex_unlock(&peer->lock);
 }
 
 /* Whether the peer may be asked. After a failure, one request at a time tries whether it is back. */
-static bool may_ask(struct peer *peer, int64_t *deadline_ns)
+static bool may_ask(struct peer *peer, int64_t deadline_ns)
 {
 	pthread_mutex_lock(&peer->lock);
 	bool may = peer->url[0] && now_ns() >= peer->avoided_until_ns;
-	*deadline_ns = deadline_of(peer);
 	if (may && peer->pause_ns)
-		peer->avoided_until_ns = now_ns() + *deadline_ns;
+		peer->avoided_until_ns = now_ns() + deadline_ns;
 	pthread_mutex_unlock(&peer->lock);
 	return may;
 }
@@ -241,7 +268,7 @@ static CURLcode get_range(CURL *request, const char *url, uint64_t offset, size_
 }
 
 /* The peer, if it may be asked; the URL, and the address to ask from. */
-static struct peer *locate(unsigned number, const char *path, char *url, size_t room, char *from, int64_t *deadline_ns)
+static struct peer *locate(unsigned number, const char *path, char *url, size_t room, char *from, int64_t deadline_ns)
 {
 	pthread_rwlock_rdlock(&lock);
 	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL; /* never freed */
@@ -284,20 +311,19 @@ enum fetch_result fetch_replica(const unsigned char *name, size_t size, bool pat
 		return FETCH_WRONG;
 	}
 	char path[64], url[URL_BYTES], from[sizeof(interface)];
-	int64_t deadline_ns = 0;
+	int64_t reader_ns = deadline();
+	int64_t deadline_ns = patient && reader_ns < PATIENT_DEADLINE_NS ? PATIENT_DEADLINE_NS : reader_ns;
 	snprintf(path, sizeof(path), "/tier/%u/segments/%016llx", place.tier, (unsigned long long)place.segment);
-	struct peer *peer = locate(place.peer, path, url, sizeof(url), from, &deadline_ns);
+	struct peer *peer = locate(place.peer, path, url, sizeof(url), from, deadline_ns);
 	if (!peer)
 		return FETCH_AVOIDED;
-	if (patient && deadline_ns < PATIENT_DEADLINE_NS)
-		deadline_ns = PATIENT_DEADLINE_NS;
 	int64_t began_ns = now_ns();
 	enum fetch_result result = ask(url, from, &place, deadline_ns, to);
 	int64_t took_ns = now_ns() - began_ns;
 	if (result == FETCH_FAILED)
-		note_failure(peer, took_ns < deadline_ns * 9 / 10 ? FIRST_PAUSE_NS : LATE_PAUSE_NS);
+		note_failure(peer, took_ns >= deadline_ns * 9 / 10);
 	else
-		note_result(peer, result, size, took_ns);
+		note_result(peer, result, size, took_ns, took_ns > reader_ns);
 	if (result == FETCH_WRONG)
 		places_remove(name, place.peer);
 	return result;
@@ -321,8 +347,8 @@ enum fetch_result fetch_range(unsigned number, const char *path, uint64_t offset
 			      void *to)
 {
 	char url[URL_BYTES], from[sizeof(interface)];
-	int64_t deadline_ns = 0;
-	struct peer *peer = locate(number, path, url, sizeof(url), from, &deadline_ns);
+	int64_t deadline_ns = FIRST_DEADLINE_NS + (int64_t)(size / LEAST_RATE * 1e9);
+	struct peer *peer = locate(number, path, url, sizeof(url), from, deadline_ns);
 	CURL *request = peer ? handle(from) : NULL;
 	long status;
 	if (!request)
@@ -331,7 +357,6 @@ enum fetch_result fetch_range(unsigned number, const char *path, uint64_t offset
 	curl_easy_setopt(request, CURLOPT_WRITEFUNCTION, pass);
 	curl_easy_setopt(request, CURLOPT_WRITEDATA, &passed);
 	curl_easy_setopt(request, CURLOPT_FAILONERROR, 1L);
-	deadline_ns = FIRST_DEADLINE_NS + (int64_t)(size / LEAST_RATE * 1e9);
 	CURLcode code = get_range(request, url, offset, size, deadline_ns, &status);
 	curl_easy_setopt(request, CURLOPT_FAILONERROR, 0L);
 	curl_easy_setopt(request, CURLOPT_WRITEFUNCTION, take_answer);
@@ -343,9 +368,9 @@ enum fetch_result fetch_range(unsigned number, const char *path, uint64_t offset
 	else if (code == CURLE_HTTP_RETURNED_ERROR && (status == 404 || status == 416))
 		result = FETCH_UNKNOWN;
 	if (result == FETCH_FAILED)
-		note_failure(peer, FIRST_PAUSE_NS);
+		note_failure(peer, false);
 	else
-		note_result(peer, result, size, 0);
+		note_result(peer, result, size, 0, false);
 	return result;
 }
 
@@ -398,8 +423,7 @@ int fetch_answer(unsigned number, const char *path, const char *body, size_t siz
 		 size_t most, char **answer, size_t *answer_size)
 {
 	char url[URL_BYTES], from[sizeof(interface)];
-	int64_t unused_ns;
-	struct peer *peer = locate(number, path, url, sizeof(url), from, &unused_ns);
+	struct peer *peer = locate(number, path, url, sizeof(url), from, timeout_ns);
 	if (!peer)
 		return -EAGAIN;
 	struct text text = {.most = most};
@@ -427,7 +451,7 @@ int fetch_answer(unsigned number, const char *path, const char *body, size_t siz
 		return (int)status;
 	}
 	free(text.bytes);
-	note_failure(peer, FIRST_PAUSE_NS);
+	note_failure(peer, false);
 	return error_of(request, code);
 }
 

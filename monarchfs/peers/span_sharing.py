@@ -51,6 +51,9 @@ BRING_SECONDS = 0.5
 STALLED_SECONDS = 5.0
 """A peer whose copies make no progress for this long is not waited for."""
 
+TAKEN_SECONDS = 60.0
+"""How long this node copies a span for peers after it was last asked for it."""
+
 LARGE_DIGEST_BYTES = 1 << 20
 """The digests of 16 GB."""
 LARGE_SECONDS = 0.2
@@ -110,15 +113,41 @@ class SpanDigests:
         return digests if combine(digests) == record.checksum else b""
 
 
+class TakenSpans:
+    """Spans that peers wanted of this node, which stands in for their owners. It reads them from
+    the source, as if it owned them, so that no want goes from node to node. Changing: when each was
+    last wanted, and each file; ``count``, how often one was taken."""
+
+    def __init__(self) -> None:
+        self._spans: dict[tuple[bytes, int], float] = {}
+        self._files: dict[bytes, float] = {}
+        self.count = 0
+
+    def take(self, name: bytes, span: int) -> None:
+        self.count += not self.has(name, span)
+        self._spans[name, span] = self._files[name] = trio.current_time()
+
+    def has(self, name: bytes, span: int) -> bool:
+        return self._is_young(self._spans.get((name, span)))
+
+    def has_any(self, name: bytes) -> bool:
+        return self._is_young(self._files.get(name))
+
+    @staticmethod
+    def _is_young(wanted: float | None) -> bool:
+        return wanted is not None and trio.current_time() - wanted < TAKEN_SECONDS
+
+
 class SpanService:
-    """Answers about the spans of large files. Constant: its parts. Changing: ``_last``, the last
-    record of a large part from the index, with its inode number and until when it is used.
+    """Answers about the spans of large files. Constant: its parts; ``taken``. Changing: ``_last``,
+    the last record of a large part from the index, with its inode number and until when it is used.
     """
 
     def __init__(
         self, supply: Supply, jobs: CopyJobs, cache: Cache, ownership: Ownership, own: int
     ) -> None:
         self.digests = SpanDigests(cache)
+        self.taken = TakenSpans()
         self._supply = supply
         self._jobs = jobs
         self._cache = cache
@@ -128,7 +157,8 @@ class SpanService:
         self._last: tuple[int, float, Replica] | None = None
 
     async def answer(self, wanted: WantedSpan) -> HeldSpan:
-        """What this node has of a span. If it owns the span, it begins to copy the rest."""
+        """What this node has of a span. If it owns the span, or stands in for the owner, it begins
+        to copy the rest."""
         node = None
         with trio.move_on_after(FIND_SECONDS):
             node = await self._supply.node_of(wanted.path, wanted.name)
@@ -137,7 +167,9 @@ class SpanService:
         held = self._held(node.ino, wanted)
         if not held.coming or self.digests.reads(wanted.name):
             return held
-        if self._ownership.number(wanted.name, wanted.span) == self._own:
+        if self._ownership.serves(self._own, wanted.name, wanted.span):
+            if self._ownership.number(wanted.name, wanted.span) != self._own:
+                self.taken.take(wanted.name, wanted.span)
             self._jobs.supply(node.ino, Priority(min(wanted.priority, Priority.SCANNED)))
             if wanted.size:
                 with trio.move_on_after(BRING_SECONDS):
@@ -216,13 +248,16 @@ def _of_span(digests: Data, span: int) -> bytes:
 class SpanNodes:
     """As ``prefetch.spans.Nodes``: asks the owners of spans what they have, and reads it. Changing:
     ``_asking``, the owners being asked; ``_asked``, when each was last asked; ``_quiet``, since
-    when an owner has had nothing new."""
+    when an owner has had nothing new; ``_lost``, those that are avoided."""
 
     def __init__(
-        self, jobs: CopyJobs, digests: SpanDigests, ownership: Ownership, following: Following
+        self, jobs: CopyJobs, service: SpanService, ownership: Ownership, following: Following
     ) -> None:
         self._jobs = jobs
-        self._digests = digests
+        self._digests = service.digests
+        self._taken = service.taken
+        self._lost: frozenset[int] = frozenset()
+        self._views = 0
         self._ownership = ownership
         self._own = following.own
         self._answered = following.answered
@@ -236,11 +271,39 @@ class SpanNodes:
 
     def owner(self, name: bytes, span: int) -> int | None:
         number = self._ownership.number(name, span)
-        return None if number == self._own else number
+        if number == self._own or self._taken.has(name, span):
+            return None
+        if number in self._lost:
+            other = self._ownership.stand_in(name, span)
+            if other == self._own:
+                return None
+            if other not in self._lost:
+                return other
+        return number
+
+    @property
+    def view(self) -> int:
+        return self._views + self._taken.count
+
+    def _look(self) -> None:
+        """See which nodes are avoided."""
+        numbers = range(len(self._answered))
+        lost = frozenset(
+            number
+            for number in numbers
+            if number != self._own and not self._starts(number) and _replicas.counts(number)[-1]
+        )
+        self._views += lost != self._lost
+        self._lost = lost
+
+    def _starts(self, number: int) -> bool:
+        """Whether it may not have been mounted yet."""
+        young = trio.current_time() - self._began < START_SECONDS
+        return young and not self._answered[number].is_set()
 
     def waits_for(self, owner: int) -> bool:
         now = trio.current_time()
-        if not self._answered[owner].is_set() and now - self._began < START_SECONDS:
+        if self._starts(owner):
             return True
         if _replicas.counts(owner)[-1]:
             return False
@@ -263,6 +326,8 @@ class SpanNodes:
         """Ask about the files that are being copied, for ever."""
         async with trio.open_nursery() as nursery:
             while True:
+                if self._jobs.files:
+                    self._look()
                 for owner, wanted in self._due().items():
                     self._asking.add(owner)
                     nursery.start_soon(self._ask_in_turn, owner, wanted)
@@ -298,7 +363,7 @@ class SpanNodes:
             self._quiet.pop(owner, None)  # nobody expected anything of it meanwhile
         self._asked[owner] = now
         for spans, span in wanted:
-            spans.asked(span, now)
+            spans.asked(owner, span, now)
         part = (0, 0) if unit is None else (unit.start % SPAN_BYTES, unit.end - unit.start)
         question = [WantedSpan(s.name, span, *part, s.priority, s.path) for s, span in wanted]
         try:
@@ -312,9 +377,10 @@ class SpanNodes:
             answers = decode_held(data, len(wanted))
         except (OSError, PeerError) as exc:
             log.debug("peer %d does not answer about spans: %s", owner, exc)
+            self._look()
         else:
             news = [
-                spans.note(span, held.path, held.digests, coming=held.coming)
+                spans.note(owner, span, held.path, held.digests, coming=held.coming)
                 for (spans, span), held in zip(wanted, answers, strict=True)
             ]
             if any(news):

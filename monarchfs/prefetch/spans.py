@@ -40,9 +40,14 @@ MOST_MOVES = 4
 class Nodes(Protocol):
     """The nodes of the job."""
 
+    @property
+    def view(self) -> int:
+        """Another number whenever ``owner`` may answer otherwise."""
+        ...
+
     def owner(self, name: bytes, span: int) -> int | None:
-        """The number of the node that owns a span of the file whose replica has this name; None:
-        this one."""
+        """The number of the node that owns a span of the file whose replica has this name, or that
+        stands in while the owner does not answer; None: this one."""
         ...
 
     def waits_for(self, owner: int) -> bool:
@@ -76,9 +81,10 @@ class _Held:
 
 class FileSpans:
     """Constant: the name of the file's replica, ``path`` below the source, its size. Changing, on
-    the event loop: ``_held``, what owners have; ``_asked``, when they were asked last;
-    ``_refused``, the spans that are read from the source; ``_left``, those that may be incomplete
-    in the map ``_chunks``, this node's first; ``priority``, of the copy."""
+    the event loop, by owner and span: ``_held``, what the owner has; ``_asked``, when it was asked
+    last; ``_refused``, what it will not have; by span: ``_left``, those that may be incomplete in
+    the map ``_chunks``, this node's first (``_view``: as ``Nodes.view``); ``priority``, of the
+    copy."""
 
     def __init__(self, name: bytes, path: bytes, size: int, nodes: Nodes) -> None:
         self.name = name
@@ -86,11 +92,12 @@ class FileSpans:
         self.priority = Priority.OPENED
         self._size = size
         self._nodes = nodes
-        self._held: dict[int, _Held] = {}
-        self._asked: dict[int, float] = {}
-        self._refused: set[int] = set()
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._asked: dict[tuple[int, int], float] = {}
+        self._refused: set[tuple[int, int]] = set()
         self._left: list[int] = []
         self._chunks: ChunkMap | None = None
+        self._view = nodes.view
 
     # -- what to copy next
 
@@ -101,13 +108,13 @@ class FileSpans:
         for span in self._window(chunks):
             first, last = self._chunks_of(chunks, span)
             owner = self._nodes.owner(self.name, span)
-            if owner is None or span in self._refused or not self._nodes.waits_for(owner):
-                if owner is not None and owned_only:
-                    return None
+            if owner is not None and owned_only:
+                return None
+            if owner is None or not self._comes_from(owner, span):
                 run = chunks.missing_in(first, last, most_chunks)
             else:
                 most = max(most_chunks, UNIT_BYTES // chunks.chunk_bytes)
-                run = None if owned_only else self._ready(chunks, span, most)
+                run = self._ready(chunks, owner, span, most)
             if run is not None:
                 return run
         return None
@@ -125,26 +132,34 @@ class FileSpans:
         return bool(window) and self._nodes.owner(self.name, window[0]) is None
 
     def _window(self, chunks: ChunkMap) -> list[int]:
-        if chunks is not self._chunks:
+        if chunks is not self._chunks or self._view != self._nodes.view:
             count = -(-self._size // SPAN_BYTES)
             owns = [self._nodes.owner(self.name, span) is None for span in range(count)]
-            self._left = sorted(range(count), key=lambda span: not owns[span])
-            self._chunks = chunks
+            left = [s for s in range(count) if not chunks.is_present(*self._chunks_of(chunks, s))]
+            self._left = sorted(left, key=lambda span: not owns[span])
+            self._chunks, self._view = chunks, self._nodes.view
         window = self._left[:WINDOW]
         left = [s for s in window if not chunks.is_present(*self._chunks_of(chunks, s))]
         if len(left) < len(window):
             self._left[:WINDOW] = left
-            for span in set(window).difference(left):
-                self._held.pop(span, None)
+            complete = set(window).difference(left)
+            for key in [key for key in self._held if key[1] in complete]:
+                del self._held[key]
         return left
 
     def _chunks_of(self, chunks: ChunkMap, span: int) -> tuple[int, int]:
         each = SPAN_BYTES // chunks.chunk_bytes
         return span * each, min((span + 1) * each, chunks.count)
 
-    def _ready(self, chunks: ChunkMap, span: int, most_chunks: int) -> tuple[int, int] | None:
+    def _comes_from(self, owner: int, span: int) -> bool:
+        """Whether to wait for what this owner has of it."""
+        return (owner, span) not in self._refused and self._nodes.waits_for(owner)
+
+    def _ready(
+        self, chunks: ChunkMap, owner: int, span: int, most_chunks: int
+    ) -> tuple[int, int] | None:
         """A run of chunks that the owner has and this node lacks."""
-        held = self._held.get(span)
+        held = self._held.get((owner, span))
         if held is None:
             return None
         first, last = self._chunks_of(chunks, span)
@@ -169,20 +184,20 @@ class FileSpans:
         if self._chunks is None:
             return
         for span in self._window(self._chunks):
-            owner = self._nodes.owner(self.name, span)
-            held = self._held.get(span)
+            if (owner := self._nodes.owner(self.name, span)) is None:
+                continue
+            held = self._held.get((owner, span))
             if (
-                owner is not None
-                and span not in self._refused
+                (owner, span) not in self._refused
                 and (held is None or 0 in held.known)
-                and now - self._asked.get(span, -ASK_SECONDS) >= ASK_SECONDS
+                and now - self._asked.get((owner, span), -ASK_SECONDS) >= ASK_SECONDS
             ):
                 yield owner, span
 
-    def asked(self, span: int, now: float) -> None:
-        self._asked[span] = now
+    def asked(self, owner: int, span: int, now: float) -> None:
+        self._asked[owner, span] = now
 
-    def note(self, span: int, path: str, digests: bytes, *, coming: bool) -> bool:
+    def note(self, owner: int, span: int, path: str, digests: bytes, *, coming: bool) -> bool:
         """Note an owner's answer. ``digests``: zeros for each block that it lacks, or empty.
         ``coming``: it is copying what it lacks. Returns whether there is news: more than before, or
         all of it."""
@@ -193,10 +208,10 @@ class FileSpans:
             digests[at : at + DIGEST_BYTES] != _UNKNOWN
             for at in range(0, len(digests), DIGEST_BYTES)
         )
-        before = self._held.get(span)
-        self._held[span] = _Held(path, digests, known)
+        before = self._held.get((owner, span))
+        self._held[owner, span] = _Held(path, digests, known)
         if not coming and 0 in known:
-            self._refused.add(span)
+            self._refused.add((owner, span))
             return True
         return 0 not in known or known.count(1) > (0 if before is None else before.known.count(1))
 
@@ -212,40 +227,40 @@ class FileSpans:
         """Whether a byte may come from another node."""
         span = offset // SPAN_BYTES
         owner = self._nodes.owner(self.name, span)
-        return owner is not None and span not in self._refused and self._nodes.waits_for(owner)
+        return owner is not None and self._comes_from(owner, span)
 
     async def read(self, unit: Unit, *, ahead: bool = False) -> None:
         """Read a unit from the owner of its span, as far as the owner has it. ``ahead``: if it
         lacks some, ask it to read that first. Raises nothing."""
         span = unit.start // SPAN_BYTES
-        if (owner := self._nodes.owner(self.name, span)) is None or span in self._refused:
+        owner = self._nodes.owner(self.name, span)
+        if owner is None or not self._comes_from(owner, span):
             return
-        if not self._nodes.waits_for(owner):
-            return
-        held = self._held.get(span)
+        key = owner, span
+        held = self._held.get(key)
         if ahead and (held is None or self._digests(held, unit) is None):
             await self._nodes.ask(owner, [(self, span)], unit)
-        elif span not in self._asked:
+        elif key not in self._asked:
             await self._nodes.ask(owner, [(self, span)])
         gone = None
         for _ in range(MOST_MOVES):
-            held = self._held.get(span)
+            held = self._held.get(key)
             digests = None if held is None else self._digests(held, unit)
             if held is not None and digests is not None and held.path != gone:
                 result = await self._nodes.read(owner, held.path, unit, digests)
                 if result == WRONG:
-                    self._refused.add(span)
+                    self._refused.add(key)
                 if result != GONE:
                     return
                 gone = held.path
             elif gone is None:
                 return
             elif digests is not None:
-                self._refused.add(span)  # somebody removed or truncated it
+                self._refused.add(key)  # somebody removed or truncated it
                 return
             else:
                 await trio.sleep(ASK_SECONDS / 2)  # the owner is renaming the complete file
-            self._held.pop(span, None)
+            self._held.pop(key, None)
             await self._nodes.ask(owner, [(self, span)])
 
     def _digests(self, held: _Held, unit: Unit) -> bytes | None:

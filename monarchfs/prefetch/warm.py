@@ -278,8 +278,8 @@ class Warm:
         node, reason = self._cache.index.node(ino), self._cache.reasons.get(ino)
         if node is None or node.outdated:
             self._changed(node, versions, names)
-        elif reason is not None and reason.cause is Cause.FOREIGN:
-            return  # the owner's to copy
+        elif reason.cause is Cause.FOREIGN if reason else record and not self._cache.keeps_foreign:
+            return  # the rest is the owners' to copy
         elif reason is not None and reason.cause in _REFUSED:
             local = 0 if record is None else record.present.count(1) * record.chunk_bytes
             if (fill := self._jobs.files.get(ino)) is not None:

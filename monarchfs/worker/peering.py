@@ -78,7 +78,8 @@ class Peering:
         self._counted = [0, 0, 0, 0, 0]
         spans = SpanService(supply, copier.jobs, cache, owners, peers.own)
         self._digests = spans.digests
-        self._nodes = SpanNodes(copier.jobs, spans.digests, owners, self.following)
+        self._taken = spans.taken
+        self._nodes = SpanNodes(copier.jobs, spans, owners, self.following)
         copier.files.nodes = self._nodes
         name_owners = NameOwners(owners, peers.own, self.following.answered)
         tree.shared.bind(name_owners)
@@ -122,7 +123,8 @@ class Peering:
         """Whether this node owns a span of the file, at least, or copies it for its peers."""
         number, own = self._ownership.number, self.following.own
         spans = range(-(-size // SPAN_BYTES) or 1)
-        return self._supply.copies(name) or any(number(name, span) == own for span in spans)
+        taken = self._supply.copies(name) or self._taken.has_any(name)
+        return taken or any(number(name, span) == own for span in spans)
 
     def changed(self, name: bytes) -> None:
         """A replica was added or removed."""

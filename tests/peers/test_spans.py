@@ -45,6 +45,7 @@ class Job:
     def __init__(self, owners: list[int], own: int) -> None:
         self.owners = owners
         self.own = own
+        self.view = 0
         self.down: set[int] = set()
         self.results: list[int] = []
         self.brought: Unit | None = None
@@ -61,7 +62,7 @@ class Job:
     ) -> None:
         self.brought = unit
         for spans, span in wanted:
-            spans.asked(span, trio.current_time())
+            spans.asked(owner, span, trio.current_time())
         self.on_ask()
 
     async def read(self, owner: int, path: str, unit: Unit, digests: bytes) -> int:
@@ -109,7 +110,7 @@ def test_nodes_read_each_chunk_of_the_source_once(
         for owner, span in list(files[node].due(rng.random() * 1e9)):
             assert owner == owners[span] != node
             digests = digests_of(maps[owner], span)
-            files[node].note(span, "/p", digests, coming=bytes(8) in digests)
+            files[node].note(owner, span, "/p", digests, coming=bytes(8) in digests)
         run = files[node].next_run(maps[node], most + 1, owned_only=False)
         if run is None:
             continue
@@ -150,9 +151,26 @@ def test_what_an_owner_will_not_have_is_read_from_the_source(how: str) -> None:
     if how == "down":
         job.down.add(1)
     else:
-        spans.note(0, "", bytes(4096 if how == "refused" else 7), coming=False)
+        spans.note(1, 0, "", bytes(4096 if how == "refused" else 7), coming=False)
     assert spans.next_run(chunks, 100, owned_only=False) == (0, 16)
     assert spans.next_run(chunks, 100, owned_only=True) is None
+
+
+def test_who_stands_in_gives_a_span_whose_owner_is_lost() -> None:
+    job = Job([1, 1], 0)
+    spans = FileSpans(NAME, b"x", 2 * SPAN_BYTES, job)
+    chunks = ChunkMap(2 * SPAN_BYTES, CHUNK)
+    assert spans.next_run(chunks, 100, owned_only=False) is None
+    spans.note(1, 1, "/p", b"digest.." * 512, coming=False)
+    assert spans.next_run(chunks, 100, owned_only=False) == (16, 32)
+    spans.note(1, 0, "", b"", coming=False)  # refused
+    job.owners, job.view = [2, 0], 1
+    assert spans.next_run(chunks, 100, owned_only=True) == (16, 32)  # from the source
+    chunks.claim(16, 32)
+    assert spans.next_run(chunks, 100, owned_only=False) is None
+    assert list(spans.due(0)) == [(2, 0)]
+    spans.note(2, 0, "/p", b"digest.." * 512, coming=False)
+    assert spans.next_run(chunks, 100, owned_only=False) == (0, 16)
 
 
 def void(_: object) -> None:
@@ -177,7 +195,7 @@ def test_a_replica_that_was_renamed_is_looked_for() -> None:
     def told() -> None:
         asked.append(trio.current_time())
         digests = bytes(4096) if len(asked) == 2 else b"digest.." * 512
-        spans.note(0, f"/{len(asked) > 2}", digests, coming=True)
+        spans.note(1, 0, f"/{len(asked) > 2}", digests, coming=True)
 
     job.on_ask = told
     job.results = [GONE, READ]
@@ -189,7 +207,7 @@ def test_a_replica_that_was_renamed_is_looked_for() -> None:
 def test_a_replica_that_somebody_removed_is_read_from_the_source() -> None:
     job = Job([1], 0)
     spans = FileSpans(NAME, b"x", SPAN_BYTES, job)
-    job.on_ask = lambda: void(spans.note(0, "/p", b"digest.." * 512, coming=False))
+    job.on_ask = lambda: void(spans.note(1, 0, "/p", b"digest.." * 512, coming=False))
     job.results = [GONE]
     read(spans)
     read(spans)
@@ -200,7 +218,7 @@ def test_a_replica_that_somebody_removed_is_read_from_the_source() -> None:
 def test_what_is_read_ahead_is_brought_by_its_owner() -> None:
     job = Job([1], 0)
     spans = FileSpans(NAME, b"x", SPAN_BYTES, job)
-    job.on_ask = lambda: void(spans.note(0, "/p", b"digest.." * 8 + bytes(4032), coming=True))
+    job.on_ask = lambda: void(spans.note(1, 0, "/p", b"digest.." * 8 + bytes(4032), coming=True))
     job.results = [READ, READ]
     wanted = unit(0, 1 << 20)
     trio.run(partial(spans.read, wanted, ahead=True))
@@ -220,8 +238,8 @@ def test_what_is_read_ahead_is_brought_by_its_owner() -> None:
 def test_what_was_wrong_is_not_asked_for_again() -> None:
     job = Job([1], 0)
     spans = FileSpans(NAME, b"x", SPAN_BYTES, job)
-    spans.note(0, "/p", b"digest.." * 512, coming=False)
-    spans.asked(0, 0)
+    spans.note(1, 0, "/p", b"digest.." * 512, coming=False)
+    spans.asked(1, 0, 0)
     job.results = [WRONG]
     read(spans)
     read(spans)
