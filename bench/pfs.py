@@ -24,6 +24,7 @@ from bench.harness import REPOSITORY, Unusable, detach, end
 from monarchfs.fuse.mountinfo import Mount, find_mount
 
 PROGRAM = "pfs_emulator"
+FORGETTING = REPOSITORY / "build" / "bench" / "forgetting"
 READ_AHEAD_KIB = 4096
 """What a client has under way ahead of a sequential reader: enough for 1,000 MB/s at several
 milliseconds, and no more than a fault in a map should bring."""
@@ -128,14 +129,19 @@ class ParallelFileSystem:
     Raises Unusable where it cannot be built or mounted. However its process ends, the mount goes.
     """
 
-    def __init__(self, backing: Path, path: Path, profile: Profile, *, seed: int = 0) -> None:
+    def __init__(
+        self, backing: Path, path: Path, profile: Profile, *, seed: int = 0, forgets: bool = False
+    ) -> None:
+        """``forgets``: the client keeps no names, so that each look-up of each node counts, though
+        all of them are on one machine."""
+        self._forgets = forgets
         self.backing = backing
         self.path = path
         self.profile = profile
         self.seed = seed
 
     def __enter__(self) -> ParallelFileSystem:
-        program = build()
+        program = build(FORGETTING, ["-DVALID_SECONDS=0.0"]) if self._forgets else build()
         self.path.mkdir(exist_ok=True)
         shared = os.memfd_create("pfs")
         try:

@@ -35,7 +35,9 @@
 #include <sys/xattr.h>
 #include <unistd.h>
 
+#ifndef VALID_SECONDS
 #define VALID_SECONDS 86400.0 /* of names and attributes: a lock that nobody revokes */
+#endif
 #define MOST_THREADS 128
 #define MOST_BACKGROUND 64 /* reads ahead that the kernel sends before it waits */
 #define LISTING_BYTES (1 << 20) /* of a directory in one answer of the server */

@@ -32,7 +32,7 @@ MEASUREMENTS = {
     "programs": Measurement(
         "bench.programs", "rclone, juicefs, bindfs, mergerfs, cp -r first", 3, 25, BOTH
     ),
-    "sharing": Measurement("bench.sharing", "nodes that share what they have", 2, 5),
+    "sharing": Measurement("bench.sharing", "nodes that share what they have", 3, 8),
     "order": Measurement("bench.order", "epochs that do not fit, by announced order", 6, 25),
     "nodes": Measurement("bench.nodes", "3 and 8 nodes with links of their own, faults", 3, 8),
     "scale": Measurement("bench.scale", "owners on 3 to 4,096 nodes, simulated", 1, 1),
