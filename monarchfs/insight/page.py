@@ -27,7 +27,8 @@ td { white-space: nowrap; }
 .input-bound { border-color: #d55e00; } .mixed { border-color: #e69f00; }
 .compute-bound { border-color: #009e73; } .unknown { border-color: #8c8c8c; }
 .says, .note { color: #555; margin: 0.2em 0 0.7em; font-size: 0.9em; }
-.legend { margin: 0.3em 0; font-size: 0.85em; } .legend span { margin-right: 1.3em; }
+.legend { margin: 0.3em 0; font-size: 0.85em; } .legend span { margin-right: 1.3em;
+  display: inline-block; }
 .legend i { display: inline-block; width: 0.9em; height: 0.9em; margin-right: 0.4em;
   vertical-align: -0.1em; }
 """
@@ -155,7 +156,7 @@ def _legend(analysis: Analysis) -> str:
     seen = [
         (words_of(cause), charts.COLOURS[cause])
         for cause in range(len(CAUSES))
-        if any(epoch.span.merged[cause] for epoch in analysis.epochs)
+        if any(span.merged[cause] for span in analysis.timeline)
     ]
     return charts.legend(seen)
 
