@@ -46,6 +46,7 @@ def keep_file(path: str, to: str, uid: int, most_bytes: int, timeout: float) -> 
     """Copies a file of a user's, for that user. Raises as `keep_report`."""
 
     def call() -> Answer:
+        make_directory(os.path.dirname(to), 0o755)
         try:
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from monarchfs.slurm.archive import find_reports, keep_report
+from monarchfs.slurm.archive import add_verdict, find_reports, keep_report
+from monarchfs.slurm.recordings import in_three_lines
 from monarchfs.slurm.report import (
     counted,
     dataset_report,
@@ -50,6 +51,30 @@ def status(**changes: Any) -> dict[str, Any]:
 
 def report(before: Any, after: Any, shared: tuple[int, ...] = ()) -> dict[str, Any]:
     return dataset_report(before, after, variable="V", source="/data", shared_with=shared)
+
+
+def test_a_verdict_has_three_lines_the_last_of_which_says_what_would_help() -> None:
+    assert in_three_lines(["bound", "for", "limit", "remedy"]) == ["bound", "for", "remedy"]
+    assert in_three_lines(["bound", "for", "limit"]) == ["bound", "for", "limit"]
+    assert in_three_lines([]) == []
+
+
+def test_a_verdict_comes_into_the_report_of_its_dataset(tmp_path: Path) -> None:
+    directory = str(tmp_path / "reports")
+    verdict = {"kind": "mixed", "lines": ["bound", "for", "remedy"], "files": ["/r/1.rec"]}
+    path = f"{directory}/1.n1.json"
+    uid = os.geteuid()
+    assert not add_verdict(path, uid, "/lustre/a", verdict, 30)
+    one = report(status(), status())
+    whole = job_report(1, "alice", "n1", 0.0, 1.0, [one, {**one, "source": "/other"}])
+    keep_report(directory, whole, uid, 30)
+    assert add_verdict(path, uid, one["source"], verdict, 30)
+    (found,) = find_reports(directory, 1)
+    assert [dataset.get("verdict") for dataset in found["datasets"]] == [verdict, None]
+    text = (tmp_path / "reports" / "1.n1.txt").read_text()
+    lines = text[text.index("verdict") :].splitlines()[:4]
+    assert lines[0] == "verdict          bound"
+    assert [line.strip() for line in lines[1:]] == ["for", "remedy", "/r/1.rec"]
 
 
 def test_a_job_that_had_the_mount_for_itself() -> None:
