@@ -18,7 +18,7 @@ from monarchfs.slurm.job import Job
 from monarchfs.slurm.records import SitePaths, layout_of, locked, prepare, write_record, write_text
 from monarchfs.slurm.request import Request
 from monarchfs.slurm.shares import Share, record_of, share_key
-from monarchfs.slurm.sharing import sharing_options
+from monarchfs.slurm.sharing import follow_job, sharing_options
 from monarchfs.slurm.site import Site, is_below
 from monarchfs.supervisor.recover import remove_by_force, unmount_found
 from monarchfs.types import MonarchError, OperationError
@@ -32,6 +32,7 @@ _LEAST_SECONDS = 0.5
 _CLEAR_SECONDS = 3.0
 _UMOUNT_SECONDS = 2.0
 _JITTER_SECONDS_A_NODE = 0.05
+_PEERS_SECONDS = 10.0
 _MOST_JITTER_SECONDS = 30.0
 
 log = logging.getLogger(__name__)
@@ -168,6 +169,10 @@ def _mount_for(
                 others = share.jobs() != [job.id]
                 _mount(site, share, dataset, options, user, deadline, others=others)
                 before = None
+            elif found and found.registered and before and before.get("peer_server"):
+                left = max(1.0, min(_PEERS_SECONDS, deadline - time.monotonic()))
+                alone = share.jobs() == [job.id]
+                follow_job(site, job, found.registered, left, alone=alone)
             since = daemon.started_ns(found) if found is not None and before is not None else None
             share.note(
                 job.id,

@@ -10,6 +10,8 @@ from itertools import product
 from math import prod
 
 from monarchfs.config.settings import escape_option
+from monarchfs.control.client import request
+from monarchfs.control.registration import Registered
 from monarchfs.peers.credentials import read_site_key
 from monarchfs.peers.nodes import MAX_NODES, PeerNode
 from monarchfs.peers.web_server import find_nginx
@@ -21,6 +23,7 @@ from monarchfs.types import MonarchError, UsageError
 _LISTED = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _RESOLVE_SECONDS = 1.0
+_PEERS_SECONDS = 3.0
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,25 @@ def sharing_options(site: Site, job: Job, key: str) -> list[str]:
     }
     options = [escape_option(f"{name}={value}") for name, value in values.items()]
     return [*options, "peer_tls"] if site.peer_tls else options
+
+
+def follow_job(site: Site, job: Job, daemon: Registered, seconds: float, *, alone: bool) -> None:
+    """Have a mount that an earlier job left share with this job's nodes, too, and only with them if
+    this job is the only one that uses it (``alone``). Raises nothing: where that fails, it shares
+    with whom it did, which is logged."""
+    if site.peer_key is None:
+        return
+    try:
+        nodes = {job.node} if job.nodes < 2 else set(expand_nodes(job.node_list))
+        report = request(daemon, {"command": "peers"}, min(_PEERS_SECONDS, seconds))
+        listed = {report["name"], *(peer["name"] for peer in report["peers"])}
+        add = sorted(nodes - listed)
+        remove = sorted(listed - nodes - {report["name"]}) if alone else []
+        if add or remove:
+            change = {"command": "change_peers", "add": add, "remove": remove}
+            request(daemon, {**change, "timeout": seconds}, seconds)
+    except MonarchError as error:
+        log.warning("job %d of %s: the list of peers is as before: %s", job.id, job.user, error)
 
 
 def port_of(site: Site, key: str) -> int:

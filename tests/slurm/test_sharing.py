@@ -6,6 +6,7 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 from monarchfs.config.settings import from_mount_options
 from monarchfs.slurm import sharing
 from monarchfs.slurm.job import Job, job_from
-from monarchfs.slurm.sharing import expand_nodes, port_of, sharing_options
+from monarchfs.slurm.sharing import expand_nodes, follow_job, port_of, sharing_options
 from monarchfs.slurm.site import Site
-from monarchfs.types import UsageError
+from monarchfs.types import OperationError, UsageError
 
 KEY = "1c4b0f3fd05d3f6d1a55"
 JOB = Job(7, 1000, "alice", "", "main", "n02", nodes=3, node_list="n[01-03]")
@@ -102,6 +103,63 @@ def test_a_job_on_several_nodes_shares(site: Site) -> None:
         "peer_port": port_of(site, KEY),
         "peer_key": site.peer_key,
     }
+
+
+class Daemon:
+    """Instead of ``request``: a mount's list, and what it was asked to change."""
+
+    def __init__(self, listed: list[str], own: str) -> None:
+        self.listed = listed
+        self.own = own
+        self.changes: list[tuple[list[str], list[str]]] = []
+
+    def request(self, _daemon: object, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        assert 0 < seconds <= 9
+        if not self.listed:
+            raise OperationError("the mount does not answer")
+        if message["command"] == "peers":
+            others = [{"name": name} for name in self.listed if name != self.own]
+            return {"name": self.own, "peers": others}
+        assert (message["command"], message["timeout"]) == ("change_peers", seconds)
+        self.changes.append((message["add"], message["remove"]))
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("listed", "alone", "changes"),
+    [
+        (["n01", "n02", "n03"], True, []),
+        (["n02", "n03", "n04", "n05"], True, [(["n01"], ["n04", "n05"])]),
+        (["n02", "n03", "n04"], False, [(["n01"], [])]),
+        (["n01", "n02", "n03", "n04"], False, []),
+        ([], True, []),
+    ],
+)
+def test_a_mount_of_an_earlier_job_shares_with_the_nodes_of_the_next_one(
+    site: Site,
+    listed: list[str],
+    alone: bool,
+    changes: list[tuple[list[str], list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    daemon = Daemon(listed, "n02")
+    monkeypatch.setattr(sharing, "request", daemon.request)
+    mount: Any = None
+    follow_job(site, JOB, mount, 9, alone=alone)
+    assert daemon.changes == changes
+    assert bool(caplog.records) == (not listed)
+
+
+def test_a_job_on_one_node_takes_a_mount_out_of_its_list(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = Daemon(["n01", "n02"], "n02")
+    monkeypatch.setattr(sharing, "request", daemon.request)
+    mount: Any = None
+    follow_job(site, replace(JOB, nodes=1, node_list="n02"), mount, 9, alone=True)
+    follow_job(replace(site, peer_key=None), JOB, mount, 9, alone=True)
+    assert daemon.changes == [([], ["n01"])]
 
 
 def test_without_a_key_or_another_node_nothing_is_said(
