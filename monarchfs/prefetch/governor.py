@@ -83,14 +83,15 @@ class TargetWindow:
 
     Constant: ``floor`` and ``most``, the least and the most reads at once; below 1, a single one
     has pauses. Changing: ``size``, how many may be now; how many are; until when none may begin;
-    ``pressure``, how many times slower than usual the source is; ``backoffs``; the usual; the
-    round; whether the number still doubles, as at the beginning (``_starts``).
+    ``pressure``, how many times slower than usual the source is; ``slowed``, what that was when
+    the window was halved last, until it has grown back; the usual; the round; whether the number
+    still doubles, as at the beginning (``_starts``).
     """
 
     def __init__(self, floor: float, most: int) -> None:
         self.size = float(most) if floor >= most else 1.0
         self.pressure = 1.0
-        self.backoffs = 0
+        self.slowed: float | None = None
         self._floor = floor
         self._most = most
         self._under_way = 0
@@ -108,11 +109,6 @@ class TargetWindow:
     def share(self) -> float:
         """How much of ``most`` is allowed."""
         return 1.0 if self._starts else min(1.0, self.size / self._most)
-
-    @property
-    def gives_way(self) -> bool:
-        """Whether it was slower than usual a moment ago, and the window has not grown back."""
-        return self.backoffs > 0 and self.size < self._most
 
     def wait(self, now: float) -> float | None:
         """Seconds until another read may begin; None: when one has ended."""
@@ -195,16 +191,17 @@ class TargetWindow:
         self._slow_rounds = self._slow_rounds + 1 if slow else 0
         if self._slow_rounds >= SLOW_ROUNDS:
             self.size = max(self._floor, self.size / 2)
-            self.backoffs += 1
+            self.slowed = self.pressure
             self._starts = False
         elif slow:
             return
         elif longer > QUEUE_TIMES:
             self.size = max(min(self.size, 2.0), self.size - 1)
-            self._starts = False
+            self.slowed, self._starts = None, False
         else:
             self.size = min(self._most, self.size * 2 if self._starts else self.size + 1)
-            self._starts = self._starts and self.size < self._most
+            if self.size == self._most:
+                self.slowed, self._starts = None, False
 
 
 def _kind(seconds: float, size: int) -> tuple[int, float]:
@@ -263,9 +260,9 @@ class Governor:
     @property
     def reason(self) -> str | None:
         """Why something is held back; None where nothing is."""
-        held = {target: one for target, one in self._windows.items() if one.gives_way}
+        held = [(one.slowed, target) for target, one in self._windows.items() if one.slowed]
         if not held:
             return None
-        target, window = max(held.items(), key=lambda item: item[1].pressure)
+        times, target = max(held, key=lambda one: one[0])
         what = "the source" if target is None else f"storage target {target}"
-        return f"{what} was {window.pressure:.1f} times slower than usual"
+        return f"{what} was {times:.1f} times slower than usual"

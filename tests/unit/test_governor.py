@@ -108,6 +108,8 @@ def test_it_gives_way_to_others_and_comes_back(readers: int) -> None:
     # One slot is left. Without a governor there would be three or four, and they have no less.
     assert others.rate(15, 30) == pytest.approx(BANDWIDTH * readers / (readers + 1), rel=0.05)
     assert copies.rate(34, 40) > 0.98 * BANDWIDTH
+    assert copies.governor is not None
+    assert copies.governor.reason is None
 
 
 def test_a_lower_floor_leaves_less_and_never_nothing() -> None:
