@@ -19,6 +19,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.peers import _replicas
 from monarchfs.peers.catalogue import Publisher
 from monarchfs.peers.following import Following
+from monarchfs.peers.foreign import ForeignReplicas
 from monarchfs.peers.holdings import IndexHoldings
 from monarchfs.peers.name_supply import NameSupply
 from monarchfs.peers.names import NameOwners
@@ -101,6 +102,9 @@ class Peering:
         if share is not ShareMode.REPLICATE:
             cache.lookup.owns = self._owns_some
         cache.keeps_foreign = share is not ShareMode.PARTITION
+        self._foreign = None
+        if share is ShareMode.PARTITION:
+            self._foreign = ForeignReplicas(cache, owners, self.following)
 
     def begin(self, hooks: ModuleType) -> None:
         """Have the threads that read small files ask peers. Call this before the session's threads
@@ -138,6 +142,8 @@ class Peering:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._serve)
             nursery.start_soon(self.following.run)
+            if self._foreign is not None:
+                nursery.start_soon(self._foreign.run)
             nursery.start_soon(self._digests.run)
             nursery.start_soon(self._nodes.run)
 

@@ -54,6 +54,10 @@ def owned_files(source: Path, names: str) -> dict[str, int]:
     return owned
 
 
+def kept_files(nodes: Nodes) -> dict[str, int]:
+    return {name: mount.status()["files"]["resident"] for name, mount in nodes.mounts.items()}
+
+
 def is_local(file: Path) -> bool:
     return os.getxattr(file, "user.monarchfs.state") == b"resident"
 
@@ -103,14 +107,29 @@ def test_a_part_of_the_dataset_is_kept_by_its_owner_alone(work: Bench, source: P
     read_bytes_of_an_epoch(nodes, source)
     until_an_epoch_spares_the_source(nodes, source)
     owned = owned_files(source, "abc")
-    for name, mount in nodes.mounts.items():
-        assert mount.status()["files"]["resident"] == owned[name]
+    wait_for(lambda: kept_files(nodes) == owned, "copies for owners that were late to go")
     mount = nodes.mounts["a"]
     warmed = run("warm", str(mount.path), "--wait")
     assert warmed.returncode == 0, warmed.stderr
     assert mount.status()["files"]["resident"] == owned["a"]
     foreign = next(path for path in sorted(mount.path.rglob("*.f")) if not is_local(path))
     assert "the node that owns it keeps it" in run("why", str(foreign)).stdout
+
+
+def test_copies_that_a_mount_without_partition_left_go(work: Bench, source: Path) -> None:
+    nodes = Nodes(work, source, 2, tier="1G")
+    nodes.until_they_know_each_other()
+    for mount in nodes.mounts.values():
+        read_epoch(mount, source, 0)
+    for mount in nodes.mounts.values():
+        assert mount.wait_idle()["files"]["resident"] == FILES
+        assert mount.umount().returncode == 0
+    nodes.mounts = {name: nodes.mount(name, "--share", "partition") for name in nodes.mounts}
+    owned = owned_files(source, "ab")
+    wait_for(lambda: kept_files(nodes) == owned, "the others' copies to go")
+    until_an_epoch_spares_the_source(nodes, source)
+    for mount in nodes.mounts.values():
+        assert mount.status()["tiers"][0]["used_bytes"] < 0.8 * total_bytes(source)
 
 
 def test_the_files_of_a_lost_node_are_kept_by_who_stands_in(work: Bench, source: Path) -> None:
