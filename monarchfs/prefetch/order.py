@@ -110,10 +110,19 @@ class Order:
         self._looked_at += files
         self._remote += remote
 
+    def wants(self, ino: int) -> bool:
+        """Whether it is still to be opened, and not fetched."""
+        return ino in self._places and ino not in self.fetched
+
     def fetch(self, node: Node) -> None:
-        """It is fetched now."""
+        """It is fetched now. The order ``wants`` it."""
         self.fetched[node.ino] = node.stat.size
         self.fetched_bytes += node.stat.size
+
+    def takes_back(self, ino: int) -> bool:
+        """It was not fetched after all. Whether the order ``wants`` it now."""
+        self.fetched_bytes -= self.fetched.pop(ino, 0)
+        return self.wants(ino)
 
     # -- what was opened
 

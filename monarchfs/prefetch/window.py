@@ -214,9 +214,14 @@ class Window:
         return min(self._size, left // SHARE_OF_MEMORY)
 
     def _set_limit(self, size: int) -> None:
-        if size != self.limit_bytes and self._misses is not None:
-            self.limit_bytes = size
-            self._misses.window_limit(size)
+        if size == self.limit_bytes or self._misses is None:
+            return
+        self.limit_bytes = size
+        self._misses.window_limit(size)
+        if self._misses.window_state().bytes > 2 * size:
+            # Memory has become short. Files that nobody has opened are read when they are.
+            for order in self.orders.values():
+                self._misses.window_drop(list(order.fetched))
 
     @property
     def _distance_of_each(self) -> int:
@@ -225,6 +230,7 @@ class Window:
 
     def _look(self, now: float) -> None:
         """Find out how far the readers are."""
+        orders = self.orders.values()
         self._forget_opened()
         for order, node in self._lost.items():
             self._search(order, node)
@@ -233,6 +239,9 @@ class Window:
             if (opened := self._cache.index.node(ino)) is not None:
                 self.opened(opened, local=True)
             self._to_tier.discard(ino)
+        self._refused = {
+            ino for ino in self._refused if any(ino in order.fetched for order in orders)
+        }
         for name, order in list(self.orders.items()):
             self._give_up(order.passed(self._distance_of_each))
             if order.ended or now - order.opened_at > IDLE_SECONDS:
@@ -292,14 +301,15 @@ class Window:
         names = order.take(BATCH)
         if names:
             order.found(await self._files.nodes(names))
-        refused, self._refused = self._refused, set()
+        refused = [ino for ino in self._refused if order.takes_back(ino)]
+        self._refused.difference_update(refused)
         nodes = list(order.next_files(BATCH, self._distance_of_each))
         if nodes:
             held = self._cache.index.replicas_of([node.ino for node in nodes])
             order.looked_at(len(nodes), len(nodes) - len(held))
             nodes = [node for node in nodes if node.ino not in held]
         nodes = self._without_room(order, nodes)
-        nodes += self._cache.index.nodes_of(list(refused)).values()
+        nodes += self._cache.index.nodes_of(refused).values()
         await self._into_window(order, nodes)
         return bool(names or nodes)
 
@@ -329,9 +339,11 @@ class Window:
             # If it cannot be opened, its files are read when they are opened.
             with suppress(OSError, SourceChanged):
                 await self._source.open_directory(directory, Lane.BACKGROUND)
-        nodes = [node for node in nodes if self._jobs.files.get(node.ino) is None]
+        files = self._jobs.files
+        # Some may have been opened meanwhile. No checkpoint from here on.
+        nodes = [node for node in nodes if order.wants(node.ino) and files.get(node.ino) is None]
         largest = self.limit_bytes // SHARE_OF_FILE
         refused = set(misses.window(nodes, self._threads.count, largest))
         for node in nodes:
-            if node.ino not in refused and node.ino not in order.fetched:
+            if node.ino not in refused:
                 order.fetch(node)

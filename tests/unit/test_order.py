@@ -174,3 +174,20 @@ def test_threads_grow_until_the_source_takes_longer() -> None:
     before = threads.count
     threads.adapt(0.01, late=False)
     assert threads.count == before
+
+
+def test_what_was_opened_is_not_wanted_any_more() -> None:
+    order = order_of([1, 2])
+    order.found([node(int(name)) for name in order.take(10)])
+    first, second = order.next_files(10, DISTANCE)
+    assert order.wants(first.ino)
+    order.fetch(first)
+    order.fetch(second)
+    assert not order.wants(first.ino)
+    assert order.takes_back(first.ino)  # it could not be fetched
+    order.opened(first.ino, SIZE)
+    assert not order.wants(first.ino)
+    assert not order.takes_back(first.ino)
+    order.opened(second.ino, SIZE)
+    assert order.ended
+    assert order.fetched_bytes == 0
