@@ -75,12 +75,13 @@ class Runner:
         cache = self.mirror.cache
         evict = cache._evict
 
-        def watched(action: Any) -> bool:
-            if action.ino in cache._open:
-                self.violations.append(f"inode {action.ino} was evicted while it was open")
-            if cache.index.pinned(action.ino):
-                self.violations.append(f"inode {action.ino} was evicted while it was pinned")
-            return bool(evict(action))
+        def watched(actions: Any) -> Any:
+            for action in actions:
+                if action.ino in cache._open:
+                    self.violations.append(f"inode {action.ino} was evicted while it was open")
+                if cache.index.pinned(action.ino):
+                    self.violations.append(f"inode {action.ino} was evicted while it was pinned")
+            return evict(actions)
 
         cache._evict = watched
 
