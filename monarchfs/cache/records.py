@@ -30,6 +30,7 @@ from monarchfs.placement.events import (
     EvictionFailed,
     EvictionReason,
     Move,
+    MoveFailed,
     Place,
     PlacementEvent,
     RefusalReason,
@@ -229,7 +230,10 @@ class Records:
         answers: list[Action] = []
         for action in actions:
             if isinstance(action, Move):
-                self._begin_move(action)
+                if any(eviction.tier == action.to for eviction in stay):
+                    self._handle(MoveFailed(action.ino))  # there is no room for it
+                else:
+                    self._begin_move(action)
             elif not isinstance(action, Evict):
                 answers.append(action)
         return self._withdraw(answers, stay) if stay else answers

@@ -156,6 +156,26 @@ async def test_given_weights_say_what_stays_and_what_lies_in_the_faster_tier(fil
             assert record.tier == (fast if n >= 4 else slow), n
 
 
+@pytest.mark.parametrize("eviction", [EvictionPolicy.LRU, EvictionPolicy.WEIGHTED])
+async def test_nothing_moves_to_where_the_one_that_should_go_stays(
+    files: Area, monkeypatch: pytest.MonkeyPatch, eviction: EvictionPolicy
+) -> None:
+    async with files.mount([ROOM, ROOM], eviction=eviction) as mirror:
+        weights = (2.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 9.0)
+        inos = [await mirror.ino(str(number)) for number in range(8)]
+        mirror.cache.weigh(list(zip(inos, weights, strict=True)), replace=False)
+        await read_all(mirror, "01234567")
+        refused: list[int] = []
+        monkeypatch.setattr(mirror.cache.readers, "try_remove", refused.append)
+        await read_all(mirror, "777")
+        assert refused
+        await mirror.settled()
+        for tier in mirror.cache.tiers:
+            ledger = mirror.cache.placement.ledger(tier)
+            assert (ledger.copies, ledger.used_bytes <= ledger.capacity_bytes) == (0, True)
+        assert await resident(mirror) == set("01234567")
+
+
 async def test_the_order_outlives_a_mount_as_far_as_it_is_known(files: Area) -> None:
     async with files.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await read_all(mirror, "0123")
