@@ -16,7 +16,7 @@ from monarchfs.control.client import Connection
 from monarchfs.control.registration import Registered
 from monarchfs.fuse.mountinfo import split_below
 from monarchfs.supervisor.recover import find_all
-from monarchfs.types import OperationError, UsageError
+from monarchfs.types import MonarchError, OperationError
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def quietly(what: str, send: Callable[[], object]) -> bool:
         return False
     try:
         send()
-    except (OSError, OperationError, UsageError, ValueError) as exc:
+    except (OSError, MonarchError, LookupError, RuntimeError, TypeError, ValueError) as exc:
         _failed.add(what)
         log.warning("monarchfs: no hints for %s: %s", what, exc)
         return False

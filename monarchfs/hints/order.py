@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,8 @@ from monarchfs.hints.client import JobMount, find_mount, quietly
 
 Item = TypeVar("Item")
 Path = str | os.PathLike[str]
+
+THREAD = "monarchfs hints"
 
 _PART = 10_000
 """So many names are sent together."""
@@ -29,12 +32,11 @@ def announce(sampler: Iterable[Item], files: Sequence[Path]) -> Announced[Item]:
     return Announced(sampler, lambda drawn: (files[i] for i in _indices(drawn)))
 
 
-def announce_files(files: Iterable[Path], stream: str | None = None) -> bool:
+def announce_files(files: Iterable[Path], stream: str | None = None) -> None:
     """These files will be read in this order: the shards of webdataset, the file list of tf.data or
     DALI. It takes the place of what was announced for the same ``stream`` (by default, for this
-    process). Returns at once; False if there is no mount, as far as that is known."""
-    names = list(files)
-    return _send(names, _stream() if stream is None else stream)
+    process). Returns at once."""
+    _send(list(files), _stream() if stream is None else stream)
 
 
 class Announced(Generic[Item]):
@@ -78,31 +80,21 @@ def _indices(drawn: Sequence[Any]) -> Iterator[int]:
             yield item
 
 
-def _send(files: Iterable[Path], stream: str) -> bool:
+def _send(files: Iterable[Path], stream: str) -> None:
     """Send the list in a thread. At the end of the process nobody waits for that."""
+    send = partial(_send_now, files, stream)
+    thread = threading.Thread(target=quietly, args=("orders", send), name=THREAD, daemon=True)
+    quietly("orders", thread.start)
+
+
+def _send_now(files: Iterable[Path], stream: str) -> None:
     rest = iter(files)
     first = next(rest, None)
-    if first is None:
-        return False
-    found: list[JobMount] = []
-
-    def find() -> None:
-        mount = find_mount(first)
-        if mount is not None:
-            found.append(mount)
-
-    if not quietly("the mount", find) or not found:
-        return False
-
-    def send() -> None:
-        with found[0].connect() as connection:
+    mount = None if first is None else find_mount(first)
+    if first is not None and mount is not None:
+        with mount.connect() as connection:
             request = {"command": "order", "stream": stream}
-            connection.send_list(request, _parts(found[0], first, rest))
-
-    threading.Thread(
-        target=quietly, args=("the mount", send), name="monarchfs hints", daemon=True
-    ).start()
-    return True
+            connection.send_list(request, _parts(mount, first, rest))
 
 
 def _parts(mount: JobMount, first: Path, rest: Iterator[Path]) -> Iterator[bytes]:

@@ -86,5 +86,5 @@ def test_a_data_loader_reads_what_was_fetched_ahead(work: Bench) -> None:
     assert result["same"]
     assert all(sorted(epoch) == list(range(FILES)) for epoch in result["drawn"])
     state = mount.status()["window"]
-    assert state["orders_given_up"] == 0
     assert state["files"] > 0
+    assert state["hits"] > 0
