@@ -46,6 +46,10 @@ class KnownMetadata:
         self.moved_ns = 0
         self._confirmed: dict[int, tuple[int, int]] = {}
 
+    @property
+    def mount_ns(self) -> int:
+        return self.freshness.mount_ns
+
     def directory_moved(self, moved_ns: int) -> None:
         """Names that were found earlier may lead elsewhere. With ``immutable`` only those of
         directories."""

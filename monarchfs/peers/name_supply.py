@@ -43,16 +43,26 @@ class NameIndex(Protocol):
     def dirref(self, ino: int) -> DirRef | None: ...
 
 
+class KnownNames(Protocol):
+    """The part of ``monarchfs.fs.known.KnownMetadata`` that is used here."""
+
+    @property
+    def index(self) -> NameIndex: ...
+
+    @property
+    def mount_ns(self) -> int: ...
+
+    def entry(self, checked_ns: int, node: Node | None, now_ns: int) -> object | None: ...
+
+
 class NameSupply:
-    """Constant: the index; ``believed``, whether a name that was asked for at a time still stands
-    for a node; what asks the source about names, and no peer; the listing that is
-    known, and since when; what lists a directory; where a directory is; who owns it.
-    Changing: ``_running``, how many questions wait for the source."""
+    """Constant: what is known; what asks the source about names, and no peer; the listing that is
+    known, and since when; what lists a directory; where a directory is; who owns it. Changing:
+    ``_running``, how many questions wait for the source."""
 
     def __init__(
         self,
-        index: NameIndex,
-        believed: Callable[[int, Node], bool],
+        known: KnownNames,
         find: Callable[[int, list[bytes], Lane], Awaitable[object]],
         listed: Callable[[int, int], tuple[int, PeerListing] | None],
         list_: Callable[[int, Lane], Awaitable[object]],
@@ -60,8 +70,8 @@ class NameSupply:
         owners: NameOwners,
         nursery: trio.Nursery,
     ) -> None:
-        self._index = index
-        self._believed = believed
+        self._names = known
+        self._index = known.index
         self._find = find
         self._listed = listed
         self._list = list_
@@ -76,7 +86,7 @@ class NameSupply:
         Answers only for what this node owns, or stands in for.
         """
         arrived_ns = time.time_ns()
-        since_ns, lane = arrived_ns - question.most_age_ns, _lane(question)
+        since_ns, lane = self._since_ns(question, arrived_ns), _lane(question)
         names: list[bytes] = []
         parent: int | None = None
         with trio.move_on_after(answer_seconds(question)):
@@ -100,7 +110,7 @@ class NameSupply:
         """The directory's entries; None if they are not known when the time is up, or there are
         many. Raises nothing but Cancelled."""
         arrived_ns = time.time_ns()
-        since_ns, lane = arrived_ns - question.most_age_ns, _lane(question)
+        since_ns, lane = self._since_ns(question, arrived_ns), _lane(question)
         with trio.move_on_after(answer_seconds(question)):
             parent = await self._find_directory(question, lane)
             if parent is None or not self._served(parent, question, [b"."]):
@@ -111,6 +121,12 @@ class NameSupply:
                 asked_ns, listing = listed
                 return listing._replace(age_ns=max(0, arrived_ns - asked_ns))
         return None
+
+    def _since_ns(self, question: NamesQuestion, arrived_ns: int) -> int:
+        """When the source must have been asked. With ``immutable`` what was known before the mount
+        counts as of its time, so its age is not known."""
+        since_ns = arrived_ns - question.most_age_ns
+        return since_ns if since_ns < 0 else max(since_ns, self._names.mount_ns + 1)
 
     async def _find_directory(self, question: NamesQuestion, lane: Lane) -> int | None:
         try:
@@ -150,6 +166,9 @@ class NameSupply:
         if dirent is None or node is None or node.stat.device:
             return None
         asked_ns = min(dirent.checked_ns, node.fetched_ns)
-        if asked_ns < since_ns or not self._believed(dirent.checked_ns, node):
+        if (
+            asked_ns < since_ns
+            or self._names.entry(dirent.checked_ns, node, time.time_ns()) is None
+        ):
             return None
         return asked_ns, node

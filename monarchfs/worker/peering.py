@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import time
 from types import ModuleType
 from typing import Any
 
@@ -85,10 +84,8 @@ class Peering:
         name_owners = NameOwners(owners, peers.own, self.following.answered)
         tree.shared.bind(name_owners)
         self._lists_elsewhere = lambda ino: not tree.shared.serves(ino)
-        known = tree.known
         name_supply = NameSupply(
-            index,
-            lambda asked_ns, node: known.entry(asked_ns, node, time.time_ns()) is not None,
+            tree.known,
             tree.names.ask_for_peers,
             tree.directories.shared.known,
             tree.list_for_peers,

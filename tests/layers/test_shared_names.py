@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -63,8 +62,7 @@ class Owner:
             return ino
 
         self._supply = NameSupply(
-            a.index,
-            lambda asked_ns, node: tree.known.entry(asked_ns, node, time.time_ns()) is not None,
+            tree.known,
             tree.names.ask_for_peers,
             tree.directories.shared.known,
             tree.list_for_peers,
@@ -141,11 +139,14 @@ def beside(area: Area) -> Area:
 
 @asynccontextmanager
 async def pair(
-    area: Area, mode: FreshnessMode = IMMUTABLE, ttl: float = 60.0
+    area: Area,
+    mode: FreshnessMode = IMMUTABLE,
+    ttl: float = 60.0,
+    owner_mode: FreshnessMode | None = None,
 ) -> AsyncIterator[Pair]:
     other = beside(area)
     async with (
-        area.mount(mode=mode, ttl=ttl, copies=False) as a,
+        area.mount(mode=owner_mode or mode, ttl=ttl, copies=False) as a,
         other.mount(mode=mode, ttl=ttl, copies=False) as b,
     ):
         yield Pair(a, b)
@@ -239,6 +240,19 @@ async def test_what_is_old_at_the_peer_is_asked_for_again_by_it(many: Area, hour
         assert (await go_through(nodes.b))[b"0007"] == len(b"another")
         assert b() == {}
         assert a()["stat"] >= FILES
+
+
+async def test_what_has_no_known_age_is_for_immutable_alone(many: Area, hours: Hours) -> None:
+    hours.pass_by(1)
+    async with pair(many, TTL, owner_mode=IMMUTABLE) as nodes:
+        assert await go_through(nodes.a) == SIZES
+        d, mount_ns = await nodes.a.ino("d"), nodes.a.tree.freshness.mount_ns
+        # As if an earlier mount, a peer or an index file had told them.
+        rows = nodes.a.index.entries(d, 0, 2 * FILES)
+        told = [(dirent.name, node.stat, node.target) for dirent, node in rows if node is not None]
+        nodes.a.index.record_found_each(d, told, mount_ns)
+        many.write("d/0007", b"changed")
+        assert await go_through(nodes.b) == SIZES | {b"0007": 7}
 
 
 async def test_with_open_no_peer_is_asked(many: Area) -> None:
