@@ -93,7 +93,10 @@ class Names:
 
     async def _fetch(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:
         shared = self._batches.shared
-        if (node := (await shared.ask(parent, [name], lane)).get(name)) is not None:
+        # A reader's first name in a directory opens that in the source: its files are then opened
+        # without Python.
+        peers = lane is Lane.BACKGROUND
+        if (node := (await shared.ask(parent, [name], lane, peers=peers)).get(name)) is not None:
             self._siblings.publish(parent, name, node, node.fetched_ns)
             return self._known.fresh_entry(node, node.fetched_ns)
         try:
