@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from monarchfs.config.values import parse_count
 from monarchfs.insight.analysis import analyze
 from monarchfs.insight.darshan import read_logs
 from monarchfs.insight.darshan_verdict import analyze_darshan, paths_of, text_lines
@@ -30,9 +31,10 @@ def analyze_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -
     if arguments.list is not None or arguments.source is not None:
         raise UsageError("--list and --source are for --darshan")
     (file,) = arguments.file
+    nodes = parse_count(arguments.nodes) if arguments.nodes else 1
     try:
         recording = open_recording(file)
-        found = analyze(recording)
+        found = analyze(recording, nodes)
     except RecordingError as error:
         raise OperationError(str(error)) from None
     except (KeyError, TypeError, ValueError) as error:
@@ -50,6 +52,8 @@ def analyze_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -
 def _analyze_darshan(arguments: argparse.Namespace) -> int:
     if arguments.html is not None or arguments.trace is not None:
         raise UsageError("--html and --trace are for recordings: Darshan has no events")
+    if arguments.nodes is not None:
+        raise UsageError("--nodes is for recordings: for others see monarchfs plan --nodes")
     if arguments.source is not None and not arguments.source.startswith("/"):
         raise UsageError(f"--source {arguments.source}: give the absolute path, as the job saw it")
     job = read_logs(arguments.file)

@@ -197,6 +197,7 @@ Exit code: 0, or 1 if the source does not answer.""",
     "analyze": """\
   monarchfs analyze imagenet.rec
   monarchfs analyze imagenet.rec --html imagenet.html
+  monarchfs analyze imagenet.rec --nodes 16
   monarchfs analyze imagenet.rec --trace imagenet.json --json
   monarchfs analyze --darshan me_train_id1234.darshan --list order.txt
 

@@ -296,6 +296,8 @@ def _add_analyze(commands: _Commands) -> None:
     option("file", nargs="+", help="what monarchfs record wrote; with --darshan, logs of one job")
     option("--html", metavar="FILE", help="also write a page with plots to FILE")
     option("--trace", metavar="FILE", help="also write a trace for Perfetto or Chrome to FILE")
+    nodes = "also estimate what --peers would bring: N such nodes share what they have"
+    option("--nodes", metavar="N", help=nodes)
     darshan = "FILE is a log of Darshan: would a mount have helped that job?"
     option("--darshan", action="store_true", help=darshan)
     source = "with --darshan: the dataset's directory (default: where most was read)"

@@ -25,7 +25,7 @@ from monarchfs.insight.results import (
     cause_of,
     moved_bytes,
 )
-from monarchfs.insight.verdict import AS_IT_WAS, IMMUTABLE, give_verdict, steady_epoch
+from monarchfs.insight.verdict import AS_IT_WAS, IMMUTABLE, PEERS, give_verdict, steady_epoch
 from monarchfs.insight.visits import Visits
 from monarchfs.insight.waiting import Sweep
 from monarchfs.text.sizes import format_bytes
@@ -36,8 +36,9 @@ _SLOW = 10
 """So many times the median is slow."""
 
 
-def analyze(recording: Recording) -> Analysis:
-    """Raises KeyError, TypeError, ValueError for facts that no recorder writes."""
+def analyze(recording: Recording, nodes: int = 1) -> Analysis:
+    """``nodes``: how many could share their tiers. Raises KeyError, TypeError, ValueError for facts
+    that no recorder writes."""
     facts = read_facts(recording.facts)
     found = survey(in_order(recording.events))
     end = max(found.end, recording.seconds, 1e-6)
@@ -68,7 +69,7 @@ def analyze(recording: Recording) -> Analysis:
     handed = any(visit.unseen for visit in visits.all)
     facts = replace(facts, passthrough=facts.passthrough and handed)
     source = _source_limits(epochs, latencies, sweep, visits)
-    outcomes = _outcomes(recording, facts, epochs, visits)
+    outcomes = _outcomes(recording, facts, epochs, visits, nodes)
     verdict = give_verdict(facts, epochs, source, outcomes, sum(e.span.requests for e in epochs))
     if not recording.complete:
         verdict.reservations.append("The recorder was killed: the recording ends before its end.")
@@ -162,6 +163,7 @@ def _outcomes(
     facts: Facts,
     epochs: Sequence[Epoch],
     visits: Visits,
+    nodes: int,
 ) -> list[Outcome]:
     """What the steady epoch would take with other settings; one epoch says nothing of that."""
     epoch = steady_epoch(epochs)
@@ -186,6 +188,8 @@ def _outcomes(
     ]
     if not setup.scans:
         settings.append(("--prefetch all", replace(setup, scans=True)))
+    if nodes > 1:
+        settings.append((f"{PEERS} of {nodes} nodes", replace(setup, nodes=nodes)))
     missing = replay.bytes_needed - sum(setup.capacities)
     for part in (4, 2, 1) if missing > 0 else ():
         more = -(-missing // part) * 101 // 100

@@ -31,17 +31,21 @@ from monarchfs.types import EvictionPolicy, Space
 
 _ROOMY = Space(1 << 62, 1 << 62, 1 << 40, 1 << 40)
 _STEP_BYTES = 64 << 20
+PEER_SECONDS = 0.0005
+PEER_BYTES_PER_SECOND = 1e9
+"""How much longer a file of another node takes than a local one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     """Settings of a mount: the capacities of its tiers, fastest first; whether its files are
-    ``immutable``."""
+    ``immutable``; how many ``nodes`` with such tiers share what they have."""
 
     capacities: tuple[int, ...]
     policy: EvictionPolicy
     scans: bool
     immutable: bool
+    nodes: int = 1
 
     def with_more(self, more_bytes: int) -> Setup:
         """With a larger last tier."""
@@ -50,8 +54,8 @@ class Setup:
 
 
 class SimulatedNode:
-    """Tiers and what lies there. Copies take no time, and what leaves is gone at once. Changing:
-    that; ``stored``, how many files were copied."""
+    """Tiers and what lies there; of nodes that share, the tiers of all. Copies take no time, and
+    what leaves is gone at once. Changing: that; ``stored``, how many files were copied."""
 
     def __init__(self, setup: Setup, one_of: int = 1) -> None:
         self._at: dict[int, tuple[int, int]] = {}
@@ -60,7 +64,7 @@ class SimulatedNode:
         tiers = range(len(setup.capacities))
         self._placement = Placement(tiers, self, eviction=setup.policy, reserve_percent=0)
         for tier, capacity in enumerate(setup.capacities):
-            self._handle(TierSeen(tier, capacity // one_of, _ROOMY))
+            self._handle(TierSeen(tier, capacity * setup.nodes // one_of, _ROOMY))
 
     def weigh(self, weights: list[tuple[int, float]]) -> None:
         self._handle(Weighed(weights))
@@ -194,6 +198,7 @@ class Replay:
             node.copy(ino, self._sizes[ino], evicts=False)
         ahead = self._copied_ahead() if setup.scans else iter(())
         coming = next(ahead, None)
+        elsewhere = 1 - 1 / setup.nodes
         for visit in self._visits:
             while coming is not None and coming[0] <= visit.begin:
                 node.copy(coming[1], self._sizes[coming[1]], evicts=False)
@@ -202,8 +207,9 @@ class Replay:
             one = found.setdefault(visit.epoch, _Replayed())
             one.bytes += visit.bytes
             one.local_bytes += visit.bytes * local
-            checks = visit.checks * setup.immutable
-            one.seconds += (visit.local - checks) * local + visit.remote * (1 - local)
+            seconds = visit.local - visit.checks * setup.immutable
+            seconds += elsewhere * (PEER_SECONDS + visit.bytes / PEER_BYTES_PER_SECOND)
+            one.seconds += seconds * local + visit.remote * (1 - local)
         return found
 
     def _estimate(self, epoch: Epoch, replayed: _Replayed, immutable: bool) -> float:

@@ -28,6 +28,7 @@ _FEWEST_REQUESTS = 50
 _WORTH_SAYING = 0.25
 _GAIN = 0.95
 AS_IT_WAS = "as it was"
+PEERS = "--peers"
 IMMUTABLE = "--freshness immutable"
 
 _WORDS = {
@@ -235,6 +236,8 @@ def _remedies(kind: str, epoch: Epoch, outcomes: Sequence[Outcome]) -> Iterator[
             local = f"{percent(one.hit_ratio)} of the bytes local"
             if one.change == IMMUTABLE:
                 local += "; only if no file changes while it is mounted"
+            elif one.change.startswith(PEERS):
+                local += ", or of other nodes"
             yield (
                 f"{one.change} would bring that to an estimated {format_seconds(one.epoch_seconds)}"
                 f" an epoch instead of {format_seconds(now)} ({local})."

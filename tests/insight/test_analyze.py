@@ -41,8 +41,8 @@ from tests.support.mounting import MONARCHFS
 SOURCE, TIER, MEMORY = AnsweredBy.SOURCE, AnsweredBy.TIER, AnsweredBy.MEMORY
 
 
-def analyzed(job: Job, tmp_path: Path, **facts: Any) -> Analysis:
-    return analyze(open_recording(job.record(tmp_path / "job.rec", **facts)))
+def analyzed(job: Job, tmp_path: Path, nodes: int = 1, **facts: Any) -> Analysis:
+    return analyze(open_recording(job.record(tmp_path / "job.rec", **facts)), nodes)
 
 
 def handed(events: list[Event]) -> list[Event]:
@@ -115,6 +115,24 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     as_it_was = found.outcomes[0]
     assert as_it_was.hit_ratio == pytest.approx(0.56, abs=0.03)
     assert as_it_was.epoch_seconds == pytest.approx(found.epochs[1].seconds, rel=0.1)
+
+
+def test_what_nodes_that_share_would_bring(tmp_path: Path) -> None:
+    job = Job(source_until_copied(0.25, 0.02, 0.001), many_files(1000, 100 * KIB))
+    tiers = [{"path": "/scratch", "capacity": int(1000 * 0.25 * 100 * KIB + 4 * KIB)}]
+    outcomes = {
+        nodes: next(
+            one
+            for one in analyzed(job, tmp_path, tiers=tiers, nodes=nodes).outcomes
+            if one.change == f"--peers of {nodes} nodes"
+        )
+        for nodes in (2, 5)
+    }
+    assert outcomes[2].hit_ratio == pytest.approx(0.5, abs=0.03)
+    assert outcomes[5].hit_ratio == 1
+    from_peers = 0.8 * (0.0005 + 100 * KIB / 1e9)
+    assert outcomes[5].epoch_seconds == pytest.approx(1000 * (0.001 + from_peers) / 4, rel=0.1)
+    assert all(not one.change.startswith("--peers") for one in analyzed(job, tmp_path).outcomes)
 
 
 @pytest.mark.parametrize("compute", [0.0, 0.003, 0.03])
