@@ -29,7 +29,7 @@ def weigh_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
         for request in weight_requests(weights, replace=arguments.replace):
             total = add(total, ask(found, request, lambda so_far: None))
             progress.show(f"weigh: {total['files']} files")
-    text = f"weighed {total['files']} files"
+    text = f"weighed {total['files']} file{'' if total['files'] == 1 else 's'}"
     text += f", {total['unknown']} are not in the mount" if total["unknown"] else ""
     print(json.dumps(total) if arguments.json else text)
     return int(bool(total["unknown"]))
