@@ -232,7 +232,8 @@ def root() -> Iterator[int]:
 def test_what_is_asked_of_the_kernel(data_path: DataPath, root: int) -> None:
     backing_files = BackingFiles(config(data_path), -1, [root], -1)
     backing_files.prepare(LINUX_6_18)
-    assert backing_files.stack_depth == (0 if data_path is DataPath.RELAY else 1)
+    passes = data_path in (DataPath.AUTO, DataPath.PASSTHROUGH)
+    assert backing_files.stack_depth == (1 if passes else 0)
     if data_path is DataPath.PASSTHROUGH:
         with pytest.raises(OperationError, match=r"Linux 6\.9 .*: use --data-path relay, or auto"):
             backing_files.prepare(request(0))
