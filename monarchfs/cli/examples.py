@@ -123,8 +123,8 @@ will not be. An interrupted --wait ends the waiting, not the copying.
 Exit code: 1 if something failed. Lack of room is no failure. With --check, 0 only if every file is
 resident.""",
     "weigh": """\
-  printf '2.5\\ttrain/n01440764/n01440764_10026.JPEG\\n' | monarchfs weigh /mnt/imagenet -
   monarchfs weigh /mnt/imagenet importance.tsv --replace
+  printf '2.5\\ttrain/n01440764/n01440764_10026.JPEG\\n' | monarchfs weigh /mnt/imagenet -
 
 For a mount with --evict weighted: files with a larger weight stay, and lie in the faster tier. A
 weight says how often a file will be read, compared with others: 0 or more. A PATH is absolute below
