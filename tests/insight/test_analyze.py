@@ -41,7 +41,7 @@ from tests.support.mounting import MONARCHFS
 SOURCE, TIER, MEMORY = AnsweredBy.SOURCE, AnsweredBy.TIER, AnsweredBy.MEMORY
 
 
-def analyzed(job: Job, tmp_path: Path, nodes: int = 1, **facts: Any) -> Analysis:
+def analyzed(job: Job, tmp_path: Path, *, nodes: int = 1, **facts: Any) -> Analysis:
     return analyze(open_recording(job.record(tmp_path / "job.rec", **facts)), nodes)
 
 
@@ -185,7 +185,7 @@ def test_what_the_kernel_reads_by_itself_counts_as_local(tmp_path: Path) -> None
     job.events = lambda: events  # type: ignore[method-assign]
     tiers = [{"path": "/scratch", "capacity": 201 * MIB}]
     facts = {"tiers": tiers, "hidden": ["reads"], "data_path": "passthrough"}
-    found = analyzed(job, tmp_path, **facts)
+    found = analyze(open_recording(job.record(tmp_path / "job.rec", **facts)))
     assert [epoch.hit_ratio for epoch in found.epochs] == pytest.approx([0, 0.5], abs=0.01)
     assert found.outcomes[0].hit_ratio == pytest.approx(0.5, abs=0.02)
     assert found.epochs[1].files == 400
