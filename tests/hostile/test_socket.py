@@ -141,6 +141,7 @@ LINES = (
 @example([(b'{"command":"why","paths":["class0"]}\n', "leave")] * 6)
 @example([(b'{"command":"refresh","paths":["' + b"a/" * 1000 + b'"]}\n', "read")])
 @example([(b"\n" * 1000, "read"), (b"\0" * 100_000, "half")])
+@example([(b'{"command":"record"}\n', "read"), (b'{"command":"order"}\n', "read")])
 def test_whatever_clients_send(daemon: Daemon, clients: list[tuple[bytes, str]]) -> None:
     with ExitStack() as stack:
         for content, manner in clients:
@@ -152,6 +153,8 @@ def test_whatever_clients_send(daemon: Daemon, clients: list[tuple[bytes, str]])
             if manner == "leave":
                 client.close()
             elif manner == "read" and content.endswith(b"\n"):
+                with suppress(OSError):  # it was refused already
+                    client.shutdown(socket.SHUT_WR)  # `record` and `order` last until then
                 check_replies(received(client))
         daemon.answers()
 
